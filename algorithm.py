@@ -1,0 +1,418 @@
+"""GRPO on NeMo Gym tasks: the loop, and the command.
+
+    python algorithm.py --config configs/math.yaml [--config more.yaml] [key=value ...] [--dry-run]
+
+One step, in the order of the code below (Shao et al. 2024, arXiv:2402.03300, section 4.1):
+
+ 1. take the next `data.train_batch_size` prompts (env.py);
+ 2. sample `rollout.n` answers to each from vLLM, with the log-prob of every token (inference.py);
+ 3. as each answer ends, send it to its Gym server, which says the reward (gym_client.py);
+ 4. drop failed episodes and groups of fewer than two: a failure is never a reward;
+ 5. recompute the log-probs with the trainer (`old_log_probs`), and the reference's if a KL term is on;
+ 6. advantage of an answer = its reward - the mean of its group, over the group's standard deviation;
+ 7. PPO's clipped loss on the answer's tokens, `ppo_epochs` over mini-batches, AdamW (training.py);
+ 8. the new weights go to vLLM; metrics, rollouts and checkpoints are written.
+
+Departures from the paper: no KL term unless configured (`actor.use_kl_loss`); the loss is averaged over
+all tokens of a mini-batch (verl's `loss_agg_mode: token-mean`, DAPO's choice), not per answer first.
+Advantages and losses are verl's (verl.trainer.ppo.core_algos), picked by verl's own keys.
+
+Where to edit: tasks and their order, env.py; the reward, `rewards` below; the advantage and the loss,
+register a function of your own with verl (README). The rest is plumbing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import os
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import env
+import gym_client
+from config import ConfigError, Data, dry_run, load_config, prepare, summary, to_plain
+
+STAGE_DEADLINE_S = 3600  # no stage of a step takes this long; one that does hangs, and ends the run
+GENERATE_DEADLINE_S = 1800.0  # for one answer of vLLM
+console = Console()
+
+
+class RunError(RuntimeError):
+    """A run that must stop; the message says what failed, where, and what to do."""
+
+
+# --- the loop ------------------------------------------------------------------------------------
+
+
+def reward(episode: Any) -> float:
+    """EDIT HERE: what an episode is worth. The verifier's word, unless you shape it (length, format, ...)."""
+    return float(episode.reward)
+
+
+def train(config: DictConfig, run: Run, data: Data) -> None:
+    """Run the recipe from its last checkpoint, or the start, to `trainer.total_training_steps`."""
+    from verl.trainer.ppo.core_algos import get_kl_controller
+    from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
+    from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
+    from verl.utils.debug.metrics import calculate_debug_metrics
+
+    import inference
+    import training
+
+    checkpoints, total = Path(config.trainer.default_local_dir), config.trainer.total_training_steps
+    resume_from = training.latest(checkpoints) if config.trainer.resume_mode == "auto" else None
+    if config.trainer.resume_mode == "resume_path":
+        resume_from = Path(config.trainer.resume_from_path)
+    if resume_from and training.step_of(resume_from) >= total:
+        raise ConfigError(
+            f"nothing left to train: {resume_from} is at trainer.total_training_steps={total}; raise it, or give the "
+            "run another trainer.experiment_name"
+        )
+
+    with contextlib.ExitStack() as stack:
+        loop, actor, servers, gym = run.start(stack)
+        sync = inference.weight_sync(config, actor, servers)
+        kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
+        sampling = {validate: inference.sampling_params(config, validate) for validate in (False, True)}
+
+        step = 0
+        if resume_from:
+            step = training.load(actor, resume_from)["step"]
+            run.say(f"resumed from {resume_from}")
+        with run.stage("update_weights"):
+            sync.update_weights(step)
+
+        def rollout(tasks: Sequence[env.Task], n: int, validate: bool = False) -> list[inference.Episode]:
+            """n episodes for each task at the servers' present weights, also written to rollouts/."""
+            done = run.counter(len(tasks) * n)
+            client, deadline = servers.get_client(), GENERATE_DEADLINE_S
+            params, tokenizer, stop_ids = sampling[validate], data.tokenizer, data.stop_ids
+            episodes = loop.run(inference.rollout(tasks, n, client, gym, tokenizer, stop_ids, params, deadline, done))
+            run.write_episodes(f"{'val' if validate else 'step'}_{step}", episodes, tasks)
+            check_failures(episodes, config.gym.max_failed_frac)
+            return episodes
+
+        def evaluate() -> dict[str, float]:
+            """The held-out rows, greedily unless rollout.val_kwargs says otherwise."""
+            if not data.validation:
+                return {}
+            with run.stage("testing"):
+                return validation_metrics(rollout(data.validation, config.actor_rollout_ref.rollout.val_kwargs.n, True))
+
+        before = after = evaluate() if config.trainer.val_before_train else {}
+        run.log(step, before)
+
+        while step < total:
+            step += 1
+            run.begin(step)
+            with run.stage("step"):
+                tasks = env.batch(data.train, config.data.train_batch_size, step, config.data.seed, config.data.shuffle)
+                with run.stage("gen"):
+                    episodes = rollout(tasks, config.actor_rollout_ref.rollout.n)
+                kept, metrics = inference.keep(episodes), rollout_metrics(episodes)
+                for episode in kept:
+                    episode.reward = reward(episode)
+                if kept:
+                    batch = training.to_batch(kept, data.tokenizer.pad_token_id, sampling[False]["temperature"])
+                    with run.stage("old_log_prob"):
+                        batch.batch["old_log_probs"], entropy = training.log_probs(actor, batch, config)  # [B, R]
+                    mask = batch.batch["response_mask"]  # [B, R]
+                    metrics["actor/entropy"] = float((entropy * mask).sum() / mask.sum())
+                    metrics |= calculate_debug_metrics(batch)  # the sampler's probabilities against the trainer's
+                    if training.needs_reference(config):
+                        with run.stage("ref"):
+                            batch.batch["ref_log_prob"] = training.ref_log_probs(actor, batch, config)  # [B, R]
+
+                    with run.stage("adv"):
+                        batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]  # [B, R]
+                        if config.algorithm.use_kl_in_reward:
+                            batch, kl_metrics = apply_kl_penalty(batch, kl_ctrl, config.algorithm.kl_penalty)
+                            metrics |= kl_metrics
+                        batch = compute_advantage(  # adds advantages and returns, [B, R]
+                            batch,
+                            adv_estimator=config.algorithm.adv_estimator,
+                            gamma=config.algorithm.gamma,
+                            lam=config.algorithm.lam,
+                            norm_adv_by_std_in_grpo=config.algorithm.norm_adv_by_std_in_grpo,
+                            config=config.algorithm,
+                        )
+                    with run.stage("update_actor"):
+                        metrics |= training.update_actor(actor, batch, config)
+                    with run.stage("update_weights"):
+                        sync.update_weights(step)
+                else:
+                    run.say(f"step {step} skipped: no group has two verified answers; see {run.folder}/failures.jsonl")
+
+            if step == total or (config.trainer.save_freq > 0 and step % config.trainer.save_freq == 0):
+                with run.stage("save_checkpoint"):
+                    checkpoint = training.save(actor, checkpoints, step, {"step": step})
+            if step == total or (config.trainer.test_freq > 0 and step % config.trainer.test_freq == 0):
+                after = evaluate()
+            if kept:
+                metrics |= compute_data_metrics(batch, use_critic=False) | compute_timing_metrics(batch, run.timing)
+                metrics |= compute_throughout_metrics(batch, run.timing, n_gpus=training.world_size(config))
+            epoch = step * config.data.train_batch_size / len(data.train)
+            run.log(step, metrics | after | {"training/global_step": step, "training/epoch": epoch})
+            run.report(step, metrics, kept, tasks)
+
+        with run.stage("export"):
+            training.export(checkpoint, run.folder / "export")
+    run.finish(before, after, checkpoint)
+
+
+def check_failures(episodes: Sequence[Any], max_failed_frac: float) -> None:
+    """Stop the run when too many episodes failed: what is left is not a sample of the task any more."""
+    failed = [e for e in episodes if e.status != "ok"]
+    if len(failed) > max_failed_frac * len(episodes):
+        reasons = ", ".join(f"{count} {status}" for status, count in Counter(e.status for e in failed).most_common())
+        raise RunError(
+            f"{len(failed)} of {len(episodes)} episodes failed ({reasons}), over gym.max_failed_frac={max_failed_frac:g}; "
+            f"the first: {failed[0].row_id}: {failed[0].error}"
+        )
+
+
+# --- metrics -------------------------------------------------------------------------------------
+
+
+def rollout_metrics(episodes: Sequence[Any]) -> dict[str, float]:
+    """What verl's metrics do not know: failures by reason, dropped groups, rewards by server, verifier latency."""
+    import inference
+
+    failed = Counter(e.status for e in episodes if e.status != "ok")
+    ok = [e for e in episodes if e.status == "ok"]
+    groups = len({e.group_id for e in episodes}) - len({e.group_id for e in inference.keep(episodes)})
+    metrics = {"rollout/failed_frac": 1 - len(ok) / len(episodes), "rollout/groups_dropped": float(groups)}
+    metrics |= {f"rollout/failed/{status}": float(count) for status, count in failed.items()}
+    if ok:
+        metrics["rollout/truncated_frac"] = float(np.mean([e.truncated for e in ok]))
+        latency = [e.timings["verify_call"] for e in ok]
+        metrics |= {f"verify/latency_s/p{p}": float(np.percentile(latency, p)) for p in (50, 95)}
+    for server in sorted({e.server for e in ok}):
+        metrics[f"reward/{server}/mean"] = float(np.mean([e.reward for e in ok if e.server == server]))
+    return metrics
+
+
+def validation_metrics(episodes: Sequence[Any]) -> dict[str, float]:
+    """Means over verified episodes only, by server: the reward, and acc, the fraction with a reward of 1 or more."""
+    per_row = Counter(e.row_id for e in episodes).most_common(1)[0][1]
+    metrics = {"val-aux/failed_frac": float(np.mean([e.status != "ok" for e in episodes]))}
+    for server in sorted({e.server for e in episodes}):
+        ok = [e for e in episodes if e.server == server and e.status == "ok"]
+        if ok:
+            metrics[f"val-core/{server}/acc/mean@{per_row}"] = float(np.mean([e.reward >= 1.0 for e in ok]))
+            metrics[f"val-core/{server}/reward/mean@{per_row}"] = float(np.mean([e.reward for e in ok]))
+            metrics[f"val-aux/{server}/response_length/mean"] = float(np.mean([len(e.response_ids) for e in ok]))
+    return metrics
+
+
+# --- a run: its folder, its stages, what it tells ------------------------------------------------
+
+
+class Run:
+    """A run's folder, its clock and its voice. Use as `with Run(config) as run`."""
+
+    def __init__(self, config: DictConfig):
+        self.config, self.folder = config, Path("runs") / config.trainer.experiment_name
+        self.timing: dict[str, float] = {}
+        self.started = time.perf_counter()
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[stage]}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self.task = self.bar.add_task("training", total=config.trainer.total_training_steps, stage="starting")
+
+    def __enter__(self) -> Run:
+        for name in ("rollouts", "logs"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(self.config, self.folder / "config.yaml", resolve=True)
+        os.environ.setdefault("TENSORBOARD_DIR", str(self.folder / "tensorboard"))
+        os.environ.setdefault("VERL_FILE_LOGGER_PATH", str(self.folder / "tracking.jsonl"))
+        os.environ.setdefault("WANDB_DIR", str(self.folder))
+        self.tracking = None
+        if self.config.trainer.logger:
+            from verl.utils.tracking import Tracking
+
+            names, backends = self.config.trainer, to_plain(self.config.trainer.logger)
+            self.tracking = Tracking(names.project_name, names.experiment_name, backends, to_plain(self.config))
+        self.bar.start()
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self.bar.stop()
+        if self.tracking:
+            self.tracking.finish(exit_code=0 if kind is None else 1)
+
+    def start(self, stack: contextlib.ExitStack) -> tuple[asyncio.Runner, Any, Any, gym_client.Gym]:
+        """Start Gym servers, Ray, the actor's workers and the vLLM servers; `stack` stops them all."""
+        import ray
+
+        import inference
+        import training
+
+        config = self.config
+        with self.stage("start"):
+            servers = to_plain(config.gym.servers)
+            urls = stack.enter_context(gym_client.running_servers(servers, self.folder / "logs"))
+            stack.callback(ray.shutdown)
+            session = ray.init(**to_plain(config.ray_kwargs.ray_init)).address_info["session_dir"]
+            link = self.folder / "logs" / "ray"
+            link.unlink(missing_ok=True)
+            link.symlink_to(Path(session) / "logs")
+            loop = stack.enter_context(asyncio.Runner())
+            gym = gym_client.Gym(urls, config.gym.timeout_s, to_plain(config.gym.concurrency), config.gym.attempts)
+            loop.run(gym.__aenter__())
+            stack.callback(lambda: loop.run(gym.__aexit__()))
+            actor = training.start_actor(config)
+            return loop, actor, loop.run(inference.start_servers(config, actor)), gym
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage into `timing` (seconds), show it, and end the run if it hangs."""
+
+        def hung(*_: Any) -> None:
+            raise RunError(f"stage {name} made no end in {STAGE_DEADLINE_S} s; see the workers' logs in {self.folder}/logs")
+
+        begin, inner = time.perf_counter(), name != "step"
+        if inner:
+            self.bar.update(self.task, stage=name)
+            signal.signal(signal.SIGALRM, hung)
+            signal.alarm(STAGE_DEADLINE_S)
+        try:
+            yield
+        finally:
+            if inner:
+                signal.alarm(0)
+        self.timing[name] = self.timing.get(name, 0.0) + time.perf_counter() - begin
+
+    def begin(self, step: int) -> None:
+        """Start the clock of a step."""
+        self.timing = {}
+        self.bar.update(self.task, completed=step - 1)
+
+    def counter(self, total: int) -> Callable[[Any], None]:
+        """A callback that shows how many of `total` episodes have ended."""
+        done = 0
+
+        def one_more(_: Any) -> None:
+            nonlocal done
+            done += 1
+            self.bar.update(self.task, stage=f"{done}/{total} episodes")
+
+        return one_more
+
+    def say(self, text: str) -> None:
+        """Print one line above the progress bar."""
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        """Append to metrics.jsonl (verl's own file logger would overwrite it on resume) and tell the trackers."""
+        if not metrics:
+            return
+        plain = {name: float(value) for name, value in metrics.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in plain.items()}
+        with (self.folder / "metrics.jsonl").open("a") as out:
+            out.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
+        if self.tracking:
+            self.tracking.log(data=plain, step=step)
+
+    def write_episodes(self, name: str, episodes: Sequence[Any], tasks: Sequence[env.Task]) -> None:
+        """rollouts/<name>.jsonl with every episode, and a line in failures.jsonl for each that failed."""
+        import inference
+
+        prompts = {task.row_id: task.messages[-1]["content"] for task in tasks}
+        records = [inference.as_record(e, prompts[e.row_id]) for e in episodes]
+        path = self.folder / "rollouts" / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
+        with (self.folder / "failures.jsonl").open("a", encoding="utf-8") as out:
+            failed = [{"rollout": name, **r} for r in records if r["status"] != "ok"]
+            out.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in failed)
+
+    def report(self, step: int, metrics: dict[str, Any], kept: Sequence[Any], tasks: Sequence[env.Task]) -> None:
+        """One line a step, and every env.show_every steps the best and the worst answer of the batch."""
+        self.bar.update(self.task, completed=step)
+        stages = " ".join(f"{k} {v:.1f}" for k, v in self.timing.items() if k != "step" and v >= 0.05)
+        numbers = [("reward", "critic/rewards/mean"), ("length", "response_length/mean"), ("loss", "actor/pg_loss")]
+        values = " ".join(f"{label} {metrics[key]:.3g}" for label, key in numbers if key in metrics)
+        self.say(f"step {step:4d}  {values}  failed {metrics['rollout/failed_frac']:.0%}  | seconds: {stages}")
+        if kept and self.config.env.show_every > 0 and step % self.config.env.show_every == 0:
+            prompts = {task.row_id: task.messages[-1]["content"] for task in tasks}
+            for episode in (max(kept, key=lambda e: e.reward), min(kept, key=lambda e: e.reward)):
+                asked = " ".join(prompts[episode.row_id].split())[-100:]
+                self.say(f"    {asked!r} -> {episode.response[:200]!r}  reward {episode.reward:.2f}")
+
+    def finish(self, before: dict[str, float], after: dict[str, float], checkpoint: Path) -> None:
+        """The result of the run and what to do next."""
+        minutes = (time.perf_counter() - self.started) / 60
+        self.say(f"\nfinished in {minutes:.1f} min; the run is in {self.folder}/")
+        for name in (n for n in after if n.startswith("val-core/")):
+            self.say(f"    {name}: {before.get(name, float('nan')):.3f} before, {after[name]:.3f} after")
+        self.say(f"    checkpoint {checkpoint}, Hugging Face folder {self.folder}/export")
+        self.say(f"next: python -m vllm.entrypoints.cli.main chat, or `transformers chat {self.folder}/export`")
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def root_cause(error: BaseException, logs: Path) -> str:
+    """One line for an error of a worker: vLLM's engine writes its cause to its log and says only 'see above'."""
+    text = str(error)
+    found = re.findall(r"^\W*((?:\w+\.)*\w*(?:Error|Exception|OutOfMemory\w*): .+)$", text, re.MULTILINE)
+    line = found[-1] if found else text.strip().splitlines()[-1] if text.strip() else repr(error)
+    if "Engine core initialization failed" in text:
+        for path in sorted(logs.glob("ray/worker-*"), key=lambda p: p.stat().st_mtime, reverse=True):
+            causes = re.findall(r"((?:ValueError|RuntimeError|MemoryError|OSError|AssertionError): .+)", path.read_text(errors="replace"))
+            causes = [c for c in causes if "Engine core" not in c and "WorkerProc" not in c]
+            if causes:
+                return f"vLLM did not start: {causes[0]}"
+    return line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="GRPO on NeMo Gym tasks with verl and vLLM.")
+    parser.add_argument("--config", action="append", required=True, help="recipe; later ones override earlier ones")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example trainer.total_training_steps=10")
+    args = parser.parse_intermixed_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    logs = Path()
+    try:
+        config, defaults = load_config(args.config, args.overrides)
+        data = prepare(config)
+        console.print(summary(config, data), markup=False, highlight=False, soft_wrap=True)
+        if args.dry_run:
+            return dry_run(config, defaults, data, console)
+        logs = Path("runs") / config.trainer.experiment_name / "logs"
+        with Run(config) as run:
+            train(config, run, data)
+    except (ConfigError, env.DataError, gym_client.GymStartError, RunError, OmegaConfBaseException) as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+    except Exception as error:
+        if type(error).__module__.split(".")[0] != "ray":
+            raise
+        sys.exit(f"error: {root_cause(error, logs)}; the workers' logs are in {logs}")
+
+
+if __name__ == "__main__":
+    main()

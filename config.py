@@ -1,0 +1,271 @@
+"""Recipes: YAML files over verl's own configuration, merged strictly and checked before anything starts.
+
+    load_config(files, overrides)   verl's ppo_trainer.yaml + configs/base.yaml + files + key=value
+    prepare(config)                 model, files, servers and sizes checked; tasks and tokenizer loaded
+    summary(config, data)           the derived sizes, printed at every start
+    dry_run(config, ...)            what --dry-run prints
+
+A key that nothing reads is an error: one that verl does not know, and one of verl's that this loop
+does not use. So a recipe never says more than what happens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+
+import env
+import gym_client
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message names the key and the way out."""
+
+
+# What this loop reads of verl's configuration. A key set elsewhere would do nothing, so it is an error.
+READ = (
+    "actor_rollout_ref gym env ray_kwargs.ray_init "
+    "data.train_batch_size data.max_prompt_length data.max_response_length data.seed data.shuffle "
+    "algorithm.adv_estimator algorithm.gamma algorithm.lam algorithm.norm_adv_by_std_in_grpo "
+    "algorithm.use_kl_in_reward algorithm.kl_penalty algorithm.kl_ctrl "
+    "trainer.project_name trainer.experiment_name trainer.default_local_dir trainer.logger trainer.device "
+    "trainer.total_training_steps trainer.save_freq trainer.test_freq trainer.val_before_train "
+    "trainer.resume_mode trainer.resume_from_path trainer.nnodes trainer.n_gpus_per_node "
+    "trainer.ray_wait_register_center_timeout"
+).split()
+FREE = ("ray_kwargs.ray_init", "gym.servers", "gym.concurrency")  # keys below are not ours or verl's to list
+NEED_VALUES = ("gae",)  # estimators that need a critic
+
+
+def to_plain(config: Any) -> Any:
+    """An OmegaConf node -> plain dicts and lists, resolved."""
+    return OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
+
+
+def load_config(files: Sequence[str], overrides: Sequence[str]) -> tuple[DictConfig, DictConfig]:
+    """verl's ppo_trainer.yaml + configs/base.yaml + files + key=value -> (config, the defaults it started from).
+
+    Sets the environment variables of ray_kwargs.ray_init.runtime_env.env_vars in this process, so call it
+    before verl is imported. Raises ConfigError for a key that nothing reads.
+    """
+    from hydra import compose, initialize_config_dir
+
+    here = Path(__file__).resolve().parent
+    verl = Path(importlib.util.find_spec("verl").origin).parent  # type: ignore[union-attr, arg-type]
+    with initialize_config_dir(str(verl / "trainer" / "config"), version_base=None):
+        defaults = compose("ppo_trainer")
+    OmegaConf.set_struct(defaults, False)
+    base = OmegaConf.load(here / "configs" / "base.yaml")
+    defaults = OmegaConf.merge(defaults, {"gym": base.gym, "env": base.env})
+
+    overlays = [("configs/base.yaml", base)] + [(file, read_yaml(file)) for file in files]
+    for text in overrides:
+        if "=" not in text:
+            raise ConfigError(f"{text!r} is not key=value")
+        overlays.append((text, OmegaConf.from_dotlist([text.lstrip("+")])))
+    config = OmegaConf.merge(defaults, *[overlay for _, overlay in overlays])
+    apply_environment(config, here)
+    for source, overlay in overlays:
+        for key in unknown_keys(overlay, defaults):
+            close = difflib.get_close_matches(key, leaves(defaults), n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"{source}: unknown key {key}{hint}")
+    for key in changed(config, defaults):
+        if not any(f"{key}.".startswith(f"{name}.") for name in READ):
+            raise ConfigError(f"{key} is verl's, but this loop does not read it, so setting it would do nothing")
+    return config, defaults
+
+
+def read_yaml(file: str) -> DictConfig:
+    """A recipe file. Raises ConfigError naming the file."""
+    try:
+        loaded = OmegaConf.load(file)
+    except FileNotFoundError:
+        raise ConfigError(f"--config {file}: no such file") from None
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"--config {file}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"--config {file}: a recipe is a YAML mapping")
+    return loaded
+
+
+def apply_environment(config: DictConfig, here: Path) -> None:
+    """Give this process, and through it every worker, the recipe's environment variables and this folder's modules."""
+    variables = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
+    paths = [str(here), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    for name, value in {**variables, "PYTHONPATH": os.environ["PYTHONPATH"]}.items():
+        os.environ[name] = str(value)
+        OmegaConf.update(config, f"ray_kwargs.ray_init.runtime_env.env_vars.{name}", str(value), force_add=True)
+
+
+def leaves(config: DictConfig) -> dict[str, Any]:
+    """{dotted key: value} of a configuration's leaves, interpolations as they were written."""
+
+    def walk(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, value in node.items():
+            if isinstance(value, dict) and value:
+                yield from walk(value, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", value
+
+    return dict(walk(OmegaConf.to_container(config, resolve=False), ""))
+
+
+def changed(config: DictConfig, defaults: DictConfig) -> dict[str, tuple[Any, Any]]:
+    """{dotted key: (value, default)} of the leaves in which two configurations differ."""
+    now, was = leaves(config), leaves(defaults)
+    return {key: (value, was.get(key)) for key, value in now.items() if key not in was or value != was[key]}
+
+
+def unknown_keys(overlay: Any, known: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of `overlay` that `known` lacks. An empty mapping in verl's defaults takes any key, and a
+    mapping with `_target_` also takes the fields of that dataclass."""
+    for name in overlay:
+        key = f"{prefix}{name}"
+        node = overlay._get_node(name)
+        if key in FREE or key.startswith(tuple(f + "." for f in FREE)):
+            continue
+        if name not in known:
+            target = known.get("_target_")
+            if target:
+                from hydra.utils import get_class
+
+                if name in {f.name for f in dataclasses.fields(get_class(target))}:
+                    continue
+            yield key
+        elif isinstance(node, DictConfig) and isinstance(known._get_node(name), DictConfig) and len(known[name]) > 0:
+            yield from unknown_keys(node, known[name], f"{key}.")
+
+
+# --- checks, before anything starts --------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Data:
+    """What the checks loaded: tasks, the tokenizer, and the ids that end a response."""
+
+    train: list[env.Task]
+    validation: list[env.Task]
+    dropped: list[str]  # rows whose prompt is over data.max_prompt_length
+    tokenizer: Any
+    stop_ids: set[int]
+
+
+def prepare(config: DictConfig) -> Data:
+    """Check the recipe against its model, files and sizes, and fill in what follows from them.
+
+    Raises ConfigError, env.DataError or gym_client.GymStartError, before any worker starts.
+    """
+    rollout, actor, model = (config.actor_rollout_ref[k] for k in ("rollout", "actor", "model"))
+    missing = [k for k in ("data.max_prompt_length", "env.train_files", "gym.servers") if not OmegaConf.select(config, k)]
+    if missing:
+        raise ConfigError(f"{missing[0]} is not set")
+    world = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    prompts, n, mini = config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size
+    infer = rollout.tensor_model_parallel_size * rollout.data_parallel_size
+    if prompts % mini:
+        raise ConfigError(f"data.train_batch_size={prompts} does not divide by actor_rollout_ref.actor.ppo_mini_batch_size={mini}")
+    if mini * n % world:
+        raise ConfigError(f"ppo_mini_batch_size * rollout.n = {mini} * {n} episodes do not divide among {world} GPUs")
+    if world % infer:
+        raise ConfigError(f"{world} GPUs do not divide by rollout.tensor_model_parallel_size * data_parallel_size = {infer}")
+    if config.algorithm.adv_estimator in NEED_VALUES:
+        raise ConfigError(f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a critic, which this loop has not")
+    if n < 2:
+        raise ConfigError(f"actor_rollout_ref.rollout.n={n}: a group needs at least two answers to compare")
+
+    from transformers import AutoConfig, GenerationConfig
+    from verl.utils import hf_tokenizer
+
+    import inference
+
+    if Path(model.path).is_dir():
+        model.path = str(Path(model.path).resolve())
+    try:
+        hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        tokenizer = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise ConfigError(f"actor_rollout_ref.model.path={model.path}: no model folder, and no model of the hub: {why}") from None
+    try:
+        generation = GenerationConfig.from_pretrained(model.path)
+    except OSError:
+        generation = None  # a model without generation_config.json stops at the tokenizer's EOS
+    if model.custom_chat_template:
+        tokenizer.chat_template = model.custom_chat_template
+    if not tokenizer.chat_template:
+        raise ConfigError(f"{model.path} has no chat template; set actor_rollout_ref.model.custom_chat_template")
+
+    servers, limit = list(config.gym.servers), config.data.max_prompt_length
+    train_tasks, dropped = env.load_tasks(to_plain(config.env.train_files), tokenizer, servers, limit)
+    val_tasks, val_dropped = env.load_tasks(to_plain(config.env.val_files), tokenizer, servers, limit)
+    val_tasks = val_tasks[: config.env.val_max_rows]
+    if len(train_tasks) < prompts:
+        raise ConfigError(f"env.train_files hold {len(train_tasks)} usable rows, fewer than data.train_batch_size={prompts}")
+    for name, server in to_plain(config.gym.servers).items():
+        if not isinstance(server, dict) or len({"url", "start"} & set(server)) != 1:
+            raise ConfigError(f"gym.servers.{name} takes either url: http://host:port or start: {{python, server, port, config}}")
+        gym_client.check_server(name, server)
+
+    # what follows from the above, unless the recipe says it
+    rollout.max_model_len = rollout.max_model_len or limit + config.data.max_response_length
+    actor.optim.total_training_steps = config.trainer.total_training_steps
+    text_config = hf_config.get_text_config()
+    largest_mb = math.ceil(text_config.vocab_size * text_config.hidden_size * 4 / 2**20) + 1  # the embedding, fp32
+    sync = rollout.checkpoint_engine
+    sync.update_weights_bucket_megabytes = max(sync.update_weights_bucket_megabytes, largest_mb)
+    stop_ids = inference.stop_token_ids(tokenizer, generation)
+    return Data(train_tasks, val_tasks, dropped + val_dropped, tokenizer, stop_ids)
+
+
+def summary(config: DictConfig, data: Data) -> str:
+    """The sizes that follow from the recipe, one a line."""
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    prompts, n, steps = config.data.train_batch_size, rollout.n, config.trainer.total_training_steps
+    world = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    replicas = world // (rollout.tensor_model_parallel_size * rollout.data_parallel_size)
+    seen = {json.dumps(task.messages) for task in data.train}
+    shared = sum(json.dumps(task.messages) in seen for task in data.validation)
+    lines = [
+        f"model       {config.actor_rollout_ref.model.path}",
+        f"rows        {len(data.train)} to train on, {len(data.validation)} held out, {len(data.dropped)} dropped "
+        f"(prompt over {config.data.max_prompt_length} tokens){': ' if data.dropped else ''}{', '.join(data.dropped[:5])}",
+        f"step        {prompts} prompts x {n} answers = {prompts * n} episodes of at most {config.data.max_prompt_length} "
+        f"+ {config.data.max_response_length} tokens; {prompts // actor.ppo_mini_batch_size * actor.ppo_epochs} optimiser steps",
+        f"training    {steps} steps = {steps * prompts / len(data.train):.2f} epochs; lr {actor.optim.lr:g}; "
+        f"{config.algorithm.adv_estimator}, {actor.policy_loss.loss_mode} loss",
+        f"devices     {world} {config.trainer.device}, {replicas} vLLM replica{'s' * (replicas > 1)}, "
+        f"sync buckets of {rollout.checkpoint_engine.update_weights_bucket_megabytes} MB",
+        f"stop ids    {sorted(data.stop_ids)}, pad id {data.tokenizer.pad_token_id}",
+    ]
+    if shared:
+        lines.append(f"WARNING     {shared} of the held-out prompts are also in env.train_files")
+    return "\n".join(lines)
+
+
+def dry_run(config: DictConfig, defaults: DictConfig, data: Data, console: Console) -> None:
+    """Print what the recipe changes of verl's defaults, and the first prompt as the model sees it."""
+    console.print("changed from verl's defaults:", highlight=False)
+    for key, (value, default) in changed(config, defaults).items():
+        if not key.startswith(("gym.", "env.")):
+            console.print(f"    {key}: {value} (was {default})", markup=False, highlight=False, soft_wrap=True)
+    for section in ("gym", "env"):
+        text = OmegaConf.to_yaml(config[section], resolve=True).strip().replace("\n", "\n    ")
+        console.print(f"{section}:\n    {text}", markup=False, highlight=False)
+    task = data.train[0]
+    console.print(f"first prompt ({task.row_id}, {len(task.prompt_ids)} tokens, server {task.server}):", highlight=False)
+    console.print(data.tokenizer.decode(task.prompt_ids), markup=False, highlight=False, style="dim")
+    console.print("dry run: model, files, sizes and servers are in order; nothing was started", highlight=False)

@@ -1,0 +1,179 @@
+"""Run verl's FSDP workers and vLLM servers on a CPU. Delete this file and GPU runs stay as they are.
+
+Nothing in the kit imports it: configs/cpu.yaml names it in VERL_PLATFORM and VERL_USE_EXTERNAL_MODULES,
+so verl itself imports it first thing in every process. Nine things stand between verl 0.9.1 and a CPU;
+those that are plain settings are in configs/cpu.yaml with their reason, the rest is here:
+
+    1 platform       PlatformCPU below
+    2 Ray            logical GPUs in configs/cpu.yaml (ray_init.num_gpus): placement and ranks run unchanged
+    3 process group  _init_process_group below
+    4 engines        VERL_ENGINE_DEVICE below
+    5 vLLM's name    _version below
+    6 no sleep mode  configs/cpu.yaml (free_cache_engine, enable_sleep_mode)
+    7 weight sync    WorkerExtension below, named in configs/cpu.yaml (worker_extension_cls)
+    8 tied lm_head   WorkerExtension below: without it the policy samples from stale logits, silently
+    9 attention      configs/cpu.yaml (attn_implementation: sdpa): packed batches work without flash-attn
+"""
+
+import contextlib
+import importlib.metadata
+import os
+import types
+
+import psutil
+import torch
+import torch.distributed
+
+# 1, continued. Ray gives each worker one OpenMP thread and vLLM keeps a core free; both would halve the speed here.
+CORES = sorted(os.sched_getaffinity(0))
+torch.set_num_threads(max(1, len(CORES) // int(os.environ.get("RAY_LOCAL_WORLD_SIZE", 1))))
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, CORES)))
+
+# 2, continued. Ray 2.60 warns about its handling of zero logical GPUs unless told that it is known.
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+# 4. verl lists its FSDP engines for cuda and npu only; they are device-neutral, so ask for cuda's.
+os.environ["VERL_ENGINE_DEVICE"] = "cuda"
+
+# 5. verl asks for the distribution `vllm`; here it is `vllm-cpu`. "+cpu" is what vLLM looks for to pick its platform.
+_installed_version = importlib.metadata.version
+
+
+def _version(name: str) -> str:
+    try:
+        return _installed_version(name)
+    except importlib.metadata.PackageNotFoundError:
+        if name != "vllm":
+            raise
+        return _installed_version("vllm-cpu") + "+cpu"
+
+
+importlib.metadata.version = _version
+
+# 3. verl asks for "cpu:gloo,cpu:gloo" (host and device backend), which torch refuses: it names the cpu twice.
+_torch_init_process_group = torch.distributed.init_process_group
+
+
+def _init_process_group(backend=None, *args, **kwargs):
+    return _torch_init_process_group("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
+
+
+torch.distributed.init_process_group = _init_process_group
+
+from verl.plugin.platform.platform_base import PlatformBase  # noqa: E402  (verl reads the above at import)
+from verl.plugin.platform.platform_manager import PlatformRegistry  # noqa: E402
+
+
+def _device_module() -> types.ModuleType:
+    """torch.cpu with the calls that verl makes of torch.cuda: memory figures are 0, the rest does nothing."""
+    module = types.ModuleType("torch_cpu")
+    module.__dict__.update(vars(torch.cpu))
+    for name in ("empty_cache", "ipc_collect", "set_device", "synchronize", "reset_peak_memory_stats"):
+        setattr(module, name, lambda *_: None)
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+        setattr(module, name, lambda *_: 0)
+    module.__dict__.update(
+        mem_get_info=lambda *_: (psutil.virtual_memory().available, psutil.virtual_memory().total),
+        get_device_name=lambda *_: "CPU",
+        manual_seed=torch.manual_seed,
+        manual_seed_all=torch.manual_seed,
+        get_rng_state=torch.get_rng_state,
+        set_rng_state=torch.set_rng_state,
+    )
+    return module
+
+
+@PlatformRegistry.register(platform="cpu")
+class PlatformCPU(PlatformBase):
+    """1. verl's platform plugin: what verl asks of a device, answered for the CPU."""
+
+    device_name, vendor_name, device_module = "cpu", "cpu", _device_module()
+
+    def is_available(self):
+        return True
+
+    def current_device(self):
+        return torch.device("cpu")  # verl moves tensors to what this returns
+
+    def device_count(self):
+        return 1
+
+    def communication_backend_name(self):
+        return "gloo"
+
+    def ray_resource_name(self):
+        return "GPU"  # 2. logical GPUs: Ray counts them, nothing uses them
+
+    def visible_devices_envvar(self):
+        return "CUDA_VISIBLE_DEVICES"
+
+    def ray_noset_envvars(self):
+        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
+
+    def is_ipc_supported(self):
+        return False  # 7. weights go to vLLM through shared memory
+
+    def get_device_capability(self, device_index=0):
+        return None, None
+
+    def manual_seed(self, seed):
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed):
+        torch.manual_seed(seed)
+
+    def set_device(self, device_index):
+        pass
+
+    def synchronize(self, device_index=None):
+        pass
+
+    def set_allocator_settings(self, settings):
+        pass
+
+    def empty_cache(self):
+        pass
+
+    @contextlib.contextmanager
+    def nvtx_range(self, msg):
+        yield
+
+    def profiler_start(self):
+        pass
+
+    def profiler_stop(self):
+        pass
+
+    def cudart(self):
+        return None
+
+
+def __getattr__(name):
+    # The vLLM worker alone asks for this class; elsewhere its imports would cost every process half a minute.
+    if name != "WorkerExtension":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+    from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+    class WorkerExtension(vLLMColocateWorkerExtension):
+        """7. vLLM's CPU layers pack their weights and drop the originals, so they must be rebuilt from a whole set."""
+
+        def update_weights_from_ipc(self, peft_config=None, base_sync_done=False, use_shm=False):
+            if peft_config:
+                raise NotImplementedError("LoRA adapters on a CPU: set actor_rollout_ref.model.lora.merge=true")
+            weights, dtype = [], self.model_runner.model_config.dtype
+            BucketedWeightReceiver(
+                zmq_handle=self._get_zmq_handle(), device=torch.device("cpu"), use_shm=use_shm
+            ).receive_weights(
+                # copies: what arrives are views of a buffer that the next bucket overwrites
+                on_bucket_received=lambda bucket, _: weights.extend((n, w.to(dtype, copy=True)) for n, w in bucket)
+            )
+            self.model_runner.reload_weights(weights_iterator=iter(weights))
+            # 8. a tied lm_head keeps its own packed copy, which the reload does not refresh
+            model = self.model_runner.model
+            if model.config.tie_word_embeddings:
+                model.lm_head.weight = model.model.embed_tokens.weight
+                model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+
+    globals()[name] = WorkerExtension
+    return WorkerExtension
