@@ -27,12 +27,14 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import math
 import os
 import re
 import signal
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -116,7 +118,7 @@ def train(config: DictConfig, run: Run, data: Data) -> None:
                 return validation_metrics(rollout(data.validation, config.actor_rollout_ref.rollout.val_kwargs.n, True))
 
         before = after = evaluate() if config.trainer.val_before_train else {}
-        run.log(step, before)
+        run.log(step, before | {f"timing_s/{stage}": seconds for stage, seconds in run.timing.items()})
 
         while step < total:
             step += 1
@@ -171,8 +173,9 @@ def train(config: DictConfig, run: Run, data: Data) -> None:
             run.log(step, metrics | after | {"training/global_step": step, "training/epoch": epoch})
             run.report(step, metrics, kept, tasks)
 
-        with run.stage("export"):
-            training.export(checkpoint, run.folder / "export")
+        with run.stage("export"), (run.folder / "logs" / "export.log").open("w") as log:
+            with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+                training.export(checkpoint, run.folder / "export")
     run.finish(before, after, checkpoint)
 
 
@@ -182,8 +185,8 @@ def check_failures(episodes: Sequence[Any], max_failed_frac: float) -> None:
     if len(failed) > max_failed_frac * len(episodes):
         reasons = ", ".join(f"{count} {status}" for status, count in Counter(e.status for e in failed).most_common())
         raise RunError(
-            f"{len(failed)} of {len(episodes)} episodes failed ({reasons}), over gym.max_failed_frac={max_failed_frac:g}; "
-            f"the first: {failed[0].row_id}: {failed[0].error}"
+            f"{len(failed)} of {len(episodes)} episodes failed ({reasons}), over gym.max_failed_frac="
+            f"{max_failed_frac:g}; the first: {failed[0].row_id}: {failed[0].error}"
         )
 
 
@@ -229,8 +232,8 @@ class Run:
 
     def __init__(self, config: DictConfig):
         self.config, self.folder = config, Path("runs") / config.trainer.experiment_name
-        self.timing: dict[str, float] = {}
-        self.started = time.perf_counter()
+        self.timing: dict[str, float] = {}  # seconds by stage, of the step under way
+        self.started, self.first_episode = time.time(), 0.0  # seconds since the epoch; seconds since `started`
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
@@ -274,7 +277,7 @@ class Run:
             servers = to_plain(config.gym.servers)
             urls = stack.enter_context(gym_client.running_servers(servers, self.folder / "logs"))
             stack.callback(ray.shutdown)
-            session = ray.init(**to_plain(config.ray_kwargs.ray_init)).address_info["session_dir"]
+            session = ray.init(**to_plain(config.ray_kwargs.ray_init)).address_info["session_dir"]  # type: ignore[attr-defined]
             link = self.folder / "logs" / "ray"
             link.unlink(missing_ok=True)
             link.symlink_to(Path(session) / "logs")
@@ -290,7 +293,9 @@ class Run:
         """Time a stage into `timing` (seconds), show it, and end the run if it hangs."""
 
         def hung(*_: Any) -> None:
-            raise RunError(f"stage {name} made no end in {STAGE_DEADLINE_S} s; see the workers' logs in {self.folder}/logs")
+            raise RunError(
+                f"stage {name} made no end in {STAGE_DEADLINE_S} s; see the workers' logs in {self.folder}/logs"
+            )
 
         begin, inner = time.perf_counter(), name != "step"
         if inner:
@@ -316,6 +321,8 @@ class Run:
         def one_more(_: Any) -> None:
             nonlocal done
             done += 1
+            if not self.first_episode:
+                self.first_episode = self.timing["first_episode"] = time.time() - self.started
             self.bar.update(self.task, stage=f"{done}/{total} episodes")
 
         return one_more
@@ -362,12 +369,13 @@ class Run:
 
     def finish(self, before: dict[str, float], after: dict[str, float], checkpoint: Path) -> None:
         """The result of the run and what to do next."""
-        minutes = (time.perf_counter() - self.started) / 60
+        minutes = (time.time() - self.started) / 60
         self.say(f"\nfinished in {minutes:.1f} min; the run is in {self.folder}/")
         for name in (n for n in after if n.startswith("val-core/")):
             self.say(f"    {name}: {before.get(name, float('nan')):.3f} before, {after[name]:.3f} after")
         self.say(f"    checkpoint {checkpoint}, Hugging Face folder {self.folder}/export")
-        self.say(f"next: python -m vllm.entrypoints.cli.main chat, or `transformers chat {self.folder}/export`")
+        again = f"trainer.total_training_steps={2 * self.config.trainer.total_training_steps}"
+        self.say(f"next: look into {self.folder}/rollouts/, or train on with the same command and {again}")
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -375,25 +383,33 @@ class Run:
 
 def root_cause(error: BaseException, logs: Path) -> str:
     """One line for an error of a worker: vLLM's engine writes its cause to its log and says only 'see above'."""
-    text = str(error)
-    found = re.findall(r"^\W*((?:\w+\.)*\w*(?:Error|Exception|OutOfMemory\w*): .+)$", text, re.MULTILINE)
-    line = found[-1] if found else text.strip().splitlines()[-1] if text.strip() else repr(error)
-    if "Engine core initialization failed" in text:
-        for path in sorted(logs.glob("ray/worker-*"), key=lambda p: p.stat().st_mtime, reverse=True):
-            causes = re.findall(r"((?:ValueError|RuntimeError|MemoryError|OSError|AssertionError): .+)", path.read_text(errors="replace"))
-            causes = [c for c in causes if "Engine core" not in c and "WorkerProc" not in c]
+    kinds = r"(?:\w+\.)*\w*(?:Error|Exception|OutOfMemory\w*)"
+    if "Engine core initialization failed" in str(error):
+        for path in sorted(logs.glob("ray/worker-*"), key=lambda file: file.stat().st_mtime, reverse=True):
+            causes = re.findall(rf"({kinds}: .+)", path.read_text(errors="replace"))
+            causes = [cause for cause in causes if "Engine core" not in cause and "WorkerProc" not in cause]
             if causes:
                 return f"vLLM did not start: {causes[0]}"
-    return line
+    found = re.findall(rf"^\W*({kinds}: .+)$", str(error), re.MULTILINE)
+    return found[-1] if found else " ".join(str(error).split()) or repr(error)
+
+
+def quiet() -> None:
+    """Keep libraries' notices about what is not installed or not used off the console; errors still show."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"verl\.")
+    for name in ("ray", "torch.fx", "torch.distributed", "verl.plugin.platform.platform_manager"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def main() -> None:
+    """Parse the command line, merge and check the recipe, train. Exit status: 0, 1 error, 130 Ctrl-C, 143 SIGTERM."""
     parser = argparse.ArgumentParser(description="GRPO on NeMo Gym tasks with verl and vLLM.")
     parser.add_argument("--config", action="append", required=True, help="recipe; later ones override earlier ones")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example trainer.total_training_steps=10")
     args = parser.parse_intermixed_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    quiet()
     logs = Path()
     try:
         config, defaults = load_config(args.config, args.overrides)
@@ -407,7 +423,8 @@ def main() -> None:
     except (ConfigError, env.DataError, gym_client.GymStartError, RunError, OmegaConfBaseException) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
-        sys.exit("interrupted")
+        console.print("interrupted", highlight=False)
+        sys.exit(130)
     except Exception as error:
         if type(error).__module__.split(".")[0] != "ray":
             raise

@@ -19,7 +19,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -35,16 +35,16 @@ class ConfigError(ValueError):
 
 
 # What this loop reads of verl's configuration. A key set elsewhere would do nothing, so it is an error.
-READ = (
-    "actor_rollout_ref gym env ray_kwargs.ray_init "
-    "data.train_batch_size data.max_prompt_length data.max_response_length data.seed data.shuffle "
-    "algorithm.adv_estimator algorithm.gamma algorithm.lam algorithm.norm_adv_by_std_in_grpo "
-    "algorithm.use_kl_in_reward algorithm.kl_penalty algorithm.kl_ctrl "
-    "trainer.project_name trainer.experiment_name trainer.default_local_dir trainer.logger trainer.device "
-    "trainer.total_training_steps trainer.save_freq trainer.test_freq trainer.val_before_train "
-    "trainer.resume_mode trainer.resume_from_path trainer.nnodes trainer.n_gpus_per_node "
-    "trainer.ray_wait_register_center_timeout"
-).split()
+READ = [
+    *("actor_rollout_ref", "gym", "env", "ray_kwargs.ray_init"),
+    *(f"data.{key}" for key in ("train_batch_size", "max_prompt_length", "max_response_length", "seed", "shuffle")),
+    *(f"algorithm.{key}" for key in ("adv_estimator", "gamma", "lam", "norm_adv_by_std_in_grpo")),
+    *(f"algorithm.{key}" for key in ("use_kl_in_reward", "kl_penalty", "kl_ctrl")),
+    *(f"trainer.{key}" for key in ("project_name", "experiment_name", "default_local_dir", "logger", "device")),
+    *(f"trainer.{key}" for key in ("total_training_steps", "save_freq", "test_freq", "val_before_train")),
+    *(f"trainer.{key}" for key in ("resume_mode", "resume_from_path", "nnodes", "n_gpus_per_node")),
+    "trainer.ray_wait_register_center_timeout",
+]
 FREE = ("ray_kwargs.ray_init", "gym.servers", "gym.concurrency")  # keys below are not ours or verl's to list
 NEED_VALUES = ("gae",)  # estimators that need a critic
 
@@ -68,14 +68,14 @@ def load_config(files: Sequence[str], overrides: Sequence[str]) -> tuple[DictCon
         defaults = compose("ppo_trainer")
     OmegaConf.set_struct(defaults, False)
     base = OmegaConf.load(here / "configs" / "base.yaml")
-    defaults = OmegaConf.merge(defaults, {"gym": base.gym, "env": base.env})
+    defaults = cast(DictConfig, OmegaConf.merge(defaults, {"gym": base.gym, "env": base.env}))
 
     overlays = [("configs/base.yaml", base)] + [(file, read_yaml(file)) for file in files]
     for text in overrides:
         if "=" not in text:
             raise ConfigError(f"{text!r} is not key=value")
         overlays.append((text, OmegaConf.from_dotlist([text.lstrip("+")])))
-    config = OmegaConf.merge(defaults, *[overlay for _, overlay in overlays])
+    config = cast(DictConfig, OmegaConf.merge(defaults, *[overlay for _, overlay in overlays]))
     apply_environment(config, here)
     for source, overlay in overlays:
         for key in unknown_keys(overlay, defaults):
@@ -170,36 +170,54 @@ def prepare(config: DictConfig) -> Data:
     Raises ConfigError, env.DataError or gym_client.GymStartError, before any worker starts.
     """
     rollout, actor, model = (config.actor_rollout_ref[k] for k in ("rollout", "actor", "model"))
-    missing = [k for k in ("data.max_prompt_length", "env.train_files", "gym.servers") if not OmegaConf.select(config, k)]
+    missing = [
+        k for k in ("data.max_prompt_length", "env.train_files", "gym.servers") if not OmegaConf.select(config, k)
+    ]
     if missing:
         raise ConfigError(f"{missing[0]} is not set")
     world = config.trainer.n_gpus_per_node * config.trainer.nnodes
     prompts, n, mini = config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size
     infer = rollout.tensor_model_parallel_size * rollout.data_parallel_size
     if prompts % mini:
-        raise ConfigError(f"data.train_batch_size={prompts} does not divide by actor_rollout_ref.actor.ppo_mini_batch_size={mini}")
+        raise ConfigError(
+            f"data.train_batch_size={prompts} does not divide by actor_rollout_ref.actor.ppo_mini_batch_size={mini}"
+        )
     if mini * n % world:
         raise ConfigError(f"ppo_mini_batch_size * rollout.n = {mini} * {n} episodes do not divide among {world} GPUs")
     if world % infer:
-        raise ConfigError(f"{world} GPUs do not divide by rollout.tensor_model_parallel_size * data_parallel_size = {infer}")
+        raise ConfigError(
+            f"{world} GPUs do not divide by rollout.tensor_model_parallel_size * data_parallel_size = {infer}"
+        )
     if config.algorithm.adv_estimator in NEED_VALUES:
-        raise ConfigError(f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a critic, which this loop has not")
+        raise ConfigError(
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a critic, which this loop has not"
+        )
     if n < 2:
         raise ConfigError(f"actor_rollout_ref.rollout.n={n}: a group needs at least two answers to compare")
 
     from transformers import AutoConfig, GenerationConfig
     from verl.utils import hf_tokenizer
+    from verl.utils.import_utils import import_external_libs
 
     import inference
 
-    if Path(model.path).is_dir():
-        model.path = str(Path(model.path).resolve())
+    try:
+        import_external_libs(model.external_lib)  # a module of one's own; the workers import it by themselves
+    except ImportError as error:
+        raise ConfigError(f"actor_rollout_ref.model.external_lib={model.external_lib}: {error}") from None
+
+    if (path := Path(model.path).expanduser()).is_dir():
+        model.path = str(path.resolve())
+    elif model.path.startswith((".", "/", "~")) or model.path.count("/") > 1:
+        raise ConfigError(f"actor_rollout_ref.model.path={model.path}: no such folder")
     try:
         hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         tokenizer = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         why = str(error).strip().splitlines()[0]
-        raise ConfigError(f"actor_rollout_ref.model.path={model.path}: no model folder, and no model of the hub: {why}") from None
+        raise ConfigError(
+            f"actor_rollout_ref.model.path={model.path}: no model folder, and no model of the hub: {why}"
+        ) from None
     try:
         generation = GenerationConfig.from_pretrained(model.path)
     except OSError:
@@ -214,10 +232,14 @@ def prepare(config: DictConfig) -> Data:
     val_tasks, val_dropped = env.load_tasks(to_plain(config.env.val_files), tokenizer, servers, limit)
     val_tasks = val_tasks[: config.env.val_max_rows]
     if len(train_tasks) < prompts:
-        raise ConfigError(f"env.train_files hold {len(train_tasks)} usable rows, fewer than data.train_batch_size={prompts}")
+        raise ConfigError(
+            f"env.train_files hold {len(train_tasks)} usable rows, fewer than data.train_batch_size={prompts}"
+        )
     for name, server in to_plain(config.gym.servers).items():
         if not isinstance(server, dict) or len({"url", "start"} & set(server)) != 1:
-            raise ConfigError(f"gym.servers.{name} takes either url: http://host:port or start: {{python, server, port, config}}")
+            raise ConfigError(
+                f"gym.servers.{name} takes either url: http://host:port or start: {{python, server, port, config}}"
+            )
         gym_client.check_server(name, server)
 
     # what follows from the above, unless the recipe says it
@@ -239,12 +261,15 @@ def summary(config: DictConfig, data: Data) -> str:
     replicas = world // (rollout.tensor_model_parallel_size * rollout.data_parallel_size)
     seen = {json.dumps(task.messages) for task in data.train}
     shared = sum(json.dumps(task.messages) in seen for task in data.validation)
+    longest = f"{config.data.max_prompt_length} + {config.data.max_response_length} tokens"
+    updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
+    dropped = f"{len(data.dropped)} dropped (prompt over {config.data.max_prompt_length} tokens)"
     lines = [
         f"model       {config.actor_rollout_ref.model.path}",
-        f"rows        {len(data.train)} to train on, {len(data.validation)} held out, {len(data.dropped)} dropped "
-        f"(prompt over {config.data.max_prompt_length} tokens){': ' if data.dropped else ''}{', '.join(data.dropped[:5])}",
-        f"step        {prompts} prompts x {n} answers = {prompts * n} episodes of at most {config.data.max_prompt_length} "
-        f"+ {config.data.max_response_length} tokens; {prompts // actor.ppo_mini_batch_size * actor.ppo_epochs} optimiser steps",
+        f"rows        {len(data.train)} to train on, {len(data.validation)} held out, {dropped}",
+        *(f"            dropped {row}" for row in data.dropped[:5]),
+        f"step        {prompts} prompts x {n} answers = {prompts * n} episodes of at most {longest}; "
+        f"{updates} optimiser step{'s' * (updates > 1)}",
         f"training    {steps} steps = {steps * prompts / len(data.train):.2f} epochs; lr {actor.optim.lr:g}; "
         f"{config.algorithm.adv_estimator}, {actor.policy_loss.loss_mode} loss",
         f"devices     {world} {config.trainer.device}, {replicas} vLLM replica{'s' * (replicas > 1)}, "
@@ -266,6 +291,8 @@ def dry_run(config: DictConfig, defaults: DictConfig, data: Data, console: Conso
         text = OmegaConf.to_yaml(config[section], resolve=True).strip().replace("\n", "\n    ")
         console.print(f"{section}:\n    {text}", markup=False, highlight=False)
     task = data.train[0]
-    console.print(f"first prompt ({task.row_id}, {len(task.prompt_ids)} tokens, server {task.server}):", highlight=False)
+    console.print(
+        f"first prompt ({task.row_id}, {len(task.prompt_ids)} tokens, server {task.server}):", highlight=False
+    )
     console.print(data.tokenizer.decode(task.prompt_ids), markup=False, highlight=False, style="dim")
     console.print("dry run: model, files, sizes and servers are in order; nothing was started", highlight=False)

@@ -60,7 +60,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             where = f"{path}:{number}"
             try:
-                row = json.loads(line)
+                row = json.loads(line, parse_constant=_not_json)
             except ValueError as error:
                 raise DataError(f"{where}: not JSON ({error})") from None
             if not isinstance(row, dict):
@@ -68,6 +68,10 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if not isinstance(row.get("responses_create_params"), dict):
                 raise DataError(f"{where}: no responses_create_params, so this is not a Gym row")
             yield where, row
+
+
+def _not_json(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON, and no server would take it back")
 
 
 def _text(content: Any, where: str) -> str:
@@ -158,9 +162,10 @@ def batch(tasks: Sequence[Task], size: int, step: int, seed: int, shuffle: bool 
 # --- generators: a function that yields rows, and its line in GENERATORS -------------------------
 
 
-def _row(server: str, prompt: str, **verifier_fields: Any) -> dict[str, Any]:
-    """A one-message Gym row for `server`, with the fields that its verifier asks for."""
-    params = {"input": [{"role": "user", "content": prompt}]}
+def _row(server: str, prompt: str, system: str = "", **verifier_fields: Any) -> dict[str, Any]:
+    """A one-question Gym row for `server`, with the fields that its verifier asks for."""
+    messages = [{"role": "system", "content": system}] if system else []
+    params = {"input": [*messages, {"role": "user", "content": prompt}]}
     agent = {"type": "responses_api_agents", "name": f"{server}_simple_agent"}
     return {"responses_create_params": params, **verifier_fields, "agent_ref": agent}
 
@@ -168,7 +173,8 @@ def _row(server: str, prompt: str, **verifier_fields: Any) -> dict[str, Any]:
 def arithmetic(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
     """Sums `a + b` for Gym's reasoning_gym server: {"train": rows, "validation": rows}.
 
-    No pair of numbers is in both, in either order, so the validation set asks for sums never trained on.
+    The server pays 1 for the equation and nothing else, and len(equation) / len(answer) for an answer that
+    contains it. No pair of numbers is in both, in either order, so the validation set asks for sums never trained on.
     """
     rng = random.Random(args.seed)
     pairs = [(a, b) for a in range(args.low, args.high + 1) for b in range(a, args.high + 1)]
@@ -177,8 +183,9 @@ def arithmetic(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
         raise DataError(f"{len(pairs)} different pairs from {args.low} to {args.high}, {args.validation} held out")
 
     def row(a: int, b: int) -> dict[str, Any]:
-        question = f"What is {a} + {b}? Answer with just a number."
-        return _row("reasoning_gym", question, question=question, answer=str(a + b), metadata={"source_dataset": "chain_sum"})
+        question, answer = f"Complete the equation: {a} + {b} =", f"{a} + {b} = {a + b}"
+        fields = {"question": question, "answer": answer, "metadata": {"source_dataset": "chain_sum"}}
+        return _row("reasoning_gym", question, system="You are a calculator.", **fields)
 
     held_out, rest = pairs[: args.validation], pairs[args.validation :]
     train = sorted({(x, y) for a, b in rest for x, y in ((a, b), (b, a))})
@@ -222,7 +229,7 @@ def main() -> None:
     parser.add_argument("--out", default="data", help="folder to write to (default: data)")
     parser.add_argument("--seed", type=int, default=0, help="arithmetic: which pairs are held out, and the order")
     parser.add_argument("--low", type=int, default=2, help="arithmetic: smallest number (default: 2)")
-    parser.add_argument("--high", type=int, default=49, help="arithmetic: largest number (default: 49)")
+    parser.add_argument("--high", type=int, default=29, help="arithmetic: largest number (default: 29)")
     parser.add_argument("--validation", type=int, default=128, help="arithmetic: pairs held out (default: 128)")
     parser.add_argument("--source", help="gsm8k: folder with the original train.jsonl and test.jsonl")
     args = parser.parse_args()

@@ -161,7 +161,7 @@ class Session:
         if server not in gym.urls:
             raise GymError("no_server", f"no Gym server named {server!r}; configured: {', '.join(gym.urls) or 'none'}")
         self.gym, self.server, self.row = gym, server, row
-        self.retries = 0
+        self._stale = True  # no session that the server is known to remember
 
     async def seed(self) -> None:
         """POST /seed_session with the whole row, on a new cookie jar, repeated while that is safe."""
@@ -187,7 +187,6 @@ class Session:
         self._http = httpx.AsyncClient(
             transport=self.gym._transport, base_url=self.gym.urls[self.server], timeout=None, trust_env=False
         )
-        self._stale = True
         await self._post("/seed_session", dict(self.row))
         self._stale = False
 
@@ -212,7 +211,6 @@ class Session:
         async for attempt in retrying:
             with attempt:
                 result = await call()
-            self.retries = attempt.retry_state.attempt_number - 1
         return result
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
@@ -260,7 +258,7 @@ block = {"entrypoint": "app.py", "domain": "other", **block, **changes, "host": 
 config = {"head_server": {"host": host, "port": port}, "dry_run": False, name: {"resources_servers": {impl: block}}}
 os.environ["NEMO_GYM_CONFIG_DICT"], os.environ["NEMO_GYM_CONFIG_PATH"] = yaml.safe_dump(config), name
 import nemo_gym.server_utils
-nemo_gym.server_utils.initialize_ray = lambda: None  # it would start a Ray cluster (6 processes) that no verifier here uses
+nemo_gym.server_utils.initialize_ray = lambda: None  # a Ray cluster of 6 processes, which most servers never use
 os.chdir(folder)
 sys.path.insert(0, str(folder))
 runpy.run_path(str(folder / "app.py"), run_name="__main__")

