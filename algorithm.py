@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib
 import json
 import logging
 import math
@@ -33,6 +34,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
@@ -48,7 +50,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import env
 import gym_client
-from config import ConfigError, Data, dry_run, load_config, prepare, summary, to_plain
+from config import ConfigError, Data, dry_run, load_config, prepare, resume_point, summary, to_plain
 
 STAGE_DEADLINE_S = 3600  # no stage of a step takes this long; one that does hangs, and ends the run
 GENERATE_DEADLINE_S = 1800.0  # for one answer of vLLM
@@ -69,26 +71,25 @@ def reward(episode: Any) -> float:
 
 def train(config: DictConfig, run: Run, data: Data) -> None:
     """Run the recipe from its last checkpoint, or the start, to `trainer.total_training_steps`."""
-    from verl.trainer.ppo.core_algos import get_kl_controller
-    from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
-    from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
-    from verl.utils.debug.metrics import calculate_debug_metrics
-
-    import inference
-    import training
-
     checkpoints, total = Path(config.trainer.default_local_dir), config.trainer.total_training_steps
-    resume_from = training.latest(checkpoints) if config.trainer.resume_mode == "auto" else None
-    if config.trainer.resume_mode == "resume_path":
-        resume_from = Path(config.trainer.resume_from_path)
-    if resume_from and training.step_of(resume_from) >= total:
-        raise ConfigError(
-            f"nothing left to train: {resume_from} is at trainer.total_training_steps={total}; raise it, or give the "
-            "run another trainer.experiment_name"
-        )
 
+    resume_from = resume_point(config)
     with contextlib.ExitStack() as stack:
         loop, actor, servers, gym = run.start(stack)
+
+        # not at the top: these take 10 s, which a bad recipe should not
+        from verl.trainer.ppo.core_algos import get_kl_controller
+        from verl.trainer.ppo.metric_utils import (
+            compute_data_metrics,
+            compute_throughout_metrics,
+            compute_timing_metrics,
+        )
+        from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
+        from verl.utils.debug.metrics import calculate_debug_metrics
+
+        import inference
+        import training
+
         sync = inference.weight_sync(config, actor, servers)
         kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         sampling = {validate: inference.sampling_params(config, validate) for validate in (False, True)}
@@ -269,18 +270,21 @@ class Run:
         """Start Gym servers, Ray, the actor's workers and the vLLM servers; `stack` stops them all."""
         import ray
 
-        import inference
-        import training
-
         config = self.config
-        with self.stage("start"):
-            servers = to_plain(config.gym.servers)
-            urls = stack.enter_context(gym_client.running_servers(servers, self.folder / "logs"))
-            stack.callback(ray.shutdown)
+        logs = self.folder / "logs"
+
+        def start_ray() -> None:
+            threading.Thread(target=importlib.import_module, args=("inference",)).start()  # 10 s, beside Ray's 6
             session = ray.init(**to_plain(config.ray_kwargs.ray_init)).address_info["session_dir"]  # type: ignore[attr-defined]
-            link = self.folder / "logs" / "ray"
-            link.unlink(missing_ok=True)
-            link.symlink_to(Path(session) / "logs")
+            (logs / "ray").unlink(missing_ok=True)
+            (logs / "ray").symlink_to(Path(session) / "logs")
+
+        with self.stage("start"):
+            stack.callback(ray.shutdown)
+            urls = stack.enter_context(gym_client.running_servers(to_plain(config.gym.servers), logs, start_ray))
+            import inference
+            import training
+
             loop = stack.enter_context(asyncio.Runner())
             gym = gym_client.Gym(urls, config.gym.timeout_s, to_plain(config.gym.concurrency), config.gym.attempts)
             loop.run(gym.__aenter__())

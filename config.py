@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import importlib.util
 import json
 import math
@@ -164,6 +165,14 @@ class Data:
     stop_ids: set[int]
 
 
+def stop_token_ids(tokenizer: Any, generation_config: Any) -> set[int]:
+    """Every id that ends a response: the tokenizer's EOS and those of generation_config.json."""
+    ids = {tokenizer.eos_token_id}
+    eos = getattr(generation_config, "eos_token_id", None)
+    ids |= set(eos) if isinstance(eos, (list, tuple)) else {eos}
+    return ids - {None}
+
+
 def prepare(config: DictConfig) -> Data:
     """Check the recipe against its model, files and sizes, and fill in what follows from them.
 
@@ -195,14 +204,11 @@ def prepare(config: DictConfig) -> Data:
     if n < 2:
         raise ConfigError(f"actor_rollout_ref.rollout.n={n}: a group needs at least two answers to compare")
 
-    from transformers import AutoConfig, GenerationConfig
-    from verl.utils import hf_tokenizer
-    from verl.utils.import_utils import import_external_libs
-
-    import inference
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     try:
-        import_external_libs(model.external_lib)  # a module of one's own; the workers import it by themselves
+        if model.external_lib:
+            importlib.import_module(model.external_lib)  # a module of one's own; the workers import it by themselves
     except ImportError as error:
         raise ConfigError(f"actor_rollout_ref.model.external_lib={model.external_lib}: {error}") from None
 
@@ -212,7 +218,7 @@ def prepare(config: DictConfig) -> Data:
         raise ConfigError(f"actor_rollout_ref.model.path={model.path}: no such folder")
     try:
         hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-        tokenizer = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         why = str(error).strip().splitlines()[0]
         raise ConfigError(
@@ -222,6 +228,8 @@ def prepare(config: DictConfig) -> Data:
         generation = GenerationConfig.from_pretrained(model.path)
     except OSError:
         generation = None  # a model without generation_config.json stops at the tokenizer's EOS
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # padding is known by the attention mask, so any id will do
     if model.custom_chat_template:
         tokenizer.chat_template = model.custom_chat_template
     if not tokenizer.chat_template:
@@ -249,8 +257,29 @@ def prepare(config: DictConfig) -> Data:
     largest_mb = math.ceil(text_config.vocab_size * text_config.hidden_size * 4 / 2**20) + 1  # the embedding, fp32
     sync = rollout.checkpoint_engine
     sync.update_weights_bucket_megabytes = max(sync.update_weights_bucket_megabytes, largest_mb)
-    stop_ids = inference.stop_token_ids(tokenizer, generation)
+    stop_ids = stop_token_ids(tokenizer, generation)
     return Data(train_tasks, val_tasks, dropped + val_dropped, tokenizer, stop_ids)
+
+
+def resume_point(config: DictConfig) -> Path | None:
+    """The checkpoint to go on from, by verl's keys: trainer.resume_mode = auto | disable | resume_path.
+
+    Raises ConfigError if nothing would be left to train.
+    """
+    folder, total = Path(config.trainer.default_local_dir), config.trainer.total_training_steps
+    pointer = folder / "latest_checkpointed_iteration.txt"
+    if config.trainer.resume_mode == "resume_path":
+        checkpoint = Path(config.trainer.resume_from_path)
+    elif config.trainer.resume_mode == "auto" and pointer.is_file():
+        checkpoint = folder / f"global_step_{pointer.read_text()}"
+    else:
+        return None
+    if not (checkpoint / "data.pt").is_file():
+        raise ConfigError(f"trainer.resume_mode={config.trainer.resume_mode}: no checkpoint in {checkpoint}")
+    if int(checkpoint.name.removeprefix("global_step_")) >= total:
+        more = "raise trainer.total_training_steps, or give the run another trainer.experiment_name"
+        raise ConfigError(f"nothing left to train: {checkpoint} is the last of {total} steps; {more}")
+    return checkpoint
 
 
 def summary(config: DictConfig, data: Data) -> str:

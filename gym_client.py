@@ -47,7 +47,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -367,10 +367,12 @@ def stop_server(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def running_servers(servers: Mapping[str, Mapping[str, Any]], log_dir: Path) -> Iterator[dict[str, str]]:
+def running_servers(
+    servers: Mapping[str, Mapping[str, Any]], log_dir: Path, meanwhile: Callable[[], Any] = lambda: None
+) -> Iterator[dict[str, str]]:
     """{name: {url: ...} or {start: ...}} -> {name: url}, all answering; those started stop at exit.
 
-    Raises GymStartError. The servers start side by side.
+    The servers start side by side, and beside what `meanwhile` does. Raises GymStartError.
     """
     started: dict[str, subprocess.Popen[bytes]] = {}
     urls: dict[str, str] = {}
@@ -381,6 +383,7 @@ def running_servers(servers: Mapping[str, Mapping[str, Any]], log_dir: Path) -> 
                 wait_ready(name, urls[name])
             else:
                 started[name], urls[name] = start_server(name, spec.get("start") or {}, log_dir / f"gym_{name}.log")
+        meanwhile()
         for name, process in started.items():
             wait_ready(name, urls[name], process, log_dir / f"gym_{name}.log")
         yield urls

@@ -61,14 +61,6 @@ def sampling_params(config: DictConfig, validate: bool) -> dict[str, Any]:
     }
 
 
-def stop_token_ids(tokenizer: Any, generation_config: Any) -> set[int]:
-    """Every id that ends a response: the tokenizer's EOS and those of generation_config.json."""
-    ids = {tokenizer.eos_token_id}
-    eos = getattr(generation_config, "eos_token_id", None)
-    ids |= set(eos) if isinstance(eos, (list, tuple)) else {eos}
-    return ids - {None}
-
-
 # --- servers -------------------------------------------------------------------------------------
 
 
@@ -79,15 +71,18 @@ async def start_servers(config: DictConfig, actor: WorkerGroup) -> LLMServerMana
     (engine_kwargs.vllm.kv_cache_memory_bytes) it does not measure, and both start at once.
     """
     vllm = config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
+    # the router's process starts now, while the models load: its first answer would else cost the first step 15 s
+    manager = await LLMServerManager.create_empty(config=config, worker_group=actor)
     if not vllm.get("kv_cache_memory_bytes"):
         await asyncio.to_thread(actor.init_model)
-        return await LLMServerManager.create(config=config, worker_group=actor)
-    servers = asyncio.create_task(LLMServerManager.create(config=config, worker_group=actor))
-    await asyncio.sleep(
-        0.5
-    )  # the servers first ask the workers, which answer no one while they load, for their devices
-    await asyncio.to_thread(actor.init_model)
-    return await servers
+    servers = asyncio.create_task(manager._initialize_llm_servers())
+    if vllm.get("kv_cache_memory_bytes"):
+        await asyncio.sleep(0.5)  # for the servers to ask the workers, which answer no one while they load, for devices
+        await asyncio.to_thread(actor.init_model)
+    await servers
+    handles = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
+    await manager.global_load_balancer.add_servers.remote(handles)
+    return manager
 
 
 def weight_sync(config: DictConfig, actor: WorkerGroup, servers: LLMServerManager) -> CheckpointEngineManager:

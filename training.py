@@ -219,19 +219,6 @@ def save(actor: WorkerGroup, folder: Path, step: int, state: dict[str, Any]) -> 
     return target
 
 
-def latest(folder: Path) -> Path | None:
-    """The checkpoint that latest_checkpointed_iteration.txt names, if there is one."""
-    pointer = folder / "latest_checkpointed_iteration.txt"
-    if not pointer.is_file():
-        return None
-    return folder / f"global_step_{int(pointer.read_text())}"
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name, global_step_N. Raises ValueError for another name."""
-    return int(checkpoint.name.removeprefix("global_step_"))
-
-
 def load(actor: WorkerGroup, checkpoint: Path) -> dict[str, Any]:
     """Restore model, optimiser, scheduler and RNG of every worker; returns the driver's `state`."""
     actor.load_checkpoint(str((checkpoint / "actor").absolute()))

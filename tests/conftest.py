@@ -17,6 +17,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+# verl reads these when it is first imported; a run of algorithm.py takes them from configs/cpu.yaml
+os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "cpu"}
+
 import config as recipes
 
 ROOT = Path(__file__).resolve().parent.parent

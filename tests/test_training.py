@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import config
 import inference
 import training
 
@@ -92,9 +93,9 @@ def test_rollout_records_hold_text_not_ids():
 
 def test_stop_ids_come_from_tokenizer_and_generation_config():
     tokenizer = SimpleNamespace(eos_token_id=1)
-    assert inference.stop_token_ids(tokenizer, None) == {1}
-    assert inference.stop_token_ids(tokenizer, SimpleNamespace(eos_token_id=[2, 3])) == {1, 2, 3}
-    assert inference.stop_token_ids(tokenizer, SimpleNamespace(eos_token_id=4)) == {1, 4}
+    assert config.stop_token_ids(tokenizer, None) == {1}
+    assert config.stop_token_ids(tokenizer, SimpleNamespace(eos_token_id=[2, 3])) == {1, 2, 3}
+    assert config.stop_token_ids(tokenizer, SimpleNamespace(eos_token_id=4)) == {1, 4}
 
 
 def test_packed_attention_is_each_sequence_by_itself():
