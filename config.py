@@ -63,6 +63,7 @@ def load_config(files: Sequence[str], overrides: Sequence[str]) -> tuple[DictCon
     """
     from hydra import compose, initialize_config_dir
 
+    OmegaConf.register_new_resolver("cores", lambda: len(os.sched_getaffinity(0)), replace=True)
     here = Path(__file__).resolve().parent
     verl = Path(importlib.util.find_spec("verl").origin).parent  # type: ignore[union-attr, arg-type]
     with initialize_config_dir(str(verl / "trainer" / "config"), version_base=None):
@@ -139,7 +140,7 @@ def unknown_keys(overlay: Any, known: Any, prefix: str = "") -> Iterator[str]:
         node = overlay._get_node(name)
         if key in FREE or key.startswith(tuple(f + "." for f in FREE)):
             continue
-        if name not in known:
+        if known._get_node(name) is None:  # `in` would not see a key whose default is ???
             target = known.get("_target_")
             if target:
                 from hydra.utils import get_class

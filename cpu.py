@@ -4,7 +4,7 @@ Nothing in the kit imports it: configs/cpu.yaml names it in VERL_PLATFORM and VE
 so verl itself imports it first thing in every process. Nine things stand between verl 0.9.1 and a CPU;
 those that are plain settings are in configs/cpu.yaml with their reason, the rest is here:
 
-    1 platform       PlatformCPU below
+    1 platform       PlatformCPU below; threads and their priority in configs/cpu.yaml
     2 Ray            logical GPUs in configs/cpu.yaml (ray_init.num_gpus): placement and ranks run unchanged
     3 process group  _init_process_group below
     4 engines        VERL_ENGINE_DEVICE below
@@ -24,15 +24,9 @@ import psutil
 import torch
 import torch.distributed
 
-# 1, continued. vLLM would keep a core free, and Ray gives a worker one OpenMP thread unless the driver's
-# environment says more (torch.set_num_threads is of no use: it holds for the calling thread, Ray runs
-# methods in others). Several ranks share the cores: start them with OMP_NUM_THREADS=cores/ranks.
+# 1, continued. vLLM would keep a core free, which nothing else here needs while it samples.
 CORES = sorted(os.sched_getaffinity(0))
-os.environ.setdefault("OMP_NUM_THREADS", str(len(CORES)))
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, CORES)))
-
-# 2, continued. Ray 2.60 warns about its handling of zero logical GPUs unless told that it is known.
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 # 4. verl lists its FSDP engines for cuda and npu only; they are device-neutral, so ask for cuda's.
 os.environ["VERL_ENGINE_DEVICE"] = "cuda"

@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import ray
+import verl.workers.rollout.router
 from omegaconf import DictConfig
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils.config import omega_conf_to_dataclass
@@ -71,7 +73,9 @@ async def start_servers(config: DictConfig, actor: WorkerGroup) -> LLMServerMana
     (engine_kwargs.vllm.kv_cache_memory_bytes) it does not measure, and both start at once.
     """
     vllm = config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
-    # the router's process starts now, while the models load: its first answer would else cost the first step 15 s
+    # The router's process starts now, beside all else, and gets its class by value: importing verl for it would
+    # take the process 15 s of a core, for which the first request would wait.
+    ray.cloudpickle.register_pickle_by_value(verl.workers.rollout.router)
     manager = await LLMServerManager.create_empty(config=config, worker_group=actor)
     if not vllm.get("kv_cache_memory_bytes"):
         await asyncio.to_thread(actor.init_model)

@@ -33,7 +33,8 @@ def test_a_key_that_nothing_reads_is_an_error(change, named):
 def test_what_verl_knows_beyond_its_yaml_is_taken():
     config = merged("+actor_rollout_ref.model.override_config.attn_implementation=eager", "data.seed=7")
     assert config.actor_rollout_ref.model.override_config.attn_implementation == "eager"
-    assert config.actor_rollout_ref.rollout.enable_sleep_mode is False  # a field of verl's RolloutConfig only
+    config = merged("actor_rollout_ref.rollout.enable_sleep_mode=false")  # a field of verl's RolloutConfig only
+    assert config.actor_rollout_ref.rollout.enable_sleep_mode is False
 
 
 @pytest.mark.parametrize(

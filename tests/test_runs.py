@@ -14,8 +14,8 @@ import psutil
 import pytest
 from conftest import ROOT, command, run, tiny
 
-LEARNED = 0.25  # mean reward; the untrained model's is below 0.06, and so is chance
-UNTRAINED = 0.06
+LEARNED = 0.4  # mean reward after 40 steps; the untrained model stays below a tenth, and so does chance
+UNTRAINED = 0.1
 
 
 def metrics_of(folder) -> list[dict]:
