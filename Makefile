@@ -30,6 +30,7 @@ data: data/arithmetic_train.jsonl
 
 # uv, because pip searches for many minutes; --no-deps, because the file lists everything. The CPU build of
 # torch comes from a folder that pip is set up for (find-links), where there is one, else from PyTorch's index.
+# compileall: a run starts ten processes, and each compiles all it imports where Python may not keep the result.
 .venv/ready: requirements-cpu.txt
 	@echo "== .venv: verl, vLLM and torch for the CPU (3.8 GB)"
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
@@ -39,6 +40,7 @@ data: data/arithmetic_train.jsonl
 	  if ls "$$folder"/torch-2.13.0+cpu-* >/dev/null 2>&1; then from="--find-links $$folder"; fi; \
 	done; \
 	set -x; .venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps $$from -r requirements-cpu.txt
+	-.venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1
 	@touch $@
 
 # Python 3.12 is what nemo-gym 0.4.0 declares; its servers also run on 3.11, which pip must be told.
@@ -48,6 +50,7 @@ data: data/arithmetic_train.jsonl
 	set -x; .venv/bin/uv venv --quiet --clear --python "$$python" .venv-gym
 	.venv/bin/uv pip install --quiet --python .venv-gym/bin/python --no-deps -r requirements-gym.txt
 	.venv/bin/pip --disable-pip-version-check --python .venv-gym/bin/python install --quiet --no-deps --ignore-requires-python nemo-gym==0.4.0
+	-.venv-gym/bin/python -m compileall -q -j 0 .venv-gym/lib >/dev/null 2>&1
 	@touch $@
 
 models/SmolLM2-135M-Instruct/config.json: | .venv/ready

@@ -166,12 +166,12 @@ def train(config: DictConfig, run: Run, data: Data) -> None:
                 with run.stage("save_checkpoint"):
                     checkpoint = training.save(actor, checkpoints, step, {"step": step})
             if step == total or (config.trainer.test_freq > 0 and step % config.trainer.test_freq == 0):
-                after = evaluate()
+                metrics |= (after := evaluate())
             if kept:
                 metrics |= compute_data_metrics(batch, use_critic=False) | compute_timing_metrics(batch, run.timing)
                 metrics |= compute_throughout_metrics(batch, run.timing, n_gpus=training.world_size(config))
             epoch = step * config.data.train_batch_size / len(data.train)
-            run.log(step, metrics | after | {"training/global_step": step, "training/epoch": epoch})
+            run.log(step, metrics | {"training/global_step": step, "training/epoch": epoch})
             run.report(step, metrics, kept, tasks)
 
         with run.stage("export"), (run.folder / "logs" / "export.log").open("w") as log:
@@ -391,7 +391,7 @@ def root_cause(error: BaseException, logs: Path) -> str:
     if "Engine core initialization failed" in str(error):
         for path in sorted(logs.glob("ray/worker-*"), key=lambda file: file.stat().st_mtime, reverse=True):
             causes = re.findall(rf"({kinds}: .+)", path.read_text(errors="replace"))
-            causes = [cause for cause in causes if "Engine core" not in cause and "WorkerProc" not in cause]
+            causes = [c for c in causes if not re.search("Engine ?[Cc]ore|WorkerProc|stack trace", c)]
             if causes:
                 return f"vLLM did not start: {causes[0]}"
     found = re.findall(rf"^\W*({kinds}: .+)$", str(error), re.MULTILINE)

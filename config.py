@@ -245,7 +245,8 @@ def prepare(config: DictConfig) -> Data:
             f"env.train_files hold {len(train_tasks)} usable rows, fewer than data.train_batch_size={prompts}"
         )
     for name, server in to_plain(config.gym.servers).items():
-        if not isinstance(server, dict) or len({"url", "start"} & set(server)) != 1:
+        given = {key for key, value in (server or {}).items() if value is not None}
+        if len({"url", "start"} & given) != 1 or given - {"url", "start"}:
             raise ConfigError(
                 f"gym.servers.{name} takes either url: http://host:port or start: {{python, server, port, config}}"
             )
