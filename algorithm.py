@@ -17,7 +17,7 @@ Departures from the paper: no KL term unless configured (`actor.use_kl_loss`); t
 all tokens of a mini-batch (verl's `loss_agg_mode: token-mean`, DAPO's choice), not per answer first.
 Advantages and losses are verl's (verl.trainer.ppo.core_algos), picked by verl's own keys.
 
-Where to edit: tasks and their order, env.py; the reward, `rewards` below; the advantage and the loss,
+Where to edit: tasks and their order, env.py; the reward, `reward` below; the advantage and the loss,
 register a function of your own with verl (README). The rest is plumbing.
 """
 
@@ -69,11 +69,9 @@ def reward(episode: Any) -> float:
     return float(episode.reward)
 
 
-def train(config: DictConfig, run: Run, data: Data) -> None:
-    """Run the recipe from its last checkpoint, or the start, to `trainer.total_training_steps`."""
+def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) -> None:
+    """Run the recipe from a checkpoint, or the start, to `trainer.total_training_steps`."""
     checkpoints, total = Path(config.trainer.default_local_dir), config.trainer.total_training_steps
-
-    resume_from = resume_point(config)
     with contextlib.ExitStack() as stack:
         loop, actor, servers, gym = run.start(stack)
 
@@ -99,6 +97,7 @@ def train(config: DictConfig, run: Run, data: Data) -> None:
             step = training.load(actor, resume_from)["step"]
             run.say(f"resumed from {resume_from}")
         with run.stage("update_weights"):
+            sync.sleep_replicas()  # vLLM gives back its GPU memory (free_cache_engine); the sync wakes it
             sync.update_weights(step)
 
         def rollout(tasks: Sequence[env.Task], n: int, validate: bool = False) -> list[inference.Episode]:
@@ -132,6 +131,7 @@ def train(config: DictConfig, run: Run, data: Data) -> None:
                 for episode in kept:
                     episode.reward = reward(episode)
                 if kept:
+                    sync.sleep_replicas()
                     batch = training.to_batch(kept, data.tokenizer.pad_token_id, sampling[False]["temperature"])
                     with run.stage("old_log_prob"):
                         batch.batch["old_log_probs"], entropy = training.log_probs(actor, batch, config)  # [B, R]
@@ -417,13 +417,13 @@ def main() -> None:
     logs = Path()
     try:
         config, defaults = load_config(args.config, args.overrides)
-        data = prepare(config)
+        data, resume_from = prepare(config), resume_point(config)
         console.print(summary(config, data), markup=False, highlight=False, soft_wrap=True)
         if args.dry_run:
             return dry_run(config, defaults, data, console)
         logs = Path("runs") / config.trainer.experiment_name / "logs"
         with Run(config) as run:
-            train(config, run, data)
+            train(config, run, data, resume_from)
     except (ConfigError, env.DataError, gym_client.GymStartError, RunError, OmegaConfBaseException) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     except KeyboardInterrupt:

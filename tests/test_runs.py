@@ -7,8 +7,10 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 import uuid
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psutil
 import pytest
@@ -180,6 +182,45 @@ def test_bad_input_is_one_line_and_a_status(workspace, arguments, named):
     assert result.returncode == 1
     assert result.stderr.strip().splitlines()[-1].startswith("error: ") and named in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
+
+
+class NoVerdict(BaseHTTPRequestHandler):
+    """A Gym server whose verifier is broken: sessions start, /verify answers 500."""
+
+    def reply(self, status, body):
+        data = json.dumps(body).encode()
+        self.rfile.read(int(self.headers.get("content-length") or 0))
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self):
+        self.reply(200, {"paths": {}})
+
+    def do_POST(self):
+        self.reply(*((500, "ValueError('broken')") if self.path == "/verify" else (200, {})))
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_batch_without_verdicts_is_skipped_and_said_so(workspace):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), NoVerdict)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"gym.servers.reasoning_gym.url=http://127.0.0.1:{server.server_port}"
+    changes = ["gym.servers.reasoning_gym.start=null", url, "trainer.experiment_name=broken"]
+    patient = ["gym.max_failed_frac=1", "trainer.total_training_steps=1", "trainer.val_before_train=false"]
+    result = run(command(workspace, *tiny(workspace, *changes, *patient)), workspace)
+    server.shutdown()
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "step 1 skipped: no group has two verified answers" in result.stdout
+    folder = workspace / "runs" / "broken"
+    step = metrics_of(folder)[-1]
+    assert step["rollout/failed_frac"] == 1.0 and step["rollout/failed/http_500"] == 64
+    assert "critic/rewards/mean" not in step and "actor/pg_loss" not in step
+    failures = [json.loads(line) for line in (folder / "failures.jsonl").read_text().splitlines()]
+    assert {f["reward"] for f in failures} == {None} and "broken" in failures[0]["error"]
 
 
 def test_dry_run_checks_everything_and_starts_nothing(workspace):
