@@ -12,7 +12,7 @@ import inference
 import training
 from gym_client import Gym, free_port
 
-# Largest mean |log-prob difference| of a sampled token, both sides in float32; ten times what was seen (4e-6).
+# Bound on the mean |log-prob difference| of a sampled token: rounding, as both sides compute in float32.
 AGREE = 4e-5
 
 
