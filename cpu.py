@@ -13,6 +13,8 @@ those that are plain settings are in configs/cpu.yaml with their reason, the res
     7 weight sync    WorkerExtension below, named in configs/cpu.yaml (worker_extension_cls)
     8 tied lm_head   WorkerExtension below: without it the policy samples from stale logits, silently
     9 attention      packed_attention below, named in configs/cpu.yaml (attn_implementation): no flash-attn here
+
+and a tenth for the frozen reference, which verl offloads to the host: without pinned memory (_no_pinning below).
 """
 
 import contextlib
@@ -55,6 +57,18 @@ def _init_process_group(backend=None, *args, **kwargs):
 
 
 torch.distributed.init_process_group = _init_process_group
+
+from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: E402
+
+# 10. verl offloads forward-only models to pinned host memory, and pinning needs an accelerator to pin for.
+_offload_policy_init = CPUOffloadPolicy.__init__
+
+
+def _no_pinning(self, pin_memory=True):
+    _offload_policy_init(self, pin_memory=False)
+
+
+CPUOffloadPolicy.__init__ = _no_pinning  # type: ignore[method-assign]
 
 import torch.nn.functional as F  # noqa: E402  (verl reads the above when it is imported)
 from transformers import AttentionInterface  # noqa: E402
