@@ -1,12 +1,15 @@
 """GRPO on NeMo Gym tasks: the loop, and the command.
 
     python algorithm.py --config configs/math.yaml [--config more.yaml] [key=value ...] [--dry-run]
+    python algorithm.py --config configs/math.yaml rollout      # collect episodes, as Gym's own collector does
+    python algorithm.py --config configs/math.yaml evaluate     # mean@k and pass@k on the held-out rows
 
 One step, in the order of the code below (Shao et al. 2024, arXiv:2402.03300, section 4.1):
 
  1. take the next `data.train_batch_size` prompts (env.py);
- 2. sample `rollout.n` answers to each from vLLM, with the log-prob of every token (inference.py);
- 3. as each answer ends, send it to its Gym server, which says the reward (gym_client.py);
+ 2. sample `rollout.n` answers to each from vLLM, with the log-prob of every token (inference.py): in one
+    turn, or in many with the tools and observations of the row's Gym server;
+ 3. as each answer ends, its Gym server says the reward (gym_client.py);
  4. drop failed episodes and groups of fewer than two: a failure is never a reward;
  5. recompute the log-probs with the trainer (`old_log_probs`), and the reference's if a KL term is on;
  6. advantage of an answer = its reward - the mean of its group, over the group's standard deviation;
@@ -32,6 +35,7 @@ import logging
 import math
 import os
 import re
+import secrets
 import signal
 import sys
 import threading
@@ -42,7 +46,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
@@ -50,10 +53,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import env
 import gym_client
+import gym_servers
 from config import ConfigError, Data, dry_run, load_config, prepare, resume_point, summary, to_plain
 
 STAGE_DEADLINE_S = 3600  # no stage of a step takes this long; one that does hangs, and ends the run
 GENERATE_DEADLINE_S = 1800.0  # for one answer of vLLM
+COMMANDS = ("train", "rollout", "evaluate")
 console = Console()
 
 
@@ -73,7 +78,7 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
     """Run the recipe from a checkpoint, or the start, to `trainer.total_training_steps`."""
     checkpoints, total = Path(config.trainer.default_local_dir), config.trainer.total_training_steps
     with contextlib.ExitStack() as stack:
-        loop, actor, servers, gym = run.start(stack)
+        loop, gym, policy, actor, servers = run.start(stack, data)
 
         # not at the top: these take 10 s, which a bad recipe should not
         from verl.trainer.ppo.core_algos import get_kl_controller
@@ -85,11 +90,13 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
         from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
         from verl.utils.debug.metrics import calculate_debug_metrics
 
+        import evaluation
         import inference
         import training
 
         sync = inference.weight_sync(config, actor, servers)
         kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
+        val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
         sampling = {validate: inference.sampling_params(config, validate) for validate in (False, True)}
 
         step = 0
@@ -102,10 +109,9 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
 
         def rollout(tasks: Sequence[env.Task], n: int, validate: bool = False) -> list[inference.Episode]:
             """n episodes for each task at the servers' present weights, also written to rollouts/."""
-            done = run.counter(len(tasks) * n)
-            client, deadline = servers.get_client(), GENERATE_DEADLINE_S
-            params, tokenizer, stop_ids = sampling[validate], data.tokenizer, data.stop_ids
-            episodes = loop.run(inference.rollout(tasks, n, client, gym, tokenizer, stop_ids, params, deadline, done))
+            policy.sampling = sampling[validate]
+            requests = inference.in_groups(tasks, n)
+            episodes = loop.run(inference.rollout(requests, policy, gym, run.counter(len(requests))))
             run.write_episodes(f"{'val' if validate else 'step'}_{step}", episodes, tasks)
             check_failures(episodes, config.gym.max_failed_frac)
             return episodes
@@ -115,7 +121,7 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
             if not data.validation:
                 return {}
             with run.stage("testing"):
-                return validation_metrics(rollout(data.validation, config.actor_rollout_ref.rollout.val_kwargs.n, True))
+                return evaluation.validation_metrics(rollout(data.validation, val_kwargs.n, validate=True))
 
         before = after = evaluate() if config.trainer.val_before_train else {}
         run.log(step, before | {f"timing_s/{stage}": seconds for stage, seconds in run.timing.items()})
@@ -127,7 +133,7 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
                 tasks = env.batch(data.train, config.data.train_batch_size, step, config.data.seed, config.data.shuffle)
                 with run.stage("gen"):
                     episodes = rollout(tasks, config.actor_rollout_ref.rollout.n)
-                kept, metrics = inference.keep(episodes), rollout_metrics(episodes)
+                kept, metrics = inference.keep(episodes), evaluation.rollout_metrics(episodes)
                 for episode in kept:
                     episode.reward = reward(episode)
                 if kept:
@@ -191,40 +197,6 @@ def check_failures(episodes: Sequence[Any], max_failed_frac: float) -> None:
         )
 
 
-# --- metrics -------------------------------------------------------------------------------------
-
-
-def rollout_metrics(episodes: Sequence[Any]) -> dict[str, float]:
-    """What verl's metrics do not know: failures by reason, dropped groups, rewards by server, verifier latency."""
-    import inference
-
-    failed = Counter(e.status for e in episodes if e.status != "ok")
-    ok = [e for e in episodes if e.status == "ok"]
-    groups = len({e.group_id for e in episodes}) - len({e.group_id for e in inference.keep(episodes)})
-    metrics = {"rollout/failed_frac": 1 - len(ok) / len(episodes), "rollout/groups_dropped": float(groups)}
-    metrics |= {f"rollout/failed/{status}": float(count) for status, count in failed.items()}
-    if ok:
-        metrics["rollout/truncated_frac"] = float(np.mean([e.truncated for e in ok]))
-        latency = [e.timings["verify_call"] for e in ok]
-        metrics |= {f"verify/latency_s/p{p}": float(np.percentile(latency, p)) for p in (50, 95)}
-    for server in sorted({e.server for e in ok}):
-        metrics[f"reward/{server}/mean"] = float(np.mean([e.reward for e in ok if e.server == server]))
-    return metrics
-
-
-def validation_metrics(episodes: Sequence[Any]) -> dict[str, float]:
-    """Means over verified episodes only, by server: the reward, and acc, the fraction with a reward of 1 or more."""
-    per_row = Counter(e.row_id for e in episodes).most_common(1)[0][1]
-    metrics = {"val-aux/failed_frac": float(np.mean([e.status != "ok" for e in episodes]))}
-    for server in sorted({e.server for e in episodes}):
-        ok = [e for e in episodes if e.server == server and e.status == "ok"]
-        if ok:
-            metrics[f"val-core/{server}/acc/mean@{per_row}"] = float(np.mean([e.reward >= 1.0 for e in ok]))
-            metrics[f"val-core/{server}/reward/mean@{per_row}"] = float(np.mean([e.reward for e in ok]))
-            metrics[f"val-aux/{server}/response_length/mean"] = float(np.mean([len(e.response_ids) for e in ok]))
-    return metrics
-
-
 # --- a run: its folder, its stages, what it tells ------------------------------------------------
 
 
@@ -266,12 +238,21 @@ class Run:
         if self.tracking:
             self.tracking.finish(exit_code=0 if kind is None else 1)
 
-    def start(self, stack: contextlib.ExitStack) -> tuple[asyncio.Runner, Any, Any, gym_client.Gym]:
-        """Start Gym servers, Ray, the actor's workers and the vLLM servers; `stack` stops them all."""
+    def start(
+        self, stack: contextlib.ExitStack, data: Data, train: bool = True
+    ) -> tuple[asyncio.Runner, Any, Any, Any, Any]:
+        """Start Gym servers, Ray, vLLM and, to train, the actor's workers; `stack` stops them all.
+
+        Returns (event loop, gym_client.Gym, inference.Policy, actor or None, verl's LLMServerManager).
+        """
         import ray
 
-        config = self.config
-        logs = self.folder / "logs"
+        config, logs, door = self.config, self.folder / "logs", self.config.gym.door
+        port, key = (
+            door.port or gym_servers.free_port(door.host),
+            os.environ.get("POLICY_API_KEY") or secrets.token_hex(16),
+        )
+        agents = any((spec.get("start") or {}).get("agent") for spec in config.gym.servers.values())
 
         def start_ray() -> None:
             threading.Thread(target=importlib.import_module, args=("inference",)).start()  # 10 s, beside Ray's 6
@@ -281,16 +262,31 @@ class Run:
 
         with self.stage("start"):
             stack.callback(ray.shutdown)
-            urls = stack.enter_context(gym_client.running_servers(to_plain(config.gym.servers), logs, start_ray))
+            address = {"base_url": f"http://{door.host}:{port}/v1", "api_key": key, "model": "policy"}
+            servers = gym_servers.running_servers(to_plain(config.gym.servers), logs, start_ray, address)
+            urls = stack.enter_context(servers)
+            import door as openai_door
             import inference
             import training
 
             loop = stack.enter_context(asyncio.Runner())
+
+            def enter(context: Any) -> Any:
+                """Open an asynchronous context now, and close it with the run."""
+                entered = loop.run(context.__aenter__())
+                stack.callback(lambda: loop.run(context.__aexit__(None, None, None)))
+                return entered
+
             gym = gym_client.Gym(urls, config.gym.timeout_s, to_plain(config.gym.concurrency), config.gym.attempts)
-            loop.run(gym.__aenter__())
-            stack.callback(lambda: loop.run(gym.__aexit__()))
-            actor = training.start_actor(config)
-            return loop, actor, loop.run(inference.start_servers(config, actor)), gym
+            enter(gym)
+            actor = training.start_actor(config) if train else None
+            vllm = loop.run(inference.start_servers(config, actor) if train else inference.start_sampler(config))
+            policy = inference.make_policy(
+                config, vllm.get_client(), data.tokenizer, data.stop_ids, GENERATE_DEADLINE_S
+            )
+            if agents or door.port:
+                enter(openai_door.serve(policy, door.host, port, key))
+            return loop, gym, policy, actor, vllm
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -318,11 +314,11 @@ class Run:
         self.timing = {}
         self.bar.update(self.task, completed=step - 1)
 
-    def counter(self, total: int) -> Callable[[Any], None]:
+    def counter(self, total: int) -> Callable[[int, Any], None]:
         """A callback that shows how many of `total` episodes have ended."""
         done = 0
 
-        def one_more(_: Any) -> None:
+        def one_more(*_: Any) -> None:
             nonlocal done
             done += 1
             if not self.first_episode:
@@ -350,7 +346,7 @@ class Run:
         """rollouts/<name>.jsonl with every episode, and a line in failures.jsonl for each that failed."""
         import inference
 
-        prompts = {task.row_id: task.messages[-1]["content"] for task in tasks}
+        prompts = {task.row_id: question(task) for task in tasks}
         records = [inference.as_record(e, prompts[e.row_id]) for e in episodes]
         path = self.folder / "rollouts" / f"{name}.jsonl"
         path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
@@ -366,7 +362,7 @@ class Run:
         values = " ".join(f"{label} {metrics[key]:.3g}" for label, key in numbers if key in metrics)
         self.say(f"step {step:4d}  {values}  failed {metrics['rollout/failed_frac']:.0%}  | seconds: {stages}")
         if kept and self.config.env.show_every > 0 and step % self.config.env.show_every == 0:
-            prompts = {task.row_id: task.messages[-1]["content"] for task in tasks}
+            prompts = {task.row_id: question(task) for task in tasks}
             for episode in (max(kept, key=lambda e: e.reward), min(kept, key=lambda e: e.reward)):
                 asked = " ".join(prompts[episode.row_id].split())[-100:]
                 self.say(f"    {asked!r} -> {episode.response[:200]!r}  reward {episode.reward:.2f}")
@@ -380,6 +376,14 @@ class Run:
         self.say(f"    checkpoint {checkpoint}, Hugging Face folder {self.folder}/export")
         again = f"trainer.total_training_steps={2 * self.config.trainer.total_training_steps}"
         self.say(f"next: look into {self.folder}/rollouts/, or train on with the same command and {again}")
+
+
+def question(task: env.Task) -> str:
+    """The last thing that the row says to the model; empty where the environment says it."""
+    return str(task.messages[-1]["content"]) if task.messages else ""
+
+
+OUR_ERRORS = (ConfigError, RunError, env.DataError, gym_client.GymError, gym_servers.GymStartError)  # one line each
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -406,25 +410,35 @@ def quiet() -> None:
 
 
 def main() -> None:
-    """Parse the command line, merge and check the recipe, train. Exit status: 0, 1 error, 130 Ctrl-C, 143 SIGTERM."""
+    """Parse the command line, check the recipe, run it. Exit status: 0, 1 error, 130 Ctrl-C, 143 SIGTERM."""
     parser = argparse.ArgumentParser(description="GRPO on NeMo Gym tasks with verl and vLLM.")
     parser.add_argument("--config", action="append", required=True, help="recipe; later ones override earlier ones")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example trainer.total_training_steps=10")
+    parser.add_argument("words", nargs="*", metavar="[train|rollout|evaluate] key=value", help="default: train")
     args = parser.parse_intermixed_args()
+    commands = [word for word in args.words if word in COMMANDS] or ["train"]
+    overrides = [word for word in args.words if word not in COMMANDS]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     quiet()
     logs = Path()
     try:
-        config, defaults = load_config(args.config, args.overrides)
-        data, resume_from = prepare(config), resume_point(config)
-        console.print(summary(config, data), markup=False, highlight=False, soft_wrap=True)
+        if len(commands) > 1:
+            raise ConfigError(f"one command at a time, not {' and '.join(commands)}")
+        config, defaults = load_config(args.config, overrides)
+        data = prepare(config, commands[0])
+        resume_from = resume_point(config) if commands == ["train"] else None
+        console.print(summary(config, data, commands[0]), markup=False, highlight=False, soft_wrap=True)
         if args.dry_run:
             return dry_run(config, defaults, data, console)
         logs = Path("runs") / config.trainer.experiment_name / "logs"
         with Run(config) as run:
-            train(config, run, data, resume_from)
-    except (ConfigError, env.DataError, gym_client.GymStartError, RunError, OmegaConfBaseException) as error:
+            if commands == ["train"]:
+                train(config, run, data, resume_from)
+            else:
+                import evaluation
+
+                evaluation.run_command(commands[0], config, run, data)
+    except (*OUR_ERRORS, OmegaConfBaseException) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
         console.print("interrupted", highlight=False)

@@ -1,7 +1,7 @@
 """Recipes: YAML files over verl's own configuration, merged strictly and checked before anything starts.
 
     load_config(files, overrides)   verl's ppo_trainer.yaml + configs/base.yaml + files + key=value
-    prepare(config)                 model, files, servers and sizes checked; tasks and tokenizer loaded
+    prepare(config, command)        model, files, servers and sizes checked; tasks and tokenizer loaded
     summary(config, data)           the derived sizes, printed at every start
     dry_run(config, ...)            what --dry-run prints
 
@@ -18,6 +18,7 @@ import importlib.util
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +30,7 @@ from rich.console import Console
 
 import env
 import gym_client
+import gym_servers
 
 
 class ConfigError(ValueError):
@@ -41,6 +43,7 @@ READ = [
     *(f"data.{key}" for key in ("train_batch_size", "max_prompt_length", "max_response_length", "seed", "shuffle")),
     *(f"algorithm.{key}" for key in ("adv_estimator", "gamma", "lam", "norm_adv_by_std_in_grpo")),
     *(f"algorithm.{key}" for key in ("use_kl_in_reward", "kl_penalty", "kl_ctrl")),
+    *(f"algorithm.{key}" for key in ("gdpo_reward_keys", "gdpo_reward_weights")),
     *(f"trainer.{key}" for key in ("project_name", "experiment_name", "default_local_dir", "logger", "device")),
     *(f"trainer.{key}" for key in ("total_training_steps", "save_freq", "test_freq", "val_before_train")),
     *(f"trainer.{key}" for key in ("resume_mode", "resume_from_path", "nnodes", "n_gpus_per_node")),
@@ -174,30 +177,83 @@ def stop_token_ids(tokenizer: Any, generation_config: Any) -> set[int]:
     return ids - {None}
 
 
-def prepare(config: DictConfig) -> Data:
+def prepare(config: DictConfig, command: str = "train") -> Data:
     """Check the recipe against its model, files and sizes, and fill in what follows from them.
 
-    Raises ConfigError, env.DataError or gym_client.GymStartError, before any worker starts.
+    command: train, rollout (needs no val_files) or evaluate (needs no train_files). Raises ConfigError,
+    env.DataError, gym_client.GymError or gym_servers.GymStartError, before any worker starts.
     """
-    rollout, actor, model = (config.actor_rollout_ref[k] for k in ("rollout", "actor", "model"))
-    missing = [
-        k for k in ("data.max_prompt_length", "env.train_files", "gym.servers") if not OmegaConf.select(config, k)
-    ]
-    if missing:
-        raise ConfigError(f"{missing[0]} is not set")
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    files = "env.val_files" if command == "evaluate" else "env.train_files"
+    if not OmegaConf.select(config, files):
+        raise ConfigError(f"{files} is not set")
+    if not config.gym.servers and not config.gym.head:
+        raise ConfigError("gym.servers is not set")
+    check_sizes(config, command)
+    tokenizer, hf_config, stop_ids = load_model_files(config)
+
+    servers, aliases = to_plain(config.gym.servers), {name: name for name in config.gym.servers}
+    found: dict[str, str] = {}
+    if config.gym.head:
+        found, agents = gym_client.discover(config.gym.head)
+        aliases = {name: name for name in found} | {a: s for a, s in agents.items() if s in found} | aliases
+    only, limit = to_plain(config.env.servers), config.data.max_prompt_length
+    train_files = to_plain(config.env.train_files) if command != "evaluate" else []
+    val_files = to_plain(config.env.val_files) if command != "rollout" else []
+    train_tasks, dropped = env.load_tasks(train_files, tokenizer, aliases, limit, only)
+    val_tasks, val_dropped = env.load_tasks(val_files, tokenizer, aliases, limit, only)
+    val_tasks = val_tasks[: config.env.val_max_rows]
+    tasks = [*train_tasks, *val_tasks]
+    if command == "train" and len(train_tasks) < config.data.train_batch_size:
+        size = config.data.train_batch_size
+        raise ConfigError(
+            f"env.train_files hold {len(train_tasks)} usable rows, fewer than data.train_batch_size={size}"
+        )
+    if not tasks:
+        raise ConfigError(f"{files} hold no usable row; the first dropped: {', '.join([*dropped, *val_dropped][:1])}")
+    if any(task.tools for task in tasks):
+        check_tool_format(rollout.multi_turn.format)
+
+    for name in sorted({task.server for task in tasks} - set(servers)):
+        config.gym.servers[name] = {"url": found[name]}
+    for name, server in to_plain(config.gym.servers).items():
+        given = {key for key, value in (server or {}).items() if value is not None}
+        if len({"url", "start"} & given) != 1 or given - {"url", "start"}:
+            raise ConfigError(
+                f"gym.servers.{name} takes either url: http://host:port or start: {{python, server, port, config}}"
+            )
+        gym_servers.check_server(name, server)
+    if config.gym.door.port and not os.environ.get("POLICY_API_KEY"):
+        raise ConfigError("gym.door.port is set, so the environment variable POLICY_API_KEY must hold the door's key")
+
+    # what follows from the above, unless the recipe says it
+    rollout.max_model_len = rollout.max_model_len or limit + config.data.max_response_length
+    actor.optim.total_training_steps = config.trainer.total_training_steps
+    text_config = hf_config.get_text_config()
+    largest_mb = math.ceil(text_config.vocab_size * text_config.hidden_size * 4 / 2**20) + 1  # the embedding, fp32
+    sync = rollout.checkpoint_engine
+    sync.update_weights_bucket_megabytes = max(sync.update_weights_bucket_megabytes, largest_mb)
+    return Data(train_tasks, val_tasks, dropped + val_dropped, tokenizer, stop_ids)
+
+
+def check_sizes(config: DictConfig, command: str) -> None:
+    """Batches, groups and GPUs go into one another. Raises ConfigError."""
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     world = config.trainer.n_gpus_per_node * config.trainer.nnodes
     prompts, n, mini = config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size
     infer = rollout.tensor_model_parallel_size * rollout.data_parallel_size
+    if world % infer:
+        raise ConfigError(
+            f"{world} GPUs do not divide by rollout.tensor_model_parallel_size * data_parallel_size = {infer}"
+        )
+    if command != "train":
+        return
     if prompts % mini:
         raise ConfigError(
             f"data.train_batch_size={prompts} does not divide by actor_rollout_ref.actor.ppo_mini_batch_size={mini}"
         )
     if mini * n % world:
         raise ConfigError(f"ppo_mini_batch_size * rollout.n = {mini} * {n} episodes do not divide among {world} GPUs")
-    if world % infer:
-        raise ConfigError(
-            f"{world} GPUs do not divide by rollout.tensor_model_parallel_size * data_parallel_size = {infer}"
-        )
     if config.algorithm.adv_estimator in NEED_VALUES:
         raise ConfigError(
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a critic, which this loop has not"
@@ -205,6 +261,10 @@ def prepare(config: DictConfig) -> Data:
     if n < 2:
         raise ConfigError(f"actor_rollout_ref.rollout.n={n}: a group needs at least two answers to compare")
 
+
+def load_model_files(config: DictConfig) -> tuple[Any, Any, set[int]]:
+    """(tokenizer, Hugging Face config, stop ids) of the model; its path is made absolute. Raises ConfigError."""
+    model = config.actor_rollout_ref.model
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     try:
@@ -235,32 +295,17 @@ def prepare(config: DictConfig) -> Data:
         tokenizer.chat_template = model.custom_chat_template
     if not tokenizer.chat_template:
         raise ConfigError(f"{model.path} has no chat template; set actor_rollout_ref.model.custom_chat_template")
+    return tokenizer, hf_config, stop_token_ids(tokenizer, generation)
 
-    servers, limit = list(config.gym.servers), config.data.max_prompt_length
-    train_tasks, dropped = env.load_tasks(to_plain(config.env.train_files), tokenizer, servers, limit)
-    val_tasks, val_dropped = env.load_tasks(to_plain(config.env.val_files), tokenizer, servers, limit)
-    val_tasks = val_tasks[: config.env.val_max_rows]
-    if len(train_tasks) < prompts:
-        raise ConfigError(
-            f"env.train_files hold {len(train_tasks)} usable rows, fewer than data.train_batch_size={prompts}"
-        )
-    for name, server in to_plain(config.gym.servers).items():
-        given = {key for key, value in (server or {}).items() if value is not None}
-        if len({"url", "start"} & given) != 1 or given - {"url", "start"}:
-            raise ConfigError(
-                f"gym.servers.{name} takes either url: http://host:port or start: {{python, server, port, config}}"
-            )
-        gym_client.check_server(name, server)
 
-    # what follows from the above, unless the recipe says it
-    rollout.max_model_len = rollout.max_model_len or limit + config.data.max_response_length
-    actor.optim.total_training_steps = config.trainer.total_training_steps
-    text_config = hf_config.get_text_config()
-    largest_mb = math.ceil(text_config.vocab_size * text_config.hidden_size * 4 / 2**20) + 1  # the embedding, fp32
-    sync = rollout.checkpoint_engine
-    sync.update_weights_bucket_megabytes = max(sync.update_weights_bucket_megabytes, largest_mb)
-    stop_ids = stop_token_ids(tokenizer, generation)
-    return Data(train_tasks, val_tasks, dropped + val_dropped, tokenizer, stop_ids)
+def check_tool_format(name: str) -> None:
+    """The parser that reads the model's tool calls exists. Raises ConfigError."""
+    from vllm.tool_parsers import ToolParserManager  # takes 7 s, and is needed anyway
+
+    known = ToolParserManager.list_registered()
+    if name not in known:
+        key = f"actor_rollout_ref.rollout.multi_turn.format={name}"
+        raise ConfigError(f"{key}: vLLM has no such tool parser; it has {', '.join(known)}")
 
 
 def resume_point(config: DictConfig) -> Path | None:
@@ -284,30 +329,40 @@ def resume_point(config: DictConfig) -> Path | None:
     return checkpoint
 
 
-def summary(config: DictConfig, data: Data) -> str:
+def summary(config: DictConfig, data: Data, command: str) -> str:
     """The sizes that follow from the recipe, one a line."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    prompts, n, steps = config.data.train_batch_size, rollout.n, config.trainer.total_training_steps
+    prompts, steps = config.data.train_batch_size, config.trainer.total_training_steps
     world = config.trainer.n_gpus_per_node * config.trainer.nnodes
     replicas = world // (rollout.tensor_model_parallel_size * rollout.data_parallel_size)
-    seen = {json.dumps(task.messages) for task in data.train}
-    shared = sum(json.dumps(task.messages) in seen for task in data.validation)
+    by_server = Counter(task.server for task in [*data.train, *data.validation])
     longest = f"{config.data.max_prompt_length} + {config.data.max_response_length} tokens"
-    updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
     dropped = f"{len(data.dropped)} dropped (prompt over {config.data.max_prompt_length} tokens)"
     lines = [
         f"model       {config.actor_rollout_ref.model.path}",
         f"rows        {len(data.train)} to train on, {len(data.validation)} held out, {dropped}",
         *(f"            dropped {row}" for row in data.dropped[:5]),
-        f"step        {prompts} prompts x {n} answers = {prompts * n} episodes of at most {longest}; "
-        f"{updates} optimiser step{'s' * (updates > 1)}",
-        f"training    {steps} steps = {steps * prompts / len(data.train):.2f} epochs; lr {actor.optim.lr:g}; "
-        f"{config.algorithm.adv_estimator}, {actor.policy_loss.loss_mode} loss",
-        f"devices     {world} {config.trainer.device}, {replicas} vLLM replica{'s' * (replicas > 1)}, "
-        f"sync buckets of {rollout.checkpoint_engine.update_weights_bucket_megabytes} MB",
+        f"servers     {', '.join(f'{name} ({rows} rows)' for name, rows in by_server.items())}",
+    ]
+    if command == "train":
+        updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
+        lines += [
+            f"step        {prompts} prompts x {rollout.n} answers = {prompts * rollout.n} episodes "
+            f"of at most {longest}; {updates} optimiser step{'s' * (updates > 1)}",
+            f"training    {steps} steps = {steps * prompts / len(data.train):.2f} epochs; lr {actor.optim.lr:g}; "
+            f"{config.algorithm.adv_estimator}, {actor.policy_loss.loss_mode} loss",
+        ]
+    else:
+        tasks, n = (data.train, rollout.n) if command == "rollout" else (data.validation, rollout.val_kwargs.n)
+        lines.append(f"{command:11} {len(tasks)} rows x {n} episodes of at most {longest}")
+    buckets = f", sync buckets of {rollout.checkpoint_engine.update_weights_bucket_megabytes} MB"
+    lines += [
+        f"devices     {world} {config.trainer.device}, {replicas} vLLM replica{'s' * (replicas > 1)}"
+        + buckets * (command == "train"),
         f"stop ids    {sorted(data.stop_ids)}, pad id {data.tokenizer.pad_token_id}",
     ]
-    if shared:
+    seen = {json.dumps(task.messages) for task in data.train if task.messages}
+    if shared := sum(json.dumps(task.messages) in seen for task in data.validation):
         lines.append(f"WARNING     {shared} of the held-out prompts are also in env.train_files")
     return "\n".join(lines)
 
@@ -321,9 +376,10 @@ def dry_run(config: DictConfig, defaults: DictConfig, data: Data, console: Conso
     for section in ("gym", "env"):
         text = OmegaConf.to_yaml(config[section], resolve=True).strip().replace("\n", "\n    ")
         console.print(f"{section}:\n    {text}", markup=False, highlight=False)
-    task = data.train[0]
-    console.print(
-        f"first prompt ({task.row_id}, {len(task.prompt_ids)} tokens, server {task.server}):", highlight=False
-    )
-    console.print(data.tokenizer.decode(task.prompt_ids), markup=False, highlight=False, style="dim")
+    for task in {task.server: task for task in reversed([*data.train, *data.validation])}.values():
+        console.print(
+            f"first prompt for {task.server} ({task.row_id}, {len(task.prompt_ids)} tokens):", highlight=False
+        )
+        prompt = data.tokenizer.decode(task.prompt_ids) if task.prompt_ids else "(the environment writes it)"
+        console.print(prompt, markup=False, highlight=False, style="dim")
     console.print("dry run: model, files, sizes and servers are in order; nothing was started", highlight=False)

@@ -1,38 +1,43 @@
-"""Tasks: NeMo Gym rows in, prompts out. This is the file to edit first.
+"""Tasks: NeMo Gym rows in, prompts out. This is the file to edit first; it knows no torch and no verl.
 
-A Gym row is one JSON object: `responses_create_params` (what the model is asked, in OpenAI Responses
-form) and whatever its verifier wants to see again (`answer`, `metadata`, ...). The kit sends the row
-back to the server verbatim; only the prompt is made here:
+A Gym row is one JSON object: `responses_create_params` (what the model is asked, in OpenAI Responses form) and what its
+verifier wants to see again (`answer`, ...). The kit sends the row back to the server verbatim; here the prompt is made:
 
-    read_rows(file)  ->  rows with their file and line    -> render(row) -> chat messages and tools
-                     ->  load_tasks(...) keeps what fits  -> batch(tasks, step, ...) picks what a step trains on
+    read_rows(file)  -> rows, by file and line     -> render(row) -> chat messages and tools -> encode(...) -> token ids
+                     -> load_tasks(...) does all this, and keeps what fits -> batch(tasks, step, ...) for each step
 
-To add a task, write a function that yields rows (see `arithmetic` below), give it a line in
-`GENERATORS`, and run
+To add a task, write a function that yields rows (see `arithmetic` below), give it a line in `GENERATORS`, and run
 
     python env.py arithmetic --out data/                              # the demo's generated sums
-    python env.py gsm8k --source DIR --out data/                      # GSM8K from its original JSONL
-    python env.py gsm8k --out data/                                   # the same, from the hub
-
-This file knows no torch and no verl: it can be copied on its own.
+    python env.py gsm8k [--source DIR] --out data/                    # GSM8K from the hub, or its original JSONL
+    python env.py examples --server mcqa --out data/                  # what nemo-gym ships for a server
+    python env.py check data/*.jsonl                                  # which rows load, which not, and why
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import random
+import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 
 class DataError(ValueError):
-    """A row that cannot be used; the message names the file and the line."""
+    """A row or file that cannot be used; the message names the file and the line."""
+
+
+class Refused(DataError):  # noqa: N818  a verdict on the row, no fault in it
+    """A Gym row that is in order, but that this kit cannot ask; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -42,126 +47,278 @@ class Task:
     row_id: str  # file:line, the name of this row in logs, metrics and rollouts
     row: dict[str, Any]  # verbatim: what the Gym server gets back
     server: str  # key of gym.servers that seeds and verifies it
-    messages: list[dict[str, Any]]  # the prompt as chat messages
-    prompt_ids: list[int]
+    messages: list[dict[str, Any]]  # the prompt as chat messages; []: the environment writes it
+    prompt_ids: list[int]  # [] when messages is
+    tools: list[dict[str, Any]] = field(default_factory=list)  # in chat form
+    file: str = ""  # the file it came from
+    weight: float | None = None  # that file's share of every batch
 
 
-# --- reading and rendering -----------------------------------------------------------------------
-
-
+# --- reading -------------------------------------------------------------------------------------
 def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (`file:line`, row) of a JSONL file, blank lines skipped. Raises DataError."""
+    """Yield (`file:line`, row) of a .jsonl, .jsonl.gz or .parquet file, blank lines skipped. Raises DataError."""
+    for where, text in raw_rows(path):
+        yield where, parse_row(text, where)
+
+
+def raw_rows(path: str | Path) -> Iterator[tuple[str, str]]:
+    """Yield (`file:line`, JSON text), so that one bad row need not end the reading. Raises DataError."""
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file")
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                row = json.loads(line, parse_constant=_not_json)
-            except ValueError as error:
-                raise DataError(f"{where}: not JSON ({error})") from None
-            if not isinstance(row, dict):
-                raise DataError(f"{where}: a row is a JSON object, this is a {type(row).__name__}")
-            if not isinstance(row.get("responses_create_params"), dict):
-                raise DataError(f"{where}: no responses_create_params, so this is not a Gym row")
-            yield where, row
+    try:
+        for number, text in enumerate(_texts_of(path), 1):
+            if text is None or text.strip():  # null is no blank line, and no row either
+                yield f"{path}:{number}", text
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from None
+
+
+def _texts_of(path: Path) -> Iterator[str]:
+    if path.suffix != ".parquet":
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+            yield from lines
+        return
+    from pyarrow import parquet, types
+
+    with parquet.ParquetFile(path) as file:  # rows as JSON in one column: Arrow has no schema for rows that differ
+        strings = [f.name for f in file.schema_arrow if types.is_string(f.type) or types.is_large_string(f.type)]
+        if "row" not in strings and len(strings) != 1:
+            raise ValueError(f"no string column `row`, nor just one of strings, in {file.schema_arrow.names}")
+        for some in file.iter_batches(columns=["row" if "row" in strings else strings[0]]):
+            yield from some.column(0).to_pylist()
+
+
+def parse_row(text: str, where: str) -> dict[str, Any]:
+    """JSON text -> a Gym row. Raises DataError."""
+    try:
+        row = json.loads(text, parse_constant=_not_json)
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{where}: not JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a row is a JSON object, this is a {type(row).__name__}")
+    if not isinstance(row.get("responses_create_params"), dict):
+        raise DataError(f"{where}: no responses_create_params, so this is not a Gym row")
+    return row
 
 
 def _not_json(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON, and no server would take it back")
 
 
-def _text(content: Any, where: str) -> str:
-    """Message content, a string or a list of text parts -> one string. Raises DataError on the rest."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        kinds = {part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content}
-        if kinds <= {"input_text", "output_text", "text"}:
-            return "".join(part["text"] for part in content)
-        raise DataError(f"{where}: content parts {sorted(map(str, kinds))}; only text is understood")
-    raise DataError(f"{where}: content is {type(content).__name__}, not text")
-
-
+# --- rendering, as NeMo Gym's own converter does it for its model servers ------------------------
 def render(row: dict[str, Any], where: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A Gym row -> (chat messages, tools) as `tokenizer.apply_chat_template` takes them.
 
-    `input` may be a string or a list of messages; `instructions` and `developer` messages become system
-    messages, the form that chat templates know. Raises DataError for what this loop cannot ask.
+    `input` is text, Responses items, or empty where the environment writes the prompt. `instructions` and the system
+    messages that follow become one. Raises Refused for what this kit cannot ask, DataError for what is malformed.
 
     >>> render({"responses_create_params": {"input": "2 + 2?", "instructions": "Be brief."}}, "x:1")[0]
     [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': '2 + 2?'}]
     """
-    params = row["responses_create_params"]
-    items = params.get("input")
+    params = {key: value for key, value in row["responses_create_params"].items() if value}
+    items, instructions, metadata = params.get("input", []), params.get("instructions", ""), params.get("metadata", {})
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
-    if not isinstance(items, list) or not items:
-        raise DataError(f"{where}: responses_create_params.input is empty or neither text nor a list")
-    messages = [{"role": "system", "content": params["instructions"]}] if params.get("instructions") else []
-    for item in items:
-        if not isinstance(item, dict) or item.get("type", "message") != "message" or "role" not in item:
-            kind = item.get("type") if isinstance(item, dict) else type(item).__name__
-            raise DataError(f"{where}: input item {kind!r}; only messages are understood")
-        role = "system" if item["role"] == "developer" else item["role"]
-        messages.append({"role": role, "content": _text(item.get("content"), where)})
-    if params.get("tools"):
-        raise DataError(f"{where}: the row offers tools; this loop answers in one turn")
-    return messages, []
+    if not (isinstance(items, list) and isinstance(instructions, str) and isinstance(metadata, dict)):
+        raise DataError(f"{where}: input is text or a list, instructions are text, metadata is an object")
+    for key in metadata:
+        if key.startswith("audio") and metadata[key]:  # Gym hands sound to its model servers in metadata
+            raise Refused(f"{where}: metadata.{key}: the kit trains text models only")
+    messages = render_items(items, where)
+    if instructions:
+        leading = [instructions]
+        while messages and messages[0]["role"] == "system":  # many templates allow one, at the top
+            leading.append(messages.pop(0)["content"])
+        messages.insert(0, {"role": "system", "content": "\n\n".join(leading)})
+    return messages, render_tools(params.get("tools", []), where)
 
 
-def server_of(row: dict[str, Any], servers: Sequence[str], where: str) -> str:
-    """The key of gym.servers that this row belongs to: its agent_ref, or the only server there is.
+def render_items(items: Sequence[Any], where: str) -> list[dict[str, Any]]:
+    """Responses items -> chat messages. Raises Refused or DataError.
 
-    `agent_ref.name` names an agent (`mcqa_simple_agent`) or the resources server itself (`mcqa`).
+    What the assistant says in a row is one message: reasoning (in think tags) and text, then its function calls.
     """
-    name = (row.get("agent_ref") or {}).get("name")
-    for candidate in (name, name.removesuffix("_simple_agent") if name else None):
-        if candidate in servers:
-            return str(candidate)
-    if name is None and len(servers) == 1:
-        return servers[0]
-    raise DataError(f"{where}: agent_ref {name!r} matches none of gym.servers ({', '.join(servers) or 'empty'})")
+    held = {"message": "content", "reasoning": "summary", "function_call": "", "function_call_output": "output"}
+    messages: list[dict[str, Any]] = []
+    functions: dict[str, dict[str, str]] = {}  # call_id -> the function called
+    for item in items:
+        if not isinstance(item, dict):
+            raise DataError(f"{where}: an input item is a JSON object, this is a {type(item).__name__}")
+        role, kind = item.get("role"), str(item.get("type") or "message")
+        if kind not in held:
+            raise Refused(f"{where}: input item {kind}: the kit knows messages, reasoning and function calls")
+        texts = _texts(item.get(held[kind]), where)
+        if kind == "function_call_output":
+            call_id = _string(item, "call_id", where)
+            answer = {"role": "tool", "tool_call_id": call_id, "content": "".join(texts)}
+            messages.append(answer | functions.get(call_id, {}))
+        elif kind == "message" and role in ("user", "system", "developer"):  # no template knows OpenAI's developer
+            messages.append({"role": "user" if role == "user" else "system", "content": "".join(texts)})
+        elif kind == "message" and role != "assistant":
+            raise DataError(f"{where}: a message of role {role!r}")
+        else:
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            if kind == "function_call":
+                call_id, name, arguments = (_string(item, key, where) for key in ("call_id", "name", "arguments"))
+                call = {"name": name, "arguments": _arguments(arguments)}
+                messages[-1].setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": call})
+                functions[call_id] = {"name": name}
+            else:
+                texts = [f"<think>{text}</think>" for text in texts if text] if kind == "reasoning" else texts
+                messages[-1]["content"] += "".join(texts)
+    return [m for m in messages if m["role"] != "assistant" or m["content"] or "tool_calls" in m]  # as Gym: none empty
+
+
+def render_tools(tools: Any, where: str) -> list[dict[str, Any]]:
+    """Responses tools, or chat ones -> chat tools, without `strict`. Raises Refused or DataError."""
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"{where}: tools are a list of JSON objects")
+    rendered = []
+    for tool in tools:
+        if tool.get("type") != "function":
+            raise Refused(f"{where}: tool of type {tool.get('type')!r}: the kit offers functions only")
+        function = tool["function"] if isinstance(tool.get("function"), dict) else tool
+        _string(function, "name", where)
+        kept = {key: function[key] for key in ("name", "description", "parameters") if function.get(key) is not None}
+        rendered.append({"type": "function", "function": kept})
+    return rendered
+
+
+def _texts(content: Any, where: str) -> list[str]:
+    """Text, a list of parts, or null -> its texts. Raises Refused for images and the like, DataError."""
+    if content is None or isinstance(content, str):
+        return [content or ""]
+    if not isinstance(content, list) or not all(isinstance(part, dict) and part.get("type") for part in content):
+        raise DataError(f"{where}: content is neither text nor a list of parts with a type")
+    others = {str(part["type"]) for part in content} - {"input_text", "output_text", "text", "summary_text"}
+    if others:
+        raise Refused(f"{where}: {', '.join(sorted(others))}: the kit trains text models only")
+    return [_string(part, "text", where) for part in content]
+
+
+def _string(item: Mapping[str, Any], key: str, where: str) -> str:
+    if not isinstance(item.get(key), str):
+        raise DataError(f"{where}: `{key}` of a {item.get('type', 'function')} is not text: {item.get(key)!r}")
+    return str(item[key])
+
+
+def _arguments(text: str) -> Any:
+    """A JSON object as a dict, which chat templates expect; anything else stays the text that it is."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def encode(messages: Sequence[Any], tools: Sequence[Any], tokenizer: Any, where: str = "") -> list[int]:
+    """Chat messages and tools -> [P] token ids. Raises DataError when the chat template refuses or hides them."""
+    at = f"{where}: the chat template" if where else "the chat template"
+    options = {"add_generation_prompt": True, "return_dict": True}
+    try:
+        ids = list(tokenizer.apply_chat_template(messages, tools=tools or None, **options)["input_ids"])
+        # [] for none: a template made for tools may loop over them unasked
+        if tools and ids == list(tokenizer.apply_chat_template(messages, tools=[], **options)["input_ids"]):
+            raise DataError(f"{at} does not show tools to the model; set actor_rollout_ref.model.custom_chat_template")
+        return ids
+    except (TemplateError, TypeError) as error:  # TypeError: a template that adds a dict to text
+        raise DataError(f"{at} does not take these messages: {error}") from error
+
+
+# --- a run's files -> tasks -> batches -----------------------------------------------------------
+def server_of(row: dict[str, Any], servers: Mapping[str, str] | Sequence[str], where: str, name: str = "") -> str:
+    """The server of a row: `name` if given; else by agent_ref; else the only one there is. Raises DataError."""
+    # servers: alias -> server, or just the servers; agent_ref names an alias, or begins with a server and "_"
+    aliases = servers if isinstance(servers, Mapping) else {server: server for server in servers}
+    known, reference = sorted(set(aliases.values())), row.get("agent_ref") or {}
+    agent = name or (reference.get("name") if isinstance(reference, dict) else reference)
+    if agent is None and len(known) == 1:
+        return known[0]
+    begun = [server for server in known if str(agent).startswith(f"{server}_") and not name]
+    if str(agent) in aliases or begun:
+        return aliases.get(str(agent)) or max(begun, key=len)
+    wanted = f"{'server' if name else 'agent_ref'} {agent!r}"
+    raise DataError(f"{where}: {wanted} matches none of gym.servers ({', '.join(known) or 'empty'})")
 
 
 def load_tasks(
-    files: Sequence[str], tokenizer: Any, servers: Sequence[str], max_prompt_length: int
+    files: Sequence[Any], tokenizer: Any, servers: Any, max_prompt_length: int, only: Sequence[str] | None = None
 ) -> tuple[list[Task], list[str]]:
-    """Read, render and tokenise every row of `files`.
+    """Read, route, render and tokenise every row of `files`: paths, or {path, weight, server}.
 
-    Returns (tasks, dropped): `dropped` names each row whose prompt is over `max_prompt_length` tokens.
-    tokenizer: any with Hugging Face's `apply_chat_template`. Raises DataError for a row that is no Gym row.
+    weight: the file's share of every batch. server: of all its rows, whatever agent_ref says. servers: as for
+    `server_of`. only: names of servers; rows of all others are left out. Returns (tasks, dropped): `dropped` names
+    each row whose prompt is over `max_prompt_length` tokens, and counts those left out. Raises DataError.
     """
     tasks, dropped = [], []
-    for path in files:
-        for where, row in read_rows(path):
-            messages, _ = render(row, where)
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    for entry in files:
+        given: dict[str, Any] = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
+        path, weight, name, left_out = given.get("path"), given.get("weight"), given.get("server") or "", 0
+        known = path and given.keys() <= {"path", "weight", "server"}
+        if not known or not (weight is None or (isinstance(weight, int | float) and 0 < weight < float("inf"))):
+            raise DataError(f"{given}: a file is a path, or {{path, weight: more than 0, server}}, and no other key")
+        for where, row in read_rows(str(path)):
+            try:
+                server = server_of(row, servers, where, name)
+            except DataError:
+                if only is None:
+                    raise
+                server = ""
+            if only is not None and server not in only:
+                left_out += 1
+                continue
+            messages, tools = render(row, where)
+            ids = encode(messages, tools, tokenizer, where) if messages else []
             if len(ids) > max_prompt_length:
                 dropped.append(f"{where} ({len(ids)} tokens)")
-                continue
-            tasks.append(Task(where, row, server_of(row, servers, where), messages, list(ids)))
+            else:
+                tasks.append(Task(where, row, server, messages, ids, tools, str(path), weight))
+        dropped += [f"{path}: {left_out} rows of other servers"] if left_out else []
     return tasks, dropped
 
 
 def batch(tasks: Sequence[Task], size: int, step: int, seed: int, shuffle: bool = True) -> list[Task]:
-    """The `size` tasks of training step `step` (1, 2, ...): epochs in a seeded order, the remainder dropped.
+    """The `size` tasks of training step `step` (1, 2, ...), read off an endless stream of epochs.
 
-    A function of its arguments alone, so a resumed run reads on where it stopped. Edit it for a
-    curriculum: it sees the step and may look at any field of `task.row`.
+    Each epoch has its own order, and a batch may begin in one and end in the next. With weights, every file is such
+    a stream and gives every batch its quota. A function of its arguments alone, so a resumed run reads on where it
+    stopped. Edit it for a curriculum: it sees the step and may look at any field of `task.row`. Raises DataError.
+
+    >>> rows = [Task(f"{f}{i}", {}, "", [], [], file=f, weight=w) for f, w in (("a", 3), ("b", 1)) for i in (1, 2)]
+    >>> [[task.row_id for task in batch(rows, 4, step, seed=0, shuffle=False)] for step in (1, 2)]
+    [['a1', 'a2', 'a1', 'b1'], ['a2', 'a1', 'a2', 'b2']]
     """
-    per_epoch = len(tasks) // size
-    epoch, position = divmod(step - 1, per_epoch)
-    order = np.random.default_rng([seed, epoch]).permutation(len(tasks)) if shuffle else np.arange(len(tasks))
-    return [tasks[i] for i in order[position * size : (position + 1) * size]]
+    if not tasks:
+        raise DataError("no rows to take a batch from")
+    streams = [(list(tasks), size)]
+    if any(task.weight for task in tasks):
+        streams = [([t for t in tasks if t.file == file], quota) for file, quota in quotas(tasks, size).items()]
+    picked: list[Task] = []
+    for index, (rows, quota) in enumerate(streams):
+        count, start, stop = len(rows), (step - 1) * quota, step * quota  # of this batch, in the stream
+        for epoch in range(start // count, (stop - 1) // count + 1):
+            order = np.random.default_rng([seed, epoch, index]).permutation(count) if shuffle else range(count)
+            picked += [rows[i] for i in order[max(start - epoch * count, 0) : stop - epoch * count]]
+    return picked
+
+
+def quotas(tasks: Sequence[Task], size: int) -> dict[str, int]:
+    """file -> its rows in a batch of `size`, by weight and largest remainder. Raises DataError."""
+    weights = {task.file: task.weight or 0.0 for task in tasks}  # in order of appearance
+    shares = {file: size * weight / sum(weights.values()) for file, weight in weights.items()}
+    counts = {file: int(share) for file, share in shares.items()}
+    for file in sorted(shares, key=lambda file: counts[file] - shares[file])[: size - sum(counts.values())]:
+        counts[file] += 1
+    for file, weight in weights.items():
+        if counts[file] == 0:
+            more = "" if weight else "; beside files with a weight, none counts as 0"
+            raise DataError(f"{file}: weight={weight:g} comes to no row in a batch of {size}{more}")
+    return counts
 
 
 # --- generators: a function that yields rows, and its line in GENERATORS -------------------------
-
-
 def _row(server: str, prompt: str, system: str = "", **verifier_fields: Any) -> dict[str, Any]:
     """A one-question Gym row for `server`, with the fields that its verifier asks for."""
     messages = [{"role": "system", "content": system}] if system else []
@@ -222,20 +379,64 @@ def gsm8k(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
 GENERATORS = {"arithmetic": arithmetic, "gsm8k": gsm8k}
 
 
+def examples(server: str, python: str) -> Iterator[dict[str, Any]]:
+    """The example rows that nemo-gym ships for a server, agent_ref added where there is none. Raises DataError."""
+    code = "import pathlib, nemo_gym; print(pathlib.Path(nemo_gym.__file__).parent.parent / 'resources_servers')"
+    try:
+        found = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise DataError(f"--python {python} is no interpreter that has nemo_gym: {error}") from None
+    folder = Path(found.strip()) / server / "data"
+    files = sorted(folder.glob("example*.jsonl"), key=lambda file: (file.name != "example.jsonl", file.name))
+    if not files:
+        have = sorted({file.parts[-3] for file in folder.parent.parent.glob("*/data/example*.jsonl")})
+        raise DataError(f"{folder}: no example*.jsonl; servers that have examples: {', '.join(have)}")
+    agent = {"agent_ref": {"type": "responses_api_agents", "name": f"{server}_simple_agent"}}
+    return (row if row.get("agent_ref") else row | agent for _, row in read_rows(files[0]))
+
+
+def check(path: str) -> bool:
+    """Print which rows of a file load, which are refused, and why. False if there are errors beside these."""
+    loaded, refused, errors = 0, dict[str, list[str]](), list[str]()
+    try:
+        for where, text in raw_rows(path):
+            try:
+                render(parse_row(text, where), where)
+                loaded += 1
+            except Refused as error:
+                refused.setdefault(str(error).removeprefix(f"{where}: "), []).append(where)
+            except Exception as error:  # whatever it is, the rows after it are wanted too
+                errors.append(str(error) if isinstance(error, DataError) else f"{where}: {error!r}")
+    except DataError as error:
+        errors.append(str(error))
+    print(f"{path}: {loaded} rows load, {sum(map(len, refused.values()))} refused")
+    report = [f"{len(rows)} x {reason} (first {rows[0]})" for reason, rows in refused.items()]
+    print("".join(f"    {line}\n" for line in report + [f"error: {error}" for error in errors]), end="")
+    return not errors
+
+
 def main() -> None:
-    """Write <out>/<name>_train.jsonl and <out>/<name>_validation.jsonl."""
-    parser = argparse.ArgumentParser(description="Write a task's rows in NeMo Gym's format.")
-    parser.add_argument("name", choices=GENERATORS)
+    """Write <out>/<name>_<split>.jsonl of a generator or <out>/<server>_examples.jsonl, or check files."""
+    parser = argparse.ArgumentParser(description="Write a task's rows in NeMo Gym's format, or check such files.")
+    parser.add_argument("name", choices=[*GENERATORS, "examples", "check"])
+    parser.add_argument("files", nargs="*", metavar="FILE", help="check: the files")
     parser.add_argument("--out", default="data", help="folder to write to (default: data)")
     parser.add_argument("--seed", type=int, default=0, help="arithmetic: which pairs are held out, and the order")
     parser.add_argument("--low", type=int, default=2, help="arithmetic: smallest number (default: 2)")
     parser.add_argument("--high", type=int, default=29, help="arithmetic: largest number (default: 29)")
     parser.add_argument("--validation", type=int, default=128, help="arithmetic: pairs held out (default: 128)")
     parser.add_argument("--source", help="gsm8k: folder with the original train.jsonl and test.jsonl")
+    parser.add_argument("--server", help="examples: a resources server of Gym's, e.g. mcqa")
+    parser.add_argument("--python", default=".venv-gym/bin/python", help="examples: interpreter that has nemo-gym")
     args = parser.parse_args()
+    if (args.name == "check") != bool(args.files) or (args.name == "examples") != bool(args.server):
+        parser.error("`check` takes files, `examples` takes --server, and nothing else takes these")
+    if args.name == "check":
+        sys.exit(0 if all(list(map(check, args.files))) else 1)
     try:
-        for split, rows in GENERATORS[args.name](args).items():
-            path = Path(args.out) / f"{args.name}_{split}.jsonl"
+        made = {"examples": examples(args.server, args.python)} if args.server else GENERATORS[args.name](args)
+        for split, rows in made.items():
+            path = Path(args.out) / f"{args.server or args.name}_{split}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
             path.write_text("".join(lines), encoding="utf-8")

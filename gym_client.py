@@ -1,6 +1,6 @@
-"""NeMo Gym over HTTP: sessions, verdicts, and the servers that the kit starts itself.
+"""NeMo Gym over HTTP: sessions, tools, environments that step, agents, verdicts, discovery.
 
-Lift this file alone into another project; it needs only httpx, httpx-aiohttp and tenacity:
+Lift this file alone into another project; it needs only aiohttp:
 
     import asyncio, json
     from gym_client import Gym, message_response
@@ -14,50 +14,55 @@ Lift this file alone into another project; it needs only httpx, httpx-aiohttp an
 
     asyncio.run(main())
 
+Three kinds of server, told apart by the routes they publish (`Gym.kind`):
+
+    verify   /seed_session, tools as routes of their own, /verify: `Session.call_tool`, `Session.verify`
+    step     /reset, /step, /close, as Gymnasium has them: `Session.observation`, `Session.step`
+    agent    /run: Gym's own agent talks to the model and comes back with the verdict: `Gym.run`
+
 The error model. A verdict either holds a reward that the verifier meant, or there is no verdict:
 every failure raises `GymError`, whose `reason` is one short word that ends up in the metrics as
 `rollout/failed/<reason>` and never in the loss:
 
-    connect      nothing listened, or the connection broke (retried with a fresh session)
-    timeout      no answer within the deadline (not retried: the deadline is the caller's patience)
-    http_<code>  any status but 200; 408, 429, 502, 503, 504 are retried, 500 once (Gym answers 500
-                 for a crash of the verifier, which may be the policy's own text), other 4xx never
-    bad_answer   200, but not a JSON object with a finite numeric reward
-    masked       200, but the verifier itself disowns the reward (`mask_sample`, `failure_kind`,
-                 `_ng_failure_class`: a judge that was down)
+    connect       nothing listened, or the connection broke
+    timeout       no answer within the deadline (never repeated: the deadline is the caller's patience)
+    http_<code>   any status but 200; 408, 429, 502, 503, 504 say "not now", 500 is a crash of the verifier,
+                  which may be the policy's own text, other 4xx are for good
+    bad_answer    200, but not a JSON object with a finite numeric reward
+    masked        200, but the verifier itself disowns the reward (`mask_sample`, `failure_kind`,
+                  `_ng_failure_class`: a judge that was down)
+    session_lost  the server answered out of another session than the one it had opened
 
-A failed call is repeated only as a whole session: new cookie jar, `/seed_session`, `/verify`. Gym's
-sessions live in the server's memory behind a signed cookie, so a shared jar would merge episodes.
-
-Command line: `python gym_client.py NAME [--port 8001] [--python .venv-gym/bin/python]` starts one
-resources server of the installed nemo-gym package and serves until Ctrl-C.
+What is repeated. Gym's sessions live in the server's memory behind a signed cookie, so a shared cookie
+jar would merge episodes, and a session cannot be taken up again after a failure. A call is therefore
+repeated (connect, session_lost and "not now" up to `attempts` times, 500 once, with backoff and jitter) only as a whole
+new session: new cookies, /seed_session, /verify. Once a tool was called or a step made there is nothing to
+go back to, and the first failure is the episode's. A tool's own refusal (4xx but 408 and 429, and 500) is
+no failure: its text goes to the model, as Gym's agents do it.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import base64
 import contextlib
 import json
+import logging
 import math
-import os
-import signal
-import socket
-import subprocess
-import sys
+import random
 import time
+import urllib.parse
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import httpx
-from httpx_aiohttp import AiohttpTransport
-from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+import aiohttp
 
-RETRIED_STATUS = {408, 429, 502, 503, 504}  # the server says: not now
-START_DEADLINE_S = 90.0  # a Gym server imports for 3 to 30 s before it answers
+NOT_NOW = {408, 429, 502, 503, 504}  # statuses by which a server says: try again
+RESERVED = {"seed_session", "verify", "reset", "step", "close", "aggregate_metrics", "run", "mcp"}  # never tools
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class GymError(Exception):
@@ -68,10 +73,6 @@ class GymError(Exception):
         self.reason, self.retry = reason, retry
 
 
-class GymStartError(RuntimeError):
-    """A Gym server that is not there, or did not start; the message says what to do."""
-
-
 @dataclass(frozen=True)
 class Verdict:
     """What a verifier said: `reward` is finite; `components` are named parts of it, where it gives them."""
@@ -79,29 +80,75 @@ class Verdict:
     reward: float
     components: dict[str, float] = field(default_factory=dict)
     latency_s: float = 0.0  # of the call that succeeded
+    details: dict[str, Any] = field(default_factory=dict)  # whatever else it says (extracted_answer, ...)
 
 
-def message_response(text: str, model: str = "policy") -> dict[str, Any]:
-    """One assistant message as the OpenAI Responses object that `/verify` demands.
+@dataclass(frozen=True)
+class Turn:
+    """What a step made of the world. `observation` is the next user message, or None."""
 
-    `annotations` and the ids look idle but are required by Gym's schema (422 without them).
-    """
+    observation: str | None
+    reward: float
+    terminated: bool  # the task ended
+    truncated: bool  # the environment gave up on it (its own time limit)
+    tool_outputs: list[dict[str, str]] = field(default_factory=list)  # [{call_id, output}]
+
+
+# --- what a policy said, as OpenAI Responses items ------------------------------------------------
+
+
+def message(text: str) -> dict[str, Any]:
+    """An assistant message. `annotations` and the id look idle, but Gym's schema answers 422 without them."""
     content = [{"type": "output_text", "text": text, "annotations": []}]
-    item = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": content}
+    return {"id": _id("msg"), "type": "message", "role": "assistant", "status": "completed", "content": content}
+
+
+def reasoning(text: str) -> dict[str, Any]:
+    """What the policy thought before it answered."""
+    return {"id": _id("rs"), "type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
+
+
+def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A tool call; `arguments` is JSON text, as the policy wrote it."""
+    return {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
+
+
+def function_call_output(call_id: str, output: str) -> dict[str, Any]:
+    """What the tool answered."""
+    return {"type": "function_call_output", "call_id": call_id, "output": output}
+
+
+def response(output: Sequence[Mapping[str, Any]], model: str = "policy") -> dict[str, Any]:
+    """Items, in the order in which they came, as the Response object that /verify and /step demand."""
     return {
-        "id": f"resp_{uuid.uuid4().hex}",
+        "id": _id("resp"),
         "object": "response",
         "created_at": time.time(),
         "model": model,
-        "output": [item],
+        "output": list(output),
         "parallel_tool_calls": True,
         "tool_choice": "auto",
         "tools": [],
     }
 
 
-def parse_verdict(body: Any, latency_s: float = 0.0) -> Verdict:
-    """The JSON body of a 200 answer of `/verify` -> Verdict. Raises GymError('bad_answer' | 'masked')."""
+def message_response(text: str) -> dict[str, Any]:
+    """One assistant message as a Response."""
+    return response([message(text)])
+
+
+def _id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"
+
+
+# --- verdicts ------------------------------------------------------------------------------------
+
+
+def parse_verdict(body: Any, latency_s: float = 0.0, row: Mapping[str, Any] | None = None) -> Verdict:
+    """The JSON body of a 200 answer of /verify or /run -> Verdict. Raises GymError('bad_answer' | 'masked').
+
+    Verifiers echo the request (tens of kB); `details` is what they add to `row`.
+    """
     if not isinstance(body, dict):
         raise GymError("bad_answer", f"verify answered {type(body).__name__}, not a JSON object: {str(body)[:200]}")
     for key in ("_ng_failure_class", "failure_kind", "mask_sample"):
@@ -111,19 +158,29 @@ def parse_verdict(body: Any, latency_s: float = 0.0) -> Verdict:
     parts = body.get("reward_components") or {}
     if not isinstance(parts, dict):
         raise GymError("bad_answer", f"verify answered reward_components={str(parts)[:200]}, not a JSON object")
-    for name, value in {"reward": body.get("reward"), **parts}.items():
-        # bool is an int to Python, and json reads NaN and Infinity: neither is a reward
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise GymError("bad_answer", f"verify answered {name}={value!r}, not a finite number")
-    return Verdict(float(body["reward"]), {name: float(value) for name, value in parts.items()}, latency_s)
+    numbers = {name: _number(value, name) for name, value in {"reward": body.get("reward"), **parts}.items()}
+    echoed = {"responses_create_params", "response", "reward", "reward_components", *(row or {})}
+    details = {key: value for key, value in body.items() if key not in echoed}
+    return Verdict(_number(body.get("reward"), "reward"), {k: numbers[k] for k in parts}, latency_s, details)
+
+
+def _number(value: Any, name: str) -> float:
+    # bool is an int to Python, and json reads NaN and Infinity: neither is a reward
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise GymError("bad_answer", f"the server answered {name}={str(value)[:200]!r}, not a finite number")
+    return float(value)
+
+
+# --- servers and sessions ------------------------------------------------------------------------
 
 
 class Gym:
-    """The resources servers of a run, by name. Use as `async with Gym(urls) as gym`.
+    """The Gym servers of a run, by name. Use as `async with Gym(urls) as gym`.
 
     urls: {name: "http://host:port"}. timeout_s: seconds for each HTTP call, from its first byte to the
-    last. concurrency: calls in flight per server (int, or {name: int}); verifiers that fork per answer
-    (math_with_judge) time out, and then answer reward 0, when overloaded. attempts: tries per verdict.
+    last. concurrency: calls in flight per server (int, or {name: int, "default": int}); verifiers that fork
+    per answer (math_with_judge) time out, and then answer reward 0, when overloaded. attempts: tries per
+    verdict, where repeating is safe.
     """
 
     def __init__(
@@ -135,281 +192,283 @@ class Gym:
     ):
         self.urls = {name: url.rstrip("/") for name, url in urls.items()}
         self.timeout_s, self.attempts = timeout_s, attempts
-        self._limit = {n: concurrency if isinstance(concurrency, int) else concurrency[n] for n in self.urls}
+        limits = {"default": concurrency} if isinstance(concurrency, int) else {"default": 8, **concurrency}
+        self._limit = {name: limits.get(name, limits["default"]) for name in self.urls}
 
     async def __aenter__(self) -> Gym:
-        # One pool for all episodes; the semaphores are the limit, so the pool itself has none.
-        self._transport = AiohttpTransport(limits=httpx.Limits(max_connections=None, keepalive_expiry=5.0))
+        # One pool for all episodes, without cookies: each session brings its own. The semaphores are the limit,
+        # so the pool has none; it drops idle connections well before Gym's servers do (30 s).
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=5.0),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None),
+        )
         self._slots = {name: asyncio.Semaphore(limit) for name, limit in self._limit.items()}
+        self._routes: dict[str, asyncio.Task[frozenset[str]]] = {}
         return self
 
     async def __aexit__(self, *_: Any) -> None:
-        await self._transport.aclose()
+        await self._http.close()
+
+    async def routes(self, server: str) -> frozenset[str]:
+        """The paths that `server` takes POSTs on, read once from its /openapi.json. Raises GymError."""
+        if server not in self.urls:
+            raise GymError("no_server", f"no Gym server named {server!r}; configured: {', '.join(self.urls) or 'none'}")
+        asked = self._routes.get(server)
+        if asked is None or (asked.done() and asked.exception()):
+            asked = self._routes[server] = asyncio.create_task(self._read_routes(server))
+        return asked.result() if asked.done() else await asyncio.shield(asked)
+
+    async def _read_routes(self, server: str) -> frozenset[str]:
+        async def read() -> frozenset[str]:
+            described = await _Caller(self, server).call("GET", "/openapi.json")
+            paths = described.get("paths") if isinstance(described, dict) else None
+            if not isinstance(paths, dict):
+                raise GymError("bad_answer", f"{self.urls[server]}/openapi.json describes no routes")
+            return frozenset(path for path, methods in paths.items() if "post" in methods)
+
+        return await _repeat(read, self.attempts)
+
+    async def kind(self, server: str) -> str:
+        """`verify`, `step` or `agent`, by the routes of `server`. Raises GymError."""
+        routes = await self.routes(server)
+        if "/run" in routes:
+            return "agent"
+        if {"/reset", "/step"} <= routes and "/verify" not in routes:
+            return "step"
+        return "verify"
 
     @contextlib.asynccontextmanager
     async def session(self, server: str, row: Mapping[str, Any]) -> AsyncIterator[Session]:
-        """A seeded session for one episode of `row` on `server`. Raises GymError."""
-        session = Session(self, server, row)
-        await session.seed()
-        yield session
+        """An open session for one episode of `row` on `server` (/seed_session, or /reset). Raises GymError."""
+        session = Session(self, server, row, await self.routes(server), await self.kind(server))
+        await session.open()
+        try:
+            yield session
+        finally:
+            await session.close()
 
+    async def run(self, server: str, row: Mapping[str, Any], timeout_s: float) -> tuple[Verdict, dict[str, Any]]:
+        """POST /run: Gym's agent plays the whole episode. Returns (verdict, the Response with all its items).
 
-class Session:
-    """One episode's conversation with one resources server: a cookie jar over the shared pool."""
+        timeout_s: for the whole episode. Repeated only where the agent never took the request. Raises GymError.
+        """
 
-    def __init__(self, gym: Gym, server: str, row: Mapping[str, Any]):
-        if server not in gym.urls:
-            raise GymError("no_server", f"no Gym server named {server!r}; configured: {', '.join(gym.urls) or 'none'}")
-        self.gym, self.server, self.row = gym, server, row
-        self._stale = True  # no session that the server is known to remember
-
-    async def seed(self) -> None:
-        """POST /seed_session with the whole row, on a new cookie jar, repeated while that is safe."""
-        await self._repeat(self._seed_once)
-
-    async def verify(self, response: Mapping[str, Any]) -> Verdict:
-        """POST /verify with the row and `response` (an OpenAI Responses object). Raises GymError."""
-
-        async def verify_once() -> Verdict:
-            if self._stale:  # the session may have died with the call that failed
-                await self._seed_once()
-            self._stale = True
+        async def run_once() -> tuple[Verdict, dict[str, Any]]:
             start = time.perf_counter()
-            body = await self._post("/verify", {**self.row, "response": response})
-            self._stale = False
-            return parse_verdict(body, time.perf_counter() - start)
+            body = await _Caller(self, server).call("POST", "/run", row, timeout_s)
+            verdict = parse_verdict(body, time.perf_counter() - start, row)
+            response = body.get("response")
+            if not isinstance(response, dict) or not isinstance(response.get("output"), list):
+                raise GymError("bad_answer", f"{self.urls[server]}/run answered without response.output")
+            return verdict, response
 
-        return await self._repeat(verify_once)
+        return await _repeat(run_once, self.attempts, once_500=False)
 
-    async def _seed_once(self) -> None:
-        # trust_env off: a proxy has no business between the loop and its verifiers. The client is not
-        # closed: that would close the pool that all sessions share.
-        self._http = httpx.AsyncClient(
-            transport=self.gym._transport, base_url=self.gym.urls[self.server], timeout=None, trust_env=False
-        )
-        await self._post("/seed_session", dict(self.row))
-        self._stale = False
+    async def aggregate(self, server: str, records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """The server's own metrics over verified records (/aggregate_metrics), or None where it has none.
 
-    async def _repeat(self, call: Any) -> Any:
-        once_500 = True
+        records: verify answers with `_ng_task_index` and `_ng_rollout_index`. Raises GymError.
+        """
+        if "/aggregate_metrics" not in await self.routes(server):
+            return None
+        body = {"verify_responses": list(records)}
+        answer = await _repeat(lambda: _Caller(self, server).call("POST", "/aggregate_metrics", body), self.attempts)
+        return answer if isinstance(answer, dict) else None
 
-        def again(error: BaseException) -> bool:
-            nonlocal once_500
-            if not isinstance(error, GymError):
-                return False
-            if error.reason == "http_500" and once_500:
-                once_500 = False
-                return True
-            return error.retry
 
-        retrying = AsyncRetrying(
-            retry=retry_if_exception(again),
-            stop=stop_after_attempt(self.gym.attempts),
-            wait=wait_random_exponential(multiplier=0.2, max=5.0),
-            reraise=True,
-        )
-        async for attempt in retrying:
-            with attempt:
-                result = await call()
-        return result
+class _Caller:
+    """HTTP to one server with cookies of its own, over the shared pool."""
 
-    async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
-        gym, url = self.gym, self.gym.urls[self.server] + path
+    def __init__(self, gym: Gym, server: str):
+        self.gym, self.server, self.url = gym, server, gym.urls[server]
+        self.cookies: dict[str, str] = {}
+
+    async def call(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+        """The JSON of a 200 answer. Raises GymError for anything else."""
+        status, text = await self.ask(method, path, body, timeout_s)
+        if status != 200:  # Gym echoes the request in a 422, which can be megabytes
+            retry = status in NOT_NOW
+            raise GymError(
+                f"http_{status}", f"{self.url}{path}: HTTP {status}: {text[:300].decode(errors='replace')}", retry
+            )
+        try:
+            return json.loads(text)
+        except ValueError:
+            shown = text[:200].decode(errors="replace")
+            raise GymError("bad_answer", f"{self.url}{path}: HTTP 200 whose body is not JSON: {shown}") from None
+
+    async def ask(self, method: str, path: str, body: Any, timeout_s: float | None) -> tuple[int, bytes]:
+        """(status, body) of one request. Raises GymError('timeout' | 'connect' | 'session_lost')."""
+        gym, url = self.gym, self.url + path
+        seconds = timeout_s or gym.timeout_s
+        headers = {"Cookie": "; ".join(f"{k}={v}" for k, v in self.cookies.items())} if self.cookies else {}
         async with gym._slots[self.server]:
             try:
                 # The deadline covers the whole call: a read timeout alone would let a server trickle for ever.
-                async with asyncio.timeout(gym.timeout_s):
-                    answer = await self._http.post(path, json=body)
+                async with asyncio.timeout(seconds):
+                    async with gym._http.request(method, url, json=body, headers=headers) as answer:
+                        text = await answer.read()
             except TimeoutError:
-                raise GymError("timeout", f"{url}: no answer within {gym.timeout_s:g} s") from None
-            except (httpx.TransportError, OSError) as error:
+                raise GymError("timeout", f"{url}: no answer within {seconds:g} s") from None
+            except (aiohttp.ClientError, OSError) as error:
                 raise GymError("connect", f"{url}: {type(error).__name__}: {error}", retry=True) from error
-        if answer.status_code != 200:
-            text = answer.text[:300]  # Gym echoes the request in a 422, which can be megabytes
-            code = answer.status_code
-            raise GymError(f"http_{code}", f"{url}: HTTP {code}: {text}", retry=code in RETRIED_STATUS)
+        for header in answer.headers.getall("Set-Cookie", ()):
+            name, _, value = header.partition(";")[0].strip().partition("=")
+            if _other_session(self.cookies.get(name, value), value):
+                raise GymError("session_lost", f"{url} answered out of another session than this episode's", retry=True)
+            self.cookies[name] = value
+        return answer.status, text
+
+
+def _other_session(before: str, now: str) -> bool:
+    """Whether two cookies of Gym's are of different sessions: the server did not know ours, and opened its own."""
+    return before.partition(".")[0] != now.partition(".")[0] and _session_id(before) != _session_id(now)
+
+
+def _session_id(cookie: str) -> str | None:
+    """Starlette writes a session as base64 of JSON, timestamp, signature; Gym's JSON holds a session_id."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        return str(json.loads(base64.b64decode(cookie.partition(".")[0]))["session_id"])
+    return None  # not one of Gym's
+
+
+async def _repeat(call: Callable[[], Awaitable[T]], attempts: int, once_500: bool = True) -> T:
+    """`call`, again while its GymError allows it, with exponential backoff and full jitter.
+
+    Seven lines of our own: tenacity's bookkeeping was a quarter of the client's time per verdict.
+    """
+    for attempt in range(1, attempts + 1):
         try:
-            return answer.json()
-        except ValueError:
-            raise GymError("bad_answer", f"{url}: HTTP 200 whose body is not JSON: {answer.text[:200]}") from None
+            return await call()
+        except GymError as error:
+            if attempt == attempts or not (error.retry or (error.reason == "http_500" and once_500)):
+                raise
+            once_500 = once_500 and error.reason != "http_500"
+        await asyncio.sleep(random.uniform(0.0, min(5.0, 0.2 * 2**attempt)))
+    raise AssertionError("attempts must be at least 1")
 
 
-# --- servers that the kit starts -----------------------------------------------------------------
+class Session:
+    """One episode's conversation with one server. `Gym.session` makes it, opens it and closes it."""
 
-# Runs inside the Gym environment. It reads the server's own YAML from the nemo-gym package, so that a
-# recipe names only what it changes, and hands it over as `ng_run` does: two environment variables.
-_SERVE = """
-import ctypes, json, os, runpy, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with the kit, whatever its exit
-parent, name, impl, host, port, changes = int(sys.argv[1]), *sys.argv[2:5], int(sys.argv[5]), json.loads(sys.argv[6])
-if os.getppid() != parent:
-    sys.exit("the process that asked for this server is gone")
-import pathlib, yaml, nemo_gym
-root = pathlib.Path(nemo_gym.__file__).parent.parent / "resources_servers"
-folder = root / impl
-if not (folder / "app.py").is_file():
-    have = sorted(p.parent.name for p in root.glob("*/app.py"))
-    sys.exit(f"nemo-gym has no resources server {impl!r}; it has: {', '.join(have)}")
-block, own = {}, folder / "configs" / f"{impl}.yaml"
-if own.is_file():
-    for entry in yaml.safe_load(own.read_text()).values():
-        block = (entry.get("resources_servers") or {}).get(impl) or block
-block = {"entrypoint": "app.py", "domain": "other", **block, **changes, "host": host, "port": port}
-config = {"head_server": {"host": host, "port": port}, "dry_run": False, name: {"resources_servers": {impl: block}}}
-os.environ["NEMO_GYM_CONFIG_DICT"], os.environ["NEMO_GYM_CONFIG_PATH"] = yaml.safe_dump(config), name
-import nemo_gym.server_utils
-nemo_gym.server_utils.initialize_ray = lambda: None  # a Ray cluster of 6 processes, which most servers never use
-os.chdir(folder)
-sys.path.insert(0, str(folder))
-runpy.run_path(str(folder / "app.py"), run_name="__main__")
-"""
+    def __init__(self, gym: Gym, server: str, row: Mapping[str, Any], routes: frozenset[str], kind: str):
+        self.gym, self.server, self.row, self.kind = gym, server, row, kind
+        self.observation: str | None = None  # what a step server says first
+        offered = [tool.get("name") for tool in row["responses_create_params"].get("tools") or []]
+        self.tools = {name for name in offered if name and name not in RESERVED}
+        # Rows also offer tools that no route answers: there the call itself is the answer (xlam_fc).
+        catch_all = any(route.startswith("/{") and route.count("/") == 1 for route in routes)
+        self.executable = {name for name in self.tools if catch_all or f"/{name}" in routes}
+        self._open_now = self._touched = False  # the server knows the session; a tool or a step has changed it
+        self._info: Mapping[str, Any] = {}
 
+    async def open(self) -> None:
+        """POST /seed_session, or /reset, with the whole row and no cookies, repeated while that is safe."""
+        await _repeat(self._open_once, self.gym.attempts)
 
-def port_in_use(host: str, port: int) -> bool:
-    """True when something listens on host:port."""
-    with socket.socket() as probe:
-        probe.settimeout(2.0)
-        return probe.connect_ex((host, port)) == 0
+    async def _open_once(self) -> None:
+        self._http = _Caller(self.gym, self.server)
+        if self.kind == "step":
+            body = await self._http.call("POST", "/reset", self.row)
+            observation, self._info = body.get("observation"), body.get("info") or {}
+            if not isinstance(observation, str | None):
+                raise GymError("bad_answer", f"{self._http.url}/reset answered observation={str(observation)[:200]}")
+            self.observation = observation
+        else:
+            await self._http.call("POST", "/seed_session", self.row)
+        self._open_now = True
 
+    async def call_tool(self, name: str, arguments: str) -> str:
+        """What tool `name` answers to `arguments` (JSON text, as the policy wrote it): text for the model.
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
-
-
-def check_server(name: str, spec: Mapping[str, Any]) -> None:
-    """What can be known of a server without starting it: its url answers, or its start can work.
-
-    spec: {url: ...} or {start: {...}} as for `running_servers`. Raises GymStartError.
-    """
-    if spec.get("url"):
-        return wait_ready(name, str(spec["url"]).rstrip("/"))
-    start = spec.get("start") or {}
-    python, host, port = interpreter(start), start.get("host") or "127.0.0.1", start.get("port")
-    if not python.exists():
-        raise GymStartError(f"gym.servers.{name}: no interpreter at {python}; `make gym` makes that environment")
-    if port and port_in_use(host, port):
-        raise GymStartError(f"gym.servers.{name}: port {port} on {host} is in use; set another one, or give its url")
-
-
-def interpreter(start: Mapping[str, Any]) -> Path:
-    """The Python that has nemo-gym installed; never this one, which it would break."""
-    return Path(start.get("python") or ".venv-gym/bin/python")
-
-
-def start_server(name: str, start: Mapping[str, Any], log: Path) -> tuple[subprocess.Popen[bytes], str]:
-    """Start a nemo-gym resources server in its own environment; does not wait for it.
-
-    start: python (an interpreter that has nemo-gym), server (folder under resources_servers; default:
-    name), host (default 127.0.0.1), port (default: a free one), config (changes to the server's YAML).
-    Returns (process, url). Raises GymStartError.
-    """
-    check_server(name, {"start": start})
-    host = start.get("host") or "127.0.0.1"
-    port = start.get("port") or free_port(host)
-    changes = json.dumps(start.get("config") or {})
-    command = [str(interpreter(start).absolute()), "-c", _SERVE, str(os.getpid()), name, start.get("server") or name]
-    # The server's environment is its own: nothing of this interpreter's, and no tracker that phones home.
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    env |= {"WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1"}
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*command, host, str(port), changes],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=env,
-            start_new_session=True,  # Ctrl-C reaches the kit, which then stops the server in its own order
-        )
-    return process, f"http://{host}:{port}"
-
-
-def wait_ready(name: str, url: str, process: subprocess.Popen[bytes] | None = None, log: Path | None = None) -> None:
-    """Wait until `url` answers GET /openapi.json. Raises GymStartError with the next thing to do.
-
-    A server that the kit started has START_DEADLINE_S; one that it did not start must be there (5 s).
-    """
-    deadline = time.monotonic() + (START_DEADLINE_S if process else 5.0)
-    why = "no answer"
-    while time.monotonic() < deadline:
+        A call that the policy got wrong (no such tool, arguments that are no JSON, a 4xx or 500 of the tool) is
+        answered with that. Raises GymError where the server, not the policy, is at fault.
+        """
+        if name not in self.tools:
+            return json.dumps({"error": f"Unknown tool: {name}"})
         try:
-            answer = httpx.get(f"{url}/openapi.json", timeout=5.0, trust_env=False)
-            if answer.status_code == 200 and isinstance(answer.json().get("paths"), dict):
-                return
-            why = f"HTTP {answer.status_code} from /openapi.json"
-        except (httpx.HTTPError, ValueError) as error:
-            why = f"{type(error).__name__}: {error}"
-        if process and process.poll() is not None:
-            why = f"it exited with status {process.returncode}"
-            break
-        time.sleep(0.2)
-    if process:
-        tail = log.read_text(errors="replace").strip().splitlines()[-5:] if log else []
-        raise GymStartError(f"gym server {name} did not start: {why}; log {log}: " + " | ".join(tail))
-    port = url.rsplit(":", 1)[-1]
-    raise GymStartError(
-        f"gym.servers.{name}.url: {url} does not answer ({why}); "
-        f"start it with `python gym_client.py {name} --port {port}`, or let the kit start it (gym.servers.{name}.start)"
-    )
+            body = json.loads(arguments)
+        except ValueError as error:
+            return json.dumps({"error": f"Invalid tool call arguments: {error!r}"})
+        self._touched = True
+        path = "/" + urllib.parse.quote(name, safe="")
+        status, text = await self._http.ask("POST", path, body, None)
+        if status in NOT_NOW:
+            raise GymError(
+                f"http_{status}", f"{self._http.url}{path}: HTTP {status}: {text[:300].decode(errors='replace')}"
+            )
+        return text.decode(errors="replace")
+
+    async def verify(self, response: Mapping[str, Any]) -> Verdict:
+        """POST /verify with the row and `response` (see `response`). Raises GymError."""
+
+        async def verify_once() -> Verdict:
+            if not self._open_now:  # the session may have died with the call that failed
+                await self._open_once()
+            self._open_now = False
+            start = time.perf_counter()
+            body = await self._http.call("POST", "/verify", {**self.row, "response": response})
+            self._open_now = True
+            return parse_verdict(body, time.perf_counter() - start, self.row)
+
+        return await _repeat(verify_once, 1 if self._touched else self.gym.attempts)
+
+    async def step(self, response: Mapping[str, Any]) -> Turn:
+        """POST /step with the row and `response`, what the policy said in this turn only. Raises GymError."""
+        body = {**self.row, "response": response}
+        attempts = 1
+        if self._info.get("supports_step_idempotency"):  # the server knows a repeated step by its id
+            body["_ng_step_request_id"], attempts = uuid.uuid4().hex, self.gym.attempts
+        answer = await _repeat(lambda: self._http.call("POST", "/step", body), attempts, once_500=False)
+        if not isinstance(answer, dict) or not isinstance(answer.get("observation"), str | None):
+            raise GymError("bad_answer", f"{self._http.url}/step answered {str(answer)[:200]}")
+        ended = {name: answer.get(name, False) for name in ("terminated", "truncated")}
+        if not all(isinstance(flag, bool) for flag in ended.values()):
+            raise GymError("bad_answer", f"{self._http.url}/step answered {ended}")
+        outputs = (answer.get("info") or {}).get("tool_outputs") or []
+        reward = _number(answer.get("reward"), "reward")
+        return Turn(answer.get("observation"), reward, tool_outputs=outputs, **ended)
+
+    async def close(self) -> None:
+        """POST /close where the server asks for it; others forget a session by themselves, or never."""
+        if self._info.get("supports_explicit_close"):
+            try:
+                await self._http.call("POST", "/close", {})
+            except GymError as error:  # the verdict stands; the server keeps a session too many
+                log.warning("%s", error)
 
 
-def stop_server(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, and after 5 s SIGKILL, to the server and whatever it forked."""
-    for sig, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, sig)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(patience)
+# --- discovery -----------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def running_servers(
-    servers: Mapping[str, Mapping[str, Any]], log_dir: Path, meanwhile: Callable[[], Any] = lambda: None
-) -> Iterator[dict[str, str]]:
-    """{name: {url: ...} or {start: ...}} -> {name: url}, all answering; those started stop at exit.
+def discover(head: str, timeout_s: float = 10.0) -> tuple[dict[str, str], dict[str, str]]:
+    """Ask a Gym head server who is there: ({resources server: url}, {agent: its resources server}).
 
-    The servers start side by side, and beside what `meanwhile` does. Raises GymStartError.
+    head: "http://host:11000". Raises GymError. Needs pyyaml: the head answers YAML inside a JSON string.
     """
-    started: dict[str, subprocess.Popen[bytes]] = {}
-    urls: dict[str, str] = {}
+    import yaml
+
+    async def read() -> Any:
+        async with Gym({"head": head}, timeout_s) as gym:
+            return await _Caller(gym, "head").call("GET", "/global_config_dict_yaml")
+
+    text = asyncio.run(read())
     try:
-        for name, spec in servers.items():
-            if spec.get("url"):
-                urls[name] = str(spec["url"]).rstrip("/")
-                wait_ready(name, urls[name])
-            else:
-                started[name], urls[name] = start_server(name, spec.get("start") or {}, log_dir / f"gym_{name}.log")
-        meanwhile()
-        for name, process in started.items():
-            wait_ready(name, urls[name], process, log_dir / f"gym_{name}.log")
-        yield urls
-    finally:
-        for process in started.values():
-            stop_server(process)
-
-
-def main() -> None:
-    """Serve one resources server in the foreground until Ctrl-C or SIGTERM."""
-    parser = argparse.ArgumentParser(description="Start one resources server of the installed nemo-gym package.")
-    parser.add_argument("name", help="folder under resources_servers, for example reasoning_gym")
-    parser.add_argument("--port", type=int, default=8001)
-    parser.add_argument("--python", default=".venv-gym/bin/python", help="interpreter that has nemo-gym")
-    args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    try:
-        spec = {args.name: {"start": {"python": args.python, "port": args.port}}}
-        with running_servers(spec, Path("runs/gym")) as urls:
-            print(f"{args.name} serves on {urls[args.name]}; Ctrl-C stops it", flush=True)
-            signal.pause()
-    except GymStartError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        pass
-
-
-if __name__ == "__main__":
-    main()
+        config = yaml.safe_load(text)
+        blocks = {name: block for name, block in config.items() if isinstance(block, dict)}
+    except (yaml.YAMLError, AttributeError) as error:
+        raise GymError("bad_answer", f"{head}/global_config_dict_yaml is no YAML mapping: {error}") from None
+    servers, agents = {}, {}
+    for name, block in blocks.items():
+        for server in (block.get("resources_servers") or {}).values():
+            if not server.get("port"):
+                continue  # configured, but not started
+            host = server.get("host") or "127.0.0.1"
+            if host in ("0.0.0.0", "127.0.0.1", "localhost"):  # as the head sees itself; we may sit elsewhere
+                host = urllib.parse.urlsplit(head).hostname
+            servers[name] = f"http://{host}:{server['port']}"
+        for agent in (block.get("responses_api_agents") or {}).values():
+            if reference := (agent.get("resources_server") or {}).get("name"):
+                agents[name] = reference
+    return servers, agents

@@ -1,21 +1,27 @@
 """Episodes from verl's vLLM servers: token ids in, token ids out, each verified as soon as it ends.
 
     start_servers(config, actor)   vLLM replicas next to the actor's GPUs; loads the actor's models too
-    sync_weights(...)              the actor's weights to every replica
-    rollout(tasks, n, ...)         n episodes per task, all at once, verified by their Gym servers
+    start_sampler(config)          vLLM replicas alone, with the weights of the model's folder
+    weight_sync(...)               the actor's weights to every replica
+    rollout(requests, ...)         episodes, all at once, each with its Gym server, verified as it ends
 
 An `Episode` is the one record that goes through the kit. Its ids and log-probs are those that vLLM
-sampled, never re-tokenised text; text is decoded for the verifier and the logs only. An episode that
-could not be generated or verified is data too: `status` says why, and no reward is made up for it.
+sampled, never re-tokenised text; text is decoded for the verifier, the tools and the logs only. What the
+environment says (tool answers, observations) is tokenised once, and masked 0. An episode that could not
+be generated or verified is data too: `status` says why, and no reward is made up for it.
+
+Who owns the turns follows from the server (gym_client.Gym.kind): for `verify` and `step` servers `play`
+below does; an `agent` server plays by itself against door.py, and its token ids come back (`replay`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,14 +32,18 @@ from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 
+import env
+import gym_client
 from env import Task
-from gym_client import Gym, GymError, message_response
+from gym_client import Gym, GymError, Session
 from training import WorkerGroup
+
+IN_FLIGHT = 2048  # episodes at once; more wait, without a session
 
 
 @dataclass
 class Episode:
-    """One answer to one task. Lists are per response token unless a comment says otherwise."""
+    """One conversation about one task. Lists are per response token unless a comment says otherwise."""
 
     row_id: str  # the task's file:line
     group_id: str  # episodes of one task in one step share it: the group of GRPO
@@ -41,14 +51,56 @@ class Episode:
     prompt_ids: list[int]  # per prompt token
     response_ids: list[int] = field(default_factory=list)
     response_mask: list[int] = field(default_factory=list)  # 1 = sampled by the policy, 0 = observed
-    log_probs: list[float] = field(default_factory=list)  # the sampler's, at the sampling temperature
-    response: str = ""  # decoded, special tokens left out
-    truncated: bool = False  # ran into the length limit instead of stopping
+    log_probs: list[float] = field(default_factory=list)  # the sampler's, at the sampling temperature; 0 if observed
+    turns: list[tuple[int, int, int]] = field(default_factory=list)  # per turn: first token, end, end in `output`
+    output: list[dict[str, Any]] = field(default_factory=list)  # all that was said, as Responses items
+    ended: str = ""  # stop | length | turns | terminated | truncated (the environment's own limit)
     reward: float | None = None
     reward_components: dict[str, float] = field(default_factory=dict)
+    verdict: dict[str, Any] = field(default_factory=dict)  # what else the verifier said
     status: str = "ok"  # or the reason of the failure, as in gym_client
     error: str = ""
-    timings: dict[str, float] = field(default_factory=dict)  # seconds: generate, verify
+    timings: dict[str, float] = field(default_factory=dict)  # seconds: generate, tools, verify, verify_call
+
+    @property
+    def response(self) -> str:
+        """What the policy said last, as text."""
+        said = [item for item in self.output if item.get("role") == "assistant"]
+        return "".join(part["text"] for part in said[-1]["content"]) if said else ""
+
+
+@dataclass
+class Policy:
+    """The sampler, and what it takes to talk to it in tokens."""
+
+    client: LLMServerClient
+    tokenizer: Any
+    stop_ids: set[int]  # ids that end a turn
+    max_prompt_length: int  # tokens
+    max_response_length: int  # tokens of an episode after its prompt, observed ones included
+    max_turns: int | None  # answers of the policy in one episode; None: as many as fit
+    max_tool_chars: int  # a tool's answer is cut to this for the model, in the middle
+    tool_format: str  # how the model writes tool calls: a name of vLLM's tool parsers
+    deadline_s: float  # for one answer; over it the episode's status is `generate_timeout`
+    sampling: dict[str, Any] = field(default_factory=dict)  # vLLM's parameters of the rollout under way
+
+
+def make_policy(
+    config: DictConfig, client: LLMServerClient, tokenizer: Any, stop_ids: set[int], deadline_s: float
+) -> Policy:
+    """A Policy from verl's keys: data.max_*_length, rollout.multi_turn.*."""
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    return Policy(
+        client,
+        tokenizer,
+        stop_ids,
+        config.data.max_prompt_length,
+        config.data.max_response_length,
+        turns.max_assistant_turns,
+        turns.max_tool_response_length,
+        turns.format,
+        deadline_s,
+    )
 
 
 def sampling_params(config: DictConfig, validate: bool) -> dict[str, Any]:
@@ -58,7 +110,6 @@ def sampling_params(config: DictConfig, validate: bool) -> dict[str, Any]:
         "temperature": source.temperature if source.do_sample else 0.0,
         "top_p": source.top_p,
         "top_k": source.top_k,
-        "max_tokens": config.data.max_response_length,
         "logprobs": True,
     }
 
@@ -73,10 +124,7 @@ async def start_servers(config: DictConfig, actor: WorkerGroup) -> LLMServerMana
     (engine_kwargs.vllm.kv_cache_memory_bytes) it does not measure, and both start at once.
     """
     vllm = config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
-    # The router's process starts now, beside all else, and gets its class by value: importing verl for it would
-    # take the process 15 s of a core, for which the first request would wait.
-    ray.cloudpickle.register_pickle_by_value(verl.workers.rollout.router)
-    manager = await LLMServerManager.create_empty(config=config, worker_group=actor)
+    manager = await _start_router(config, worker_group=actor)
     if not vllm.get("kv_cache_memory_bytes"):
         await asyncio.to_thread(actor.init_model)
     servers = asyncio.create_task(manager._initialize_llm_servers())
@@ -84,6 +132,27 @@ async def start_servers(config: DictConfig, actor: WorkerGroup) -> LLMServerMana
         await asyncio.sleep(0.5)  # for the servers to ask the workers, which answer no one while they load, for devices
         await asyncio.to_thread(actor.init_model)
     await servers
+    return await _route(manager)
+
+
+async def start_sampler(config: DictConfig) -> LLMServerManager:
+    """Start vLLM servers that load the model's own weights: to sample without training."""
+    config = copy.deepcopy(config)
+    rollout = config.actor_rollout_ref.rollout
+    rollout.load_format, rollout.nnodes = "auto", config.trainer.nnodes
+    manager = await _start_router(config)
+    await manager._initialize_llm_servers()
+    return await _route(manager)
+
+
+async def _start_router(config: DictConfig, **workers: Any) -> LLMServerManager:
+    # The router's process starts first, beside all else, and gets its class by value: importing verl for it would
+    # take the process 15 s of a core, for which the first request would wait.
+    ray.cloudpickle.register_pickle_by_value(verl.workers.rollout.router)
+    return await LLMServerManager.create_empty(config=config, **workers)
+
+
+async def _route(manager: LLMServerManager) -> LLMServerManager:
     handles = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
     await manager.global_load_balancer.add_servers.remote(handles)
     return manager
@@ -95,63 +164,256 @@ def weight_sync(config: DictConfig, actor: WorkerGroup, servers: LLMServerManage
     return CheckpointEngineManager(config=engine, actor_wg=actor, replicas=servers.get_replicas())
 
 
+# --- turns ---------------------------------------------------------------------------------------
+
+
+async def sample(
+    policy: Policy, request_id: str, prompt_ids: list[int], max_tokens: int
+) -> tuple[list[int], list[float]]:
+    """One answer of the policy: (ids, log-probs), the stop token included. Raises GymError.
+
+    Failures of one request become a reason; a dead vLLM server raises ray.exceptions.RayError.
+    """
+    params = {**policy.sampling, "max_tokens": max_tokens}
+    try:
+        async with asyncio.timeout(policy.deadline_s):
+            # the request id keeps an episode's turns on one replica, whose cache holds their prefix
+            output = await policy.client.generate(request_id=request_id, prompt_ids=prompt_ids, sampling_params=params)
+    except TimeoutError:
+        raise GymError("generate_timeout", f"vLLM gave no answer within {policy.deadline_s:g} s") from None
+    ids = list(output.token_ids)
+    if output.stop_reason == "aborted" or not ids:
+        raise GymError("aborted", f"vLLM ended the request without an answer ({output.stop_reason})")
+    if output.log_probs is None or len(output.log_probs) != len(ids):
+        raise GymError("no_log_probs", f"vLLM sent {len(ids)} tokens without a log-prob for each")
+    return ids, list(output.log_probs)
+
+
+def understand(policy: Policy, ids: list[int], tools: list[dict[str, Any]]) -> tuple[str, str, list[dict[str, Any]]]:
+    """An answer's ids -> (thought, text, function calls), as the verifier and the tools read it.
+
+    Calls are found by vLLM's parser for the model's format; what it cannot read is text. A thought is what
+    precedes `</think>`, where the model writes one.
+    """
+    text, calls = policy.tokenizer.decode(ids, skip_special_tokens=True), []
+    if tools:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tool_parsers import ToolParserManager
+
+        # some formats mark their calls with special tokens
+        raw = policy.tokenizer.decode(ids[:-1] if ids[-1] in policy.stop_ids else ids, skip_special_tokens=False)
+        request: Any = ChatCompletionRequest.model_validate({"messages": [], "model": "policy", "tools": tools})
+        parser = ToolParserManager.get_tool_parser(policy.tool_format)(policy.tokenizer, request.tools)
+        found = parser.extract_tool_calls(raw, request)
+        if found.tools_called:
+            text = found.content or ""
+            # nine letters or digits, since some chat templates (Mistral's) take nothing else
+            named = [(uuid.uuid4().hex[:9], call.function) for call in found.tool_calls]
+            calls = [gym_client.function_call(call_id, call.name, call.arguments) for call_id, call in named]
+    thought, mark, answer = text.rpartition("</think>")
+    return (thought.removeprefix("<think>").strip(), answer.lstrip("\n"), calls) if mark else ("", text, calls)
+
+
+def observed_ids(messages: list[dict[str, Any]], tokenizer: Any, stop_ids: set[int]) -> list[int]:
+    """The ids between a sampled answer and the next one: [rest of the answer's turn, `messages`, next opening].
+
+    messages: what the environment said (role tool or user). The chat template is asked for a conversation
+    that ends in an answer and for the same one continued; what it adds after the answer's stop token, which
+    was sampled, is new. So nothing that was sampled is ever encoded again. Raises GymError where the template
+    cannot continue a conversation.
+    """
+    calls = [
+        {"id": m["tool_call_id"], "type": "function", "function": {"name": m["name"], "arguments": {}}}
+        for m in messages
+        if m["role"] == "tool"
+    ]
+    answer = {"role": "assistant", "content": "An answer.", **({"tool_calls": calls} if calls else {})}
+    start = [{"role": "user", "content": "A question."}, answer]
+    ended = tokenizer.apply_chat_template(start, tokenize=False)
+    whole = tokenizer.apply_chat_template(start + messages, tokenize=False, add_generation_prompt=True)
+    stops = [s for s in tokenizer.convert_ids_to_tokens(sorted(stop_ids)) if ended.rstrip().endswith(s)]
+    if stops:  # whole, after as many stop tokens as `ended` has
+        pieces = whole.split(stops[0])
+        turns = ended.count(stops[0])
+        new = stops[0].join(pieces[turns:]) if len(pieces) > turns else ""
+    else:
+        new = whole[len(ended) :] if whole.startswith(ended) else ""
+    if not new:
+        raise GymError("template", "the chat template does not continue a conversation where its last answer ended")
+    return list(tokenizer.encode(new, add_special_tokens=False))
+
+
+def shorten(text: str, limit: int) -> str:
+    """`text`, or its beginning and end where it is over `limit` characters."""
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]}\n... {len(text) - 2 * half} characters ...\n{text[-half:]}"
+
+
+async def play(episode: Episode, task: Task, session: Session, policy: Policy) -> None:
+    """Fill `episode`: turns of policy and environment until an answer without calls, a limit, or the world's end.
+
+    On a `verify` server the policy's tool calls are run, in order, and the last answer is verified with all
+    that came before it. On a `step` server every answer is a step, whose rewards are summed. Raises GymError.
+    """
+    request_id, messages = uuid.uuid4().hex, list(task.messages)
+    if session.observation:
+        messages.append({"role": "user", "content": session.observation})
+    if messages != task.messages or not task.prompt_ids:
+        if not messages:
+            raise GymError(
+                "no_prompt", f"{task.row_id}: the row's input is empty, and {task.server} says nothing either"
+            )
+        episode.prompt_ids = env.encode(messages, task.tools, policy.tokenizer, task.row_id)
+        if len(episode.prompt_ids) > policy.max_prompt_length:
+            raise GymError("prompt_too_long", f"{task.row_id}: {len(episode.prompt_ids)} tokens with the observation")
+
+    while not episode.ended:
+        begin = time.perf_counter()
+        room = policy.max_response_length - len(episode.response_ids)
+        ids, log_probs = await sample(policy, request_id, episode.prompt_ids + episode.response_ids, room)
+        _count(episode, "generate", begin)
+        thought, text, calls = understand(policy, ids, task.tools)
+        said = [gym_client.reasoning(thought)] if thought else []
+        said += [gym_client.message(text)] if text or not calls else []
+        said += calls
+        episode.output += said
+        _append(episode, ids, log_probs)
+        if ids[-1] not in policy.stop_ids:
+            episode.ended = "length"
+
+        begin, observed = time.perf_counter(), []
+        if session.kind == "step":
+            turn = await session.step(gym_client.response(said))
+            episode.reward = (episode.reward or 0.0) + turn.reward
+            if turn.terminated or turn.truncated:
+                episode.ended = "terminated" if turn.terminated else "truncated"
+                return
+            names = {call["call_id"]: call["name"] for call in calls}
+            observed = [(names.get(o["call_id"], ""), o["call_id"], o["output"]) for o in turn.tool_outputs]
+        elif not episode.ended:
+            if not calls or not session.executable:
+                episode.ended = "stop"
+            for call in calls if session.executable else ():
+                answer = await session.call_tool(call["name"], call["arguments"])
+                observed.append((call["name"], call["call_id"], answer))
+        _count(episode, "tools", begin)
+        if episode.ended:
+            break
+
+        episode.output += [gym_client.function_call_output(call_id, answer) for _, call_id, answer in observed]
+        messages = [
+            {"role": "tool", "tool_call_id": call_id, "name": name, "content": shorten(answer, policy.max_tool_chars)}
+            for name, call_id, answer in observed
+        ]
+        if session.kind == "step" and turn.observation:
+            messages.append({"role": "user", "content": turn.observation})
+            episode.output.append({"role": "user", "type": "message", "content": turn.observation})
+        if policy.max_turns and len(episode.turns) >= policy.max_turns:
+            episode.ended = "turns"
+            break
+        new = observed_ids(messages, policy.tokenizer, policy.stop_ids)
+        if len(episode.response_ids) + len(new) >= policy.max_response_length:
+            episode.ended = "length"
+            break
+        _append(episode, new)
+
+    if session.kind == "verify":
+        begin = time.perf_counter()
+        verdict = await session.verify(gym_client.response(episode.output))
+        _count(episode, "verify", begin)
+        _settle(episode, verdict)
+
+
+def replay(episode: Episode, response: dict[str, Any], policy: Policy) -> None:
+    """Fill `episode` from the Response of an agent's /run, whose model calls carry their token ids.
+
+    Each call's prompt must begin with all that came before it, id for id: then what is new in it was observed.
+    Raises GymError('not_contiguous' | 'no_tokens').
+    """
+    seen: list[int] = []
+    for item in response["output"]:
+        ids = item.pop("generation_token_ids", None)
+        prompt, log_probs = item.pop("prompt_token_ids", None), item.pop("generation_log_probs", None)
+        episode.output.append({key: value for key, value in item.items() if value is not None})
+        if not ids:
+            continue
+        if prompt[: len(seen)] != seen or len(log_probs) != len(ids):
+            same = next((i for i, (a, b) in enumerate(zip(prompt, seen, strict=False)) if a != b), len(prompt))
+            why = (
+                f"model call {len(episode.turns) + 1} has {len(prompt)} prompt tokens, which part from the {len(seen)} "
+            )
+            raise GymError("not_contiguous", f"{why}seen before at {same}; {len(ids)} ids, {len(log_probs)} log-probs")
+        if seen:
+            _append(episode, prompt[len(seen) :])
+        else:
+            episode.prompt_ids = prompt
+        _append(episode, ids, log_probs)
+        seen = prompt + ids
+    if not seen:
+        raise GymError("no_tokens", "the agent's answer carries no token ids: is its model server the kit's?")
+    if response.get("incomplete_details") or seen[-1] not in policy.stop_ids:
+        episode.ended = "length"
+    else:  # an agent that is out of turns comes back with the answer to a call
+        episode.ended = "turns" if episode.output[-1].get("type") == "function_call_output" else "stop"
+
+
+def _append(episode: Episode, ids: list[int], log_probs: list[float] | None = None) -> None:
+    """Tokens at the end of the response: sampled with log-probs, observed without."""
+    begin = len(episode.response_ids)
+    episode.response_ids += ids
+    episode.response_mask += [int(log_probs is not None)] * len(ids)
+    episode.log_probs += log_probs if log_probs is not None else [0.0] * len(ids)
+    if log_probs is not None:
+        episode.turns.append((begin, begin + len(ids), len(episode.output)))
+
+
+def _count(episode: Episode, what: str, begin: float) -> None:
+    episode.timings[what] = episode.timings.get(what, 0.0) + time.perf_counter() - begin
+
+
+def _settle(episode: Episode, verdict: gym_client.Verdict) -> None:
+    episode.reward, episode.reward_components, episode.verdict = verdict.reward, verdict.components, verdict.details
+    episode.timings["verify_call"] = verdict.latency_s
+
+
 # --- episodes ------------------------------------------------------------------------------------
 
 
+def in_groups(tasks: Iterable[Task], n: int) -> list[tuple[Task, str]]:
+    """Each task n times, with the id of its group."""
+    return [(task, group_id) for task in tasks for group_id in [uuid.uuid4().hex] for _ in range(n)]
+
+
 async def rollout(
-    tasks: Sequence[Task],
-    n: int,
-    client: LLMServerClient,
+    requests: Sequence[tuple[Task, str]],
+    policy: Policy,
     gym: Gym,
-    tokenizer: Any,
-    stop_ids: set[int],
-    sampling: dict[str, Any],
-    deadline_s: float,
-    on_done: Callable[[Episode], None] = lambda _: None,
+    on_done: Callable[[int, Episode], None] = lambda *_: None,
 ) -> list[Episode]:
-    """n episodes for each task, in the order of the tasks; `on_done` sees each as it ends.
+    """An episode for each (task, group id), in their order; `on_done(index, episode)` sees each as it ends.
 
-    deadline_s: for one generation; over it the episode's status is `generate_timeout`. Failures of the
-    verifier become a status; a dead vLLM server raises (ray.exceptions.RayError).
+    Each is verified as it ends, while others still generate. Failures of the environment become a status; a
+    dead vLLM server raises (ray.exceptions.RayError).
     """
+    places = asyncio.Semaphore(IN_FLIGHT)
 
-    async def one(task: Task, group_id: str) -> Episode:
+    async def one(index: int, task: Task, group_id: str) -> Episode:
         episode = Episode(task.row_id, group_id, task.server, task.prompt_ids)
-        try:
-            async with gym.session(task.server, task.row) as session:
-                await generate(episode)
-                start = time.perf_counter()
-                verdict = await session.verify(message_response(episode.response))
-                episode.timings["verify"] = time.perf_counter() - start
-                episode.timings["verify_call"] = verdict.latency_s
-                episode.reward, episode.reward_components = verdict.reward, verdict.components
-        except GymError as error:
-            episode.status, episode.error = error.reason, str(error)
-        on_done(episode)
+        async with places:
+            try:
+                if await gym.kind(task.server) == "agent":
+                    verdict, response = await gym.run(task.server, task.row, policy.deadline_s)
+                    replay(episode, response, policy)
+                    _settle(episode, verdict)
+                else:
+                    async with gym.session(task.server, task.row) as session:
+                        await play(episode, task, session, policy)
+            except GymError as error:
+                episode.status, episode.error, episode.reward = error.reason, str(error), None
+        on_done(index, episode)
         return episode
 
-    async def generate(episode: Episode) -> None:
-        start = time.perf_counter()
-        try:
-            async with asyncio.timeout(deadline_s):
-                output = await client.generate(
-                    request_id=uuid.uuid4().hex, prompt_ids=episode.prompt_ids, sampling_params=dict(sampling)
-                )
-        except TimeoutError:
-            raise GymError("generate_timeout", f"vLLM gave no answer within {deadline_s:g} s") from None
-        episode.timings["generate"] = time.perf_counter() - start
-        ids = list(output.token_ids)
-        if output.stop_reason == "aborted" or not ids:
-            raise GymError("aborted", f"vLLM ended the request without an answer ({output.stop_reason})")
-        if output.log_probs is None or len(output.log_probs) != len(ids):
-            raise GymError("no_log_probs", f"vLLM sent {len(ids)} tokens without a log-prob for each")
-        episode.response_ids, episode.log_probs = ids, list(output.log_probs)
-        episode.response_mask = [1] * len(ids)
-        episode.truncated = ids[-1] not in stop_ids
-        episode.response = tokenizer.decode(ids, skip_special_tokens=True)
-
-    groups = [(task, uuid.uuid4().hex) for task in tasks]
-    return await asyncio.gather(*[one(task, group_id) for task, group_id in groups for _ in range(n)])
+    return await asyncio.gather(*[one(i, task, group_id) for i, (task, group_id) in enumerate(requests)])
 
 
 def keep(episodes: Sequence[Episode]) -> list[Episode]:
@@ -169,8 +431,27 @@ def keep(episodes: Sequence[Episode]) -> list[Episode]:
 
 def as_record(episode: Episode, prompt: str) -> dict[str, Any]:
     """An episode as one line of rollouts/step_N.jsonl: text and verdict, not ids."""
-    record = dataclasses.asdict(episode)
+    record = {f.name: getattr(episode, f.name) for f in dataclasses.fields(episode)}
     lengths = {"prompt_tokens": len(episode.prompt_ids), "response_tokens": len(episode.response_ids)}
-    for key in ("prompt_ids", "response_ids", "response_mask", "log_probs"):
+    for key in ("prompt_ids", "response_ids", "response_mask", "log_probs", "turns", "output"):
         del record[key]
-    return {"prompt": prompt, **record, **lengths}
+    if len(episode.turns) > 1 or len(episode.output) > 1:
+        record["output"] = episode.output
+    return {"prompt": prompt, "response": episode.response, "turns": len(episode.turns), **record, **lengths}
+
+
+def as_gym_record(episode: Episode, task: Task, indices: dict[str, int]) -> dict[str, Any]:
+    """An episode as Gym's own collector writes it, token ids on the last item of each model call.
+
+    indices: Gym's `_ng_task_index` and `_ng_rollout_index`.
+    """
+    output = [dict(item) for item in episode.output]
+    for begin, end, last in episode.turns:
+        output[last - 1] |= {
+            "prompt_token_ids": episode.prompt_ids + episode.response_ids[:begin],
+            "generation_token_ids": episode.response_ids[begin:end],
+            "generation_log_probs": episode.log_probs[begin:end],
+        }
+    parts = {"reward_components": episode.reward_components} if episode.reward_components else {}
+    answer = {"response": gym_client.response(output), "reward": episode.reward, **parts, **episode.verdict}
+    return {**task.row, **answer, **indices, "ended": episode.ended}

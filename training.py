@@ -74,8 +74,9 @@ def to_batch(episodes: Sequence[Any], pad_token_id: int, temperature: float) -> 
     """Kept episodes -> verl's batch. The reward sits on each response's last token.
 
     episodes: records with prompt_ids [p], response_ids [r], response_mask [r] (1 = sampled by the policy,
-    0 = observed), log_probs [r] (the sampler's), reward and group_id, as inference.Episode has them.
-    temperature: that of sampling; the trainer divides its logits by it too.
+    0 = observed), log_probs [r] (the sampler's), reward, reward_components and group_id, as inference.Episode
+    has them. temperature: that of sampling; the trainer divides its logits by it too. Components that every
+    episode has become arrays of the batch, where verl's multi-reward advantage (gdpo) looks for them.
     """
     P = max(len(e.prompt_ids) for e in episodes)
     R = max(len(e.response_ids) for e in episodes)
@@ -94,6 +95,8 @@ def to_batch(episodes: Sequence[Any], pad_token_id: int, temperature: float) -> 
     scores = torch.zeros(responses.shape, dtype=torch.float32)  # [B, R]
     scores[torch.arange(len(episodes)), real.sum(dim=1) - 1] = torch.tensor([e.reward for e in episodes]).float()
 
+    named = set.intersection(*[set(e.reward_components) for e in episodes])
+    components = {name: [e.reward_components[name] for e in episodes] for name in sorted(named)}
     batch = DataProto.from_dict(
         tensors={
             "prompts": prompts,
@@ -105,7 +108,7 @@ def to_batch(episodes: Sequence[Any], pad_token_id: int, temperature: float) -> 
             "rollout_log_probs": right([e.log_probs for e in episodes], 0.0, torch.float32),  # [B, R]
             "token_level_scores": scores,
         },
-        non_tensors={"uid": [e.group_id for e in episodes]},
+        non_tensors={"uid": [e.group_id for e in episodes], **components},
         meta_info={"temperature": temperature},
     )
     batch.meta_info["global_token_num"] = attention_mask.sum(dim=1).tolist()  # verl's throughput metrics read it

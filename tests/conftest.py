@@ -2,7 +2,8 @@
 
 The model is random: two layers, 64 wide, 40 characters. The task asks for the digit 7; Gym's reasoning_gym
 server pays 1 for exactly that and len("7") / len(answer) for an answer that contains it, so chance earns a
-little and learning earns much more.
+little and learning earns much more. Whole tool calls and game moves are tokens of their own (ACTIONS), so
+that even a random model plays with real tools and games, and can learn to.
 """
 
 from __future__ import annotations
@@ -24,6 +25,14 @@ import config as recipes
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "tests" / "tiny.yaml"
 CPU = ROOT / "configs" / "cpu.yaml"
+ACTIONS = {
+    "increment": '<tool_call>{"name": "increment_counter", "arguments": {"count": 1}}</tool_call>',
+    "directory": '<tool_call>{"name": "company_directory_find_email_address", "arguments": {"name": "x"}}</tool_call>',
+    "unknown": '<tool_call>{"name": "verify", "arguments": {}}</tool_call>',
+    "hit": "<action>hit</action>",
+    "stand": "<action>stand</action>",
+}
+END = 1  # the id of <end>
 GYM_PYTHON = ROOT / ".venv-gym" / "bin" / "python"
 
 
@@ -44,17 +53,21 @@ def make_model(folder: Path, tied: bool, seed: int = 0) -> Path:
         pad_token="<end>",
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    tokenizer.add_tokens(list(ACTIONS.values()))
+    tokenizer.chat_template = (
+        "{% if tools %}{{ tools | length }} {% endif %}"
+        "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<end>{% endif %} {% endfor %}"
+    )
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(vocabulary),
+            vocab_size=len(tokenizer),
             hidden_size=64,
             intermediate_size=128,
             num_hidden_layers=2,
             num_attention_heads=2,  # of 32: vLLM has no CPU kernel for narrower ones
             num_key_value_heads=1,
-            max_position_embeddings=128,
+            max_position_embeddings=1024,
             tie_word_embeddings=tied,
             bos_token_id=None,
             eos_token_id=1,
@@ -131,11 +144,11 @@ def stack(workspace):
     from algorithm import Run
 
     os.chdir(workspace)
-    config, data = load(workspace, "ray_kwargs.ray_init.num_gpus=4", "actor_rollout_ref.actor.optim.lr=0.01")
+    changes = ["ray_kwargs.ray_init.num_gpus=4", "actor_rollout_ref.actor.optim.lr=0.01"]
+    changes += ["actor_rollout_ref.rollout.max_model_len=1024"]  # room for conversations
+    config, data = load(workspace, *changes)
     with Run(config) as started, contextlib.ExitStack() as exits:
-        loop, actor, servers, gym = started.start(exits)
+        loop, gym, policy, actor, servers = started.start(exits, data)
         sync = inference.weight_sync(config, actor, servers)
         sync.update_weights(0)
-        yield SimpleNamespace(
-            config=config, data=data, loop=loop, actor=actor, servers=servers, gym=gym, sync=sync, run=started
-        )
+        yield SimpleNamespace(config=config, data=data, loop=loop, actor=actor, policy=policy, gym=gym, sync=sync)

@@ -5,7 +5,7 @@ from conftest import CPU, GYM_PYTHON, RECIPE, ROOT, load, tiny
 
 import config as recipes
 import env
-import gym_client
+import gym_servers
 from config import ConfigError
 
 
@@ -61,7 +61,7 @@ def test_bad_recipe_files_are_named(tmp_path, text, named):
         ("env.train_files=[]", ConfigError, "env.train_files is not set"),
         ("data.max_prompt_length=3", ConfigError, "hold 0 usable rows"),
         ("gym.servers.reasoning_gym.url=http://127.0.0.1:1", ConfigError, "takes either url"),
-        ("gym.servers.reasoning_gym.start.python=nowhere", gym_client.GymStartError, "`make gym`"),
+        ("gym.servers.reasoning_gym.start.python=nowhere", gym_servers.GymStartError, "`make gym`"),
     ],
 )
 def test_what_cannot_run_is_an_error_before_anything_starts(workspace, change, error, named):
@@ -76,9 +76,9 @@ def test_derived_sizes(workspace):
     assert config.actor_rollout_ref.actor.optim.total_training_steps == 40
     assert rollout.checkpoint_engine.update_weights_bucket_megabytes == 64  # the floor: the model is tiny
     assert data.stop_ids == {1} and len(data.validation) == 3
-    assert "8 prompts x 8 answers = 64 episodes" in recipes.summary(config, data)
+    assert "8 prompts x 8 answers = 64 episodes" in recipes.summary(config, data, "train")
     overlap = load(workspace, f"env.val_files=[{workspace / 'train.jsonl'}]")
-    assert "WARNING     8 of the held-out prompts" in recipes.summary(*overlap)
+    assert "WARNING     8 of the held-out prompts" in recipes.summary(*overlap, "train")
 
 
 @pytest.mark.parametrize("recipe", sorted(p.name for p in (ROOT / "configs").glob("math*.yaml")))

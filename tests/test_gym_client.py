@@ -15,17 +15,8 @@ from typing import ClassVar
 import pytest
 from conftest import GYM_PYTHON, row
 
-from gym_client import (
-    Gym,
-    GymError,
-    GymStartError,
-    check_server,
-    free_port,
-    message_response,
-    parse_verdict,
-    running_servers,
-    wait_ready,
-)
+from gym_client import Gym, GymError, message_response, parse_verdict
+from gym_servers import GymStartError, check_server, free_port, running_servers, wait_ready
 
 
 class Faulty(BaseHTTPRequestHandler):
@@ -34,6 +25,9 @@ class Faulty(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     calls: ClassVar[Counter] = Counter()
     sessions: ClassVar[list] = []
+
+    def do_GET(self):
+        self.answer(200, {"paths": {"/seed_session": {"post": {}}, "/verify": {"post": {}}, "/look": {"post": {}}}})
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -213,6 +207,6 @@ def test_what_cannot_start_says_why(tmp_path, url):
 
 def test_a_url_nobody_listens_on_says_how_to_start_it():
     begin, port = time.monotonic(), free_port()
-    with pytest.raises(GymStartError, match=f"`python gym_client.py reasoning_gym --port {port}`"):
+    with pytest.raises(GymStartError, match=f"`python gym_servers.py reasoning_gym --port {port}`"):
         check_server("reasoning_gym", {"url": f"http://127.0.0.1:{port}"})
     assert time.monotonic() - begin < 10

@@ -172,7 +172,7 @@ def test_no_memory_for_the_kv_cache_is_one_clear_line(workspace):
         (["env.train_files=[nowhere.jsonl]"], "nowhere.jsonl: no such file"),
         (
             ["gym.servers.reasoning_gym.start=null", "gym.servers.reasoning_gym.url=http://127.0.0.1:9"],
-            "python gym_client.py reasoning_gym --port 9",
+            "python gym_servers.py reasoning_gym --port 9",
         ),
     ],
     ids=["key", "file", "url"],

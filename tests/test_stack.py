@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 
 import pytest
 import torch
+from conftest import ACTIONS, END, ROOT
 
 import algorithm
+import env
+import evaluation
 import inference
 import training
-from gym_client import Gym, free_port
+from gym_client import Gym
+from gym_servers import free_port, running_servers
 
 # Bound on the mean |log-prob difference| of a sampled token: rounding, as both sides compute in float32.
 AGREE = 4e-5
 
 
 def sample(stack, n=4, **changes):
-    params = inference.sampling_params(stack.config, validate=False) | changes
-    tokenizer, stop_ids = stack.data.tokenizer, stack.data.stop_ids
-    client = stack.servers.get_client()
-    return stack.loop.run(inference.rollout(stack.data.train, n, client, stack.gym, tokenizer, stop_ids, params, 60.0))
+    policy = dataclasses.replace(stack.policy, deadline_s=60.0)
+    policy.sampling = inference.sampling_params(stack.config, validate=False) | changes
+    return stack.loop.run(inference.rollout(inference.in_groups(stack.data.train, n), policy, stack.gym))
 
 
 def disagreement(stack, episodes) -> float:
@@ -45,10 +50,13 @@ def test_tokens_in_tokens_out(stack):
     assert len({e.group_id for e in episodes}) == 8
     for e in episodes:
         assert len(e.response_ids) == len(e.log_probs) == len(e.response_mask) <= 12
-        assert e.truncated == (e.response_ids[-1] != 1)  # 1 is <end>, sampled and kept
-        assert len(e.response_ids) == 12 or not e.truncated
+        assert e.ended == ("stop" if e.response_ids[-1] == 1 else "length")  # 1 is <end>, sampled and kept
+        assert len(e.response_ids) == 12 or e.ended == "stop"
         assert e.response == stack.data.tokenizer.decode(e.response_ids, skip_special_tokens=True)
-        assert e.reward == (1.0 if e.response.strip() == "7" else pytest.approx(e.reward))
+        assert e.turns == [(0, len(e.response_ids), 1)]
+        # the verifier's rule (reasoning_gym's chain_sum): 1 for the answer, in part for what contains it
+        expected = 1.0 if e.response == "7" else 1 / len(e.response) if "7" in e.response else 0.0
+        assert e.reward == pytest.approx(expected), e.response
         assert {"generate", "verify", "verify_call"} <= set(e.timings)
 
 
@@ -64,7 +72,7 @@ def test_the_samplers_weights_are_the_trainers(stack):
 def test_an_empty_answer_is_verified_like_any_other(stack):
     episodes = sample(stack, n=2, allowed_token_ids=[1])  # <end> at once
     assert {e.response for e in episodes} == {""} and {tuple(e.response_ids) for e in episodes} == {(1,)}
-    assert all(e.status == "ok" and e.reward == 0.0 and not e.truncated for e in episodes)
+    assert all(e.status == "ok" and e.reward == 0.0 and e.ended == "stop" for e in episodes)
     batch = training.to_batch(episodes, 1, 1.0)
     assert batch.batch["response_mask"].sum() == 16
     log_probs, _ = training.log_probs(stack.actor, batch, stack.config)
@@ -73,7 +81,7 @@ def test_an_empty_answer_is_verified_like_any_other(stack):
 
 def test_an_answer_cut_off_is_marked(stack):
     episodes = sample(stack, n=1, allowed_token_ids=[9])  # the digit 7, for ever
-    assert all(e.truncated and len(e.response_ids) == 12 for e in episodes)
+    assert all(e.ended == "length" and len(e.response_ids) == 12 for e in episodes)
     assert all(e.reward == pytest.approx(1 / 12) for e in episodes)
 
 
@@ -87,7 +95,7 @@ def test_a_dead_verifier_gives_failures_and_no_reward(stack):
         stack.gym = live
     assert {e.status for e in episodes} == {"connect"} and {e.reward for e in episodes} == {None}
     assert inference.keep(episodes) == []
-    metrics = algorithm.rollout_metrics(episodes)
+    metrics = evaluation.rollout_metrics(episodes)
     assert metrics["rollout/failed/connect"] == 16 and metrics["rollout/failed_frac"] == 1.0
     assert metrics["rollout/groups_dropped"] == 8 and "reward/reasoning_gym/mean" not in metrics
     with pytest.raises(algorithm.RunError, match=r"16 of 16 episodes failed \(16 connect\)"):
@@ -117,3 +125,107 @@ def test_two_ranks_update_as_one(stack):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     for name in ("actor/loss", "actor/grad_norm", "actor/pg_loss"):
         assert two[3][name] == pytest.approx(one[3][name], rel=1e-4, abs=1e-6), name
+
+
+# --- tools, games, agents: real Gym servers, the random model, actions forced by allowed_token_ids ---
+
+
+@pytest.fixture(scope="module")
+def worlds(stack, tmp_path_factory):
+    """Real Gym servers of the three kinds, the agent's asking the policy through the door. Yields (gym, door url)."""
+    from conftest import GYM_PYTHON
+
+    import door
+
+    start = {"python": str(GYM_PYTHON)}
+    servers = {
+        "counter": {"start": {**start, "server": "example_session_state_mgmt"}},
+        "blackjack": {"start": start},
+        "office": {"start": {**start, "server": "workplace_assistant", "agent": "simple_agent"}},
+    }
+    port, key = free_port(), "secret"
+    address = {"base_url": f"http://127.0.0.1:{port}/v1", "api_key": key, "model": "policy"}
+    stack.policy = dataclasses.replace(stack.policy, deadline_s=60.0, max_prompt_length=500, max_response_length=400)
+    with running_servers(servers, tmp_path_factory.mktemp("logs"), policy=address) as urls:
+        gym, opened = Gym(urls), door.serve(stack.policy, "127.0.0.1", port, key)
+        stack.loop.run(gym.__aenter__())
+        stack.loop.run(opened.__aenter__())
+        yield gym
+        stack.loop.run(opened.__aexit__(None, None, None))
+        stack.loop.run(gym.__aexit__())
+
+
+def play(stack, gym, row, server, n, *actions, **changes):
+    """n episodes of one row, in which the policy can do nothing but `actions` and end its turn."""
+    tokenizer = stack.data.tokenizer
+    allowed = [END, *(tokenizer.convert_tokens_to_ids(ACTIONS[name]) for name in actions)]
+    policy = stack.policy  # the door holds this one
+    policy.sampling = inference.sampling_params(stack.config, validate=False) | {"allowed_token_ids": allowed} | changes
+    messages, tools = env.render(row, "x:1")
+    task = env.Task("x:1", row, server, messages, env.encode(messages, tools, tokenizer), tools=tools)
+    return stack.loop.run(inference.rollout([(task, str(i)) for i in range(n)], policy, gym))
+
+
+COUNTING = {
+    "responses_create_params": {
+        "input": "count",
+        "tools": [
+            {
+                "type": "function",
+                "name": "increment_counter",
+                "description": "",
+                "parameters": {"type": "object"},
+                "strict": True,  # Gym's schema answers 422 without it
+            }
+        ],
+    },
+    "initial_count": 3,
+    "expected_count": 5,
+}
+
+
+def test_trainer_and_sampler_agree_around_observations(stack, worlds):
+    """Unforced conversations of several turns: the trainer's log-probs of what was sampled are the sampler's."""
+    episodes = play(stack, worlds, COUNTING, "counter", 64, allowed_token_ids=None)
+    assert [e.status for e in episodes] == ["ok"] * 64, episodes[0].error
+    several = [e for e in episodes if len(e.turns) > 1]
+    assert len(several) > 3 and all(0 in e.response_mask for e in several)
+    assert disagreement(stack, several) < AGREE
+
+
+def test_a_real_tool_counts_what_the_policy_calls(stack, worlds):
+    episodes = play(stack, worlds, COUNTING, "counter", 16, "increment", "unknown")
+    assert [e.status for e in episodes] == ["ok"] * 16, episodes[0].error
+    for e in episodes:
+        calls = [item["name"] for item in e.output if item["type"] == "function_call"]
+        answers = [item["output"] for item in e.output if item["type"] == "function_call_output"]
+        ran = calls[: len(answers)]
+        assert e.reward == float(ran.count("increment_counter") == 2), (calls, answers)  # 3 + 2 = 5
+        for name, answer in zip(ran, answers, strict=True):  # a name that the row does not offer reaches no server
+            assert json.loads(answer) == ({"success": True} if name != "verify" else {"error": "Unknown tool: verify"})
+    assert {e.reward for e in episodes} == {0.0, 1.0} and max(len(e.turns) for e in episodes) > 1
+    assert any(0 in e.response_mask for e in episodes)
+
+
+def test_a_real_game_is_played_to_its_end(stack, worlds):
+    row = {"responses_create_params": {"input": "play"}}
+    episodes = play(stack, worlds, row, "blackjack", 16, "hit", "stand")
+    assert [e.status for e in episodes] == ["ok"] * 16, episodes[0].error
+    assert {e.ended for e in episodes} == {"terminated"} and {e.reward for e in episodes} <= {-1.0, 0.0, 1.0}
+    assert len({tuple(e.prompt_ids) for e in episodes}) > 1  # each was dealt a hand of its own
+    assert len({e.reward for e in episodes}) > 1
+
+
+def test_gyms_own_agent_plays_against_our_sampler(stack, worlds):
+    """nemo-gym's simple_agent, vllm_model and workplace_assistant; the ids come back as vLLM sampled them."""
+    rows = ROOT.parent / "shared" / "data" / "gym_examples" / "workplace_assistant.jsonl"
+    row = json.loads(rows.read_text().splitlines()[0])
+    stack.policy.max_prompt_length, stack.policy.max_response_length = 500, 500
+    episodes = play(stack, worlds, row, "office", 8, "directory")
+    assert [e.status for e in episodes] == ["ok"] * 8, episodes[0].error
+    end = stack.data.tokenizer.convert_tokens_to_ids(ACTIONS["directory"])
+    assert all(
+        {ids for ids, m in zip(e.response_ids, e.response_mask, strict=True) if m} <= {END, end} for e in episodes
+    )
+    assert all(e.reward in (0.0, 1.0) for e in episodes)
+    assert max(len(e.turns) for e in episodes) > 1 and any(0 in e.response_mask for e in episodes)

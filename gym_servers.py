@@ -1,0 +1,329 @@
+"""Start NeMo Gym's servers from the nemo-gym package, wait until they answer, and stop them.
+
+Lift this file alone into another project; it needs only httpx, and an interpreter of its own that has
+nemo-gym (`make gym` makes one in .venv-gym):
+
+    servers = {
+        "mcqa": {"start": {}},                                  # the folder resources_servers/mcqa
+        "math": {"start": {"server": "math_with_judge"}},       # another name for one
+        "office": {"start": {"server": "workplace_assistant", "agent": "simple_agent"}},
+        "far": {"url": "http://10.0.0.7:8001"},                 # not started, only waited for
+    }
+    policy = {"base_url": "http://127.0.0.1:1234/v1", "api_key": "...", "model": "policy"}
+    with running_servers(servers, Path("logs"), policy=policy) as urls:  # urls["mcqa"]: "http://127.0.0.1:23456"
+        ...
+
+Each server is one process with one log. A name without `agent` is one resources server (/seed_session, tools,
+/verify). For a name with `agent` Gym's agent answers (POST /run) and owns the turns; behind it stand the
+resources server and `policy_model`, Gym's model server, which all agents of a run share and which asks
+`policy`, an OpenAI-compatible endpoint, for its answers and their token ids.
+
+Settings come from the server's own YAML in the package; a recipe names only what it changes. Whatever keeps
+a server from starting is a `GymStartError` whose one line says what to do.
+
+Command line: `python gym_servers.py NAME [--port 8001] [--python .venv-gym/bin/python]` starts one
+resources server and serves until Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import difflib
+import errno
+import importlib.util
+import json
+import os
+import re
+import runpy
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+START_DEADLINE_S = 90.0  # a Gym server imports for 3 to 30 s before it answers
+START_KEYS = {"python", "server", "host", "port", "config", "agent", "agent_config"}
+POLICY_MODEL = "policy_model"  # the name that Gym's own YAML uses for the model that is trained
+HANDOVER = "GYM_SERVERS_HANDOVER"  # environment variable: what a started process is to be, as JSON
+
+
+class GymStartError(RuntimeError):
+    """A Gym server that is not there, or did not start; the message says what to do."""
+
+
+def port_in_use(host: str, port: int) -> bool:
+    """True when something listens on host:port."""
+    with socket.socket() as probe:
+        probe.settimeout(2.0)
+        return probe.connect_ex((host, port)) == 0
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that was free a moment ago. Raises GymStartError.
+
+    From 20000 to 32767: above Ray's workers and below what Linux gives to outgoing connections, either of
+    which could take the port while the server that it is meant for still imports.
+    """
+    port = 20000 + secrets.randbelow(12768)
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return free_port(host)
+            raise GymStartError(f"host {host!r} is not one of this machine's ({error}); 127.0.0.1 is") from None
+    return port
+
+
+def interpreter(start: Mapping[str, Any]) -> Path:
+    """The Python that has nemo-gym installed; never this one, which it would break."""
+    return Path(start.get("python") or ".venv-gym/bin/python")
+
+
+def check_server(name: str, spec: Mapping[str, Any]) -> None:
+    """What can be known of a server without starting it: its url answers, or its start can work.
+
+    spec: {url: ...} or {start: {...}} as for `running_servers`. Raises GymStartError.
+    """
+    if spec.get("url"):
+        return wait_ready(name, str(spec["url"]).rstrip("/"))
+    start, where = spec.get("start") or {}, f"gym.servers.{name}.start"
+    if unknown := set(start) - START_KEYS:
+        raise GymStartError(f"{where}: unknown key {min(unknown)!r}; it takes {', '.join(sorted(START_KEYS))}")
+    if wrong := [k for k in ("config", "agent_config") if not isinstance(start.get(k) or {}, Mapping)]:
+        raise GymStartError(f"{where}.{wrong[0]} is {start[wrong[0]]!r}; it takes keys and values of Gym's YAML")
+    if start.get("agent_config") and not start.get("agent"):
+        raise GymStartError(f"{where}.agent_config is set, but no agent; add agent: simple_agent")
+    if name in (POLICY_MODEL, "head_server", "dry_run"):
+        raise GymStartError(f"gym.servers.{name}: Gym uses that name itself; choose another, and set start.server")
+    host, port = start.get("host") or "127.0.0.1", start.get("port")
+    if not ((python := interpreter(start)).is_file() and os.access(python, os.X_OK)):
+        raise GymStartError(f"gym.servers.{name}: no interpreter at {python}; `make gym` makes that environment")
+    if port and not str(port).isdigit():
+        raise GymStartError(f"{where}.port is {port!r}; it takes a number, or nothing for a free port")
+    free_port(host)  # which knows a host that is not here
+    if port and port_in_use(host, int(port)):
+        raise GymStartError(f"gym.servers.{name}: port {port} on {host} is in use; set another one, or give its url")
+
+
+def plan(name: str, start: Mapping[str, Any], policy: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The processes behind one name, as blocks of Gym's config; the last of them answers for the name.
+
+    A block runs the folder kind/impl of the package with `python`; `changes` go over what the YAML of the
+    resources server `of` says about it, and `where` is the recipe's key for them. Raises GymStartError.
+    """
+    check_server(name, {"start": start})
+    agent, server, where = start.get("agent"), start.get("server") or name, f"gym.servers.{name}.start"
+    host = start.get("host") or "127.0.0.1"
+    shared = {"python": str(interpreter(start).absolute()), "host": host, "of": server}
+    blocks = [(name, "resources_servers", server, start.get("config") or {}, f"{where}.config")]
+    if agent:
+        if not policy:
+            raise GymStartError(f"{where}.agent={agent} asks a policy and was given none; pass one, or leave out agent")
+        model = {"return_token_id_information": True, "uses_reasoning_parser": False, **policy}
+        owner = {
+            "resources_server": {"type": "resources_servers", "name": name},
+            "model_server": {"type": "responses_api_models", "name": POLICY_MODEL},
+            **(start.get("agent_config") or {}),
+        }
+        blocks += [
+            (POLICY_MODEL, "responses_api_models", "vllm_model", model, "policy"),
+            (f"{name}_{agent}", "responses_api_agents", agent, owner, f"{where}.agent_config"),
+        ]
+    keys = ("name", "kind", "impl", "changes", "where")
+    ports = [*(free_port(host) for _ in blocks[1:]), int(start.get("port") or free_port(host))]
+    return [{**dict(zip(keys, b, strict=True)), **shared, "port": p} for b, p in zip(blocks, ports, strict=True)]
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+def start_server(block: Mapping[str, Any], blocks: Iterable[Mapping[str, Any]], log: Path) -> subprocess.Popen[bytes]:
+    """Start the process of `block`, which finds the others by their names; does not wait for it."""
+    # The server's environment is its own: nothing of this interpreter's, and no tracker that phones home.
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    env |= {"WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1"}
+    # by environment, not by argument: it holds the policy's key, and everyone may read arguments
+    env[HANDOVER] = json.dumps({"name": block["name"], "parent": os.getpid(), "blocks": list(blocks)})
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [block["python"], "-P", str(Path(__file__).absolute())]  # -P: the kit's modules stay out of its way
+    with log.open("wb") as out:  # in a session of its own: Ctrl-C reaches the kit, which stops the server in its order
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
+        )
+
+
+def wait_ready(name: str, url: str, process: subprocess.Popen[bytes] | None = None, log: Path | None = None) -> None:
+    """Wait until `url` answers GET /openapi.json. Raises GymStartError with the next thing to do.
+
+    A server that the kit started has START_DEADLINE_S; one that it did not start must be there (5 s).
+    """
+    import httpx  # not at the top: the Gym environment runs this file too, and need not have it
+
+    deadline = time.monotonic() + (START_DEADLINE_S if process else 5.0)
+    why = "no answer"
+    while time.monotonic() < deadline:
+        try:
+            answer = httpx.get(f"{url}/openapi.json", timeout=5.0, trust_env=False)
+            if answer.status_code == 200 and isinstance(answer.json().get("paths"), dict):
+                return
+            why = f"HTTP {answer.status_code} from /openapi.json"
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"
+        if process and process.poll() is not None:
+            why = f"it exited with status {process.returncode}"
+            break
+        time.sleep(0.2)
+    if process:
+        tail = log.read_text(errors="replace").strip().splitlines()[-5:] if log else []
+        raise GymStartError(f"gym server {name} did not start: {why}; log {log}: " + " | ".join(tail))
+    command = f"python gym_servers.py {name} --port {url.rsplit(':', 1)[-1]}"
+    raise GymStartError(
+        f"gym.servers.{name}.url: {url} does not answer ({why}); "
+        f"start it with `{command}`, or let the kit start it (gym.servers.{name}.start)"
+    )
+
+
+def stop_servers(processes: Collection[subprocess.Popen[bytes]]) -> None:
+    """SIGTERM to all servers and whatever they forked, and SIGKILL to what is left 5 s later."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + 5.0
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGKILL)  # a fork may outlive the server
+            process.wait(5.0)
+
+
+@contextlib.contextmanager
+def running_servers(
+    servers: Mapping[str, Mapping[str, Any]],
+    log_dir: Path,
+    meanwhile: Callable[[], Any] = lambda: None,
+    policy: Mapping[str, Any] | None = None,
+) -> Iterator[dict[str, str]]:
+    """{name: {url: ...} or {start: ...}} -> {name: url}, all answering; those started stop at exit.
+
+    start, each key optional: python (an interpreter that has nemo-gym), server (folder under
+    resources_servers; default: the name), config (changes to its YAML), host (127.0.0.1), port (a free one),
+    agent (folder under responses_api_agents: it owns the turns; url and port are then the agent's),
+    agent_config (changes to the agent's YAML). policy: {base_url, api_key, model} that agents ask.
+    The servers start side by side, and beside what `meanwhile` does. Raises GymStartError.
+    """
+    blocks: dict[str, dict[str, Any]] = {}  # by the name that Gym knows them by
+    started: dict[str, subprocess.Popen[bytes]] = {}
+    urls: dict[str, str] = {}
+    for name, spec in servers.items():
+        if spec.get("url"):
+            urls[name] = str(spec["url"]).rstrip("/")
+            wait_ready(name, urls[name])
+            continue
+        for block in plan(name, spec.get("start") or {}, policy):
+            if block["name"] in blocks and block["name"] != POLICY_MODEL:
+                raise GymStartError(f"gym.servers: two servers would be called {block['name']}; rename {name}")
+            blocks.setdefault(block["name"], block)
+            urls[name] = f"http://{block['host']}:{block['port']}"
+    try:
+        for name, block in blocks.items():
+            started[name] = start_server(block, blocks.values(), log_dir / f"gym_{name}.log")
+        meanwhile()
+        for name, block in blocks.items():
+            wait_ready(name, f"http://{block['host']}:{block['port']}", started[name], log_dir / f"gym_{name}.log")
+        yield urls
+    finally:
+        stop_servers(started.values())
+
+
+# --- inside the Gym environment ------------------------------------------------------------------
+
+
+def serve(name: str, parent: int, blocks: list[dict[str, Any]]) -> None:
+    """Become the server `name`: hand Gym the blocks as `ng_run` does, by two environment variables."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with the kit, whatever its exit
+    if os.getppid() != parent:
+        sys.exit("the process that asked for this server is gone")
+    block = next(b for b in blocks if b["name"] == name)
+    found = importlib.util.find_spec("nemo_gym")
+    if not found or not found.origin:
+        sys.exit(f"{sys.executable} has no nemo-gym; `make gym` makes an environment that has")
+    package = Path(found.origin).parent.parent
+    folder = package / block["kind"] / block["impl"]
+    if not (folder / "app.py").is_file():
+        have = [p.parent.name for p in folder.parent.glob("*/app.py")]
+        kind = block["kind"].removeprefix("responses_api_").removesuffix("s").replace("_", " ")
+        near = ", ".join(difflib.get_close_matches(block["impl"], have, 4, 0.0))
+        sys.exit(f"nemo-gym has no {kind} {block['impl']!r}; nearest are {near}; all are in {folder.parent}")
+    import pydantic
+    import yaml
+
+    config: dict[str, Any] = {b["name"]: {b["kind"]: {b["impl"]: settings(b, package)}} for b in blocks}
+    # `???`, or `${name}` of a file that the kit does not read
+    if unset := re.findall(r"(\w+): .*(?:\?\?\?|\$\{\w+\})", yaml.safe_dump(config[name])):
+        sys.exit(f"nemo-gym's YAML for {block['impl']} leaves {', '.join(unset)} to you; set it in {block['where']}")
+    config |= {"head_server": {"host": block["host"], "port": block["port"]}, "dry_run": False}
+    os.environ["NEMO_GYM_CONFIG_DICT"], os.environ["NEMO_GYM_CONFIG_PATH"] = yaml.safe_dump(config), name
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    try:
+        gym = importlib.import_module("nemo_gym.server_utils")
+        gym.initialize_ray = lambda: None  # type: ignore[attr-defined]  # 6 processes that most servers never use
+        runpy.run_path(str(folder / "app.py"), run_name="__main__")
+    except ModuleNotFoundError as error:
+        sys.exit(f"no module {error.name!r}; install what {folder}/requirements.txt lists for {sys.executable}")
+    except pydantic.ValidationError as error:
+        fields = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        sys.exit(f"{block['impl']}: its settings do not fit ({fields}); set them in {block['where']}")
+
+
+def settings(block: Mapping[str, Any], package: Path) -> dict[str, Any]:
+    """What Gym is told about one server: the package's YAML, then the changes, then host and port.
+
+    The YAML is the first that knows kind and impl: of the server `of` (its namesake first), then of impl.
+    """
+    import yaml
+
+    kind, impl, of = block["kind"], block["impl"], block["of"]
+    folders = [package / "resources_servers" / of / "configs", package / kind / impl / "configs"]
+    if kind == "responses_api_models":
+        folders = []  # these files describe judges and ${policy_base_url}; the changes say all of it
+    found: dict[str, Any] = {"domain": "other"} if kind == "resources_servers" else {}
+    for path in (p for d in folders for p in sorted(d.glob("*.yaml"), key=lambda p: (p.stem != of, p.name))):
+        entries = [e for e in (yaml.safe_load(path.read_text()) or {}).values() if isinstance(e, dict)]
+        if matches := [e[kind][impl] for e in entries if isinstance(e.get(kind), dict) and e[kind].get(impl)]:
+            found |= matches[0]
+            break
+    return {"entrypoint": "app.py", **found, **block["changes"], "host": block["host"], "port": block["port"]}
+
+
+def main() -> None:
+    """Serve one resources server in the foreground until Ctrl-C or SIGTERM."""
+    parser = argparse.ArgumentParser(description="Start one resources server of the installed nemo-gym package.")
+    parser.add_argument("name", help="folder under resources_servers, for example reasoning_gym")
+    parser.add_argument("--port", type=int, default=8001)
+    parser.add_argument("--python", default=".venv-gym/bin/python", help="interpreter that has nemo-gym")
+    args = parser.parse_args()
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sig, lambda *_: sys.exit(0))
+    try:
+        spec = {args.name: {"start": {"python": args.python, "port": args.port}}}
+        with running_servers(spec, Path("runs/gym")) as urls:
+            print(f"{args.name} serves on {urls[args.name]}; Ctrl-C stops it", flush=True)
+            signal.pause()
+    except GymStartError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    if HANDOVER in os.environ:
+        serve(**json.loads(os.environ.pop(HANDOVER)))
+    else:
+        main()

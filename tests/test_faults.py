@@ -1,0 +1,246 @@
+"""The fault matrix: a Gym server that fails in 30% of its calls, in every way there is.
+
+Whatever fails, no failed call becomes a reward, and the advantages of the groups that survive whole are those
+of a run without faults, exactly. The policy is a script (what it says follows from the row), so that the two
+runs can be compared; the HTTP, the client and the rollout are the real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import random
+import threading
+from collections import Counter, defaultdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+from test_turns import CHATML, STOPS, TOOL, bytes_tokenizer, call, policy_of
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+import env
+import inference
+import training
+from gym_client import Gym
+
+GROUPS, FAILING = 120, 0.3
+MEMBERS = {group: 2 if group % 2 else 4 for group in range(GROUPS)}
+TIMEOUT_S = 1.5
+# way -> the status that an episode of it may end with
+WAYS = {
+    "delay": set(),
+    "reset": {"connect"},
+    "500": {"http_500"},
+    "503": {"http_503"},
+    "404": {"http_404"},
+    "truncated json": {"connect"},
+    "html": {"bad_answer"},
+    "nan": {"bad_answer"},
+    "wrong cookie": {"session_lost"},
+    "masked": {"masked"},
+    "hang": {"timeout"},
+}
+
+
+class FaultServer:
+    """A Gym server over real HTTP: sessions by cookie, a tool that must be called, verdicts; and its faults.
+
+    `way`: what happens to FAILING of the calls to /seed_session, /look_up and /verify; "" for none, "mixed" for
+    all of WAYS. A verdict of a session that is not the episode's own, or whose tool was not called, would be
+    -1: a reward that no honest call has.
+    """
+
+    def __init__(self, way: str):
+        self.way, self.rng, self.sessions, self.calls = way, random.Random(way), {}, Counter()
+
+    def fault(self, path: str) -> str:
+        self.calls[path] += 1
+        if not self.way or self.rng.random() > FAILING:
+            return ""
+        way = self.rng.choice(list(WAYS)) if self.way == "mixed" else self.way
+        return "" if path == "/look_up" and way in ("500", "404") else way  # those are the tool's word to the model
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body, way = await request.json(), self.fault(request.path)
+        known = [name for name in self.sessions if request.cookies.get("Gym", "").startswith(name)]
+        session = known[0] if known else self.open()
+        if way == "reset":
+            request.transport.abort()
+            raise ConnectionResetError
+        if way == "hang":
+            await asyncio.sleep(3600)
+        if way in ("500", "503", "404"):
+            return web.json_response("ValueError('injected')", status=int(way))
+        if way == "delay":
+            await asyncio.sleep(self.rng.uniform(0.0, TIMEOUT_S / 4))
+        answer = {"found": "it"}
+        if request.path == "/seed_session":
+            self.sessions[session] = {"row": body["question"], "looked": 0}
+            answer = {}
+        elif request.path == "/look_up":
+            self.sessions[session]["looked"] += 1
+        elif request.path == "/verify":
+            state = self.sessions[session]
+            right = state["row"] == body["question"] and state["looked"] == (1 if body["with_tool"] else 0)
+            text = body["response"]["output"][-1]["content"][0]["text"]
+            answer = {**body, "reward": float(text) if right else -1.0}
+        if way == "nan":
+            answer["reward"] = float("nan") if request.path == "/verify" else 0.0
+        if way == "masked":
+            answer |= {"reward": 0.0, "mask_sample": True} if request.path == "/verify" else {}
+        if way == "wrong cookie":  # another session's; before there is any, one that nobody signed
+            session = self.open() if request.path != "/seed_session" else "tampered"
+        text = "<html>" if way == "html" else json.dumps(answer)
+        headers = {"Set-Cookie": f"Gym={session}.{self.rng.random()}.signature; path=/; httponly"}
+        if way == "truncated json":
+            headers["Content-Length"] = str(len(text) + 1)
+            reply = web.StreamResponse(headers=headers)
+            await reply.prepare(request)
+            await reply.write(text.encode())
+            request.transport.abort()
+            return reply
+        return web.Response(text=text, content_type="application/json", headers=headers)
+
+    def open(self) -> str:
+        name = base64.b64encode(json.dumps({"session_id": f"{len(self.sessions):08d}"}).encode()).decode()
+        self.sessions[name] = {"row": "", "looked": 0}
+        return name
+
+    async def openapi(self, _: web.Request) -> web.Response:
+        paths = ("/seed_session", "/verify", "/look_up")
+        return web.json_response({"paths": {path: {"post": {}} for path in paths}})
+
+
+class Server:
+    """FaultServer in a thread of its own."""
+
+    def __enter__(self):
+        return self
+
+    def __init__(self, way: str):
+        self.faults, self.loop, ready = FaultServer(way), asyncio.new_event_loop(), threading.Event()
+
+        async def start():
+            app = web.Application()
+            app.router.add_get("/openapi.json", self.faults.openapi)
+            app.router.add_post("/{name}", self.faults.handle)
+            self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+            await self.runner.setup()
+            site = web.TCPSite(self.runner, "127.0.0.1", 0)
+            await site.start()
+            self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+            ready.set()
+
+        self.loop.create_task(start())
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        ready.wait(10)
+
+    def __exit__(self, *_):
+        async def stop():
+            await self.runner.cleanup()
+            hanging = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in hanging:
+                task.cancel()
+            await asyncio.gather(*hanging, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(stop(), self.loop).result(10)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+
+
+class Says:
+    """A policy whose answers follow from the row: one call of the tool where it is offered, then a number."""
+
+    def __init__(self, tokenizer, tasks):
+        self.tokenizer, self.tasks = tokenizer, {task.row_id: task for task in tasks}
+
+    async def generate(self, request_id, prompt_ids, sampling_params):
+        await asyncio.sleep(0)
+        text = self.tokenizer.decode(prompt_ids)
+        task = self.tasks[text.split("row ")[1].split(".")[0]]
+        looked = "<|im_start|>tool" in text
+        said = call() if task.tools and not looked else str(task.row["worth"])
+        ids = self.tokenizer.encode(said, add_special_tokens=False) + [self.tokenizer.eos_token_id]
+        return SimpleNamespace(token_ids=ids, log_probs=[-1.0] * len(ids), stop_reason="completed")
+
+
+def requests_of(tokenizer, with_tool: bool):
+    """(task, group id): each member of a group says another number."""
+    worth, requests = random.Random(7), []
+    for group in range(GROUPS):
+        for member in range(MEMBERS[group]):
+            name = f"{group}-{member}"
+            params = {"input": f"row {name}.", **({"tools": [TOOL]} if with_tool else {})}
+            row = {"responses_create_params": params, "question": name, "with_tool": with_tool}
+            row["worth"] = worth.choice([0.0, 0.25, 1.0])
+            messages, tools = env.render(row, name)
+            task = env.Task(name, row, "faulty", messages, env.encode(messages, tools, tokenizer, name), tools=tools)
+            requests.append((task, str(group)))
+    return requests
+
+
+def run(way: str, with_tool: bool):
+    """(episodes, the server's counts of calls) of one rollout against a server that fails in this way."""
+    tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
+    requests = requests_of(tokenizer, with_tool)
+    policy = policy_of(Says(tokenizer, [task for task, _ in requests]), tokenizer)
+
+    async def collect(url):
+        async with Gym({"faulty": url}, timeout_s=TIMEOUT_S, concurrency=64) as gym:
+            return await inference.rollout(requests, policy, gym)
+
+    with Server(way) as server:
+        return asyncio.run(collect(server.url)), server.faults.calls
+
+
+def advantages(episodes) -> dict[str, torch.Tensor]:
+    """{row: its advantage on every sampled token}, by verl, of the episodes that may be trained on."""
+    batch = training.to_batch(episodes, 0, 1.0)
+    values, _ = compute_grpo_outcome_advantage(
+        batch.batch["token_level_scores"], batch.batch["response_mask"], np.array(batch.non_tensor_batch["uid"])
+    )
+    sampled = batch.batch["response_mask"].bool()
+    return {e.row_id: row[mask] for e, row, mask in zip(episodes, values, sampled, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def faultless():
+    tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
+    chat_tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+    inference.understand(policy_of(None, tokenizer), [0], [chat_tool])  # imports vLLM's parsers, for seconds
+    return {with_tool: run("", with_tool)[0] for with_tool in (False, True)}
+
+
+@pytest.mark.parametrize("with_tool", [False, True], ids=["verify", "tool"])
+@pytest.mark.parametrize("way", [*WAYS, "mixed"])
+def test_no_failed_call_becomes_a_reward(way, with_tool, faultless):
+    honest = {e.row_id: e for e in faultless[with_tool]}
+    assert {e.status for e in honest.values()} == {"ok"} and len(honest) == sum(MEMBERS.values())
+    assert all(e.reward == e.reward and e.response == str(e.reward) for e in honest.values())
+
+    episodes, calls = run(way, with_tool)
+    failed = [e for e in episodes if e.status != "ok"]
+    allowed = set().union(*WAYS.values()) if way == "mixed" else WAYS[way]
+    assert {e.status for e in failed} <= allowed, Counter(e.status for e in failed)
+    assert all(e.reward is None and e.error for e in failed)
+    assert all(e.reward == honest[e.row_id].reward for e in episodes if e.status == "ok")
+    if WAYS.get(way) or way == "mixed":  # faults did happen: some were survived by repeating, some not
+        assert failed and calls["/seed_session"] > len(episodes) * 0.9
+
+    kept = inference.keep(episodes)
+    groups = defaultdict(list)
+    for e in kept:
+        groups[e.group_id].append(e)
+    assert kept and all(len(members) > 1 for members in groups.values())
+    ours, theirs = advantages(kept), advantages(list(honest.values()))
+    whole = [e for group, members in groups.items() if len(members) == MEMBERS[int(group)] for e in members]
+    assert whole
+    for e in whole:
+        assert torch.equal(ours[e.row_id], theirs[e.row_id]), e.row_id
+    without = advantages([honest[e.row_id] for e in kept])  # what is left of a group, as if the rest had never been
+    assert all(torch.equal(ours[e.row_id], without[e.row_id]) for e in kept)
