@@ -387,12 +387,15 @@ def examples(server: str, python: str) -> Iterator[dict[str, Any]]:
     except (OSError, subprocess.SubprocessError) as error:
         raise DataError(f"--python {python} is no interpreter that has nemo_gym: {error}") from None
     folder = Path(found.strip()) / server / "data"
-    files = sorted(folder.glob("example*.jsonl"), key=lambda file: (file.name != "example.jsonl", file.name))
+    files = [file for file in sorted(folder.glob("*example*.jsonl")) if "rollouts" not in file.name]
     if not files:
         have = sorted({file.parts[-3] for file in folder.parent.parent.glob("*/data/example*.jsonl")})
         raise DataError(f"{folder}: no example*.jsonl; servers that have examples: {', '.join(have)}")
     agent = {"agent_ref": {"type": "responses_api_agents", "name": f"{server}_simple_agent"}}
-    return (row if row.get("agent_ref") else row | agent for _, row in read_rows(files[0]))
+    seen: list[dict[str, Any]] = []
+    for file in files:  # some rows ship twice, in two files
+        seen += [row for _, row in read_rows(file) if row not in seen]  # within one file, all are kept
+    return (agent | row for row in seen)
 
 
 def check(path: str) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,13 +84,16 @@ def run_command(command: str, config: DictConfig, run: Any, data: Data) -> None:
 def read_records(path: Path, tasks: Sequence[env.Task]) -> dict[tuple[int, int], dict[str, Any]]:
     """{(task index, rollout index): record} of an earlier run of the same rows. Raises ConfigError for other rows."""
     records: dict[tuple[int, int], dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        with contextlib.suppress(json.JSONDecodeError):  # a line cut short by a kill: collected again
-            record = json.loads(line)
-            i, k = record["_ng_task_index"], record["_ng_rollout_index"]
-            if i >= len(tasks) or record["responses_create_params"] != tasks[i].row["responses_create_params"]:
-                raise ConfigError(f"{path} holds episodes of other rows; give another trainer.experiment_name")
-            records[i, k] = record
+    if not path.is_file():
+        return records
+    whole = path.read_bytes().rpartition(b"\n")[0]
+    os.truncate(path, len(whole) + 1 if whole else 0)  # a line that a kill cut short is collected again
+    for line in whole.splitlines():
+        record = json.loads(line)
+        i, k = record["_ng_task_index"], record["_ng_rollout_index"]
+        if i >= len(tasks) or record["responses_create_params"] != tasks[i].row["responses_create_params"]:
+            raise ConfigError(f"{path} holds episodes of other rows; give another trainer.experiment_name")
+        records[i, k] = record
     return records
 
 

@@ -91,6 +91,13 @@ def row(question: str = "say 7", answer: str = "7", **extra) -> dict:
     }
 
 
+def counting(question: str = "count", steps: int = 1) -> dict:
+    """A row whose task is to call a real tool so many times: Gym's example_session_state_mgmt pays 1 for that."""
+    tool = {"type": "function", "name": "increment_counter", "description": "", "parameters": {"type": "object"}}
+    params = {"input": question, "tools": [{**tool, "strict": True}]}  # Gym answers 422 without strict
+    return {"responses_create_params": params, "initial_count": 3, "expected_count": 3 + steps}
+
+
 def write_rows(path: Path, rows: list[dict]) -> Path:
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
     return path
@@ -105,6 +112,7 @@ def workspace(tmp_path_factory) -> Path:
     words = ["say", "tell me", "i want", "give", "now", "please", "write", "print"]
     write_rows(folder / "train.jsonl", [row(f"{word} 7") for word in words])
     write_rows(folder / "val.jsonl", [row(f"{word} me 7") for word in words])
+    write_rows(folder / "tools.jsonl", [counting(f"{word} one") for word in words])
     return folder
 
 

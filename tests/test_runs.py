@@ -10,11 +10,12 @@ import subprocess
 import threading
 import time
 import uuid
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psutil
 import pytest
-from conftest import ROOT, command, run, tiny
+from conftest import GYM_PYTHON, ROOT, command, run, tiny
 
 LEARNED = 0.4  # mean reward after 40 steps; the untrained model stays below a tenth, and so does chance
 UNTRAINED = 0.1
@@ -184,6 +185,94 @@ def test_bad_input_is_one_line_and_a_status(workspace, arguments, named):
     assert "Traceback" not in result.stderr
 
 
+def with_counter(workspace, *changes) -> list[str]:
+    """Arguments of the tiny recipe with a second server, whose tool counts; changes later win."""
+    start = "gym.servers.counter.start"
+    server = [f"{start}.server=example_session_state_mgmt", f"{start}.python={GYM_PYTHON}"]
+    return tiny(workspace, "env.val_files=[]", "data.max_response_length=32", *server, *changes)
+
+
+def mix(workspace) -> str:
+    """Both servers' rows, half and half."""
+    counting = f"{{path: {workspace / 'tools.jsonl'}, server: counter, weight: 1}}"
+    return f"env.train_files=[{counting},{{path: {workspace / 'train.jsonl'}, server: reasoning_gym, weight: 1}}]"
+
+
+def test_it_learns_to_use_a_real_tool(workspace):
+    """The tool counts in a session of its own; exactly one call, between two turns of the policy, earns 1."""
+    files = f"env.train_files=[{{path: {workspace / 'tools.jsonl'}, server: counter}}]"
+    arguments = with_counter(workspace, files, f"actor_rollout_ref.model.path={workspace / 'untied'}")
+    arguments += ["actor_rollout_ref.actor.optim.lr=0.005", "trainer.total_training_steps=50"]
+    result = run(command(workspace, *arguments, "trainer.experiment_name=tools"), workspace, timeout=590)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    steps = [m for m in metrics_of(workspace / "runs" / "tools") if "critic/rewards/mean" in m]
+    rewards = [m["reward/counter/mean"] for m in steps]
+    print("rewards", [round(r, 2) for r in rewards])
+    assert sum(rewards[:3]) / 3 < 0.3 and sum(rewards[-5:]) / 5 > 0.6
+    assert max(m["training/rollout_probs_diff_max"] for m in steps) < 1e-3  # around what was observed, too
+    assert steps[-1]["rollout/turns/mean"] > 1.5 and {m["rollout/failed_frac"] for m in steps} == {0.0}
+
+
+def test_a_batch_of_two_servers_by_weight(workspace):
+    arguments = with_counter(workspace, mix(workspace), "trainer.total_training_steps=2")
+    result = run(command(workspace, *arguments, "trainer.experiment_name=mix"), workspace)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert "servers     counter (8 rows), reasoning_gym (8 rows)" in result.stdout
+    lines = (workspace / "runs" / "mix" / "rollouts" / "step_2.jsonl").read_text().splitlines()
+    assert Counter(json.loads(line)["server"] for line in lines) == {"counter": 32, "reasoning_gym": 32}
+    step = metrics_of(workspace / "runs" / "mix")[-1]
+    assert {"reward/counter/mean", "reward/reasoning_gym/mean", "rollout/counter/failed_frac"} <= set(step)
+
+
+def test_rollouts_without_training_go_on_where_they_stopped(workspace):
+    changes = ["actor_rollout_ref.rollout.n=2", "trainer.experiment_name=collect"]
+    arguments = with_counter(workspace, mix(workspace), *changes)
+    result = run(command(workspace, "rollout", *arguments), workspace)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    path = workspace / "runs" / "collect" / "rollouts.jsonl"
+    lines = path.read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    keys = {(r["_ng_task_index"], r["_ng_rollout_index"]) for r in records}
+    assert keys == {(i, k) for i in range(16) for k in range(2)} and len(records) == 32
+    for record in records:
+        assert isinstance(record["reward"], float) and record["response"]["object"] == "response"
+        assert ("expected_count" in record) != ("question" in record)  # the row, verbatim, is all there
+        seen: list[int] = []
+        for item in record["response"]["output"]:
+            if "generation_token_ids" in item:
+                assert item["prompt_token_ids"][: len(seen)] == seen
+                assert len(item["generation_log_probs"]) == len(item["generation_token_ids"])
+                seen = item["prompt_token_ids"] + item["generation_token_ids"]
+        assert seen
+
+    path.write_text("\n".join(lines[:20]) + "\n" + lines[20][:50])  # killed in the middle of a line
+    result = run(command(workspace, "rollout", *arguments), workspace)
+    assert result.returncode == 0 and "20 of 32 episodes are in" in result.stdout, result.stdout + result.stderr
+    again = path.read_text().splitlines()
+    assert again[:20] == lines[:20] and len(again) == 32
+    assert {(r["_ng_task_index"], r["_ng_rollout_index"]) for r in map(json.loads, again)} == keys
+
+    other = f"env.train_files=[{{path: {workspace / 'val.jsonl'}, server: reasoning_gym}}]"
+    result = run(command(workspace, "rollout", *with_counter(workspace, other, *changes)), workspace)
+    assert result.returncode == 1 and "holds episodes of other rows" in result.stderr
+
+
+def test_evaluation_says_mean_and_pass_at_k_and_what_the_server_says(workspace):
+    changes = ["trainer.experiment_name=evaluated", "actor_rollout_ref.rollout.val_kwargs.n=4"]
+    changes += ["actor_rollout_ref.rollout.val_kwargs.do_sample=true", "env.train_files=[]"]
+    result = run(command(workspace, "evaluate", *tiny(workspace, *changes)), workspace)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    folder = workspace / "runs" / "evaluated"
+    records = [json.loads(line) for line in (folder / "evaluation.jsonl").read_text().splitlines()]
+    assert len(records) == 32
+    metrics = {name: value for m in metrics_of(folder) for name, value in m.items()}
+    mean = sum(r["reward"] for r in records) / 32
+    assert metrics["val-core/reasoning_gym/reward/mean@4"] == pytest.approx(mean)
+    assert metrics["val-gym/reasoning_gym/mean/reward"] == pytest.approx(mean)  # /aggregate_metrics agrees
+    rates = [metrics[f"val-core/reasoning_gym/acc/pass@{k}"] for k in (1, 2, 4)]
+    assert rates == sorted(rates) and f"pass@4: {rates[2]:.4g}" in result.stdout
+
+
 class NoVerdict(BaseHTTPRequestHandler):
     """A Gym server whose verifier is broken: sessions start, /verify answers 500."""
 
@@ -239,8 +328,6 @@ def test_dry_run_checks_everything_and_starts_nothing(workspace):
 
 def test_the_gpu_recipe_passes_its_dry_run_but_for_the_model(workspace):
     """configs/math.yaml as it is, with two GSM8K-like rows and the tiny model in the places of hub and data."""
-    from conftest import GYM_PYTHON
-
     entry = {"question": "one and one", "answer": "It is two.\n#### 2"}
     source = workspace / "gsm8k"
     source.mkdir()

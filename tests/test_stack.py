@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch
-from conftest import ACTIONS, END, ROOT
+from conftest import ACTIONS, END, ROOT, counting
 
 import algorithm
 import env
@@ -166,27 +166,9 @@ def play(stack, gym, row, server, n, *actions, **changes):
     return stack.loop.run(inference.rollout([(task, str(i)) for i in range(n)], policy, gym))
 
 
-COUNTING = {
-    "responses_create_params": {
-        "input": "count",
-        "tools": [
-            {
-                "type": "function",
-                "name": "increment_counter",
-                "description": "",
-                "parameters": {"type": "object"},
-                "strict": True,  # Gym's schema answers 422 without it
-            }
-        ],
-    },
-    "initial_count": 3,
-    "expected_count": 5,
-}
-
-
 def test_trainer_and_sampler_agree_around_observations(stack, worlds):
     """Unforced conversations of several turns: the trainer's log-probs of what was sampled are the sampler's."""
-    episodes = play(stack, worlds, COUNTING, "counter", 64, allowed_token_ids=None)
+    episodes = play(stack, worlds, counting(steps=2), "counter", 64, allowed_token_ids=None)
     assert [e.status for e in episodes] == ["ok"] * 64, episodes[0].error
     several = [e for e in episodes if len(e.turns) > 1]
     assert len(several) > 3 and all(0 in e.response_mask for e in several)
@@ -194,7 +176,7 @@ def test_trainer_and_sampler_agree_around_observations(stack, worlds):
 
 
 def test_a_real_tool_counts_what_the_policy_calls(stack, worlds):
-    episodes = play(stack, worlds, COUNTING, "counter", 16, "increment", "unknown")
+    episodes = play(stack, worlds, counting(steps=2), "counter", 16, "increment", "unknown")
     assert [e.status for e in episodes] == ["ok"] * 16, episodes[0].error
     for e in episodes:
         calls = [item["name"] for item in e.output if item["type"] == "function_call"]

@@ -1,0 +1,55 @@
+"""What episodes are worth: pass@k, and metrics by server."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+import evaluation
+from inference import Episode
+
+
+def test_pass_at_k_is_the_chance_that_some_of_k_are_right():
+    """Against its definition: the fraction of all k-subsets of a row's episodes that hold a right one."""
+    rewards = {0: [1.0, 0.0, 0.0, 0.5], 1: [0.0] * 4, 2: [1.0, 1.0, 2.0, 0.0]}
+    records = {(i, k): {"reward": r} for i, row in rewards.items() for k, r in enumerate(row)}
+    metrics = evaluation.scores(records, 4, "s")
+    for k in (1, 2, 4):
+        chances = []
+        for row in rewards.values():
+            subsets = list(combinations(row, k))
+            chances.append(sum(any(r >= 1.0 for r in subset) for subset in subsets) / len(subsets))
+        assert metrics[f"val-core/s/acc/pass@{k}"] == pytest.approx(sum(chances) / 3)
+    assert metrics["val-core/s/reward/mean@4"] == pytest.approx(5.5 / 12)
+
+
+def test_rows_with_too_few_episodes_do_not_count_for_pass_at_k():
+    records = {(0, 0): {"reward": 1.0}, (1, 0): {"reward": 0.0}, (1, 1): {"reward": 0.0}}
+    metrics = evaluation.scores(records, 2, "s")
+    assert metrics["val-core/s/acc/pass@1"] == 0.5 and metrics["val-core/s/acc/pass@2"] == 0.0
+
+
+def episode(server: str, group: str, reward: float | None, **changes) -> Episode:
+    status = "ok" if reward is not None else "timeout"
+    settings = {"response_ids": [1, 2], "turns": [(0, 2, 1)], "ended": "stop", **changes}
+    return Episode("x:1", group, server, [1], reward=reward, status=status, **settings)
+
+
+def test_metrics_are_by_server():
+    episodes = [
+        episode("a", "1", 1.0, reward_components={"format": 1.0}),
+        episode("a", "1", 0.0, reward_components={"format": 0.5}, ended="length"),
+        episode("b", "2", 0.5, turns=[(0, 1, 1), (1, 2, 3)]),
+        episode("b", "2", None),
+        episode("c", "3", None),
+        episode("c", "3", None),
+    ]
+    metrics = evaluation.rollout_metrics(episodes)
+    assert metrics["rollout/failed_frac"] == 0.5 and metrics["rollout/failed/timeout"] == 3
+    assert metrics["rollout/groups_dropped"] == 2  # b's has one member left, c's none
+    assert metrics["reward/a/mean"] == 0.5 and metrics["reward/a/format/mean"] == 0.75
+    assert metrics["reward/b/mean"] == 0.5 and "reward/c/mean" not in metrics
+    assert [metrics[f"rollout/{s}/failed_frac"] for s in "abc"] == [0.0, 0.5, 1.0]
+    assert metrics["rollout/ended/length_frac"] == pytest.approx(1 / 3)
+    assert metrics["rollout/turns/mean"] == pytest.approx(4 / 3)
