@@ -45,7 +45,7 @@ data: data/arithmetic_train.jsonl
 
 # Python 3.12 is what nemo-gym 0.4.0 declares; its servers also run on 3.11, which pip must be told.
 .venv-gym/ready: requirements-gym.txt | .venv/ready
-	@echo "== .venv-gym: NeMo Gym's verifiers, in an environment of their own (0.6 GB)"
+	@echo "== .venv-gym: NeMo Gym's verifiers, in an environment of their own (1 GB)"
 	@python=$$(python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || echo .venv/bin/python); \
 	set -x; .venv/bin/uv venv --quiet --clear --python "$$python" .venv-gym
 	.venv/bin/uv pip install --quiet --python .venv-gym/bin/python --no-deps -r requirements-gym.txt

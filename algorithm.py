@@ -41,7 +41,6 @@ import sys
 import threading
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,16 +53,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import env
 import gym_client
 import gym_servers
-from config import ConfigError, Data, dry_run, load_config, prepare, resume_point, summary, to_plain
+from config import ConfigError, Data, RunError, dry_run, load_config, prepare, resume_point, summary, to_plain
 
-STAGE_DEADLINE_S = 3600  # no stage of a step takes this long; one that does hangs, and ends the run
+STAGE_DEADLINE_S = 3600  # a stage (of episodes: an episode) that takes this long hangs, and ends the run
 GENERATE_DEADLINE_S = 1800.0  # for one answer of vLLM
 COMMANDS = ("train", "rollout", "evaluate")
 console = Console()
-
-
-class RunError(RuntimeError):
-    """A run that must stop; the message says what failed, where, and what to do."""
 
 
 # --- the loop ------------------------------------------------------------------------------------
@@ -113,7 +108,7 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
             requests = inference.in_groups(tasks, n)
             episodes = loop.run(inference.rollout(requests, policy, gym, run.counter(len(requests))))
             run.write_episodes(f"{'val' if validate else 'step'}_{step}", episodes, tasks)
-            check_failures(episodes, config.gym.max_failed_frac)
+            evaluation.check_failures(episodes, config.gym.max_failed_frac)
             return episodes
 
         def evaluate() -> dict[str, float]:
@@ -186,24 +181,13 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
     run.finish(before, after, checkpoint)
 
 
-def check_failures(episodes: Sequence[Any], max_failed_frac: float) -> None:
-    """Stop the run when too many episodes failed: what is left is not a sample of the task any more."""
-    failed = [e for e in episodes if e.status != "ok"]
-    if len(failed) > max_failed_frac * len(episodes):
-        reasons = ", ".join(f"{count} {status}" for status, count in Counter(e.status for e in failed).most_common())
-        raise RunError(
-            f"{len(failed)} of {len(episodes)} episodes failed ({reasons}), over gym.max_failed_frac="
-            f"{max_failed_frac:g}; the first: {failed[0].row_id}: {failed[0].error}"
-        )
-
-
 # --- a run: its folder, its stages, what it tells ------------------------------------------------
 
 
 class Run:
     """A run's folder, its clock and its voice. Use as `with Run(config) as run`."""
 
-    def __init__(self, config: DictConfig):
+    def __init__(self, config: DictConfig, command: str = "train"):
         self.config, self.folder = config, Path("runs") / config.trainer.experiment_name
         self.timing: dict[str, float] = {}  # seconds by stage, of the step under way
         self.started, self.first_episode = time.time(), 0.0  # seconds since the epoch; seconds since `started`
@@ -215,7 +199,8 @@ class Run:
             TimeElapsedColumn(),
             console=console,
         )
-        self.task = self.bar.add_task("training", total=config.trainer.total_training_steps, stage="starting")
+        steps = config.trainer.total_training_steps if command == "train" else 1
+        self.task = self.bar.add_task(command, total=steps, stage="starting")
 
     def __enter__(self) -> Run:
         for name in ("rollouts", "logs"):
@@ -238,20 +223,16 @@ class Run:
         if self.tracking:
             self.tracking.finish(exit_code=0 if kind is None else 1)
 
-    def start(
-        self, stack: contextlib.ExitStack, data: Data, train: bool = True
-    ) -> tuple[asyncio.Runner, Any, Any, Any, Any]:
+    def start(self, stack: contextlib.ExitStack, data: Data, train: bool = True) -> tuple[Any, ...]:
         """Start Gym servers, Ray, vLLM and, to train, the actor's workers; `stack` stops them all.
 
-        Returns (event loop, gym_client.Gym, inference.Policy, actor or None, verl's LLMServerManager).
+        Returns (asyncio.Runner, gym_client.Gym, inference.Policy, actor or None, verl's LLMServerManager).
         """
         import ray
 
         config, logs, door = self.config, self.folder / "logs", self.config.gym.door
-        port, key = (
-            door.port or gym_servers.free_port(door.host),
-            os.environ.get("POLICY_API_KEY") or secrets.token_hex(16),
-        )
+        port = door.port or gym_servers.free_port(door.host)
+        key = os.environ.get("POLICY_API_KEY") or secrets.token_hex(16)
         agents = any((spec.get("start") or {}).get("agent") for spec in config.gym.servers.values())
 
         def start_ray() -> None:
@@ -281,9 +262,8 @@ class Run:
             enter(gym)
             actor = training.start_actor(config) if train else None
             vllm = loop.run(inference.start_servers(config, actor) if train else inference.start_sampler(config))
-            policy = inference.make_policy(
-                config, vllm.get_client(), data.tokenizer, data.stop_ids, GENERATE_DEADLINE_S
-            )
+            client = vllm.get_client()
+            policy = inference.make_policy(config, client, data.tokenizer, data.stop_ids, GENERATE_DEADLINE_S)
             if agents or door.port:
                 enter(openai_door.serve(policy, door.host, port, key))
             return loop, gym, policy, actor, vllm
@@ -294,7 +274,7 @@ class Run:
 
         def hung(*_: Any) -> None:
             raise RunError(
-                f"stage {name} made no end in {STAGE_DEADLINE_S} s; see the workers' logs in {self.folder}/logs"
+                f"stage {name} got nowhere in {STAGE_DEADLINE_S} s; see the workers' logs in {self.folder}/logs"
             )
 
         begin, inner = time.perf_counter(), name != "step"
@@ -321,6 +301,7 @@ class Run:
         def one_more(*_: Any) -> None:
             nonlocal done
             done += 1
+            signal.alarm(STAGE_DEADLINE_S)  # a stage that gets on does not hang
             if not self.first_episode:
                 self.first_episode = self.timing["first_episode"] = time.time() - self.started
             self.bar.update(self.task, stage=f"{done}/{total} episodes")
@@ -357,7 +338,9 @@ class Run:
     def report(self, step: int, metrics: dict[str, Any], kept: Sequence[Any], tasks: Sequence[env.Task]) -> None:
         """One line a step, and every env.show_every steps the best and the worst answer of the batch."""
         self.bar.update(self.task, completed=step)
-        stages = " ".join(f"{k} {v:.1f}" for k, v in self.timing.items() if k != "step" and v >= 0.05)
+        stages = " ".join(
+            f"{k} {v:.1f}" for k, v in self.timing.items() if k not in ("step", "first_episode") and v >= 0.05
+        )
         numbers = [("reward", "critic/rewards/mean"), ("length", "response_length/mean"), ("loss", "actor/pg_loss")]
         values = " ".join(f"{label} {metrics[key]:.3g}" for label, key in numbers if key in metrics)
         self.say(f"step {step:4d}  {values}  failed {metrics['rollout/failed_frac']:.0%}  | seconds: {stages}")
@@ -431,7 +414,7 @@ def main() -> None:
         if args.dry_run:
             return dry_run(config, defaults, data, console)
         logs = Path("runs") / config.trainer.experiment_name / "logs"
-        with Run(config) as run:
+        with Run(config, commands[0]) as run:
             if commands == ["train"]:
                 train(config, run, data, resume_from)
             else:

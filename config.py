@@ -37,6 +37,10 @@ class ConfigError(ValueError):
     """A configuration that cannot run; the message names the key and the way out."""
 
 
+class RunError(RuntimeError):
+    """A run that must stop; the message says what failed, where, and what to do."""
+
+
 # What this loop reads of verl's configuration. A key set elsewhere would do nothing, so it is an error.
 READ = [
     *("actor_rollout_ref", "gym", "env", "ray_kwargs.ray_init"),

@@ -395,7 +395,7 @@ def examples(server: str, python: str) -> Iterator[dict[str, Any]]:
     seen: list[dict[str, Any]] = []
     for file in files:  # some rows ship twice, in two files
         seen += [row for _, row in read_rows(file) if row not in seen]  # within one file, all are kept
-    return (agent | row for row in seen)
+    return (row if row.get("agent_ref") else row | agent for row in seen)
 
 
 def check(path: str) -> bool:

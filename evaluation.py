@@ -27,14 +27,16 @@ from omegaconf import DictConfig
 
 import env
 import inference
-from config import ConfigError, Data
+from config import ConfigError, Data, RunError
 from inference import Episode
 
 
 def run_command(command: str, config: DictConfig, run: Any, data: Data) -> None:
-    """Collect what is missing of the episodes, and for `evaluate` say what they are worth. Raises ConfigError."""
-    settings = config.actor_rollout_ref.rollout
-    validate = command == "evaluate"
+    """Collect what is missing of the episodes, and for `evaluate` say what they are worth.
+
+    Raises ConfigError for a file of other rows, RunError when too many episodes failed.
+    """
+    settings, validate = config.actor_rollout_ref.rollout, command == "evaluate"
     tasks, n = (data.validation, settings.val_kwargs.n) if validate else (data.train, settings.n)
     path = run.folder / ("evaluation.jsonl" if validate else "rollouts.jsonl")
     records = read_records(path, tasks)
@@ -42,47 +44,50 @@ def run_command(command: str, config: DictConfig, run: Any, data: Data) -> None:
     run.say(f"{len(tasks) * n - len(missing)} of {len(tasks) * n} episodes are in {path}")
     with contextlib.ExitStack() as stack:
         loop, gym, policy, _, _ = run.start(stack, data, train=False)
-        policy.sampling = inference.sampling_params(config, validate)
-        count = run.counter(len(missing))
+        policy.sampling, count = inference.sampling_params(config, validate), run.counter(len(missing))
         out = stack.enter_context(path.open("a", encoding="utf-8"))
         failures = stack.enter_context((run.folder / "failures.jsonl").open("a", encoding="utf-8"))
 
         def write(index: int, episode: Episode) -> None:
-            i, k = missing[index]
+            place = dict(zip(("_ng_task_index", "_ng_rollout_index"), missing[index], strict=True))
             if episode.status == "ok":
-                record = inference.as_gym_record(episode, tasks[i], {"_ng_task_index": i, "_ng_rollout_index": k})
-                records[i, k] = record
+                record = inference.as_gym_record(episode, tasks[missing[index][0]], place)
+                records[missing[index]] = light(record)
                 out.write(json.dumps(record, ensure_ascii=False) + "\n")
                 out.flush()
             else:
-                line = {"rollout": command, "_ng_task_index": i, "_ng_rollout_index": k}
-                line |= {"row_id": episode.row_id, "status": episode.status, "error": episode.error}
+                line = {"rollout": command, **place, "row_id": episode.row_id}
+                line |= {"status": episode.status, "error": episode.error}
                 failures.write(json.dumps(line, ensure_ascii=False) + "\n")
             count(index, episode)
 
         with run.stage("gen"):
             requests = [(tasks[i], str(i)) for i, _ in missing]
             episodes = loop.run(inference.rollout(requests, policy, gym, write))
+        metrics = {f"timing_s/{stage}": seconds for stage, seconds in run.timing.items()}
         if episodes:
-            run.log(0, rollout_metrics(episodes) | {f"timing_s/{stage}": s for stage, s in run.timing.items()})
-        failed = Counter(e.status for e in episodes if e.status != "ok")
-        reasons = ", ".join(f"{count} {status}" for status, count in failed.most_common())
-        run.say(f"{len(records)} episodes in {path}" + f"; failed: {reasons}, see failures.jsonl" * bool(failed))
-        for server in sorted({task.server for task in tasks}):
-            mine = {key: record for key, record in records.items() if tasks[key[0]].server == server}
-            metrics = scores(mine, n, server)
-            if validate and mine:
-                heavy = ("response", "responses_create_params")  # Gym's collector leaves these away too
-                light = [{k: v for k, v in mine[key].items() if k not in heavy} for key in sorted(mine)]
-                theirs = loop.run(gym.aggregate(server, light))
-                metrics |= plain_numbers((theirs or {}).get("agent_metrics") or {}, f"val-gym/{server}/")
-                run.log(0, metrics)
-            for name, value in metrics.items():
+            metrics |= rollout_metrics(episodes)
+        for server in sorted({tasks[i].server for i, _ in records}):
+            mine = {key: records[key] for key in sorted(records) if tasks[key[0]].server == server}
+            found = scores(mine, n, server)
+            if validate:
+                theirs = loop.run(gym.aggregate(server, list(mine.values()))) or {}
+                found |= plain_numbers(theirs.get("agent_metrics") or {}, f"val-gym/{server}/")
+            for name, value in found.items():
                 run.say(f"    {name}: {value:.4g}")
+            metrics |= found
+        run.log(0, metrics)
+    run.say(f"{len(records)} of {len(tasks) * n} episodes are in {path}")
+    check_failures(episodes, config.gym.max_failed_frac)
+
+
+def light(record: dict[str, Any]) -> dict[str, Any]:
+    """A record without the conversation: what /aggregate_metrics gets, as from Gym's own collector."""
+    return {key: value for key, value in record.items() if key not in ("response", "responses_create_params")}
 
 
 def read_records(path: Path, tasks: Sequence[env.Task]) -> dict[tuple[int, int], dict[str, Any]]:
-    """{(task index, rollout index): record} of an earlier run of the same rows. Raises ConfigError for other rows."""
+    """{(task index, rollout index): light record} of an earlier run of these rows. Raises ConfigError for others."""
     records: dict[tuple[int, int], dict[str, Any]] = {}
     if not path.is_file():
         return records
@@ -93,8 +98,19 @@ def read_records(path: Path, tasks: Sequence[env.Task]) -> dict[tuple[int, int],
         i, k = record["_ng_task_index"], record["_ng_rollout_index"]
         if i >= len(tasks) or record["responses_create_params"] != tasks[i].row["responses_create_params"]:
             raise ConfigError(f"{path} holds episodes of other rows; give another trainer.experiment_name")
-        records[i, k] = record
+        records[i, k] = light(record)
     return records
+
+
+def check_failures(episodes: Sequence[Episode], max_failed_frac: float) -> None:
+    """Raises RunError when too many episodes failed: what is left is not a sample of the task any more."""
+    failed = [e for e in episodes if e.status != "ok"]
+    if len(failed) > max_failed_frac * len(episodes):
+        reasons = ", ".join(f"{count} {status}" for status, count in Counter(e.status for e in failed).most_common())
+        raise RunError(
+            f"{len(failed)} of {len(episodes)} episodes failed ({reasons}), over gym.max_failed_frac="
+            f"{max_failed_frac:g}; the first: {failed[0].row_id}: {failed[0].error}"
+        )
 
 
 # --- metrics -------------------------------------------------------------------------------------

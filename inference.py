@@ -27,6 +27,7 @@ from typing import Any
 
 import ray
 import verl.workers.rollout.router
+from jinja2 import TemplateError
 from omegaconf import DictConfig
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils.config import omega_conf_to_dataclass
@@ -193,7 +194,7 @@ def understand(policy: Policy, ids: list[int], tools: list[dict[str, Any]]) -> t
     """An answer's ids -> (thought, text, function calls), as the verifier and the tools read it.
 
     Calls are found by vLLM's parser for the model's format; what it cannot read is text. A thought is what
-    precedes `</think>`, where the model writes one.
+    precedes `</think>`, where the model writes one. Raises GymError('tool_parser').
     """
     text, calls = policy.tokenizer.decode(ids, skip_special_tokens=True), []
     if tools:
@@ -202,9 +203,14 @@ def understand(policy: Policy, ids: list[int], tools: list[dict[str, Any]]) -> t
 
         # some formats mark their calls with special tokens
         raw = policy.tokenizer.decode(ids[:-1] if ids[-1] in policy.stop_ids else ids, skip_special_tokens=False)
-        request: Any = ChatCompletionRequest.model_validate({"messages": [], "model": "policy", "tools": tools})
-        parser = ToolParserManager.get_tool_parser(policy.tool_format)(policy.tokenizer, request.tools)
-        found = parser.extract_tool_calls(raw, request)
+        try:
+            request: Any = ChatCompletionRequest.model_validate({"messages": [], "model": "policy", "tools": tools})
+            parser = ToolParserManager.get_tool_parser(policy.tool_format)(policy.tokenizer, request.tools)
+            found = parser.extract_tool_calls(raw, request)
+        except Exception as error:  # forty parsers of vLLM's, and whatever a policy writes: none may end the run
+            raise GymError(
+                "tool_parser", f"vLLM's {policy.tool_format} parser failed on {raw[:200]!r}: {error!r}"
+            ) from error
         if found.tools_called:
             text = found.content or ""
             # nine letters or digits, since some chat templates (Mistral's) take nothing else
@@ -229,8 +235,11 @@ def observed_ids(messages: list[dict[str, Any]], tokenizer: Any, stop_ids: set[i
     ]
     answer = {"role": "assistant", "content": "An answer.", **({"tool_calls": calls} if calls else {})}
     start = [{"role": "user", "content": "A question."}, answer]
-    ended = tokenizer.apply_chat_template(start, tokenize=False)
-    whole = tokenizer.apply_chat_template(start + messages, tokenize=False, add_generation_prompt=True)
+    try:
+        ended = tokenizer.apply_chat_template(start, tokenize=False)
+        whole = tokenizer.apply_chat_template(start + messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise GymError("template", f"the chat template does not take what the environment said: {error}") from error
     stops = [s for s in tokenizer.convert_ids_to_tokens(sorted(stop_ids)) if ended.rstrip().endswith(s)]
     if stops:  # whole, after as many stop tokens as `ended` has
         pieces = whole.split(stops[0])
@@ -260,9 +269,7 @@ async def play(episode: Episode, task: Task, session: Session, policy: Policy) -
         messages.append({"role": "user", "content": session.observation})
     if messages != task.messages or not task.prompt_ids:
         if not messages:
-            raise GymError(
-                "no_prompt", f"{task.row_id}: the row's input is empty, and {task.server} says nothing either"
-            )
+            raise GymError("no_prompt", f"{task.row_id}: its input is empty, and {task.server} says nothing either")
         episode.prompt_ids = env.encode(messages, task.tools, policy.tokenizer, task.row_id)
         if len(episode.prompt_ids) > policy.max_prompt_length:
             raise GymError("prompt_too_long", f"{task.row_id}: {len(episode.prompt_ids)} tokens with the observation")

@@ -7,28 +7,30 @@ alone from the installed nemo-gym package, with no model, no judge, no sandbox a
 gets the first row and a fixed answer: whether that is right does not matter here, only whether the server can
 say so. `NEEDS` says what a server lacks then, as read in its source: several pay 0 for that instead of failing.
 
-The table, on stdout, is docs/environments.md's. `rows` counts those that env.render accepts; `tools` are those
-that the rows offer, of which some have a route (or a catch-all) on the server; the others are only compared.
+The table, on stdout, is docs/environments.md's. `rows` counts those that env.render accepts; `kind` is who owns
+the turns (gym_client.py); `tools` are those that the rows offer, of which some have a route (or a catch-all) on the
+server, while the others are only compared; `Gym's agent` is what the server's own YAML names.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
-import math
 import re
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import httpx
+import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # before this folder, which has a gym_client too
 import env
 import gym_servers
-from gym_client import message_response
+from gym_client import Gym, GymError, message_response
 
 VERIFY_DEADLINE_S = 10.0
 ANSWER = "The answer is \\boxed{A}"
@@ -77,63 +79,61 @@ def because(name: str, said: str) -> str:
     return f"{WHY[name]} ({short(said)})" if name in WHY else short(said)
 
 
-def exchange(url: str, row: dict[str, Any], calls: tuple[str, str]) -> tuple[float, Any]:
-    """One episode: (latency of the scoring call in ms, its answer). Raises httpx.HTTPError, ValueError."""
-    first, second = calls
-    with httpx.Client(base_url=url, timeout=VERIFY_DEADLINE_S, trust_env=False) as http:
-        scored = {**row, "response": message_response(MOVE if second == "/step" else ANSWER)}
-        for path, body in ((first, row), (second, scored)):
-            begin = time.perf_counter()
-            answer = http.post(path, json=body)
-            latency = 1000 * (time.perf_counter() - begin)
-            if answer.status_code != 200:
-                raise ValueError(f"HTTP {answer.status_code} from {path}: {answer.text}")
-    return latency, answer.json()
-
-
-def ask(name: str, url: str, row: dict[str, Any], calls: tuple[str, str]) -> str:
-    """The verdict on a server that answers."""
+async def ask(name: str, url: str, row: dict[str, Any]) -> tuple[str, frozenset[str], str]:
+    """(kind, routes, the verdict on a server that answers), through the kit's own client."""
+    kind, routes = "", frozenset[str]()
     try:
-        exchange(url, row, calls)  # the first call may import and compile
-        latency, body = exchange(url, row, calls)
-    except httpx.TimeoutException:
-        return because(name, f"no answer in {VERIFY_DEADLINE_S:g} s")
-    except (httpx.HTTPError, ValueError) as error:
-        return because(name, str(error))
-    reward = body.get("reward") if isinstance(body, dict) else None
-    if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
-        return because(name, f"no reward: {body}")
-    return because(name, f"without it, reward {reward:g}") if name in WHY else f"reward in {latency:.0f} ms"
+        async with Gym({name: url}, timeout_s=VERIFY_DEADLINE_S, attempts=1) as gym:
+            kind, routes = await gym.kind(name), await gym.routes(name)
+            for _ in range(2):  # the first call may import and compile
+                async with gym.session(name, row) as session:
+                    begin = time.perf_counter()
+                    if kind == "step":
+                        reward = (await session.step(message_response(MOVE))).reward
+                    else:
+                        reward = (await session.verify(message_response(ANSWER))).reward
+                    latency = 1000 * (time.perf_counter() - begin)
+    except GymError as error:
+        return kind, routes, because(name, str(error).removeprefix(url))
+    return (
+        kind,
+        routes,
+        because(name, f"without it, reward {reward:g}") if name in WHY else f"reward in {latency:.0f} ms",
+    )
 
 
-def tools_of(rows: list[dict[str, Any]], paths: list[str]) -> str:
+def agents_of(name: str, package: Path) -> str:
+    """Gym's agents for this server, by the YAML that ships with it."""
+    blocks = [
+        block
+        for path in sorted((package / "resources_servers" / name / "configs").glob("*.yaml"))
+        for block in (yaml.safe_load(path.read_text()) or {}).values()
+        if isinstance(block, dict)
+    ]
+    return ", ".join(sorted({agent for block in blocks for agent in block.get("responses_api_agents") or {}}))
+
+
+def tools_of(rows: list[dict[str, Any]], routes: frozenset[str]) -> str:
     """`routed of offered` over all rows, `offered` of a server that is not there, or nothing."""
     offered = {t.get("name") for row in rows for t in row["responses_create_params"].get("tools") or []} - {None}
-    any_path = any(path.startswith("/{") for path in paths)
-    routed = [name for name in offered if any_path or f"/{name}" in paths]
-    return "" if not offered else f"{len(routed)} of {len(offered)}" if paths else str(len(offered))
+    any_path = any(route.startswith("/{") for route in routes)
+    routed = [name for name in offered if any_path or f"/{name}" in routes]
+    return "" if not offered else f"{len(routed)} of {len(offered)}" if routes else str(len(offered))
 
 
-def examine(name: str, rows: list[dict[str, Any]], python: str, logs: Path) -> list[str]:
-    """One server's line of the table: rows, style, tools, verdict."""
-    shown = f"{rendered(rows, name)} of {len(rows)}"
+def examine(name: str, rows: list[dict[str, Any]], python: str, logs: Path) -> tuple[str, str, str]:
+    """(kind, tools, verdict) of one server."""
     try:
         with gym_servers.running_servers({name: {"start": {"python": python}}}, logs) as urls:
-            paths = list(httpx.get(f"{urls[name]}/openapi.json", trust_env=False).json()["paths"])
-            if "/verify" in paths:
-                style, calls = "verify", ("/seed_session", "/verify")
-            elif {"/reset", "/step"} <= set(paths):
-                style, calls = "reset/step", ("/reset", "/step")
-            else:
-                return [shown, "", tools_of(rows, paths), because(name, f"neither /verify nor /step: {paths}")]
-            return [shown, style, tools_of(rows, paths), ask(name, urls[name], rows[0], calls)]
+            kind, routes, verdict = asyncio.run(ask(name, urls[name], rows[0]))
+            return kind, tools_of(rows, routes), verdict
     except gym_servers.GymStartError as error:
         print(f"    {error}", file=sys.stderr)
         if "has no resources server" in str(error):
             also = f"; {WHY[name]}" if name in WHY else ""
-            return [shown, "", tools_of(rows, []), f"not in nemo-gym 0.4.0{also}"]
+            return "", tools_of(rows, frozenset()), f"not in nemo-gym 0.4.0{also}"
         said = re.split(r"; log \S+: | \| ", str(error))[-1]  # the last line of its log
-        return [shown, "", tools_of(rows, []), because(name, said)]
+        return "", tools_of(rows, frozenset()), because(name, said)
 
 
 def main() -> None:
@@ -144,14 +144,22 @@ def main() -> None:
     args = parser.parse_args()
     gym_servers.START_DEADLINE_S = 40.0
     names = args.only.split(",") if args.only else sorted(path.stem for path in args.folder.glob("*.jsonl"))
-    print("| server | rows | style | tools | verdict |\n| --- | ---: | --- | ---: | --- |", flush=True)
+    where = "import pathlib, nemo_gym; print(pathlib.Path(nemo_gym.__file__).parent.parent)"
+    package = Path(
+        subprocess.run([args.python, "-c", where], capture_output=True, text=True, check=True).stdout.strip()
+    )
+    print(
+        "| server | rows | kind | tools | Gym's agent | verdict |\n| --- | ---: | --- | ---: | --- | --- |", flush=True
+    )
     verdicts = []
     with tempfile.TemporaryDirectory() as logs:
         for number, name in enumerate(names, 1):
             print(f"{number}/{len(names)} {name}", file=sys.stderr, flush=True)
-            cells = examine(name, read(args.folder / f"{name}.jsonl"), args.python, Path(logs))
-            verdicts.append(cells[-1])
-            print(f"| {' | '.join([name, *cells])} |", flush=True)
+            rows = read(args.folder / f"{name}.jsonl")
+            kind, tools, verdict = examine(name, rows, args.python, Path(logs))
+            verdicts.append(verdict)
+            cells = [name, f"{rendered(rows, name)} of {len(rows)}", kind, tools, agents_of(name, package), verdict]
+            print(f"| {' | '.join(cells)} |", flush=True)
     paid = sum(verdict.startswith("reward") for verdict in verdicts)
     missing = sum(verdict.startswith("not in") for verdict in verdicts)
     print(f"\n{paid} of {len(names)} servers verify in the environment of `make gym` alone; {missing} are not in it.")

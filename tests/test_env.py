@@ -624,15 +624,19 @@ def test_generators_by_command(tmp_path):
 @needs_gym
 def test_examples_of_a_server(tmp_path):
     done = command("examples", "--server", "mcqa", "--out", tmp_path, "--python", GYM_PYTHON)
-    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/mcqa_examples.jsonl: 5 rows\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/mcqa_examples.jsonl: 10 rows\n"), done.stderr
     written = [r for _, r in env.read_rows(tmp_path / "mcqa_examples.jsonl")]
-    (shipped,) = GYM_PYTHON.parent.parent.glob("lib/*/site-packages/resources_servers/mcqa/data/example.jsonl")
+    shipped = GYM_PYTHON.parent.parent.glob("lib/*/site-packages/resources_servers/mcqa/data/*example*.jsonl")
+    rows = [r for path in sorted(shipped) if "rollouts" not in path.name for _, r in env.read_rows(path)]
     reference = {"type": "responses_api_agents", "name": "mcqa_simple_agent"}
-    assert written == [{"agent_ref": reference} | r for _, r in env.read_rows(shipped)]
+    assert written == [{"agent_ref": reference} | r for r in rows]
     assert all(env.server_of(r, ["mcqa", "math"], "x:1") == "mcqa" for r in written)
 
     own = list(env.examples("blackjack", str(GYM_PYTHON)))
     assert own[0]["agent_ref"]["name"] == "blackjack_gymnasium_agent"
+    assert len(own) == 5 and own[0] == own[1]  # as they ship: a game asks the same each time
+    twice = list(env.examples("structured_outputs", str(GYM_PYTHON)))  # its v4 rows ship in two files
+    assert len(twice) == 10
 
     failed = command("examples", "--server", "mcqb", "--out", tmp_path, "--python", GYM_PYTHON)
     assert failed.returncode == 1 and "mcqb/data: no example*.jsonl" in failed.stderr and " mcqa," in failed.stderr

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -15,7 +17,7 @@ from typing import ClassVar
 import pytest
 from conftest import GYM_PYTHON, row
 
-from gym_client import Gym, GymError, message_response, parse_verdict
+from gym_client import Gym, GymError, discover, message_response, parse_verdict
 from gym_servers import GymStartError, check_server, free_port, running_servers, wait_ready
 
 
@@ -159,6 +161,221 @@ def test_an_unknown_server_is_named():
                 pass
 
         asyncio.run(ask())
+
+
+# --- tools, agents, kinds of server: what is repeated, and what goes to the model -----------------
+
+
+class Scripted:
+    """A server over real HTTP whose routes answer from a script: {path: [answer, ...]}, the last one for ever.
+
+    An answer is (status, JSON), or "reset". `log` has the path and the cookie of each call.
+    """
+
+    def __init__(self, **routes):
+        script, log = {f"/{name}": list(answers) for name, answers in routes.items()}, []
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                self.answer(200, {"paths": {path: {"post": {}} for path in script}})
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                log.append((self.path, body, self.headers.get("cookie")))
+                answers = script[self.path]
+                answer = answers.pop(0) if len(answers) > 1 else answers[0]
+                if answer == "reset":
+                    return self.connection.shutdown(socket.SHUT_RDWR)
+                self.answer(*answer)
+
+            def answer(self, status, body):
+                data = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_):
+                pass
+
+        self.log, self.server = log, ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def paths(self):
+        return [path for path, _, _ in self.log]
+
+
+TOOLS = [{"type": "function", "name": name} for name in ("look", "away", "verify")]
+ASKING = {"responses_create_params": {"input": "x", "tools": TOOLS}}
+SEEDED = {"seed_session": [(200, {})], "verify": [(200, {"reward": 1.0})]}
+
+
+def talk(url, conversation, row=ASKING):
+    """Run `conversation(session)` in a session of its own."""
+
+    async def run():
+        async with Gym({"s": url}, timeout_s=1.0) as gym, gym.session("s", row) as session:
+            return await conversation(session)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ((200, {"found": 1}), '{"found": 1}'),
+        ((422, {"detail": "no"}), '{"detail": "no"}'),
+        ((404, {"detail": "Not Found"}), '{"detail": "Not Found"}'),
+        ((500, "KeyError('x')"), "\"KeyError('x')\""),
+    ],
+    ids=["200", "422", "404", "500"],
+)
+def test_what_a_tool_says_goes_to_the_model(answer, text):
+    server = Scripted(look=[answer], **SEEDED)
+    assert talk(server.url, lambda session: session.call_tool("look", '{"q": 1}')) == text
+    assert server.log[-1][:2] == ("/look", {"q": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("gone", "{}"), ("verify", "{}"), ("look", '{"q": '), ("../look", "{}")]
+)
+def test_what_the_policy_got_wrong_reaches_no_server(name, arguments):
+    server = Scripted(look=[(200, {})], **SEEDED)
+    answer = json.loads(talk(server.url, lambda session: session.call_tool(name, arguments)))
+    assert re.match("Unknown tool|Invalid tool call arguments", answer["error"])
+    assert server.paths() == ["/seed_session"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"), [("reset", "connect"), ((503, "busy"), "http_503"), ((429, ""), "http_429")]
+)
+def test_a_tool_that_is_down_ends_the_episode_at_once(answer, reason):
+    server = Scripted(look=[answer], **SEEDED)
+    with pytest.raises(GymError) as caught:
+        talk(server.url, lambda session: session.call_tool("look", "{}"))
+    assert caught.value.reason == reason and server.paths() == ["/seed_session", "/look"]
+
+
+def test_a_session_that_a_tool_has_changed_is_not_begun_again():
+    server = Scripted(look=[(200, {})], seed_session=[(200, {})], verify=["reset", (200, {"reward": 0.0})])
+
+    async def conversation(session):
+        await session.call_tool("look", "{}")
+        return await session.verify(message_response("x"))
+
+    with pytest.raises(GymError) as caught:  # a new session would not have the tool's doing, and earn less
+        talk(server.url, conversation)
+    assert caught.value.reason == "connect" and server.paths() == ["/seed_session", "/look", "/verify"]
+
+
+@pytest.mark.parametrize(
+    ("routes", "kind", "executable"),
+    [
+        (["seed_session", "verify", "look"], "verify", {"look"}),
+        (["seed_session", "verify", "{tool_name}"], "verify", {"look", "away"}),
+        (["seed_session", "verify"], "verify", set()),
+        (["reset", "step", "aggregate_metrics"], "step", set()),
+    ],
+)
+def test_kinds_and_tools_follow_from_the_routes(routes, kind, executable):
+    server = Scripted(**{name: [(200, {"observation": "hello"})] for name in routes})
+
+    async def look(session):
+        return session.kind, session.executable, session.observation
+
+    assert talk(server.url, look) == (kind, executable, "hello" if kind == "step" else None)
+
+
+def test_a_step_is_not_repeated_unless_the_server_can_tell():
+    end = {"observation": None, "reward": 1, "terminated": True, "truncated": False, "info": {}}
+    opening = {"observation": "go", "info": {}}
+    server = Scripted(reset=[(200, opening)], step=["reset", (200, end)])
+    with pytest.raises(GymError):
+        talk(server.url, lambda session: session.step(message_response("x")))
+    assert server.paths() == ["/reset", "/step"]
+
+    opening = {"observation": "go", "info": {"supports_step_idempotency": True, "supports_explicit_close": True}}
+    server = Scripted(reset=[(200, opening)], step=["reset", (200, end)], close=[(200, {})])
+    turn = talk(server.url, lambda session: session.step(message_response("x")))
+    assert turn.reward == 1.0 and turn.terminated and not turn.truncated
+    assert server.paths() == ["/reset", "/step", "/step", "/close"]
+    first, second = (body["_ng_step_request_id"] for path, body, _ in server.log if path == "/step")
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    "answer", [{"reward": None}, {"reward": True}, {"reward": 1, "terminated": 1}, [], {}], ids=str
+)
+def test_a_step_without_a_reward_is_a_failure(answer):
+    server = Scripted(reset=[(200, {"observation": "go"})], step=[(200, answer)])
+    with pytest.raises(GymError) as caught:
+        talk(server.url, lambda session: session.step(message_response("x")))
+    assert caught.value.reason == "bad_answer"
+
+
+def test_an_agents_run_is_repeated_only_where_it_was_not_taken():
+    async def play(url):
+        async with Gym({"a": url}) as gym:
+            assert await gym.kind("a") == "agent"
+            return await gym.run("a", ASKING, 1.0)
+
+    body = {"reward": 0.5, "response": {"output": []}, "extra": 1, **ASKING}
+    server = Scripted(run=[(503, ""), (200, body)])
+    verdict, response = asyncio.run(play(server.url))
+    assert verdict.reward == 0.5 and verdict.details == {"extra": 1} and response == {"output": []}
+    for answer, reason in [((500, "boom"), "http_500"), ((200, {"reward": 1.0}), "bad_answer")]:
+        server = Scripted(run=[answer])
+        with pytest.raises(GymError) as caught:
+            asyncio.run(play(server.url))
+        assert caught.value.reason == reason and server.paths() == ["/run"]
+
+
+# --- discovery -----------------------------------------------------------------------------------
+
+HEAD = """
+import os, sys, time
+os.environ["NEMO_GYM_CONFIG_DICT"], os.environ["NEMO_GYM_CONFIG_PATH"] = sys.argv[1], "head_server"
+from nemo_gym.server_utils import HeadServer
+HeadServer.run_webserver()
+time.sleep(600)
+"""
+
+
+def test_a_real_head_server_knows_who_serves_whom(tmp_path):
+    port, served = free_port(), {"reasoning_gym": {"start": {"python": str(GYM_PYTHON)}}}
+    with running_servers(served, tmp_path) as urls:
+        serving = int(urls["reasoning_gym"].rpartition(":")[2])
+        config = {
+            "head_server": {"host": "127.0.0.1", "port": port},
+            "puzzles": {"resources_servers": {"reasoning_gym": {"host": "0.0.0.0", "port": serving}}},
+            "some_agent": {"responses_api_agents": {"simple_agent": {"resources_server": {"name": "puzzles"}}}},
+            "not_started": {"resources_servers": {"mcqa": {"entrypoint": "app.py"}}},
+            "policy_model": {"responses_api_models": {"vllm_model": {"base_url": "${policy_base_url}"}}},
+            "policy_base_url": "http://127.0.0.1:1/v1",
+        }
+        with (tmp_path / "head.log").open("wb") as log:
+            arguments = [str(GYM_PYTHON), "-c", HEAD, json.dumps(config)]
+            head = subprocess.Popen(arguments, stdout=log, stderr=log, cwd=tmp_path)
+        try:
+            deadline, url = time.monotonic() + 60, f"http://127.0.0.1:{port}"
+            while time.monotonic() < deadline:
+                with contextlib.suppress(GymError):
+                    servers, agents = discover(url, 5.0)
+                    break
+                time.sleep(0.5)
+            assert agents == {"some_agent": "puzzles"} and servers == {"puzzles": urls["reasoning_gym"]}
+
+            async def ask():
+                async with Gym(servers) as gym, gym.session("puzzles", row()) as session:
+                    return (await session.verify(message_response("7"))).reward
+
+            assert asyncio.run(ask()) == 1.0
+        finally:
+            head.kill()
+            head.wait()
 
 
 # --- real servers of nemo-gym --------------------------------------------------------------------

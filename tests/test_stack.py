@@ -10,11 +10,11 @@ import pytest
 import torch
 from conftest import ACTIONS, END, ROOT, counting
 
-import algorithm
 import env
 import evaluation
 import inference
 import training
+from config import RunError
 from gym_client import Gym
 from gym_servers import free_port, running_servers
 
@@ -98,8 +98,8 @@ def test_a_dead_verifier_gives_failures_and_no_reward(stack):
     metrics = evaluation.rollout_metrics(episodes)
     assert metrics["rollout/failed/connect"] == 16 and metrics["rollout/failed_frac"] == 1.0
     assert metrics["rollout/groups_dropped"] == 8 and "reward/reasoning_gym/mean" not in metrics
-    with pytest.raises(algorithm.RunError, match=r"16 of 16 episodes failed \(16 connect\)"):
-        algorithm.check_failures(episodes, 0.5)
+    with pytest.raises(RunError, match=r"16 of 16 episodes failed \(16 connect\)"):
+        evaluation.check_failures(episodes, 0.5)
 
 
 def test_two_ranks_update_as_one(stack):

@@ -7,11 +7,13 @@ the same code against vLLM and real Gym servers is in test_stack.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 from types import SimpleNamespace
 
 import pytest
+from conftest import ROOT
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -297,8 +299,11 @@ def test_an_empty_row_that_nobody_adds_to_is_a_failure():
     assert caught.value.reason == "no_prompt"
 
 
-def test_a_template_that_cannot_go_on_is_a_failure():
-    tokenizer = bytes_tokenizer("{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}", "<|im_end|>")
+@pytest.mark.parametrize(
+    "more", ["{{ loop.length }}", "{% if loop.length > 2 %}{{ raise_exception('no') }}{% endif %}"]
+)
+def test_a_template_that_cannot_go_on_is_a_failure(more):
+    tokenizer = bytes_tokenizer("{% for m in messages %}" + more + "{{ m.content }}{% endfor %}", "<|im_end|>")
     with pytest.raises(gym_client.GymError) as caught:
         inference.observed_ids([{"role": "user", "content": "x"}], tokenizer, {tokenizer.eos_token_id})
     assert caught.value.reason == "template"
@@ -395,3 +400,21 @@ def test_the_door_says_when_the_context_is_full():
     policy = policy_of(Script([]), tokenizer, max_prompt_length=5, max_response_length=5)
     status, answer = asyncio.run(door.complete({"messages": [{"role": "user", "content": "x" * 50}]}, policy))
     assert status == 400 and "context length" in answer["error"]["message"]
+
+
+def test_every_tool_of_gyms_examples_suits_the_parser():
+    """vLLM's parsers are handed the row's tools, in vLLM's own schema."""
+    tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
+    said = tokenizer.encode("<tool_call>{broken</tool_call> and " + call(), add_special_tokens=False)
+    folder, rows = ROOT.parent / "shared" / "data" / "gym_examples", 0
+    for path in sorted(folder.glob("*.jsonl")):
+        for where, row in env.read_rows(path):
+            with contextlib.suppress(env.Refused):
+                tools = env.render(row, where)[1]
+                if tools:
+                    thought, text, calls = inference.understand(policy_of(None, tokenizer), said, tools)
+                    assert not thought and "broken" in text and not calls  # what cannot be read is text
+                    calls = inference.understand(policy_of(None, tokenizer), said[31:], tools)[2]
+                    assert [c["name"] for c in calls] == ["look_up"]
+                    rows += 1
+    assert rows > 100 or not folder.is_dir()
