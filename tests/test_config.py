@@ -1,10 +1,16 @@
 """Recipes: strict keys with the nearest name, impossible sizes, missing files and models; each in one line."""
 
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import pytest
-from conftest import CPU, GYM_PYTHON, RECIPE, ROOT, load, tiny
+import yaml
+from conftest import CPU, GYM_PYTHON, RECIPE, ROOT, load, row, tiny, write_rows
 
 import config as recipes
 import env
+import gym_client
 import gym_servers
 from config import ConfigError
 
@@ -94,3 +100,59 @@ def test_shipped_recipes_merge_on_either_device(recipe):
 def test_overrides_of_the_tests_are_the_last_word(workspace):
     config, _ = load(workspace, *tiny(workspace), f"gym.servers.reasoning_gym.start.python={GYM_PYTHON}", "data.seed=9")
     assert config.data.seed == 9
+
+
+class Head(BaseHTTPRequestHandler):
+    """A head server and, at the same address, the resources server that it knows."""
+
+    def do_GET(self):
+        here = {"host": "127.0.0.1", "port": self.server.server_port}
+        known = {
+            "puzzles": {"resources_servers": {"reasoning_gym": here}},
+            "unused": {"resources_servers": {"mcqa": {**here, "port": 1}}},
+            "odd_agent": {"responses_api_agents": {"simple_agent": {"resources_server": {"name": "puzzles"}}}},
+        }
+        routes = {"paths": {"/verify": {"post": {}}}}
+        data = json.dumps(routes if self.path == "/openapi.json" else yaml.safe_dump(known)).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_head_server_fills_in_what_the_recipe_does_not_name(workspace):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Head)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    rows = [row(f"say {i}", agent_ref={"name": "odd_agent" if i % 2 else "reasoning_gym_agent"}) for i in range(8)]
+    files = f"env.train_files=[{write_rows(workspace / 'odd.jsonl', rows)}]"
+    head = f"http://127.0.0.1:{server.server_port}"
+    config, data = load(workspace, files, "env.val_files=[]", f"gym.head={head}")
+    assert [task.server for task in data.train] == ["reasoning_gym", "puzzles"] * 4
+    assert config.gym.servers.puzzles.url == head  # and `unused`, where nobody listens, is not asked for
+    assert set(config.gym.servers) == {"reasoning_gym", "puzzles"}
+    with pytest.raises(env.DataError, match="agent_ref 'odd_agent' matches none"):
+        load(workspace, files, "env.val_files=[]")
+    with pytest.raises(gym_client.GymError, match="Cannot connect"):
+        load(workspace, files, "gym.head=http://127.0.0.1:9")
+
+
+def test_the_door_for_others_wants_a_key(workspace, monkeypatch):
+    monkeypatch.delenv("POLICY_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match="POLICY_API_KEY must hold the door's key"):
+        load(workspace, "gym.door.port=12345")
+
+
+def test_an_unknown_format_of_tool_calls_is_named(workspace):
+    files = f"env.train_files=[{workspace / 'tools.jsonl'}]"
+    with pytest.raises(ConfigError, match=r"multi_turn\.format=hermess: vLLM has no such tool parser; it has .*hermes"):
+        load(workspace, files, "actor_rollout_ref.rollout.multi_turn.format=hermess")
+
+
+@pytest.mark.parametrize("recipe", sorted(p.name for p in (ROOT / "configs").glob("*.yaml")))
+def test_every_recipe_is_short_and_merges(recipe):
+    path = ROOT / "configs" / recipe
+    assert len(path.read_text().splitlines()) <= 120
+    recipes.load_config([str(path)], [])

@@ -244,3 +244,26 @@ def test_no_failed_call_becomes_a_reward(way, with_tool, faultless):
         assert torch.equal(ours[e.row_id], theirs[e.row_id]), e.row_id
     without = advantages([honest[e.row_id] for e in kept])  # what is left of a group, as if the rest had never been
     assert all(torch.equal(ours[e.row_id], without[e.row_id]) for e in kept)
+
+
+def test_an_episode_is_verified_while_others_still_generate():
+    """The second answer is not begun until the first episode has its verdict."""
+    tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
+    requests = requests_of(tokenizer, with_tool=False)[:2]
+    verified = asyncio.Event()
+
+    class Waits(Says):
+        async def generate(self, request_id, prompt_ids, sampling_params):
+            if "row 0-1." in self.tokenizer.decode(prompt_ids):
+                await asyncio.wait_for(verified.wait(), 5)
+            return await super().generate(request_id, prompt_ids, sampling_params)
+
+    policy = policy_of(Waits(tokenizer, [task for task, _ in requests]), tokenizer)
+
+    async def collect(url):
+        async with Gym({"faulty": url}) as gym:
+            return await inference.rollout(requests, policy, gym, lambda index, _: index or verified.set())
+
+    with Server("") as server:
+        episodes = asyncio.run(collect(server.url))
+    assert [e.status for e in episodes] == ["ok", "ok"] and verified.is_set()

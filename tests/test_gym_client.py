@@ -6,8 +6,11 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
 import socket
 import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections import Counter
@@ -427,3 +430,17 @@ def test_a_url_nobody_listens_on_says_how_to_start_it():
     with pytest.raises(GymStartError, match=f"`python gym_servers.py reasoning_gym --port {port}`"):
         check_server("reasoning_gym", {"url": f"http://127.0.0.1:{port}"})
     assert time.monotonic() - begin < 10
+
+
+def test_the_ten_lines_of_the_header_work_with_this_file_alone(tmp_path):
+    import gym_client
+
+    code = textwrap.dedent(gym_client.__doc__.split("only aiohttp:")[1].split("Three kinds of server")[0])
+    shutil.copy(gym_client.__file__, tmp_path)
+    examples = GYM_PYTHON.parent.parent.glob("lib/*/site-packages/resources_servers/mcqa/data/example.jsonl")
+    shutil.copy(next(examples), tmp_path / "rows.jsonl")
+    with running_servers({"mcqa": {"start": {"python": str(GYM_PYTHON)}}}, tmp_path) as urls:
+        program = code.replace("http://127.0.0.1:8001", urls["mcqa"])
+        assert program != code
+        done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("1.0\n", ""), program

@@ -116,3 +116,28 @@ def test_packed_attention_is_each_sequence_by_itself():
     torch.testing.assert_close(packed, torch.cat(expected, dim=2).transpose(1, 2))
     with pytest.raises(ValueError, match="use_remove_padding"):
         cpu.packed_attention(None, query.expand(2, -1, -1, -1), key, value, None, position_ids=position_ids)
+
+
+def test_components_of_the_reward_reach_verls_multi_reward_advantage():
+    """gdpo normalises each component by itself: here they pull apart, and the sum alone would say nothing."""
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+
+    parts = [{"right": 1.0, "format": 0.0}, {"right": 0.0, "format": 1.0}, {"right": 1.0, "format": 0.0}]
+    episodes = [episode([1], [2, 3], reward=1.0) for _ in parts]
+    for e, part in zip(episodes, parts, strict=True):
+        e.reward_components = part
+    batch = training.to_batch(episodes, 0, 1.0)
+    assert list(batch.non_tensor_batch["right"]) == [1.0, 0.0, 1.0]
+    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+    settings = OmegaConf.create({"gdpo_reward_keys": ["right", "format"], "gdpo_reward_weights": [1.0, 0.1]})
+    advantages = compute_advantage(batch, adv_estimator="gdpo", config=settings).batch["advantages"]  # [3, 2]
+    assert advantages[0, 0] > 0 > advantages[1, 0] and torch.equal(advantages[0], advantages[2])
+
+
+def test_components_that_not_all_episodes_have_are_left_out():
+    one, two = episode([1], [2]), episode([1], [2])
+    one.reward_components = {"a": 1.0, "b": 0.0}
+    two.reward_components = {"b": 1.0}
+    batch = training.to_batch([one, two], 0, 1.0)
+    assert list(batch.non_tensor_batch["b"]) == [0.0, 1.0] and "a" not in batch.non_tensor_batch
