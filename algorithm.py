@@ -348,7 +348,7 @@ class Run:
             prompts = {task.row_id: question(task) for task in tasks}
             for episode in (max(kept, key=lambda e: e.reward), min(kept, key=lambda e: e.reward)):
                 asked = " ".join(prompts[episode.row_id].split())[-100:]
-                self.say(f"    {asked!r} -> {episode.response[:200]!r}  reward {episode.reward:.2f}")
+                self.say(f"    {asked!r} -> {episode.transcript[:200]!r}  reward {episode.reward:.2f}")
 
     def finish(self, before: dict[str, float], after: dict[str, float], checkpoint: Path) -> None:
         """The result of the run and what to do next."""

@@ -69,6 +69,19 @@ class Episode:
         said = [item for item in self.output if item.get("role") == "assistant"]
         return "".join(part["text"] for part in said[-1]["content"]) if said else ""
 
+    @property
+    def transcript(self) -> str:
+        """All that was said after the prompt, for people: text, calls, and what came back."""
+        parts = []
+        for item in self.output:
+            if item["type"] == "function_call":
+                parts.append(f"{item['name']}({item['arguments']})")
+            elif item.get("role") == "assistant":
+                parts.append("".join(part["text"] for part in item["content"]))
+            elif item["type"] != "reasoning":
+                parts.append(f"=> {item.get('output') or item.get('content')}")
+        return " ".join(parts)
+
 
 @dataclass
 class Policy:

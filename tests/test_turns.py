@@ -206,6 +206,7 @@ def test_the_verifier_sees_every_item_in_order():
     calls = [item["call_id"] for item in output if item["type"] == "function_call"]
     assert calls == [item["call_id"] for item in output if item["type"] == "function_call_output"]
     assert episode.response == "done" and episode.reward_components == {"a": 1.0}
+    assert episode.transcript == 'Wait. look_up({}) look_up({"a": 1}) => one => two look_up({}) => three done'
 
 
 @pytest.mark.parametrize(
@@ -417,4 +418,4 @@ def test_every_tool_of_gyms_examples_suits_the_parser():
                     calls = inference.understand(policy_of(None, tokenizer), said[31:], tools)[2]
                     assert [c["name"] for c in calls] == ["look_up"]
                     rows += 1
-    assert rows > 100 or not folder.is_dir()
+    assert rows > 50 or not folder.is_dir()
