@@ -53,6 +53,11 @@ READ = [
     *(f"trainer.{key}" for key in ("resume_mode", "resume_from_path", "nnodes", "n_gpus_per_node")),
     "trainer.ray_wait_register_center_timeout",
 ]
+MICRO_BATCH_TOKENS = [
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+]
 FREE = ("ray_kwargs.ray_init", "gym.servers", "gym.concurrency")  # keys below are not ours or verl's to list
 NEED_VALUES = ("gae",)  # estimators that need a critic
 
@@ -231,7 +236,10 @@ def prepare(config: DictConfig, command: str = "train") -> Data:
         raise ConfigError("gym.door.port is set, so the environment variable POLICY_API_KEY must hold the door's key")
 
     # what follows from the above, unless the recipe says it
-    rollout.max_model_len = rollout.max_model_len or limit + config.data.max_response_length
+    longest = limit + config.data.max_response_length
+    rollout.max_model_len = rollout.max_model_len or longest
+    for key in MICRO_BATCH_TOKENS:  # verl packs whole episodes, so the longest must fit
+        OmegaConf.update(config, key, max(OmegaConf.select(config, key), longest))
     actor.optim.total_training_steps = config.trainer.total_training_steps
     text_config = hf_config.get_text_config()
     largest_mb = math.ceil(text_config.vocab_size * text_config.hidden_size * 4 / 2**20) + 1  # the embedding, fp32
@@ -354,7 +362,8 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
             f"step        {prompts} prompts x {rollout.n} answers = {prompts * rollout.n} episodes "
             f"of at most {longest}; {updates} optimiser step{'s' * (updates > 1)}",
             f"training    {steps} steps = {steps * prompts / len(data.train):.2f} epochs; lr {actor.optim.lr:g}; "
-            f"{config.algorithm.adv_estimator}, {actor.policy_loss.loss_mode} loss",
+            f"{config.algorithm.adv_estimator}, {actor.policy_loss.loss_mode} loss; "
+            f"micro-batches of {actor.ppo_max_token_len_per_gpu} tokens",
         ]
     else:
         tasks, n = (data.train, rollout.n) if command == "rollout" else (data.validation, rollout.val_kwargs.n)

@@ -82,6 +82,10 @@ def test_derived_sizes(workspace):
     assert config.actor_rollout_ref.actor.optim.total_training_steps == 40
     assert rollout.checkpoint_engine.update_weights_bucket_megabytes == 64  # the floor: the model is tiny
     assert data.stop_ids == {1} and len(data.validation) == 3
+    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 2048  # as configs/cpu.yaml says
+    longer, _ = load(workspace, "data.max_prompt_length=3000")  # a whole episode must fit a micro-batch
+    sizes = [recipes.OmegaConf.select(longer, key) for key in recipes.MICRO_BATCH_TOKENS]
+    assert sizes == [3012, 3012, 3012]
     assert "8 prompts x 8 answers = 64 episodes" in recipes.summary(config, data, "train")
     overlap = load(workspace, f"env.val_files=[{workspace / 'train.jsonl'}]")
     assert "WARNING     8 of the held-out prompts" in recipes.summary(*overlap, "train")
