@@ -9,6 +9,7 @@ verifier wants to see again (`answer`, ...). The kit sends the row back to the s
 To add a task, write a function that yields rows (see `arithmetic` below), give it a line in `GENERATORS`, and run
 
     python env.py arithmetic --out data/                              # the demo's generated sums
+    python env.py counter --out data/                                 # numbers to add with a tool
     python env.py gsm8k [--source DIR] --out data/                    # GSM8K from the hub, or its original JSONL
     python env.py examples --server mcqa --out data/                  # what nemo-gym ships for a server
     python env.py check data/*.jsonl                                  # which rows load, which not, and why
@@ -376,7 +377,30 @@ def gsm8k(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
     return {"train": map(row, entries("train")), "validation": map(row, entries("test"))}
 
 
-GENERATORS = {"arithmetic": arithmetic, "gsm8k": gsm8k}
+def counter(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
+    """Numbers to add with a tool, for Gym's example_session_state_mgmt server, which counts in a session.
+
+    The server pays 1 if the counter stands where it should in the end: for one call with the right number.
+    """
+    schema = {"type": "object", "properties": {"count": {"type": "integer"}}, "required": ["count"]}
+    about = "Add a number to the counter."
+    tool = {"type": "function", "name": "increment_counter", "description": about, "parameters": schema, "strict": True}
+    shown = '<tool_call>{"name": "increment_counter", "arguments": {"count": 5}}</tool_call>'
+    system = f"You keep a counter. To add 5 to it, write only {shown}. After the tool has answered, say done."
+    words = ["Add {} to the counter.", "Please add {}.", "The counter should go up by {}.", "Count {} more."]
+
+    def row(number: int, text: str) -> dict[str, Any]:
+        made = _row("example_session_state_mgmt", text.format(number), system, expected_count=number, initial_count=0)
+        made["responses_create_params"]["tools"] = [tool]
+        return made
+
+    numbers = list(range(1, 100))
+    random.Random(args.seed).shuffle(numbers)
+    split = {"train": numbers[16:], "validation": numbers[:16]}
+    return {name: [row(number, text) for number in some for text in words] for name, some in split.items()}
+
+
+GENERATORS = {"arithmetic": arithmetic, "gsm8k": gsm8k, "counter": counter}
 
 
 def examples(server: str, python: str) -> Iterator[dict[str, Any]]:

@@ -646,3 +646,19 @@ def test_examples_without_gym_or_server(tmp_path):
     failed = command("examples", "--server", "mcqa", "--out", tmp_path, "--python", tmp_path / "python")
     assert failed.returncode == 1 and f"--python {tmp_path}/python is no interpreter" in failed.stderr
     assert command("examples", "--out", tmp_path).returncode == 2
+
+
+def test_the_counters_rows(tmp_path):
+    assert command("counter", "--out", tmp_path).returncode == 0
+    rows = {
+        split: [r for _, r in env.read_rows(tmp_path / f"counter_{split}.jsonl")] for split in ("train", "validation")
+    }
+    numbers = {split: {r["expected_count"] for r in some} for split, some in rows.items()}
+    assert (
+        numbers["train"] | numbers["validation"] == set(range(1, 100)) and not numbers["train"] & numbers["validation"]
+    )
+    for r in rows["train"] + rows["validation"]:
+        messages, tools = env.render(r, "x:1")
+        assert str(r["expected_count"]) in messages[-1]["content"] and r["initial_count"] == 0
+        assert [tool["function"]["name"] for tool in tools] == ["increment_counter"]
+        assert env.server_of(r, ["example_session_state_mgmt", "mcqa"], "x:1") == "example_session_state_mgmt"
