@@ -385,19 +385,27 @@ def counter(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
     schema = {"type": "object", "properties": {"count": {"type": "integer"}}, "required": ["count"]}
     about = "Add a number to the counter."
     tool = {"type": "function", "name": "increment_counter", "description": about, "parameters": schema, "strict": True}
-    shown = '<tool_call>{"name": "increment_counter", "arguments": {"count": 5}}</tool_call>'
-    system = f"You keep a counter. To add 5 to it, write only {shown}. After the tool has answered, say done."
-    words = ["Add {} to the counter.", "Please add {}.", "The counter should go up by {}.", "Count {} more."]
 
-    def row(number: int, text: str) -> dict[str, Any]:
-        made = _row("example_session_state_mgmt", text.format(number), system, expected_count=number, initial_count=0)
+    def exchange(number: int) -> list[dict[str, Any]]:  # shown before the question: a small model copies what it sees
+        called, call_id = json.dumps({"count": number}), f"call_{number}"
+        return [
+            {"role": "user", "content": f"Add {number} to the counter."},
+            {"type": "function_call", "call_id": call_id, "name": "increment_counter", "arguments": called},
+            {"type": "function_call_output", "call_id": call_id, "output": '{"success":true}'},
+            {"role": "assistant", "content": "Done."},
+        ]
+
+    def row(number: int) -> dict[str, Any]:
+        made = _row(
+            "example_session_state_mgmt", f"Add {number} to the counter.", expected_count=number, initial_count=0
+        )
+        made["responses_create_params"]["input"][:0] = exchange(7) + exchange(31)
         made["responses_create_params"]["tools"] = [tool]
         return made
 
-    numbers = list(range(1, 100))
+    numbers = [number for number in range(1, 100) if number not in (7, 31)]
     random.Random(args.seed).shuffle(numbers)
-    split = {"train": numbers[16:], "validation": numbers[:16]}
-    return {name: [row(number, text) for number in some for text in words] for name, some in split.items()}
+    return {"train": [row(number) for number in numbers[16:]], "validation": [row(number) for number in numbers[:16]]}
 
 
 GENERATORS = {"arithmetic": arithmetic, "gsm8k": gsm8k, "counter": counter}

@@ -1,0 +1,712 @@
+"""verl's advantages, losses and KL terms, called as this kit calls them, against their papers.
+
+A reference is the paper's equation as loops over episodes and tokens. Where verl does otherwise, the text says
+"Departs:" and the test holds verl to what it does.
+
+Tolerances: float64 goes in, and rewards are multiples of 1/4, so only the rounding of sums is left: EXACT.
+SINGLE is for float32 inside verl: quotients of counts (Bessel's correction in `masked_whiten`, gpg's alpha) and
+the casts of `group_mean_std` and gdpo, which each cost up to 2^-24.
+"""
+
+import functools
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import CPU, RECIPE
+from omegaconf import OmegaConf
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
+from verl.utils.config import omega_conf_to_dataclass
+
+import config as recipes
+import inference
+import training
+
+EXACT, SINGLE = {"rtol": 1e-9, "atol": 1e-9}, {"rtol": 2e-6, "atol": 2e-6}
+SEEDS = range(4)
+MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+assert_close = np.testing.assert_allclose
+
+
+@functools.cache
+def recipe():
+    return recipes.load_config((str(RECIPE), str(CPU)), [])[0]
+
+
+# --- episodes ------------------------------------------------------------------------------------
+
+
+def episode(group, reward, mask=(1,), rewards=None, status="ok", **more):
+    """An Episode, and what estimators need beyond it: `rewards` by token; `values`, `pi`, ... from `more`."""
+    T = len(mask)
+    e = inference.Episode("r", group, "s", [1], [2] * T, list(mask), [-0.5] * T, reward=reward, status=status)
+    e.rewards = rewards or [0.0] * (T - 1) + [reward]
+    e.reward_components = {"right": reward, "format": 0.0}
+    e.__dict__.update(more)
+    return e
+
+
+def group_of(*rewards, group="g"):
+    return [episode(group, r) for r in rewards]
+
+
+def random_episodes(seed, gaps=True, dense=False):
+    """Groups of 2, 3 and 5, shuffled, of many lengths, with ties, observed gaps and failures, which `keep` drops.
+
+    dense: a reward on every token, as a KL term in the reward makes it.
+    """
+    rng, made = np.random.default_rng(seed), []
+    for group, size in {"a": 2, "b": 3, "c": 6, "d": 2}.items():  # c and d lose a member, which leaves d alone
+        for i in range(size):
+            T, failed = int(rng.integers(2, 10)), group in "cd" and i == 0
+            reward = float(rng.choice([-0.5, 0, 0.25, 1]))
+            mask, pi = np.ones(T, int), rng.uniform(0.05, 0.95, T)
+            if gaps and T > 3:
+                mask[slice(*sorted(rng.choice(np.arange(1, T), 2, replace=False)))] = 0
+            rewards = rng.normal(size=T) * mask * dense
+            rewards[-1] += reward
+            e = episode(group, None if failed else reward, mask.tolist(), rewards.tolist(), "oom" if failed else "ok")
+            e.values, e.pi, e.squares = rng.normal(size=T), pi, pi**2 + (1 - pi) ** 2 * rng.uniform(size=T)
+            e.greedy, e.reward_components = rng.normal(), {"right": reward, "format": rng.integers(0, 3) / 4}
+            made.append(e)
+    rng.shuffle(made)
+    kept = inference.keep(made)
+    assert sorted(e.group_id for e in kept) == list("aabbbccccc")
+    return kept
+
+
+def padded(rows):
+    return np.array([list(row) + [0.0] * (max(map(len, rows)) - len(row)) for row in rows], dtype=float)
+
+
+def advantages(episodes, name, **algorithm):
+    """(advantages, returns) [B, R] as the loop of algorithm.py gets them; 0 on tokens that were not sampled."""
+    batch, settings = training.to_batch(episodes, 0, 1.0), OmegaConf.merge(recipe().algorithm, algorithm)
+    b, mask = batch.batch, batch.batch["response_mask"]
+    b["token_level_rewards"] = torch.tensor(padded([e.rewards for e in episodes]))
+    if name == "gae":
+        b["values"] = torch.tensor(padded([e.values for e in episodes]))
+    if name == "remax":
+        b["reward_baselines"] = torch.tensor([e.greedy for e in episodes], dtype=torch.float64)
+    if name.endswith("token_baseline"):
+        b["old_log_probs"] = torch.tensor(padded([np.log(e.pi) for e in episodes]))
+        b["sum_pi_squared"] = torch.tensor(padded([e.squares for e in episodes]))
+    keys = {key: settings[key] for key in ("gamma", "lam", "norm_adv_by_std_in_grpo")}
+    compute_advantage(batch, adv_estimator=name, config=settings, **keys)
+    if name not in ("gae", "remax"):  # which leave values on observed tokens, for the loss's mask to remove
+        assert not (b["advantages"] * (1 - mask)).any()
+    return (b["advantages"] * mask).double().numpy(), (b["returns"] * mask).double().numpy()
+
+
+# --- references: advantages ----------------------------------------------------------------------
+
+
+def sampled(e):
+    return [t for t, m in enumerate(e.response_mask) if m]
+
+
+def over_answers(scalar, episodes, value=lambda e: sum(e.rewards)):
+    """scalar(r, rs, e, peers) on each sampled token of e: r = value(e), and rs those of its peers in the group."""
+    rows = []
+    for e in episodes:
+        peers = [x for x in episodes if x.group_id == e.group_id and x is not e]
+        rows.append(scalar(value(e), [value(x) for x in peers], e, peers) * np.array(e.response_mask))
+    return rows
+
+
+def whitened(rows, episodes):
+    """Zero mean and unit variance (+ 1e-8) over all sampled tokens of the batch."""
+    values = [row[t] for row, e in zip(rows, episodes, strict=True) for t in sampled(e)]
+    m, scale = np.mean(values), math.sqrt(np.var(values, ddof=1) + 1e-8)
+    return [(row - m) / scale * e.response_mask for row, e in zip(rows, episodes, strict=True)]
+
+
+def to_go(e, gamma=1.0):
+    """The discounted sum of rewards from each sampled token on; observed tokens take no time."""
+    g, out = 0.0, np.zeros(len(e.rewards))
+    for t in reversed(sampled(e)):
+        out[t] = g = e.rewards[t] + gamma * g
+    return out
+
+
+def normed(r, rs, *_):
+    return (r - np.mean([r, *rs])) / (np.std([r, *rs], ddof=1) + 1e-6)
+
+
+def centred(r, rs, *_):
+    return r - np.mean([r, *rs])
+
+
+def length_weighted(r, rs, e, peers):
+    lengths = [len(sampled(x)) for x in [e, *peers]]
+    return r - sum(n * x for n, x in zip(lengths, [r, *rs], strict=True)) / sum(lengths)
+
+
+def gdpo(episodes):
+    parts = [over_answers(normed, episodes, lambda e, k=key: e.reward_components[k]) for key in WEIGHTS]
+    return whitened([1.0 * right + 0.5 * form for right, form in zip(*parts, strict=True)], episodes)
+
+
+def gpg(episodes):
+    alpha = len(episodes) / max(1, sum(sum(e.rewards) != 0 for e in episodes))
+    return over_answers(lambda *a: alpha * centred(*a), episodes)
+
+
+def token_baseline(episodes):
+    def energy(e, k):
+        return sum(1 - 2 * e.pi[t] + e.squares[t] for t in sampled(e)[: k + 1])
+
+    rows = [np.zeros(len(e.rewards)) for e in episodes]
+    for row, e in zip(rows, episodes, strict=True):
+        for k, t in enumerate(sampled(e)):
+            alive = [x for x in episodes if x.group_id == e.group_id and len(sampled(x)) > k]
+            weighted = sum(to_go(x)[sampled(x)[k]] * energy(x, k) for x in alive)
+            b = weighted / (sum(energy(x, k) for x in alive) + 1e-8)
+            row[t] = to_go(e)[t] - (b if len(alive) > 1 else 0.0)
+    return rows
+
+
+WEIGHTS = {"right": 1.0, "format": 0.5}
+GDPO = {"gdpo_reward_keys": list(WEIGHTS), "gdpo_reward_weights": list(WEIGHTS.values())}
+outcome = functools.partial(functools.partial, over_answers)
+ESTIMATORS = {  # name: (reference, tolerance)
+    # Shao et al., arXiv:2402.03300, section 4.1.2: (r_i - mean(r)) / std(r). Departs: std + 1e-6.
+    "grpo": (outcome(normed), EXACT),
+    "grpo_vectorized": (outcome(normed), SINGLE),
+    # Liu et al., arXiv:2601.05242: GRPO of each component, weighted sum, normalised over the batch. Departs: over
+    # the batch's tokens, not its answers, so long ones weigh more.
+    "gdpo": (gdpo, SINGLE),
+    # Tang et al., arXiv:2503.19595, leave-one-out pass@k: max(r) - max of the others. Departs: over the std + 1e-6.
+    "grpo_passk": (outcome(lambda r, rs, *_: (max(r, *rs) - max(rs)) / (np.std([r, *rs], ddof=1) + 1e-6)), EXACT),
+    # Ahmadian et al., arXiv:2402.14740, the RLOO estimator: r_i - mean of the others.
+    "rloo": (outcome(lambda r, rs, *_: r - np.mean(rs)), EXACT),
+    "rloo_vectorized": (outcome(lambda r, rs, *_: r - np.mean(rs)), EXACT),
+    # Hao et al., arXiv:2505.23585: r_i - sum(l r) / sum(l), l an answer's length, here its sampled tokens.
+    "opo": (outcome(length_weighted), EXACT),
+    # Chu et al., arXiv:2504.02546: alpha (r_i - mean(r)) / F_norm, F_norm = 1, alpha = B / (B - M). Departs: M is
+    # the paper's number of answers in groups of equal rewards; verl's B - M counts rewards that are not 0.
+    "gpg": (gpg, SINGLE),
+    # Hu et al., arXiv:2501.03262: the return from token t on, normalised over the batch; with baseline, the
+    # answer's reward - its group's mean. Departs: the latter's normalisation is over tokens, not answers.
+    "reinforce_plus_plus": (lambda es: whitened([to_go(e) for e in es], es), SINGLE),
+    "reinforce_plus_plus_baseline": (lambda es: whitened(over_answers(centred, es), es), SINGLE),
+    # Li et al., arXiv:2310.10505, Algorithm 1: the return from token t on - the reward of the greedy answer.
+    "remax": (lambda es: [(to_go(e) - e.greedy) * e.response_mask for e in es], EXACT),
+    # Li et al., arXiv:2602.07078: b_t = sum(G_t W_t) / sum(W_t), W_t = sum over j <= t of 1 - 2 pi_j + sum pi^2, over
+    # those of the group that have a t-th token. Departs: + 1e-8, and b_t = 0 where one is alone (its own baseline).
+    "optimal_token_baseline": (token_baseline, EXACT),
+    "tir_optimal_token_baseline": (token_baseline, EXACT),
+}
+BY_RETURN = ["grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg"]
+
+
+# --- advantages ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_advantage_is_the_papers(name, seed, dense):
+    (reference, tolerance), episodes = ESTIMATORS[name], random_episodes(seed, name != "optimal_token_baseline", dense)
+    assert_close(advantages(episodes, name, **GDPO)[0], padded(reference(episodes)), **tolerance)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.95), (0.5, 0.0)])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gae_is_the_sum_of_discounted_td_errors(seed, gamma, lam):
+    """Schulman et al., arXiv:1506.02438, eq. 16; after a sampled token comes the next sampled one. Departs:
+    advantages are whitened over the batch's tokens, after the returns are made."""
+    episodes = random_episodes(seed, dense=True)
+    raw, returns = ([np.zeros(len(e.rewards)) for e in episodes] for _ in range(2))
+    for e, row, back in zip(episodes, raw, returns, strict=True):
+        v = [e.values[t] for t in sampled(e)] + [0.0]  # nothing comes after the end
+        delta = [e.rewards[t] + gamma * v[k + 1] - v[k] for k, t in enumerate(sampled(e))]
+        for k, t in enumerate(sampled(e)):
+            row[t] = sum((gamma * lam) ** n * d for n, d in enumerate(delta[k:]))
+            back[t] = row[t] + v[k]
+    got = advantages(episodes, "gae", gamma=gamma, lam=lam)
+    assert_close(got[0], padded(whitened(raw, episodes)), **SINGLE)
+    assert_close(got[1], padded(returns), **EXACT)
+
+
+def test_reinforce_plus_plus_discounts_by_algorithm_gamma_and_whitens_over_the_batch():
+    episodes = random_episodes(0)
+    got, returns = advantages(episodes, "reinforce_plus_plus", gamma=0.9)
+    raw = [to_go(e, 0.9) for e in episodes]
+    assert_close(returns, padded(raw), **EXACT)
+    assert_close(got, padded(whitened(raw, episodes)), **SINGLE)
+    tokens = np.concatenate([got[i, sampled(e)] for i, e in enumerate(episodes)])
+    assert_close([tokens.mean(), tokens.std(ddof=1)], [0, 1], atol=1e-6)
+
+
+def test_grpo_without_the_std_is_dr_grpo_and_with_it_has_bessels_correction():
+    """Dr. GRPO: Liu et al., arXiv:2503.20783, section 3.2. arXiv:2402.03300 does not say which std; of the rewards
+    0 and 1, n - 1 makes -0.71 and 0.71, where n would make -1 and 1."""
+    episodes = random_episodes(0)
+    got = advantages(episodes, "grpo", norm_adv_by_std_in_grpo=False)[0]
+    assert_close(got, padded(over_answers(centred, episodes)), **EXACT)
+    assert_close(advantages(group_of(0.0, 1.0), "grpo")[0][:, 0], [-(0.5**0.5), 0.5**0.5], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["grpo_vectorized", "gdpo"])
+def test_norm_adv_by_std_in_grpo_false_is_ignored_by_vectorized_grpo_and_gdpo(name):
+    """Departs: compute_advantage hands the key to `grpo` alone; these two divide by the std all the same."""
+    yes, no = (advantages(random_episodes(0), name, norm_adv_by_std_in_grpo=f, **GDPO)[0] for f in (True, False))
+    np.testing.assert_array_equal(yes, no)
+
+
+def test_rloo_is_the_leave_one_out_mean_and_remax_the_greedy_baseline_and_pass_at_k_the_lead_of_the_best():
+    episodes = group_of(1.0, 0.0, 0.5)
+    for e in episodes:
+        e.greedy = 0.25
+    assert_close(advantages(episodes, "rloo")[0][:, 0], [0.75, -0.75, 0.0], **EXACT)
+    assert_close(advantages(episodes, "remax")[0][:, 0], [0.75, -0.25, 0.25], **EXACT)
+    assert_close(advantages(episodes, "grpo_passk", norm_adv_by_std_in_grpo=False)[0][:, 0], [0.5, 0, 0], **EXACT)
+    assert not advantages(group_of(1.0, 1.0, 0.5), "grpo_passk")[0].any()  # of two best, neither is needed
+
+
+def test_gpg_counts_rewards_that_are_not_zero():
+    """Departs: of a group that differs and one that does not, alpha = B / (B - M) = 2. verl makes 4/3 of the rewards
+    0 1, 1 1 and 4 of the same less 1."""
+    for shift, alpha in [(0.0, 4 / 3), (-1.0, 4.0)]:
+        episodes = group_of(shift, 1 + shift) + group_of(1 + shift, 1 + shift, group="h")
+        assert_close(advantages(episodes, "gpg")[0][:, 0], alpha * np.array([-0.5, 0.5, 0, 0]), **SINGLE)
+
+
+def test_gdpo_sees_components_only_so_neither_shaping_nor_kl_in_the_reward():
+    """Departs: token_level_rewards, which hold `reward()` of algorithm.py and the KL term, go unread."""
+    episodes = random_episodes(0)
+    before = advantages(episodes, "gdpo", **GDPO)[0]
+    for i, e in enumerate(episodes):
+        e.rewards = [r - 3.0 * i for r in e.rewards]
+    np.testing.assert_array_equal(before, advantages(episodes, "gdpo", **GDPO)[0])
+
+
+@pytest.mark.parametrize("name", [*BY_RETURN, "optimal_token_baseline", "tir_optimal_token_baseline", "grpo_passk"])
+def test_a_group_of_one_gets_its_raw_reward(name):
+    """Why `keep` drops it: there is nothing to compare with. Departs: rloo_vectorized gives 0, where rloo gives the
+    reward; grpo_passk ends the run."""
+    alone = [episode("g", 1.0, [1, 1], pi=np.array([0.3, 0.6]), squares=np.array([0.3, 0.5]))]
+    if name == "grpo_passk":
+        with pytest.raises(ValueError, match="at least 2"):
+            advantages(alone, name)
+    else:
+        assert_close(advantages(alone, name)[0], 0.0 if name == "rloo_vectorized" else 1.0, **SINGLE)
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus_baseline", "gdpo"])
+def test_a_group_of_one_moves_the_whitening_of_all_others(name):
+    episodes = [*group_of(0.0, 1.0), episode("h", 1.0)]
+    with_lone, without = (advantages(e, name, **GDPO)[0] for e in (episodes, episodes[:2]))
+    assert np.abs(with_lone[:2] - without).max() > 0.1 and with_lone[2, 0] > 0
+
+
+@pytest.mark.parametrize("name", [*BY_RETURN, "grpo_passk"])
+def test_a_failed_episode_left_in_the_batch_moves_its_siblings(name):
+    """Why `keep` drops it: rewards are averaged without a mask. Only opo weighs by length, which is 0 here."""
+    good = group_of(1.0, 0.5, 0.75)
+    moved = np.abs(advantages([*good, episode("g", 0.0, [0])], name)[0][:3] - advantages(good, name)[0]).max()
+    assert moved > 0.05 if name != "opo" else moved == 0
+
+
+@pytest.mark.parametrize("name", [*ESTIMATORS, "gae"])
+def test_equal_rewards_teach_nothing(name):
+    """Where float32 holds the reward and its sums. (For gae and remax: with such values and greedy answers.)"""
+    alike = {"values": np.zeros(2), "pi": np.full(2, 0.5), "squares": np.full(2, 0.5), "greedy": 0.25}
+    assert_close(advantages([episode(g, 0.25, [1, 1], **alike) for g in "aabbb"], name, **GDPO)[0], 0, atol=1e-6)
+
+
+def test_equal_rewards_that_float32_cannot_hold_may_teach_something():
+    """to_batch makes float32 scores. The mean of three 0.9 is one rounding off, the std no larger, and its 1e-6 does
+    not hide that: each gets 0.056, and three times 170.72 gets 0.78. Dr. GRPO is free of it."""
+
+    def largest(reward, divide):
+        batch = training.to_batch(group_of(*[reward] * 3), 0, 1.0)
+        batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+        compute_advantage(batch, adv_estimator="grpo", norm_adv_by_std_in_grpo=divide)
+        return batch.batch["advantages"].abs().max()
+
+    assert largest(1.0, True) == largest(0.25, True) == 0 and largest(0.9, False) < 1e-6
+    assert 0.01 < largest(0.9, True) < 0.1 < largest(170.72, True) < 1.0
+
+
+@pytest.mark.parametrize("name", [*ESTIMATORS, "gae"])
+def test_an_observed_gap_changes_no_sampled_tokens_advantage(name):
+    """Departs: optimal_token_baseline compares answers at equal positions, observed tokens counted."""
+    plain, gapped = random_episodes(1, gaps=False, dense=True), []
+    for i, e in enumerate(plain):
+        at, by_token = 1 + i % (len(e.rewards) - 1), (e.response_mask, e.rewards, e.values, e.pi, e.squares)
+        mask, rewards, values, *pi = ([*x[:at], *[0] * (1 + i % 3), *x[at:]] for x in by_token)
+        pi, squares = ([p or 0.7 for p in x] for x in pi)
+        more = {"values": values, "pi": pi, "squares": squares, "greedy": e.greedy}
+        gapped.append(episode(e.group_id, e.reward, mask, rewards, **more))
+        gapped[-1].reward_components = e.reward_components
+    before, after = (advantages(episodes, name, **GDPO)[0] for episodes in (plain, gapped))
+    kept = padded([after[i, sampled(e)] for i, e in enumerate(gapped)])
+    assert np.allclose(kept, before, rtol=1e-6, atol=1e-6) == (name != "optimal_token_baseline")
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus", "remax", "gae"])
+def test_a_reward_on_an_observed_last_token_is_lost_where_returns_are_by_token(name):
+    """This kit's episodes end in a sampled token, where to_batch puts the reward."""
+    alike = {"values": np.zeros(2), "greedy": 0.0}
+    good, bad = advantages([episode("g", r, [1, 0], **alike) for r in (1.0, 0.0)], name)[0][:, 0]
+    assert (good == bad) == (name not in ("grpo", "rloo"))
+
+
+# --- references: losses --------------------------------------------------------------------------
+
+
+def agg_weights(mask, mode, width=None):
+    """What each token's loss counts for in the sum [B, R]."""
+    answers, out = sum(bool(row.any()) for row in mask), np.zeros(mask.shape)
+    for i, t in np.argwhere(mask):
+        out[i, t] = {
+            "token-mean": 1 / mask.sum(),  # DAPO, Yu et al., arXiv:2503.14476, section 3.3
+            "token-sum": 1.0,
+            "seq-mean-token-sum": 1 / answers,
+            "seq-mean-token-mean": 1 / answers / mask[i].sum(),  # GRPO, arXiv:2402.03300, eq. 3
+            "seq-mean-token-sum-norm": 1 / answers / (width or mask.shape[1]),  # Dr. GRPO, arXiv:2503.20783
+        }[mode]
+    return out
+
+
+def ppo(x, old, a, low=0.2, high=0.28, c=math.inf):
+    """(loss, derivative by x) of a token: Schulman et al., arXiv:1707.06347, eq. 7, with DAPO's two bounds
+    (arXiv:2503.14476, section 3.1) and, for A < 0, dual-clip PPO's floor c A (Ye et al., arXiv:1912.09729)."""
+    r = math.exp(x - old)
+    objective = min(r * a, np.clip(r, 1 - low, 1 + high) * a)
+    objective = max(objective, c * a) if a < 0 else objective
+    return -objective, -r * a if objective == r * a else 0.0
+
+
+def sapo(x, old, a):
+    r, tau = math.exp(x - old), 1.0 if a > 0 else 1.05
+    p = 1 / (1 + math.exp(-tau * (r - 1)))
+    return -4 / tau * p * a, -4 * p * (1 - p) * r * a
+
+
+def by_token(loss):
+    return lambda d: {at: loss(d.x[at], d.old[at], d.a[at]) for at in d.tokens}
+
+
+def stopped(weight):
+    """- sg(weight(pi, pi_old, A)) A log pi."""
+    return by_token(lambda x, old, a: tuple(-weight(math.exp(x), math.exp(old), a) * a * v for v in (x, 1)))
+
+
+def dppo(divergence):
+    def weight(pi, mu, a):
+        leaves = divergence(mu, pi) > (0.28 if a > 0 else 0.2) and (pi > mu) == (a > 0)
+        return 0.0 if leaves else min(pi / mu, 3.0)
+
+    return stopped(weight)
+
+
+def binary_kl(mu, pi):
+    return mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
+
+
+def log_ratios(d, i):
+    return np.array([d.x[at] - d.old[at] for at in d.tokens if at[0] == i])
+
+
+def gspo(d):
+    return {(i, t): ppo(log_ratios(d, i).mean(), 0.0, d.a[i, t]) for i, t in d.tokens}
+
+
+def gmpo(d):
+    out = {}
+    for i, t in d.tokens:
+        a, log_r = d.a[i, t], d.x[i, t] - d.old[i, t]
+        clipped = [min(v, 0.28) if a > 0 else max(v, -0.2) for v in log_ratios(d, i)]
+        value = -a * math.prod(math.exp(v) for v in clipped) ** (1 / len(clipped))
+        out[i, t] = value, value * (log_r <= 0.28 if a > 0 else log_r >= -0.2)
+    return out
+
+
+def covariances(d):
+    a, x = np.mean([d.a[at] for at in d.tokens]), np.mean([d.x[at] for at in d.tokens])
+    return {at: (d.a[at] - a) * (d.x[at] - x) for at in d.tokens}
+
+
+def clip_cov(d):
+    cov, out = covariances(d), by_token(ppo)(d)
+    return {at: (0.0, 0.0) if 1 < cov[at] < 5 and out[at][1] else out[at] for at in d.tokens}
+
+
+def kl_cov(d, fraction=0.2, beta=0.1):
+    cov, out = covariances(d), {at: (-math.exp(d.x[at] - d.old[at]) * d.a[at],) * 2 for at in d.tokens}
+    for at in sorted(d.tokens, key=cov.get)[-max(1, int(fraction * len(d.tokens))) :]:
+        log_r = d.x[at] - d.old[at]
+        out[at] = out[at][0] + beta * abs(log_r), out[at][1] + beta * math.copysign(1, log_r)
+    return out
+
+
+LOSSES = {  # name: tokens -> {token: (loss, derivative by x)}
+    "vanilla": by_token(functools.partial(ppo, c=3.0)),
+    "bypass_mode": by_token(functools.partial(ppo, c=3.0)),  # with verl's default of it, ppo_clip
+    # Qi et al., arXiv:2602.04879: truncated r A, cut where the policy leaves the trust region. The gradient is the
+    # paper's, the value that of sg(r) A log pi. Departs: truncated at clip_ratio_c, whose default is dual-clip's 3.
+    "dppo_tv": dppo(lambda mu, pi: abs(mu - pi)),
+    "dppo_kl": dppo(binary_kl),
+    # Gao et al., arXiv:2511.20347: (4 / tau) sigmoid(tau (r - 1)) A, whose derivative by r is 4 p (1 - p) A.
+    "sapo": by_token(sapo),
+    # Chu et al., arXiv:2504.02546: A log pi.
+    "gpg": stopped(lambda *_: 1.0),
+    # Richemond et al., arXiv:2405.19107, DRO-V's gradient of the policy. Departs: its quadratic term is around the
+    # old policy, where the paper has the reference, and of tokens, where the paper has answers. Here beta = 0.3.
+    "dro": by_token(lambda x, old, a: (-a * x + 0.15 * (x - old) ** 2, -a + 0.3 * (x - old))),
+    # MiniMax, arXiv:2506.13585, eq. 4 and 5: sg(clip(r)) A log pi. Departs: the lower bound is on by default.
+    "cispo": stopped(lambda pi, mu, _: np.clip(pi / mu, 0.8, 1.28)),
+    # Cui et al., arXiv:2505.22617: PPO, no gradient on (here all) tokens whose covariance is in (1, 5); r A and a KL
+    # penalty on the tokens of largest covariance. Departs: Clip-Cov's tokens also lose their loss, and are not drawn
+    # from those that PPO clips; KL-Cov's KL is |log r|, which on-policy has no gradient.
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    # Zheng et al., arXiv:2507.18071, eq. 5 and 7: PPO's loss of s = (pi / pi_old)^(1 / length) of the answer, so that
+    # the loss by x_t is sloped by s A / length. verl has the form by token of eq. 14, sg(s) pi / sg(pi).
+    "gspo": gspo,
+    # Zhao et al., arXiv:2507.20673: A times the geometric mean of ratios, each clipped on the side that A pushes it
+    # to. Departs: bounds of log ratios are clip_ratio_*, 0.2 by default where the paper has 0.4.
+    "geo_mean": gmpo,
+}
+BY_ANSWER = ("gspo", "geo_mean")  # and their advantages are of answers
+ONE_MODE = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
+SETTINGS = {"clip_cov_ratio": 1.0, "kl_cov_ratio": 0.2, "dro_beta": 0.3}
+
+
+def random_tokens(seed, by_answer=False, on_policy=False):
+    """Log-probs x and old [B, R], advantages a, weights w and a mask with padding, gaps and a row of filling."""
+    rng, B, R = np.random.default_rng(seed), 8, 9
+    mask = (np.arange(R) < rng.integers(2, R + 1, B)[:, None]) & (rng.random((B, R)) < 0.8)
+    mask[:, 0], mask[-1] = True, False
+    x = rng.uniform(-3, -0.05, (B, R))
+    old = x if on_policy else np.minimum(x - rng.normal(0, 0.8, (B, R)), -0.02)
+    a, w = (np.broadcast_to(v, (B, R)) for v in (rng.normal(0, 1.5, (B, 1)), rng.uniform(0.2, 2, (B, 1))))
+    if not by_answer:
+        a, w = rng.normal(0, 1.5, (B, R)), rng.uniform(0.2, 2, (B, R))
+    return SimpleNamespace(x=x, old=old, a=a, w=w, mask=mask, tokens=[tuple(at) for at in np.argwhere(mask)])
+
+
+def actor(policy_loss=None, **changes):
+    """The actor's configuration as verl's workers get it: verl's defaults, and changes."""
+    config = OmegaConf.create(OmegaConf.to_container(recipe().actor_rollout_ref, resolve=True)).actor
+    changes = {"clip_ratio_high": 0.28, **changes, "policy_loss": {**SETTINGS, **(policy_loss or {})}}
+    return omega_conf_to_dataclass(OmegaConf.merge(config, changes))
+
+
+def loss_and_gradient(name, d, mode="token-mean", config=None, weights=None):
+    """verl's loss and its gradient by x, with the mask as bool, as verl's ppo_loss hands it over."""
+    old, x, a, mask = (torch.tensor(v) for v in (d.old, d.x, d.a, d.mask))
+    weights = None if weights is None else torch.tensor(weights)
+    loss = core_algos.get_policy_loss_fn(name)
+    loss = loss(old, x.requires_grad_(), a, mask, mode, config=config or actor(), rollout_is_weights=weights)[0]
+    loss.backward()
+    return loss.item(), x.grad.numpy()
+
+
+def assert_same(got, loss, gradient):
+    assert_close(got[0], loss, **EXACT)
+    assert_close(got[1], gradient, **EXACT)
+
+
+# --- losses --------------------------------------------------------------------------------------
+
+
+def test_every_estimator_and_loss_of_verl_has_a_reference():
+    assert {*ESTIMATORS, "gae"} == {e.value for e in core_algos.AdvantageEstimator}
+    assert set(LOSSES) == set(core_algos.POLICY_LOSS_REGISTRY)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_and_its_gradient_are_the_papers(name, seed, mode):
+    """Odd seeds have weights of rollout correction. Departs: bypass_mode does not read them; sapo and geo_mean read
+    no mode, and the latter's mean is over all rows, filling included; gspo is the paper's by seq-mean-token-mean."""
+    d = random_tokens(seed, name in BY_ANSWER)
+    loss, gradient, weights = 0.0, np.zeros(d.x.shape), agg_weights(d.mask, ONE_MODE.get(name, mode))
+    weights *= d.w if seed % 2 and name != "bypass_mode" else 1.0
+    weights *= 7 / 8 if name == "geo_mean" else 1.0
+    for at, (value, slope) in LOSSES[name](d).items():
+        loss, gradient[at] = loss + weights[at] * value, weights[at] * slope
+    assert_same(loss_and_gradient(name, d, mode, weights=d.w if seed % 2 else None), loss, gradient)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_bypass_reinforce_is_truncated_importance_sampling(seed, level):
+    """Ionides 2008, Truncated Importance Sampling: - sg(w) A log pi, w = min(pi / mu, 2) of token or answer."""
+    d = random_tokens(seed)
+    loss, gradient, weights = 0.0, np.zeros(d.x.shape), agg_weights(d.mask, "token-mean")
+    for i, t in d.tokens:
+        span = [t] if level == "token" else np.flatnonzero(d.mask[i])
+        gradient[i, t] = -weights[i, t] * min(math.exp(sum(d.x[i, s] - d.old[i, s] for s in span)), 2.0) * d.a[i, t]
+        loss += gradient[i, t] * d.x[i, t]
+    config = actor({"rollout_correction": {"loss_type": "reinforce", "rollout_is": level}})
+    assert_same(loss_and_gradient("bypass_mode", d, config=config), loss, gradient)
+
+
+@pytest.mark.parametrize("name", core_algos.POLICY_LOSS_REGISTRY)
+def test_on_policy_every_loss_raises_log_probs_by_the_advantage(name):
+    """The sign: a loss goes down, so where the policy has not moved its gradient is REINFORCE's, - A."""
+    d = random_tokens(0, by_answer=True, on_policy=True)
+    d.x = d.old = d.x[:-1]
+    d.a, d.mask = d.a[:-1], d.mask[:-1]  # without the row of filling, over which geo_mean averages
+    config = actor({"clip_cov_lb": 1e9, "clip_cov_ub": 1e9})  # no token is chosen
+    gradient = loss_and_gradient(name, d, "seq-mean-token-mean", config)[1]
+    assert_close(gradient, -d.a * agg_weights(d.mask, "seq-mean-token-mean"), **EXACT)
+
+
+def pull(name, ratio, a, **changes):
+    """The gradient on the token(s) of one answer over - A / length: the weight that the loss gives each."""
+    x = np.full((1, np.size(ratio)), -3.0)
+    d = SimpleNamespace(x=x, old=x - np.log(ratio), a=np.full(x.shape, a), mask=np.full(x.shape, True))
+    return pytest.approx(-loss_and_gradient(name, d, config=actor(**changes))[1][0] / a * x.size)
+
+
+def test_clip_higher_gives_more_room_above_than_below():
+    """DAPO, arXiv:2503.14476, section 3.1. Departs: clip_ratio is unread, as both bounds have defaults."""
+    assert pull("vanilla", 1.25, 1.0) == [1.25] and pull("vanilla", 1.25, 1.0, clip_ratio_high=0.2) == [0]
+    assert pull("vanilla", 1.29, 1.0) == [0] and pull("vanilla", 0.79, -1.0) == [0]
+    assert pull("vanilla", 1.29, -1.0) == [1.29] and pull("vanilla", 0.79, 1.0) == [0.79]  # the way back is open
+    assert pull("vanilla", 1.25, 1.0, clip_ratio=0.01) == [1.25]
+
+
+def test_dual_clip_lets_go_of_bad_tokens_that_grew_and_cispo_of_none():
+    assert pull("vanilla", 2.9, -1.0) == [2.9] and pull("vanilla", 3.1, -1.0) == [0]
+    assert pull("vanilla", 3.1, -1.0, clip_ratio_c=10.0) == [3.1]
+    for a in (1.0, -1.0):
+        assert pull("cispo", 3.1, a) == [1.28] and pull("cispo", 0.1, a) == [0.8]
+
+
+def test_gspo_lets_go_of_whole_answers():
+    assert pull("gspo", [2.0, 1.0], 1.0) == [0, 0] and pull("gspo", [2.0, 0.5], 1.0) == [1, 1]
+    assert pull("vanilla", [2.0, 1.0], 1.0) == [0, 1] and pull("vanilla", [2.0, 0.5], 1.0) == [0, 0.5]
+
+
+def test_dppo_truncates_at_dual_clips_default_of_3():
+    """Departs: verl's code falls back to 20, and the paper wants it large, but clip_ratio_c always has a value."""
+    assert pull("dppo_tv", 5.0, -1.0) == [3.0] and pull("dppo_tv", 5.0, -1.0, clip_ratio_c=20.0) == [5.0]
+
+
+def test_clip_cov_draws_a_fraction_of_tokens_but_at_least_one():
+    d = random_tokens(3, on_policy=True)
+    for fraction, expected in [(0.0002, 1), (0.1, int(0.1 * len(d.tokens)))]:
+        config = actor({"clip_cov_ratio": fraction, "clip_cov_lb": -99})
+        assert (loss_and_gradient("clip_cov", d, config=config)[1][d.mask] == 0).sum() == expected
+
+
+# --- aggregation ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_aggregation_in_micro_batches_is_that_of_the_whole(mode):
+    """With the totals that verl's engine hands over; it sums micro-batches and averages ranks, here 2."""
+    d = random_tokens(0)
+    losses, mask = torch.tensor(d.x), torch.tensor(d.mask)
+    totals = {"batch_num_tokens": len(d.tokens), "global_batch_size": 7, "loss_scale_factor": 5, "dp_size": 2}
+    parts = [core_algos.agg_loss(losses[i::3], mask[i::3], mode, **totals).item() for i in range(3)]
+    assert_close(sum(parts) / 2, (d.x * agg_weights(d.mask, mode, 5)).sum(), **EXACT)
+    assert_close(core_algos.agg_loss(losses, mask, mode).item(), (d.x * agg_weights(d.mask, mode)).sum(), **EXACT)
+
+
+def test_aggregation_of_a_short_and_a_long_answer_by_hand():
+    losses, mask = torch.tensor([[4.0, 9, 9, 9], [1.0, 1, 1, 9]]), torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0]])
+    got = [core_algos.agg_loss(losses, mask, mode).item() for mode in MODES]
+    assert got == [7 / 4, 7, 7 / 2, (4 + 1) / 2, 7 / 2 / 4]
+
+
+def test_dr_grpos_norm_is_the_width_of_the_tensor_unless_told():
+    """Departs: that is the longest answer of a micro-batch, where the paper has a constant: loss_scale_factor."""
+    mode, short, wide = "seq-mean-token-sum-norm", torch.ones(2, 4), torch.nn.functional.pad(torch.ones(2, 4), (0, 4))
+    assert core_algos.agg_loss(wide, wide, mode) == core_algos.agg_loss(short, short, mode) / 2
+    assert core_algos.agg_loss(wide, wide, mode, loss_scale_factor=4) == core_algos.agg_loss(short, short, mode)
+
+
+def test_geo_mean_grows_with_the_number_of_micro_batches():
+    """Departs: it reads no totals, so of 2 micro-batches each has twice the gradient that the whole gives it."""
+    d = random_tokens(0, by_answer=True)
+    half = SimpleNamespace(x=d.x[:4], old=d.old[:4], a=d.a[:4], mask=d.mask[:4])
+    assert_close(loss_and_gradient("geo_mean", half)[1], 2 * loss_and_gradient("geo_mean", d)[1][:4], **EXACT)
+
+
+# --- values and KL -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_value_loss_is_half_the_larger_of_two_squares(seed, mode):
+    """arXiv:1707.06347, eq. 9, halved. Departs: clipped around the old value, as in OpenAI's baselines (Engstrom et
+    al., arXiv:2005.12729, section 3), not in the paper."""
+    d = random_tokens(seed)
+    loss, gradient, weights = 0.0, np.zeros(d.x.shape), agg_weights(d.mask, mode)
+    for at in d.tokens:
+        error, clipped = (v - d.a[at] for v in (d.x[at], np.clip(d.x[at], d.old[at] - 0.5, d.old[at] + 0.5)))
+        loss += weights[at] * max(error**2, clipped**2) / 2
+        gradient[at] = weights[at] * error * (error**2 >= clipped**2)
+    v, old, returns, mask = (torch.tensor(x) for x in (d.x, d.old, d.a, d.mask))
+    got = core_algos.compute_value_loss(v.requires_grad_(), returns, old, mask, 0.5, mode)[0]
+    got.backward()
+    assert_same((got.item(), v.grad.numpy()), loss, gradient)
+
+
+KL = {  # (value, derivative by log p = x); Schulman 2020, joschu.net/blog/kl-approx.html; k3: arXiv:2402.03300, eq. 4
+    "k1": lambda x, q: (x - q, 1.0),
+    "abs": lambda x, q: (abs(x - q), math.copysign(1, x - q)),
+    "k2": lambda x, q: ((x - q) ** 2 / 2, x - q),
+    "k3": lambda x, q: (min(math.exp(q - x) - (q - x) - 1, 10), 1 - math.exp(q - x)),  # Departs: cut at 10
+}
+KL |= {"kl": KL["k1"], "mse": KL["k2"], "low_var_kl": KL["k3"]}
+KL |= {f"{k}+": lambda x, q, f=KL[k]: (f(x, q)[0], x - q) for k in ("k1", "k3", "low_var_kl")}  # k2's derivative
+
+
+@pytest.mark.parametrize("kind", KL)
+def test_kl_penalty_and_its_gradient(kind):
+    d = random_tokens(0)
+    x = torch.tensor(d.x, requires_grad=True)
+    got = core_algos.kl_penalty(x, torch.tensor(d.old), kind)
+    got.sum().backward()
+    assert_same((got.detach().numpy(), x.grad.numpy()), *np.vectorize(KL[kind])(d.x, d.old))
+
+
+def test_k3_is_cut_at_10_where_its_gradient_ends():
+    x = torch.tensor([-5.0], requires_grad=True)
+    got = core_algos.kl_penalty(x, torch.tensor([0.0]), "k3")  # e^5 - 6 = 142
+    got.backward()
+    assert got.item() == 10 and x.grad.item() == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "gradient"), [("k1", 1, 0), ("k2", 0, 1), ("k3", 1, 0), ("k1+", 1, 1), ("k3+", 1, 1)]
+)
+def test_which_kl_estimates_have_the_kls_mean_and_which_its_gradient(kind, value, gradient):
+    """Expected over a vocabulary of 5, exactly. As a loss, k1 pulls nowhere and k3 along the reversed KL."""
+    rng = np.random.default_rng(0)
+    logits, q = torch.tensor(rng.normal(size=5), requires_grad=True), torch.tensor(rng.normal(size=5)).log_softmax(0)
+    p = logits.log_softmax(0)
+    kl, estimate = (p.exp() * (p - q)).sum(), (p.exp().detach() * core_algos.kl_penalty(p, q, kind)).sum()
+    true, got = (torch.autograd.grad(v, logits, retain_graph=True)[0] for v in (kl, estimate))
+    assert torch.isclose(estimate, kl) == bool(value) and torch.allclose(got, true) == bool(gradient)
+    assert kind != "k1" or torch.allclose(got, torch.zeros_like(got))
+    assert kind != "k3" or torch.allclose(got, p.exp() - q.exp())
+
+
+def test_kl_in_the_reward_is_taken_from_sampled_tokens_only():
+    """Ziegler et al., arXiv:1909.08593, section 2.2: R - beta log(pi / ref), and the controller of beta."""
+    episodes, rng = random_episodes(0), np.random.default_rng(0)
+    batch, expected = training.to_batch(episodes, 0, 1.0), padded([e.rewards for e in episodes])
+    old, ref = rng.normal(size=(2, *expected.shape))
+    batch.batch["old_log_probs"], batch.batch["ref_log_prob"] = torch.tensor(old), torch.tensor(ref)
+    controller = core_algos.AdaptiveKLController(0.5, target_kl=0.1, horizon=100)
+    got, metrics = apply_kl_penalty(batch, controller, "k1")
+    for i, e in enumerate(episodes):
+        expected[i, sampled(e)] -= 0.5 * (old - ref)[i, sampled(e)]
+    assert_close(got.batch["token_level_rewards"].numpy(), expected, **EXACT)
+    kl = np.mean([np.mean((old - ref)[i, sampled(e)]) for i, e in enumerate(episodes)])
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(kl)
+    assert controller.value == pytest.approx(0.5 * (1 + np.clip(kl / 0.1 - 1, -0.2, 0.2) * 10 / 100))
