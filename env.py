@@ -399,11 +399,11 @@ def counter(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
         made = _row(
             "example_session_state_mgmt", f"Add {number} to the counter.", expected_count=number, initial_count=0
         )
-        made["responses_create_params"]["input"][:0] = exchange(7) + exchange(31)
+        made["responses_create_params"]["input"][:0] = exchange(7)
         made["responses_create_params"]["tools"] = [tool]
         return made
 
-    numbers = [number for number in range(1, 100) if number not in (7, 31)]
+    numbers = [number for number in range(1, 100) if number != 7]
     random.Random(args.seed).shuffle(numbers)
     return {"train": [row(number) for number in numbers[16:]], "validation": [row(number) for number in numbers[:16]]}
 

@@ -654,12 +654,12 @@ def test_the_counters_rows(tmp_path):
         split: [r for _, r in env.read_rows(tmp_path / f"counter_{split}.jsonl")] for split in ("train", "validation")
     }
     asked = {split: {r["expected_count"] for r in some} for split, some in rows.items()}
-    assert asked["train"] | asked["validation"] == set(range(1, 100)) - {7, 31}  # those are shown
+    assert asked["train"] | asked["validation"] == set(range(1, 100)) - {7}  # which is shown
     assert not asked["train"] & asked["validation"]
     for r in rows["train"] + rows["validation"]:
         messages, tools = env.render(r, "x:1")
         roles = [m["role"] for m in messages]
-        assert roles == ["user", "assistant", "tool", "assistant"] * 2 + ["user"]
+        assert roles == ["user", "assistant", "tool", "assistant", "user"]
         assert messages[1]["tool_calls"][0]["function"] == {"name": "increment_counter", "arguments": {"count": 7}}
         assert messages[-1]["content"] == f"Add {r['expected_count']} to the counter." and r["initial_count"] == 0
         assert [tool["function"]["name"] for tool in tools] == ["increment_counter"]
