@@ -54,8 +54,9 @@ def test_tokens_in_tokens_out(stack):
         assert len(e.response_ids) == 12 or e.ended == "stop"
         assert e.response == stack.data.tokenizer.decode(e.response_ids, skip_special_tokens=True)
         assert e.turns == [(0, len(e.response_ids), 1)]
-        # the verifier's rule (reasoning_gym's chain_sum): 1 for the answer, in part for what contains it
-        expected = 1.0 if e.response == "7" else 1 / len(e.response) if "7" in e.response else 0.0
+        # the verifier's rule (chain_sum, which leaves commas out): 1 for the answer, in part for what contains it
+        text = e.response.strip().replace(",", "")
+        expected = 1.0 if text == "7" else 1 / len(text) if "7" in text else 0.0
         assert e.reward == pytest.approx(expected), e.response
         assert {"generate", "verify", "verify_call"} <= set(e.timings)
 
