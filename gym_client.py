@@ -35,10 +35,10 @@ every failure raises `GymError`, whose `reason` is one short word that ends up i
 
 What is repeated. Gym's sessions live in the server's memory behind a signed cookie, so a shared cookie
 jar would merge episodes, and a session cannot be taken up again after a failure. A call is therefore
-repeated (connect, session_lost and "not now" up to `attempts` times, 500 once, with backoff and jitter) only as a whole
-new session: new cookies, /seed_session, /verify. Once a tool was called or a step made there is nothing to
-go back to, and the first failure is the episode's. A tool's own refusal (4xx but 408 and 429, and 500) is
-no failure: its text goes to the model, as Gym's agents do it.
+repeated (connect, session_lost and "not now" up to `attempts` times, 500 once, with backoff and jitter)
+only as a whole new session: new cookies, /seed_session, /verify. Once a tool was called or a step made there
+is nothing to go back to, and the first failure is the episode's. A tool's own refusal (4xx but 408 and 429,
+and 500) is no failure: its text goes to the model, as Gym's agents do it.
 """
 
 from __future__ import annotations
@@ -251,7 +251,8 @@ class Gym:
     async def run(self, server: str, row: Mapping[str, Any], timeout_s: float) -> tuple[Verdict, dict[str, Any]]:
         """POST /run: Gym's agent plays the whole episode. Returns (verdict, the Response with all its items).
 
-        timeout_s: for the whole episode. Repeated only where the agent never took the request. Raises GymError.
+        timeout_s: for the whole episode. Repeated, as a new episode, where the connection broke or the agent said
+        "not now". Raises GymError.
         """
 
         async def run_once() -> tuple[Verdict, dict[str, Any]]:

@@ -319,7 +319,7 @@ def test_a_step_without_a_reward_is_a_failure(answer):
     assert caught.value.reason == "bad_answer"
 
 
-def test_an_agents_run_is_repeated_only_where_it_was_not_taken():
+def test_an_agents_run_is_repeated_only_while_it_says_not_now():
     async def play(url):
         async with Gym({"a": url}) as gym:
             assert await gym.kind("a") == "agent"

@@ -46,7 +46,7 @@ def learned(workspace):
     """A run of 40 steps with the untied model, finished."""
     arguments = tiny(workspace, f"actor_rollout_ref.model.path={workspace / 'untied'}", "trainer.experiment_name=learn")
     arguments += ["trainer.logger=[tensorboard,file]", "trainer.save_freq=20", "env.show_every=20"]
-    result = run(command(workspace, *arguments), workspace, timeout=420)
+    result = run(command(workspace, *arguments), workspace, timeout=900)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return arguments, result.stdout, workspace / "runs" / "learn"
 
@@ -203,7 +203,7 @@ def test_it_learns_to_use_a_real_tool(workspace):
     files = f"env.train_files=[{{path: {workspace / 'tools.jsonl'}, server: counter}}]"
     arguments = with_counter(workspace, files, f"actor_rollout_ref.model.path={workspace / 'untied'}")
     arguments += ["actor_rollout_ref.actor.optim.lr=0.005", "trainer.total_training_steps=50"]
-    result = run(command(workspace, *arguments, "trainer.experiment_name=tools"), workspace, timeout=590)
+    result = run(command(workspace, *arguments, "trainer.experiment_name=tools"), workspace, timeout=1200)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     steps = [m for m in metrics_of(workspace / "runs" / "tools") if "critic/rewards/mean" in m]
     rewards = [m["reward/counter/mean"] for m in steps]
