@@ -87,7 +87,7 @@ def load_config(files: Sequence[str], overrides: Sequence[str]) -> tuple[DictCon
     overlays = [("configs/base.yaml", base)] + [(file, read_yaml(file)) for file in files]
     for text in overrides:
         if "=" not in text:
-            raise ConfigError(f"{text!r} is not key=value")
+            raise ConfigError(f"{text!r} is not key=value, nor train, rollout or evaluate")
         overlays.append((text, OmegaConf.from_dotlist([text.lstrip("+")])))
     config = cast(DictConfig, OmegaConf.merge(defaults, *[overlay for _, overlay in overlays]))
     apply_environment(config, here)
