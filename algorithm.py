@@ -53,7 +53,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import env
 import gym_client
 import gym_servers
-from config import ConfigError, Data, RunError, dry_run, load_config, prepare, resume_point, summary, to_plain
+from config import ALONE, ConfigError, Data, RunError, dry_run, load_config, prepare, resume_point, summary, to_plain
 
 STAGE_DEADLINE_S = 3600  # a stage (of episodes: an episode) that takes this long hangs, and ends the run
 GENERATE_DEADLINE_S = 1800.0  # for one answer of vLLM
@@ -73,7 +73,7 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
     """Run the recipe from a checkpoint, or the start, to `trainer.total_training_steps`."""
     checkpoints, total = Path(config.trainer.default_local_dir), config.trainer.total_training_steps
     with contextlib.ExitStack() as stack:
-        loop, gym, policy, actor, servers = run.start(stack, data)
+        loop, gym, policy, servers, actor, critic = run.start(stack, data)
 
         # not at the top: these take 10 s, which a bad recipe should not
         from verl.trainer.ppo.core_algos import get_kl_controller
@@ -91,12 +91,13 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
 
         sync = inference.weight_sync(config, actor, servers)
         kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
+        members = 1 if config.algorithm.adv_estimator in ALONE else 2  # that a group needs
         val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
         sampling = {validate: inference.sampling_params(config, validate) for validate in (False, True)}
 
         step = 0
         if resume_from:
-            step = training.load(actor, resume_from)["step"]
+            step = training.load(actor, critic, resume_from)["step"]
             run.say(f"resumed from {resume_from}")
         with run.stage("update_weights"):
             sync.sleep_replicas()  # vLLM gives back its GPU memory (free_cache_engine); the sync wakes it
@@ -128,7 +129,7 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
                 tasks = env.batch(data.train, config.data.train_batch_size, step, config.data.seed, config.data.shuffle)
                 with run.stage("gen"):
                     episodes = rollout(tasks, config.actor_rollout_ref.rollout.n)
-                kept, metrics = inference.keep(episodes), evaluation.rollout_metrics(episodes)
+                kept, metrics = inference.keep(episodes, members), evaluation.rollout_metrics(episodes)
                 for episode in kept:
                     episode.reward = reward(episode)
                 if kept:
@@ -143,6 +144,10 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
                         with run.stage("ref"):
                             batch.batch["ref_log_prob"] = training.ref_log_probs(actor, batch, config)  # [B, R]
 
+                    if critic:
+                        with run.stage("values"):
+                            batch.batch["values"] = training.values(critic, batch, config)  # [B, R]
+
                     with run.stage("adv"):
                         batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]  # [B, R]
                         if config.algorithm.use_kl_in_reward:
@@ -156,8 +161,12 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
                             norm_adv_by_std_in_grpo=config.algorithm.norm_adv_by_std_in_grpo,
                             config=config.algorithm,
                         )
-                    with run.stage("update_actor"):
-                        metrics |= training.update_actor(actor, batch, config)
+                    if critic:
+                        with run.stage("update_critic"):
+                            metrics |= training.update_critic(critic, batch, config)
+                    if step > config.trainer.critic_warmup:  # before, only the critic learns
+                        with run.stage("update_actor"):
+                            metrics |= training.update_actor(actor, batch, config)
                     with run.stage("update_weights"):
                         sync.update_weights(step)
                 else:
@@ -165,11 +174,13 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
 
             if step == total or (config.trainer.save_freq > 0 and step % config.trainer.save_freq == 0):
                 with run.stage("save_checkpoint"):
-                    checkpoint = training.save(actor, checkpoints, step, {"step": step})
+                    checkpoint = training.save(actor, critic, checkpoints, step, {"step": step})
             if step == total or (config.trainer.test_freq > 0 and step % config.trainer.test_freq == 0):
                 metrics |= (after := evaluate())
             if kept:
-                metrics |= compute_data_metrics(batch, use_critic=False) | compute_timing_metrics(batch, run.timing)
+                metrics |= compute_data_metrics(batch, use_critic=critic is not None) | compute_timing_metrics(
+                    batch, run.timing
+                )
                 metrics |= compute_throughout_metrics(batch, run.timing, n_gpus=training.world_size(config))
             epoch = step * config.data.train_batch_size / len(data.train)
             run.log(step, metrics | {"training/global_step": step, "training/epoch": epoch})
@@ -226,7 +237,8 @@ class Run:
     def start(self, stack: contextlib.ExitStack, data: Data, train: bool = True) -> tuple[Any, ...]:
         """Start Gym servers, Ray, vLLM and, to train, the actor's workers; `stack` stops them all.
 
-        Returns (asyncio.Runner, gym_client.Gym, inference.Policy, actor or None, verl's LLMServerManager).
+        Returns (asyncio.Runner, gym_client.Gym, inference.Policy, verl's LLMServerManager, actor, critic), the
+        last two None where they are not needed.
         """
         import ray
 
@@ -260,13 +272,15 @@ class Run:
 
             gym = gym_client.Gym(urls, config.gym.timeout_s, to_plain(config.gym.concurrency), config.gym.attempts)
             enter(gym)
-            actor = training.start_actor(config) if train else None
+            actor, critic = training.start_workers(config) if train else (None, None)
             vllm = loop.run(inference.start_servers(config, actor) if train else inference.start_sampler(config))
             client = vllm.get_client()
             policy = inference.make_policy(config, client, data.tokenizer, data.stop_ids, GENERATE_DEADLINE_S)
             if agents or door.port:
                 enter(openai_door.serve(policy, door.host, port, key))
-            return loop, gym, policy, actor, vllm
+            if critic:
+                training.start_critic(critic, config)
+            return loop, gym, policy, vllm, actor, critic
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:

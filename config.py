@@ -43,7 +43,7 @@ class RunError(RuntimeError):
 
 # What this loop reads of verl's configuration. A key set elsewhere would do nothing, so it is an error.
 READ = [
-    *("actor_rollout_ref", "gym", "env", "ray_kwargs.ray_init"),
+    *("actor_rollout_ref", "critic", "gym", "env", "ray_kwargs.ray_init", "trainer.critic_warmup"),
     *(f"data.{key}" for key in ("train_batch_size", "max_prompt_length", "max_response_length", "seed", "shuffle")),
     *(f"algorithm.{key}" for key in ("adv_estimator", "gamma", "lam", "norm_adv_by_std_in_grpo")),
     *(f"algorithm.{key}" for key in ("use_kl_in_reward", "kl_penalty", "kl_ctrl")),
@@ -57,9 +57,11 @@ MICRO_BATCH_TOKENS = [
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
     "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+    "critic.ppo_max_token_len_per_gpu",
 ]
+ALONE = ("gae", "reinforce_plus_plus")  # estimators that look at each answer by itself; the others compare a group's
+NOT_YET = ("remax", "optimal_token_baseline", "tir_optimal_token_baseline")  # need what this loop does not compute
 FREE = ("ray_kwargs.ray_init", "gym.servers", "gym.concurrency")  # keys below are not ours or verl's to list
-NEED_VALUES = ("gae",)  # estimators that need a critic
 
 
 def to_plain(config: Any) -> Any:
@@ -266,11 +268,9 @@ def check_sizes(config: DictConfig, command: str) -> None:
         )
     if mini * n % world:
         raise ConfigError(f"ppo_mini_batch_size * rollout.n = {mini} * {n} episodes do not divide among {world} GPUs")
-    if config.algorithm.adv_estimator in NEED_VALUES:
-        raise ConfigError(
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a critic, which this loop has not"
-        )
-    if n < 2:
+    if config.algorithm.adv_estimator in NOT_YET:
+        raise ConfigError(f"algorithm.adv_estimator={config.algorithm.adv_estimator} is not supported by this loop")
+    if n < 2 and config.algorithm.adv_estimator not in ALONE:
         raise ConfigError(f"actor_rollout_ref.rollout.n={n}: a group needs at least two answers to compare")
 
 

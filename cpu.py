@@ -14,7 +14,8 @@ those that are plain settings are in configs/cpu.yaml with their reason, the res
     8 tied lm_head   WorkerExtension below: without it the policy samples from stale logits, silently
     9 attention      packed_attention below, named in configs/cpu.yaml (attn_implementation): no flash-attn here
 
-and a tenth for the frozen reference, which verl offloads to the host: without pinned memory (_no_pinning below).
+and two for models beside the actor: the frozen reference, which verl offloads to the host, without pinned memory
+(10, _no_pinning below), and the critic, which verl loads with flash attention (11, _load_without_flash below).
 """
 
 import contextlib
@@ -71,7 +72,7 @@ def _no_pinning(self, pin_memory=True):
 CPUOffloadPolicy.__init__ = _no_pinning  # type: ignore[method-assign]
 
 import torch.nn.functional as F  # noqa: E402  (verl reads the above when it is imported)
-from transformers import AttentionInterface  # noqa: E402
+from transformers import AttentionInterface, AutoModelForTokenClassification  # noqa: E402
 from verl.plugin.platform.platform_base import PlatformBase  # noqa: E402
 from verl.plugin.platform.platform_manager import PlatformRegistry  # noqa: E402
 
@@ -93,6 +94,16 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, po
 
 
 AttentionInterface.register("cpu_packed", packed_attention)
+
+# 11. verl loads a critic's model with flash attention, whatever the recipe says.
+_load_value_model = AutoModelForTokenClassification.from_pretrained
+
+
+def _load_without_flash(*args, attn_implementation=None, **kwargs):
+    return _load_value_model(*args, attn_implementation="cpu_packed", **kwargs)
+
+
+AutoModelForTokenClassification.from_pretrained = _load_without_flash  # type: ignore[method-assign]
 
 
 def _device_module() -> types.ModuleType:

@@ -43,7 +43,7 @@ def run_command(command: str, config: DictConfig, run: Any, data: Data) -> None:
     missing = [(i, k) for i in range(len(tasks)) for k in range(n) if (i, k) not in records]
     run.say(f"{len(tasks) * n - len(missing)} of {len(tasks) * n} episodes are in {path}")
     with contextlib.ExitStack() as stack:
-        loop, gym, policy, _, _ = run.start(stack, data, train=False)
+        loop, gym, policy, *_ = run.start(stack, data, train=False)
         policy.sampling, count = inference.sampling_params(config, validate), run.counter(len(missing))
         out = stack.enter_context(path.open("a", encoding="utf-8"))
         failures = stack.enter_context((run.folder / "failures.jsonl").open("a", encoding="utf-8"))

@@ -21,6 +21,7 @@ import copy
 import dataclasses
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -436,17 +437,16 @@ async def rollout(
     return await asyncio.gather(*[one(i, task, group_id) for i, (task, group_id) in enumerate(requests)])
 
 
-def keep(episodes: Sequence[Episode]) -> list[Episode]:
-    """The episodes that may be trained on: verified, in groups of at least two.
+def keep(episodes: Sequence[Episode], members: int = 2) -> list[Episode]:
+    """The episodes that may be trained on: verified, in groups of at least `members`.
 
     verl's group estimators sum rewards without a mask and give a group of one its raw reward as
     advantage, so a failed episode, or a group left with one, must be gone before the advantage.
+    Estimators that compare no answers (GAE, REINFORCE++) take groups of one.
     """
     ok = [e for e in episodes if e.status == "ok"]
-    members: dict[str, int] = {}
-    for e in ok:
-        members[e.group_id] = members.get(e.group_id, 0) + 1
-    return [e for e in ok if members[e.group_id] > 1]
+    size = Counter(e.group_id for e in ok)
+    return [e for e in ok if size[e.group_id] >= members]
 
 
 def as_record(episode: Episode, prompt: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""verl's FSDP actor (and frozen reference): episodes in, one policy update out; checkpoints; export.
+"""verl's FSDP actor (and frozen reference, and critic): episodes in, one policy update out; checkpoints; export.
 
-    start_actor(config)      a group of worker processes, one per GPU; models are not loaded yet
+    start_workers(config)    groups of worker processes, one per GPU; models are not loaded yet
     to_batch(episodes, pad)  -> DataProto of padded tensors
     log_probs(...)           the trainer's own log-probs of the sampled tokens, and the entropy
     update_actor(...)        PPO epochs over mini-batches of the batch (verl's ppo_loss), metrics back
@@ -15,6 +15,7 @@ Workers take a batch packed, without its padding (verl's `left_right_2_no_paddin
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,33 +24,69 @@ from typing import Any
 import ray
 import torch
 from omegaconf import DictConfig
+from tensordict import TensorDict
 from verl import DataProto
 from verl.protocol import pad_dataproto_to_divisor
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
-from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.workers.config import TrainingWorkerConfig
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.utils.losses import value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 WorkerGroup = Any  # a RayWorkerGroup, on which verl binds the workers' methods at run time
 
 
-def start_actor(config: DictConfig) -> WorkerGroup:
-    """Start one worker process per GPU; call `init_model()` on the group to load the models.
+def start_workers(config: DictConfig) -> tuple[WorkerGroup, WorkerGroup | None]:
+    """Start one worker process per GPU for the actor, and one more for the critic if the advantage needs values.
 
-    The group also holds the frozen reference when a KL term needs it (role actor_rollout_ref).
+    Returns (actor, critic or None). Call `init_model()` on the actor and `start_critic` to load the models. The
+    actor also holds the frozen reference when a KL term needs it (role actor_rollout_ref).
     """
     role = "actor_rollout_ref" if needs_reference(config) else "actor_rollout"
     pool = RayResourcePool([config.trainer.n_gpus_per_node] * config.trainer.nnodes, max_colocate_count=3)
-    worker = RayClassWithInitArgs(ray.remote(ActorRolloutRefWorker), config=config.actor_rollout_ref, role=role)
-    return RayWorkerGroup(
-        resource_pool=pool,
-        ray_cls_with_init=worker,
-        device_name=config.trainer.device,
-        ray_wait_register_center_timeout=config.trainer.ray_wait_register_center_timeout,
+    workers = [RayClassWithInitArgs(ray.remote(ActorRolloutRefWorker), config=config.actor_rollout_ref, role=role)]
+    if needs_critic(config):
+        workers.append(RayClassWithInitArgs(ray.remote(TrainingWorker), config=critic_worker_config(config)))
+    groups = [
+        RayWorkerGroup(
+            resource_pool=pool,
+            ray_cls_with_init=worker,
+            device_name=config.trainer.device,
+            ray_wait_register_center_timeout=config.trainer.ray_wait_register_center_timeout,
+        )
+        for worker in workers
+    ]
+    return groups[0], groups[1] if len(groups) > 1 else None
+
+
+def critic_worker_config(config: DictConfig) -> TrainingWorkerConfig:
+    """verl's critic.* as its engine worker takes it (source: verl 0.9.1, RayPPOTrainer.init_workers)."""
+    critic = omega_conf_to_dataclass(config.critic)
+    critic.engine.infer_max_token_len_per_gpu = critic.forward_max_token_len_per_gpu
+    critic.engine.max_token_len_per_gpu = critic.ppo_max_token_len_per_gpu
+    return TrainingWorkerConfig(
+        model_type="value_model",
+        model_config=critic.model,
+        engine_config=critic.engine,
+        optimizer_config=critic.optim,
+        checkpoint_config=critic.checkpoint,
     )
+
+
+def start_critic(critic: WorkerGroup, config: DictConfig) -> None:
+    """Load the value model and give it verl's clipped value loss."""
+    critic.reset()
+    critic.set_loss_fn(functools.partial(value_loss, config=omega_conf_to_dataclass(config.critic)))
+
+
+def needs_critic(config: DictConfig) -> bool:
+    """Whether the advantage is computed from values (GAE)."""
+    return bool(config.algorithm.adv_estimator == "gae")
 
 
 def needs_reference(config: DictConfig) -> bool:
@@ -120,8 +157,8 @@ def _infer(call: Callable[..., Any], batch: DataProto, ranks: int, **flags: Any)
     padded, _ = pad_dataproto_to_divisor(batch, ranks)  # repeats rows, so that every rank gets as many
     data = left_right_2_no_padding(padded.to_tensordict())
     tu.assign_non_tensor(data, compute_loss=False, **flags)
-    output = call(data)
-    named = {name: tu.get(output, name) for name in ("log_probs", "entropy")}
+    output = _wait(call(data))
+    named = {name: tu.get(output, name) for name in ("log_probs", "entropy", "values")}
     rows = {k: no_padding_2_padding(v, data).float()[: len(batch)] for k, v in named.items() if v is not None}
     return rows, tu.get(output, "metrics")
 
@@ -140,6 +177,12 @@ def ref_log_probs(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> t
         call, flags = actor.compute_ref_log_prob, {}
     rows, _ = _infer(call, batch, data_parallel_size(config), calculate_entropy=False, **flags)
     return rows["log_probs"]
+
+
+def values(critic: WorkerGroup, batch: DataProto, config: DictConfig) -> torch.Tensor:
+    """The critic's values [B, R]: of the state before each response token, which is what that token's return is of."""
+    rows, _ = _infer(critic.infer_batch, batch, data_parallel_size(config))
+    return rows["values"]
 
 
 def arrange(lengths: Sequence[int], mini_batches: int, ranks: int) -> tuple[list[int], int]:
@@ -172,48 +215,70 @@ def update_actor(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> di
     A batch that lost episodes is cut into as many mini-batches as a whole one, each a little smaller.
     Raises what the workers raise. Source: verl 0.9.1, RayPPOTrainer._update_actor.
     """
-    cfg, ranks = config.actor_rollout_ref.actor, data_parallel_size(config)
+    cfg = config.actor_rollout_ref.actor
+    flags = {
+        "calculate_entropy": bool(cfg.calculate_entropy or cfg.entropy_coeff != 0.0),
+        "compute_loss": True,
+        "distillation_use_topk": False,
+        "distillation_only": False,
+    }
+    return _update(actor.update_actor, batch, config, cfg, "actor", flags)
+
+
+def update_critic(critic: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, float]:
+    """As update_actor, for the clipped value loss (verl 0.9.1, RayPPOTrainer._update_critic)."""
+    return _update(critic.train_mini_batch, batch, config, config.critic, "critic", {"compute_loss": True})
+
+
+def _update(
+    call: Callable[..., Any], batch: DataProto, config: DictConfig, cfg: DictConfig, name: str, flags: dict[str, Any]
+) -> dict[str, float]:
+    ranks = data_parallel_size(config)
     whole = config.data.train_batch_size // cfg.ppo_mini_batch_size
     mini_batches = max(1, min(whole, len(batch) // ranks))
     order, filling = arrange(batch.batch["attention_mask"].sum(dim=1).tolist(), mini_batches, ranks)
 
     tensors = {}
-    for name, tensor in batch.batch.items():
+    for key, tensor in batch.batch.items():
         fill = tensor[:1].expand(filling, *tensor.shape[1:])  # [filling, ...] copies of row 0 ...
-        if name in ("response_mask", "advantages"):
+        if key in ("response_mask", "advantages"):
             fill = torch.zeros_like(fill)  # ... that count for nothing
-        tensors[name] = torch.cat([tensor, fill])[torch.tensor(order)]  # [B + filling, ...]
+        tensors[key] = torch.cat([tensor, fill])[torch.tensor(order)]  # [B + filling, ...]
     data = left_right_2_no_padding(DataProto.from_dict(tensors, meta_info=batch.meta_info).to_tensordict())
     tu.assign_non_tensor(
         data,
-        calculate_entropy=bool(cfg.calculate_entropy or cfg.entropy_coeff != 0.0),
         mini_batch_size=len(order) // mini_batches,
         global_batch_size=len(batch) / mini_batches,  # what sequence-mean losses divide by: real rows only
         epochs=cfg.ppo_epochs,
         seed=cfg.data_loader_seed,
         dataloader_kwargs={"shuffle": cfg.shuffle},
-        compute_loss=True,
-        distillation_use_topk=False,
-        distillation_only=False,
+        **flags,
     )
-    metrics = reduce_metrics(rename_dict(tu.get(actor.update_actor(data), "metrics"), "actor/"))
-    mfu = metrics.pop("actor/mfu", None)
+    metrics = reduce_metrics(rename_dict(tu.get(_wait(call(data)), "metrics"), f"{name}/"))
+    mfu = metrics.pop(f"{name}/mfu", None)
     if mfu is not None and config.trainer.device != "cpu":  # verl has no peak figure for a CPU
-        metrics["perf/mfu/actor"] = mfu
-    return {name: float(value) for name, value in metrics.items()}
+        metrics[f"perf/mfu/{name}"] = mfu
+    return {key.replace("critic/critic/", "critic/"): float(value) for key, value in metrics.items()}
+
+
+def _wait(output: Any) -> Any:
+    """verl's critic answers with a future, its actor with the result."""
+    return output if isinstance(output, TensorDict) else output.get()
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-def save(actor: WorkerGroup, folder: Path, step: int, state: dict[str, Any]) -> Path:
-    """Write <folder>/global_step_<step>/{actor,data.pt} and point latest_checkpointed_iteration.txt at it.
+def save(actor: WorkerGroup, critic: WorkerGroup | None, folder: Path, step: int, state: dict[str, Any]) -> Path:
+    """Write <folder>/global_step_<step>/{actor,critic,data.pt} and point latest_checkpointed_iteration.txt at it.
 
     Written under another name and renamed, so a folder called global_step_N is whole. state: what the
     driver needs to go on, plain values only.
     """
     target, partial = folder / f"global_step_{step}", folder / f"saving_{step}"
-    actor.save_checkpoint(str((partial / "actor").absolute()), None, step, None)
+    for name, group in {"actor": actor, "critic": critic}.items():
+        if group is not None:
+            group.save_checkpoint(str((partial / name).absolute()), None, step, None)
     torch.save(state, partial / "data.pt")
     os.replace(partial, target)
     pointer = folder / "latest_checkpointed_iteration.txt"
@@ -222,9 +287,11 @@ def save(actor: WorkerGroup, folder: Path, step: int, state: dict[str, Any]) -> 
     return target
 
 
-def load(actor: WorkerGroup, checkpoint: Path) -> dict[str, Any]:
+def load(actor: WorkerGroup, critic: WorkerGroup | None, checkpoint: Path) -> dict[str, Any]:
     """Restore model, optimiser, scheduler and RNG of every worker; returns the driver's `state`."""
-    actor.load_checkpoint(str((checkpoint / "actor").absolute()))
+    for name, group in {"actor": actor, "critic": critic}.items():
+        if group is not None:
+            group.load_checkpoint(str((checkpoint / name).absolute()))
     state: dict[str, Any] = torch.load(checkpoint / "data.pt", weights_only=True)
     return state
 

@@ -156,7 +156,7 @@ def stack(workspace):
     changes += ["actor_rollout_ref.rollout.max_model_len=1024"]  # room for conversations
     config, data = load(workspace, *changes)
     with Run(config) as started, contextlib.ExitStack() as exits:
-        loop, gym, policy, actor, servers = started.start(exits, data)
+        loop, gym, policy, servers, actor, _ = started.start(exits, data)
         sync = inference.weight_sync(config, actor, servers)
         sync.update_weights(0)
         yield SimpleNamespace(config=config, data=data, loop=loop, actor=actor, policy=policy, gym=gym, sync=sync)

@@ -185,6 +185,24 @@ def test_bad_input_is_one_line_and_a_status(workspace, arguments, named):
     assert "Traceback" not in result.stderr
 
 
+def test_ppo_with_a_critic_warms_up_saves_and_resumes(workspace):
+    """GAE: one step in which only the critic learns, two with the policy; then the same run goes on."""
+    changes = ["algorithm.adv_estimator=gae", "trainer.critic_warmup=1", "critic.optim.lr=0.001", "env.val_files=[]"]
+    changes += [f"actor_rollout_ref.model.path={workspace / 'untied'}", "actor_rollout_ref.rollout.n=2"]
+    arguments = tiny(workspace, *changes, "trainer.experiment_name=ppo", "trainer.total_training_steps=3")
+    result = run(command(workspace, *arguments), workspace)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    folder = workspace / "runs" / "ppo"
+    steps = [m for m in metrics_of(folder) if "critic/rewards/mean" in m]
+    assert [("actor/pg_loss" in m, "critic/vf_loss" in m) for m in steps] == [(False, True), (True, True), (True, True)]
+    assert all(m["critic/grad_norm"] > 0 and "critic/vf_explained_var" in m for m in steps)
+    assert all(m["training/rollout_probs_diff_max"] < 1e-3 for m in steps)
+    checkpoint = folder / "checkpoints" / "global_step_3"
+    assert (checkpoint / "critic" / "model_world_size_1_rank_0.pt").is_file() and (checkpoint / "actor").is_dir()
+    result = run(command(workspace, *arguments, "trainer.total_training_steps=4"), workspace)
+    assert result.returncode == 0 and "resumed from" in result.stdout, result.stdout[-3000:] + result.stderr[-3000:]
+
+
 def with_counter(workspace, *changes) -> list[str]:
     """Arguments of the tiny recipe with a second server, whose tool counts; changes later win."""
     start = "gym.servers.counter.start"

@@ -109,7 +109,7 @@ def test_two_ranks_update_as_one(stack):
     for ranks in (1, 2):
         config = copy.deepcopy(stack.config)
         config.trainer.n_gpus_per_node = ranks
-        actor = training.start_actor(config)
+        actor, _ = training.start_workers(config)
         actor.init_model()
         batch = training.to_batch(episodes, 1, 1.0)
         batch.batch["old_log_probs"], entropy = training.log_probs(actor, batch, config)
@@ -177,8 +177,8 @@ def test_trainer_and_sampler_agree_around_observations(stack, worlds):
 
 
 def test_a_real_tool_counts_what_the_policy_calls(stack, worlds):
-    episodes = play(stack, worlds, counting(steps=2), "counter", 16, "increment", "unknown")
-    assert [e.status for e in episodes] == ["ok"] * 16, episodes[0].error
+    episodes = play(stack, worlds, counting(steps=2), "counter", 96, "increment", "unknown")
+    assert [e.status for e in episodes] == ["ok"] * 96, episodes[0].error
     for e in episodes:
         calls = [item["name"] for item in e.output if item["type"] == "function_call"]
         answers = [item["output"] for item in e.output if item["type"] == "function_call_output"]
@@ -192,8 +192,8 @@ def test_a_real_tool_counts_what_the_policy_calls(stack, worlds):
 
 def test_a_real_game_is_played_to_its_end(stack, worlds):
     row = {"responses_create_params": {"input": "play"}}
-    episodes = play(stack, worlds, row, "blackjack", 16, "hit", "stand")
-    assert [e.status for e in episodes] == ["ok"] * 16, episodes[0].error
+    episodes = play(stack, worlds, row, "blackjack", 32, "hit", "stand")
+    assert [e.status for e in episodes] == ["ok"] * 32, episodes[0].error
     assert {e.ended for e in episodes} == {"terminated"} and {e.reward for e in episodes} <= {-1.0, 0.0, 1.0}
     assert len({tuple(e.prompt_ids) for e in episodes}) > 1  # each was dealt a hand of its own
     assert len({e.reward for e in episodes}) > 1
@@ -204,8 +204,8 @@ def test_gyms_own_agent_plays_against_our_sampler(stack, worlds):
     rows = ROOT.parent / "shared" / "data" / "gym_examples" / "workplace_assistant.jsonl"
     row = json.loads(rows.read_text().splitlines()[0])
     stack.policy.max_prompt_length, stack.policy.max_response_length = 500, 500
-    episodes = play(stack, worlds, row, "office", 8, "directory")
-    assert [e.status for e in episodes] == ["ok"] * 8, episodes[0].error
+    episodes = play(stack, worlds, row, "office", 16, "directory")
+    assert [e.status for e in episodes] == ["ok"] * 16, episodes[0].error
     end = stack.data.tokenizer.convert_tokens_to_ids(ACTIONS["directory"])
     assert all(
         {ids for ids, m in zip(e.response_ids, e.response_mask, strict=True) if m} <= {END, end} for e in episodes
