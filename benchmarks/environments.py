@@ -1,6 +1,6 @@
 """What of NeMo Gym runs here: every server that the example rows name, started, seeded and asked for a reward.
 
-    python benchmarks/environments.py ../shared/data/gym_examples [--only mcqa,blackjack] >table.md
+    python benchmarks/environments.py DIR [--only mcqa,blackjack] >table.md
 
 DIR holds one NAME.jsonl for each resources server NAME, as NeMo Gym publishes them. Each server is started
 alone from the installed nemo-gym package, with no model, no judge, no sandbox and no settings of ours, and
