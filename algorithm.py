@@ -129,7 +129,8 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
                 tasks = env.batch(data.train, config.data.train_batch_size, step, config.data.seed, config.data.shuffle)
                 with run.stage("gen"):
                     episodes = rollout(tasks, config.actor_rollout_ref.rollout.n)
-                kept, metrics = inference.keep(episodes, members), evaluation.rollout_metrics(episodes)
+                kept = inference.keep(episodes, members)
+                metrics = evaluation.rollout_metrics(episodes, kept)
                 for episode in kept:
                     episode.reward = reward(episode)
                 if kept:
@@ -178,9 +179,8 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
             if step == total or (config.trainer.test_freq > 0 and step % config.trainer.test_freq == 0):
                 metrics |= (after := evaluate())
             if kept:
-                metrics |= compute_data_metrics(batch, use_critic=critic is not None) | compute_timing_metrics(
-                    batch, run.timing
-                )
+                metrics |= compute_data_metrics(batch, use_critic=critic is not None)
+                metrics |= compute_timing_metrics(batch, run.timing)
                 metrics |= compute_throughout_metrics(batch, run.timing, n_gpus=training.world_size(config))
             epoch = step * config.data.train_batch_size / len(data.train)
             run.log(step, metrics | {"training/global_step": step, "training/epoch": epoch})

@@ -46,9 +46,9 @@ async def complete(body: dict[str, Any], policy: Policy) -> tuple[int, dict[str,
         if len(prompt_ids) >= longest:  # the words by which Gym's model server knows an episode that ran out of room
             return 400, {"error": {"message": f"the maximum context length is {longest}, the prompt {len(prompt_ids)}"}}
         ids, log_probs = await sample(policy, uuid.uuid4().hex, prompt_ids, longest - len(prompt_ids))
+        thought, text, calls = understand(policy, ids, tools)
     except (GymError, env.DataError) as error:  # a status that Gym does not ask again for
         return 422, {"error": {"message": str(error)}}
-    thought, text, calls = understand(policy, ids, tools)
     message = {
         "role": "assistant",
         "content": f"<think>{thought}</think>{text}" if thought else text,

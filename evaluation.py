@@ -66,7 +66,7 @@ def run_command(command: str, config: DictConfig, run: Any, data: Data) -> None:
             episodes = loop.run(inference.rollout(requests, policy, gym, write))
         metrics = {f"timing_s/{stage}": seconds for stage, seconds in run.timing.items()}
         if episodes:
-            metrics |= rollout_metrics(episodes)
+            metrics |= rollout_metrics(episodes, inference.keep(episodes, members=1))
         for server in sorted({tasks[i].server for i, _ in records}):
             mine = {key: records[key] for key in sorted(records) if tasks[key[0]].server == server}
             found = scores(mine, n, server)
@@ -145,11 +145,11 @@ def plain_numbers(tree: dict[str, Any], prefix: str) -> dict[str, float]:
     return flat
 
 
-def rollout_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """What verl's metrics do not know: failures by reason, dropped groups, how episodes ended, all by server."""
+def rollout_metrics(episodes: Sequence[Episode], kept: Sequence[Episode]) -> dict[str, float]:
+    """What verl's metrics do not know: failures by reason, groups not kept, how episodes ended, all by server."""
     failed = Counter(e.status for e in episodes if e.status != "ok")
     ok = [e for e in episodes if e.status == "ok"]
-    groups = len({e.group_id for e in episodes}) - len({e.group_id for e in inference.keep(episodes)})
+    groups = len({e.group_id for e in episodes}) - len({e.group_id for e in kept})
     metrics = {"rollout/failed_frac": 1 - len(ok) / len(episodes), "rollout/groups_dropped": float(groups)}
     metrics |= {f"rollout/failed/{status}": float(count) for status, count in failed.items()}
     if ok:

@@ -53,7 +53,7 @@ import random
 import time
 import urllib.parse
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -158,10 +158,11 @@ def parse_verdict(body: Any, latency_s: float = 0.0, row: Mapping[str, Any] | No
     parts = body.get("reward_components") or {}
     if not isinstance(parts, dict):
         raise GymError("bad_answer", f"verify answered reward_components={str(parts)[:200]}, not a JSON object")
-    numbers = {name: _number(value, name) for name, value in {"reward": body.get("reward"), **parts}.items()}
+    reward = _number(body.get("reward"), "reward")
+    components = {name: _number(value, name) for name, value in parts.items()}
     echoed = {"responses_create_params", "response", "reward", "reward_components", *(row or {})}
     details = {key: value for key, value in body.items() if key not in echoed}
-    return Verdict(_number(body.get("reward"), "reward"), {k: numbers[k] for k in parts}, latency_s, details)
+    return Verdict(reward, components, latency_s, details)
 
 
 def _number(value: Any, name: str) -> float:
@@ -288,16 +289,18 @@ class _Caller:
     async def call(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
         """The JSON of a 200 answer. Raises GymError for anything else."""
         status, text = await self.ask(method, path, body, timeout_s)
-        if status != 200:  # Gym echoes the request in a 422, which can be megabytes
-            retry = status in NOT_NOW
-            raise GymError(
-                f"http_{status}", f"{self.url}{path}: HTTP {status}: {text[:300].decode(errors='replace')}", retry
-            )
+        if status != 200:
+            raise self.refused(path, status, text)
         try:
             return json.loads(text)
         except ValueError:
             shown = text[:200].decode(errors="replace")
             raise GymError("bad_answer", f"{self.url}{path}: HTTP 200 whose body is not JSON: {shown}") from None
+
+    def refused(self, path: str, status: int, text: bytes) -> GymError:
+        """A status that is no answer, as an error; cut short, since a 422 of Gym's echoes the request (megabytes)."""
+        shown = text[:300].decode(errors="replace")
+        return GymError(f"http_{status}", f"{self.url}{path}: HTTP {status}: {shown}", retry=status in NOT_NOW)
 
     async def ask(self, method: str, path: str, body: Any, timeout_s: float | None) -> tuple[int, bytes]:
         """(status, body) of one request. Raises GymError('timeout' | 'connect' | 'session_lost')."""
@@ -350,6 +353,12 @@ async def _repeat(call: Callable[[], Awaitable[T]], attempts: int, once_500: boo
     raise AssertionError("attempts must be at least 1")
 
 
+def routed(tools: Iterable[str], routes: Collection[str]) -> set[str]:
+    """The tools that a server answers: by a route of that name, or one that takes any (`/{tool_name}`)."""
+    catch_all = any(route.startswith("/{") and route.count("/") == 1 for route in routes)
+    return {name for name in tools if catch_all or f"/{name}" in routes}
+
+
 class Session:
     """One episode's conversation with one server. `Gym.session` makes it, opens it and closes it."""
 
@@ -359,9 +368,8 @@ class Session:
         offered = [tool.get("name") for tool in row["responses_create_params"].get("tools") or []]
         self.tools = {name for name in offered if name and name not in RESERVED}
         # Rows also offer tools that no route answers: there the call itself is the answer (xlam_fc).
-        catch_all = any(route.startswith("/{") and route.count("/") == 1 for route in routes)
-        self.executable = {name for name in self.tools if catch_all or f"/{name}" in routes}
-        self._open_now = self._touched = False  # the server knows the session; a tool or a step has changed it
+        self.executable = routed(self.tools, routes)
+        self._open_now = self._touched = False  # the server knows the session; a tool has changed it
         self._info: Mapping[str, Any] = {}
 
     async def open(self) -> None:
@@ -372,10 +380,9 @@ class Session:
         self._http = _Caller(self.gym, self.server)
         if self.kind == "step":
             body = await self._http.call("POST", "/reset", self.row)
-            observation, self._info = body.get("observation"), body.get("info") or {}
-            if not isinstance(observation, str | None):
-                raise GymError("bad_answer", f"{self._http.url}/reset answered observation={str(observation)[:200]}")
-            self.observation = observation
+            if not isinstance(body, dict) or not isinstance(body.get("observation"), str | None):
+                raise GymError("bad_answer", f"{self._http.url}/reset answered {str(body)[:200]}")
+            self.observation, self._info = body.get("observation"), body.get("info") or {}
         else:
             await self._http.call("POST", "/seed_session", self.row)
         self._open_now = True
@@ -396,9 +403,7 @@ class Session:
         path = "/" + urllib.parse.quote(name, safe="")
         status, text = await self._http.ask("POST", path, body, None)
         if status in NOT_NOW:
-            raise GymError(
-                f"http_{status}", f"{self._http.url}{path}: HTTP {status}: {text[:300].decode(errors='replace')}"
-            )
+            raise self._http.refused(path, status, text)
         return text.decode(errors="replace")
 
     async def verify(self, response: Mapping[str, Any]) -> Verdict:
@@ -428,6 +433,8 @@ class Session:
         if not all(isinstance(flag, bool) for flag in ended.values()):
             raise GymError("bad_answer", f"{self._http.url}/step answered {ended}")
         outputs = (answer.get("info") or {}).get("tool_outputs") or []
+        if not all(isinstance(output, dict) and {"call_id", "output"} <= output.keys() for output in outputs):
+            raise GymError("bad_answer", f"{self._http.url}/step answered tool_outputs={str(outputs)[:200]}")
         reward = _number(answer.get("reward"), "reward")
         return Turn(answer.get("observation"), reward, tool_outputs=outputs, **ended)
 

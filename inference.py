@@ -353,12 +353,12 @@ def replay(episode: Episode, response: dict[str, Any], policy: Policy) -> None:
     """
     seen: list[int] = []
     for item in response["output"]:
-        ids = item.pop("generation_token_ids", None)
-        prompt, log_probs = item.pop("prompt_token_ids", None), item.pop("generation_log_probs", None)
+        keys = ("generation_token_ids", "prompt_token_ids", "generation_log_probs")
+        ids, prompt, log_probs = (item.pop(key, None) or [] for key in keys)
         episode.output.append({key: value for key, value in item.items() if value is not None})
         if not ids:
             continue
-        if prompt[: len(seen)] != seen or len(log_probs) != len(ids):
+        if not prompt or prompt[: len(seen)] != seen or len(log_probs) != len(ids):
             same = next((i for i, (a, b) in enumerate(zip(prompt, seen, strict=False)) if a != b), len(prompt))
             why = (
                 f"model call {len(episode.turns) + 1} has {len(prompt)} prompt tokens, which part from the {len(seen)} "

@@ -30,7 +30,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # before this folder, which has a gym_client too
 import env
 import gym_servers
-from gym_client import Gym, GymError, message_response
+from gym_client import Gym, GymError, message_response, routed
 
 VERIFY_DEADLINE_S = 10.0
 ANSWER = "The answer is \\boxed{A}"
@@ -116,9 +116,7 @@ def agents_of(name: str, package: Path) -> str:
 def tools_of(rows: list[dict[str, Any]], routes: frozenset[str]) -> str:
     """`routed of offered` over all rows, `offered` of a server that is not there, or nothing."""
     offered = {t.get("name") for row in rows for t in row["responses_create_params"].get("tools") or []} - {None}
-    any_path = any(route.startswith("/{") for route in routes)
-    routed = [name for name in offered if any_path or f"/{name}" in routes]
-    return "" if not offered else f"{len(routed)} of {len(offered)}" if routes else str(len(offered))
+    return "" if not offered else f"{len(routed(offered, routes))} of {len(offered)}" if routes else str(len(offered))
 
 
 def examine(name: str, rows: list[dict[str, Any]], python: str, logs: Path) -> tuple[str, str, str]:

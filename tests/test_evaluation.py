@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 import evaluation
-from inference import Episode
+from inference import Episode, keep
 
 
 def test_pass_at_k_is_the_chance_that_some_of_k_are_right():
@@ -45,7 +45,7 @@ def test_metrics_are_by_server():
         episode("c", "3", None),
         episode("c", "3", None),
     ]
-    metrics = evaluation.rollout_metrics(episodes)
+    metrics = evaluation.rollout_metrics(episodes, keep(episodes))
     assert metrics["rollout/failed_frac"] == 0.5 and metrics["rollout/failed/timeout"] == 3
     assert metrics["rollout/groups_dropped"] == 2  # b's has one member left, c's none
     assert metrics["reward/a/mean"] == 0.5 and metrics["reward/a/format/mean"] == 0.75

@@ -319,6 +319,14 @@ def test_a_step_without_a_reward_is_a_failure(answer):
     assert caught.value.reason == "bad_answer"
 
 
+def test_a_reset_or_step_that_makes_no_sense_is_a_failure():
+    body = {"observation": None, "reward": 1.0, "info": {"tool_outputs": [{"output": "no call_id"}]}}
+    for routes in ({"reset": [(200, [])], "step": [(200, {})]}, {"reset": [(200, {})], "step": [(200, body)]}):
+        with pytest.raises(GymError) as caught:
+            talk(Scripted(**routes).url, lambda session: session.step(message_response("x")))
+        assert caught.value.reason == "bad_answer"
+
+
 def test_an_agents_run_is_repeated_only_while_it_says_not_now():
     async def play(url):
         async with Gym({"a": url}) as gym:

@@ -96,7 +96,7 @@ def test_a_dead_verifier_gives_failures_and_no_reward(stack):
         stack.gym = live
     assert {e.status for e in episodes} == {"connect"} and {e.reward for e in episodes} == {None}
     assert inference.keep(episodes) == []
-    metrics = evaluation.rollout_metrics(episodes)
+    metrics = evaluation.rollout_metrics(episodes, inference.keep(episodes))
     assert metrics["rollout/failed/connect"] == 16 and metrics["rollout/failed_frac"] == 1.0
     assert metrics["rollout/groups_dropped"] == 8 and "reward/reasoning_gym/mean" not in metrics
     with pytest.raises(RunError, match=r"16 of 16 episodes failed \(16 connect\)"):

@@ -366,8 +366,9 @@ def test_how_an_agents_episode_ended(ids, more, details, ended):
         ([([1, 2], [3]), ([1, 2, 4, 5], [6])], "not_contiguous"),
         ([([1, 2], [3]), ([1, 2], [6])], "not_contiguous"),
         ([], "no_tokens"),
+        ([(None, [3])], "not_contiguous"),
     ],
-    ids=["other ids", "shorter", "none"],
+    ids=["other ids", "shorter", "none", "no prompt"],
 )
 def test_a_break_in_an_agents_ids_is_a_failure(calls, reason):
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
@@ -394,6 +395,17 @@ def test_the_door_starts_the_next_prompt_with_what_was_sampled():
     prompt = answer["choices"][0]["message"]["prompt_token_ids"]
     assert prompt == script.prompts[1] and prompt[: len(script.prompts[0]) + len(odd)] == script.prompts[0] + odd
     assert tokenizer.decode(prompt[len(script.prompts[0]) + len(odd) :]).strip().startswith("<|im_start|>tool\nseen")
+
+
+def test_the_door_refuses_for_good_what_a_parser_cannot_read():
+    """500 would have Gym ask, and the policy answer, three times over."""
+    tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
+    policy = policy_of(one_turn_each(["hello"], tokenizer), tokenizer)
+    chat_tools = env.render({"responses_create_params": {"input": "x", "tools": [TOOL]}}, "x:1")[1]
+    policy.tool_format = "no such format"
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": chat_tools}
+    status, answer = asyncio.run(door.complete(body, policy))
+    assert status == 422 and "no such format parser failed" in answer["error"]["message"]
 
 
 def test_the_door_says_when_the_context_is_full():
