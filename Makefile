@@ -6,7 +6,7 @@ PYTHON ?= python3.11
 SHELL := bash
 RUN := $(shell date +demo-%Y%m%d-%H%M%S)
 
-.PHONY: demo test lint setup gym model data clean
+.PHONY: demo test algorithms lint setup gym model data clean
 .DELETE_ON_ERROR:
 
 demo: setup gym model data
@@ -15,6 +15,10 @@ demo: setup gym model data
 
 test: lint gym
 	.venv/bin/python -m pytest
+
+algorithms: setup gym
+	@echo "== algorithms: every recipe of docs/algorithms.md on one small task, about an hour; resumes where it stopped"
+	.venv/bin/python benchmarks/algorithms.py
 
 lint: setup
 	.venv/bin/ruff check .

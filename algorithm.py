@@ -1,79 +1,68 @@
-"""GRPO on NeMo Gym tasks: the loop, and the command.
+"""RL on NeMo Gym tasks with verl and vLLM: the loop, and the command.
 
     python algorithm.py --config configs/math.yaml [--config more.yaml] [key=value ...] [--dry-run]
     python algorithm.py --config configs/math.yaml rollout      # collect episodes, as Gym's own collector does
     python algorithm.py --config configs/math.yaml evaluate     # mean@k and pass@k on the held-out rows
+    python algorithm.py --config configs/math.yaml --config configs/sft.yaml sft 'env.train_files=[chats.jsonl]'
 
-One step, in the order of the code below (Shao et al. 2024, arXiv:2402.03300, section 4.1):
+One step of GRPO, in the order of the code below (Shao et al. 2024, arXiv:2402.03300, section 4.1):
 
  1. take the next `data.train_batch_size` prompts (env.py);
  2. sample `rollout.n` answers to each from vLLM, with the log-prob of every token (inference.py): in one
     turn, or in many with the tools and observations of the row's Gym server;
  3. as each answer ends, its Gym server says the reward (gym_client.py);
- 4. drop failed episodes and groups of fewer than two: a failure is never a reward;
+ 4. drop failed episodes and groups of fewer than two: a failure is never a reward; then what `env.filters` drop;
+    with `algorithm.filter_groups`, sample more prompts until the batch is full again (DAPO);
  5. recompute the log-probs with the trainer (`old_log_probs`), and the reference's if a KL term is on;
+    weigh or reject tokens on which it and the sampler differ, if `algorithm.rollout_correction` says so;
  6. advantage of an answer = its reward - the mean of its group, over the group's standard deviation;
  7. PPO's clipped loss on the answer's tokens, `ppo_epochs` over mini-batches, AdamW (training.py);
  8. the new weights go to vLLM; metrics, rollouts and checkpoints are written.
 
 Departures from the paper: no KL term unless configured (`actor.use_kl_loss`); the loss is averaged over
 all tokens of a mini-batch (verl's `loss_agg_mode: token-mean`, DAPO's choice), not per answer first.
-Advantages and losses are verl's (verl.trainer.ppo.core_algos), picked by verl's own keys.
+Other algorithms differ in 4 to 7 and are overlays of a few lines over any recipe (docs/algorithms.md):
+advantages and losses are verl's (verl.trainer.ppo.core_algos), picked by verl's own keys.
 
-Where to edit: tasks and their order, env.py; the reward, `reward` below; the advantage and the loss,
-register a function of your own with verl (README). The rest is plumbing.
+Where to edit: tasks, env.py; the reward, filters, the sampler, the advantage and the loss need no edit,
+since a recipe can name functions of your own (own.py). The rest is plumbing.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import importlib
-import json
 import logging
-import math
-import os
+import random
 import re
-import secrets
 import signal
 import sys
-import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import env
 import gym_client
 import gym_servers
-from config import ALONE, ConfigError, Data, RunError, dry_run, load_config, prepare, resume_point, summary, to_plain
+from config import ConfigError, Data, RunError, load_config, prepare, resume_point
+from own import OwnError
+from run import Run, console, dry_run, summary
 
-STAGE_DEADLINE_S = 3600  # a stage (of episodes: an episode) that takes this long hangs, and ends the run
-GENERATE_DEADLINE_S = 1800.0  # for one answer of vLLM
-COMMANDS = ("train", "rollout", "evaluate")
-console = Console()
+COMMANDS = ("train", "rollout", "evaluate", "sft")
 
 
 # --- the loop ------------------------------------------------------------------------------------
-
-
-def reward(episode: Any) -> float:
-    """EDIT HERE: what an episode is worth. The verifier's word, unless you shape it (length, format, ...)."""
-    return float(episode.reward)
 
 
 def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) -> None:
     """Run the recipe from a checkpoint, or the start, to `trainer.total_training_steps`."""
     checkpoints, total = Path(config.trainer.default_local_dir), config.trainer.total_training_steps
     with contextlib.ExitStack() as stack:
-        loop, gym, policy, servers, actor, critic = run.start(stack, data)
+        loop, gym, policy, servers, workers = run.start(stack, data)
 
         # not at the top: these take 10 s, which a bad recipe should not
         from verl.trainer.ppo.core_algos import get_kl_controller
@@ -82,33 +71,48 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
             compute_throughout_metrics,
             compute_timing_metrics,
         )
-        from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
+        from verl.trainer.ppo.ray_trainer import apply_kl_penalty
+        from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
         from verl.utils.debug.metrics import calculate_debug_metrics
 
         import evaluation
         import inference
+        import pieces
         import training
 
-        sync = inference.weight_sync(config, actor, servers)
+        sync = inference.weight_sync(config, workers.actor, servers)
         kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
-        members = 1 if config.algorithm.adv_estimator in ALONE else 2  # that a group needs
-        val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
+        correction, val_kwargs = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout.val_kwargs
         sampling = {validate: inference.sampling_params(config, validate) for validate in (False, True)}
+        members = 2 if training.asks_for(config, "index") else 1  # that a group needs
+        prompts, refill = config.data.train_batch_size, config.algorithm.filter_groups
+        rounds = refill.max_num_gen_batches if refill.enable else 1  # batches of prompts that a step may take
 
-        step = 0
+        # all that the driver has to remember; batches: of prompts, so far; pass_rates: of rows, by id
+        state: dict[str, Any] = {"command": "train", "step": 0, "batches": 0, "pass_rates": {}, "kl_coef": 0.0}
         if resume_from:
-            step = training.load(actor, critic, resume_from)["step"]
+            state |= training.load(workers, resume_from)
+            if state["command"] != "train":
+                raise RunError(f"{resume_from} is of `{state['command']}`: give another trainer.experiment_name")
+            if config.algorithm.kl_ctrl.type == "adaptive":
+                kl_ctrl.value = state["kl_coef"]
             run.say(f"resumed from {resume_from}")
         with run.stage("update_weights"):
             sync.sleep_replicas()  # vLLM gives back its GPU memory (free_cache_engine); the sync wakes it
-            sync.update_weights(step)
+            sync.update_weights(state["step"])
 
-        def rollout(tasks: Sequence[env.Task], n: int, validate: bool = False) -> list[inference.Episode]:
-            """n episodes for each task at the servers' present weights, also written to rollouts/."""
+        def rollout(
+            tasks: Sequence[env.Task], n: int, name: str, validate: bool = False, more: bool = False
+        ) -> list[Any]:
+            """n episodes for each task at the servers' present weights, also written to rollouts/<name>.jsonl."""
             policy.sampling = sampling[validate]
-            requests = inference.in_groups(tasks, n)
-            episodes = loop.run(inference.rollout(requests, policy, gym, run.counter(len(requests))))
-            run.write_episodes(f"{'val' if validate else 'step'}_{step}", episodes, tasks)
+            greedy = not validate and training.asks_for(config, "reward_baselines")  # one more answer per prompt
+            play, requests = (
+                inference.rollout_with_baselines if greedy else inference.rollout,
+                inference.in_groups(tasks, n),
+            )
+            episodes = loop.run(play(requests, policy, gym, run.counter(len(tasks) * (n + greedy))))
+            run.write_episodes(name, episodes, tasks, "a" if more else "w")
             evaluation.check_failures(episodes, config.gym.max_failed_frac)
             return episodes
 
@@ -117,270 +121,123 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
             if not data.validation:
                 return {}
             with run.stage("testing"):
-                return evaluation.validation_metrics(rollout(data.validation, val_kwargs.n, validate=True))
+                episodes = rollout(data.validation, val_kwargs.n, f"val_{state['step']}", validate=True)
+                return evaluation.validation_metrics(episodes)
+
+        def collect(step: int) -> tuple[list[env.Task], list[Any], list[Any]]:
+            """(tasks, episodes, those to train on): a batch of prompts, or as many as fill one after the filters."""
+            tasks: list[env.Task] = []
+            episodes: list[Any] = []
+            kept: list[Any] = []
+            for more in range(rounds):
+                state["batches"] += 1
+                new = data.sampler(data.train, prompts, state["batches"], config.data.seed, state["pass_rates"])
+                if len(new) != prompts:
+                    raise RunError(f"env.sampler picked {len(new)} tasks, data.train_batch_size={prompts} wanted")
+                if rounds > 1:  # what is over is cut off the end, whatever file it came from
+                    random.Random(f"{config.data.seed} {state['batches']}").shuffle(new)
+                fresh = rollout(new, config.actor_rollout_ref.rollout.n, f"step_{step}", more=more > 0)
+                state["pass_rates"] |= evaluation.pass_rates(fresh, state["pass_rates"])
+                tasks, episodes = tasks + new, episodes + fresh
+                kept = pieces.first_groups(kept + pieces.keep(fresh, members, data.filters), prompts)
+                if len({e.group_id for e in kept}) == prompts:
+                    break
+            return tasks, episodes, kept
 
         before = after = evaluate() if config.trainer.val_before_train else {}
-        run.log(step, before | {f"timing_s/{stage}": seconds for stage, seconds in run.timing.items()})
+        run.log(state["step"], before | {f"timing_s/{stage}": seconds for stage, seconds in run.timing.items()})
 
-        while step < total:
-            step += 1
+        while state["step"] < total:
+            step = state["step"] = state["step"] + 1
             run.begin(step)
             with run.stage("step"):
-                tasks = env.batch(data.train, config.data.train_batch_size, step, config.data.seed, config.data.shuffle)
                 with run.stage("gen"):
-                    episodes = rollout(tasks, config.actor_rollout_ref.rollout.n)
-                kept = inference.keep(episodes, members)
-                metrics = evaluation.rollout_metrics(episodes, kept)
-                for episode in kept:
-                    episode.reward = reward(episode)
+                    tasks, episodes, kept = collect(step)
                 if kept:
                     sync.sleep_replicas()
+                    if workers.reward_model:
+                        with run.stage("reward_model"):
+                            training.add_reward_model(workers.reward_model, kept, data.tokenizer.pad_token_id, config)
+                metrics = evaluation.rollout_metrics(episodes, kept)
+                metrics["rollout/prompt_batches"] = len(tasks) / prompts
+                if kept:
+                    for episode in kept:
+                        episode.reward = data.reward(episode)
                     batch = training.to_batch(kept, data.tokenizer.pad_token_id, sampling[False]["temperature"])
-                    with run.stage("old_log_prob"):
-                        batch.batch["old_log_probs"], entropy = training.log_probs(actor, batch, config)  # [B, R]
                     mask = batch.batch["response_mask"]  # [B, R]
-                    metrics["actor/entropy"] = float((entropy * mask).sum() / mask.sum())
-                    metrics |= calculate_debug_metrics(batch)  # the sampler's probabilities against the trainer's
+
+                    if correction.bypass_mode:  # the sampler is the old policy; the loss corrects as it goes
+                        batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+                    else:
+                        with run.stage("old_log_prob"):
+                            rows = training.log_probs(workers.actor, batch, config)  # {name: [B, R]}
+                        batch.batch["old_log_probs"] = rows.pop("log_probs")
+                        metrics["actor/entropy"] = float((rows.pop("entropy") * mask).sum() / mask.sum())
+                        batch.batch.update(rows)  # sum_pi_squared, if the advantage asks for it
+                        metrics |= calculate_debug_metrics(batch)  # the sampler's probabilities against the trainer's
                     if training.needs_reference(config):
                         with run.stage("ref"):
-                            batch.batch["ref_log_prob"] = training.ref_log_probs(actor, batch, config)  # [B, R]
-
-                    if critic:
+                            batch.batch["ref_log_prob"] = training.ref_log_probs(workers.actor, batch, config)  # [B, R]
+                    if workers.critic:
                         with run.stage("values"):
-                            batch.batch["values"] = training.values(critic, batch, config)  # [B, R]
+                            batch.batch["values"] = training.values(workers.critic, batch, config)  # [B, R]
 
                     with run.stage("adv"):
                         batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]  # [B, R]
                         if config.algorithm.use_kl_in_reward:
                             batch, kl_metrics = apply_kl_penalty(batch, kl_ctrl, config.algorithm.kl_penalty)
                             metrics |= kl_metrics
-                        batch = compute_advantage(  # adds advantages and returns, [B, R]
-                            batch,
-                            adv_estimator=config.algorithm.adv_estimator,
-                            gamma=config.algorithm.gamma,
-                            lam=config.algorithm.lam,
-                            norm_adv_by_std_in_grpo=config.algorithm.norm_adv_by_std_in_grpo,
-                            config=config.algorithm,
+                            state["kl_coef"] = float(kl_ctrl.value)
+                        if not correction.bypass_mode:  # importance weights and rejection, if asked for; metrics always
+                            batch, spread = compute_rollout_correction_and_add_to_batch(batch, correction)
+                            metrics |= spread
+                    if batch.batch["response_mask"].any():
+                        with run.stage("adv"):
+                            batch = training.advantages(batch, config)  # adds advantages and returns, [B, R]
+                        if workers.critic:
+                            with run.stage("update_critic"):
+                                metrics |= training.update_critic(workers.critic, batch, config)
+                        if step > config.trainer.critic_warmup:  # before, only the critic learns
+                            with run.stage("update_actor"):
+                                metrics |= training.update_actor(workers.actor, batch, config)
+                    else:
+                        kept = []
+                        run.say(
+                            f"step {step}: rollout_correction.rollout_rs rejected every token, so nothing is learned"
                         )
-                    if critic:
-                        with run.stage("update_critic"):
-                            metrics |= training.update_critic(critic, batch, config)
-                    if step > config.trainer.critic_warmup:  # before, only the critic learns
-                        with run.stage("update_actor"):
-                            metrics |= training.update_actor(actor, batch, config)
                     with run.stage("update_weights"):
                         sync.update_weights(step)
                 else:
-                    run.say(f"step {step} skipped: no group has two verified answers; see {run.folder}/failures.jsonl")
+                    run.say(
+                        f"step {step} skipped: no group left to train on; see {run.folder}/rollouts/step_{step}.jsonl"
+                    )
 
             if step == total or (config.trainer.save_freq > 0 and step % config.trainer.save_freq == 0):
                 with run.stage("save_checkpoint"):
-                    checkpoint = training.save(actor, critic, checkpoints, step, {"step": step})
+                    checkpoint = training.save(workers, checkpoints, state)
             if step == total or (config.trainer.test_freq > 0 and step % config.trainer.test_freq == 0):
                 metrics |= (after := evaluate())
+            metrics |= {f"timing_s/{stage}": seconds for stage, seconds in run.timing.items()}
             if kept:
-                metrics |= compute_data_metrics(batch, use_critic=critic is not None)
+                metrics |= compute_data_metrics(batch, use_critic=workers.critic is not None)
                 metrics |= compute_timing_metrics(batch, run.timing)
                 metrics |= compute_throughout_metrics(batch, run.timing, n_gpus=training.world_size(config))
-            epoch = step * config.data.train_batch_size / len(data.train)
+            epoch = state["batches"] * prompts / len(data.train)
             run.log(step, metrics | {"training/global_step": step, "training/epoch": epoch})
             run.report(step, metrics, kept, tasks)
 
-        with run.stage("export"), (run.folder / "logs" / "export.log").open("w") as log:
-            with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-                training.export(checkpoint, run.folder / "export")
+        run.export(checkpoint)
     run.finish(before, after, checkpoint)
 
 
-# --- a run: its folder, its stages, what it tells ------------------------------------------------
-
-
-class Run:
-    """A run's folder, its clock and its voice. Use as `with Run(config) as run`."""
-
-    def __init__(self, config: DictConfig, command: str = "train"):
-        self.config, self.folder = config, Path("runs") / config.trainer.experiment_name
-        self.timing: dict[str, float] = {}  # seconds by stage, of the step under way
-        self.started, self.first_episode = time.time(), 0.0  # seconds since the epoch; seconds since `started`
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[stage]}"),
-            TimeElapsedColumn(),
-            console=console,
-        )
-        steps = config.trainer.total_training_steps if command == "train" else 1
-        self.task = self.bar.add_task(command, total=steps, stage="starting")
-
-    def __enter__(self) -> Run:
-        for name in ("rollouts", "logs"):
-            (self.folder / name).mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(self.config, self.folder / "config.yaml", resolve=True)
-        os.environ.setdefault("TENSORBOARD_DIR", str(self.folder / "tensorboard"))
-        os.environ.setdefault("VERL_FILE_LOGGER_PATH", str(self.folder / "tracking.jsonl"))
-        os.environ.setdefault("WANDB_DIR", str(self.folder))
-        self.tracking = None
-        if self.config.trainer.logger:
-            from verl.utils.tracking import Tracking
-
-            names, backends = self.config.trainer, to_plain(self.config.trainer.logger)
-            self.tracking = Tracking(names.project_name, names.experiment_name, backends, to_plain(self.config))
-        self.bar.start()
-        return self
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        self.bar.stop()
-        if self.tracking:
-            self.tracking.finish(exit_code=0 if kind is None else 1)
-
-    def start(self, stack: contextlib.ExitStack, data: Data, train: bool = True) -> tuple[Any, ...]:
-        """Start Gym servers, Ray, vLLM and, to train, the actor's workers; `stack` stops them all.
-
-        Returns (asyncio.Runner, gym_client.Gym, inference.Policy, verl's LLMServerManager, actor, critic), the
-        last two None where they are not needed.
-        """
-        import ray
-
-        config, logs, door = self.config, self.folder / "logs", self.config.gym.door
-        port = door.port or gym_servers.free_port(door.host)
-        key = os.environ.get("POLICY_API_KEY") or secrets.token_hex(16)
-        agents = any((spec.get("start") or {}).get("agent") for spec in config.gym.servers.values())
-
-        def start_ray() -> None:
-            threading.Thread(target=importlib.import_module, args=("inference",)).start()  # 10 s, beside Ray's 6
-            session = ray.init(**to_plain(config.ray_kwargs.ray_init)).address_info["session_dir"]  # type: ignore[attr-defined]
-            (logs / "ray").unlink(missing_ok=True)
-            (logs / "ray").symlink_to(Path(session) / "logs")
-
-        with self.stage("start"):
-            stack.callback(ray.shutdown)
-            address = {"base_url": f"http://{door.host}:{port}/v1", "api_key": key, "model": "policy"}
-            servers = gym_servers.running_servers(to_plain(config.gym.servers), logs, start_ray, address)
-            urls = stack.enter_context(servers)
-            import door as openai_door
-            import inference
-            import training
-
-            loop = stack.enter_context(asyncio.Runner())
-
-            def enter(context: Any) -> Any:
-                """Open an asynchronous context now, and close it with the run."""
-                entered = loop.run(context.__aenter__())
-                stack.callback(lambda: loop.run(context.__aexit__(None, None, None)))
-                return entered
-
-            gym = gym_client.Gym(urls, config.gym.timeout_s, to_plain(config.gym.concurrency), config.gym.attempts)
-            enter(gym)
-            actor, critic = training.start_workers(config) if train else (None, None)
-            vllm = loop.run(inference.start_servers(config, actor) if train else inference.start_sampler(config))
-            client = vllm.get_client()
-            policy = inference.make_policy(config, client, data.tokenizer, data.stop_ids, GENERATE_DEADLINE_S)
-            if agents or door.port:
-                enter(openai_door.serve(policy, door.host, port, key))
-            if critic:
-                training.start_critic(critic, config)
-            return loop, gym, policy, vllm, actor, critic
-
-    @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Time a stage into `timing` (seconds), show it, and end the run if it hangs."""
-
-        def hung(*_: Any) -> None:
-            raise RunError(
-                f"stage {name} got nowhere in {STAGE_DEADLINE_S} s; see the workers' logs in {self.folder}/logs"
-            )
-
-        begin, inner = time.perf_counter(), name != "step"
-        if inner:
-            self.bar.update(self.task, stage=name)
-            signal.signal(signal.SIGALRM, hung)
-            signal.alarm(STAGE_DEADLINE_S)
-        try:
-            yield
-        finally:
-            if inner:
-                signal.alarm(0)
-        self.timing[name] = self.timing.get(name, 0.0) + time.perf_counter() - begin
-
-    def begin(self, step: int) -> None:
-        """Start the clock of a step."""
-        self.timing = {}
-        self.bar.update(self.task, completed=step - 1)
-
-    def counter(self, total: int) -> Callable[[int, Any], None]:
-        """A callback that shows how many of `total` episodes have ended."""
-        done = 0
-
-        def one_more(*_: Any) -> None:
-            nonlocal done
-            done += 1
-            signal.alarm(STAGE_DEADLINE_S)  # a stage that gets on does not hang
-            if not self.first_episode:
-                self.first_episode = self.timing["first_episode"] = time.time() - self.started
-            self.bar.update(self.task, stage=f"{done}/{total} episodes")
-
-        return one_more
-
-    def say(self, text: str) -> None:
-        """Print one line above the progress bar."""
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """Append to metrics.jsonl (verl's own file logger would overwrite it on resume) and tell the trackers."""
-        if not metrics:
-            return
-        plain = {name: float(value) for name, value in metrics.items()}
-        finite = {name: value if math.isfinite(value) else None for name, value in plain.items()}
-        with (self.folder / "metrics.jsonl").open("a") as out:
-            out.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
-        if self.tracking:
-            self.tracking.log(data=plain, step=step)
-
-    def write_episodes(self, name: str, episodes: Sequence[Any], tasks: Sequence[env.Task]) -> None:
-        """rollouts/<name>.jsonl with every episode, and a line in failures.jsonl for each that failed."""
-        import inference
-
-        prompts = {task.row_id: question(task) for task in tasks}
-        records = [inference.as_record(e, prompts[e.row_id]) for e in episodes]
-        path = self.folder / "rollouts" / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
-        with (self.folder / "failures.jsonl").open("a", encoding="utf-8") as out:
-            failed = [{"rollout": name, **r} for r in records if r["status"] != "ok"]
-            out.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in failed)
-
-    def report(self, step: int, metrics: dict[str, Any], kept: Sequence[Any], tasks: Sequence[env.Task]) -> None:
-        """One line a step, and every env.show_every steps the best and the worst answer of the batch."""
-        self.bar.update(self.task, completed=step)
-        stages = " ".join(
-            f"{k} {v:.1f}" for k, v in self.timing.items() if k not in ("step", "first_episode") and v >= 0.05
-        )
-        numbers = [("reward", "critic/rewards/mean"), ("length", "response_length/mean"), ("loss", "actor/pg_loss")]
-        values = " ".join(f"{label} {metrics[key]:.3g}" for label, key in numbers if key in metrics)
-        self.say(f"step {step:4d}  {values}  failed {metrics['rollout/failed_frac']:.0%}  | seconds: {stages}")
-        if kept and self.config.env.show_every > 0 and step % self.config.env.show_every == 0:
-            prompts = {task.row_id: question(task) for task in tasks}
-            for episode in (max(kept, key=lambda e: e.reward), min(kept, key=lambda e: e.reward)):
-                asked = " ".join(prompts[episode.row_id].split())[-100:]
-                self.say(f"    {asked!r} -> {episode.transcript[:200]!r}  reward {episode.reward:.2f}")
-
-    def finish(self, before: dict[str, float], after: dict[str, float], checkpoint: Path) -> None:
-        """The result of the run and what to do next."""
-        minutes = (time.time() - self.started) / 60
-        self.say(f"\nfinished in {minutes:.1f} min; the run is in {self.folder}/")
-        for name in (n for n in after if n.startswith("val-core/")):
-            self.say(f"    {name}: {before.get(name, float('nan')):.3f} before, {after[name]:.3f} after")
-        self.say(f"    checkpoint {checkpoint}, Hugging Face folder {self.folder}/export")
-        again = f"trainer.total_training_steps={2 * self.config.trainer.total_training_steps}"
-        self.say(f"next: look into {self.folder}/rollouts/, or train on with the same command and {again}")
-
-
-def question(task: env.Task) -> str:
-    """The last thing that the row says to the model; empty where the environment says it."""
-    return str(task.messages[-1]["content"]) if task.messages else ""
-
-
-OUR_ERRORS = (ConfigError, RunError, env.DataError, gym_client.GymError, gym_servers.GymStartError)  # one line each
+OUR_ERRORS = (
+    ConfigError,
+    RunError,
+    OwnError,
+    env.DataError,
+    gym_client.GymError,
+    gym_servers.GymStartError,
+)  # one line each
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -408,10 +265,10 @@ def quiet() -> None:
 
 def main() -> None:
     """Parse the command line, check the recipe, run it. Exit status: 0, 1 error, 130 Ctrl-C, 143 SIGTERM."""
-    parser = argparse.ArgumentParser(description="GRPO on NeMo Gym tasks with verl and vLLM.")
+    parser = argparse.ArgumentParser(description="RL on NeMo Gym tasks with verl and vLLM.")
     parser.add_argument("--config", action="append", required=True, help="recipe; later ones override earlier ones")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
-    parser.add_argument("words", nargs="*", metavar="[train|rollout|evaluate] key=value", help="default: train")
+    parser.add_argument("words", nargs="*", metavar="[train|rollout|evaluate|sft] key=value", help="default: train")
     args = parser.parse_intermixed_args()
     commands = [word for word in args.words if word in COMMANDS] or ["train"]
     overrides = [word for word in args.words if word not in COMMANDS]
@@ -423,14 +280,18 @@ def main() -> None:
             raise ConfigError(f"one command at a time, not {' and '.join(commands)}")
         config, defaults = load_config(args.config, overrides)
         data = prepare(config, commands[0])
-        resume_from = resume_point(config) if commands == ["train"] else None
+        resume_from = resume_point(config) if commands[0] in ("train", "sft") else None
         console.print(summary(config, data, commands[0]), markup=False, highlight=False, soft_wrap=True)
         if args.dry_run:
-            return dry_run(config, defaults, data, console)
+            return dry_run(config, defaults, data)
         logs = Path("runs") / config.trainer.experiment_name / "logs"
         with Run(config, commands[0]) as run:
             if commands == ["train"]:
                 train(config, run, data, resume_from)
+            elif commands == ["sft"]:
+                import sft
+
+                sft.run_command(config, run, data, resume_from)
             else:
                 import evaluation
 

@@ -2,8 +2,6 @@
 
     load_config(files, overrides)   verl's ppo_trainer.yaml + configs/base.yaml + files + key=value
     prepare(config, command)        model, files, servers and sizes checked; tasks and tokenizer loaded
-    summary(config, data)           the derived sizes, printed at every start
-    dry_run(config, ...)            what --dry-run prints
 
 A key that nothing reads is an error: one that verl does not know, and one of verl's that this loop
 does not use. So a recipe never says more than what happens.
@@ -15,22 +13,20 @@ import dataclasses
 import difflib
 import importlib
 import importlib.util
-import json
 import math
 import os
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
 
 import env
 import gym_client
 import gym_servers
+import own
 
 
 class ConfigError(ValueError):
@@ -47,7 +43,9 @@ READ = [
     *(f"data.{key}" for key in ("train_batch_size", "max_prompt_length", "max_response_length", "seed", "shuffle")),
     *(f"algorithm.{key}" for key in ("adv_estimator", "gamma", "lam", "norm_adv_by_std_in_grpo")),
     *(f"algorithm.{key}" for key in ("use_kl_in_reward", "kl_penalty", "kl_ctrl")),
-    *(f"algorithm.{key}" for key in ("gdpo_reward_keys", "gdpo_reward_weights")),
+    *(f"algorithm.{key}" for key in ("gdpo_reward_keys", "gdpo_reward_weights", "rollout_correction")),
+    *(f"algorithm.filter_groups.{key}" for key in ("enable", "metric", "max_num_gen_batches")),
+    *(f"reward.reward_model.{key}" for key in ("enable", "model_path")),
     *(f"trainer.{key}" for key in ("project_name", "experiment_name", "default_local_dir", "logger", "device")),
     *(f"trainer.{key}" for key in ("total_training_steps", "save_freq", "test_freq", "val_before_train")),
     *(f"trainer.{key}" for key in ("resume_mode", "resume_from_path", "nnodes", "n_gpus_per_node")),
@@ -59,8 +57,15 @@ MICRO_BATCH_TOKENS = [
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
     "critic.ppo_max_token_len_per_gpu",
 ]
-ALONE = ("gae", "reinforce_plus_plus")  # estimators that look at each answer by itself; the others compare a group's
-NOT_YET = ("remax", "optimal_token_baseline", "tir_optimal_token_baseline")  # need what this loop does not compute
+ALONE = ("gae", "reinforce_plus_plus", "remax")  # estimators that look at each answer by itself, not at its group
+ESTIMATORS = (  # verl's names, known without the 10 s that importing them takes
+    *(*ALONE, "grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg"),
+    *("reinforce_plus_plus_baseline", "optimal_token_baseline", "tir_optimal_token_baseline"),
+)
+LOSSES = (
+    *("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo"),
+    "bypass_mode",
+)
 FREE = ("ray_kwargs.ray_init", "gym.servers", "gym.concurrency")  # keys below are not ours or verl's to list
 
 
@@ -89,9 +94,14 @@ def load_config(files: Sequence[str], overrides: Sequence[str]) -> tuple[DictCon
     overlays = [("configs/base.yaml", base)] + [(file, read_yaml(file)) for file in files]
     for text in overrides:
         if "=" not in text:
-            raise ConfigError(f"{text!r} is not key=value, nor train, rollout or evaluate")
+            raise ConfigError(f"{text!r} is not key=value, nor train, rollout, evaluate or sft")
         overlays.append((text, OmegaConf.from_dotlist([text.lstrip("+")])))
-    config = cast(DictConfig, OmegaConf.merge(defaults, *[overlay for _, overlay in overlays]))
+    config = defaults
+    for _, overlay in overlays:
+        for key in ("env.reward", "env.sampler"):  # another function does not inherit the settings of the one before
+            if "function" in (OmegaConf.select(overlay, key) or ""):
+                config = cast(DictConfig, OmegaConf.merge(config, OmegaConf.from_dotlist([f"{key}=null"])))
+        config = cast(DictConfig, OmegaConf.merge(config, overlay))
     apply_environment(config, here)
     for source, overlay in overlays:
         for key in unknown_keys(overlay, defaults):
@@ -173,11 +183,14 @@ def unknown_keys(overlay: Any, known: Any, prefix: str = "") -> Iterator[str]:
 class Data:
     """What the checks loaded: tasks, the tokenizer, and the ids that end a response."""
 
-    train: list[env.Task]
-    validation: list[env.Task]
+    train: list[Any]  # env.Task; for sft, sft.Example
+    validation: list[Any]
     dropped: list[str]  # rows whose prompt is over data.max_prompt_length
     tokenizer: Any
     stop_ids: set[int]
+    reward: Callable[[Any], float]  # what an episode is worth: the verifier's word, or env.reward
+    filters: list[Callable[[list[Any]], list[Any]]]  # env.filters, and verl's algorithm.filter_groups
+    sampler: Callable[..., list[env.Task]]  # (tasks, size, batch, seed, pass_rates) -> tasks
 
 
 def stop_token_ids(tokenizer: Any, generation_config: Any) -> set[int]:
@@ -191,17 +204,27 @@ def stop_token_ids(tokenizer: Any, generation_config: Any) -> set[int]:
 def prepare(config: DictConfig, command: str = "train") -> Data:
     """Check the recipe against its model, files and sizes, and fill in what follows from them.
 
-    command: train, rollout (needs no val_files) or evaluate (needs no train_files). Raises ConfigError,
-    env.DataError, gym_client.GymError or gym_servers.GymStartError, before any worker starts.
+    command: train, rollout (needs no val_files), evaluate (needs no train_files) or sft (whose rows sft.py reads).
+    Raises ConfigError, own.OwnError, env.DataError, gym_client.GymError or gym_servers.GymStartError, before any
+    worker starts.
     """
-    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    rollout = config.actor_rollout_ref.rollout
     files = "env.val_files" if command == "evaluate" else "env.train_files"
     if not OmegaConf.select(config, files):
         raise ConfigError(f"{files} is not set")
-    if not config.gym.servers and not config.gym.head:
+    if not config.gym.servers and not config.gym.head and command != "sft":
         raise ConfigError("gym.servers is not set")
+    check_algorithm(config)
     check_sizes(config, command)
+    functions = own.functions(config)
     tokenizer, hf_config, stop_ids = load_model_files(config)
+    if config.reward.reward_model.enable:
+        check_reward_model(config, tokenizer)
+    fill_in(config, hf_config)
+    if command == "sft":
+        import sft
+
+        return Data(*sft.load_files(config, tokenizer, stop_ids), tokenizer, stop_ids, *functions)
 
     servers, aliases = to_plain(config.gym.servers), {name: name for name in config.gym.servers}
     found: dict[str, str] = {}
@@ -237,17 +260,89 @@ def prepare(config: DictConfig, command: str = "train") -> Data:
     if config.gym.door.port and not os.environ.get("POLICY_API_KEY"):
         raise ConfigError("gym.door.port is set, so the environment variable POLICY_API_KEY must hold the door's key")
 
-    # what follows from the above, unless the recipe says it
-    longest = limit + config.data.max_response_length
+    return Data(train_tasks, val_tasks, dropped + val_dropped, tokenizer, stop_ids, *functions)
+
+
+def fill_in(config: DictConfig, hf_config: Any) -> None:
+    """What follows from the model and the recipe, unless the recipe says it."""
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    longest = config.data.max_prompt_length + config.data.max_response_length
     rollout.max_model_len = rollout.max_model_len or longest
     for key in MICRO_BATCH_TOKENS:  # verl packs whole episodes, so the longest must fit
         OmegaConf.update(config, key, max(OmegaConf.select(config, key), longest))
-    actor.optim.total_training_steps = config.trainer.total_training_steps
+    actor.optim.total_training_steps = config.critic.optim.total_training_steps = config.trainer.total_training_steps
+    if actor.loss_agg_mode == "seq-mean-token-sum-norm" and not actor.loss_scale_factor:
+        actor.loss_scale_factor = config.data.max_response_length  # else verl divides by each micro-batch's own width
+    if config.algorithm.rollout_correction.bypass_mode:  # verl's apply_bypass_mode, before the workers start
+        actor.policy_loss.loss_mode = "bypass_mode"
+        actor.policy_loss.rollout_correction = config.algorithm.rollout_correction
     text_config = hf_config.get_text_config()
     largest_mb = math.ceil(text_config.vocab_size * text_config.hidden_size * 4 / 2**20) + 1  # the embedding, fp32
     sync = rollout.checkpoint_engine
     sync.update_weights_bucket_megabytes = max(sync.update_weights_bucket_megabytes, largest_mb)
-    return Data(train_tasks, val_tasks, dropped + val_dropped, tokenizer, stop_ids)
+
+
+def check_algorithm(config: DictConfig) -> None:
+    """The advantage, the loss and what they need exist and go together. Raises ConfigError."""
+    actor, settings = config.actor_rollout_ref.actor, config.algorithm
+    known = {"algorithm.adv_estimator": ESTIMATORS, "actor_rollout_ref.actor.policy_loss.loss_mode": LOSSES}
+    for key, names in known.items():
+        name = OmegaConf.select(config, key)
+        if not isinstance(name, str):
+            raise ConfigError(f"{key}={name}: a name of verl's, or path.py:function, without settings")
+        if name not in names and not own.is_own(name) and not config.actor_rollout_ref.model.external_lib:
+            close = difflib.get_close_matches(name, names, n=1)
+            raise ConfigError(f"{key}={name}: verl has {', '.join(names)}{f'; did you mean {close[0]}?' * bool(close)}")
+    loss_mode, correction = actor.policy_loss.loss_mode, settings.rollout_correction
+    if correction.bypass_mode and loss_mode not in ("vanilla", "bypass_mode"):
+        raise ConfigError(
+            f"algorithm.rollout_correction.bypass_mode has a loss of its own, so not loss_mode={loss_mode}"
+        )
+    if loss_mode == "bypass_mode" and not correction.bypass_mode:
+        raise ConfigError("policy_loss.loss_mode=bypass_mode is set by algorithm.rollout_correction.bypass_mode=true")
+    if loss_mode == "dro" and not actor.policy_loss.dro_beta:
+        raise ConfigError("policy_loss.loss_mode=dro needs actor_rollout_ref.actor.policy_loss.dro_beta")
+    if settings.adv_estimator == "gdpo" and not settings.get("gdpo_reward_keys"):
+        raise ConfigError("algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, the rewards by name")
+    n, refill = config.actor_rollout_ref.rollout.n, settings.filter_groups
+    if refill.enable and refill.max_num_gen_batches < 1:
+        raise ConfigError("algorithm.filter_groups.enable needs max_num_gen_batches, the most batches for one step")
+    if refill.enable and n < 2:
+        raise ConfigError(f"algorithm.filter_groups.enable compares the answers of a group: rollout.n={n} is too few")
+    if correction.rollout_is not in (None, "token", "sequence"):
+        raise ConfigError(f"algorithm.rollout_correction.rollout_is={correction.rollout_is}: null, token or sequence")
+    if correction.rollout_rs and correction.rollout_rs_threshold is None:
+        raise ConfigError("algorithm.rollout_correction.rollout_rs needs rollout_rs_threshold")
+    if correction.bypass_mode and settings.adv_estimator.endswith("optimal_token_baseline"):
+        raise ConfigError(
+            f"{settings.adv_estimator} needs the pass over the batch that rollout_correction.bypass_mode skips"
+        )
+    if settings.kl_ctrl.type not in ("fixed", "adaptive"):
+        raise ConfigError(f"algorithm.kl_ctrl.type={settings.kl_ctrl.type}: fixed or adaptive")
+    if config.critic.enable is not None:
+        raise ConfigError("critic.enable: the advantage decides (algorithm.adv_estimator=gae); leave it out")
+
+
+def check_reward_model(config: DictConfig, tokenizer: Any) -> None:
+    """The reward model exists and reads the policy's ids; its path is made absolute. Raises ConfigError."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    settings = config.reward.reward_model
+    key = f"reward.reward_model.model_path={settings.model_path}"
+    if not settings.model_path:
+        raise ConfigError("reward.reward_model.enable needs reward.reward_model.model_path")
+    if (path := Path(settings.model_path).expanduser()).is_dir():
+        settings.model_path = str(path.resolve())
+    try:
+        theirs = AutoTokenizer.from_pretrained(settings.model_path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}: no model folder, and no model of the hub: {str(error).splitlines()[0]}") from None
+    head = AutoConfig.from_pretrained(settings.model_path)
+    kinds = ("ForTokenClassification", "ForSequenceClassification")
+    if not (head.architectures or [""])[0].endswith(kinds) or head.num_labels != 1:
+        raise ConfigError(f"{key}: {head.architectures} has no scalar head (token or sequence classifier, one label)")
+    if theirs.get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(f"{key} has another vocabulary than the policy, whose token ids it would score")
 
 
 def check_sizes(config: DictConfig, command: str) -> None:
@@ -260,7 +355,7 @@ def check_sizes(config: DictConfig, command: str) -> None:
         raise ConfigError(
             f"{world} GPUs do not divide by rollout.tensor_model_parallel_size * data_parallel_size = {infer}"
         )
-    if command != "train":
+    if command not in ("train", "sft"):
         return
     if prompts % mini:
         raise ConfigError(
@@ -268,9 +363,11 @@ def check_sizes(config: DictConfig, command: str) -> None:
         )
     if mini * n % world:
         raise ConfigError(f"ppo_mini_batch_size * rollout.n = {mini} * {n} episodes do not divide among {world} GPUs")
-    if config.algorithm.adv_estimator in NOT_YET:
-        raise ConfigError(f"algorithm.adv_estimator={config.algorithm.adv_estimator} is not supported by this loop")
-    if n < 2 and config.algorithm.adv_estimator not in ALONE:
+    if command == "sft":
+        return
+    estimator = str(config.algorithm.adv_estimator)
+    compares = own.compares(estimator) if own.is_own(estimator) else estimator in ESTIMATORS and estimator not in ALONE
+    if n < 2 and compares:
         raise ConfigError(f"actor_rollout_ref.rollout.n={n}: a group needs at least two answers to compare")
 
 
@@ -339,60 +436,3 @@ def resume_point(config: DictConfig) -> Path | None:
         more = "raise trainer.total_training_steps, or give the run another trainer.experiment_name"
         raise ConfigError(f"nothing left to train: {checkpoint} is the last of {total} steps; {more}")
     return checkpoint
-
-
-def summary(config: DictConfig, data: Data, command: str) -> str:
-    """The sizes that follow from the recipe, one a line."""
-    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    prompts, steps = config.data.train_batch_size, config.trainer.total_training_steps
-    world = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    replicas = world // (rollout.tensor_model_parallel_size * rollout.data_parallel_size)
-    by_server = Counter(task.server for task in [*data.train, *data.validation])
-    longest = f"{config.data.max_prompt_length} + {config.data.max_response_length} tokens"
-    dropped = f"{len(data.dropped)} dropped (prompt over {config.data.max_prompt_length} tokens)"
-    lines = [
-        f"model       {config.actor_rollout_ref.model.path}",
-        f"rows        {len(data.train)} to train on, {len(data.validation)} held out, {dropped}",
-        *(f"            dropped {row}" for row in data.dropped[:5]),
-        f"servers     {', '.join(f'{name} ({rows} rows)' for name, rows in by_server.items())}",
-    ]
-    if command == "train":
-        updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
-        lines += [
-            f"step        {prompts} prompts x {rollout.n} answers = {prompts * rollout.n} episodes "
-            f"of at most {longest}; {updates} optimiser step{'s' * (updates > 1)}",
-            f"training    {steps} steps = {steps * prompts / len(data.train):.2f} epochs; lr {actor.optim.lr:g}; "
-            f"{config.algorithm.adv_estimator}, {actor.policy_loss.loss_mode} loss; "
-            f"micro-batches of {actor.ppo_max_token_len_per_gpu} tokens",
-        ]
-    else:
-        tasks, n = (data.train, rollout.n) if command == "rollout" else (data.validation, rollout.val_kwargs.n)
-        lines.append(f"{command:11} {len(tasks)} rows x {n} episodes of at most {longest}")
-    buckets = f", sync buckets of {rollout.checkpoint_engine.update_weights_bucket_megabytes} MB"
-    lines += [
-        f"devices     {world} {config.trainer.device}, {replicas} vLLM replica{'s' * (replicas > 1)}"
-        + buckets * (command == "train"),
-        f"stop ids    {sorted(data.stop_ids)}, pad id {data.tokenizer.pad_token_id}",
-    ]
-    seen = {json.dumps(task.messages) for task in data.train if task.messages}
-    if shared := sum(json.dumps(task.messages) in seen for task in data.validation):
-        lines.append(f"WARNING     {shared} of the held-out prompts are also in env.train_files")
-    return "\n".join(lines)
-
-
-def dry_run(config: DictConfig, defaults: DictConfig, data: Data, console: Console) -> None:
-    """Print what the recipe changes of verl's defaults, and the first prompt as the model sees it."""
-    console.print("changed from verl's defaults:", highlight=False)
-    for key, (value, default) in changed(config, defaults).items():
-        if not key.startswith(("gym.", "env.")):
-            console.print(f"    {key}: {value} (was {default})", markup=False, highlight=False, soft_wrap=True)
-    for section in ("gym", "env"):
-        text = OmegaConf.to_yaml(config[section], resolve=True).strip().replace("\n", "\n    ")
-        console.print(f"{section}:\n    {text}", markup=False, highlight=False)
-    for task in {task.server: task for task in reversed([*data.train, *data.validation])}.values():
-        console.print(
-            f"first prompt for {task.server} ({task.row_id}, {len(task.prompt_ids)} tokens):", highlight=False
-        )
-        prompt = data.tokenizer.decode(task.prompt_ids) if task.prompt_ids else "(the environment writes it)"
-        console.print(prompt, markup=False, highlight=False, style="dim")
-    console.print("dry run: model, files, sizes and servers are in order; nothing was started", highlight=False)

@@ -201,8 +201,11 @@ def __getattr__(name):
         """7. vLLM's CPU layers pack their weights and drop the originals, so they must be rebuilt from a whole set."""
 
         def update_weights_from_ipc(self, peft_config=None, base_sync_done=False, use_shm=False):
+            if peft_config and base_sync_done:  # an adapter beside the packed weights, which stay as they are
+                self.device = torch.device("cpu")
+                return super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)
             if peft_config:
-                raise NotImplementedError("LoRA adapters on a CPU: set actor_rollout_ref.model.lora.merge=true")
+                raise NotImplementedError("LoRA adapters on a CPU: set actor_rollout_ref.rollout.load_format=auto")
             weights, dtype = [], self.model_runner.model_config.dtype
             BucketedWeightReceiver(
                 zmq_handle=self._get_zmq_handle(), device=torch.device("cpu"), use_shm=use_shm

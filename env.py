@@ -27,7 +27,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from jinja2 import TemplateError
@@ -39,6 +39,18 @@ class DataError(ValueError):
 
 class Refused(DataError):  # noqa: N818  a verdict on the row, no fault in it
     """A Gym row that is in order, but that this kit cannot ask; the message says why."""
+
+
+class Weighted(Protocol):
+    """What `batch` looks at: a row's file, and that file's share of every batch."""
+
+    @property
+    def file(self) -> str: ...
+    @property
+    def weight(self) -> float | None: ...
+
+
+T = TypeVar("T", bound=Weighted)
 
 
 @dataclass(frozen=True)
@@ -280,12 +292,12 @@ def load_tasks(
     return tasks, dropped
 
 
-def batch(tasks: Sequence[Task], size: int, step: int, seed: int, shuffle: bool = True) -> list[Task]:
+def batch(tasks: Sequence[T], size: int, step: int, seed: int, shuffle: bool = True) -> list[T]:
     """The `size` tasks of training step `step` (1, 2, ...), read off an endless stream of epochs.
 
     Each epoch has its own order, and a batch may begin in one and end in the next. With weights, every file is such
     a stream and gives every batch its quota. A function of its arguments alone, so a resumed run reads on where it
-    stopped. Edit it for a curriculum: it sees the step and may look at any field of `task.row`. Raises DataError.
+    stopped. A recipe may name another sampler (env.sampler). Raises DataError.
 
     >>> rows = [Task(f"{f}{i}", {}, "", [], [], file=f, weight=w) for f, w in (("a", 3), ("b", 1)) for i in (1, 2)]
     >>> [[task.row_id for task in batch(rows, 4, step, seed=0, shuffle=False)] for step in (1, 2)]
@@ -296,7 +308,7 @@ def batch(tasks: Sequence[Task], size: int, step: int, seed: int, shuffle: bool 
     streams = [(list(tasks), size)]
     if any(task.weight for task in tasks):
         streams = [([t for t in tasks if t.file == file], quota) for file, quota in quotas(tasks, size).items()]
-    picked: list[Task] = []
+    picked: list[T] = []
     for index, (rows, quota) in enumerate(streams):
         count, start, stop = len(rows), (step - 1) * quota, step * quota  # of this batch, in the stream
         for epoch in range(start // count, (stop - 1) // count + 1):
@@ -305,7 +317,7 @@ def batch(tasks: Sequence[Task], size: int, step: int, seed: int, shuffle: bool 
     return picked
 
 
-def quotas(tasks: Sequence[Task], size: int) -> dict[str, int]:
+def quotas(tasks: Sequence[Weighted], size: int) -> dict[str, int]:
     """file -> its rows in a batch of `size`, by weight and largest remainder. Raises DataError."""
     weights = {task.file: task.weight or 0.0 for task in tasks}  # in order of appearance
     shares = {file: size * weight / sum(weights.values()) for file, weight in weights.items()}

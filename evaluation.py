@@ -27,6 +27,7 @@ from omegaconf import DictConfig
 
 import env
 import inference
+import pieces
 from config import ConfigError, Data, RunError
 from inference import Episode
 
@@ -43,7 +44,7 @@ def run_command(command: str, config: DictConfig, run: Any, data: Data) -> None:
     missing = [(i, k) for i in range(len(tasks)) for k in range(n) if (i, k) not in records]
     run.say(f"{len(tasks) * n - len(missing)} of {len(tasks) * n} episodes are in {path}")
     with contextlib.ExitStack() as stack:
-        loop, gym, policy, *_ = run.start(stack, data, train=False)
+        loop, gym, policy, *_ = run.start(stack, data)
         policy.sampling, count = inference.sampling_params(config, validate), run.counter(len(missing))
         out = stack.enter_context(path.open("a", encoding="utf-8"))
         failures = stack.enter_context((run.folder / "failures.jsonl").open("a", encoding="utf-8"))
@@ -66,7 +67,7 @@ def run_command(command: str, config: DictConfig, run: Any, data: Data) -> None:
             episodes = loop.run(inference.rollout(requests, policy, gym, write))
         metrics = {f"timing_s/{stage}": seconds for stage, seconds in run.timing.items()}
         if episodes:
-            metrics |= rollout_metrics(episodes, inference.keep(episodes, members=1))
+            metrics |= rollout_metrics(episodes, pieces.keep(episodes, members=1))
         for server in sorted({tasks[i].server for i, _ in records}):
             mine = {key: records[key] for key in sorted(records) if tasks[key[0]].server == server}
             found = scores(mine, n, server)
@@ -170,6 +171,15 @@ def rollout_metrics(episodes: Sequence[Episode], kept: Sequence[Episode]) -> dic
             values = [e.reward_components[part] for e in mine if part in e.reward_components]
             metrics[f"reward/{server}/{part}/mean"] = float(np.mean(values))
     return metrics
+
+
+def pass_rates(episodes: Sequence[Episode], before: dict[str, float]) -> dict[str, float]:
+    """{row id: fraction of its verified episodes with a reward of 1 or more}, halfway from what it was before."""
+    results: dict[str, list[float]] = defaultdict(list)
+    for e in episodes:
+        if e.status == "ok":
+            results[e.row_id].append(float((e.reward or 0.0) >= 1.0))
+    return {row: 0.5 * before.get(row, float(np.mean(r))) + 0.5 * float(np.mean(r)) for row, r in results.items()}
 
 
 def validation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:

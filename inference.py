@@ -21,7 +21,6 @@ import copy
 import dataclasses
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,7 +57,9 @@ class Episode:
     output: list[dict[str, Any]] = field(default_factory=list)  # all that was said, as Responses items
     ended: str = ""  # stop | length | turns | terminated | truncated (the environment's own limit)
     reward: float | None = None
+    turn_rewards: list[float] = field(default_factory=list)  # of each turn, where the environment pays turns
     reward_components: dict[str, float] = field(default_factory=dict)
+    baseline: float | None = None  # reward of a greedy answer to the same prompt (remax)
     verdict: dict[str, Any] = field(default_factory=dict)  # what else the verifier said
     status: str = "ok"  # or the reason of the failure, as in gym_client
     error: str = ""
@@ -305,7 +306,8 @@ async def play(episode: Episode, task: Task, session: Session, policy: Policy) -
         begin, observed = time.perf_counter(), []
         if session.kind == "step":
             turn = await session.step(gym_client.response(said))
-            episode.reward = (episode.reward or 0.0) + turn.reward
+            episode.turn_rewards.append(turn.reward)
+            episode.reward = sum(episode.turn_rewards)
             if turn.terminated or turn.truncated:
                 episode.ended = "terminated" if turn.terminated else "truncated"
                 return
@@ -437,16 +439,31 @@ async def rollout(
     return await asyncio.gather(*[one(i, task, group_id) for i, (task, group_id) in enumerate(requests)])
 
 
-def keep(episodes: Sequence[Episode], members: int = 2) -> list[Episode]:
-    """The episodes that may be trained on: verified, in groups of at least `members`.
-
-    verl's group estimators sum rewards without a mask and give a group of one its raw reward as
-    advantage, so a failed episode, or a group left with one, must be gone before the advantage.
-    Estimators that compare no answers (GAE, REINFORCE++) take groups of one.
+async def rollout_with_baselines(
+    requests: Sequence[tuple[Task, str]],
+    policy: Policy,
+    gym: Gym,
+    on_done: Callable[[int, Episode], None] = lambda *_: None,
+) -> list[Episode]:
+    """`rollout`, and beside it a greedy answer for each group, whose reward becomes its `baseline` (ReMax: Li et al.
+    2023, arXiv:2310.10505, algorithm 2). A group without one fails, as `no_baseline`. Raises GymError for an agent.
     """
-    ok = [e for e in episodes if e.status == "ok"]
-    size = Counter(e.group_id for e in ok)
-    return [e for e in ok if size[e.group_id] >= members]
+    agents = [server for server in {task.server for task, _ in requests} if await gym.kind(server) == "agent"]
+    if agents:
+        raise GymError(
+            "no_greedy", f"adv_estimator=remax wants greedy answers, which the agent {agents[0]} cannot give"
+        )
+    once = [(task, group_id) for group_id, task in {group_id: task for task, group_id in requests}.items()]
+    greedy = dataclasses.replace(policy, sampling={**policy.sampling, "temperature": 0.0})
+    episodes, baselines = await asyncio.gather(
+        rollout(requests, policy, gym, on_done), rollout(once, greedy, gym, on_done)
+    )
+    of = {e.group_id: e for e in baselines}
+    for e in episodes:
+        e.baseline = of[e.group_id].reward
+        if e.status == "ok" and e.baseline is None:
+            e.status, e.reward, e.error = "no_baseline", None, f"the greedy answer failed: {of[e.group_id].error}"
+    return episodes
 
 
 def as_record(episode: Episode, prompt: str) -> dict[str, Any]:

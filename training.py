@@ -1,8 +1,9 @@
-"""verl's FSDP actor (and frozen reference, and critic): episodes in, one policy update out; checkpoints; export.
+"""verl's FSDP workers (actor, reference, critic, reward model): episodes in, one policy update out; checkpoints.
 
     start_workers(config)    groups of worker processes, one per GPU; models are not loaded yet
     to_batch(episodes, pad)  -> DataProto of padded tensors
     log_probs(...)           the trainer's own log-probs of the sampled tokens, and the entropy
+    advantages(...)          verl's estimators, or one's own
     update_actor(...)        PPO epochs over mini-batches of the batch (verl's ppo_loss), metrics back
     save, load, export       verl's checkpoint layout, so verl's tools work on it; a Hugging Face folder
 
@@ -15,11 +16,14 @@ Workers take a batch packed, without its padding (verl's `left_right_2_no_paddin
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import torch
@@ -28,6 +32,8 @@ from tensordict import TensorDict
 from verl import DataProto
 from verl.protocol import pad_dataproto_to_divisor
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, AdvantageEstimator, get_adv_estimator_fn
+from verl.trainer.ppo.ray_trainer import compute_advantage
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import reduce_metrics
@@ -35,38 +41,55 @@ from verl.utils.py_functional import rename_dict
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
-from verl.workers.utils.losses import value_loss
+from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 WorkerGroup = Any  # a RayWorkerGroup, on which verl binds the workers' methods at run time
 
 
-def start_workers(config: DictConfig) -> tuple[WorkerGroup, WorkerGroup | None]:
-    """Start one worker process per GPU for the actor, and one more for the critic if the advantage needs values.
+class Workers(NamedTuple):
+    """Groups of worker processes; None for those that the recipe does not need."""
 
-    Returns (actor, critic or None). Call `init_model()` on the actor and `start_critic` to load the models. The
-    actor also holds the frozen reference when a KL term needs it (role actor_rollout_ref).
+    actor: WorkerGroup  # with the reference, and the rollout's side of the weight sync
+    critic: WorkerGroup | None
+    reward_model: WorkerGroup | None
+
+
+def start_workers(config: DictConfig, sft: bool = False) -> Workers:
+    """Start one process per GPU for the actor, and one more for the critic and the reward model where there is one.
+
+    Then `load_value_models`, `init_model()` of the actor and `set_policy_loss`, in this order, load them. The actor
+    also holds the frozen reference when a KL term or the advantage needs it (role actor_rollout_ref). sft: the actor
+    alone, without the rollout's side.
     """
-    role = "actor_rollout_ref" if needs_reference(config) else "actor_rollout"
-    pool = RayResourcePool([config.trainer.n_gpus_per_node] * config.trainer.nnodes, max_colocate_count=3)
-    workers = [RayClassWithInitArgs(ray.remote(ActorRolloutRefWorker), config=config.actor_rollout_ref, role=role)]
-    if needs_critic(config):
-        workers.append(RayClassWithInitArgs(ray.remote(TrainingWorker), config=critic_worker_config(config)))
-    groups = [
-        RayWorkerGroup(
+    reference = needs_reference(config) and not config.actor_rollout_ref.model.lora_rank  # else it is the base model
+    role = "actor" if sft else "actor_rollout_ref" if reference else "actor_rollout"
+    pool = RayResourcePool([config.trainer.n_gpus_per_node] * config.trainer.nnodes, max_colocate_count=4)
+
+    def start(worker: type, **settings: Any) -> WorkerGroup:
+        return RayWorkerGroup(
             resource_pool=pool,
-            ray_cls_with_init=worker,
+            ray_cls_with_init=RayClassWithInitArgs(ray.remote(worker), **settings),
             device_name=config.trainer.device,
             ray_wait_register_center_timeout=config.trainer.ray_wait_register_center_timeout,
         )
-        for worker in workers
-    ]
-    return groups[0], groups[1] if len(groups) > 1 else None
+
+    actor = start(ActorRolloutRefWorker, config=config.actor_rollout_ref, role=role)
+    critic = reward_model = None
+    if needs_critic(config) and not sft:
+        critic = start(TrainingWorker, config=value_model_config(config.critic))
+    if config.reward.reward_model.enable and not sft:
+        model = copy.deepcopy(config.critic)
+        model.model.path = model.model.tokenizer_path = config.reward.reward_model.model_path
+        settings = value_model_config(model)
+        settings.engine_config.forward_only = True  # bf16, and on the host while it is not asked
+        reward_model = start(TrainingWorker, config=settings)
+    return Workers(actor, critic, reward_model)
 
 
-def critic_worker_config(config: DictConfig) -> TrainingWorkerConfig:
+def value_model_config(config: DictConfig) -> TrainingWorkerConfig:
     """verl's critic.* as its engine worker takes it (source: verl 0.9.1, RayPPOTrainer.init_workers)."""
-    critic = omega_conf_to_dataclass(config.critic)
+    critic = omega_conf_to_dataclass(config)
     critic.engine.infer_max_token_len_per_gpu = critic.forward_max_token_len_per_gpu
     critic.engine.max_token_len_per_gpu = critic.ppo_max_token_len_per_gpu
     return TrainingWorkerConfig(
@@ -78,20 +101,43 @@ def critic_worker_config(config: DictConfig) -> TrainingWorkerConfig:
     )
 
 
-def start_critic(critic: WorkerGroup, config: DictConfig) -> None:
-    """Load the value model and give it verl's clipped value loss."""
-    critic.reset()
-    critic.set_loss_fn(functools.partial(value_loss, config=omega_conf_to_dataclass(config.critic)))
+def load_value_models(workers: Workers, config: DictConfig) -> None:
+    """Load the critic, with verl's clipped value loss, and the reward model; before vLLM measures free memory."""
+    if workers.critic is not None:
+        workers.critic.reset()
+        workers.critic.set_loss_fn(functools.partial(value_loss, config=omega_conf_to_dataclass(config.critic)))
+    if workers.reward_model is not None:
+        workers.reward_model.reset()
+
+
+def set_policy_loss(actor: WorkerGroup, config: DictConfig) -> None:
+    """Hand the actor a policy loss of one's own (own.py), which is registered here, but not in the workers."""
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if ".py:" in loss_mode:
+        actor_config = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+        actor.set_loss_fn(functools.partial(_own_ppo_loss, actor_config, loss_mode, POLICY_LOSS_REGISTRY[loss_mode]))
+
+
+def _own_ppo_loss(config: Any, name: str, function: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+    """verl's ppo_loss, in a worker's process, with a policy loss that verl there has not heard of."""
+    POLICY_LOSS_REGISTRY[name] = function
+    return ppo_loss(config, model_output, data, dp_group)
+
+
+def asks_for(config: DictConfig, name: str) -> bool:
+    """Whether the advantage is computed from `name`: values, index, reward_baselines, sum_pi_squared, ref_log_prob."""
+    return name in inspect.signature(get_adv_estimator_fn(config.algorithm.adv_estimator)).parameters
 
 
 def needs_critic(config: DictConfig) -> bool:
     """Whether the advantage is computed from values (GAE)."""
-    return bool(config.algorithm.adv_estimator == "gae")
+    return asks_for(config, "values")
 
 
 def needs_reference(config: DictConfig) -> bool:
-    """Whether any KL term compares the policy with the model it started from."""
-    return bool(config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward)
+    """Whether anything compares the policy with the model it started from."""
+    kl = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    return bool(kl or asks_for(config, "ref_log_prob"))
 
 
 def world_size(config: DictConfig) -> int:
@@ -108,12 +154,15 @@ def data_parallel_size(config: DictConfig) -> int:
 
 
 def to_batch(episodes: Sequence[Any], pad_token_id: int, temperature: float) -> DataProto:
-    """Kept episodes -> verl's batch. The reward sits on each response's last token.
+    """Kept episodes -> verl's batch.
 
     episodes: records with prompt_ids [p], response_ids [r], response_mask [r] (1 = sampled by the policy,
-    0 = observed), log_probs [r] (the sampler's), reward, reward_components and group_id, as inference.Episode
-    has them. temperature: that of sampling; the trainer divides its logits by it too. Components that every
-    episode has become arrays of the batch, where verl's multi-reward advantage (gdpo) looks for them.
+    0 = observed), log_probs [r] (the sampler's), reward, turn_rewards, turns, reward_components, baseline and
+    group_id, as inference.Episode has them. temperature: that of sampling; the trainer divides its logits by it
+    too. The reward sits on each response's last token; where the environment paid each turn, those sit on their
+    turns' last tokens, and the rest of the reward (what a shaper added) on the response's. `turn` [B, R] counts the
+    policy's turns from 0, -1 on what was observed, whatever the mask leaves out. Components that every episode has
+    become arrays of the batch, where verl's multi-reward advantage (gdpo) looks for them.
     """
     P = max(len(e.prompt_ids) for e in episodes)
     R = max(len(e.response_ids) for e in episodes)
@@ -130,7 +179,13 @@ def to_batch(episodes: Sequence[Any], pad_token_id: int, temperature: float) -> 
     real = right([[1] * len(e.response_ids) for e in episodes], 0)  # [B, R], observed tokens included
     attention_mask = torch.cat([prompt_mask, real], dim=1)  # [B, P+R]
     scores = torch.zeros(responses.shape, dtype=torch.float32)  # [B, R]
-    scores[torch.arange(len(episodes)), real.sum(dim=1) - 1] = torch.tensor([e.reward for e in episodes]).float()
+    turn = torch.full_like(responses, -1)  # [B, R]
+    for row, e in enumerate(episodes):
+        paid = e.turn_rewards or [0.0] * len(e.turns)
+        for k, (begin, end, _) in enumerate(e.turns):
+            turn[row, begin:end] = k
+            scores[row, end - 1] += paid[k]
+        scores[row, len(e.response_ids) - 1] += e.reward - sum(paid)
 
     named = set.intersection(*[set(e.reward_components) for e in episodes])
     components = {name: [e.reward_components[name] for e in episodes] for name in sorted(named)}
@@ -144,29 +199,37 @@ def to_batch(episodes: Sequence[Any], pad_token_id: int, temperature: float) -> 
             "response_mask": right([e.response_mask for e in episodes], 0),  # [B, R]
             "rollout_log_probs": right([e.log_probs for e in episodes], 0.0, torch.float32),  # [B, R]
             "token_level_scores": scores,
+            "turn": turn,
         },
         non_tensors={"uid": [e.group_id for e in episodes], **components},
         meta_info={"temperature": temperature},
     )
+    if all(e.baseline is not None for e in episodes):
+        batch.batch["reward_baselines"] = torch.tensor([e.baseline for e in episodes]).float()  # [B]
     batch.meta_info["global_token_num"] = attention_mask.sum(dim=1).tolist()  # verl's throughput metrics read it
     return batch
 
 
-def _infer(call: Callable[..., Any], batch: DataProto, ranks: int, **flags: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """Run a worker's forward pass over `batch`: ({name: [B, R] float32}, the worker's metrics)."""
+def _infer(call: Callable[..., Any], batch: DataProto, ranks: int, **flags: Any) -> tuple[TensorDict, TensorDict]:
+    """Run a worker's forward pass over `batch`: (what it answers, the packed batch it was asked about)."""
     padded, _ = pad_dataproto_to_divisor(batch, ranks)  # repeats rows, so that every rank gets as many
     data = left_right_2_no_padding(padded.to_tensordict())
     tu.assign_non_tensor(data, compute_loss=False, **flags)
-    output = _wait(call(data))
-    named = {name: tu.get(output, name) for name in ("log_probs", "entropy", "values")}
-    rows = {k: no_padding_2_padding(v, data).float()[: len(batch)] for k, v in named.items() if v is not None}
-    return rows, tu.get(output, "metrics")
+    return _wait(call(data)), data
 
 
-def log_probs(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """The actor's log-probs [B, R] of the sampled tokens, and its entropy [B, R], at the weights of the sampler."""
-    rows, _ = _infer(actor.compute_log_prob, batch, data_parallel_size(config), calculate_entropy=True)
-    return rows["log_probs"], rows["entropy"]
+def _padded(output: TensorDict, data: TensorDict, name: str, rows: int) -> torch.Tensor:
+    """A worker's packed answer -> [B, R] float32: what was computed just before each response token."""
+    return no_padding_2_padding(tu.get(output, name), data).float()[:rows]
+
+
+def log_probs(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, torch.Tensor]:
+    """At the weights of the sampler, each [B, R]: log_probs of the sampled tokens, entropy, and sum_pi_squared (the
+    sum of the squared probabilities of all tokens) where the advantage asks for it."""
+    names = ["log_probs", "entropy", *(["sum_pi_squared"] if asks_for(config, "sum_pi_squared") else [])]
+    flags = {"calculate_entropy": True, "calculate_sum_pi_squared": "sum_pi_squared" in names}
+    output, data = _infer(actor.compute_log_prob, batch, data_parallel_size(config), **flags)
+    return {name: _padded(output, data, name, len(batch)) for name in names}
 
 
 def ref_log_probs(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> torch.Tensor:
@@ -175,14 +238,49 @@ def ref_log_probs(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> t
         call, flags = actor.compute_log_prob, {"no_lora_adapter": True}
     else:
         call, flags = actor.compute_ref_log_prob, {}
-    rows, _ = _infer(call, batch, data_parallel_size(config), calculate_entropy=False, **flags)
-    return rows["log_probs"]
+    output, data = _infer(call, batch, data_parallel_size(config), calculate_entropy=False, **flags)
+    return _padded(output, data, "log_probs", len(batch))
 
 
 def values(critic: WorkerGroup, batch: DataProto, config: DictConfig) -> torch.Tensor:
     """The critic's values [B, R]: of the state before each response token, which is what that token's return is of."""
-    rows, _ = _infer(critic.infer_batch, batch, data_parallel_size(config))
-    return rows["values"]
+    output, data = _infer(critic.infer_batch, batch, data_parallel_size(config))
+    return _padded(output, data, "values", len(batch))
+
+
+def add_reward_model(reward_model: WorkerGroup, episodes: Sequence[Any], pad_token_id: int, config: DictConfig) -> None:
+    """Give each episode the component `reward_model`: a learned reward, its head's output at the last token.
+
+    The ids are the policy's own, prompt included, so the reward model must share the policy's tokenizer and template.
+    """
+    batch = to_batch(episodes, pad_token_id, temperature=1.0)
+    output, _ = _infer(reward_model.infer_batch, batch, data_parallel_size(config))
+    packed = tu.get(output, "values")  # nested [B, p+r]
+    for episode, end in zip(episodes, packed.offsets()[1:], strict=False):
+        episode.reward_components["reward_model"] = float(packed.values()[end - 1])
+
+
+def advantages(batch: DataProto, config: DictConfig) -> DataProto:
+    """Add advantages and returns [B, R]: verl's compute_advantage, or a function of one's own with what it asks for."""
+    settings = config.algorithm
+    if settings.adv_estimator in [estimator.value for estimator in AdvantageEstimator]:
+        return compute_advantage(
+            batch,
+            adv_estimator=settings.adv_estimator,
+            gamma=settings.gamma,
+            lam=settings.lam,
+            norm_adv_by_std_in_grpo=settings.norm_adv_by_std_in_grpo,
+            config=settings,
+        )
+    function = get_adv_estimator_fn(settings.adv_estimator)
+    known = {**batch.batch, "index": batch.non_tensor_batch["uid"], "config": settings}
+    known |= {"gamma": settings.gamma, "lam": settings.lam}
+    known.setdefault("rollout_is_weights", None)
+    asked: dict[str, Any] = dict(inspect.signature(function).parameters)
+    if any(p.kind is p.VAR_KEYWORD for p in asked.values()):  # verl's own way of calling
+        asked = {**asked, **dict.fromkeys(known)}
+    batch.batch["advantages"], batch.batch["returns"] = function(**{k: known[k] for k in asked if k in known})
+    return batch
 
 
 def arrange(lengths: Sequence[int], mini_batches: int, ranks: int) -> tuple[list[int], int]:
@@ -230,25 +328,49 @@ def update_critic(critic: WorkerGroup, batch: DataProto, config: DictConfig) -> 
     return _update(critic.train_mini_batch, batch, config, config.critic, "critic", {"compute_loss": True})
 
 
+def update_sft(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, float]:
+    """One optimiser step on the cross entropy of the response tokens (verl's sft_loss), mean over tokens."""
+    flags = {"calculate_entropy": False, "compute_loss": True, "distillation_use_topk": False}
+    cfg = copy.deepcopy(config.actor_rollout_ref.actor)
+    cfg.ppo_mini_batch_size, cfg.ppo_epochs = config.data.train_batch_size, 1
+    return _update(actor.update_actor, batch, config, cfg, "actor", flags, nested_mask=True)
+
+
+def set_sft_loss(actor: WorkerGroup, config: DictConfig) -> None:
+    """From now on the actor's updates minimise verl's sft_loss."""
+    actor.set_loss_fn(functools.partial(sft_loss, omega_conf_to_dataclass(config.actor_rollout_ref.actor)))
+
+
 def _update(
-    call: Callable[..., Any], batch: DataProto, config: DictConfig, cfg: DictConfig, name: str, flags: dict[str, Any]
+    call: Callable[..., Any],
+    batch: DataProto,
+    config: DictConfig,
+    cfg: DictConfig,
+    name: str,
+    flags: dict[str, Any],
+    nested_mask: bool = False,
 ) -> dict[str, float]:
     ranks = data_parallel_size(config)
+    live = batch.batch["response_mask"].any(dim=1)  # [B]; the others, wholly masked, still count as episodes below
+    tensors = {key: tensor[live] for key, tensor in batch.batch.items()}  # [L, ...]
     whole = config.data.train_batch_size // cfg.ppo_mini_batch_size
-    mini_batches = max(1, min(whole, len(batch) // ranks))
-    order, filling = arrange(batch.batch["attention_mask"].sum(dim=1).tolist(), mini_batches, ranks)
+    mini_batches = max(1, min(whole, int(live.sum()) // ranks))
+    order, filling = arrange(tensors["attention_mask"].sum(dim=1).tolist(), mini_batches, ranks)
 
-    tensors = {}
-    for key, tensor in batch.batch.items():
+    for key, tensor in tensors.items():
         fill = tensor[:1].expand(filling, *tensor.shape[1:])  # [filling, ...] copies of row 0 ...
         if key in ("response_mask", "advantages"):
             fill = torch.zeros_like(fill)  # ... that count for nothing
-        tensors[key] = torch.cat([tensor, fill])[torch.tensor(order)]  # [B + filling, ...]
+        tensors[key] = torch.cat([tensor, fill])[torch.tensor(order)]  # [L + filling, ...]
     data = left_right_2_no_padding(DataProto.from_dict(tensors, meta_info=batch.meta_info).to_tensordict())
+    if nested_mask:  # sft_loss wants the mask over prompt and response, packed as the ids are
+        mask = torch.cat([torch.zeros_like(tensors["prompts"]), tensors["response_mask"]], dim=1)  # [L, P+R]
+        real = tensors["attention_mask"].bool()  # [L, P+R]
+        data["loss_mask"] = torch.nested.nested_tensor_from_jagged(mask[real], offsets=data["input_ids"].offsets())
     tu.assign_non_tensor(
         data,
         mini_batch_size=len(order) // mini_batches,
-        global_batch_size=len(batch) / mini_batches,  # what sequence-mean losses divide by: real rows only
+        global_batch_size=len(batch) / mini_batches,  # what sequence-mean losses divide by: no filling
         epochs=cfg.ppo_epochs,
         seed=cfg.data_loader_seed,
         dataloader_kwargs={"shuffle": cfg.shuffle},
@@ -258,7 +380,7 @@ def _update(
     mfu = metrics.pop(f"{name}/mfu", None)
     if mfu is not None and config.trainer.device != "cpu":  # verl has no peak figure for a CPU
         metrics[f"perf/mfu/{name}"] = mfu
-    return {key.replace("critic/critic/", "critic/"): float(value) for key, value in metrics.items()}
+    return {key: float(value) for key, value in metrics.items()}
 
 
 def _wait(output: Any) -> Any:
@@ -269,27 +391,27 @@ def _wait(output: Any) -> Any:
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-def save(actor: WorkerGroup, critic: WorkerGroup | None, folder: Path, step: int, state: dict[str, Any]) -> Path:
+def save(workers: Workers, folder: Path, state: dict[str, Any]) -> Path:
     """Write <folder>/global_step_<step>/{actor,critic,data.pt} and point latest_checkpointed_iteration.txt at it.
 
     Written under another name and renamed, so a folder called global_step_N is whole. state: what the
-    driver needs to go on, plain values only.
+    driver needs to go on, plain values only, with its `step`.
     """
-    target, partial = folder / f"global_step_{step}", folder / f"saving_{step}"
-    for name, group in {"actor": actor, "critic": critic}.items():
+    target, partial = folder / f"global_step_{state['step']}", folder / f"saving_{state['step']}"
+    for name, group in {"actor": workers.actor, "critic": workers.critic}.items():
         if group is not None:
-            group.save_checkpoint(str((partial / name).absolute()), None, step, None)
+            group.save_checkpoint(str((partial / name).absolute()), None, state["step"], None)
     torch.save(state, partial / "data.pt")
     os.replace(partial, target)
     pointer = folder / "latest_checkpointed_iteration.txt"
-    pointer.with_suffix(".tmp").write_text(str(step))
+    pointer.with_suffix(".tmp").write_text(str(state["step"]))
     os.replace(pointer.with_suffix(".tmp"), pointer)
     return target
 
 
-def load(actor: WorkerGroup, critic: WorkerGroup | None, checkpoint: Path) -> dict[str, Any]:
+def load(workers: Workers, checkpoint: Path) -> dict[str, Any]:
     """Restore model, optimiser, scheduler and RNG of every worker; returns the driver's `state`."""
-    for name, group in {"actor": actor, "critic": critic}.items():
+    for name, group in {"actor": workers.actor, "critic": workers.critic}.items():
         if group is not None:
             group.load_checkpoint(str((checkpoint / name).absolute()))
     state: dict[str, Any] = torch.load(checkpoint / "data.pt", weights_only=True)
@@ -311,5 +433,12 @@ def export(checkpoint: Path, target: Path) -> Path:
             hf_model_config_path=str(checkpoint / "actor" / "huggingface"),
         )
     )
+    shutil.rmtree(target / "lora_adapter", ignore_errors=True)  # of an earlier export
     merger.merge_and_save()
+    if (target / "lora_adapter").is_dir():  # verl writes the base model beside the adapter; the policy is both
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        base = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+        PeftModel.from_pretrained(base, target / "lora_adapter").merge_and_unload().save_pretrained(target)
     return target

@@ -105,10 +105,15 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory) -> Path:
-    """A folder with tied/ and untied/ models and the task's rows."""
+    """A folder with tied/ and untied/ models, scored/ (one with a scalar head), and the task's rows."""
     folder = tmp_path_factory.mktemp("kit")
     for name, tied in (("tied", True), ("untied", False)):
         make_model(folder / name, tied)
+    from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+    scored = AutoModelForTokenClassification.from_pretrained(folder / "tied", num_labels=1, dtype=torch.float32)
+    scored.save_pretrained(folder / "scored")  # a reward model
+    AutoTokenizer.from_pretrained(folder / "tied").save_pretrained(folder / "scored")
     words = ["say", "tell me", "i want", "give", "now", "please", "write", "print"]
     write_rows(folder / "train.jsonl", [row(f"{word} 7") for word in words])
     write_rows(folder / "val.jsonl", [row(f"{word} me 7") for word in words])
@@ -149,14 +154,15 @@ def stack(workspace):
     from types import SimpleNamespace
 
     import inference
-    from algorithm import Run
+    from run import Run
 
     os.chdir(workspace)
-    changes = ["ray_kwargs.ray_init.num_gpus=4", "actor_rollout_ref.actor.optim.lr=0.01"]
+    changes = ["ray_kwargs.ray_init.num_gpus=8", "ray_kwargs.ray_init.num_cpus=64"]  # logical: room for more workers
+    changes += ["actor_rollout_ref.actor.optim.lr=0.01"]
     changes += ["actor_rollout_ref.rollout.max_model_len=1024"]  # room for conversations
     config, data = load(workspace, *changes)
     with Run(config) as started, contextlib.ExitStack() as exits:
-        loop, gym, policy, servers, actor, _ = started.start(exits, data)
+        loop, gym, policy, servers, (actor, *_) = started.start(exits, data)
         sync = inference.weight_sync(config, actor, servers)
         sync.update_weights(0)
         yield SimpleNamespace(config=config, data=data, loop=loop, actor=actor, policy=policy, gym=gym, sync=sync)

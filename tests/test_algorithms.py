@@ -22,6 +22,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 import config as recipes
 import inference
+import pieces
 import training
 
 EXACT, SINGLE = {"rtol": 1e-9, "atol": 1e-9}, {"rtol": 2e-6, "atol": 2e-6}
@@ -66,7 +67,7 @@ def random_episodes(seed, gaps=True):
     for failed in made[5], made[-1]:  # which leaves d alone
         failed.status, failed.reward = "http_500", None
     rng.shuffle(made)
-    kept = inference.keep(made)
+    kept = pieces.keep(made)
     assert sorted(e.group_id for e in kept) == list("aabbbccccc")
     return kept
 
@@ -239,7 +240,7 @@ def test_gpg_counts_rewards_that_are_not_zero():
 
 
 def test_gdpo_sees_components_only_so_neither_shaping_nor_kl_in_the_reward():
-    """Departs: token_level_rewards, which hold `reward()` of algorithm.py and the KL term, go unread."""
+    """Departs: token_level_rewards, which hold what env.reward made of the verdict and the KL term, go unread."""
     episodes = random_episodes(0)
     before = advantages(episodes, "gdpo", **GDPO)[0]
     for i, e in enumerate(episodes):

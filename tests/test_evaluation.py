@@ -7,7 +7,8 @@ from itertools import combinations
 import pytest
 
 import evaluation
-from inference import Episode, keep
+from inference import Episode
+from pieces import keep
 
 
 def test_pass_at_k_is_the_chance_that_some_of_k_are_right():
@@ -32,7 +33,7 @@ def test_rows_with_too_few_episodes_do_not_count_for_pass_at_k():
 
 def episode(server: str, group: str, reward: float | None, **changes) -> Episode:
     status = "ok" if reward is not None else "timeout"
-    settings = {"response_ids": [1, 2], "turns": [(0, 2, 1)], "ended": "stop", **changes}
+    settings = {"response_ids": [1, 2], "response_mask": [1, 1], "turns": [(0, 2, 1)], "ended": "stop", **changes}
     return Episode("x:1", group, server, [1], reward=reward, status=status, **settings)
 
 

@@ -24,6 +24,7 @@ from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
 import env
 import inference
+import pieces
 import training
 from gym_client import Gym
 
@@ -232,7 +233,7 @@ def test_no_failed_call_becomes_a_reward(way, with_tool, faultless):
     if WAYS.get(way) or way == "mixed":  # faults did happen: some were survived by repeating, some not
         assert failed and calls["/seed_session"] > len(episodes) * 0.9
 
-    kept = inference.keep(episodes)
+    kept = pieces.keep(episodes)
     groups = defaultdict(list)
     for e in kept:
         groups[e.group_id].append(e)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -108,8 +109,9 @@ def test_resume_goes_on_with_ideas_of_ones_own_and_ctrl_c_leaves_nothing(learned
     """Resumes the run with the advantage and the loss that README shows, then interrupts it."""
     blocks = re.findall(r"```python\n# (my_ideas\.py.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (workspace / "my_ideas.py").write_text("\n".join("# " + block for block in blocks))
-    ideas = ["actor_rollout_ref.model.external_lib=my_ideas", "algorithm.adv_estimator=leave_one_out"]
-    ideas += ["actor_rollout_ref.actor.policy_loss.loss_mode=plain_ratio"]
+    ideas = ["algorithm.adv_estimator=my_ideas.py:leave_one_out", "env.reward=my_ideas.py:shorter"]
+    ideas += ["actor_rollout_ref.actor.policy_loss.loss_mode=my_ideas.py:plain_ratio"]
+    ideas += ["env.filters=[my_ideas.py:finished]", "env.sampler=my_ideas.py:hardest"]
     arguments, _, folder = learned
     mark, before = uuid.uuid4().hex, len(metrics_of(folder))
     settings = ["trainer.total_training_steps=1000", "trainer.val_before_train=false", *ideas]
@@ -201,6 +203,100 @@ def test_ppo_with_a_critic_warms_up_saves_and_resumes(workspace):
     assert (checkpoint / "critic" / "model_world_size_1_rank_0.pt").is_file() and (checkpoint / "actor").is_dir()
     result = run(command(workspace, *arguments, "trainer.total_training_steps=4"), workspace)
     assert result.returncode == 0 and "resumed from" in result.stdout, result.stdout[-3000:] + result.stderr[-3000:]
+
+
+def recipe_run(workspace, name, overlays, changes, *words, timeout=300):
+    """A finished run of the untied model with overlays of configs/: (metrics of its steps, folder, output)."""
+    arguments = command(workspace)
+    for overlay in overlays:
+        arguments += ["--config", str(ROOT / "configs" / f"{overlay}.yaml")]
+    arguments += [
+        *tiny(workspace, f"actor_rollout_ref.model.path={workspace / 'untied'}", "env.val_files=[]"),
+        *changes,
+    ]
+    result = run([*arguments, f"trainer.experiment_name={name}", *words], workspace, timeout=timeout)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    folder = workspace / "runs" / name
+    steps = [m for m in metrics_of(folder) if "timing_s/step" in m or "actor/loss" in m]
+    return steps, folder, result.stdout
+
+
+def test_dapo_refills_the_batch_and_says_what_it_spent(workspace):
+    """Dynamic sampling, filters, shaping and a curriculum; resumed, it reads on where it stopped."""
+    changes = ["data.train_batch_size=4", "trainer.total_training_steps=3", "actor_rollout_ref.rollout.n=4"]
+    changes.append("env.sampler=pieces.py:by_pass_rate")
+    steps, folder, _ = recipe_run(workspace, "dapo", ["dapo"], changes)
+    spent = [m["rollout/prompt_batches"] for m in steps]
+    assert len(spent) == 3 and set(spent) <= {1.0, 2.0, 3.0} and max(spent) > 1
+    for step, batches in enumerate(spent, 1):
+        lines = (folder / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
+        assert len(lines) == 16 * batches  # every round is on file
+    groups = [16 * b / 4 - m["rollout/groups_dropped"] for b, m in zip(spent, steps, strict=True)]
+    assert all(g <= 4 for g in groups) and all(b == 3 for b, g in zip(spent, groups, strict=True) if g < 4)
+    import torch
+
+    state = torch.load(folder / "checkpoints" / "global_step_3" / "data.pt", weights_only=True)
+    assert state["step"] == 3 and state["batches"] == sum(spent) and 4 <= len(state["pass_rates"]) <= 8
+    more, _, said = recipe_run(workspace, "dapo", ["dapo"], [*changes, "trainer.total_training_steps=4"])
+    assert "resumed from" in said and more[-1]["step"] == 4
+    total = sum(spent) + more[-1]["rollout/prompt_batches"]
+    assert more[-1]["training/epoch"] == pytest.approx(total * 4 / 8)
+
+
+def test_a_greedy_baseline_a_learned_reward_kl_and_correction_at_once(workspace):
+    """ReMax, a reward model, an adaptive KL term in the reward, importance weights and rejection: all metrics there."""
+    changes = [f"reward.reward_model.model_path={workspace / 'scored'}", "trainer.total_training_steps=2"]
+    changes += ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"]
+    changes += ["algorithm.rollout_correction.rollout_rs=token_k1", "data.train_batch_size=4"]
+    changes += ["algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0", "actor_rollout_ref.rollout.n=1"]
+    steps, folder, _ = recipe_run(workspace, "all", ["remax", "reward_model", "rollout_correction"], changes)
+    for m in steps:
+        assert m["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-3)  # sampler and trainer agree
+        assert m["critic/rewards/mean"] != m["reward/reasoning_gym/mean"]  # KL and the learned reward are in it
+        assert m["actor/grad_norm"] > 0 and math.isfinite(m["reward/reasoning_gym/reward_model/mean"])
+    first, second = (m["actor/reward_kl_penalty"] for m in steps)  # by k1, so of either sign
+    assert first == pytest.approx(0, abs=1e-5) and abs(second) > 1e-4
+    assert steps[1]["actor/reward_kl_penalty_coeff"] != steps[0]["actor/reward_kl_penalty_coeff"]
+    import torch
+
+    state = torch.load(folder / "checkpoints" / "global_step_2" / "data.pt", weights_only=True)
+    assert state["kl_coef"] != 0.001  # where the controller stands, for a resume
+    episodes = [json.loads(line) for line in (folder / "rollouts" / "step_2.jsonl").read_text().splitlines()]
+    assert len(episodes) == 4 and all(e["baseline"] is not None for e in episodes)
+
+
+def test_a_lora_adapter_reaches_the_sampler_and_the_export(workspace):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    changes = ["actor_rollout_ref.model.lora.merge=false", "actor_rollout_ref.actor.optim.lr=0.03"]
+    changes += ["actor_rollout_ref.model.lora_rank=8", "trainer.total_training_steps=3"]
+    steps, folder, _ = recipe_run(workspace, "lora", ["lora"], changes)
+    assert all(m["actor/grad_norm"] > 0 and m["training/rollout_probs_diff_max"] < 1e-3 for m in steps)
+    base, tuned = (AutoModelForCausalLM.from_pretrained(f) for f in (workspace / "untied", folder / "export"))
+    assert (folder / "export" / "lora_adapter" / "adapter_model.safetensors").is_file()
+    weight = "model.layers.0.mlp.up_proj.weight"
+    change = tuned.state_dict()[weight] - base.state_dict()[weight]
+    assert change.norm() > 0.01 and torch.linalg.matrix_rank(change.float()) <= 8
+    assert torch.equal(base.state_dict()["lm_head.weight"], tuned.state_dict()["lm_head.weight"])
+
+
+def test_supervised_warm_up_learns_saves_and_resumes(workspace):
+    chats = [
+        [{"role": "user", "content": f"{w} 7"}, {"role": "assistant", "content": "7"}] for w in ("say", "give") * 4
+    ]
+    (workspace / "chats.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in chats))
+    files = [f"env.{name}=[{workspace / 'chats.jsonl'}]" for name in ("train_files", "val_files")]
+    changes = [*files, "data.train_batch_size=8", "actor_rollout_ref.actor.optim.lr=0.003", "trainer.save_freq=10"]
+    steps, folder, said = recipe_run(workspace, "sft", ["sft"], [*changes, "trainer.total_training_steps=20"], "sft")
+    losses = [m["actor/loss"] for m in steps if "actor/loss" in m]
+    assert len(losses) == 20 and losses[0] > 3 and losses[-1] < 0.1, losses
+    held = [m["val/loss"] for m in metrics_of(folder) if "val/loss" in m]
+    assert held[0] == pytest.approx(losses[0], rel=1e-4)  # the same rows, before the first step: one definition
+    assert (folder / "export" / "model.safetensors").is_file() and "path=runs/sft/export" in said
+    more = [*changes, "trainer.total_training_steps=21"]
+    steps, _, _ = recipe_run(workspace, "sft", ["sft"], more, "sft")
+    assert steps[-1]["step"] == 21 and steps[-1]["actor/loss"] < 0.1
 
 
 def with_counter(workspace, *changes) -> list[str]:

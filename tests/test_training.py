@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import config
 import inference
+import pieces
 import training
 
 
@@ -48,16 +49,16 @@ def test_observed_tokens_are_seen_but_carry_no_loss():
 def test_keep_drops_failures_and_groups_of_one():
     ok = [episode([1], [1], group=g) for g in "aab"]
     failed = [episode([1], [1], reward=None, group=g, status="timeout") for g in "abc"]
-    kept = inference.keep([ok[0], failed[0], ok[1], ok[2], *failed[1:]])
+    kept = pieces.keep([ok[0], failed[0], ok[1], ok[2], *failed[1:]])
     assert kept == ok[:2]
-    assert inference.keep(failed) == []
+    assert pieces.keep(failed) == []
 
 
 def test_advantages_of_survivors_are_those_of_a_run_without_failures():
     from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
     def advantages(episodes):
-        batch = training.to_batch(inference.keep(episodes), 0, 1.0)
+        batch = training.to_batch(pieces.keep(episodes), 0, 1.0)
         rewards, mask, uid = (
             batch.batch["token_level_scores"],
             batch.batch["response_mask"],

@@ -1,0 +1,311 @@
+"""A run: its folder, its stages and deadlines, the processes that it starts, what it tells.
+
+runs/<trainer.experiment_name>/ holds config.yaml, metrics.jsonl, rollouts/, failures.jsonl, checkpoints/, export/
+and logs/.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import math
+import os
+import secrets
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import env
+import gym_client
+import gym_servers
+import own
+from config import Data, RunError, changed, to_plain
+
+STAGE_DEADLINE_S = 3600  # a stage (of episodes: an episode) that takes this long hangs, and ends the run
+GENERATE_DEADLINE_S = 1800.0  # for one answer of vLLM
+console = Console()
+
+
+class Started(NamedTuple):
+    """What a run works with. Workers are None where nothing is trained."""
+
+    loop: asyncio.Runner
+    gym: gym_client.Gym
+    policy: Any  # inference.Policy
+    servers: Any  # verl's LLMServerManager
+    workers: Any  # training.Workers
+
+
+class Run:
+    """A run's folder, its clock and its voice. Use as `with Run(config) as run`."""
+
+    def __init__(self, config: DictConfig, command: str = "train"):
+        self.config, self.command, self.folder = config, command, Path("runs") / config.trainer.experiment_name
+        self.timing: dict[str, float] = {}  # seconds by stage, of the step under way
+        self.started, self.first_episode = time.time(), 0.0  # seconds since the epoch; seconds since `started`
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[stage]}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        steps = config.trainer.total_training_steps if command in ("train", "sft") else 1
+        self.task = self.bar.add_task(command, total=steps, stage="starting")
+
+    def __enter__(self) -> Run:
+        for name in ("rollouts", "logs"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(self.config, self.folder / "config.yaml", resolve=True)
+        os.environ.setdefault("TENSORBOARD_DIR", str(self.folder / "tensorboard"))
+        os.environ.setdefault("VERL_FILE_LOGGER_PATH", str(self.folder / "tracking.jsonl"))
+        os.environ.setdefault("WANDB_DIR", str(self.folder))
+        self.tracking = None
+        if self.config.trainer.logger:
+            from verl.utils.tracking import Tracking
+
+            names, backends = self.config.trainer, to_plain(self.config.trainer.logger)
+            self.tracking = Tracking(names.project_name, names.experiment_name, backends, to_plain(self.config))
+        self.bar.start()
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self.bar.stop()
+        if self.tracking:
+            self.tracking.finish(exit_code=0 if kind is None else 1)
+
+    def start(self, stack: contextlib.ExitStack, data: Data) -> Started:
+        """Start what the command needs of Gym servers, Ray, vLLM and training workers; `stack` stops it all."""
+        import ray
+
+        config, logs, door = self.config, self.folder / "logs", self.config.gym.door
+        port = door.port or gym_servers.free_port(door.host)
+        key = os.environ.get("POLICY_API_KEY") or secrets.token_hex(16)
+        agents = any((spec.get("start") or {}).get("agent") for spec in config.gym.servers.values())
+
+        def start_ray() -> None:
+            threading.Thread(target=importlib.import_module, args=("inference",)).start()  # 10 s, beside Ray's 6
+            session = ray.init(**to_plain(config.ray_kwargs.ray_init)).address_info["session_dir"]  # type: ignore[attr-defined]
+            (logs / "ray").unlink(missing_ok=True)
+            (logs / "ray").symlink_to(Path(session) / "logs")
+
+        with self.stage("start"):
+            stack.callback(ray.shutdown)
+            address = {"base_url": f"http://{door.host}:{port}/v1", "api_key": key, "model": "policy"}
+            wanted = to_plain(config.gym.servers) if self.command != "sft" else {}
+            servers = gym_servers.running_servers(wanted, logs, start_ray, address)
+            urls = stack.enter_context(servers)
+            import door as openai_door
+            import inference
+            import training
+
+            loop = stack.enter_context(asyncio.Runner())
+
+            def enter(context: Any) -> Any:
+                """Open an asynchronous context now, and close it with the run."""
+                entered = loop.run(context.__aenter__())
+                stack.callback(lambda: loop.run(context.__aexit__(None, None, None)))
+                return entered
+
+            gym = gym_client.Gym(urls, config.gym.timeout_s, to_plain(config.gym.concurrency), config.gym.attempts)
+            enter(gym)
+            actor_rollout = config.actor_rollout_ref
+            own.register([config.algorithm.adv_estimator, actor_rollout.actor.policy_loss.loss_mode])
+            sft = self.command == "sft"
+            workers = training.start_workers(config, sft) if self.command in ("train", "sft") else None
+            if workers:
+                training.load_value_models(workers, config)
+            if workers and sft:
+                workers.actor.init_model()
+                return Started(loop, gym, None, None, workers)
+            vllm = loop.run(
+                inference.start_servers(config, workers.actor) if workers else inference.start_sampler(config)
+            )
+            client = vllm.get_client()
+            policy = inference.make_policy(config, client, data.tokenizer, data.stop_ids, GENERATE_DEADLINE_S)
+            if agents or door.port:
+                enter(openai_door.serve(policy, door.host, port, key))
+            if workers:
+                training.set_policy_loss(workers.actor, config)
+            return Started(loop, gym, policy, vllm, workers)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage into `timing` (seconds), show it, and end the run if it hangs."""
+
+        def hung(*_: Any) -> None:
+            raise RunError(
+                f"stage {name} got nowhere in {STAGE_DEADLINE_S} s; see the workers' logs in {self.folder}/logs"
+            )
+
+        begin, inner = time.perf_counter(), name != "step"
+        if inner:
+            self.bar.update(self.task, stage=name)
+            signal.signal(signal.SIGALRM, hung)
+            signal.alarm(STAGE_DEADLINE_S)
+        try:
+            yield
+        finally:
+            if inner:
+                signal.alarm(0)
+        self.timing[name] = self.timing.get(name, 0.0) + time.perf_counter() - begin
+
+    def begin(self, step: int) -> None:
+        """Start the clock of a step."""
+        self.timing = {}
+        self.bar.update(self.task, completed=step - 1)
+
+    def counter(self, total: int) -> Callable[[int, Any], None]:
+        """A callback that shows how many of `total` episodes have ended."""
+        done = 0
+
+        def one_more(*_: Any) -> None:
+            nonlocal done
+            done += 1
+            signal.alarm(STAGE_DEADLINE_S)  # a stage that gets on does not hang
+            if not self.first_episode:
+                self.first_episode = self.timing["first_episode"] = time.time() - self.started
+            self.bar.update(self.task, stage=f"{done}/{total} episodes")
+
+        return one_more
+
+    def say(self, text: str) -> None:
+        """Print one line above the progress bar."""
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        """Append to metrics.jsonl (verl's own file logger would overwrite it on resume) and tell the trackers."""
+        if not metrics:
+            return
+        plain = {name: float(value) for name, value in metrics.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in plain.items()}
+        with (self.folder / "metrics.jsonl").open("a") as out:
+            out.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
+        if self.tracking:
+            self.tracking.log(data=plain, step=step)
+
+    def write_episodes(self, name: str, episodes: Sequence[Any], tasks: Sequence[env.Task], mode: str = "w") -> None:
+        """rollouts/<name>.jsonl with every episode, and a line in failures.jsonl for each that failed."""
+        import inference
+
+        prompts = {task.row_id: question(task) for task in tasks}
+        records = [inference.as_record(e, prompts[e.row_id]) for e in episodes]
+        path = self.folder / "rollouts" / f"{name}.jsonl"
+        with path.open(mode, encoding="utf-8") as out:
+            out.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in records)
+        with (self.folder / "failures.jsonl").open("a", encoding="utf-8") as out:
+            failed = [{"rollout": name, **r} for r in records if r["status"] != "ok"]
+            out.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in failed)
+
+    def report(self, step: int, metrics: dict[str, Any], kept: Sequence[Any], tasks: Sequence[env.Task]) -> None:
+        """One line a step, and every env.show_every steps the best and the worst answer of the batch."""
+        self.bar.update(self.task, completed=step)
+        stages = " ".join(
+            f"{k} {v:.1f}" for k, v in self.timing.items() if k not in ("step", "first_episode") and v >= 0.05
+        )
+        numbers = [("reward", "critic/rewards/mean"), ("length", "response_length/mean"), ("loss", "actor/pg_loss")]
+        values = " ".join(f"{label} {metrics[key]:.3g}" for label, key in numbers if key in metrics)
+        self.say(f"step {step:4d}  {values}  failed {metrics['rollout/failed_frac']:.0%}  | seconds: {stages}")
+        if kept and self.config.env.show_every > 0 and step % self.config.env.show_every == 0:
+            prompts = {task.row_id: question(task) for task in tasks}
+            for episode in (max(kept, key=lambda e: e.reward), min(kept, key=lambda e: e.reward)):
+                asked = " ".join(prompts[episode.row_id].split())[-100:]
+                self.say(f"    {asked!r} -> {episode.transcript[:200]!r}  reward {episode.reward:.2f}")
+
+    def export(self, checkpoint: Path) -> None:
+        """The checkpoint's policy as a Hugging Face folder, export/; what verl prints of it goes to logs/export.log."""
+        import training
+
+        with self.stage("export"), (self.folder / "logs" / "export.log").open("w") as log:
+            with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+                training.export(checkpoint, self.folder / "export")
+
+    def finish(self, before: dict[str, float], after: dict[str, float], checkpoint: Path) -> None:
+        """The result of the run and what to do next."""
+        minutes = (time.time() - self.started) / 60
+        self.say(f"\nfinished in {minutes:.1f} min; the run is in {self.folder}/")
+        for name in (n for n in after if n.startswith("val-core/")):
+            self.say(f"    {name}: {before.get(name, float('nan')):.3f} before, {after[name]:.3f} after")
+        self.say(f"    checkpoint {checkpoint}, Hugging Face folder {self.folder}/export")
+        again = f"trainer.total_training_steps={2 * self.config.trainer.total_training_steps}"
+        self.say(f"next: look into {self.folder}/rollouts/, or train on with the same command and {again}")
+
+
+def summary(config: DictConfig, data: Data, command: str) -> str:
+    """The sizes that follow from the recipe, one a line."""
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    prompts, steps = config.data.train_batch_size, config.trainer.total_training_steps
+    world = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    replicas = world // (rollout.tensor_model_parallel_size * rollout.data_parallel_size)
+    longest = f"{config.data.max_prompt_length} + {config.data.max_response_length} tokens"
+    dropped = f"{len(data.dropped)} dropped (prompt over {config.data.max_prompt_length} tokens)"
+    lines = [
+        f"model       {config.actor_rollout_ref.model.path}",
+        f"rows        {len(data.train)} to train on, {len(data.validation)} held out, {dropped}",
+        *(f"            dropped {row}" for row in data.dropped[:5]),
+    ]
+    if command == "sft":
+        size = f"{prompts} conversations of at most {longest}, one optimiser step"
+        return "\n".join([*lines, f"step        {size}", f"training    {steps} steps; lr {actor.optim.lr:g}"])
+    by_server = Counter(task.server for task in [*data.train, *data.validation])
+    lines.append(f"servers     {', '.join(f'{name} ({rows} rows)' for name, rows in by_server.items())}")
+    if command == "train":
+        updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
+        lines += [
+            f"step        {prompts} prompts x {rollout.n} answers = {prompts * rollout.n} episodes "
+            f"of at most {longest}; {updates} optimiser step{'s' * (updates > 1)}",
+            f"training    {steps} steps = {steps * prompts / len(data.train):.2f} epochs; lr {actor.optim.lr:g}; "
+            f"{config.algorithm.adv_estimator}, {actor.policy_loss.loss_mode} loss; "
+            f"micro-batches of {actor.ppo_max_token_len_per_gpu} tokens",
+        ]
+    else:
+        tasks, n = (data.train, rollout.n) if command == "rollout" else (data.validation, rollout.val_kwargs.n)
+        lines.append(f"{command:11} {len(tasks)} rows x {n} episodes of at most {longest}")
+    buckets = f", sync buckets of {rollout.checkpoint_engine.update_weights_bucket_megabytes} MB"
+    lines += [
+        f"devices     {world} {config.trainer.device}, {replicas} vLLM replica{'s' * (replicas > 1)}"
+        + buckets * (command == "train"),
+        f"stop ids    {sorted(data.stop_ids)}, pad id {data.tokenizer.pad_token_id}",
+    ]
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        lines.append(
+            f"WARNING     rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}: the sampler's log-probs are of what "
+            "these leave, the trainer's of all tokens, so training/rollout_probs_diff_* grows and "
+            "algorithm.rollout_correction is biased"
+        )
+    seen = {json.dumps(task.messages) for task in data.train if task.messages}
+    if shared := sum(json.dumps(task.messages) in seen for task in data.validation):
+        lines.append(f"WARNING     {shared} of the held-out prompts are also in env.train_files")
+    return "\n".join(lines)
+
+
+def dry_run(config: DictConfig, defaults: DictConfig, data: Data) -> None:
+    """Print what the recipe changes of verl's defaults, and the first prompt as the model sees it."""
+    console.print("changed from verl's defaults:", highlight=False)
+    for key, (value, default) in changed(config, defaults).items():
+        if not key.startswith(("gym.", "env.")):
+            console.print(f"    {key}: {value} (was {default})", markup=False, highlight=False, soft_wrap=True)
+    for section in ("gym", "env"):
+        text = OmegaConf.to_yaml(config[section], resolve=True).strip().replace("\n", "\n    ")
+        console.print(f"{section}:\n    {text}", markup=False, highlight=False)
+    for task in {getattr(t, "server", "sft"): t for t in reversed([*data.train, *data.validation])}.values():
+        console.print(f"first prompt ({task.row_id}, {len(task.prompt_ids)} tokens):", markup=False, highlight=False)
+        prompt = data.tokenizer.decode(task.prompt_ids) if task.prompt_ids else "(the environment writes it)"
+        console.print(prompt, markup=False, highlight=False, style="dim")
+    console.print("dry run: model, files, sizes and servers are in order; nothing was started", highlight=False)
+
+
+def question(task: env.Task) -> str:
+    """The last thing that the row says to the model; empty where the environment says it."""
+    return str(task.messages[-1]["content"]) if task.messages else ""
