@@ -204,7 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "algorithms", help="where the runs go")
     parser.add_argument("--only", nargs="*", choices=list(RUNS), default=list(RUNS), metavar="RUN")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "algorithms.png")
     args = parser.parse_args()
     folder = args.folder.resolve()
