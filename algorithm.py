@@ -95,7 +95,7 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
             if state["command"] != "train":
                 raise RunError(f"{resume_from} is of `{state['command']}`: give another trainer.experiment_name")
             if config.algorithm.kl_ctrl.type == "adaptive":
-                kl_ctrl.value = state["kl_coef"]
+                kl_ctrl.value = state["kl_coef"] or kl_ctrl.value
             run.say(f"resumed from {resume_from}")
         with run.stage("update_weights"):
             sync.sleep_replicas()  # vLLM gives back its GPU memory (free_cache_engine); the sync wakes it
@@ -107,11 +107,9 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
             """n episodes for each task at the servers' present weights, also written to rollouts/<name>.jsonl."""
             policy.sampling = sampling[validate]
             greedy = not validate and training.asks_for(config, "reward_baselines")  # one more answer per prompt
-            play, requests = (
-                inference.rollout_with_baselines if greedy else inference.rollout,
-                inference.in_groups(tasks, n),
-            )
-            episodes = loop.run(play(requests, policy, gym, run.counter(len(tasks) * (n + greedy))))
+            sample = inference.rollout_with_baselines if greedy else inference.rollout
+            count = run.counter(len(tasks) * (n + greedy))
+            episodes = loop.run(sample(inference.in_groups(tasks, n), policy, gym, count))
             run.write_episodes(name, episodes, tasks, "a" if more else "w")
             evaluation.check_failures(episodes, config.gym.max_failed_frac)
             return episodes
@@ -202,15 +200,12 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
                                 metrics |= training.update_actor(workers.actor, batch, config)
                     else:
                         kept = []
-                        run.say(
-                            f"step {step}: rollout_correction.rollout_rs rejected every token, so nothing is learned"
-                        )
+                        run.say(f"step {step} skipped: algorithm.rollout_correction.rollout_rs rejected every token")
                     with run.stage("update_weights"):
                         sync.update_weights(step)
                 else:
-                    run.say(
-                        f"step {step} skipped: no group left to train on; see {run.folder}/rollouts/step_{step}.jsonl"
-                    )
+                    where = f"{run.folder}/rollouts/step_{step}.jsonl"
+                    run.say(f"step {step} skipped: no group left to train on; see {where}")
 
             if step == total or (config.trainer.save_freq > 0 and step % config.trainer.save_freq == 0):
                 with run.stage("save_checkpoint"):
@@ -230,14 +225,8 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
     run.finish(before, after, checkpoint)
 
 
-OUR_ERRORS = (
-    ConfigError,
-    RunError,
-    OwnError,
-    env.DataError,
-    gym_client.GymError,
-    gym_servers.GymStartError,
-)  # one line each
+GYM_ERRORS = (env.DataError, gym_client.GymError, gym_servers.GymStartError)
+OUR_ERRORS = (ConfigError, RunError, OwnError, *GYM_ERRORS)  # one line each
 
 
 # --- the command ---------------------------------------------------------------------------------

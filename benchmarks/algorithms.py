@@ -149,9 +149,8 @@ def table(folder: Path, seconds: dict[str, float]) -> str:
         rows = read(folder / "runs" / name.replace(": ", "_") / "metrics.jsonl")
         rewards = curve(folder, name)
         minutes = f"{seconds[name] / 60:.1f}" if name in seconds else ""
-        if name == "sft" and rows:
-            losses = [r["actor/loss"] for r in rows if "actor/loss" in r]
-            lines.append(f"| {name} | loss {losses[0]:.2f} | loss {losses[-1]:.3f} | | | | | {minutes} |")
+        if name == "sft" and (found := losses(folder, name)):
+            lines.append(f"| {name} | loss {found[0]:.2f} | loss {found[-1]:.3f} | | | | | {minutes} |")
         if not rewards:
             continue
         held = [r["val-core/reasoning_gym/reward/mean@1"] for r in rows if "val-core/reasoning_gym/reward/mean@1" in r]
@@ -170,14 +169,19 @@ def table(folder: Path, seconds: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
+def losses(folder: Path, name: str) -> list[float]:
+    """The loss of each step of a supervised run."""
+    return [r["actor/loss"] for r in read(folder / "runs" / name / "metrics.jsonl") if "actor/loss" in r]
+
+
 def draw(folder: Path, out: Path) -> None:
-    """A panel for each run, the default of its task in grey behind it."""
+    """A panel for each run, the default of its task in grey behind it; of a supervised run the loss, over its first."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = [name for name in RUNS if curve(folder, name) and not name.endswith("default")]
+    names = [name for name in RUNS if (curve(folder, name) or name == "sft") and not name.endswith("default")]
     columns = 6
     figure, axes = plt.subplots(
         -(-len(names) // columns),
@@ -188,9 +192,13 @@ def draw(folder: Path, out: Path) -> None:
     )
     for axis, name in zip(axes.flat, names, strict=False):
         base = "turns: default" if name.startswith("turns") else "default"
-        axis.plot(curve(folder, base), color="0.7", lw=1)
-        axis.plot(curve(folder, name), lw=1.5)
-        axis.set_title(name, fontsize=9)
+        if name == "sft":
+            found = losses(folder, name)
+            axis.plot([loss / found[0] for loss in found], color="C1", lw=1.5)
+        else:
+            axis.plot(curve(folder, base), color="0.7", lw=1)
+            axis.plot(curve(folder, name), lw=1.5)
+        axis.set_title("sft (loss / first loss)" if name == "sft" else name, fontsize=9)
         axis.set(ylim=(0, 1.05))
         axis.grid(alpha=0.3)
     for axis in axes.flat[len(names) :]:
