@@ -319,6 +319,11 @@ def check_algorithm(config: DictConfig) -> None:
         )
     if settings.kl_ctrl.type not in ("fixed", "adaptive"):
         raise ConfigError(f"algorithm.kl_ctrl.type={settings.kl_ctrl.type}: fixed or adaptive")
+    model, load_format = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.load_format
+    if model.lora_rank and not model.lora.merge and load_format == "dummy" and config.trainer.device == "cpu":
+        raise ConfigError(
+            "a LoRA adapter on a CPU needs actor_rollout_ref.rollout.load_format=auto (configs/lora.yaml)"
+        )
     if config.critic.enable is not None:
         raise ConfigError("critic.enable: the advantage decides (algorithm.adv_estimator=gae); leave it out")
 

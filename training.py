@@ -398,10 +398,13 @@ def save(workers: Workers, folder: Path, state: dict[str, Any]) -> Path:
     driver needs to go on, plain values only, with its `step`.
     """
     target, partial = folder / f"global_step_{state['step']}", folder / f"saving_{state['step']}"
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while it saved, maybe with more ranks
     for name, group in {"actor": workers.actor, "critic": workers.critic}.items():
         if group is not None:
             group.save_checkpoint(str((partial / name).absolute()), None, state["step"], None)
     torch.save(state, partial / "data.pt")
+    if target.exists():  # the same step again, after trainer.resume_mode=disable or resume_path
+        shutil.rmtree(target)
     os.replace(partial, target)
     pointer = folder / "latest_checkpointed_iteration.txt"
     pointer.with_suffix(".tmp").write_text(str(state["step"]))

@@ -150,6 +150,7 @@ def test_verls_own_names_are_all_known():
         ),
         (["algorithm.kl_ctrl.type=adaptve"], "fixed or adaptive"),
         (["critic.enable=true"], "the advantage decides"),
+        (["actor_rollout_ref.model.lora_rank=8"], r"configs/lora\.yaml"),
         (["reward.reward_model.enable=true"], "needs reward.reward_model.model_path"),
         (["reward.reward_model.enable=true", "reward.reward_model.model_path=./no"], "no model folder"),
         (["reward.reward_model.enable=true", "reward.reward_model.model_path=tied"], "has no scalar head"),

@@ -1,6 +1,7 @@
 """Batches and their order, on tensors alone: no Ray."""
 
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -142,3 +143,21 @@ def test_components_that_not_all_episodes_have_are_left_out():
     two.reward_components = {"b": 1.0}
     batch = training.to_batch([one, two], 0, 1.0)
     assert list(batch.non_tensor_batch["b"]) == [0.0, 1.0] and "a" not in batch.non_tensor_batch
+
+
+def test_a_checkpoint_takes_the_place_of_an_older_one_of_its_step(tmp_path):
+    class Group:
+        def __init__(self, *files):
+            self.files = files
+
+        def save_checkpoint(self, folder, *_):
+            Path(folder).mkdir(parents=True)  # nothing of a save that was cut short is left in it
+            for file in self.files:
+                (Path(folder) / file).touch()
+
+    (tmp_path / "saving_3" / "actor").mkdir(parents=True)
+    (tmp_path / "saving_3" / "actor" / "rank_1.pt").touch()
+    for files in (("rank_0.pt", "rank_1.pt"), ("rank_0.pt",)):
+        target = training.save(training.Workers(Group(*files), None, None), tmp_path, {"step": 3})
+        assert sorted(p.name for p in (target / "actor").iterdir()) == sorted(files)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3" and not (tmp_path / "saving_3").exists()
