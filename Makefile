@@ -1,5 +1,6 @@
 # make demo   train SmolLM2-135M on small sums: real vLLM, real FSDP, a real NeMo Gym verifier, no GPU
 # make test   ruff, mypy and pytest, end to end over the same stack
+# make algorithms   every recipe of docs/algorithms.md on one small task; an hour, and no part of make test
 # Both first set up what they need (environments, model, data) and skip what is there.
 
 PYTHON ?= python3.11

@@ -270,7 +270,8 @@ def main() -> None:
         config, defaults = load_config(args.config, overrides)
         data = prepare(config, commands[0])
         resume_from = resume_point(config) if commands[0] in ("train", "sft") else None
-        console.print(summary(config, data, commands[0]), markup=False, highlight=False, soft_wrap=True)
+        text = summary(config, data, commands[0]) + (f"\nresume      from {resume_from}" if resume_from else "")
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
         if args.dry_run:
             return dry_run(config, defaults, data)
         logs = Path("runs") / config.trainer.experiment_name / "logs"

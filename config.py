@@ -3,8 +3,8 @@
     load_config(files, overrides)   verl's ppo_trainer.yaml + configs/base.yaml + files + key=value
     prepare(config, command)        model, files, servers and sizes checked; tasks and tokenizer loaded
 
-A key that nothing reads is an error: one that verl does not know, and one of verl's that this loop
-does not use. So a recipe never says more than what happens.
+A key that nothing reads is an error: one that verl does not know, and one of verl's trainer, data, algorithm or reward
+that this loop does not use. (Below actor_rollout_ref and critic verl's workers read; INSTEAD has what they do not.)
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ import env
 import gym_client
 import gym_servers
 import own
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run; the message names the key and the way out."""
+from checks import ConfigError, check_algorithm, check_reward_model, check_sizes, check_tool_format
 
 
 class RunError(RuntimeError):
@@ -51,21 +48,25 @@ READ = [
     *(f"trainer.{key}" for key in ("resume_mode", "resume_from_path", "nnodes", "n_gpus_per_node")),
     "trainer.ray_wait_register_center_timeout",
 ]
+INSTEAD = {  # keys of verl's that would do nothing, and what does
+    "data.train_files": "env.train_files",
+    "data.val_files": "env.val_files",
+    "data.sampler": "env.sampler",
+    "trainer.total_epochs": "trainer.total_training_steps",
+    "reward.custom_reward_function": "env.reward",
+    "actor_rollout_ref.actor.clip_ratio": "clip_ratio_low and clip_ratio_high beside it",
+    "actor_rollout_ref.rollout.agent": "gym.servers: they have the tools and the turns",
+    **{
+        f"actor_rollout_ref.rollout.multi_turn.{name}": "gym.servers: they have the tools and the turns"
+        for name in ("enable", "tool_config_path", "interaction_config_path", "max_user_turns")
+    },
+}
 MICRO_BATCH_TOKENS = [
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
     "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
     "critic.ppo_max_token_len_per_gpu",
 ]
-ALONE = ("gae", "reinforce_plus_plus", "remax")  # estimators that look at each answer by itself, not at its group
-ESTIMATORS = (  # verl's names, known without the 10 s that importing them takes
-    *(*ALONE, "grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg"),
-    *("reinforce_plus_plus_baseline", "optimal_token_baseline", "tir_optimal_token_baseline"),
-)
-LOSSES = (
-    *("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo"),
-    "bypass_mode",
-)
 FREE = ("ray_kwargs.ray_init", "gym.servers", "gym.concurrency")  # keys below are not ours or verl's to list
 
 
@@ -105,12 +106,24 @@ def load_config(files: Sequence[str], overrides: Sequence[str]) -> tuple[DictCon
     apply_environment(config, here)
     for source, overlay in overlays:
         for key in unknown_keys(overlay, defaults):
-            close = difflib.get_close_matches(key, leaves(defaults), n=1)
+            known = leaves(defaults)
+            short = [
+                f"actor_rollout_ref.{leaf}"
+                for leaf in leaves(cast(DictConfig, overlay))
+                if f"{leaf}.".startswith(f"{key}.")
+            ]
+            close = [leaf for leaf in short if leaf in known] or difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ConfigError(f"{source}: unknown key {key}{hint}")
-    for key in changed(config, defaults):
-        if not any(f"{key}.".startswith(f"{name}.") for name in READ):
-            raise ConfigError(f"{key} is verl's, but this loop does not read it, so setting it would do nothing")
+    usual = leaves(cast(DictConfig, OmegaConf.merge(defaults, base)))
+    for key, (value, _) in changed(config, defaults).items():
+        instead = [f"; set {ours}" for theirs, ours in INSTEAD.items() if f"{key}.".startswith(f"{theirs}.")]
+        if instead or not any(f"{key}.".startswith(f"{name}.") for name in READ):
+            why = "this loop does not read it, so setting it would do nothing"
+            raise ConfigError(f"{key} is verl's, but {why}{''.join(instead)}")
+        number = isinstance(usual.get(key), (int, float)) and not key.endswith("rollout_is_threshold")  # or "0.8_1.5"
+        if number and isinstance(value, str) and not value.startswith("${"):
+            raise ConfigError(f"{key}={value}: wants a value like {usual[key]}")
     return config, defaults
 
 
@@ -210,8 +223,13 @@ def prepare(config: DictConfig, command: str = "train") -> Data:
     """
     rollout = config.actor_rollout_ref.rollout
     files = "env.val_files" if command == "evaluate" else "env.train_files"
+    for name in ("env.train_files", "env.val_files"):
+        if isinstance(given := OmegaConf.select(config, name), str):
+            raise ConfigError(f"{name}={given}: wants a list, '{name}=[{given}]'")
     if not OmegaConf.select(config, files):
-        raise ConfigError(f"{files} is not set")
+        raise ConfigError(
+            f"{files} is not set: name a task, like --config configs/math_cpu.yaml, before other overlays"
+        )
     if not config.gym.servers and not config.gym.head and command != "sft":
         raise ConfigError("gym.servers is not set")
     check_algorithm(config)
@@ -282,100 +300,6 @@ def fill_in(config: DictConfig, hf_config: Any) -> None:
     sync.update_weights_bucket_megabytes = max(sync.update_weights_bucket_megabytes, largest_mb)
 
 
-def check_algorithm(config: DictConfig) -> None:
-    """The advantage, the loss and what they need exist and go together. Raises ConfigError."""
-    actor, settings = config.actor_rollout_ref.actor, config.algorithm
-    known = {"algorithm.adv_estimator": ESTIMATORS, "actor_rollout_ref.actor.policy_loss.loss_mode": LOSSES}
-    for key, names in known.items():
-        name = OmegaConf.select(config, key)
-        if not isinstance(name, str):
-            raise ConfigError(f"{key}={name}: a name of verl's, or path.py:function, without settings")
-        if name not in names and not own.is_own(name) and not config.actor_rollout_ref.model.external_lib:
-            close = difflib.get_close_matches(name, names, n=1)
-            raise ConfigError(f"{key}={name}: verl has {', '.join(names)}{f'; did you mean {close[0]}?' * bool(close)}")
-    loss_mode, correction = actor.policy_loss.loss_mode, settings.rollout_correction
-    if correction.bypass_mode and loss_mode not in ("vanilla", "bypass_mode"):
-        raise ConfigError(
-            f"algorithm.rollout_correction.bypass_mode has a loss of its own, so not loss_mode={loss_mode}"
-        )
-    if loss_mode == "bypass_mode" and not correction.bypass_mode:
-        raise ConfigError("policy_loss.loss_mode=bypass_mode is set by algorithm.rollout_correction.bypass_mode=true")
-    if loss_mode == "dro" and not actor.policy_loss.dro_beta:
-        raise ConfigError("policy_loss.loss_mode=dro needs actor_rollout_ref.actor.policy_loss.dro_beta")
-    if settings.adv_estimator == "gdpo" and not settings.get("gdpo_reward_keys"):
-        raise ConfigError("algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, the rewards by name")
-    n, refill = config.actor_rollout_ref.rollout.n, settings.filter_groups
-    if refill.enable and refill.max_num_gen_batches < 1:
-        raise ConfigError("algorithm.filter_groups.enable needs max_num_gen_batches, the most batches for one step")
-    if refill.enable and n < 2:
-        raise ConfigError(f"algorithm.filter_groups.enable compares the answers of a group: rollout.n={n} is too few")
-    if correction.rollout_is not in (None, "token", "sequence"):
-        raise ConfigError(f"algorithm.rollout_correction.rollout_is={correction.rollout_is}: null, token or sequence")
-    if correction.rollout_rs and correction.rollout_rs_threshold is None:
-        raise ConfigError("algorithm.rollout_correction.rollout_rs needs rollout_rs_threshold")
-    if correction.bypass_mode and settings.adv_estimator.endswith("optimal_token_baseline"):
-        raise ConfigError(
-            f"{settings.adv_estimator} needs the pass over the batch that rollout_correction.bypass_mode skips"
-        )
-    if settings.kl_ctrl.type not in ("fixed", "adaptive"):
-        raise ConfigError(f"algorithm.kl_ctrl.type={settings.kl_ctrl.type}: fixed or adaptive")
-    model, load_format = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.load_format
-    if model.lora_rank and not model.lora.merge and load_format == "dummy" and config.trainer.device == "cpu":
-        raise ConfigError(
-            "a LoRA adapter on a CPU needs actor_rollout_ref.rollout.load_format=auto (configs/lora.yaml)"
-        )
-    if config.critic.enable is not None:
-        raise ConfigError("critic.enable: the advantage decides (algorithm.adv_estimator=gae); leave it out")
-
-
-def check_reward_model(config: DictConfig, tokenizer: Any) -> None:
-    """The reward model exists and reads the policy's ids; its path is made absolute. Raises ConfigError."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    settings = config.reward.reward_model
-    key = f"reward.reward_model.model_path={settings.model_path}"
-    if not settings.model_path:
-        raise ConfigError("reward.reward_model.enable needs reward.reward_model.model_path")
-    if (path := Path(settings.model_path).expanduser()).is_dir():
-        settings.model_path = str(path.resolve())
-    try:
-        theirs = AutoTokenizer.from_pretrained(settings.model_path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}: no model folder, and no model of the hub: {str(error).splitlines()[0]}") from None
-    head = AutoConfig.from_pretrained(settings.model_path)
-    kinds = ("ForTokenClassification", "ForSequenceClassification")
-    if not (head.architectures or [""])[0].endswith(kinds) or head.num_labels != 1:
-        raise ConfigError(f"{key}: {head.architectures} has no scalar head (token or sequence classifier, one label)")
-    if theirs.get_vocab() != tokenizer.get_vocab():
-        raise ConfigError(f"{key} has another vocabulary than the policy, whose token ids it would score")
-
-
-def check_sizes(config: DictConfig, command: str) -> None:
-    """Batches, groups and GPUs go into one another. Raises ConfigError."""
-    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    world = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    prompts, n, mini = config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size
-    infer = rollout.tensor_model_parallel_size * rollout.data_parallel_size
-    if world % infer:
-        raise ConfigError(
-            f"{world} GPUs do not divide by rollout.tensor_model_parallel_size * data_parallel_size = {infer}"
-        )
-    if command not in ("train", "sft"):
-        return
-    if prompts % mini:
-        raise ConfigError(
-            f"data.train_batch_size={prompts} does not divide by actor_rollout_ref.actor.ppo_mini_batch_size={mini}"
-        )
-    if mini * n % world:
-        raise ConfigError(f"ppo_mini_batch_size * rollout.n = {mini} * {n} episodes do not divide among {world} GPUs")
-    if command == "sft":
-        return
-    estimator = str(config.algorithm.adv_estimator)
-    compares = own.compares(estimator) if own.is_own(estimator) else estimator in ESTIMATORS and estimator not in ALONE
-    if n < 2 and compares:
-        raise ConfigError(f"actor_rollout_ref.rollout.n={n}: a group needs at least two answers to compare")
-
-
 def load_model_files(config: DictConfig) -> tuple[Any, Any, set[int]]:
     """(tokenizer, Hugging Face config, stop ids) of the model; its path is made absolute. Raises ConfigError."""
     model = config.actor_rollout_ref.model
@@ -389,7 +313,7 @@ def load_model_files(config: DictConfig) -> tuple[Any, Any, set[int]]:
 
     if (path := Path(model.path).expanduser()).is_dir():
         model.path = str(path.resolve())
-    elif model.path.startswith((".", "/", "~")) or model.path.count("/") > 1:
+    elif model.path.startswith((".", "/", "~")) or ("/" in model.path and path.parent.is_dir()) or len(path.parts) > 2:
         raise ConfigError(f"actor_rollout_ref.model.path={model.path}: no such folder")
     try:
         hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
@@ -410,16 +334,6 @@ def load_model_files(config: DictConfig) -> tuple[Any, Any, set[int]]:
     if not tokenizer.chat_template:
         raise ConfigError(f"{model.path} has no chat template; set actor_rollout_ref.model.custom_chat_template")
     return tokenizer, hf_config, stop_token_ids(tokenizer, generation)
-
-
-def check_tool_format(name: str) -> None:
-    """The parser that reads the model's tool calls exists. Raises ConfigError."""
-    from vllm.tool_parsers import ToolParserManager  # takes 7 s, and is needed anyway
-
-    known = ToolParserManager.list_registered()
-    if name not in known:
-        key = f"actor_rollout_ref.rollout.multi_turn.format={name}"
-        raise ConfigError(f"{key}: vLLM has no such tool parser; it has {', '.join(known)}")
 
 
 def resume_point(config: DictConfig) -> Path | None:

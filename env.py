@@ -111,7 +111,9 @@ def parse_row(text: str, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row is a JSON object, this is a {type(row).__name__}")
     if not isinstance(row.get("responses_create_params"), dict):
-        raise DataError(f"{where}: no responses_create_params, so this is not a Gym row")
+        raise DataError(
+            f"{where}: no responses_create_params, so this is not a Gym row (conversations are for the sft command)"
+        )
     return row
 
 

@@ -64,6 +64,7 @@ class Episode:
     status: str = "ok"  # or the reason of the failure, as in gym_client
     error: str = ""
     timings: dict[str, float] = field(default_factory=dict)  # seconds: generate, tools, verify, verify_call
+    row: dict[str, Any] = field(default_factory=dict)  # the task's, verbatim
 
     @property
     def response(self) -> str:
@@ -421,7 +422,7 @@ async def rollout(
     places = asyncio.Semaphore(IN_FLIGHT)
 
     async def one(index: int, task: Task, group_id: str) -> Episode:
-        episode = Episode(task.row_id, group_id, task.server, task.prompt_ids)
+        episode = Episode(task.row_id, group_id, task.server, task.prompt_ids, row=task.row)
         async with places:
             try:
                 if await gym.kind(task.server) == "agent":
@@ -470,7 +471,7 @@ def as_record(episode: Episode, prompt: str) -> dict[str, Any]:
     """An episode as one line of rollouts/step_N.jsonl: text and verdict, not ids."""
     record = {f.name: getattr(episode, f.name) for f in dataclasses.fields(episode)}
     lengths = {"prompt_tokens": len(episode.prompt_ids), "response_tokens": len(episode.response_ids)}
-    for key in ("prompt_ids", "response_ids", "response_mask", "log_probs", "turns", "output"):
+    for key in ("prompt_ids", "response_ids", "response_mask", "log_probs", "turns", "output", "row"):
         del record[key]
     if len(episode.turns) > 1 or len(episode.output) > 1:
         record["output"] = episode.output

@@ -11,6 +11,11 @@ The path is relative to the folder one stands in, else to the kit's. The first t
 keyword arguments: `{function: pieces.py:drop_ended, reasons: [length]}`. The last two land in verl's registries
 (verl.trainer.ppo.core_algos.register_adv_est, register_policy_loss) under the very words of the recipe; the loss runs
 in the workers, to which it travels by value. pieces.py has what the kit's own recipes name.
+
+An episode (inference.Episode) has `response`, the policy's last words, and `transcript`, all of it; `row`, the task's
+row, verbatim; `reward`, `reward_components` and `verdict`, all that the verifier said; `ended` (stop, length, turns,
+terminated, truncated), `turns`, `turn_rewards`, `response_ids`, `response_mask`, `group_id`, `row_id`, `timings`.
+pass_rates: row_id -> fraction of answers with a reward of 1 or more, each group counting twice the one before.
 """
 
 from __future__ import annotations

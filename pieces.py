@@ -23,6 +23,7 @@ import torch
 import verl.utils.torch_functional as verl_F
 
 import env
+from own import OwnError
 
 # --- rewards: episode -> float -------------------------------------------------------------------
 
@@ -89,7 +90,7 @@ def drop_uniform(episodes: Sequence[Any], metric: str = "reward") -> list[Any]:
     def worth(episode: Any) -> float:
         values = {**episode.reward_components, "reward": episode.reward, "acc": float(episode.reward >= 1.0)}
         if metric not in values:
-            raise KeyError(f"drop_uniform: metric={metric}; an episode has {', '.join(values)}")
+            raise OwnError(f"drop_uniform: metric={metric}; an episode has {', '.join(values)}")
         return float(values[metric])
 
     return [e for group in groups(episodes).values() if len({worth(e) for e in group}) > 1 for e in group]

@@ -99,6 +99,16 @@ class Run:
             session = ray.init(**to_plain(config.ray_kwargs.ray_init)).address_info["session_dir"]  # type: ignore[attr-defined]
             (logs / "ray").unlink(missing_ok=True)
             (logs / "ray").symlink_to(Path(session) / "logs")
+            found, wanted = (
+                ray.cluster_resources().get("GPU", 0),
+                config.trainer.n_gpus_per_node * config.trainer.nnodes,
+            )
+            if found < wanted:  # else the workers would be waited for, for ever
+                raise RunError(
+                    f"Ray has {found:g} GPUs, trainer.n_gpus_per_node * nnodes = {wanted}: set these, join the other "
+                    "nodes to a Ray cluster (`ray start`, ray_kwargs.ray_init.address=auto), or without a GPU add "
+                    "--config configs/cpu.yaml"
+                )
 
         with self.stage("start"):
             stack.callback(ray.shutdown)
@@ -249,7 +259,8 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
     world = config.trainer.n_gpus_per_node * config.trainer.nnodes
     replicas = world // (rollout.tensor_model_parallel_size * rollout.data_parallel_size)
     longest = f"{config.data.max_prompt_length} + {config.data.max_response_length} tokens"
-    dropped = f"{len(data.dropped)} dropped (prompt over {config.data.max_prompt_length} tokens)"
+    over = f"prompt over {config.data.max_prompt_length} tokens" if command != "sft" else f"over {longest}"
+    dropped = f"{len(data.dropped)} dropped ({over})"
     lines = [
         f"model       {config.actor_rollout_ref.model.path}",
         f"rows        {len(data.train)} to train on, {len(data.validation)} held out, {dropped}",

@@ -87,8 +87,8 @@ def tokenize(row: Mapping[str, Any], tokenizer: Any, stop_ids: set[int], where: 
         try:
             before = tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, **template)
             after = tokenizer.apply_chat_template(messages[: i + 1], **template)
-        except TemplateError as error:
-            raise env.DataError(f"{where}: the chat template does not take it: {error}") from None
+        except (TemplateError, TypeError) as error:  # TypeError: content that is no text
+            raise env.DataError(f"{where}: the chat template does not take message {i + 1}: {error}") from None
         if not before.startswith(done) or not after.startswith(before):
             raise env.DataError(f"{where}: the chat template rewrites what comes before message {i + 1}")
         answer = after[len(before) :]
@@ -125,7 +125,12 @@ def load_files(
                     dropped.append(where)
     train, size = found["train_files"], config.data.train_batch_size
     if len(train) < size:
-        raise ConfigError(f"env.train_files hold {len(train)} usable rows, fewer than data.train_batch_size={size}")
+        limits = f"data.max_prompt_length={config.data.max_prompt_length}, max_response_length="
+        limits += f"{config.data.max_response_length} tokens"
+        raise ConfigError(
+            f"env.train_files hold {len(train)} usable rows, fewer than data.train_batch_size={size}; {len(dropped)} "
+            f"were over {limits}"
+        )
     return train, found["val_files"], dropped
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from conftest import CPU, RECIPE, ROOT, load, tiny, write_rows
 from omegaconf import OmegaConf
 
+import checks
 import config as recipes
 import env
 import own
@@ -117,14 +118,22 @@ def test_functions_of_ones_own_are_taken_with_their_settings(workspace, tmp_path
 def test_verls_own_names_are_all_known():
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, AdvantageEstimator
 
-    assert set(recipes.ESTIMATORS) == {e.value for e in AdvantageEstimator} <= set(ADV_ESTIMATOR_REGISTRY)
-    assert set(recipes.LOSSES) <= set(POLICY_LOSS_REGISTRY)
-    assert {n for n in POLICY_LOSS_REGISTRY if ".py:" not in n and n not in recipes.LOSSES} <= {"plain_ratio"}
+    assert set(checks.ESTIMATORS) == {e.value for e in AdvantageEstimator} <= set(ADV_ESTIMATOR_REGISTRY)
+    assert set(checks.LOSSES) <= set(POLICY_LOSS_REGISTRY)
+    assert {n for n in POLICY_LOSS_REGISTRY if ".py:" not in n and n not in checks.LOSSES} <= {"plain_ratio"}
     alone = set()
-    for name in recipes.ESTIMATORS:
+    for name in checks.ESTIMATORS:
         if not training.asks_for(OmegaConf.create({"algorithm": {"adv_estimator": name}}), "index"):
             alone.add(name)
-    assert alone == set(recipes.ALONE)
+    assert alone == set(checks.ALONE)
+    from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
+    from verl.trainer.ppo.rollout_corr_helper import SUPPORTED_ROLLOUT_RS_OPTIONS
+
+    assert set(checks.REJECTIONS) == SUPPORTED_ROLLOUT_RS_OPTIONS
+    for mode in checks.VALUES["actor_rollout_ref.actor.loss_agg_mode"]:
+        agg_loss(torch.ones(1, 1), torch.ones(1, 1), mode)
+    for kind in checks.KL:
+        kl_penalty(torch.ones(1), torch.ones(1), kind)
 
 
 @pytest.mark.parametrize(
@@ -140,15 +149,23 @@ def test_verls_own_names_are_all_known():
         (
             ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=2"]
             + ["actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=remax"],
-            r"rollout\.n=1 is too few",
+            r"rollout\.n=1: drop_uniform would drop",
         ),
-        (["algorithm.rollout_correction.rollout_is=tokens"], "null, token or sequence"),
+        (["algorithm.rollout_correction.rollout_is=tokens"], "one of None, token, sequence"),
         (["algorithm.rollout_correction.rollout_rs=token_k1"], "needs rollout_rs_threshold"),
         (
             ["algorithm.adv_estimator=optimal_token_baseline", "algorithm.rollout_correction.bypass_mode=true"],
             "optimal_token_baseline needs the pass",
         ),
-        (["algorithm.kl_ctrl.type=adaptve"], "fixed or adaptive"),
+        (["algorithm.kl_ctrl.type=adaptve"], "one of fixed, adaptive"),
+        (["algorithm.adv_estimator=vtrace"], "one of your own is path.py:function"),
+        (["algorithm.rollout_correction.rollout_rs=foo"], "one of token_k1"),
+        (["actor_rollout_ref.actor.loss_agg_mode=token_mean"], "one of token-mean"),
+        (["algorithm.kl_penalty=k5"], "one of kl, "),
+        (
+            ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]", "algorithm.gdpo_reward_weights=[1,2]"],
+            "length",
+        ),
         (["critic.enable=true"], "the advantage decides"),
         (["actor_rollout_ref.model.lora_rank=8"], r"configs/lora\.yaml"),
         (["reward.reward_model.enable=true"], "needs reward.reward_model.model_path"),
@@ -202,7 +219,7 @@ def test_an_overlay_is_fifteen_lines_and_goes_over_either_recipe(workspace, path
     assert len(path.read_text().splitlines()) <= 15
     for over in ("math.yaml", "math_cpu.yaml"):
         config, _ = recipes.load_config([str(ROOT / "configs" / over), str(path)], [])
-        recipes.check_algorithm(config)
+        checks.check_algorithm(config)
         own.functions(config)
     changes = tiny(workspace)
     if path.stem == "reward_model":
