@@ -51,8 +51,8 @@ def check_algorithm(config: DictConfig) -> None:
         if not isinstance(name, str):
             raise ConfigError(f"{key}={name}: a name of verl's, or path.py:function, without settings")
         if name not in names and not own.is_own(name) and not config.actor_rollout_ref.model.external_lib:
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean {close[0]}?" if close else "; one of your own is path.py:function (PPO is gae)"
+            close = ["gae"] if name == "ppo" else difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {close[0]}?" if close else "; one of your own is path.py:function"
             raise ConfigError(f"{key}={name}: verl has {', '.join(names)}{hint}")
     for key, allowed in VALUES.items():
         if (value := OmegaConf.select(config, key)) not in allowed:
