@@ -167,16 +167,14 @@ def curve(folder: Path, name: str) -> list[float]:
 
 def table(folder: Path, seconds: dict[str, float]) -> str:
     """Markdown: the reward at the start and at the end, the held-out reward, and what it cost."""
-    lines = [
-        "| run | first 3 steps | last 5 steps | best 5 steps | held out, greedy | episodes | seconds a step | minutes |"
-    ]
-    lines += ["| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
+    lines = ["| run | first 3 steps | last 5 steps | held out, greedy | episodes | seconds a step | minutes |"]
+    lines += ["| --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
     for name in RUNS:
         rows = read(folder / "runs" / name.replace(": ", "_") / "metrics.jsonl")
         rewards = curve(folder, name)
         minutes = f"{seconds[name] / 60:.1f}" if name in seconds else ""
         if name == "sft" and (found := losses(folder, name)):
-            lines.append(f"| {name} | loss {found[0]:.2f} | loss {found[-1]:.3f} | | | | | {minutes} |")
+            lines.append(f"| {name} | loss {found[0]:.2f} | loss {found[-1]:.3f} | | | | {minutes} |")
         if not rewards:
             continue
         held = [r["val-core/reasoning_gym/reward/mean@1"] for r in rows if "val-core/reasoning_gym/reward/mean@1" in r]
