@@ -180,13 +180,8 @@ def table(folder: Path, seconds: dict[str, float]) -> str:
         held = [r["val-core/reasoning_gym/reward/mean@1"] for r in rows if "val-core/reasoning_gym/reward/mean@1" in r]
         took = sorted(r["timing_s/step"] for r in rows if "timing_s/step" in r)
         batches = sum(r.get("rollout/prompt_batches", 0) for r in rows)
-        five = [sum(rewards[i : i + 5]) / 5 for i in range(len(rewards) - 4)] or [max(rewards)]
-        shown = [
-            f"{sum(rewards[:3]) / 3:.2f}",
-            f"{five[-1]:.2f}",
-            f"{max(five):.2f}",
-            f"{held[-1]:.2f}" if held else "",
-        ]
+        first, last = rewards[:3], rewards[-5:]
+        shown = [f"{sum(first) / len(first):.2f}", f"{sum(last) / len(last):.2f}", f"{held[-1]:.2f}" if held else ""]
         each = 72 if name == "remax" else 64  # episodes for a batch of prompts, greedy ones included
         shown += [f"{batches * each:.0f}", f"{took[len(took) // 2]:.1f}", minutes]
         lines.append(f"| {name} | {' | '.join(shown)} |")
