@@ -1,6 +1,6 @@
 """Reward shapers, filters, samplers and estimators that recipes name as `pieces.py:function`; copy one and change it.
 
-    env.reward: {function: pieces.py:overlong, limit: 1024, buffer: 256}
+    env.reward: {function: pieces.py:overlong, limit: 1024, buffer: 0.2}
     env.filters: [pieces.py:drop_uniform, {function: pieces.py:mask_ended, reasons: [length]}]
     env.sampler: pieces.py:by_pass_rate
     algorithm.adv_estimator: pieces.py:turn_grpo

@@ -99,10 +99,8 @@ class Run:
             session = ray.init(**to_plain(config.ray_kwargs.ray_init)).address_info["session_dir"]  # type: ignore[attr-defined]
             (logs / "ray").unlink(missing_ok=True)
             (logs / "ray").symlink_to(Path(session) / "logs")
-            found, wanted = (
-                ray.cluster_resources().get("GPU", 0),
-                config.trainer.n_gpus_per_node * config.trainer.nnodes,
-            )
+            found = ray.cluster_resources().get("GPU", 0)
+            wanted = config.trainer.n_gpus_per_node * config.trainer.nnodes
             if found < wanted:  # else the workers would be waited for, for ever
                 raise RunError(
                     f"Ray has {found:g} GPUs, trainer.n_gpus_per_node * nnodes = {wanted}: set these, join the other "
@@ -130,8 +128,7 @@ class Run:
 
             gym = gym_client.Gym(urls, config.gym.timeout_s, to_plain(config.gym.concurrency), config.gym.attempts)
             enter(gym)
-            actor_rollout = config.actor_rollout_ref
-            own.register([config.algorithm.adv_estimator, actor_rollout.actor.policy_loss.loss_mode])
+            own.register([config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode])
             sft = self.command == "sft"
             workers = training.start_workers(config, sft) if self.command in ("train", "sft") else None
             if workers:
