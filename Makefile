@@ -1,13 +1,14 @@
 # make demo   train SmolLM2-135M on small sums: real vLLM, real FSDP, a real NeMo Gym verifier, no GPU
 # make test   ruff, mypy and pytest, end to end over the same stack
 # make algorithms   every recipe of docs/algorithms.md on one small task; an hour, and no part of make test
-# Both first set up what they need (environments, model, data) and skip what is there.
+# make soak   300 steps with faults and every kind of loss (docs/reliability.md); an hour, and no part of make test
+# All first set up what they need (environments, model, data) and skip what is there.
 
 PYTHON ?= python3.11
 SHELL := bash
 RUN := $(shell date +demo-%Y%m%d-%H%M%S)
 
-.PHONY: demo test algorithms lint setup gym model data clean
+.PHONY: demo test algorithms soak lint setup gym model data clean
 .DELETE_ON_ERROR:
 
 demo: setup gym model data
@@ -20,6 +21,10 @@ test: lint gym
 algorithms: setup gym
 	@echo "== algorithms: every recipe of docs/algorithms.md on one small task, about an hour; resumes where it stopped"
 	.venv/bin/python benchmarks/algorithms.py
+
+soak: setup gym
+	.venv/bin/python benchmarks/soak.py
+	.venv/bin/python -m pytest -s -m soak tests/test_reliability.py
 
 lint: setup
 	.venv/bin/ruff check .

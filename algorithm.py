@@ -4,6 +4,7 @@
     python algorithm.py --config configs/math.yaml rollout      # collect episodes, as Gym's own collector does
     python algorithm.py --config configs/math.yaml evaluate     # mean@k and pass@k on the held-out rows
     python algorithm.py --config configs/math.yaml --config configs/sft.yaml sft 'env.train_files=[chats.jsonl]'
+    python algorithm.py --config configs/math.yaml --replay runs/math/rollouts/step_12.jsonl    # that update again
 
 One step of GRPO, in the order of the code below (Shao et al. 2024, arXiv:2402.03300, section 4.1):
 
@@ -18,6 +19,9 @@ One step of GRPO, in the order of the code below (Shao et al. 2024, arXiv:2402.0
  6. advantage of an answer = its reward - the mean of its group, over the group's standard deviation;
  7. PPO's clipped loss on the answer's tokens, `ppo_epochs` over mini-batches, AdamW (training.py);
  8. the new weights go to vLLM; metrics, rollouts and checkpoints are written.
+
+A step whose numbers are damaged is skipped, and three in a row end the run; a run that was stopped goes on where it
+was with the same command (docs/reliability.md).
 
 Departures from the paper: no KL term unless configured (`actor.use_kl_loss`); the loss is averaged over
 all tokens of a mini-batch (verl's `loss_agg_mode: token-mean`, DAPO's choice), not per answer first.
@@ -48,21 +52,27 @@ from omegaconf.errors import OmegaConfBaseException
 import env
 import gym_client
 import gym_servers
-from config import ConfigError, Data, RunError, load_config, prepare, resume_point
+from checkpoints import before_replay, check, resume_point, step_of
+from config import ConfigError, Data, RunError, load_config, prepare
+from episodes import load_replay
 from own import OwnError
-from run import Run, console, dry_run, summary
+from run import Run, Stop, console, dry_run, summary
 
+Replayed = Sequence[list[Any]]  # episodes by batch of prompts
 COMMANDS = ("train", "rollout", "evaluate", "sft")
 
 
 # --- the loop ------------------------------------------------------------------------------------
 
 
-def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) -> None:
-    """Run the recipe from a checkpoint, or the start, to `trainer.total_training_steps`."""
-    checkpoints, total = Path(config.trainer.default_local_dir), config.trainer.total_training_steps
+def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None, replayed: Replayed = ()) -> None:
+    """Run the recipe from a checkpoint, or the start, to `trainer.total_training_steps`.
+
+    replayed: episodes of one step by batch of prompts; then they take the place of sampling, and nothing is served.
+    """
+    folder, total = Path(config.trainer.default_local_dir), config.trainer.total_training_steps
     with contextlib.ExitStack() as stack:
-        loop, gym, policy, servers, workers = run.start(stack, data)
+        loop, gym, policy, servers, workers = run.start(stack, data, serve=not replayed)
 
         # not at the top: these take 10 s, which a bad recipe should not
         from verl.trainer.ppo.core_algos import get_kl_controller
@@ -75,31 +85,40 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
         from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
         from verl.utils.debug.metrics import calculate_debug_metrics
 
+        import checkpoints
         import evaluation
         import inference
         import pieces
         import training
 
-        sync = inference.weight_sync(config, workers.actor, servers)
+        sync = inference.weight_sync(config, workers.actor, servers) if servers else None
         kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         correction, val_kwargs = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout.val_kwargs
         sampling = {validate: inference.sampling_params(config, validate) for validate in (False, True)}
         members = 2 if training.asks_for(config, "index") else 1  # that a group needs
         prompts, refill = config.data.train_batch_size, config.algorithm.filter_groups
         rounds = refill.max_num_gen_batches if refill.enable else 1  # batches of prompts that a step may take
+        rounds, again = (len(replayed), list(replayed)) if replayed else (rounds, [])
 
         # all that the driver has to remember; batches: of prompts, so far; pass_rates: of rows, by id
         state: dict[str, Any] = {"command": "train", "step": 0, "batches": 0, "pass_rates": {}, "kl_coef": 0.0}
         if resume_from:
-            state |= training.load(workers, resume_from)
-            if state["command"] != "train":
-                raise RunError(f"{resume_from} is of `{state['command']}`: give another trainer.experiment_name")
+            state = checkpoints.load(workers, resume_from)
             if config.algorithm.kl_ctrl.type == "adaptive":
                 kl_ctrl.value = state["kl_coef"] or kl_ctrl.value
             run.say(f"resumed from {resume_from}")
-        with run.stage("update_weights"):
+        checkpoint, trained = resume_from, dict(state)  # the last one; what the weights in the workers are of
+
+        def sample_from(step: int) -> None:
+            """From now on vLLM samples from the weights after `step`."""
+            if sync:
+                with run.stage("update_weights"):
+                    sync.update_weights(step)
+                    policy.version = step
+
+        if sync:
             sync.sleep_replicas()  # vLLM gives back its GPU memory (free_cache_engine); the sync wakes it
-            sync.update_weights(state["step"])
+        sample_from(state["step"])
 
         def rollout(
             tasks: Sequence[env.Task], n: int, name: str, validate: bool = False, more: bool = False
@@ -109,18 +128,28 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
             greedy = not validate and training.asks_for(config, "reward_baselines")  # one more answer per prompt
             sample = inference.rollout_with_baselines if greedy else inference.rollout
             count = run.counter(len(tasks) * (n + greedy))
-            episodes = loop.run(sample(inference.in_groups(tasks, n), policy, gym, count))
+            batch = name if validate else str(state["batches"])
+            episodes = loop.run(sample(inference.in_groups(tasks, n, batch), policy, gym, count))
             run.write_episodes(name, episodes, tasks, "a" if more else "w")
             evaluation.check_failures(episodes, config.gym.max_failed_frac)
             return episodes
 
         def evaluate() -> dict[str, float]:
             """The held-out rows, greedily unless rollout.val_kwargs says otherwise."""
-            if not data.validation:
+            if not data.validation or replayed:
                 return {}
             with run.stage("testing"):
                 episodes = rollout(data.validation, val_kwargs.n, f"val_{state['step']}", validate=True)
                 return evaluation.validation_metrics(episodes)
+
+        def save() -> None:
+            """A checkpoint of the weights that the workers hold, unless there is one."""
+            nonlocal checkpoint
+            if trained["step"] > (step_of(checkpoint) if checkpoint else 0):
+                with run.stage("save_checkpoint"):
+                    checkpoint = checkpoints.save(workers, folder, trained, config)
+
+        rows = {task.row_id: task for task in data.train}
 
         def collect(step: int) -> tuple[list[env.Task], list[Any], list[Any]]:
             """(tasks, episodes, those to train on): a batch of prompts, or as many as fill one after the filters."""
@@ -129,13 +158,17 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
             kept: list[Any] = []
             for more in range(rounds):
                 state["batches"] += 1
-                new = data.sampler(data.train, prompts, state["batches"], config.data.seed, state["pass_rates"])
-                if len(new) != prompts:
-                    raise RunError(f"env.sampler picked {len(new)} tasks, data.train_batch_size={prompts} wanted")
-                if rounds > 1:  # what is over is cut off the end, whatever file it came from
-                    random.Random(f"{config.data.seed} {state['batches']}").shuffle(new)
-                fresh = rollout(new, config.actor_rollout_ref.rollout.n, f"step_{step}", more=more > 0)
-                state["pass_rates"] |= evaluation.pass_rates(fresh, state["pass_rates"])
+                if again:
+                    fresh = again.pop(0)
+                    new = [rows[row_id] for row_id in {e.group_id: e.row_id for e in fresh}.values()]
+                else:
+                    new = data.sampler(data.train, prompts, state["batches"], config.data.seed, state["pass_rates"])
+                    if len(new) != prompts:
+                        raise RunError(f"env.sampler picked {len(new)} tasks, data.train_batch_size={prompts} wanted")
+                    if rounds > 1:  # what is over is cut off the end, whatever file it came from
+                        random.Random(f"{config.data.seed} {state['batches']}").shuffle(new)
+                    fresh = rollout(new, config.actor_rollout_ref.rollout.n, f"step_{step}", more=more > 0)
+                state["pass_rates"] = state["pass_rates"] | evaluation.pass_rates(fresh, state["pass_rates"])
                 tasks, episodes = tasks + new, episodes + fresh
                 kept = pieces.first_groups(kept + pieces.keep(fresh, members, data.filters), prompts)
                 if len({e.group_id for e in kept}) == prompts:
@@ -145,20 +178,22 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
         before = after = evaluate() if config.trainer.val_before_train else {}
         run.log(state["step"], before | {f"timing_s/{stage}": seconds for stage, seconds in run.timing.items()})
 
-        while state["step"] < total:
-            step = state["step"] = state["step"] + 1
-            run.begin(step)
+        def one_step(step: int) -> None:
+            """Steps 1 to 8 of the header."""
+            nonlocal trained
             with run.stage("step"):
                 with run.stage("gen"):
                     tasks, episodes, kept = collect(step)
+                metrics = evaluation.rollout_metrics(episodes, kept)
+                metrics["rollout/prompt_batches"] = len(tasks) / prompts
+                skipped = "" if kept else f"no group left to train on; see {run.folder}/rollouts/step_{step}.jsonl"
+                damage = ""
                 if kept:
-                    sync.sleep_replicas()
+                    if sync:
+                        sync.sleep_replicas()
                     if workers.reward_model:
                         with run.stage("reward_model"):
                             training.add_reward_model(workers.reward_model, kept, data.tokenizer.pad_token_id, config)
-                metrics = evaluation.rollout_metrics(episodes, kept)
-                metrics["rollout/prompt_batches"] = len(tasks) / prompts
-                if kept:
                     for episode in kept:
                         episode.reward = data.reward(episode)
                     batch = training.to_batch(kept, data.tokenizer.pad_token_id, sampling[False]["temperature"])
@@ -168,10 +203,10 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
                         batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
                     else:
                         with run.stage("old_log_prob"):
-                            rows = training.log_probs(workers.actor, batch, config)  # {name: [B, R]}
-                        batch.batch["old_log_probs"] = rows.pop("log_probs")
-                        metrics["actor/entropy"] = float((rows.pop("entropy") * mask).sum() / mask.sum())
-                        batch.batch.update(rows)  # sum_pi_squared, if the advantage asks for it
+                            found = training.log_probs(workers.actor, batch, config)  # {name: [B, R]}
+                        batch.batch["old_log_probs"] = found.pop("log_probs")
+                        metrics["actor/entropy"] = float((found.pop("entropy") * mask).sum() / mask.sum())
+                        batch.batch.update(found)  # sum_pi_squared, if the advantage asks for it
                         metrics |= calculate_debug_metrics(batch)  # the sampler's probabilities against the trainer's
                     if training.needs_reference(config):
                         with run.stage("ref"):
@@ -180,48 +215,68 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None) ->
                         with run.stage("values"):
                             batch.batch["values"] = training.values(workers.critic, batch, config)  # [B, R]
 
+                    damage = training.damage(batch, metrics)
                     with run.stage("adv"):
                         batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]  # [B, R]
-                        if config.algorithm.use_kl_in_reward:
+                        if config.algorithm.use_kl_in_reward and not damage:
                             batch, kl_metrics = apply_kl_penalty(batch, kl_ctrl, config.algorithm.kl_penalty)
                             metrics |= kl_metrics
                             state["kl_coef"] = float(kl_ctrl.value)
                         if not correction.bypass_mode:  # importance weights and rejection, if asked for; metrics always
                             batch, spread = compute_rollout_correction_and_add_to_batch(batch, correction)
                             metrics |= spread
-                    if batch.batch["response_mask"].any():
-                        with run.stage("adv"):
+                        if not batch.batch["response_mask"].any():
+                            skipped = "algorithm.rollout_correction.rollout_rs rejected every token"
+                        elif not damage:
                             batch = training.advantages(batch, config)  # adds advantages and returns, [B, R]
+                            damage = training.damage(batch, metrics)
+                    if not skipped and not damage:
                         if workers.critic:
                             with run.stage("update_critic"):
                                 metrics |= training.update_critic(workers.critic, batch, config)
                         if step > config.trainer.critic_warmup:  # before, only the critic learns
                             with run.stage("update_actor"):
                                 metrics |= training.update_actor(workers.actor, batch, config)
-                    else:
-                        kept = []
-                        run.say(f"step {step} skipped: algorithm.rollout_correction.rollout_rs rejected every token")
-                    with run.stage("update_weights"):
-                        sync.update_weights(step)
+                        # verl leaves out a mini-batch whose gradient is not finite, and says so only in its metrics
+                        damage = training.damage(batch, metrics)
+                trained = dict(state)
+                if damage:
+                    skipped = run.save_damaged(step, damage, batch)
                 else:
-                    where = f"{run.folder}/rollouts/step_{step}.jsonl"
-                    run.say(f"step {step} skipped: no group left to train on; see {where}")
+                    run.damaged = 0
+                if skipped:
+                    run.say(f"step {step} skipped: {skipped}")
+                    metrics["training/damaged_steps"] = run.damaged
+                if kept:
+                    sample_from(step)
 
-            if step == total or (config.trainer.save_freq > 0 and step % config.trainer.save_freq == 0):
-                with run.stage("save_checkpoint"):
-                    checkpoint = training.save(workers, checkpoints, state)
-            if step == total or (config.trainer.test_freq > 0 and step % config.trainer.test_freq == 0):
-                metrics |= (after := evaluate())
+            due = step == total or (config.trainer.save_freq > 0 and step % config.trainer.save_freq == 0)
+            if due and not damage:  # else the weights may be what is damaged
+                save()
             metrics |= {f"timing_s/{stage}": seconds for stage, seconds in run.timing.items()}
-            if kept:
+            if kept and not skipped:
                 metrics |= compute_data_metrics(batch, use_critic=workers.critic is not None)
                 metrics |= compute_timing_metrics(batch, run.timing)
                 metrics |= compute_throughout_metrics(batch, run.timing, n_gpus=training.world_size(config))
             epoch = state["batches"] * prompts / len(data.train)
             run.log(step, metrics | {"training/global_step": step, "training/epoch": epoch})
-            run.report(step, metrics, kept, tasks)
+            run.report(step, metrics, [] if skipped else kept, tasks)
 
-        run.export(checkpoint)
+        with run.saving(save):
+            before = after = evaluate() if config.trainer.val_before_train else {}
+            run.log(state["step"], before | {f"timing_s/{stage}": seconds for stage, seconds in run.timing.items()})
+            while state["step"] < total:
+                step = state["step"] = state["step"] + 1
+                run.begin(step)
+                one_step(step)
+                if step == total or (config.trainer.test_freq > 0 and step % config.trainer.test_freq == 0):
+                    after = evaluate()
+                    run.log(step, after | {"timing_s/testing": run.timing["testing"]} if after else {})
+
+        if checkpoint is None:
+            raise RunError(f"every step up to {total} was damaged or skipped: there is nothing to save")
+        if not replayed:
+            run.export(checkpoint)
     run.finish(before, after, checkpoint)
 
 
@@ -257,6 +312,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="RL on NeMo Gym tasks with verl and vLLM.")
     parser.add_argument("--config", action="append", required=True, help="recipe; later ones override earlier ones")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
+    parser.add_argument("--replay", metavar="STEP.jsonl", help="a rollouts file: its update again, without servers")
     parser.add_argument("words", nargs="*", metavar="[train|rollout|evaluate|sft] key=value", help="default: train")
     args = parser.parse_intermixed_args()
     commands = [word for word in args.words if word in COMMANDS] or ["train"]
@@ -265,19 +321,30 @@ def main() -> None:
     quiet()
     logs = Path()
     try:
+        if args.replay and commands != ["train"]:
+            raise ConfigError(f"--replay makes an update of `train` again, not of `{commands[0]}`")
         if len(commands) > 1:
             raise ConfigError(f"one command at a time, not {' and '.join(commands)}")
         config, defaults = load_config(args.config, overrides)
+        replay = Path(args.replay) if args.replay else None
+        resume_from: Path | None = None
+        told: list[str] = []
+        if replay:
+            resume_from = before_replay(config, replay)
+        elif commands[0] in ("train", "sft"):
+            resume_from, told = resume_point(config)
         data = prepare(config, commands[0])
-        resume_from = resume_point(config) if commands[0] in ("train", "sft") else None
-        text = summary(config, data, commands[0]) + (f"\nresume      from {resume_from}" if resume_from else "")
+        replayed = load_replay(replay, data.train) if replay else []
+        if resume_from:
+            told += [*check(resume_from, config, commands[0]), f"resume      from {resume_from}"]
+        text = "\n".join([summary(config, data, commands[0]), *told])
         console.print(text, markup=False, highlight=False, soft_wrap=True)
         if args.dry_run:
             return dry_run(config, defaults, data)
         logs = Path("runs") / config.trainer.experiment_name / "logs"
-        with Run(config, commands[0]) as run:
+        with Run(config, commands[0], step_of(resume_from) if resume_from else None) as run:
             if commands == ["train"]:
-                train(config, run, data, resume_from)
+                train(config, run, data, resume_from, replayed)
             elif commands == ["sft"]:
                 import sft
 
@@ -288,6 +355,9 @@ def main() -> None:
                 evaluation.run_command(commands[0], config, run, data)
     except (*OUR_ERRORS, OmegaConfBaseException) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
+    except Stop as stop:
+        print(f"error: {stop}" if stop.status == 1 else stop, file=sys.stderr)
+        sys.exit(stop.status)
     except KeyboardInterrupt:
         console.print("interrupted", highlight=False)
         sys.exit(130)

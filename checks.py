@@ -18,6 +18,11 @@ class ConfigError(ValueError):
     """A configuration that cannot run; the message names the key and the way out."""
 
 
+# Servers of nemo-gym 0.4 whose app.py runs what the policy writes, in a process beside it or under a filter of imports
+RUNS_CODE = (
+    *("bigcodebench", "code_fim", "code_gen", "evalplus", "math_with_code", "newton_bench", "ns_tools", "nvarc"),
+    *("openenv", "scicode"),
+)
 ALONE = ("gae", "reinforce_plus_plus", "remax")  # estimators that look at each answer by itself, not at its group
 ESTIMATORS = (  # verl's names, known without the 10 s that importing them takes
     *(*ALONE, "grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg"),
@@ -137,7 +142,9 @@ def check_sizes(config: DictConfig, command: str) -> None:
     if command == "sft":
         return
     estimator = str(config.algorithm.adv_estimator)
-    compares = own.compares(estimator) if own.is_own(estimator) else estimator in ESTIMATORS and estimator not in ALONE
+    compares = (
+        own.asks(estimator, "index") if own.is_own(estimator) else estimator in ESTIMATORS and estimator not in ALONE
+    )
     if n < 2 and compares:
         raise ConfigError(f"actor_rollout_ref.rollout.n={n}: a group needs at least two answers to compare")
 

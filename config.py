@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +25,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import env
-import gym_client
 import gym_servers
 import own
 from checks import ConfigError, check_algorithm, check_reward_model, check_sizes, check_tool_format
@@ -46,6 +46,7 @@ READ = [
     *(f"trainer.{key}" for key in ("project_name", "experiment_name", "default_local_dir", "logger", "device")),
     *(f"trainer.{key}" for key in ("total_training_steps", "save_freq", "test_freq", "val_before_train")),
     *(f"trainer.{key}" for key in ("resume_mode", "resume_from_path", "nnodes", "n_gpus_per_node")),
+    "trainer.max_actor_ckpt_to_keep",
     "trainer.ray_wait_register_center_timeout",
 ]
 INSTEAD = {  # keys of verl's that would do nothing, and what does
@@ -54,6 +55,7 @@ INSTEAD = {  # keys of verl's that would do nothing, and what does
     "data.sampler": "env.sampler",
     "trainer.total_epochs": "trainer.total_training_steps",
     "reward.custom_reward_function": "env.reward",
+    "trainer.max_critic_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep: actor and critic are one checkpoint",
     "actor_rollout_ref.actor.clip_ratio": "clip_ratio_low and clip_ratio_high beside it",
     "actor_rollout_ref.rollout.agent": "gym.servers: they have the tools and the turns",
     **{
@@ -143,11 +145,35 @@ def read_yaml(file: str) -> DictConfig:
 def apply_environment(config: DictConfig, here: Path) -> None:
     """Give this process, and through it every worker, the recipe's environment variables and this folder's modules."""
     variables = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
+    if not OmegaConf.select(
+        config, "ray_kwargs.ray_init.address"
+    ):  # Ray's switch for a cluster of one: all on loopback
+        variables = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", **variables}
     paths = [str(here), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     for name, value in {**variables, "PYTHONPATH": os.environ["PYTHONPATH"]}.items():
         os.environ[name] = str(value)
         OmegaConf.update(config, f"ray_kwargs.ray_init.runtime_env.env_vars.{name}", str(value), force_add=True)
+
+
+def public(config: DictConfig) -> DictConfig:
+    """The recipe as it may be written down: resolved, but for what it has from the environment, and without the value
+    of any variable that is called a key, token, secret or password."""
+    secret = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+    hidden = {value: name for name, value in os.environ.items() if secret.search(name) and len(value) >= 8}
+
+    def walk(raw: Any, resolved: Any) -> Any:
+        if isinstance(resolved, dict):
+            return {key: walk(raw[key] if isinstance(raw, dict) else "", value) for key, value in resolved.items()}
+        if isinstance(resolved, list):
+            return [walk(raw[i] if isinstance(raw, list) else "", value) for i, value in enumerate(resolved)]
+        if isinstance(raw, str) and "${oc.env:" in raw:
+            return raw
+        for value, name in hidden.items() if isinstance(resolved, str) else ():
+            resolved = resolved.replace(value, f"${{oc.env:{name}}}")
+        return resolved
+
+    return cast(DictConfig, OmegaConf.create(walk(OmegaConf.to_container(config, resolve=False), to_plain(config))))
 
 
 def leaves(config: DictConfig) -> dict[str, Any]:
@@ -247,7 +273,7 @@ def prepare(config: DictConfig, command: str = "train") -> Data:
     servers, aliases = to_plain(config.gym.servers), {name: name for name in config.gym.servers}
     found: dict[str, str] = {}
     if config.gym.head:
-        found, agents = gym_client.discover(config.gym.head)
+        found, agents = gym_servers.discover(config.gym.head)
         aliases = {name: name for name in found} | {a: s for a, s in agents.items() if s in found} | aliases
     only, limit = to_plain(config.env.servers), config.data.max_prompt_length
     train_files = to_plain(config.env.train_files) if command != "evaluate" else []
@@ -334,24 +360,3 @@ def load_model_files(config: DictConfig) -> tuple[Any, Any, set[int]]:
     if not tokenizer.chat_template:
         raise ConfigError(f"{model.path} has no chat template; set actor_rollout_ref.model.custom_chat_template")
     return tokenizer, hf_config, stop_token_ids(tokenizer, generation)
-
-
-def resume_point(config: DictConfig) -> Path | None:
-    """The checkpoint to go on from, by verl's keys: trainer.resume_mode = auto | disable | resume_path.
-
-    Raises ConfigError if nothing would be left to train.
-    """
-    folder, total = Path(config.trainer.default_local_dir), config.trainer.total_training_steps
-    pointer = folder / "latest_checkpointed_iteration.txt"
-    if config.trainer.resume_mode == "resume_path":
-        checkpoint = Path(config.trainer.resume_from_path)
-    elif config.trainer.resume_mode == "auto" and pointer.is_file():
-        checkpoint = folder / f"global_step_{pointer.read_text()}"
-    else:
-        return None
-    if not (checkpoint / "data.pt").is_file():
-        raise ConfigError(f"trainer.resume_mode={config.trainer.resume_mode}: no checkpoint in {checkpoint}")
-    if int(checkpoint.name.removeprefix("global_step_")) >= total:
-        more = "raise trainer.total_training_steps, or give the run another trainer.experiment_name"
-        raise ConfigError(f"nothing left to train: {checkpoint} is the last of {total} steps; {more}")
-    return checkpoint

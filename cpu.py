@@ -14,8 +14,9 @@ those that are plain settings are in configs/cpu.yaml with their reason, the res
     8 tied lm_head   WorkerExtension below: without it the policy samples from stale logits, silently
     9 attention      packed_attention below, named in configs/cpu.yaml (attn_implementation): no flash-attn here
 
-and two for models beside the actor: the frozen reference, which verl offloads to the host, without pinned memory
-(10, _no_pinning below), and the critic, which verl loads with flash attention (11, _load_without_flash below).
+two more before models beside the actor: the frozen reference, which verl offloads to the host, without pinned memory
+(10, _no_pinning below), and the critic, which verl loads with flash attention (11, _load_without_flash below); and
+one before full_determinism: vLLM's batch-invariant kernels, which are Triton's (12, VLLM_BATCH_INVARIANT below).
 """
 
 import contextlib
@@ -33,6 +34,10 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, CORES)))
 
 # 4. verl lists its FSDP engines for cuda and npu only; they are device-neutral, so ask for cuda's.
 os.environ["VERL_ENGINE_DEVICE"] = "cuda"
+
+# 12. verl asks for them with rollout.full_determinism. In vLLM's worker this is imported before they are put in place;
+# configs/deterministic.yaml has what does instead.
+os.environ.pop("VLLM_BATCH_INVARIANT", None)
 
 # 5. verl asks for the distribution `vllm`; here it is `vllm-cpu`. "+cpu" is what vLLM looks for to pick its platform.
 _installed_version = importlib.metadata.version

@@ -29,7 +29,7 @@ import env
 import inference
 import pieces
 from config import ConfigError, Data, RunError
-from inference import Episode
+from episodes import Episode, as_gym_record
 
 
 def run_command(command: str, config: DictConfig, run: Any, data: Data) -> None:
@@ -52,7 +52,7 @@ def run_command(command: str, config: DictConfig, run: Any, data: Data) -> None:
         def write(index: int, episode: Episode) -> None:
             place = dict(zip(("_ng_task_index", "_ng_rollout_index"), missing[index], strict=True))
             if episode.status == "ok":
-                record = inference.as_gym_record(episode, tasks[missing[index][0]], place)
+                record = as_gym_record(episode, tasks[missing[index][0]], place)
                 records[missing[index]] = light(record)
                 out.write(json.dumps(record, ensure_ascii=False) + "\n")
                 out.flush()
@@ -63,7 +63,7 @@ def run_command(command: str, config: DictConfig, run: Any, data: Data) -> None:
             count(index, episode)
 
         with run.stage("gen"):
-            requests = [(tasks[i], str(i)) for i, _ in missing]
+            requests = [(tasks[i], f"{i}/{k}") for i, k in missing]
             episodes = loop.run(inference.rollout(requests, policy, gym, write))
         metrics = {f"timing_s/{stage}": seconds for stage, seconds in run.timing.items()}
         if episodes:

@@ -1,4 +1,4 @@
-"""Start NeMo Gym's servers from the nemo-gym package, wait until they answer, and stop them.
+"""Start NeMo Gym's servers from the nemo-gym package, wait until they answer, keep them up, and stop them.
 
 Lift this file alone into another project; it needs only httpx, and an interpreter of its own that has
 nemo-gym (`make gym` makes one in .venv-gym):
@@ -13,13 +13,16 @@ nemo-gym (`make gym` makes one in .venv-gym):
     with running_servers(servers, Path("logs"), policy=policy) as urls:  # urls["mcqa"]: "http://127.0.0.1:23456"
         ...
 
+Servers that somebody else started: a Gym head server knows where they are (`discover`).
+
 Each server is one process with one log. A name without `agent` is one resources server (/seed_session, tools,
 /verify). For a name with `agent` Gym's agent answers (POST /run) and owns the turns; behind it stand the
 resources server and `policy_model`, Gym's model server, which all agents of a run share and which asks
 `policy`, an OpenAI-compatible endpoint, for its answers and their token ids.
 
 Settings come from the server's own YAML in the package; a recipe names only what it changes. Whatever keeps
-a server from starting is a `GymStartError` whose one line says what to do.
+a server from starting is a `GymStartError` whose one line says what to do. A server that has answered, and dies
+while it is needed, is started again where it was, and a warning says so.
 
 Command line: `python gym_servers.py NAME [--port 8001] [--python .venv-gym/bin/python]` starts one
 resources server and serves until Ctrl-C.
@@ -34,6 +37,7 @@ import difflib
 import errno
 import importlib.util
 import json
+import logging
 import os
 import re
 import runpy
@@ -42,19 +46,54 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 START_DEADLINE_S = 90.0  # a Gym server imports for 3 to 30 s before it answers
+RESTART_S = 5.0  # between two restarts of one server, at least
 START_KEYS = {"python", "server", "host", "port", "config", "agent", "agent_config"}
 POLICY_MODEL = "policy_model"  # the name that Gym's own YAML uses for the model that is trained
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")  # what a log file may be called by
 HANDOVER = "GYM_SERVERS_HANDOVER"  # environment variable: what a started process is to be, as JSON
+logger = logging.getLogger(__name__)
 
 
 class GymStartError(RuntimeError):
     """A Gym server that is not there, or did not start; the message says what to do."""
+
+
+def discover(head: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Ask a Gym head server who is there: ({resources server: url}, {agent: its resources server}).
+
+    head: "http://host:11000". Raises GymStartError. Needs pyyaml: the head answers YAML inside a JSON string.
+    """
+    import httpx
+    import yaml
+
+    try:
+        answer = httpx.get(f"{head}/global_config_dict_yaml", timeout=10.0, trust_env=False).raise_for_status()
+        config = yaml.safe_load(answer.json())
+        blocks = {name: block for name, block in config.items() if isinstance(block, dict)}
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, AttributeError, yaml.YAMLError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise GymStartError(f"gym.head: {head} is no head server of Gym's ({why}); ng_run starts one") from None
+    servers, agents = {}, {}
+    for name, block in blocks.items():
+        for server in (block.get("resources_servers") or {}).values():
+            if not server.get("port"):
+                continue  # configured, but not started
+            host = server.get("host") or "127.0.0.1"
+            if host in ("0.0.0.0", "127.0.0.1", "localhost"):  # as the head sees itself; we may sit elsewhere
+                host = urllib.parse.urlsplit(head).hostname
+            servers[name] = f"http://{host}:{server['port']}"
+        for agent in (block.get("responses_api_agents") or {}).values():
+            if reference := (agent.get("resources_server") or {}).get("name"):
+                agents[name] = reference
+    return servers, agents
 
 
 def port_in_use(host: str, port: int) -> bool:
@@ -91,9 +130,12 @@ def check_server(name: str, spec: Mapping[str, Any]) -> None:
 
     spec: {url: ...} or {start: {...}} as for `running_servers`. Raises GymStartError.
     """
+    start, where = spec.get("start") or {}, f"gym.servers.{name}.start"
+    for key, part in ("gym.servers", name), (f"{where}.agent", start.get("agent") or "none"):
+        if not NAME.fullmatch(str(part)):
+            raise GymStartError(f"{key}: {part!r} is no name; take letters, digits, _, - and ., but no . at its begin")
     if spec.get("url"):
         return wait_ready(name, str(spec["url"]).rstrip("/"))
-    start, where = spec.get("start") or {}, f"gym.servers.{name}.start"
     if unknown := set(start) - START_KEYS:
         raise GymStartError(f"{where}: unknown key {min(unknown)!r}; it takes {', '.join(sorted(START_KEYS))}")
     if wrong := [k for k in ("config", "agent_config") if not isinstance(start.get(k) or {}, Mapping)]:
@@ -144,8 +186,10 @@ def plan(name: str, start: Mapping[str, Any], policy: Mapping[str, Any] | None) 
 # --- processes -----------------------------------------------------------------------------------
 
 
-def start_server(block: Mapping[str, Any], blocks: Iterable[Mapping[str, Any]], log: Path) -> subprocess.Popen[bytes]:
-    """Start the process of `block`, which finds the others by their names; does not wait for it."""
+def start_server(
+    block: Mapping[str, Any], blocks: Iterable[Mapping[str, Any]], log: Path, mode: str = "wb"
+) -> subprocess.Popen[bytes]:
+    """Start the process of `block`, which finds the others by their names; does not wait for it. mode: of its log."""
     # The server's environment is its own: nothing of this interpreter's, and no tracker that phones home.
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     env |= {"WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1"}
@@ -153,7 +197,7 @@ def start_server(block: Mapping[str, Any], blocks: Iterable[Mapping[str, Any]], 
     env[HANDOVER] = json.dumps({"name": block["name"], "parent": os.getpid(), "blocks": list(blocks)})
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [block["python"], "-P", str(Path(__file__).absolute())]  # -P: the kit's modules stay out of its way
-    with log.open("wb") as out:  # in a session of its own: Ctrl-C reaches the kit, which stops the server in its order
+    with log.open(mode) as out:  # in a session of its own: Ctrl-C reaches the kit, which stops the server in its order
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
         )
@@ -204,12 +248,40 @@ def stop_servers(processes: Collection[subprocess.Popen[bytes]]) -> None:
             process.wait(5.0)
 
 
+def keep_up(
+    blocks: Mapping[str, Mapping[str, Any]],
+    started: dict[str, subprocess.Popen[bytes]],
+    log_dir: Path,
+    on_restart: Callable[[str, int], None],
+    ended: threading.Event,
+) -> None:
+    """Once a second, start again what has died of `started`, until `ended` is set. Runs in a thread.
+
+    What it started ends with this thread (PR_SET_PDEATHSIG), so the thread must outlive whatever fails in it.
+    """
+    last = dict.fromkeys(started, -RESTART_S)  # seconds of time.monotonic()
+    while not ended.wait(1.0):
+        for name, process in list(started.items()):
+            status, log = process.poll(), log_dir / f"gym_{name}.log"
+            if status is None or time.monotonic() < last[name] + RESTART_S:
+                continue
+            last[name] = time.monotonic()
+            try:
+                stop_servers([process])  # what it forked may have its port
+                started[name] = start_server(blocks[name], blocks.values(), log, "ab")
+                logger.warning("gym server %s ended with status %s, and is started again; log %s", name, status, log)
+                on_restart(name, status)
+            except Exception:
+                logger.exception("gym server %s ended with status %s; log %s", name, status, log)
+
+
 @contextlib.contextmanager
 def running_servers(
     servers: Mapping[str, Mapping[str, Any]],
     log_dir: Path,
     meanwhile: Callable[[], Any] = lambda: None,
     policy: Mapping[str, Any] | None = None,
+    on_restart: Callable[[str, int], None] = lambda *_: None,
 ) -> Iterator[dict[str, str]]:
     """{name: {url: ...} or {start: ...}} -> {name: url}, all answering; those started stop at exit.
 
@@ -217,7 +289,9 @@ def running_servers(
     resources_servers; default: the name), config (changes to its YAML), host (127.0.0.1), port (a free one),
     agent (folder under responses_api_agents: it owns the turns; url and port are then the agent's),
     agent_config (changes to the agent's YAML). policy: {base_url, api_key, model} that agents ask.
-    The servers start side by side, and beside what `meanwhile` does. Raises GymStartError.
+    The servers start side by side, and beside what `meanwhile` does. One that dies later is started again, on its
+    port, and `on_restart(name, exit status)` is called from a thread; behind an agent the name may be policy_model or
+    {name}_{agent}. Raises GymStartError.
     """
     blocks: dict[str, dict[str, Any]] = {}  # by the name that Gym knows them by
     started: dict[str, subprocess.Popen[bytes]] = {}
@@ -232,15 +306,23 @@ def running_servers(
                 raise GymStartError(f"gym.servers: two servers would be called {block['name']}; rename {name}")
             blocks.setdefault(block["name"], block)
             urls[name] = f"http://{block['host']}:{block['port']}"
+    ended = threading.Event()
+    keeper = threading.Thread(target=keep_up, args=(blocks, started, log_dir, on_restart, ended), daemon=True)
     try:
         for name, block in blocks.items():
             started[name] = start_server(block, blocks.values(), log_dir / f"gym_{name}.log")
         meanwhile()
         for name, block in blocks.items():
             wait_ready(name, f"http://{block['host']}:{block['port']}", started[name], log_dir / f"gym_{name}.log")
+        keeper.start()
         yield urls
     finally:
-        stop_servers(started.values())
+        ended.set()
+        try:
+            if keeper.is_alive():  # it may be starting one just now
+                keeper.join()
+        finally:
+            stop_servers(started.values())
 
 
 # --- inside the Gym environment ------------------------------------------------------------------

@@ -5,7 +5,7 @@
     weight_sync(...)               the actor's weights to every replica
     rollout(requests, ...)         episodes, all at once, each with its Gym server, verified as it ends
 
-An `Episode` is the one record that goes through the kit. Its ids and log-probs are those that vLLM
+An `Episode` (episodes.py) is the one record that goes through the kit. Its ids and log-probs are those that vLLM
 sampled, never re-tokenised text; text is decoded for the verifier, the tools and the logs only. What the
 environment says (tool answers, observations) is tokenised once, and masked 0. An episode that could not
 be generated or verified is data too: `status` says why, and no reward is made up for it.
@@ -21,6 +21,8 @@ import copy
 import dataclasses
 import time
 import uuid
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,55 +37,14 @@ from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 
 import env
 import gym_client
+from config import RunError
 from env import Task
-from gym_client import Gym, GymError, Session
+from episodes import Episode
+from gym_client import Gym, GymError, ServerDown, Session
 from training import WorkerGroup
 
 IN_FLIGHT = 2048  # episodes at once; more wait, without a session
-
-
-@dataclass
-class Episode:
-    """One conversation about one task. Lists are per response token unless a comment says otherwise."""
-
-    row_id: str  # the task's file:line
-    group_id: str  # episodes of one task in one step share it: the group of GRPO
-    server: str  # the Gym server that verifies it
-    prompt_ids: list[int]  # per prompt token
-    response_ids: list[int] = field(default_factory=list)
-    response_mask: list[int] = field(default_factory=list)  # 1 = sampled by the policy, 0 = observed
-    log_probs: list[float] = field(default_factory=list)  # the sampler's, at the sampling temperature; 0 if observed
-    turns: list[tuple[int, int, int]] = field(default_factory=list)  # per turn: first token, end, end in `output`
-    output: list[dict[str, Any]] = field(default_factory=list)  # all that was said, as Responses items
-    ended: str = ""  # stop | length | turns | terminated | truncated (the environment's own limit)
-    reward: float | None = None
-    turn_rewards: list[float] = field(default_factory=list)  # of each turn, where the environment pays turns
-    reward_components: dict[str, float] = field(default_factory=dict)
-    baseline: float | None = None  # reward of a greedy answer to the same prompt (remax)
-    verdict: dict[str, Any] = field(default_factory=dict)  # what else the verifier said
-    status: str = "ok"  # or the reason of the failure, as in gym_client
-    error: str = ""
-    timings: dict[str, float] = field(default_factory=dict)  # seconds: generate, tools, verify, verify_call
-    row: dict[str, Any] = field(default_factory=dict)  # the task's, verbatim
-
-    @property
-    def response(self) -> str:
-        """What the policy said last, as text."""
-        said = [item for item in self.output if item.get("role") == "assistant"]
-        return "".join(part["text"] for part in said[-1]["content"]) if said else ""
-
-    @property
-    def transcript(self) -> str:
-        """All that was said after the prompt, for people: text, calls, and what came back."""
-        parts = []
-        for item in self.output:
-            if item["type"] == "function_call":
-                parts.append(f"{item['name']}({item['arguments']})")
-            elif item.get("role") == "assistant":
-                parts.append("".join(part["text"] for part in item["content"]))
-            elif item["type"] != "reasoning":
-                parts.append(f"=> {item.get('output') or item.get('content')}")
-        return " ".join(parts)
+REPLAYS = 3  # times that an episode is played again, after its Gym server went away under it
 
 
 @dataclass
@@ -100,6 +61,8 @@ class Policy:
     tool_format: str  # how the model writes tool calls: a name of vLLM's tool parsers
     deadline_s: float  # for one answer; over it the episode's status is `generate_timeout`
     sampling: dict[str, Any] = field(default_factory=dict)  # vLLM's parameters of the rollout under way
+    seed: int | None = None  # rollout.seed, where rollout.full_determinism asks for the same answers in every run
+    version: int | None = None  # of the weights that the servers must sample from: the step they were synced at
 
 
 def make_policy(
@@ -117,6 +80,7 @@ def make_policy(
         turns.max_tool_response_length,
         turns.format,
         deadline_s,
+        seed=config.actor_rollout_ref.rollout.seed if config.actor_rollout_ref.rollout.full_determinism else None,
     )
 
 
@@ -189,15 +153,26 @@ async def sample(
 ) -> tuple[list[int], list[float]]:
     """One answer of the policy: (ids, log-probs), the stop token included. Raises GymError.
 
-    Failures of one request become a reason; a dead vLLM server raises ray.exceptions.RayError.
+    request_id: of the episode and, after a `#`, its turn. Failures of one request become a reason; a dead vLLM server
+    raises ray.exceptions.RayError, one that still has the weights of another step RunError.
     """
     params = {**policy.sampling, "max_tokens": max_tokens}
+    if policy.seed is not None:  # verl would give all answers to a prompt the same one, so that all are the same
+        params["seed"] = zlib.crc32(f"{policy.seed} {request_id}".encode())
     try:
         async with asyncio.timeout(policy.deadline_s):
-            # the request id keeps an episode's turns on one replica, whose cache holds their prefix
-            output = await policy.client.generate(request_id=request_id, prompt_ids=prompt_ids, sampling_params=params)
+            # the episode's id keeps its turns on one replica, whose cache holds their prefix
+            output = await policy.client.generate(
+                request_id=request_id.partition("#")[0], prompt_ids=prompt_ids, sampling_params=params
+            )
     except TimeoutError:
         raise GymError("generate_timeout", f"vLLM gave no answer within {policy.deadline_s:g} s") from None
+    version = output.extra_fields.get("global_steps", policy.version)
+    if policy.version is not None and version != policy.version:
+        raise RunError(
+            f"a vLLM server samples from the weights of step {version}, the trainer's are of step {policy.version}: "
+            "the sync did not reach it; see its log"
+        )
     ids = list(output.token_ids)
     if output.stop_reason == "aborted" or not ids:
         raise GymError("aborted", f"vLLM ended the request without an answer ({output.stop_reason})")
@@ -274,13 +249,13 @@ def shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:half]}\n... {len(text) - 2 * half} characters ...\n{text[-half:]}"
 
 
-async def play(episode: Episode, task: Task, session: Session, policy: Policy) -> None:
+async def play(episode: Episode, task: Task, session: Session, policy: Policy, request_id: str) -> None:
     """Fill `episode`: turns of policy and environment until an answer without calls, a limit, or the world's end.
 
     On a `verify` server the policy's tool calls are run, in order, and the last answer is verified with all
     that came before it. On a `step` server every answer is a step, whose rewards are summed. Raises GymError.
     """
-    request_id, messages = uuid.uuid4().hex, list(task.messages)
+    messages = list(task.messages)
     if session.observation:
         messages.append({"role": "user", "content": session.observation})
     if messages != task.messages or not task.prompt_ids:
@@ -293,7 +268,9 @@ async def play(episode: Episode, task: Task, session: Session, policy: Policy) -
     while not episode.ended:
         begin = time.perf_counter()
         room = policy.max_response_length - len(episode.response_ids)
-        ids, log_probs = await sample(policy, request_id, episode.prompt_ids + episode.response_ids, room)
+        ids, log_probs = await sample(
+            policy, f"{request_id}#{len(episode.turns)}", episode.prompt_ids + episode.response_ids, room
+        )
         _count(episode, "generate", begin)
         thought, text, calls = understand(policy, ids, task.tools)
         said = [gym_client.reasoning(thought)] if thought else []
@@ -403,9 +380,9 @@ def _settle(episode: Episode, verdict: gym_client.Verdict) -> None:
 # --- episodes ------------------------------------------------------------------------------------
 
 
-def in_groups(tasks: Iterable[Task], n: int) -> list[tuple[Task, str]]:
-    """Each task n times, with the id of its group."""
-    return [(task, group_id) for task in tasks for group_id in [uuid.uuid4().hex] for _ in range(n)]
+def in_groups(tasks: Iterable[Task], n: int, name: str) -> list[tuple[Task, str]]:
+    """Each task n times, with the id of its group: `name`, which no other batch of the run has, and its place."""
+    return [(task, f"{name}/{i}") for i, task in enumerate(tasks) for _ in range(n)]
 
 
 async def rollout(
@@ -420,24 +397,54 @@ async def rollout(
     dead vLLM server raises (ray.exceptions.RayError).
     """
     places = asyncio.Semaphore(IN_FLIGHT)
+    members: Counter[str] = Counter()
+    greedy = "" if policy.sampling.get("temperature", 1.0) else "greedy-"
 
-    async def one(index: int, task: Task, group_id: str) -> Episode:
+    async def play_once(task: Task, group_id: str, request_id: str) -> Episode:
         episode = Episode(task.row_id, group_id, task.server, task.prompt_ids, row=task.row)
+        try:
+            if await gym.kind(task.server) == "agent":
+                verdict, response = await gym.run(task.server, task.row, policy.deadline_s)
+                replay(episode, response, policy)
+                _settle(episode, verdict)
+            else:
+                async with gym.session(task.server, task.row) as session:
+                    await play(episode, task, session, policy, request_id)
+            check_ids(episode)
+        except ServerDown:
+            raise
+        except GymError as error:
+            episode.status, episode.error, episode.reward = error.reason, str(error), None
+            episode.lost = error.lost
+        return episode
+
+    async def one(index: int, task: Task, group_id: str, request_id: str) -> Episode:
         async with places:
-            try:
-                if await gym.kind(task.server) == "agent":
-                    verdict, response = await gym.run(task.server, task.row, policy.deadline_s)
-                    replay(episode, response, policy)
-                    _settle(episode, verdict)
-                else:
-                    async with gym.session(task.server, task.row) as session:
-                        await play(episode, task, session, policy)
-            except GymError as error:
-                episode.status, episode.error, episode.reward = error.reason, str(error), None
+            for again in range(REPLAYS + 1):  # the server went away under an open session: a new one may live
+                episode = await play_once(task, group_id, f"{request_id}{'again-' * again}")
+                if not episode.lost:
+                    break
         on_done(index, episode)
         return episode
 
-    return await asyncio.gather(*[one(i, task, group_id) for i, (task, group_id) in enumerate(requests)])
+    episodes = []
+    for i, (task, group_id) in enumerate(requests):
+        episodes.append(one(i, task, group_id, f"{greedy}{group_id}-{members[group_id]}"))
+        members[group_id] += 1
+    return await asyncio.gather(*episodes)
+
+
+def check_ids(episode: Episode) -> None:
+    """An episode's lists belong together. Raises GymError('bad_ids') with what does not fit."""
+    length = len(episode.response_ids)
+    sampled = sum(end - begin for begin, end, _ in episode.turns)
+    if not length or len(episode.response_mask) != length or len(episode.log_probs) != length:
+        lists = f"{length} ids, {len(episode.response_mask)} of mask, {len(episode.log_probs)} log-probs"
+        raise GymError("bad_ids", f"{episode.row_id}: the response's lists differ in length: {lists}")
+    if sum(episode.response_mask) != sampled:
+        raise GymError(
+            "bad_ids", f"{episode.row_id}: {sampled} sampled tokens, {sum(episode.response_mask)} in the mask"
+        )
 
 
 async def rollout_with_baselines(
@@ -465,31 +472,3 @@ async def rollout_with_baselines(
         if e.status == "ok" and e.baseline is None:
             e.status, e.reward, e.error = "no_baseline", None, f"the greedy answer failed: {of[e.group_id].error}"
     return episodes
-
-
-def as_record(episode: Episode, prompt: str) -> dict[str, Any]:
-    """An episode as one line of rollouts/step_N.jsonl: text and verdict, not ids."""
-    record = {f.name: getattr(episode, f.name) for f in dataclasses.fields(episode)}
-    lengths = {"prompt_tokens": len(episode.prompt_ids), "response_tokens": len(episode.response_ids)}
-    for key in ("prompt_ids", "response_ids", "response_mask", "log_probs", "turns", "output", "row"):
-        del record[key]
-    if len(episode.turns) > 1 or len(episode.output) > 1:
-        record["output"] = episode.output
-    return {"prompt": prompt, "response": episode.response, "turns": len(episode.turns), **record, **lengths}
-
-
-def as_gym_record(episode: Episode, task: Task, indices: dict[str, int]) -> dict[str, Any]:
-    """An episode as Gym's own collector writes it, token ids on the last item of each model call.
-
-    indices: Gym's `_ng_task_index` and `_ng_rollout_index`.
-    """
-    output = [dict(item) for item in episode.output]
-    for begin, end, last in episode.turns:
-        output[last - 1] |= {
-            "prompt_token_ids": episode.prompt_ids + episode.response_ids[:begin],
-            "generation_token_ids": episode.response_ids[begin:end],
-            "generation_log_probs": episode.log_probs[begin:end],
-        }
-    parts = {"reward_components": episode.reward_components} if episode.reward_components else {}
-    answer = {"response": gym_client.response(output), "reward": episode.reward, **parts, **episode.verdict}
-    return {**task.row, **answer, **indices, "ended": episode.ended}

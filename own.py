@@ -116,9 +116,9 @@ def _check(function: Callable[..., Any], key: str, name: str, settings: Mapping[
         raise OwnError(f"{key}={name} cannot be called with ({call}) and its settings: {error}") from None
 
 
-def compares(estimator: str) -> bool:
-    """Whether an estimator of one's own looks at the answers of a group together. Raises OwnError."""
-    return "index" in inspect.signature(load(estimator, "algorithm.adv_estimator")).parameters
+def asks(estimator: str, name: str) -> bool:
+    """Whether an estimator of one's own is computed from `name`, one of ESTIMATOR. Raises OwnError."""
+    return name in inspect.signature(load(estimator, "algorithm.adv_estimator")).parameters
 
 
 def functions(config: DictConfig) -> tuple[Any, Any, Any]:

@@ -1,4 +1,4 @@
-"""A run: its folder, its stages and deadlines, the processes that it starts, what it tells.
+"""A run: its folder, its stages and deadlines, the processes that it starts, how it is stopped, what it tells.
 
 runs/<trainer.experiment_name>/ holds config.yaml, metrics.jsonl, rollouts/, failures.jsonl, checkpoints/, export/
 and logs/.
@@ -16,11 +16,13 @@ import secrets
 import signal
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -29,11 +31,29 @@ import env
 import gym_client
 import gym_servers
 import own
-from config import Data, RunError, changed, to_plain
+import watch
+from checks import RUNS_CODE
+from config import Data, RunError, changed, public, to_plain
+from episodes import as_record
 
-STAGE_DEADLINE_S = 3600  # a stage (of episodes: an episode) that takes this long hangs, and ends the run
 GENERATE_DEADLINE_S = 1800.0  # for one answer of vLLM
+STOP_S = 30  # seconds that a stage has to end in, once the run was asked to stop; and the processes, once it ends
+WHOLE = ("update_critic", "update_actor", "update_weights", "save_checkpoint")  # stages that are not left half done
+DAMAGED = 3  # steps in a row that end the run
+CLOCK_S = 5.0  # seconds; a clock that is set by more has jumped, by less was corrected
 console = Console()
+
+
+class Stop(KeyboardInterrupt):
+    """The run must end now. No Exception, so that no event loop, library or retry keeps it to itself.
+
+    status: of the process; 130 or 143 where a signal asked for it, 1 where something is lost. save: whether the workers
+    hold whole weights.
+    """
+
+    def __init__(self, message: str, status: int = 1, save: bool = False):
+        super().__init__(message)
+        self.status, self.save = status, save
 
 
 class Started(NamedTuple):
@@ -49,10 +69,17 @@ class Started(NamedTuple):
 class Run:
     """A run's folder, its clock and its voice. Use as `with Run(config) as run`."""
 
-    def __init__(self, config: DictConfig, command: str = "train"):
+    def __init__(self, config: DictConfig, command: str = "train", resume_step: int | None = None):
         self.config, self.command, self.folder = config, command, Path("runs") / config.trainer.experiment_name
+        self.resume_step = resume_step  # of the checkpoint that it goes on from
         self.timing: dict[str, float] = {}  # seconds by stage, of the step under way
-        self.started, self.first_episode = time.time(), 0.0  # seconds since the epoch; seconds since `started`
+        self.started, self.first_episode = time.monotonic(), 0.0  # seconds; seconds since `started`
+        self.clock, self.clock_jumps = time.time() - self.started, 0  # of the machine, against one that never jumps
+        self.current, self.asked, self.lost = "", 0, ""  # the stage; the signal that asked to stop; what was lost
+        self.ending: Stop | None = None
+        self.watch: watch.Watch | None = None
+        self.gym: gym_client.Gym | None = None
+        self.damaged = 0  # steps in a row
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
@@ -67,26 +94,115 @@ class Run:
     def __enter__(self) -> Run:
         for name in ("rollouts", "logs"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(self.config, self.folder / "config.yaml", resolve=True)
+        written = public(self.config)
+        OmegaConf.save(written, self.folder / "config.yaml")
+        self.forget_after(self.resume_step)
         os.environ.setdefault("TENSORBOARD_DIR", str(self.folder / "tensorboard"))
         os.environ.setdefault("VERL_FILE_LOGGER_PATH", str(self.folder / "tracking.jsonl"))
         os.environ.setdefault("WANDB_DIR", str(self.folder))
         self.tracking = None
         if self.config.trainer.logger:
+            self.name_tracked_run()
             from verl.utils.tracking import Tracking
 
             names, backends = self.config.trainer, to_plain(self.config.trainer.logger)
-            self.tracking = Tracking(names.project_name, names.experiment_name, backends, to_plain(self.config))
+            told = OmegaConf.to_container(written, resolve=False)
+            self.tracking = Tracking(names.project_name, names.experiment_name, backends, told)
+        self.listen()
         self.bar.start()
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
+        signal.alarm(0)
         self.bar.stop()
         if self.tracking:
             self.tracking.finish(exit_code=0 if kind is None else 1)
 
-    def start(self, stack: contextlib.ExitStack, data: Data) -> Started:
-        """Start what the command needs of Gym servers, Ray, vLLM and training workers; `stack` stops it all."""
+    def forget_after(self, step: int | None) -> None:
+        """What an earlier run told of the steps that are now trained again goes to metrics.abandoned.jsonl."""
+        path = self.folder / "metrics.jsonl"
+        if step is None or not path.is_file():
+            return
+        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+        later = [line for line in lines if json.loads(line)["step"] > step]
+        if later:
+            with (self.folder / "metrics.abandoned.jsonl").open("a") as out:
+                out.writelines(later)
+            path.with_suffix(".tmp").write_text("".join(line for line in lines if line not in later))
+            os.replace(path.with_suffix(".tmp"), path)
+
+    def name_tracked_run(self) -> None:
+        """Give trackers an id that a resumed run finds again, by their own environment variables."""
+        path = self.folder / "tracker_id"
+        if self.resume_step is None or not path.is_file():
+            path.write_text(uuid.uuid4().hex[:12])
+        for tracker in ("WANDB", "SWANLAB"):
+            os.environ.setdefault(f"{tracker}_RUN_ID", path.read_text())
+            os.environ.setdefault(f"{tracker}_RESUME", "allow")
+
+    # --- how it ends ---
+
+    def listen(self) -> None:
+        """Take the signals by which a run is stopped; again after ray.init, which takes SIGTERM for a crash."""
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            # a shell gives a command in the background (&) an ignored SIGINT, which must stay so
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, self.asked_to_stop)
+        signal.signal(signal.SIGALRM, self.alarmed)
+
+    def asked_to_stop(self, signum: int, _frame: Any) -> None:
+        """Ctrl-C or SIGTERM: once, to save what is done and end in order; twice, to end at once."""
+        if self.asked:
+            watch.end_now(128 + signum, self.watch)
+        self.asked = signum
+        self.say(f"{signal.Signals(signum).name}: the run saves what is done and ends; once more ends it at once")
+        if self.current in WHOLE:
+            signal.alarm(STOP_S)
+        elif self.current:
+            self.stop("interrupted", 128 + signum, save=True)
+
+    def stop(self, why: str, status: int = 1, save: bool = False) -> NoReturn:
+        """Raise what ends the run, and keep it: Ray's waiting makes a plain KeyboardInterrupt of it (see `stage`)."""
+        self.ending = Stop(why, status, save)
+        raise self.ending
+
+    def alarmed(self, *_: Any) -> None:
+        """A deadline has passed, or the watch has lost a process."""
+        where = f"stage {self.current or 'end'}"
+        if not self.current:
+            watch.end_now(1, self.watch)  # the end itself hangs
+        if self.lost:
+            self.stop(f"{where}: {self.lost}. The same command goes on from the last checkpoint")
+        if self.asked:
+            self.stop(f"{where} did not end within {STOP_S} s and was given up; not saved", 128 + self.asked)
+        seconds = self.config.env.stage_deadline_s
+        last = self.watch.latest_words() if self.watch else f"see the logs in {self.folder}/logs"
+        self.stop(f"{where} got nowhere in {seconds:g} s (env.stage_deadline_s); {last}")
+
+    def lose(self, what: str) -> None:
+        """Called by the watch, in its thread: wake the loop, whatever it waits for."""
+        self.lost = what
+        if self.current:
+            os.kill(os.getpid(), signal.SIGALRM)
+
+    def server_restarted(self, name: str, status: int) -> None:
+        """Called by gym_servers, in its thread, when it has started a server again."""
+        self.say(f"the Gym server {name} died (exit status {status}) and was started again; see its log")
+        if self.gym:
+            self.gym.restarted(name)
+
+    def end(self) -> None:
+        """The processes are about to be stopped, and have STOP_S for it."""
+        self.current = ""
+        signal.alarm(STOP_S)
+        if self.watch:
+            self.watch.rest()
+
+    def start(self, stack: contextlib.ExitStack, data: Data, serve: bool = True) -> Started:
+        """Start what the command needs of Gym servers, Ray, vLLM and training workers; `stack` stops it all.
+
+        serve: False for training without sampling: neither Gym servers nor vLLM.
+        """
         import ray
 
         config, logs, door = self.config, self.folder / "logs", self.config.gym.door
@@ -96,7 +212,11 @@ class Run:
 
         def start_ray() -> None:
             threading.Thread(target=importlib.import_module, args=("inference",)).start()  # 10 s, beside Ray's 6
-            session = ray.init(**to_plain(config.ray_kwargs.ray_init)).address_info["session_dir"]  # type: ignore[attr-defined]
+            asked = to_plain(config.ray_kwargs.ray_init)
+            if not asked.get("address"):
+                asked = {"_temp_dir": "/tmp/ray", **asked}  # its logs are to outlast the run's temporary folder
+            session = ray.init(**asked).address_info["session_dir"]  # type: ignore[attr-defined]
+            self.listen()
             (logs / "ray").unlink(missing_ok=True)
             (logs / "ray").symlink_to(Path(session) / "logs")
             found = ray.cluster_resources().get("GPU", 0)
@@ -109,10 +229,12 @@ class Run:
                 )
 
         with self.stage("start"):
+            self.watch = stack.enter_context(watch.Watch(logs, self.lose))
             stack.callback(ray.shutdown)
+            stack.callback(self.end)
             address = {"base_url": f"http://{door.host}:{port}/v1", "api_key": key, "model": "policy"}
-            wanted = to_plain(config.gym.servers) if self.command != "sft" else {}
-            servers = gym_servers.running_servers(wanted, logs, start_ray, address)
+            wanted = to_plain(config.gym.servers) if serve else {}
+            servers = gym_servers.running_servers(wanted, logs, start_ray, address, self.server_restarted)
             urls = stack.enter_context(servers)
             import door as openai_door
             import inference
@@ -126,15 +248,19 @@ class Run:
                 stack.callback(lambda: loop.run(context.__aexit__(None, None, None)))
                 return entered
 
-            gym = gym_client.Gym(urls, config.gym.timeout_s, to_plain(config.gym.concurrency), config.gym.attempts)
+            limits = config.gym
+            self.gym = gym = gym_client.Gym(
+                urls, limits.timeout_s, to_plain(limits.concurrency), limits.attempts, limits.outage_budget_s
+            )
             enter(gym)
             own.register([config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode])
             sft = self.command == "sft"
             workers = training.start_workers(config, sft) if self.command in ("train", "sft") else None
             if workers:
                 training.load_value_models(workers, config)
-            if workers and sft:
+            if workers and not serve:
                 workers.actor.init_model()
+                training.set_policy_loss(workers.actor, config)
                 return Started(loop, gym, None, None, workers)
             vllm = loop.run(
                 inference.start_servers(config, workers.actor) if workers else inference.start_sampler(config)
@@ -149,24 +275,37 @@ class Run:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage into `timing` (seconds), show it, and end the run if it hangs."""
-
-        def hung(*_: Any) -> None:
-            raise RunError(
-                f"stage {name} got nowhere in {STAGE_DEADLINE_S} s; see the workers' logs in {self.folder}/logs"
-            )
-
-        begin, inner = time.perf_counter(), name != "step"
+        """Time a stage into `timing` (seconds), show it, and end the run if it hangs or was asked to stop."""
+        begin, inner, outer = time.perf_counter(), name != "step", self.current
         if inner:
+            if self.asked and name not in WHOLE:
+                self.stop("interrupted", 128 + self.asked, save=True)
             self.bar.update(self.task, stage=name)
-            signal.signal(signal.SIGALRM, hung)
-            signal.alarm(STAGE_DEADLINE_S)
+            self.current = name
+            signal.alarm(STOP_S if self.asked and name != "save_checkpoint" else self.config.env.stage_deadline_s)
         try:
             yield
+        except KeyboardInterrupt as error:
+            if self.ending and error is not self.ending:
+                raise self.ending from None
+            raise
         finally:
             if inner:
                 signal.alarm(0)
+                self.current = outer
         self.timing[name] = self.timing.get(name, 0.0) + time.perf_counter() - begin
+
+    @contextlib.contextmanager
+    def saving(self, save: Callable[[], None]) -> Iterator[None]:
+        """Around the loop: a run that was asked to stop calls `save` before it ends."""
+        try:
+            yield
+            if self.asked:
+                self.stop("interrupted", 128 + self.asked, save=True)
+        except Stop as stop:
+            if stop.save and not self.damaged:
+                save()
+            raise
 
     def begin(self, step: int) -> None:
         """Start the clock of a step."""
@@ -180,9 +319,9 @@ class Run:
         def one_more(*_: Any) -> None:
             nonlocal done
             done += 1
-            signal.alarm(STAGE_DEADLINE_S)  # a stage that gets on does not hang
+            signal.alarm(self.config.env.stage_deadline_s)  # a stage that gets on does not hang
             if not self.first_episode:
-                self.first_episode = self.timing["first_episode"] = time.time() - self.started
+                self.first_episode = self.timing["first_episode"] = time.monotonic() - self.started
             self.bar.update(self.task, stage=f"{done}/{total} episodes")
 
         return one_more
@@ -195,6 +334,11 @@ class Run:
         """Append to metrics.jsonl (verl's own file logger would overwrite it on resume) and tell the trackers."""
         if not metrics:
             return
+        if abs(jump := time.time() - time.monotonic() - self.clock) > CLOCK_S:
+            self.clock += jump
+            self.clock_jumps += 1
+            self.say(f"step {step}: the machine's clock jumped by {jump:.0f} s; `time` in metrics.jsonl jumps too")
+        metrics = metrics | ({"training/clock_jumps": self.clock_jumps} if self.clock_jumps else {})
         plain = {name: float(value) for name, value in metrics.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in plain.items()}
         with (self.folder / "metrics.jsonl").open("a") as out:
@@ -204,16 +348,28 @@ class Run:
 
     def write_episodes(self, name: str, episodes: Sequence[Any], tasks: Sequence[env.Task], mode: str = "w") -> None:
         """rollouts/<name>.jsonl with every episode, and a line in failures.jsonl for each that failed."""
-        import inference
-
         prompts = {task.row_id: question(task) for task in tasks}
-        records = [inference.as_record(e, prompts[e.row_id]) for e in episodes]
+        records = [as_record(e, prompts[e.row_id]) for e in episodes]
         path = self.folder / "rollouts" / f"{name}.jsonl"
         with path.open(mode, encoding="utf-8") as out:
             out.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in records)
         with (self.folder / "failures.jsonl").open("a", encoding="utf-8") as out:
             failed = [{"rollout": name, **r} for r in records if r["status"] != "ok"]
             out.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in failed)
+
+    def save_damaged(self, step: int, damage: str, batch: Any) -> str:
+        """Keep the batch of a damaged step in damaged/. Raises RunError at the third in a row; returns what to tell."""
+        self.damaged += 1
+        path = self.folder / "damaged" / f"step_{step}.pt"
+        path.parent.mkdir(exist_ok=True)
+        tensors = {name: tensor.clone() for name, tensor in batch.batch.items()}
+        torch.save({"damage": damage, "uid": list(batch.non_tensor_batch["uid"]), **tensors}, path)
+        if self.damaged == DAMAGED:
+            raise RunError(
+                f"{DAMAGED} damaged steps in a row, the last: {damage}. Look into {path.parent} (torch.load), then go "
+                "on from the last checkpoint with a lower learning rate, or another precision"
+            )
+        return f"{damage}; the batch is in {path}"
 
     def report(self, step: int, metrics: dict[str, Any], kept: Sequence[Any], tasks: Sequence[env.Task]) -> None:
         """One line a step, and every env.show_every steps the best and the worst answer of the batch."""
@@ -232,15 +388,15 @@ class Run:
 
     def export(self, checkpoint: Path) -> None:
         """The checkpoint's policy as a Hugging Face folder, export/; what verl prints of it goes to logs/export.log."""
-        import training
+        import checkpoints
 
         with self.stage("export"), (self.folder / "logs" / "export.log").open("w") as log:
             with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-                training.export(checkpoint, self.folder / "export")
+                checkpoints.export(checkpoint, self.folder / "export")
 
     def finish(self, before: dict[str, float], after: dict[str, float], checkpoint: Path) -> None:
         """The result of the run and what to do next."""
-        minutes = (time.time() - self.started) / 60
+        minutes = (time.monotonic() - self.started) / 60
         self.say(f"\nfinished in {minutes:.1f} min; the run is in {self.folder}/")
         for name in (n for n in after if n.startswith("val-core/")):
             self.say(f"    {name}: {before.get(name, float('nan')):.3f} before, {after[name]:.3f} after")
@@ -292,6 +448,14 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
             "these leave, the trainer's of all tokens, so training/rollout_probs_diff_* grows and "
             "algorithm.rollout_correction is biased"
         )
+    for name in by_server:
+        start = (config.gym.servers.get(name) or {}).get("start")
+        if ((start or {}).get("server") or name) in RUNS_CODE:
+            where = "on this machine, as you" if start else "where it was started"
+            lines.append(
+                f"WARNING     {name} RUNS THE MODEL'S CODE {where}, WITHOUT A SANDBOX: it may read keys and delete "
+                "your files. Run all of this in a container without them"
+            )
     seen = {json.dumps(task.messages) for task in data.train if task.messages}
     if shared := sum(json.dumps(task.messages) in seen for task in data.validation):
         lines.append(f"WARNING     {shared} of the held-out prompts are also in env.train_files")

@@ -24,7 +24,7 @@ from jinja2 import TemplateError
 from omegaconf import DictConfig
 
 import env
-from config import ConfigError, Data, to_plain
+from config import ConfigError, Data, RunError, to_plain
 
 
 @dataclass
@@ -137,17 +137,17 @@ def load_files(
 def run_command(config: DictConfig, run: Any, data: Data, resume_from: Path | None) -> None:
     """Train on data.train to trainer.total_training_steps."""
     size, total = config.data.train_batch_size, config.trainer.total_training_steps
+    folder = Path(config.trainer.default_local_dir)
     with contextlib.ExitStack() as stack:
-        workers = run.start(stack, data).workers
+        workers = run.start(stack, data, serve=False).workers
+        import checkpoints
         import training
 
         training.set_sft_loss(workers.actor, config)
         state: dict[str, Any] = {"command": "sft", "step": 0}
         if resume_from:
-            state = training.load(workers, resume_from)
-            if state["command"] != "sft":
-                raise ConfigError(f"{resume_from} is of `{state['command']}`: give another trainer.experiment_name")
-        step = state["step"]
+            state = checkpoints.load(workers, resume_from)
+        checkpoint = resume_from
 
         def to_batch(examples: Sequence[Example]) -> Any:
             return training.to_batch(examples, data.tokenizer.pad_token_id, temperature=1.0)
@@ -162,23 +162,43 @@ def run_command(config: DictConfig, run: Any, data: Data, resume_from: Path | No
                 tokens += float(mask.sum())
             return {"val/loss": total_loss / tokens} if tokens else {}
 
-        run.log(step, held_out_loss())
-        while step < total:
-            step += 1
+        def save() -> None:
+            """A checkpoint of what is trained, unless there is one."""
+            nonlocal checkpoint
+            if state["step"] > (checkpoints.step_of(checkpoint) if checkpoint else 0):
+                with run.stage("save_checkpoint"):
+                    checkpoint = checkpoints.save(workers, folder, state, config)
+
+        def one_step(step: int) -> None:
+            """One optimiser step, and what is due after it."""
             run.begin(step)
             with run.stage("update_actor"):
-                examples = env.batch(data.train, size, step, config.data.seed, config.data.shuffle)
-                metrics = training.update_sft(workers.actor, to_batch(examples), config)
+                batch = to_batch(env.batch(data.train, size, step, config.data.seed, config.data.shuffle))
+                metrics = training.update_sft(workers.actor, batch, config)
+                state["step"] = step
+            if damage := training.damage(batch, metrics):
+                run.say(f"step {step} skipped: {run.save_damaged(step, damage, batch)}")
+            else:
+                run.damaged = 0
+            due = step == total or (config.trainer.save_freq > 0 and step % config.trainer.save_freq == 0)
+            if due and not damage:
+                save()
             if step == total or (config.trainer.test_freq > 0 and step % config.trainer.test_freq == 0):
-                metrics |= held_out_loss()
-            if step == total or (config.trainer.save_freq > 0 and step % config.trainer.save_freq == 0):
-                with run.stage("save_checkpoint"):
-                    checkpoint = training.save(workers, Path(config.trainer.default_local_dir), state | {"step": step})
+                with run.stage("testing"):
+                    metrics |= held_out_loss()
             run.bar.update(run.task, completed=step)
             run.log(step, metrics | {f"timing_s/{k}": v for k, v in run.timing.items()})
             loss = f"loss {metrics['actor/loss']:.4g}" + "".join(
                 f"  {k} {v:.4g}" for k, v in metrics.items() if k == "val/loss"
             )
             run.say(f"step {step:4d}  {loss}  | seconds: {run.timing['update_actor']:.1f}")
+
+        with run.saving(save):
+            with run.stage("testing"):
+                run.log(state["step"], held_out_loss())
+            while state["step"] < total:
+                one_step(state["step"] + 1)
+        if checkpoint is None:
+            raise RunError(f"every step up to {total} was damaged: there is nothing to save")
         run.export(checkpoint)
     run.say(f"the model is in {run.folder}/export: actor_rollout_ref.model.path={run.folder}/export")

@@ -1,11 +1,10 @@
-"""verl's FSDP workers (actor, reference, critic, reward model): episodes in, one policy update out; checkpoints.
+"""verl's FSDP workers (actor, reference, critic, reward model): episodes in, one policy update out.
 
     start_workers(config)    groups of worker processes, one per GPU; models are not loaded yet
     to_batch(episodes, pad)  -> DataProto of padded tensors
     log_probs(...)           the trainer's own log-probs of the sampled tokens, and the entropy
     advantages(...)          verl's estimators, or one's own
     update_actor(...)        PPO epochs over mini-batches of the batch (verl's ppo_loss), metrics back
-    save, load, export       verl's checkpoint layout, so verl's tools work on it; a Hugging Face folder
 
 Shapes: B episodes, P longest prompt, R longest response, both in tokens. Prompts are padded on the
 left and responses on the right, so a row of `input_ids` [B, P+R] is one unbroken sequence. Padding is
@@ -19,10 +18,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import os
-import shutil
+import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
@@ -283,6 +280,32 @@ def advantages(batch: DataProto, config: DictConfig) -> DataProto:
     return batch
 
 
+APART = 0.1  # mean distance of the sampler's probabilities from the trainer's, over which it samples from other weights
+
+
+def damage(batch: DataProto, metrics: dict[str, float]) -> str:
+    """What makes a batch, or the update that was made of it, worthless; empty if nothing does.
+
+    Looked at where the mask is 1: padding may hold anything. A gradient is known by its norm in verl's metrics.
+    """
+    mask = batch.batch["response_mask"].bool()  # [B, R]
+    names = ("rollout_log_probs", "old_log_probs", "ref_log_prob", "values", "token_level_scores", "advantages")
+    for name in (*names, "returns"):
+        if name in batch.batch:
+            live = batch.batch[name][mask]  # [tokens]
+            if bad := int((~torch.isfinite(live)).sum()):
+                return f"{bad} of {len(live)} {name} are NaN or infinite"
+    for name, value in metrics.items():
+        if name.startswith(("actor/", "critic/")) and not math.isfinite(value):
+            return f"{name} is {value}"
+    if (apart := metrics.get("training/rollout_probs_diff_mean", 0.0)) > APART:
+        return (
+            f"the sampler's probabilities are {apart:.2f} from the trainer's in the mean: it does not sample from its "
+            "weights, or rollout.top_p, top_k cut much off"
+        )
+    return ""
+
+
 def arrange(lengths: Sequence[int], mini_batches: int, ranks: int) -> tuple[list[int], int]:
     """The order in which verl's workers must get B rows, and how many rows of filling (index >= B) that takes.
 
@@ -386,62 +409,3 @@ def _update(
 def _wait(output: Any) -> Any:
     """verl's critic answers with a future, its actor with the result."""
     return output if isinstance(output, TensorDict) else output.get()
-
-
-# --- checkpoints ---------------------------------------------------------------------------------
-
-
-def save(workers: Workers, folder: Path, state: dict[str, Any]) -> Path:
-    """Write <folder>/global_step_<step>/{actor,critic,data.pt} and point latest_checkpointed_iteration.txt at it.
-
-    Written under another name and renamed, so a folder called global_step_N is whole. state: what the
-    driver needs to go on, plain values only, with its `step`.
-    """
-    target, partial = folder / f"global_step_{state['step']}", folder / f"saving_{state['step']}"
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while it saved, maybe with more ranks
-    for name, group in {"actor": workers.actor, "critic": workers.critic}.items():
-        if group is not None:
-            group.save_checkpoint(str((partial / name).absolute()), None, state["step"], None)
-    torch.save(state, partial / "data.pt")
-    if target.exists():  # the same step again, after trainer.resume_mode=disable or resume_path
-        shutil.rmtree(target)
-    os.replace(partial, target)
-    pointer = folder / "latest_checkpointed_iteration.txt"
-    pointer.with_suffix(".tmp").write_text(str(state["step"]))
-    os.replace(pointer.with_suffix(".tmp"), pointer)
-    return target
-
-
-def load(workers: Workers, checkpoint: Path) -> dict[str, Any]:
-    """Restore model, optimiser, scheduler and RNG of every worker; returns the driver's `state`."""
-    for name, group in {"actor": workers.actor, "critic": workers.critic}.items():
-        if group is not None:
-            group.load_checkpoint(str((checkpoint / name).absolute()))
-    state: dict[str, Any] = torch.load(checkpoint / "data.pt", weights_only=True)
-    return state
-
-
-def export(checkpoint: Path, target: Path) -> Path:
-    """Merge a checkpoint's shards into a Hugging Face folder, tokenizer included (verl.model_merger)."""
-    from verl.model_merger.base_model_merger import ModelMergerConfig
-    from verl.model_merger.fsdp_model_merger import FSDPModelMerger
-
-    actor = str(checkpoint / "actor")
-    merger = FSDPModelMerger(
-        ModelMergerConfig(
-            operation="merge",
-            backend="fsdp",
-            local_dir=actor,
-            target_dir=str(target),
-            hf_model_config_path=str(checkpoint / "actor" / "huggingface"),
-        )
-    )
-    shutil.rmtree(target / "lora_adapter", ignore_errors=True)  # of an earlier export
-    merger.merge_and_save()
-    if (target / "lora_adapter").is_dir():  # verl writes the base model beside the adapter; the policy is both
-        from peft import PeftModel
-        from transformers import AutoModelForCausalLM
-
-        base = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
-        PeftModel.from_pretrained(base, target / "lora_adapter").merge_and_unload().save_pretrained(target)
-    return target

@@ -12,8 +12,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -145,6 +147,26 @@ def command(workspace: Path, *arguments: str) -> list[str]:
 
 def run(arguments: list[str], cwd: Path, timeout: int = 300) -> subprocess.CompletedProcess:
     return subprocess.run(arguments, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+
+
+def metrics_of(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def survivors(mark: str, patience: float = 20.0) -> list[str]:
+    """Command lines of the processes that still carry `mark` in their environment after `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("KIT_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(" ".join(process.cmdline())[:120])
+            except psutil.Error:
+                continue
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.5)
 
 
 @pytest.fixture(scope="session")

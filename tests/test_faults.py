@@ -1,4 +1,4 @@
-"""The fault matrix: a Gym server that fails in 30% of its calls, in every way there is.
+"""The fault matrix: a Gym server that fails in 30% of its calls, in every way there is; and one that goes away.
 
 Whatever fails, no failed call becomes a reward, and the advantages of the groups that survive whole are those
 of a run without faults, exactly. The policy is a script (what it says follows from the row), so that the two
@@ -11,7 +11,9 @@ import asyncio
 import base64
 import json
 import random
+import re
 import threading
+import time
 from collections import Counter, defaultdict
 from types import SimpleNamespace
 
@@ -23,10 +25,12 @@ from test_turns import CHATML, STOPS, TOOL, bytes_tokenizer, call, policy_of
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
 import env
+import gym_client
 import inference
 import pieces
 import training
-from gym_client import Gym
+from gym_client import Gym, GymError, ServerDown, message_response
+from gym_servers import GymStartError, check_server
 
 GROUPS, FAILING = 120, 0.3
 MEMBERS = {group: 2 if group % 2 else 4 for group in range(GROUPS)}
@@ -55,8 +59,17 @@ class FaultServer:
     -1: a reward that no honest call has.
     """
 
-    def __init__(self, way: str):
+    def __init__(self, way: str = ""):
         self.way, self.rng, self.sessions, self.calls = way, random.Random(way), {}, Counter()
+        self.paths, self.status, self.hanging = [], 0, set()
+
+    @web.middleware
+    async def before(self, request: web.Request, handler) -> web.StreamResponse:
+        """Keep `paths` as they were sent; answer nothing to those of `hanging`, and all by `status` where it is set."""
+        self.paths.append(request.raw_path)
+        if request.path in self.hanging:
+            await asyncio.sleep(3600)
+        return web.Response(status=self.status) if self.status else await handler(request)
 
     def fault(self, path: str) -> str:
         self.calls[path] += 1
@@ -117,23 +130,24 @@ class FaultServer:
 
 
 class Server:
-    """FaultServer in a thread of its own."""
+    """FaultServer in a thread of its own: one of its own, or one that was there before, on the port that it had."""
 
     def __enter__(self):
         return self
 
-    def __init__(self, way: str):
-        self.faults, self.loop, ready = FaultServer(way), asyncio.new_event_loop(), threading.Event()
+    def __init__(self, way: str = "", faults: FaultServer | None = None, port: int = 0):
+        self.faults, self.loop, ready = faults or FaultServer(way), asyncio.new_event_loop(), threading.Event()
 
         async def start():
-            app = web.Application()
+            app = web.Application(middlewares=[self.faults.before])
             app.router.add_get("/openapi.json", self.faults.openapi)
-            app.router.add_post("/{name}", self.faults.handle)
+            app.router.add_post("/{name:.*}", self.faults.handle)
             self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
             await self.runner.setup()
-            site = web.TCPSite(self.runner, "127.0.0.1", 0)
+            site = web.TCPSite(self.runner, "127.0.0.1", port)
             await site.start()
-            self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+            self.port = self.runner.addresses[0][1]
+            self.url = f"http://127.0.0.1:{self.port}"
             ready.set()
 
         self.loop.create_task(start())
@@ -149,6 +163,8 @@ class Server:
                 task.cancel()
             await asyncio.gather(*hanging, return_exceptions=True)
 
+        if not self.thread.is_alive():
+            return
         asyncio.run_coroutine_threadsafe(stop(), self.loop).result(10)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(10)
@@ -167,7 +183,7 @@ class Says:
         looked = "<|im_start|>tool" in text
         said = call() if task.tools and not looked else str(task.row["worth"])
         ids = self.tokenizer.encode(said, add_special_tokens=False) + [self.tokenizer.eos_token_id]
-        return SimpleNamespace(token_ids=ids, log_probs=[-1.0] * len(ids), stop_reason="completed")
+        return SimpleNamespace(token_ids=ids, log_probs=[-1.0] * len(ids), stop_reason="completed", extra_fields={})
 
 
 def requests_of(tokenizer, with_tool: bool):
@@ -268,3 +284,210 @@ def test_an_episode_is_verified_while_others_still_generate():
     with Server("") as server:
         episodes = asyncio.run(collect(server.url))
     assert [e.status for e in episodes] == ["ok", "ok"] and verified.is_set()
+
+
+# --- a server that goes away ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_tool", [False, True], ids=["verify", "tool"])
+@pytest.mark.parametrize("way", ["gone", "503"])
+def test_a_server_that_is_away_for_a_while_costs_no_episode(way, with_tool, faultless):
+    """For 2 s in the middle of a rollout: longer than all the pauses between three tries can be."""
+    tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
+    requests, done = requests_of(tokenizer, with_tool), []
+    policy = policy_of(Says(tokenizer, [task for task, _ in requests]), tokenizer)
+
+    async def collect(server):
+        enough = asyncio.Event()
+
+        def on_done(*_):
+            done.append(1)
+            if len(done) == 50:
+                enough.set()
+
+        async with Gym({"faulty": server.url}, concurrency=64) as gym:
+            rollout = asyncio.create_task(inference.rollout(requests, policy, gym, on_done))
+            await enough.wait()
+            server.faults.status = 503 if way == "503" else 0
+            if way == "gone":
+                await asyncio.to_thread(server.__exit__)
+            await asyncio.sleep(2.0)
+            server.faults.status = 0
+            if way == "gone":  # it knows the old cookies, but not what was done in their sessions
+                for state in server.faults.sessions.values():
+                    state["looked"] = 0
+                server = await asyncio.to_thread(Server, faults=server.faults, port=server.port)
+            try:
+                return await rollout
+            finally:
+                await asyncio.to_thread(server.__exit__)
+
+    episodes = asyncio.run(collect(Server()))
+    honest = {e.row_id: e.reward for e in faultless[with_tool]}
+    assert Counter(e.status for e in episodes) == {"ok": len(honest)}
+    assert {e.row_id: e.reward for e in episodes} == honest
+
+
+SAID = message_response("1.0")
+ROW = {"responses_create_params": {"input": "x", "tools": [TOOL]}, "question": "x", "with_tool": False}
+
+
+def converse(conversation, **limits):
+    """What `conversation(gym, server)` returns, with a gym whose routes are known."""
+
+    async def run(server):
+        async with Gym({"s": server.url}, **limits) as gym:
+            await gym.routes("s")
+            return await conversation(gym, server)
+
+    with Server() as server:
+        return asyncio.run(run(server))
+
+
+async def failure(call) -> GymError | None:
+    try:
+        await call
+    except GymError as error:
+        return error
+
+
+async def episode(gym, row=ROW):
+    async with gym.session("s", row) as session:
+        return await session.verify(SAID)
+
+
+def test_a_server_that_stays_away_ends_the_run():
+    async def conversation(gym, server):
+        server.faults.status, begin = 503, time.monotonic()
+        ends = await asyncio.gather(*[failure(episode(gym)) for _ in range(64)])
+        return ends, time.monotonic() - begin
+
+    ends, seconds = converse(conversation, concurrency=64, outage_budget_s=1.0)
+    assert {type(end) for end in ends} == {ServerDown} and {end.reason for end in ends} == {"server_down"}
+    assert 1.0 < seconds < 6.0 and not any(end.retry or end.lost for end in ends)
+    said = re.compile(
+        r"gym server s \(http://\S+\) gave no answer for [1-6] s, while (\d+) calls failed, the last with "
+        r"http\S+/seed_session: HTTP 503: ; see its log, start it again and resume .*gym.outage_budget_s"
+    )
+    assert max(int(said.match(str(end))[1]) for end in ends) > 64
+
+
+@pytest.mark.parametrize("between", [200, 404, 422, 429, 500, 503, "quiet"])
+def test_an_answer_ends_an_outage_and_so_does_silence_on_our_side(between, monkeypatch):
+    monkeypatch.setattr(gym_client, "QUIET_S", 0.6 if between == "quiet" else 15.0)
+
+    async def conversation(gym, server):
+        async with gym.session("s", ROW) as session:
+            for status in (503, 503, between, 503, 503):
+                await asyncio.sleep(0.25)
+                if status == "quiet":
+                    await asyncio.sleep(0.6)
+                    continue
+                server.faults.status = status
+                end = await failure(session.call_tool("look_up", "{}"))
+        return end
+
+    end = converse(conversation, outage_budget_s=0.6)
+    assert (end.reason, end.lost) == (("server_down", False) if between == 503 else ("http_503", True))
+
+
+@pytest.mark.parametrize(
+    ("hanging", "reason"), [({"/verify"}, "timeout"), ({"/verify", "/openapi.json"}, "server_down")]
+)
+def test_a_timeout_counts_from_its_begin_but_one_slow_verifier_is_no_outage(hanging, reason):
+    async def conversation(gym, server):
+        server.faults.hanging = hanging
+        return await failure(episode(gym)), server.faults.paths
+
+    end, paths = converse(conversation, timeout_s=0.6, outage_budget_s=0.3)
+    assert end.reason == reason and paths.count("/verify") == 1
+
+
+def test_a_session_older_than_its_server_is_not_continued():
+    """The server takes the old cookie, and begins at nothing: the verdict would be -1."""
+
+    async def conversation(gym, server):
+        with_tool = {**ROW, "with_tool": True}
+        async with gym.session("s", with_tool) as touched, gym.session("s", ROW) as untouched:
+            await touched.call_tool("look_up", "{}")
+            await asyncio.to_thread(server.__exit__)
+            waits = asyncio.create_task(episode(gym))
+            await asyncio.sleep(0.5)
+            for state in server.faults.sessions.values():
+                state["looked"] = 0
+            with await asyncio.to_thread(Server, faults=server.faults, port=server.port):
+                rewards = [(await waits).reward, (await untouched.verify(SAID)).reward]
+                return rewards, await failure(touched.verify(SAID)), server.faults.calls
+
+    rewards, end, calls = converse(conversation)
+    assert rewards == [1.0, 1.0] and (end.reason, end.lost) == ("session_lost", True)
+    assert calls["/seed_session"] == 4 and calls["/verify"] == 2
+
+
+def test_a_restart_that_gym_is_told_of_loses_sessions_too():
+    async def conversation(gym, server):
+        async with gym.session("s", ROW) as touched, gym.session("s", ROW) as untouched:
+            await touched.call_tool("look_up", "{}")
+            gym.restarted("s")
+            repeated = gym._repeat("s", lambda: touched.call_tool("look_up", "{}"))  # as steps may be: not for ever
+            return (await untouched.verify(SAID)).reward, await failure(asyncio.wait_for(repeated, 5))
+
+    reward, end = converse(conversation)
+    assert reward == 1.0 and (end.reason, end.lost) == ("session_lost", True)
+
+
+# --- what servers and data could do to the client -------------------------------------------------
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_an_endless_answer_is_not_read_to_its_end(declared, monkeypatch):
+    sent = 0
+
+    async def endless(request):
+        nonlocal sent
+        reply = web.StreamResponse(headers={"Content-Length": str(2**40)} if declared else {})
+        await reply.prepare(request)
+        while True:
+            await reply.write(b" " * 2**16)
+            sent += 2**16
+
+    async def run():
+        app = web.Application()
+        app.router.add_get("/openapi.json", endless)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            async with Gym({"s": f"http://127.0.0.1:{runner.addresses[0][1]}"}, timeout_s=20.0) as gym:
+                return await failure(gym.routes("s"))
+        finally:
+            await runner.cleanup()
+
+    assert gym_client.MAX_ANSWER_BYTES == 64 * 2**20
+    monkeypatch.setattr(gym_client, "MAX_ANSWER_BYTES", 16 * 2**20)
+    assert asyncio.run(run()).reason == "too_large"
+    assert sent < (16 if declared else 32) * 2**20
+
+
+def test_no_tool_is_called_by_another_route():
+    names = [".", "..", "/", "../verify", "verify/", "a/b", "%2e", "\\verify", "verify\n", "", None, 7, "close"]
+    tools = [{"type": "function", "name": name} for name in [*names, "what is it?#"]]
+    row = {**ROW, "responses_create_params": {"input": "x", "tools": tools}}
+
+    async def conversation(gym, server):
+        async with gym.session("s", row) as session:
+            assert session.tools == {"what is it?#"}
+            answers = [await session.call_tool(name, "{}") for name in [*names, "what is it?#"]]
+        return answers, server.faults.paths
+
+    answers, paths = converse(conversation)
+    assert [json.loads(answer) for answer in answers[:-1]] == [{"error": f"Unknown tool: {name}"} for name in names]
+    assert json.loads(answers[-1]) == {"found": "it"} and paths[1:] == ["/seed_session", "/what%20is%20it%3F%23"]
+
+
+def test_no_server_is_called_by_a_name_that_leaves_the_log_folder():
+    for name in ("../x", "a/b", ".x", "", "a b", "a\n", "x" * 101):
+        with pytest.raises(GymStartError, match="is no name; take letters"):
+            check_server(name, {"url": "http://127.0.0.1:1"})
+    with pytest.raises(GymStartError, match=r"gym.servers.x.start.agent: '\.\./y' is no name"):
+        check_server("x", {"start": {"agent": "../y"}})

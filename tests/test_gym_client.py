@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import queue
 import re
 import shutil
 import socket
@@ -20,14 +21,31 @@ from typing import ClassVar
 import pytest
 from conftest import GYM_PYTHON, row
 
-from gym_client import Gym, GymError, discover, message_response, parse_verdict
-from gym_servers import GymStartError, check_server, free_port, running_servers, wait_ready
+import gym_servers
+from gym_client import Gym, GymError, ServerDown, message_response, parse_verdict
+from gym_servers import GymStartError, check_server, discover, free_port, port_in_use, running_servers, wait_ready
 
 
-class Faulty(BaseHTTPRequestHandler):
+class Answers(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def answer(self, status, body, cookie=None):
+        data = b"<html>" if body is None else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        if cookie:
+            self.send_header("set-cookie", cookie + "; path=/")
+        self.end_headers()
+        with contextlib.suppress(BrokenPipeError):
+            self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+class Faulty(Answers):
     """Does what the row asks for in `faults`, one per /verify call, then answers reward 1."""
 
-    protocol_version = "HTTP/1.1"
     calls: ClassVar[Counter] = Counter()
     sessions: ClassVar[list] = []
 
@@ -60,19 +78,6 @@ class Faulty(BaseHTTPRequestHandler):
         elif isinstance(fault, int):
             return self.answer(fault, "error")
         self.answer(200, fault if isinstance(fault, dict) else {"reward": 1.0})
-
-    def answer(self, status, body, cookie=None):
-        data = b"<html>" if body is None else json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(data)))
-        if cookie:
-            self.send_header("set-cookie", cookie + "; path=/")
-        self.end_headers()
-        with contextlib.suppress(BrokenPipeError):
-            self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +136,9 @@ def test_what_stays_broken_is_an_error_with_its_reason(url, faults, reason, call
 
 
 def test_nobody_listens():
-    with pytest.raises(GymError, match="Cannot connect") as caught:
-        asyncio.run(verdict_of(f"http://127.0.0.1:{free_port()}", "nobody", []))
-    assert caught.value.reason == "connect"
+    port = free_port()
+    with pytest.raises(ServerDown, match=rf"faulty \(http://127.0.0.1:{port}\) .* Cannot connect .* resume the run"):
+        asyncio.run(verdict_of(f"http://127.0.0.1:{port}", "nobody", [], outage_budget_s=1.0))
 
 
 def test_sessions_do_not_share_cookies(url):
@@ -178,9 +183,7 @@ class Scripted:
     def __init__(self, **routes):
         script, log = {f"/{name}": list(answers) for name, answers in routes.items()}, []
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
+        class Handler(Answers):
             def do_GET(self):
                 self.answer(200, {"paths": {path: {"post": {}} for path in script}})
 
@@ -192,16 +195,6 @@ class Scripted:
                 if answer == "reset":
                     return self.connection.shutdown(socket.SHUT_RDWR)
                 self.answer(*answer)
-
-            def answer(self, status, body):
-                data = json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("content-length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_):
-                pass
 
         self.log, self.server = log, ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
@@ -260,6 +253,7 @@ def test_a_tool_that_is_down_ends_the_episode_at_once(answer, reason):
     with pytest.raises(GymError) as caught:
         talk(server.url, lambda session: session.call_tool("look", "{}"))
     assert caught.value.reason == reason and server.paths() == ["/seed_session", "/look"]
+    assert caught.value.lost == (reason != "http_429")  # too many calls are no reason to begin anew
 
 
 def test_a_session_that_a_tool_has_changed_is_not_begun_again():
@@ -271,7 +265,7 @@ def test_a_session_that_a_tool_has_changed_is_not_begun_again():
 
     with pytest.raises(GymError) as caught:  # a new session would not have the tool's doing, and earn less
         talk(server.url, conversation)
-    assert caught.value.reason == "connect" and server.paths() == ["/seed_session", "/look", "/verify"]
+    assert (caught.value.reason, caught.value.lost, len(server.paths())) == ("connect", True, 3)
 
 
 @pytest.mark.parametrize(
@@ -296,9 +290,9 @@ def test_a_step_is_not_repeated_unless_the_server_can_tell():
     end = {"observation": None, "reward": 1, "terminated": True, "truncated": False, "info": {}}
     opening = {"observation": "go", "info": {}}
     server = Scripted(reset=[(200, opening)], step=["reset", (200, end)])
-    with pytest.raises(GymError):
+    with pytest.raises(GymError) as caught:
         talk(server.url, lambda session: session.step(message_response("x")))
-    assert server.paths() == ["/reset", "/step"]
+    assert server.paths() == ["/reset", "/step"] and caught.value.lost
 
     opening = {"observation": "go", "info": {"supports_step_idempotency": True, "supports_explicit_close": True}}
     server = Scripted(reset=[(200, opening)], step=["reset", (200, end)], close=[(200, {})])
@@ -373,8 +367,8 @@ def test_a_real_head_server_knows_who_serves_whom(tmp_path):
         try:
             deadline, url = time.monotonic() + 60, f"http://127.0.0.1:{port}"
             while time.monotonic() < deadline:
-                with contextlib.suppress(GymError):
-                    servers, agents = discover(url, 5.0)
+                with contextlib.suppress(GymStartError):
+                    servers, agents = discover(url)
                     break
                 time.sleep(0.5)
             assert agents == {"some_agent": "puzzles"} and servers == {"puzzles": urls["reasoning_gym"]}
@@ -392,8 +386,9 @@ def test_a_real_head_server_knows_who_serves_whom(tmp_path):
 # --- real servers of nemo-gym --------------------------------------------------------------------
 
 
-def test_real_servers_start_verify_and_stop(tmp_path):
-    start = {"python": str(GYM_PYTHON)}
+def test_real_servers_start_verify_come_back_and_stop(tmp_path, monkeypatch):
+    start, started, processes = {"python": str(GYM_PYTHON)}, gym_servers.start_server, []
+    monkeypatch.setattr(gym_servers, "start_server", lambda *a: processes.append(started(*a)) or processes[-1])
     servers = {"reasoning_gym": {"start": start}, "math": {"start": {**start, "server": "math_with_judge"}}}
     math_row = row("What is 1/2 + 1/4?", expected_answer="\\frac{3}{4}")
 
@@ -417,10 +412,62 @@ def test_real_servers_start_verify_and_stop(tmp_path):
             return rewards
 
     with running_servers(servers, tmp_path) as urls:
-        assert asyncio.run(ask(urls)) == [1.0, pytest.approx(1 / 7), 0.0, 0.0, 1.0, 0.0]
+        for _ in range(2):
+            assert asyncio.run(ask(urls)) == [1.0, pytest.approx(1 / 7), 0.0, 0.0, 1.0, 0.0]
+            processes[0].kill()
+    assert len(processes) == 3 and all(process.poll() is not None for process in processes)
     for name, url in urls.items():
         with pytest.raises(GymStartError, match="does not answer"):
             wait_ready(name, url)
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """({"a": a server that exits at once while the file `broken` is there}, `broken`, its processes, slow to come)"""
+    port, broken, processes, start = free_port(), tmp_path / "broken", [], gym_servers.start_server
+    serve = f"{sys.executable} -m http.server --bind 127.0.0.1 --directory {tmp_path} {port}"
+    (tmp_path / "openapi.json").write_text('{"paths": {}}')
+    (tmp_path / "python").write_text(f"#!/bin/sh\necho begins\ntest -e {broken} && exit 3\n{serve} & wait\n")
+    (tmp_path / "python").chmod(0o755)
+
+    slowly = lambda *a: time.sleep(len(processes) and 1) or processes.append(start(*a)) or processes[-1]  # noqa: E731
+    monkeypatch.setattr(gym_servers, "start_server", slowly)
+    return {"a": {"start": {"python": str(tmp_path / "python"), "port": port}}}, broken, processes
+
+
+def test_a_server_that_dies_is_started_again_but_not_in_a_hurry(fake, tmp_path, caplog):
+    (servers, broken, processes), told = fake, queue.Queue()
+    with running_servers(servers, tmp_path, on_restart=lambda *r: told.put((time.monotonic(), *r)) or r[2]) as urls:
+        broken.touch()
+        processes[0].kill()
+        first = told.get(timeout=15)
+        processes[1].wait(10)
+        broken.unlink()
+        second = told.get(timeout=15)  # although on_restart failed the first time
+        wait_ready("a", urls["a"])
+    assert first[1:] == ("a", -9) and second[1:] == ("a", 3) and second[0] - first[0] > 4.5
+    assert (tmp_path / "gym_a.log").read_text().count("begins") == 3
+    assert f"a ended with status -9, and is started again; log {tmp_path}/gym_a.log" in caplog.text
+
+
+def test_nothing_is_left_of_a_server_that_is_being_started_again(fake, tmp_path):
+    servers, _, processes = fake
+    with running_servers(servers, tmp_path):
+        processes[0].kill()  # but not what it forked
+        time.sleep(1.5)
+        assert len(processes) == 1  # it is just being started
+    time.sleep(1.5)
+    assert len(processes) == 2 and processes[1].poll() is not None
+    assert not port_in_use("127.0.0.1", servers["a"]["start"]["port"])
+
+
+def test_a_server_that_never_was_ready_is_not_started_again(fake, tmp_path):
+    servers, broken, processes = fake
+    broken.touch()
+    with pytest.raises(GymStartError, match="gym server a did not start: it exited with status 3"):
+        with running_servers(servers, tmp_path, meanwhile=lambda: time.sleep(3.0)):
+            pass
+    assert len(processes) == 1
 
 
 def test_what_cannot_start_says_why(tmp_path, url):

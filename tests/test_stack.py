@@ -25,7 +25,7 @@ AGREE = 4e-5
 def sample(stack, n=4, **changes):
     policy = dataclasses.replace(stack.policy, deadline_s=60.0)
     policy.sampling = inference.sampling_params(stack.config, validate=False) | changes
-    return stack.loop.run(inference.rollout(inference.in_groups(stack.data.train, n), policy, stack.gym))
+    return stack.loop.run(inference.rollout(inference.in_groups(stack.data.train, n, "a"), policy, stack.gym))
 
 
 def disagreement(stack, episodes) -> float:

@@ -1,7 +1,6 @@
 """Batches and their order, on tensors alone: no Ray."""
 
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -87,12 +86,6 @@ def test_arrange_gives_every_slot_its_share(rows, mini_batches, ranks):
         assert all(i % mini_batches == m for i in members) and len(real) >= rows // mini_batches
 
 
-def test_rollout_records_hold_text_not_ids():
-    record = inference.as_record(episode([5, 6], [7]), "how many?")
-    assert record["prompt"] == "how many?" and record["prompt_tokens"] == 2 and record["response_tokens"] == 1
-    assert {"response", "reward", "status", "group_id", "timings"} <= set(record) and "prompt_ids" not in record
-
-
 def test_stop_ids_come_from_tokenizer_and_generation_config():
     tokenizer = SimpleNamespace(eos_token_id=1)
     assert config.stop_token_ids(tokenizer, None) == {1}
@@ -143,21 +136,3 @@ def test_components_that_not_all_episodes_have_are_left_out():
     two.reward_components = {"b": 1.0}
     batch = training.to_batch([one, two], 0, 1.0)
     assert list(batch.non_tensor_batch["b"]) == [0.0, 1.0] and "a" not in batch.non_tensor_batch
-
-
-def test_a_checkpoint_takes_the_place_of_an_older_one_of_its_step(tmp_path):
-    class Group:
-        def __init__(self, *files):
-            self.files = files
-
-        def save_checkpoint(self, folder, *_):
-            Path(folder).mkdir(parents=True)  # nothing of a save that was cut short is left in it
-            for file in self.files:
-                (Path(folder) / file).touch()
-
-    (tmp_path / "saving_3" / "actor").mkdir(parents=True)
-    (tmp_path / "saving_3" / "actor" / "rank_1.pt").touch()
-    for files in (("rank_0.pt", "rank_1.pt"), ("rank_0.pt",)):
-        target = training.save(training.Workers(Group(*files), None, None), tmp_path, {"step": 3})
-        assert sorted(p.name for p in (target / "actor").iterdir()) == sorted(files)
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3" and not (tmp_path / "saving_3").exists()

@@ -78,7 +78,7 @@ class Script:
         self.prompts.append(list(prompt_ids))
         ids = self.answers.pop(0)[: sampling_params["max_tokens"]]
         log_probs = [-0.5 - i for i in range(len(ids))]
-        return SimpleNamespace(token_ids=ids, log_probs=log_probs, stop_reason="completed")
+        return SimpleNamespace(token_ids=ids, log_probs=log_probs, stop_reason="completed", extra_fields={})
 
 
 class World:
@@ -112,7 +112,7 @@ def task_of(tokenizer, tools=True, prompt="Look it up.") -> env.Task:
 
 def play(task, world, policy) -> inference.Episode:
     episode = inference.Episode(task.row_id, "g", task.server, task.prompt_ids)
-    asyncio.run(inference.play(episode, task, world, policy))
+    asyncio.run(inference.play(episode, task, world, policy, "r"))
     return episode
 
 

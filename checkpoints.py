@@ -1,0 +1,303 @@
+"""Checkpoints: whole or not there, found again, checked before anything starts; verl's layout, so verl's tools work.
+
+    save(workers, folder, state, ...)    <folder>/global_step_<N>/{actor,critic,data.pt,config.yaml,manifest.json}
+    newest(folder)                       the last whole one, and what is wrong with those after it
+    check(checkpoint, config, command)   that it is of this recipe's model, and what of the recipe changed since
+    load(workers, checkpoint)            the workers' weights, optimisers, schedulers and RNG; the driver's state
+    export(checkpoint, target)           a Hugging Face folder
+
+A checkpoint is written as saving_<N>, with its manifest (the size of every file) last, and then renamed. So a folder
+with a manifest that agrees with its files is whole, whatever it is called and whenever the run was killed. All ranks
+must see one file system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+import own
+from checks import ConfigError
+from config import RunError, leaves, public
+
+MANIFEST = "manifest.json"
+# What a checkpoint cannot go on with otherwise, and why. All else may change, and is said.
+FIXED = {
+    "trainer.n_gpus_per_node": "each rank loads the shard that it wrote",
+    "trainer.nnodes": "each rank loads the shard that it wrote",
+    "actor_rollout_ref.actor.strategy": "the shards are laid out for it",
+    "actor_rollout_ref.actor.optim.optimizer": "its state is another's",
+    "actor_rollout_ref.model.lora_rank": "the adapters have other shapes",
+    "actor_rollout_ref.model.target_modules": "the adapters sit elsewhere",
+}
+UNTOLD = ("trainer.resume_", "trainer.experiment_name", "trainer.default_local_dir", "ray_kwargs.")  # how it is started
+
+
+def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) -> Path:
+    """Write a checkpoint, point latest_checkpointed_iteration.txt at it, and delete what
+    trainer.max_actor_ckpt_to_keep has no room for.
+
+    workers: training.Workers. state: what the driver needs to go on, plain values only, with its `step`. Raises
+    RunError where it cannot be written, a full disk above all; what was there before stays.
+    """
+    target, partial = folder / f"global_step_{state['step']}", folder / f"saving_{state['step']}"
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while it saved, maybe with more ranks
+    try:
+        for name, group in {"actor": workers.actor, "critic": workers.critic}.items():
+            if group is not None:
+                group.save_checkpoint(str((partial / name).absolute()), None, state["step"], None)
+        partial.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(public(config), partial / "config.yaml")
+        torch.save(state, partial / "data.pt")
+        seal(partial)
+    except Exception as error:  # of a worker or of ours, by any name: half a checkpoint must not keep the disk full
+        shutil.rmtree(partial, ignore_errors=True)
+        last = newest(folder)[0]
+        why = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
+        raise RunError(
+            f"the checkpoint of step {state['step']} could not be written: {why}; free room in {folder}, then the same "
+            f"command goes on from {last or 'the start'}"
+        ) from error
+    if target.exists():  # the same step again: a broken one, or that of an earlier run; until then saving_N is the one
+        shutil.rmtree(target)
+    os.replace(partial, target)
+    pointer = folder / "latest_checkpointed_iteration.txt"
+    pointer.with_suffix(".tmp").write_text(str(state["step"]))
+    os.replace(pointer.with_suffix(".tmp"), pointer)
+    keep = config.trainer.max_actor_ckpt_to_keep
+    for old in [path for path in found(folder) if not broken(path)][keep:] if keep else []:
+        shutil.rmtree(old)
+    return target
+
+
+def seal(checkpoint: Path) -> None:
+    """Write the manifest, once every file is on the disk and not only in memory."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sizes = {str(path.relative_to(checkpoint)): path.stat().st_size for path in files}
+    with (checkpoint / f"{MANIFEST}.tmp").open("w") as out:
+        json.dump({"files": sizes}, out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(checkpoint / f"{MANIFEST}.tmp", checkpoint / MANIFEST)
+
+
+def broken(checkpoint: Path) -> str:
+    """What is wrong with a checkpoint; empty if it is whole."""
+    try:
+        sizes = json.loads((checkpoint / MANIFEST).read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"it has no {MANIFEST}, which is written last"
+    for name, size in sizes.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes of {size}"
+    return ""
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name. Raises ConfigError for another name."""
+    if match := re.fullmatch(r"(?:global_step|saving)_(\d+)", checkpoint.name):
+        return int(match[1])
+    raise ConfigError(f"{checkpoint}: a checkpoint is called global_step_<N>")
+
+
+def found(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, the newest first, whole or not."""
+    paths = [*folder.glob("global_step_*"), *folder.glob("saving_*")]
+    named = [path for path in paths if path.is_dir() and path.name.rpartition("_")[2].isdigit()]
+    return sorted(named, key=lambda path: (step_of(path), path.name.startswith("global")), reverse=True)
+
+
+def newest(folder: Path) -> tuple[Path | None, list[str]]:
+    """(the newest whole checkpoint, a line on each newer one that is not)."""
+    lines: list[str] = []
+    for checkpoint in found(folder):
+        if not (why := broken(checkpoint)):
+            return checkpoint, lines
+        lines.append(f"{checkpoint} is not whole, and left alone: {why}")
+    return None, lines
+
+
+def resume_point(config: DictConfig) -> tuple[Path | None, list[str]]:
+    """(the checkpoint to go on from, what to tell), by verl's keys: trainer.resume_mode = auto | disable | resume_path.
+
+    Raises ConfigError if nothing would be left to train, or where none of the checkpoints that are there is whole.
+    """
+    folder, total = Path(config.trainer.default_local_dir), config.trainer.total_training_steps
+    mode = config.trainer.resume_mode
+    lines: list[str] = []
+    if mode == "resume_path":
+        checkpoint = Path(config.trainer.resume_from_path or "nowhere")
+        if why := broken(checkpoint):
+            raise ConfigError(f"trainer.resume_from_path={checkpoint} is not a whole checkpoint: {why}")
+    elif mode == "auto":
+        last, lines = newest(folder)
+        if last is None:
+            if lines and (folder / "latest_checkpointed_iteration.txt").is_file():
+                raise ConfigError(f"{lines[0]}; there is no other. trainer.resume_mode=disable begins again at step 0")
+            return None, lines
+        checkpoint = last
+    else:
+        return None, lines
+    if step_of(checkpoint) >= total:
+        more = "raise trainer.total_training_steps, or give the run another trainer.experiment_name"
+        raise ConfigError(f"nothing left to train: {checkpoint} is the last of {total} steps; {more}")
+    return checkpoint, lines
+
+
+def before_replay(config: DictConfig, rollouts: Path) -> Path | None:
+    """The checkpoint before the step of rollouts/step_<N>.jsonl, None for the first step; the recipe is made that of a
+    run of this one step, in a folder of its own. Raises ConfigError."""
+    match = re.fullmatch(r"step_(\d+)\.jsonl", rollouts.name)
+    if not match or not rollouts.is_file():
+        raise ConfigError(f"--replay {rollouts}: wants a file rollouts/step_<N>.jsonl of a run")
+    step = int(match[1])
+    checkpoint: Path | None = rollouts.parent.parent / "checkpoints" / f"global_step_{step - 1}"
+    if config.trainer.resume_mode == "resume_path":
+        checkpoint = Path(config.trainer.resume_from_path or "nowhere")
+    elif step == 1:
+        checkpoint = None
+    if checkpoint and (why := broken(checkpoint)):
+        raise ConfigError(
+            f"--replay {rollouts} starts from the weights before step {step}, but {checkpoint} is not whole: {why}; "
+            "save every step (trainer.save_freq=1), or name other weights with trainer.resume_mode=resume_path"
+        )
+    if checkpoint and step_of(checkpoint) != step - 1:
+        raise ConfigError(f"--replay {rollouts} needs the weights after step {step - 1}, not {checkpoint}")
+    name = config.trainer.experiment_name
+    config.trainer.experiment_name = f"{name}_replay_{step}"
+    config.trainer.total_training_steps = step
+    return checkpoint
+
+
+# --- what it holds -------------------------------------------------------------------------------
+
+
+def check(checkpoint: Path, config: DictConfig, command: str) -> list[str]:
+    """What to tell of a checkpoint to go on from. Raises RunError for one of another model, command or layout, or with
+    anything but tensors and plain values in it."""
+    changed = {key: pair for key, pair in changes(checkpoint, config).items() if not key.startswith(UNTOLD)}
+    state = read(checkpoint / "data.pt")
+    if state.get("command") != command:
+        raise RunError(f"{checkpoint} is of `{state.get('command')}`: give another trainer.experiment_name")
+    refused = [f"{key} {old} -> {new} ({FIXED[key]})" for key, (old, new) in changed.items() if key in FIXED]
+    estimator = config.algorithm.adv_estimator
+    critic = own.asks(estimator, "values") if own.is_own(estimator) else estimator == "gae"
+    if command == "train" and critic and not (checkpoint / "critic").is_dir():
+        refused.append("a critic, which that run did not have")
+    allowed = [f"{key} {old} -> {new}" for key, (old, new) in changed.items() if key not in FIXED]
+    said = [f"changed since {checkpoint}, and allowed: {', '.join(allowed)}"] if allowed else []
+    if refused:
+        raise RunError(
+            f"{checkpoint} cannot go on with {'; '.join(refused)}. Set these back, or give the run another "
+            f"trainer.experiment_name{'; ' + said[0] if said else ''}"
+        )
+    for path in sorted(checkpoint.glob("*/*.pt")):
+        tensors = read(path)
+        if path.parent.name == "actor" and path.name.startswith("model_"):
+            check_shapes(path, tensors, Path(config.actor_rollout_ref.model.path))
+    return said
+
+
+def read(path: Path) -> Any:
+    """A file of tensors and plain values. Raises RunError for any other: verl's own loading would run what is in it."""
+    import numpy as np
+    import torch.distributed.tensor  # DTensor, of which FSDP's shards are
+
+    state = np.random.get_state()[1].__reduce__()[0]  # type: ignore[index, union-attr]  # numpy's RNG is saved too
+    known = [state, np.ndarray, np.dtype, np.dtypes.UInt32DType, type(np.dtype("uint32"))]
+    try:
+        with torch.serialization.safe_globals(known):
+            return torch.load(path, weights_only=True, mmap=True)
+    except Exception as error:  # zip, pickle and torch each have their own
+        text = str(error).strip() or repr(error)
+        found = re.search(r".*unsupported .*", text, re.IGNORECASE)
+        line = found[0].strip() if found else text.splitlines()[0]
+        raise RunError(f"{path} is not loaded, as it is not tensors and plain values alone: {line}") from None
+
+
+def check_shapes(path: Path, tensors: dict[str, Any], model: Path) -> None:
+    """A checkpoint's tensors have the shapes of the model's. Raises RunError with both.
+
+    Names that only one of them has are left to FSDP, which refuses them by itself: files and modules of one model may
+    differ in names. Of a model of the hub, which is not here yet, nothing is known.
+    """
+    from safetensors import safe_open
+
+    theirs = {re.sub(r"base_model\.model\.|base_layer\.", "", name): t for name, t in tensors.items()}
+    common = 0
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118  (no mapping)
+                if name not in theirs:
+                    continue
+                common += 1
+                wanted, has = tuple(weights.get_slice(name).get_shape()), tuple(theirs[name].shape)
+                if wanted != has:
+                    raise RunError(f"{path} is of another model: its {name} is {has}, that of {model} is {wanted}")
+    if list(model.glob("*.safetensors")) and not common:
+        raise RunError(f"{path} is of another model: no tensor in it is called as one of {model}")
+
+
+def changes(checkpoint: Path, config: DictConfig) -> dict[str, tuple[Any, Any]]:
+    """{dotted key: (then, now)} of what differs between the recipe that made a checkpoint and this one."""
+    then, now = leaves(cast(DictConfig, OmegaConf.load(checkpoint / "config.yaml"))), leaves(public(config))
+    follows = "optim.total_training_steps"  # from trainer.total_training_steps
+
+    def differing() -> Iterator[tuple[str, tuple[Any, Any]]]:
+        for key in {**then, **now}:
+            if then.get(key) != now.get(key) and not key.endswith(follows):
+                yield key, (then.get(key), now.get(key))
+
+    return dict(differing())
+
+
+# --- back to work --------------------------------------------------------------------------------
+
+
+def load(workers: Any, checkpoint: Path) -> dict[str, Any]:
+    """Restore model, optimiser, scheduler and RNG of every worker (training.Workers); returns the driver's `state`."""
+    for name, group in {"actor": workers.actor, "critic": workers.critic}.items():
+        if group is not None:
+            group.load_checkpoint(str((checkpoint / name).absolute()))
+    state: dict[str, Any] = torch.load(checkpoint / "data.pt", weights_only=True)
+    return state
+
+
+def export(checkpoint: Path, target: Path) -> Path:
+    """Merge a checkpoint's shards into a Hugging Face folder, tokenizer included (verl.model_merger)."""
+    from verl.model_merger.base_model_merger import ModelMergerConfig
+    from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+
+    actor = str(checkpoint / "actor")
+    merger = FSDPModelMerger(
+        ModelMergerConfig(
+            operation="merge",
+            backend="fsdp",
+            local_dir=actor,
+            target_dir=str(target),
+            hf_model_config_path=str(checkpoint / "actor" / "huggingface"),
+        )
+    )
+    shutil.rmtree(target / "lora_adapter", ignore_errors=True)  # of an earlier export
+    merger.merge_and_save()
+    if (target / "lora_adapter").is_dir():  # verl writes the base model beside the adapter; the policy is both
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        base = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+        PeftModel.from_pretrained(base, target / "lora_adapter").merge_and_unload().save_pretrained(target)
+    return target

@@ -1,0 +1,231 @@
+"""Checkpoints: killed at every moment of a save, on a full disk, cut short, of another model, with code in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import CPU, RECIPE, ROOT, tiny
+from omegaconf import OmegaConf
+from safetensors.torch import save_file
+
+import checkpoints
+import config as recipes
+from config import ConfigError, RunError, public
+
+
+class Group:
+    """A worker group whose ranks write what verl's write: shards of a model, and the RNG."""
+
+    def __init__(self, width: int = 4):
+        self.width = width
+
+    def save_checkpoint(self, path, *_):
+        os.makedirs(path, exist_ok=True)
+        for rank in (0, 1):
+            end = f"world_size_2_rank_{rank}.pt"
+            torch.save({"layer.weight": torch.ones(self.width, 3)}, f"{path}/model_{end}")
+            torch.save({"rng": {"numpy": np.random.get_state(), "torch": torch.get_rng_state()}}, f"{path}/extra_{end}")
+        Path(path, "fsdp_config.json").write_text("{}")
+
+
+def config_of(folder: Path, **trainer):
+    settings = {
+        "default_local_dir": str(folder),
+        "resume_mode": "auto",
+        "total_training_steps": 100,
+        "n_gpus_per_node": 2,
+        "max_actor_ckpt_to_keep": None,
+    }
+    actor = {"optim": {"lr": 0.1}, "strategy": "fsdp2"}
+    model = {"path": str(folder / "model"), "lora_rank": 0}
+    sections = {"trainer": settings | trainer, "actor_rollout_ref": {"actor": actor, "model": model}}
+    return OmegaConf.create({**sections, "algorithm": {"adv_estimator": "grpo"}})
+
+
+def save(folder: Path, step: int, group=None, **trainer) -> Path:
+    workers = SimpleNamespace(actor=group or Group(), critic=None)
+    return checkpoints.save(workers, folder, {"step": step, "command": "train"}, config_of(folder, **trainer))
+
+
+def test_killed_at_every_moment_of_a_save_the_newest_whole_one_is_found(tmp_path):
+    """A child saves step 2, over a whole step 1 and a whole step 2 of an earlier run, and kills itself at its n-th
+    call into the file system, for every n until it comes through."""
+    moments = set()
+    for n in range(1, 1000):
+        folder = tmp_path / str(n)
+        save(folder, 1)
+        save(folder, 2)
+        child = os.fork()
+        if not child:
+            left = n
+
+            def die(event, _):
+                nonlocal left
+                if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "os.replace"):
+                    left -= 1
+                    if not left:
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            sys.addaudithook(die)
+            save(folder, 2, Group(width=5))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        last, lines = checkpoints.newest(folder)
+        assert last is not None and not checkpoints.broken(last)
+        width = checkpoints.read(last / "actor" / "model_world_size_2_rank_1.pt")["layer.weight"].shape[0]
+        state = checkpoints.read(last / "data.pt")
+        moments.add((last.name, width, state["step"]))
+        # the old step 2 until it is taken away, by when the new one is whole under another name, then the new one
+        assert (last.name, width) in {("global_step_2", 4), ("saving_2", 5), ("global_step_2", 5)}, (n, moments)
+        assert all("left alone" in line and "_2 is not whole" in line for line in lines)
+        again = save(folder, 2, Group(width=6))  # what the kill left is no obstacle
+        assert checkpoints.newest(folder)[0] == again and not (folder / "saving_2").exists()
+        if status == 0:
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+    else:
+        raise AssertionError("the save never came through")
+    print(f"killed at {n - 1} moments")
+    assert n > 20 and moments == {("global_step_2", 4, 2), ("saving_2", 5, 2), ("global_step_2", 5, 2)}
+
+
+@pytest.mark.parametrize("name", ["data.pt", "actor/model_world_size_2_rank_1.pt", "actor/fsdp_config.json"])
+def test_a_file_cut_short_is_named_and_the_one_before_is_taken(tmp_path, name):
+    save(tmp_path, 1)
+    last = save(tmp_path, 2)
+    size = (last / name).stat().st_size
+    os.truncate(last / name, size // 2)
+    found, lines = checkpoints.resume_point(config_of(tmp_path))
+    assert found == tmp_path / "global_step_1"
+    assert lines == [f"{last} is not whole, and left alone: {name} has {size // 2} bytes of {size}"]
+    (last / name).unlink()
+    assert checkpoints.newest(tmp_path)[1] == [f"{last} is not whole, and left alone: {name} is missing"]
+    with pytest.raises(ConfigError, match=f"resume_from_path={last} is not a whole checkpoint: {name} is missing"):
+        checkpoints.resume_point(config_of(tmp_path, resume_mode="resume_path", resume_from_path=str(last)))
+    shutil.rmtree(tmp_path / "global_step_1")
+    with pytest.raises(ConfigError, match=r"there is no other. trainer.resume_mode=disable begins again at step 0"):
+        checkpoints.resume_point(config_of(tmp_path))
+
+
+def test_a_full_disk_ends_the_save_with_what_to_do_and_keeps_what_was_there(tmp_path):
+    first = save(tmp_path, 1)
+
+    class Full(Group):
+        def save_checkpoint(self, path, *_):
+            super().save_checkpoint(path)
+            with open("/dev/full", "w") as out:  # a device that answers every write with ENOSPC
+                out.write("x" * 100_000)
+
+    with pytest.raises(
+        RunError, match=r"step 2 could not be written: .*No space left on device; free room in"
+    ) as caught:
+        save(tmp_path, 2, Full())
+    assert f"the same command goes on from {first}" in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", "latest_checkpointed_iteration.txt"]
+    assert not checkpoints.broken(first)
+
+
+def test_old_ones_are_deleted_but_never_the_last_good_one(tmp_path):
+    for step in range(1, 5):
+        save(tmp_path, step, max_actor_ckpt_to_keep=2)
+    assert [path.name for path in checkpoints.found(tmp_path)] == ["global_step_4", "global_step_3"]
+    os.truncate(tmp_path / "global_step_4" / "data.pt", 3)
+    save(tmp_path, 5, max_actor_ckpt_to_keep=1)  # the broken one does not count, nor is it touched
+    assert [path.name for path in checkpoints.found(tmp_path)] == ["global_step_5", "global_step_4"]
+    assert checkpoints.newest(tmp_path)[0] == tmp_path / "global_step_5"
+
+
+def test_a_file_with_code_in_it_is_not_loaded(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path}/sprung",)
+
+    checkpoint = save(tmp_path, 1)
+    for name in ("data.pt", "actor/extra_world_size_2_rank_1.pt", "actor/model_world_size_2_rank_0.pt"):
+        path = checkpoint / name
+        whole = path.read_bytes()
+        torch.save({"step": Trap()}, path)
+        with pytest.raises(
+            RunError, match=f"{name} is not loaded, as it is not tensors and plain values alone: .*system"
+        ):
+            checkpoints.check(checkpoint, config_of(tmp_path), "train")
+        path.write_bytes(pickle.dumps({"step": Trap()}))
+        with pytest.raises(RunError, match=f"{name} is not loaded"):
+            checkpoints.check(checkpoint, config_of(tmp_path), "train")
+        path.write_bytes(whole)
+    assert not (tmp_path / "sprung").exists()
+    assert checkpoints.check(checkpoint, config_of(tmp_path), "train") == []
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(tmp_path):
+    checkpoint = save(tmp_path, 1)
+    (tmp_path / "model").mkdir()
+    save_file({"layer.weight": torch.ones(4, 3)}, tmp_path / "model" / "model.safetensors")
+    assert checkpoints.check(checkpoint, config_of(tmp_path), "train") == []
+    save_file({"layer.weight": torch.ones(7, 3)}, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(RunError, match=r"its layer.weight is \(4, 3\), that of .*model is \(7, 3\)"):
+        checkpoints.check(checkpoint, config_of(tmp_path), "train")
+    save_file({"other.weight": torch.ones(7, 3)}, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(RunError, match="no tensor in it is called as one of"):
+        checkpoints.check(checkpoint, config_of(tmp_path), "train")
+
+
+def test_what_changed_is_said_and_what_cannot_change_is_refused(tmp_path):
+    checkpoint, config = save(tmp_path, 1), config_of(tmp_path)
+    config.actor_rollout_ref.actor.optim.lr = 0.2
+    allowed = f"changed since {checkpoint}, and allowed: actor_rollout_ref.actor.optim.lr 0.1 -> 0.2"
+    assert checkpoints.check(checkpoint, config, "train") == [allowed]
+    with pytest.raises(RunError, match=r"is of `train`: give another trainer.experiment_name"):
+        checkpoints.check(checkpoint, config, "sft")
+    with pytest.raises(RunError, match="cannot go on with a critic, which that run did not have"):
+        changed = OmegaConf.merge(config, {"algorithm": {"adv_estimator": "gae"}})
+        checkpoints.check(checkpoint, changed, "train")
+    config.trainer.n_gpus_per_node = 4
+    with pytest.raises(RunError) as caught:
+        checkpoints.check(checkpoint, config, "train")
+    said = f"{checkpoint} cannot go on with trainer.n_gpus_per_node 2 -> 4 (each rank loads the shard that it wrote). "
+    assert str(caught.value) == f"{said}Set these back, or give the run another trainer.experiment_name; {allowed}"
+
+
+def test_nothing_left_to_train_is_an_error(tmp_path):
+    save(tmp_path, 100)
+    with pytest.raises(ConfigError, match=r"nothing left to train: .*global_step_100 is the last of 100 steps"):
+        checkpoints.resume_point(config_of(tmp_path))
+
+
+def test_no_key_of_the_environment_is_written_down(workspace, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-planted-judge")
+    monkeypatch.setenv("SECRET_HOST", "planted.example")
+    changes = [
+        "gym.servers.judge.start.config.judge={key: '${oc.env:JUDGE_API_KEY}', url: 'http://planted.example/v1'}"
+    ]
+    changes.append("gym.servers.judge.start.config.model=sk-planted-judge-by-hand")
+    config, _ = recipes.load_config([str(RECIPE), str(CPU)], tiny(workspace, *changes))
+    written = OmegaConf.to_yaml(public(config))
+    assert "planted" not in written
+    assert "key: ${oc.env:JUDGE_API_KEY}" in written and "http://${oc.env:SECRET_HOST}/v1" in written
+    assert public(config).gym.servers.judge.start.config.judge.key == "sk-planted-judge"  # and it still loads
+
+
+def test_a_manifest_lists_every_file(tmp_path):
+    checkpoint = save(tmp_path, 1)
+    listed = set(json.loads((checkpoint / "manifest.json").read_text())["files"])
+    present = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
+    assert listed == present - {"manifest.json"}
+
+
+def test_the_bare_command_says_which_checkpoint_is_broken(tmp_path):
+    """The module imports without verl, so that a broken checkpoint is told of in seconds."""
+    code = "import sys, checkpoints; sys.exit('verl' in sys.modules or 'ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

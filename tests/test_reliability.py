@@ -1,0 +1,402 @@
+"""What docs/reliability.md promises, with whole runs: the real stack, stopped, killed and starved at every place.
+
+The tests marked `soak` take longer than they teach on every change: `make soak` runs them too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed.tensor
+from conftest import ROOT, command, metrics_of, survivors, tiny
+
+DETERMINISTIC = ["--config", str(ROOT / "configs" / "deterministic.yaml")]
+SECRET = "sk-planted-" + uuid.uuid4().hex
+UNEQUAL = ("time", "timing", "perf/", "verify/", "actor/perf", "critic/perf", "training/clock")  # in no two runs
+
+
+def leftovers() -> set[str]:
+    """What a run could leave on the machine beside its processes."""
+    shared = {str(path) for path in Path("/dev/shm").iterdir()}
+    temporary = {str(path) for path in Path("/tmp").iterdir() if path.name not in ("ray", "pytest-of-root")}
+    return shared | temporary
+
+
+class Living:
+    """A run that a test may watch and hurt. `with Living(...) as run`: what is left of it is killed at the end."""
+
+    def __init__(self, workspace: Path, name: str, *changes: str, files: tuple[str, ...] = (), arguments=None):
+        self.mark, self.folder = uuid.uuid4().hex, workspace / "runs" / name
+        self.before, self.ports = leftovers(), listening()
+        self.told = workspace / f"{name}-{self.mark}.out"
+        words = arguments or tiny(workspace, f"trainer.experiment_name={name}", *changes)
+        secrets = {"JUDGE_API_KEY": SECRET, "POLICY_API_KEY": SECRET + "-policy", "WANDB_MODE": "offline"}
+        with self.told.open("w") as out:
+            self.process = subprocess.Popen(
+                [*command(workspace), *files, *words],
+                cwd=workspace,
+                env=os.environ | secrets | {"KIT_MARK": self.mark, "PYTHONPATH": str(workspace)},
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Living:
+        return self
+
+    def __exit__(self, *_) -> None:
+        for process in self.processes():
+            process.kill()
+
+    @property
+    def output(self) -> str:
+        return self.told.read_text(errors="replace")
+
+    def processes(self, title: str = "") -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                mine = process.environ().get("KIT_MARK") == self.mark
+                if mine and re.search(title, " ".join(process.cmdline())):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def steps(self) -> list[int]:
+        path = self.folder / "metrics.jsonl"
+        return [m["step"] for m in metrics_of(self.folder) if "rollout/failed_frac" in m] if path.is_file() else []
+
+    def until(self, there: Callable[[], bool], patience: float = 240.0) -> None:
+        deadline = time.monotonic() + patience
+        while not there():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.output[-3000:]
+            time.sleep(0.05)
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: step in self.steps())
+
+    def signal(self, title: str, signum: int) -> float:
+        """Send a signal to the processes of that title; when that was."""
+        found = self.processes(title)
+        assert found, title
+        for process in found:
+            process.send_signal(signum)
+        return time.monotonic()
+
+    def end(self, status: int, patience: float = 120.0) -> float:
+        """Wait for the end, with that exit status and nothing left; how many seconds it took."""
+        begin = time.monotonic()
+        try:
+            self.process.wait(timeout=patience)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still there after {patience:g} s: {self.output[-3000:]}") from None
+        seconds = time.monotonic() - begin
+        assert self.process.returncode == status, self.output[-4000:]
+        assert survivors(self.mark, patience=10.0) == []
+        assert leftovers() - self.before == set()
+        assert listening() - self.ports == set()
+        return seconds
+
+
+def listening() -> set[tuple[str, int]]:
+    return {c.laddr for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+
+def same(one, two, where: str = "") -> None:
+    """Assert that two nests of tensors and plain values are equal, bit for bit."""
+    if isinstance(one, dict):
+        assert one.keys() == two.keys(), where
+        for key in one:
+            same(one[key], two[key], f"{where}.{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(two), where
+        for i, pair in enumerate(zip(one, two, strict=True)):
+            same(*pair, f"{where}.{i}")
+    elif torch.is_tensor(one):
+        one, two = (t.to_local() if hasattr(t, "to_local") else t for t in (one, two))
+        assert torch.equal(one, two), where
+    else:
+        assert one == two, where
+
+
+def same_weights(one: Path, two: Path) -> int:
+    """Assert that two checkpoints hold the same, but for the state of RNGs that were used by others; how many files."""
+    files = [path for path in sorted(one.rglob("*.pt")) if not path.name.startswith("extra")]
+    for path in files:
+        loaded = [torch.load(p, weights_only=True) for p in (path, two / path.relative_to(one))]
+        same(*loaded, str(path))
+    return len(files)
+
+
+def same_steps(one: Path, two: Path, steps: range) -> None:
+    """Assert that two runs sampled the same ids, were paid the same and say the same of each step."""
+    for step in steps:
+        told = [
+            [json.loads(x) for x in (run / f"rollouts/step_{step}.jsonl").read_text().splitlines()]
+            for run in (one, two)
+        ]
+        for name in ("row_id", "group_id", "tokens", "reward"):
+            assert [e[name] for e in told[0]] == [e[name] for e in told[1]], (step, name)
+    numbers = []
+    for run in (one, two):
+        lines = [m for m in metrics_of(run) if "rollout/failed_frac" in m]
+        assert [m["step"] for m in lines] == list(steps)
+        numbers.append([{k: v for k, v in m.items() if not k.startswith(UNEQUAL)} for m in lines])
+    assert numbers[0] == numbers[1]
+
+
+def test_a_run_in_two_parts_and_its_replay_are_the_same_run(workspace):
+    """PPO with refilled batches, across epochs: five steps, and the same five with a SIGTERM between; then step 4
+    from its rollouts file. Beside it: what a stop leaves, what is written of keys, and which keys may change."""
+    changes = ["trainer.total_training_steps=5", "trainer.save_freq=1", "data.train_batch_size=3"]
+    changes += ["actor_rollout_ref.rollout.n=4", "algorithm.filter_groups.enable=true", "trainer.logger=[wandb]"]
+    changes += ["algorithm.filter_groups.max_num_gen_batches=3", "trainer.max_actor_ckpt_to_keep=4"]
+    changes += ["gym.servers.reasoning_gym.start.config.judge_key='${oc.env:JUDGE_API_KEY}'"]
+    files = ("--config", str(ROOT / "configs" / "ppo.yaml"), *DETERMINISTIC)
+    with Living(workspace, "whole", *changes, files=files) as run:
+        run.until(lambda: run.process.poll() is not None or "ray::vLLMHttpServer" in str(run.processes("vLLMHttp")))
+        outside = {ip for ip, _ in listening() - run.ports} - {"127.0.0.1", "::1"}
+        run.process.wait(timeout=300)
+        run.end(0)
+    whole = run.folder
+    assert outside == set(), "servers listen beyond this machine"
+    assert (whole / "checkpoints" / "global_step_2").is_dir() and not (whole / "checkpoints" / "global_step_1").exists()
+
+    with Living(workspace, "parts", *changes, files=files) as run:
+        run.until_step(2)
+        run.process.send_signal(signal.SIGTERM)
+        seconds = run.end(143, patience=60.0)
+    print(f"stopped, saved and gone {seconds:.1f} s after SIGTERM")
+    saved = re.search(r"the last checkpoint is .*global_step_(\d)", run.output)
+    assert saved and "SIGTERM: the run saves what is done and ends" in run.output
+    first = tuple((run.folder / "wandb").glob("offline-run-*"))
+    with Living(workspace, "parts", *changes, "env.show_every=7", files=files) as run:
+        run.process.wait(timeout=300)
+        run.end(0)
+    assert f"resume      from {run.folder.relative_to(workspace)}/checkpoints/global_step_{saved[1]}" in run.output
+    assert "and allowed: env.show_every 10 -> 7" in run.output
+    parts = run.folder
+    same_steps(whole, parts, range(1, 6))
+    assert same_weights(whole / "checkpoints" / "global_step_5", parts / "checkpoints" / "global_step_5") == 5
+    ids = [path.name.rpartition("-")[2] for path in (parts / "wandb").glob("offline-run-*")]
+    assert len(first) == 1 and len(ids) == 2 and len(set(ids)) == 1
+
+    replay = ["--replay", str(whole / "rollouts" / "step_4.jsonl")]
+    again = tiny(workspace, "trainer.experiment_name=again", *[c for c in changes if "logger" not in c])
+    with Living(workspace, "again_replay_4", files=files, arguments=[*again, *replay]) as run:
+        run.process.wait(timeout=300)
+        run.end(0)
+    assert same_weights(whole / "checkpoints" / "global_step_4", run.folder / "checkpoints" / "global_step_4") == 5
+    live, made = (
+        {k: v for m in metrics_of(f) if m["step"] == 4 for k, v in m.items() if not k.startswith((*UNEQUAL, "val-"))}
+        for f in (whole, run.folder)
+    )
+    assert live == made and "actor/pg_loss" in made
+    for folder in (whole, parts, run.folder):
+        for path in folder.rglob("*"):
+            real = path.resolve()  # Ray's logs are linked
+            for file in real.rglob("*") if path.is_symlink() and real.is_dir() else [path]:
+                assert not file.is_file() or SECRET.encode() not in file.read_bytes(), file
+
+
+def test_a_gym_server_may_die_but_a_stopped_engine_ends_the_run(workspace):
+    with Living(workspace, "lost", "trainer.total_training_steps=500", "trainer.save_freq=1") as run:
+        run.until_step(2)
+        run.signal(r"gym_servers\.py", signal.SIGKILL)
+        last = max(run.steps())
+        run.until_step(last + 3)
+        assert "the Gym server reasoning_gym died (exit status -9) and was started again" in run.output
+        assert max(m["rollout/failed_frac"] for m in metrics_of(run.folder) if "rollout/failed_frac" in m) == 0
+        run.signal("^VLLM::EngineCore", signal.SIGSTOP)
+        seconds = run.end(1)
+    print(f"gone {seconds:.1f} s after SIGSTOP of vLLM's engine")
+    told = run.output.splitlines()[-1]
+    assert re.match(r"error: stage \w+: vLLM's EngineCore \(pid \d+\) is stopped \(SIGSTOP\?\); ", told), told
+    assert "The same command goes on from the last checkpoint" in told
+    assert (run.folder / "checkpoints" / f"global_step_{last + 2}").is_dir()
+
+
+LOST = {  # title of the process, signal -> what the last line says
+    "engine killed": ("^VLLM::EngineCore", signal.SIGKILL, r"EngineCore|EngineDead"),
+    "engine's worker killed": ("^VLLM::Worker", signal.SIGKILL, r"Worker|EngineCore|EngineDead"),
+    "actor killed": ("^ray::ActorRolloutRefWorker", signal.SIGKILL, "ActorRolloutRefWorker"),
+    "actor stopped": ("^ray::ActorRolloutRefWorker", signal.SIGSTOP, r"ActorRolloutRefWorker \(pid \d+\) is stopped"),
+    "router killed": ("^ray::GlobalRequestLoadBalancer", signal.SIGKILL, "GlobalRequestLoadBalancer"),
+    "router stopped": ("^ray::GlobalRequestLoadBalancer", signal.SIGSTOP, r"LoadBalancer \(pid \d+\) is stopped"),
+    "server stopped": ("^ray::vLLMHttpServer", signal.SIGSTOP, r"vLLMHttpServer \(pid \d+\) is stopped"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[] if name == "actor killed" else pytest.mark.soak) for name in LOST]
+)
+def test_a_lost_process_ends_the_run_with_its_name(workspace, case):
+    """The actor has two ranks, one of which goes: the other would wait for it."""
+    title, signum, told = LOST[case]
+    two = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"]
+    with Living(workspace, case.replace(" ", "_").replace("'", ""), "trainer.total_training_steps=500", *two) as run:
+        run.until_step(2)
+        run.processes(title)[0].send_signal(signum)
+        seconds = run.end(1)
+    last = run.output.splitlines()[-1]
+    print(f"{case}: gone after {seconds:.1f} s: {last[:300]}")
+    assert last.startswith("error: ") and re.search(told, last), run.output[-2000:]
+
+
+@pytest.mark.soak
+def test_an_engine_that_dies_in_the_weight_sync_does_not_hang_the_run(workspace):
+    """The sender waits for a receiver that is gone, for ever; so does the driver for the sender."""
+    with Living(workspace, "sync", "trainer.total_training_steps=500") as run:
+        run.until_step(1)
+        actor = run.processes("^ray::ActorRolloutRefWorker")[0]
+        run.until(lambda: "update_weights" in " ".join(actor.cmdline()))
+        run.signal("^VLLM::Worker", signal.SIGKILL)
+        seconds = run.end(1)
+    print(f"gone after {seconds:.1f} s: {run.output.splitlines()[-1][:300]}")
+
+
+class Unpaid(BaseHTTPRequestHandler):
+    """A Gym server that gives no verdict: it accepts and never answers, or its judge is down."""
+
+    hangs = False
+
+    def reply(self, body: dict) -> None:
+        self.rfile.read(int(self.headers.get("content-length") or 0))
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self):
+        if getattr(self.server, "hanging", False):
+            time.sleep(3600)
+        self.reply({"paths": {"/verify": {"post": {}}}})
+
+    def do_POST(self):
+        if self.path == "/verify" and self.hangs:
+            self.server.hanging = True
+            time.sleep(3600)
+        down = {"reward": 0.0, "_ng_failure_class": "judge_error", "_ng_failure_judge_error": "connection refused"}
+        self.reply(down if self.path == "/verify" else {})
+
+    def log_message(self, *_):
+        pass
+
+
+class Hanging(Unpaid):
+    hangs = True
+
+
+@pytest.mark.parametrize(
+    ("server", "told"),
+    [
+        pytest.param(Hanging, "gym server reasoning_gym .* gave no answer for", marks=pytest.mark.soak),
+        pytest.param(Unpaid, r"episodes failed \(\d+ masked\), over gym.max_failed_frac=0.5; .*connection refused"),
+    ],
+)
+def test_a_server_that_pays_nothing_ends_the_run(workspace, server, told):
+    """A verifier that accepts and never answers; a judge that is down, so that the verifier disowns its rewards."""
+    listener = ThreadingHTTPServer(("127.0.0.1", 0), server)
+    listener.daemon_threads = True
+    threading.Thread(target=listener.serve_forever, daemon=True).start()
+    changes = ["gym.servers.reasoning_gym.start=null", "trainer.val_before_train=false", "gym.timeout_s=20"]
+    changes += [f"gym.servers.reasoning_gym.url=http://127.0.0.1:{listener.server_port}", "gym.outage_budget_s=30"]
+    with Living(workspace, f"unpaid_{server.__name__}", *changes) as run:
+        run.until(lambda: "LLMServerManager" in run.output)
+        seconds = run.end(1)
+    listener.shutdown()
+    print(f"{server.__name__}: gone {seconds:.1f} s after the engine stood: {run.output.splitlines()[-1][:300]}")
+    assert re.search(f"error: .*{told}", run.output), run.output[-2000:]
+
+
+@pytest.mark.soak
+def test_a_stage_that_gets_nowhere_ends_the_run(workspace):
+    """A loss that sleeps: nothing is stopped and nothing dead, and the deadline finds it."""
+    (workspace / "sleepy.py").write_text(
+        "import time\n\ndef loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):\n"
+        "    print('asleep', flush=True)\n    time.sleep(600)\n"
+    )
+    changes = ["actor_rollout_ref.actor.policy_loss.loss_mode=sleepy.py:loss", "env.stage_deadline_s=60"]
+    with Living(workspace, "asleep", *changes) as run:
+        run.until(lambda: "update_actor" in run.output or bool(run.processes("update_actor")))
+        seconds = run.end(1)
+    print(f"gone after {seconds:.1f} s")
+    assert re.search(r"error: stage update_actor got nowhere in 60 s \(env.stage_deadline_s\); .*asleep", run.output)
+
+
+def test_damaged_steps_are_skipped_and_kept_and_three_in_a_row_end_the_run(workspace):
+    """Step 2 has a NaN advantage; from step 4 on the loss is NaN, so that verl leaves the mini-batch out."""
+    (workspace / "damage.py").write_text(
+        "import torch\nfrom verl.trainer.ppo.core_algos import agg_loss\n\ncalls = 0\n\n"
+        "def estimator(token_level_rewards, response_mask):\n"
+        "    global calls\n    calls += 1\n"
+        "    advantages = token_level_rewards * response_mask\n"
+        "    if calls == 2:\n        advantages = advantages * float('nan')\n"
+        "    return advantages * (1e6 if calls >= 4 else 1), advantages\n\n"
+        "def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):\n"
+        "    wrong = float('nan') if advantages.abs().max() > 1e3 else 1.0\n"
+        "    losses = -advantages * torch.exp(log_prob - old_log_prob) * wrong\n"
+        "    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {}\n"
+    )
+    changes = ["trainer.total_training_steps=9", "trainer.save_freq=1"]
+    changes += ["algorithm.adv_estimator=damage.py:estimator", "env.reward=damage.py:reward"]
+    changes += ["actor_rollout_ref.actor.policy_loss.loss_mode=damage.py:loss"]
+    with (workspace / "damage.py").open("a") as out:  # every answer is worth something, so that no advantage is 0
+        out.write("\ndef reward(episode):\n    return 1.0\n")
+    with Living(workspace, "damaged", *changes) as run:
+        run.process.wait(timeout=300)
+        run.end(1)
+    assert "error: 3 damaged steps in a row, the last: actor/" in run.output, run.output[-2000:]
+    assert re.search(r"step 2 skipped: \d+ of \d+ advantages are NaN or infinite; the batch is in", run.output)
+    names = {path.name for path in (run.folder / "damaged").iterdir()}
+    assert names == {"step_2.pt", "step_4.pt", "step_5.pt", "step_6.pt"}
+    batch = torch.load(run.folder / "damaged" / "step_2.pt", weights_only=True)
+    assert batch["advantages"].isnan().any() and batch["responses"].shape[0] == len(batch["uid"])
+    saved = {path.name for path in (run.folder / "checkpoints").glob("global_step_*")}
+    assert saved == {"global_step_1", "global_step_3"}
+    told = {m["step"]: m.get("training/damaged_steps", 0) for m in metrics_of(run.folder) if "rollout/failed_frac" in m}
+    assert told == {1: 0, 2: 1, 3: 0, 4: 1, 5: 2}
+
+
+def test_a_second_ctrl_c_is_immediate(workspace):
+    with Living(workspace, "twice") as run:
+        run.until(lambda: bool(run.processes("raylet")))
+        run.process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        run.process.send_signal(signal.SIGINT)
+        seconds = run.end(130, patience=10.0)
+    print(f"gone {seconds:.1f} s after the second Ctrl-C")
+    assert seconds < 5.0
+
+
+@pytest.mark.soak
+def test_killed_while_it_saves_it_goes_on_from_a_whole_checkpoint(workspace):
+    """SIGKILL to every process at once, at three moments of a real save; then the run goes on, and ends."""
+    changes = ["trainer.save_freq=1", "trainer.total_training_steps=9"]
+    for moment in (r"saving_2$", r"saving_4/actor$", r"saving_6/actor/optim.*"):
+        with Living(workspace, "killed", *changes) as run:
+            pattern = re.compile(moment)
+            run.until(lambda p=pattern: any(p.search(str(f)) for f in (run.folder / "checkpoints").rglob("*")))
+            for process in run.processes():
+                process.kill()
+            run.process.wait()
+    with Living(workspace, "killed", *changes) as run:
+        run.process.wait(timeout=300)
+        run.end(0)
+    assert re.search(r"saving_6 is not whole, and left alone: it has no manifest.json", run.output)
+    assert run.steps() == list(range(1, 10))

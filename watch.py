@@ -1,0 +1,199 @@
+"""The processes of a run: found dead or stopped while it works, and none left when it ends.
+
+A thread looks every few seconds. What it finds ends the run with the name of the process, how it is, and the last
+lines of its log: verl waits for ever for an engine that died in a weight sync, and for a process that is stopped.
+On other nodes it sees Ray's actors die, as Ray does; a process that hangs there is found by the stage's deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+LOOK_S = 2.0  # seconds between two looks
+STOPPED_S = 15.0  # a process that was stopped (SIGSTOP, a debugger) for so long does not come back by itself
+SHARED = Path("/dev/shm")
+
+
+class Watch:
+    """Use as `with Watch(logs, fail)` around ray.init and ray.shutdown, and `rest()` before the latter.
+
+    fail(message) is called once, from the thread, when a process of Ray's or vLLM's is lost. Gym servers are not looked
+    at: they may be away for a while (gym.outage_budget_s).
+    """
+
+    def __init__(self, logs: Path, fail: Callable[[str], None]):
+        self.logs, self.fail = logs, fail
+        self.began = time.time()  # wall clock, as files have it
+        self.others: set[int] = set()  # a tracker's, which end after the run
+        self.usual = os.environ.get("TMPDIR")
+        self.temporary = ""  # for the sockets, locks and caches of every process; other nodes lack it, and take /tmp
+        self.seen: dict[int, psutil.Process] = {}  # every descendant so far; those that lost their parent too
+        self.engines: dict[int, str] = {}  # vLLM's processes, which Ray does not know
+        self.actors: dict[str, str] = {}  # Ray's, that were alive: id -> class name
+        self.stopped: dict[int, float] = {}  # since when
+        self.resting = threading.Event()
+        self.thread = threading.Thread(target=self._work, name="watch", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self.others = {process.pid for process in psutil.Process().children(recursive=True)}
+        self.temporary = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="kit-")
+        self.thread.start()
+        return self
+
+    def rest(self) -> None:
+        """From now on processes may end: the run does."""
+        self.resting.set()
+        self.thread.join(30.0)
+        for process in self.seen.values():  # one that is stopped would not hear that it is to end
+            with contextlib.suppress(psutil.Error):
+                if process.status() == psutil.STATUS_STOPPED:
+                    process.kill()
+
+    def __exit__(self, *_: Any) -> None:
+        self.rest()
+        self.kill()
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        os.environ.pop("TMPDIR")
+        os.environ |= {"TMPDIR": self.usual} if self.usual else {}
+        sweep(self.began)
+
+    def kill(self, patience: float = 5.0) -> None:
+        """Kill what is left of the processes that this one started, and wait until they are gone."""
+        self._descendants()
+        left = [process for process in self.seen.values() if process.is_running()]  # of that pid and start time
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=patience)
+
+    def _work(self) -> None:
+        while not self.resting.wait(LOOK_S):
+            if problem := self.look():
+                if not self.resting.is_set():
+                    self.fail(problem)
+                return
+
+    def _descendants(self) -> list[psutil.Process]:
+        children = psutil.Process().children(recursive=True)
+        found = [process for process in children if process.pid not in self.others]
+        self.seen |= {process.pid: process for process in found}
+        return found
+
+    def look(self) -> str:
+        """What is wrong; empty if nothing."""
+        alive = set()
+        for process in self._descendants():
+            with contextlib.suppress(psutil.Error):
+                status, title = process.status(), (process.cmdline() or [""])[0]
+                if status == psutil.STATUS_ZOMBIE or not re.search("^(ray|VLLM)::|raylet$|gcs_server$", title):
+                    continue
+                alive.add(process.pid)
+                if title.startswith("VLLM::"):
+                    self.engines[process.pid] = title
+                if status != psutil.STATUS_STOPPED:
+                    self.stopped.pop(process.pid, None)
+                elif time.monotonic() - self.stopped.setdefault(process.pid, time.monotonic()) > STOPPED_S:
+                    return f"{name_of(title)} (pid {process.pid}) is stopped (SIGSTOP?); {self.last_words(process.pid)}"
+        for pid, title in self.engines.items():
+            if pid not in alive:
+                return f"{name_of(title)} (pid {pid}) died; {self.last_words(pid)}"
+        return self._dead_actor()
+
+    def _dead_actor(self) -> str:
+        import ray
+
+        if not ray.is_initialized():
+            return ""
+        for actor in ray._private.state.actors().values():
+            actor_id, name = actor["ActorID"], actor["ActorClassName"]
+            if actor["State"] == "ALIVE":
+                self.actors[actor_id] = name
+            elif actor["State"] == "DEAD" and self.actors.pop(actor_id, None):
+                cause = actor["DeathCause"].get("actorDiedErrorContext", {})
+                if cause.get("reason") in ("WORKER_DIED", "NODE_DIED"):
+                    why = " ".join(str(cause.get("errorMessage", "")).split())[:300]
+                    pid = actor["Pid"]
+                    return f"{name} (pid {pid}) died: {why}; {self.last_words(pid)}"
+        return ""
+
+    def last_words(self, pid: int, lines: int = 3) -> str:
+        """The end of the log of a process, or of the nearest of its parents that has one, and where it is."""
+        while pid:
+            for path in sorted(self.logs.glob(f"ray/worker-*-{pid}.*"), key=lambda p: p.stat().st_size, reverse=True):
+                if text := path.read_text(errors="replace").strip():
+                    return f"the last lines of {path}: " + " | ".join(text.splitlines()[-lines:])
+            try:
+                pid = (self.seen.get(pid) or psutil.Process(pid)).ppid()
+            except psutil.Error:
+                break
+        return f"see the logs in {self.logs}"
+
+    def latest_words(self) -> str:
+        """The end of the log that was written last."""
+        logs = sorted(self.logs.glob("ray/worker-*-*.*"), key=lambda path: path.stat().st_mtime)
+        return self.last_words(int(logs[-1].stem.rpartition("-")[2])) if logs else f"see the logs in {self.logs}"
+
+
+def name_of(title: str) -> str:
+    """A process by its title: `ray::Class.method` is the worker Class, `VLLM::EngineCore` vLLM's engine."""
+    if match := re.match(r"ray::(\w+)", title):
+        return f"the worker {match[1]}"
+    return f"vLLM's {title.removeprefix('VLLM::')}" if title.startswith("VLLM::") else title.rpartition("/")[2]
+
+
+def sweep(began: float) -> None:
+    """Unlink what processes that were killed left in /dev/shm, and the sockets of verl's weight sync in /tmp.
+
+    Only what is ours, came after `began` (seconds since the epoch), is called as Python and verl call theirs, and no
+    living process has open: another run's stays.
+    """
+    names = re.compile(r"(psm_\w+|sem\.mp-\w+|verl_weights_\w+|rl-colocate-zmq-[\w-]+\.sock)$")
+    left = []
+    for folder in (SHARED, Path("/tmp")):
+        for path in folder.iterdir() if folder.is_dir() else ():
+            with contextlib.suppress(OSError):
+                status = path.lstat()
+                if names.match(path.name) and status.st_uid == os.getuid() and status.st_ctime >= began - 1:
+                    left.append(path)
+    if not left:
+        return
+    used = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            used |= {mapped.path for mapped in process.memory_maps(grouped=True)}
+            used |= {opened.path for opened in process.open_files()}
+    for path in left:
+        if str(path) not in used and not (path.is_socket() and listens(path)):
+            path.unlink(missing_ok=True)
+
+
+def listens(path: Path) -> bool:
+    """Whether a process answers on a socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
+def end_now(status: int, watch: Watch | None) -> None:
+    """Leave at once: kill every descendant, without a word to anybody, and remove what they leave."""
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        with contextlib.suppress(psutil.Error):
+            child.send_signal(signal.SIGKILL)
+    psutil.wait_procs(children, timeout=2.0)
+    if watch:
+        shutil.rmtree(watch.temporary, ignore_errors=True)
+        sweep(watch.began)
+    os._exit(status)
