@@ -38,7 +38,6 @@ import argparse
 import contextlib
 import logging
 import random
-import re
 import signal
 import sys
 import warnings
@@ -56,7 +55,8 @@ from checkpoints import before_replay, check, resume_point, step_of
 from config import ConfigError, Data, RunError, load_config, prepare
 from episodes import load_replay
 from own import OwnError
-from run import Run, Stop, console, dry_run, summary
+from run import Run, Stop, console
+from summary import dry_run, summary
 
 Replayed = Sequence[list[Any]]  # episodes by batch of prompts
 COMMANDS = ("train", "rollout", "evaluate", "sft")
@@ -142,12 +142,13 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None, re
                 episodes = rollout(data.validation, val_kwargs.n, f"val_{state['step']}", validate=True)
                 return evaluation.validation_metrics(episodes)
 
-        def save() -> None:
-            """A checkpoint of the weights that the workers hold, unless there is one."""
+        def save() -> Path | None:
+            """A checkpoint of the weights that the workers hold, unless there is one; which it is."""
             nonlocal checkpoint
             if trained["step"] > (step_of(checkpoint) if checkpoint else 0):
                 with run.stage("save_checkpoint"):
                     checkpoint = checkpoints.save(workers, folder, trained, config)
+            return checkpoint
 
         rows = {task.row_id: task for task in data.train}
 
@@ -275,8 +276,9 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None, re
 
         if checkpoint is None:
             raise RunError(f"every step up to {total} was damaged or skipped: there is nothing to save")
-        if not replayed:
-            run.export(checkpoint)
+        if replayed:
+            return run.say(f"the same update again: its weights are in {checkpoint}")
+        run.export(checkpoint)
     run.finish(before, after, checkpoint)
 
 
@@ -285,19 +287,6 @@ OUR_ERRORS = (ConfigError, RunError, OwnError, *GYM_ERRORS)  # one line each
 
 
 # --- the command ---------------------------------------------------------------------------------
-
-
-def root_cause(error: BaseException, logs: Path) -> str:
-    """One line for an error of a worker: vLLM's engine writes its cause to its log and says only 'see above'."""
-    kinds = r"(?:\w+\.)*\w*(?:Error|Exception|OutOfMemory\w*)"
-    if "Engine core initialization failed" in str(error):
-        for path in sorted(logs.glob("ray/worker-*"), key=lambda file: file.stat().st_mtime, reverse=True):
-            causes = re.findall(rf"({kinds}: .+)", path.read_text(errors="replace"))
-            causes = [c for c in causes if not re.search("Engine ?[Cc]ore|WorkerProc|stack trace", c)]
-            if causes:
-                return f"vLLM did not start: {causes[0]}"
-    found = re.findall(rf"^\W*({kinds}: .+)$", str(error), re.MULTILINE)
-    return found[-1] if found else " ".join(str(error).split()) or repr(error)
 
 
 def quiet() -> None:
@@ -319,7 +308,6 @@ def main() -> None:
     overrides = [word for word in args.words if word not in COMMANDS]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     quiet()
-    logs = Path()
     try:
         if args.replay and commands != ["train"]:
             raise ConfigError(f"--replay makes an update of `train` again, not of `{commands[0]}`")
@@ -341,7 +329,6 @@ def main() -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
         if args.dry_run:
             return dry_run(config, defaults, data)
-        logs = Path("runs") / config.trainer.experiment_name / "logs"
         with Run(config, commands[0], step_of(resume_from) if resume_from else None) as run:
             if commands == ["train"]:
                 train(config, run, data, resume_from, replayed)
@@ -361,10 +348,6 @@ def main() -> None:
     except KeyboardInterrupt:
         console.print("interrupted", highlight=False)
         sys.exit(130)
-    except Exception as error:
-        if type(error).__module__.split(".")[0] != "ray":
-            raise
-        sys.exit(f"error: {root_cause(error, logs)}; the workers' logs are in {logs}")
 
 
 if __name__ == "__main__":

@@ -64,6 +64,11 @@ class Episode:
         return " ".join(parts)
 
 
+def question(task: Task) -> str:
+    """The last thing that the row says to the model; empty where the environment says it."""
+    return str(task.messages[-1]["content"]) if task.messages else ""
+
+
 def as_record(episode: Episode, prompt: str) -> dict[str, Any]:
     """An episode as one line of rollouts/step_N.jsonl: text and verdict first, what it was trained on last."""
     record = {f.name: getattr(episode, f.name) for f in dataclasses.fields(episode)}
@@ -82,6 +87,7 @@ def from_record(record: dict[str, Any], row: dict[str, Any]) -> Episode:
     """What `as_record` wrote, and the task's row -> the episode. Raises KeyError for a record without tokens."""
     tokens, names = record["tokens"], {f.name for f in dataclasses.fields(Episode)} - {"turns"}
     episode = Episode(**{key: value for key, value in {**record, **tokens, "row": row}.items() if key in names})
+    episode.log_probs = [float(np.float32(p)) for p in tokens["log_probs"]]
     episode.turns = [(begin, end, said) for begin, end, said in tokens["turns"]]
     episode.output = record.get("output") or [gym_client.message(record["response"])]
     episode.response_mask = [0] * len(episode.response_ids)

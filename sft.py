@@ -162,12 +162,13 @@ def run_command(config: DictConfig, run: Any, data: Data, resume_from: Path | No
                 tokens += float(mask.sum())
             return {"val/loss": total_loss / tokens} if tokens else {}
 
-        def save() -> None:
-            """A checkpoint of what is trained, unless there is one."""
+        def save() -> Path | None:
+            """A checkpoint of what is trained, unless there is one; which it is."""
             nonlocal checkpoint
             if state["step"] > (checkpoints.step_of(checkpoint) if checkpoint else 0):
                 with run.stage("save_checkpoint"):
                     checkpoint = checkpoints.save(workers, folder, state, config)
+            return checkpoint
 
         def one_step(step: int) -> None:
             """One optimiser step, and what is due after it."""

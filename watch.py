@@ -147,6 +147,27 @@ class Watch:
         return self.last_words(int(logs[-1].stem.rpartition("-")[2])) if logs else f"see the logs in {self.logs}"
 
 
+def root_cause(error: BaseException, logs: Path) -> str:
+    """One line for an error of Ray's: which worker died, or what went wrong in it, and where its log is.
+
+    vLLM's engine writes its cause to its log, and says only 'see above'.
+    """
+    text, kinds = str(error), r"(?:\w+\.)*\w*(?:Error|Exception|OutOfMemory\w*)"
+    where = f"the workers' logs are in {logs}"
+    if died := re.search(r"class_name: (\w+).*?pid: (\d+)", text, re.DOTALL):
+        why = re.search(r"The actor is dead because (.+?\.)\s", text + " ", re.DOTALL)
+        because = f" because {' '.join(why[1].split()).rstrip('.')}" if why else ""
+        return f"the worker {died[1]} (pid {died[2]}) died{because}; {Watch(logs, print).last_words(int(died[2]))}"
+    if "Engine core initialization failed" in text:
+        for path in sorted(logs.glob("ray/worker-*"), key=lambda file: file.stat().st_mtime, reverse=True):
+            causes = re.findall(rf"({kinds}: .+)", path.read_text(errors="replace"))
+            causes = [c for c in causes if not re.search("Engine ?[Cc]ore|WorkerProc|stack trace", c)]
+            if causes:
+                return f"vLLM did not start: {causes[0]}; {where}"
+    found = re.findall(rf"^\W*({kinds}: .+)$", text, re.MULTILINE)
+    return f"{found[-1] if found else ' '.join(text.split()) or repr(error)}; {where}"
+
+
 def name_of(title: str) -> str:
     """A process by its title: `ray::Class.method` is the worker Class, `VLLM::EngineCore` vLLM's engine."""
     if match := re.match(r"ray::(\w+)", title):

@@ -10,10 +10,9 @@ from conftest import CPU, GYM_PYTHON, RECIPE, ROOT, load, row, tiny, write_rows
 
 import config as recipes
 import env
-import gym_client
 import gym_servers
 from config import ConfigError
-from run import summary
+from summary import summary
 
 
 def merged(*changes, files=(str(RECIPE), str(CPU))):
@@ -147,7 +146,7 @@ def test_a_head_server_fills_in_what_the_recipe_does_not_name(workspace):
     assert set(config.gym.servers) == {"reasoning_gym", "puzzles"}
     with pytest.raises(env.DataError, match="agent_ref 'odd_agent' matches none"):
         load(workspace, files, "env.val_files=[]")
-    with pytest.raises(gym_client.GymError, match="Cannot connect"):
+    with pytest.raises(gym_servers.GymStartError, match=r"gym\.head: http://127.0.0.1:9 is no head server of Gym's"):
         load(workspace, files, "gym.head=http://127.0.0.1:9")
 
 

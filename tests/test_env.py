@@ -593,7 +593,7 @@ def test_check_counts_and_names(tmp_path):
     assert lines[0] == f"{bad}: 1 rows load, 1 refused"
     assert lines[1] == f"    1 x input_file: the kit trains text models only (first {bad}:3)"
     assert lines[2].startswith(f"    error: {bad}:1: not JSON")
-    assert lines[3] == f"    error: {bad}:2: no responses_create_params, so this is not a Gym row"
+    assert lines[3].startswith(f"    error: {bad}:2: no responses_create_params, so this is not a Gym row")
     assert lines[5] == f"    error: {tmp_path}/nowhere.jsonl: no such file"
     assert "\n".join(lines[6:]) + "\n" == text
     assert command("check").returncode == 2

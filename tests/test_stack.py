@@ -15,7 +15,7 @@ import inference
 import pieces
 import training
 from config import RunError
-from gym_client import Gym
+from gym_client import Gym, ServerDownError
 from gym_servers import free_port, running_servers
 
 # Bound on the mean |log-prob difference| of a sampled token: rounding, as both sides compute in float32.
@@ -70,6 +70,17 @@ def test_the_samplers_weights_are_the_trainers(stack):
     assert disagreement(stack, sample(stack)) < AGREE
 
 
+def test_a_server_with_old_weights_ends_the_run(stack):
+    """A sync that did not reach a server: it still says the step of the one before."""
+    stack.sync.update_weights(2)
+    stack.policy.version = 2
+    assert {e.status for e in sample(stack, n=1)} == {"ok"}
+    stack.policy.version = 3  # as after an update whose sync was lost
+    with pytest.raises(RunError, match="samples from the weights of step 2, the trainer's are of step 3"):
+        sample(stack, n=1)
+    stack.policy.version = None
+
+
 def test_an_empty_answer_is_verified_like_any_other(stack):
     episodes = sample(stack, n=2, allowed_token_ids=[1])  # <end> at once
     assert {e.response for e in episodes} == {""} and {tuple(e.response_ids) for e in episodes} == {(1,)}
@@ -86,20 +97,30 @@ def test_an_answer_cut_off_is_marked(stack):
     assert all(e.reward == pytest.approx(1 / 12) for e in episodes)
 
 
-def test_a_dead_verifier_gives_failures_and_no_reward(stack):
-    live, dead = stack.gym, {"reasoning_gym": f"http://127.0.0.1:{free_port()}"}
-    stack.gym = stack.loop.run(Gym(dead, attempts=1).__aenter__())
+def with_gym(stack, gym, n=2):
+    """Episodes with other Gym servers than the run's."""
+    live, stack.gym = stack.gym, stack.loop.run(gym.__aenter__())
     try:
-        episodes = sample(stack, n=2)
+        return sample(stack, n)
     finally:
         stack.loop.run(stack.gym.__aexit__())
         stack.gym = live
-    assert {e.status for e in episodes} == {"connect"} and {e.reward for e in episodes} == {None}
+
+
+def test_a_dead_verifier_ends_the_run_after_its_budget(stack):
+    dead = {"reasoning_gym": f"http://127.0.0.1:{free_port()}"}
+    with pytest.raises(ServerDownError, match="reasoning_gym"):
+        with_gym(stack, Gym(dead, attempts=1, outage_budget_s=2.0))
+
+
+def test_no_verdicts_are_failures_and_no_reward(stack):
+    episodes = with_gym(stack, Gym({}))
+    assert {e.status for e in episodes} == {"no_server"} and {e.reward for e in episodes} == {None}
     assert pieces.keep(episodes) == []
     metrics = evaluation.rollout_metrics(episodes, pieces.keep(episodes))
-    assert metrics["rollout/failed/connect"] == 16 and metrics["rollout/failed_frac"] == 1.0
+    assert metrics["rollout/failed/no_server"] == 16 and metrics["rollout/failed_frac"] == 1.0
     assert metrics["rollout/groups_dropped"] == 8 and "reward/reasoning_gym/mean" not in metrics
-    with pytest.raises(RunError, match=r"16 of 16 episodes failed \(16 connect\)"):
+    with pytest.raises(RunError, match=r"16 of 16 episodes failed \(16 no_server\)"):
         evaluation.check_failures(episodes, 0.5)
 
 

@@ -1,0 +1,169 @@
+"""How a run is stopped, and what it tells of itself: without Ray, since none of that needs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import load
+
+import run as runs
+import summary
+import watch
+from run import Run, Stop
+
+
+@pytest.fixture
+def started(workspace, tmp_path, monkeypatch):
+    """A run in an empty folder; the signals are given back."""
+    monkeypatch.chdir(tmp_path)
+    config, _ = load(workspace)
+    config.env.stage_deadline_s = 60
+    kept = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    with Run(config) as run:
+        yield run
+    for signum, handler in kept.items():
+        signal.signal(signum, handler)
+
+
+def test_a_stop_leaves_a_stage_at_once_but_lets_an_update_end(started):
+    saved, done = [], []
+    with pytest.raises(Stop) as caught, started.saving(lambda: saved.append(1)):
+        with started.stage("update_actor"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            done.append("update")
+        with started.stage("update_weights"):
+            done.append("sync")
+        with started.stage("gen"):
+            done.append("never")
+    assert done == ["update", "sync"] and saved == [1]
+    assert (caught.value.status, str(caught.value)) == (143, "interrupted")
+
+    started.asked = 0
+    with pytest.raises(Stop) as caught, started.saving(lambda: saved.append(2)), started.stage("gen"):
+        os.kill(os.getpid(), signal.SIGINT)
+        done.append("never")
+    assert done == ["update", "sync"] and saved == [1, 2] and caught.value.status == 130
+
+
+def test_an_update_that_does_not_end_in_time_is_given_up_and_not_saved(started, monkeypatch):
+    monkeypatch.setattr(runs, "STOP_S", 1)
+    saved, begin = [], time.monotonic()
+    with pytest.raises(Stop, match="stage update_actor did not end within 1 s") as caught:
+        with started.saving(lambda: saved.append(1)), started.stage("update_actor"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(20)
+    assert time.monotonic() - begin < 5 and saved == [] and caught.value.status == 143
+
+
+def test_a_stage_without_progress_ends_the_run(started):
+    started.config.env.stage_deadline_s = 1
+    with pytest.raises(Stop, match=r"stage ref got nowhere in 1 s \(env.stage_deadline_s\)"), started.stage("ref"):
+        time.sleep(20)
+    one_more = started.counter(3)
+    with started.stage("gen"):
+        for _ in range(3):  # an episode that ends is progress
+            time.sleep(0.6)
+            one_more()
+
+
+def test_nothing_swallows_a_stop(started):
+    """Ray makes a plain KeyboardInterrupt of what a signal handler raised; event loops keep exceptions."""
+    with pytest.raises(Stop, match="lost"), started.stage("gen"):
+        try:
+            started.lost = "something is lost"
+            os.kill(os.getpid(), signal.SIGALRM)
+            time.sleep(5)
+        except Exception:
+            raise AssertionError("a Stop is no Exception") from None
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None  # as ray.get does
+
+
+def test_a_clock_that_jumps_is_told_and_counted(started, monkeypatch, capsys):
+    started.log(1, {"x": 1.0})
+    wall = time.time
+    monkeypatch.setattr(time, "time", lambda: wall() - 3600)
+    started.log(2, {"x": 1.0})
+    monkeypatch.setattr(time, "time", lambda: wall() - 3601)  # corrected, not jumped
+    started.log(3, {"x": 1.0})
+    lines = [json.loads(line) for line in (started.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("training/clock_jumps") for line in lines] == [None, 1, 1]
+    assert "step 2: the machine's clock jumped by -3600 s" in capsys.readouterr().out
+
+
+def test_what_is_trained_again_is_told_once(started):
+    path = started.folder / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "n": n}) for n, step in enumerate((0, 1, 2, 2, 3))]
+    path.write_text("\n".join(lines) + '\n{"step": 4, "cut')
+    started.forget_after(2)
+    assert path.read_text().splitlines() == lines[:4]
+    assert (started.folder / "metrics.abandoned.jsonl").read_text().splitlines() == lines[4:]
+    started.forget_after(None)
+    assert path.read_text().splitlines() == lines[:4]
+
+
+def test_what_the_dead_left_is_swept_and_what_the_living_hold_stays():
+    began = time.time()
+    code = "import os, signal; from multiprocessing import shared_memory as s; b = s.SharedMemory(create=True, size=9)"
+    code += "; print(b.name, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    dead = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+    # its resource tracker outlives it for a moment, and may tidy up by itself: what it misses is ours to sweep
+    (watch.SHARED / "psm_left_by_a_test").touch()
+    mine = shared_memory.SharedMemory(create=True, size=9)
+    other = watch.SHARED / "not_of_a_run"
+    other.touch()
+    try:
+        watch.sweep(began)
+        left = {path.name for path in watch.SHARED.iterdir()}
+        assert not {dead, "psm_left_by_a_test"} & left and {mine.name, other.name} <= left
+        (watch.SHARED / "psm_older").touch()
+        watch.sweep(time.time() + 5)
+        assert (watch.SHARED / "psm_older").exists()  # from before: another run's
+    finally:
+        (watch.SHARED / "psm_older").unlink()
+        other.unlink()
+        mine.close()
+        mine.unlink()
+
+
+def test_the_watch_names_who_died_and_who_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "STOPPED_S", 0.2)
+    problems: list[str] = []
+    title = "import ctypes, sys, time; time.sleep(60)"
+    guard = watch.Watch(tmp_path, problems.append)
+    with guard:
+        child = subprocess.Popen(["VLLM::EngineCore", "-c", title], executable=sys.executable)
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / f"worker-abc-01000000-{child.pid}.err").write_text("one\ntwo\nthe cause\nthe end\n")
+        assert guard.look() == ""
+        child.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 5
+        while not (told := guard.look()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert told.startswith(f"vLLM's EngineCore (pid {child.pid}) is stopped (SIGSTOP?); the last lines of ")
+        assert told.endswith("two | the cause | the end")
+        child.kill()
+        child.wait()
+        assert guard.look().startswith(f"vLLM's EngineCore (pid {child.pid}) died; ")
+        orphan = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        temporary = Path(os.environ["TMPDIR"])
+        assert temporary.is_dir() and str(temporary) == guard.temporary
+    assert not psutil.pid_exists(orphan.pid) or orphan.poll() is not None
+    assert not temporary.exists() and os.environ.get("TMPDIR") != str(temporary)
+
+
+def test_a_server_that_runs_code_is_said_loudly(workspace):
+    config, data = load(workspace)
+    assert "SANDBOX" not in summary.summary(config, data, "train")
+    config.gym.servers.reasoning_gym.start = {"server": "code_gen"}
+    text = summary.summary(config, data, "train")
+    assert "WARNING     reasoning_gym RUNS THE MODEL'S CODE on this machine, as you, WITHOUT A SANDBOX" in text
