@@ -97,8 +97,8 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None, re
         sampling = {validate: inference.sampling_params(config, validate) for validate in (False, True)}
         members = 2 if training.asks_for(config, "index") else 1  # that a group needs
         prompts, refill = config.data.train_batch_size, config.algorithm.filter_groups
-        rounds = refill.max_num_gen_batches if refill.enable else 1  # batches of prompts that a step may take
-        rounds, again = (len(replayed), list(replayed)) if replayed else (rounds, [])
+        again = list(replayed)
+        rounds = len(again) or (refill.max_num_gen_batches if refill.enable else 1)  # batches of prompts for a step
 
         # all that the driver has to remember; batches: of prompts, so far; pass_rates: of rows, by id
         state: dict[str, Any] = {"command": "train", "step": 0, "batches": 0, "pass_rates": {}, "kl_coef": 0.0}
@@ -165,7 +165,10 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None, re
                 else:
                     new = data.sampler(data.train, prompts, state["batches"], config.data.seed, state["pass_rates"])
                     if len(new) != prompts:
-                        raise RunError(f"env.sampler picked {len(new)} tasks, data.train_batch_size={prompts} wanted")
+                        raise RunError(
+                            f"env.sampler picked {len(new)} tasks, not data.train_batch_size={prompts}; return as many "
+                            "as its argument `size`"
+                        )
                     if rounds > 1:  # what is over is cut off the end, whatever file it came from
                         random.Random(f"{config.data.seed} {state['batches']}").shuffle(new)
                     fresh = rollout(new, config.actor_rollout_ref.rollout.n, f"step_{step}", more=more > 0)
@@ -175,9 +178,6 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None, re
                 if len({e.group_id for e in kept}) == prompts:
                     break
             return tasks, episodes, kept
-
-        before = after = evaluate() if config.trainer.val_before_train else {}
-        run.log(state["step"], before | {f"timing_s/{stage}": seconds for stage, seconds in run.timing.items()})
 
         def one_step(step: int) -> None:
             """Steps 1 to 8 of the header."""
@@ -275,7 +275,10 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None, re
                     run.log(step, after | {"timing_s/testing": run.timing["testing"]} if after else {})
 
         if checkpoint is None:
-            raise RunError(f"every step up to {total} was damaged or skipped: there is nothing to save")
+            raise RunError(
+                f"every step up to {total} was damaged or skipped, so there is nothing to save; look into "
+                f"{run.folder}/rollouts and {run.folder}/damaged for why"
+            )
         if replayed:
             return run.say(f"the same update again: its weights are in {checkpoint}")
         run.export(checkpoint)
@@ -310,9 +313,9 @@ def main() -> None:
     quiet()
     try:
         if args.replay and commands != ["train"]:
-            raise ConfigError(f"--replay makes an update of `train` again, not of `{commands[0]}`")
+            raise ConfigError(f"--replay makes an update of `train` again, not of `{commands[0]}`; leave that word out")
         if len(commands) > 1:
-            raise ConfigError(f"one command at a time, not {' and '.join(commands)}")
+            raise ConfigError(f"one command at a time, not {' and '.join(commands)}; choose one")
         config, defaults = load_config(args.config, overrides)
         replay = Path(args.replay) if args.replay else None
         resume_from: Path | None = None

@@ -38,7 +38,7 @@ FIXED = {
     "actor_rollout_ref.model.lora_rank": "the adapters have other shapes",
     "actor_rollout_ref.model.target_modules": "the adapters sit elsewhere",
 }
-UNTOLD = ("trainer.resume_", "trainer.experiment_name", "trainer.default_local_dir", "ray_kwargs.")  # how it is started
+UNTOLD = re.compile(r"trainer\.(resume_|default_local_dir)|.*experiment_name$|ray_kwargs\.")  # how it is started
 
 
 def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) -> Path:
@@ -94,6 +94,8 @@ def seal(checkpoint: Path) -> None:
 
 def broken(checkpoint: Path) -> str:
     """What is wrong with a checkpoint; empty if it is whole."""
+    if not checkpoint.is_dir():
+        return "there is no such folder"
     try:
         sizes = json.loads((checkpoint / MANIFEST).read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -111,7 +113,7 @@ def step_of(checkpoint: Path) -> int:
     """The step in a checkpoint's name. Raises ConfigError for another name."""
     if match := re.fullmatch(r"(?:global_step|saving)_(\d+)", checkpoint.name):
         return int(match[1])
-    raise ConfigError(f"{checkpoint}: a checkpoint is called global_step_<N>")
+    raise ConfigError(f"{checkpoint} is not called as checkpoints are; give a folder global_step_<N>")
 
 
 def found(folder: Path) -> list[Path]:
@@ -142,7 +144,10 @@ def resume_point(config: DictConfig) -> tuple[Path | None, list[str]]:
     if mode == "resume_path":
         checkpoint = Path(config.trainer.resume_from_path or "nowhere")
         if why := broken(checkpoint):
-            raise ConfigError(f"trainer.resume_from_path={checkpoint} is not a whole checkpoint: {why}")
+            raise ConfigError(
+                f"trainer.resume_from_path={checkpoint} is not a whole checkpoint: {why}; give another, or let "
+                "trainer.resume_mode=auto find the newest"
+            )
     elif mode == "auto":
         last, lines = newest(folder)
         if last is None:
@@ -163,7 +168,7 @@ def before_replay(config: DictConfig, rollouts: Path) -> Path | None:
     run of this one step, in a folder of its own. Raises ConfigError."""
     match = re.fullmatch(r"step_(\d+)\.jsonl", rollouts.name)
     if not match or not rollouts.is_file():
-        raise ConfigError(f"--replay {rollouts}: wants a file rollouts/step_<N>.jsonl of a run")
+        raise ConfigError(f"--replay {rollouts} is no rollouts file of a run; give runs/<name>/rollouts/step_<N>.jsonl")
     step = int(match[1])
     checkpoint: Path | None = rollouts.parent.parent / "checkpoints" / f"global_step_{step - 1}"
     if config.trainer.resume_mode == "resume_path":
@@ -176,7 +181,10 @@ def before_replay(config: DictConfig, rollouts: Path) -> Path | None:
             "save every step (trainer.save_freq=1), or name other weights with trainer.resume_mode=resume_path"
         )
     if checkpoint and step_of(checkpoint) != step - 1:
-        raise ConfigError(f"--replay {rollouts} needs the weights after step {step - 1}, not {checkpoint}")
+        raise ConfigError(
+            f"--replay {rollouts} starts from the weights after step {step - 1}, not from {checkpoint}; give another "
+            "trainer.resume_from_path"
+        )
     name = config.trainer.experiment_name
     config.trainer.experiment_name = f"{name}_replay_{step}"
     config.trainer.total_training_steps = step
@@ -189,10 +197,11 @@ def before_replay(config: DictConfig, rollouts: Path) -> Path | None:
 def check(checkpoint: Path, config: DictConfig, command: str) -> list[str]:
     """What to tell of a checkpoint to go on from. Raises RunError for one of another model, command or layout, or with
     anything but tensors and plain values in it."""
-    changed = {key: pair for key, pair in changes(checkpoint, config).items() if not key.startswith(UNTOLD)}
+    changed = {key: pair for key, pair in changes(checkpoint, config).items() if not UNTOLD.match(key)}
     state = read(checkpoint / "data.pt")
     if state.get("command") != command:
-        raise RunError(f"{checkpoint} is of `{state.get('command')}`: give another trainer.experiment_name")
+        made = state.get("command")
+        raise RunError(f"{checkpoint} is of `{made}`, not of `{command}`: give another trainer.experiment_name")
     refused = [f"{key} {old} -> {new} ({FIXED[key]})" for key, (old, new) in changed.items() if key in FIXED]
     estimator = config.algorithm.adv_estimator
     critic = own.asks(estimator, "values") if own.is_own(estimator) else estimator == "gae"
@@ -226,7 +235,10 @@ def read(path: Path) -> Any:
         text = str(error).strip() or repr(error)
         found = re.search(r".*unsupported .*", text, re.IGNORECASE)
         line = found[0].strip() if found else text.splitlines()[0]
-        raise RunError(f"{path} is not loaded, as it is not tensors and plain values alone: {line}") from None
+        raise RunError(
+            f"{path} is not loaded, as it is not tensors and plain values alone: {line}; go on from another checkpoint "
+            "(trainer.resume_mode=resume_path)"
+        ) from None
 
 
 def check_shapes(path: Path, tensors: dict[str, Any], model: Path) -> None:
@@ -238,7 +250,7 @@ def check_shapes(path: Path, tensors: dict[str, Any], model: Path) -> None:
     from safetensors import safe_open
 
     theirs = {re.sub(r"base_model\.model\.|base_layer\.", "", name): t for name, t in tensors.items()}
-    common = 0
+    common, way_out = 0, "set actor_rollout_ref.model.path to its own, or give another trainer.experiment_name"
     for file in sorted(model.glob("*.safetensors")):
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118  (no mapping)
@@ -247,9 +259,11 @@ def check_shapes(path: Path, tensors: dict[str, Any], model: Path) -> None:
                 common += 1
                 wanted, has = tuple(weights.get_slice(name).get_shape()), tuple(theirs[name].shape)
                 if wanted != has:
-                    raise RunError(f"{path} is of another model: its {name} is {has}, that of {model} is {wanted}")
+                    raise RunError(
+                        f"{path} is of another model: its {name} is {has}, that of {model} is {wanted}; {way_out}"
+                    )
     if list(model.glob("*.safetensors")) and not common:
-        raise RunError(f"{path} is of another model: no tensor in it is called as one of {model}")
+        raise RunError(f"{path} is of another model: no tensor in it is called as one of {model}; {way_out}")
 
 
 def changes(checkpoint: Path, config: DictConfig) -> dict[str, tuple[Any, Any]]:

@@ -54,41 +54,50 @@ def check_algorithm(config: DictConfig) -> None:
     for key, names in known.items():
         name = OmegaConf.select(config, key)
         if not isinstance(name, str):
-            raise ConfigError(f"{key}={name}: a name of verl's, or path.py:function, without settings")
+            raise ConfigError(f"{key}={name}: wants a name of verl's, or path.py:function, without settings")
         if name not in names and not own.is_own(name) and not config.actor_rollout_ref.model.external_lib:
             close = ["gae"] if name == "ppo" else difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {close[0]}?" if close else "; one of your own is path.py:function"
             raise ConfigError(f"{key}={name}: verl has {', '.join(names)}{hint}")
     for key, allowed in VALUES.items():
         if (value := OmegaConf.select(config, key)) not in allowed:
-            raise ConfigError(f"{key}={value}: one of {', '.join(map(str, allowed))}")
+            options = ["null" if option is None else option for option in allowed]
+            raise ConfigError(f"{key}={value}: wants one of {', '.join(options)}")
     loss_mode, correction = actor.policy_loss.loss_mode, settings.rollout_correction
     if correction.bypass_mode and loss_mode not in ("vanilla", "bypass_mode"):
         raise ConfigError(
-            f"algorithm.rollout_correction.bypass_mode has a loss of its own, so not loss_mode={loss_mode}"
+            f"algorithm.rollout_correction.bypass_mode has a loss of its own, so leave out loss_mode={loss_mode}"
         )
     if loss_mode == "bypass_mode" and not correction.bypass_mode:
-        raise ConfigError("policy_loss.loss_mode=bypass_mode is set by algorithm.rollout_correction.bypass_mode=true")
+        raise ConfigError(
+            "policy_loss.loss_mode=bypass_mode is set by algorithm.rollout_correction.bypass_mode=true; set that alone"
+        )
     if loss_mode == "dro" and not actor.policy_loss.dro_beta:
         raise ConfigError("policy_loss.loss_mode=dro needs actor_rollout_ref.actor.policy_loss.dro_beta")
     if settings.adv_estimator == "gdpo" and not settings.get("gdpo_reward_keys"):
         raise ConfigError("algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, the rewards by name")
     weights, keys = settings.get("gdpo_reward_weights"), settings.get("gdpo_reward_keys")
     if weights and len(weights) != len(keys or []):
-        raise ConfigError("algorithm.gdpo_reward_weights and algorithm.gdpo_reward_keys differ in length")
+        raise ConfigError(
+            f"algorithm.gdpo_reward_weights are {len(weights)}, algorithm.gdpo_reward_keys {len(keys or [])}; give one "
+            "weight for each key"
+        )
     n, refill = config.actor_rollout_ref.rollout.n, settings.filter_groups
     if refill.enable and refill.max_num_gen_batches < 1:
         raise ConfigError("algorithm.filter_groups.enable needs max_num_gen_batches, the most batches for one step")
     if n < 2 and (refill.enable or "drop_uniform" in str(config.env.filters)):
-        raise ConfigError(f"actor_rollout_ref.rollout.n={n}: drop_uniform would drop every group of one")
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.n={n}: drop_uniform would drop every group of one; raise it, or leave that out"
+        )
     for option in str(correction.rollout_rs or "token_k1").split(","):
         if option.strip() not in REJECTIONS:
-            raise ConfigError(f"algorithm.rollout_correction.rollout_rs={option}: one of {', '.join(REJECTIONS)}")
+            raise ConfigError(f"algorithm.rollout_correction.rollout_rs={option}: wants one of {', '.join(REJECTIONS)}")
     if correction.rollout_rs and correction.rollout_rs_threshold is None:
-        raise ConfigError("algorithm.rollout_correction.rollout_rs needs rollout_rs_threshold")
+        raise ConfigError("algorithm.rollout_correction.rollout_rs needs rollout_rs_threshold beside it")
     if correction.bypass_mode and settings.adv_estimator.endswith("optimal_token_baseline"):
         raise ConfigError(
-            f"{settings.adv_estimator} needs the pass over the batch that rollout_correction.bypass_mode skips"
+            f"algorithm.adv_estimator={settings.adv_estimator} needs the pass over the batch that "
+            "algorithm.rollout_correction.bypass_mode skips; leave that out"
         )
     model, load_format = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.load_format
     if model.lora_rank and not model.lora.merge and load_format == "dummy" and config.trainer.device == "cpu":
@@ -112,13 +121,18 @@ def check_reward_model(config: DictConfig, tokenizer: Any) -> None:
     try:
         theirs = AutoTokenizer.from_pretrained(settings.model_path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}: no model folder, and no model of the hub: {str(error).splitlines()[0]}") from None
+        why = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{key}: no model folder, and no model of the hub ({why}); give one of the two") from None
     head = AutoConfig.from_pretrained(settings.model_path)
     kinds = ("ForTokenClassification", "ForSequenceClassification")
     if not (head.architectures or [""])[0].endswith(kinds) or head.num_labels != 1:
-        raise ConfigError(f"{key}: {head.architectures} has no scalar head (token or sequence classifier, one label)")
+        raise ConfigError(
+            f"{key}: {head.architectures} has no scalar head; give a token or sequence classifier with one label"
+        )
     if theirs.get_vocab() != tokenizer.get_vocab():
-        raise ConfigError(f"{key} has another vocabulary than the policy, whose token ids it would score")
+        raise ConfigError(
+            f"{key} has another vocabulary than the policy, whose ids it would score; give one with its tokenizer"
+        )
 
 
 def check_sizes(config: DictConfig, command: str) -> None:
@@ -129,16 +143,21 @@ def check_sizes(config: DictConfig, command: str) -> None:
     infer = rollout.tensor_model_parallel_size * rollout.data_parallel_size
     if world % infer:
         raise ConfigError(
-            f"{world} GPUs do not divide by rollout.tensor_model_parallel_size * data_parallel_size = {infer}"
+            f"{world} GPUs do not divide by actor_rollout_ref.rollout.tensor_model_parallel_size * data_parallel_size "
+            f"= {infer}; lower these, or raise trainer.n_gpus_per_node"
         )
     if command not in ("train", "sft"):
         return
     if prompts % mini:
         raise ConfigError(
-            f"data.train_batch_size={prompts} does not divide by actor_rollout_ref.actor.ppo_mini_batch_size={mini}"
+            f"data.train_batch_size={prompts} does not divide by actor_rollout_ref.actor.ppo_mini_batch_size={mini}; "
+            "change one of them"
         )
     if mini * n % world:
-        raise ConfigError(f"ppo_mini_batch_size * rollout.n = {mini} * {n} episodes do not divide among {world} GPUs")
+        raise ConfigError(
+            f"actor_rollout_ref.actor.ppo_mini_batch_size * rollout.n = {mini} * {n} episodes do not divide among "
+            f"{world} GPUs; change one of these"
+        )
     if command == "sft":
         return
     estimator = str(config.algorithm.adv_estimator)
@@ -146,7 +165,7 @@ def check_sizes(config: DictConfig, command: str) -> None:
         own.asks(estimator, "index") if own.is_own(estimator) else estimator in ESTIMATORS and estimator not in ALONE
     )
     if n < 2 and compares:
-        raise ConfigError(f"actor_rollout_ref.rollout.n={n}: a group needs at least two answers to compare")
+        raise ConfigError(f"actor_rollout_ref.rollout.n={n}: a group needs at least two answers to compare; raise it")
 
 
 def check_tool_format(name: str) -> None:

@@ -97,7 +97,7 @@ def load_config(files: Sequence[str], overrides: Sequence[str]) -> tuple[DictCon
     overlays = [("configs/base.yaml", base)] + [(file, read_yaml(file)) for file in files]
     for text in overrides:
         if "=" not in text:
-            raise ConfigError(f"{text!r} is not key=value, nor train, rollout, evaluate or sft")
+            raise ConfigError(f"{text!r} is not key=value, nor one of train, rollout, evaluate, sft")
         overlays.append((text, OmegaConf.from_dotlist([text.lstrip("+")])))
     config = defaults
     for _, overlay in overlays:
@@ -115,14 +115,15 @@ def load_config(files: Sequence[str], overrides: Sequence[str]) -> tuple[DictCon
                 if f"{leaf}.".startswith(f"{key}.")
             ]
             close = [leaf for leaf in short if leaf in known] or difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            look = f"; see configs/base.yaml, and {verl}/trainer/config for verl's"
+            hint = f"; did you mean {close[0]}?" if close else look
             raise ConfigError(f"{source}: unknown key {key}{hint}")
     usual = leaves(cast(DictConfig, OmegaConf.merge(defaults, base)))
     for key, (value, _) in changed(config, defaults).items():
-        instead = [f"; set {ours}" for theirs, ours in INSTEAD.items() if f"{key}.".startswith(f"{theirs}.")]
+        instead = [ours for theirs, ours in INSTEAD.items() if f"{key}.".startswith(f"{theirs}.")]
         if instead or not any(f"{key}.".startswith(f"{name}.") for name in READ):
             why = "this loop does not read it, so setting it would do nothing"
-            raise ConfigError(f"{key} is verl's, but {why}{''.join(instead)}")
+            raise ConfigError(f"{key} is verl's, but {why}; {f'set {instead[0]}' if instead else 'leave it out'}")
         number = isinstance(usual.get(key), (int, float)) and not key.endswith("rollout_is_threshold")  # or "0.8_1.5"
         if number and isinstance(value, str) and not value.startswith("${"):
             raise ConfigError(f"{key}={value}: wants a value like {usual[key]}")
@@ -134,11 +135,13 @@ def read_yaml(file: str) -> DictConfig:
     try:
         loaded = OmegaConf.load(file)
     except FileNotFoundError:
-        raise ConfigError(f"--config {file}: no such file") from None
+        raise ConfigError(f"--config {file}: no such file; see configs/ for the kit's") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"--config {file}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(
+            f"--config {file}: not valid YAML; look where it says: {' '.join(str(error).split())}"
+        ) from None
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"--config {file}: a recipe is a YAML mapping")
+        raise ConfigError(f"--config {file}: a recipe is a YAML mapping; write it as key: value")
     return loaded
 
 
@@ -257,7 +260,9 @@ def prepare(config: DictConfig, command: str = "train") -> Data:
             f"{files} is not set: name a task, like --config configs/math_cpu.yaml, before other overlays"
         )
     if not config.gym.servers and not config.gym.head and command != "sft":
-        raise ConfigError("gym.servers is not set")
+        raise ConfigError(
+            "gym.servers is not set; name the servers of the rows (as in configs/math.yaml), or set gym.head"
+        )
     check_algorithm(config)
     check_sizes(config, command)
     functions = own.functions(config)
@@ -285,10 +290,14 @@ def prepare(config: DictConfig, command: str = "train") -> Data:
     if command == "train" and len(train_tasks) < config.data.train_batch_size:
         size = config.data.train_batch_size
         raise ConfigError(
-            f"env.train_files hold {len(train_tasks)} usable rows, fewer than data.train_batch_size={size}"
+            f"env.train_files hold {len(train_tasks)} usable rows, fewer than data.train_batch_size={size}; add some, "
+            f"or lower it; dropped: {', '.join(dropped[:3]) or 'none'}"
         )
     if not tasks:
-        raise ConfigError(f"{files} hold no usable row; the first dropped: {', '.join([*dropped, *val_dropped][:1])}")
+        raise ConfigError(
+            f"{files} hold no usable row; add some, or raise data.max_prompt_length={limit}; dropped: "
+            f"{', '.join([*dropped, *val_dropped][:3]) or 'none'}"
+        )
     if any(task.tools for task in tasks):
         check_tool_format(rollout.multi_turn.format)
 
@@ -335,19 +344,26 @@ def load_model_files(config: DictConfig) -> tuple[Any, Any, set[int]]:
         if model.external_lib:
             importlib.import_module(model.external_lib)  # a module of one's own; the workers import it by themselves
     except ImportError as error:
-        raise ConfigError(f"actor_rollout_ref.model.external_lib={model.external_lib}: {error}") from None
+        raise ConfigError(
+            f"actor_rollout_ref.model.external_lib={model.external_lib} cannot be imported: {error}; install it, or "
+            "add its folder to PYTHONPATH"
+        ) from None
 
     if (path := Path(model.path).expanduser()).is_dir():
         model.path = str(path.resolve())
     elif model.path.startswith((".", "/", "~")) or ("/" in model.path and path.parent.is_dir()) or len(path.parts) > 2:
-        raise ConfigError(f"actor_rollout_ref.model.path={model.path}: no such folder")
+        raise ConfigError(
+            f"actor_rollout_ref.model.path={model.path}: no such folder; give one that is there, or a name of the hub "
+            "(`make model` fetches the demo's)"
+        )
     try:
         hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         why = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"actor_rollout_ref.model.path={model.path}: no model folder, and no model of the hub: {why}"
+            f"actor_rollout_ref.model.path={model.path}: no model folder, and no model of the hub ({why}); give one of "
+            "the two"
         ) from None
     try:
         generation = GenerationConfig.from_pretrained(model.path)

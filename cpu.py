@@ -90,7 +90,9 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, po
     position_ids [1, T] is 0. Returns ([1, T, H, D], None).
     """
     if query.shape[0] != 1:
-        raise ValueError("attn_implementation=cpu_packed takes packed batches: set model.use_remove_padding=true")
+        raise ValueError(
+            "attn_implementation=cpu_packed takes packed batches: set actor_rollout_ref.model.use_remove_padding=true"
+        )
     starts = (position_ids[0] == 0).nonzero().flatten().tolist()
     lengths = [end - start for start, end in zip(starts, [*starts[1:], query.shape[2]], strict=True)]
     sequences = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)

@@ -81,7 +81,9 @@ async def serve(policy: Policy, host: str, port: int, api_key: str) -> AsyncIter
 
     async def chat(request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != f"Bearer {api_key}":
-            return web.json_response({"error": {"message": "wrong or missing API key"}}, status=401)
+            return web.json_response(
+                {"error": {"message": "wrong or missing API key; give the run's POLICY_API_KEY"}}, status=401
+            )
         status, answer = await complete(await request.json(), policy)
         return web.json_response(answer, status=status)
 

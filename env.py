@@ -78,13 +78,13 @@ def raw_rows(path: str | Path) -> Iterator[tuple[str, str]]:
     """Yield (`file:line`, JSON text), so that one bad row need not end the reading. Raises DataError."""
     path = Path(path)
     if not path.is_file():
-        raise DataError(f"{path}: no such file")
+        raise DataError(f"{path}: no such file; give one that is there (`make data` writes the demo's)")
     try:
         for number, text in enumerate(_texts_of(path), 1):
             if text is None or text.strip():  # null is no blank line, and no row either
                 yield f"{path}:{number}", text
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from None
+        raise DataError(f"{path}: cannot be read ({error}); it must be JSONL (UTF-8), .gz or parquet") from None
 
 
 def _texts_of(path: Path) -> Iterator[str]:
@@ -97,7 +97,7 @@ def _texts_of(path: Path) -> Iterator[str]:
     with parquet.ParquetFile(path) as file:  # rows as JSON in one column: Arrow has no schema for rows that differ
         strings = [f.name for f in file.schema_arrow if types.is_string(f.type) or types.is_large_string(f.type)]
         if "row" not in strings and len(strings) != 1:
-            raise ValueError(f"no string column `row`, nor just one of strings, in {file.schema_arrow.names}")
+            raise ValueError(f"it needs a string column `row`, or just one of strings, not {file.schema_arrow.names}")
         for some in file.iter_batches(columns=["row" if "row" in strings else strings[0]]):
             yield from some.column(0).to_pylist()
 
@@ -107,18 +107,16 @@ def parse_row(text: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(text, parse_constant=_not_json)
     except (ValueError, TypeError) as error:
-        raise DataError(f"{where}: not JSON ({error})") from None
+        raise DataError(f"{where}: not JSON ({error}); a line must be one JSON object") from None
     if not isinstance(row, dict):
-        raise DataError(f"{where}: a row is a JSON object, this is a {type(row).__name__}")
+        raise DataError(f"{where}: a row must be a JSON object, this is a {type(row).__name__}")
     if not isinstance(row.get("responses_create_params"), dict):
-        raise DataError(
-            f"{where}: no responses_create_params, so this is not a Gym row (conversations are for the sft command)"
-        )
+        raise DataError(f"{where}: no responses_create_params, so this is not a Gym row; add them (chats go to `sft`)")
     return row
 
 
 def _not_json(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON, and no server would take it back")
+    raise ValueError(f"{constant} is not JSON, and no server takes it back; write null")
 
 
 # --- rendering, as NeMo Gym's own converter does it for its model servers ------------------------
@@ -136,10 +134,10 @@ def render(row: dict[str, Any], where: str) -> tuple[list[dict[str, Any]], list[
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     if not (isinstance(items, list) and isinstance(instructions, str) and isinstance(metadata, dict)):
-        raise DataError(f"{where}: input is text or a list, instructions are text, metadata is an object")
+        raise DataError(f"{where}: input must be text or a list, instructions text, metadata an object")
     for key in metadata:
         if key.startswith("audio") and metadata[key]:  # Gym hands sound to its model servers in metadata
-            raise Refused(f"{where}: metadata.{key}: the kit trains text models only")
+            raise Refused(f"{where}: metadata.{key}: the kit trains text models only; leave such rows out")
     messages = render_items(items, where)
     if instructions:
         leading = [instructions]
@@ -159,10 +157,10 @@ def render_items(items: Sequence[Any], where: str) -> list[dict[str, Any]]:
     functions: dict[str, dict[str, str]] = {}  # call_id -> the function called
     for item in items:
         if not isinstance(item, dict):
-            raise DataError(f"{where}: an input item is a JSON object, this is a {type(item).__name__}")
+            raise DataError(f"{where}: an input item must be a JSON object, this is a {type(item).__name__}")
         role, kind = item.get("role"), str(item.get("type") or "message")
         if kind not in held:
-            raise Refused(f"{where}: input item {kind}: the kit knows messages, reasoning and function calls")
+            raise Refused(f"{where}: input item {kind}: the kit takes messages, reasoning and function calls")
         texts = _texts(item.get(held[kind]), where)
         if kind == "function_call_output":
             call_id = _string(item, "call_id", where)
@@ -171,7 +169,7 @@ def render_items(items: Sequence[Any], where: str) -> list[dict[str, Any]]:
         elif kind == "message" and role in ("user", "system", "developer"):  # no template knows OpenAI's developer
             messages.append({"role": "user" if role == "user" else "system", "content": "".join(texts)})
         elif kind == "message" and role != "assistant":
-            raise DataError(f"{where}: a message of role {role!r}")
+            raise DataError(f"{where}: a message of role {role!r}; use user, system, developer or assistant")
         else:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
@@ -189,11 +187,11 @@ def render_items(items: Sequence[Any], where: str) -> list[dict[str, Any]]:
 def render_tools(tools: Any, where: str) -> list[dict[str, Any]]:
     """Responses tools, or chat ones -> chat tools, without `strict`. Raises Refused or DataError."""
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"{where}: tools are a list of JSON objects")
+        raise DataError(f"{where}: tools must be a list of JSON objects")
     rendered = []
     for tool in tools:
         if tool.get("type") != "function":
-            raise Refused(f"{where}: tool of type {tool.get('type')!r}: the kit offers functions only")
+            raise Refused(f"{where}: tool of type {tool.get('type')!r}: the kit takes functions only")
         function = tool["function"] if isinstance(tool.get("function"), dict) else tool
         _string(function, "name", where)
         kept = {key: function[key] for key in ("name", "description", "parameters") if function.get(key) is not None}
@@ -206,16 +204,16 @@ def _texts(content: Any, where: str) -> list[str]:
     if content is None or isinstance(content, str):
         return [content or ""]
     if not isinstance(content, list) or not all(isinstance(part, dict) and part.get("type") for part in content):
-        raise DataError(f"{where}: content is neither text nor a list of parts with a type")
+        raise DataError(f"{where}: content must be text, or a list of parts with a type")
     others = {str(part["type"]) for part in content} - {"input_text", "output_text", "text", "summary_text"}
     if others:
-        raise Refused(f"{where}: {', '.join(sorted(others))}: the kit trains text models only")
+        raise Refused(f"{where}: {', '.join(sorted(others))}: the kit trains text models only; leave such rows out")
     return [_string(part, "text", where) for part in content]
 
 
 def _string(item: Mapping[str, Any], key: str, where: str) -> str:
     if not isinstance(item.get(key), str):
-        raise DataError(f"{where}: `{key}` of a {item.get('type', 'function')} is not text: {item.get(key)!r}")
+        raise DataError(f"{where}: `{key}` of a {item.get('type', 'function')} must be text: {item.get(key)!r}")
     return str(item[key])
 
 
@@ -231,15 +229,16 @@ def _arguments(text: str) -> Any:
 def encode(messages: Sequence[Any], tools: Sequence[Any], tokenizer: Any, where: str = "") -> list[int]:
     """Chat messages and tools -> [P] token ids. Raises DataError when the chat template refuses or hides them."""
     at = f"{where}: the chat template" if where else "the chat template"
+    way_out = "set actor_rollout_ref.model.custom_chat_template"
     options = {"add_generation_prompt": True, "return_dict": True}
     try:
         ids = list(tokenizer.apply_chat_template(messages, tools=tools or None, **options)["input_ids"])
         # [] for none: a template made for tools may loop over them unasked
         if tools and ids == list(tokenizer.apply_chat_template(messages, tools=[], **options)["input_ids"]):
-            raise DataError(f"{at} does not show tools to the model; set actor_rollout_ref.model.custom_chat_template")
+            raise DataError(f"{at} does not show tools to the model; {way_out}")
         return ids
     except (TemplateError, TypeError) as error:  # TypeError: a template that adds a dict to text
-        raise DataError(f"{at} does not take these messages: {error}") from error
+        raise DataError(f"{at} does not take these messages: {error}; change them, or {way_out}") from error
 
 
 # --- a run's files -> tasks -> batches -----------------------------------------------------------
@@ -255,7 +254,8 @@ def server_of(row: dict[str, Any], servers: Mapping[str, str] | Sequence[str], w
     if str(agent) in aliases or begun:
         return aliases.get(str(agent)) or max(begun, key=len)
     wanted = f"{'server' if name else 'agent_ref'} {agent!r}"
-    raise DataError(f"{where}: {wanted} matches none of gym.servers ({', '.join(known) or 'empty'})")
+    wanted += f" matches none of gym.servers ({', '.join(known) or 'empty'})"
+    raise DataError(f"{where}: {wanted}; name it there, give the file a server, or leave such rows out by env.servers")
 
 
 def load_tasks(
@@ -273,7 +273,7 @@ def load_tasks(
         path, weight, name, left_out = given.get("path"), given.get("weight"), given.get("server") or "", 0
         known = path and given.keys() <= {"path", "weight", "server"}
         if not known or not (weight is None or (isinstance(weight, int | float) and 0 < weight < float("inf"))):
-            raise DataError(f"{given}: a file is a path, or {{path, weight: more than 0, server}}, and no other key")
+            raise DataError(f"{given}: a file must be a path or {{path, weight: more than 0, server}}, no other key")
         for where, row in read_rows(str(path)):
             try:
                 server = server_of(row, servers, where, name)
@@ -306,7 +306,7 @@ def batch(tasks: Sequence[T], size: int, step: int, seed: int, shuffle: bool = T
     [['a1', 'a2', 'a1', 'b1'], ['a2', 'a1', 'a2', 'b2']]
     """
     if not tasks:
-        raise DataError("no rows to take a batch from")
+        raise DataError("no rows to take a batch from; give env.train_files that hold some")
     streams = [(list(tasks), size)]
     if any(task.weight for task in tasks):
         streams = [([t for t in tasks if t.file == file], quota) for file, quota in quotas(tasks, size).items()]
@@ -328,8 +328,8 @@ def quotas(tasks: Sequence[Weighted], size: int) -> dict[str, int]:
         counts[file] += 1
     for file, weight in weights.items():
         if counts[file] == 0:
-            more = "" if weight else "; beside files with a weight, none counts as 0"
-            raise DataError(f"{file}: weight={weight:g} comes to no row in a batch of {size}{more}")
+            more = "raise it" if weight else "beside files with a weight none counts as 0: give it one"
+            raise DataError(f"{file}: weight={weight:g} comes to no row in a batch of {size}; {more}")
     return counts
 
 
@@ -352,7 +352,9 @@ def arithmetic(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
     pairs = [(a, b) for a in range(args.low, args.high + 1) for b in range(a, args.high + 1)]
     rng.shuffle(pairs)
     if args.validation >= len(pairs):
-        raise DataError(f"{len(pairs)} different pairs from {args.low} to {args.high}, {args.validation} held out")
+        raise DataError(
+            f"{len(pairs)} different pairs, {args.validation} held out; lower --validation, or raise --high"
+        )
 
     def row(a: int, b: int) -> dict[str, Any]:
         question, answer = f"Complete the equation: {a} + {b} =", f"{a} + {b} = {a + b}"
@@ -381,7 +383,7 @@ def gsm8k(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
         if args.source:
             path = Path(args.source) / f"{split}.jsonl"
             if not path.is_file():
-                raise DataError(f"{path}: no such file; --source is the folder of GSM8K's train.jsonl and test.jsonl")
+                raise DataError(f"{path}: no such file; give --source the folder of GSM8K's train.jsonl and test.jsonl")
             yield from (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
         else:
             import datasets
@@ -431,12 +433,12 @@ def examples(server: str, python: str) -> Iterator[dict[str, Any]]:
     try:
         found = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise DataError(f"--python {python} is no interpreter that has nemo_gym: {error}") from None
+        raise DataError(f"--python {python} is no interpreter with nemo_gym: {error}; `make gym` makes one") from None
     folder = Path(found.strip()) / server / "data"
     files = [file for file in sorted(folder.glob("*example*.jsonl")) if "rollouts" not in file.name]
     if not files:
         have = sorted({file.parts[-3] for file in folder.parent.parent.glob("*/data/example*.jsonl")})
-        raise DataError(f"{folder}: no example*.jsonl; servers that have examples: {', '.join(have)}")
+        raise DataError(f"{folder}: no example*.jsonl; choose --server of {', '.join(have)}")
     agent = {"agent_ref": {"type": "responses_api_agents", "name": f"{server}_simple_agent"}}
     seen: list[dict[str, Any]] = []
     for file in files:  # some rows ship twice, in two files

@@ -130,11 +130,13 @@ def load_replay(path: Path, tasks: Sequence[Task]) -> list[list[Episode]]:
             episode = from_record(record, rows[record["row_id"]])
             batches.setdefault(episode.group_id.rpartition("/")[0], []).append(episode)
     except FileNotFoundError:
-        raise ConfigError(f"--replay {path}: no such file") from None
+        raise ConfigError(f"--replay {path}: no such file; give one of runs/<name>/rollouts") from None
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"--replay {path}:{number}: no episode of rollouts/step_<N>.jsonl ({error!r})") from None
+        raise ConfigError(
+            f"--replay {path}:{number}: no episode of rollouts/step_<N>.jsonl ({error!r}); give it as it was written"
+        ) from None
     if not batches:
-        raise ConfigError(f"--replay {path}: holds no episode")
+        raise ConfigError(f"--replay {path}: holds no episode; give the file of another step")
     return list(batches.values())

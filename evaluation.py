@@ -110,7 +110,7 @@ def check_failures(episodes: Sequence[Episode], max_failed_frac: float) -> None:
         reasons = ", ".join(f"{count} {status}" for status, count in Counter(e.status for e in failed).most_common())
         raise RunError(
             f"{len(failed)} of {len(episodes)} episodes failed ({reasons}), over gym.max_failed_frac="
-            f"{max_failed_frac:g}; the first: {failed[0].row_id}: {failed[0].error}"
+            f"{max_failed_frac:g}; see failures.jsonl of the run; the first: {failed[0].row_id}: {failed[0].error}"
         )
 
 

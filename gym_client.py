@@ -29,9 +29,9 @@ is one short word that ends up in the metrics as `rollout/failed/<reason>` and n
                   which may be the policy's own text, other 4xx are for good
     bad_answer    200, but not a JSON object with a finite numeric reward
     too_large     an answer of more than MAX_ANSWER_BYTES, which is not read to its end
-    masked        200, but the verifier disowns it (`mask_sample`, `failure_kind`, `_ng_failure_class`: no judge)
+    masked        200, but the reward is disowned (`mask_sample`, `failure_kind`, `_ng_failure_class`: no judge, say)
     session_lost  the server answered out of another session than the one it had opened, or was away since
-    server_down   `ServerDown`: this one should end the run, as all others end an episode
+    server_down   `ServerDownError`: this one should end the run, as all others end an episode
 
 What is repeated. Gym's sessions live in the server's memory behind a signed cookie, so a shared cookie jar would
 merge episodes, and a session cannot be taken up again after a failure. A call is therefore repeated (connect,
@@ -40,12 +40,12 @@ new cookies, /seed_session, /verify. Once a tool was called or a step made there
 first failure is the episode's. A tool's own refusal (4xx but 408 and 429, and 500) is no failure: its text goes to
 the model, as Gym's agents do it.
 
-A server that goes away. connect, timeout, 502, 503 and 504 are no answers; every other status is one. A call
-without an answer begins an outage of its server, from when the call began; the next answer to anybody ends it.
-While it lasts, what may be repeated is repeated beyond `attempts`, at most 5 s apart: a server that is back within
-`outage_budget_s` costs time, not episodes. Past that every call without an answer raises `ServerDown`; only after a
-timeout is the server first asked for /openapi.json, as one slow verifier is no outage. An outage in which nobody
-asked for QUIET_S may be over: the next failure begins another.
+A server that goes away. connect, timeout, 502, 503 and 504 are no answers; every other status is one. The first call
+without an answer begins an outage of its server (a timeout: as of the call's begin), the next answer to anybody ends
+it. While it lasts, what may be repeated is repeated beyond `attempts`, at most 5 s apart: a server that is back
+within `outage_budget_s` costs time, not episodes. Past that every call without an answer raises `ServerDownError`; only
+after a timeout is the server first asked for /openapi.json, as one slow verifier is no outage. An outage in which
+nobody asked for QUIET_S may be over: the next failure begins another.
 
 A session dies with its server. Where a tool call, a step, or a verify after tool calls fails by that, the GymError
 is `lost`: the episode is over, but a new one of the same row may succeed. A server that is back may take the old
@@ -88,7 +88,7 @@ class GymError(Exception):
         self.reason, self.retry, self.lost = reason, retry, lost
 
 
-class ServerDown(GymError):  # noqa: N818
+class ServerDownError(GymError):
     """A server that gave no answer for longer than the outage budget: the run should end, not one episode."""
 
 
@@ -369,12 +369,12 @@ class _Caller:
         return answer.status, text
 
     async def _silence(self, error: GymError, began: float) -> GymError:
-        """A call failed since whose begin nobody was answered: `error`, or past the outage budget ServerDown."""
-        watch, gym = self.watch, self.gym
-        if watch.answered > watch.since or began > watch.failed + QUIET_S:  # not the outage that is known
-            watch.since, watch.calls = began, 0
-        watch.failed, watch.calls = time.monotonic(), watch.calls + 1
-        silent_s = watch.failed - watch.since
+        """A call failed since whose begin nobody was answered: `error`, or past the outage budget ServerDownError."""
+        watch, gym, now = self.watch, self.gym, time.monotonic()
+        begin = began if error.reason == "timeout" else now  # of the silence: until it broke, a call was in work
+        if watch.answered > watch.since or begin > watch.failed + QUIET_S:  # not the outage that is known
+            watch.since, watch.calls = begin, 0
+        watch.failed, watch.calls, silent_s = now, watch.calls + 1, now - watch.since
         if error.reason == "timeout" and silent_s > gym.outage_budget_s:
             with contextlib.suppress(aiohttp.ClientError, OSError):
                 async with asyncio.timeout(gym.timeout_s), gym._http.get(f"{self.url}/openapi.json") as answer:
@@ -384,7 +384,7 @@ class _Caller:
             return error
         said = f"gym server {self.server} ({self.url}) gave no answer for {silent_s:.0f} s, while {watch.calls} calls"
         todo = f"see its log, start it again and resume the run; it had {gym.outage_budget_s:g} s (gym.outage_budget_s)"
-        return ServerDown("server_down", f"{said} failed, the last with {error}; {todo}")
+        return ServerDownError("server_down", f"{said} failed, the last with {error}; {todo}")
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:

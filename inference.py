@@ -40,7 +40,7 @@ import gym_client
 from config import RunError
 from env import Task
 from episodes import Episode
-from gym_client import Gym, GymError, ServerDown, Session
+from gym_client import Gym, GymError, ServerDownError, Session
 from training import WorkerGroup
 
 IN_FLIGHT = 2048  # episodes at once; more wait, without a session
@@ -171,7 +171,7 @@ async def sample(
     if policy.version is not None and version != policy.version:
         raise RunError(
             f"a vLLM server samples from the weights of step {version}, the trainer's are of step {policy.version}: "
-            "the sync did not reach it; see its log"
+            "the sync did not reach it; see logs/ray of the run, then the same command goes on from the last checkpoint"
         )
     ids = list(output.token_ids)
     if output.stop_reason == "aborted" or not ids:
@@ -239,7 +239,11 @@ def observed_ids(messages: list[dict[str, Any]], tokenizer: Any, stop_ids: set[i
     else:
         new = whole[len(ended) :] if whole.startswith(ended) else ""
     if not new:
-        raise GymError("template", "the chat template does not continue a conversation where its last answer ended")
+        raise GymError(
+            "template",
+            "the chat template does not continue a conversation where its last answer ended; set "
+            "actor_rollout_ref.model.custom_chat_template",
+        )
     return list(tokenizer.encode(new, add_special_tokens=False))
 
 
@@ -263,7 +267,9 @@ async def play(episode: Episode, task: Task, session: Session, policy: Policy, r
             raise GymError("no_prompt", f"{task.row_id}: its input is empty, and {task.server} says nothing either")
         episode.prompt_ids = env.encode(messages, task.tools, policy.tokenizer, task.row_id)
         if len(episode.prompt_ids) > policy.max_prompt_length:
-            raise GymError("prompt_too_long", f"{task.row_id}: {len(episode.prompt_ids)} tokens with the observation")
+            tokens = f"{len(episode.prompt_ids)} tokens with the observation"
+            over = f"over data.max_prompt_length={policy.max_prompt_length}"
+            raise GymError("prompt_too_long", f"{task.row_id}: {tokens}, {over}")
 
     while not episode.ended:
         begin = time.perf_counter()
@@ -351,7 +357,9 @@ def replay(episode: Episode, response: dict[str, Any], policy: Policy) -> None:
         _append(episode, ids, log_probs)
         seen = prompt + ids
     if not seen:
-        raise GymError("no_tokens", "the agent's answer carries no token ids: is its model server the kit's?")
+        raise GymError(
+            "no_tokens", f"the agent of {episode.server} answers without token ids: is its model server the kit's?"
+        )
     if response.get("incomplete_details") or seen[-1] not in policy.stop_ids:
         episode.ended = "length"
     else:  # an agent that is out of turns comes back with the answer to a call
@@ -411,7 +419,7 @@ async def rollout(
                 async with gym.session(task.server, task.row) as session:
                     await play(episode, task, session, policy, request_id)
             check_ids(episode)
-        except ServerDown:
+        except ServerDownError:
             raise
         except GymError as error:
             episode.status, episode.error, episode.reward = error.reason, str(error), None
@@ -459,7 +467,8 @@ async def rollout_with_baselines(
     agents = [server for server in {task.server for task, _ in requests} if await gym.kind(server) == "agent"]
     if agents:
         raise GymError(
-            "no_greedy", f"adv_estimator=remax wants greedy answers, which the agent {agents[0]} cannot give"
+            "no_greedy",
+            f"algorithm.adv_estimator wants greedy answers, which the agent of {agents[0]} cannot give; choose another",
         )
     once = [(task, group_id) for group_id, task in {group_id: task for task, group_id in requests}.items()]
     greedy = dataclasses.replace(policy, sampling={**policy.sampling, "temperature": 0.0})

@@ -76,11 +76,15 @@ def _file_of(name: str, key: str) -> ModuleType:
     file = name.rpartition(":")[0]
     found = [p for p in (Path(file), Path(__file__).parent / file) if p.is_file()]
     if not found:
-        raise OwnError(f"{key}={name}: no file {file} here ({Path.cwd()}), nor in the kit's folder")
+        raise OwnError(
+            f"{key}={name}: no file {file} here ({Path.cwd()}), nor in the kit's folder; give its path from either"
+        )
     try:
         return _module(found[0].resolve())
     except Exception as error:  # whatever a file does when it is imported
-        raise OwnError(f"{key}={name}: {found[0]} cannot be imported: {error!r}") from error
+        raise OwnError(
+            f"{key}={name}: {found[0]} cannot be imported: {error!r}; run `python {found[0]}` to see where"
+        ) from error
 
 
 def load(spec: str | Mapping[str, Any], key: str) -> Callable[..., Any]:
@@ -113,7 +117,9 @@ def _check(function: Callable[..., Any], key: str, name: str, settings: Mapping[
             signature.bind(**dict.fromkeys(LOSS))
     except TypeError as error:
         call = ", ".join(CALLS.get(key, LOSS))
-        raise OwnError(f"{key}={name} cannot be called with ({call}) and its settings: {error}") from None
+        raise OwnError(
+            f"{key}={name} cannot be called with ({call}) and its settings: {error}; see own.py for how it is called"
+        ) from None
 
 
 def asks(estimator: str, name: str) -> bool:

@@ -39,7 +39,10 @@ def overlong(episode: Any, limit: int, buffer: float = 0.2, penalty: float = 1.0
 
 
 def weighted(episode: Any, weights: Mapping[str, float]) -> float:
-    """The reward plus weights[name] * reward_components[name]. Raises KeyError for a component that it lacks."""
+    """The reward plus weights[name] * reward_components[name]. Raises OwnError for a component that it lacks."""
+    for name in weights.keys() - episode.reward_components.keys():
+        has = ", ".join(episode.reward_components) or "none"
+        raise OwnError(f"env.reward: weighted: no reward component {name}; the episode of {episode.row_id} has {has}")
     return float(episode.reward) + sum(w * episode.reward_components[name] for name, w in weights.items())
 
 

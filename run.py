@@ -173,10 +173,11 @@ class Run:
         if self.lost:
             self.stop(f"{where}: {self.lost}. The same command goes on from the last checkpoint")
         if self.asked:
-            self.stop(f"{where} did not end within {STOP_S} s and was given up; not saved", 128 + self.asked)
+            why = f"{where} did not end within {STOP_S} s and was given up, not saved"
+            self.stop(f"{why}. The same command goes on from the last checkpoint", 128 + self.asked)
         seconds = self.config.env.stage_deadline_s
         last = self.watch.latest_words() if self.watch else f"see the logs in {self.folder}/logs"
-        self.stop(f"{where} got nowhere in {seconds:g} s (env.stage_deadline_s); {last}")
+        self.stop(f"{where} got nowhere in {seconds:g} s (env.stage_deadline_s); raise it if that is only slow; {last}")
 
     def lose(self, what: str) -> None:
         """Called by the watch, in its thread: wake the loop, whatever it waits for."""
@@ -243,6 +244,7 @@ class Run:
             import training
 
             loop = self.loop = stack.enter_context(asyncio.Runner())
+            stack.callback(self.end)  # before the loop is closed
 
             def enter(context: Any) -> Any:
                 """Open an asynchronous context now, and close it with the run."""
@@ -273,7 +275,7 @@ class Run:
                 enter(openai_door.serve(policy, door.host, port, key))
             if workers:
                 training.set_policy_loss(workers.actor, config)
-            stack.callback(self.end)  # once more, before all that was opened since
+            stack.callback(self.end)  # and before all that was opened since
             return Started(loop, gym, policy, vllm, workers)
 
     @contextlib.contextmanager
@@ -296,7 +298,8 @@ class Run:
             if type(error).__module__.split(".")[0] != "ray":
                 raise
             cause = watch.root_cause(error, self.folder / "logs")
-            raise RunError(f"stage {name}: {cause}. The same command goes on from the last checkpoint") from error
+            more = "Once that is mended, the same command goes on from the last checkpoint"
+            raise RunError(f"stage {name}: {cause}. {more}") from error
         finally:
             if inner:
                 signal.alarm(0)

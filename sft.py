@@ -26,6 +26,8 @@ from omegaconf import DictConfig
 import env
 from config import ConfigError, Data, RunError, to_plain
 
+OTHER_TEMPLATE = "set actor_rollout_ref.model.custom_chat_template"
+
 
 @dataclass
 class Example:
@@ -54,14 +56,15 @@ def read_conversations(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             rows = pyarrow.parquet.read_table(path).to_pylist()
         except (OSError, ValueError) as error:
-            raise env.DataError(f"{path}: cannot be read ({error})") from None
+            raise env.DataError(f"{path}: cannot be read ({error}); give parquet rows with `messages`") from None
         yield from ((f"{path}:{number}", row) for number, row in enumerate(rows, 1))
         return
     for where, text in env.raw_rows(path):
         try:
             yield where, dict(json.loads(text))
         except (ValueError, TypeError) as error:
-            raise env.DataError(f"{where}: not a JSON object ({error})") from None
+            why = f"not a JSON object ({error}); write a conversation as {{messages: [...]}} on one line"
+            raise env.DataError(f"{where}: {why}") from None
 
 
 def tokenize(row: Mapping[str, Any], tokenizer: Any, stop_ids: set[int], where: str) -> Example:
@@ -73,7 +76,7 @@ def tokenize(row: Mapping[str, Any], tokenizer: Any, stop_ids: set[int], where: 
     if not isinstance(messages, list) or not any(
         isinstance(m, dict) and m.get("role") == "assistant" for m in messages
     ):
-        raise env.DataError(f"{where}: no `messages`, or none of the assistant's in it")
+        raise env.DataError(f"{where}: no `messages`, or none of the assistant's in it; add what is to be learned")
     stops = tokenizer.convert_ids_to_tokens(sorted(stop_ids))
     ids: list[int] = []
     mask: list[int] = []
@@ -82,15 +85,18 @@ def tokenize(row: Mapping[str, Any], tokenizer: Any, stop_ids: set[int], where: 
         if said.get("role") != "assistant":
             continue
         if not i:
-            raise env.DataError(f"{where}: nothing comes before the assistant's first message")
+            raise env.DataError(f"{where}: nothing comes before the assistant's first message; add what it answers")
         template: dict[str, Any] = {"tools": tools, "tokenize": False}
         try:
             before = tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, **template)
             after = tokenizer.apply_chat_template(messages[: i + 1], **template)
         except (TemplateError, TypeError) as error:  # TypeError: content that is no text
-            raise env.DataError(f"{where}: the chat template does not take message {i + 1}: {error}") from None
+            why = f"the chat template does not take message {i + 1}: {error}"
+            raise env.DataError(f"{where}: {why}; change the message, or {OTHER_TEMPLATE}") from None
         if not before.startswith(done) or not after.startswith(before):
-            raise env.DataError(f"{where}: the chat template rewrites what comes before message {i + 1}")
+            raise env.DataError(
+                f"{where}: the chat template rewrites what comes before message {i + 1}; {OTHER_TEMPLATE}"
+            )
         answer = after[len(before) :]
         ends = [answer.rfind(stop) + len(stop) for stop in stops if stop in answer]
         answer = answer[: max(ends)] if ends else answer  # what the template puts after its stop token is not sampled
@@ -128,8 +134,8 @@ def load_files(
         limits = f"data.max_prompt_length={config.data.max_prompt_length}, max_response_length="
         limits += f"{config.data.max_response_length} tokens"
         raise ConfigError(
-            f"env.train_files hold {len(train)} usable rows, fewer than data.train_batch_size={size}; {len(dropped)} "
-            f"were over {limits}"
+            f"env.train_files hold {len(train)} usable rows, fewer than data.train_batch_size={size}; add some, or "
+            f"lower it; {len(dropped)} were over {limits}"
         )
     return train, found["val_files"], dropped
 
@@ -200,6 +206,9 @@ def run_command(config: DictConfig, run: Any, data: Data, resume_from: Path | No
             while state["step"] < total:
                 one_step(state["step"] + 1)
         if checkpoint is None:
-            raise RunError(f"every step up to {total} was damaged: there is nothing to save")
+            raise RunError(
+                f"every step up to {total} was damaged, so there is nothing to save; look into {run.folder}/damaged, "
+                "then lower actor_rollout_ref.actor.optim.lr"
+            )
         run.export(checkpoint)
     run.say(f"the model is in {run.folder}/export: actor_rollout_ref.model.path={run.folder}/export")

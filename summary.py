@@ -53,7 +53,7 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
         lines.append(
             f"WARNING     rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}: the sampler's log-probs are of what "
             "these leave, the trainer's of all tokens, so training/rollout_probs_diff_* grows and "
-            "algorithm.rollout_correction is biased"
+            "algorithm.rollout_correction is biased; leave them out unless you want that"
         )
     for name in by_server:
         start = (config.gym.servers.get(name) or {}).get("start")
@@ -65,7 +65,10 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
             )
     seen = {json.dumps(task.messages) for task in data.train if task.messages}
     if shared := sum(json.dumps(task.messages) in seen for task in data.validation):
-        lines.append(f"WARNING     {shared} of the held-out prompts are also in env.train_files")
+        lines.append(
+            f"WARNING     {shared} of the held-out prompts are also in env.train_files; take them out of one, or the "
+            "score is of what was trained on"
+        )
     return "\n".join(lines)
 
 

@@ -60,11 +60,11 @@ def proxy(target: str, port: int, share: float, spoiled: collections.Counter) ->
         spoiled[fault] += 1
         if fault == "reset":
             request.transport.abort()
-            raise ConnectionResetError
+            return web.Response()  # which nobody gets
         if fault in ("500", "503"):
             return web.json_response({"detail": "spoiled"}, status=int(fault))
         if fault == "late":
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(0.3)
         headers = {k: v for k, v in request.headers.items() if k.lower() in ("cookie", "content-type")}
         body = await request.read()
         async with request.app["http"].request(
@@ -130,7 +130,14 @@ def main() -> None:
         proxy(urls["reasoning_gym"], port, args.faults, spoiled)
         changes = ["trainer.experiment_name=soak", f"trainer.total_training_steps={args.steps}", "trainer.save_freq=25"]
         changes += ["gym.servers.reasoning_gym.start=null", f"gym.servers.reasoning_gym.url=http://127.0.0.1:{port}"]
-        changes += ["trainer.max_actor_ckpt_to_keep=2", "trainer.test_freq=50", "env.show_every=0"]
+        changes += [
+            "gym.concurrency=32",
+            "trainer.max_actor_ckpt_to_keep=2",
+            "trainer.test_freq=50",
+            "env.show_every=0",
+        ]
+        # vLLM's cache becomes resident as it is first used: one that is all used by step 50
+        changes += ["actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=67108864"]
         # of a policy that has learned, all answers are alike: nothing to train on
         changes += ["actor_rollout_ref.actor.optim.lr=0.0001"]
         arguments = [a for a in conftest.tiny(folder, *changes) if "start.python" not in a]

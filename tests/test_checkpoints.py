@@ -186,7 +186,7 @@ def test_what_changed_is_said_and_what_cannot_change_is_refused(tmp_path):
     config.actor_rollout_ref.actor.optim.lr = 0.2
     allowed = f"changed since {checkpoint}, and allowed: actor_rollout_ref.actor.optim.lr 0.1 -> 0.2"
     assert checkpoints.check(checkpoint, config, "train") == [allowed]
-    with pytest.raises(RunError, match=r"is of `train`: give another trainer.experiment_name"):
+    with pytest.raises(RunError, match=r"is of `train`, not of `sft`: give another trainer.experiment_name"):
         checkpoints.check(checkpoint, config, "sft")
     with pytest.raises(RunError, match="cannot go on with a critic, which that run did not have"):
         changed = OmegaConf.merge(config, {"algorithm": {"adv_estimator": "gae"}})

@@ -154,20 +154,20 @@ def test_what_the_kit_cannot_ask_is_refused(params, named):
 @pytest.mark.parametrize(
     ("params", "named"),
     [
-        ({"input": 3}, "input is text or a list"),
-        ({"input": "hi", "instructions": ["i"]}, "instructions are text"),
-        ({"input": ["hi"]}, "an input item is a JSON object, this is a str"),
+        ({"input": 3}, "input must be text or a list"),
+        ({"input": "hi", "instructions": ["i"]}, "instructions text"),
+        ({"input": ["hi"]}, "an input item must be a JSON object, this is a str"),
         ({"input": [{"content": "hi"}]}, "role None"),
         ({"input": [{"role": "tool", "content": "hi"}]}, "role 'tool'"),
-        ({"input": [{"role": "user", "content": 3}]}, "content is neither"),
-        ({"input": [{"role": "user", "content": ["hi"]}]}, "content is neither"),
-        ({"input": [{"role": "user", "content": [{"text": "hi"}]}]}, "content is neither"),
-        ({"input": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "`text` of a text is not text: 3"),
+        ({"input": [{"role": "user", "content": 3}]}, "content must be text"),
+        ({"input": [{"role": "user", "content": ["hi"]}]}, "content must be text"),
+        ({"input": [{"role": "user", "content": [{"text": "hi"}]}]}, "content must be text"),
+        ({"input": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "`text` of a text must be text: 3"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "`call_id` of a function_call"),
         ({"input": [called("c", {"x": 1})]}, "`arguments` of a function_call"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "`call_id` of a function_call_output"),
-        ({"input": "hi", "tools": {"name": "f"}}, "tools are a list"),
-        ({"input": "hi", "tools": ["f"]}, "tools are a list"),
+        ({"input": "hi", "tools": {"name": "f"}}, "tools must be a list"),
+        ({"input": "hi", "tools": ["f"]}, "tools must be a list"),
         ({"input": "hi", "tools": [{"type": "function"}]}, "`name` of a function"),
     ],
 )
@@ -177,8 +177,8 @@ def test_malformed_rows_are_errors_not_refusals(params, named):
     assert not isinstance(raised.value, env.Refused)
 
 
-IMAGE = "input_image: the kit trains text models only"
-SOUND = "metadata.audio_url: the kit trains text models only"
+IMAGE = "input_image: the kit trains text models only; leave such rows out"
+SOUND = "metadata.audio_url: the kit trains text models only; leave such rows out"
 ROLES = ("system", "user", "assistant", "tool")
 REFUSED = {"asr_with_pc": SOUND, "circle_click": IMAGE, "image_tools": IMAGE, "vlm_eval_kit": IMAGE}
 
@@ -254,7 +254,7 @@ def test_rendering_agrees_with_gyms_own_converter():
     [
         ('{"responses_create_params": {}}\n{oops\n', r"rows\.jsonl:2: not JSON"),
         ('{"responses_create_params": {}, "x": NaN}\n', r"rows\.jsonl:1: not JSON \(NaN"),
-        ("[1]\n", r"rows\.jsonl:1: a row is a JSON object"),
+        ("[1]\n", r"rows\.jsonl:1: a row must be a JSON object"),
         ('\n\n{"question": "x"}\n', r"rows\.jsonl:3: no responses_create_params"),
     ],
 )
@@ -532,7 +532,7 @@ def test_quotas_are_by_largest_remainder(weights, size, counts):
 
 
 def test_weights_that_cannot_be_kept():
-    with pytest.raises(env.DataError, match=r"^b: weight=0.05 comes to no row in a batch of 8$"):
+    with pytest.raises(env.DataError, match=r"^b: weight=0.05 comes to no row in a batch of 8; raise it$"):
         env.batch(some_tasks(a=(9, 0.95), b=(9, 0.05)), 8, 1, seed=0)
     for files in ({"a": (9, 1.0), "b": (9, None)}, {"b": (9, None), "a": (9, 1.0)}):
         with pytest.raises(env.DataError, match=r"^b: .*beside files with a weight"):
@@ -582,7 +582,7 @@ def test_check_counts_and_names(tmp_path):
 
     good = write_rows(tmp_path / "good.jsonl", [row(), picture("input_image"), row(), picture("input_image")])
     done = command("check", good)
-    text = f"{good}: 2 rows load, 2 refused\n    2 x input_image: the kit trains text models only (first {good}:2)\n"
+    text = f"{good}: 2 rows load, 2 refused\n    2 x {IMAGE} (first {good}:2)\n"
     assert (done.returncode, done.stdout) == (0, text), done.stderr
 
     bad = tmp_path / "bad.jsonl"
@@ -591,10 +591,10 @@ def test_check_counts_and_names(tmp_path):
     lines = done.stdout.splitlines()
     assert done.returncode == 1
     assert lines[0] == f"{bad}: 1 rows load, 1 refused"
-    assert lines[1] == f"    1 x input_file: the kit trains text models only (first {bad}:3)"
+    assert lines[1] == f"    1 x input_file: the kit trains text models only; leave such rows out (first {bad}:3)"
     assert lines[2].startswith(f"    error: {bad}:1: not JSON")
     assert lines[3].startswith(f"    error: {bad}:2: no responses_create_params, so this is not a Gym row")
-    assert lines[5] == f"    error: {tmp_path}/nowhere.jsonl: no such file"
+    assert lines[5].startswith(f"    error: {tmp_path}/nowhere.jsonl: no such file")
     assert "\n".join(lines[6:]) + "\n" == text
     assert command("check").returncode == 2
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ import env
 import episodes
 import gym_client
 import inference
-from config import ConfigError
+from config import ConfigError, RunError
 from episodes import Episode
 from gym_client import GymError
 
@@ -99,3 +102,92 @@ def test_ids_that_do_not_belong_together_are_found_and_named(changes, why):
     with pytest.raises(GymError, match=why) as caught:
         inference.check_ids(episode(**changes))
     assert caught.value.reason == "bad_ids"
+
+
+class World:
+    """A Gym whose sessions end as they are told to, in order: an error, or None for a verdict."""
+
+    def __init__(self, *ends):
+        self.ends, self.sessions = list(ends), 0
+
+    async def kind(self, _):
+        return "verify"
+
+    @contextlib.asynccontextmanager
+    async def session(self, *_):
+        self.sessions += 1
+        end = self.ends.pop(0)
+        if end:
+            raise end
+        yield SimpleNamespace(kind="verify", observation=None, executable=set(), verify=self.verify)
+
+    async def verify(self, _):
+        return gym_client.Verdict(1.0)
+
+
+class Sampler:
+    """Answers the ids 5 and 1, and remembers the seeds that it was given."""
+
+    def __init__(self):
+        self.seeds: list[int | None] = []
+
+    async def generate(self, request_id, prompt_ids, sampling_params):
+        self.seeds.append(sampling_params.get("seed"))
+        fields = {"token_ids": [5, 1], "log_probs": [-1.0, -2.0], "stop_reason": "completed"}
+        return SimpleNamespace(**fields, extra_fields={"global_steps": 7})
+
+
+def roll(world, groups=1, n=1, **changes) -> tuple[list[Episode], Sampler]:
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: "five")
+    policy = inference.Policy(Sampler(), tokenizer, {1}, 32, 12, None, 100, "hermes", 5.0, **changes)
+    tasks = [task(f"rows.jsonl:{i}") for i in range(groups)]
+    done = asyncio.run(inference.rollout(inference.in_groups(tasks, n, "4"), policy, world))
+    return done, policy.client
+
+
+def lost(reason="connect") -> GymError:
+    error = GymError(reason, "the server went away")
+    error.lost = True
+    return error
+
+
+def test_an_episode_whose_server_went_away_is_played_again():
+    world = World(lost(), lost("session_lost"), None)
+    (done,), _ = roll(world)
+    assert (done.status, done.reward, world.sessions) == ("ok", 1.0, 3) and done.response_ids == [5, 1]
+    world = World(*[lost() for _ in range(9)])
+    (done,), _ = roll(world)
+    assert (done.status, done.reward, world.sessions) == ("connect", None, 1 + inference.REPLAYS)
+    world = World(GymError("http_500", "broken"), None)
+    (done,), _ = roll(world)
+    assert (done.status, world.sessions) == ("http_500", 1)
+
+
+def test_a_server_that_is_down_ends_the_run():
+    with pytest.raises(gym_client.ServerDownError):
+        roll(World(gym_client.ServerDownError("server_down", "for 90 s")))
+
+
+def test_every_answer_has_its_own_seed_and_the_same_one_in_every_run():
+    _, one = roll(World(*[None] * 6), groups=2, n=3, seed=42)
+    _, again = roll(World(*[None] * 6), groups=2, n=3, seed=42)
+    _, other = roll(World(*[None] * 6), groups=2, n=3, seed=43)
+    assert sorted(one.seeds) == sorted(again.seeds) and len(set(one.seeds)) == 6
+    assert not set(one.seeds) & set(other.seeds)
+    _, free = roll(World(None))
+    assert free.seeds == [None]
+
+
+def test_weights_of_another_step_end_the_run():
+    roll(World(None), version=7)
+    with pytest.raises(RunError, match=r"samples from the weights of step 7, the trainer's are of step 8"):
+        roll(World(None), version=8)
+
+
+def test_what_does_not_belong_together_fails_by_name(monkeypatch):
+    async def play(episode, *_):
+        episode.response_ids, episode.response_mask, episode.reward = [5], [1, 1], 1.0
+
+    monkeypatch.setattr(inference, "play", play)
+    (done,), _ = roll(World(None))
+    assert (done.status, done.reward) == ("bad_ids", None)

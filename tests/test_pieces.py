@@ -151,7 +151,7 @@ def test_verls_own_names_are_all_known():
             + ["actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=remax"],
             r"rollout\.n=1: drop_uniform would drop",
         ),
-        (["algorithm.rollout_correction.rollout_is=tokens"], "one of None, token, sequence"),
+        (["algorithm.rollout_correction.rollout_is=tokens"], "one of null, token, sequence"),
         (["algorithm.rollout_correction.rollout_rs=token_k1"], "needs rollout_rs_threshold"),
         (
             ["algorithm.adv_estimator=optimal_token_baseline", "algorithm.rollout_correction.bypass_mode=true"],
@@ -164,7 +164,7 @@ def test_verls_own_names_are_all_known():
         (["algorithm.kl_penalty=k5"], "one of kl, "),
         (
             ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]", "algorithm.gdpo_reward_weights=[1,2]"],
-            "length",
+            "gdpo_reward_weights are 2, .* 1; give one weight for each key",
         ),
         (["critic.enable=true"], "the advantage decides"),
         (["actor_rollout_ref.model.lora_rank=8"], r"configs/lora\.yaml"),
@@ -249,7 +249,7 @@ def test_overlong_is_dapos_equation():
 def test_rewards_of_several_parts():
     e = episode(reward=0.5, ended="length", reward_components={"reward_model": 2.0})
     assert pieces.weighted(e, {"reward_model": 0.2}) == pytest.approx(0.9)
-    with pytest.raises(KeyError):
+    with pytest.raises(OwnError, match=r"no reward component other; the episode .* has reward_model"):
         pieces.weighted(e, {"other": 1.0})
     assert pieces.components(e) == 0.5
     assert e.reward_components == {"reward_model": 2.0, "verdict": 0.5, "finished": 0.0}

@@ -144,7 +144,7 @@ def test_no_memory_for_the_kv_cache_is_one_clear_line(workspace):
         arguments, cwd=workspace, env=os.environ | {"KIT_MARK": mark}, capture_output=True, text=True, timeout=240
     )
     assert result.returncode == 1
-    assert re.match(r"error: vLLM did not start: ValueError: .*kv", result.stderr.strip().splitlines()[-1])
+    assert re.match(r"error: stage start: vLLM did not start: ValueError: .*kv", result.stderr.strip().splitlines()[-1])
     assert survivors(mark) == []
 
 

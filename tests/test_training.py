@@ -1,5 +1,6 @@
 """Batches and their order, on tensors alone: no Ray."""
 
+import math
 import random
 from types import SimpleNamespace
 
@@ -136,3 +137,22 @@ def test_components_that_not_all_episodes_have_are_left_out():
     two.reward_components = {"b": 1.0}
     batch = training.to_batch([one, two], 0, 1.0)
     assert list(batch.non_tensor_batch["b"]) == [0.0, 1.0] and "a" not in batch.non_tensor_batch
+
+
+def test_damage_is_found_where_the_mask_is_and_named():
+    def damaged(name=None, value=math.nan, where=(0, 0), metrics=None):
+        batch = training.to_batch([episode([5, 6], [7, 8]), episode([5], [7])], 0, 1.0)
+        batch.batch["old_log_probs"] = torch.zeros(2, 2)
+        batch.batch["advantages"] = torch.zeros(2, 2)
+        if name:
+            batch.batch[name][where] = value
+        return training.damage(batch, metrics or {})
+
+    assert damaged() == "" and damaged(metrics={"actor/grad_norm": 3.0, "timing_s/gen": math.nan}) == ""
+    for name in ("rollout_log_probs", "old_log_probs", "token_level_scores", "advantages"):
+        assert damaged(name) == f"1 of 3 {name} are NaN or infinite"
+        assert damaged(name, -math.inf) == f"1 of 3 {name} are NaN or infinite"
+        assert damaged(name, where=(1, 1)) == ""  # padding
+    assert damaged(metrics={"actor/grad_norm": math.inf}) == "actor/grad_norm is inf"
+    assert damaged(metrics={"critic/vf_loss": math.nan}) == "critic/vf_loss is nan"
+    assert "the sampler's probabilities are 0.30 from" in damaged(metrics={"training/rollout_probs_diff_mean": 0.3})
