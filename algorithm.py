@@ -103,11 +103,21 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None, re
         # all that the driver has to remember; batches: of prompts, so far; pass_rates: of rows, by id
         state: dict[str, Any] = {"command": "train", "step": 0, "batches": 0, "pass_rates": {}, "kl_coef": 0.0}
         if resume_from:
-            state = checkpoints.load(workers, resume_from)
+            with run.stage("load_checkpoint"):
+                state = checkpoints.load(workers, resume_from)
             if config.algorithm.kl_ctrl.type == "adaptive":
                 kl_ctrl.value = state["kl_coef"] or kl_ctrl.value
             run.say(f"resumed from {resume_from}")
+        if replayed:  # that step alone; the schedule keeps the run's length
+            total = state["step"] + 1
         checkpoint, trained = resume_from, dict(state)  # the last one; what the weights in the workers are of
+        whole = True  # what the trainer computes with them is finite
+
+        def sleep() -> None:
+            """vLLM gives back its GPU memory (free_cache_engine); the next sync wakes it."""
+            if sync:
+                with run.stage("sleep"):
+                    sync.sleep_replicas()
 
         def sample_from(step: int) -> None:
             """From now on vLLM samples from the weights after `step`."""
@@ -116,8 +126,7 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None, re
                     sync.update_weights(step)
                     policy.version = step
 
-        if sync:
-            sync.sleep_replicas()  # vLLM gives back its GPU memory (free_cache_engine); the sync wakes it
+        sleep()
         sample_from(state["step"])
 
         def rollout(
@@ -145,7 +154,9 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None, re
         def save() -> Path | None:
             """A checkpoint of the weights that the workers hold, unless there is one; which it is."""
             nonlocal checkpoint
-            if trained["step"] > (step_of(checkpoint) if checkpoint else 0):
+            if not whole:
+                run.say("not saved: the weights may be what is damaged")
+            elif trained["step"] > (step_of(checkpoint) if checkpoint else 0):
                 with run.stage("save_checkpoint"):
                     checkpoint = checkpoints.save(workers, folder, trained, config)
             return checkpoint
@@ -181,20 +192,20 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None, re
 
         def one_step(step: int) -> None:
             """Steps 1 to 8 of the header."""
-            nonlocal trained
+            nonlocal trained, whole
             with run.stage("step"):
                 with run.stage("gen"):
                     tasks, episodes, kept = collect(step)
-                metrics = evaluation.rollout_metrics(episodes, kept)
-                metrics["rollout/prompt_batches"] = len(tasks) / prompts
                 skipped = "" if kept else f"no group left to train on; see {run.folder}/rollouts/step_{step}.jsonl"
                 damage = ""
                 if kept:
-                    if sync:
-                        sync.sleep_replicas()
+                    sleep()
                     if workers.reward_model:
                         with run.stage("reward_model"):
                             training.add_reward_model(workers.reward_model, kept, data.tokenizer.pad_token_id, config)
+                metrics = evaluation.rollout_metrics(episodes, kept)
+                metrics["rollout/prompt_batches"] = len(tasks) / prompts
+                if kept:
                     for episode in kept:
                         episode.reward = data.reward(episode)
                     batch = training.to_batch(kept, data.tokenizer.pad_token_id, sampling[False]["temperature"])
@@ -216,7 +227,8 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None, re
                         with run.stage("values"):
                             batch.batch["values"] = training.values(workers.critic, batch, config)  # [B, R]
 
-                    damage = training.damage(batch, metrics)
+                    damage = training.damage(batch, metrics, config)
+                    whole = not any(name in damage for name in ("old_log_probs", " values"))
                     with run.stage("adv"):
                         batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]  # [B, R]
                         if config.algorithm.use_kl_in_reward and not damage:
@@ -230,7 +242,7 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None, re
                             skipped = "algorithm.rollout_correction.rollout_rs rejected every token"
                         elif not damage:
                             batch = training.advantages(batch, config)  # adds advantages and returns, [B, R]
-                            damage = training.damage(batch, metrics)
+                            damage = training.damage(batch, metrics, config)
                     if not skipped and not damage:
                         if workers.critic:
                             with run.stage("update_critic"):
@@ -239,7 +251,7 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None, re
                             with run.stage("update_actor"):
                                 metrics |= training.update_actor(workers.actor, batch, config)
                         # verl leaves out a mini-batch whose gradient is not finite, and says so only in its metrics
-                        damage = training.damage(batch, metrics)
+                        damage = training.damage(batch, metrics, config)
                 trained = dict(state)
                 if damage:
                     skipped = run.save_damaged(step, damage, batch)
@@ -251,8 +263,7 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None, re
                 if kept:
                     sample_from(step)
 
-            due = step == total or (config.trainer.save_freq > 0 and step % config.trainer.save_freq == 0)
-            if due and not damage:  # else the weights may be what is damaged
+            if step == total or (config.trainer.save_freq > 0 and step % config.trainer.save_freq == 0):
                 save()
             metrics |= {f"timing_s/{stage}": seconds for stage, seconds in run.timing.items()}
             if kept and not skipped:

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -34,10 +35,12 @@ FIXED = {
     "trainer.n_gpus_per_node": "each rank loads the shard that it wrote",
     "trainer.nnodes": "each rank loads the shard that it wrote",
     "actor_rollout_ref.actor.strategy": "the shards are laid out for it",
-    "actor_rollout_ref.actor.optim.optimizer": "its state is another's",
+    "critic.strategy": "the shards are laid out for it",
     "actor_rollout_ref.model.lora_rank": "the adapters have other shapes",
     "actor_rollout_ref.model.target_modules": "the adapters sit elsewhere",
 }
+# These come back with the optimizer's state, whatever the recipe says; without that (load_contents) they may change.
+OPTIMIZER = re.compile(r"(actor_rollout_ref\.actor|critic)\.optim\.(lr|betas|weight_decay|optimizer|override_.*)$")
 UNTOLD = re.compile(r"trainer\.(resume_|default_local_dir)|.*experiment_name$|ray_kwargs\.")  # how it is started
 
 
@@ -61,10 +64,10 @@ def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) 
     except Exception as error:  # of a worker or of ours, by any name: half a checkpoint must not keep the disk full
         shutil.rmtree(partial, ignore_errors=True)
         last = newest(folder)[0]
-        why = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
+        why = (str(getattr(error, "cause", None) or error).strip() or repr(error)).splitlines()[-1]
         raise RunError(
-            f"the checkpoint of step {state['step']} could not be written: {why}; free room in {folder}, then the same "
-            f"command goes on from {last or 'the start'}"
+            f"the checkpoint of step {state['step']} could not be written: {why}; see that there is room in {folder}, "
+            f"then the same command goes on from {last or 'the start'}"
         ) from error
     if target.exists():  # the same step again: a broken one, or that of an earlier run; until then saving_N is the one
         shutil.rmtree(target)
@@ -73,9 +76,21 @@ def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) 
     pointer.with_suffix(".tmp").write_text(str(state["step"]))
     os.replace(pointer.with_suffix(".tmp"), pointer)
     keep = config.trainer.max_actor_ckpt_to_keep
-    for old in [path for path in found(folder) if not broken(path)][keep:] if keep else []:
+    others = [path for path in found(folder) if path != target and not broken(path)]
+    for old in others[keep - 1 :] if keep else []:
         shutil.rmtree(old)
     return target
+
+
+def set_aside(folder: Path, step: int) -> list[str]:
+    """Give whole checkpoints after `step` another name, since the run begins there again; a line on each."""
+    lines = []
+    for checkpoint in found(folder) if folder.is_dir() else []:
+        if step_of(checkpoint) > step and not broken(checkpoint):
+            aside = checkpoint.with_name(f"abandoned_{time.strftime('%Y%m%d-%H%M%S')}_{checkpoint.name}")
+            os.replace(checkpoint, aside)
+            lines.append(f"{checkpoint} is of steps that are trained again: it is now {aside.name}")
+    return lines
 
 
 def seal(checkpoint: Path) -> None:
@@ -170,7 +185,9 @@ def before_replay(config: DictConfig, rollouts: Path) -> Path | None:
     if not match or not rollouts.is_file():
         raise ConfigError(f"--replay {rollouts} is no rollouts file of a run; give runs/<name>/rollouts/step_<N>.jsonl")
     step = int(match[1])
-    checkpoint: Path | None = rollouts.parent.parent / "checkpoints" / f"global_step_{step - 1}"
+    places = (rollouts.parent.parent / "checkpoints", Path(config.trainer.default_local_dir))
+    here = [folder for folder in places if (folder / f"global_step_{step - 1}").is_dir()]
+    checkpoint: Path | None = (*here, places[0])[0] / f"global_step_{step - 1}"
     if config.trainer.resume_mode == "resume_path":
         checkpoint = Path(config.trainer.resume_from_path or "nowhere")
     elif step == 1:
@@ -187,7 +204,7 @@ def before_replay(config: DictConfig, rollouts: Path) -> Path | None:
         )
     name = config.trainer.experiment_name
     config.trainer.experiment_name = f"{name}_replay_{step}"
-    config.trainer.total_training_steps = step
+    config.trainer.default_local_dir = f"runs/{name}_replay_{step}/checkpoints"
     return checkpoint
 
 
@@ -202,12 +219,13 @@ def check(checkpoint: Path, config: DictConfig, command: str) -> list[str]:
     if state.get("command") != command:
         made = state.get("command")
         raise RunError(f"{checkpoint} is of `{made}`, not of `{command}`: give another trainer.experiment_name")
-    refused = [f"{key} {old} -> {new} ({FIXED[key]})" for key, (old, new) in changed.items() if key in FIXED]
+    fixed = {key: why for key in changed if (why := why_fixed(key, config))}
+    refused = [f"{key} {changed[key][0]} -> {changed[key][1]} ({why})" for key, why in fixed.items()]
     estimator = config.algorithm.adv_estimator
     critic = own.asks(estimator, "values") if own.is_own(estimator) else estimator == "gae"
     if command == "train" and critic and not (checkpoint / "critic").is_dir():
         refused.append("a critic, which that run did not have")
-    allowed = [f"{key} {old} -> {new}" for key, (old, new) in changed.items() if key not in FIXED]
+    allowed = [f"{key} {old} -> {new}" for key, (old, new) in changed.items() if key not in fixed]
     said = [f"changed since {checkpoint}, and allowed: {', '.join(allowed)}"] if allowed else []
     if refused:
         raise RunError(
@@ -221,6 +239,15 @@ def check(checkpoint: Path, config: DictConfig, command: str) -> list[str]:
     return said
 
 
+def why_fixed(key: str, config: DictConfig) -> str:
+    """Why a checkpoint cannot go on with another value of `key`; empty if it can."""
+    if match := OPTIMIZER.match(key):
+        contents = f"{match[1]}.checkpoint.load_contents"
+        if "optimizer" in (OmegaConf.select(config, contents) or ["optimizer"]):
+            return f"the saved optimizer has its own; {contents}=[model] begins a new one"
+    return FIXED.get(key, "")
+
+
 def read(path: Path) -> Any:
     """A file of tensors and plain values. Raises RunError for any other: verl's own loading would run what is in it."""
     import numpy as np
@@ -230,7 +257,7 @@ def read(path: Path) -> Any:
     known = [state, np.ndarray, np.dtype, np.dtypes.UInt32DType, type(np.dtype("uint32"))]
     try:
         with torch.serialization.safe_globals(known):
-            return torch.load(path, weights_only=True, mmap=True)
+            return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     except Exception as error:  # zip, pickle and torch each have their own
         text = str(error).strip() or repr(error)
         found = re.search(r".*unsupported .*", text, re.IGNORECASE)
@@ -250,20 +277,17 @@ def check_shapes(path: Path, tensors: dict[str, Any], model: Path) -> None:
     from safetensors import safe_open
 
     theirs = {re.sub(r"base_model\.model\.|base_layer\.", "", name): t for name, t in tensors.items()}
-    common, way_out = 0, "set actor_rollout_ref.model.path to its own, or give another trainer.experiment_name"
+    way_out = "set actor_rollout_ref.model.path to its own, or give another trainer.experiment_name"
     for file in sorted(model.glob("*.safetensors")):
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118  (no mapping)
                 if name not in theirs:
                     continue
-                common += 1
                 wanted, has = tuple(weights.get_slice(name).get_shape()), tuple(theirs[name].shape)
                 if wanted != has:
                     raise RunError(
                         f"{path} is of another model: its {name} is {has}, that of {model} is {wanted}; {way_out}"
                     )
-    if list(model.glob("*.safetensors")) and not common:
-        raise RunError(f"{path} is of another model: no tensor in it is called as one of {model}; {way_out}")
 
 
 def changes(checkpoint: Path, config: DictConfig) -> dict[str, tuple[Any, Any]]:

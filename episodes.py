@@ -121,7 +121,9 @@ def load_replay(path: Path, tasks: Sequence[Task]) -> list[list[Episode]]:
     rows: Mapping[str, dict[str, Any]] = {task.row_id: task.row for task in tasks}
     batches: dict[str, list[Episode]] = {}
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):  # not at U+2028, as splitlines
+            if not line:
+                continue
             record = json.loads(line)
             if record["row_id"] not in rows:
                 raise ConfigError(

@@ -261,11 +261,12 @@ class Gym:
         and "not now". Returns (verdict, the Response with all its items). Raises GymError."""
 
         async def run_once() -> tuple[Verdict, dict[str, Any]]:
-            start = time.perf_counter()
+            began = time.monotonic()
             body = await _Caller(self, server).call("POST", "/run", row, timeout_s)
-            verdict = parse_verdict(body, time.perf_counter() - start, row)
-            response = body.get("response")
-            if not isinstance(response, dict) or not isinstance(response.get("output"), list):
+            verdict = parse_verdict(body, time.monotonic() - began, row)
+            if self._watches[server].gone > began:  # its resources server knows of nothing that was done before
+                raise GymError("session_lost", f"{self.urls[server]} was started again under /run", False, True)
+            if not isinstance(response := body.get("response"), dict) or not isinstance(response.get("output"), list):
                 raise GymError("bad_answer", f"{self.urls[server]}/run answered without response.output")
             return verdict, response
 

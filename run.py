@@ -14,6 +14,7 @@ import math
 import os
 import secrets
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -26,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+import checkpoints
 import env
 import gym_client
 import gym_servers
@@ -35,7 +37,8 @@ from config import Data, RunError, public, to_plain
 from episodes import as_record, question
 
 GENERATE_DEADLINE_S = 1800.0  # for one answer of vLLM
-STOP_S = 30  # seconds that a stage has to end in, once the run was asked to stop; and the processes, once it ends
+STOP_S = 30  # seconds that an update has to end in, once the run was asked to stop
+END_S = 60  # seconds for the processes to end in, before they are killed
 WHOLE = ("update_critic", "update_actor", "update_weights", "save_checkpoint")  # stages that are not left half done
 DAMAGED = 3  # steps in a row that end the run
 CLOCK_S = 5.0  # seconds; a clock that is set by more has jumped, by less was corrected
@@ -73,7 +76,8 @@ class Run:
         self.timing: dict[str, float] = {}  # seconds by stage, of the step under way
         self.started, self.first_episode = time.monotonic(), 0.0  # seconds; seconds since `started`
         self.clock, self.clock_jumps = time.time() - self.started, 0  # of the machine, against one that never jumps
-        self.current, self.asked, self.lost = "", 0, ""  # the stage; the signal that asked to stop; what was lost
+        self.current, self.failed, self.ends = "", "", False  # the stage; that in which an error was; all is closing
+        self.asked, self.asked_at, self.lost = 0, 0.0, ""  # the signal that asked to stop, when; what was lost
         self.ending: Stop | None = None
         self.watch: watch.Watch | None = None
         self.gym: gym_client.Gym | None = None
@@ -95,7 +99,8 @@ class Run:
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         written = public(self.config)
         OmegaConf.save(written, self.folder / "config.yaml")
-        self.forget_after(self.resume_step)
+        if self.command in ("train", "sft"):
+            self.forget_after(-1 if self.resume_step is None else self.resume_step)
         os.environ.setdefault("TENSORBOARD_DIR", str(self.folder / "tensorboard"))
         os.environ.setdefault("VERL_FILE_LOGGER_PATH", str(self.folder / "tracking.jsonl"))
         os.environ.setdefault("WANDB_DIR", str(self.folder))
@@ -117,17 +122,23 @@ class Run:
         if self.tracking:
             self.tracking.finish(exit_code=0 if kind is None else 1)
 
-    def forget_after(self, step: int | None) -> None:
-        """What an earlier run told of the steps that are now trained again goes to metrics.abandoned.jsonl."""
+    def forget_after(self, step: int) -> None:
+        """What an earlier run left of the steps that are now trained again gets another name: lines of metrics.jsonl go
+        to metrics.abandoned.jsonl, as does one that a kill cut short; checkpoints are renamed."""
+        for line in checkpoints.set_aside(Path(self.config.trainer.default_local_dir), max(step, 0)):
+            self.say(line)
         path = self.folder / "metrics.jsonl"
-        if step is None or not path.is_file():
+        if not path.is_file():
             return
-        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
-        later = [line for line in lines if json.loads(line)["step"] > step]
-        if later:
+        kept: list[str] = []
+        gone: list[str] = []
+        for line in path.read_text().splitlines():
+            whole = line.startswith('{"step": ') and line.endswith("}")
+            (kept if whole and json.loads(line)["step"] <= step else gone).append(line + "\n")
+        if gone:
             with (self.folder / "metrics.abandoned.jsonl").open("a") as out:
-                out.writelines(later)
-            path.with_suffix(".tmp").write_text("".join(line for line in lines if line not in later))
+                out.writelines(gone)
+            path.with_suffix(".tmp").write_text("".join(kept))
             os.replace(path.with_suffix(".tmp"), path)
 
     def name_tracked_run(self) -> None:
@@ -151,10 +162,14 @@ class Run:
 
     def asked_to_stop(self, signum: int, _frame: Any) -> None:
         """Ctrl-C or SIGTERM: once, to save what is done and end in order; twice, to end at once."""
+        if self.asked and time.monotonic() < self.asked_at + 1.0:
+            return  # once, from a wrapper that passes it on and a terminal that sends it to the whole group
         if self.asked:
             watch.end_now(128 + signum, self.watch)
-        self.asked = signum
+        self.asked, self.asked_at = signum, time.monotonic()
         self.say(f"{signal.Signals(signum).name}: the run saves what is done and ends; once more ends it at once")
+        if self.current == "save_checkpoint":
+            return  # that is what is wanted
         if self.current in WHOLE:
             signal.alarm(STOP_S)
         elif self.current:
@@ -165,19 +180,31 @@ class Run:
         self.ending = Stop(why, status, save)
         raise self.ending
 
+    def stop_lost(self, stage: str) -> NoReturn:
+        """Raise what ends a run that has lost a process."""
+        self.stop(f"stage {stage}: {self.lost}. The same command goes on from the last checkpoint")
+
     def alarmed(self, *_: Any) -> None:
         """A deadline has passed, or the watch has lost a process."""
-        where = f"stage {self.current or 'end'}"
+        if self.ends:  # and does not come to it: what ended the run is told here, since it will not be told again
+            error = sys.exc_info()[1]
+            print(f"error: {error or 'the processes of the run'} (they did not end in {END_S} s)", file=sys.stderr)
+            watch.end_now(error.status if isinstance(error, Stop) else int(error is not None), self.watch)
         if not self.current:
-            watch.end_now(1, self.watch)  # the end itself hangs
+            return  # between two stages; the next one sees what is lost
+        where = f"stage {self.current}"
         if self.lost:
-            self.stop(f"{where}: {self.lost}. The same command goes on from the last checkpoint")
+            self.stop_lost(self.current)
         if self.asked:
             why = f"{where} did not end within {STOP_S} s and was given up, not saved"
             self.stop(f"{why}. The same command goes on from the last checkpoint", 128 + self.asked)
         seconds = self.config.env.stage_deadline_s
         last = self.watch.latest_words() if self.watch else f"see the logs in {self.folder}/logs"
         self.stop(f"{where} got nowhere in {seconds:g} s (env.stage_deadline_s); raise it if that is only slow; {last}")
+
+    def deadline(self) -> int:
+        """env.stage_deadline_s in whole seconds, as alarms count."""
+        return max(1, round(self.config.env.stage_deadline_s))
 
     def lose(self, what: str) -> None:
         """Called by the watch, in its thread: wake the loop, whatever it waits for."""
@@ -192,9 +219,9 @@ class Run:
             self.gym.restarted(name)
 
     def end(self) -> None:
-        """The processes are about to be stopped, and have STOP_S for it."""
-        self.current = ""
-        signal.alarm(STOP_S)
+        """The processes are about to be stopped, and have END_S for it."""
+        self.current, self.ends = "", True
+        signal.alarm(END_S)
         if self.watch:
             self.watch.rest()
         if self.loop:
@@ -283,11 +310,13 @@ class Run:
         """Time a stage into `timing` (seconds), show it, and end the run if it hangs or was asked to stop."""
         begin, inner, outer = time.perf_counter(), name != "step", self.current
         if inner:
+            if self.lost:
+                self.stop_lost(name)
             if self.asked and name not in WHOLE:
                 self.stop("interrupted", 128 + self.asked, save=True)
             self.bar.update(self.task, stage=name)
             self.current = name
-            signal.alarm(STOP_S if self.asked and name != "save_checkpoint" else self.config.env.stage_deadline_s)
+            signal.alarm(STOP_S if self.asked and name != "save_checkpoint" else self.deadline())
         try:
             yield
         except KeyboardInterrupt as error:
@@ -295,6 +324,7 @@ class Run:
                 raise self.ending from None
             raise
         except Exception as error:
+            self.failed = name
             if type(error).__module__.split(".")[0] != "ray":
                 raise
             cause = watch.root_cause(error, self.folder / "logs")
@@ -314,12 +344,18 @@ class Run:
             if self.asked:
                 self.stop("interrupted", 128 + self.asked, save=True)
         except Stop as stop:
-            if stop.save and not self.damaged:
+            if stop.save:
+                self.say(f"the last checkpoint is {save() or 'none: no step was done'}")
+            raise
+        except Exception as error:  # a Gym server that is gone, a reward that raises: the weights are whole
+            if self.failed not in WHOLE and type(error.__cause__).__module__.split(".")[0] != "ray":
                 self.say(f"the last checkpoint is {save() or 'none: no step was done'}")
             raise
 
     def begin(self, step: int) -> None:
         """Start the clock of a step."""
+        if self.asked:
+            self.stop("interrupted", 128 + self.asked, save=True)
         self.timing = {}
         self.bar.update(self.task, completed=step - 1)
 
@@ -330,7 +366,8 @@ class Run:
         def one_more(*_: Any) -> None:
             nonlocal done
             done += 1
-            signal.alarm(self.config.env.stage_deadline_s)  # a stage that gets on does not hang
+            if self.current:
+                signal.alarm(self.deadline())  # a stage that gets on does not hang
             if not self.first_episode:
                 self.first_episode = self.timing["first_episode"] = time.monotonic() - self.started
             self.bar.update(self.task, stage=f"{done}/{total} episodes")
@@ -378,7 +415,8 @@ class Run:
         if self.damaged == DAMAGED:
             raise RunError(
                 f"{DAMAGED} damaged steps in a row, the last: {damage}. Look into {path.parent} (torch.load), then go "
-                "on from the last checkpoint with a lower learning rate, or another precision"
+                "on from the last checkpoint with another precision, or a lower actor_rollout_ref.actor.optim.lr and "
+                "actor_rollout_ref.actor.checkpoint.load_contents=[model]"
             )
         return f"{damage}; the batch is in {path}"
 
@@ -399,8 +437,6 @@ class Run:
 
     def export(self, checkpoint: Path) -> None:
         """The checkpoint's policy as a Hugging Face folder, export/; what verl prints of it goes to logs/export.log."""
-        import checkpoints
-
         with self.stage("export"), (self.folder / "logs" / "export.log").open("w") as log:
             with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
                 checkpoints.export(checkpoint, self.folder / "export")

@@ -183,12 +183,12 @@ def run_command(config: DictConfig, run: Any, data: Data, resume_from: Path | No
                 batch = to_batch(env.batch(data.train, size, step, config.data.seed, config.data.shuffle))
                 metrics = training.update_sft(workers.actor, batch, config)
                 state["step"] = step
-            if damage := training.damage(batch, metrics):
+            if damage := training.damage(batch, metrics, config):
                 run.say(f"step {step} skipped: {run.save_damaged(step, damage, batch)}")
             else:
                 run.damaged = 0
             due = step == total or (config.trainer.save_freq > 0 and step % config.trainer.save_freq == 0)
-            if due and not damage:
+            if due:
                 save()
             if step == total or (config.trainer.test_freq > 0 and step % config.trainer.test_freq == 0):
                 with run.stage("testing"):

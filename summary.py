@@ -8,7 +8,7 @@ from collections import Counter
 from omegaconf import DictConfig, OmegaConf
 
 from checks import RUNS_CODE
-from config import Data, changed
+from config import Data, changed, public
 from run import console
 
 
@@ -79,7 +79,7 @@ def dry_run(config: DictConfig, defaults: DictConfig, data: Data) -> None:
         if not key.startswith(("gym.", "env.")):
             console.print(f"    {key}: {value} (was {default})", markup=False, highlight=False, soft_wrap=True)
     for section in ("gym", "env"):
-        text = OmegaConf.to_yaml(config[section], resolve=True).strip().replace("\n", "\n    ")
+        text = OmegaConf.to_yaml(public(config)[section]).strip().replace("\n", "\n    ")
         console.print(f"{section}:\n    {text}", markup=False, highlight=False)
     for task in {getattr(t, "server", "sft"): t for t in reversed([*data.train, *data.validation])}.values():
         console.print(f"first prompt ({task.row_id}, {len(task.prompt_ids)} tokens):", markup=False, highlight=False)

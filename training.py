@@ -283,7 +283,7 @@ def advantages(batch: DataProto, config: DictConfig) -> DataProto:
 APART = 0.1  # mean distance of the sampler's probabilities from the trainer's, over which it samples from other weights
 
 
-def damage(batch: DataProto, metrics: dict[str, float]) -> str:
+def damage(batch: DataProto, metrics: dict[str, float], config: DictConfig) -> str:
     """What makes a batch, or the update that was made of it, worthless; empty if nothing does.
 
     Looked at where the mask is 1: padding may hold anything. A gradient is known by its norm in verl's metrics.
@@ -298,11 +298,9 @@ def damage(batch: DataProto, metrics: dict[str, float]) -> str:
     for name, value in metrics.items():
         if name.startswith(("actor/", "critic/")) and not math.isfinite(value):
             return f"{name} is {value}"
-    if (apart := metrics.get("training/rollout_probs_diff_mean", 0.0)) > APART:
-        return (
-            f"the sampler's probabilities are {apart:.2f} from the trainer's in the mean: it does not sample from its "
-            "weights, or rollout.top_p, top_k cut much off"
-        )
+    rollout, apart = config.actor_rollout_ref.rollout, metrics.get("training/rollout_probs_diff_mean", 0.0)
+    if apart > APART and rollout.top_p == 1 and rollout.top_k <= 0:  # else the two are of other sets of tokens
+        return f"the sampler's probabilities are {apart:.2f} from the trainer's in the mean, so its weights are others"
     return ""
 
 

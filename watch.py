@@ -8,6 +8,7 @@ On other nodes it sees Ray's actors die, as Ray does; a process that hangs there
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ import psutil
 LOOK_S = 2.0  # seconds between two looks
 STOPPED_S = 15.0  # a process that was stopped (SIGSTOP, a debugger) for so long does not come back by itself
 SHARED = Path("/dev/shm")
+logger = logging.getLogger(__name__)
 
 
 class Watch:
@@ -42,7 +44,8 @@ class Watch:
         self.temporary = ""  # for the sockets, locks and caches of every process; other nodes lack it, and take /tmp
         self.seen: dict[int, psutil.Process] = {}  # every descendant so far; those that lost their parent too
         self.engines: dict[int, str] = {}  # vLLM's processes, which Ray does not know
-        self.actors: dict[str, str] = {}  # Ray's, that were alive: id -> class name
+        self.met: set[int] = set()  # at the last look
+        self.actors: dict[str, str] = {}  # this job's of Ray's, that were alive: id -> class name
         self.stopped: dict[int, float] = {}  # since when
         self.resting = threading.Event()
         self.thread = threading.Thread(target=self._work, name="watch", daemon=True)
@@ -81,7 +84,12 @@ class Watch:
 
     def _work(self) -> None:
         while not self.resting.wait(LOOK_S):
-            if problem := self.look():
+            try:
+                problem = self.look()
+            except Exception:  # Ray's register may not answer for a moment; the run must not lose its watch over it
+                logger.exception("the watch could not look at the run's processes; see %s if it goes on so", self.logs)
+                continue
+            if problem:
                 if not self.resting.is_set():
                     self.fail(problem)
                 return
@@ -101,12 +109,13 @@ class Watch:
                 if status == psutil.STATUS_ZOMBIE or not re.search("^(ray|VLLM)::|raylet$|gcs_server$", title):
                     continue
                 alive.add(process.pid)
-                if title.startswith("VLLM::"):
-                    self.engines[process.pid] = title
+                if title.startswith("VLLM::") and process.pid in self.met:
+                    self.engines[process.pid] = title  # at second sight: a fork has its parent's title for a moment
                 if status != psutil.STATUS_STOPPED:
                     self.stopped.pop(process.pid, None)
                 elif time.monotonic() - self.stopped.setdefault(process.pid, time.monotonic()) > STOPPED_S:
                     return f"{name_of(title)} (pid {process.pid}) is stopped (SIGSTOP?); {self.last_words(process.pid)}"
+        self.met = alive
         for pid, title in self.engines.items():
             if pid not in alive:
                 return f"{name_of(title)} (pid {pid}) died; {self.last_words(pid)}"
@@ -117,16 +126,17 @@ class Watch:
 
         if not ray.is_initialized():
             return ""
-        for actor in ray._private.state.actors().values():
-            actor_id, name = actor["ActorID"], actor["ActorClassName"]
+        job = ray.get_runtime_context().get_job_id()
+        for actor in ray._private.state.actors(job_id=ray.JobID.from_hex(job)).values():
+            actor_id, name, pid = actor["ActorID"], actor["ActorClassName"], actor["Pid"]
             if actor["State"] == "ALIVE":
                 self.actors[actor_id] = name
-            elif actor["State"] == "DEAD" and self.actors.pop(actor_id, None):
-                cause = actor["DeathCause"].get("actorDiedErrorContext", {})
-                if cause.get("reason") in ("WORKER_DIED", "NODE_DIED"):
-                    why = " ".join(str(cause.get("errorMessage", "")).split())[:300]
-                    pid = actor["Pid"]
-                    return f"{name} (pid {pid}) died: {why}; {self.last_words(pid)}"
+            elif (
+                actor["State"] == "DEAD"
+                and self.actors.pop(actor_id, None)
+                and (why := why_it_died(actor["DeathCause"]))
+            ):
+                return f"the worker {name} (pid {pid}) died: {why}; {self.last_words(pid)}"
         return ""
 
     def last_words(self, pid: int, lines: int = 3) -> str:
@@ -168,6 +178,16 @@ def root_cause(error: BaseException, logs: Path) -> str:
     return f"{found[-1] if found else ' '.join(text.split()) or repr(error)}; {where}"
 
 
+def why_it_died(cause: Any) -> str:
+    """Ray's words on the death of an actor (its ActorDeathCause, a protobuf); empty where it was meant to end."""
+    kind = cause.WhichOneof("context")
+    if kind == "actor_died_error_context":
+        died = cause.actor_died_error_context
+        meant = died.DESCRIPTOR.enum_types_by_name["Reason"].values_by_number[died.reason].name
+        return " ".join(died.error_message.split())[:300] if meant in ("WORKER_DIED", "NODE_DIED") else ""
+    return " ".join(str(getattr(cause, kind, "")).split())[:300] if kind else ""
+
+
 def name_of(title: str) -> str:
     """A process by its title: `ray::Class.method` is the worker Class, `VLLM::EngineCore` vLLM's engine."""
     if match := re.match(r"ray::(\w+)", title):
@@ -191,14 +211,27 @@ def sweep(began: float) -> None:
                     left.append(path)
     if not left:
         return
-    used = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            used |= {mapped.path for mapped in process.memory_maps(grouped=True)}
-            used |= {opened.path for opened in process.open_files()}
+    used = in_use()
     for path in left:
-        if str(path) not in used and not (path.is_socket() and listens(path)):
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if path.lstat().st_ino not in used and not (path.is_socket() and listens(path)):
+                path.unlink(missing_ok=True)
+
+
+def in_use() -> set[int]:
+    """The inodes in /dev/shm that some process has mapped or open. By inode, since glibc maps a semaphore under another
+    name than the one that it then gets."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            maps = (
+                line.split(maxsplit=5) for line in (process / "maps").read_text().splitlines() if "/dev/shm/" in line
+            )
+            found |= {int(fields[4]) for fields in maps}
+        with contextlib.suppress(OSError):
+            links = [link.path for link in os.scandir(process / "fd") if os.readlink(link.path).startswith("/dev/shm/")]
+            found |= {os.stat(link).st_ino for link in links}
+    return found
 
 
 def listens(path: Path) -> bool:
@@ -209,7 +242,7 @@ def listens(path: Path) -> bool:
 
 def end_now(status: int, watch: Watch | None) -> None:
     """Leave at once: kill every descendant, without a word to anybody, and remove what they leave."""
-    children = psutil.Process().children(recursive=True)
+    children = psutil.Process().children(recursive=True) + (list(watch.seen.values()) if watch else [])
     for child in children:
         with contextlib.suppress(psutil.Error):
             child.send_signal(signal.SIGKILL)

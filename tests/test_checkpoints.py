@@ -128,7 +128,7 @@ def test_a_full_disk_ends_the_save_with_what_to_do_and_keeps_what_was_there(tmp_
                 out.write("x" * 100_000)
 
     with pytest.raises(
-        RunError, match=r"step 2 could not be written: .*No space left on device; free room in"
+        RunError, match=r"step 2 could not be written: .*No space left on device; see that there is room in"
     ) as caught:
         save(tmp_path, 2, Full())
     assert f"the same command goes on from {first}" in str(caught.value)
@@ -144,6 +144,18 @@ def test_old_ones_are_deleted_but_never_the_last_good_one(tmp_path):
     save(tmp_path, 5, max_actor_ckpt_to_keep=1)  # the broken one does not count, nor is it touched
     assert [path.name for path in checkpoints.found(tmp_path)] == ["global_step_5", "global_step_4"]
     assert checkpoints.newest(tmp_path)[0] == tmp_path / "global_step_5"
+    assert save(tmp_path, 2, max_actor_ckpt_to_keep=1).is_dir()  # of a run that began again: never the one just written
+
+
+def test_checkpoints_after_the_step_that_a_run_begins_at_are_set_aside(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    os.truncate(tmp_path / "global_step_3" / "data.pt", 3)
+    lines = checkpoints.set_aside(tmp_path, 1)
+    assert len(lines) == 1 and "global_step_2 is of steps that are trained again: it is now abandoned_" in lines[0]
+    assert checkpoints.newest(tmp_path)[0] == tmp_path / "global_step_1"
+    assert not checkpoints.broken(next(tmp_path.glob("abandoned_*_global_step_2")))
+    assert (tmp_path / "global_step_3").is_dir()  # broken ones are left alone
 
 
 def test_a_file_with_code_in_it_is_not_loaded(tmp_path):
@@ -176,16 +188,20 @@ def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(tmp_path):
     save_file({"layer.weight": torch.ones(7, 3)}, tmp_path / "model" / "model.safetensors")
     with pytest.raises(RunError, match=r"its layer.weight is \(4, 3\), that of .*model is \(7, 3\)"):
         checkpoints.check(checkpoint, config_of(tmp_path), "train")
-    save_file({"other.weight": torch.ones(7, 3)}, tmp_path / "model" / "model.safetensors")
-    with pytest.raises(RunError, match="no tensor in it is called as one of"):
-        checkpoints.check(checkpoint, config_of(tmp_path), "train")
 
 
 def test_what_changed_is_said_and_what_cannot_change_is_refused(tmp_path):
     checkpoint, config = save(tmp_path, 1), config_of(tmp_path)
-    config.actor_rollout_ref.actor.optim.lr = 0.2
-    allowed = f"changed since {checkpoint}, and allowed: actor_rollout_ref.actor.optim.lr 0.1 -> 0.2"
+    config.trainer.total_training_steps = 200
+    allowed = f"changed since {checkpoint}, and allowed: trainer.total_training_steps 100 -> 200"
     assert checkpoints.check(checkpoint, config, "train") == [allowed]
+    faster = OmegaConf.merge(config, {"actor_rollout_ref": {"actor": {"optim": {"lr": 0.2}}}})
+    contents = "actor_rollout_ref.actor.checkpoint.load_contents"
+    told = rf"optim.lr 0.1 -> 0.2 \(the saved optimizer has its own; {contents}=\[model\] begins a new one\)"
+    with pytest.raises(RunError, match=told):
+        checkpoints.check(checkpoint, faster, "train")
+    OmegaConf.update(faster, contents, ["model"], force_add=True)
+    assert "optim.lr 0.1 -> 0.2" in checkpoints.check(checkpoint, faster, "train")[0]
     with pytest.raises(RunError, match=r"is of `train`, not of `sft`: give another trainer.experiment_name"):
         checkpoints.check(checkpoint, config, "sft")
     with pytest.raises(RunError, match="cannot go on with a critic, which that run did not have"):

@@ -32,6 +32,7 @@ def episode(group_id="3/0", **changes) -> Episode:
         "output": said,
         "ended": "stop",
         "reward": 0.1 + 0.2,
+        "error": "a line\u2028that is none",
         "turn_rewards": [0.1, 0.2],
         "reward_components": {"a": 1.5},
         "verdict": {"extracted": "7"},

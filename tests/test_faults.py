@@ -359,13 +359,10 @@ def test_a_server_that_stays_away_ends_the_run():
         return ends, time.monotonic() - begin
 
     ends, seconds = converse(conversation, concurrency=64, outage_budget_s=1.0)
-    assert {(type(end), end.reason, end.retry, end.lost) for end in ends} == {
-        (ServerDownError, "server_down", False, False)
-    }
-    assert 1.0 < seconds < 30.0
+    assert {(type(e), e.reason, e.retry, e.lost) for e in ends} == {(ServerDownError, "server_down", False, False)}
     said = r"gym server s \(http://\S+\) gave no answer for \d+ s, while (\d+) calls failed, the last with http\S+"
     todo = ": HTTP 503: ; see its log, start it again and resume .*gym.outage_budget_s"
-    assert max(int(re.match(said + todo, str(end))[1]) for end in ends) > 64
+    assert 1.0 < seconds < 30.0 and max(int(re.match(said + todo, str(end))[1]) for end in ends) > 64
 
 
 @pytest.fixture
@@ -382,13 +379,13 @@ def test_an_answer_ends_an_outage_and_so_does_silence_on_our_side(between, later
     async def conversation(gym, server):
         async with gym.session("s", ROW) as session:
             for status in (503, 503, between, 503, 503):
-                later(10.0 if status else 20.0)
+                later(6.0 if status else 20.0)
                 if status:
                     server.faults.status = status
                     end = await failure(session.call_tool("look_up", "{}"))
         return end
 
-    end = converse(conversation, outage_budget_s=25.0)
+    end = converse(conversation, outage_budget_s=15.0)
     assert (end.reason, end.lost) == (("server_down", False) if between == 503 else ("http_503", True))
 
 
@@ -429,7 +426,7 @@ def test_a_session_older_than_its_server_is_not_continued():
             await touched.call_tool("look_up", "{}")
             await asyncio.to_thread(server.__exit__)
             waits = asyncio.create_task(episode(gym))
-            while gym._watches["s"].gone < 0:
+            while gym._watches["s"].failed < 0:
                 await asyncio.sleep(0.01)
             server.faults.forget()
             with await asyncio.to_thread(Server, faults=server.faults, port=server.port):
@@ -463,10 +460,11 @@ def test_an_endless_answer_is_not_read_to_its_end(declared, monkeypatch):
     async def endless(_, writer):
         nonlocal sent
         writer.write(b"HTTP/1.1 200 OK\r\n" + b"Content-Length: 999999999999\r\n" * declared + b"\r\n")
-        while True:
+        while sent < 2**28:  # which is endless enough
             writer.write(b" " * 2**16)
             await writer.drain()
             sent += 2**16
+        writer.close()
 
     async def run():
         server = await asyncio.start_server(endless, "127.0.0.1", 0)

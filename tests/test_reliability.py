@@ -394,7 +394,7 @@ def test_damaged_steps_are_skipped_and_kept_and_three_in_a_row_end_the_run(works
     batch = torch.load(run.folder / "damaged" / "step_2.pt", weights_only=True)
     assert batch["advantages"].isnan().any() and batch["responses"].shape[0] == len(batch["uid"])
     saved = {path.name for path in (run.folder / "checkpoints").glob("global_step_*")}
-    assert saved == {"global_step_1", "global_step_3"}
+    assert saved == {f"global_step_{n}" for n in range(1, 6)}  # the weights are whole, whatever the batch was
     told = {m["step"]: m.get("training/damaged_steps", 0) for m in metrics_of(run.folder) if "rollout/failed_frac" in m}
     assert told == {1: 0, 2: 1, 3: 0, 4: 1, 5: 2}
 
@@ -403,7 +403,7 @@ def test_a_second_ctrl_c_is_immediate(workspace):
     with Living(workspace, "twice") as run:
         run.until(lambda: bool(run.processes("raylet")))
         run.process.send_signal(signal.SIGINT)
-        time.sleep(0.2)
+        time.sleep(1.2)  # at once it would be taken for the same one
         run.process.send_signal(signal.SIGINT)
         seconds = run.end(130, patience=10.0)
     print(f"gone {seconds:.1f} s after the second Ctrl-C")

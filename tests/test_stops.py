@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -88,6 +89,51 @@ def test_nothing_swallows_a_stop(started):
             raise KeyboardInterrupt from None  # as ray.get does
 
 
+def test_what_is_asked_twice_at_once_was_asked_once(started, monkeypatch):
+    """A wrapper passes a signal on that the terminal sends to the whole group."""
+    ended: list[int] = []
+    monkeypatch.setattr(watch, "end_now", lambda status, _: ended.append(status))
+    with started.stage("save_checkpoint"):  # which a stop lets end, however long it takes
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert ended == [] and signal.alarm(0) > runs.STOP_S
+        time.sleep(1.1)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert ended == [130]
+
+
+def test_an_error_outside_of_an_update_saves_too(started):
+    saved: list[int] = []
+    with pytest.raises(ValueError), started.saving(lambda: saved.append(1)), started.stage("gen"):
+        raise ValueError("of a reward")
+    assert saved == [1]
+    with pytest.raises(ValueError), started.saving(lambda: saved.append(2)), started.stage("update_actor"):
+        raise ValueError("half done")
+    assert saved == [1]
+
+
+def test_what_is_lost_between_two_stages_ends_the_next(started):
+    started.lose("the worker X died")
+    with pytest.raises(Stop, match="stage ref: the worker X died"), started.stage("ref"):
+        raise AssertionError("never")
+
+
+def test_rays_word_on_a_death_is_read():
+    from ray.core.generated import common_pb2, gcs_pb2
+
+    del gcs_pb2
+    died = common_pb2.ActorDeathCause()
+    died.actor_died_error_context.error_message = "connection  error code 2"
+    died.actor_died_error_context.reason = common_pb2.ActorDiedErrorContext.Reason.Value("WORKER_DIED")
+    assert watch.why_it_died(died) == "connection error code 2"
+    died.actor_died_error_context.reason = common_pb2.ActorDiedErrorContext.Reason.Value("RAY_KILL")
+    assert watch.why_it_died(died) == ""
+    memory = common_pb2.ActorDeathCause()
+    memory.oom_context.error_message = "95% used"
+    assert "95% used" in watch.why_it_died(memory)
+    assert watch.why_it_died(common_pb2.ActorDeathCause()) == ""
+
+
 def test_a_clock_that_jumps_is_told_and_counted(started, monkeypatch, capsys):
     started.log(1, {"x": 1.0})
     wall = time.time
@@ -106,9 +152,9 @@ def test_what_is_trained_again_is_told_once(started):
     path.write_text("\n".join(lines) + '\n{"step": 4, "cut')
     started.forget_after(2)
     assert path.read_text().splitlines() == lines[:4]
-    assert (started.folder / "metrics.abandoned.jsonl").read_text().splitlines() == lines[4:]
-    started.forget_after(None)
-    assert path.read_text().splitlines() == lines[:4]
+    assert (started.folder / "metrics.abandoned.jsonl").read_text().splitlines() == [*lines[4:], '{"step": 4, "cut']
+    started.forget_after(-1)  # from the start
+    assert path.read_text() == ""
 
 
 def test_what_the_dead_left_is_swept_and_what_the_living_hold_stays():
@@ -119,12 +165,14 @@ def test_what_the_dead_left_is_swept_and_what_the_living_hold_stays():
     # its resource tracker outlives it for a moment, and may tidy up by itself: what it misses is ours to sweep
     (watch.SHARED / "psm_left_by_a_test").touch()
     mine = shared_memory.SharedMemory(create=True, size=9)
+    lock = multiprocessing.get_context("spawn").Lock()  # a semaphore, which a child opens by its name
     other = watch.SHARED / "not_of_a_run"
     other.touch()
     try:
         watch.sweep(began)
         left = {path.name for path in watch.SHARED.iterdir()}
         assert not {dead, "psm_left_by_a_test"} & left and {mine.name, other.name} <= left
+        assert "sem." + lock._semlock.name.removeprefix("/") in left
         (watch.SHARED / "psm_older").touch()
         watch.sweep(time.time() + 5)
         assert (watch.SHARED / "psm_older").exists()  # from before: another run's
@@ -144,7 +192,7 @@ def test_the_watch_names_who_died_and_who_is_stopped(tmp_path, monkeypatch):
         child = subprocess.Popen(["VLLM::EngineCore", "-c", title], executable=sys.executable)
         (tmp_path / "ray").mkdir()
         (tmp_path / "ray" / f"worker-abc-01000000-{child.pid}.err").write_text("one\ntwo\nthe cause\nthe end\n")
-        assert guard.look() == ""
+        assert guard.look() == guard.look() == ""
         child.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + 5
         while not (told := guard.look()) and time.monotonic() < deadline:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from omegaconf import OmegaConf
 
 import config
 import inference
@@ -140,13 +141,15 @@ def test_components_that_not_all_episodes_have_are_left_out():
 
 
 def test_damage_is_found_where_the_mask_is_and_named():
+    settings = OmegaConf.create({"actor_rollout_ref": {"rollout": {"top_p": 1.0, "top_k": -1}}})
+
     def damaged(name=None, value=math.nan, where=(0, 0), metrics=None):
         batch = training.to_batch([episode([5, 6], [7, 8]), episode([5], [7])], 0, 1.0)
         batch.batch["old_log_probs"] = torch.zeros(2, 2)
         batch.batch["advantages"] = torch.zeros(2, 2)
         if name:
             batch.batch[name][where] = value
-        return training.damage(batch, metrics or {})
+        return training.damage(batch, metrics or {}, settings)
 
     assert damaged() == "" and damaged(metrics={"actor/grad_norm": 3.0, "timing_s/gen": math.nan}) == ""
     for name in ("rollout_log_probs", "old_log_probs", "token_level_scores", "advantages"):
@@ -156,3 +159,5 @@ def test_damage_is_found_where_the_mask_is_and_named():
     assert damaged(metrics={"actor/grad_norm": math.inf}) == "actor/grad_norm is inf"
     assert damaged(metrics={"critic/vf_loss": math.nan}) == "critic/vf_loss is nan"
     assert "the sampler's probabilities are 0.30 from" in damaged(metrics={"training/rollout_probs_diff_mean": 0.3})
+    settings.actor_rollout_ref.rollout.top_p = 0.5  # the sampler's are of other tokens
+    assert damaged(metrics={"training/rollout_probs_diff_mean": 0.3}) == ""
