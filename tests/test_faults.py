@@ -464,7 +464,6 @@ def test_an_endless_answer_is_not_read_to_its_end(declared, monkeypatch):
             writer.write(b" " * 2**16)
             await writer.drain()
             sent += 2**16
-        writer.close()
 
     async def run():
         server = await asyncio.start_server(endless, "127.0.0.1", 0)
