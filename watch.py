@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import shutil
-import signal
 import socket
 import tempfile
 import threading
@@ -242,11 +241,16 @@ def listens(path: Path) -> bool:
 
 def end_now(status: int, watch: Watch | None) -> None:
     """Leave at once: kill every descendant, without a word to anybody, and remove what they leave."""
-    children = psutil.Process().children(recursive=True) + (list(watch.seen.values()) if watch else [])
-    for child in children:
+    found = dict(watch.seen) if watch else {}
+    while new := [child for child in psutil.Process().children(recursive=True) if child.pid not in found]:
+        for child in new:
+            with contextlib.suppress(psutil.Error):
+                child.suspend()  # so that it starts no other while the list is read
+        found |= {child.pid: child for child in new}
+    for process in found.values():
         with contextlib.suppress(psutil.Error):
-            child.send_signal(signal.SIGKILL)
-    psutil.wait_procs(children, timeout=2.0)
+            process.kill()
+    psutil.wait_procs(found.values(), timeout=2.0)
     if watch:
         shutil.rmtree(watch.temporary, ignore_errors=True)
         sweep(watch.began)
