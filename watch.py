@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 LOOK_S = 2.0  # seconds between two looks
+GONE = 3  # looks: an engine that fails by itself has its cause told by vLLM meanwhile, which says more
 STOPPED_S = 15.0  # a process that was stopped (SIGSTOP, a debugger) for so long does not come back by itself
 SHARED = Path("/dev/shm")
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class Watch:
         self.seen: dict[int, psutil.Process] = {}  # every descendant so far; those that lost their parent too
         self.engines: dict[int, str] = {}  # vLLM's processes, which Ray does not know
         self.met: set[int] = set()  # at the last look
+        self.gone: dict[int, int] = {}  # of the engines: looks in a row without it
         self.actors: dict[str, str] = {}  # this job's of Ray's, that were alive: id -> class name
         self.stopped: dict[int, float] = {}  # since when
         self.resting = threading.Event()
@@ -116,7 +118,8 @@ class Watch:
                     return f"{name_of(title)} (pid {process.pid}) is stopped (SIGSTOP?); {self.last_words(process.pid)}"
         self.met = alive
         for pid, title in self.engines.items():
-            if pid not in alive:
+            self.gone[pid] = 0 if pid in alive else self.gone.get(pid, 0) + 1
+            if self.gone[pid] == GONE:
                 return f"{name_of(title)} (pid {pid}) died; {self.last_words(pid)}"
         return self._dead_actor()
 

@@ -59,7 +59,7 @@ def test_outputs_are_all_there_and_readable(learned, workspace):
     assert (folder / "rollouts" / "val_50.jsonl").is_file()
     assert (folder / "failures.jsonl").read_text() == ""
     assert list((folder / "tensorboard").glob("events*")) and (folder / "tracking.jsonl").is_file()
-    step = metrics_of(folder)[-1]
+    step = [m for m in metrics_of(folder) if "rollout/failed_frac" in m][-1]
     wanted = "actor/pg_loss actor/grad_norm actor/entropy response_length/mean timing_s/gen timing_s/update_actor "
     wanted += "timing_s/update_weights perf/throughput rollout/failed_frac rollout/groups_dropped "
     wanted += "reward/reasoning_gym/mean verify/latency_s/p50 verify/latency_s/p95 training/rollout_probs_diff_mean"
@@ -234,7 +234,8 @@ def test_a_greedy_baseline_a_learned_reward_kl_and_correction_at_once(workspace)
         assert m["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-3)  # sampler and trainer agree
         assert m["critic/rewards/mean"] != m["reward/reasoning_gym/mean"]  # KL and the learned reward are in it
         assert m["actor/grad_norm"] > 0 and math.isfinite(m["reward/reasoning_gym/reward_model/mean"])
-    assert abs(steps[0]["actor/reward_kl_penalty"]) < 2e-3  # nothing learned yet; the reference computes in bf16
+    # nothing learned yet, but the reference computes in bf16, which rounds log-probs from 2 to 4 by at most 2**-7
+    assert abs(steps[0]["actor/reward_kl_penalty"]) < 2**-7
     assert math.isfinite(steps[1]["actor/reward_kl_penalty"])
     assert steps[1]["actor/reward_kl_penalty_coeff"] != steps[0]["actor/reward_kl_penalty_coeff"]
     import torch
@@ -401,7 +402,7 @@ def test_a_batch_without_verdicts_is_skipped_and_said_so(workspace):
     assert result.returncode == 0, result.stdout + result.stderr
     assert "step 1 skipped: no group left to train on" in result.stdout
     folder = workspace / "runs" / "broken"
-    step = metrics_of(folder)[-1]
+    step = next(m for m in metrics_of(folder) if "rollout/failed_frac" in m)
     assert step["rollout/failed_frac"] == 1.0 and step["rollout/failed/http_500"] == 64
     assert "critic/rewards/mean" not in step and "actor/pg_loss" not in step
     failures = [json.loads(line) for line in (folder / "failures.jsonl").read_text().splitlines()]
