@@ -48,10 +48,11 @@ from typing import Any
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+import checkpoints
 import env
 import gym_client
 import gym_servers
-from checkpoints import before_replay, check, resume_point, step_of
+from checkpoints import before_replay, check, resume_point
 from config import ConfigError, Data, RunError, load_config, prepare
 from episodes import load_replay
 from own import OwnError
@@ -70,7 +71,7 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None, re
 
     replayed: episodes of one step by batch of prompts; then they take the place of sampling, and nothing is served.
     """
-    folder, total = Path(config.trainer.default_local_dir), config.trainer.total_training_steps
+    total = config.trainer.total_training_steps
     with contextlib.ExitStack() as stack:
         loop, gym, policy, servers, workers = run.start(stack, data, serve=not replayed)
 
@@ -85,7 +86,6 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None, re
         from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
         from verl.utils.debug.metrics import calculate_debug_metrics
 
-        import checkpoints
         import evaluation
         import inference
         import pieces
@@ -110,7 +110,7 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None, re
             run.say(f"resumed from {resume_from}")
         if replayed:  # that step alone; the schedule keeps the run's length
             total = state["step"] + 1
-        checkpoint, trained = resume_from, dict(state)  # the last one; what the weights in the workers are of
+        trained = dict(state)  # what the weights in the workers are of
         whole = True  # what the trainer computes with them is finite
 
         def sleep() -> None:
@@ -151,15 +151,12 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None, re
                 episodes = rollout(data.validation, val_kwargs.n, f"val_{state['step']}", validate=True)
                 return evaluation.validation_metrics(episodes)
 
-        def save() -> Path | None:
-            """A checkpoint of the weights that the workers hold, unless there is one; which it is."""
-            nonlocal checkpoint
-            if not whole:
+        def save() -> None:
+            """A checkpoint of the weights, unless what the trainer computes with them is not finite."""
+            if whole:
+                run.save(workers, trained)
+            else:
                 run.say("not saved: the weights may be what is damaged")
-            elif trained["step"] > (step_of(checkpoint) if checkpoint else 0):
-                with run.stage("save_checkpoint"):
-                    checkpoint = checkpoints.save(workers, folder, trained, config)
-            return checkpoint
 
         rows = {task.row_id: task for task in data.train}
 
@@ -263,7 +260,7 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None, re
                 if kept:
                     sample_from(step)
 
-            if step == total or (config.trainer.save_freq > 0 and step % config.trainer.save_freq == 0):
+            if step == total or run.due(step, config.trainer.save_freq):
                 save()
             metrics |= {f"timing_s/{stage}": seconds for stage, seconds in run.timing.items()}
             if kept and not skipped:
@@ -281,19 +278,19 @@ def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None, re
                 step = state["step"] = state["step"] + 1
                 run.begin(step)
                 one_step(step)
-                if step == total or (config.trainer.test_freq > 0 and step % config.trainer.test_freq == 0):
+                if run.due(step, config.trainer.test_freq):
                     after = evaluate()
                     run.log(step, after | {"timing_s/testing": run.timing["testing"]} if after else {})
 
-        if checkpoint is None:
+        if run.checkpoint is None:
             raise RunError(
                 f"every step up to {total} was damaged or skipped, so there is nothing to save; look into "
                 f"{run.folder}/rollouts and {run.folder}/damaged for why"
             )
         if replayed:
-            return run.say(f"the same update again: its weights are in {checkpoint}")
-        run.export(checkpoint)
-    run.finish(before, after, checkpoint)
+            return run.say(f"the same update again: its weights are in {run.checkpoint}")
+        run.export(run.checkpoint)
+    run.finish(before, after)
 
 
 GYM_ERRORS = (env.DataError, gym_client.GymError, gym_servers.GymStartError)
@@ -343,7 +340,7 @@ def main() -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
         if args.dry_run:
             return dry_run(config, defaults, data)
-        with Run(config, commands[0], step_of(resume_from) if resume_from else None) as run:
+        with Run(config, commands[0], resume_from) as run:
             if commands == ["train"]:
                 train(config, run, data, resume_from, replayed)
             elif commands == ["sft"]:

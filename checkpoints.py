@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 import own
@@ -30,6 +29,7 @@ from checks import ConfigError
 from config import RunError, leaves, public
 
 MANIFEST = "manifest.json"
+NAME = re.compile(r"(?:global_step|saving)_(\d+)")
 # What a checkpoint cannot go on with otherwise, and why. All else may change, and is said.
 FIXED = {
     "trainer.n_gpus_per_node": "each rank loads the shard that it wrote",
@@ -51,6 +51,8 @@ def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) 
     workers: training.Workers. state: what the driver needs to go on, plain values only, with its `step`. Raises
     RunError where it cannot be written, a full disk above all; what was there before stays.
     """
+    import torch  # not at the top: a second, which a recipe that is refused need not wait
+
     target, partial = folder / f"global_step_{state['step']}", folder / f"saving_{state['step']}"
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while it saved, maybe with more ranks
     try:
@@ -85,7 +87,7 @@ def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) 
 def set_aside(folder: Path, step: int) -> list[str]:
     """Give whole checkpoints after `step` another name, since the run begins there again; a line on each."""
     lines = []
-    for checkpoint in found(folder) if folder.is_dir() else []:
+    for checkpoint in found(folder):
         if step_of(checkpoint) > step and not broken(checkpoint):
             aside = checkpoint.with_name(f"abandoned_{time.strftime('%Y%m%d-%H%M%S')}_{checkpoint.name}")
             os.replace(checkpoint, aside)
@@ -126,15 +128,14 @@ def broken(checkpoint: Path) -> str:
 
 def step_of(checkpoint: Path) -> int:
     """The step in a checkpoint's name. Raises ConfigError for another name."""
-    if match := re.fullmatch(r"(?:global_step|saving)_(\d+)", checkpoint.name):
+    if match := NAME.fullmatch(checkpoint.name):
         return int(match[1])
     raise ConfigError(f"{checkpoint} is not called as checkpoints are; give a folder global_step_<N>")
 
 
 def found(folder: Path) -> list[Path]:
     """The checkpoints in a folder, the newest first, whole or not."""
-    paths = [*folder.glob("global_step_*"), *folder.glob("saving_*")]
-    named = [path for path in paths if path.is_dir() and path.name.rpartition("_")[2].isdigit()]
+    named = [path for path in folder.glob("*_*") if path.is_dir() and NAME.fullmatch(path.name)]
     return sorted(named, key=lambda path: (step_of(path), path.name.startswith("global")), reverse=True)
 
 
@@ -251,6 +252,7 @@ def why_fixed(key: str, config: DictConfig) -> str:
 def read(path: Path) -> Any:
     """A file of tensors and plain values. Raises RunError for any other: verl's own loading would run what is in it."""
     import numpy as np
+    import torch
     import torch.distributed.tensor  # DTensor, of which FSDP's shards are
 
     state = np.random.get_state()[1].__reduce__()[0]  # type: ignore[index, union-attr]  # numpy's RNG is saved too
@@ -311,7 +313,7 @@ def load(workers: Any, checkpoint: Path) -> dict[str, Any]:
     for name, group in {"actor": workers.actor, "critic": workers.critic}.items():
         if group is not None:
             group.load_checkpoint(str((checkpoint / name).absolute()))
-    state: dict[str, Any] = torch.load(checkpoint / "data.pt", weights_only=True)
+    state: dict[str, Any] = read(checkpoint / "data.pt")
     return state
 
 

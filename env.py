@@ -51,6 +51,7 @@ class Weighted(Protocol):
 
 
 T = TypeVar("T", bound=Weighted)
+OTHER_TEMPLATE = "set actor_rollout_ref.model.custom_chat_template"
 
 
 @dataclass(frozen=True)
@@ -229,16 +230,15 @@ def _arguments(text: str) -> Any:
 def encode(messages: Sequence[Any], tools: Sequence[Any], tokenizer: Any, where: str = "") -> list[int]:
     """Chat messages and tools -> [P] token ids. Raises DataError when the chat template refuses or hides them."""
     at = f"{where}: the chat template" if where else "the chat template"
-    way_out = "set actor_rollout_ref.model.custom_chat_template"
     options = {"add_generation_prompt": True, "return_dict": True}
     try:
         ids = list(tokenizer.apply_chat_template(messages, tools=tools or None, **options)["input_ids"])
         # [] for none: a template made for tools may loop over them unasked
         if tools and ids == list(tokenizer.apply_chat_template(messages, tools=[], **options)["input_ids"]):
-            raise DataError(f"{at} does not show tools to the model; {way_out}")
+            raise DataError(f"{at} does not show tools to the model; {OTHER_TEMPLATE}")
         return ids
     except (TemplateError, TypeError) as error:  # TypeError: a template that adds a dict to text
-        raise DataError(f"{at} does not take these messages: {error}; change them, or {way_out}") from error
+        raise DataError(f"{at} does not take these messages: {error}; change them, or {OTHER_TEMPLATE}") from error
 
 
 # --- a run's files -> tasks -> batches -----------------------------------------------------------

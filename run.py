@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -70,9 +69,9 @@ class Started(NamedTuple):
 class Run:
     """A run's folder, its clock and its voice. Use as `with Run(config) as run`."""
 
-    def __init__(self, config: DictConfig, command: str = "train", resume_step: int | None = None):
+    def __init__(self, config: DictConfig, command: str = "train", resume_from: Path | None = None):
         self.config, self.command, self.folder = config, command, Path("runs") / config.trainer.experiment_name
-        self.resume_step = resume_step  # of the checkpoint that it goes on from
+        self.checkpoint = resume_from  # the last one
         self.timing: dict[str, float] = {}  # seconds by stage, of the step under way
         self.started, self.first_episode = time.monotonic(), 0.0  # seconds; seconds since `started`
         self.clock, self.clock_jumps = time.time() - self.started, 0  # of the machine, against one that never jumps
@@ -100,7 +99,7 @@ class Run:
         written = public(self.config)
         OmegaConf.save(written, self.folder / "config.yaml")
         if self.command in ("train", "sft"):
-            self.forget_after(-1 if self.resume_step is None else self.resume_step)
+            self.forget_after(checkpoints.step_of(self.checkpoint) if self.checkpoint else -1)
         os.environ.setdefault("TENSORBOARD_DIR", str(self.folder / "tensorboard"))
         os.environ.setdefault("VERL_FILE_LOGGER_PATH", str(self.folder / "tracking.jsonl"))
         os.environ.setdefault("WANDB_DIR", str(self.folder))
@@ -144,7 +143,7 @@ class Run:
     def name_tracked_run(self) -> None:
         """Give trackers an id that a resumed run finds again, by their own environment variables."""
         path = self.folder / "tracker_id"
-        if self.resume_step is None or not path.is_file():
+        if self.checkpoint is None or not path.is_file():
             path.write_text(uuid.uuid4().hex[:12])
         for tracker in ("WANDB", "SWANLAB"):
             os.environ.setdefault(f"{tracker}_RUN_ID", path.read_text())
@@ -173,12 +172,16 @@ class Run:
         if self.current in WHOLE:
             signal.alarm(STOP_S)
         elif self.current:
-            self.stop("interrupted", 128 + signum, save=True)
+            self.stop_asked()
 
     def stop(self, why: str, status: int = 1, save: bool = False) -> NoReturn:
         """Raise what ends the run, and keep it: Ray's waiting makes a plain KeyboardInterrupt of it (see `stage`)."""
         self.ending = Stop(why, status, save)
         raise self.ending
+
+    def stop_asked(self) -> NoReturn:
+        """Raise what ends a run that was asked to stop, between two updates."""
+        self.stop("interrupted", 128 + self.asked, save=True)
 
     def stop_lost(self, stage: str) -> NoReturn:
         """Raise what ends a run that has lost a process."""
@@ -313,7 +316,7 @@ class Run:
             if self.lost:
                 self.stop_lost(name)
             if self.asked and name not in WHOLE:
-                self.stop("interrupted", 128 + self.asked, save=True)
+                self.stop_asked()
             self.bar.update(self.task, stage=name)
             self.current = name
             signal.alarm(STOP_S if self.asked and name != "save_checkpoint" else self.deadline())
@@ -336,26 +339,38 @@ class Run:
                 self.current = outer
         self.timing[name] = self.timing.get(name, 0.0) + time.perf_counter() - begin
 
+    def due(self, step: int, freq: int) -> bool:
+        """Whether what is done every `freq` steps (trainer.save_freq, test_freq), and after the last, is due."""
+        return step == self.config.trainer.total_training_steps or (freq > 0 and step % freq == 0)
+
+    def save(self, workers: Any, state: dict[str, Any]) -> None:
+        """A checkpoint of the weights that the workers hold, unless there is one."""
+        if state["step"] > (checkpoints.step_of(self.checkpoint) if self.checkpoint else 0):
+            with self.stage("save_checkpoint"):
+                folder = Path(self.config.trainer.default_local_dir)
+                self.checkpoint = checkpoints.save(workers, folder, state, self.config)
+
     @contextlib.contextmanager
-    def saving(self, save: Callable[[], Path | None]) -> Iterator[None]:
-        """Around the loop: a run that was asked to stop calls `save`, which returns the checkpoint, before it ends."""
+    def saving(self, save: Callable[[], None]) -> Iterator[None]:
+        """Around the loop: a run that was asked to stop, or fails while the weights are whole, saves before it ends."""
         try:
             yield
             if self.asked:
-                self.stop("interrupted", 128 + self.asked, save=True)
-        except Stop as stop:
-            if stop.save:
-                self.say(f"the last checkpoint is {save() or 'none: no step was done'}")
-            raise
-        except Exception as error:  # a Gym server that is gone, a reward that raises: the weights are whole
-            if self.failed not in WHOLE and type(error.__cause__).__module__.split(".")[0] != "ray":
-                self.say(f"the last checkpoint is {save() or 'none: no step was done'}")
+                self.stop_asked()
+        except (Stop, Exception) as error:
+            if isinstance(error, Stop):
+                wanted = error.save
+            else:  # a Gym server that is gone, a reward that raises; no half update, and no worker that is lost
+                wanted = self.failed not in WHOLE and type(error.__cause__).__module__.split(".")[0] != "ray"
+            if wanted:
+                save()
+                self.say(f"the last checkpoint is {self.checkpoint or 'none: no step was done'}")
             raise
 
     def begin(self, step: int) -> None:
         """Start the clock of a step."""
         if self.asked:
-            self.stop("interrupted", 128 + self.asked, save=True)
+            self.stop_asked()
         self.timing = {}
         self.bar.update(self.task, completed=step - 1)
 
@@ -407,6 +422,8 @@ class Run:
 
     def save_damaged(self, step: int, damage: str, batch: Any) -> str:
         """Keep the batch of a damaged step in damaged/. Raises RunError at the third in a row; returns what to tell."""
+        import torch  # a second, which a recipe that is refused need not wait
+
         self.damaged += 1
         path = self.folder / "damaged" / f"step_{step}.pt"
         path.parent.mkdir(exist_ok=True)
@@ -441,13 +458,13 @@ class Run:
             with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
                 checkpoints.export(checkpoint, self.folder / "export")
 
-    def finish(self, before: dict[str, float], after: dict[str, float], checkpoint: Path) -> None:
+    def finish(self, before: dict[str, float], after: dict[str, float]) -> None:
         """The result of the run and what to do next."""
         minutes = (time.monotonic() - self.started) / 60
         self.say(f"\nfinished in {minutes:.1f} min; the run is in {self.folder}/")
         for name in (n for n in after if n.startswith("val-core/")):
             self.say(f"    {name}: {before.get(name, float('nan')):.3f} before, {after[name]:.3f} after")
-        self.say(f"    checkpoint {checkpoint}, Hugging Face folder {self.folder}/export")
+        self.say(f"    checkpoint {self.checkpoint}, Hugging Face folder {self.folder}/export")
         again = f"trainer.total_training_steps={2 * self.config.trainer.total_training_steps}"
         self.say(f"next: look into {self.folder}/rollouts/, or train on with the same command and {again}")
 

@@ -23,10 +23,9 @@ from typing import Any
 from jinja2 import TemplateError
 from omegaconf import DictConfig
 
+import checkpoints
 import env
 from config import ConfigError, Data, RunError, to_plain
-
-OTHER_TEMPLATE = "set actor_rollout_ref.model.custom_chat_template"
 
 
 @dataclass
@@ -92,10 +91,10 @@ def tokenize(row: Mapping[str, Any], tokenizer: Any, stop_ids: set[int], where: 
             after = tokenizer.apply_chat_template(messages[: i + 1], **template)
         except (TemplateError, TypeError) as error:  # TypeError: content that is no text
             why = f"the chat template does not take message {i + 1}: {error}"
-            raise env.DataError(f"{where}: {why}; change the message, or {OTHER_TEMPLATE}") from None
+            raise env.DataError(f"{where}: {why}; change the message, or {env.OTHER_TEMPLATE}") from None
         if not before.startswith(done) or not after.startswith(before):
             raise env.DataError(
-                f"{where}: the chat template rewrites what comes before message {i + 1}; {OTHER_TEMPLATE}"
+                f"{where}: the chat template rewrites what comes before message {i + 1}; {env.OTHER_TEMPLATE}"
             )
         answer = after[len(before) :]
         ends = [answer.rfind(stop) + len(stop) for stop in stops if stop in answer]
@@ -143,17 +142,14 @@ def load_files(
 def run_command(config: DictConfig, run: Any, data: Data, resume_from: Path | None) -> None:
     """Train on data.train to trainer.total_training_steps."""
     size, total = config.data.train_batch_size, config.trainer.total_training_steps
-    folder = Path(config.trainer.default_local_dir)
     with contextlib.ExitStack() as stack:
         workers = run.start(stack, data, serve=False).workers
-        import checkpoints
         import training
 
         training.set_sft_loss(workers.actor, config)
         state: dict[str, Any] = {"command": "sft", "step": 0}
         if resume_from:
             state = checkpoints.load(workers, resume_from)
-        checkpoint = resume_from
 
         def to_batch(examples: Sequence[Example]) -> Any:
             return training.to_batch(examples, data.tokenizer.pad_token_id, temperature=1.0)
@@ -168,14 +164,6 @@ def run_command(config: DictConfig, run: Any, data: Data, resume_from: Path | No
                 tokens += float(mask.sum())
             return {"val/loss": total_loss / tokens} if tokens else {}
 
-        def save() -> Path | None:
-            """A checkpoint of what is trained, unless there is one; which it is."""
-            nonlocal checkpoint
-            if state["step"] > (checkpoints.step_of(checkpoint) if checkpoint else 0):
-                with run.stage("save_checkpoint"):
-                    checkpoint = checkpoints.save(workers, folder, state, config)
-            return checkpoint
-
         def one_step(step: int) -> None:
             """One optimiser step, and what is due after it."""
             run.begin(step)
@@ -187,10 +175,9 @@ def run_command(config: DictConfig, run: Any, data: Data, resume_from: Path | No
                 run.say(f"step {step} skipped: {run.save_damaged(step, damage, batch)}")
             else:
                 run.damaged = 0
-            due = step == total or (config.trainer.save_freq > 0 and step % config.trainer.save_freq == 0)
-            if due:
-                save()
-            if step == total or (config.trainer.test_freq > 0 and step % config.trainer.test_freq == 0):
+            if run.due(step, config.trainer.save_freq):
+                run.save(workers, state)
+            if run.due(step, config.trainer.test_freq):
                 with run.stage("testing"):
                     metrics |= held_out_loss()
             run.bar.update(run.task, completed=step)
@@ -200,15 +187,15 @@ def run_command(config: DictConfig, run: Any, data: Data, resume_from: Path | No
             )
             run.say(f"step {step:4d}  {loss}  | seconds: {run.timing['update_actor']:.1f}")
 
-        with run.saving(save):
+        with run.saving(lambda: run.save(workers, state)):
             with run.stage("testing"):
                 run.log(state["step"], held_out_loss())
             while state["step"] < total:
                 one_step(state["step"] + 1)
-        if checkpoint is None:
+        if run.checkpoint is None:
             raise RunError(
                 f"every step up to {total} was damaged, so there is nothing to save; look into {run.folder}/damaged, "
                 "then lower actor_rollout_ref.actor.optim.lr"
             )
-        run.export(checkpoint)
+        run.export(run.checkpoint)
     run.say(f"the model is in {run.folder}/export: actor_rollout_ref.model.path={run.folder}/export")

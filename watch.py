@@ -16,7 +16,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,20 +68,15 @@ class Watch:
 
     def __exit__(self, *_: Any) -> None:
         self.rest()
-        self.kill()
-        shutil.rmtree(self.temporary, ignore_errors=True)
+        self.clean(self.others, patience=5.0)
         os.environ.pop("TMPDIR")
         os.environ |= {"TMPDIR": self.usual} if self.usual else {}
-        sweep(self.began)
 
-    def kill(self, patience: float = 5.0) -> None:
-        """Kill what is left of the processes that this one started, and wait until they are gone."""
-        self._descendants()
-        left = [process for process in self.seen.values() if process.is_running()]  # of that pid and start time
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(left, timeout=patience)
+    def clean(self, spared: Collection[int], patience: float) -> None:
+        """Kill what is left of the run's processes, and remove what they leave."""
+        kill(self.seen, spared, patience)
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        sweep(self.began)
 
     def _work(self) -> None:
         while not self.resting.wait(LOOK_S):
@@ -242,19 +237,24 @@ def listens(path: Path) -> bool:
         return probe.connect_ex(str(path)) == 0
 
 
-def end_now(status: int, watch: Watch | None) -> None:
-    """Leave at once: kill every descendant, without a word to anybody, and remove what they leave."""
-    found = dict(watch.seen) if watch else {}
-    while new := [child for child in psutil.Process().children(recursive=True) if child.pid not in found]:
-        for child in new:
+def kill(known: Mapping[int, psutil.Process], spared: Collection[int], patience: float) -> None:
+    """Kill every descendant but `spared`, and the `known` that lost their parent; wait `patience` seconds at most."""
+    found = dict(known)
+    while new := [p for p in psutil.Process().children(recursive=True) if p.pid not in {*found, *spared}]:
+        for process in new:
             with contextlib.suppress(psutil.Error):
-                child.suspend()  # so that it starts no other while the list is read
-        found |= {child.pid: child for child in new}
+                process.suspend()  # so that it starts no other while the list is read
+        found |= {process.pid: process for process in new}
     for process in found.values():
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error):  # gone, or another process has its pid by now
             process.kill()
-    psutil.wait_procs(found.values(), timeout=2.0)
+    psutil.wait_procs(found.values(), timeout=patience)
+
+
+def end_now(status: int, watch: Watch | None) -> None:
+    """Leave at once: kill every descendant, trackers too, without a word to anybody, and remove what they leave."""
     if watch:
-        shutil.rmtree(watch.temporary, ignore_errors=True)
-        sweep(watch.began)
+        watch.clean((), patience=2.0)
+    else:
+        kill({}, (), patience=2.0)
     os._exit(status)

@@ -121,21 +121,15 @@ def main() -> None:
     args = parser.parse_args()
     folder, spoiled, begin = Path(tempfile.mkdtemp(prefix="soak-")), collections.Counter(), time.monotonic()
     conftest.make_model(folder / "tied", tied=True)
-    words = ["say", "tell me", "i want", "give", "now", "please", "write", "print"]
-    conftest.write_rows(folder / "train.jsonl", [conftest.row(f"{word} 7") for word in words])
-    conftest.write_rows(folder / "val.jsonl", [conftest.row(f"{word} me 7") for word in words])
+    conftest.write_task(folder)
     looks: list[tuple[int, dict[str, dict[str, float]]]] = []
     with running_servers({"reasoning_gym": {"start": {"python": str(conftest.GYM_PYTHON)}}}, folder) as urls:
         port = free_port()
         proxy(urls["reasoning_gym"], port, args.faults, spoiled)
         changes = ["trainer.experiment_name=soak", f"trainer.total_training_steps={args.steps}", "trainer.save_freq=25"]
         changes += ["gym.servers.reasoning_gym.start=null", f"gym.servers.reasoning_gym.url=http://127.0.0.1:{port}"]
-        changes += [
-            "gym.concurrency=32",
-            "trainer.max_actor_ckpt_to_keep=2",
-            "trainer.test_freq=50",
-            "env.show_every=0",
-        ]
+        changes += ["trainer.test_freq=50", "trainer.max_actor_ckpt_to_keep=2"]
+        changes += ["gym.concurrency=32", "env.show_every=0"]
         # vLLM's cache becomes resident as it is first used: one that is all used by step 50
         changes += ["actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=67108864"]
         # of a policy that has learned, all answers are alike: nothing to train on

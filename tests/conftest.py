@@ -105,6 +105,14 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
     return path
 
 
+def write_task(folder: Path) -> None:
+    """The rows of the tiny recipe, train and val, and those of a task with a tool."""
+    words = ["say", "tell me", "i want", "give", "now", "please", "write", "print"]
+    write_rows(folder / "train.jsonl", [row(f"{word} 7") for word in words])
+    write_rows(folder / "val.jsonl", [row(f"{word} me 7") for word in words])
+    write_rows(folder / "tools.jsonl", [counting(f"{word} one") for word in words])
+
+
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory) -> Path:
     """A folder with tied/ and untied/ models, scored/ (one with a scalar head), and the task's rows."""
@@ -116,10 +124,7 @@ def workspace(tmp_path_factory) -> Path:
     scored = AutoModelForTokenClassification.from_pretrained(folder / "tied", num_labels=1, dtype=torch.float32)
     scored.save_pretrained(folder / "scored")  # a reward model
     AutoTokenizer.from_pretrained(folder / "tied").save_pretrained(folder / "scored")
-    words = ["say", "tell me", "i want", "give", "now", "please", "write", "print"]
-    write_rows(folder / "train.jsonl", [row(f"{word} 7") for word in words])
-    write_rows(folder / "val.jsonl", [row(f"{word} me 7") for word in words])
-    write_rows(folder / "tools.jsonl", [counting(f"{word} one") for word in words])
+    write_task(folder)
     return folder
 
 

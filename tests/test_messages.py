@@ -8,6 +8,7 @@ import ast
 import builtins
 import itertools
 import re
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,6 +141,10 @@ def texts_of(node: ast.expr | None, scopes: Scopes) -> list[str]:
                         new = texts_of(value, scopes[i:]) if known else [f"⟨{node.id}⟩"]
                         texts = joined([texts, new]) if more else texts + new
                     return list(dict.fromkeys(texts)) or [f"⟨{node.id}⟩"]
+        case ast.Attribute(value=ast.Name(id=module), attr=name) if (ROOT / f"{module}.py").is_file():
+            if name.isupper():  # a constant of another file
+                tree = ast.parse((ROOT / f"{module}.py").read_text(encoding="utf-8"))
+                return texts_of(ast.Name(name, ast.Load(), lineno=sys.maxsize), (tree,))
     return [f"⟨{ast.unparse(node)}⟩"] if node else [""]
 
 

@@ -119,9 +119,8 @@ def test_what_is_lost_between_two_stages_ends_the_next(started):
 
 
 def test_rays_word_on_a_death_is_read():
-    from ray.core.generated import common_pb2, gcs_pb2
+    from ray.core.generated import common_pb2
 
-    del gcs_pb2
     died = common_pb2.ActorDeathCause()
     died.actor_died_error_context.error_message = "connection  error code 2"
     died.actor_died_error_context.reason = common_pb2.ActorDiedErrorContext.Reason.Value("WORKER_DIED")
@@ -186,10 +185,9 @@ def test_what_the_dead_left_is_swept_and_what_the_living_hold_stays():
 def test_the_watch_names_who_died_and_who_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "STOPPED_S", 0.2)
     problems: list[str] = []
-    title = "import ctypes, sys, time; time.sleep(60)"
     guard = watch.Watch(tmp_path, problems.append)
     with guard:
-        child = subprocess.Popen(["VLLM::EngineCore", "-c", title], executable=sys.executable)
+        child = subprocess.Popen(["VLLM::EngineCore", "-c", "import time; time.sleep(60)"], executable=sys.executable)
         (tmp_path / "ray").mkdir()
         (tmp_path / "ray" / f"worker-abc-01000000-{child.pid}.err").write_text("one\ntwo\nthe cause\nthe end\n")
         assert guard.look() == guard.look() == ""
