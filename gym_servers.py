@@ -252,7 +252,7 @@ def keep_up(
     blocks: Mapping[str, Mapping[str, Any]],
     started: dict[str, subprocess.Popen[bytes]],
     log_dir: Path,
-    on_restart: Callable[[str, int], None],
+    on_restart: Callable[[str], None],
     ended: threading.Event,
 ) -> None:
     """Once a second, start again what has died of `started`, until `ended` is set. Runs in a thread.
@@ -270,7 +270,7 @@ def keep_up(
                 stop_servers([process])  # what it forked may have its port
                 started[name] = start_server(blocks[name], blocks.values(), log, "ab")
                 logger.warning("gym server %s ended with status %s, and is started again; log %s", name, status, log)
-                on_restart(name, status)
+                on_restart(name)
             except Exception:
                 logger.exception("gym server %s ended with status %s; log %s", name, status, log)
 
@@ -281,7 +281,7 @@ def running_servers(
     log_dir: Path,
     meanwhile: Callable[[], Any] = lambda: None,
     policy: Mapping[str, Any] | None = None,
-    on_restart: Callable[[str, int], None] = lambda *_: None,
+    on_restart: Callable[[str], None] = lambda _: None,
 ) -> Iterator[dict[str, str]]:
     """{name: {url: ...} or {start: ...}} -> {name: url}, all answering; those started stop at exit.
 
@@ -290,7 +290,7 @@ def running_servers(
     agent (folder under responses_api_agents: it owns the turns; url and port are then the agent's),
     agent_config (changes to the agent's YAML). policy: {base_url, api_key, model} that agents ask.
     The servers start side by side, and beside what `meanwhile` does. One that dies later is started again, on its
-    port, and `on_restart(name, exit status)` is called from a thread; behind an agent the name may be policy_model or
+    port, and `on_restart(name)` is called from a thread; of an agent's servers the name may be policy_model or
     {name}_{agent}. Raises GymStartError.
     """
     blocks: dict[str, dict[str, Any]] = {}  # by the name that Gym knows them by

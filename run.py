@@ -215,9 +215,8 @@ class Run:
         if self.current:
             os.kill(os.getpid(), signal.SIGALRM)
 
-    def server_restarted(self, name: str, status: int) -> None:
+    def server_restarted(self, name: str) -> None:
         """Called by gym_servers, in its thread, when it has started a server again."""
-        self.say(f"the Gym server {name} died (exit status {status}) and was started again; see its log")
         if self.gym:
             self.gym.restarted(name)
 

@@ -149,7 +149,8 @@ def run_command(config: DictConfig, run: Any, data: Data, resume_from: Path | No
         training.set_sft_loss(workers.actor, config)
         state: dict[str, Any] = {"command": "sft", "step": 0}
         if resume_from:
-            state = checkpoints.load(workers, resume_from)
+            with run.stage("load_checkpoint"):
+                state = checkpoints.load(workers, resume_from)
 
         def to_batch(examples: Sequence[Example]) -> Any:
             return training.to_batch(examples, data.tokenizer.pad_token_id, temperature=1.0)

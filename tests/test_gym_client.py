@@ -437,7 +437,7 @@ def fake(tmp_path, monkeypatch):
 
 def test_a_server_that_dies_is_started_again_but_not_in_a_hurry(fake, tmp_path, caplog):
     (servers, broken, processes), told = fake, queue.Queue()
-    with running_servers(servers, tmp_path, on_restart=lambda *r: told.put((time.monotonic(), *r)) or r[2]) as urls:
+    with running_servers(servers, tmp_path, on_restart=lambda name: told.put(time.monotonic()) or name.no) as urls:
         broken.touch()
         processes[0].kill()
         first = told.get(timeout=60)
@@ -445,9 +445,10 @@ def test_a_server_that_dies_is_started_again_but_not_in_a_hurry(fake, tmp_path, 
         broken.unlink()
         second = told.get(timeout=60)  # although on_restart failed the first time
         wait_ready("a", urls["a"], processes[2])
-    assert first[1:] == ("a", -9) and second[1:] == ("a", 3) and second[0] - first[0] > 4.5
+    assert second - first > 4.5
     assert (tmp_path / "gym_a.log").read_text().count("begins") == 3
-    assert f"a ended with status -9, and is started again; log {tmp_path}/gym_a.log" in caplog.text
+    for status in (-9, 3):
+        assert f"a ended with status {status}, and is started again; log {tmp_path}/gym_a.log" in caplog.text
 
 
 def test_nothing_is_left_of_a_server_that_is_being_started_again(fake, tmp_path):
