@@ -1,7 +1,7 @@
 # make demo   train SmolLM2-135M on small sums: real vLLM, real FSDP, a real NeMo Gym verifier, no GPU
 # make test   ruff, mypy and pytest, end to end over the same stack
 # make algorithms   every recipe of docs/algorithms.md on one small task; an hour, and no part of make test
-# make soak   300 steps with faults and every kind of loss (docs/reliability.md); an hour, and no part of make test
+# make soak   300 steps with faults and every kind of loss (docs/reliability.md); 40 minutes, no part of make test
 # All first set up what they need (environments, model, data) and skip what is there.
 
 PYTHON ?= python3.11

@@ -157,7 +157,7 @@ class Watch:
 def root_cause(error: BaseException, logs: Path) -> str:
     """One line for an error of Ray's: which worker died, or what went wrong in it, and where its log is.
 
-    vLLM's engine writes its cause to its log, and says only 'see above'.
+    vLLM's engine writes its cause to its log, and says only 'see above', or nothing where it was killed.
     """
     text, kinds = str(error), r"(?:\w+\.)*\w*(?:Error|Exception|OutOfMemory\w*)"
     where = f"the workers' logs are in {logs}"
@@ -165,12 +165,14 @@ def root_cause(error: BaseException, logs: Path) -> str:
         why = re.search(r"The actor is dead because (.+?\.)\s", text + " ", re.DOTALL)
         because = f" because {' '.join(why[1].split()).rstrip('.')}" if why else ""
         return f"the worker {died[1]} (pid {died[2]}) died{because}; {Watch(logs, print).last_words(int(died[2]))}"
-    if "Engine core initialization failed" in text:
+    if engine := re.search("(EngineDeadError)|Engine core initialization failed", text):
+        what = "vLLM's engine died" if engine[1] else "vLLM did not start"
         for path in sorted(logs.glob("ray/worker-*"), key=lambda file: file.stat().st_mtime, reverse=True):
-            causes = re.findall(rf"({kinds}: .+)", path.read_text(errors="replace"))
-            causes = [c for c in causes if not re.search("Engine ?[Cc]ore|WorkerProc|stack trace", c)]
+            causes = re.findall(rf"({kinds}: .+|\w+ proc \S+ died.*)", path.read_text(errors="replace"))
+            causes = [c for c in causes if not re.search("Engine ?[Cc]ore|WorkerProc|stack trace|cancelled", c)]
             if causes:
-                return f"vLLM did not start: {causes[0]}; {where}"
+                return f"{what}: {causes[0]}; {where}"
+        return f"{what}, and does not say why, as when it is killed (SIGKILL, out of memory); {where}"
     found = re.findall(rf"^\W*({kinds}: .+)$", text, re.MULTILINE)
     return f"{found[-1] if found else ' '.join(text.split()) or repr(error)}; {where}"
 

@@ -223,8 +223,10 @@ def test_nothing_left_to_train_is_an_error(tmp_path):
 def test_no_key_of_the_environment_is_written_down(workspace, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "sk-planted-judge")
     monkeypatch.setenv("SECRET_HOST", "planted.example")
+    monkeypatch.setenv("JUDGE_ADDRESS", "planted.elsewhere")  # not called a secret, but from the environment
     changes = [
-        "gym.servers.judge.start.config.judge={key: '${oc.env:JUDGE_API_KEY}', url: 'http://planted.example/v1'}"
+        "gym.servers.judge.start.config.judge={key: '${oc.env:JUDGE_API_KEY}', url: 'http://planted.example/v1', "
+        "address: '${oc.env:JUDGE_ADDRESS}'}"
     ]
     changes.append("gym.servers.judge.start.config.model=sk-planted-judge-by-hand")
     config, _ = recipes.load_config([str(RECIPE), str(CPU)], tiny(workspace, *changes))

@@ -133,6 +133,21 @@ def test_rays_word_on_a_death_is_read():
     assert watch.why_it_died(common_pb2.ActorDeathCause()) == ""
 
 
+@pytest.mark.parametrize(
+    ("log", "told"),
+    [
+        ("Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down", "died: Worker proc VllmWorker-0"),
+        ("EngineCore hit an error\ntorch.OutOfMemoryError: CUDA\n", "died: torch.OutOfMemoryError: "),
+        ("EngineDeadError: EngineCore encountered an issue\nRuntimeError: cancelled\n", "died, and does not say why"),
+    ],
+)
+def test_a_dead_engines_own_cause_is_told(tmp_path, log, told):
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "worker-abc-01000000-7.err").write_text(log)
+    error = RuntimeError("EngineDeadError: EngineCore encountered an issue. See stack trace (above)")
+    assert watch.root_cause(error, tmp_path).startswith(f"vLLM's engine {told}")
+
+
 def test_a_clock_that_jumps_is_told_and_counted(started, monkeypatch, capsys):
     started.log(1, {"x": 1.0})
     wall = time.time
@@ -149,10 +164,15 @@ def test_what_is_trained_again_is_told_once(started):
     path = started.folder / "metrics.jsonl"
     lines = [json.dumps({"step": step, "n": n}) for n, step in enumerate((0, 1, 2, 2, 3))]
     path.write_text("\n".join(lines) + '\n{"step": 4, "cut')
-    started.forget_after(2)
+    started.bar.stop()
+    with Run(started.config, "train", Path("checkpoints/global_step_2")):
+        pass
     assert path.read_text().splitlines() == lines[:4]
     assert (started.folder / "metrics.abandoned.jsonl").read_text().splitlines() == [*lines[4:], '{"step": 4, "cut']
-    started.forget_after(-1)  # from the start
+    with Run(started.config, "rollout"):
+        assert path.read_text() != ""
+    with Run(started.config):  # from the start
+        pass
     assert path.read_text() == ""
 
 
