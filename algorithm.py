@@ -301,10 +301,15 @@ OUR_ERRORS = (ConfigError, RunError, OwnError, *GYM_ERRORS)  # one line each
 
 
 def quiet() -> None:
-    """Keep libraries' notices about what is not installed or not used off the console; errors still show."""
+    """Keep libraries' notices about what is not installed or not used off the console; errors and our warnings show."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"verl\.")
     for name in ("ray", "torch.fx", "torch.distributed", "verl.plugin.platform.platform_manager"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    for name in ("gym_client", "gym_servers", "watch"):  # ours show, although the stack sets the root logger to ERROR
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.WARNING)
+        logger.addHandler(logging.lastResort or logging.StreamHandler())
+        logger.propagate = False
 
 
 def main() -> None:

@@ -111,7 +111,7 @@ class Living:
         mine = {}
         for process in self.processes():
             with contextlib.suppress(psutil.Error):  # one that was just killed
-                mine[process.pid] = " ".join(process.cmdline()).partition(".")[0]
+                mine[process.pid] = (process.cmdline() or [""])[0].partition(".")[0]
         found = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid in mine]
         return {(mine[c.pid], tuple(c.laddr)) for c in found}
 
@@ -413,6 +413,7 @@ def test_damaged_steps_are_skipped_and_kept_and_three_in_a_row_end_the_run(works
 def test_a_second_ctrl_c_is_immediate(workspace):
     with Living(workspace, "twice") as run:
         run.until(lambda: bool(run.processes("raylet")))
+        run.signal(r"gym_servers\.py", signal.SIGSTOP)  # for which the end in order waits
         run.process.send_signal(signal.SIGINT)
         time.sleep(1.2)  # at once it would be taken for the same one
         run.process.send_signal(signal.SIGINT)
