@@ -136,12 +136,12 @@ class Watch:
                 return f"the worker {name} (pid {pid}) died: {why}; {self.last_words(pid)}"
         return ""
 
-    def last_words(self, pid: int, lines: int = 3) -> str:
+    def last_words(self, pid: int) -> str:
         """The end of the log of a process, or of the nearest of its parents that has one, and where it is."""
         while pid:
             for path in sorted(self.logs.glob(f"ray/worker-*-{pid}.*"), key=lambda p: p.stat().st_size, reverse=True):
-                if text := path.read_text(errors="replace").strip():
-                    return f"the last lines of {path}: " + " | ".join(text.splitlines()[-lines:])
+                if words := end_of(path):
+                    return words
             try:
                 pid = (self.seen.get(pid) or psutil.Process(pid)).ppid()
             except psutil.Error:
@@ -150,8 +150,14 @@ class Watch:
 
     def latest_words(self) -> str:
         """The end of the log that was written last."""
-        logs = sorted(self.logs.glob("ray/worker-*-*.*"), key=lambda path: path.stat().st_mtime)
-        return self.last_words(int(logs[-1].stem.rpartition("-")[2])) if logs else f"see the logs in {self.logs}"
+        logs = sorted(self.logs.glob("ray/worker-*-*.*"), key=lambda path: path.stat().st_mtime, reverse=True)
+        return next((words for path in logs if (words := end_of(path))), f"see the logs in {self.logs}")
+
+
+def end_of(log: Path, lines: int = 3) -> str:
+    """The last lines of a log and where it is; empty if nothing is in it."""
+    text = log.read_text(errors="replace").strip()
+    return f"the last lines of {log}: {' | '.join(text.splitlines()[-lines:])}" if text else ""
 
 
 def root_cause(error: BaseException, logs: Path) -> str:
@@ -171,7 +177,7 @@ def root_cause(error: BaseException, logs: Path) -> str:
             causes = re.findall(rf"({kinds}: .+|\w+ proc \S+ died.*)", path.read_text(errors="replace"))
             causes = [c for c in causes if not re.search("Engine ?[Cc]ore|WorkerProc|stack trace|cancelled", c)]
             if causes:
-                return f"{what}: {causes[0]}; {where}"
+                return f"{what}: {causes[0].rstrip('.')}; {where}"
         return f"{what}, and does not say why, as when it is killed (SIGKILL, out of memory); {where}"
     found = re.findall(rf"^\W*({kinds}: .+)$", text, re.MULTILINE)
     return f"{found[-1] if found else ' '.join(text.split()) or repr(error)}; {where}"

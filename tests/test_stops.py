@@ -160,6 +160,15 @@ def test_a_clock_that_jumps_is_told_and_counted(started, monkeypatch, capsys):
     assert "step 2: the machine's clock jumped by -3600 s" in capsys.readouterr().out
 
 
+def test_the_log_that_was_written_last_is_told(tmp_path):
+    (tmp_path / "ray").mkdir()
+    for age, (name, text) in enumerate({"8.out": "", "7.out": "asleep\n", "7.err": "a\nlonger\nlog\n"}.items()):
+        path = tmp_path / "ray" / f"worker-abc-01000000-{name}"
+        path.write_text(text)
+        os.utime(path, (1e9 - age, 1e9 - age))
+    assert watch.Watch(tmp_path, print).latest_words().endswith("7.out: asleep")
+
+
 def test_what_is_trained_again_is_told_once(started):
     path = started.folder / "metrics.jsonl"
     lines = [json.dumps({"step": step, "n": n}) for n, step in enumerate((0, 1, 2, 2, 3))]
