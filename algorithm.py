@@ -305,7 +305,8 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"verl\.")
     for name in ("ray", "torch.fx", "torch.distributed", "verl.plugin.platform.platform_manager"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    for name in ("gym_client", "gym_servers", "watch"):  # ours show, although the stack sets the root logger to ERROR
+    # ours show although model_hosting_container_standards, which vLLM imports, sets the root logger to ERROR
+    for name in ("gym_client", "gym_servers", "watch"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.WARNING)
         logger.addHandler(logging.lastResort or logging.StreamHandler())
