@@ -43,6 +43,7 @@ class Watch:
         self.usual = os.environ.get("TMPDIR")
         self.temporary = ""  # for the sockets, locks and caches of every process; other nodes lack it, and take /tmp
         self.seen: dict[int, psutil.Process] = {}  # every descendant so far; those that lost their parent too
+        self.parents: dict[int, int] = {}  # of each, since the dead have none
         self.engines: dict[int, str] = {}  # vLLM's processes, which Ray does not know
         self.met: set[int] = set()  # at the last look
         self.gone: dict[int, int] = {}  # of the engines: looks in a row without it
@@ -93,6 +94,10 @@ class Watch:
     def _descendants(self) -> list[psutil.Process]:
         children = psutil.Process().children(recursive=True)
         found = [process for process in children if process.pid not in self.others]
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                if self.seen.get(process.pid) != process:  # new: an orphan gets another parent
+                    self.parents[process.pid] = process.ppid()
         self.seen |= {process.pid: process for process in found}
         return found
 
@@ -143,7 +148,7 @@ class Watch:
                 if words := end_of(path):
                     return words
             try:
-                pid = (self.seen.get(pid) or psutil.Process(pid)).ppid()
+                pid = self.parents.get(pid) or psutil.Process(pid).ppid()
             except psutil.Error:
                 break
         return f"see the logs in {self.logs}"
@@ -171,7 +176,7 @@ def root_cause(error: BaseException, logs: Path) -> str:
         why = re.search(r"The actor is dead because (.+?\.)\s", text + " ", re.DOTALL)
         because = f" because {' '.join(why[1].split()).rstrip('.')}" if why else ""
         return f"the worker {died[1]} (pid {died[2]}) died{because}; {Watch(logs, print).last_words(int(died[2]))}"
-    if engine := re.search("(EngineDeadError)|Engine core initialization failed", text):
+    if engine := re.search("(EngineDeadError|method failed: cancelled)|Engine core initialization failed", text):
         what = "vLLM's engine died" if engine[1] else "vLLM did not start"
         for path in sorted(logs.glob("ray/worker-*"), key=lambda file: file.stat().st_mtime, reverse=True):
             causes = re.findall(rf"({kinds}: .+|\w+ proc \S+ died.*)", path.read_text(errors="replace"))

@@ -283,11 +283,15 @@ def test_an_engine_that_dies_in_the_weight_sync_does_not_hang_the_run(workspace)
     """The sender waits for a receiver that is gone, for ever; so does the driver for the sender."""
     with Living(workspace, "sync", "trainer.total_training_steps=500") as run:
         run.until_step(1)
-        actor = run.processes("^ray::ActorRolloutRefWorker")[0]
-        run.until(lambda: "update_weights" in " ".join(actor.cmdline()))
-        run.signal("^VLLM::Worker", signal.SIGKILL)
+        actor, receiver = run.processes("^ray::ActorRolloutRefWorker")[0], run.processes("^VLLM::Worker")[0]
+        run.until(lambda: "update_actor" in actor.cmdline()[0])
+        receiver.suspend()  # else the sync is over before it is hit
+        run.until(lambda: "update_weights" in actor.cmdline()[0])
+        receiver.kill()
         seconds = run.end(1)
-    print(f"gone after {seconds:.1f} s: {run.output.splitlines()[-1][:300]}")
+    last = run.output.splitlines()[-1]
+    print(f"gone after {seconds:.1f} s: {last[:300]}")
+    assert re.search(r"error: stage update_weights: .*(vLLM's engine died: Worker proc|vLLM's Worker)", last), last
 
 
 class Unpaid(BaseHTTPRequestHandler):
