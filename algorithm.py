@@ -309,7 +309,7 @@ def quiet() -> None:
     for name in ("gym_client", "gym_servers", "watch"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.WARNING)
-        logger.addHandler(logging.lastResort or logging.StreamHandler())
+        logger.addHandler(logging.lastResort or logging.StreamHandler())  # prints above the progress bar
         logger.propagate = False
 
 

@@ -202,7 +202,7 @@ class Run:
             why = f"{where} did not end within {STOP_S} s and was given up, not saved"
             self.stop(f"{why}. The same command goes on from the last checkpoint", 128 + self.asked)
         seconds = self.config.env.stage_deadline_s
-        last = self.watch.latest_words() if self.watch else f"see the logs in {self.folder}/logs"
+        last = watch.latest_words(self.folder / "logs")
         self.stop(f"{where} got nowhere in {seconds:g} s (env.stage_deadline_s); raise it if that is only slow; {last}")
 
     def deadline(self) -> int:

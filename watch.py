@@ -95,32 +95,34 @@ class Watch:
         children = psutil.Process().children(recursive=True)
         found = [process for process in children if process.pid not in self.others]
         for process in found:
-            with contextlib.suppress(psutil.Error):
-                if self.seen.get(process.pid) != process:  # new: an orphan gets another parent
-                    self.parents[process.pid] = process.ppid()
-        self.seen |= {process.pid: process for process in found}
+            if self.seen.get(process.pid) != process:
+                self.seen[process.pid] = process
+                with contextlib.suppress(psutil.Error):
+                    self.parents[process.pid] = process.ppid()  # now: an orphan gets another
         return found
 
     def look(self) -> str:
         """What is wrong; empty if nothing."""
         alive = set()
         for process in self._descendants():
+            pid = process.pid
             with contextlib.suppress(psutil.Error):
                 status, title = process.status(), (process.cmdline() or [""])[0]
                 if status == psutil.STATUS_ZOMBIE or not re.search("^(ray|VLLM)::|raylet$|gcs_server$", title):
                     continue
-                alive.add(process.pid)
-                if title.startswith("VLLM::") and process.pid in self.met:
-                    self.engines[process.pid] = title  # at second sight: a fork has its parent's title for a moment
+                alive.add(pid)
+                if title.startswith("VLLM::") and pid in self.met:
+                    self.engines[pid] = title  # at second sight: a fork has its parent's title for a moment
                 if status != psutil.STATUS_STOPPED:
-                    self.stopped.pop(process.pid, None)
-                elif time.monotonic() - self.stopped.setdefault(process.pid, time.monotonic()) > STOPPED_S:
-                    return f"{name_of(title)} (pid {process.pid}) is stopped (SIGSTOP?); {self.last_words(process.pid)}"
+                    self.stopped.pop(pid, None)
+                elif time.monotonic() - self.stopped.setdefault(pid, time.monotonic()) > STOPPED_S:
+                    words = last_words(self.logs, pid, self.parents)
+                    return f"{name_of(title)} (pid {pid}) is stopped (SIGSTOP?); {words}"
         self.met = alive
         for pid, title in self.engines.items():
             self.gone[pid] = 0 if pid in alive else self.gone.get(pid, 0) + 1
             if self.gone[pid] == GONE:
-                return f"{name_of(title)} (pid {pid}) died; {self.last_words(pid)}"
+                return f"{name_of(title)} (pid {pid}) died; {last_words(self.logs, pid, self.parents)}"
         return self._dead_actor()
 
     def _dead_actor(self) -> str:
@@ -138,25 +140,34 @@ class Watch:
                 and self.actors.pop(actor_id, None)
                 and (why := why_it_died(actor["DeathCause"]))
             ):
-                return f"the worker {name} (pid {pid}) died: {why}; {self.last_words(pid)}"
+                return f"the worker {name} (pid {pid}) died: {why}; {last_words(self.logs, pid, self.parents)}"
         return ""
 
-    def last_words(self, pid: int) -> str:
-        """The end of the log of a process, or of the nearest of its parents that has one, and where it is."""
-        while pid:
-            for path in sorted(self.logs.glob(f"ray/worker-*-{pid}.*"), key=lambda p: p.stat().st_size, reverse=True):
-                if words := end_of(path):
-                    return words
-            try:
-                pid = self.parents.get(pid) or psutil.Process(pid).ppid()
-            except psutil.Error:
-                break
-        return f"see the logs in {self.logs}"
 
-    def latest_words(self) -> str:
-        """The end of the log that was written last."""
-        logs = sorted(self.logs.glob("ray/worker-*-*.*"), key=lambda path: path.stat().st_mtime, reverse=True)
-        return next((words for path in logs if (words := end_of(path))), f"see the logs in {self.logs}")
+def worker_logs(logs: Path) -> list[Path]:
+    """The logs of Ray's workers, the one that was written last first."""
+    return sorted(logs.glob("ray/worker-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def last_words(logs: Path, pid: int, parents: Mapping[int, int]) -> str:
+    """The end of the log of a process, or of the nearest of its parents that has one, and where it is.
+
+    parents: pids by the pid of the child, as they were; of any other process the parent is asked for.
+    """
+    while pid:
+        for path in sorted(logs.glob(f"ray/worker-*-{pid}.*"), key=lambda p: p.stat().st_size, reverse=True):
+            if words := end_of(path):
+                return words
+        try:
+            pid = parents.get(pid) or psutil.Process(pid).ppid()
+        except psutil.Error:
+            break
+    return f"see the logs in {logs}"
+
+
+def latest_words(logs: Path) -> str:
+    """The end of the log that was written last, and where it is."""
+    return next((words for path in worker_logs(logs) if (words := end_of(path))), f"see the logs in {logs}")
 
 
 def end_of(log: Path, lines: int = 3) -> str:
@@ -175,10 +186,10 @@ def root_cause(error: BaseException, logs: Path) -> str:
     if died := re.search(r"class_name: (\w+).*?pid: (\d+)", text, re.DOTALL):
         why = re.search(r"The actor is dead because (.+?\.)\s", text + " ", re.DOTALL)
         because = f" because {' '.join(why[1].split()).rstrip('.')}" if why else ""
-        return f"the worker {died[1]} (pid {died[2]}) died{because}; {Watch(logs, print).last_words(int(died[2]))}"
+        return f"the worker {died[1]} (pid {died[2]}) died{because}; {last_words(logs, int(died[2]), {})}"
     if engine := re.search("(EngineDeadError|method failed: cancelled)|Engine core initialization failed", text):
         what = "vLLM's engine died" if engine[1] else "vLLM did not start"
-        for path in sorted(logs.glob("ray/worker-*"), key=lambda file: file.stat().st_mtime, reverse=True):
+        for path in worker_logs(logs):
             causes = re.findall(rf"({kinds}: .+|\w+ proc \S+ died.*)", path.read_text(errors="replace"))
             causes = [c for c in causes if not re.search("Engine ?[Cc]ore|WorkerProc|stack trace|cancelled", c)]
             if causes:
