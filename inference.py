@@ -2,16 +2,16 @@
 
     start_servers(config, actor)   vLLM replicas next to the actor's GPUs; loads the actor's models too
     start_sampler(config)          vLLM replicas alone, with the weights of the model's folder
-    weight_sync(...)               the actor's weights to every replica
+    Servers                        them at work: rollout(...), sleep(), publish(step)
     rollout(requests, ...)         episodes, all at once, each with its Gym server, verified as it ends
 
-An `Episode` (episodes.py) is the one record that goes through the kit. Its ids and log-probs are those that vLLM
+An `Episode` (kit/episodes.py) is the one record that goes through the kit. Its ids and log-probs are those that vLLM
 sampled, never re-tokenised text; text is decoded for the verifier, the tools and the logs only. What the
 environment says (tool answers, observations) is tokenised once, and masked 0. An episode that could not
 be generated or verified is data too: `status` says why, and no reward is made up for it.
 
 Who owns the turns follows from the server (gym_client.Gym.kind): for `verify` and `step` servers `play`
-below does; an `agent` server plays by itself against door.py, and its token ids come back (`replay`).
+below does; an `agent` server plays by itself against kit/openai_server.py, and its token ids come back (`replay`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import asyncio
 import copy
 import dataclasses
 import time
-import uuid
+import traceback
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +29,6 @@ from typing import Any
 
 import ray
 import verl.workers.rollout.router
-from jinja2 import TemplateError
 from omegaconf import DictConfig
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils.config import omega_conf_to_dataclass
@@ -37,10 +36,11 @@ from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 
 import env
 import gym_client
-from config import RunError
 from env import Task
-from episodes import Episode
 from gym_client import Gym, GymError, ServerDownError, Session
+from kit import chat
+from kit.episodes import Episode, append, fill
+from kit.errors import RunError
 from training import WorkerGroup
 
 IN_FLIGHT = 2048  # episodes at once; more wait, without a session
@@ -61,25 +61,25 @@ class Policy:
     tool_format: str  # how the model writes tool calls: a name of vLLM's tool parsers
     deadline_s: float  # for one answer; over it the episode's status is `generate_timeout`
     sampling: dict[str, Any] = field(default_factory=dict)  # vLLM's parameters of the rollout under way
+    vocabulary: int | None = None  # ids that the model has
     seed: int | None = None  # rollout.seed, where rollout.full_determinism asks for the same answers in every run
     version: int | None = None  # of the weights that the servers must sample from: the step they were synced at
 
 
-def make_policy(
-    config: DictConfig, client: LLMServerClient, tokenizer: Any, stop_ids: set[int], deadline_s: float
-) -> Policy:
-    """A Policy from verl's keys: data.max_*_length, rollout.multi_turn.*."""
+def make_policy(config: DictConfig, client: LLMServerClient, data: Any, deadline_s: float) -> Policy:
+    """A Policy from verl's keys: data.max_*_length, rollout.multi_turn.*. data: kit.recipe.Data."""
     turns = config.actor_rollout_ref.rollout.multi_turn
     return Policy(
         client,
-        tokenizer,
-        stop_ids,
+        data.tokenizer,
+        data.stop_ids,
         config.data.max_prompt_length,
         config.data.max_response_length,
         turns.max_assistant_turns,
         turns.max_tool_response_length,
         turns.format,
         deadline_s,
+        vocabulary=data.vocabulary,
         seed=config.actor_rollout_ref.rollout.seed if config.actor_rollout_ref.rollout.full_determinism else None,
     )
 
@@ -139,10 +139,69 @@ async def _route(manager: LLMServerManager) -> LLMServerManager:
     return manager
 
 
-def weight_sync(config: DictConfig, actor: WorkerGroup, servers: LLMServerManager) -> CheckpointEngineManager:
-    """verl's weight transfer; `update_weights(step)` on it makes the sampler's weights the trainer's."""
-    engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
-    return CheckpointEngineManager(config=engine, actor_wg=actor, replicas=servers.get_replicas())
+class Servers:
+    """vLLM's replicas at work, beside the Gym servers: where episodes come from.
+
+    actor: whose weights the replicas get (verl's CheckpointEngineManager); without one they keep those of their folder.
+    """
+
+    def __init__(
+        self,
+        config: DictConfig,
+        manager: LLMServerManager,
+        actor: WorkerGroup | None,
+        policy: Policy,
+        gym: Gym,
+        loop: asyncio.Runner,
+    ):
+        self.manager, self.policy, self.gym, self.loop = manager, policy, gym, loop
+        engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
+        replicas = manager.get_replicas()
+        self.sync = CheckpointEngineManager(config=engine, actor_wg=actor, replicas=replicas) if actor else None
+        self.asleep = False
+
+    def rollout(
+        self,
+        requests: Sequence[tuple[Task, str]],
+        sampling: dict[str, Any],
+        on_done: Callable[[int, Episode], None] = lambda *_: None,
+        baselines: bool = False,
+    ) -> list[Episode]:
+        """`rollout` with those sampling parameters; baselines: `rollout_with_baselines`."""
+        self.policy.sampling = sampling
+        play_all = rollout_with_baselines if baselines else rollout
+        return self.loop.run(play_all(requests, self.policy, self.gym, on_done))
+
+    def sleep(self) -> None:
+        """vLLM gives back its GPU memory (free_cache_engine); `publish` wakes it."""
+        if self.sync:
+            self.sync.sleep_replicas()
+            self.asleep = True
+
+    def publish(self, step: int) -> None:
+        """From now on vLLM samples from the actor's weights after `step`."""
+        if self.sync:
+            self.sync.update_weights(step)
+            self.policy.version, self.asleep = step, False
+
+
+class Recorded:
+    """In the place of Servers: episodes that were sampled before, by batch of prompts (kit/episodes.load_replay)."""
+
+    asleep = False
+
+    def __init__(self, batches: Sequence[list[Episode]]):
+        self.batches = list(batches)
+
+    def rollout(self, *_: Any, **__: Any) -> list[Episode]:
+        """The next batch, whatever is asked."""
+        return self.batches.pop(0) if self.batches else []
+
+    def sleep(self) -> None:
+        """Nobody is awake."""
+
+    def publish(self, step: int) -> None:
+        """Nobody samples."""
 
 
 # --- turns ---------------------------------------------------------------------------------------
@@ -181,148 +240,44 @@ async def sample(
     return ids, list(output.log_probs)
 
 
-def understand(policy: Policy, ids: list[int], tools: list[dict[str, Any]]) -> tuple[str, str, list[dict[str, Any]]]:
-    """An answer's ids -> (thought, text, function calls), as the verifier and the tools read it.
-
-    Calls are found by vLLM's parser for the model's format; what it cannot read is text. A thought is what
-    precedes `</think>`, where the model writes one. Raises GymError('tool_parser').
-    """
-    text, calls = policy.tokenizer.decode(ids, skip_special_tokens=True), []
-    if tools:
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.tool_parsers import ToolParserManager
-
-        # some formats mark their calls with special tokens
-        raw = policy.tokenizer.decode(ids[:-1] if ids[-1] in policy.stop_ids else ids, skip_special_tokens=False)
-        try:
-            request: Any = ChatCompletionRequest.model_validate({"messages": [], "model": "policy", "tools": tools})
-            parser = ToolParserManager.get_tool_parser(policy.tool_format)(policy.tokenizer, request.tools)
-            found = parser.extract_tool_calls(raw, request)
-        except Exception as error:  # forty parsers of vLLM's, and whatever a policy writes: none may end the run
-            raise GymError(
-                "tool_parser", f"vLLM's {policy.tool_format} parser failed on {raw[:200]!r}: {error!r}"
-            ) from error
-        if found.tools_called:
-            text = found.content or ""
-            # nine letters or digits, since some chat templates (Mistral's) take nothing else
-            named = [(uuid.uuid4().hex[:9], call.function) for call in found.tool_calls]
-            calls = [gym_client.function_call(call_id, call.name, call.arguments) for call_id, call in named]
-    thought, mark, answer = text.rpartition("</think>")
-    return (thought.removeprefix("<think>").strip(), answer.lstrip("\n"), calls) if mark else ("", text, calls)
-
-
-def observed_ids(messages: list[dict[str, Any]], tokenizer: Any, stop_ids: set[int]) -> list[int]:
-    """The ids between a sampled answer and the next one: [rest of the answer's turn, `messages`, next opening].
-
-    messages: what the environment said (role tool or user). The chat template is asked for a conversation
-    that ends in an answer and for the same one continued; what it adds after the answer's stop token, which
-    was sampled, is new. So nothing that was sampled is ever encoded again. Raises GymError where the template
-    cannot continue a conversation.
-    """
-    calls = [
-        {"id": m["tool_call_id"], "type": "function", "function": {"name": m["name"], "arguments": {}}}
-        for m in messages
-        if m["role"] == "tool"
-    ]
-    answer = {"role": "assistant", "content": "An answer.", **({"tool_calls": calls} if calls else {})}
-    start = [{"role": "user", "content": "A question."}, answer]
-    try:
-        ended = tokenizer.apply_chat_template(start, tokenize=False)
-        whole = tokenizer.apply_chat_template(start + messages, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
-        raise GymError("template", f"the chat template does not take what the environment said: {error}") from error
-    stops = [s for s in tokenizer.convert_ids_to_tokens(sorted(stop_ids)) if ended.rstrip().endswith(s)]
-    if stops:  # whole, after as many stop tokens as `ended` has
-        pieces = whole.split(stops[0])
-        turns = ended.count(stops[0])
-        new = stops[0].join(pieces[turns:]) if len(pieces) > turns else ""
-    else:
-        new = whole[len(ended) :] if whole.startswith(ended) else ""
-    if not new:
-        raise GymError(
-            "template",
-            "the chat template does not continue a conversation where its last answer ended; set "
-            "actor_rollout_ref.model.custom_chat_template",
-        )
-    return list(tokenizer.encode(new, add_special_tokens=False))
-
-
-def shorten(text: str, limit: int) -> str:
-    """`text`, or its beginning and end where it is over `limit` characters."""
-    half = limit // 2
-    return text if len(text) <= limit else f"{text[:half]}\n... {len(text) - 2 * half} characters ...\n{text[-half:]}"
-
-
 async def play(episode: Episode, task: Task, session: Session, policy: Policy, request_id: str) -> None:
     """Fill `episode`: turns of policy and environment until an answer without calls, a limit, or the world's end.
 
     On a `verify` server the policy's tool calls are run, in order, and the last answer is verified with all
     that came before it. On a `step` server every answer is a step, whose rewards are summed. Raises GymError.
     """
-    messages = list(task.messages)
-    if session.observation:
-        messages.append({"role": "user", "content": session.observation})
-    if messages != task.messages or not task.prompt_ids:
-        if not messages:
-            raise GymError("no_prompt", f"{task.row_id}: its input is empty, and {task.server} says nothing either")
-        episode.prompt_ids = env.encode(messages, task.tools, policy.tokenizer, task.row_id)
-        if len(episode.prompt_ids) > policy.max_prompt_length:
-            tokens = f"{len(episode.prompt_ids)} tokens with the observation"
-            over = f"over data.max_prompt_length={policy.max_prompt_length}"
-            raise GymError("prompt_too_long", f"{task.row_id}: {tokens}, {over}")
-
+    _ask(episode, task, session, policy)
     while not episode.ended:
         begin = time.perf_counter()
         room = policy.max_response_length - len(episode.response_ids)
-        ids, log_probs = await sample(
-            policy, f"{request_id}#{len(episode.turns)}", episode.prompt_ids + episode.response_ids, room
-        )
+        seen, turn_id = episode.prompt_ids + episode.response_ids, f"{request_id}#{len(episode.turns)}"
+        ids, log_probs = await sample(policy, turn_id, seen, room)
         _count(episode, "generate", begin)
-        thought, text, calls = understand(policy, ids, task.tools)
+        thought, text, calls = chat.understand(policy, ids, task.tools)
         said = [gym_client.reasoning(thought)] if thought else []
         said += [gym_client.message(text)] if text or not calls else []
         said += calls
         episode.output += said
-        _append(episode, ids, log_probs)
+        append(episode, ids, log_probs)
         if ids[-1] not in policy.stop_ids:
             episode.ended = "length"
 
-        begin, observed = time.perf_counter(), []
-        if session.kind == "step":
-            turn = await session.step(gym_client.response(said))
-            episode.turn_rewards.append(turn.reward)
-            episode.reward = sum(episode.turn_rewards)
-            if turn.terminated or turn.truncated:
-                episode.ended = "terminated" if turn.terminated else "truncated"
-                return
-            names = {call["call_id"]: call["name"] for call in calls}
-            observed = [(names.get(o["call_id"], ""), o["call_id"], o["output"]) for o in turn.tool_outputs]
-        elif not episode.ended:
-            if not calls or not session.executable:
-                episode.ended = "stop"
-            for call in calls if session.executable else ():
-                answer = await session.call_tool(call["name"], call["arguments"])
-                observed.append((call["name"], call["call_id"], answer))
+        begin = time.perf_counter()
+        items = await _react(episode, session, said, calls)
         _count(episode, "tools", begin)
         if episode.ended:
             break
-
-        episode.output += [gym_client.function_call_output(call_id, answer) for _, call_id, answer in observed]
-        messages = [
-            {"role": "tool", "tool_call_id": call_id, "name": name, "content": shorten(answer, policy.max_tool_chars)}
-            for name, call_id, answer in observed
-        ]
-        if session.kind == "step" and turn.observation:
-            messages.append({"role": "user", "content": turn.observation})
-            episode.output.append({"role": "user", "type": "message", "content": turn.observation})
+        episode.output += items
         if policy.max_turns and len(episode.turns) >= policy.max_turns:
             episode.ended = "turns"
             break
-        new = observed_ids(messages, policy.tokenizer, policy.stop_ids)
+        names = {call["call_id"]: call["name"] for call in calls}
+        messages = [chat.observed_message(item, names, policy.max_tool_chars) for item in items]
+        new = chat.observed_ids(messages, policy.tokenizer, policy.stop_ids)
         if len(episode.response_ids) + len(new) >= policy.max_response_length:
             episode.ended = "length"
             break
-        _append(episode, new)
+        append(episode, new)
 
     if session.kind == "verify":
         begin = time.perf_counter()
@@ -331,49 +286,58 @@ async def play(episode: Episode, task: Task, session: Session, policy: Policy, r
         _settle(episode, verdict)
 
 
+def _ask(episode: Episode, task: Task, session: Session, policy: Policy) -> None:
+    """The prompt, with what the environment says first. Raises GymError('no_prompt' | 'prompt_too_long')."""
+    messages = list(task.messages)
+    if session.observation:
+        messages.append({"role": "user", "content": session.observation})
+    if messages == task.messages and task.prompt_ids:
+        return
+    if not messages:
+        raise GymError("no_prompt", f"{task.row_id}: its input is empty, and {task.server} says nothing either")
+    episode.prompt_ids = env.encode(messages, task.tools, policy.tokenizer, task.row_id)
+    if len(episode.prompt_ids) > policy.max_prompt_length:
+        tokens = f"{len(episode.prompt_ids)} tokens with the observation"
+        raise GymError(
+            "prompt_too_long", f"{task.row_id}: {tokens}, over data.max_prompt_length={policy.max_prompt_length}"
+        )
+
+
+async def _react(
+    episode: Episode, session: Session, said: list[dict[str, Any]], calls: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """What the environment answers to what was said, as Responses items; sets `ended` where that is the end."""
+    if session.kind == "step":
+        turn = await session.step(gym_client.response(said))
+        episode.turn_rewards.append(turn.reward)
+        episode.reward = sum(episode.turn_rewards)
+        if turn.terminated or turn.truncated:
+            episode.ended = "terminated" if turn.terminated else "truncated"
+            return []
+        told = [{"role": "user", "type": "message", "content": turn.observation}] if turn.observation else []
+        return [*(gym_client.function_call_output(o["call_id"], o["output"]) for o in turn.tool_outputs), *told]
+    if not episode.ended and (not calls or not session.executable):
+        episode.ended = "stop"
+    if episode.ended:
+        return []
+    answers = [(call["call_id"], await session.call_tool(call["name"], call["arguments"])) for call in calls]
+    return [gym_client.function_call_output(call_id, answer) for call_id, answer in answers]
+
+
 def replay(episode: Episode, response: dict[str, Any], policy: Policy) -> None:
     """Fill `episode` from the Response of an agent's /run, whose model calls carry their token ids.
 
-    Each call's prompt must begin with all that came before it, id for id: then what is new in it was observed.
     Raises GymError('not_contiguous' | 'no_tokens').
     """
-    seen: list[int] = []
-    for item in response["output"]:
-        keys = ("generation_token_ids", "prompt_token_ids", "generation_log_probs")
-        ids, prompt, log_probs = (item.pop(key, None) or [] for key in keys)
-        episode.output.append({key: value for key, value in item.items() if value is not None})
-        if not ids:
-            continue
-        if not prompt or prompt[: len(seen)] != seen or len(log_probs) != len(ids):
-            same = next((i for i, (a, b) in enumerate(zip(prompt, seen, strict=False)) if a != b), len(prompt))
-            why = (
-                f"model call {len(episode.turns) + 1} has {len(prompt)} prompt tokens, which part from the {len(seen)} "
-            )
-            raise GymError("not_contiguous", f"{why}seen before at {same}; {len(ids)} ids, {len(log_probs)} log-probs")
-        if seen:
-            _append(episode, prompt[len(seen) :])
-        else:
-            episode.prompt_ids = prompt
-        _append(episode, ids, log_probs)
-        seen = prompt + ids
-    if not seen:
+    fill(episode, response["output"])
+    if not episode.turns:
         raise GymError(
             "no_tokens", f"the agent of {episode.server} answers without token ids: is its model server the kit's?"
         )
-    if response.get("incomplete_details") or seen[-1] not in policy.stop_ids:
+    if response.get("incomplete_details") or episode.response_ids[-1] not in policy.stop_ids:
         episode.ended = "length"
     else:  # an agent that is out of turns comes back with the answer to a call
         episode.ended = "turns" if episode.output[-1].get("type") == "function_call_output" else "stop"
-
-
-def _append(episode: Episode, ids: list[int], log_probs: list[float] | None = None) -> None:
-    """Tokens at the end of the response: sampled with log-probs, observed without."""
-    begin = len(episode.response_ids)
-    episode.response_ids += ids
-    episode.response_mask += [int(log_probs is not None)] * len(ids)
-    episode.log_probs += log_probs if log_probs is not None else [0.0] * len(ids)
-    if log_probs is not None:
-        episode.turns.append((begin, begin + len(ids), len(episode.output)))
 
 
 def _count(episode: Episode, what: str, begin: float) -> None:
@@ -412,18 +376,24 @@ async def rollout(
         episode = Episode(task.row_id, group_id, task.server, task.prompt_ids, row=task.row)
         try:
             if await gym.kind(task.server) == "agent":
-                verdict, response = await gym.run(task.server, task.row, policy.deadline_s)
+                verdict, response = await gym.run(task.server, task.row, policy.deadline_s, policy.vocabulary)
                 replay(episode, response, policy)
                 _settle(episode, verdict)
             else:
                 async with gym.session(task.server, task.row) as session:
                     await play(episode, task, session, policy, request_id)
             check_ids(episode)
-        except ServerDownError:
-            raise
+        except (ServerDownError, RunError, ray.exceptions.RayError):
+            raise  # these end the run
         except GymError as error:
             episode.status, episode.error, episode.reward = error.reason, str(error), None
             episode.lost = error.lost
+        except env.DataError as error:  # the chat template does not take what the environment said
+            episode.status, episode.error, episode.reward = "template", str(error), None
+        except Exception as error:  # of what a policy, a row or a server said, and nobody thought of
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            why = f"{error!r} at {where.filename}:{where.lineno}, a fault of the kit's: please report it"
+            episode.status, episode.error, episode.reward = "unforeseen", why, None
         return episode
 
     async def one(index: int, task: Task, group_id: str, request_id: str) -> Episode:

@@ -1,10 +1,11 @@
 """verl's FSDP workers (actor, reference, critic, reward model): episodes in, one policy update out.
 
-    start_workers(config)    groups of worker processes, one per GPU; models are not loaded yet
-    to_batch(episodes, pad)  -> DataProto of padded tensors
-    log_probs(...)           the trainer's own log-probs of the sampled tokens, and the entropy
-    advantages(...)          verl's estimators, or one's own
-    update_actor(...)        PPO epochs over mini-batches of the batch (verl's ppo_loss), metrics back
+    start_workers(config)             groups of worker processes, one per GPU; models are not loaded yet
+    to_batch(episodes, pad)           -> DataProto of padded tensors
+    log_probs, ref_log_probs, values  of the sampled tokens, by the trainer's own models
+    apply_kl, correct, advantages     from rewards to advantages: verl's, or one's own
+    update_critic, update_actor       PPO epochs over mini-batches of the batch (verl's losses), metrics back
+    damage(...)                       what makes all this worthless
 
 Shapes: B episodes, P longest prompt, R longest response, both in tokens. Prompts are padded on the
 left and responses on the right, so a row of `input_ids` [B, P+R] is one unbroken sequence. Padding is
@@ -27,12 +28,19 @@ import torch
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from verl import DataProto
-from verl.protocol import pad_dataproto_to_divisor
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, AdvantageEstimator, get_adv_estimator_fn
-from verl.trainer.ppo.ray_trainer import compute_advantage
+from verl.trainer.ppo.core_algos import (
+    POLICY_LOSS_REGISTRY,
+    AdvantageEstimator,
+    get_adv_estimator_fn,
+    get_kl_controller,
+)
+from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
+from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
@@ -40,6 +48,8 @@ from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
+
+from kit import plugins
 
 WorkerGroup = Any  # a RayWorkerGroup, on which verl binds the workers' methods at run time
 
@@ -62,26 +72,32 @@ def start_workers(config: DictConfig, sft: bool = False) -> Workers:
     reference = needs_reference(config) and not config.actor_rollout_ref.model.lora_rank  # else it is the base model
     role = "actor" if sft else "actor_rollout_ref" if reference else "actor_rollout"
     pool = RayResourcePool([config.trainer.n_gpus_per_node] * config.trainer.nnodes, max_colocate_count=4)
+    actor = start_group(config, pool, ActorRolloutRefWorker, {"config": config.actor_rollout_ref, "role": role})
+    return Workers(actor, *((None, None) if sft else start_value_models(config, pool)))
 
-    def start(worker: type, **settings: Any) -> WorkerGroup:
-        return RayWorkerGroup(
-            resource_pool=pool,
-            ray_cls_with_init=RayClassWithInitArgs(ray.remote(worker), **settings),
-            device_name=config.trainer.device,
-            ray_wait_register_center_timeout=config.trainer.ray_wait_register_center_timeout,
-        )
 
-    actor = start(ActorRolloutRefWorker, config=config.actor_rollout_ref, role=role)
+def start_group(config: DictConfig, pool: RayResourcePool, worker: type, settings: dict[str, Any]) -> WorkerGroup:
+    """One process of `worker`, made with `settings`, on each GPU of the pool."""
+    return RayWorkerGroup(
+        resource_pool=pool,
+        ray_cls_with_init=RayClassWithInitArgs(ray.remote(worker), **settings),
+        device_name=config.trainer.device,
+        ray_wait_register_center_timeout=config.trainer.ray_wait_register_center_timeout,
+    )
+
+
+def start_value_models(config: DictConfig, pool: RayResourcePool) -> tuple[WorkerGroup | None, WorkerGroup | None]:
+    """(critic, reward model), where the recipe needs them."""
     critic = reward_model = None
-    if needs_critic(config) and not sft:
-        critic = start(TrainingWorker, config=value_model_config(config.critic))
-    if config.reward.reward_model.enable and not sft:
+    if asks_for(config, "values"):  # GAE
+        critic = start_group(config, pool, TrainingWorker, {"config": value_model_config(config.critic)})
+    if config.reward.reward_model.enable:
         model = copy.deepcopy(config.critic)
         model.model.path = model.model.tokenizer_path = config.reward.reward_model.model_path
         settings = value_model_config(model)
         settings.engine_config.forward_only = True  # bf16, and on the host while it is not asked
-        reward_model = start(TrainingWorker, config=settings)
-    return Workers(actor, critic, reward_model)
+        reward_model = start_group(config, pool, TrainingWorker, {"config": settings})
+    return critic, reward_model
 
 
 def value_model_config(config: DictConfig) -> TrainingWorkerConfig:
@@ -108,14 +124,18 @@ def load_value_models(workers: Workers, config: DictConfig) -> None:
 
 
 def set_policy_loss(actor: WorkerGroup, config: DictConfig) -> None:
-    """Hand the actor a policy loss of one's own (own.py), which is registered here, but not in the workers."""
+    """From now on the actor's updates minimise the recipe's loss, with the coefficients that `config` has now.
+
+    It is verl's, or one's own (kit/plugins.py), which is registered here, but not in the workers.
+    """
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    if ".py:" in loss_mode:
-        actor_config = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-        actor.set_loss_fn(functools.partial(_own_ppo_loss, actor_config, loss_mode, POLICY_LOSS_REGISTRY[loss_mode]))
+    loss: Callable[..., Any] = ppo_loss
+    if plugins.is_own(loss_mode):
+        loss = functools.partial(_own_ppo_loss, loss_mode, POLICY_LOSS_REGISTRY[loss_mode])
+    actor.set_loss_fn(functools.partial(loss, omega_conf_to_dataclass(config.actor_rollout_ref.actor)))
 
 
-def _own_ppo_loss(config: Any, name: str, function: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+def _own_ppo_loss(name: str, function: Any, config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
     """verl's ppo_loss, in a worker's process, with a policy loss that verl there has not heard of."""
     POLICY_LOSS_REGISTRY[name] = function
     return ppo_loss(config, model_output, data, dp_group)
@@ -126,11 +146,6 @@ def asks_for(config: DictConfig, name: str) -> bool:
     return name in inspect.signature(get_adv_estimator_fn(config.algorithm.adv_estimator)).parameters
 
 
-def needs_critic(config: DictConfig) -> bool:
-    """Whether the advantage is computed from values (GAE)."""
-    return asks_for(config, "values")
-
-
 def needs_reference(config: DictConfig) -> bool:
     """Whether anything compares the policy with the model it started from."""
     kl = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
@@ -138,7 +153,6 @@ def needs_reference(config: DictConfig) -> bool:
 
 
 def world_size(config: DictConfig) -> int:
-    """All GPUs of the run."""
     return int(config.trainer.n_gpus_per_node * config.trainer.nnodes)
 
 
@@ -207,17 +221,26 @@ def to_batch(episodes: Sequence[Any], pad_token_id: int, temperature: float) -> 
     return batch
 
 
-def _infer(call: Callable[..., Any], batch: DataProto, ranks: int, **flags: Any) -> tuple[TensorDict, TensorDict]:
-    """Run a worker's forward pass over `batch`: (what it answers, the packed batch it was asked about)."""
-    padded, _ = pad_dataproto_to_divisor(batch, ranks)  # repeats rows, so that every rank gets as many
-    data = left_right_2_no_padding(padded.to_tensordict())
+class _Answer(NamedTuple):
+    """A forward pass of the workers: what they say and what they were asked, both packed, and the rows' order there."""
+
+    output: TensorDict
+    data: TensorDict
+    order: list[int]  # row of the batch, at each place; repeated rows are >= B
+
+    def padded(self, name: str, rows: int) -> torch.Tensor:
+        """[B, R] float32: what was computed just before each response token."""
+        back = torch.tensor(self.order).argsort()[:rows]
+        return no_padding_2_padding(tu.get(self.output, name), self.data).float()[back]
+
+
+def _infer(call: Callable[..., Any], batch: DataProto, ranks: int, **flags: Any) -> _Answer:
+    """Run a worker's forward pass over `batch`, its rows dealt to the ranks by length."""
+    order, _ = arrange(batch.batch["attention_mask"].sum(dim=1).tolist(), 1, ranks)
+    rows = [i if i < len(batch) else 0 for i in order]  # filling repeats a row, so that every rank gets as many
+    data = left_right_2_no_padding(batch[rows].to_tensordict())
     tu.assign_non_tensor(data, compute_loss=False, **flags)
-    return _wait(call(data)), data
-
-
-def _padded(output: TensorDict, data: TensorDict, name: str, rows: int) -> torch.Tensor:
-    """A worker's packed answer -> [B, R] float32: what was computed just before each response token."""
-    return no_padding_2_padding(tu.get(output, name), data).float()[:rows]
+    return _Answer(_wait(call(data)), data, order)
 
 
 def log_probs(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, torch.Tensor]:
@@ -225,8 +248,18 @@ def log_probs(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[
     sum of the squared probabilities of all tokens) where the advantage asks for it."""
     names = ["log_probs", "entropy", *(["sum_pi_squared"] if asks_for(config, "sum_pi_squared") else [])]
     flags = {"calculate_entropy": True, "calculate_sum_pi_squared": "sum_pi_squared" in names}
-    output, data = _infer(actor.compute_log_prob, batch, data_parallel_size(config), **flags)
-    return {name: _padded(output, data, name, len(batch)) for name in names}
+    answer = _infer(actor.compute_log_prob, batch, data_parallel_size(config), **flags)
+    return {name: answer.padded(name, len(batch)) for name in names}
+
+
+def old_log_probs(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, float]:
+    """Add old_log_probs [B, R] to the batch, with what else the advantage asks for. Metrics: the entropy, and how far
+    the sampler's probabilities are from the trainer's (verl's calculate_debug_metrics)."""
+    found, mask = log_probs(actor, batch, config), batch.batch["response_mask"]
+    batch.batch["old_log_probs"] = found.pop("log_probs")
+    entropy = float((found.pop("entropy") * mask).sum() / mask.sum())
+    batch.batch.update(found)
+    return {"actor/entropy": entropy, **calculate_debug_metrics(batch)}
 
 
 def ref_log_probs(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> torch.Tensor:
@@ -235,14 +268,13 @@ def ref_log_probs(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> t
         call, flags = actor.compute_log_prob, {"no_lora_adapter": True}
     else:
         call, flags = actor.compute_ref_log_prob, {}
-    output, data = _infer(call, batch, data_parallel_size(config), calculate_entropy=False, **flags)
-    return _padded(output, data, "log_probs", len(batch))
+    answer = _infer(call, batch, data_parallel_size(config), calculate_entropy=False, **flags)
+    return answer.padded("log_probs", len(batch))
 
 
 def values(critic: WorkerGroup, batch: DataProto, config: DictConfig) -> torch.Tensor:
     """The critic's values [B, R]: of the state before each response token, which is what that token's return is of."""
-    output, data = _infer(critic.infer_batch, batch, data_parallel_size(config))
-    return _padded(output, data, "values", len(batch))
+    return _infer(critic.infer_batch, batch, data_parallel_size(config)).padded("values", len(batch))
 
 
 def add_reward_model(reward_model: WorkerGroup, episodes: Sequence[Any], pad_token_id: int, config: DictConfig) -> None:
@@ -251,17 +283,37 @@ def add_reward_model(reward_model: WorkerGroup, episodes: Sequence[Any], pad_tok
     The ids are the policy's own, prompt included, so the reward model must share the policy's tokenizer and template.
     """
     batch = to_batch(episodes, pad_token_id, temperature=1.0)
-    output, _ = _infer(reward_model.infer_batch, batch, data_parallel_size(config))
+    output, _, order = _infer(reward_model.infer_batch, batch, data_parallel_size(config))
     packed = tu.get(output, "values")  # nested [B, p+r]
-    for episode, end in zip(episodes, packed.offsets()[1:], strict=False):
-        episode.reward_components["reward_model"] = float(packed.values()[end - 1])
+    for row, end in zip(order, packed.offsets()[1:], strict=True):
+        if row < len(episodes):
+            episodes[row].reward_components["reward_model"] = float(packed.values()[end - 1])
 
 
-def advantages(batch: DataProto, config: DictConfig) -> DataProto:
+def kl_controller(config: DictConfig, value: float) -> Any:
+    """verl's controller of the KL coefficient in the reward; an adaptive one goes on from `value`, unless that is 0."""
+    controller = get_kl_controller(config.algorithm.kl_ctrl)
+    if config.algorithm.kl_ctrl.type == "adaptive":
+        controller.value = value or controller.value
+    return controller
+
+
+def apply_kl(batch: DataProto, controller: Any, config: DictConfig) -> dict[str, float]:
+    """Take the KL penalty off `token_level_rewards` [B, R] (verl's apply_kl_penalty); its metrics."""
+    return dict(apply_kl_penalty(batch, controller, config.algorithm.kl_penalty)[1])
+
+
+def correct(batch: DataProto, config: DictConfig) -> dict[str, float]:
+    """Importance weights and rejection between sampler and trainer, where the recipe asks for them (verl's
+    rollout_corr_helper): adds `rollout_is_weights` [B, R], takes tokens out of `response_mask`. Metrics always."""
+    return dict(compute_rollout_correction_and_add_to_batch(batch, config.algorithm.rollout_correction)[1])
+
+
+def advantages(batch: DataProto, config: DictConfig) -> None:
     """Add advantages and returns [B, R]: verl's compute_advantage, or a function of one's own with what it asks for."""
     settings = config.algorithm
     if settings.adv_estimator in [estimator.value for estimator in AdvantageEstimator]:
-        return compute_advantage(
+        compute_advantage(
             batch,
             adv_estimator=settings.adv_estimator,
             gamma=settings.gamma,
@@ -269,39 +321,48 @@ def advantages(batch: DataProto, config: DictConfig) -> DataProto:
             norm_adv_by_std_in_grpo=settings.norm_adv_by_std_in_grpo,
             config=settings,
         )
+        return
     function = get_adv_estimator_fn(settings.adv_estimator)
     known = {**batch.batch, "index": batch.non_tensor_batch["uid"], "config": settings}
     known |= {"gamma": settings.gamma, "lam": settings.lam}
     known.setdefault("rollout_is_weights", None)
-    asked: dict[str, Any] = dict(inspect.signature(function).parameters)
-    if any(p.kind is p.VAR_KEYWORD for p in asked.values()):  # verl's own way of calling
-        asked = {**asked, **dict.fromkeys(known)}
-    batch.batch["advantages"], batch.batch["returns"] = function(**{k: known[k] for k in asked if k in known})
-    return batch
+    batch.batch["advantages"], batch.batch["returns"] = function(**plugins.arguments(function, known))
+
+
+def step_metrics(batch: DataProto, timing: dict[str, float], config: DictConfig) -> dict[str, float]:
+    """verl's metrics of a step that was trained on: rewards, lengths, advantages; times by token; tokens per second."""
+    return {
+        **compute_data_metrics(batch, use_critic="values" in batch.batch),
+        **compute_timing_metrics(batch, timing),
+        **compute_throughout_metrics(batch, timing, n_gpus=world_size(config)),
+    }
 
 
 APART = 0.1  # mean distance of the sampler's probabilities from the trainer's, over which it samples from other weights
 
 
 def damage(batch: DataProto, metrics: dict[str, float], config: DictConfig) -> str:
-    """What makes a batch, or the update that was made of it, worthless; empty if nothing does.
+    """All that makes a batch, or the update that was made of it, worthless; empty if nothing does.
 
     Looked at where the mask is 1: padding may hold anything. A gradient is known by its norm in verl's metrics.
     """
-    mask = batch.batch["response_mask"].bool()  # [B, R]
+    mask, found = batch.batch["response_mask"].bool(), []  # [B, R]
     names = ("rollout_log_probs", "old_log_probs", "ref_log_prob", "values", "token_level_scores", "advantages")
     for name in (*names, "returns"):
         if name in batch.batch:
             live = batch.batch[name][mask]  # [tokens]
             if bad := int((~torch.isfinite(live)).sum()):
-                return f"{bad} of {len(live)} {name} are NaN or infinite"
+                found.append(f"{bad} of {len(live)} {name}")
+    said = [f"{', '.join(found)} are NaN or infinite"] if found else []
     for name, value in metrics.items():
         if name.startswith(("actor/", "critic/")) and not math.isfinite(value):
-            return f"{name} is {value}"
+            said.append(f"{name} is {value}")
     rollout, apart = config.actor_rollout_ref.rollout, metrics.get("training/rollout_probs_diff_mean", 0.0)
     if apart > APART and rollout.top_p == 1 and rollout.top_k <= 0:  # else the two are of other sets of tokens
-        return f"the sampler's probabilities are {apart:.2f} from the trainer's in the mean, so its weights are others"
-    return ""
+        said.append(
+            f"the sampler's probabilities are {apart:.2f} from the trainer's in the mean, so its weights are others"
+        )
+    return "; ".join(said)
 
 
 def arrange(lengths: Sequence[int], mini_batches: int, ranks: int) -> tuple[list[int], int]:

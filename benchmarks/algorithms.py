@@ -1,4 +1,4 @@
-"""Every algorithm of configs/ on the same small task with the same budget; their curves and their table.
+"""Every algorithm of configs/algorithms/ on the same small task with the same budget; their curves and their table.
 
     make algorithms                                       all of them, and docs/algorithms.png
     python benchmarks/algorithms.py --only dapo remax     some of them, into the same folder
@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from conftest import GYM_PYTHON, counting, make_model, row, write_rows  # noqa: E402
+from conftest import GYM_PYTHON, RECIPE, counting, make_model, row, write_rows  # noqa: E402
 
 ONE_STEP = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
 CRITIC = ["critic.optim.lr=0.003", "critic.ppo_mini_batch_size=4"]
@@ -138,9 +138,8 @@ def prepare(folder: Path, steps: int) -> None:
 def command(name: str) -> list[str]:
     """The command line of a run, as a user would write it."""
     task, overlays, changes = RUNS[name]
-    files = [ROOT / "tests" / "tiny.yaml", "bench.yaml", *(ROOT / "configs" / f"{o}.yaml" for o in overlays)]
     words = [sys.executable, str(ROOT / "algorithm.py")]
-    for file in [*files, ROOT / "configs" / "cpu.yaml"]:
+    for file in [RECIPE, "bench.yaml", *overlays, "cpu"]:
         words += ["--config", str(file)]
     words += [f"trainer.experiment_name={name.replace(': ', '_')}", f"env.train_files=[{task}.jsonl]"]
     words += [f"gym.servers.reasoning_gym.start.python={GYM_PYTHON}"]

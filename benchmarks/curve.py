@@ -19,15 +19,15 @@ ACC, REWARD = "val-core/reasoning_gym/acc/mean@1", "critic/rewards/mean"
 
 
 def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def right(run: Path, step: int) -> float:
     """Fraction of the held-out answers of `step` that contain the right equation."""
-    episodes = read(run / "rollouts" / f"val_{step}.jsonl")
+    episodes = [line["_episode"] for line in read(run / "rollouts" / f"val_{step}.jsonl")]
     sums = [e["prompt"].removeprefix("Complete the equation: ").removesuffix(" =").split(" + ") for e in episodes]
     wanted = [f"{a} + {b} = {int(a) + int(b)}" for a, b in sums]
-    return sum(w in e["response"] for w, e in zip(wanted, episodes, strict=True)) / len(episodes)
+    return sum(w in e["answer"] for w, e in zip(wanted, episodes, strict=True)) / len(episodes)
 
 
 def main() -> None:

@@ -29,8 +29,8 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # before this folder, which has a gym_client too
 import env
-import gym_servers
 from gym_client import Gym, GymError, message_response, routed
+from kit import gym_servers
 
 VERIFY_DEADLINE_S = 10.0
 ANSWER = "The answer is \\boxed{A}"

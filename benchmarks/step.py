@@ -44,7 +44,7 @@ def main() -> None:
     args = parser.parse_args()
     name = f"benchmark-{time.strftime('%Y%m%d-%H%M%S')}"
     settings = [f"trainer.experiment_name={name}", f"trainer.total_training_steps={args.steps}", "env.val_files=[]"]
-    recipes = ["--config", str(ROOT / "configs/math_cpu.yaml"), "--config", str(ROOT / "configs/cpu.yaml")]
+    recipes = ["--config", "math_cpu", "--config", "cpu"]
     load = os.getloadavg()[0]
     command = [sys.executable, str(ROOT / "algorithm.py"), *recipes, *settings, *args.overrides]
     process, peak = psutil.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL), 0.0

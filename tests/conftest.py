@@ -8,25 +8,32 @@ that even a random model plays with real tools and games, and can learn to.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
+from omegaconf import DictConfig
 
-# verl reads these when it is first imported; a run of algorithm.py takes them from configs/cpu.yaml
-os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "cpu"}
+# verl reads these when it is first imported; a run of algorithm.py takes them from configs/machines/cpu.yaml
+os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu"}
 
-import config as recipes
+from kit import recipe
+from kit.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "tests" / "tiny.yaml"
-CPU = ROOT / "configs" / "cpu.yaml"
+CPU = ROOT / "configs" / "machines" / "cpu.yaml"
 ACTIONS = {
     "increment": '<tool_call>{"name": "increment_counter", "arguments": {"count": 1}}</tool_call>',
     "directory": '<tool_call>{"name": "company_directory_find_email_address", "arguments": {"name": "x"}}</tool_call>',
@@ -69,7 +76,7 @@ def make_model(folder: Path, tied: bool, seed: int = 0) -> Path:
             num_hidden_layers=2,
             num_attention_heads=2,  # of 32: vLLM has no CPU kernel for narrower ones
             num_key_value_heads=1,
-            max_position_embeddings=1024,
+            max_position_embeddings=2048,
             tie_word_embeddings=tied,
             bos_token_id=None,
             eos_token_id=1,
@@ -98,6 +105,15 @@ def counting(question: str = "count", steps: int = 1) -> dict:
     tool = {"type": "function", "name": "increment_counter", "description": "", "parameters": {"type": "object"}}
     params = {"input": question, "tools": [{**tool, "strict": True}]}  # Gym answers 422 without strict
     return {"responses_create_params": params, "initial_count": 3, "expected_count": 3 + steps}
+
+
+def gym_examples() -> list[Path]:
+    """The files of example rows in the installed nemo-gym."""
+    code = "import pathlib, nemo_gym; print(pathlib.Path(nemo_gym.__file__).parent.parent / 'resources_servers')"
+    folder = subprocess.run([GYM_PYTHON, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    found = sorted(p for p in Path(folder).glob("*/data/*example*.jsonl") if "rollouts" not in p.name)
+    assert len(found) > 50, f"{folder} has {len(found)} files of examples"
+    return found
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:
@@ -139,10 +155,10 @@ def tiny(workspace: Path, *changes: str) -> list[str]:
     ]
 
 
-def load(workspace: Path, *changes: str):
-    """The tiny recipe, merged and checked: (config, data)."""
-    config, _ = recipes.load_config([str(RECIPE), str(CPU)], tiny(workspace, *changes))
-    return config, recipes.prepare(config)
+def load(workspace: Path, *changes: str, overlays: Sequence[str] = ()):
+    """The tiny recipe with overlays of configs/, merged and checked: (config, data)."""
+    config, _ = load_config([str(RECIPE), *overlays, str(CPU)], tiny(workspace, *changes))
+    return config, recipe.prepare(config)
 
 
 def command(workspace: Path, *arguments: str) -> list[str]:
@@ -174,22 +190,121 @@ def survivors(mark: str, patience: float = 20.0) -> list[str]:
         time.sleep(0.5)
 
 
-@pytest.fixture(scope="session")
-def stack(workspace):
-    """The real thing, once: Gym server, Ray, FSDP actor, vLLM. Yields a namespace with all of it."""
-    import contextlib
-    from types import SimpleNamespace
+# --- the real thing, once ------------------------------------------------------------------------
 
-    import inference
-    from run import Run
+
+def pytest_collection_modifyitems(items) -> None:
+    """What needs the session comes last, so that it does not idle beside whole runs."""
+    items.sort(key=lambda item: "stack" in item.fixturenames)
+
+
+@dataclass
+class Stack:
+    """One session of the stack, which tests share: Gym servers of every kind, Ray, an FSDP actor and vLLM."""
+
+    config: DictConfig
+    data: recipe.Data
+    workspace: Path
+    workers: Any  # training.Workers
+    servers: Any  # inference.Servers
+    fresh: Path  # the actor's checkpoint from before any update
+
+    @contextlib.contextmanager
+    def trainer(self, name: str, *changes: str, overlays: Sequence[str] = (), workers: Any = None, gym: Any = None):
+        """A Trainer of the tiny recipe with overlays of configs/ and changes, in runs/<name>, over this session's vLLM.
+
+        workers: in the place of the session's, whose weights are set back to where they began, and whose loss becomes
+        the recipe's. gym: in the place of the session's servers.
+        """
+        import inference
+        import training
+        from algorithm import Trainer
+        from kit import plugins
+        from kit.run import Run
+
+        config, data = load(self.workspace, f"trainer.experiment_name={name}", *SESSION, *changes, overlays=overlays)
+        plugins.register([config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode])
+        if workers is None:
+            workers = self.workers
+            workers.actor.load_checkpoint(str(self.fresh))
+        training.set_policy_loss(workers.actor, config)
+        was = self.servers
+        policy = inference.make_policy(config, was.policy.client, data, 60.0)
+        servers = inference.Servers(config, was.manager, workers.actor, policy, gym or was.gym, was.loop)
+        state = {"command": "train", "step": 0, "batches": 0, "pass_rates": {}, "kl_coef": 0.0}
+        shutil.rmtree(self.workspace / "runs" / name, ignore_errors=True)
+        with Run(config) as run:
+            trainer = Trainer(config, data, run, workers, servers, state)
+            trainer.publish()
+            with run.saving(trainer.save):
+                yield trainer
+
+
+SESSION = [  # the untied model (tied: test_runs.py), logical GPUs for workers beside the session's, room to talk
+    "actor_rollout_ref.model.path=untied",
+    "ray_kwargs.ray_init.num_gpus=12",
+    "ray_kwargs.ray_init.num_cpus=96",
+    "actor_rollout_ref.actor.optim.lr=0.005",
+    "actor_rollout_ref.rollout.max_model_len=1024",
+    "gym.servers.counter.start.server=example_session_state_mgmt",
+    f"gym.servers.counter.start.python={GYM_PYTHON}",
+    f"gym.servers.blackjack.start.python={GYM_PYTHON}",
+    f"gym.servers.office.start={{server: workplace_assistant, agent: simple_agent, python: {GYM_PYTHON}}}",
+    "env.train_files=[{path: train.jsonl, server: reasoning_gym}]",
+    "env.val_files=[{path: val.jsonl, server: reasoning_gym}]",
+]
+
+
+@pytest.fixture(scope="session")
+def stack(workspace) -> Iterator[Stack]:
+    """The real thing, once."""
+    import algorithm  # noqa: F401  (its own imports first)
+    from kit import start
+    from kit.run import Run
 
     os.chdir(workspace)
-    changes = ["ray_kwargs.ray_init.num_gpus=8", "ray_kwargs.ray_init.num_cpus=64"]  # logical: room for more workers
-    changes += ["actor_rollout_ref.actor.optim.lr=0.01"]
-    changes += ["actor_rollout_ref.rollout.max_model_len=1024"]  # room for conversations
-    config, data = load(workspace, *changes)
-    with Run(config) as started, contextlib.ExitStack() as exits:
-        loop, gym, policy, servers, (actor, *_) = started.start(exits, data)
-        sync = inference.weight_sync(config, actor, servers)
-        sync.update_weights(0)
-        yield SimpleNamespace(config=config, data=data, loop=loop, actor=actor, policy=policy, gym=gym, sync=sync)
+    reference = "actor_rollout_ref.actor.use_kl_loss=true"  # so that the actor holds one, for recipes with a KL term
+    config, data = load(workspace, *SESSION, reference, "trainer.experiment_name=session")
+    with Run(config) as run, contextlib.ExitStack() as exits:
+        workers, servers = start.start(run, data, exits)
+        fresh = workspace / "fresh"
+        workers.actor.save_checkpoint(str(fresh), None, 0, None)
+        servers.sleep()
+        servers.publish(0)
+        yield Stack(config, data, workspace, workers, servers, fresh)
+
+
+@pytest.fixture(scope="session")
+def values(stack):
+    """A critic and a reward model beside the session's actor; the critic's first checkpoint is in fresh_critic."""
+    import training
+
+    changes = ["algorithm.adv_estimator=gae", "critic.optim.lr=0.001", "reward.reward_model.enable=true"]
+    changes += [f"reward.reward_model.model_path={stack.workspace / 'scored'}", "env.val_files=[]"]
+    config, _ = load(stack.workspace, *SESSION, *changes)
+    pool = training.RayResourcePool([1], max_colocate_count=4)
+    alone = training.Workers(None, *training.start_value_models(config, pool))
+    training.load_value_models(alone, config)
+    alone.critic.save_checkpoint(str(stack.workspace / "fresh_critic"), None, 0, None)
+    yield alone
+    drop(alone)
+
+
+def with_values(stack, values, critic=True, reward_model=False):
+    """The session's actor and those of `values`, as they were in the beginning."""
+    import training
+
+    stack.workers.actor.load_checkpoint(str(stack.fresh))
+    values.critic.load_checkpoint(str(stack.workspace / "fresh_critic"))
+    return training.Workers(
+        stack.workers.actor, values.critic if critic else None, values.reward_model if reward_model else None
+    )
+
+
+def drop(workers) -> None:
+    """End worker groups that a test has started beside the session's."""
+    import ray
+
+    for group in workers:
+        for worker in group.workers if group else ():
+            ray.kill(worker)

@@ -20,10 +20,9 @@ from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
 from verl.utils.config import omega_conf_to_dataclass
 
-import config as recipes
-import inference
-import pieces
 import training
+from kit.config import load_config
+from kit.episodes import Episode, keep
 
 EXACT, SINGLE = {"rtol": 1e-9, "atol": 1e-9}, {"rtol": 2e-6, "atol": 2e-6}
 SEEDS = range(10)  # a seed also picks the case: odd or even, and one of the five modes
@@ -33,13 +32,13 @@ assert_close = np.testing.assert_allclose
 
 @functools.cache
 def recipe():
-    return recipes.load_config((str(RECIPE), str(CPU)), [])[0]
+    return load_config((str(RECIPE), str(CPU)), [])[0]
 
 
 def episode(group, reward, mask=(1,), rewards=None, status="ok"):
     """An Episode, and what estimators need beyond it: `rewards` and more by token, and the greedy answer's reward."""
     T = len(mask)
-    e = inference.Episode("r", group, "s", [1], [2] * T, list(mask), [-0.5] * T, reward=reward, status=status)
+    e = Episode("r", group, "s", [1], [2] * T, list(mask), [-0.5] * T, reward=reward, status=status)
     e.rewards, e.reward_components = rewards or [0.0] * (T - 1) + [reward], {"right": reward, "format": 0.0}
     e.values, e.pi, e.squares, e.greedy = np.zeros(T), np.full(T, 0.5), np.full(T, 0.5), 0.25
     return e
@@ -67,7 +66,7 @@ def random_episodes(seed, gaps=True):
     for failed in made[5], made[-1]:  # which leaves d alone
         failed.status, failed.reward = "http_500", None
     rng.shuffle(made)
-    kept = pieces.keep(made)
+    kept, _ = keep(made)
     assert sorted(e.group_id for e in kept) == list("aabbbccccc")
     return kept
 

@@ -19,13 +19,15 @@ from conftest import CPU, RECIPE, ROOT, tiny
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
-import checkpoints
-import config as recipes
-from config import ConfigError, RunError, public
+from kit import checkpoints
+from kit.config import load_config, public
+from kit.errors import ConfigError, RunError
 
 
 class Group:
     """A worker group whose ranks write what verl's write: shards of a model, and the RNG."""
+
+    world_size = 2
 
     def __init__(self, width: int = 4):
         self.width = width
@@ -33,9 +35,10 @@ class Group:
     def save_checkpoint(self, path, *_):
         os.makedirs(path, exist_ok=True)
         for rank in (0, 1):
-            end = f"world_size_2_rank_{rank}.pt"
+            end = f"world_size_{self.world_size}_rank_{rank}.pt"
             torch.save({"layer.weight": torch.ones(self.width, 3)}, f"{path}/model_{end}")
-            torch.save({"rng": {"numpy": np.random.get_state(), "torch": torch.get_rng_state()}}, f"{path}/extra_{end}")
+            rng = {"numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+            torch.save({"rng": rng}, f"{path}/extra_state_{end}")
         Path(path, "fsdp_config.json").write_text("{}")
 
 
@@ -46,8 +49,9 @@ def config_of(folder: Path, **trainer):
         "total_training_steps": 100,
         "n_gpus_per_node": 2,
         "max_actor_ckpt_to_keep": None,
+        "experiment_name": "checked",
     }
-    actor = {"optim": {"lr": 0.1}, "strategy": "fsdp2"}
+    actor = {"optim": {"lr": 0.1}, "strategy": "fsdp2", "checkpoint": {"save_contents": ["model", "extra"]}}
     model = {"path": str(folder / "model"), "lora_rank": 0}
     sections = {"trainer": settings | trainer, "actor_rollout_ref": {"actor": actor, "model": model}}
     return OmegaConf.create({**sections, "algorithm": {"adv_estimator": "grpo"}})
@@ -136,6 +140,18 @@ def test_a_full_disk_ends_the_save_with_what_to_do_and_keeps_what_was_there(tmp_
     assert not checkpoints.broken(first)
 
 
+def test_the_shards_of_half_the_ranks_are_no_checkpoint(tmp_path):
+    """Two nodes, each with a disk of its own: the driver sees what its own ranks wrote."""
+    first = save(tmp_path, 1)
+
+    class Half(Group):
+        world_size = 4
+
+    with pytest.raises(RunError, match=r"4 shards of 4 ranks are not there, .* all nodes share: extra_"):
+        save(tmp_path, 2, Half())
+    assert checkpoints.newest(tmp_path) == (first, [])
+
+
 def test_old_ones_are_deleted_but_never_the_last_good_one(tmp_path):
     for step in range(1, 5):
         save(tmp_path, step, max_actor_ckpt_to_keep=2)
@@ -164,7 +180,7 @@ def test_a_file_with_code_in_it_is_not_loaded(tmp_path):
             return os.system, (f"touch {tmp_path}/sprung",)
 
     checkpoint = save(tmp_path, 1)
-    for name in ("data.pt", "actor/extra_world_size_2_rank_1.pt", "actor/model_world_size_2_rank_0.pt"):
+    for name in ("data.pt", "actor/extra_state_world_size_2_rank_1.pt", "actor/model_world_size_2_rank_0.pt"):
         path = checkpoint / name
         whole = path.read_bytes()
         torch.save({"step": Trap()}, path)
@@ -214,8 +230,11 @@ def test_what_changed_is_said_and_what_cannot_change_is_refused(tmp_path):
     assert str(caught.value) == f"{said}Set these back, or give the run another trainer.experiment_name; {allowed}"
 
 
-def test_nothing_left_to_train_is_an_error(tmp_path):
+def test_nothing_left_to_train_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     save(tmp_path, 100)
+    (tmp_path / "runs" / "checked" / "export").mkdir(parents=True)
+    (tmp_path / "runs" / "checked" / "export" / checkpoints.EXPORTED).write_text("100")
     with pytest.raises(ConfigError, match=r"nothing left to train: .*global_step_100 is the last of 100 steps"):
         checkpoints.resume_point(config_of(tmp_path))
 
@@ -229,7 +248,7 @@ def test_no_key_of_the_environment_is_written_down(workspace, monkeypatch):
         "address: '${oc.env:JUDGE_ADDRESS}'}"
     ]
     changes.append("gym.servers.judge.start.config.model=sk-planted-judge-by-hand")
-    config, _ = recipes.load_config([str(RECIPE), str(CPU)], tiny(workspace, *changes))
+    config, _ = load_config([str(RECIPE), str(CPU)], tiny(workspace, *changes))
     written = OmegaConf.to_yaml(public(config))
     assert "planted" not in written
     assert "key: ${oc.env:JUDGE_API_KEY}" in written and "http://${oc.env:SECRET_HOST}/v1" in written
@@ -245,5 +264,5 @@ def test_a_manifest_lists_every_file(tmp_path):
 
 def test_the_bare_command_says_which_checkpoint_is_broken(tmp_path):
     """The module imports without verl, so that a broken checkpoint is told of in seconds."""
-    code = "import sys, checkpoints; sys.exit('verl' in sys.modules or 'ray' in sys.modules)"
+    code = "import sys; from kit import checkpoints; sys.exit('verl' in sys.modules or 'ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

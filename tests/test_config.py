@@ -1,28 +1,32 @@
-"""Recipes: strict keys with the nearest name, impossible sizes, missing files and models; each in one line."""
+"""Recipes: strict keys with the nearest name, impossible sizes, missing files and models; a line each, all at once."""
 
 import json
 import threading
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
 import yaml
-from conftest import CPU, GYM_PYTHON, RECIPE, ROOT, load, row, tiny, write_rows
+from conftest import CPU, RECIPE, ROOT, load, row, tiny, write_rows
+from omegaconf import OmegaConf
 
-import config as recipes
 import env
-import gym_servers
-from config import ConfigError
-from summary import summary
+from kit import checks, gym_servers, recipe
+from kit.config import MICRO_BATCH_TOKENS, changed, load_config
+from kit.errors import ConfigError
+
+ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def merged(*changes, files=(str(RECIPE), str(CPU))):
-    return recipes.load_config(files, changes)[0]
+    return load_config(files, changes)[0]
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ("actor_rollout_ref.rollout.temprature=1", "did you mean actor_rollout_ref.rollout.temperature"),
+        (f"{ROLLOUT}.temprature=1", "did you mean actor_rollout_ref.rollout.temperature"),
         ("gym.timeout=3", "unknown key gym.timeout; did you mean gym.timeout_s"),
         ("trainr.save_freq=3", "unknown key trainr"),
         ("algorithm.pf_ppo.weight_pow=1", "this loop does not read it"),
@@ -32,8 +36,10 @@ def merged(*changes, files=(str(RECIPE), str(CPU))):
         ),
         ("rollout.temperature=1", r"unknown key rollout; did you mean actor_rollout_ref\.rollout\.temperature"),
         ("actor_rollout_ref.actor.clip_ratio=0.1", "set clip_ratio_low and clip_ratio_high"),
-        ("actor_rollout_ref.rollout.multi_turn.enable=true", r"set gym\.servers"),
+        (f"{ROLLOUT}.multi_turn.enable=true", r"set gym\.servers"),
+        ("actor_rollout_ref.actor.rollout_n=4", r"set actor_rollout_ref\.rollout\.n$"),
         ("trainer.total_training_steps=ten", "total_training_steps=ten: wants a value like 100"),
+        ("data.train_batch_size=null", "train_batch_size=None: wants a value like 64"),
         ("reward.num_workers=2", "does not read it"),
         ("just_a_word", "'just_a_word' is not key=value"),
     ],
@@ -41,6 +47,11 @@ def merged(*changes, files=(str(RECIPE), str(CPU))):
 def test_a_key_that_nothing_reads_is_an_error(change, named):
     with pytest.raises(ConfigError, match=named):
         merged(change)
+
+
+def test_what_comes_to_verls_default_is_taken():
+    """Recipes from elsewhere write down what is so anyway; rollout.n is 8, and the rest follows from it."""
+    merged("actor_rollout_ref.actor.rollout_n=8", f"{ROLLOUT}.mode=async", "actor_rollout_ref.actor.grad_clip=1.0")
 
 
 def test_what_verl_knows_beyond_its_yaml_is_taken():
@@ -60,19 +71,48 @@ def test_bad_recipe_files_are_named(tmp_path, text, named):
         merged(files=[str(tmp_path / "recipe.yaml")])
 
 
+def test_a_recipe_is_found_by_its_name_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = merged(files=["math_cpu", "dapo", "cpu"])
+    assert (config.trainer.device, config.actor_rollout_ref.actor.clip_ratio_high) == ("cpu", 0.28)
+    for old, now in (("cpu.yaml", "machines/cpu"), ("dapo.yaml", "algorithms/dapo"), ("smollm.yaml", "models/smollm2")):
+        with pytest.raises(ConfigError, match=rf"configs/{old}: no such file; there is configs/{now}\.yaml, or just"):
+            merged(files=[f"configs/{old}"])
+    (tmp_path / "dapo").write_text("trainer: {save_freq: 3}")  # a file of one's own comes first
+    assert merged(files=["dapo"]).trainer.save_freq == 3
+
+
+def test_names_of_recipes_are_unique():
+    assert Counter(path.stem for path in (ROOT / "configs").rglob("*.yaml")).most_common(1)[0][1] == 1
+
+
+# --- what cannot run -----------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("change", "error", "named"),
     [
         ("actor_rollout_ref.actor.ppo_mini_batch_size=3", ConfigError, "train_batch_size=8 does not divide"),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", ConfigError, "1 GPUs do not divide by .*=2"),
+        (
+            "actor_rollout_ref.actor.use_dynamic_bsz=false",
+            ConfigError,
+            "false needs .*ppo_micro_batch_size_per_gpu and",
+        ),
+        ("actor_rollout_ref.actor.strategy=megatron", ConfigError, "strategy=megatron: wants one of fsdp, fsdp2"),
         ("trainer.n_gpus_per_node=3", ConfigError, "do not divide among 3 GPUs"),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", ConfigError, "1 GPUs do not divide"),
-        ("actor_rollout_ref.rollout.n=1", ConfigError, "at least two answers"),
-        ("actor_rollout_ref.model.path=./nowhere", ConfigError, "model.path=./nowhere: no such folder"),
+        ("trainer.n_gpus_per_node=0", ConfigError, "n_gpus_per_node=0: wants 1 or more"),
+        (f"{ROLLOUT}.tensor_model_parallel_size=2", ConfigError, "1 GPUs do not divide"),
+        (f"{ROLLOUT}.name=sglang", ConfigError, "name=sglang: wants vllm"),
+        (f"{ROLLOUT}.n=1", ConfigError, "at least two answers"),
+        ("data.max_response_length=5000", ConfigError, "the model has no more than 2048 positions; lower these"),
+        ("actor_rollout_ref.model.path=./nowhere", ConfigError, "model.path=./nowhere: no model folder; give one"),
         ("actor_rollout_ref.model.external_lib=no_such_module", ConfigError, "No module named 'no_such_module'"),
         ("env.train_files=[nowhere.jsonl]", env.DataError, r"nowhere\.jsonl: no such file"),
         ("env.train_files=[]", ConfigError, "env.train_files is not set"),
         ("env.train_files=x.jsonl", ConfigError, r"wants a list, 'env\.train_files=\[x\.jsonl\]'"),
         ("data.max_prompt_length=3", ConfigError, "hold 0 usable rows"),
+        ("env.max_rows=7", ConfigError, "hold 7 usable rows, fewer than data.train_batch_size=8"),
         ("gym.servers.reasoning_gym.url=http://127.0.0.1:1", ConfigError, "takes either url"),
         ("gym.servers.reasoning_gym.start.python=nowhere", gym_servers.GymStartError, "`make gym`"),
     ],
@@ -82,6 +122,82 @@ def test_what_cannot_run_is_an_error_before_anything_starts(workspace, change, e
         load(workspace, change)
 
 
+def test_all_that_is_wrong_is_told_at_once_and_without_the_network(workspace, monkeypatch):
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: pytest.fail("asked the hub"))
+    wrong = {
+        "trainr.save_freq=3": "unknown key trainr",
+        f"{ROLLOUT}.trace.backend=mlflow": "trace.backend is verl's, but this loop does not read it",
+        "data.train_batch_size=many": "data.train_batch_size=many: wants a value like 64",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=3": "does not divide by actor_rollout_ref.actor.ppo_mini",
+        "env.train_files=[nowhere.jsonl]": "nowhere.jsonl: no such file",
+        "env.val_files=[neither.jsonl]": "neither.jsonl: no such file",
+        "actor_rollout_ref.model.path=a-name/of-the-hub": "",
+        "gym.servers.reasoning_gym.start.python=gone": "no interpreter at gone",
+        f"{ROLLOUT}.temperature=0": "all answers to a prompt are equal",
+        "algorithm.filter_groups.enable=true": "needs max_num_gen_batches",
+    }
+    problems: list[Exception] = []
+    config, _ = load_config([str(RECIPE), str(CPU)], [*tiny(workspace), *wrong], problems)
+    with pytest.raises(ConfigError) as raised:
+        recipe.check_recipe(config, "train", problems)
+    first, *lines = str(raised.value).split("\n")
+    assert first == "9 problems with this recipe:"
+    assert [line.split(". ")[0] for line in lines] == [f"  {number}" for number in range(1, 10)]
+    for named in wrong.values():
+        assert sum(named in line for line in lines) == 1 or not named, named
+
+
+GREEDY = (
+    r"take the likeliest token each time, so n=4 answers .*; set .*\.val_kwargs\.do_sample=true and .*temperature=0\.8"
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "changes", "named"),
+    [
+        ("train", ["temperature=0"], r"and the trainer divides by the temperature; set .*rollout\.do_sample=true"),
+        ("train", ["do_sample=false"], "all answers to a prompt are equal"),
+        ("rollout", ["temperature=0"], "all answers to a prompt are equal; set"),
+        ("rollout", ["temperature=0", "n=1"], ""),
+        ("evaluate", ["temperature=0"], ""),
+        ("evaluate", ["val_kwargs.n=4"], GREEDY),
+        ("train", ["val_kwargs.n=4"], GREEDY),
+        ("rollout", ["val_kwargs.n=4"], ""),  # which evaluates nothing
+        ("evaluate", ["val_kwargs.n=4", "val_kwargs.do_sample=true"], GREEDY),  # verl's temperature is 0
+        ("evaluate", ["val_kwargs.temperature=0.8"], "do_sample=False, temperature=0.8 take the likeliest"),
+        ("evaluate", ["val_kwargs.n=4", "val_kwargs.do_sample=true", "val_kwargs.temperature=0.8"], ""),
+    ],
+)
+def test_answers_that_should_differ_are_sampled(command, changes, named):
+    config = merged("env.val_files=[x]", *(f"{ROLLOUT}.{change}" for change in changes))
+    found = list(checks.check_sampling(config, command))
+    assert len(found) == bool(named)
+    if named:
+        with pytest.raises(AssertionError if not found else ConfigError, match=named):
+            raise ConfigError(found[0])
+
+
+def test_what_verl_knows_is_what_is_taken():
+    """The lists are read from verl's source: none is empty, and verl computes with each name in them."""
+    from verl.trainer.ppo import core_algos, rollout_corr_helper
+
+    ones = torch.ones(2, 2)
+    modes = checks.compared(core_algos.agg_loss, "loss_agg_mode")
+    assert len(modes) == 5 and all(core_algos.agg_loss(ones, ones, mode) > 0 for mode in modes)
+    kinds = checks.compared(core_algos.kl_penalty_forward, "kl_penalty")
+    assert kinds.pop() == "full" and len(kinds) == 7  # which verl has not
+    assert all(
+        core_algos.kl_penalty(ones, ones, f"{kind}{plus}").shape == (2, 2) for kind in kinds for plus in ("", "+")
+    )
+    assert checks.compared(core_algos.get_kl_controller, "kl_ctrl.type") == ["fixed", "adaptive"]
+    weigh = rollout_corr_helper.compute_rollout_correction_weights
+    assert checks.compared(weigh, "rollout_is") == ["token", "sequence"]
+    assert set(checks.compared(core_algos.compute_policy_loss_bypass_mode, "loss_type")) == {"ppo_clip", "reinforce"}
+
+
+# --- what follows --------------------------------------------------------------------------------
+
+
 def test_derived_sizes(workspace):
     config, data = load(workspace, "env.val_max_rows=3")
     rollout = config.actor_rollout_ref.rollout
@@ -89,28 +205,43 @@ def test_derived_sizes(workspace):
     assert config.actor_rollout_ref.actor.optim.total_training_steps == 40
     assert rollout.checkpoint_engine.update_weights_bucket_megabytes == 64  # the floor: the model is tiny
     assert data.stop_ids == {1} and len(data.validation) == 3
-    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 2048  # as configs/cpu.yaml says
-    longer, _ = load(workspace, "data.max_prompt_length=3000")  # a whole episode must fit a micro-batch
-    sizes = [recipes.OmegaConf.select(longer, key) for key in recipes.MICRO_BATCH_TOKENS]
-    assert sizes == [3012] * 4
-    assert "8 prompts x 8 answers = 64 episodes" in summary(config, data, "train")
+    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 2048  # as configs/machines/cpu.yaml says
+    small = [f"{key}=100" for key in MICRO_BATCH_TOKENS]
+    longer, _ = load(workspace, "data.max_prompt_length=1000", *small)  # a whole episode must fit a micro-batch
+    assert [OmegaConf.select(longer, key) for key in MICRO_BATCH_TOKENS] == [1012] * 4
+    assert "8 prompts x 8 answers = 64 episodes" in recipe.summary(config, data, "train")
     overlap = load(workspace, f"env.val_files=[{workspace / 'train.jsonl'}]")
-    assert "WARNING     8 of the held-out prompts" in summary(*overlap, "train")
+    assert "WARNING     8 of the held-out prompts" in recipe.summary(*overlap, "train")
 
 
-@pytest.mark.parametrize("recipe", sorted(p.name for p in (ROOT / "configs").glob("math*.yaml")))
-def test_shipped_recipes_merge_on_either_device(recipe):
-    path = ROOT / "configs" / recipe
+def test_the_summary_names_functions_of_ones_own(workspace):
+    config, data = load(workspace)
+    usual = recipe.summary(config, data, "train").splitlines()
+    config.env.sampler = "templates/samplers.py:by_pass_rate"
+    config.env.reward = {"function": "templates/rewards.py:overlong", "limit": 48}
+    config.env.filters = ["templates/filters.py:drop_uniform", {"function": "x.py:f", "reasons": ["length"]}]
+    (line,) = set(recipe.summary(config, data, "train").splitlines()) - set(usual)
+    filters = "templates/filters.py:drop_uniform, x.py:f {reasons: [length]}"
+    functions = f"templates/rewards.py:overlong {{limit: 48}}; filters {filters}"
+    assert line == f"reward      {functions}; sampler templates/samplers.py:by_pass_rate"
+    config.env.reward = config.env.sampler = None
+    config.env.filters = ["x.py:f"]
+    assert "filters     x.py:f" in recipe.summary(config, data, "train").splitlines()
+
+
+@pytest.mark.parametrize(("command", "rows"), [("train", (4, 8)), ("rollout", (4, 0)), ("evaluate", (0, 8))])
+def test_the_rows_of_a_command(workspace, command, rows):
+    config = merged(*tiny(workspace, "env.max_rows=4", "data.train_batch_size=4"))
+    data = recipe.prepare(config, command)
+    assert (len(data.train), len(data.validation)) == rows
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_is_short_and_merges(path):
     assert len(path.read_text().splitlines()) <= 120
-    for files in ([str(path)], [str(path), str(CPU)]):
-        config, defaults = recipes.load_config(files, [])
-        assert recipes.changed(config, defaults)
-        assert config.trainer.device == ("cpu" if len(files) == 2 else "cuda")
-
-
-def test_overrides_of_the_tests_are_the_last_word(workspace):
-    config, _ = load(workspace, *tiny(workspace), f"gym.servers.reasoning_gym.start.python={GYM_PYTHON}", "data.seed=9")
-    assert config.data.seed == 9
+    config, defaults = load_config([str(path)], [])
+    assert changed(config, defaults)
+    assert config.trainer.device == ("cpu" if path == CPU else "cuda")
 
 
 class Head(BaseHTTPRequestHandler):
@@ -150,9 +281,9 @@ def test_a_head_server_fills_in_what_the_recipe_does_not_name(workspace):
         load(workspace, files, "gym.head=http://127.0.0.1:9")
 
 
-def test_the_door_for_others_wants_a_key(workspace, monkeypatch):
+def test_an_address_for_the_agents_of_others_wants_a_key(workspace, monkeypatch):
     monkeypatch.delenv("POLICY_API_KEY", raising=False)
-    with pytest.raises(ConfigError, match="POLICY_API_KEY must hold the door's key"):
+    with pytest.raises(ConfigError, match="POLICY_API_KEY must hold the key that agents give"):
         load(workspace, "gym.door.port=12345")
 
 
@@ -160,10 +291,3 @@ def test_an_unknown_format_of_tool_calls_is_named(workspace):
     files = f"env.train_files=[{workspace / 'tools.jsonl'}]"
     with pytest.raises(ConfigError, match=r"multi_turn\.format=hermess: vLLM has no such tool parser; it has .*hermes"):
         load(workspace, files, "actor_rollout_ref.rollout.multi_turn.format=hermess")
-
-
-@pytest.mark.parametrize("recipe", sorted(p.name for p in (ROOT / "configs").glob("*.yaml")))
-def test_every_recipe_is_short_and_merges(recipe):
-    path = ROOT / "configs" / recipe
-    assert len(path.read_text().splitlines()) <= 120
-    recipes.load_config([str(path)], [])

@@ -17,9 +17,9 @@ from conftest import RECIPE
 from omegaconf import OmegaConf
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
-import config as recipes
 import training
-from inference import Episode
+from kit.config import load_config
+from kit.episodes import Episode
 
 
 def batch_of(seed):
@@ -41,7 +41,7 @@ def batch_of(seed):
 @functools.cache
 def defaults():
     """A recipe's, which are not the dataclass's."""
-    return recipes.load_config([str(RECIPE)], [])[0].algorithm.rollout_correction
+    return load_config([str(RECIPE)], [])[0].algorithm.rollout_correction
 
 
 def corrected(batch, **settings):

@@ -3,18 +3,29 @@
 import argparse
 import gzip
 import json
+import os
+import re
 import subprocess
 import sys
+import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from conftest import GYM_PYTHON, ROOT, row, run, write_rows
 
 import env
 
-GYM_EXAMPLES = ROOT.parent / "shared" / "data" / "gym_examples"
-needs_examples = pytest.mark.skipif(not GYM_EXAMPLES.is_dir(), reason=f"{GYM_EXAMPLES}: no example rows of Gym's")
-needs_gym = pytest.mark.skipif(not GYM_PYTHON.is_file(), reason=f"{GYM_PYTHON}: no NeMo Gym")
+
+@pytest.fixture(scope="module")
+def shipped():
+    """[(server, file)] of the example rows in the installed nemo-gym."""
+    assert GYM_PYTHON.is_file(), f"{GYM_PYTHON}: no NeMo Gym; `make gym` installs it"
+    done = run([str(GYM_PYTHON), "-c", "import nemo_gym; print(nemo_gym.__file__)"], cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stderr
+    files = sorted((Path(done.stdout.strip()).parent.parent / "resources_servers").glob("*/data/*example*.jsonl"))
+    no_rows = ("rollouts", "bixbench_example", "example_questions")  # results; questions without a prompt
+    return [(file.parts[-3], file) for file in files if not any(name in file.name for name in no_rows)]
 
 
 def rendered(**params):
@@ -180,27 +191,25 @@ def test_malformed_rows_are_errors_not_refusals(params, named):
 IMAGE = "input_image: the kit trains text models only; leave such rows out"
 SOUND = "metadata.audio_url: the kit trains text models only; leave such rows out"
 ROLES = ("system", "user", "assistant", "tool")
-REFUSED = {"asr_with_pc": SOUND, "circle_click": IMAGE, "image_tools": IMAGE, "vlm_eval_kit": IMAGE}
+REFUSED = {"asr_with_pc": SOUND, "circle_click": IMAGE, "circle_count": IMAGE, "vlm_eval_kit": IMAGE}
 
 
-@needs_examples
-def test_the_example_rows_of_all_servers_load_or_are_refused():
-    files = sorted(GYM_EXAMPLES.glob("*.jsonl"))
-    assert len(files) == 75
+def test_the_example_rows_of_all_servers_load_or_are_refused(shipped):
+    assert len({server for server, _ in shipped}) == 95
     refused, empty, tools = {}, set(), set()
-    for file in files:
+    for server, file in shipped:
         for where, example in env.read_rows(file):
             try:
                 messages, offered = env.render(example, where)
             except env.Refused as error:
-                refused.setdefault(file.stem, set()).add(str(error).removeprefix(f"{where}: "))
+                refused.setdefault(server, set()).add(str(error).removeprefix(f"{where}: "))
                 continue
             assert all(isinstance(m["content"], str) and m["role"] in ROLES for m in messages), where
             assert all(set(t) == {"type", "function"} and "strict" not in t["function"] for t in offered), where
-            empty |= set() if messages else {file.stem}
-            tools |= {file.stem} if offered else set()
+            empty |= set() if messages else {server}
+            tools |= {server} if offered else set()
     assert {name: {reason} for name, reason in REFUSED.items()} == refused
-    assert empty == {"gdpval", "legal_agent_bench", "scicode", "toolsandbox"}
+    assert empty == {"aviary", "gdpval", "scicode"}
     assert len(tools) >= 15 and "workplace_assistant" in tools
 
 
@@ -216,13 +225,11 @@ for line in sys.stdin:
 """
 
 
-@needs_examples
-@needs_gym
-def test_rendering_agrees_with_gyms_own_converter():
+def test_rendering_agrees_with_gyms_own_converter(shipped):
     """Apart from what chat templates want: developer, content null, arguments as JSON, the name of a tool's answer."""
     rows = []
-    for file in sorted(GYM_EXAMPLES.glob("*.jsonl")):
-        if file.stem not in REFUSED:
+    for server, file in shipped:
+        if server not in REFUSED:
             rows += list(env.read_rows(file))
     for _, example in rows:  # the installed Gym drops instructions; the merge is tested above
         example["responses_create_params"].pop("instructions", None)
@@ -253,7 +260,12 @@ def test_rendering_agrees_with_gyms_own_converter():
     ("text", "named"),
     [
         ('{"responses_create_params": {}}\n{oops\n', r"rows\.jsonl:2: not JSON"),
-        ('{"responses_create_params": {}, "x": NaN}\n', r"rows\.jsonl:1: not JSON \(NaN"),
+        ('{"responses_create_params": {}, "x": NaN}\n', r"rows\.jsonl:1: not JSON \(Out of range"),
+        ('{"responses_create_params": {}, "x": 1e999}\n', r"rows\.jsonl:1: not JSON \(Out of range"),
+        ('{"responses_create_params": {}, "x": "\\ud800"}\n', r"rows\.jsonl:1: not JSON .*surrogates not allowed"),
+        ("[" * 5000 + "\n", r"rows\.jsonl:1: not JSON \(maximum recursion depth"),
+        ('\n{"x": ' + "[" * 5000 + "]" * 5000 + "}\n", r"rows\.jsonl:2: not JSON \(maximum recursion depth"),
+        ('{"responses_create_params": ' + '{"x": ' * 64 + "1" + "}" * 65, r"rows\.jsonl:1: nested over 64 deep"),
         ("[1]\n", r"rows\.jsonl:1: a row must be a JSON object"),
         ('\n\n{"question": "x"}\n', r"rows\.jsonl:3: no responses_create_params"),
     ],
@@ -264,9 +276,27 @@ def test_malformed_lines_name_file_and_line(tmp_path, text, named):
         list(env.read_rows(tmp_path / "rows.jsonl"))
 
 
-def test_missing_file_is_named(tmp_path):
-    with pytest.raises(env.DataError, match=r"nowhere\.jsonl: no such file"):
-        list(env.read_rows(tmp_path / "nowhere.jsonl"))
+def test_arguments_nested_too_deep_for_json_stay_text():
+    deep = '{"x": ' + "[" * 5000
+    assert messages_of(input=[called("c", deep)])[0]["tool_calls"][0]["function"]["arguments"] == deep
+
+
+@pytest.mark.parametrize(
+    ("name", "todo"),
+    [
+        ("gsm8k_train.jsonl", "run `python env.py gsm8k --out {}`"),
+        ("arithmetic_validation.jsonl", "run `python env.py arithmetic --out {}`"),
+        ("math_with_judge_examples.jsonl", "run `python env.py examples --server math_with_judge --out {}`"),
+        ("gsm8k_train.jsonl.gz", "give one that is there"),
+        ("gsm8k.jsonl", "give one that is there"),
+        ("my_task_train.jsonl", "give one that is there"),
+        ("_examples.jsonl", "give one that is there"),
+    ],
+)
+def test_a_missing_file_is_named_with_the_command_that_writes_it(tmp_path, name, todo):
+    with pytest.raises(env.DataError) as raised:
+        list(env.read_rows(tmp_path / name))
+    assert str(raised.value) == f"{tmp_path}/{name}: no such file; {todo.format(tmp_path)}"
 
 
 ROWS = [row("one", metadata={"n": 1}), row("zwei: ü", other=[1, {"x": None}]), row("three")]
@@ -401,6 +431,9 @@ def test_the_template_decides_what_is_asked(with_template):
     refuses = with_template("{{ raise_exception('no system here') }}")
     with pytest.raises(env.DataError, match=r"^x:1: the chat template .*no system here"):
         env.encode([system("hi")], [], refuses, "x:1")
+    for broken in ("{{ 1 // 0 }}", "{{ messages[0]['nothing'].x }}", "{{ [].pop() }}", "{% for x in 3 %}{% endfor %}"):
+        with pytest.raises(env.DataError, match=r"^x:1: the chat template does not take these messages: "):
+            env.encode([user("hi")], [], with_template(broken), "x:1")
     adds = with_template("{{ 'text' + messages[0].tool_calls[0].function.arguments }}")
     with pytest.raises(env.DataError, match=r"^the chat template does not take these messages: .*concatenate"):
         env.encode(messages_of(input=[called("c", "{}")]), [], adds)
@@ -617,11 +650,43 @@ def test_generators_by_command(tmp_path):
     assert done.stdout.splitlines()[1] == f"{tmp_path}/arithmetic_validation.jsonl: 3 rows"
     assert command("check", *sorted(tmp_path.glob("*.jsonl"))).returncode == 0
     failed = command("arithmetic", "--out", tmp_path, "--high", 5)
-    assert failed.returncode == 1 and failed.stderr.startswith("error: 10 different pairs")
+    assert failed.returncode == 1 and failed.stderr.startswith("error: 10 pairs, 128 held out; lower --validation")
     assert command("arithmetic", "--server", "mcqa").returncode == 2
 
 
-@needs_gym
+def test_gsm8k_without_a_hub_is_one_line_at_once(tmp_path, monkeypatch):
+    for name, value in {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    begin = time.monotonic()
+    failed = command("gsm8k", "--out", tmp_path / "out")
+    assert failed.returncode == 1 and not (tmp_path / "out").exists()
+    assert re.fullmatch(r"error: openai/gsm8k: .+; give --source, a folder with its JSONL files\n", failed.stderr)
+    assert time.monotonic() - begin < 20
+
+
+def test_a_generator_of_ones_own_is_one_line_more(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import env\n"
+        "def ones(args):\n"
+        "    return {'train': [env._row('mcqa', str(args.seed))]}\n"
+        "env.GENERATORS['ones'] = ones\n"
+        "env.main()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for name in ("ones", "counter"):
+        done = subprocess.run([sys.executable, own, name, "--out", tmp_path], env=environment, capture_output=True)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "counter_train.jsonl").is_file()
+    assert [r["agent_ref"]["name"] for _, r in env.read_rows(tmp_path / "ones_train.jsonl")] == ["mcqa_simple_agent"]
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    failed = command("counter", "--out", tmp_path / "file")
+    assert failed.returncode == 1 and re.fullmatch(r"error: \[Errno \d+\] .*\n", failed.stderr)
+
+
 def test_examples_of_a_server(tmp_path):
     done = command("examples", "--server", "mcqa", "--out", tmp_path, "--python", GYM_PYTHON)
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}/mcqa_examples.jsonl: 10 rows\n"), done.stderr

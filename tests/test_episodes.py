@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,12 +12,12 @@ import pytest
 from conftest import row
 
 import env
-import episodes
 import gym_client
 import inference
-from config import ConfigError, RunError
-from episodes import Episode
 from gym_client import GymError
+from kit import episodes
+from kit.episodes import Episode
+from kit.errors import ConfigError, RunError
 
 
 def episode(group_id="3/0", **changes) -> Episode:
@@ -46,7 +45,9 @@ def task(row_id: str) -> env.Task:
 
 
 def written(path, *given) -> list[list[Episode]]:
-    path.write_text("".join(json.dumps(episodes.as_record(e, "say 7")) + "\n" for e in given))
+    with episodes.open_records(path, "w") as out:
+        for k, e in enumerate(given):
+            episodes.write(out, episodes.as_record(e, 0, k))
     return episodes.load_replay(path, [task("rows.jsonl:1")])
 
 
@@ -55,12 +56,25 @@ def test_what_is_written_is_read_to_the_last_bit(tmp_path):
     ((again,),) = written(tmp_path / "step_1.jsonl", one)
     assert again == one
     failed = episode(status="timeout", error="no answer", reward=None, response_ids=[], response_mask=[], log_probs=[])
-    failed = dataclasses.replace(failed, turns=[], output=[], turn_rewards=[])
+    failed = dataclasses.replace(failed, turns=[], output=[], turn_rewards=[], prompt_ids=[])
     ((again,),) = written(tmp_path / "step_1.jsonl", failed)
-    assert (again.status, again.reward, again.response_ids) == ("timeout", None, [])
-    record = episodes.as_record(one, "how many?")
-    assert list(record)[:3] == ["prompt", "response", "turns"] and record["turns"] == 2 and record["prompt_tokens"] == 3
-    assert record["tokens"]["log_probs"][0] == -0.33333334  # no longer than 32 bits
+    assert again == failed and (again.status, again.reward) == ("timeout", None)
+    odd = episode(verdict={"said": "half a pair \ud800"}, error="\udfff")
+    ((again,),) = written(tmp_path / "step_1.jsonl", odd)
+    assert again == odd
+
+
+def test_a_line_is_gyms_and_begins_with_what_people_look_for():
+    record = episodes.as_record(episode(), 3, 5)
+    assert next(iter(record)) == "_episode" and list(record["_episode"])[:3] == ["prompt", "answer", "reward"]
+    assert record["_episode"]["prompt"] == "say 7" and record["_episode"]["prompt_tokens"] == 3
+    assert record["reward"] == 0.1 + 0.2 and record["extracted"] == "7" and record["question"] == "say 7"
+    assert (record["_ng_task_index"], record["_ng_rollout_index"]) == (3, 5)
+    first, seen, second = record["response"]["output"]
+    assert first["prompt_token_ids"] == [1, 2, 3] and first["generation_token_ids"] == [5, 6]
+    assert first["generation_log_probs"][0] == -0.33333334  # no longer than 32 bits
+    assert "generation_token_ids" not in seen
+    assert second["prompt_token_ids"] == [1, 2, 3, 5, 6, 7] and second["generation_token_ids"] == [8]
 
 
 def test_the_batches_of_a_refilled_step_stay_apart(tmp_path):
@@ -71,12 +85,13 @@ def test_the_batches_of_a_refilled_step_stay_apart(tmp_path):
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("{oops", r"step_1.jsonl:1: no episode of rollouts/step_<N>.jsonl \(JSONDecodeError"),
-        ('{"row_id": "rows.jsonl:1"}', r"step_1.jsonl:1: no episode of .*KeyError\('tokens'\)"),
+        ("{oops", r"step_1.jsonl:1: no episode of a rollouts file \(JSONDecodeError"),
+        ('{"row_id": "rows.jsonl:1", "tokens": {}}', "step_1.jsonl:1: no episode .*; it is of an older format"),
         (
-            '{"row_id": "other.jsonl:9"}',
+            '{"_episode": {"row_id": "other.jsonl:9"}, "response": {"output": []}}',
             "step_1.jsonl:1: env.train_files have no row other.jsonl:9; give the same recipe",
         ),
+        ('{"_episode": {"row_id": "rows.jsonl:1"}, "response": {"output": []}}', "KeyError"),
         ("", "holds no episode"),
     ],
 )
@@ -192,3 +207,21 @@ def test_what_does_not_belong_together_fails_by_name(monkeypatch):
     monkeypatch.setattr(inference, "play", play)
     (done,), _ = roll(World(None))
     assert (done.status, done.reward) == ("bad_ids", None)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RecursionError("too deep"), "unforeseen"),
+        (OverflowError("int too large"), "unforeseen"),
+        (AttributeError("'list' object"), "unforeseen"),
+        (env.DataError("the chat template does not take it"), "template"),
+    ],
+)
+def test_whatever_an_episode_meets_is_a_failed_episode(monkeypatch, error, status):
+    async def play(*_):
+        raise error
+
+    monkeypatch.setattr(inference, "play", play)
+    (done,), _ = roll(World(None))
+    assert (done.status, done.reward) == (status, None) and str(error) in done.error

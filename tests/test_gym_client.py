@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import queue
@@ -21,16 +22,16 @@ from typing import ClassVar
 import pytest
 from conftest import GYM_PYTHON, row
 
-import gym_servers
-from gym_client import Gym, GymError, ServerDownError, message_response, parse_verdict
-from gym_servers import GymStartError, check_server, discover, free_port, port_in_use, running_servers, wait_ready
+from gym_client import Gym, GymError, ServerDownError, function_call, message_response, parse_verdict
+from kit import gym_servers
+from kit.gym_servers import GymStartError, check_server, discover, free_port, port_in_use, running_servers, wait_ready
 
 
 class Answers(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def answer(self, status, body, cookie=None):
-        data = b"<html>" if body is None else json.dumps(body).encode()
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(data)))
         if cookie:
@@ -74,7 +75,7 @@ class Faulty(Answers):
         elif fault == "nan":
             return self.answer(200, {"reward": float("nan")})
         elif fault == "html":
-            return self.answer(200, None)
+            return self.answer(200, b"<html>")
         elif isinstance(fault, int):
             return self.answer(fault, "error")
         self.answer(200, fault if isinstance(fault, dict) else {"reward": 1.0})
@@ -118,6 +119,8 @@ def test_what_passes_is_retried_in_a_new_session(url, faults):
         ([{"reward": None}], "bad_answer", 1),
         ([{"reward": True}], "bad_answer", 1),
         (["nan"], "bad_answer", 1),
+        ([{"reward": 10**400}], "bad_answer", 1),
+        ([{"reward": 1.0, "reward_components": {"a": -(10**400)}}], "bad_answer", 1),
         ([{"reward": "1.0"}], "bad_answer", 1),
         ([{}], "bad_answer", 1),
         ([{"reward": 1.0, "reward_components": {"a": None}}], "bad_answer", 1),
@@ -136,7 +139,7 @@ def test_what_stays_broken_is_an_error_with_its_reason(url, faults, reason, call
 
 
 def test_nobody_listens():
-    with pytest.raises(ServerDownError, match=r"faulty \(http://\S+\) gave no answer .* Cannot connect .* resume"):
+    with pytest.raises(ServerDownError, match=r"faulty \(http://\S+\) gave no answer .*Cannot connect .* resume"):
         asyncio.run(verdict_of(f"http://127.0.0.1:{free_port()}", "nobody", [], outage_budget_s=1.0))
 
 
@@ -176,15 +179,16 @@ def test_an_unknown_server_is_named():
 class Scripted:
     """A server over real HTTP whose routes answer from a script: {path: [answer, ...]}, the last one for ever.
 
-    An answer is (status, JSON), or "reset". `log` has the path and the cookie of each call.
+    An answer is (status, JSON or bytes, perhaps a cookie), or "reset". `log` has the path and the cookie of each call.
     """
 
     def __init__(self, **routes):
         script, log = {f"/{name}": list(answers) for name, answers in routes.items()}, []
+        self.described, scripted = {"paths": {path: {"post": {}} for path in script}}, self
 
         class Handler(Answers):
             def do_GET(self):
-                self.answer(200, {"paths": {path: {"post": {}} for path in script}})
+                self.answer(200, scripted.described)
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -336,6 +340,168 @@ def test_an_agents_run_is_repeated_only_while_it_says_not_now():
         assert caught.value.reason == reason and server.paths() == ["/run"]
 
 
+def verdict_in(answer, conversation=lambda session: session.verify(message_response("x")), **routes):
+    return talk(Scripted(**{"look": [(200, {})], **SEEDED, "verify": [(200, answer)], **routes}).url, conversation)
+
+
+def reason_of(call, *args, **routes):
+    with pytest.raises(GymError) as caught:
+        call(*args, **routes)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    return caught.value.reason
+
+
+DEEP = b"[" * 5000 + b"]" * 5000
+
+
+def test_nesting_of_any_depth_is_no_crash():
+    url, calls = Scripted(look=[(200, {})], **SEEDED), ("[" * 5000, "[" * 5000 + "]" * 5000)
+    for arguments in calls:
+        answer = json.loads(talk(url.url, lambda session, a=arguments: session.call_tool("look", a)))
+        assert answer["error"].startswith("Invalid tool call arguments: ")
+    assert set(url.paths()) == {"/seed_session"}
+
+    assert talk(Scripted(look=[(200, DEEP)], **SEEDED).url, lambda s: s.call_tool("look", "{}")) == DEEP.decode()
+    assert reason_of(verdict_in, DEEP) == "bad_answer"
+    assert reason_of(verdict_in, {}, seed_session=[(200, DEEP)]) == "bad_answer"
+    for paths in (DEEP, b'{"paths": 1}', b'{"paths": {"/verify": ' + DEEP + b"}}", b"[]"):
+        server = Scripted(**SEEDED)
+        server.described = paths
+        assert reason_of(talk, server.url, None) == "bad_answer"
+    cookie = "Gym=" + base64.b64encode(DEEP[:5000]).decode()
+    assert verdict_in({"reward": 1.0}, seed_session=[(200, {}, cookie)]).reward == 1.0
+
+
+def test_what_a_verifier_says_beside_the_reward_is_bounded_and_sound():
+    said = {"reward": 1.0, "extracted": "B", "_ng_x": 1, "judge": "x" * 10**6, "nan": float("nan"), "half": "\ud800a"}
+    deep = b'{"reward": 1.0, "deep": ' + b"[" * 900 + b"]" * 900 + b"}"
+    details = verdict_in(said).details
+    assert details.pop("_cut").startswith('{"judge": "xxx') and len(json.dumps(details)) < 100
+    assert details == {"extracted": "B", "nan": None, "half": "?a"}
+    assert str(verdict_in(deep).details["deep"]).count("[") == 63  # of the 64 levels one is the answer's
+    assert verdict_in({"reward": 1.0, **{f"key {i}": i for i in range(9000)}}).details.keys() == {"_cut"}
+    parts = verdict_in(
+        {"reward": 1, "reward_components": {f"{'x' * 999}": 1, **{str(i): i for i in range(999)}}}
+    ).components
+    assert len(parts) == 100 and parts.keys() > {"x" * 100, "0"} and all(type(v) is float for v in parts.values())
+    for answer in ({"reward": 1, "reward_components": [1]}, {"reward": 1, "reward_components": {"a": "1"}}, 7):
+        assert reason_of(verdict_in, answer) == "bad_answer"
+
+
+def test_half_a_surrogate_pair_ends_nothing():
+    server = Scripted(look=[(200, b'"\xed\xa0\x80"')], **SEEDED)
+    half = '{"q": "\ud83d"}'
+
+    async def conversation(session):
+        return await session.call_tool("look", half), await session.verify(message_response("\udc00"))
+
+    text, verdict = talk(server.url, conversation, {**ASKING, "question": "\ud800 or 🙂"})
+    assert text.encode() and verdict.reward == 1.0
+    assert server.log[0][1]["question"] == "? or 🙂" and server.log[1][1] == {"q": "?"}
+    assert server.log[2][1]["response"]["output"][0]["content"][0]["text"] == "?"
+    assert function_call("c", "f\ud800", half)["name"] == "f?"  # which the chat template shows with the tool's answer
+
+    outputs = [{"call_id": "c\ud800", "output": "o\ud800"}]
+    step = {"observation": "\ud800", "reward": 1, "info": {"tool_outputs": outputs}}
+    server = Scripted(reset=[(200, {"observation": "go\ud800"})], step=[(200, step)])
+
+    async def play(session):
+        return session.observation, await session.step(message_response("x"))
+
+    first, turn = talk(server.url, play)
+    assert (first, turn.observation, turn.tool_outputs) == ("go?", "?", [{"call_id": "c?", "output": "o?"}])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"info": []},
+        {"info": [1]},
+        {"info": 1},
+        {"info": "x"},
+        {"info": {"tool_outputs": 1}},
+        {"info": {"tool_outputs": {"call_id": "c"}}},
+        {"info": {"tool_outputs": ["x"]}},
+        {"info": {"tool_outputs": [{"call_id": "c", "output": 7}]}},
+        {"info": {"tool_outputs": [{"call_id": 7, "output": "o"}]}},
+        {"observation": 1},
+        {"observation": ["x"]},
+        {"terminated": "no"},
+        {"reward": 10**400},
+    ],
+    ids=lambda changes: str(changes)[:80],
+)
+def test_an_environment_that_says_other_than_text_is_a_failure(changes):
+    def step(session):
+        return session.step(message_response("x"))
+
+    good = {"observation": "go", "reward": 1.0, "terminated": False, "truncated": None, "info": None}
+    assert talk(Scripted(reset=[(200, good)], step=[(200, good)]).url, step).observation == "go"
+    server = Scripted(reset=[(200, good)], step=[(200, {**good, **changes})])
+    assert reason_of(talk, server.url, step) == "bad_answer"
+    if changes.keys() & {"info", "observation"}:
+        server = Scripted(reset=[(200, {**good, **changes})], step=[(200, good)])
+        assert reason_of(talk, server.url, step) == "bad_answer"
+
+
+SAID = {**message_response("hi")["output"][0], "prompt_token_ids": [1, 2], "generation_token_ids": [3]}
+SAID["generation_log_probs"] = [-0.5]
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "prompt_token_ids": None}
+RETURNED = {"type": "function_call_output", "call_id": "c", "output": "o"}
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        None,
+        {},
+        ["x"],
+        [{}],
+        [{"type": 1}],
+        [{**SAID, "content": None}],
+        [{**SAID, "content": "hi"}],
+        [{**SAID, "content": ["hi"]}],
+        [{**SAID, "content": [{"type": "refusal", "refusal": "no"}]}],
+        [{**SAID, "content": [{"text": 1}]}],
+        [{**CALL, "name": None}],
+        [{**CALL, "arguments": {}}],
+        [{**RETURNED, "output": 7}],
+        [{**SAID, "prompt_token_ids": "12"}],
+        [{**SAID, "prompt_token_ids": [1.0]}],
+        [{**SAID, "prompt_token_ids": ["1"]}],
+        [{**SAID, "prompt_token_ids": [True]}],
+        [{**SAID, "prompt_token_ids": [-1]}],
+        [{**SAID, "generation_token_ids": [10**400]}],
+        [{**SAID, "generation_token_ids": [2**31]}],
+        [{**SAID, "generation_token_ids": [[3]]}],
+        [{**SAID, "generation_log_probs": [None]}],
+        [{**SAID, "generation_log_probs": [float("nan")]}],
+        [{**SAID, "generation_log_probs": [float("inf")]}],
+        [{**SAID, "generation_log_probs": [-(10**400)]}],
+        [{**SAID, "generation_log_probs": -0.5}],
+    ],
+    ids=lambda output: str(output)[-80:],
+)
+def test_an_agents_items_are_checked(output):
+    async def play(url, **limits):
+        async with Gym({"a": url}) as gym:
+            return await gym.run("a", ASKING, 1.0, **limits)
+
+    def run(output, **limits):
+        return asyncio.run(play(Scripted(run=[(200, {"reward": 1.0, "response": {"output": output}})]).url, **limits))
+
+    good = [
+        {"type": "reasoning", "summary": []},
+        SAID,
+        CALL,
+        RETURNED,
+        {"type": "message", "role": "user", "content": "x"},
+    ]
+    assert run(good)[1]["output"] == good and run(good, vocabulary=4) and run([])
+    assert reason_of(run, good, vocabulary=3) == "bad_answer"
+    assert reason_of(run, output) == "bad_answer"
+
+
 # --- real servers of nemo-gym --------------------------------------------------------------------
 
 HEAD = """
@@ -482,7 +648,7 @@ def test_what_cannot_start_says_why(tmp_path, url):
 
 def test_a_url_nobody_listens_on_says_how_to_start_it():
     begin, port = time.monotonic(), free_port()
-    with pytest.raises(GymStartError, match=f"`python gym_servers.py reasoning_gym --port {port}`"):
+    with pytest.raises(GymStartError, match=f"`python -m kit.gym_servers reasoning_gym --port {port}`"):
         check_server("reasoning_gym", {"url": f"http://127.0.0.1:{port}"})
     assert time.monotonic() - begin < 10
 

@@ -2,57 +2,61 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
 import torch
-from conftest import ACTIONS, END, ROOT, counting
+from conftest import ACTIONS, END, GYM_PYTHON, counting
 
 import env
-import evaluation
 import inference
-import pieces
 import training
-from config import RunError
 from gym_client import Gym, ServerDownError
-from gym_servers import free_port, running_servers
+from kit.episodes import check_failures, keep, rollout_metrics
+from kit.errors import RunError
+from kit.gym_servers import free_port
 
 # Bound on the mean |log-prob difference| of a sampled token: rounding, as both sides compute in float32.
 AGREE = 4e-5
 
 
-def sample(stack, n=4, **changes):
-    policy = dataclasses.replace(stack.policy, deadline_s=60.0)
-    policy.sampling = inference.sampling_params(stack.config, validate=False) | changes
-    return stack.loop.run(inference.rollout(inference.in_groups(stack.data.train, n, "a"), policy, stack.gym))
+@pytest.fixture(scope="module")
+def session(stack):
+    """The session with its actor and its sampler as they began, and the loss of the tiny recipe."""
+    with stack.trainer("session", "env.val_files=[]") as trainer:
+        yield trainer
 
 
-def disagreement(stack, episodes) -> float:
+def sample(trainer, n=4, servers=None, **changes):
+    sampling = inference.sampling_params(trainer.config, validate=False) | changes
+    return (servers or trainer.servers).rollout(inference.in_groups(trainer.data.train, n, "a"), sampling)
+
+
+def disagreement(trainer, episodes) -> float:
     """Mean |trainer - sampler| log-prob of the sampled tokens."""
-    batch = training.to_batch(episodes, stack.data.tokenizer.pad_token_id, 1.0)
-    ours = training.log_probs(stack.actor, batch, stack.config)["log_probs"]
+    batch = training.to_batch(episodes, trainer.data.tokenizer.pad_token_id, 1.0)
+    ours = training.log_probs(trainer.workers.actor, batch, trainer.config)["log_probs"]
     mask = batch.batch["response_mask"]
     return float(((ours - batch.batch["rollout_log_probs"]).abs() * mask).sum() / mask.sum())
 
 
-def with_advantages(stack, episodes):
-    batch = training.to_batch(episodes, stack.data.tokenizer.pad_token_id, 1.0)
-    batch.batch["old_log_probs"] = training.log_probs(stack.actor, batch, stack.config)["log_probs"]
+def with_advantages(trainer, episodes):
+    batch = training.to_batch(episodes, trainer.data.tokenizer.pad_token_id, 1.0)
+    batch.batch["old_log_probs"] = training.log_probs(trainer.workers.actor, batch, trainer.config)["log_probs"]
     signs = torch.tensor([1.0, -1.0]).repeat(len(episodes) // 2)[:, None]
     batch.batch["advantages"] = signs * batch.batch["response_mask"]
     return batch
 
 
-def test_tokens_in_tokens_out(stack):
-    episodes = sample(stack)
+def test_tokens_in_tokens_out(session):
+    episodes = sample(session)
     assert len(episodes) == 32 and all(e.status == "ok" for e in episodes)
     assert len({e.group_id for e in episodes}) == 8
     for e in episodes:
         assert len(e.response_ids) == len(e.log_probs) == len(e.response_mask) <= 12
         assert e.ended == ("stop" if e.response_ids[-1] == 1 else "length")  # 1 is <end>, sampled and kept
         assert len(e.response_ids) == 12 or e.ended == "stop"
-        assert e.response == stack.data.tokenizer.decode(e.response_ids, skip_special_tokens=True)
+        assert e.response == session.data.tokenizer.decode(e.response_ids, skip_special_tokens=True)
         assert e.turns == [(0, len(e.response_ids), 1)]
         # the verifier's rule (chain_sum, which leaves commas out): 1 for the answer, in part for what contains it
         text = e.response.strip().replace(",", "")
@@ -61,119 +65,102 @@ def test_tokens_in_tokens_out(stack):
         assert {"generate", "verify", "verify_call"} <= set(e.timings)
 
 
-def test_the_samplers_weights_are_the_trainers(stack):
-    assert disagreement(stack, sample(stack)) < AGREE
-    training.update_actor(stack.actor, with_advantages(stack, sample(stack)), stack.config)
-    stale = disagreement(stack, sample(stack))
+def test_the_samplers_weights_are_the_trainers(session):
+    assert disagreement(session, sample(session)) < AGREE
+    training.update_actor(session.workers.actor, with_advantages(session, sample(session)), session.config)
+    stale = disagreement(session, sample(session))
     assert stale > 1000 * AGREE  # without a sync the two are far apart, so this test can fail
-    stack.sync.update_weights(1)
-    assert disagreement(stack, sample(stack)) < AGREE
+    session.servers.publish(1)
+    assert disagreement(session, sample(session)) < AGREE
 
 
-def test_a_server_with_old_weights_ends_the_run(stack):
+def test_a_server_with_old_weights_ends_the_run(session):
     """A sync that did not reach a server: it still says the step of the one before."""
-    stack.sync.update_weights(2)
-    stack.policy.version = 2
-    assert {e.status for e in sample(stack, n=1)} == {"ok"}
-    stack.policy.version = 3  # as after an update whose sync was lost
+    session.servers.publish(2)
+    assert {e.status for e in sample(session, n=1)} == {"ok"}
+    session.servers.policy.version = 3  # as after an update whose sync was lost
     with pytest.raises(RunError, match="samples from the weights of step 2, the trainer's are of step 3"):
-        sample(stack, n=1)
-    stack.policy.version = None
+        sample(session, n=1)
+    session.servers.policy.version = 2
 
 
-def test_an_empty_answer_is_verified_like_any_other(stack):
-    episodes = sample(stack, n=2, allowed_token_ids=[1])  # <end> at once
+def test_an_empty_answer_is_verified_like_any_other(session):
+    episodes = sample(session, n=2, allowed_token_ids=[1])  # <end> at once
     assert {e.response for e in episodes} == {""} and {tuple(e.response_ids) for e in episodes} == {(1,)}
     assert all(e.status == "ok" and e.reward == 0.0 and e.ended == "stop" for e in episodes)
     batch = training.to_batch(episodes, 1, 1.0)
     assert batch.batch["response_mask"].sum() == 16
-    log_probs = training.log_probs(stack.actor, batch, stack.config)["log_probs"]
+    log_probs = training.log_probs(session.workers.actor, batch, session.config)["log_probs"]
     assert torch.isfinite(log_probs).all()
 
 
-def test_an_answer_cut_off_is_marked(stack):
-    episodes = sample(stack, n=1, allowed_token_ids=[9])  # the digit 7, for ever
+def test_an_answer_cut_off_is_marked(session):
+    episodes = sample(session, n=1, allowed_token_ids=[9])  # the digit 7, for ever
     assert all(e.ended == "length" and len(e.response_ids) == 12 for e in episodes)
     assert all(e.reward == pytest.approx(1 / 12) for e in episodes)
 
 
-def with_gym(stack, gym, n=2):
+def with_gym(session, gym, n=2):
     """Episodes with other Gym servers than the run's."""
-    live, stack.gym = stack.gym, stack.loop.run(gym.__aenter__())
+    was = session.servers
+    servers = inference.Servers(session.config, was.manager, None, was.policy, gym, was.loop)
+    was.loop.run(gym.__aenter__())
     try:
-        return sample(stack, n)
+        return sample(session, n, servers)
     finally:
-        stack.loop.run(stack.gym.__aexit__())
-        stack.gym = live
+        was.loop.run(gym.__aexit__())
 
 
-def test_a_dead_verifier_ends_the_run_after_its_budget(stack):
+def test_a_dead_verifier_ends_the_run_after_its_budget(session):
     dead = {"reasoning_gym": f"http://127.0.0.1:{free_port()}"}
     with pytest.raises(ServerDownError, match="reasoning_gym"):
-        with_gym(stack, Gym(dead, attempts=1, outage_budget_s=2.0))
+        with_gym(session, Gym(dead, attempts=1, outage_budget_s=2.0))
 
 
-def test_no_verdicts_are_failures_and_no_reward(stack):
-    episodes = with_gym(stack, Gym({}))
+def test_no_verdicts_are_failures_and_no_reward(session):
+    episodes = with_gym(session, Gym({}))
     assert {e.status for e in episodes} == {"no_server"} and {e.reward for e in episodes} == {None}
-    assert pieces.keep(episodes) == []
-    metrics = evaluation.rollout_metrics(episodes, pieces.keep(episodes))
+    assert keep(episodes) == ([], {})
+    metrics = rollout_metrics(episodes, [])
     assert metrics["rollout/failed/no_server"] == 16 and metrics["rollout/failed_frac"] == 1.0
     assert metrics["rollout/groups_dropped"] == 8 and "reward/reasoning_gym/mean" not in metrics
     with pytest.raises(RunError, match=r"16 of 16 episodes failed \(16 no_server\)"):
-        evaluation.check_failures(episodes, 0.5)
+        check_failures(episodes, 0.5)
 
 
 # --- tools, games, agents: real Gym servers, the random model, actions forced by allowed_token_ids ---
 
 
 @pytest.fixture(scope="module")
-def worlds(stack, tmp_path_factory):
-    """Real Gym servers of the three kinds, the agent's asking the policy through the door. Yields (gym, door url)."""
-    from conftest import GYM_PYTHON
-
-    import door
-
-    start = {"python": str(GYM_PYTHON)}
-    servers = {
-        "counter": {"start": {**start, "server": "example_session_state_mgmt"}},
-        "blackjack": {"start": start},
-        "office": {"start": {**start, "server": "workplace_assistant", "agent": "simple_agent"}},
-    }
-    port, key = free_port(), "secret"
-    address = {"base_url": f"http://127.0.0.1:{port}/v1", "api_key": key, "model": "policy"}
-    stack.policy = dataclasses.replace(stack.policy, deadline_s=60.0, max_prompt_length=500, max_response_length=400)
-    with running_servers(servers, tmp_path_factory.mktemp("logs"), policy=address) as urls:
-        gym, opened = Gym(urls), door.serve(stack.policy, "127.0.0.1", port, key)
-        stack.loop.run(gym.__aenter__())
-        stack.loop.run(opened.__aenter__())
-        yield gym
-        stack.loop.run(opened.__aexit__(None, None, None))
-        stack.loop.run(gym.__aexit__())
+def worlds(stack, session):
+    """The session's policy, with room for conversations; it is what the agent's server asks."""
+    policy = stack.servers.policy
+    policy.max_prompt_length, policy.max_response_length, policy.deadline_s = 500, 500, 60.0
+    policy.version = None
+    return inference.Servers(session.config, stack.servers.manager, None, policy, stack.servers.gym, stack.servers.loop)
 
 
-def play(stack, gym, row, server, n, *actions, **changes):
+def play(session, worlds, row, server, n, *actions, **changes):
     """n episodes of one row, in which the policy can do nothing but `actions` and end its turn."""
-    tokenizer = stack.data.tokenizer
+    tokenizer = session.data.tokenizer
     allowed = [END, *(tokenizer.convert_tokens_to_ids(ACTIONS[name]) for name in actions)]
-    policy = stack.policy  # the door holds this one
-    policy.sampling = inference.sampling_params(stack.config, validate=False) | {"allowed_token_ids": allowed} | changes
+    sampling = inference.sampling_params(session.config, validate=False) | {"allowed_token_ids": allowed} | changes
     messages, tools = env.render(row, "x:1")
     task = env.Task("x:1", row, server, messages, env.encode(messages, tools, tokenizer), tools=tools)
-    return stack.loop.run(inference.rollout([(task, str(i)) for i in range(n)], policy, gym))
+    return worlds.rollout([(task, str(i)) for i in range(n)], sampling)
 
 
-def test_trainer_and_sampler_agree_around_observations(stack, worlds):
+def test_trainer_and_sampler_agree_around_observations(session, worlds):
     """Unforced conversations of several turns: the trainer's log-probs of what was sampled are the sampler's."""
-    episodes = play(stack, worlds, counting(steps=2), "counter", 64, allowed_token_ids=None)
+    episodes = play(session, worlds, counting(steps=2), "counter", 64, allowed_token_ids=None)
     assert [e.status for e in episodes] == ["ok"] * 64, episodes[0].error
     several = [e for e in episodes if len(e.turns) > 1]
     assert len(several) > 3 and all(0 in e.response_mask for e in several)
-    assert disagreement(stack, several) < AGREE
+    assert disagreement(session, several) < AGREE
 
 
-def test_a_real_tool_counts_what_the_policy_calls(stack, worlds):
-    episodes = play(stack, worlds, counting(steps=2), "counter", 96, "increment", "unknown")
+def test_a_real_tool_counts_what_the_policy_calls(session, worlds):
+    episodes = play(session, worlds, counting(steps=2), "counter", 96, "increment", "unknown")
     assert [e.status for e in episodes] == ["ok"] * 96, episodes[0].error
     for e in episodes:
         calls = [item["name"] for item in e.output if item["type"] == "function_call"]
@@ -186,23 +173,21 @@ def test_a_real_tool_counts_what_the_policy_calls(stack, worlds):
     assert any(0 in e.response_mask for e in episodes)
 
 
-def test_a_real_game_is_played_to_its_end(stack, worlds):
+def test_a_real_game_is_played_to_its_end(session, worlds):
     row = {"responses_create_params": {"input": "play"}}
-    episodes = play(stack, worlds, row, "blackjack", 32, "hit", "stand")
+    episodes = play(session, worlds, row, "blackjack", 32, "hit", "stand")
     assert [e.status for e in episodes] == ["ok"] * 32, episodes[0].error
     assert {e.ended for e in episodes} == {"terminated"} and {e.reward for e in episodes} <= {-1.0, 0.0, 1.0}
     assert len({tuple(e.prompt_ids) for e in episodes}) > 1  # each was dealt a hand of its own
     assert len({e.reward for e in episodes}) > 1
 
 
-def test_gyms_own_agent_plays_against_our_sampler(stack, worlds):
+def test_gyms_own_agent_plays_against_our_sampler(session, worlds):
     """nemo-gym's simple_agent, vllm_model and workplace_assistant; the ids come back as vLLM sampled them."""
-    rows = ROOT.parent / "shared" / "data" / "gym_examples" / "workplace_assistant.jsonl"
-    row = json.loads(rows.read_text().splitlines()[0])
-    stack.policy.max_prompt_length, stack.policy.max_response_length = 500, 500
-    episodes = play(stack, worlds, row, "office", 16, "directory")
+    row = next(env.examples("workplace_assistant", str(GYM_PYTHON)))
+    episodes = play(session, worlds, row, "office", 16, "directory")
     assert [e.status for e in episodes] == ["ok"] * 16, episodes[0].error
-    end = stack.data.tokenizer.convert_tokens_to_ids(ACTIONS["directory"])
+    end = session.data.tokenizer.convert_tokens_to_ids(ACTIONS["directory"])
     assert all(
         {ids for ids, m in zip(e.response_ids, e.response_mask, strict=True) if m} <= {END, end} for e in episodes
     )

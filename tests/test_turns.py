@@ -13,14 +13,14 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
+from conftest import gym_examples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-import door
 import env
 import gym_client
 import inference
+from kit import chat, openai_server
 
 # Chat templates in the manner of four families; the calls are written as Hermes writes them.
 CHATML = (
@@ -306,7 +306,7 @@ def test_an_empty_row_that_nobody_adds_to_is_a_failure():
 def test_a_template_that_cannot_go_on_is_a_failure(more):
     tokenizer = bytes_tokenizer("{% for m in messages %}" + more + "{{ m.content }}{% endfor %}", "<|im_end|>")
     with pytest.raises(gym_client.GymError) as caught:
-        inference.observed_ids([{"role": "user", "content": "x"}], tokenizer, {tokenizer.eos_token_id})
+        chat.observed_ids([{"role": "user", "content": "x"}], tokenizer, {tokenizer.eos_token_id})
     assert caught.value.reason == "template"
 
 
@@ -377,41 +377,41 @@ def test_a_break_in_an_agents_ids_is_a_failure(calls, reason):
     assert caught.value.reason == reason
 
 
-def test_the_door_starts_the_next_prompt_with_what_was_sampled():
+def test_the_address_starts_the_next_prompt_with_what_was_sampled():
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
     chat_tools = env.render({"responses_create_params": {"input": "x", "tools": [TOOL]}}, "x:1")[1]
     odd = [200, 201, 202, *tokenizer.encode(call(), add_special_tokens=False), tokenizer.eos_token_id]
     script = Script([odd, [5, tokenizer.eos_token_id]])
     policy = policy_of(script, tokenizer)
     first = {"messages": [{"role": "user", "content": "Look it up."}], "tools": chat_tools, "temperature": 9}
-    status, answer = asyncio.run(door.complete(first, policy))
+    status, answer = asyncio.run(openai_server.complete(first, policy))
     said = answer["choices"][0]["message"]
     assert status == 200 and answer["choices"][0]["finish_reason"] == "tool_calls"
     assert said["generation_token_ids"] == odd and len(said["generation_log_probs"]) == len(odd)
     tool_answer = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "seen"}
     second = {"messages": [*first["messages"], said, tool_answer], "tools": chat_tools}
-    status, answer = asyncio.run(door.complete(second, policy))
+    status, answer = asyncio.run(openai_server.complete(second, policy))
     assert status == 200 and answer["choices"][0]["finish_reason"] == "stop"
     prompt = answer["choices"][0]["message"]["prompt_token_ids"]
     assert prompt == script.prompts[1] and prompt[: len(script.prompts[0]) + len(odd)] == script.prompts[0] + odd
     assert tokenizer.decode(prompt[len(script.prompts[0]) + len(odd) :]).strip().startswith("<|im_start|>tool\nseen")
 
 
-def test_the_door_refuses_for_good_what_a_parser_cannot_read():
+def test_the_address_refuses_for_good_what_a_parser_cannot_read():
     """500 would have Gym ask, and the policy answer, three times over."""
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
     policy = policy_of(one_turn_each(["hello"], tokenizer), tokenizer)
     chat_tools = env.render({"responses_create_params": {"input": "x", "tools": [TOOL]}}, "x:1")[1]
     policy.tool_format = "no such format"
     body = {"messages": [{"role": "user", "content": "x"}], "tools": chat_tools}
-    status, answer = asyncio.run(door.complete(body, policy))
+    status, answer = asyncio.run(openai_server.complete(body, policy))
     assert status == 422 and "no such format parser failed" in answer["error"]["message"]
 
 
-def test_the_door_says_when_the_context_is_full():
+def test_the_address_says_when_the_context_is_full():
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
     policy = policy_of(Script([]), tokenizer, max_prompt_length=5, max_response_length=5)
-    status, answer = asyncio.run(door.complete({"messages": [{"role": "user", "content": "x" * 50}]}, policy))
+    status, answer = asyncio.run(openai_server.complete({"messages": [{"role": "user", "content": "x" * 50}]}, policy))
     assert status == 400 and "context length" in answer["error"]["message"]
 
 
@@ -419,15 +419,15 @@ def test_every_tool_of_gyms_examples_suits_the_parser():
     """vLLM's parsers are handed the row's tools, in vLLM's own schema."""
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
     said = tokenizer.encode("<tool_call>{broken</tool_call> and " + call(), add_special_tokens=False)
-    folder, rows = ROOT.parent / "shared" / "data" / "gym_examples", 0
-    for path in sorted(folder.glob("*.jsonl")):
-        for where, row in env.read_rows(path):
-            with contextlib.suppress(env.Refused):
-                tools = env.render(row, where)[1]
+    rows = 0
+    for path in gym_examples():
+        for where, text in env.raw_rows(path):
+            with contextlib.suppress(env.DataError):  # tests/test_env.py has which
+                tools = env.render(env.parse_row(text, where), where)[1]
                 if tools:
-                    thought, text, calls = inference.understand(policy_of(None, tokenizer), said, tools)
+                    thought, text, calls = chat.understand(policy_of(None, tokenizer), said, tools)
                     assert not thought and "broken" in text and not calls  # what cannot be read is text
-                    calls = inference.understand(policy_of(None, tokenizer), said[31:], tools)[2]
+                    calls = chat.understand(policy_of(None, tokenizer), said[31:], tools)[2]
                     assert [c["name"] for c in calls] == ["look_up"]
                     rows += 1
-    assert rows > 50 or not folder.is_dir()
+    assert rows > 50

@@ -8,50 +8,42 @@ weights is the gradient. Against verl it is on the new weights, over how far the
 from __future__ import annotations
 
 import copy
+import functools
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, tiny
+from conftest import CPU, RECIPE, drop, tiny, with_values
 from omegaconf import OmegaConf
 from tensordict import TensorDict
+from verl.utils.config import omega_conf_to_dataclass
 
-import config as recipes
-import inference
-import pieces
 import training
+from kit import recipe as recipes
+from kit.config import load_config
+from kit.episodes import Episode, first_groups, keep
 
 LOSS, GRADIENT = 1e-6, 1e-6
 SGD = ["optimizer=SGD", "lr=1.0", "weight_decay=0.0", "clip_grad=1e9"]
-SGD = [f"actor_rollout_ref.actor.optim.{change}" for change in SGD] + ["actor_rollout_ref.actor.grad_clip=1e9"]
+SGD = [f"actor_rollout_ref.actor.optim.{change}" for change in SGD]
 
 
 def recipe(workspace, *changes, overlays=()):
     """The tiny recipe with overlays of configs/, merged and checked."""
-    files = [ROOT / "tests" / "tiny.yaml", *(ROOT / "configs" / f"{o}.yaml" for o in overlays)]
-    files += [ROOT / "configs" / "cpu.yaml"]
     words = tiny(workspace, f"actor_rollout_ref.model.path={workspace / 'untied'}", "data.max_response_length=24")
-    config, _ = recipes.load_config([str(f) for f in files], [*words, *changes])
+    config, _ = load_config([str(RECIPE), *overlays, str(CPU)], [*words, *changes])
     return config, recipes.prepare(config)
 
 
 def start(config) -> training.Workers:
     workers = training.start_workers(config)
-    training.load_value_models(workers, config)
     workers.actor.init_model()
     return workers
 
 
-def stop(workers):
-    import ray
-
-    for group in workers:
-        for worker in group.workers if group else ():
-            ray.kill(worker)
-
-
-def episodes(seed=0, groups=8, members=4) -> list[inference.Episode]:
+def episodes(seed=0, groups=8, members=4) -> list[Episode]:
     """Ragged answers, some with observed tokens in the middle, some masked whole; graded rewards with ties."""
     rng, made = random.Random(seed), []
     for g in range(groups):
@@ -62,7 +54,7 @@ def episodes(seed=0, groups=8, members=4) -> list[inference.Episode]:
             if R > 6 and rng.random() < 0.5:
                 mask[3:5] = [0, 0]
             made.append(
-                inference.Episode(
+                Episode(
                     *("r", f"g{g}", "s", prompt, [rng.randrange(1, 40) for _ in range(R)], mask),
                     log_probs=[-3.6 + 0.3 * rng.random() for _ in range(R)],
                     reward=rng.choice([0.0, 0.0, 0.25, 1.0]),
@@ -166,56 +158,65 @@ def our_step(made, workers, config):
     if workers.critic:
         batch.batch["values"] = training.values(workers.critic, batch, config)
     batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
-    batch = training.advantages(batch, config)
+    training.advantages(batch, config)
     metrics = training.update_critic(workers.critic, batch, config) if workers.critic else {}
     metrics |= training.update_actor(workers.actor, batch, config)
     return batch.batch["advantages"], metrics
 
 
+def workers_of(config, stack, values, cuts, name) -> training.Workers:
+    """The session's actor, with SGD's for dapo, and the critic for ppo, as they began, with the recipe's losses."""
+    workers = with_values(stack, values, critic=name == "ppo")
+    if name == "dapo":
+        workers = cuts["one rank"][0]
+    training.set_policy_loss(workers.actor, config)
+    if workers.critic:
+        settings = omega_conf_to_dataclass(config.critic)
+        workers.critic.set_loss_fn(functools.partial(training.value_loss, config=settings))
+    return workers
+
+
 @pytest.mark.parametrize("name", ["grpo", "ppo", "dapo"])
-def test_a_step_is_verls_own(stack, workspace, tmp_path, name):
+def test_a_step_is_verls_own(stack, values, cuts, workspace, tmp_path, name):
     """Same episodes, weights and seed; two mini-batches, KL term, critic, clip-higher as the recipes have them."""
     changes = ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
     changes += ["critic.ppo_mini_batch_size=4"]
     if name == "dapo":  # what the kit leaves out is packed into verl's micro-batches: rounding, which AdamW's division
-        changes += [*SGD, "actor_rollout_ref.actor.optim.lr=0.1"]  # by a tiny root mean square would make 6e-6
+        changes += SGD  # by a tiny root mean square would make 6e-6
     config, data = recipe(workspace, *changes, overlays=[name])
-    made = pieces.keep(episodes(groups=24), 2, data.filters)  # for dapo: two thirds are left, some masked whole
-    made = pieces.first_groups(made, 8)
+    made, _ = keep(episodes(groups=24), 2, data.filters)  # for dapo: two thirds are left, some masked whole
+    made = first_groups(made, 8)
     assert len(made) == 32 and all(any(e.response_mask) for e in made) == (name != "dapo")
     for e in made:
         e.reward = data.reward(e)
-    workers = start(config)
-    try:
-        results = []
-        for step, folder in ((our_step, "ours"), (verls_step, "verls")):
-            for group in [g for g in ("actor", "critic") if getattr(workers, g)]:
-                state = str(tmp_path / f"start_{group}")
-                if folder == "ours":
-                    getattr(workers, group).save_checkpoint(state, None, 0, None)
-                else:
-                    getattr(workers, group).load_checkpoint(state)
-            before = weights(workers, tmp_path / f"{folder}_before")
-            advantages, metrics = step(made, workers, config)
-            after = [
-                weights(workers, tmp_path / f"{folder}_{g}", g) for g in ("actor", "critic") if getattr(workers, g)
-            ]
-            results.append((advantages, metrics, before, after))
-        (ours, our_metrics, before, our_weights), (theirs, their_metrics, again, their_weights) = results
-        assert distance(before, again) == 0.0 and distance(before, our_weights[0]) > 0.01
-        torch.testing.assert_close(ours, theirs[:, : ours.shape[1]], rtol=LOSS, atol=LOSS)
-        names = ["actor/pg_loss", "actor/loss", "actor/grad_norm", "actor/pg_clipfrac", "actor/ppo_kl"]
-        names += ["actor/kl_loss"] if name == "grpo" else []
-        names += ["critic/vf_loss", "critic/grad_norm", "critic/vpred_mean"] if name == "ppo" else []
-        for key in names:
-            print(key, our_metrics[key], their_metrics[key])
-            assert our_metrics[key] == pytest.approx(float(their_metrics[key]), rel=LOSS, abs=LOSS), key
-        for a, b in zip(our_weights, their_weights, strict=True):
-            moved = distance(before, our_weights[0])
-            print("weights apart by", distance(a, b), "of", moved)
-            assert distance(a, b) < GRADIENT * moved
-    finally:
-        stop(workers)
+    workers = workers_of(config, stack, values, cuts, name)
+    results = []
+    for step, folder in ((our_step, "ours"), (verls_step, "verls")):
+        for group in [g for g in ("actor", "critic") if getattr(workers, g)]:
+            state = str(tmp_path / f"start_{group}")
+            if folder == "ours":
+                getattr(workers, group).save_checkpoint(state, None, 0, None)
+            else:
+                getattr(workers, group).load_checkpoint(state)
+        before = weights(workers, tmp_path / f"{folder}_before")
+        advantages, metrics = step(made, workers, config)
+        after = [weights(workers, tmp_path / f"{folder}_{g}", g) for g in ("actor", "critic") if getattr(workers, g)]
+        results.append((advantages, metrics, before, after))
+    for group in [g for g in ("actor", "critic") if getattr(workers, g)]:  # other tests begin where this one did
+        getattr(workers, group).load_checkpoint(str(tmp_path / f"start_{group}"))
+    (ours, our_metrics, before, our_weights), (theirs, their_metrics, again, their_weights) = results
+    assert distance(before, again) == 0.0 and distance(before, our_weights[0]) > 0.01
+    torch.testing.assert_close(ours, theirs[:, : ours.shape[1]], rtol=LOSS, atol=LOSS)
+    names = ["actor/pg_loss", "actor/loss", "actor/grad_norm", "actor/pg_clipfrac", "actor/ppo_kl"]
+    names += ["actor/kl_loss"] if name == "grpo" else []
+    names += ["critic/vf_loss", "critic/grad_norm", "critic/vpred_mean"] if name == "ppo" else []
+    for key in names:
+        print(key, our_metrics[key], their_metrics[key])
+        assert our_metrics[key] == pytest.approx(float(their_metrics[key]), rel=LOSS, abs=LOSS), key
+    for a, b in zip(our_weights, their_weights, strict=True):
+        moved = distance(before, our_weights[0])
+        print("weights apart by", distance(a, b), "of", moved)
+        assert distance(a, b) < GRADIENT * moved
 
 
 # --- one batch, cut differently ------------------------------------------------------------------
@@ -229,13 +230,12 @@ def cuts(stack, workspace):
     padding = ["actor_rollout_ref.model.override_config.attn_implementation=sdpa"]
     padding += ["actor_rollout_ref.model.use_remove_padding=false"]
     variants = {"one rank": [], "two ranks": ["trainer.n_gpus_per_node=2"], "padded": padding}
-    started = {}
-    for name, changes in variants.items():
-        config, _ = recipe(workspace, *SGD, *changes)
-        started[name] = (start(config), config)
+    configs = {name: recipe(workspace, *SGD, *changes)[0] for name, changes in variants.items()}
+    with ThreadPoolExecutor() as pool:  # their imports side by side
+        started = dict(zip(configs, zip(pool.map(start, configs.values()), configs.values(), strict=True), strict=True))
     yield started
     for workers, _ in started.values():
-        stop(workers)
+        drop(workers)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -254,7 +254,7 @@ def test_the_cut_of_a_batch_changes_nothing(cuts, workspace, tmp_path, mode):
         config = copy.deepcopy(config)
         config.actor_rollout_ref.actor.loss_agg_mode = mode
         recipes.fill_in(config, recipes.load_model_files(config)[1])
-        actor = recipes.OmegaConf.to_container(config.actor_rollout_ref.actor, resolve=True)
+        actor = OmegaConf.to_container(config.actor_rollout_ref.actor, resolve=True)
         set_mode(workers, actor)
         batch = training.to_batch(made, 1, 1.0)
         batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
@@ -283,9 +283,6 @@ def test_the_cut_of_a_batch_changes_nothing(cuts, workspace, tmp_path, mode):
 
 def set_mode(workers, actor):
     """Give the workers verl's ppo_loss with another configuration than they started with."""
-    import functools
-
-    from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.utils.losses import ppo_loss
 
     workers.actor.set_loss_fn(functools.partial(ppo_loss, omega_conf_to_dataclass(OmegaConf.create(actor))))

@@ -1,0 +1,20 @@
+"""The plumbing, which nobody has to read to change an algorithm. A file imports only from files before it in this list:
+
+errors, gym_servers, episodes, plugins, config, checks, recipe, checkpoints, watch, guard, run, chat; then training and
+inference, at the root; openai_server, start, sft, collect, commands; then algorithm, at the root. env and gym_client,
+at the root, know none of them. cpu is imported by verl alone.
+"""
+
+import importlib
+from typing import Any
+
+
+class later:  # noqa: N801  (used as a function)
+    """The module `name`, imported when something in it is first asked for: verl and vLLM take 10 s, for which nobody
+    should wait to hear that a key is misspelt."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)

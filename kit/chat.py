@@ -1,0 +1,94 @@
+"""Text and ids: what an answer's ids say, and the ids of what the environment says, by the model's own template.
+
+Nothing that was sampled is ever encoded again.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from jinja2 import TemplateError
+
+import gym_client
+from gym_client import GymError
+
+
+def understand(policy: Any, ids: list[int], tools: list[dict[str, Any]]) -> tuple[str, str, list[dict[str, Any]]]:
+    """An answer's ids -> (thought, text, function calls), as the verifier and the tools read it.
+
+    Calls are found by vLLM's parser for the model's format; what it cannot read is text. A thought is what
+    precedes `</think>`, where the model writes one. Raises GymError('tool_parser').
+    """
+    text, calls = policy.tokenizer.decode(ids, skip_special_tokens=True), []
+    if tools:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tool_parsers import ToolParserManager
+
+        # some formats mark their calls with special tokens
+        raw = policy.tokenizer.decode(ids[:-1] if ids[-1] in policy.stop_ids else ids, skip_special_tokens=False)
+        try:
+            request: Any = ChatCompletionRequest.model_validate({"messages": [], "model": "policy", "tools": tools})
+            parser = ToolParserManager.get_tool_parser(policy.tool_format)(policy.tokenizer, request.tools)
+            found = parser.extract_tool_calls(raw, request)
+        except Exception as error:  # forty parsers of vLLM's, and whatever a policy writes: none may end the run
+            raise GymError(
+                "tool_parser", f"vLLM's {policy.tool_format} parser failed on {raw[:200]!r}: {error!r}"
+            ) from error
+        if found.tools_called:
+            text = found.content or ""
+            # nine letters or digits, since some chat templates (Mistral's) take nothing else
+            named = [(uuid.uuid4().hex[:9], call.function) for call in found.tool_calls]
+            calls = [gym_client.function_call(call_id, call.name, call.arguments) for call_id, call in named]
+    thought, mark, answer = text.rpartition("</think>")
+    return (thought.removeprefix("<think>").strip(), answer.lstrip("\n"), calls) if mark else ("", text, calls)
+
+
+def observed_ids(messages: list[dict[str, Any]], tokenizer: Any, stop_ids: set[int]) -> list[int]:
+    """The ids between a sampled answer and the next one: [rest of the answer's turn, `messages`, next opening].
+
+    messages: what the environment said (role tool or user). The chat template is asked for a conversation
+    that ends in an answer and for the same one continued; what it adds after the answer's stop token, which
+    was sampled, is new. So nothing that was sampled is ever encoded again. Raises GymError where the template
+    cannot continue a conversation.
+    """
+    calls = [
+        {"id": m["tool_call_id"], "type": "function", "function": {"name": m["name"], "arguments": {}}}
+        for m in messages
+        if m["role"] == "tool"
+    ]
+    answer = {"role": "assistant", "content": "An answer.", **({"tool_calls": calls} if calls else {})}
+    start = [{"role": "user", "content": "A question."}, answer]
+    try:
+        ended = tokenizer.apply_chat_template(start, tokenize=False)
+        whole = tokenizer.apply_chat_template(start + messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise GymError("template", f"the chat template does not take what the environment said: {error}") from error
+    stops = [s for s in tokenizer.convert_ids_to_tokens(sorted(stop_ids)) if ended.rstrip().endswith(s)]
+    if stops:  # whole, after as many stop tokens as `ended` has
+        pieces = whole.split(stops[0])
+        turns = ended.count(stops[0])
+        new = stops[0].join(pieces[turns:]) if len(pieces) > turns else ""
+    else:
+        new = whole[len(ended) :] if whole.startswith(ended) else ""
+    if not new:
+        raise GymError(
+            "template",
+            "the chat template does not continue a conversation where its last answer ended; set "
+            "actor_rollout_ref.model.custom_chat_template",
+        )
+    return list(tokenizer.encode(new, add_special_tokens=False))
+
+
+def observed_message(item: dict[str, Any], names: dict[str, str], limit: int) -> dict[str, Any]:
+    """What the environment said, a Responses item, as a chat message; a tool's answer is cut to `limit` characters."""
+    if item["type"] != "function_call_output":
+        return {"role": "user", "content": item["content"]}
+    call_id, answer = item["call_id"], shorten(item["output"], limit)
+    return {"role": "tool", "tool_call_id": call_id, "name": names.get(call_id, ""), "content": answer}
+
+
+def shorten(text: str, limit: int) -> str:
+    """`text`, or its beginning and end where it is over `limit` characters."""
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]}\n... {len(text) - 2 * half} characters ...\n{text[-half:]}"

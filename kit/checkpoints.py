@@ -1,0 +1,399 @@
+"""Checkpoints: whole or not there, found again, checked before anything starts; verl's layout, so verl's tools work.
+
+    save(workers, folder, state, ...)    <folder>/global_step_<N>/{actor,critic,data.pt,config.yaml,manifest.json}
+    newest(folder)                       the last whole one, and what is wrong with those after it
+    check(checkpoint, config, command)   that it is of this recipe's model, and what of the recipe changed since
+    load(workers, checkpoint)            the workers' weights, optimisers, schedulers and RNG; the driver's state
+    export(checkpoint, target)           a Hugging Face folder
+
+A checkpoint is written as saving_<N>, with its manifest (the size of every file) last, and then renamed. So a folder
+with a manifest that agrees with its files is whole, whatever it is called and whenever the run was killed. All ranks
+must see one file system: the manifest is written only where the shards of every rank are seen.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from kit import plugins
+from kit.config import leaves, public
+from kit.errors import ConfigError, RunError
+
+MANIFEST = "manifest.json"
+EXPORTED = "step.txt"  # in an export: the step whose weights it holds
+NAME = re.compile(r"(?:global_step|saving)_(\d+)")
+# What a checkpoint cannot go on with otherwise, and why. All else may change, and is said.
+FIXED = {
+    "trainer.n_gpus_per_node": "each rank loads the shard that it wrote",
+    "trainer.nnodes": "each rank loads the shard that it wrote",
+    "actor_rollout_ref.actor.strategy": "the shards are laid out for it",
+    "critic.strategy": "the shards are laid out for it",
+    "actor_rollout_ref.model.lora_rank": "the adapters have other shapes",
+    "actor_rollout_ref.model.target_modules": "the adapters sit elsewhere",
+}
+# These come back with the optimizer's state, whatever the recipe says; without that (load_contents) they may change.
+OPTIMIZER = re.compile(r"(actor_rollout_ref\.actor|critic)\.optim\.(lr|betas|weight_decay|optimizer|override_.*)$")
+UNTOLD = re.compile(r"trainer\.(resume_|default_local_dir)|.*experiment_name$|ray_kwargs\.")  # how it is started
+
+
+def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) -> Path:
+    """Write a checkpoint, point latest_checkpointed_iteration.txt at it, and delete what
+    trainer.max_actor_ckpt_to_keep has no room for.
+
+    workers: training.Workers. state: what the driver needs to go on, plain values only, with its `step`. Raises
+    RunError where it cannot be written, a full disk above all; what was there before stays.
+    """
+    import torch  # not at the top: a second, which a recipe that is refused need not wait
+
+    target, partial = folder / f"global_step_{state['step']}", folder / f"saving_{state['step']}"
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while it saved, maybe with more ranks
+    try:
+        for name, group in {"actor": workers.actor, "critic": workers.critic}.items():
+            if group is not None:
+                group.save_checkpoint(str((partial / name).absolute()), None, state["step"], None)
+                if missing := unseen(partial / name, group.world_size, contents(config, name)):
+                    raise OSError(
+                        f"{len(missing)} shards of {group.world_size} ranks are not there, as where the folder is not "
+                        f"on a file system that all nodes share: {missing[0]}, ..."
+                    )
+        partial.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(public(config), partial / "config.yaml")
+        torch.save(state, partial / "data.pt")
+        seal(partial)
+    except Exception as error:  # of a worker or of ours, by any name: half a checkpoint must not keep the disk full
+        shutil.rmtree(partial, ignore_errors=True)
+        last = newest(folder)[0]
+        why = (str(getattr(error, "cause", None) or error).strip() or repr(error)).splitlines()[-1]
+        raise RunError(
+            f"the checkpoint of step {state['step']} could not be written: {why}; see that there is room in {folder}, "
+            f"then the same command goes on from {last or 'the start'}"
+        ) from error
+    if target.exists():  # the same step again: a broken one, or that of an earlier run; until then saving_N is the one
+        shutil.rmtree(target)
+    os.replace(partial, target)
+    pointer = folder / "latest_checkpointed_iteration.txt"
+    pointer.with_suffix(".tmp").write_text(str(state["step"]))
+    os.replace(pointer.with_suffix(".tmp"), pointer)
+    keep = config.trainer.max_actor_ckpt_to_keep
+    others = [path for path in found(folder) if path != target and not broken(path)]
+    for old in others[keep - 1 :] if keep else []:
+        shutil.rmtree(old)
+    return target
+
+
+def contents(config: DictConfig, name: str) -> list[str]:
+    """What a group (actor, critic) saves, by verl's key: model, optimizer, extra (scheduler and RNG), hf_model."""
+    section = "actor_rollout_ref.actor" if name == "actor" else "critic"
+    return list(OmegaConf.select(config, f"{section}.checkpoint.save_contents") or ("model", "optimizer", "extra"))
+
+
+def unseen(folder: Path, ranks: int, saved: Sequence[str]) -> list[str]:
+    """The shards that a group of so many ranks must have written, and that are not there."""
+    prefixes = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
+    names = [
+        f"{prefixes[kind]}_world_size_{ranks}_rank_{rank}.pt"
+        for kind in prefixes.keys() & set(saved)
+        for rank in range(ranks)
+    ]
+    return sorted(name for name in names if not (folder / name).is_file())
+
+
+def not_finite(workers: Any) -> list[str]:
+    """The weights, and the optimiser's state, that hold a NaN or an infinity on any rank: their names."""
+    import ray
+
+    def look(worker: Any) -> list[str]:  # in the worker, to which it travels by value
+        import torch
+
+        engine = getattr(worker, "actor", worker).engine
+        tensors = list(engine.module.named_parameters())
+        for state in engine.optimizer.state.values() if engine.optimizer else ():
+            tensors += [(f"the optimizer's {name}", value) for name, value in state.items() if torch.is_tensor(value)]
+        local = ((name, value.to_local() if hasattr(value, "to_local") else value) for name, value in tensors)
+        return [name for name, value in local if not torch.isfinite(value).all()]
+
+    groups = [group for group in (workers.actor, workers.critic) if group is not None]
+    found = ray.get([worker.__ray_call__.remote(look) for group in groups for worker in group.workers])
+    return sorted({name for names in found for name in names})
+
+
+def set_aside(folder: Path, step: int) -> list[str]:
+    """Give whole checkpoints after `step` another name, since the run begins there again; a line on each."""
+    lines = []
+    for checkpoint in found(folder):
+        if step_of(checkpoint) > step and not broken(checkpoint):
+            aside = checkpoint.with_name(f"abandoned_{time.strftime('%Y%m%d-%H%M%S')}_{checkpoint.name}")
+            os.replace(checkpoint, aside)
+            lines.append(f"{checkpoint} is of steps that are trained again: it is now {aside.name}")
+    return lines
+
+
+def seal(checkpoint: Path) -> None:
+    """Write the manifest, once every file is on the disk and not only in memory."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sizes = {str(path.relative_to(checkpoint)): path.stat().st_size for path in files}
+    with (checkpoint / f"{MANIFEST}.tmp").open("w") as out:
+        json.dump({"files": sizes}, out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(checkpoint / f"{MANIFEST}.tmp", checkpoint / MANIFEST)
+
+
+def broken(checkpoint: Path) -> str:
+    """What is wrong with a checkpoint; empty if it is whole."""
+    if not checkpoint.is_dir():
+        return "there is no such folder"
+    try:
+        sizes = json.loads((checkpoint / MANIFEST).read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"it has no {MANIFEST}, which is written last"
+    for name, size in sizes.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes of {size}"
+    return ""
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name. Raises ConfigError for another name."""
+    if match := NAME.fullmatch(checkpoint.name):
+        return int(match[1])
+    raise ConfigError(f"{checkpoint} is not called as checkpoints are; give a folder global_step_<N>")
+
+
+def found(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, the newest first, whole or not."""
+    named = [path for path in folder.glob("*_*") if path.is_dir() and NAME.fullmatch(path.name)]
+    return sorted(named, key=lambda path: (step_of(path), path.name.startswith("global")), reverse=True)
+
+
+def newest(folder: Path) -> tuple[Path | None, list[str]]:
+    """(the newest whole checkpoint, a line on each newer one that is not)."""
+    lines: list[str] = []
+    for checkpoint in found(folder):
+        if not (why := broken(checkpoint)):
+            return checkpoint, lines
+        lines.append(f"{checkpoint} is not whole, and left alone: {why}")
+    return None, lines
+
+
+def resume_point(config: DictConfig) -> tuple[Path | None, list[str]]:
+    """(the checkpoint to go on from, what to tell), by verl's keys: trainer.resume_mode = auto | disable | resume_path.
+
+    Raises ConfigError if nothing would be left to train, or where none of the checkpoints that are there is whole.
+    """
+    folder, total = Path(config.trainer.default_local_dir), config.trainer.total_training_steps
+    mode = config.trainer.resume_mode
+    lines: list[str] = []
+    if mode == "resume_path":
+        checkpoint = Path(config.trainer.resume_from_path or "nowhere")
+        if why := broken(checkpoint):
+            raise ConfigError(
+                f"trainer.resume_from_path={checkpoint} is not a whole checkpoint: {why}; give another, or let "
+                "trainer.resume_mode=auto find the newest"
+            )
+    elif mode == "auto":
+        last, lines = newest(folder)
+        if last is None:
+            if lines and (folder / "latest_checkpointed_iteration.txt").is_file():
+                raise ConfigError(f"{lines[0]}; there is no other. trainer.resume_mode=disable begins again at step 0")
+            return None, lines
+        checkpoint = last
+    else:
+        return None, lines
+    if step_of(checkpoint) == total != exported_step(Path("runs") / config.trainer.experiment_name / "export"):
+        return checkpoint, [*lines, f"all {total} steps are done; what is left is the last evaluation and the export"]
+    if step_of(checkpoint) >= total:
+        more = "raise trainer.total_training_steps, or give the run another trainer.experiment_name"
+        raise ConfigError(f"nothing left to train: {checkpoint} is the last of {total} steps; {more}")
+    return checkpoint, lines
+
+
+def exported_step(folder: Path) -> int | None:
+    """The step whose weights an export holds; None where there is none, or half of one."""
+    path = folder / EXPORTED
+    return int(path.read_text()) if path.is_file() else None
+
+
+def before_replay(config: DictConfig, rollouts: Path) -> Path | None:
+    """The checkpoint before the step of rollouts/step_<N>.jsonl, None for the first step; the recipe is made that of a
+    run of this one step, in a folder of its own. Raises ConfigError."""
+    match = re.fullmatch(r"step_(\d+)\.jsonl", rollouts.name)
+    if not match or not rollouts.is_file():
+        raise ConfigError(f"--replay {rollouts} is no rollouts file of a run; give runs/<name>/rollouts/step_<N>.jsonl")
+    step = int(match[1])
+    places = (rollouts.parent.parent / "checkpoints", Path(config.trainer.default_local_dir))
+    here = [folder for folder in places if (folder / f"global_step_{step - 1}").is_dir()]
+    checkpoint: Path | None = (*here, places[0])[0] / f"global_step_{step - 1}"
+    if config.trainer.resume_mode == "resume_path":
+        checkpoint = Path(config.trainer.resume_from_path or "nowhere")
+    elif step == 1:
+        checkpoint = None
+    if checkpoint and (why := broken(checkpoint)):
+        raise ConfigError(
+            f"--replay {rollouts} starts from the weights before step {step}, but {checkpoint} is not whole: {why}; "
+            "save every step (trainer.save_freq=1), or name other weights with trainer.resume_mode=resume_path"
+        )
+    if checkpoint and step_of(checkpoint) != step - 1:
+        raise ConfigError(
+            f"--replay {rollouts} starts from the weights after step {step - 1}, not from {checkpoint}; give another "
+            "trainer.resume_from_path"
+        )
+    name = config.trainer.experiment_name
+    config.trainer.experiment_name = f"{name}_replay_{step}"
+    config.trainer.default_local_dir = f"runs/{name}_replay_{step}/checkpoints"
+    config.env.val_files, config.trainer.val_before_train = [], False
+    return checkpoint
+
+
+# --- what it holds -------------------------------------------------------------------------------
+
+
+def check(checkpoint: Path, config: DictConfig, command: str) -> list[str]:
+    """What to tell of a checkpoint to go on from. Raises RunError for one of another model, command or layout, or with
+    anything but tensors and plain values in it."""
+    changed = {key: pair for key, pair in changes(checkpoint, config).items() if not UNTOLD.match(key)}
+    state = read(checkpoint / "data.pt")
+    if state.get("command") != command:
+        made = state.get("command")
+        raise RunError(f"{checkpoint} is of `{made}`, not of `{command}`: give another trainer.experiment_name")
+    fixed = {key: why for key in changed if (why := why_fixed(key, config))}
+    refused = [f"{key} {changed[key][0]} -> {changed[key][1]} ({why})" for key, why in fixed.items()]
+    estimator = config.algorithm.adv_estimator
+    critic = plugins.asks(estimator, "values") if plugins.is_own(estimator) else estimator == "gae"
+    if command == "train" and critic and not (checkpoint / "critic").is_dir():
+        refused.append("a critic, which that run did not have")
+    allowed = [f"{key} {old} -> {new}" for key, (old, new) in changed.items() if key not in fixed]
+    said = [f"changed since {checkpoint}, and allowed: {', '.join(allowed)}"] if allowed else []
+    if refused:
+        raise RunError(
+            f"{checkpoint} cannot go on with {'; '.join(refused)}. Set these back, or give the run another "
+            f"trainer.experiment_name{'; ' + said[0] if said else ''}"
+        )
+    for path in sorted(checkpoint.glob("*/*.pt")):
+        tensors = read(path)
+        if path.parent.name == "actor" and path.name.startswith("model_"):
+            check_shapes(path, tensors, Path(config.actor_rollout_ref.model.path))
+    return said
+
+
+def why_fixed(key: str, config: DictConfig) -> str:
+    """Why a checkpoint cannot go on with another value of `key`; empty if it can."""
+    if match := OPTIMIZER.match(key):
+        contents = f"{match[1]}.checkpoint.load_contents"
+        if "optimizer" in (OmegaConf.select(config, contents) or ["optimizer"]):
+            return f"the saved optimizer has its own; {contents}=[model] begins a new one"
+    return FIXED.get(key, "")
+
+
+def read(path: Path) -> Any:
+    """A file of tensors and plain values. Raises RunError for any other: verl's own loading would run what is in it."""
+    import numpy as np
+    import torch
+    import torch.distributed.tensor  # DTensor, of which FSDP's shards are
+
+    state = np.random.get_state()[1].__reduce__()[0]  # type: ignore[index, union-attr]  # numpy's RNG is saved too
+    known = [state, np.ndarray, np.dtype, np.dtypes.UInt32DType, type(np.dtype("uint32"))]
+    try:
+        with torch.serialization.safe_globals(known):
+            return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+    except Exception as error:  # zip, pickle and torch each have their own
+        text = str(error).strip() or repr(error)
+        found = re.search(r".*unsupported .*", text, re.IGNORECASE)
+        line = found[0].strip() if found else text.splitlines()[0]
+        raise RunError(
+            f"{path} is not loaded, as it is not tensors and plain values alone: {line}; go on from another checkpoint "
+            "(trainer.resume_mode=resume_path)"
+        ) from None
+
+
+def check_shapes(path: Path, tensors: dict[str, Any], model: Path) -> None:
+    """A checkpoint's tensors have the shapes of the model's. Raises RunError with both.
+
+    Names that only one of them has are left to FSDP, which refuses them by itself: files and modules of one model may
+    differ in names. Of a model of the hub, which is not here yet, nothing is known.
+    """
+    from safetensors import safe_open
+
+    theirs = {re.sub(r"base_model\.model\.|base_layer\.", "", name): t for name, t in tensors.items()}
+    way_out = "set actor_rollout_ref.model.path to its own, or give another trainer.experiment_name"
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118  (no mapping)
+                if name not in theirs:
+                    continue
+                wanted, has = tuple(weights.get_slice(name).get_shape()), tuple(theirs[name].shape)
+                if wanted != has:
+                    raise RunError(
+                        f"{path} is of another model: its {name} is {has}, that of {model} is {wanted}; {way_out}"
+                    )
+
+
+def changes(checkpoint: Path, config: DictConfig) -> dict[str, tuple[Any, Any]]:
+    """{dotted key: (then, now)} of what differs between the recipe that made a checkpoint and this one."""
+    then, now = leaves(cast(DictConfig, OmegaConf.load(checkpoint / "config.yaml"))), leaves(public(config))
+    follows = "optim.total_training_steps"  # from trainer.total_training_steps
+
+    def differing() -> Iterator[tuple[str, tuple[Any, Any]]]:
+        for key in {**then, **now}:
+            if then.get(key) != now.get(key) and not key.endswith(follows):
+                yield key, (then.get(key), now.get(key))
+
+    return dict(differing())
+
+
+# --- back to work --------------------------------------------------------------------------------
+
+
+def load(workers: Any, checkpoint: Path) -> dict[str, Any]:
+    """Restore model, optimiser, scheduler and RNG of every worker (training.Workers); returns the driver's `state`."""
+    for name, group in {"actor": workers.actor, "critic": workers.critic}.items():
+        if group is not None:
+            group.load_checkpoint(str((checkpoint / name).absolute()))
+    state: dict[str, Any] = read(checkpoint / "data.pt")
+    return state
+
+
+def export(checkpoint: Path, target: Path) -> Path:
+    """Merge a checkpoint's shards into a Hugging Face folder, tokenizer included (verl.model_merger)."""
+    # what it says of DTensors that are read without a process group is of no use to anybody
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
+    from verl.model_merger.base_model_merger import ModelMergerConfig
+    from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+
+    actor = str(checkpoint / "actor")
+    merger = FSDPModelMerger(
+        ModelMergerConfig(
+            operation="merge",
+            backend="fsdp",
+            local_dir=actor,
+            target_dir=str(target),
+            hf_model_config_path=str(checkpoint / "actor" / "huggingface"),
+        )
+    )
+    (target / EXPORTED).unlink(missing_ok=True)  # of an earlier export, as is the adapter
+    shutil.rmtree(target / "lora_adapter", ignore_errors=True)
+    merger.merge_and_save()
+    if (target / "lora_adapter").is_dir():  # verl writes the base model beside the adapter; the policy is both
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        base = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+        PeftModel.from_pretrained(base, target / "lora_adapter").merge_and_unload().save_pretrained(target)
+    (target / EXPORTED).write_text(f"{step_of(checkpoint)}\n")
+    return target

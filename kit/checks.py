@@ -1,0 +1,178 @@
+"""What of a recipe goes together: sizes, sampling, the algorithm, a reward model, a format of tool calls.
+
+A check yields what is wrong, so that all of it can be told at once. What verl knows is asked of verl, which takes 7 s
+to import, so check_names comes after those that take no time.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from kit.config import ACTOR, ROLLOUT
+from kit.errors import ConfigError
+from kit.plugins import ADVANTAGE, LOSS_MODE, is_own, load
+
+# Servers of nemo-gym 0.4 whose app.py runs what the policy writes, in a process beside it or under a filter of imports
+RUNS_CODE = (
+    *("bigcodebench", "code_fim", "code_gen", "evalplus", "math_with_code", "newton_bench", "ns_tools", "nvarc"),
+    *("openenv", "scicode"),
+)
+CHOICES: dict[str, Sequence[Any]] = {f"{ROLLOUT}.name": ["vllm"], f"{ROLLOUT}.pipeline_model_parallel_size": [1]}
+CHOICES |= {key: ["fsdp", "fsdp2"] for key in (f"{ACTOR}.strategy", "critic.strategy")}  # verl has more of all of these
+
+
+def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
+    """Batches, groups and GPUs go into one another."""
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    for key in ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n", "trainer.n_gpus_per_node"):
+        if (value := OmegaConf.select(config, key)) < 1:
+            yield f"{key}={value}: wants 1 or more"
+            return
+    world = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    prompts, n, mini = config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size
+    if world % (infer := rollout.tensor_model_parallel_size * rollout.data_parallel_size):
+        key = f"{ROLLOUT}.tensor_model_parallel_size * data_parallel_size"
+        yield f"{world} GPUs do not divide by {key} = {infer}; lower these, or raise trainer.n_gpus_per_node"
+    if command not in ("train", "sft"):
+        return
+    if world % (split := actor.ulysses_sequence_parallel_size):
+        yield f"{world} GPUs do not divide by {ACTOR}.ulysses_sequence_parallel_size={split}; lower it"
+    if prompts % mini:
+        yield f"data.train_batch_size={prompts} does not divide by {ACTOR}.ppo_mini_batch_size={mini}; change one"
+    if mini * n % world:
+        episodes = f"{ACTOR}.ppo_mini_batch_size * rollout.n = {mini} * {n} episodes"
+        yield f"{episodes} do not divide among {world} GPUs; change one of these"
+    needed = (f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu")
+    if not actor.use_dynamic_bsz and not all(OmegaConf.select(config, key) for key in needed):
+        yield f"{ACTOR}.use_dynamic_bsz=false needs {' and '.join(needed)}"
+
+
+def check_sampling(config: DictConfig, command: str) -> Iterator[str]:
+    """Answers that should differ are sampled, and are not the likeliest one again and again."""
+    rollout, val = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
+    greedy, greedy_val = (not sampling.do_sample or sampling.temperature <= 0 for sampling in (rollout, val))
+    way_out = "set {0}.do_sample=true and {0}.temperature=0.8"
+    if greedy and (command == "train" or (command == "rollout" and rollout.n > 1)):
+        why = f"do_sample={rollout.do_sample}, temperature={rollout.temperature}: all answers to a prompt are equal"
+        why += ", and the trainer divides by the temperature" * (command == "train")
+        yield f"{ROLLOUT}: {why}; {way_out.format(ROLLOUT)}"
+    tested = command == "evaluate" or (command == "train" and config.env.val_files)
+    if tested and greedy_val and (val.n > 1 or val.do_sample or val.temperature > 0):
+        key, why = f"{ROLLOUT}.val_kwargs", f"do_sample={val.do_sample}, temperature={val.temperature}"
+        why += f" take the likeliest token each time, so n={val.n} answers to a row are equal"
+        yield f"{key}: {why}; {way_out.format(key)}, or leave all three out"
+
+
+def check_choices(config: DictConfig, choices: Mapping[str, Sequence[Any]] = CHOICES) -> Iterator[str]:
+    """These keys have values that there are."""
+    for key, allowed in choices.items():
+        if (value := OmegaConf.select(config, key)) not in allowed:
+            options = ["null" if option is None else str(option) for option in allowed]
+            yield f"{key}={value}: wants {'one of ' if len(options) > 1 else ''}{', '.join(options)}"
+
+
+def check_algorithm(config: DictConfig) -> Iterator[str]:
+    """What the advantage and the loss need is there, and goes together."""
+    actor, settings = config.actor_rollout_ref.actor, config.algorithm
+    loss_mode, estimator, correction = actor.policy_loss.loss_mode, settings.adv_estimator, settings.rollout_correction
+    corrects = "algorithm.rollout_correction"
+    if correction.bypass_mode and loss_mode not in ("vanilla", "bypass_mode"):
+        yield f"{corrects}.bypass_mode has a loss of its own, so leave out loss_mode={loss_mode}"
+    if loss_mode == "bypass_mode" and not correction.bypass_mode:
+        yield f"policy_loss.loss_mode=bypass_mode is set by {corrects}.bypass_mode=true; set that alone"
+    if loss_mode == "dro" and not actor.policy_loss.dro_beta:
+        yield f"policy_loss.loss_mode=dro needs {ACTOR}.policy_loss.dro_beta"
+    weights, keys = settings.get("gdpo_reward_weights") or [], settings.get("gdpo_reward_keys") or []
+    if estimator == "gdpo" and not keys:
+        yield "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, the rewards by name"
+    if weights and len(weights) != len(keys):
+        yield f"algorithm.gdpo_reward_weights are {len(weights)}, the keys {len(keys)}; give one weight for each key"
+    n, refill = config.actor_rollout_ref.rollout.n, settings.filter_groups
+    if refill.enable and refill.max_num_gen_batches < 1:
+        yield "algorithm.filter_groups.enable needs max_num_gen_batches, the most batches for one step"
+    if n < 2 and (refill.enable or "drop_uniform" in str(config.env.filters)):
+        yield f"{ROLLOUT}.n={n}: drop_uniform would drop every group of one; raise it, or leave that out"
+    if correction.rollout_rs and correction.rollout_rs_threshold is None:
+        yield f"{corrects}.rollout_rs needs rollout_rs_threshold beside it"
+    if correction.bypass_mode and str(estimator).endswith("optimal_token_baseline"):
+        yield f"algorithm.adv_estimator={estimator} needs the pass that {corrects}.bypass_mode skips; leave that out"
+    model, load_format = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.load_format
+    if model.lora_rank and not model.lora.merge and load_format == "dummy" and config.trainer.device == "cpu":
+        yield f"a LoRA adapter on a CPU needs {ROLLOUT}.load_format=auto (configs/algorithms/lora.yaml)"
+
+
+def compared(function: Callable[..., Any], name: str) -> list[str]:
+    """The words that a function of verl's compares its variable `name` with, read from its source."""
+    tests = re.findall(rf"\b(?:el)?if {re.escape(name)} (?:==|in) (.*):", inspect.getsource(function))
+    return list(dict.fromkeys(re.findall(r'"([^"]+)"', " ".join(tests))))
+
+
+def check_names(config: DictConfig, command: str) -> Iterator[str]:
+    """verl has what the recipe names: the advantage, the loss, their variants. A group is large enough to compare."""
+    from verl.trainer.ppo import core_algos as verl
+    from verl.trainer.ppo import rollout_corr_helper as helper
+
+    n, corrects = config.actor_rollout_ref.rollout.n, "algorithm.rollout_correction"
+    for key, registry in ((ADVANTAGE, verl.ADV_ESTIMATOR_REGISTRY), (LOSS_MODE, verl.POLICY_LOSS_REGISTRY)):
+        name = OmegaConf.select(config, key)
+        theirs = [known for known in registry if not is_own(known)]  # one's own are there once they were used
+        if not isinstance(name, str):
+            yield f"{key}={name}: wants a name of verl's, or path.py:function, without settings"
+        elif not is_own(name) and name not in theirs:
+            close = ["gae"] if name == "ppo" else difflib.get_close_matches(name, theirs, n=1)
+            hint = f"did you mean {close[0]}?" if close else "one of your own is path.py:function"
+            yield f"{key}={name}: verl has {', '.join(theirs)}; {hint}"
+        elif key == ADVANTAGE and command == "train" and n < 2:
+            function = load(name, key) if is_own(name) else registry[name]
+            if "index" in inspect.signature(function).parameters:
+                yield f"{ROLLOUT}.n={n}: a group needs at least two answers to compare; raise it"
+    kinds = [kind for kind in compared(verl.kl_penalty_forward, "kl_penalty") if kind != "full"]  # verl raises for that
+    kl, modes = [kind + plus for kind in kinds for plus in ("", "+")], compared(verl.agg_loss, "loss_agg_mode")
+    choices: dict[str, Sequence[Any]] = {f"{ACTOR}.kl_loss_type": kl, "algorithm.kl_penalty": kl}
+    choices |= {f"{ACTOR}.loss_agg_mode": modes, "critic.loss_agg_mode": modes}
+    choices["algorithm.kl_ctrl.type"] = compared(verl.get_kl_controller, "kl_ctrl.type")
+    choices[f"{corrects}.rollout_is"] = [None, *compared(helper.compute_rollout_correction_weights, "rollout_is")]
+    choices[f"{corrects}.loss_type"] = compared(verl.compute_policy_loss_bypass_mode, "loss_type")
+    yield from check_choices(config, choices)
+    options, key = sorted(helper.SUPPORTED_ROLLOUT_RS_OPTIONS), f"{corrects}.rollout_rs"
+    for option in str(OmegaConf.select(config, key) or options[0]).split(","):
+        if option.strip() not in options:
+            yield f"{key}={option}: wants one of {', '.join(options)}"
+
+
+def pretrained(config: DictConfig, key: str, **settings: Any) -> tuple[Any, Any]:
+    """(config, tokenizer) of the Hugging Face model that the recipe names as `key`. Raises ConfigError."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    name = OmegaConf.select(config, key)
+    try:
+        return AutoConfig.from_pretrained(name, **settings), AutoTokenizer.from_pretrained(name, **settings)
+    except (OSError, ValueError) as error:
+        why = f"no model folder, and no model of the hub ({str(error).strip().splitlines()[0]}); give one of the two"
+        raise ConfigError(f"{key}={name}: {why}") from None
+
+
+def check_reward_model(config: DictConfig, tokenizer: Any) -> None:
+    """The reward model has a scalar head and reads the policy's ids. Raises ConfigError."""
+    head, theirs = pretrained(config, "reward.reward_model.model_path")
+    key = f"reward.reward_model.model_path={config.reward.reward_model.model_path}"
+    kinds = ("ForTokenClassification", "ForSequenceClassification")
+    if not (head.architectures or [""])[0].endswith(kinds) or head.num_labels != 1:
+        raise ConfigError(f"{key}: {head.architectures} has no scalar head; give a classifier with one label")
+    if theirs.get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(f"{key}: its vocabulary is not the policy's, whose ids it would score; give one with that")
+
+
+def check_tool_format(name: str) -> None:
+    """The parser that reads the model's tool calls exists. Raises ConfigError."""
+    from vllm.tool_parsers import ToolParserManager  # takes 7 s, and is needed anyway
+
+    if name not in (known := ToolParserManager.list_registered()):
+        why = f"vLLM has no such tool parser; it has {', '.join(known)}"
+        raise ConfigError(f"{ROLLOUT}.multi_turn.format={name}: {why}")

@@ -1,0 +1,122 @@
+"""From a command line, or a notebook, to a recipe that is in order and the run that it asks for."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+import env
+import gym_client
+from kit import checkpoints, collect, gym_servers, plugins, recipe, sft
+from kit.config import load_config
+from kit.episodes import Episode, load_replay
+from kit.errors import ConfigError, PluginError, RunError, Stop
+from kit.run import Run, console
+
+GYM_ERRORS = (env.DataError, gym_client.GymError, gym_servers.GymStartError)
+OUR_ERRORS = (ConfigError, RunError, PluginError, *GYM_ERRORS)  # a few lines each
+COMMANDS = ("train", "rollout", "evaluate", "sft")
+
+
+class Plan(NamedTuple):
+    """A recipe that was found to be in order."""
+
+    config: DictConfig
+    defaults: DictConfig  # verl's
+    data: recipe.Data
+    resume_from: Path | None  # a checkpoint
+    recorded: list[list[Episode]]  # of a replay: episodes of one step, by batch of prompts
+    told: list[str]  # what there is to say of it
+
+
+def plan(files: Sequence[str], overrides: Sequence[str] = (), command: str = "train", replay: str = "") -> Plan:
+    """Merge recipe files and key=value, and check all that can be checked without starting anything.
+
+    Raises OUR_ERRORS.
+    """
+    quiet()
+    problems: list[Exception] = []
+    config, defaults = load_config(files, overrides, problems)
+    if problems:
+        recipe.check_recipe(config, command, problems)  # raises, with all else that is wrong
+    resume_from: Path | None = None
+    told: list[str] = []
+    if replay:
+        resume_from = checkpoints.before_replay(config, Path(replay))
+    elif command in ("train", "sft"):
+        resume_from, told = checkpoints.resume_point(config)
+    data = sft.prepare(config) if command == "sft" else recipe.prepare(config, command)
+    recorded = load_replay(Path(replay), data.train) if replay else []
+    if resume_from:
+        told += [*checkpoints.check(resume_from, config, command), f"resume      from {resume_from}"]
+    if command == "train":
+        plugins.try_out(config, data)
+    return Plan(config, defaults, data, resume_from, recorded, told)
+
+
+def quiet() -> None:
+    """Keep libraries' notices about what is not installed or not used off the console; errors and our warnings show."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"verl\.")
+    for name in ("ray", "torch.fx", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # ours show although model_hosting_container_standards, which vLLM imports, sets the root logger to ERROR
+    for name in ("gym_client", "kit.gym_servers", "kit.watch"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.WARNING)
+        logger.handlers = [logging.lastResort or logging.StreamHandler()]  # prints above the progress bar
+        logger.propagate = False
+
+
+def main(train: Callable[[Plan], AbstractContextManager[Any]]) -> None:
+    """Parse the command line, check the recipe, run it: by algorithm.train, or sft.py, or collect.py.
+
+    Exit status: 0, 1 error, 130 Ctrl-C, 143 SIGTERM.
+    """
+    parser = argparse.ArgumentParser(description="RL on NeMo Gym tasks with verl and vLLM.")
+    parser.add_argument("--config", action="append", required=True, help="recipe; later ones override earlier ones")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
+    parser.add_argument("--replay", metavar="STEP.jsonl", default="", help="a rollouts file: its update again")
+    parser.add_argument("words", nargs="*", metavar="[train|rollout|evaluate|sft] key=value", help="default: train")
+    args = parser.parse_intermixed_args()
+    named = [word for word in args.words if word in COMMANDS] or ["train"]
+    overrides = [word for word in args.words if word not in COMMANDS]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        if args.replay and named != ["train"]:
+            raise ConfigError(f"--replay makes an update of `train` again, not of `{named[0]}`; leave that word out")
+        if len(named) > 1:
+            raise ConfigError(f"one command at a time, not {' and '.join(named)}; choose one")
+        planned = plan(args.config, overrides, named[0], args.replay)
+        text = "\n".join([recipe.summary(planned.config, planned.data, named[0]), *planned.told])
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if args.dry_run:
+            recipe.dry_run(planned.config, planned.defaults, planned.data)
+        elif named == ["train"]:
+            with train(planned) as trainer:
+                if args.replay:
+                    trainer.advance()
+                    trainer.run.say(f"the same update again: its weights are in {trainer.run.checkpoint}")
+                else:
+                    trainer.fit()
+        else:
+            command = sft.run_command if named == ["sft"] else collect.run_command
+            with Run(planned.config, named[0], planned.resume_from) as run:
+                command(planned.config, run, planned.data)
+    except (*OUR_ERRORS, OmegaConfBaseException) as error:
+        sys.exit(f"error: {error}")
+    except Stop as stop:
+        print(f"error: {stop}" if stop.status == 1 else stop, file=sys.stderr)
+        sys.exit(stop.status)
+    except KeyboardInterrupt:
+        console.print("interrupted", highlight=False)
+        sys.exit(130)

@@ -1,0 +1,208 @@
+"""Run verl's FSDP workers and vLLM servers on a CPU. Delete this file and GPU runs stay as they are.
+
+Nothing in the kit imports it: configs/machines/cpu.yaml names it in VERL_PLATFORM and VERL_USE_EXTERNAL_MODULES,
+so verl itself imports it first thing in every process. Nine things stand between verl 0.9.1 and a CPU;
+those that are plain settings are in configs/machines/cpu.yaml with their reason, the rest is here:
+
+    1 platform       PlatformCPU below; threads and their priority in configs/machines/cpu.yaml
+    2 Ray            logical GPUs in configs/machines/cpu.yaml (ray_init.num_gpus): placement and ranks run unchanged
+    3 process group  _init_process_group below
+    4 engines        VERL_ENGINE_DEVICE below
+    5 vLLM's name    _version below
+    6 no sleep mode  configs/machines/cpu.yaml (free_cache_engine, enable_sleep_mode)
+    7 weight sync    WorkerExtension below, named in configs/machines/cpu.yaml (worker_extension_cls)
+    8 tied lm_head   WorkerExtension below: without it the policy samples from stale logits, silently
+    9 attention      packed_attention below, named in configs/machines/cpu.yaml (attn_implementation); no flash-attn
+
+two more before models beside the actor: the frozen reference, which verl offloads to the host, without pinned memory
+(10, _no_pinning below), and the critic, which verl loads with flash attention (11, _load_without_flash below); and
+one before full_determinism: vLLM's batch-invariant kernels, which are Triton's (12, VLLM_BATCH_INVARIANT below).
+"""
+
+import contextlib
+import importlib.metadata
+import os
+import types
+
+import psutil
+import torch
+import torch.distributed
+
+# 1, continued. vLLM would keep a core free, which nothing else here needs while it samples.
+CORES = sorted(os.sched_getaffinity(0))
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, CORES)))
+
+# 4. verl lists its FSDP engines for cuda and npu only; they are device-neutral, so ask for cuda's.
+os.environ["VERL_ENGINE_DEVICE"] = "cuda"
+
+# 12. verl asks for them with rollout.full_determinism. In vLLM's worker this is imported before they are put in place;
+# configs/machines/deterministic.yaml has what does instead.
+os.environ.pop("VLLM_BATCH_INVARIANT", None)
+
+# 5. verl asks for the distribution `vllm`; here it is `vllm-cpu`. "+cpu" is what vLLM looks for to pick its platform.
+_installed_version = importlib.metadata.version
+
+
+def _version(name: str) -> str:
+    try:
+        return _installed_version(name)
+    except importlib.metadata.PackageNotFoundError:
+        if name != "vllm":
+            raise
+        return _installed_version("vllm-cpu") + "+cpu"
+
+
+importlib.metadata.version = _version
+
+# 3. verl asks for "cpu:gloo,cpu:gloo" (host and device backend), which torch refuses: it names the cpu twice.
+_torch_init_process_group = torch.distributed.init_process_group
+
+
+def _init_process_group(backend=None, *args, **kwargs):
+    return _torch_init_process_group("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
+
+
+torch.distributed.init_process_group = _init_process_group
+
+from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: E402
+
+# 10. verl offloads forward-only models to pinned host memory, and pinning needs an accelerator to pin for.
+_offload_policy_init = CPUOffloadPolicy.__init__
+
+
+def _no_pinning(self, pin_memory=True):
+    _offload_policy_init(self, pin_memory=False)
+
+
+CPUOffloadPolicy.__init__ = _no_pinning  # type: ignore[method-assign]
+
+import torch.nn.functional as F  # noqa: E402  (verl reads the above when it is imported)
+from transformers import AttentionInterface, AutoModelForTokenClassification  # noqa: E402
+from verl.plugin.platform.platform_base import PlatformBase  # noqa: E402
+from verl.plugin.platform.platform_manager import PlatformRegistry  # noqa: E402
+
+
+def packed_attention(module, query, key, value, attention_mask, scaling=None, position_ids=None, **_):
+    """9. Causal attention over sequences packed into one row, each by itself.
+
+    transformers' `sdpa` would mask the whole row instead, whose cost grows with its square: a third of the
+    forward pass at 1,024 tokens. query [1, H, T, D]; key, value [1, H_kv, T, D]; a sequence starts where
+    position_ids [1, T] is 0. Returns ([1, T, H, D], None).
+    """
+    if query.shape[0] != 1:
+        raise ValueError(
+            "attn_implementation=cpu_packed takes packed batches: set actor_rollout_ref.model.use_remove_padding=true"
+        )
+    starts = (position_ids[0] == 0).nonzero().flatten().tolist()
+    lengths = [end - start for start, end in zip(starts, [*starts[1:], query.shape[2]], strict=True)]
+    sequences = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    outputs = [F.scaled_dot_product_attention(*s, is_causal=True, scale=scaling, enable_gqa=True) for s in sequences]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("cpu_packed", packed_attention)
+
+# 11. verl loads a critic's model with flash attention, whatever the recipe says.
+_load_value_model = AutoModelForTokenClassification.from_pretrained
+
+
+def _load_without_flash(*args, attn_implementation=None, **kwargs):
+    return _load_value_model(*args, attn_implementation="cpu_packed", **kwargs)
+
+
+AutoModelForTokenClassification.from_pretrained = _load_without_flash  # type: ignore[method-assign]
+
+
+def _device_module() -> types.ModuleType:
+    """torch.cpu with the calls that verl makes of torch.cuda: memory figures are 0, the rest does nothing."""
+    module = types.ModuleType("torch_cpu")
+    module.__dict__.update(vars(torch.cpu))
+    for name in ("empty_cache", "ipc_collect", "set_device", "synchronize", "reset_peak_memory_stats"):
+        setattr(module, name, lambda *_: None)
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+        setattr(module, name, lambda *_: 0)
+    module.__dict__.update(
+        mem_get_info=lambda *_: (psutil.virtual_memory().available, psutil.virtual_memory().total),
+        get_device_name=lambda *_: "CPU",
+        manual_seed=torch.manual_seed,
+        manual_seed_all=torch.manual_seed,
+        get_rng_state=torch.get_rng_state,
+        set_rng_state=torch.set_rng_state,
+    )
+    return module
+
+
+@PlatformRegistry.register(platform="cpu")
+class PlatformCPU(PlatformBase):
+    """1. verl's platform plugin: what verl asks of a device, answered for the CPU."""
+
+    device_name, vendor_name, device_module = "cpu", "cpu", _device_module()
+
+    def is_available(self):
+        return True
+
+    def current_device(self):
+        return torch.device("cpu")  # verl moves tensors to what this returns
+
+    def device_count(self):
+        return 1
+
+    def communication_backend_name(self):
+        return "gloo"
+
+    def ray_resource_name(self):
+        return "GPU"  # 2. logical GPUs: Ray counts them, nothing uses them
+
+    def visible_devices_envvar(self):
+        return "CUDA_VISIBLE_DEVICES"
+
+    def ray_noset_envvars(self):
+        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
+
+    def is_ipc_supported(self):
+        return False  # 7. weights go to vLLM through shared memory
+
+    def get_device_capability(self, device_index=0):
+        return None, None
+
+    def nothing(self, *_, **__):
+        """What verl asks of a device that a CPU has no need of."""
+
+    set_device = synchronize = set_allocator_settings = empty_cache = nothing
+    profiler_start = profiler_stop = cudart = nothing
+    nvtx_range = contextlib.nullcontext
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+
+
+def __getattr__(name):
+    # The vLLM worker alone asks for this class; elsewhere its imports would cost every process half a minute.
+    if name != "WorkerExtension":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+    from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+    class WorkerExtension(vLLMColocateWorkerExtension):
+        """7. vLLM's CPU layers pack their weights and drop the originals, so they must be rebuilt from a whole set."""
+
+        def update_weights_from_ipc(self, peft_config=None, base_sync_done=False, use_shm=False):
+            if peft_config and base_sync_done:  # an adapter beside the packed weights, which stay as they are
+                self.device = torch.device("cpu")
+                return super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)
+            if peft_config:
+                raise NotImplementedError("LoRA adapters on a CPU: set actor_rollout_ref.rollout.load_format=auto")
+            weights, dtype = [], self.model_runner.model_config.dtype
+            BucketedWeightReceiver(
+                zmq_handle=self._get_zmq_handle(), device=torch.device("cpu"), use_shm=use_shm
+            ).receive_weights(
+                # copies: what arrives are views of a buffer that the next bucket overwrites
+                on_bucket_received=lambda bucket, _: weights.extend((n, w.to(dtype, copy=True)) for n, w in bucket)
+            )
+            self.model_runner.reload_weights(weights_iterator=iter(weights))
+            # 8. a tied lm_head keeps its own packed copy, which the reload does not refresh
+            model = self.model_runner.model
+            if model.config.tie_word_embeddings:
+                model.lm_head.weight = model.model.embed_tokens.weight
+                model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+
+    globals()[name] = WorkerExtension
+    return WorkerExtension

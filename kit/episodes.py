@@ -1,0 +1,333 @@
+"""The one record that goes through the kit, the one file format that it has, and what episodes are worth.
+
+rollouts/step_<N>.jsonl, rollouts/val_<N>.jsonl, rollouts.jsonl and evaluation.jsonl hold an episode a line, as Gym's
+own collector writes it: the row, `response` with its output items (token ids and log-probs on the last item of each
+call of the model), `reward` and what else the verifier said, `_ng_task_index` and `_ng_rollout_index`. First in the
+line stands `_episode`: what a person looks for, and what only the kit knows. A failed episode has a status, and no
+reward. A replay of the update (--replay) needs nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+import gym_client
+from env import Task
+from gym_client import GymError
+from kit.errors import ConfigError, RunError
+
+IDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")  # Gym's, on the last item of a call
+KNOWN = ("row_id", "group_id", "server", "status", "error", "ended", "baseline", "turn_rewards", "timings")
+
+
+@dataclass
+class Episode:
+    """One conversation about one task. Lists are per response token unless a comment says otherwise."""
+
+    row_id: str  # the task's file:line
+    group_id: str  # episodes of one task in one step share it: the group of GRPO
+    server: str  # the Gym server that verifies it
+    prompt_ids: list[int]  # per prompt token
+    response_ids: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)  # 1 = sampled by the policy, 0 = observed
+    log_probs: list[float] = field(default_factory=list)  # the sampler's, at the sampling temperature; 0 if observed
+    turns: list[tuple[int, int, int]] = field(default_factory=list)  # per turn: first token, end, end in `output`
+    output: list[dict[str, Any]] = field(default_factory=list)  # all that was said, as Responses items
+    ended: str = ""  # stop | length | turns | terminated | truncated (the environment's own limit)
+    reward: float | None = None
+    turn_rewards: list[float] = field(default_factory=list)  # of each turn, where the environment pays turns
+    reward_components: dict[str, float] = field(default_factory=dict)
+    baseline: float | None = None  # reward of a greedy answer to the same prompt (remax)
+    verdict: dict[str, Any] = field(default_factory=dict)  # what else the verifier said
+    status: str = "ok"  # or the reason of the failure, as in gym_client
+    error: str = ""
+    lost: bool = False  # its Gym server went away in the middle
+    timings: dict[str, float] = field(default_factory=dict)  # seconds: generate, tools, verify, verify_call
+    row: dict[str, Any] = field(default_factory=dict)  # the task's, verbatim
+
+    @property
+    def question(self) -> str:
+        """The last thing that the row says to the model, as text; empty where the environment says it."""
+        asked = self.row.get("responses_create_params", {}).get("input") or ""
+        content = asked if isinstance(asked, str) else asked[-1].get("content") or ""
+        return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+    @property
+    def response(self) -> str:
+        """What the policy said last, as text."""
+        said = [item for item in self.output if item.get("role") == "assistant"]
+        return "".join(part["text"] for part in said[-1]["content"]) if said else ""
+
+    @property
+    def transcript(self) -> str:
+        """All that was said after the prompt, for people: text, calls, and what came back."""
+        parts = []
+        for item in self.output:
+            if item["type"] == "function_call":
+                parts.append(f"{item['name']}({item['arguments']})")
+            elif item.get("role") == "assistant":
+                parts.append("".join(part["text"] for part in item["content"]))
+            elif item["type"] != "reasoning":
+                parts.append(f"=> {item.get('output') or item.get('content')}")
+        return " ".join(parts)
+
+
+def append(episode: Episode, ids: list[int], log_probs: list[float] | None = None) -> None:
+    """Tokens at the end of the response: sampled with log-probs, observed without."""
+    begin = len(episode.response_ids)
+    episode.response_ids += ids
+    episode.response_mask += [int(log_probs is not None)] * len(ids)
+    episode.log_probs += log_probs if log_probs is not None else [0.0] * len(ids)
+    if log_probs is not None:
+        episode.turns.append((begin, begin + len(ids), len(episode.output)))
+
+
+def fill(episode: Episode, output: Sequence[Mapping[str, Any]]) -> None:
+    """Fill `episode` from output items of which some carry their token ids (IDS).
+
+    Each call's prompt must begin with all that came before it, id for id: then what is new in it was observed.
+    Raises GymError('not_contiguous').
+    """
+    seen: list[int] = []
+    for item in output:
+        prompt, ids, log_probs = (list(item.get(key) or []) for key in IDS)
+        episode.output.append({key: value for key, value in item.items() if key not in IDS and value is not None})
+        if not ids:
+            continue
+        if not prompt or prompt[: len(seen)] != seen or len(log_probs) != len(ids):
+            same = next((i for i, (a, b) in enumerate(zip(prompt, seen, strict=False)) if a != b), len(prompt))
+            parts = f"has {len(prompt)} prompt tokens, which part from the {len(seen)} seen before at {same}"
+            why = f"model call {len(episode.turns) + 1} {parts}; {len(ids)} ids, {len(log_probs)} log-probs"
+            raise GymError("not_contiguous", why)
+        if seen:
+            append(episode, prompt[len(seen) :])
+        else:
+            episode.prompt_ids = prompt
+        append(episode, ids, log_probs)
+        seen = prompt + ids
+
+
+# --- as lines of JSON ----------------------------------------------------------------------------
+
+
+def as_record(episode: Episode, task_index: int, rollout_index: int) -> dict[str, Any]:
+    """An episode as a line of a rollouts file. The indices are Gym's: of the row among its files' rows, and of the
+    episode among those of the row in this file."""
+    text = {"prompt": episode.question, "answer": episode.transcript, "reward": episode.reward}
+    lengths = {"prompt_tokens": len(episode.prompt_ids), "response_tokens": len(episode.response_ids)}
+    known = {key: getattr(episode, key) for key in KNOWN}
+    output = [dict(item) for item in episode.output]
+    for begin, end, last in episode.turns:
+        seen, ids = episode.prompt_ids + episode.response_ids[:begin], episode.response_ids[begin:end]
+        short = [float(str(np.float32(p))) for p in episode.log_probs[begin:end]]  # as short as 32 bits allow
+        output[last - 1] |= dict(zip(IDS, (seen, ids, short), strict=True))
+    wanted = episode.reward_components or "reward_components" in episode.row
+    parts = {"reward_components": episode.reward_components} if wanted else {}
+    answer = {"response": gym_client.response(output), "reward": episode.reward, **parts, **episode.verdict}
+    places = {"_ng_task_index": task_index, "_ng_rollout_index": rollout_index}
+    ours = {"_episode": {**text, **known, **lengths}}  # first, and whatever the row says
+    return ours | episode.row | answer | places | ours
+
+
+def from_record(record: dict[str, Any], row: dict[str, Any]) -> Episode:
+    """What `as_record` wrote, and the task's row -> the episode. Raises KeyError, TypeError for another format."""
+    known = {key: record["_episode"][key] for key in KNOWN}
+    told = {"_episode", "response", "reward", "reward_components", "_ng_task_index", "_ng_rollout_index"}
+    verdict = {key: value for key, value in record.items() if key not in told and key not in row}
+    parts = record.get("reward_components") or {}
+    made = {"reward": record["reward"], "reward_components": parts, "verdict": verdict, "row": row}
+    episode = Episode(prompt_ids=[], **known, **made)
+    fill(episode, record["response"]["output"])
+    episode.log_probs = [float(np.float32(p)) for p in episode.log_probs]
+    return episode
+
+
+def write(out: IO[str], record: dict[str, Any]) -> None:
+    """One line of a file that `open_records` opened."""
+    out.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def open_records(path: Path, mode: str) -> IO[str]:
+    """Half of a surrogate pair, which no UTF-8 has, is written as JSON's own escape for it."""
+    return path.open(mode, encoding="utf-8", errors="backslashreplace")
+
+
+def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, record) of a rollouts file. Raises ConfigError for a line of another format."""
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line:
+            continue
+        try:
+            record = json.loads(line)
+            record["_episode"]["row_id"], record["response"]["output"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            was = b'"tokens"' in line or b"_ng_task_index" in line
+            older = "; it is of an older format of the kit's" if was else ""
+            raise ConfigError(
+                f"{path}:{number}: no episode of a rollouts file ({error!r}){older}; give another trainer.experiment_"
+                "name, or a file as this version writes it"
+            ) from None
+        yield number, record
+
+
+def load_replay(path: Path, tasks: Sequence[Task]) -> list[list[Episode]]:
+    """The episodes of a rollouts file by batch of prompts, in the order in which they were sampled.
+
+    Their rows come from the recipe's own files, by row id. Raises ConfigError.
+    """
+    rows: Mapping[str, dict[str, Any]] = {task.row_id: task.row for task in tasks}
+    batches: dict[str, list[Episode]] = {}
+    if not path.is_file():
+        raise ConfigError(f"--replay {path}: no such file; give one of runs/<name>/rollouts")
+    for number, record in read_records(path):
+        if (row_id := record["_episode"]["row_id"]) not in rows:
+            raise ConfigError(f"{path}:{number}: env.train_files have no row {row_id}; give the same recipe")
+        try:
+            episode = from_record(record, rows[row_id])
+        except (KeyError, TypeError, GymError) as error:
+            why = f"no episode of rollouts/step_<N>.jsonl ({error!r}); give it as it was written"
+            raise ConfigError(f"--replay {path}:{number}: {why}") from None
+        batches.setdefault(episode.group_id.rpartition("/")[0], []).append(episode)
+    if not batches:
+        raise ConfigError(f"--replay {path}: holds no episode; give the file of another step")
+    return list(batches.values())
+
+
+# --- which of them are trained on ----------------------------------------------------------------
+
+
+def groups(episodes: Sequence[Any]) -> dict[str, list[Any]]:
+    """{group id: its episodes}, in order of appearance."""
+    members = defaultdict(list)
+    for episode in episodes:
+        members[episode.group_id].append(episode)
+    return dict(members)
+
+
+def keep(
+    episodes: Sequence[Any], members: int = 2, filters: Sequence[Callable[[list[Any]], list[Any]]] = ()
+) -> tuple[list[Any], dict[str, int]]:
+    """(the episodes that may be trained on: verified, past the filters, in groups of at least `members`; how many each
+    filter dropped or masked, by its name).
+
+    verl's group estimators sum rewards without a mask and give a group of one its raw reward as advantage, so a
+    failed episode, or a group left with one, must be gone before the advantage. Estimators that compare no answers
+    (GAE, REINFORCE++) take groups of one. Where the filters masked every token, nothing is left.
+    """
+    kept = [e for e in episodes if e.status == "ok"]
+    dropped: dict[str, int] = {}
+    for function in (list, *filters):
+        new = function(kept)
+        if function is not list:
+            name = getattr(function, "__name__", "filter")
+            gone = sum(any(e.response_mask) for e in kept) - sum(any(e.response_mask) for e in new)
+            dropped[name] = dropped.get(name, 0) + gone
+        kept = [e for group in groups(new).values() if len(group) >= members for e in group]
+    return (kept if any(any(e.response_mask) for e in kept) else []), dropped
+
+
+def first_groups(episodes: Sequence[Any], count: int) -> list[Any]:
+    """The episodes of the first `count` groups."""
+    return [e for group in list(groups(episodes).values())[:count] for e in group]
+
+
+def check_failures(episodes: Sequence[Episode], max_failed_frac: float) -> None:
+    """Raises RunError when too many episodes failed: what is left is not a sample of the task any more."""
+    failed = [e for e in episodes if e.status != "ok"]
+    if len(failed) > max_failed_frac * len(episodes):
+        reasons = ", ".join(f"{count} {status}" for status, count in Counter(e.status for e in failed).most_common())
+        raise RunError(
+            f"{len(failed)} of {len(episodes)} episodes failed ({reasons}), over gym.max_failed_frac="
+            f"{max_failed_frac:g}; see failures.jsonl of the run; the first: {failed[0].row_id}: {failed[0].error}"
+        )
+
+
+# --- metrics -------------------------------------------------------------------------------------
+
+
+def scores(episodes: Sequence[Episode], n: int, server: str, prefix: str = "val-core") -> dict[str, float]:
+    """mean@n of the reward and of acc (a reward of 1 or more), and pass@k for k = 1, 2, 4, ... n: some of k are right.
+
+    Over the verified episodes of one server, of which each row should have n. pass@k is unbiased (Chen et al. 2021,
+    arXiv:2107.03374, equation 1); rows with fewer than k episodes do not count for it.
+    """
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for e in episodes:
+        rewards[e.row_id].append(float(e.reward or 0.0))
+    flat = [r for row in rewards.values() for r in row]
+    metrics = {
+        f"{prefix}/{server}/acc/mean@{n}": float(np.mean([r >= 1.0 for r in flat])),
+        f"{prefix}/{server}/reward/mean@{n}": float(np.mean(flat)),
+    }
+    for k in sorted({2**p for p in range(n.bit_length()) if 2**p <= n} | {n}):
+        rows = [(len(row), sum(r >= 1.0 for r in row)) for row in rewards.values() if len(row) >= k]
+        if rows:
+            chances = [1 - math.comb(m - right, k) / math.comb(m, k) for m, right in rows]
+            metrics[f"{prefix}/{server}/acc/pass@{k}"] = float(np.mean(chances))
+    return metrics
+
+
+def validation_metrics(episodes: Sequence[Episode], n: int) -> dict[str, float]:
+    """`scores` of n episodes for each row, over verified ones only, by server."""
+    metrics = {"val-aux/failed_frac": float(np.mean([e.status != "ok" for e in episodes]))}
+    for server in sorted({e.server for e in episodes}):
+        ok = [e for e in episodes if e.server == server and e.status == "ok"]
+        if ok:
+            metrics |= scores(ok, n, server)
+            metrics[f"val-aux/{server}/response_length/mean"] = float(np.mean([len(e.response_ids) for e in ok]))
+    return metrics
+
+
+def rollout_metrics(episodes: Sequence[Episode], kept: Sequence[Episode]) -> dict[str, float]:
+    """What verl's metrics do not know: failures by reason, groups not kept, groups whose answers all earn the same, how
+    episodes ended, all by server."""
+    failed = Counter(e.status for e in episodes if e.status != "ok")
+    ok = [e for e in episodes if e.status == "ok"]
+    gone = len({e.group_id for e in episodes}) - len({e.group_id for e in kept})
+    uniform = sum(len({e.reward for e in group}) == 1 < len(group) for group in groups(ok).values())
+    metrics = {"rollout/episodes": float(len(episodes)), "rollout/kept": float(len(kept))}
+    metrics |= {"rollout/failed_frac": 1 - len(ok) / len(episodes), "rollout/groups_dropped": float(gone)}
+    metrics["rollout/groups_uniform"] = float(uniform)
+    metrics |= {f"rollout/failed/{status}": float(count) for status, count in failed.items()}
+    if ok:
+        ended = Counter(e.ended for e in ok)
+        metrics |= {f"rollout/ended/{why}_frac": count / len(ok) for why, count in ended.items()}
+        metrics["rollout/turns/mean"] = float(np.mean([len(e.turns) for e in ok]))
+        metrics["rollout/reward/mean"] = float(np.mean([e.reward for e in ok]))
+    latency = [e.timings["verify_call"] for e in ok if "verify_call" in e.timings]
+    if latency:
+        metrics |= {f"verify/latency_s/p{p}": float(np.percentile(latency, p)) for p in (50, 95)}
+    for server in sorted({e.server for e in episodes}):
+        mine = [e for e in ok if e.server == server]
+        total = sum(e.server == server for e in episodes)
+        metrics[f"rollout/{server}/failed_frac"] = 1 - len(mine) / total
+        if mine:
+            metrics[f"reward/{server}/mean"] = float(np.mean([e.reward for e in mine]))
+            metrics[f"rollout/{server}/response_length/mean"] = float(np.mean([len(e.response_ids) for e in mine]))
+    return metrics | component_means(ok)
+
+
+def component_means(episodes: Sequence[Episode]) -> dict[str, float]:
+    """The mean of every named part of the reward, by server."""
+    parts: dict[str, list[float]] = defaultdict(list)
+    for e in episodes:
+        for name, value in e.reward_components.items():
+            parts[f"reward/{e.server}/{name}/mean"].append(value)
+    return {name: float(np.mean(parts[name])) for name in sorted(parts)}
+
+
+def pass_rates(episodes: Sequence[Episode], before: Mapping[str, float]) -> dict[str, float]:
+    """{row id: fraction of its verified episodes with a reward of 1 or more}, halfway from what it was before."""
+    results: dict[str, list[float]] = defaultdict(list)
+    for e in episodes:
+        if e.status == "ok":
+            results[e.row_id].append(float((e.reward or 0.0) >= 1.0))
+    return {row: 0.5 * before.get(row, float(np.mean(r))) + 0.5 * float(np.mean(r)) for row, r in results.items()}

@@ -1,0 +1,165 @@
+"""What ends a run that hangs, has lost a process or was asked to stop: stages, deadlines, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from omegaconf import DictConfig
+
+from kit import watch
+from kit.errors import RunError, Stop
+
+STOP_S = 30  # seconds that an update has to end in, once the run was asked to stop
+END_S = 60  # seconds for the processes to end in, before they are killed
+WHOLE = ("update_critic", "update_actor", "update_weights", "save_checkpoint")  # stages that are not left half done
+AGAIN = "The same command goes on from the last checkpoint"
+
+
+class Guard:
+    """A run's stages. `say` prints a line, `show` the stage under way; `timing` holds their seconds, of this step."""
+
+    def __init__(self, config: DictConfig, logs: Path, say: Callable[[str], None], show: Callable[[str], None]):
+        self.config, self.logs, self.say, self.show = config, logs, say, show
+        self.timing: dict[str, float] = {}
+        self.current, self.failed, self.ends = "", "", False  # the stage; that in which an error was; all is closing
+        self.asked, self.asked_at, self.lost = 0, 0.0, ""  # the signal that asked to stop, when; what was lost
+        self.ending: Stop | None = None
+        self.watch: watch.Watch | None = None
+        self.loop: asyncio.Runner | None = None
+        self.before: dict[int, Any] = {}  # whose signals these are: signal -> handler
+
+    def listen(self) -> None:
+        """Take the signals by which a run is stopped; again after ray.init, which takes SIGTERM for a crash."""
+        handlers = {signal.SIGINT: self.asked_to_stop, signal.SIGTERM: self.asked_to_stop, signal.SIGALRM: self.alarmed}
+        for signum, handler in handlers.items():
+            present = signal.getsignal(signum)
+            # a shell gives a command in the background (&) an ignored SIGINT, which must stay so
+            if signum == signal.SIGALRM or present is not signal.SIG_IGN:
+                signal.signal(signum, handler)
+            self.before.setdefault(signum, present)
+
+    def give_back(self) -> None:
+        """The signals are whose they were: a notebook goes on after the run."""
+        signal.alarm(0)
+        for signum, handler in self.before.items():
+            signal.signal(signum, handler)
+
+    def asked_to_stop(self, signum: int, _frame: Any) -> None:
+        """Ctrl-C or SIGTERM: once, to save what is done and end in order; twice, to end at once."""
+        if self.asked and time.monotonic() < self.asked_at + 1.0:
+            return  # once, from a wrapper that passes it on and a terminal that sends it to the whole group
+        if self.asked:
+            watch.end_now(128 + signum, self.watch)
+        self.asked, self.asked_at = signum, time.monotonic()
+        self.say(f"{signal.Signals(signum).name}: the run saves what is done and ends; once more ends it at once")
+        if self.current and self.current not in WHOLE:
+            self.stop_asked()
+        if self.current not in ("", "save_checkpoint"):  # a checkpoint is what is wanted
+            signal.alarm(STOP_S)
+
+    def stop(self, why: str, status: int = 1, save: bool = False) -> NoReturn:
+        """Raise what ends the run, and keep it: Ray's waiting makes a plain KeyboardInterrupt of it (see `stage`)."""
+        self.ending = Stop(why, status, save)
+        raise self.ending
+
+    def stop_asked(self) -> NoReturn:
+        """Raise what ends a run that was asked to stop, between two updates."""
+        self.stop("interrupted", 128 + self.asked, save=True)
+
+    def alarmed(self, *_: Any) -> None:
+        """A deadline has passed, or the watch has lost a process."""
+        if self.ends:  # and does not come to it: what ended the run is told here, since it will not be told again
+            error = sys.exc_info()[1]
+            print(f"error: {error or 'the processes of the run'} (they did not end in {END_S} s)", file=sys.stderr)
+            watch.end_now(error.status if isinstance(error, Stop) else int(error is not None), self.watch)
+        if not self.current:
+            return  # between two stages; the next one sees what is lost
+        where = f"stage {self.current}"
+        if self.lost:
+            self.stop(f"{where}: {self.lost}. {AGAIN}")
+        if self.asked:
+            self.stop(f"{where} did not end within {STOP_S} s and was given up, not saved. {AGAIN}", 128 + self.asked)
+        seconds, last = self.config.env.stage_deadline_s, watch.latest_words(self.logs)
+        self.stop(f"{where} got nowhere in {seconds:g} s (env.stage_deadline_s); raise it if that is only slow; {last}")
+
+    def progress(self) -> None:
+        """A stage that gets on does not hang: its deadline counts from now (env.stage_deadline_s, in whole seconds)."""
+        if self.current:
+            signal.alarm(max(1, round(self.config.env.stage_deadline_s)))
+
+    def lose(self, what: str) -> None:
+        """Called by the watch, in its thread: wake the loop, whatever it waits for."""
+        self.lost = what
+        if self.current:
+            os.kill(os.getpid(), signal.SIGALRM)
+
+    def end(self) -> None:
+        """The processes are about to be stopped, and have END_S for it."""
+        self.current, self.ends = "", True
+        signal.alarm(END_S)
+        if self.watch:
+            self.watch.rest()
+        if self.loop:
+            self.loop.run(drop_tasks())
+            self.loop = None
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage into `timing` (seconds), show it, and end the run if it hangs or was asked to stop."""
+        begin, inner, outer = time.perf_counter(), name != "step", self.current
+        try:
+            if inner:
+                self.current = name
+                if self.lost:
+                    self.alarmed()
+                if self.asked and name not in WHOLE:
+                    self.stop_asked()
+                self.show(name)
+                self.progress()
+                if self.asked and name != "save_checkpoint":
+                    signal.alarm(STOP_S)
+            yield
+        except KeyboardInterrupt as error:
+            raise (self.ending or error) from None
+        except Exception as error:
+            self.failed = name if inner else self.failed
+            if type(error).__module__.split(".")[0] != "ray":
+                raise
+            cause = watch.root_cause(error, self.logs)
+            raise RunError(f"stage {name}: {cause}. {AGAIN}, once that is mended") from error
+        finally:
+            if inner:
+                signal.alarm(0)
+                self.current = outer
+            self.timing[name] = self.timing.get(name, 0.0) + time.perf_counter() - begin
+
+    @contextlib.contextmanager
+    def saving(self, save: Callable[[], Path | None]) -> Iterator[None]:
+        """Around the loop: a run that was asked to stop, or fails while the weights are whole, saves before it ends."""
+        try:
+            yield
+            if self.asked:
+                self.stop_asked()
+        except (Stop, Exception) as error:
+            # true of a Gym server that is gone or a reward that raises; not of half an update, or a worker that is lost
+            whole = self.failed not in WHOLE and type(error.__cause__).__module__.split(".")[0] != "ray"
+            wanted = error.save if isinstance(error, Stop) else whole
+            if wanted:
+                self.say(f"the last checkpoint is {save() or 'none: no step was done'}")
+            raise
+
+
+async def drop_tasks() -> None:
+    """Cancel the episodes that a stop left half done, else they would wake up while all is closed."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,367 @@
+"""Start NeMo Gym's servers from the nemo-gym package, wait until they answer, keep them up, and stop them.
+
+Lift this file alone into another project; it needs only httpx, and an interpreter of its own that has
+nemo-gym (`make gym` makes one in .venv-gym):
+
+    servers = {"math": {"start": {"server": "math_with_judge"}}, "far": {"url": "http://10.0.0.7:8001"}}
+    with running_servers(servers, Path("logs")) as urls:
+        ...  # urls["math"] is "http://127.0.0.1:23456"; far was not started, only waited for
+
+Each server is one process with one log. A name without `agent` is one resources server (/seed_session, tools, /verify).
+For a name with `agent` Gym's agent answers (POST /run) and owns the turns; behind it stand the resources server and
+`policy_model`, Gym's model server, which all agents of a run share and which asks `policy`, an OpenAI-compatible
+endpoint, for its answers and their token ids. Settings come from the server's own YAML in the package; a recipe names
+only what it changes.
+
+One resources server, until Ctrl-C: python -m kit.gym_servers NAME [--port 8001] [--python .venv-gym/bin/python]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import difflib
+import errno
+import importlib.util
+import json
+import logging
+import os
+import re
+import runpy
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from subprocess import DEVNULL, Popen, TimeoutExpired
+from threading import Event, Thread
+from typing import Any
+
+START_DEADLINE_S = 90.0  # a Gym server imports for 3 to 30 s before it answers
+RESTART_S = 5.0  # between two restarts of one server, at least
+START_KEYS = {"python", "server", "host", "port", "config", "agent", "agent_config"}
+PYTHON = ".venv-gym/bin/python"  # that has nemo-gym; never this one, which it would break
+HOST = "127.0.0.1"
+POLICY_MODEL = "policy_model"  # the name that Gym's own YAML uses for the model that is trained
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")  # what a log file may be called by
+HANDOVER = "GYM_SERVERS_HANDOVER"  # environment variable: what a started process is to be, as JSON
+logger = logging.getLogger(__name__)
+Block = Mapping[str, Any]  # one process, as `plan` says
+
+
+class GymStartError(RuntimeError):
+    """A Gym server that is not there, or did not start; the message says what to do."""
+
+
+def discover(head: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Ask a Gym head server who is there: ({resources server: url}, {agent: its resources server}).
+
+    head: "http://host:11000". Raises GymStartError. Needs pyyaml: the head answers YAML inside a JSON string.
+    """
+    import httpx
+    import yaml
+
+    try:
+        answer = httpx.get(f"{head}/global_config_dict_yaml", timeout=10.0, trust_env=False).raise_for_status()
+        blocks = {name: block for name, block in yaml.safe_load(answer.json()).items() if isinstance(block, dict)}
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, AttributeError, yaml.YAMLError) as error:
+        raise GymStartError(f"gym.head: {head} is no head server of Gym's ({error!r}); ng_run starts one") from None
+    servers, agents = {}, {}
+    for name, block in blocks.items():
+        for server in (block.get("resources_servers") or {}).values():
+            host = server.get("host") or HOST
+            if host in ("0.0.0.0", HOST, "localhost"):  # as the head sees itself; we may sit elsewhere
+                host = answer.url.host
+            if server.get("port"):  # else it is configured, but not started
+                servers[name] = f"http://{host}:{server['port']}"
+        for agent in (block.get("responses_api_agents") or {}).values():
+            if reference := (agent.get("resources_server") or {}).get("name"):
+                agents[name] = reference
+    return servers, agents
+
+
+def port_in_use(host: str, port: int) -> bool:
+    """True when something listens on host:port."""
+    with socket.socket() as probe:
+        probe.settimeout(2.0)
+        return probe.connect_ex((host, port)) == 0
+
+
+def free_port(host: str = HOST) -> int:
+    """A port that was free a moment ago. Raises GymStartError.
+
+    From 20000 to 32767: above Ray's workers and below what Linux gives to outgoing connections, either of
+    which could take the port while the server that it is meant for still imports.
+    """
+    port = 20000 + secrets.randbelow(12768)
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return free_port(host)
+            raise GymStartError(f"host {host!r} is not one of this machine's ({error}); use 127.0.0.1") from None
+    return port
+
+
+def check_server(name: str, spec: Mapping[str, Any]) -> None:
+    """Whether a server's url answers, or its start can work (spec: see `running_servers`). Raises GymStartError."""
+    start, where = spec.get("start") or {}, f"gym.servers.{name}.start"
+    for key, part in ("gym.servers", name), (f"{where}.agent", start.get("agent") or "none"):
+        if not NAME.fullmatch(str(part)):
+            raise GymStartError(f"{key}: {part!r} is no name; take letters, digits, _, - and ., but no . at its begin")
+    if spec.get("url"):
+        return wait_ready(name, str(spec["url"]).rstrip("/"))
+    if unknown := set(start) - START_KEYS:
+        raise GymStartError(f"{where}: unknown key {min(unknown)!r}; it takes {', '.join(sorted(START_KEYS))}")
+    if wrong := [k for k in ("config", "agent_config") if not isinstance(start.get(k) or {}, Mapping)]:
+        raise GymStartError(f"{where}.{wrong[0]} is {start[wrong[0]]!r}; it takes keys and values of Gym's YAML")
+    if start.get("agent_config") and not start.get("agent"):
+        raise GymStartError(f"{where}.agent_config is set, but no agent; add agent: simple_agent")
+    if name in (POLICY_MODEL, "head_server", "dry_run"):
+        raise GymStartError(f"gym.servers.{name}: Gym uses that name itself; choose another, and set start.server")
+    host, port, python = start.get("host") or HOST, start.get("port"), start.get("python") or PYTHON
+    if not (Path(python).is_file() and os.access(python, os.X_OK)):
+        raise GymStartError(f"gym.servers.{name}: no interpreter at {python}; `make gym` makes that environment")
+    if port and not str(port).isdigit():
+        raise GymStartError(f"{where}.port is {port!r}; it takes a number, or nothing for a free port")
+    free_port(host)  # which knows a host that is not here
+    if port and port_in_use(host, int(port)):
+        raise GymStartError(f"gym.servers.{name}: port {port} on {host} is in use; set another one, or give its url")
+
+
+def plan(name: str, start: Mapping[str, Any], policy: Mapping[str, Any] | None) -> list[Block]:
+    """The processes behind one name, as blocks of Gym's config; the last of them answers for the name.
+
+    A block runs the folder kind/impl of the package with `python`; `changes` go over what the YAML of the
+    resources server `of` says about it, and `where` is the recipe's key for them. Raises GymStartError.
+    """
+    check_server(name, {"start": start})
+    server, host, where = start.get("server") or name, start.get("host") or HOST, f"gym.servers.{name}.start"
+    shared = {"python": str(Path(start.get("python") or PYTHON).absolute()), "host": host, "of": server}
+    blocks = [(name, "resources_servers", server, start.get("config") or {}, f"{where}.config")]
+    if agent := start.get("agent"):
+        if not policy:
+            raise GymStartError(f"{where}.agent={agent} asks a policy and was given none; pass one, or leave out agent")
+        model = {"return_token_id_information": True, "uses_reasoning_parser": False, **policy}
+        owner = {
+            "resources_server": {"type": "resources_servers", "name": name},
+            "model_server": {"type": "responses_api_models", "name": POLICY_MODEL},
+            **(start.get("agent_config") or {}),
+        }
+        blocks.append((POLICY_MODEL, "responses_api_models", "vllm_model", model, "policy"))
+        blocks.append((f"{name}_{agent}", "responses_api_agents", agent, owner, f"{where}.agent_config"))
+    keys = ("name", "kind", "impl", "changes", "where")
+    ports = [*(free_port(host) for _ in blocks[1:]), int(start.get("port") or free_port(host))]
+    return [{**dict(zip(keys, b, strict=True)), **shared, "port": p} for b, p in zip(blocks, ports, strict=True)]
+
+
+def start_server(block: Block, blocks: Iterable[Block], mode: str = "wb") -> Popen[bytes]:
+    """Start the process of `block`, which finds the others by their names; does not wait for it. mode: of its log."""
+    # The server's environment is its own: nothing of this interpreter's, and no tracker that phones home.
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    env |= {"WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1"}
+    # by environment, not by argument: it holds the policy's key, and everyone may read arguments
+    env[HANDOVER] = json.dumps({"name": block["name"], "parent": os.getpid(), "blocks": list(blocks)})
+    Path(block["log"]).parent.mkdir(parents=True, exist_ok=True)
+    command = [block["python"], "-P", str(Path(__file__).absolute())]  # -P: the kit's modules stay out of its way
+    with open(block["log"], mode) as out:  # a session of its own: Ctrl-C is the kit's, which stops servers in order
+        return Popen(command, stdin=DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True)
+
+
+def wait_ready(name: str, url: str, process: Popen[bytes] | None = None, log: Path | None = None) -> None:
+    """Wait until `url` answers GET /openapi.json. Raises GymStartError with the next thing to do.
+
+    A server that the kit started has START_DEADLINE_S; one that it did not start must be there (5 s).
+    """
+    import httpx  # not at the top: the Gym environment runs this file too, and need not have it
+
+    deadline, why = time.monotonic() + (START_DEADLINE_S if process else 5.0), "no answer"
+    while time.monotonic() < deadline and not (process and process.poll() is not None):
+        try:
+            answer = httpx.get(f"{url}/openapi.json", timeout=5.0, trust_env=False)
+            if answer.status_code == 200 and isinstance(answer.json().get("paths"), dict):
+                return
+            why = f"HTTP {answer.status_code} from /openapi.json"
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"
+        time.sleep(0.2)
+    if process:
+        why = why if process.poll() is None else f"it exited with status {process.returncode}"
+        tail = log.read_text(errors="replace").strip().splitlines()[-5:] if log else []
+        raise GymStartError(f"gym server {name} did not start: {why}; log {log}: " + " | ".join(tail))
+    raise GymStartError(
+        f"gym.servers.{name}.url: {url} does not answer ({why}); start it with `python -m kit.gym_servers {name} "
+        f"--port {url.rsplit(':', 1)[-1]}`, or let the kit start it (gym.servers.{name}.start)"
+    )
+
+
+def stop_servers(processes: Collection[Popen[bytes]]) -> None:
+    """SIGTERM to all servers and whatever they forked, and SIGKILL to what is left 5 s later."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + 5.0
+    for process in processes:
+        with contextlib.suppress(TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+        with contextlib.suppress(ProcessLookupError, TimeoutExpired):
+            os.killpg(process.pid, signal.SIGKILL)  # a fork may outlive the server
+            process.wait(5.0)
+
+
+def keep_up(
+    blocks: Mapping[str, Block], started: dict[str, Popen[bytes]], on_restart: Callable[[str], None], ended: Event
+) -> None:
+    """Once a second, start again what has died of `started`, until `ended` is set. Runs in a thread.
+
+    What it started ends with this thread (PR_SET_PDEATHSIG), so the thread must outlive whatever fails in it.
+    """
+    due = dict.fromkeys(started, 0.0)  # not to be started again before that, in seconds of time.monotonic()
+    while not ended.wait(1.0):
+        for name, process in list(started.items()):
+            status, log = process.poll(), blocks[name]["log"]
+            if status is None or time.monotonic() < due[name]:
+                continue
+            due[name] = time.monotonic() + RESTART_S
+            try:
+                stop_servers([process])  # what it forked may have its port
+                started[name] = start_server(blocks[name], blocks.values(), "ab")
+                logger.warning("gym server %s ended with status %s, and is started again; log %s", name, status, log)
+                on_restart(name)
+            except Exception:
+                logger.exception("gym server %s ended with status %s; log %s", name, status, log)
+
+
+@contextlib.contextmanager
+def running_servers(
+    servers: Mapping[str, Mapping[str, Any]],
+    log_dir: Path,
+    meanwhile: Callable[[], Any] = lambda: None,
+    policy: Mapping[str, Any] | None = None,
+    on_restart: Callable[[str], None] = lambda _: None,
+) -> Iterator[dict[str, str]]:
+    """{name: {url: ...} or {start: ...}} -> {name: url}, all answering; those started stop at exit.
+
+    start, each key optional: python (an interpreter that has nemo-gym), server (folder under resources_servers; the
+    name), config (changes to its YAML), host (127.0.0.1), port (a free one), agent (folder under
+    responses_api_agents: it owns the turns; url and port are then the agent's), agent_config (changes to its YAML).
+    policy: {base_url, api_key, model} that agents ask. The servers start side by side, and beside what `meanwhile`
+    does. One that dies later is started again, on its port, and `on_restart(name)` is called from a thread; of an
+    agent's servers the name may be policy_model or {name}_{agent}. Raises GymStartError.
+    """
+    blocks: dict[str, Block] = {}  # by the name that Gym knows them by
+    started: dict[str, Popen[bytes]] = {}
+    urls: dict[str, str] = {}
+    for name, spec in servers.items():
+        if spec.get("url"):
+            urls[name] = str(spec["url"]).rstrip("/")
+            wait_ready(name, urls[name])
+            continue
+        for block in plan(name, spec.get("start") or {}, policy):
+            if block["name"] in blocks and block["name"] != POLICY_MODEL:
+                raise GymStartError(f"gym.servers: two servers would be called {block['name']}; rename {name}")
+            blocks.setdefault(block["name"], {**block, "log": str(log_dir / f"gym_{block['name']}.log")})
+            urls[name] = f"http://{block['host']}:{block['port']}"
+    ended = Event()
+    keeper = Thread(target=keep_up, args=(blocks, started, on_restart, ended), daemon=True)
+    try:
+        for name, block in blocks.items():
+            started[name] = start_server(block, blocks.values())
+        meanwhile()
+        for name, block in blocks.items():
+            wait_ready(name, f"http://{block['host']}:{block['port']}", started[name], Path(block["log"]))
+        keeper.start()
+        yield urls
+    finally:
+        ended.set()
+        try:
+            if keeper.is_alive():  # it may be starting one just now
+                keeper.join()
+        finally:
+            stop_servers(started.values())
+
+
+# --- inside the Gym environment ------------------------------------------------------------------
+
+
+def serve(name: str, parent: int, blocks: list[dict[str, Any]]) -> None:
+    """Become the server `name`: hand Gym the blocks as `ng_run` does, by two environment variables."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with the kit, whatever its exit
+    if os.getppid() != parent:
+        sys.exit("the process that asked for this server is gone")
+    block = next(b for b in blocks if b["name"] == name)
+    found = importlib.util.find_spec("nemo_gym")
+    if not found or not found.origin:
+        sys.exit(f"{sys.executable} has no nemo-gym; `make gym` makes an environment that has")
+    package, impl = Path(found.origin).parent.parent, block["impl"]
+    folder = package / block["kind"] / impl
+    if not (folder / "app.py").is_file():
+        kind = block["kind"].removeprefix("responses_api_").removesuffix("s").replace("_", " ")
+        near = difflib.get_close_matches(impl, [path.parent.name for path in folder.parent.glob("*/app.py")], 4, 0.0)
+        sys.exit(f"nemo-gym has no {kind} {impl!r}; nearest are {', '.join(near)}; all are in {folder.parent}")
+    import pydantic
+    import yaml
+
+    config: dict[str, Any] = {b["name"]: {b["kind"]: {b["impl"]: settings(b, package)}} for b in blocks}
+    # `???`, or `${name}` of a file that the kit does not read
+    if unset := re.findall(r"(\w+): .*(?:\?\?\?|\$\{\w+\})", yaml.safe_dump(config[name])):
+        sys.exit(f"nemo-gym's YAML for {impl} leaves {', '.join(unset)} to you; set it in {block['where']}")
+    config |= {"head_server": {"host": block["host"], "port": block["port"]}, "dry_run": False}
+    os.environ["NEMO_GYM_CONFIG_DICT"], os.environ["NEMO_GYM_CONFIG_PATH"] = yaml.safe_dump(config), name
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    try:
+        gym = importlib.import_module("nemo_gym.server_utils")
+        gym.initialize_ray = lambda: None  # type: ignore[attr-defined]  # 6 processes that most servers never use
+        runpy.run_path(str(folder / "app.py"), run_name="__main__")
+    except ModuleNotFoundError as error:
+        sys.exit(f"no module {error.name!r}; install what {folder}/requirements.txt lists for {sys.executable}")
+    except pydantic.ValidationError as error:
+        fields = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        sys.exit(f"{impl}: its settings do not fit ({fields}); set them in {block['where']}")
+
+
+def settings(block: Block, package: Path) -> dict[str, Any]:
+    """What Gym is told about one server: the package's YAML, then the changes, then host and port.
+
+    The YAML is the first that knows kind and impl: of the server `of` (its namesake first), then of impl.
+    """
+    import yaml
+
+    kind, impl, of = block["kind"], block["impl"], block["of"]
+    folders = [package / "resources_servers" / of / "configs", package / kind / impl / "configs"]
+    if kind == "responses_api_models":
+        folders = []  # these files describe judges and ${policy_base_url}; the changes say all of it
+    files = (path for d in folders for path in sorted(d.glob("*.yaml"), key=lambda p: (p.stem != of, p.name)))
+    entries = (entry for path in files for entry in (yaml.safe_load(path.read_text()) or {}).values())
+    kinds = (e[kind] for e in entries if isinstance(e, dict) and isinstance(e.get(kind), dict))
+    found = {"domain": "other"} if kind == "resources_servers" else {}
+    found |= next((servers[impl] for servers in kinds if servers.get(impl)), {})
+    return {"entrypoint": "app.py", **found, **block["changes"], "host": block["host"], "port": block["port"]}
+
+
+def main() -> None:
+    """Serve one resources server in the foreground until Ctrl-C or SIGTERM."""
+    parser = argparse.ArgumentParser(description="Start one resources server of the installed nemo-gym package.")
+    parser.add_argument("name", help="folder under resources_servers, for example reasoning_gym")
+    parser.add_argument("--port", type=int, default=8001)
+    parser.add_argument("--python", default=PYTHON, help="interpreter that has nemo-gym")
+    start = vars(parser.parse_args())
+    name = start.pop("name")
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sig, lambda *_: sys.exit(0))
+    try:
+        with running_servers({name: {"start": start}}, Path("runs/gym")) as urls:
+            print(f"{name} serves on {urls[name]}; Ctrl-C stops it", flush=True)
+            signal.pause()
+    except GymStartError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    handover = os.environ.pop(HANDOVER, "")
+    serve(**json.loads(handover)) if handover else main()

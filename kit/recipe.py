@@ -1,0 +1,281 @@
+"""What a recipe comes to, before anything starts: prepared, summed up, shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+import os
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+import env
+from kit import checks, gym_servers, plugins
+from kit.config import MICRO_BATCH_TOKENS, MODEL, changed, public, raise_all, to_plain
+from kit.errors import ConfigError
+
+TRAIN, VAL = "env.train_files", "env.val_files"
+FILES = {"train": [TRAIN, VAL], "sft": [TRAIN, VAL], "rollout": [TRAIN], "evaluate": [VAL]}  # the first must be given
+
+
+@dataclasses.dataclass
+class Data:
+    """What the checks loaded: tasks, the tokenizer, and the ids that end a response."""
+
+    train: list[Any]  # env.Task; for sft, sft.Example
+    validation: list[Any]
+    dropped: list[str]  # rows whose prompt is over data.max_prompt_length
+    tokenizer: Any
+    stop_ids: set[int]
+    reward: Callable[[Any], float]  # what an episode is worth: the verifier's word, or env.reward
+    filters: list[Callable[[list[Any]], list[Any]]]  # env.filters, and verl's algorithm.filter_groups
+    sampler: Callable[..., list[env.Task]]  # (tasks, size, batch, seed, pass_rates) -> tasks
+    vocabulary: int  # ids that the model has
+
+
+def prepare(config: DictConfig, command: str = "train") -> Data:
+    """Check the recipe against its model, files and servers, fill in what follows from them, and load its tasks.
+
+    command: train, rollout or evaluate; kit/sft.py prepares its own. Raises ConfigError, PluginError, env.DataError,
+    gym_client.GymError or gym_servers.GymStartError, before any worker starts.
+    """
+    tokenizer, stop_ids, functions = check_recipe(config, command)
+    found, agents = gym_servers.discover(config.gym.head) if config.gym.head else ({}, {})
+    aliases = {name: name for name in (*found, *config.gym.servers)}
+    aliases = {agent: server for agent, server in agents.items() if server in found} | aliases
+    only, limit = to_plain(config.env.servers), config.data.max_prompt_length
+    files = {key: to_plain(OmegaConf.select(config, key)) if key in FILES[command] else [] for key in (TRAIN, VAL)}
+    train, dropped = env.load_tasks(files[TRAIN], tokenizer, aliases, limit, only)
+    validation, over = env.load_tasks(files[VAL], tokenizer, aliases, limit, only)
+    train, validation = train[: config.env.max_rows], validation[: config.env.val_max_rows]
+    tasks, dropped = [*train, *validation], [*dropped, *over]
+    size, lost = config.data.train_batch_size, f"dropped: {', '.join(dropped[:3]) or 'none'}"
+    if command == "train" and len(train) < size:
+        held = f"{TRAIN} hold {len(train)} usable rows, fewer than data.train_batch_size={size}"
+        raise ConfigError(f"{held}; add some, or lower it; {lost}")
+    if not tasks:
+        way_out = f"add some, or raise data.max_prompt_length={limit}"
+        raise ConfigError(f"{FILES[command][0]} hold no usable row; {way_out}; {lost}")
+    if any(task.tools for task in tasks):
+        checks.check_tool_format(config.actor_rollout_ref.rollout.multi_turn.format)
+    for name in sorted({task.server for task in tasks} - set(config.gym.servers)):
+        config.gym.servers[name] = {"url": found[name]}
+    for name, server in to_plain(config.gym.servers).items():
+        if server.get("url"):
+            gym_servers.check_server(name, server)
+    return Data(train, validation, dropped, tokenizer, stop_ids, *functions)
+
+
+def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception] = ()) -> tuple[Any, set[int], Any]:
+    """What every command checks and fills in -> (tokenizer, stop ids, plugins.functions(config)).
+
+    What takes no time is checked first, and all that is wrong there is told at once, with `problems`: what load_config
+    found. Then what takes 7 s to import; then the model, which may be on the hub. Raises as `prepare`.
+    """
+    texts = [*checks.check_choices(config), *checks.check_sizes(config, command), *checks.check_algorithm(config)]
+    texts += checks.check_sampling(config, command)
+    raise_all([*problems, *check_files(config, command), *map(ConfigError, texts)])
+    if library := config.actor_rollout_ref.model.external_lib:
+        try:
+            importlib.import_module(library)  # for its names in verl's registries; the workers import it by themselves
+        except ImportError as error:
+            way_out = "install it, or add its folder to PYTHONPATH"
+            raise ConfigError(f"{MODEL}.external_lib={library} cannot be imported: {error}; {way_out}") from None
+    functions = plugins.functions(config)
+    raise_all([ConfigError(text) for text in checks.check_names(config, command)])
+    tokenizer, hf_config, stop_ids = load_model_files(config)
+    if config.reward.reward_model.enable:
+        checks.check_reward_model(config, tokenizer)
+    fill_in(config, hf_config, command)
+    return tokenizer, stop_ids, (*functions, hf_config.get_text_config().vocab_size)
+
+
+def check_files(config: DictConfig, command: str) -> Iterator[Exception]:
+    """The rows, the servers' interpreters and the models' folders are there, or named; without the network."""
+    for key in FILES[command]:
+        given = to_plain(OmegaConf.select(config, key))
+        if isinstance(given, str):
+            yield ConfigError(f"{key}={given}: wants a list, '{key}=[{given}]'")
+        elif not given and key == FILES[command][0]:
+            yield ConfigError(f"{key} is not set: name a task, like --config math_cpu, before other overlays")
+        for entry in given if isinstance(given, list) else ():
+            path = str(entry.get("path", entry) if isinstance(entry, Mapping) else entry)
+            try:
+                if command != "sft" or not Path(path).is_file():  # its rows may be in columns of parquet
+                    next(env.raw_rows(path), None)
+            except env.DataError as error:
+                yield error
+    if command != "sft":
+        yield from check_servers(config)
+    for key in [f"{MODEL}.path"] + ["reward.reward_model.model_path"] * config.reward.reward_model.enable:
+        name = str(OmegaConf.select(config, key) or "")
+        if not name:
+            yield ConfigError(f"this recipe needs {key}")
+        elif (folder := Path(name).expanduser()).is_dir():
+            OmegaConf.update(config, key, str(folder.resolve()))  # for workers elsewhere
+        elif name.startswith((".", "/", "~")) or ("/" in name and folder.parent.is_dir()) or len(folder.parts) > 2:
+            where = "give one that is there, or a name of the hub (`make model` fetches the demo's)"
+            yield ConfigError(f"{key}={name}: no model folder; {where}")
+
+
+def check_servers(config: DictConfig) -> Iterator[Exception]:
+    """Each server has an address or what it takes to start it, and agents that others start have a key."""
+    if not config.gym.servers and not config.gym.head:
+        yield ConfigError("gym.servers is not set; name those of the rows (as in configs/math.yaml), or set gym.head")
+    for name, server in to_plain(config.gym.servers).items():
+        given = [key for key, value in (server or {}).items() if value is not None]
+        if given not in (["url"], ["start"]):
+            how = "either url: http://host:port or start: {python, server, port, config}"
+            yield ConfigError(f"gym.servers.{name} takes {how}")
+        elif given == ["start"]:
+            try:
+                gym_servers.check_server(name, server)
+            except gym_servers.GymStartError as error:
+                yield error
+    if config.gym.door.port and not os.environ.get("POLICY_API_KEY"):
+        yield ConfigError("gym.door.port: the environment variable POLICY_API_KEY must hold the key that agents give")
+
+
+def fill_in(config: DictConfig, hf_config: Any, command: str = "train") -> None:
+    """What follows from the model and the recipe, unless the recipe says it. Raises ConfigError."""
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    rollout.max_model_len = rollout.max_model_len or longest
+    text_config = hf_config.get_text_config()
+    most = getattr(text_config, "max_position_embeddings", None) or rollout.max_model_len
+    if command != "sft" and rollout.max_model_len > most:
+        key = f"data.max_prompt_length + max_response_length = {longest}, rollout.max_model_len={rollout.max_model_len}"
+        raise ConfigError(f"{key}: the model has no more than {most} positions; lower these")
+    for key in MICRO_BATCH_TOKENS:  # verl packs whole episodes, so the longest must fit
+        OmegaConf.update(config, key, max(OmegaConf.select(config, key), longest))
+    actor.optim.total_training_steps = config.critic.optim.total_training_steps = config.trainer.total_training_steps
+    if actor.loss_agg_mode == "seq-mean-token-sum-norm" and not actor.loss_scale_factor:
+        actor.loss_scale_factor = config.data.max_response_length  # else verl divides by each micro-batch's own width
+    if config.algorithm.rollout_correction.bypass_mode:  # verl's apply_bypass_mode, before the workers start
+        actor.policy_loss.loss_mode = "bypass_mode"
+        actor.policy_loss.rollout_correction = config.algorithm.rollout_correction
+    largest_mb = math.ceil(text_config.vocab_size * text_config.hidden_size * 4 / 2**20) + 1  # the embedding, fp32
+    sync = rollout.checkpoint_engine
+    sync.update_weights_bucket_megabytes = max(sync.update_weights_bucket_megabytes, largest_mb)
+
+
+def stop_token_ids(tokenizer: Any, generation_config: Any) -> set[int]:
+    """Every id that ends a response: the tokenizer's EOS and those of generation_config.json."""
+    eos = getattr(generation_config, "eos_token_id", None)
+    return {tokenizer.eos_token_id, *(eos if isinstance(eos, (list, tuple)) else [eos])} - {None}
+
+
+def load_model_files(config: DictConfig) -> tuple[Any, Any, set[int]]:
+    """(tokenizer, Hugging Face config, ids that end a response) of the model. Raises ConfigError."""
+    from transformers import GenerationConfig
+
+    model = config.actor_rollout_ref.model
+    hf_config, tokenizer = checks.pretrained(config, f"{MODEL}.path", trust_remote_code=model.trust_remote_code)
+    try:
+        generation = GenerationConfig.from_pretrained(model.path)
+    except OSError:
+        generation = None  # a model without generation_config.json stops at the tokenizer's EOS
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # padding is known by the attention mask, so any id will do
+    if model.custom_chat_template:
+        tokenizer.chat_template = model.custom_chat_template
+    if not tokenizer.chat_template:
+        raise ConfigError(f"{model.path} has no chat template; set {MODEL}.custom_chat_template")
+    return tokenizer, hf_config, stop_token_ids(tokenizer, generation)
+
+
+# --- what it comes to ----------------------------------------------------------------------------
+
+
+def summary(config: DictConfig, data: Data, command: str) -> str:
+    """The sizes that follow from the recipe, and its warnings, one a line."""
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    prompts, steps = config.data.train_batch_size, config.trainer.total_training_steps
+    world = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    replicas = world // (rollout.tensor_model_parallel_size * rollout.data_parallel_size)
+    longest = f"{config.data.max_prompt_length} + {config.data.max_response_length} tokens"
+    over = f"over {longest}" if command == "sft" else f"prompt over {config.data.max_prompt_length} tokens"
+    dropped = f"{len(data.dropped)} dropped ({over})"
+    lines = [
+        f"model       {config.actor_rollout_ref.model.path}",
+        f"rows        {len(data.train)} to train on, {len(data.validation)} held out, {dropped}",
+        *(f"            dropped {row}" for row in data.dropped[:5]),
+    ]
+    if command == "sft":
+        size = f"{prompts} conversations of at most {longest}, one optimiser step"
+        return "\n".join([*lines, f"step        {size}", f"training    {steps} steps; lr {actor.optim.lr:g}"])
+    by_server = Counter(task.server for task in [*data.train, *data.validation])
+    lines.append(f"servers     {', '.join(f'{name} ({rows} rows)' for name, rows in by_server.items())}")
+    buckets = ""
+    if command == "train":
+        updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
+        lines += [
+            *filter(None, [named(config)]),
+            f"step        {prompts} prompts x {rollout.n} answers = {prompts * rollout.n} episodes "
+            f"of at most {longest}; {updates} optimiser step{'s' * (updates > 1)}",
+            f"training    {steps} steps = {steps * prompts / len(data.train):.2f} epochs; lr {actor.optim.lr:g}; "
+            f"{config.algorithm.adv_estimator}, {actor.policy_loss.loss_mode} loss; "
+            f"micro-batches of {actor.ppo_max_token_len_per_gpu} tokens",
+        ]
+        buckets = f", sync buckets of {rollout.checkpoint_engine.update_weights_bucket_megabytes} MB"
+    else:
+        tasks, n = (data.train, rollout.n) if command == "rollout" else (data.validation, rollout.val_kwargs.n)
+        lines.append(f"{command:11} {len(tasks)} rows x {n} episodes of at most {longest}")
+    lines += [
+        f"devices     {world} {config.trainer.device}, {replicas} vLLM replica{'s' * (replicas > 1)}{buckets}",
+        f"stop ids    {sorted(data.stop_ids)}, pad id {data.tokenizer.pad_token_id}",
+    ]
+    return "\n".join([*lines, *(f"WARNING     {text}" for text in cautions(config, data))])
+
+
+def named(config: DictConfig) -> str:
+    """The functions of one's own that make the batch, with their settings."""
+    parts: list[str] = []
+    for key in ("reward", "filters", "sampler"):
+        given, texts = to_plain(config.env[key]) or [], []
+        for spec in given if isinstance(given, list) else [given]:
+            settings = dict(spec) if isinstance(spec, Mapping) else {"function": spec}
+            texts.append(settings.pop("function"))
+            texts[-1] += f" {yaml.safe_dump(settings, default_flow_style=True, width=1000).strip()}" * bool(settings)
+        parts += [f"{key if parts else f'{key:11}'} {', '.join(texts)}"] if texts else []
+    return "; ".join(parts)
+
+
+def cautions(config: DictConfig, data: Data) -> Iterator[str]:
+    """What will work, and may not be what one wants."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        why = "the sampler's log-probs are of what these leave, the trainer's of all tokens, so training/rollout_probs_"
+        why += "diff_* grows and algorithm.rollout_correction is biased; leave them out unless you want that"
+        yield f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}: {why}"
+    for name in dict.fromkeys(task.server for task in [*data.train, *data.validation]):
+        start = (config.gym.servers.get(name) or {}).get("start")
+        if ((start or {}).get("server") or name) in checks.RUNS_CODE:
+            where = "on this machine, as you" if start else "where it was started"
+            why = "it may read keys and delete your files. Run all of this in a container without them"
+            yield f"{name} RUNS THE MODEL'S CODE {where}, WITHOUT A SANDBOX: {why}"
+    seen = {json.dumps(task.messages) for task in data.train if task.messages}
+    if shared := sum(json.dumps(task.messages) in seen for task in data.validation):
+        why = "take them out of one, or the score is of what was trained on"
+        yield f"{shared} of the held-out prompts are also in env.train_files; {why}"
+
+
+def dry_run(config: DictConfig, defaults: DictConfig, data: Data) -> None:
+    """Print what the recipe changes of verl's defaults, and the first prompt as the model sees it."""
+    print("changed from verl's defaults:")
+    for key, (value, default) in changed(config, defaults).items():
+        if not key.startswith(("gym.", "env.")):
+            print(f"    {key}: {value} (was {default})")
+    for section in ("gym", "env"):
+        print(f"{section}:\n{textwrap.indent(OmegaConf.to_yaml(public(config)[section]).strip(), '    ')}")
+    for task in {getattr(t, "server", "sft"): t for t in reversed([*data.train, *data.validation])}.values():
+        print(f"first prompt ({task.row_id}, {len(task.prompt_ids)} tokens):")
+        print(data.tokenizer.decode(task.prompt_ids) if task.prompt_ids else "(the environment writes it)")
+    print("dry run: model, files, sizes and servers are in order; nothing was started")

@@ -1,0 +1,294 @@
+"""A run: its folder, what it writes down and what it tells.
+
+runs/<trainer.experiment_name>/ holds config.yaml (of other commands rollout.yaml, evaluate.yaml), metrics.jsonl,
+rollouts/, failures.jsonl, checkpoints/, export/ and logs/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from env import Task
+from kit import checkpoints
+from kit.config import public, to_plain
+from kit.episodes import Episode, as_record, open_records, write
+from kit.errors import RunError
+from kit.guard import Guard
+
+DAMAGED = 3  # steps in a row that end the run
+console = Console()
+
+
+class Run:
+    """A run's folder, its clock and its voice. Use as `with Run(config) as run`.
+
+    resume_from: the checkpoint that it goes on from. last: the step that it ends at.
+    """
+
+    def __init__(self, config: DictConfig, command: str = "train", resume_from: Path | None = None):
+        self.config, self.command, self.folder = config, command, Path("runs") / config.trainer.experiment_name
+        self.checkpoint = resume_from  # the last one
+        self.last: int = config.trainer.total_training_steps
+        self.started, self.first_episode = time.monotonic(), 0.0  # seconds; seconds since `started`
+        self.damaged = 0  # steps in a row
+        self.lent: list[str] = []  # environment variables
+        self.on_restart: Callable[[str], None] = lambda name: None  # what else is to know of a restarted server
+        trains = command in ("train", "sft")
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[stage]}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        done = checkpoints.step_of(resume_from) if resume_from else 0
+        self.task = self.bar.add_task(command, total=self.last if trains else 1, completed=done, stage="starting")
+        self.guard = Guard(config, self.folder / "logs", self.say, self.show)
+        self.stage, self.saving = self.guard.stage, self.guard.saving
+
+    def __enter__(self) -> Run:
+        for name in ("rollouts", "logs"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        written = public(self.config)
+        trains = self.command in ("train", "sft")
+        OmegaConf.save(written, self.folder / ("config.yaml" if trains else f"{self.command}.yaml"))
+        if trains:
+            self.forget_after(checkpoints.step_of(self.checkpoint) if self.checkpoint else -1)
+        self.lend("TENSORBOARD_DIR", str(self.folder / "tensorboard"))
+        self.lend("VERL_FILE_LOGGER_PATH", str(self.folder / "tracking.jsonl"))
+        self.lend("WANDB_DIR", str(self.folder))
+        self.tracking = None
+        if self.config.trainer.logger:
+            self.name_tracked_run()
+            from verl.utils.tracking import Tracking  # 10 s, which only those pay who track
+
+            names, backends = self.config.trainer, to_plain(self.config.trainer.logger)
+            told = OmegaConf.to_container(written, resolve=False)
+            self.tracking = Tracking(names.project_name, names.experiment_name, backends, told)
+        self.guard.listen()
+        self.bar.start()
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self.guard.give_back()
+        self.bar.stop()
+        if self.tracking:
+            self.tracking.finish(exit_code=0 if kind is None else 1)
+        for name in self.lent:
+            os.environ.pop(name, None)
+
+    def lend(self, name: str, value: str) -> None:
+        """Set an environment variable that is not set, until the run ends: the next one has another folder."""
+        if name not in os.environ:
+            os.environ[name] = value
+            self.lent.append(name)
+
+    def forget_after(self, step: int) -> None:
+        """What an earlier run left of the steps that are now trained again gets another name: lines of metrics.jsonl go
+        to metrics.abandoned.jsonl, as does one that a kill cut short; checkpoints are renamed."""
+        for line in checkpoints.set_aside(Path(self.config.trainer.default_local_dir), max(step, 0)):
+            self.say(line)
+        path = self.folder / "metrics.jsonl"
+        if not path.is_file():
+            return
+        kept: list[str] = []
+        gone: list[str] = []
+        for line in path.read_text().splitlines():
+            whole = line.startswith('{"step": ') and line.endswith("}")
+            (kept if whole and json.loads(line)["step"] <= step else gone).append(line + "\n")
+        if gone:
+            with (self.folder / "metrics.abandoned.jsonl").open("a") as out:
+                out.writelines(gone)
+            path.with_suffix(".tmp").write_text("".join(kept))
+            os.replace(path.with_suffix(".tmp"), path)
+
+    def name_tracked_run(self) -> None:
+        """Give trackers an id that a resumed run finds again, by their own environment variables."""
+        path = self.folder / "tracker_id"
+        if self.checkpoint is None or not path.is_file():
+            path.write_text(uuid.uuid4().hex[:12])
+        for tracker in ("WANDB", "SWANLAB"):
+            self.lend(f"{tracker}_RUN_ID", path.read_text())
+            self.lend(f"{tracker}_RESUME", "allow")
+
+    # --- a step ---
+
+    @property
+    def timing(self) -> dict[str, float]:
+        """Seconds by stage, of the step under way."""
+        return self.guard.timing
+
+    def begin(self, step: int) -> None:
+        """Start the clock of a step."""
+        if self.guard.asked:
+            self.guard.stop_asked()
+        self.timing.clear()
+        self.bar.update(self.task, completed=step - 1)
+
+    def due(self, step: int, freq: int) -> bool:
+        """Whether what is done every `freq` steps (trainer.save_freq, test_freq), and after the last, is due."""
+        return step == self.last or (freq > 0 and step % freq == 0)
+
+    def counter(self, total: int) -> Callable[[int, Any], None]:
+        """A callback that shows how many of `total` episodes have ended."""
+        done = 0
+
+        def one_more(*_: Any) -> None:
+            nonlocal done
+            done += 1
+            self.guard.progress()
+            if not self.first_episode:
+                self.first_episode = self.timing["first_episode"] = time.monotonic() - self.started
+            self.show(f"{done}/{total} episodes")
+            if self.command in ("rollout", "evaluate"):
+                self.bar.update(self.task, total=total, completed=done)
+
+        return one_more
+
+    def save(self, workers: Any, state: dict[str, Any]) -> Path | None:
+        """A checkpoint of the weights that the workers hold, unless there is one, or they are not finite. The last."""
+        if state["step"] > (checkpoints.step_of(self.checkpoint) if self.checkpoint else 0):
+            with self.stage("save_checkpoint"):
+                folder = Path(self.config.trainer.default_local_dir)
+                if bad := checkpoints.not_finite(workers):
+                    self.say(f"not saved: NaN or infinite in {', '.join(bad[:3])} ({len(bad)} tensors)")
+                else:
+                    self.checkpoint = checkpoints.save(workers, folder, state, self.config)
+        return self.checkpoint
+
+    # --- what it writes down ---
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        """Append to metrics.jsonl (verl's own file logger would overwrite it on resume) and tell the trackers."""
+        if not metrics:
+            return
+        plain = {name: float(value) for name, value in metrics.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in plain.items()}
+        with (self.folder / "metrics.jsonl").open("a") as out:
+            out.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
+        if self.tracking:
+            self.tracking.log(data=plain, step=step)
+
+    def first_scores(self) -> tuple[int, dict[str, float]]:
+        """(step, metrics) of the first evaluation that metrics.jsonl knows of, in whichever part of the run it was."""
+        path = self.folder / "metrics.jsonl"
+        for line in path.read_text().splitlines() if path.is_file() else ():
+            if '"val-core/' in line:
+                told = json.loads(line)
+                return told["step"], told
+        return 0, {}
+
+    def write_episodes(
+        self, name: str, episodes: Sequence[Episode], tasks: Sequence[Task], before: Sequence[Episode] = ()
+    ) -> None:
+        """rollouts/<name>.jsonl with every episode, and a line in failures.jsonl for each that failed.
+
+        tasks: of the files, since a row is known by its place there. before: those that the file holds already.
+        """
+        places = {task.row_id: i for i, task in enumerate(tasks)}
+        counts = Counter(e.row_id for e in before)
+        with (
+            open_records(self.folder / "rollouts" / f"{name}.jsonl", "a" if before else "w") as out,
+            open_records(self.folder / "failures.jsonl", "a") as failures,
+        ):
+            for e in episodes:
+                record = as_record(e, places[e.row_id], counts[e.row_id])
+                counts[e.row_id] += 1
+                write(out, record)
+                if e.status != "ok":
+                    write(failures, {"rollout": name, **record["_episode"]})
+
+    def keep_damaged(self, step: int, damage: str, batch: Any) -> str:
+        """Keep the batch of a damaged step in damaged/. Raises RunError at the third in a row; returns what to tell."""
+        import torch  # a second, which a recipe that is refused need not wait
+
+        self.damaged += 1
+        path = self.folder / "damaged" / f"step_{step}.pt"
+        path.parent.mkdir(exist_ok=True)
+        tensors = {name: tensor.clone() for name, tensor in batch.batch.items()}
+        torch.save({"damage": damage, "uid": list(batch.non_tensor_batch["uid"]), **tensors}, path)
+        if self.damaged == DAMAGED:
+            raise RunError(
+                f"{DAMAGED} damaged steps in a row, the last: {damage}. Look into {path.parent} (torch.load), then go "
+                "on from the last checkpoint with another precision, or a lower actor_rollout_ref.actor.optim.lr and "
+                "actor_rollout_ref.actor.checkpoint.load_contents=[model]"
+            )
+        return f"{damage}; the batch is in {path}"
+
+    def export(self) -> None:
+        """The last checkpoint's policy as a Hugging Face folder, export/; what verl prints goes to logs/export.log."""
+        assert self.checkpoint
+        with self.stage("export"), (self.folder / "logs" / "export.log").open("w") as log:
+            with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+                checkpoints.export(self.checkpoint, self.folder / "export")
+
+    # --- what it tells ---
+
+    def show(self, stage: str) -> None:
+        """What is under way, beside the bar."""
+        self.bar.update(self.task, stage=stage)
+
+    def say(self, text: str) -> None:
+        """Print one line above the progress bar."""
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def say_line(self, step: int, values: str) -> None:
+        """The step's line on the console: its numbers and the seconds of its stages."""
+        self.bar.update(self.task, completed=step)
+        told = {k: v for k, v in self.timing.items() if k not in ("step", "first_episode") and v >= 0.05}
+        self.say(f"step {step:4d}  {values}  | seconds: {' '.join(f'{k} {v:.1f}' for k, v in told.items())}")
+
+    def report(self, step: int, metrics: dict[str, Any], kept: Sequence[Episode]) -> None:
+        """One line a step, and every env.show_every steps the best and the worst answer of the batch.
+
+        `reward` is the verifier's, over all that it has verified; `shaped` what env.reward and a KL term make of it.
+        """
+        shaped = metrics.get("critic/rewards/mean") if self.changes_reward() else None
+        numbers = [("verifier" if shaped is not None else "reward", metrics.get("rollout/reward/mean"))]
+        numbers += [("shaped", shaped), ("length", metrics.get("response_length/mean"))]
+        numbers.append(("loss", metrics.get("actor/pg_loss")))
+        values = [f"{label} {value:.3g}" for label, value in numbers if value is not None]
+        if metrics["rollout/kept"] < metrics["rollout/episodes"]:
+            values.append(f"kept {metrics['rollout/kept']:.0f}/{metrics['rollout/episodes']:.0f}")
+        if uniform := metrics["rollout/groups_uniform"]:
+            values.append(f"equal {uniform:.0f} groups")
+        self.say_line(step, f"{' '.join(values)}  failed {metrics['rollout/failed_frac']:.0%}")
+        if kept and self.config.env.show_every > 0 and step % self.config.env.show_every == 0:
+            self.say_examples(kept, 1)
+
+    def changes_reward(self) -> bool:
+        """Whether what is trained on is another number than the verifier's."""
+        return bool(self.config.env.reward or self.config.algorithm.use_kl_in_reward)
+
+    def say_examples(self, episodes: Sequence[Episode], count: int) -> None:
+        """The `count` best and worst answers."""
+        ranked = sorted(episodes, key=lambda e: -(e.reward or 0.0))
+        for e in [*ranked[:count], *ranked[max(count, len(ranked) - count) :]]:
+            asked = " ".join(e.question.split())[-100:]
+            self.say(f"    {asked!r} -> {e.transcript[:200]!r}  reward {e.reward:.2f}")
+
+    def finish(self, after: dict[str, float]) -> None:
+        """The result of the run and what to do next."""
+        minutes, (step, before) = (time.monotonic() - self.started) / 60, self.first_scores()
+        self.say(f"\nfinished in {minutes:.1f} min; the run is in {self.folder}/")
+        for name in (n for n in after if n.startswith("val-core/") and not n.endswith("pass@1")):
+            was = before.get(name)
+            told = "not measured" if was is None else f"{was:.3f}"
+            self.say(f"    {name}: {told} before (step {step}), {after[name]:.3f} after")
+        self.say(f"    checkpoint {self.checkpoint}, Hugging Face folder {self.folder}/export")
+        again = f"trainer.total_training_steps={2 * self.last}"
+        self.say(f"next: look into {self.folder}/rollouts/, or train on with the same command and {again}")

@@ -1,0 +1,211 @@
+"""Supervised fine-tuning on conversations, with the workers of the loop: the `sft` command, a warm-up before RL.
+
+    python algorithm.py --config math_cpu --config sft --config cpu sft 'env.train_files=[chats.jsonl]'
+    python algorithm.py --config math_cpu --config cpu actor_rollout_ref.model.path=runs/sft/export
+
+Rows of env.train_files, JSONL (also .gz) or parquet: `messages`, chat messages of which every one of the assistant is
+learned, stop token included, and `tools` where there are any. Loss: verl's sft_loss, the mean over all learned tokens
+of a batch of data.train_batch_size rows, one optimiser step each. Held out: env.val_files, the same mean at
+trainer.test_freq. Checkpoints, resume and export are those of `train`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinja2 import TemplateError
+from omegaconf import DictConfig
+
+import env
+from kit import checkpoints, later, recipe
+from kit.config import to_plain
+from kit.errors import ConfigError, RunError
+from kit.recipe import Data
+from kit.run import Run
+
+training, start = later("training"), later("kit.start")
+
+
+@dataclass
+class Example:
+    """A conversation in tokens, with the fields of an episode that training.to_batch reads."""
+
+    row_id: str
+    prompt_ids: list[int]  # up to the assistant's first word
+    response_ids: list[int]
+    response_mask: list[int]  # 1 = the assistant's
+    file: str = ""
+    weight: float | None = None
+    group_id: str = ""
+    reward: float = 0.0
+    baseline: float | None = None
+    log_probs: list[float] = field(default_factory=list)
+    turns: list[Any] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)
+    reward_components: dict[str, float] = field(default_factory=dict)
+
+
+def read_conversations(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (`file:line`, row). Raises env.DataError."""
+    if path.endswith(".parquet"):
+        import pyarrow.parquet
+
+        try:
+            rows = pyarrow.parquet.read_table(path).to_pylist()
+        except (OSError, ValueError) as error:
+            raise env.DataError(f"{path}: cannot be read ({error}); give parquet rows with `messages`") from None
+        yield from ((f"{path}:{number}", row) for number, row in enumerate(rows, 1))
+        return
+    for where, text in env.raw_rows(path):
+        try:
+            yield where, dict(json.loads(text))
+        except (ValueError, TypeError) as error:
+            why = f"not a JSON object ({error}); write a conversation as {{messages: [...]}} on one line"
+            raise env.DataError(f"{where}: {why}") from None
+
+
+def tokenize(row: Mapping[str, Any], tokenizer: Any, stop_ids: set[int], where: str) -> Example:
+    """A conversation -> its ids, split where the assistant begins and ends. Raises env.DataError.
+
+    What the assistant says is encoded by itself, as it is sampled in RL: prompt, answer, what comes between, answer.
+    """
+    messages, tools = row.get("messages"), row.get("tools") or None
+    if not isinstance(messages, list) or not any(
+        isinstance(m, dict) and m.get("role") == "assistant" for m in messages
+    ):
+        raise env.DataError(f"{where}: no `messages`, or none of the assistant's in it; add what is to be learned")
+    stops = tokenizer.convert_ids_to_tokens(sorted(stop_ids))
+    ids: list[int] = []
+    mask: list[int] = []
+    done = ""
+    for i, said in enumerate(messages):
+        if said.get("role") != "assistant":
+            continue
+        if not i:
+            raise env.DataError(f"{where}: nothing comes before the assistant's first message; add what it answers")
+        template: dict[str, Any] = {"tools": tools, "tokenize": False}
+        try:
+            before = tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, **template)
+            after = tokenizer.apply_chat_template(messages[: i + 1], **template)
+        except (TemplateError, TypeError) as error:  # TypeError: content that is no text
+            why = f"the chat template does not take message {i + 1}: {error}"
+            raise env.DataError(f"{where}: {why}; change the message, or {env.OTHER_TEMPLATE}") from None
+        if not before.startswith(done) or not after.startswith(before):
+            raise env.DataError(
+                f"{where}: the chat template rewrites what comes before message {i + 1}; {env.OTHER_TEMPLATE}"
+            )
+        answer = after[len(before) :]
+        ends = [answer.rfind(stop) + len(stop) for stop in stops if stop in answer]
+        answer = answer[: max(ends)] if ends else answer  # what the template puts after its stop token is not sampled
+        for text, learned in ((before[len(done) :], 0), (answer, 1)):
+            new = tokenizer.encode(text, add_special_tokens=False)
+            ids, mask = ids + new, mask + [learned] * len(new)
+        done = before + answer
+    start = mask.index(1)
+    return Example(where, ids[:start], ids[start:], mask[start:], log_probs=[0.0] * (len(ids) - start))
+
+
+def prepare(config: DictConfig) -> Data:
+    """As recipe.prepare, for conversations. Raises ConfigError, env.DataError."""
+    tokenizer, stop_ids, functions = recipe.check_recipe(config, "sft")
+    return Data(*load_files(config, tokenizer, stop_ids), tokenizer, stop_ids, *functions)
+
+
+def load_files(
+    config: DictConfig, tokenizer: Any, stop_ids: set[int]
+) -> tuple[list[Example], list[Example], list[str]]:
+    """(to learn, held out, dropped) of env.train_files and env.val_files: paths, or {path, weight}.
+
+    What does not fit the recipe's lengths is dropped. Raises env.DataError, and ConfigError where fewer rows are left
+    than a batch takes.
+    """
+    found: dict[str, list[Example]] = {"train_files": [], "val_files": []}
+    dropped = []
+    for name, examples in found.items():
+        for entry in to_plain(config.env[name]):
+            given = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
+            for where, row in read_conversations(str(given["path"])):
+                example = tokenize(row, tokenizer, stop_ids, where)
+                example.file, example.weight = str(given["path"]), given.get("weight")
+                fits = len(example.prompt_ids) <= config.data.max_prompt_length
+                if fits and len(example.response_ids) <= config.data.max_response_length:
+                    examples.append(example)
+                else:
+                    dropped.append(where)
+    train, size = found["train_files"][: config.env.max_rows], config.data.train_batch_size
+    if len(train) < size:
+        limits = f"data.max_prompt_length={config.data.max_prompt_length}, max_response_length="
+        limits += f"{config.data.max_response_length} tokens"
+        raise ConfigError(
+            f"env.train_files hold {len(train)} usable rows, fewer than data.train_batch_size={size}; add some, or "
+            f"lower it; {len(dropped)} were over {limits}"
+        )
+    return train, found["val_files"][: config.env.val_max_rows], dropped
+
+
+def run_command(config: DictConfig, run: Run, data: Data) -> None:
+    """Train on data.train to trainer.total_training_steps, from the checkpoint that `run` goes on from."""
+    with contextlib.ExitStack() as stack:
+        workers = start.start(run, data, stack, sample=False).workers
+        assert workers
+        training.set_sft_loss(workers.actor, config)
+        state: dict[str, Any] = {"command": "sft", "step": 0}
+        if run.checkpoint:
+            with run.stage("load_checkpoint"):
+                state = checkpoints.load(workers, run.checkpoint)
+        with run.saving(lambda: run.save(workers, state)):
+            with run.stage("testing"):
+                run.log(state["step"], held_out_loss(config, data, workers))
+            while state["step"] < run.last:
+                one_step(config, run, data, workers, state)
+        if run.checkpoint is None:
+            raise RunError(
+                f"every step up to {run.last} was damaged, so there is nothing to save; look into {run.folder}/damaged"
+                ", then lower actor_rollout_ref.actor.optim.lr"
+            )
+        run.export()
+    run.say(f"the model is in {run.folder}/export: actor_rollout_ref.model.path={run.folder}/export")
+
+
+def to_batch(examples: Sequence[Example], data: Data) -> Any:
+    """Examples as a batch of verl's, as episodes are."""
+    return training.to_batch(examples, data.tokenizer.pad_token_id, temperature=1.0)
+
+
+def held_out_loss(config: DictConfig, data: Data, workers: Any) -> dict[str, float]:
+    """Mean over all learned tokens of the held-out rows, in nats."""
+    total_loss, tokens, size = 0.0, 0.0, config.data.train_batch_size
+    for i in range(0, len(data.validation), size):
+        batch = to_batch(data.validation[i : i + size], data)
+        mask = batch.batch["response_mask"]  # [B, R]
+        total_loss -= float((training.log_probs(workers.actor, batch, config)["log_probs"] * mask).sum())
+        tokens += float(mask.sum())
+    return {"val/loss": total_loss / tokens} if tokens else {}
+
+
+def one_step(config: DictConfig, run: Run, data: Data, workers: Any, state: dict[str, Any]) -> None:
+    """One optimiser step, and what is due after it."""
+    step = state["step"] + 1
+    run.begin(step)
+    with run.stage("update_actor"):
+        batch = to_batch(
+            env.batch(data.train, config.data.train_batch_size, step, config.data.seed, config.data.shuffle), data
+        )
+        metrics = training.update_sft(workers.actor, batch, config)
+        state["step"] = step
+    if damage := training.damage(batch, metrics, config):
+        run.say(f"step {step} skipped: {run.keep_damaged(step, damage, batch)}")
+    else:
+        run.damaged = 0
+    if run.due(step, config.trainer.save_freq):
+        run.save(workers, state)
+    if run.due(step, config.trainer.test_freq):
+        with run.stage("testing"):
+            metrics |= held_out_loss(config, data, workers)
+    run.log(step, metrics | {f"timing_s/{k}": v for k, v in run.timing.items()})
+    held = f"  val/loss {metrics['val/loss']:.4g}" if "val/loss" in metrics else ""
+    run.say_line(step, f"loss {metrics['actor/loss']:.4g}{held}")

@@ -1,0 +1,131 @@
+"""What a run starts, in which order, and how it all ends: Gym servers beside Ray, workers, vLLM, what agents ask.
+
+Each thing is closed by the run's ExitStack, the last one first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from omegaconf import DictConfig
+
+import gym_client
+from kit import gym_servers, later, plugins, watch
+from kit.config import to_plain
+from kit.errors import RunError
+from kit.recipe import Data
+from kit.run import Run
+
+inference, training, openai_server = later("inference"), later("training"), later("kit.openai_server")
+
+GENERATE_DEADLINE_S = 1800.0  # for one answer of vLLM
+
+
+class Started(NamedTuple):
+    """What a run works with: workers (training.Workers) where something is trained, servers (inference.Servers) where
+    something is sampled, else None."""
+
+    workers: Any
+    servers: Any
+
+
+def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True) -> Started:
+    """Start what the command needs of Gym servers, Ray, vLLM and training workers; `stack` stops it all.
+
+    sample: False for training without sampling: neither Gym servers nor vLLM.
+    """
+    config, door = run.config, run.config.gym.door
+    port = door.port or gym_servers.free_port(door.host)
+    key = os.environ.get("POLICY_API_KEY") or secrets.token_hex(16)
+    address = {"base_url": f"http://{door.host}:{port}/v1", "api_key": key, "model": "policy"}
+    agents = any((spec.get("start") or {}).get("agent") for spec in config.gym.servers.values())
+    with run.stage("start"):
+        urls = start_outside(run, stack, address if sample else None)
+        loop = run.guard.loop = stack.enter_context(asyncio.Runner())
+        stack.callback(run.guard.end)  # before the loop is closed
+        run.say("starting the workers" + ", and vLLM beside them: about a minute" * sample)
+        plugins.register([config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode])
+        workers = start_workers(run)
+        if not sample:
+            assert workers
+            workers.actor.init_model()
+            training.set_policy_loss(workers.actor, config)
+            return Started(workers, None)
+        gym = make_gym(config, urls)
+        enter(gym, loop, stack)
+        run.on_restart = gym.restarted
+        start_vllm = inference.start_servers(config, workers.actor) if workers else inference.start_sampler(config)
+        vllm = loop.run(start_vllm)
+        client = vllm.get_client()
+        policy = inference.make_policy(config, client, data, GENERATE_DEADLINE_S)
+        if agents or door.port:
+            enter(openai_server.serve(policy, door.host, port, key), loop, stack)
+        if workers:
+            training.set_policy_loss(workers.actor, config)
+        stack.callback(run.guard.end)  # and before all that was opened since
+        return Started(workers, inference.Servers(config, vllm, workers.actor if workers else None, policy, gym, loop))
+
+
+def start_outside(run: Run, stack: contextlib.ExitStack, policy: dict[str, str] | None) -> dict[str, str]:
+    """Ray and, beside it, the Gym servers: {name: url}. policy: what their agents ask; None: no servers."""
+    logs = run.folder / "logs"
+    servers = to_plain(run.config.gym.servers) if policy else {}
+    run.guard.watch = stack.enter_context(watch.Watch(logs, run.guard.lose))
+    stack.callback(ray.shutdown)
+    stack.callback(run.guard.end)
+    run.say("starting Ray" + (f", and the Gym servers {', '.join(servers)}" if servers else ""))
+    restarted = lambda name: run.on_restart(name)  # noqa: E731  (asked when it happens: Gym's client is made later)
+    started = gym_servers.running_servers(servers, logs, lambda: start_ray(run), policy, restarted)
+    return stack.enter_context(started)
+
+
+def start_ray(run: Run) -> None:
+    """Ray, and beside its 6 seconds the 10 that importing verl and vLLM takes. Raises RunError without the GPUs."""
+    imports = threading.Thread(target=lambda: inference.rollout)
+    imports.start()
+    asked = to_plain(run.config.ray_kwargs.ray_init)
+    if not asked.get("address"):
+        asked = {"_temp_dir": "/tmp/ray", **asked}  # its logs are to outlast the run's temporary folder
+    session = ray.init(**asked).address_info["session_dir"]  # type: ignore[attr-defined]
+    run.guard.listen()
+    link = run.folder / "logs" / "ray"
+    link.unlink(missing_ok=True)
+    link.symlink_to(Path(session) / "logs")
+    imports.join()
+    found = ray.cluster_resources().get("GPU", 0)
+    wanted = run.config.trainer.n_gpus_per_node * run.config.trainer.nnodes
+    if found < wanted:  # else the workers would be waited for, for ever
+        raise RunError(
+            f"Ray has {found:g} GPUs, trainer.n_gpus_per_node * nnodes = {wanted}: set these, join the other "
+            "nodes to a Ray cluster (`ray start`, ray_kwargs.ray_init.address=auto), or without a GPU add "
+            "--config configs/machines/cpu.yaml"
+        )
+
+
+def start_workers(run: Run) -> Any:
+    """The workers of a command that trains, value models loaded; the actor's models load beside vLLM."""
+    if run.command not in ("train", "sft"):
+        return None
+    workers = training.start_workers(run.config, sft=run.command == "sft")
+    training.load_value_models(workers, run.config)
+    return workers
+
+
+def make_gym(config: DictConfig, urls: dict[str, str]) -> gym_client.Gym:
+    """The client of the run's Gym servers, with the recipe's limits."""
+    limits = config.gym
+    concurrency = to_plain(limits.concurrency)
+    return gym_client.Gym(urls, limits.timeout_s, concurrency, limits.attempts, limits.outage_budget_s)
+
+
+def enter(context: Any, loop: asyncio.Runner, stack: contextlib.ExitStack) -> None:
+    """Open an asynchronous context now, and close it with the run."""
+    loop.run(context.__aenter__())
+    stack.callback(lambda: loop.run(context.__aexit__(None, None, None)))

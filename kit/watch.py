@@ -1,0 +1,249 @@
+"""The processes of a run: found dead or stopped while it works, and none left when it ends.
+
+A thread looks every few seconds. What it finds ends the run with the name of the process, how it is, and the last
+lines of its log: verl waits for ever for an engine that died in a weight sync, and for a process that is stopped.
+On other nodes it sees Ray's actors die, as Ray does; a process that hangs there is found by the stage's deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+LOOK_S = 2.0  # seconds between two looks
+GONE = 3  # looks: an engine that fails by itself has its cause told by vLLM meanwhile, which says more
+STOPPED_S = 15.0  # a process that was stopped (SIGSTOP, a debugger) for so long does not come back by itself
+SHARED = Path("/dev/shm")
+logger = logging.getLogger(__name__)
+
+
+class Watch:
+    """Use as `with Watch(logs, fail)` around ray.init and ray.shutdown, and `rest()` before the latter.
+
+    fail(message) is called once, from the thread, when a process of Ray's or vLLM's is lost. Gym servers are not looked
+    at: they may be away for a while (gym.outage_budget_s).
+    """
+
+    def __init__(self, logs: Path, fail: Callable[[str], None]):
+        self.logs, self.fail = logs, fail
+        self.began = time.time()  # wall clock, as files have it
+        self.others: set[int] = set()  # a tracker's, which end after the run
+        self.usual = os.environ.get("TMPDIR")
+        self.temporary = ""  # for the sockets, locks and caches of every process; other nodes lack it, and take /tmp
+        self.seen: dict[int, psutil.Process] = {}  # every descendant so far; those that lost their parent too
+        self.parents: dict[int, int] = {}  # of each, since the dead have none
+        self.engines: dict[int, str] = {}  # vLLM's processes, which Ray does not know
+        self.gone: dict[int, int] = {}  # of the engines: looks in a row without it
+        self.actors: set[str] = set()  # the ids of this job's of Ray's that were alive
+        self.stopped: dict[int, float] = {}  # since when
+        self.resting = threading.Event()
+        self.thread = threading.Thread(target=self._work, name="watch", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self.others = set(descendants(()))
+        self.temporary = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="kit-")
+        self.thread.start()
+        return self
+
+    def rest(self) -> None:
+        """From now on processes may end: the run does."""
+        self.resting.set()
+        self.thread.join(30.0)
+        for process in self.seen.values():  # one that is stopped would not hear that it is to end
+            with contextlib.suppress(psutil.Error):
+                if process.status() == psutil.STATUS_STOPPED:
+                    process.kill()
+
+    def __exit__(self, *_: Any) -> None:
+        self.rest()
+        self.clean(self.others, patience=5.0)
+        os.environ.pop("TMPDIR")
+        os.environ |= {"TMPDIR": self.usual} if self.usual else {}
+
+    def clean(self, spared: Collection[int], patience: float) -> None:
+        """Kill what is left of the run's processes, and remove what they leave."""
+        kill(self.seen, spared, patience)
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        sweep(self.began)
+
+    def _work(self) -> None:
+        while not self.resting.wait(LOOK_S):
+            try:
+                if (problem := self.look()) and not self.resting.is_set():
+                    return self.fail(problem)
+            except Exception:  # Ray's register may not answer for a moment; the run must not lose its watch over it
+                logger.exception("the watch could not look at the run's processes; see %s if it goes on so", self.logs)
+
+    def look(self) -> str:
+        """What is wrong; empty if nothing."""
+        alive = set()
+        for pid, process in descendants(self.others).items():
+            with contextlib.suppress(psutil.Error):
+                if not (met := self.seen.get(pid) == process):
+                    self.seen[pid], self.parents[pid] = process, process.ppid()  # now: an orphan gets another
+                status, title = process.status(), (process.cmdline() or [""])[0]
+                if status == psutil.STATUS_ZOMBIE or not re.search("^(ray|VLLM)::|raylet$|gcs_server$", title):
+                    continue
+                alive.add(pid)
+                if title.startswith("VLLM::") and met:
+                    self.engines[pid] = title  # at second sight: a fork has its parent's title for a moment
+                if status != psutil.STATUS_STOPPED:
+                    self.stopped.pop(pid, None)
+                elif time.monotonic() - self.stopped.setdefault(pid, time.monotonic()) > STOPPED_S:
+                    return f"{name_of(title, pid)} is stopped (SIGSTOP?); {last_words(self.logs, pid, self.parents)}"
+        for pid, title in self.engines.items():
+            self.gone[pid] = 0 if pid in alive else self.gone.get(pid, 0) + 1
+            if self.gone[pid] == GONE:
+                return f"{name_of(title, pid)} died; {last_words(self.logs, pid, self.parents)}"
+        return self._dead_actor()
+
+    def _dead_actor(self) -> str:
+        import ray
+
+        if not ray.is_initialized():
+            return ""
+        job = ray.get_runtime_context().get_job_id()
+        for actor in ray._private.state.actors(job_id=ray.JobID.from_hex(job)).values():
+            known, name, pid = actor["ActorID"] in self.actors, actor["ActorClassName"], actor["Pid"]
+            if actor["State"] == "ALIVE":
+                self.actors.add(actor["ActorID"])
+            elif known and actor["State"] == "DEAD" and (why := why_it_died(actor["DeathCause"])):
+                return f"the worker {name} (pid {pid}) died: {why}; {last_words(self.logs, pid, self.parents)}"
+        return ""
+
+
+def worker_logs(logs: Path) -> list[Path]:
+    """The logs of Ray's workers, the one that was written last first."""
+    return sorted(logs.glob("ray/worker-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def last_words(logs: Path, pid: int, parents: Mapping[int, int]) -> str:
+    """The end of the log of a process, or of the nearest of its `parents` (child -> parent) that has one."""
+    while pid:
+        for path in sorted(logs.glob(f"ray/worker-*-{pid}.*"), key=lambda p: p.stat().st_size, reverse=True):
+            if words := end_of(path):
+                return words
+        pid = parents.get(pid, 0)
+    return f"see the logs in {logs}"
+
+
+def latest_words(logs: Path) -> str:
+    """The end of the log that was written last."""
+    return next((words for path in worker_logs(logs) if (words := end_of(path))), f"see the logs in {logs}")
+
+
+def end_of(log: Path) -> str:
+    """The last lines of a log and where it is; empty if nothing is in it."""
+    lines = log.read_text(errors="replace").strip().splitlines()[-3:]
+    return f"the last lines of {log}: {' | '.join(lines)}" if lines else ""
+
+
+def root_cause(error: BaseException, logs: Path) -> str:
+    """One line for an error of Ray's: which worker died, or what went wrong in it, and where its log is.
+
+    vLLM's engine writes its cause to its log, and says only 'see above', or nothing where it was killed.
+    """
+    text, kinds = str(error), r"(?:\w+\.)*\w*(?:Error|Exception|OutOfMemory\w*)"
+    where = f"the workers' logs are in {logs}"
+    if died := re.search(r"class_name: (\w+).*?pid: (\d+)", text, re.DOTALL):
+        why = re.search(r"The actor is dead because (.+?\.)\s", text + " ", re.DOTALL)
+        because = f" because {' '.join(why[1].split()).rstrip('.')}" if why else ""
+        return f"the worker {died[1]} (pid {died[2]}) died{because}; {last_words(logs, int(died[2]), {})}"
+    if engine := re.search("(EngineDeadError|method failed: cancelled)|Engine core initialization failed", text):
+        what = "vLLM's engine died" if engine[1] else "vLLM did not start"
+        for path in worker_logs(logs):
+            causes = re.findall(rf"({kinds}: .+|\w+ proc \S+ died.*)", path.read_text(errors="replace"))
+            causes = [c for c in causes if not re.search("Engine ?[Cc]ore|WorkerProc|stack trace|cancelled", c)]
+            if causes:
+                return f"{what}: {causes[0].rstrip('.')}; {where}"
+        return f"{what}, and does not say why, as when it is killed (SIGKILL, out of memory); {where}"
+    found = re.findall(rf"^\W*({kinds}: .+)$", text, re.MULTILINE)
+    return f"{found[-1] if found else ' '.join(text.split()) or repr(error)}; {where}"
+
+
+def why_it_died(cause: Any) -> str:
+    """Ray's words on the death of an actor (its ActorDeathCause, a protobuf); empty where it was meant to end."""
+    kind, died = cause.WhichOneof("context"), cause.actor_died_error_context
+    text = str(getattr(cause, kind)) if kind else ""
+    if kind == "actor_died_error_context":
+        text = died.error_message if died.Reason.Name(died.reason) in ("WORKER_DIED", "NODE_DIED") else ""
+    return " ".join(text.split())[:300]
+
+
+def name_of(title: str, pid: int) -> str:
+    """A process by its title: `ray::Class.method` is the worker Class, `VLLM::EngineCore` vLLM's engine."""
+    name = re.sub("^VLLM::", "vLLM's ", re.sub(r"^ray::(\w+).*", r"the worker \1", title))
+    return f"{name.rpartition('/')[2]} (pid {pid})"
+
+
+def sweep(began: float) -> None:
+    """Unlink what processes that were killed left in /dev/shm, and the sockets of verl's weight sync in /tmp.
+
+    Only what is ours, came after `began` (seconds since the epoch), is called as Python and verl call theirs, and no
+    living process has open: another run's stays.
+    """
+    names = re.compile(r"(psm_\w+|sem\.mp-\w+|verl_weights_\w+|rl-colocate-zmq-[\w-]+\.sock)$")
+    left = []
+    for path in (*SHARED.glob("*"), *Path("/tmp").glob("*")):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            if names.match(path.name) and status.st_uid == os.getuid() and status.st_ctime >= began - 1:
+                left.append(path)
+    used = in_use() if left else set()
+    for path in left:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            if path.lstat().st_ino not in used and probe.connect_ex(str(path)) != 0:  # no socket, or nobody answers
+                path.unlink()
+
+
+def in_use() -> set[int]:
+    """The inodes in /dev/shm that some process has mapped or open. By inode, since glibc maps a semaphore under another
+    name than the one that it then gets."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            maps = (process / "maps").read_text().splitlines()
+            found |= {int(line.split()[4]) for line in maps if "/dev/shm/" in line}
+            links = [link.path for link in os.scandir(process / "fd") if os.readlink(link.path).startswith("/dev/shm/")]
+            found |= {os.stat(link).st_ino for link in links}
+    return found
+
+
+def descendants(spared: Collection[int]) -> dict[int, psutil.Process]:
+    """Every process that this one has started and its own have, by pid, but `spared`."""
+    return {p.pid: p for p in psutil.Process().children(recursive=True) if p.pid not in spared}
+
+
+def kill(known: Mapping[int, psutil.Process], spared: Collection[int], patience: float) -> None:
+    """Kill every descendant but `spared`, and the `known` that lost their parent; wait `patience` seconds at most."""
+    found = dict(known)
+    while new := descendants({*found, *spared}):
+        for process in new.values():
+            with contextlib.suppress(psutil.Error):
+                process.suspend()  # so that it starts no other while the list is read
+        found |= new
+    for process in found.values():
+        with contextlib.suppress(psutil.Error):  # gone, or another process has its pid by now
+            process.kill()
+    psutil.wait_procs(found.values(), timeout=patience)
+
+
+def end_now(status: int, watch: Watch | None) -> None:
+    """Leave at once: kill every descendant, trackers too, without a word to anybody, and remove what they leave."""
+    if watch:
+        watch.clean((), patience=2.0)
+    else:
+        kill({}, (), patience=2.0)
+    os._exit(status)

@@ -1,0 +1,135 @@
+"""What of a recipe goes together, and what does not."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import CPU, RECIPE, ROOT, load, tiny, write_rows
+from omegaconf import OmegaConf
+
+from kit import checks, plugins, recipe, sft
+from kit.config import load_config
+from kit.errors import ConfigError
+from kit.plugins import ADVANTAGE, LOSS_MODE
+
+
+@pytest.fixture(scope="module")
+def tiny_recipe(workspace):
+    return load_config([str(RECIPE), str(CPU)], tiny(workspace))[0]
+
+
+def changed(config, *changes):
+    return OmegaConf.merge(config, OmegaConf.from_dotlist(list(changes)))
+
+
+def test_all_that_verl_has_is_taken_and_group_estimators_need_groups(tiny_recipe):
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, AdvantageEstimator
+
+    estimators = [f"{ADVANTAGE}={estimator.value}" for estimator in AdvantageEstimator]
+    losses = [f"{LOSS_MODE}={name}" for name in POLICY_LOSS_REGISTRY if not plugins.is_own(name)]
+    assert len(estimators) >= 13 and len(losses) >= 12
+    for change in estimators + losses:
+        assert not list(checks.check_names(changed(tiny_recipe, change), "train")), change
+    one = changed(tiny_recipe, "actor_rollout_ref.rollout.n=1")
+    alone = {name for name in estimators if not list(checks.check_names(changed(one, name), "train"))}
+    assert alone == {f"{ADVANTAGE}={name}" for name in ("gae", "reinforce_plus_plus", "remax")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (["algorithm.adv_estimator=grppo"], r"verl has gae, .*; did you mean grpo\?"),
+        ([f"{LOSS_MODE}=gsp"], r"did you mean gspo\?"),
+        (["algorithm.adv_estimator=gdpo"], "needs algorithm.gdpo_reward_keys"),
+        ([f"{LOSS_MODE}=dro"], "needs actor_rollout_ref.actor.policy_loss.dro_beta"),
+        ([f"{LOSS_MODE}=bypass_mode"], "set by algorithm.rollout_correction.bypass_mode=true"),
+        (["algorithm.rollout_correction.bypass_mode=true", f"{LOSS_MODE}=gspo"], "has a loss of its own"),
+        (["algorithm.filter_groups.enable=true"], "needs max_num_gen_batches"),
+        (
+            ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=2"]
+            + ["actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=remax"],
+            r"rollout\.n=1: drop_uniform would drop",
+        ),
+        (["algorithm.rollout_correction.rollout_is=tokens"], "one of null, token, sequence"),
+        (["algorithm.rollout_correction.rollout_rs=token_k1"], "needs rollout_rs_threshold"),
+        (
+            ["algorithm.adv_estimator=optimal_token_baseline", "algorithm.rollout_correction.bypass_mode=true"],
+            "optimal_token_baseline needs the pass",
+        ),
+        (["algorithm.kl_ctrl.type=adaptve"], "one of fixed, adaptive"),
+        (["algorithm.adv_estimator=vtrace"], "one of your own is path.py:function"),
+        (
+            ["algorithm.rollout_correction.rollout_rs=foo", "algorithm.rollout_correction.rollout_rs_threshold=2.0"],
+            r"rollout_rs=foo: wants one of .*token_k1",
+        ),
+        (["actor_rollout_ref.actor.loss_agg_mode=token_mean"], "one of token-mean"),
+        (["algorithm.kl_penalty=k5"], "one of kl, "),
+        (
+            ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]", "algorithm.gdpo_reward_weights=[1,2]"],
+            "gdpo_reward_weights are 2, .* 1; give one weight for each key",
+        ),
+        (["actor_rollout_ref.model.lora_rank=8"], r"configs/algorithms/lora\.yaml"),
+        (["reward.reward_model.enable=true"], "needs reward.reward_model.model_path"),
+        (["reward.reward_model.enable=true", "reward.reward_model.model_path=./no"], "no model folder"),
+        (["reward.reward_model.enable=true", "reward.reward_model.model_path=tied"], "has no scalar head"),
+        (["algorithm.adv_estimator={function: templates/advantages.py:turn_grpo}"], "without settings"),
+        (
+            ["actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=templates/advantages.py:turn_grpo"],
+            "at least two answers",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_an_error(tiny_recipe, workspace, monkeypatch, changes, named):
+    monkeypatch.chdir(workspace)
+    with pytest.raises(ConfigError, match=named):
+        recipe.check_recipe(changed(tiny_recipe, *changes), "train")
+
+
+def test_a_truncated_sampling_distribution_is_warned_of(workspace):
+    for change, warned in (("top_p=0.9", True), ("top_k=20", True), ("temperature=0.9", False)):
+        text = recipe.summary(*load(workspace, f"actor_rollout_ref.rollout.{change}"), "train")
+        assert ("rollout_correction is biased" in text) == warned
+
+
+def test_another_reward_does_not_inherit_settings(workspace):
+    """dapo's shaper has a limit; what comes after it replaces it whole, unless it only changes a setting."""
+    folder = ROOT / "configs" / "algorithms"
+    dapo = str(folder / "dapo.yaml")
+
+    def reward(*changes):
+        return load_config([str(RECIPE), dapo, *changes[:1]], changes[1:])[0].env.reward
+
+    assert reward(str(folder / "reward_model.yaml")) == {
+        "function": "templates/rewards.py:weighted",
+        "weights": {"reward_model": 0.2},
+    }
+    assert reward(dapo, "env.reward=x.py:f") == "x.py:f"
+    assert reward(dapo, "env.reward={function: x.py:f, per_token: 1}") == {"function": "x.py:f", "per_token": 1}
+    assert reward(dapo, "env.reward.penalty=0.5") == {
+        "function": "templates/rewards.py:overlong",
+        "limit": 12,
+        "penalty": 0.5,
+    }
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "algorithms").glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_overlay_is_fifteen_lines_and_goes_over_either_recipe(workspace, path):
+    assert len(path.read_text().splitlines()) <= 15
+    for over in ("math.yaml", "math_cpu.yaml"):
+        config, _ = load_config([str(ROOT / "configs" / over), str(path)], [])
+        assert not [*checks.check_algorithm(config), *checks.check_names(config, "train")]
+        plugins.functions(config)
+    changes = tiny(workspace)
+    if path.stem == "reward_model":
+        changes.append(f"reward.reward_model.model_path={workspace / 'scored'}")
+    if path.stem == "sft":
+        changes = [c for c in changes if not c.startswith("env.")]
+        chat = {"messages": [{"role": "user", "content": "say 7"}, {"role": "assistant", "content": "7"}]}
+        changes.append(f"env.train_files=[{write_rows(workspace / 'eight.jsonl', [chat] * 8)}]")
+    config, _ = load_config([str(RECIPE), str(path), str(CPU)], [*changes, "data.train_batch_size=8"])
+    data = sft.prepare(config) if path.stem == "sft" else recipe.prepare(config)
+    plugins.try_out(config, data)
+
+
+def test_the_advantage_decides_whether_there_is_a_critic(workspace):
+    with pytest.raises(ConfigError, match="the advantage decides"):
+        load(workspace, "critic.enable=true")

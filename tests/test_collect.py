@@ -1,0 +1,73 @@
+"""`rollout` over the session's servers: what it collects, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from conftest import CPU, RECIPE, SESSION, tiny
+
+from kit import collect, recipe
+from kit.config import load_config
+from kit.errors import ConfigError
+from kit.run import Run
+from kit.start import Started
+
+MIX = "env.train_files=[{path: tools.jsonl, server: counter},{path: train.jsonl, server: reasoning_gym}]"
+CHANGES = [MIX, "actor_rollout_ref.rollout.n=2", "data.max_response_length=32", "trainer.experiment_name=collect"]
+
+
+def collected(stack, monkeypatch, *changes):
+    """What the command prints over the session's servers, and its file's lines."""
+    import inference
+
+    config, _ = load_config([str(RECIPE), str(CPU)], tiny(stack.workspace, *SESSION, *CHANGES, *changes))
+    data = recipe.prepare(config, "rollout")
+    was = stack.servers
+    policy = inference.make_policy(config, was.policy.client, data, 60.0)
+    servers = inference.Servers(config, was.manager, None, policy, was.gym, was.loop)
+    monkeypatch.setattr("kit.start.start", lambda *_, **__: Started(None, servers))
+    with Run(config, "rollout") as run:
+        collect.run_command(config, run, data)
+    return (run.folder / "rollouts.jsonl").read_text().splitlines(), run
+
+
+def test_rollouts_without_training_go_on_where_they_stopped(stack, monkeypatch, capsys):
+    lines, run = collected(stack, monkeypatch)
+    records = [json.loads(line) for line in lines]
+    keys = {(r["_ng_task_index"], r["_ng_rollout_index"]) for r in records}
+    assert keys == {(i, k) for i in range(16) for k in range(2)} and len(records) == 32
+    for record in records:
+        assert isinstance(record["reward"], float) and record["response"]["object"] == "response"
+        assert ("expected_count" in record) != ("question" in record)  # the row, verbatim, is all there
+        seen: list[int] = []
+        for item in record["response"]["output"]:
+            if "generation_token_ids" in item:
+                assert item["prompt_token_ids"][: len(seen)] == seen
+                assert len(item["generation_log_probs"]) == len(item["generation_token_ids"])
+                seen = item["prompt_token_ids"] + item["generation_token_ids"]
+        assert seen
+    told = capsys.readouterr().out
+    assert "rollout/counter/reward/mean@2" in told and "val-core" not in told
+    assert len([line for line in told.splitlines() if "' -> '" in line]) >= 6
+    task = run.bar.tasks[0]
+    assert (task.completed, task.total) == (32, 32)
+
+    path = run.folder / "rollouts.jsonl"
+    path.write_text("\n".join(lines[:20]) + "\n" + lines[20][:50])  # killed in the middle of a line
+    again, _ = collected(stack, monkeypatch)
+    assert "20 of 32 episodes are in" in capsys.readouterr().out
+    assert again[:20] == lines[:20] and len(again) == 32
+    assert {(r["_ng_task_index"], r["_ng_rollout_index"]) for r in map(json.loads, again)} == keys
+
+    with pytest.raises(ConfigError, match="holds episodes of other rows"):
+        collected(stack, monkeypatch, "env.train_files=[{path: val.jsonl, server: reasoning_gym}]")
+    path.write_text('{"responses_create_params": {}, "reward": 1.0, "_ng_task_index": 0, "_ng_rollout_index": 0}\n')
+    with pytest.raises(ConfigError, match=r"rollouts\.jsonl:1: no episode .*older format .*another trainer.experiment"):
+        collected(stack, monkeypatch)
+
+
+def test_the_rows_can_be_limited(stack, monkeypatch):
+    lines, _ = collected(stack, monkeypatch, "env.max_rows=3", "trainer.experiment_name=limited")
+    assert len(lines) == 6 and all(math.isfinite(json.loads(line)["reward"]) for line in lines)

@@ -1,0 +1,147 @@
+"""Every key of verl's that a recipe may set is read by somebody: by the kit, or by verl's workers as the kit runs them.
+
+The source of both is read for names: attributes, and words given to get, getattr, pop, select and [...]. A key is idle
+if its last name is not among them. Where it is, it may be another's of that name: who looks such a key up and finds
+that nothing reads it puts it into kit.config.UNREAD, as half of what is there.
+"""
+
+import ast
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import verl
+from conftest import ROOT
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+
+from kit.config import FIELDS, FREE, READ, UNREAD, base_configs, leaves, load_config, unread
+
+THEIRS = Path(verl.__file__).parent
+RUNS = (  # of verl, by the kit: FSDP's workers beside vLLM, and some of its trainer's functions
+    *("base_config.py", "protocol.py", "checkpoint_engine", "models", "single_controller", "utils", "workers"),
+    *("trainer/ppo/core_algos.py", "trainer/ppo/rollout_corr_helper.py", "trainer/ppo/metric_utils.py"),
+)
+NOT = re.compile(  # below those: other engines and servers, verl's own data, rewards and agent loops, profilers
+    r"megatron|mcore|mindspeed|torchtitan|veomni|automodel|turbo|sglang|trtllm|modelopt|hf_rollout|naive|tinker|npu|hccl"
+    r"|reward_|dataset|rollout_trace|skip/|distillation|profiler|rollout/schemas|config/critic|utils/config"
+)
+OTHERS = re.compile(  # keys that are not verl's to read by name
+    r"_target_$"  # hydra's, which makes a dataclass of it
+    rf"|^({'|'.join(map(re.escape, FREE))})\."  # ray.init's
+)
+
+
+@functools.cache
+def names_read() -> frozenset[str]:
+    """Every name that the source of the kit and of verl's workers asks something for."""
+    ours = [path for folder in ("", "kit", "templates") for path in (ROOT / folder).glob("*.py")]
+    ours = [path for path in ours if path.name not in ("config.py", "checks.py")]  # to check a key is not to use it
+    theirs = [path for part in RUNS for path in [THEIRS / part, *(THEIRS / part).rglob("*.py")] if path.is_file()]
+    theirs = [path for path in theirs if not NOT.search(str(path.relative_to(THEIRS)))]
+    assert len(theirs) > 80 and len(ours) > 15
+    return frozenset(name for path in ours + theirs for name in names_in(path.read_text()))
+
+
+def names_in(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        words: list[ast.expr] = []
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            yield node.attr
+        elif isinstance(node, ast.Subscript):
+            words = [node.slice]
+        elif isinstance(node, ast.Call):
+            asked = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            words = node.args if asked in ("get", "getattr", "_get_attr", "pop", "select") else []
+        for word in words:
+            if isinstance(word, ast.Constant) and isinstance(word.value, str):
+                yield from word.value.split(".")
+
+
+def idle(keys: list[str]) -> list[str]:
+    return [key for key in keys if key.split(".")[-1] not in names_read() and not OTHERS.search(key)]
+
+
+@functools.cache
+def known() -> dict[str, Any]:
+    """{key: value} of verl's YAML and of configs/base.yaml."""
+    return leaves(load_config([], [])[0])
+
+
+def dataclass_fields() -> list[str]:
+    """The keys that verl's dataclasses have, and its YAML has not."""
+
+    def walk(node: DictConfig, prefix: str) -> Iterator[str]:
+        target = OmegaConf.to_container(node).get("_target_")
+        for field in dataclasses.fields(get_class(target)) if target else ():
+            if node._get_node(field.name) is None:  # `in` does not see what is ???
+                yield f"{prefix}{field.name}"
+        for name in node:
+            child = node._get_node(name)
+            if isinstance(child, DictConfig) and not child._is_none() and not child._is_interpolation():
+                yield from walk(child, f"{prefix}{name}.")
+
+    return list(walk(base_configs()[0], ""))
+
+
+def told(tmp_path: Path, keys: dict[str, Any]) -> str:
+    """What load_config says to a recipe with these keys."""
+    recipe, problems = OmegaConf.create(), []
+    for key, value in keys.items():
+        OmegaConf.update(recipe, key, value, force_add=True)
+    OmegaConf.save(recipe, tmp_path / "recipe.yaml")
+    load_config([str(tmp_path / "recipe.yaml")], [], problems)
+    return "\n".join(map(str, problems))
+
+
+def other(value: Any) -> Any:
+    """A value of the same kind that is not `value`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return not value if isinstance(value, bool) else "other"
+    return value + 1
+
+
+def test_every_key_that_a_recipe_may_set_is_read():
+    assert not idle([key for key in known() if unread(key) is None])
+    assert not idle(FIELDS)
+    planted = ["gym.nobody_reads_this", "actor_rollout_ref.rollout.max_parallel_turns"]
+    assert idle(["trainer.save_freq", *planted]) == planted
+
+
+def test_the_names_find_half_of_what_is_idle():
+    keys = [key for key in known() if unread(key) is not None and key.startswith(("actor_rollout_ref.", "critic."))]
+    assert len(idle(keys)) > 80
+    for name in (
+        "over_sample_rate",
+        "max_parallel_calls",
+        "tool_response_truncate_side",
+        "use_prefix_grouper",
+        "async_save",
+    ):
+        assert any(key.endswith(f".{name}") for key in idle(keys)), name
+
+
+def test_a_key_is_taken_or_refused_as_the_tables_say(tmp_path):
+    refused = {
+        key: other(value) for key, value in known().items() if unread(key) is not None and not OTHERS.search(key)
+    }
+    lines = told(tmp_path, refused).splitlines()
+    assert {line.split()[0] for line in lines} == set(refused) and len(lines) == len(refused) > 400
+    assert all("this loop does not read it" in line for line in lines)
+    taken = {key: other(value) for key, value in known().items() if unread(key) is None and not OTHERS.search(key)}
+    assert told(tmp_path, taken) == "" and len(taken) > 200
+
+
+def test_a_field_of_verls_dataclasses_is_read_or_refused(tmp_path):
+    fields = dataclass_fields()
+    assert set(FIELDS) <= set(fields)
+    lines = told(tmp_path, dict.fromkeys(fields, 1)).splitlines()
+    assert {line.split("unknown key ")[1].split(";")[0] for line in lines} == set(fields) - set(FIELDS)
+
+
+def test_the_tables_name_what_verl_has():
+    for name in [*READ, *UNREAD]:
+        assert name in FIELDS or any(f"{key}.".startswith(f"{name}.") for key in known()), name

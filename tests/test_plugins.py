@@ -1,0 +1,372 @@
+"""Functions of one's own: named in a recipe, called, tried out before a run; each mistake says its key and function."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import re
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, load
+from omegaconf import OmegaConf
+
+import env
+import training
+from kit import plugins
+from kit.episodes import Episode
+from kit.errors import PluginError, RunError, Stop
+from kit.plugins import ADVANTAGE, LOSS_MODE
+
+BROKEN = """
+import not_there_at_all
+"""
+GOOD = """
+import torch
+
+def shorter(episode, per_token=0.001):
+    return episode.reward - per_token * len(episode.response_ids)
+
+def flat(token_level_rewards, response_mask):
+    return response_mask.float(), response_mask.float()
+
+def greedy_baseline(token_level_rewards, response_mask, answer_key):
+    return response_mask, response_mask
+
+def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+    return (advantages * log_prob).sum(), {}
+
+def first(tasks, size, batch, seed, pass_rates):
+    return tasks[:size]
+
+def none(episodes):
+    return []
+
+NOT_A_FUNCTION = 3
+"""
+
+
+def episode(reward=1.0, length=3, group="g"):
+    response = list(range(length))
+    return Episode("r", group, "s", [1], response, [1] * length, [-1.0] * length, reward=reward, ended="stop")
+
+
+@pytest.fixture(scope="module")
+def tiny_recipe(workspace):
+    return load(workspace)
+
+
+@pytest.fixture
+def named(tiny_recipe):
+    """The tiny recipe with other functions: {key: value} -> (config, data)."""
+
+    def change(changes):
+        config, data = copy.deepcopy(tiny_recipe[0]), tiny_recipe[1]
+        for key, value in changes.items():
+            OmegaConf.update(config, key, value, merge=False)
+        reward, filters, sampler = plugins.functions(config)
+        return config, dataclasses.replace(data, reward=reward, filters=filters, sampler=sampler)
+
+    return change
+
+
+# --- naming a function in a recipe ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("env.reward", "nowhere.py:f", r"env\.reward=nowhere\.py:f: no file nowhere\.py here .*; give its path"),
+        ("env.reward", "verdict", r"env\.reward=verdict: wants path\.py:function"),
+        ("env.reward", "good.py:longer", "has no function longer; it has shorter, flat"),
+        ("env.reward", "good.py:NOT_A_FUNCTION", "has no function NOT_A_FUNCTION"),
+        ("env.reward", {"function": "good.py:shorter", "per_word": 1}, r"called with \(episode\) .*per_word"),
+        ("env.filters", "good.py:none", "env.filters=good.py:none: wants a list"),
+        ("env.filters", ["good.py:shorter", "good.py:first"], r"cannot be called with \(episodes\)"),
+        ("env.sampler", "good.py:none", r"cannot be called with \(tasks, size, batch, seed, pass_rates\)"),
+        ("env.reward", "broken.py:f", "cannot be imported: ModuleNotFoundError.*not_there_at_all"),
+        ("env.filters", ["pieces.py:drop_uniform"], "is in templates/filters.py: write templates/filters.py:drop_uni"),
+        (ADVANTAGE, "docs/examples/online_dpo.py:pairs", "write templates/advantages.py:pairs"),
+        (ADVANTAGE, "good.py:greedy_baseline", r"asks for answer_key; there is token_level_rewards, "),
+        (LOSS_MODE, "good.py:flat", r"cannot be called with \(old_log_prob, log_prob"),
+    ],
+)
+def test_what_cannot_be_called_is_an_error_before_anything_starts(named, tmp_path, monkeypatch, key, value, said):
+    (tmp_path / "good.py").write_text(GOOD)
+    (tmp_path / "broken.py").write_text(BROKEN)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PluginError, match=said):
+        named({key: value})
+
+
+def test_functions_of_ones_own_are_taken_with_their_settings(workspace, tmp_path, monkeypatch):
+    (tmp_path / "good.py").write_text(GOOD)
+    monkeypatch.chdir(tmp_path)
+    config, data = load(
+        workspace,
+        "env.reward={function: good.py:shorter, per_token: 0.5}",
+        "env.filters=[good.py:none, templates/filters.py:drop_uniform]",
+        "env.sampler=good.py:first",
+        "algorithm.adv_estimator=good.py:flat",
+        f"{LOSS_MODE}=good.py:loss",
+    )
+    assert data.reward(episode(length=3)) == 1.0 - 1.5
+    assert [f([]) for f in data.filters] == [[], []] and data.filters[0]([episode()]) == []
+    assert [f.__name__ for f in data.filters] == ["none", "drop_uniform"]  # as rollout/filtered/<name> says
+    assert data.sampler(data.train, 2, 1, 0, {}) == data.train[:2]
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
+
+    for _ in range(2):  # as often as one likes
+        plugins.register([config.algorithm.adv_estimator, OmegaConf.select(config, LOSS_MODE)])
+    plugins.try_out(config, data)
+    assert get_adv_estimator_fn("good.py:flat").__name__ == "flat"
+    assert get_policy_loss_fn("good.py:loss").__name__ == "loss"
+    assert not training.asks_for(config, "values") and not training.asks_for(config, "index")
+    import ray
+
+    # the loss goes to processes that have no such file
+    travels = ray.cloudpickle.dumps(get_policy_loss_fn("good.py:loss"))
+    name = get_policy_loss_fn("good.py:loss").__module__
+    module = sys.modules.pop(name)
+    try:
+        assert ray.cloudpickle.loads(travels)(None, torch.ones(2), torch.ones(2), None, "", None)[0] == 2
+    finally:
+        sys.modules[name] = module
+
+
+def test_verls_filter_groups_is_the_last_filter(named, tmp_path, monkeypatch):
+    (tmp_path / "templates").mkdir()
+    (tmp_path / "templates" / "filters.py").write_text("")  # a folder of one's own with that name
+    monkeypatch.chdir(tmp_path)
+    filters = named({"algorithm.filter_groups": {"enable": True, "metric": "acc"}})[1].filters
+    assert [f.__name__ for f in filters] == ["drop_uniform"]
+    made = [episode(0.5), episode(1.0), episode(0.2, group="h"), episode(0.4, group="h")]
+    assert filters[0](made) == made[:2]
+
+
+# --- called --------------------------------------------------------------------------------------
+
+BAD = """
+import torch
+from kit.errors import PluginError, RunError, Stop
+
+def reward_of_text(episode):
+    return "1"
+
+def reward_of_truth(episode):
+    return episode.reward > 0.5
+
+def reward_without_end(episode):
+    return 10**400
+
+def reward_of_nan(episode):
+    return float("nan")
+
+def raises(episode):
+    return 1 / 0
+
+def refuses(episode):
+    raise PluginError("env.reward: refuses: as it says")
+
+def ends(episode):
+    raise RunError("no judge at http://x; start it")
+
+def stops(episode):
+    raise Stop("lost")
+
+def forgets(episodes):
+    [e for e in episodes]
+
+def invents(episodes, count=1):
+    return [*episodes, *[object()] * count]
+
+def lazy(episodes):
+    return (e for e in episodes)
+
+def few(tasks, size, batch, seed, pass_rates):
+    return tasks[: size - 1]
+
+def others(tasks, size, batch, seed, pass_rates):
+    return ["a"] * size
+
+def per_answer(token_level_rewards, response_mask):
+    advantages = token_level_rewards.sum(dim=1)
+    return advantages, advantages
+
+def whole_numbers(response_mask):
+    return response_mask, response_mask
+
+def one(token_level_rewards):
+    return token_level_rewards
+
+def late(token_level_rewards, values):
+    helper = lambda: {}["of"]
+    return helper()
+
+def per_token(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+    return -advantages * log_prob, {}
+
+def alone(old_log_prob, log_prob, **others):
+    return log_prob.sum()
+
+def constant(old_log_prob, log_prob, **others):
+    return old_log_prob.sum(), {}
+
+def in_place(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+    ratio = torch.exp(log_prob - old_log_prob)
+    loss = (ratio * advantages).sum()
+    ratio.zero_()
+    return loss, {}
+"""
+MISTAKES = [  # key, function, what is said
+    ("env.reward", "reward_of_text", "returned '1'; it must return a finite number"),
+    ("env.reward", "reward_of_truth", "returned True; .* a finite number"),
+    ("env.reward", "reward_without_end", "a finite number"),
+    ("env.reward", "reward_of_nan", "returned nan; .* a finite number"),
+    ("env.reward", "raises", r"failed at .*bad\.py:18: ZeroDivisionError: division by zero"),
+    ("env.filters", "forgets", "returned None; it must return a list of some of the episodes"),
+    ("env.filters", "invents", "of the episodes that it was given"),
+    ("env.filters", "lazy", "returned <generator .* a list of some"),
+    ("env.sampler", "few", r"must return a list of 8 \(its argument `size`\) of the tasks"),
+    ("env.sampler", "others", "of the tasks that it was given"),
+    (ADVANTAGE, "per_answer", r"returned \(torch.float32 of shape \[4\], .*\[B, R\] = \[4, 5\]"),
+    (ADVANTAGE, "whole_numbers", r"returned \(torch.int64 of shape .* floating tensors"),
+    (ADVANTAGE, "one", r"must return \(advantages, returns\)"),
+    (ADVANTAGE, "late", r"failed at .*bad\.py:55: KeyError: 'of'"),
+    (LOSS_MODE, "per_token", r"returned \(torch.float32 of shape \[4, 5\], .* of shape \[\] and a dict"),
+    (LOSS_MODE, "alone", r"must return \(loss, metrics\)"),
+    (LOSS_MODE, "constant", "its loss has no gradient: .*; compute it from log_prob"),
+    (LOSS_MODE, "in_place", "its loss has no gradient: .*modified by an inplace operation"),
+]
+
+
+@pytest.fixture
+def bad(tmp_path, monkeypatch):
+    (tmp_path / "bad.py").write_text(BAD)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("key", "function", "said"), MISTAKES, ids=[function for _, function, _ in MISTAKES])
+def test_a_mistake_is_told_before_anything_starts_with_its_key_and_function(named, bad, key, function, said):
+    name = f"bad.py:{function}"
+    config, data = named({key: [name] if key == "env.filters" else name})
+    with pytest.raises(PluginError, match=f"{re.escape(key)}=bad.py:{function}:? .*{said}") as told:
+        plugins.try_out(config, data)
+    assert "nothing was started" in str(told.value)
+
+
+def test_a_mistake_in_a_run_is_told_alike(bad):
+    rewards = torch.zeros(3, 7)
+    made, tasks = [episode(), episode()], [env.Task(str(i), {}, "s", [], [1]) for i in range(5)]
+    calls = [
+        ("env.reward", "reward_of_text", lambda f: f(made[0])),
+        ("env.reward", "raises", lambda f: f(made[0])),
+        ("env.filters", "forgets", lambda f: f(made)),
+        ("env.sampler", "few", lambda f: f(tasks, 4, 1, 0, {})),
+        (ADVANTAGE, "per_answer", lambda f: f(token_level_rewards=rewards, response_mask=rewards)),
+        (LOSS_MODE, "per_token", lambda f: f(None, rewards, rewards, rewards, "token-mean", None)),
+    ]
+    for key, function, call in calls:
+        with pytest.raises(PluginError, match=f"^{re.escape(key)}=bad.py:{function} "):
+            call(plugins.load(f"bad.py:{function}", key))
+    with pytest.raises(PluginError, match=r"^env\.filters=bad\.py:invents returned a list"):
+        plugins.load({"function": "bad.py:invents", "count": 3}, "env.filters")(made)
+    for function, kind in (("refuses", PluginError), ("ends", RunError), ("stops", Stop)):  # what is the kit's passes
+        with pytest.raises(kind, match=r"^(env\.reward: refuses: as it says|no judge at http://x; start it|lost)$"):
+            plugins.load(f"bad.py:{function}", "env.reward")(made[0])
+
+
+def test_a_loss_fails_by_name_in_a_process_without_its_file(bad):
+    import ray
+
+    plugins.register(["grpo", "bad.py:per_token"])
+    loss = plugins.load("bad.py:per_token", LOSS_MODE)
+    travels = ray.cloudpickle.dumps(loss)
+    module = sys.modules.pop(loss.__module__)
+    try:
+        there = ray.cloudpickle.loads(travels)
+    finally:
+        sys.modules[module.__name__] = module
+    assert list(inspect.signature(there).parameters) == list(plugins.LOSS)
+    with pytest.raises(PluginError, match=r"loss_mode=bad\.py:per_token returned"):
+        there(None, torch.ones(2), torch.ones(2), None, "", None)
+
+
+# --- tried out -----------------------------------------------------------------------------------
+
+LOOKS = """
+seen = []
+
+def reward(episode):
+    seen.append(episode)
+    parts = episode.reward_components
+    if "accuracy" not in parts:
+        raise ValueError("this verifier gives an accuracy")
+    return parts["accuracy"] + parts.get("style") + 0.0 * episode.timings["verify"]
+
+def words(episode):  # what a verdict says may be anything, so this is not known to be wrong
+    return len(episode.verdict["extracted_answer"].split()) + episode.row["question"].count("x")
+
+def wrong_row(episode):
+    return episode.row["questoin"]
+
+def everything(episodes):
+    seen.append(episodes)
+    return [e for e in episodes if e.response and e.transcript and e.question is not None]
+
+def asks_all(token_level_rewards, token_level_scores, response_mask, turn, index, values, old_log_probs, ref_log_prob,
+             rollout_log_probs, rollout_is_weights, sum_pi_squared, reward_baselines, gamma, lam, config):
+    assert index.shape == reward_baselines.shape == (len(values),) and len(set(index)) == 2
+    assert turn.shape == values.shape == sum_pi_squared.shape == ref_log_prob.shape and gamma * lam <= 1
+    assert ((turn >= 0) == response_mask.bool()).all() and not response_mask.is_floating_point()
+    assert rollout_is_weights is None and config.adv_estimator.endswith("asks_all")
+    return values, values
+
+def open_handed(token_level_rewards, **others):
+    assert set(others) > {"values", "index", "config"}
+    return token_level_rewards, token_level_rewards
+"""
+
+
+def test_what_is_made_up_is_like_what_a_run_makes(workspace, named, tmp_path, monkeypatch):
+    (tmp_path / "looks.py").write_text(LOOKS)
+    monkeypatch.chdir(tmp_path)
+    changes = {"env.reward": "looks.py:reward", "env.filters": ["looks.py:everything"]}
+    config, data = named({**changes, ADVANTAGE: "looks.py:asks_all"})
+    plugins.try_out(config, data)
+    worth, made = sys.modules[data.filters[0].__module__].seen
+    assert worth.row == data.train[1].row and worth.reward == 1.0
+    assert len(made) == 8 and len({e.group_id for e in made}) == 2 and len({e.reward for e in made[:4]}) == 4
+    assert {e.ended for e in made} == {"stop", "length"} and made[0].prompt_ids == data.train[0].prompt_ids
+    assert data.tokenizer.decode(made[0].response_ids) and all(len(e.turns) == 1 for e in made)
+    training.to_batch(made, 0, 1.0)  # they are whole
+    plugins.try_out(*named({ADVANTAGE: "looks.py:open_handed"}))
+    plugins.try_out(*named({"env.reward": "looks.py:words"}))
+    with pytest.raises(PluginError, match=r"looks\.py:wrong_row failed at .*looks\.py:15: KeyError: 'questoin'"):
+        plugins.try_out(*named({"env.reward": "looks.py:wrong_row"}))
+
+    config, data = load(workspace, "env.filters=[looks.py:everything]", f"env.train_files=[{workspace}/tools.jsonl]")
+    plugins.try_out(config, data)
+    made = sys.modules[data.filters[0].__module__].seen[-1]
+    assert all(len(e.turns) == 2 and 0 in e.response_mask and "=> " in e.transcript for e in made)
+    training.to_batch(made, 0, 1.0)
+
+
+def test_without_training_tasks_there_is_nothing_to_try(named, bad):
+    config, data = named({"env.filters": ["bad.py:forgets"]})
+    for train in ([], [Episode("r", "", "", [1])]):  # of evaluate, of sft
+        plugins.try_out(config, dataclasses.replace(data, train=train))
+
+
+def test_readmes_functions_pass(named, tmp_path, monkeypatch):
+    """Those of README's my_ideas.py, each under the key that its first parameter tells."""
+    blocks = re.findall(r"```python\n(# my_ideas\.py.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "my_ideas.py").write_text("\n".join(blocks))
+    monkeypatch.chdir(tmp_path)
+    keys = {"episode": "env.reward", "episodes": "env.filters", "tasks": "env.sampler", "old_log_prob": LOSS_MODE}
+    found = re.findall(r"^def (\w+)\((\w+)", "\n".join(blocks), re.MULTILINE)
+    changes = {keys.get(first, ADVANTAGE): f"my_ideas.py:{function}" for function, first in found}
+    assert {*keys.values(), ADVANTAGE} == set(changes)
+    plugins.try_out(*named({**changes, "env.filters": [changes["env.filters"]]}))

@@ -1,0 +1,48 @@
+"""Supervised fine-tuning: which tokens of a conversation are learned, and where conversations come from."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+import env
+from kit import sft
+
+
+@pytest.fixture(scope="module")
+def tokenizer(workspace):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(workspace / "tied")
+
+
+def test_every_word_of_the_assistant_is_learned_and_nothing_else(tokenizer):
+    said = [("user", "say 7"), ("assistant", "7"), ("user", "again"), ("assistant", "77")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    e = sft.tokenize({"messages": messages}, tokenizer, {1}, "f:1")
+    assert tokenizer.decode(e.prompt_ids) == "say 7 "
+    assert tokenizer.decode(e.response_ids) == "7<end> again 77<end>"
+    learned = [i for i, m in zip(e.response_ids, e.response_mask, strict=True) if m]
+    assert tokenizer.decode(learned) == "7<end>77<end>"
+    for row in ({}, {"messages": messages[:1]}, {"messages": "say 7"}):
+        with pytest.raises(env.DataError, match="f:1: no `messages`"):
+            sft.tokenize(row, tokenizer, {1}, "f:1")
+    with pytest.raises(env.DataError, match="nothing comes before"):
+        sft.tokenize({"messages": messages[1:2]}, tokenizer, {1}, "f:1")
+
+
+def test_conversations_come_from_jsonl_and_parquet(tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": str(i)}, {"role": "assistant", "content": "7"}]} for i in range(3)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chats.parquet")
+    for name in ("chats.jsonl", "chats.parquet"):
+        read = list(sft.read_conversations(str(tmp_path / name)))
+        assert [r for _, r in read] == rows and read[2][0].endswith(f"{name}:3")
+    (tmp_path / "bad.parquet").write_text("no parquet")
+    with pytest.raises(env.DataError, match=r"bad\.parquet: cannot be read"):
+        list(sft.read_conversations(str(tmp_path / "bad.parquet")))

@@ -1,0 +1,270 @@
+"""`Trainer.step` over the real stack: it learns, every recipe works, what is dropped, damaged, saved."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections import Counter
+
+import pytest
+import torch
+from conftest import ROOT, drop, metrics_of, with_values
+
+import gym_client
+import training
+from kit import checkpoints
+from kit.errors import DamagedStep, RunError, SkippedStep
+
+AGREE = 1e-3  # bound on any one probability of the sampler against the trainer's, in float32
+UNTRAINED, LEARNED = 0.1, 0.7  # mean rewards; chance is below the first
+PATIENCE = 60  # steps
+COUNTING = "env.train_files=[{path: tools.jsonl, server: counter}]"
+QUIET = "env.val_files=[]"
+
+
+def learn(trainer, bound, over=3):
+    """Rewards of the steps until the mean of the last `over` is above `bound`."""
+    rewards = []
+    while len(rewards) < PATIENCE and (len(rewards) < over or sum(rewards[-over:]) / over < bound):
+        metrics = trainer.advance()
+        assert metrics["training/rollout_probs_diff_max"] < AGREE and metrics["rollout/failed_frac"] == 0
+        rewards.append(metrics["rollout/reward/mean"])
+    print("rewards", [round(r, 2) for r in rewards])
+    return rewards
+
+
+def test_it_learns(stack):
+    with stack.trainer("learn", "actor_rollout_ref.rollout.n=16", QUIET) as trainer:
+        rewards = learn(trainer, LEARNED)
+    assert sum(rewards[:3]) / 3 < UNTRAINED < LEARNED < sum(rewards[-3:]) / 3
+
+
+def test_it_learns_to_use_a_real_tool(stack):
+    """The tool counts in a session of its own; exactly one call, between two turns of the policy, earns 1."""
+    with stack.trainer("tools", COUNTING, QUIET, "data.max_response_length=32") as trainer:
+        rewards = learn(trainer, 0.6, over=5)
+        assert sum(rewards[:3]) / 3 < 0.3 and sum(rewards[-5:]) / 5 > 0.6
+        assert trainer.metrics["rollout/turns/mean"] > 1  # a word after the call, where there is room for one
+
+
+PLAIN = ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gspo", "opo", "gpg", "cispo", "gdpo", "online_dpo"]
+PLAIN += ["turn_grpo", "curriculum", "rollout_correction", "remax"]
+BESIDE = {"dapo", "ppo", "turn_gae", "reward_model", "lora", "sft"}  # tests of their own
+
+
+def test_no_recipe_is_forgotten():
+    assert {path.stem for path in (ROOT / "configs" / "algorithms").glob("*.yaml")} == {*PLAIN, *BESIDE}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_step_of_every_recipe(stack, name):
+    """An update whose gradient is finite and not 0, and weights that reach the sampler: it agrees in the step after."""
+    with stack.trainer(name, QUIET, "trainer.total_training_steps=2", overlays=[name]) as trainer:
+        for _ in range(2):
+            metrics = trainer.advance()
+            assert math.isfinite(metrics["actor/pg_loss"]) and metrics["actor/grad_norm"] > 0
+            assert metrics["training/rollout_probs_diff_max"] < AGREE
+            assert "training/damaged_steps" not in metrics
+
+
+@pytest.mark.parametrize("name", ["ppo", "turn_gae"])
+def test_a_critic_warms_up_alone_saves_and_loads(stack, values, name):
+    changes = ["trainer.critic_warmup=1", "critic.optim.lr=0.001", "actor_rollout_ref.rollout.n=2"]
+    workers = with_values(stack, values)
+    with stack.trainer(name, QUIET, *changes, overlays=[name], workers=workers) as trainer:
+        steps = [trainer.advance() for _ in range(3)]
+        folder = trainer.save()
+        assert (folder / "critic" / "model_world_size_1_rank_0.pt").is_file() and (folder / "actor").is_dir()
+        assert checkpoints.load(workers, folder)["step"] == 3
+    assert [("actor/pg_loss" in m, "critic/vf_loss" in m) for m in steps] == [(False, True), (True, True), (True, True)]
+    assert all(m["critic/grad_norm"] > 0 and "critic/vf_explained_var" in m for m in steps)
+    assert all(m["training/rollout_probs_diff_max"] < AGREE for m in steps)
+
+
+def test_a_greedy_baseline_a_learned_reward_kl_and_correction_at_once(stack, values):
+    """ReMax, a reward model, an adaptive KL term in the reward, importance weights and rejection: all metrics there."""
+    changes = [f"reward.reward_model.model_path={stack.workspace / 'scored'}", "trainer.total_training_steps=2"]
+    changes += ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"]
+    changes += ["algorithm.rollout_correction.rollout_rs=token_k1", "data.train_batch_size=4"]
+    changes += ["algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0", "actor_rollout_ref.rollout.n=1", QUIET]
+    overlays = ["remax", "reward_model", "rollout_correction"]
+    workers = with_values(stack, values, critic=False, reward_model=True)
+    with stack.trainer("all", *changes, overlays=overlays, workers=workers) as trainer:
+        steps = [dict(trainer.advance()) for _ in range(2)]
+        state = torch.load(trainer.run.checkpoint / "data.pt", weights_only=True)
+        lines = (trainer.run.folder / "rollouts" / "step_2.jsonl").read_text().splitlines()
+    for m in steps:
+        assert m["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-3)  # sampler and trainer agree
+        assert m["critic/rewards/mean"] != m["reward/reasoning_gym/mean"]  # KL and the learned reward are in it
+        assert m["actor/grad_norm"] > 0 and math.isfinite(m["reward/reasoning_gym/reward_model/mean"])
+    # nothing learned yet, but the reference computes in bf16, which rounds log-probs from 2 to 4 by at most 2**-7
+    assert abs(steps[0]["actor/reward_kl_penalty"]) < 2**-7
+    assert math.isfinite(steps[1]["actor/reward_kl_penalty"])
+    assert steps[1]["actor/reward_kl_penalty_coeff"] != steps[0]["actor/reward_kl_penalty_coeff"]
+    assert state["kl_coef"] != 0.001  # where the controller stands, for a resume
+    episodes = [json.loads(line)["_episode"] for line in lines]
+    assert len(episodes) == 4 and all(e["baseline"] is not None for e in episodes)
+
+
+def test_dapo_refills_the_batch_and_says_what_it_spent(stack, capsys):
+    """Dynamic sampling, filters, shaping and a curriculum."""
+    changes = ["data.train_batch_size=4", "trainer.total_training_steps=3", "actor_rollout_ref.rollout.n=4", QUIET]
+    changes.append("env.sampler=templates/samplers.py:by_pass_rate")
+    with stack.trainer("dapo", *changes, overlays=["dapo"]) as trainer:
+        steps = [dict(trainer.advance()) for _ in range(3)]
+        files = [(trainer.run.folder / "rollouts" / f"step_{n}.jsonl").read_text().splitlines() for n in (1, 2, 3)]
+        state = torch.load(trainer.run.checkpoint / "data.pt", weights_only=True)
+    spent = [m["rollout/prompt_batches"] for m in steps]
+    assert set(spent) <= {1.0, 2.0, 3.0} and max(spent) > 1
+    assert [len(lines) for lines in files] == [16 * batches for batches in spent]  # every round is on file
+    for lines in files:  # Gym's tools know an episode by these two
+        places = [(r["_ng_task_index"], r["_ng_rollout_index"]) for r in map(json.loads, lines)]
+        assert len(set(places)) == len(places)
+    groups = [16 * b / 4 - m["rollout/groups_dropped"] for b, m in zip(spent, steps, strict=True)]
+    assert all(g <= 4 for g in groups) and all(b == 3 for b, g in zip(spent, groups, strict=True) if g < 4)
+    assert all({"rollout/filtered/drop_uniform", "rollout/filtered/mask_ended"} <= m.keys() for m in steps)
+    assert state["step"] == 3 and state["batches"] == sum(spent) and 4 <= len(state["pass_rates"]) <= 8
+    assert steps[-1]["training/epoch"] == pytest.approx(sum(spent) * 4 / 8)
+    told = re.findall(r"step +\d  verifier \S+ shaped \S+ length .* kept (\d+)/(\d+)", capsys.readouterr().out)
+    assert [int(total) for _, total in told] == [16 * batches for batches in spent]
+
+
+def test_a_batch_of_two_servers_by_weight(stack):
+    files = "env.train_files=[{path: tools.jsonl, server: counter, weight: 1},"
+    files += "{path: train.jsonl, server: reasoning_gym, weight: 1}]"
+    with stack.trainer("mix", files, QUIET, "data.max_response_length=32") as trainer:
+        metrics = trainer.advance()
+        lines = (trainer.run.folder / "rollouts" / "step_1.jsonl").read_text().splitlines()
+    told = Counter(json.loads(line)["_episode"]["server"] for line in lines)
+    assert told == {"counter": 32, "reasoning_gym": 32}
+    assert {"reward/counter/mean", "reward/reasoning_gym/mean", "rollout/counter/failed_frac"} <= set(metrics)
+
+
+def test_lora_reaches_the_sampler_merged(stack):
+    """Workers of their own, whose adapter is merged for the sampler: after an update the two still agree."""
+    changes = ["actor_rollout_ref.actor.optim.lr=0.03", "actor_rollout_ref.model.lora_rank=8", QUIET]
+    with stack.trainer("lora", *changes, overlays=["lora"]) as trainer:
+        workers = training.start_workers(trainer.config)
+        workers.actor.init_model()
+    try:
+        with stack.trainer("lora", *changes, overlays=["lora"], workers=workers) as trainer:
+            for _ in range(2):
+                metrics = trainer.advance()
+                assert metrics["actor/grad_norm"] > 0 and metrics["training/rollout_probs_diff_max"] < AGREE
+    finally:
+        drop(workers)
+
+
+def test_ideas_of_ones_own_from_the_readme(stack):
+    blocks = re.findall(r"```python\n# (my_ideas\.py.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (stack.workspace / "my_ideas.py").write_text("\n".join("# " + block for block in blocks))
+    ideas = ["algorithm.adv_estimator=my_ideas.py:leave_one_out", "env.reward=my_ideas.py:shorter", QUIET]
+    ideas += ["actor_rollout_ref.actor.policy_loss.loss_mode=my_ideas.py:plain_ratio"]
+    ideas += ["env.filters=[my_ideas.py:finished]", "env.sampler=my_ideas.py:hardest"]
+    with stack.trainer("ideas", *ideas) as trainer:
+        metrics = trainer.advance()
+    assert metrics["actor/grad_norm"] > 0 and metrics["critic/rewards/mean"] < metrics["rollout/reward/mean"]
+    assert metrics["rollout/filtered/finished"] > 0
+
+
+# --- what is not trained on, and what is not saved -----------------------------------------------
+
+
+def test_a_batch_without_verdicts_is_skipped_and_said_so(stack, capsys):
+    with stack.trainer("nobody", QUIET, "gym.max_failed_frac=1", gym=gym_client.Gym({})) as trainer:
+        trainer.advance()
+        failures = (trainer.run.folder / "failures.jsonl").read_text().splitlines()
+    assert "step 1 skipped: no group left to train on" in capsys.readouterr().out.replace("\n", " ")
+    step = next(m for m in metrics_of(trainer.run.folder) if "rollout/failed_frac" in m)
+    assert step["rollout/failed_frac"] == 1.0 and step["rollout/failed/no_server"] == 64
+    assert "critic/rewards/mean" not in step and "actor/pg_loss" not in step
+    assert {json.loads(line)["reward"] for line in failures} == {None} and len(failures) == 64
+    with pytest.raises(RunError, match=r"64 of 64 episodes failed \(64 no_server\), over gym.max_failed_frac=0.5"):
+        with stack.trainer("nobody", QUIET, gym=gym_client.Gym({})) as trainer:
+            trainer.step()
+
+
+def test_rejecting_every_token_skips_the_step(stack):
+    changes = ["algorithm.rollout_correction.rollout_rs=token_k1", QUIET]
+    changes += ["algorithm.rollout_correction.rollout_rs_threshold=5.0_6.0"]
+    with stack.trainer("rejected", *changes) as trainer:
+        with pytest.raises(SkippedStep, match="rollout_rs rejected every token"):
+            trainer.step()
+
+
+DAMAGE = """
+import torch
+from verl.trainer.ppo.core_algos import agg_loss
+
+calls = 0
+
+def estimator(token_level_rewards, response_mask):
+    global calls
+    calls += 1
+    advantages = token_level_rewards * response_mask
+    if calls == 2:
+        advantages = advantages * float('nan')
+    return advantages * (1e6 if calls >= 4 else 1), advantages
+
+def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+    wrong = float('nan') if advantages.abs().max() > 1e3 else 1.0
+    losses = -advantages * torch.exp(log_prob - old_log_prob) * wrong
+    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {}
+
+def reward(episode):  # every answer is worth something, so that no advantage is 0
+    return 1.0
+"""
+
+
+def test_damaged_steps_are_skipped_and_kept_and_three_in_a_row_end_the_run(stack, capsys):
+    """Step 2 has a NaN advantage; from step 4 on the loss is NaN, so that verl leaves the mini-batch out."""
+    (stack.workspace / "damage.py").write_text(DAMAGE)
+    changes = ["trainer.total_training_steps=9", "trainer.save_freq=1", QUIET]
+    changes += ["algorithm.adv_estimator=damage.py:estimator", "env.reward=damage.py:reward"]
+    changes += ["actor_rollout_ref.actor.policy_loss.loss_mode=damage.py:loss"]
+    with pytest.raises(RunError, match="3 damaged steps in a row, the last: actor/"):
+        with stack.trainer("damaged", *changes) as trainer:
+            while True:
+                trainer.advance()
+    folder = trainer.run.folder
+    told = capsys.readouterr().out.replace("\n", " ")
+    assert re.search(r"step 2 skipped: \d+ of \d+ advantages, \d+ of \d+ returns are NaN or infinite; .*batch", told)
+    names = {path.name for path in (folder / "damaged").iterdir()}
+    assert names == {"step_2.pt", "step_4.pt", "step_5.pt", "step_6.pt"}
+    batch = torch.load(folder / "damaged" / "step_2.pt", weights_only=True)
+    assert batch["advantages"].isnan().any() and batch["responses"].shape[0] == len(batch["uid"])
+    saved = {path.name for path in (folder / "checkpoints").glob("global_step_*")}
+    assert saved == {f"global_step_{n}" for n in range(1, 7)}  # the weights are whole, whatever the batch was
+    steps = {m["step"]: m.get("training/damaged_steps", 0) for m in metrics_of(folder) if "rollout/failed_frac" in m}
+    assert steps == {1: 0, 2: 1, 3: 0, 4: 1, 5: 2}
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_weights_that_are_not_finite_are_never_saved(stack, capsys, bypass):
+    """Whatever tensor shows it first: in bypass mode no log-prob of the trainer is ever looked at."""
+    import ray
+
+    def poison(worker):  # in its process, to which this travels by value
+        import torch
+
+        weight = next(iter(worker.actor.engine.module.parameters()))
+        with torch.no_grad():
+            (weight.to_local() if hasattr(weight, "to_local") else weight).view(-1)[0] = float("nan")
+
+    changes = ["trainer.save_freq=1", QUIET, f"algorithm.rollout_correction.bypass_mode={str(bypass).lower()}"]
+    try:
+        with stack.trainer(f"poisoned_{bypass}", *changes) as trainer:
+            ray.get([worker.__ray_call__.remote(poison) for worker in trainer.workers.actor.workers])
+            trainer.publish()
+            with pytest.raises((DamagedStep, SkippedStep)):
+                trainer.step()
+            trainer.learned["step"] = trainer.state["step"]
+            assert trainer.save() is None
+            assert "not saved: NaN or infinite in " in capsys.readouterr().out.replace("\n", " ")
+            assert not list((trainer.run.folder / "checkpoints").glob("*"))
+    finally:
+        stack.workers.actor.load_checkpoint(str(stack.fresh))
+        shutil.rmtree(stack.workspace / "runs" / f"poisoned_{bypass}")
+    assert checkpoints.not_finite(stack.workers) == []

@@ -1,0 +1,247 @@
+"""The kit's own rewards, filters, samplers, advantages and losses, each against plain Python or autograd."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+
+import env
+import training
+from kit.episodes import Episode, first_groups, keep, pass_rates
+from kit.errors import PluginError
+from templates import filters, samplers
+from templates.advantages import pairs, turn_gae, turn_grpo
+from templates.losses import dpo
+from templates.rewards import components, overlong, weighted
+
+
+def episode(reward=1.0, length=3, group="g", ended="stop", **fields):
+    response = list(range(length))
+    return Episode("r", group, "s", [1], response, [1] * length, [-1.0] * length, reward=reward, ended=ended, **fields)
+
+
+# --- rewards and filters -------------------------------------------------------------------------
+
+
+def test_overlong_is_dapos_equation():
+    def by_the_paper(length, longest, cache):  # equation 13
+        if length <= longest - cache:
+            return 0.0
+        return (longest - cache - length) / cache if length <= longest else -1.0
+
+    for length in (1, 80, 81, 90, 99, 100):
+        given = overlong(episode(reward=1.0, length=length), limit=100, buffer=0.2)
+        assert given == pytest.approx(1.0 + by_the_paper(length, 100, 20))
+
+
+def test_rewards_of_several_parts():
+    e = episode(reward=0.5, ended="length", reward_components={"reward_model": 2.0})
+    assert weighted(e, {"reward_model": 0.2}) == pytest.approx(0.9)
+    with pytest.raises(PluginError, match=r"no reward component other; the episode .* has reward_model"):
+        weighted(e, {"other": 1.0})
+    assert components(e) == 0.5
+    assert e.reward_components == {"reward_model": 2.0, "verdict": 0.5, "finished": 0.0}
+
+
+def groups(*rewards, **fields):
+    return [episode(reward=r, group=str(g), **fields) for g, some in enumerate(rewards) for r in some]
+
+
+def test_groups_all_right_or_all_wrong_are_dropped():
+    made = groups([1, 1, 1], [0, 0], [0, 1], [0.5, 0.2])
+    assert [e.group_id for e in filters.drop_uniform(made)] == ["2", "2", "3", "3"]
+    assert [e.group_id for e in filters.drop_uniform(made, metric="acc")] == ["2", "2"]
+    made[0].reward_components = {"style": 1.0}
+    for e in made[1:]:
+        e.reward_components = {"style": 0.0}
+    assert [e.group_id for e in filters.drop_uniform(made, metric="style")] == ["0"] * 3
+
+
+def test_filters_apply_in_order_and_leave_no_group_of_one():
+    made = groups([1, 0, 0], [1, 1, 0])
+    made[0].ended = made[5].ended = "length"
+    drop = lambda some: filters.drop_ended(some, ["length"])  # noqa: E731
+    # of group 0 two wrong ones are left, of group 1 two right ones: uniform only after the first filter
+    assert keep(made, 2, [drop, filters.drop_uniform])[0] == []
+    assert keep(made, 2, [filters.drop_uniform, drop])[0] == [made[1], made[2], made[3], made[4]]
+    made[1].ended = "length"
+    assert keep(made, 2, [drop])[0] == made[3:5]  # group 0 was left with one
+    assert len(keep(made, 1, [drop])[0]) == 3  # which an estimator that compares none may have
+
+
+def test_masked_episodes_count_for_the_baseline_and_carry_no_loss():
+    made = groups([1.0, 0.0, 0.0])
+    made[0].ended = "length"
+    kept, _ = keep(made, 2, [lambda some: filters.mask_ended(some, ["length"])])
+    assert made[0].response_mask == [1, 1, 1]  # a copy was masked
+    batch = training.to_batch(kept, 0, 1.0)
+    assert batch.batch["response_mask"].tolist() == [[0, 0, 0], [1, 1, 1], [1, 1, 1]]
+    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+    keys = {"gamma": 1.0, "lam": 1.0, "norm_adv_by_std_in_grpo": True}
+    settings = OmegaConf.create({"algorithm": {"adv_estimator": "grpo", **keys}})
+    training.advantages(batch, settings)
+    advantages = batch.batch["advantages"]
+    assert advantages[1, 0] == pytest.approx((0 - 1 / 3) / (math.sqrt(1 / 3) + 1e-6)) and not advantages[0].any()
+    for e in made:
+        e.ended = "length"
+    assert keep(made, 2, [lambda some: filters.mask_ended(some, ["length"])])[0] == []  # nothing to learn from
+
+
+def test_first_groups():
+    made = groups([1, 0], [1, 0], [1, 0])
+    assert first_groups(made, 2) == made[:4]
+
+
+# --- samplers ------------------------------------------------------------------------------------
+
+
+def task(i, file="a", weight=None):
+    return env.Task(f"{file}:{i}", {}, "s", [], [1], file=file, weight=weight)
+
+
+def test_a_curriculum_prefers_what_is_solved_half_of_the_time():
+    tasks = [task(i) for i in range(3)]
+    rates = {"a:0": 0.0, "a:1": 0.5, "a:2": 1.0}
+    drawn = Counter(t.row_id for b in range(4000) for t in samplers.by_pass_rate(tasks, 1, b, 7, rates))
+    wanted = np.array([0.05, 0.30, 0.05]) / 0.40
+    assert np.abs(np.array([drawn[t.row_id] for t in tasks]) / 4000 - wanted).max() < 0.03
+    batch = samplers.by_pass_rate(tasks, 2, 5, 7, rates)
+    assert batch == samplers.by_pass_rate(tasks, 2, 5, 7, rates) and len({t.row_id for t in batch}) == 2
+    mixed = [task(i, "a", 1.0) for i in range(2)] + [task(i, "b", 3.0) for i in range(2)]
+    assert Counter(t.file for t in samplers.by_pass_rate(mixed, 8, 1, 7, {})) == {"a": 2, "b": 6}
+
+
+def test_pass_rates_forget():
+    made = [episode(reward=r) for r in (1.0, 0.0, 0.5, 1.0)] + [episode(reward=None, status="timeout")]
+    rates = pass_rates(made, {})
+    assert rates == {"r": 0.5}
+    assert pass_rates([episode(reward=1.0)], rates) == {"r": 0.75}
+
+
+# --- turns ---------------------------------------------------------------------------------------
+
+
+def played(seed=0, count=12):
+    """Random conversations: (mask, token rewards, values), lists; three groups, turns paid at their last tokens."""
+    rng, rows = random.Random(seed), []
+    for _ in range(count):
+        mask, rewards = [], []
+        for k in range(rng.randint(1, 4)):
+            said = rng.randint(1, 4)
+            mask += [0] * (rng.randint(1, 3) if k else 0) + [1] * said
+            rewards += [0.0] * (len(mask) - len(rewards) - 1) + [round(rng.random(), 2)]
+        tail = rng.randint(0, 2)  # what was observed last
+        rows.append((mask + [0] * tail, rewards + [0.0] * tail, [rng.gauss(0, 1) for _ in range(len(mask) + tail)]))
+    return rows, [str(i % 3) for i in range(count)]
+
+
+def padded(rows, part):
+    width = max(len(r[0]) for r in rows)
+    return torch.tensor([list(r[part]) + [0] * (width - len(r[0])) for r in rows], dtype=torch.float64)
+
+
+def turns_of(mask):
+    """[(first, end)] of each run of ones, by walking."""
+    found, start = [], None
+    for t, m in enumerate([*mask, 0]):
+        if m and start is None:
+            start = t
+        if not m and start is not None:
+            found.append((start, t))
+            start = None
+    return found
+
+
+def turn_tensor(rows):
+    turn = torch.full((len(rows), max(len(r[0]) for r in rows)), -1)
+    for i, (mask, *_) in enumerate(rows):
+        for k, (a, b) in enumerate(turns_of(mask)):
+            turn[i, a:b] = k
+    return turn
+
+
+def test_grpo_per_step_is_the_papers():
+    rows, index = played()
+    turn = turn_tensor(rows)
+    got, returns = turn_grpo(padded(rows, 1), padded(rows, 0), turn, index)
+    assert torch.equal(got, returns)
+    # what a filter masks, or rollout_rs rejects, changes no other token's advantage: the turns stay what they were
+    masked = padded(rows, 0)
+    masked[0], masked[1, 0] = 0, 0
+    assert torch.equal(turn_grpo(padded(rows, 1), masked, turn, index)[0], got * masked)
+    alone, _ = turn_grpo(padded(rows[:1], 1), padded(rows[:1], 0), turn_tensor(rows[:1]), ["a"])
+    assert torch.isfinite(alone).all()
+    paid = [[sum(rewards[a:b]) for a, b in turns_of(mask)] for mask, rewards, _ in rows]
+    for i, (mask, _, _) in enumerate(rows):
+        pool = [r for p, name in zip(paid, index, strict=True) if name == index[i] for r in p]
+        normal = [(r - np.mean(pool)) / (np.std(pool, ddof=1) + 1e-6) for r in paid[i]]
+        wanted = np.zeros(got.shape[1])
+        for k, (a, b) in enumerate(turns_of(mask)):
+            wanted[a:b] = sum(normal[k:])
+        np.testing.assert_allclose(got[i], wanted, atol=1e-9)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.7, 0.0)])
+def test_gae_over_turns_is_the_papers(gamma, lam):
+    rows, _ = played(seed=1)
+    mask = padded(rows, 0)
+    got, returns = turn_gae(padded(rows, 1), padded(rows, 2), mask, turn_tensor(rows), gamma, lam)
+    raw, targets = np.zeros(mask.shape), np.zeros(mask.shape)
+    for i, (m, rewards, values) in enumerate(rows):
+        spans = turns_of(m)
+        V = [values[a] for a, _ in spans] + [0.0]
+        r = [sum(rewards[a:b]) for a, b in spans]
+        for k, (a, b) in enumerate(spans):  # equation 16: the sum of (gamma lam)^l delta_{k+l}
+            later = [(gamma * lam) ** (j - k) * (r[j] + gamma * V[j + 1] - V[j]) for j in range(k, len(spans))]
+            raw[i, a:b], targets[i, a:b] = sum(later), sum(later) + V[k]
+    live = raw[mask.numpy() > 0]
+    wanted = (raw - live.mean()) / math.sqrt(live.var(ddof=1) + 1e-8) * mask.numpy()
+    np.testing.assert_allclose(got, wanted, atol=1e-6)
+    np.testing.assert_allclose(returns, targets, atol=1e-9)
+
+
+def test_rewards_of_turns_sit_on_their_turns_and_what_is_added_on_the_last_token():
+    e = episode(reward=0.7, length=7, turns=[(0, 2, 1), (4, 6, 3)], turn_rewards=[0.5, 0.25])
+    e.response_mask = [1, 1, 0, 0, 1, 1, 0]
+    scores = training.to_batch([e], 0, 1.0).batch["token_level_scores"][0]
+    assert scores.tolist() == pytest.approx([0, 0.5, 0, 0, 0, 0.25, -0.05])
+    assert training.to_batch([e], 0, 1.0).batch["turn"].tolist() == [[0, 0, -1, -1, 1, 1, -1]]
+
+
+# --- a loss of one's own -------------------------------------------------------------------------
+
+
+def test_online_dpos_gradient_is_that_of_dpos_loss():
+    """Against autograd of -log sigmoid(beta * (difference of log-ratios)), mean over pairs; split in two as well."""
+    from verl.workers.config import FSDPActorConfig
+
+    torch.manual_seed(0)
+    B, R = 8, 5
+    mask = (torch.rand(B, R) < 0.8).double()
+    rewards = torch.zeros(B, R, dtype=torch.float64)
+    rewards[:, -1] = torch.tensor([1, 0, 0.5, 0.5, 0.5, 0.5, 0, 1], dtype=torch.float64)
+    index = ["a", "a", "b", "b", "c", "c", "d", "d"]  # b and c are ties
+    log_prob = torch.randn(B, R, dtype=torch.float64, requires_grad=True)
+    ref = torch.randn(B, R, dtype=torch.float64)
+
+    ratio = ((log_prob - ref) * mask).sum(dim=1)
+    by_hand = -(F.logsigmoid(0.1 * (ratio[0] - ratio[1])) + F.logsigmoid(0.1 * (ratio[7] - ratio[6]))) / 2
+    (wanted,) = torch.autograd.grad(by_hand, log_prob)
+
+    advantages, _ = pairs(rewards, mask, index, log_prob.detach(), ref)
+    config = FSDPActorConfig(strategy="fsdp2", rollout_n=2, ppo_micro_batch_size_per_gpu=1)
+    got = torch.zeros_like(wanted)
+    for part in (slice(0, 3), slice(3, 8)):  # a pair may be cut in two
+        config.global_batch_info.update({"dp_size": 1, "batch_num_tokens": None, "global_batch_size": B})
+        loss, _ = dpo(None, log_prob[part], advantages[part], mask[part], "seq-mean-token-sum", config)
+        got += torch.autograd.grad(loss, log_prob)[0]
+    torch.testing.assert_close(got, wanted)
+    with pytest.raises(ValueError, match="seq-mean-token-sum"):
+        dpo(None, log_prob, advantages, mask, "token-mean", config)
