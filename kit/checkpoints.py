@@ -19,9 +19,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -30,7 +29,9 @@ from kit.config import leaves, public
 from kit.errors import ConfigError, RunError
 
 MANIFEST = "manifest.json"
+POINTER = "latest_checkpointed_iteration.txt"  # verl's: the step of the last one
 EXPORTED = "step.txt"  # in an export: the step whose weights it holds
+SHARDS = {"model": "model", "optimizer": "optim", "extra": "extra_state"}  # verl's save_contents: how files begin
 NAME = re.compile(r"(?:global_step|saving)_(\d+)")
 # What a checkpoint cannot go on with otherwise, and why. All else may change, and is said.
 FIXED = {
@@ -43,12 +44,14 @@ FIXED = {
 }
 # These come back with the optimizer's state, whatever the recipe says; without that (load_contents) they may change.
 OPTIMIZER = re.compile(r"(actor_rollout_ref\.actor|critic)\.optim\.(lr|betas|weight_decay|optimizer|override_.*)$")
-UNTOLD = re.compile(r"trainer\.(resume_|default_local_dir)|.*experiment_name$|ray_kwargs\.")  # how it is started
+# How it is started, and what follows from trainer.total_training_steps.
+UNTOLD = re.compile(
+    r"trainer\.(resume_|default_local_dir)|.*(experiment_name|optim\.total_training_steps)$|ray_kwargs\."
+)
 
 
 def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) -> Path:
-    """Write a checkpoint, point latest_checkpointed_iteration.txt at it, and delete what
-    trainer.max_actor_ckpt_to_keep has no room for.
+    """Write a checkpoint, point POINTER at it, and delete what trainer.max_actor_ckpt_to_keep has no room for.
 
     workers: training.Workers. state: what the driver needs to go on, plain values only, with its `step`. Raises
     RunError where it cannot be written, a full disk above all; what was there before stays.
@@ -61,11 +64,9 @@ def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) 
         for name, group in {"actor": workers.actor, "critic": workers.critic}.items():
             if group is not None:
                 group.save_checkpoint(str((partial / name).absolute()), None, state["step"], None)
-                if missing := unseen(partial / name, group.world_size, contents(config, name)):
-                    raise OSError(
-                        f"{len(missing)} shards of {group.world_size} ranks are not there, as where the folder is not "
-                        f"on a file system that all nodes share: {missing[0]}, ..."
-                    )
+                if missing := unseen(partial / name, group.world_size, config):
+                    lost = f"{len(missing)} shards of {group.world_size} ranks are not there"
+                    raise OSError(f"{lost}, as on a file system that not all nodes share: {missing[0]}, ...")
         partial.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(public(config), partial / "config.yaml")
         torch.save(state, partial / "data.pt")
@@ -81,7 +82,7 @@ def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) 
     if target.exists():  # the same step again: a broken one, or that of an earlier run; until then saving_N is the one
         shutil.rmtree(target)
     os.replace(partial, target)
-    pointer = folder / "latest_checkpointed_iteration.txt"
+    pointer = folder / POINTER
     pointer.with_suffix(".tmp").write_text(str(state["step"]))
     os.replace(pointer.with_suffix(".tmp"), pointer)
     keep = config.trainer.max_actor_ckpt_to_keep
@@ -91,20 +92,12 @@ def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) 
     return target
 
 
-def contents(config: DictConfig, name: str) -> list[str]:
-    """What a group (actor, critic) saves, by verl's key: model, optimizer, extra (scheduler and RNG), hf_model."""
-    section = "actor_rollout_ref.actor" if name == "actor" else "critic"
-    return list(OmegaConf.select(config, f"{section}.checkpoint.save_contents") or ("model", "optimizer", "extra"))
-
-
-def unseen(folder: Path, ranks: int, saved: Sequence[str]) -> list[str]:
-    """The shards that a group of so many ranks must have written, and that are not there."""
-    prefixes = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
-    names = [
-        f"{prefixes[kind]}_world_size_{ranks}_rank_{rank}.pt"
-        for kind in prefixes.keys() & set(saved)
-        for rank in range(ranks)
-    ]
+def unseen(folder: Path, ranks: int, config: DictConfig) -> list[str]:
+    """The shards that so many ranks must have written into `folder` (actor or critic), and that are not there."""
+    section = "actor_rollout_ref.actor" if folder.name == "actor" else "critic"
+    saved = OmegaConf.select(config, f"{section}.checkpoint.save_contents") or SHARDS
+    prefixes = [prefix for kind, prefix in SHARDS.items() if kind in saved]
+    names = [f"{prefix}_world_size_{ranks}_rank_{rank}.pt" for prefix in prefixes for rank in range(ranks)]
     return sorted(name for name in names if not (folder / name).is_file())
 
 
@@ -198,36 +191,26 @@ def resume_point(config: DictConfig) -> tuple[Path | None, list[str]]:
     Raises ConfigError if nothing would be left to train, or where none of the checkpoints that are there is whole.
     """
     folder, total = Path(config.trainer.default_local_dir), config.trainer.total_training_steps
-    mode = config.trainer.resume_mode
+    checkpoint: Path | None = None
     lines: list[str] = []
-    if mode == "resume_path":
+    if config.trainer.resume_mode == "resume_path":
         checkpoint = Path(config.trainer.resume_from_path or "nowhere")
         if why := broken(checkpoint):
             raise ConfigError(
                 f"trainer.resume_from_path={checkpoint} is not a whole checkpoint: {why}; give another, or let "
                 "trainer.resume_mode=auto find the newest"
             )
-    elif mode == "auto":
-        last, lines = newest(folder)
-        if last is None:
-            if lines and (folder / "latest_checkpointed_iteration.txt").is_file():
-                raise ConfigError(f"{lines[0]}; there is no other. trainer.resume_mode=disable begins again at step 0")
-            return None, lines
-        checkpoint = last
-    else:
-        return None, lines
-    if step_of(checkpoint) == total != exported_step(Path("runs") / config.trainer.experiment_name / "export"):
+    elif config.trainer.resume_mode == "auto":
+        checkpoint, lines = newest(folder)
+        if lines and not checkpoint and (folder / POINTER).is_file():
+            raise ConfigError(f"{lines[0]}; there is no other. trainer.resume_mode=disable begins again at step 0")
+    if not checkpoint or step_of(checkpoint) < total:
+        return checkpoint, lines
+    exported = Path("runs") / config.trainer.experiment_name / "export" / EXPORTED
+    if step_of(checkpoint) == total and not (exported.is_file() and exported.read_text().strip() == str(total)):
         return checkpoint, [*lines, f"all {total} steps are done; what is left is the last evaluation and the export"]
-    if step_of(checkpoint) >= total:
-        more = "raise trainer.total_training_steps, or give the run another trainer.experiment_name"
-        raise ConfigError(f"nothing left to train: {checkpoint} is the last of {total} steps; {more}")
-    return checkpoint, lines
-
-
-def exported_step(folder: Path) -> int | None:
-    """The step whose weights an export holds; None where there is none, or half of one."""
-    path = folder / EXPORTED
-    return int(path.read_text()) if path.is_file() else None
+    more = "raise trainer.total_training_steps, or give the run another trainer.experiment_name"
+    raise ConfigError(f"nothing left to train: {checkpoint} is the last of {total} steps; {more}")
 
 
 def before_replay(config: DictConfig, rollouts: Path) -> Path | None:
@@ -237,26 +220,21 @@ def before_replay(config: DictConfig, rollouts: Path) -> Path | None:
     if not match or not rollouts.is_file():
         raise ConfigError(f"--replay {rollouts} is no rollouts file of a run; give runs/<name>/rollouts/step_<N>.jsonl")
     step = int(match[1])
-    places = (rollouts.parent.parent / "checkpoints", Path(config.trainer.default_local_dir))
-    here = [folder for folder in places if (folder / f"global_step_{step - 1}").is_dir()]
-    checkpoint: Path | None = (*here, places[0])[0] / f"global_step_{step - 1}"
+    checkpoint: Path | None = None
     if config.trainer.resume_mode == "resume_path":
         checkpoint = Path(config.trainer.resume_from_path or "nowhere")
-    elif step == 1:
-        checkpoint = None
-    if checkpoint and (why := broken(checkpoint)):
+    elif step > 1:
+        folders = (rollouts.parent.parent / "checkpoints", Path(config.trainer.default_local_dir))
+        places = [folder / f"global_step_{step - 1}" for folder in folders]
+        checkpoint = next((place for place in places if place.is_dir()), places[0])
+    if checkpoint and ((why := broken(checkpoint)) or step_of(checkpoint) != step - 1):
         raise ConfigError(
-            f"--replay {rollouts} starts from the weights before step {step}, but {checkpoint} is not whole: {why}; "
-            "save every step (trainer.save_freq=1), or name other weights with trainer.resume_mode=resume_path"
+            f"--replay {rollouts} starts from the weights after step {step - 1}, but {checkpoint} is "
+            f"{f'not whole: {why}' if why else 'of another step'}; save every step (trainer.save_freq=1), or set "
+            "trainer.resume_mode=resume_path and another trainer.resume_from_path"
         )
-    if checkpoint and step_of(checkpoint) != step - 1:
-        raise ConfigError(
-            f"--replay {rollouts} starts from the weights after step {step - 1}, not from {checkpoint}; give another "
-            "trainer.resume_from_path"
-        )
-    name = config.trainer.experiment_name
-    config.trainer.experiment_name = f"{name}_replay_{step}"
-    config.trainer.default_local_dir = f"runs/{name}_replay_{step}/checkpoints"
+    name = f"{config.trainer.experiment_name}_replay_{step}"
+    config.trainer.experiment_name, config.trainer.default_local_dir = name, f"runs/{name}/checkpoints"
     config.env.val_files, config.trainer.val_before_train = [], False
     return checkpoint
 
@@ -267,18 +245,19 @@ def before_replay(config: DictConfig, rollouts: Path) -> Path | None:
 def check(checkpoint: Path, config: DictConfig, command: str) -> list[str]:
     """What to tell of a checkpoint to go on from. Raises RunError for one of another model, command or layout, or with
     anything but tensors and plain values in it."""
-    changed = {key: pair for key, pair in changes(checkpoint, config).items() if not UNTOLD.match(key)}
-    state = read(checkpoint / "data.pt")
-    if state.get("command") != command:
-        made = state.get("command")
+    made = read(checkpoint / "data.pt").get("command")
+    if made != command:
         raise RunError(f"{checkpoint} is of `{made}`, not of `{command}`: give another trainer.experiment_name")
-    fixed = {key: why for key in changed if (why := why_fixed(key, config))}
-    refused = [f"{key} {changed[key][0]} -> {changed[key][1]} ({why})" for key, why in fixed.items()]
+    then, now = leaves(OmegaConf.load(checkpoint / "config.yaml")), leaves(public(config))
+    keys = [key for key in {**then, **now} if then.get(key) != now.get(key) and not UNTOLD.match(key)]
+    changed = {key: f"{key} {then.get(key)} -> {now.get(key)}" for key in keys}
+    fixed = {key: why for key in keys if (why := why_fixed(key, config))}
+    refused = [f"{changed[key]} ({why})" for key, why in fixed.items()]
     estimator = config.algorithm.adv_estimator
     critic = plugins.asks(estimator, "values") if plugins.is_own(estimator) else estimator == "gae"
     if command == "train" and critic and not (checkpoint / "critic").is_dir():
         refused.append("a critic, which that run did not have")
-    allowed = [f"{key} {old} -> {new}" for key, (old, new) in changed.items() if key not in fixed]
+    allowed = [text for key, text in changed.items() if key not in fixed]
     said = [f"changed since {checkpoint}, and allowed: {', '.join(allowed)}"] if allowed else []
     if refused:
         raise RunError(
@@ -314,8 +293,7 @@ def read(path: Path) -> Any:
             return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     except Exception as error:  # zip, pickle and torch each have their own
         text = str(error).strip() or repr(error)
-        found = re.search(r".*unsupported .*", text, re.IGNORECASE)
-        line = found[0].strip() if found else text.splitlines()[0]
+        line = (re.findall(r".*unsupported .*", text, re.IGNORECASE) or text.splitlines())[0].strip()
         raise RunError(
             f"{path} is not loaded, as it is not tensors and plain values alone: {line}; go on from another checkpoint "
             "(trainer.resume_mode=resume_path)"
@@ -331,30 +309,15 @@ def check_shapes(path: Path, tensors: dict[str, Any], model: Path) -> None:
     from safetensors import safe_open
 
     theirs = {re.sub(r"base_model\.model\.|base_layer\.", "", name): t for name, t in tensors.items()}
-    way_out = "set actor_rollout_ref.model.path to its own, or give another trainer.experiment_name"
     for file in sorted(model.glob("*.safetensors")):
         with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118  (no mapping)
-                if name not in theirs:
-                    continue
+            for name in sorted(theirs.keys() & set(weights.keys())):
                 wanted, has = tuple(weights.get_slice(name).get_shape()), tuple(theirs[name].shape)
                 if wanted != has:
                     raise RunError(
-                        f"{path} is of another model: its {name} is {has}, that of {model} is {wanted}; {way_out}"
+                        f"{path} is of another model: its {name} is {has}, that of {model} is {wanted}; set "
+                        "actor_rollout_ref.model.path to its own, or give another trainer.experiment_name"
                     )
-
-
-def changes(checkpoint: Path, config: DictConfig) -> dict[str, tuple[Any, Any]]:
-    """{dotted key: (then, now)} of what differs between the recipe that made a checkpoint and this one."""
-    then, now = leaves(cast(DictConfig, OmegaConf.load(checkpoint / "config.yaml"))), leaves(public(config))
-    follows = "optim.total_training_steps"  # from trainer.total_training_steps
-
-    def differing() -> Iterator[tuple[str, tuple[Any, Any]]]:
-        for key in {**then, **now}:
-            if then.get(key) != now.get(key) and not key.endswith(follows):
-                yield key, (then.get(key), now.get(key))
-
-    return dict(differing())
 
 
 # --- back to work --------------------------------------------------------------------------------
@@ -365,11 +328,10 @@ def load(workers: Any, checkpoint: Path) -> dict[str, Any]:
     for name, group in {"actor": workers.actor, "critic": workers.critic}.items():
         if group is not None:
             group.load_checkpoint(str((checkpoint / name).absolute()))
-    state: dict[str, Any] = read(checkpoint / "data.pt")
-    return state
+    return read(checkpoint / "data.pt")
 
 
-def export(checkpoint: Path, target: Path) -> Path:
+def export(checkpoint: Path, target: Path) -> None:
     """Merge a checkpoint's shards into a Hugging Face folder, tokenizer included (verl.model_merger)."""
     # what it says of DTensors that are read without a process group is of no use to anybody
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
@@ -377,15 +339,10 @@ def export(checkpoint: Path, target: Path) -> Path:
     from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 
     actor = str(checkpoint / "actor")
-    merger = FSDPModelMerger(
-        ModelMergerConfig(
-            operation="merge",
-            backend="fsdp",
-            local_dir=actor,
-            target_dir=str(target),
-            hf_model_config_path=str(checkpoint / "actor" / "huggingface"),
-        )
+    config = ModelMergerConfig(
+        "merge", "fsdp", str(target), local_dir=actor, hf_model_config_path=f"{actor}/huggingface"
     )
+    merger = FSDPModelMerger(config)
     (target / EXPORTED).unlink(missing_ok=True)  # of an earlier export, as is the adapter
     shutil.rmtree(target / "lora_adapter", ignore_errors=True)
     merger.merge_and_save()
@@ -396,4 +353,3 @@ def export(checkpoint: Path, target: Path) -> Path:
         base = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
         PeftModel.from_pretrained(base, target / "lora_adapter").merge_and_unload().save_pretrained(target)
     (target / EXPORTED).write_text(f"{step_of(checkpoint)}\n")
-    return target
