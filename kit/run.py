@@ -7,6 +7,7 @@ rollouts/, failures.jsonl, checkpoints/, export/ and logs/.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -46,7 +47,7 @@ class Run:
         self.damaged = 0  # steps in a row
         self.lent: list[str] = []  # environment variables
         self.on_restart: Callable[[str], None] = lambda name: None  # what else is to know of a restarted server
-        trains = command in ("train", "sft")
+        self.trains = command in ("train", "sft")
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
@@ -56,29 +57,20 @@ class Run:
             console=console,
         )
         done = checkpoints.step_of(resume_from) if resume_from else 0
-        self.task = self.bar.add_task(command, total=self.last if trains else 1, completed=done, stage="starting")
+        self.task = self.bar.add_task(command, total=self.last if self.trains else 1, completed=done, stage="starting")
         self.guard = Guard(config, self.folder / "logs", self.say, self.show)
         self.stage, self.saving = self.guard.stage, self.guard.saving
+        self.timing = self.guard.timing  # seconds by stage, of the step under way
 
     def __enter__(self) -> Run:
         for name in ("rollouts", "logs"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        written = public(self.config)
-        trains = self.command in ("train", "sft")
-        OmegaConf.save(written, self.folder / ("config.yaml" if trains else f"{self.command}.yaml"))
-        if trains:
+        OmegaConf.save(public(self.config), self.folder / f"{'config' if self.trains else self.command}.yaml")
+        if self.trains:
             self.forget_after(checkpoints.step_of(self.checkpoint) if self.checkpoint else -1)
-        self.lend("TENSORBOARD_DIR", str(self.folder / "tensorboard"))
-        self.lend("VERL_FILE_LOGGER_PATH", str(self.folder / "tracking.jsonl"))
-        self.lend("WANDB_DIR", str(self.folder))
-        self.tracking = None
-        if self.config.trainer.logger:
-            self.name_tracked_run()
-            from verl.utils.tracking import Tracking  # 10 s, which only those pay who track
-
-            names, backends = self.config.trainer, to_plain(self.config.trainer.logger)
-            told = OmegaConf.to_container(written, resolve=False)
-            self.tracking = Tracking(names.project_name, names.experiment_name, backends, told)
+        self.lend(TENSORBOARD_DIR=self.folder / "tensorboard", WANDB_DIR=self.folder)
+        self.lend(VERL_FILE_LOGGER_PATH=self.folder / "tracking.jsonl")
+        self.tracking = self.track() if self.config.trainer.logger else None
         self.guard.listen()
         self.bar.start()
         return self
@@ -91,11 +83,11 @@ class Run:
         for name in self.lent:
             os.environ.pop(name, None)
 
-    def lend(self, name: str, value: str) -> None:
-        """Set an environment variable that is not set, until the run ends: the next one has another folder."""
-        if name not in os.environ:
-            os.environ[name] = value
-            self.lent.append(name)
+    def lend(self, **variables: Any) -> None:
+        """Set environment variables that are not set, until the run ends: the next one has another folder."""
+        new = {name: str(value) for name, value in variables.items() if name not in os.environ}
+        os.environ.update(new)
+        self.lent += new
 
     def forget_after(self, step: int) -> None:
         """What an earlier run left of the steps that are now trained again gets another name: lines of metrics.jsonl go
@@ -105,8 +97,7 @@ class Run:
         path = self.folder / "metrics.jsonl"
         if not path.is_file():
             return
-        kept: list[str] = []
-        gone: list[str] = []
+        kept, gone = list[str](), list[str]()
         for line in path.read_text().splitlines():
             whole = line.startswith('{"step": ') and line.endswith("}")
             (kept if whole and json.loads(line)["step"] <= step else gone).append(line + "\n")
@@ -116,21 +107,19 @@ class Run:
             path.with_suffix(".tmp").write_text("".join(kept))
             os.replace(path.with_suffix(".tmp"), path)
 
-    def name_tracked_run(self) -> None:
-        """Give trackers an id that a resumed run finds again, by their own environment variables."""
+    def track(self) -> Any:
+        """verl's trackers, with an id that a resumed run finds again, by their own environment variables."""
         path = self.folder / "tracker_id"
         if self.checkpoint is None or not path.is_file():
             path.write_text(uuid.uuid4().hex[:12])
-        for tracker in ("WANDB", "SWANLAB"):
-            self.lend(f"{tracker}_RUN_ID", path.read_text())
-            self.lend(f"{tracker}_RESUME", "allow")
+        self.lend(WANDB_RUN_ID=path.read_text(), WANDB_RESUME="allow")
+        self.lend(SWANLAB_RUN_ID=path.read_text(), SWANLAB_RESUME="allow")
+        from verl.utils.tracking import Tracking  # 10 s, which only those pay who track
+
+        names, told = self.config.trainer, OmegaConf.to_container(public(self.config), resolve=False)
+        return Tracking(names.project_name, names.experiment_name, to_plain(names.logger), told)
 
     # --- a step ---
-
-    @property
-    def timing(self) -> dict[str, float]:
-        """Seconds by stage, of the step under way."""
-        return self.guard.timing
 
     def begin(self, step: int) -> None:
         """Start the clock of a step."""
@@ -145,16 +134,15 @@ class Run:
 
     def counter(self, total: int) -> Callable[[int, Any], None]:
         """A callback that shows how many of `total` episodes have ended."""
-        done = 0
+        ended = itertools.count(1)
 
         def one_more(*_: Any) -> None:
-            nonlocal done
-            done += 1
+            done = next(ended)
             self.guard.progress()
             if not self.first_episode:
                 self.first_episode = self.timing["first_episode"] = time.monotonic() - self.started
             self.show(f"{done}/{total} episodes")
-            if self.command in ("rollout", "evaluate"):
+            if not self.trains:
                 self.bar.update(self.task, total=total, completed=done)
 
         return one_more
@@ -182,15 +170,6 @@ class Run:
             out.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
         if self.tracking:
             self.tracking.log(data=plain, step=step)
-
-    def first_scores(self) -> tuple[int, dict[str, float]]:
-        """(step, metrics) of the first evaluation that metrics.jsonl knows of, in whichever part of the run it was."""
-        path = self.folder / "metrics.jsonl"
-        for line in path.read_text().splitlines() if path.is_file() else ():
-            if '"val-core/' in line:
-                told = json.loads(line)
-                return told["step"], told
-        return 0, {}
 
     def write_episodes(
         self, name: str, episodes: Sequence[Episode], tasks: Sequence[Task], before: Sequence[Episode] = ()
@@ -230,8 +209,13 @@ class Run:
         return f"{damage}; the batch is in {path}"
 
     def export(self) -> None:
-        """The last checkpoint's policy as a Hugging Face folder, export/; what verl prints goes to logs/export.log."""
-        assert self.checkpoint
+        """The last checkpoint's policy as a Hugging Face folder, export/; what verl prints goes to logs/export.log.
+        Raises RunError where nothing was ever saved."""
+        if self.checkpoint is None:
+            raise RunError(
+                f"every step up to {self.last} was damaged or skipped, so there is nothing to save; look into "
+                f"{self.folder}/rollouts and {self.folder}/damaged for why"
+            )
         with self.stage("export"), (self.folder / "logs" / "export.log").open("w") as log:
             with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
                 checkpoints.export(self.checkpoint, self.folder / "export")
@@ -257,11 +241,12 @@ class Run:
 
         `reward` is the verifier's, over all that it has verified; `shaped` what env.reward and a KL term make of it.
         """
-        shaped = metrics.get("critic/rewards/mean") if self.changes_reward() else None
-        numbers = [("verifier" if shaped is not None else "reward", metrics.get("rollout/reward/mean"))]
-        numbers += [("shaped", shaped), ("length", metrics.get("response_length/mean"))]
-        numbers.append(("loss", metrics.get("actor/pg_loss")))
-        values = [f"{label} {value:.3g}" for label, value in numbers if value is not None]
+        changed = self.config.env.reward or self.config.algorithm.use_kl_in_reward  # from the verifier's
+        names = {"reward": "rollout/reward/mean"}
+        if changed and "critic/rewards/mean" in metrics:
+            names = {"verifier": "rollout/reward/mean", "shaped": "critic/rewards/mean"}
+        names |= {"length": "response_length/mean", "loss": "actor/pg_loss"}
+        values = [f"{label} {metrics[name]:.3g}" for label, name in names.items() if name in metrics]
         if metrics["rollout/kept"] < metrics["rollout/episodes"]:
             values.append(f"kept {metrics['rollout/kept']:.0f}/{metrics['rollout/episodes']:.0f}")
         if uniform := metrics["rollout/groups_uniform"]:
@@ -269,10 +254,6 @@ class Run:
         self.say_line(step, f"{' '.join(values)}  failed {metrics['rollout/failed_frac']:.0%}")
         if kept and self.config.env.show_every > 0 and step % self.config.env.show_every == 0:
             self.say_examples(kept, 1)
-
-    def changes_reward(self) -> bool:
-        """Whether what is trained on is another number than the verifier's."""
-        return bool(self.config.env.reward or self.config.algorithm.use_kl_in_reward)
 
     def say_examples(self, episodes: Sequence[Episode], count: int) -> None:
         """The `count` best and worst answers."""
@@ -283,12 +264,14 @@ class Run:
 
     def finish(self, after: dict[str, float]) -> None:
         """The result of the run and what to do next."""
-        minutes, (step, before) = (time.monotonic() - self.started) / 60, self.first_scores()
+        minutes, path = (time.monotonic() - self.started) / 60, self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.is_file() else []
+        # of the first evaluation, in whichever part of the run it was
+        before = next((json.loads(line) for line in lines if '"val-core/' in line), {"step": 0})
         self.say(f"\nfinished in {minutes:.1f} min; the run is in {self.folder}/")
         for name in (n for n in after if n.startswith("val-core/") and not n.endswith("pass@1")):
-            was = before.get(name)
-            told = "not measured" if was is None else f"{was:.3f}"
-            self.say(f"    {name}: {told} before (step {step}), {after[name]:.3f} after")
+            told = "not measured" if before.get(name) is None else f"{before[name]:.3f}"
+            self.say(f"    {name}: {told} before (step {before['step']}), {after[name]:.3f} after")
         self.say(f"    checkpoint {self.checkpoint}, Hugging Face folder {self.folder}/export")
         again = f"trainer.total_training_steps={2 * self.last}"
         self.say(f"next: look into {self.folder}/rollouts/, or train on with the same command and {again}")
