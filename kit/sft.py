@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
@@ -23,7 +23,8 @@ from omegaconf import DictConfig
 import env
 from kit import checkpoints, later, recipe
 from kit.config import to_plain
-from kit.errors import ConfigError, RunError
+from kit.episodes import Episode
+from kit.errors import ConfigError
 from kit.recipe import Data
 from kit.run import Run
 
@@ -31,22 +32,11 @@ training, start = later("training"), later("kit.start")
 
 
 @dataclass
-class Example:
-    """A conversation in tokens, with the fields of an episode that training.to_batch reads."""
+class Example(Episode):
+    """A conversation in tokens: its prompt goes up to the assistant's first word, its mask is 1 on the assistant's."""
 
-    row_id: str
-    prompt_ids: list[int]  # up to the assistant's first word
-    response_ids: list[int]
-    response_mask: list[int]  # 1 = the assistant's
     file: str = ""
     weight: float | None = None
-    group_id: str = ""
-    reward: float = 0.0
-    baseline: float | None = None
-    log_probs: list[float] = field(default_factory=list)
-    turns: list[Any] = field(default_factory=list)
-    turn_rewards: list[float] = field(default_factory=list)
-    reward_components: dict[str, float] = field(default_factory=dict)
 
 
 def read_conversations(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -73,21 +63,19 @@ def tokenize(row: Mapping[str, Any], tokenizer: Any, stop_ids: set[int], where: 
 
     What the assistant says is encoded by itself, as it is sampled in RL: prompt, answer, what comes between, answer.
     """
-    messages, tools = row.get("messages"), row.get("tools") or None
-    if not isinstance(messages, list) or not any(
-        isinstance(m, dict) and m.get("role") == "assistant" for m in messages
-    ):
+    messages, template = row.get("messages"), {"tools": row.get("tools") or None, "tokenize": False}
+    if not isinstance(messages, list) or not all(isinstance(said, dict) for said in messages):
+        messages = []
+    roles = [said.get("role") for said in messages]
+    if "assistant" not in roles:
         raise env.DataError(f"{where}: no `messages`, or none of the assistant's in it; add what is to be learned")
+    if roles[0] == "assistant":
+        raise env.DataError(f"{where}: nothing comes before the assistant's first message; add what it answers")
     stops = tokenizer.convert_ids_to_tokens(sorted(stop_ids))
     ids: list[int] = []
     mask: list[int] = []
     done = ""
-    for i, said in enumerate(messages):
-        if said.get("role") != "assistant":
-            continue
-        if not i:
-            raise env.DataError(f"{where}: nothing comes before the assistant's first message; add what it answers")
-        template: dict[str, Any] = {"tools": tools, "tokenize": False}
+    for i in [i for i, role in enumerate(roles) if role == "assistant"]:
         try:
             before = tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, **template)
             after = tokenizer.apply_chat_template(messages[: i + 1], **template)
@@ -106,52 +94,44 @@ def tokenize(row: Mapping[str, Any], tokenizer: Any, stop_ids: set[int], where: 
             ids, mask = ids + new, mask + [learned] * len(new)
         done = before + answer
     start = mask.index(1)
-    return Example(where, ids[:start], ids[start:], mask[start:], log_probs=[0.0] * (len(ids) - start))
+    nothing = [0.0] * (len(ids) - start)
+    return Example(where, "", "", ids[:start], ids[start:], mask[start:], log_probs=nothing, reward=0.0)
 
 
 def prepare(config: DictConfig) -> Data:
-    """As recipe.prepare, for conversations. Raises ConfigError, env.DataError."""
-    tokenizer, stop_ids, functions = recipe.check_recipe(config, "sft")
-    return Data(*load_files(config, tokenizer, stop_ids), tokenizer, stop_ids, *functions)
+    """As recipe.prepare, for the conversations of env.train_files and env.val_files: paths, or {path, weight}.
 
-
-def load_files(
-    config: DictConfig, tokenizer: Any, stop_ids: set[int]
-) -> tuple[list[Example], list[Example], list[str]]:
-    """(to learn, held out, dropped) of env.train_files and env.val_files: paths, or {path, weight}.
-
-    What does not fit the recipe's lengths is dropped. Raises env.DataError, and ConfigError where fewer rows are left
-    than a batch takes.
+    What does not fit the recipe's lengths is dropped. Raises ConfigError, also where fewer rows are left than a batch
+    takes, and env.DataError.
     """
+    tokenizer, stop_ids, functions = recipe.check_recipe(config, "sft")
     found: dict[str, list[Example]] = {"train_files": [], "val_files": []}
-    dropped = []
+    dropped, limits = [], config.data
     for name, examples in found.items():
         for entry in to_plain(config.env[name]):
             given = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
             for where, row in read_conversations(str(given["path"])):
                 example = tokenize(row, tokenizer, stop_ids, where)
                 example.file, example.weight = str(given["path"]), given.get("weight")
-                fits = len(example.prompt_ids) <= config.data.max_prompt_length
-                if fits and len(example.response_ids) <= config.data.max_response_length:
+                fits = len(example.prompt_ids) <= limits.max_prompt_length
+                if fits and len(example.response_ids) <= limits.max_response_length:
                     examples.append(example)
                 else:
                     dropped.append(where)
-    train, size = found["train_files"][: config.env.max_rows], config.data.train_batch_size
-    if len(train) < size:
-        limits = f"data.max_prompt_length={config.data.max_prompt_length}, max_response_length="
-        limits += f"{config.data.max_response_length} tokens"
+    train, validation = found["train_files"][: config.env.max_rows], found["val_files"][: config.env.val_max_rows]
+    if len(train) < limits.train_batch_size:
         raise ConfigError(
-            f"env.train_files hold {len(train)} usable rows, fewer than data.train_batch_size={size}; add some, or "
-            f"lower it; {len(dropped)} were over {limits}"
+            f"env.train_files hold {len(train)} usable rows, fewer than data.train_batch_size="
+            f"{limits.train_batch_size}; add some, or lower it; {len(dropped)} were over data.max_prompt_length="
+            f"{limits.max_prompt_length}, max_response_length={limits.max_response_length} tokens"
         )
-    return train, found["val_files"][: config.env.val_max_rows], dropped
+    return Data(train, validation, dropped, tokenizer, stop_ids, *functions)
 
 
 def run_command(config: DictConfig, run: Run, data: Data) -> None:
     """Train on data.train to trainer.total_training_steps, from the checkpoint that `run` goes on from."""
     with contextlib.ExitStack() as stack:
         workers = start.start(run, data, stack, sample=False).workers
-        assert workers
         training.set_sft_loss(workers.actor, config)
         state: dict[str, Any] = {"command": "sft", "step": 0}
         if run.checkpoint:
@@ -162,11 +142,6 @@ def run_command(config: DictConfig, run: Run, data: Data) -> None:
                 run.log(state["step"], held_out_loss(config, data, workers))
             while state["step"] < run.last:
                 one_step(config, run, data, workers, state)
-        if run.checkpoint is None:
-            raise RunError(
-                f"every step up to {run.last} was damaged, so there is nothing to save; look into {run.folder}/damaged"
-                ", then lower actor_rollout_ref.actor.optim.lr"
-            )
         run.export()
     run.say(f"the model is in {run.folder}/export: actor_rollout_ref.model.path={run.folder}/export")
 
@@ -192,9 +167,8 @@ def one_step(config: DictConfig, run: Run, data: Data, workers: Any, state: dict
     step = state["step"] + 1
     run.begin(step)
     with run.stage("update_actor"):
-        batch = to_batch(
-            env.batch(data.train, config.data.train_batch_size, step, config.data.seed, config.data.shuffle), data
-        )
+        settings = config.data
+        batch = to_batch(env.batch(data.train, settings.train_batch_size, step, settings.seed, settings.shuffle), data)
         metrics = training.update_sft(workers.actor, batch, config)
         state["step"] = step
     if damage := training.damage(batch, metrics, config):
