@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
-from omegaconf import DictConfig
 
 import gym_client
 from kit import gym_servers, later, plugins, watch
@@ -52,19 +51,21 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
         stack.callback(run.guard.end)  # before the loop is closed
         run.say("starting the workers" + ", and vLLM beside them: about a minute" * sample)
         plugins.register([config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode])
-        workers = start_workers(run)
+        workers: Any = None
+        if run.trains:  # value models are loaded here, the actor's beside vLLM
+            workers = training.start_workers(config, sft=run.command == "sft")
+            training.load_value_models(workers, config)
         if not sample:
-            assert workers
             workers.actor.init_model()
             training.set_policy_loss(workers.actor, config)
             return Started(workers, None)
-        gym = make_gym(config, urls)
+        limits, concurrency = config.gym, to_plain(config.gym.concurrency)
+        gym = gym_client.Gym(urls, limits.timeout_s, concurrency, limits.attempts, limits.outage_budget_s)
         enter(gym, loop, stack)
         run.on_restart = gym.restarted
         start_vllm = inference.start_servers(config, workers.actor) if workers else inference.start_sampler(config)
         vllm = loop.run(start_vllm)
-        client = vllm.get_client()
-        policy = inference.make_policy(config, client, data, GENERATE_DEADLINE_S)
+        policy = inference.make_policy(config, vllm.get_client(), data, GENERATE_DEADLINE_S)
         if agents or door.port:
             enter(openai_server.serve(policy, door.host, port, key), loop, stack)
         if workers:
@@ -103,26 +104,9 @@ def start_ray(run: Run) -> None:
     wanted = run.config.trainer.n_gpus_per_node * run.config.trainer.nnodes
     if found < wanted:  # else the workers would be waited for, for ever
         raise RunError(
-            f"Ray has {found:g} GPUs, trainer.n_gpus_per_node * nnodes = {wanted}: set these, join the other "
-            "nodes to a Ray cluster (`ray start`, ray_kwargs.ray_init.address=auto), or without a GPU add "
-            "--config configs/machines/cpu.yaml"
+            f"Ray has {found:g} GPUs, trainer.n_gpus_per_node * nnodes = {wanted}: set these, join the other nodes "
+            "(`ray start`, ray_kwargs.ray_init.address=auto), or without a GPU add --config configs/machines/cpu.yaml"
         )
-
-
-def start_workers(run: Run) -> Any:
-    """The workers of a command that trains, value models loaded; the actor's models load beside vLLM."""
-    if run.command not in ("train", "sft"):
-        return None
-    workers = training.start_workers(run.config, sft=run.command == "sft")
-    training.load_value_models(workers, run.config)
-    return workers
-
-
-def make_gym(config: DictConfig, urls: dict[str, str]) -> gym_client.Gym:
-    """The client of the run's Gym servers, with the recipe's limits."""
-    limits = config.gym
-    concurrency = to_plain(limits.concurrency)
-    return gym_client.Gym(urls, limits.timeout_s, concurrency, limits.attempts, limits.outage_budget_s)
 
 
 def enter(context: Any, loop: asyncio.Runner, stack: contextlib.ExitStack) -> None:
