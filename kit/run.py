@@ -20,7 +20,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from env import Task
 from kit import checkpoints
@@ -48,14 +48,8 @@ class Run:
         self.lent: list[str] = []  # environment variables
         self.on_restart: Callable[[str], None] = lambda name: None  # what else is to know of a restarted server
         self.trains = command in ("train", "sft")
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[stage]}"),
-            TimeElapsedColumn(),
-            console=console,
-        )
+        columns = ("{task.description}", BarColumn(bar_width=30), MofNCompleteColumn(), "{task.fields[stage]}")
+        self.bar = Progress(*columns, TimeElapsedColumn(), console=console)
         done = checkpoints.step_of(resume_from) if resume_from else 0
         self.task = self.bar.add_task(command, total=self.last if self.trains else 1, completed=done, stage="starting")
         self.guard = Guard(config, self.folder / "logs", self.say, self.show)

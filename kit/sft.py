@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,16 +146,11 @@ def run_command(config: DictConfig, run: Run, data: Data) -> None:
     run.say(f"the model is in {run.folder}/export: actor_rollout_ref.model.path={run.folder}/export")
 
 
-def to_batch(examples: Sequence[Example], data: Data) -> Any:
-    """Examples as a batch of verl's, as episodes are."""
-    return training.to_batch(examples, data.tokenizer.pad_token_id, temperature=1.0)
-
-
 def held_out_loss(config: DictConfig, data: Data, workers: Any) -> dict[str, float]:
     """Mean over all learned tokens of the held-out rows, in nats."""
     total_loss, tokens, size = 0.0, 0.0, config.data.train_batch_size
     for i in range(0, len(data.validation), size):
-        batch = to_batch(data.validation[i : i + size], data)
+        batch = training.to_batch(data.validation[i : i + size], data.tokenizer.pad_token_id, temperature=1.0)
         mask = batch.batch["response_mask"]  # [B, R]
         total_loss -= float((training.log_probs(workers.actor, batch, config)["log_probs"] * mask).sum())
         tokens += float(mask.sum())
@@ -168,7 +163,8 @@ def one_step(config: DictConfig, run: Run, data: Data, workers: Any, state: dict
     run.begin(step)
     with run.stage("update_actor"):
         settings = config.data
-        batch = to_batch(env.batch(data.train, settings.train_batch_size, step, settings.seed, settings.shuffle), data)
+        rows = env.batch(data.train, settings.train_batch_size, step, settings.seed, settings.shuffle)
+        batch = training.to_batch(rows, data.tokenizer.pad_token_id, temperature=1.0)
         metrics = training.update_sft(workers.actor, batch, config)
         state["step"] = step
     if damage := training.damage(batch, metrics, config):
