@@ -21,27 +21,16 @@ from typing import Any
 from omegaconf import DictConfig
 
 import env
-from kit import later
-from kit.episodes import (
-    Episode,
-    as_record,
-    check_failures,
-    from_record,
-    keep,
-    open_records,
-    read_records,
-    rollout_metrics,
-    scores,
-    write,
-)
+from kit import episodes, later
+from kit.episodes import Episode
 from kit.errors import ConfigError
 from kit.recipe import Data
 from kit.run import Run
 
 inference, start = later("inference"), later("kit.start")
 
-SHOWN = 3  # best and worst episodes at the end
-Place = tuple[int, int]  # of a row among the files' rows, of an episode among those of its row
+# an episode by its place (of the row among the files' rows, of the episode among those of its row), with its record
+Done = dict[tuple[int, int], tuple[Episode, dict[str, Any]]]
 
 
 def run_command(config: DictConfig, run: Run, data: Data) -> None:
@@ -52,44 +41,44 @@ def run_command(config: DictConfig, run: Run, data: Data) -> None:
     settings, validate = config.actor_rollout_ref.rollout, run.command == "evaluate"
     tasks, n = (data.validation, settings.val_kwargs.n) if validate else (data.train, settings.n)
     path = run.folder / ("evaluation.jsonl" if validate else "rollouts.jsonl")
-    done, records = read_done(path, tasks)
+    done = read_done(path, tasks)
     missing = [(i, k) for i in range(len(tasks)) for k in range(n) if (i, k) not in done]
     run.say(f"{len(tasks) * n - len(missing)} of {len(tasks) * n} episodes are in {path}")
     with contextlib.ExitStack() as stack:
         _, servers = start.start(run, data, stack)
         count = run.counter(len(missing))
-        out = stack.enter_context(open_records(path, "a"))
-        failures = stack.enter_context(open_records(run.folder / "failures.jsonl", "a"))
+        out = stack.enter_context(episodes.open_records(path, "a"))
+        failures = stack.enter_context(episodes.open_records(run.folder / "failures.jsonl", "a"))
 
         def save(index: int, episode: Episode) -> None:
-            record = as_record(episode, *missing[index])
+            record = episodes.as_record(episode, *missing[index])
             if episode.status == "ok":
-                done[missing[index]], records[missing[index]] = episode, light(record)
-                write(out, record)
+                done[missing[index]] = episode, light(record)
+                episodes.write(out, record)
                 out.flush()
             else:
-                write(failures, {"rollout": run.command, **record["_episode"]})
+                episodes.write(failures, {"rollout": run.command, **record["_episode"]})
             count(index, episode)
 
         with run.stage("gen"):
             requests = [(tasks[i], f"{i}/{k}") for i, k in missing]
-            episodes = servers.rollout(requests, inference.sampling_params(config, validate), save)
+            fresh = servers.rollout(requests, inference.sampling_params(config, validate), save)
         metrics = {f"timing_s/{stage}": seconds for stage, seconds in run.timing.items()}
-        if episodes:
-            metrics |= rollout_metrics(episodes, keep(episodes, members=1)[0])
-        for server in sorted({e.server for e in done.values()}):
-            mine = [place for place in sorted(done) if done[place].server == server]
-            found = scores([done[place] for place in mine], n, server, "val-core" if validate else "rollout")
+        if fresh:
+            metrics |= episodes.rollout_metrics(fresh, episodes.keep(fresh, members=1)[0])
+        for server in sorted({e.server for e, _ in done.values()}):
+            mine = [done[place] for place in sorted(done) if done[place][0].server == server]
+            found = episodes.scores([e for e, _ in mine], n, server, "val-core" if validate else "rollout")
             if validate:
-                theirs = servers.loop.run(servers.gym.aggregate(server, [records[place] for place in mine])) or {}
+                theirs = servers.loop.run(servers.gym.aggregate(server, [record for _, record in mine])) or {}
                 found |= plain_numbers(theirs.get("agent_metrics") or {}, f"val-gym/{server}/")
             for name, value in found.items():
                 run.say(f"    {name}: {value:.4g}")
             metrics |= found
         run.log(0, metrics)
-    run.say_examples(list(done.values()), SHOWN)
+    run.say_examples([e for e, _ in done.values()], 3)
     run.say(f"{len(done)} of {len(tasks) * n} episodes are in {path}")
-    check_failures(episodes, config.gym.max_failed_frac)
+    episodes.check_failures(fresh, config.gym.max_failed_frac)
 
 
 def light(record: dict[str, Any]) -> dict[str, Any]:
@@ -97,21 +86,19 @@ def light(record: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in record.items() if k not in ("_episode", "response", "responses_create_params")}
 
 
-def read_done(path: Path, tasks: Sequence[env.Task]) -> tuple[dict[Place, Episode], dict[Place, dict[str, Any]]]:
-    """(the episodes that an earlier run of these rows collected, their light records), by place. Raises ConfigError for
-    a file of other rows."""
-    done: dict[Place, Episode] = {}
-    records: dict[Place, dict[str, Any]] = {}
+def read_done(path: Path, tasks: Sequence[env.Task]) -> Done:
+    """What an earlier run of these rows collected, with light records. Raises ConfigError for a file of other rows."""
+    done: Done = {}
     if not path.is_file():
-        return done, records
+        return done
     whole = path.read_bytes().rpartition(b"\n")[0]
     os.truncate(path, len(whole) + 1 if whole else 0)  # a line that a kill cut short is collected again
-    for _, record in read_records(path):
+    for _, record in episodes.read_records(path):
         i, k = record["_ng_task_index"], record["_ng_rollout_index"]
         if i >= len(tasks) or record["responses_create_params"] != tasks[i].row["responses_create_params"]:
             raise ConfigError(f"{path} holds episodes of other rows; give another trainer.experiment_name")
-        done[i, k], records[i, k] = from_record(record, tasks[i].row), light(record)
-    return done, records
+        done[i, k] = episodes.from_record(record, tasks[i].row), light(record)
+    return done
 
 
 def plain_numbers(tree: dict[str, Any], prefix: str) -> dict[str, float]:
