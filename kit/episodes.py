@@ -104,9 +104,8 @@ def fill(episode: Episode, output: Sequence[Mapping[str, Any]]) -> None:
             continue
         if not prompt or prompt[: len(seen)] != seen or len(log_probs) != len(ids):
             same = next((i for i, (a, b) in enumerate(zip(prompt, seen, strict=False)) if a != b), len(prompt))
-            parts = f"has {len(prompt)} prompt tokens, which part from the {len(seen)} seen before at {same}"
-            why = f"model call {len(episode.turns) + 1} {parts}; {len(ids)} ids, {len(log_probs)} log-probs"
-            raise GymError("not_contiguous", why)
+            why = f"call {len(episode.turns) + 1}: {len(prompt)} prompt ids part from the {len(seen)} before at {same}"
+            raise GymError("not_contiguous", f"{why}; {len(ids)} ids, {len(log_probs)} log-probs")
         if seen:
             append(episode, prompt[len(seen) :])
         else:
@@ -139,12 +138,11 @@ def as_record(episode: Episode, task_index: int, rollout_index: int) -> dict[str
 
 def from_record(record: dict[str, Any], row: dict[str, Any]) -> Episode:
     """What `as_record` wrote, and the task's row -> the episode. Raises KeyError, TypeError for another format."""
+    told = {"_episode", "response", "reward", "reward_components", "_ng_task_index", "_ng_rollout_index", *row}
     known = {key: record["_episode"][key] for key in KNOWN}
-    told = {"_episode", "response", "reward", "reward_components", "_ng_task_index", "_ng_rollout_index"}
-    verdict = {key: value for key, value in record.items() if key not in told and key not in row}
-    parts = record.get("reward_components") or {}
-    made = {"reward": record["reward"], "reward_components": parts, "verdict": verdict, "row": row}
-    episode = Episode(prompt_ids=[], **known, **made)
+    episode = Episode(prompt_ids=[], reward=record["reward"], row=row, **known)
+    episode.reward_components = record.get("reward_components") or {}
+    episode.verdict = {key: value for key, value in record.items() if key not in told}
     fill(episode, record["response"]["output"])
     episode.log_probs = [float(np.float32(p)) for p in episode.log_probs]
     return episode
@@ -169,12 +167,9 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             record = json.loads(line)
             record["_episode"]["row_id"], record["response"]["output"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            was = b'"tokens"' in line or b"_ng_task_index" in line
-            older = "; it is of an older format of the kit's" if was else ""
-            raise ConfigError(
-                f"{path}:{number}: no episode of a rollouts file ({error!r}){older}; give another trainer.experiment_"
-                "name, or a file as this version writes it"
-            ) from None
+            older = "; it is of an older format of the kit's" * (b'"tokens"' in line or b"_ng_task_index" in line)
+            why = f"no episode of a rollouts file ({error!r}){older}"
+            raise ConfigError(f"{path}:{number}: {why}; give another trainer.experiment_name, or file") from None
         yield number, record
 
 
@@ -183,7 +178,7 @@ def load_replay(path: Path, tasks: Sequence[Task]) -> list[list[Episode]]:
 
     Their rows come from the recipe's own files, by row id. Raises ConfigError.
     """
-    rows: Mapping[str, dict[str, Any]] = {task.row_id: task.row for task in tasks}
+    rows = {task.row_id: task.row for task in tasks}
     batches: dict[str, list[Episode]] = {}
     if not path.is_file():
         raise ConfigError(f"--replay {path}: no such file; give one of runs/<name>/rollouts")
@@ -204,11 +199,11 @@ def load_replay(path: Path, tasks: Sequence[Task]) -> list[list[Episode]]:
 # --- which of them are trained on ----------------------------------------------------------------
 
 
-def groups(episodes: Sequence[Any]) -> dict[str, list[Any]]:
-    """{group id: its episodes}, in order of appearance."""
+def groups(episodes: Sequence[Any], by: str = "group_id") -> dict[str, list[Any]]:
+    """{group id, or what else `by` names: its episodes}, in order of appearance."""
     members = defaultdict(list)
     for episode in episodes:
-        members[episode.group_id].append(episode)
+        members[getattr(episode, by)].append(episode)
     return dict(members)
 
 
@@ -244,10 +239,8 @@ def check_failures(episodes: Sequence[Episode], max_failed_frac: float) -> None:
     failed = [e for e in episodes if e.status != "ok"]
     if len(failed) > max_failed_frac * len(episodes):
         reasons = ", ".join(f"{count} {status}" for status, count in Counter(e.status for e in failed).most_common())
-        raise RunError(
-            f"{len(failed)} of {len(episodes)} episodes failed ({reasons}), over gym.max_failed_frac="
-            f"{max_failed_frac:g}; see failures.jsonl of the run; the first: {failed[0].row_id}: {failed[0].error}"
-        )
+        why = f"{len(failed)} of {len(episodes)} episodes failed ({reasons}), over gym.{max_failed_frac=:g}"
+        raise RunError(f"{why}; see failures.jsonl of the run; the first: {failed[0].row_id}: {failed[0].error}")
 
 
 # --- metrics -------------------------------------------------------------------------------------
@@ -259,16 +252,14 @@ def scores(episodes: Sequence[Episode], n: int, server: str, prefix: str = "val-
     Over the verified episodes of one server, of which each row should have n. pass@k is unbiased (Chen et al. 2021,
     arXiv:2107.03374, equation 1); rows with fewer than k episodes do not count for it.
     """
-    rewards: dict[str, list[float]] = defaultdict(list)
-    for e in episodes:
-        rewards[e.row_id].append(float(e.reward or 0.0))
-    flat = [r for row in rewards.values() for r in row]
+    rewards = [[float(e.reward or 0.0) for e in row] for row in groups(episodes, "row_id").values()]
+    flat = [r for row in rewards for r in row]
     metrics = {
         f"{prefix}/{server}/acc/mean@{n}": float(np.mean([r >= 1.0 for r in flat])),
         f"{prefix}/{server}/reward/mean@{n}": float(np.mean(flat)),
     }
     for k in sorted({2**p for p in range(n.bit_length()) if 2**p <= n} | {n}):
-        rows = [(len(row), sum(r >= 1.0 for r in row)) for row in rewards.values() if len(row) >= k]
+        rows = [(len(row), sum(r >= 1.0 for r in row)) for row in rewards if len(row) >= k]
         if rows:
             chances = [1 - math.comb(m - right, k) / math.comb(m, k) for m, right in rows]
             metrics[f"{prefix}/{server}/acc/pass@{k}"] = float(np.mean(chances))
@@ -278,9 +269,8 @@ def scores(episodes: Sequence[Episode], n: int, server: str, prefix: str = "val-
 def validation_metrics(episodes: Sequence[Episode], n: int) -> dict[str, float]:
     """`scores` of n episodes for each row, over verified ones only, by server."""
     metrics = {"val-aux/failed_frac": float(np.mean([e.status != "ok" for e in episodes]))}
-    for server in sorted({e.server for e in episodes}):
-        ok = [e for e in episodes if e.server == server and e.status == "ok"]
-        if ok:
+    for server, mine in sorted(groups(episodes, "server").items()):
+        if ok := [e for e in mine if e.status == "ok"]:
             metrics |= scores(ok, n, server)
             metrics[f"val-aux/{server}/response_length/mean"] = float(np.mean([len(e.response_ids) for e in ok]))
     return metrics
@@ -291,7 +281,7 @@ def rollout_metrics(episodes: Sequence[Episode], kept: Sequence[Episode]) -> dic
     episodes ended, all by server."""
     failed = Counter(e.status for e in episodes if e.status != "ok")
     ok = [e for e in episodes if e.status == "ok"]
-    gone = len({e.group_id for e in episodes}) - len({e.group_id for e in kept})
+    gone = len(groups(episodes)) - len(groups(kept))
     uniform = sum(len({e.reward for e in group}) == 1 < len(group) for group in groups(ok).values())
     metrics = {"rollout/episodes": float(len(episodes)), "rollout/kept": float(len(kept))}
     metrics |= {"rollout/failed_frac": 1 - len(ok) / len(episodes), "rollout/groups_dropped": float(gone)}
@@ -302,13 +292,11 @@ def rollout_metrics(episodes: Sequence[Episode], kept: Sequence[Episode]) -> dic
         metrics |= {f"rollout/ended/{why}_frac": count / len(ok) for why, count in ended.items()}
         metrics["rollout/turns/mean"] = float(np.mean([len(e.turns) for e in ok]))
         metrics["rollout/reward/mean"] = float(np.mean([e.reward for e in ok]))
-    latency = [e.timings["verify_call"] for e in ok if "verify_call" in e.timings]
-    if latency:
+    if latency := [e.timings["verify_call"] for e in ok if "verify_call" in e.timings]:
         metrics |= {f"verify/latency_s/p{p}": float(np.percentile(latency, p)) for p in (50, 95)}
-    for server in sorted({e.server for e in episodes}):
-        mine = [e for e in ok if e.server == server]
-        total = sum(e.server == server for e in episodes)
-        metrics[f"rollout/{server}/failed_frac"] = 1 - len(mine) / total
+    for server, some in sorted(groups(episodes, "server").items()):
+        mine = [e for e in some if e.status == "ok"]
+        metrics[f"rollout/{server}/failed_frac"] = 1 - len(mine) / len(some)
         if mine:
             metrics[f"reward/{server}/mean"] = float(np.mean([e.reward for e in mine]))
             metrics[f"rollout/{server}/response_length/mean"] = float(np.mean([len(e.response_ids) for e in mine]))
@@ -326,8 +314,6 @@ def component_means(episodes: Sequence[Episode]) -> dict[str, float]:
 
 def pass_rates(episodes: Sequence[Episode], before: Mapping[str, float]) -> dict[str, float]:
     """{row id: fraction of its verified episodes with a reward of 1 or more}, halfway from what it was before."""
-    results: dict[str, list[float]] = defaultdict(list)
-    for e in episodes:
-        if e.status == "ok":
-            results[e.row_id].append(float((e.reward or 0.0) >= 1.0))
-    return {row: 0.5 * before.get(row, float(np.mean(r))) + 0.5 * float(np.mean(r)) for row, r in results.items()}
+    rows = groups([e for e in episodes if e.status == "ok"], "row_id")
+    rates = {row: float(np.mean([(e.reward or 0.0) >= 1.0 for e in some])) for row, some in rows.items()}
+    return {row: 0.5 * before.get(row, rate) + 0.5 * rate for row, rate in rates.items()}
