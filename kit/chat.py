@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 import gym_client
+from env import OTHER_TEMPLATE
 from gym_client import GymError
 
 
@@ -32,9 +33,8 @@ def understand(policy: Any, ids: list[int], tools: list[dict[str, Any]]) -> tupl
             parser = ToolParserManager.get_tool_parser(policy.tool_format)(policy.tokenizer, request.tools)
             found = parser.extract_tool_calls(raw, request)
         except Exception as error:  # forty parsers of vLLM's, and whatever a policy writes: none may end the run
-            raise GymError(
-                "tool_parser", f"vLLM's {policy.tool_format} parser failed on {raw[:200]!r}: {error!r}"
-            ) from error
+            why = f"vLLM's {policy.tool_format} parser failed on {raw[:200]!r}: {error!r}"
+            raise GymError("tool_parser", why) from error
         if found.tools_called:
             text = found.content or ""
             # nine letters or digits, since some chat templates (Mistral's) take nothing else
@@ -66,17 +66,12 @@ def observed_ids(messages: list[dict[str, Any]], tokenizer: Any, stop_ids: set[i
         raise GymError("template", f"the chat template does not take what the environment said: {error}") from error
     stops = [s for s in tokenizer.convert_ids_to_tokens(sorted(stop_ids)) if ended.rstrip().endswith(s)]
     if stops:  # whole, after as many stop tokens as `ended` has
-        pieces = whole.split(stops[0])
         turns = ended.count(stops[0])
-        new = stops[0].join(pieces[turns:]) if len(pieces) > turns else ""
+        new = "".join(whole.split(stops[0], turns)[turns:])
     else:
         new = whole[len(ended) :] if whole.startswith(ended) else ""
     if not new:
-        raise GymError(
-            "template",
-            "the chat template does not continue a conversation where its last answer ended; set "
-            "actor_rollout_ref.model.custom_chat_template",
-        )
+        raise GymError("template", f"the chat template does not go on where its last answer ended; {OTHER_TEMPLATE}")
     return list(tokenizer.encode(new, add_special_tokens=False))
 
 
@@ -84,11 +79,7 @@ def observed_message(item: dict[str, Any], names: dict[str, str], limit: int) ->
     """What the environment said, a Responses item, as a chat message; a tool's answer is cut to `limit` characters."""
     if item["type"] != "function_call_output":
         return {"role": "user", "content": item["content"]}
-    call_id, answer = item["call_id"], shorten(item["output"], limit)
+    call_id, answer, half = item["call_id"], item["output"], limit // 2
+    if len(answer) > limit:  # its beginning and end
+        answer = f"{answer[:half]}\n... {len(answer) - 2 * half} characters ...\n{answer[-half:]}"
     return {"role": "tool", "tool_call_id": call_id, "name": names.get(call_id, ""), "content": answer}
-
-
-def shorten(text: str, limit: int) -> str:
-    """`text`, or its beginning and end where it is over `limit` characters."""
-    half = limit // 2
-    return text if len(text) <= limit else f"{text[:half]}\n... {len(text) - 2 * half} characters ...\n{text[-half:]}"
