@@ -47,10 +47,9 @@ def understand(policy: Any, ids: list[int], tools: list[dict[str, Any]]) -> tupl
 def observed_ids(messages: list[dict[str, Any]], tokenizer: Any, stop_ids: set[int]) -> list[int]:
     """The ids between a sampled answer and the next one: [rest of the answer's turn, `messages`, next opening].
 
-    messages: what the environment said (role tool or user). The chat template is asked for a conversation
-    that ends in an answer and for the same one continued; what it adds after the answer's stop token, which
-    was sampled, is new. So nothing that was sampled is ever encoded again. Raises GymError where the template
-    cannot continue a conversation.
+    messages: what the environment said (role tool or user). The chat template is asked for a conversation that ends in
+    an answer and for the same one continued; what it adds after the answer's stop token, which was sampled, is new.
+    Raises GymError where the template cannot continue a conversation.
     """
     calls = [
         {"id": m["tool_call_id"], "type": "function", "function": {"name": m["name"], "arguments": {}}}

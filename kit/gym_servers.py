@@ -193,10 +193,8 @@ def wait_ready(name: str, url: str, process: Popen[bytes] | None = None, log: Pa
         why = why if process.poll() is None else f"it exited with status {process.returncode}"
         tail = log.read_text(errors="replace").strip().splitlines()[-5:] if log else []
         raise GymStartError(f"gym server {name} did not start: {why}; log {log}: " + " | ".join(tail))
-    raise GymStartError(
-        f"gym.servers.{name}.url: {url} does not answer ({why}); start it with `python -m kit.gym_servers {name} "
-        f"--port {url.rsplit(':', 1)[-1]}`, or let the kit start it (gym.servers.{name}.start)"
-    )
+    command = f"python -m kit.gym_servers {name} --port {url.rpartition(':')[2]}"
+    raise GymStartError(f"gym.servers.{name}.url: {url} does not answer ({why}); run `{command}`, or set start instead")
 
 
 def stop_servers(processes: Collection[Popen[bytes]]) -> None:
