@@ -14,7 +14,8 @@ One step of GRPO, in the order of `Trainer.step` (Shao et al. 2024, arXiv:2402.0
  3. as each answer ends, its Gym server says the reward (gym_client.py);
  4. drop failed episodes and groups of fewer than two: a failure is never a reward; then what `env.filters` drop;
     with `algorithm.filter_groups`, sample more prompts until the batch is full again (DAPO);
- 5. recompute the log-probs with the trainer (`old_log_probs`), and the reference's if a KL term is on;
+ 5. recompute the log-probs with the trainer (`old_log_probs`), unless the update's own pass gives them, since it is at
+    the same weights (one optimiser step a batch: the ratio is 1); and the reference's if a KL term is on;
  6. shape the rewards (`env.reward`), weigh or reject tokens on which trainer and sampler differ
     (`algorithm.rollout_correction`); advantage of an answer = its reward - the mean of its group, over the group's
     standard deviation (`algorithm.adv_estimator`);
@@ -62,7 +63,8 @@ from kit.errors import DamagedStep, SkippedStep
 from kit.run import Run
 
 # verl and vLLM take 10 s to import, after the recipe was found to be in order
-inference, training, start = later("inference"), later("training"), later("kit.start")
+inference, training = later("inference"), later("training")
+start, damage = later("kit.start"), later("kit.damage")
 
 
 # --- the loop ------------------------------------------------------------------------------------
@@ -187,9 +189,10 @@ class Trainer:
 
     def measure(self, batch: Any) -> None:
         """Log-probs of the trainer and of the reference, values, all [B, R], at the weights that sampled the batch."""
+        learns = self.state["step"] > self.config.trainer.critic_warmup
         if self.config.algorithm.rollout_correction.bypass_mode:  # the sampler is the old policy
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        else:
+        elif not (learns and training.one_pass(self.config)):  # else they come with the update
             with self.run.stage("old_log_prob"):
                 self.metrics |= training.old_log_probs(self.workers.actor, batch, self.config)
         if training.needs_reference(self.config):
@@ -207,7 +210,8 @@ class Trainer:
             if self.config.algorithm.use_kl_in_reward:
                 self.metrics |= training.apply_kl(batch, self.kl_ctrl, self.config)
                 self.state["kl_coef"] = float(self.kl_ctrl.value)
-            if not self.config.algorithm.rollout_correction.bypass_mode:  # there the loss corrects as it goes
+            bypass = self.config.algorithm.rollout_correction.bypass_mode  # there the loss corrects as it goes
+            if "old_log_probs" in batch.batch and not bypass:
                 self.metrics |= training.correct(batch, self.config)
             if not batch.batch["response_mask"].any():
                 raise SkippedStep("algorithm.rollout_correction.rollout_rs rejected every token")
@@ -227,7 +231,7 @@ class Trainer:
 
     def check(self, batch: Any) -> None:
         """Raises DamagedStep where numbers are not finite, or the sampler is not the trainer."""
-        if found := training.damage(batch, self.metrics, self.config):
+        if found := damage.damage(batch, self.metrics, self.config):
             raise DamagedStep(found, batch)
 
     def skip(self, why: SkippedStep) -> None:

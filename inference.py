@@ -28,11 +28,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-import verl.workers.rollout.router
 from omegaconf import DictConfig
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
+from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 import env
 import gym_client
@@ -105,7 +105,7 @@ async def start_servers(config: DictConfig, actor: WorkerGroup) -> LLMServerMana
     (engine_kwargs.vllm.kv_cache_memory_bytes) it does not measure, and both start at once.
     """
     vllm = config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
-    manager = await _start_router(config, worker_group=actor)
+    manager = LLMServerManager(config, worker_group=actor)
     if not vllm.get("kv_cache_memory_bytes"):
         await asyncio.to_thread(actor.init_model)
     servers = asyncio.create_task(manager._initialize_llm_servers())
@@ -113,7 +113,7 @@ async def start_servers(config: DictConfig, actor: WorkerGroup) -> LLMServerMana
         await asyncio.sleep(0.5)  # for the servers to ask the workers, which answer no one while they load, for devices
         await asyncio.to_thread(actor.init_model)
     await servers
-    return await _route(manager)
+    return manager
 
 
 async def start_sampler(config: DictConfig) -> LLMServerManager:
@@ -121,22 +121,26 @@ async def start_sampler(config: DictConfig) -> LLMServerManager:
     config = copy.deepcopy(config)
     rollout = config.actor_rollout_ref.rollout
     rollout.load_format, rollout.nnodes = "auto", config.trainer.nnodes
-    manager = await _start_router(config)
+    manager = LLMServerManager(config)
     await manager._initialize_llm_servers()
-    return await _route(manager)
-
-
-async def _start_router(config: DictConfig, **workers: Any) -> LLMServerManager:
-    # The router's process starts first, beside all else, and gets its class by value: importing verl for it would
-    # take the process 15 s of a core, for which the first request would wait.
-    ray.cloudpickle.register_pickle_by_value(verl.workers.rollout.router)
-    return await LLMServerManager.create_empty(config=config, **workers)
-
-
-async def _route(manager: LLMServerManager) -> LLMServerManager:
-    handles = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
-    await manager.global_load_balancer.add_servers.remote(handles)
     return manager
+
+
+class Client(LLMServerClient):
+    """verl's client, and its router in the same process, since this one alone asks it: as a Ray actor, which verl makes
+    of it, it imports verl for 15 s while the first request waits, and takes 0.8 GB."""
+
+    def __init__(self, manager: LLMServerManager):
+        super().__init__(manager.config)
+        servers = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
+        deterministic = manager.config.actor_rollout_ref.rollout.full_determinism
+        self.router = GlobalRequestLoadBalancer(servers, full_determinism=deterministic)
+
+    async def _acquire_server(self, request_id: str, **_: Any) -> tuple[str, Any]:
+        return self.router.acquire_server(zlib.crc32(request_id.encode()))  # the hash of a text differs by process
+
+    def _release_server(self, server_id: str, request_id: str | None = None) -> None:
+        self.router.release_server(server_id)
 
 
 class Servers:

@@ -5,7 +5,6 @@
     log_probs, ref_log_probs, values  of the sampled tokens, by the trainer's own models
     apply_kl, correct, advantages     from rewards to advantages: verl's, or one's own
     update_critic, update_actor       PPO epochs over mini-batches of the batch (verl's losses), metrics back
-    damage(...)                       what makes all this worthless
 
 Shapes: B episodes, P longest prompt, R longest response, both in tokens. Prompts are padded on the
 left and responses on the right, so a row of `input_ids` [B, P+R] is one unbroken sequence. Padding is
@@ -19,7 +18,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -51,6 +49,7 @@ from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_pad
 
 from kit import plugins
 
+PASS = "one_pass"  # in the place of a metric: (rows [b], log_probs [b, R], entropy [b, R]) of a micro-batch
 WorkerGroup = Any  # a RayWorkerGroup, on which verl binds the workers' methods at run time
 
 
@@ -132,6 +131,8 @@ def set_policy_loss(actor: WorkerGroup, config: DictConfig) -> None:
     loss: Callable[..., Any] = ppo_loss
     if plugins.is_own(loss_mode):
         loss = functools.partial(_own_ppo_loss, loss_mode, POLICY_LOSS_REGISTRY[loss_mode])
+    if one_pass(config):
+        loss = functools.partial(_one_pass_loss, loss)
     actor.set_loss_fn(functools.partial(loss, omega_conf_to_dataclass(config.actor_rollout_ref.actor)))
 
 
@@ -139,6 +140,27 @@ def _own_ppo_loss(name: str, function: Any, config: Any, model_output: Any, data
     """verl's ppo_loss, in a worker's process, with a policy loss that verl there has not heard of."""
     POLICY_LOSS_REGISTRY[name] = function
     return ppo_loss(config, model_output, data, dp_group)
+
+
+def _one_pass_loss(loss: Any, config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+    """`loss` where the policy that sampled is the present one: this pass has its log-probs, and tells them."""
+    found = [no_padding_2_padding(model_output[name], data).detach() for name in ("log_probs", "entropy")]  # [b, R]
+    if "old_log_probs" not in data:
+        data["old_log_probs"] = found[0]
+    if not (config.calculate_entropy or config.entropy_coeff):
+        model_output.pop("entropy")  # which is only looked at
+    result, metrics = loss(config, model_output, data, dp_group)
+    return result, {**metrics, PASS: (data["row"].cpu(), *(tensor.float().cpu() for tensor in found))}
+
+
+def one_pass(config: DictConfig) -> bool:
+    """Whether the update's own forward pass gives the old log-probs, which are of the same weights: a batch takes one
+    optimiser step, and nothing asks for them before it."""
+    actor, corrects = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+    asked = config.env.old_log_prob_pass or config.algorithm.use_kl_in_reward
+    asked = asked or corrects.bypass_mode or corrects.rollout_is or corrects.rollout_rs
+    asked = asked or asks_for(config, "old_log_probs") or asks_for(config, "sum_pi_squared")
+    return not asked and actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
 
 
 def asks_for(config: DictConfig, name: str) -> bool:
@@ -255,11 +277,13 @@ def log_probs(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[
 def old_log_probs(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, float]:
     """Add old_log_probs [B, R] to the batch, with what else the advantage asks for. Metrics: the entropy, and how far
     the sampler's probabilities are from the trainer's (verl's calculate_debug_metrics)."""
-    found, mask = log_probs(actor, batch, config), batch.batch["response_mask"]
-    batch.batch["old_log_probs"] = found.pop("log_probs")
-    entropy = float((found.pop("entropy") * mask).sum() / mask.sum())
-    batch.batch.update(found)
-    return {"actor/entropy": entropy, **calculate_debug_metrics(batch)}
+    return _measured(batch, **log_probs(actor, batch, config))
+
+
+def _measured(batch: DataProto, log_probs: torch.Tensor, entropy: torch.Tensor, **others: Any) -> dict[str, float]:
+    batch.batch.update({"old_log_probs": log_probs, **others})
+    mask = batch.batch["response_mask"]
+    return {"actor/entropy": float((entropy * mask).sum() / mask.sum()), **calculate_debug_metrics(batch)}
 
 
 def ref_log_probs(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> torch.Tensor:
@@ -338,33 +362,6 @@ def step_metrics(batch: DataProto, timing: dict[str, float], config: DictConfig)
     }
 
 
-APART = 0.1  # mean distance of the sampler's probabilities from the trainer's, over which it samples from other weights
-
-
-def damage(batch: DataProto, metrics: dict[str, float], config: DictConfig) -> str:
-    """All that makes a batch, or the update that was made of it, worthless; empty if nothing does.
-
-    Looked at where the mask is 1: padding may hold anything. A gradient is known by its norm in verl's metrics.
-    """
-    mask, found = batch.batch["response_mask"].bool(), []  # [B, R]
-    names = ("rollout_log_probs", "old_log_probs", "ref_log_prob", "values", "token_level_scores", "advantages")
-    for name in (*names, "returns"):
-        if name in batch.batch:
-            live = batch.batch[name][mask]  # [tokens]
-            if bad := int((~torch.isfinite(live)).sum()):
-                found.append(f"{bad} of {len(live)} {name}")
-    said = [f"{', '.join(found)} are NaN or infinite"] if found else []
-    for name, value in metrics.items():
-        if name.startswith(("actor/", "critic/")) and not math.isfinite(value):
-            said.append(f"{name} is {value}")
-    rollout, apart = config.actor_rollout_ref.rollout, metrics.get("training/rollout_probs_diff_mean", 0.0)
-    if apart > APART and rollout.top_p == 1 and rollout.top_k <= 0:  # else the two are of other sets of tokens
-        said.append(
-            f"the sampler's probabilities are {apart:.2f} from the trainer's in the mean, so its weights are others"
-        )
-    return "; ".join(said)
-
-
 def arrange(lengths: Sequence[int], mini_batches: int, ranks: int) -> tuple[list[int], int]:
     """The order in which verl's workers must get B rows, and how many rows of filling (index >= B) that takes.
 
@@ -392,12 +389,13 @@ def arrange(lengths: Sequence[int], mini_batches: int, ranks: int) -> tuple[list
 def update_actor(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, float]:
     """ppo_epochs over the batch in mini-batches of actor.ppo_mini_batch_size prompts; returns verl's metrics.
 
-    A batch that lost episodes is cut into as many mini-batches as a whole one, each a little smaller.
+    A batch that lost episodes is cut into as many mini-batches as a whole one, each a little smaller. With `one_pass`
+    also does what `old_log_probs` and `correct` do, where that was left to it.
     Raises what the workers raise. Source: verl 0.9.1, RayPPOTrainer._update_actor.
     """
     cfg = config.actor_rollout_ref.actor
     flags = {
-        "calculate_entropy": bool(cfg.calculate_entropy or cfg.entropy_coeff != 0.0),
+        "calculate_entropy": bool(cfg.calculate_entropy or cfg.entropy_coeff != 0.0 or one_pass(config)),
         "compute_loss": True,
         "distillation_use_topk": False,
         "distillation_only": False,
@@ -435,13 +433,14 @@ def _update(
     ranks = data_parallel_size(config)
     live = batch.batch["response_mask"].any(dim=1)  # [B]; the others, wholly masked, still count as episodes below
     tensors = {key: tensor[live] for key, tensor in batch.batch.items()}  # [L, ...]
+    tensors["row"] = torch.arange(1, len(batch) + 1)[live]  # 0 is filling
     whole = config.data.train_batch_size // cfg.ppo_mini_batch_size
     mini_batches = max(1, min(whole, int(live.sum()) // ranks))
     order, filling = arrange(tensors["attention_mask"].sum(dim=1).tolist(), mini_batches, ranks)
 
     for key, tensor in tensors.items():
         fill = tensor[:1].expand(filling, *tensor.shape[1:])  # [filling, ...] copies of row 0 ...
-        if key in ("response_mask", "advantages"):
+        if key in ("response_mask", "advantages", "row"):
             fill = torch.zeros_like(fill)  # ... that count for nothing
         tensors[key] = torch.cat([tensor, fill])[torch.tensor(order)]  # [L + filling, ...]
     data = left_right_2_no_padding(DataProto.from_dict(tensors, meta_info=batch.meta_info).to_tensordict())
@@ -458,7 +457,13 @@ def _update(
         dataloader_kwargs={"shuffle": cfg.shuffle},
         **flags,
     )
-    metrics = reduce_metrics(rename_dict(tu.get(_wait(call(data)), "metrics"), f"{name}/"))
+    found = tu.get(_wait(call(data)), "metrics")
+    passed = found.pop(PASS, [])
+    metrics = reduce_metrics(rename_dict(found, f"{name}/"))
+    if passed and "old_log_probs" not in batch.batch:
+        rows, *values = (torch.cat(parts) for parts in zip(*passed, strict=True))
+        pass_of = [torch.zeros(len(batch) + 1, value.shape[1]).index_copy(0, rows, value)[1:] for value in values]
+        metrics |= _measured(batch, *pass_of) | correct(batch, config)
     mfu = metrics.pop(f"{name}/mfu", None)
     if mfu is not None and config.trainer.device != "cpu":  # verl has no peak figure for a CPU
         metrics[f"perf/mfu/{name}"] = mfu

@@ -44,7 +44,6 @@ ROLES = {
     r"ray::vLLMHttpServer": "vLLM server",
     r"VLLM::EngineCore": "vLLM engine",
     r"VLLM::Worker": "vLLM worker",
-    r"ray::GlobalRequestLoadBalancer": "router",
     r"gym_servers\.py": "Gym server",
     r"raylet$|raylet ": "raylet",
     r"gcs_server": "GCS",

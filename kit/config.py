@@ -72,7 +72,8 @@ _ROWS: list[tuple[Sequence[str], str, str]] = [  # places, keys below them, what
     (["critic"], "forward_micro_batch_size forward_micro_batch_size_per_gpu", ""),
     (ENGINES, "strategy forward_only turbo_config", ""),
     ([ROLLOUT], "mode calculate_log_probs skip_tokenizer_init over_sample_rate multi_stage_wake_up profiler trace", ""),
-    ([ROLLOUT], "enable_rollout_routing_replay moe_load_balance_metrics_interval nnodes n_gpus_per_node", ""),
+    ([ROLLOUT], "n_gpus_per_node", ""),
+    ([ROLLOUT], "enable_rollout_routing_replay moe_load_balance_metrics_interval nnodes router_config_path", ""),
     ([ROLLOUT], "disaggregation.bootstrap_port disaggregation.ib_device engine_kwargs.sglang engine_kwargs.trtllm", ""),
     (["actor_rollout_ref"], "hybrid_engine nccl_timeout actor.use_fused_kernels actor.use_remove_padding", ""),
 ]
@@ -102,7 +103,6 @@ def raise_all(problems: Sequence[Exception]) -> None:
 def base_configs() -> tuple[DictConfig, DictConfig]:
     """What every recipe starts from: (verl's ppo_trainer.yaml and the kit's own sections, these and the rest of
     configs/base.yaml). Neither is to be changed."""
-    OmegaConf.register_new_resolver("cores", lambda: len(os.sched_getaffinity(0)), replace=True)
     with initialize_config_dir(str(VERL), version_base=None):
         verl = compose("ppo_trainer")
     OmegaConf.set_struct(verl, False)
@@ -179,11 +179,19 @@ def _within(key: str, *parts: str) -> bool:
 
 
 def read_yaml(file: str) -> DictConfig:
-    """A recipe: a path, or the name of one in configs/ and its folders. Raises ConfigError naming the file."""
+    """A recipe: a path, or the name of one in configs/ and its folders. Raises ConfigError naming the file.
+
+    ${cores:} in it is how many this process may use, ${matmul_dtype:} the type in which they multiply fastest: bfloat16
+    where they have instructions for it (Linux tells), else float32.
+    """
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = set(cpuinfo.read_text().split()) if cpuinfo.is_file() else set()
+    dtype = "bfloat16" if flags & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
     ours = {path.stem: path for path in sorted((ROOT / "configs").rglob("*.yaml"))}
     path = Path(file) if Path(file).is_file() else ours.get(file, Path(file))
     try:
-        loaded = OmegaConf.load(path)
+        text = path.read_text().replace("${cores:}", str(len(os.sched_getaffinity(0))))
+        loaded = OmegaConf.create(text.replace('"${matmul_dtype:}"', dtype).replace("${matmul_dtype:}", dtype))
     except (FileNotFoundError, IsADirectoryError):
         close = [ours[name].relative_to(ROOT) for name in difflib.get_close_matches(path.stem, ours, n=1)]
         hint = f"there is {close[0]}, or just {close[0].stem}" if close else "see configs/ for the kit's"

@@ -7,12 +7,12 @@ those that are plain settings are in configs/machines/cpu.yaml with their reason
     1 platform       PlatformCPU below; threads and their priority in configs/machines/cpu.yaml
     2 Ray            logical GPUs in configs/machines/cpu.yaml (ray_init.num_gpus): placement and ranks run unchanged
     3 process group  _init_process_group below
-    4 engines        VERL_ENGINE_DEVICE below
+    4 engines        kit/cpu_engine.py, which registers them for the CPU
     5 vLLM's name    _version below
     6 no sleep mode  configs/machines/cpu.yaml (free_cache_engine, enable_sleep_mode)
     7 weight sync    WorkerExtension below, named in configs/machines/cpu.yaml (worker_extension_cls)
     8 tied lm_head   WorkerExtension below: without it the policy samples from stale logits, silently
-    9 attention      packed_attention below, named in configs/machines/cpu.yaml (attn_implementation); no flash-attn
+    9 attention      kit/cpu_engine.py, named in configs/machines/cpu.yaml (attn_implementation); no flash-attn
 
 two more before models beside the actor: the frozen reference, which verl offloads to the host, without pinned memory
 (10, _no_pinning below), and the critic, which verl loads with flash attention (11, _load_without_flash below); and
@@ -22,6 +22,7 @@ one before full_determinism: vLLM's batch-invariant kernels, which are Triton's 
 import contextlib
 import importlib.metadata
 import os
+import sys
 import types
 
 import psutil
@@ -31,9 +32,6 @@ import torch.distributed
 # 1, continued. vLLM would keep a core free, which nothing else here needs while it samples.
 CORES = sorted(os.sched_getaffinity(0))
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, CORES)))
-
-# 4. verl lists its FSDP engines for cuda and npu only; they are device-neutral, so ask for cuda's.
-os.environ["VERL_ENGINE_DEVICE"] = "cuda"
 
 # 12. verl asks for them with rollout.full_determinism. In vLLM's worker this is imported before they are put in place;
 # configs/machines/deterministic.yaml has what does instead.
@@ -59,6 +57,9 @@ _torch_init_process_group = torch.distributed.init_process_group
 
 
 def _init_process_group(backend=None, *args, **kwargs):
+    # 4. Here a process that trains has imported verl's engines, and has not asked for one yet; others never do.
+    if "verl.workers.engine.fsdp.transformer_impl" in sys.modules:
+        import kit.cpu_engine  # noqa: F401
     return _torch_init_process_group("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
 
 
@@ -76,31 +77,19 @@ def _no_pinning(self, pin_memory=True):
 
 CPUOffloadPolicy.__init__ = _no_pinning  # type: ignore[method-assign]
 
-import torch.nn.functional as F  # noqa: E402  (verl reads the above when it is imported)
-from transformers import AttentionInterface, AutoModelForTokenClassification  # noqa: E402
+from transformers import AttentionInterface, AutoModelForTokenClassification  # noqa: E402  (verl reads the above)
 from verl.plugin.platform.platform_base import PlatformBase  # noqa: E402
 from verl.plugin.platform.platform_manager import PlatformRegistry  # noqa: E402
 
 
-def packed_attention(module, query, key, value, attention_mask, scaling=None, position_ids=None, **_):
-    """9. Causal attention over sequences packed into one row, each by itself.
+def _attention(*args, **kwargs):
+    """9. Every process knows the name, which is in a checkpoint's config too; those that train ask for it."""
+    from kit.cpu_engine import grid_attention
 
-    transformers' `sdpa` would mask the whole row instead, whose cost grows with its square: a third of the
-    forward pass at 1,024 tokens. query [1, H, T, D]; key, value [1, H_kv, T, D]; a sequence starts where
-    position_ids [1, T] is 0. Returns ([1, T, H, D], None).
-    """
-    if query.shape[0] != 1:
-        raise ValueError(
-            "attn_implementation=cpu_packed takes packed batches: set actor_rollout_ref.model.use_remove_padding=true"
-        )
-    starts = (position_ids[0] == 0).nonzero().flatten().tolist()
-    lengths = [end - start for start, end in zip(starts, [*starts[1:], query.shape[2]], strict=True)]
-    sequences = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    outputs = [F.scaled_dot_product_attention(*s, is_causal=True, scale=scaling, enable_gqa=True) for s in sequences]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+    return grid_attention(*args, **kwargs)
 
 
-AttentionInterface.register("cpu_packed", packed_attention)
+AttentionInterface.register("cpu_packed", _attention)
 
 # 11. verl loads a critic's model with flash attention, whatever the recipe says.
 _load_value_model = AutoModelForTokenClassification.from_pretrained

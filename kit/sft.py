@@ -28,7 +28,7 @@ from kit.errors import ConfigError
 from kit.recipe import Data
 from kit.run import Run
 
-training, start = later("training"), later("kit.start")
+training, start, damage = later("training"), later("kit.start"), later("kit.damage")
 
 
 @dataclass
@@ -167,8 +167,8 @@ def one_step(config: DictConfig, run: Run, data: Data, workers: Any, state: dict
         batch = training.to_batch(rows, data.tokenizer.pad_token_id, temperature=1.0)
         metrics = training.update_sft(workers.actor, batch, config)
         state["step"] = step
-    if damage := training.damage(batch, metrics, config):
-        run.say(f"step {step} skipped: {run.keep_damaged(step, damage, batch)}")
+    if found := damage.damage(batch, metrics, config):
+        run.say(f"step {step} skipped: {run.keep_damaged(step, found, batch)}")
     else:
         run.damaged = 0
     if run.due(step, config.trainer.save_freq):

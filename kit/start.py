@@ -65,7 +65,7 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
         run.on_restart = gym.restarted
         start_vllm = inference.start_servers(config, workers.actor) if workers else inference.start_sampler(config)
         vllm = loop.run(start_vllm)
-        policy = inference.make_policy(config, vllm.get_client(), data, GENERATE_DEADLINE_S)
+        policy = inference.make_policy(config, inference.Client(vllm), data, GENERATE_DEADLINE_S)
         if agents or door.port:
             enter(openai_server.serve(policy, door.host, port, key), loop, stack)
         if workers:

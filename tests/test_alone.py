@@ -134,9 +134,9 @@ def of_ours(path: Path) -> set[str]:
 def order() -> list[str]:
     """The modules in the order of the list in kit/__init__.py; env and gym_client come first, and know none of them."""
     text = ast.get_docstring(ast.parse((ROOT / "kit" / "__init__.py").read_text())) or ""
-    listed, end, rest = text.partition("env and gym_client")
-    assert end and "cpu" in rest, "the list of kit/__init__.py ends with `env and gym_client`, and `cpu`"
-    known = {p.stem for p in ours() if p.parent != ROOT / "templates"} - {"__init__", "env", "gym_client", "cpu"}
+    listed, end, _ = text.partition("env and gym_client")
+    assert end, "the list of kit/__init__.py ends with `env and gym_client`"
+    known = {p.stem for p in ours() if p.parent != ROOT / "templates"} - {"__init__", "env", "gym_client"}
     names = [word for word in re.findall(r"\w+", listed.partition(":")[2]) if word in known]
     assert len(names) == len(set(names)), f"twice in the list of kit/__init__.py: {names}"
     return ["env", "gym_client", *names]
@@ -149,7 +149,7 @@ def test_every_file_imports_only_from_those_before_it():
         name, needed = path.stem, of_ours(path)
         if path.parent == ROOT / "templates":
             wrong += [f"templates/{path.name} imports {n}" for n in sorted(needed - LITTLE)]
-        elif name not in places:  # cpu, which verl imports, and scripts
+        elif name not in places:  # scripts
             wrong += [f"{name}, which is not in the list of kit/__init__.py, imports {n}" for n in needed]
         else:
             later = [n for n in needed if places.get(n, len(places)) >= places[name]]

@@ -260,8 +260,6 @@ LOST = {  # title of the process, signal -> what the last line says
     "engine's worker killed": ("^VLLM::Worker", signal.SIGKILL, r"vLLM's (Worker|EngineCore)|Worker proc \S+ died"),
     "actor killed": ("^ray::ActorRolloutRefWorker", signal.SIGKILL, "ActorRolloutRefWorker"),
     "actor stopped": ("^ray::ActorRolloutRefWorker", signal.SIGSTOP, r"ActorRolloutRefWorker \(pid \d+\) is stopped"),
-    "router killed": ("^ray::GlobalRequestLoadBalancer", signal.SIGKILL, "GlobalRequestLoadBalancer"),
-    "router stopped": ("^ray::GlobalRequestLoadBalancer", signal.SIGSTOP, r"LoadBalancer \(pid \d+\) is stopped"),
     "server stopped": ("^ray::vLLMHttpServer", signal.SIGSTOP, r"vLLMHttpServer \(pid \d+\) is stopped"),
 }
 

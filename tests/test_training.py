@@ -95,24 +95,84 @@ def test_stop_ids_come_from_tokenizer_and_generation_config():
     assert stop_token_ids(tokenizer, SimpleNamespace(eos_token_id=4)) == {1, 4}
 
 
-def test_packed_attention_is_each_sequence_by_itself():
-    from kit import cpu
+def packed(groups):
+    """(nested ids [B, t], prompt lengths [B]) of groups: (length of the prompt, lengths of its answers)."""
+    rows, lengths = [], []
+    for first, (size, answers) in enumerate(groups, 10):
+        for row, length in enumerate(answers):
+            rows.append(torch.tensor([first] * size + [100 + row] * length))
+            lengths.append(size)
+    return torch.nested.nested_tensor(rows, layout=torch.jagged), torch.tensor(lengths)
+
+
+RAGGED = {
+    "ragged": [(5, [1, 7, 3]), (60, [64, 65]), (1, [2])],
+    "one token": [(1, [1])],
+    "no answer": [(4, [0, 3, 0]), (2, [0])],
+    "long": [(30, [2000, 1, 500]), (600, [90])],
+    "many": [(20, [40] * 70)],
+}
+
+
+@pytest.mark.parametrize("groups", RAGGED.values(), ids=RAGGED)
+def test_attention_on_grids_is_that_of_each_sequence_by_itself(groups, monkeypatch):
+    """Forward and backward, in fp32, against plain attention over each prompt with its answer."""
+    from kit import cpu_engine
 
     torch.manual_seed(0)
-    lengths, H, H_kv, D = [5, 1, 7], 4, 2, 8
-    query, key, value = (torch.randn(1, heads, sum(lengths), D, requires_grad=True) for heads in (H, H_kv, H_kv))
-    position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
-    packed, _ = cpu.packed_attention(None, query, key, value, None, scaling=0.3, position_ids=position_ids)
-    start, expected = 0, []
-    for n in lengths:
-        q, k, v = (x[:, :, start : start + n] for x in (query, key, value))
-        k, v = (x.repeat_interleave(H // H_kv, dim=1) for x in (k, v))
-        scores = (q @ k.transpose(2, 3) * 0.3).masked_fill(torch.ones(n, n).triu(1).bool(), float("-inf"))
-        expected.append(F.softmax(scores, dim=-1) @ v)
-        start += n
-    torch.testing.assert_close(packed, torch.cat(expected, dim=2).transpose(1, 2))
+    H, H_kv, D = 4, 2, 8
+    ids, prompts = packed(groups)
+    layout = cpu_engine.lay_out(ids, prompts)
+    assert len(layout.take) == sum(size + sum(answers) for size, answers in groups)  # every prompt once
+    assert torch.equal(ids.values()[layout.take][layout.place], ids.values())
+    monkeypatch.setattr(cpu_engine, "_layout", layout)
+    given = [torch.randn(1, heads, len(layout.take), D, requires_grad=True) for heads in (H, H_kv, H_kv)]
+    weight = torch.randn(len(layout.place), H, D)
+    found = cpu_engine.grid_attention(None, *given, None, scaling=0.3)[0][0][layout.place]  # [T, H, D]
+    expected = []
+    for begin, end in zip(ids.offsets(), ids.offsets()[1:], strict=False):
+        q, k, v = (x[0][:, layout.place[begin:end]] for x in given)  # [heads, t, D]
+        k, v = (x.repeat_interleave(H // H_kv, dim=0) for x in (k, v))
+        later = torch.ones(len(q[0]), len(q[0])).triu(1).bool()
+        expected.append((F.softmax((q @ k.mT * 0.3).masked_fill(later, -torch.inf), dim=-1) @ v).transpose(0, 1))
+    torch.testing.assert_close(found, torch.cat(expected))
+    ours, theirs = (torch.autograd.grad((x * weight).sum(), given) for x in (found, torch.cat(expected)))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_attention_refuses_what_it_would_leave_out(monkeypatch):
+    from kit import cpu_engine
+
+    given = [torch.zeros(1, 2, 4, 8)] * 3
     with pytest.raises(ValueError, match="use_remove_padding"):
-        cpu.packed_attention(None, query.expand(2, -1, -1, -1), key, value, None, position_ids=position_ids)
+        cpu_engine.grid_attention(None, *given, None)
+    monkeypatch.setattr(cpu_engine, "_layout", cpu_engine.lay_out(*packed([(2, [2])])))
+    cpu_engine.grid_attention(None, *given, None, sliding_window=4)
+    with pytest.raises(NotImplementedError, match="a window of 3 tokens, under 4"):
+        cpu_engine.grid_attention(None, *given, None, sliding_window=3)
+    with pytest.raises(NotImplementedError, match="softcap"):
+        cpu_engine.grid_attention(None, *given, None, softcap=50.0)
+
+
+def test_log_probs_and_entropy_in_tiles_are_torchs():
+    from kit import cpu_engine
+
+    torch.manual_seed(0)
+    logits, labels = torch.randn(300, 50, requires_grad=True), torch.randint(50, (300,))
+    log_probs = logits.log_softmax(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    a, b = torch.randn(2, 300)
+    for weights in ((a, b), (a, 0 * b)):
+        found = cpu_engine._log_probs(logits, labels), cpu_engine._Entropy.apply(logits)
+        expected = log_probs.gather(1, labels[:, None])[:, 0], entropy
+        torch.testing.assert_close(found, expected)
+        ours, theirs = (
+            torch.autograd.grad(
+                sum((w * x).sum() for w, x in zip(weights, pair, strict=True)), logits, retain_graph=True
+            )
+            for pair in (found, expected)
+        )
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_components_of_the_reward_reach_verls_multi_reward_advantage():
@@ -141,6 +201,8 @@ def test_components_that_not_all_episodes_have_are_left_out():
 
 
 def test_damage_is_found_where_the_mask_is_and_named():
+    from kit.damage import damage
+
     settings = OmegaConf.create({"actor_rollout_ref": {"rollout": {"top_p": 1.0, "top_k": -1}}})
 
     def damaged(name=None, value=math.nan, where=(0, 0), metrics=None):
@@ -149,7 +211,7 @@ def test_damage_is_found_where_the_mask_is_and_named():
         batch.batch["advantages"] = torch.zeros(2, 2)
         for each in name.split() if name else ():
             batch.batch[each][where] = value
-        return training.damage(batch, metrics or {}, settings)
+        return damage(batch, metrics or {}, settings)
 
     assert damaged() == "" and damaged(metrics={"actor/grad_norm": 3.0, "timing_s/gen": math.nan}) == ""
     for name in ("rollout_log_probs", "old_log_probs", "token_level_scores", "advantages"):
