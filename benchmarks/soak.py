@@ -33,21 +33,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import conftest  # noqa: E402  (the tiny model and its task)
+from measure import ROLES  # noqa: E402
 
 from kit.gym_servers import free_port, running_servers  # noqa: E402
 
 FAULTS = ("reset", "500", "503", "half", "html", "nan", "late")
 LIMITS = {"MB": 20.0, "files": 5, "sockets": 5}  # from step 50 to the end, per process; noise stays well below
-ROLES = {
-    r"algorithm\.py": "driver",
-    r"ray::ActorRolloutRefWorker": "FSDP actor",
-    r"ray::vLLMHttpServer": "vLLM server",
-    r"VLLM::EngineCore": "vLLM engine",
-    r"VLLM::Worker": "vLLM worker",
-    r"gym_servers\.py": "Gym server",
-    r"raylet$|raylet ": "raylet",
-    r"gcs_server": "GCS",
-}
 
 
 def proxy(target: str, port: int, share: float, spoiled: collections.Counter) -> None:
