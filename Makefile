@@ -1,5 +1,6 @@
 # make demo   train SmolLM2-135M on small sums: real vLLM, real FSDP, a real NeMo Gym verifier, no GPU
 # make test   ruff, mypy and pytest, end to end over the same stack
+# make bench  a step, its limits, TRL beside it, start-up (docs/performance.md); an hour, and no part of make test
 # make algorithms   every recipe of docs/algorithms.md on one small task; an hour, and no part of make test
 # make soak   300 steps with faults and every kind of loss (docs/reliability.md); 40 minutes, no part of make test
 # All first set up what they need (environments, model, data) and skip what is there.
@@ -8,7 +9,7 @@ PYTHON ?= python3.11
 SHELL := bash
 RUN := $(shell date +demo-%Y%m%d-%H%M%S)
 
-.PHONY: demo test algorithms soak lint setup gym model data clean
+.PHONY: demo test bench algorithms soak lint setup gym model data clean
 .DELETE_ON_ERROR:
 
 demo: setup gym model data
@@ -17,6 +18,16 @@ demo: setup gym model data
 
 test: lint gym
 	.venv/bin/python -m pytest
+
+bench: setup gym model data
+	@mkdir -p runs/bench
+	@for name in step startup driver peers; do \
+	  echo "== bench: $$name"; rm -f runs/bench/$$name.json; \
+	  if (set -o pipefail; .venv/bin/python benchmarks/$$name.py | tee runs/bench/$$name.txt); then \
+	    tail -n 1 runs/bench/$$name.txt > runs/bench/$$name.json; \
+	  fi; \
+	done
+	.venv/bin/python benchmarks/performance.py
 
 algorithms: setup gym
 	@echo "== algorithms: every recipe of docs/algorithms.md on one small task, about an hour; resumes where it stopped"
@@ -71,4 +82,4 @@ data/arithmetic_train.jsonl: env.py | .venv/ready
 	.venv/bin/python env.py arithmetic --out data
 
 clean:
-	rm -rf .venv .venv-gym models data
+	rm -rf .venv .venv-gym .venv-trl models data
