@@ -137,7 +137,8 @@ class Client(LLMServerClient):
         self.router = GlobalRequestLoadBalancer(servers, full_determinism=deterministic)
 
     async def _acquire_server(self, request_id: str, **_: Any) -> tuple[str, Any]:
-        return self.router.acquire_server(zlib.crc32(request_id.encode()))  # the hash of a text differs by process
+        key: Any = zlib.crc32(request_id.encode())  # the hash of a text differs from process to process
+        return self.router.acquire_server(key)
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
         self.router.release_server(server_id)
