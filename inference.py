@@ -79,7 +79,7 @@ def make_policy(config: DictConfig, client: LLMServerClient, data: Any, deadline
         turns.max_tool_response_length,
         turns.format,
         deadline_s,
-        vocabulary=data.vocabulary,
+        vocabulary=data.model.vocab_size,
         seed=config.actor_rollout_ref.rollout.seed if config.actor_rollout_ref.rollout.full_determinism else None,
     )
 

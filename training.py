@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -48,6 +47,7 @@ from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 from kit import plugins
+from kit.plugins import asks_for, needs_reference
 
 PASS = "one_pass"  # in the place of a metric: (rows [b], log_probs [b, R], entropy [b, R]) of a micro-batch
 WorkerGroup = Any  # a RayWorkerGroup, on which verl binds the workers' methods at run time
@@ -161,17 +161,6 @@ def one_pass(config: DictConfig) -> bool:
     asked = asked or corrects.bypass_mode or corrects.rollout_is or corrects.rollout_rs
     asked = asked or asks_for(config, "old_log_probs") or asks_for(config, "sum_pi_squared")
     return not asked and actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
-
-
-def asks_for(config: DictConfig, name: str) -> bool:
-    """Whether the advantage is computed from `name`: values, index, reward_baselines, sum_pi_squared, ref_log_prob."""
-    return name in inspect.signature(get_adv_estimator_fn(config.algorithm.adv_estimator)).parameters
-
-
-def needs_reference(config: DictConfig) -> bool:
-    """Whether anything compares the policy with the model it started from."""
-    kl = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
-    return bool(kl or asks_for(config, "ref_log_prob"))
 
 
 def world_size(config: DictConfig) -> int:

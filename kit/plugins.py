@@ -126,6 +126,22 @@ def asks(estimator: str, name: str) -> bool:
     return name in inspect.signature(load(estimator, ADVANTAGE)).parameters
 
 
+def asks_for(config: DictConfig, name: str) -> bool:
+    """Whether the advantage, verl's or one's own, is computed from `name`, one of ESTIMATOR. Raises PluginError."""
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    estimator = config.algorithm.adv_estimator
+    if is_own(estimator):
+        return asks(estimator, name)
+    return name in inspect.signature(get_adv_estimator_fn(estimator)).parameters
+
+
+def needs_reference(config: DictConfig) -> bool:
+    """Whether anything compares the policy with the model it started from."""
+    kl = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    return bool(kl or asks_for(config, "ref_log_prob"))
+
+
 def arguments(estimator: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:
     """What of `known` an estimator asks for, by name; all of it where it takes **kwargs, as verl's own do."""
     asked = inspect.signature(estimator).parameters

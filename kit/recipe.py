@@ -37,7 +37,7 @@ class Data:
     reward: Callable[[Any], float]  # what an episode is worth: the verifier's word, or env.reward
     filters: list[Callable[[list[Any]], list[Any]]]  # env.filters, and verl's algorithm.filter_groups
     sampler: Callable[..., list[env.Task]]  # (tasks, size, batch, seed, pass_rates) -> tasks
-    vocabulary: int  # ids that the model has
+    model: Any  # the Hugging Face config of the model's text part
 
 
 def prepare(config: DictConfig, command: str = "train") -> Data:
@@ -74,7 +74,7 @@ def prepare(config: DictConfig, command: str = "train") -> Data:
 
 
 def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception] = ()) -> tuple[Any, set[int], Any]:
-    """What every command checks and fills in -> (tokenizer, stop ids, plugins.functions(config)).
+    """What every command checks and fills in -> (tokenizer, stop ids, the last four of Data).
 
     What takes no time is checked first, and all that is wrong there is told at once, with `problems`: what load_config
     found. Then what takes 7 s to import; then the model, which may be on the hub. Raises as `prepare`.
@@ -94,7 +94,7 @@ def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception]
     if config.reward.reward_model.enable:
         checks.check_reward_model(config, tokenizer)
     fill_in(config, hf_config, command)
-    return tokenizer, stop_ids, (*functions, hf_config.get_text_config().vocab_size)
+    return tokenizer, stop_ids, (*functions, hf_config.get_text_config())
 
 
 def check_files(config: DictConfig, command: str) -> Iterator[Exception]:
@@ -153,8 +153,9 @@ def fill_in(config: DictConfig, hf_config: Any, command: str = "train") -> None:
     if command != "sft" and rollout.max_model_len > most:
         key = f"data.max_prompt_length + max_response_length = {longest}, rollout.max_model_len={rollout.max_model_len}"
         raise ConfigError(f"{key}: the model has no more than {most} positions; lower these")
-    for key in MICRO_BATCH_TOKENS:  # verl packs whole episodes, so the longest must fit
-        OmegaConf.update(config, key, max(OmegaConf.select(config, key), longest))
+    share = math.ceil(longest / actor.ulysses_sequence_parallel_size)
+    for key in MICRO_BATCH_TOKENS:  # verl packs whole episodes, so the longest must fit, each GPU holding its share
+        OmegaConf.update(config, key, max(OmegaConf.select(config, key), share))
     actor.optim.total_training_steps = config.critic.optim.total_training_steps = config.trainer.total_training_steps
     if actor.loss_agg_mode == "seq-mean-token-sum-norm" and not actor.loss_scale_factor:
         actor.loss_scale_factor = config.data.max_response_length  # else verl divides by each micro-batch's own width

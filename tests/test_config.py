@@ -209,6 +209,9 @@ def test_derived_sizes(workspace):
     small = [f"{key}=100" for key in MICRO_BATCH_TOKENS]
     longer, _ = load(workspace, "data.max_prompt_length=1000", *small)  # a whole episode must fit a micro-batch
     assert [OmegaConf.select(longer, key) for key in MICRO_BATCH_TOKENS] == [1012] * 4
+    split = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"]
+    shared, _ = load(workspace, "data.max_prompt_length=1000", *small, *split)
+    assert [OmegaConf.select(shared, key) for key in MICRO_BATCH_TOKENS] == [506] * 4
     assert "8 prompts x 8 answers = 64 episodes" in recipe.summary(config, data, "train")
     overlap = load(workspace, f"env.val_files=[{workspace / 'train.jsonl'}]")
     assert "WARNING     8 of the held-out prompts" in recipe.summary(*overlap, "train")
