@@ -17,7 +17,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 import env
-from kit import checks, gym_servers, plugins
+from kit import checks, gym_servers, memory, plugins
 from kit.config import MICRO_BATCH_TOKENS, MODEL, changed, public, raise_all, to_plain
 from kit.errors import ConfigError
 
@@ -204,6 +204,7 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
     longest = f"{config.data.max_prompt_length} + {config.data.max_response_length} tokens"
     over = f"over {longest}" if command == "sft" else f"prompt over {config.data.max_prompt_length} tokens"
     dropped = f"{len(data.dropped)} dropped ({over})"
+    needed, lacking = memory.report(config, data.model, command)
     lines = [
         f"model       {config.actor_rollout_ref.model.path}",
         f"rows        {len(data.train)} to train on, {len(data.validation)} held out, {dropped}",
@@ -211,7 +212,8 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
     ]
     if command == "sft":
         size = f"{prompts} conversations of at most {longest}, one optimiser step"
-        return "\n".join([*lines, f"step        {size}", f"training    {steps} steps; lr {actor.optim.lr:g}"])
+        lines += [f"step        {size}", f"training    {steps} steps; lr {actor.optim.lr:g}", *needed]
+        return "\n".join([*lines, *(f"WARNING     {text}" for text in lacking)])
     by_server = Counter(task.server for task in [*data.train, *data.validation])
     lines.append(f"servers     {', '.join(f'{name} ({rows} rows)' for name, rows in by_server.items())}")
     buckets = ""
@@ -232,8 +234,9 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
     lines += [
         f"devices     {world} {config.trainer.device}, {replicas} vLLM replica{'s' * (replicas > 1)}{buckets}",
         f"stop ids    {sorted(data.stop_ids)}, pad id {data.tokenizer.pad_token_id}",
+        *needed,
     ]
-    return "\n".join([*lines, *(f"WARNING     {text}" for text in cautions(config, data))])
+    return "\n".join([*lines, *(f"WARNING     {text}" for text in [*lacking, *cautions(config, data)])])
 
 
 def named(config: DictConfig) -> str:
