@@ -149,7 +149,7 @@ def report(config: DictConfig, c: Any, command: str) -> tuple[list[str], list[st
     if missing := [name for name in NEEDED if not getattr(c, name, None)]:
         return [f"memory      not estimated: the model's config has no {', '.join(missing)}"], []
     (total, said), rollout = device(config), config.actor_rollout_ref.rollout
-    has, wrong = f"a {config.trainer.device} has {total / GIB:.1f} GiB{said}", []
+    has, wrong = f"a {'CPU' if config.trainer.device == 'cpu' else 'GPU'} has {total / GIB:.1f} GiB{said}", []
     lines, found = [f"memory      estimated, in GiB; {has}"], stages(config, c, total, command)
     for stage, parts in found.items():
         told = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)

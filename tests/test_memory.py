@@ -109,7 +109,7 @@ def test_what_does_not_fit_one_gpu_is_told_with_its_keys(monkeypatch):
     assert not wrong and len(lines) == 6
     _, wrong = memory.report(planned("32B"), qwen("32B"), "train")
     assert [text.split()[0] for text in wrong] == ["generate", "log-probs", "update", "sync", "the"]
-    assert all("a cuda has 80.0 GiB" in text and "trainer.n_gpus_per_node" in text for text in wrong[:4])
+    assert all("a GPU has 80.0 GiB" in text and "trainer.n_gpus_per_node" in text for text in wrong[:4])
     assert "holds no episode of 1536 tokens" in wrong[4] and "tensor_model_parallel_size" in wrong[4]
     assert "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu" in wrong[2]
     spread = ["trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.tensor_model_parallel_size=8"]
