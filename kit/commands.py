@@ -100,7 +100,7 @@ def main(train: Callable[[Plan], AbstractContextManager[Any]]) -> None:
         text = "\n".join([recipe.summary(planned.config, planned.data, named[0]), *planned.told])
         console.print(text, markup=False, highlight=False, soft_wrap=True)
         if args.dry_run:
-            recipe.dry_run(planned.config, planned.defaults, planned.data)
+            recipe.dry_run(planned.config, planned.defaults, planned.data, named[0])
         elif named == ["train"]:
             with train(planned) as trainer:
                 if args.replay:

@@ -204,7 +204,7 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
     longest = f"{config.data.max_prompt_length} + {config.data.max_response_length} tokens"
     over = f"over {longest}" if command == "sft" else f"prompt over {config.data.max_prompt_length} tokens"
     dropped = f"{len(data.dropped)} dropped ({over})"
-    needed, lacking = memory.report(config, data.model, command)
+    lacking = memory.report(config, data.model, command)[1]
     lines = [
         f"model       {config.actor_rollout_ref.model.path}",
         f"rows        {len(data.train)} to train on, {len(data.validation)} held out, {dropped}",
@@ -212,7 +212,7 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
     ]
     if command == "sft":
         size = f"{prompts} conversations of at most {longest}, one optimiser step"
-        lines += [f"step        {size}", f"training    {steps} steps; lr {actor.optim.lr:g}", *needed]
+        lines += [f"step        {size}", f"training    {steps} steps; lr {actor.optim.lr:g}"]
         return "\n".join([*lines, *(f"WARNING     {text}" for text in lacking)])
     by_server = Counter(task.server for task in [*data.train, *data.validation])
     lines.append(f"servers     {', '.join(f'{name} ({rows} rows)' for name, rows in by_server.items())}")
@@ -234,7 +234,6 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
     lines += [
         f"devices     {world} {config.trainer.device}, {replicas} vLLM replica{'s' * (replicas > 1)}{buckets}",
         f"stop ids    {sorted(data.stop_ids)}, pad id {data.tokenizer.pad_token_id}",
-        *needed,
     ]
     return "\n".join([*lines, *(f"WARNING     {text}" for text in [*lacking, *cautions(config, data)])])
 
@@ -271,8 +270,10 @@ def cautions(config: DictConfig, data: Data) -> Iterator[str]:
         yield f"{shared} of the held-out prompts are also in env.train_files; {why}"
 
 
-def dry_run(config: DictConfig, defaults: DictConfig, data: Data) -> None:
-    """Print what the recipe changes of verl's defaults, and the first prompt as the model sees it."""
+def dry_run(config: DictConfig, defaults: DictConfig, data: Data, command: str) -> None:
+    """Print what memory the stages need, what the recipe changes of verl's defaults, the first prompt as the model sees
+    it."""
+    print("\n".join(memory.report(config, data.model, command)[0]))
     print("changed from verl's defaults:")
     for key, (value, default) in changed(config, defaults).items():
         if not key.startswith(("gym.", "env.")):
