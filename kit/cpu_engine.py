@@ -199,8 +199,21 @@ def _log_probs(logits, labels, inplace_backward=True):
     return _LogProbs.apply(logits, labels)
 
 
+class _Scaled(torch.autograd.Function):
+    """logits / temperature [T, 1] in the place of logits, which are a view: autograd would copy them for that."""
+
+    @staticmethod
+    def forward(ctx, logits, temperature):
+        ctx.save_for_backward(temperature)
+        return logits.detach().div_(temperature)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.div_(*ctx.saved_tensors), None  # which _LogProbs and _Entropy have made for this
+
+
 def _scale(logits, temperature, *, is_unit_temperature):
-    return logits if is_unit_temperature else logits.div_(temperature.clamp(min=1e-8).to(logits.dtype))
+    return logits if is_unit_temperature else _Scaled.apply(logits, temperature.clamp(min=1e-8).to(logits.dtype))
 
 
 fsdp.logprobs_from_logits, fsdp._scale_logits_by_temperature = _log_probs, _scale

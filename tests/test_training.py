@@ -159,11 +159,13 @@ def test_log_probs_and_entropy_in_tiles_are_torchs():
 
     torch.manual_seed(0)
     logits, labels = torch.randn(300, 50, requires_grad=True), torch.randint(50, (300,))
-    log_probs = logits.log_softmax(-1)
+    temperature = torch.rand(300, 1) + 0.5
+    scaled = cpu_engine._scale(1.0 * logits, temperature, is_unit_temperature=False)
+    log_probs = (logits / temperature).log_softmax(-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     a, b = torch.randn(2, 300)
     for weights in ((a, b), (a, 0 * b)):
-        found = cpu_engine._log_probs(logits, labels), cpu_engine._Entropy.apply(logits)
+        found = cpu_engine._log_probs(scaled, labels), cpu_engine._Entropy.apply(scaled)
         expected = log_probs.gather(1, labels[:, None])[:, 0], entropy
         torch.testing.assert_close(found, expected)
         ours, theirs = (
