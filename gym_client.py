@@ -6,11 +6,9 @@ Lift this file alone into another project; it needs only aiohttp:
     from gym_client import Gym, message_response
 
     async def main(row):                                       # a Gym row, verbatim
-        async with Gym({"mcqa": "http://127.0.0.1:8001"}) as gym:
-            async with gym.session("mcqa", row) as session:    # POST /seed_session, its own cookies
-                verdict = await session.verify(message_response("The answer is \\\\boxed{B}"))
+        async with Gym({"mcqa": "http://127.0.0.1:8001"}) as gym, gym.session("mcqa", row) as session:
+            verdict = await session.verify(message_response("The answer is \\\\boxed{B}"))
         print(verdict.reward)
-
     asyncio.run(main(json.loads(open("rows.jsonl").readline())))
 
 Three kinds of server, told apart by the routes they publish (`Gym.kind`):
@@ -82,6 +80,7 @@ Json = dict[str, Any]  # an object
 Played = tuple["Verdict", Json]
 T = TypeVar("T")
 Call = Callable[..., Awaitable[T]]
+Limit = int | Callable[[str, str], contextlib.AbstractAsyncContextManager[None]]
 
 
 class GymError(Exception):
@@ -201,21 +200,20 @@ class Gym:
 
     urls: Mapping[str, str]  # {name: "http://host:port"}
     timeout_s: float = 60.0  # for each HTTP call, from its first byte to the last
-    # calls in flight per server, or {name: calls, "default": calls}; math_with_judge, overloaded, answers reward 0
-    concurrency: int | Mapping[str, int] = 8
+    # verdicts in flight per server, and as many other calls; or what gives a call to (server, path) its place; or
+    # {name: one of these, "default": one}. math_with_judge, overloaded, answers reward 0
+    concurrency: Limit | Mapping[str, Limit] = 8
     attempts: int = 3  # per verdict, where repeating is safe
     outage_budget_s: float = 90.0  # for which a server may give no answer before it counts as down
 
     def __post_init__(self) -> None:
         self.urls = {name: url.rstrip("/") for name, url in self.urls.items()}
         self._watches = {name: _Watch() for name in self.urls}
-        limits = self.concurrency if isinstance(self.concurrency, Mapping) else {"default": self.concurrency}
-        self._slots = {name: asyncio.Semaphore(limits.get(name, limits.get("default", 8))) for name in self.urls}
+        self._slots: dict[tuple[str, bool], asyncio.Semaphore] = {}
         self._routes: dict[str, asyncio.Task[frozenset[str]]] = {}
 
     async def __aenter__(self) -> Gym:
-        # One pool for all episodes, without cookies: each session brings its own. The semaphores are the limit,
-        # so the pool has none; it drops idle connections well before Gym's servers do (30 s).
+        # One pool for all, without cookies or limit: sessions have theirs. Gym's servers drop idle connections at 30 s.
         pool, timeout = aiohttp.TCPConnector(limit=0, keepalive_timeout=5.0), aiohttp.ClientTimeout(total=None)
         self._http = aiohttp.ClientSession(connector=pool, cookie_jar=aiohttp.DummyCookieJar(), timeout=timeout)
         return self
@@ -227,6 +225,11 @@ class Gym:
         """Say that `server` was started again: what it remembered of open sessions is gone. From any thread."""
         if server in self._watches:
             self._watches[server].gone = time.monotonic()
+
+    def _place(self, server: str, path: str) -> contextlib.AbstractAsyncContextManager[None]:
+        limits = self.concurrency if isinstance(self.concurrency, Mapping) else {server: self.concurrency}
+        limit, kind = limits.get(server, limits.get("default", 8)), (server, path == "/verify")
+        return limit(server, path) if callable(limit) else self._slots.setdefault(kind, asyncio.Semaphore(limit))
 
     async def routes(self, server: str) -> frozenset[str]:
         """The paths that `server` takes POSTs on, read once from its /openapi.json. Raises GymError."""
@@ -343,10 +346,9 @@ class _Caller:
         """(status, body) of one request. Raises GymError for all but statuses that are an answer, of this session."""
         http, url, seconds, failure = self.gym._http, self.url + path, timeout_s or self.gym.timeout_s, None
         gone = (not self.touched, self.touched)  # a session that nothing has touched can be replaced, others are lost
-        data, headers = sent.encode(errors="replace") or None, {"Content-Type": "application/json"}
-        if self.cookies:
-            headers["Cookie"] = "; ".join(f"{name}={value}" for name, value in self.cookies.items())
-        async with self.gym._slots[self.server]:
+        data, cookie = sent.encode(errors="replace") or None, "; ".join(f"{k}={v}" for k, v in self.cookies.items())
+        headers = {"Content-Type": "application/json"} | ({"Cookie": cookie} if cookie else {})
+        async with self.gym._place(self.server, path):
             began = time.monotonic()
             if not self.cookies:
                 self.opened = began
@@ -422,10 +424,8 @@ class Session:
         offered = [tool.get("name") for tool in row["responses_create_params"].get("tools") or []]
         sane = {n for n in offered if isinstance(n, str) and n.isprintable() and not set(n) & set("/\\%")}
         self.tools = sane - RESERVED - {"", ".", ".."}
-        # Rows also offer tools that no route answers: there the call itself is the answer (xlam_fc).
-        self.executable = routed(self.tools, routes)
-        self._open_now = False  # the server knows the session
-        self._info: Json = {}
+        self.executable = routed(self.tools, routes)  # where no route answers, the call itself is the answer (xlam_fc)
+        self._open_now, self._info = False, Json()  # whether the server knows the session; what it said of it
 
     async def open(self) -> None:
         """POST /seed_session, or /reset, with the whole row and no cookies. Raises GymError."""

@@ -17,6 +17,7 @@ below does; an `agent` server plays by itself against kit/openai_server.py, and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import time
@@ -41,9 +42,10 @@ from gym_client import Gym, GymError, ServerDownError, Session
 from kit import chat
 from kit.episodes import Episode, append, fill
 from kit.errors import RunError
-from training import WorkerGroup
+from training import WorkerGroup, world_size
 
-IN_FLIGHT = 2048  # episodes at once; more wait, without a session
+Requests = Sequence[tuple[Task, str]]  # with the id of the task's group
+OnDone = Callable[[int, Episode], None]  # called with the index of an episode that ended
 REPLAYS = 3  # times that an episode is played again, after its Gym server went away under it
 
 
@@ -59,16 +61,19 @@ class Policy:
     max_turns: int | None  # answers of the policy in one episode; None: as many as fit
     max_tool_chars: int  # a tool's answer is cut to this for the model, in the middle
     tool_format: str  # how the model writes tool calls: a name of vLLM's tool parsers
-    deadline_s: float  # for one answer; over it the episode's status is `generate_timeout`
+    deadline_s: float  # for one answer, from when its episode has a place; then its status is `generate_timeout`
     sampling: dict[str, Any] = field(default_factory=dict)  # vLLM's parameters of the rollout under way
     vocabulary: int | None = None  # ids that the model has
     seed: int | None = None  # rollout.seed, where rollout.full_determinism asks for the same answers in every run
+    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(256))  # for episodes that play at once
     version: int | None = None  # of the weights that the servers must sample from: the step they were synced at
 
 
 def make_policy(config: DictConfig, client: LLMServerClient, data: Any, deadline_s: float) -> Policy:
-    """A Policy from verl's keys: data.max_*_length, rollout.multi_turn.*. data: kit.recipe.Data."""
-    turns = config.actor_rollout_ref.rollout.multi_turn
+    """A Policy from verl's keys: data.max_*_length, rollout.multi_turn.*, and so many episodes at once as its engines
+    take (rollout.max_num_seqs each). data: kit.recipe.Data."""
+    rollout = config.actor_rollout_ref.rollout
+    turns, engines = rollout.multi_turn, world_size(config) // rollout.tensor_model_parallel_size
     return Policy(
         client,
         data.tokenizer,
@@ -80,7 +85,8 @@ def make_policy(config: DictConfig, client: LLMServerClient, data: Any, deadline
         turns.format,
         deadline_s,
         vocabulary=data.model.vocab_size,
-        seed=config.actor_rollout_ref.rollout.seed if config.actor_rollout_ref.rollout.full_determinism else None,
+        seed=rollout.seed if rollout.full_determinism else None,
+        places=asyncio.Semaphore(engines * rollout.max_num_seqs),
     )
 
 
@@ -166,11 +172,7 @@ class Servers:
         self.asleep = False
 
     def rollout(
-        self,
-        requests: Sequence[tuple[Task, str]],
-        sampling: dict[str, Any],
-        on_done: Callable[[int, Episode], None] = lambda *_: None,
-        baselines: bool = False,
+        self, requests: Requests, sampling: dict[str, Any], on_done: OnDone = lambda *_: None, baselines: bool = False
     ) -> list[Episode]:
         """`rollout` with those sampling parameters; baselines: `rollout_with_baselines`."""
         self.policy.sampling = sampling
@@ -248,7 +250,7 @@ async def sample(
 async def play(episode: Episode, task: Task, session: Session, policy: Policy, request_id: str) -> None:
     """Fill `episode`: turns of policy and environment until an answer without calls, a limit, or the world's end.
 
-    On a `verify` server the policy's tool calls are run, in order, and the last answer is verified with all
+    On a `verify` server the policy's tool calls are run, in order; `judge` then has the last answer verified with all
     that came before it. On a `step` server every answer is a step, whose rewards are summed. Raises GymError.
     """
     _ask(episode, task, session, policy)
@@ -284,6 +286,9 @@ async def play(episode: Episode, task: Task, session: Session, policy: Policy, r
             break
         append(episode, new)
 
+
+async def judge(episode: Episode, session: Session) -> None:
+    """What a `verify` server says of an episode that was played; a `step` server has said it. Raises GymError."""
     if session.kind == "verify":
         begin = time.perf_counter()
         verdict = await session.verify(gym_client.response(episode.output))
@@ -302,10 +307,8 @@ def _ask(episode: Episode, task: Task, session: Session, policy: Policy) -> None
         raise GymError("no_prompt", f"{task.row_id}: its input is empty, and {task.server} says nothing either")
     episode.prompt_ids = env.encode(messages, task.tools, policy.tokenizer, task.row_id)
     if len(episode.prompt_ids) > policy.max_prompt_length:
-        tokens = f"{len(episode.prompt_ids)} tokens with the observation"
-        raise GymError(
-            "prompt_too_long", f"{task.row_id}: {tokens}, over data.max_prompt_length={policy.max_prompt_length}"
-        )
+        why = f"{len(episode.prompt_ids)} tokens with the observation, over data.max_prompt_length"
+        raise GymError("prompt_too_long", f"{task.row_id}: {why}={policy.max_prompt_length}")
 
 
 async def _react(
@@ -336,9 +339,8 @@ def replay(episode: Episode, response: dict[str, Any], policy: Policy) -> None:
     """
     fill(episode, response["output"])
     if not episode.turns:
-        raise GymError(
-            "no_tokens", f"the agent of {episode.server} answers without token ids: is its model server the kit's?"
-        )
+        why = "answers without token ids: is its model server the kit's?"
+        raise GymError("no_tokens", f"the agent of {episode.server} {why}")
     if response.get("incomplete_details") or episode.response_ids[-1] not in policy.stop_ids:
         episode.ended = "length"
     else:  # an agent that is out of turns comes back with the answer to a call
@@ -362,31 +364,30 @@ def in_groups(tasks: Iterable[Task], n: int, name: str) -> list[tuple[Task, str]
     return [(task, f"{name}/{i}") for i, task in enumerate(tasks) for _ in range(n)]
 
 
-async def rollout(
-    requests: Sequence[tuple[Task, str]],
-    policy: Policy,
-    gym: Gym,
-    on_done: Callable[[int, Episode], None] = lambda *_: None,
-) -> list[Episode]:
+async def rollout(requests: Requests, policy: Policy, gym: Gym, on_done: OnDone = lambda *_: None) -> list[Episode]:
     """An episode for each (task, group id), in their order; `on_done(index, episode)` sees each as it ends.
 
-    Each is verified as it ends, while others still generate. Failures of the environment become a status; a
-    dead vLLM server raises (ray.exceptions.RayError).
+    Each is verified as it ends, while others generate, the next one in its place. Failures of the environment become a
+    status; a dead vLLM server raises (ray.exceptions.RayError).
     """
-    places = asyncio.Semaphore(IN_FLIGHT)
     members: Counter[str] = Counter()
     greedy = "" if policy.sampling.get("temperature", 1.0) else "greedy-"
 
     async def play_once(task: Task, group_id: str, request_id: str) -> Episode:
         episode = Episode(task.row_id, group_id, task.server, task.prompt_ids, row=task.row)
         try:
-            if await gym.kind(task.server) == "agent":
-                verdict, response = await gym.run(task.server, task.row, policy.deadline_s, policy.vocabulary)
-                replay(episode, response, policy)
-                _settle(episode, verdict)
-            else:
-                async with gym.session(task.server, task.row) as session:
-                    await play(episode, task, session, policy, request_id)
+            agent = await gym.kind(task.server) == "agent"
+            async with contextlib.AsyncExitStack() as stack:
+                async with policy.places:
+                    if agent:
+                        verdict, response = await gym.run(task.server, task.row, policy.deadline_s, policy.vocabulary)
+                        replay(episode, response, policy)
+                        _settle(episode, verdict)
+                    else:
+                        session = await stack.enter_async_context(gym.session(task.server, task.row))
+                        await play(episode, task, session, policy, request_id)
+                if not agent:
+                    await judge(episode, session)
             check_ids(episode)
         except (ServerDownError, RunError, ray.exceptions.RayError):
             raise  # these end the run
@@ -402,11 +403,10 @@ async def rollout(
         return episode
 
     async def one(index: int, task: Task, group_id: str, request_id: str) -> Episode:
-        async with places:
-            for again in range(REPLAYS + 1):  # the server went away under an open session: a new one may live
-                episode = await play_once(task, group_id, f"{request_id}{'again-' * again}")
-                if not episode.lost:
-                    break
+        for again in range(REPLAYS + 1):  # the server went away under an open session: a new one may live
+            episode = await play_once(task, group_id, f"{request_id}{'again-' * again}")
+            if not episode.lost:
+                break
         on_done(index, episode)
         return episode
 
@@ -425,26 +425,20 @@ def check_ids(episode: Episode) -> None:
         lists = f"{length} ids, {len(episode.response_mask)} of mask, {len(episode.log_probs)} log-probs"
         raise GymError("bad_ids", f"{episode.row_id}: the response's lists differ in length: {lists}")
     if sum(episode.response_mask) != sampled:
-        raise GymError(
-            "bad_ids", f"{episode.row_id}: {sampled} sampled tokens, {sum(episode.response_mask)} in the mask"
-        )
+        why = f"{sampled} sampled tokens, {sum(episode.response_mask)} in the mask"
+        raise GymError("bad_ids", f"{episode.row_id}: {why}")
 
 
 async def rollout_with_baselines(
-    requests: Sequence[tuple[Task, str]],
-    policy: Policy,
-    gym: Gym,
-    on_done: Callable[[int, Episode], None] = lambda *_: None,
+    requests: Requests, policy: Policy, gym: Gym, on_done: OnDone = lambda *_: None
 ) -> list[Episode]:
     """`rollout`, and beside it a greedy answer for each group, whose reward becomes its `baseline` (ReMax: Li et al.
     2023, arXiv:2310.10505, algorithm 2). A group without one fails, as `no_baseline`. Raises GymError for an agent.
     """
     agents = [server for server in {task.server for task, _ in requests} if await gym.kind(server) == "agent"]
     if agents:
-        raise GymError(
-            "no_greedy",
-            f"algorithm.adv_estimator wants greedy answers, which the agent of {agents[0]} cannot give; choose another",
-        )
+        why = f"wants greedy answers, which the agent of {agents[0]} cannot give; choose another"
+        raise GymError("no_greedy", f"algorithm.adv_estimator {why}")
     once = [(task, group_id) for group_id, task in {group_id: task for task, group_id in requests}.items()]
     greedy = dataclasses.replace(policy, sampling={**policy.sampling, "temperature": 0.0})
     episodes, baselines = await asyncio.gather(

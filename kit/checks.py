@@ -34,6 +34,10 @@ def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
         if (value := OmegaConf.select(config, key)) < 1:
             yield f"{key}={value}: wants 1 or more"
             return
+    limits = config.gym.concurrency if OmegaConf.is_dict(config.gym.concurrency) else {"": config.gym.concurrency}
+    for name, limit in limits.items():
+        if limit != "auto" and not (isinstance(limit, int) and limit >= 1):
+            yield f"gym.concurrency{'.' * bool(name)}{name}={limit}: wants auto, or 1 or more calls"
     world = config.trainer.n_gpus_per_node * config.trainer.nnodes
     prompts, n, mini = config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size
     if world % (infer := rollout.tensor_model_parallel_size * rollout.data_parallel_size):

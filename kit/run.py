@@ -47,6 +47,7 @@ class Run:
         self.damaged = 0  # steps in a row
         self.lent: list[str] = []  # environment variables
         self.on_restart: Callable[[str], None] = lambda name: None  # what else is to know of a restarted server
+        self.gauges: Callable[[], dict[str, float]] = dict  # what stands now, for every line of metrics.jsonl
         self.trains = command in ("train", "sft")
         columns = ("{task.description}", BarColumn(bar_width=30), MofNCompleteColumn(), "{task.fields[stage]}")
         self.bar = Progress(*columns, TimeElapsedColumn(), console=console)
@@ -158,7 +159,7 @@ class Run:
         """Append to metrics.jsonl (verl's own file logger would overwrite it on resume) and tell the trackers."""
         if not metrics:
             return
-        plain = {name: float(value) for name, value in metrics.items()}
+        plain = {name: float(value) for name, value in (metrics | self.gauges()).items()}
         finite = {name: value if math.isfinite(value) else None for name, value in plain.items()}
         with (self.folder / "metrics.jsonl").open("a") as out:
             out.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import ray
 
 import gym_client
-from kit import gym_servers, later, plugins, watch
+from kit import gym_servers, later, places, plugins, watch
 from kit.config import to_plain
 from kit.errors import RunError
 from kit.recipe import Data
@@ -59,10 +59,11 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
             workers.actor.init_model()
             training.set_policy_loss(workers.actor, config)
             return Started(workers, None)
-        limits, concurrency = config.gym, to_plain(config.gym.concurrency)
+        limits, measured = config.gym, places.Places()
+        concurrency = measured.limits(to_plain(limits.concurrency))
         gym = gym_client.Gym(urls, limits.timeout_s, concurrency, limits.attempts, limits.outage_budget_s)
         enter(gym, loop, stack)
-        run.on_restart = gym.restarted
+        run.on_restart, run.gauges = gym.restarted, measured.metrics
         start_vllm = inference.start_servers(config, workers.actor) if workers else inference.start_sampler(config)
         vllm = loop.run(start_vllm)
         policy = inference.make_policy(config, inference.Client(vllm), data, GENERATE_DEADLINE_S)

@@ -102,6 +102,8 @@ def test_names_of_recipes_are_unique():
         ("actor_rollout_ref.actor.strategy=megatron", ConfigError, "strategy=megatron: wants one of fsdp, fsdp2"),
         ("trainer.n_gpus_per_node=3", ConfigError, "do not divide among 3 GPUs"),
         ("trainer.n_gpus_per_node=0", ConfigError, "n_gpus_per_node=0: wants 1 or more"),
+        ("gym.concurrency=many", ConfigError, "gym.concurrency=many: wants auto, or 1 or more calls"),
+        ("gym.concurrency.x=0", ConfigError, "gym.concurrency.x=0: wants auto"),
         (f"{ROLLOUT}.tensor_model_parallel_size=2", ConfigError, "1 GPUs do not divide"),
         (f"{ROLLOUT}.name=sglang", ConfigError, "name=sglang: wants vllm"),
         (f"{ROLLOUT}.n=1", ConfigError, "at least two answers"),

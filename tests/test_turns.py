@@ -112,7 +112,12 @@ def task_of(tokenizer, tools=True, prompt="Look it up.") -> env.Task:
 
 def play(task, world, policy) -> inference.Episode:
     episode = inference.Episode(task.row_id, "g", task.server, task.prompt_ids)
-    asyncio.run(inference.play(episode, task, world, policy, "r"))
+
+    async def to_the_verdict():
+        await inference.play(episode, task, world, policy, "r")
+        await inference.judge(episode, world)
+
+    asyncio.run(to_the_verdict())
     return episode
 
 
