@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import ray
 import torch
 from omegaconf import DictConfig
@@ -49,6 +51,7 @@ from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_pad
 from kit import plugins
 from kit.plugins import asks_for, needs_reference
 
+DRIVERS = ("turn", "token_level_scores", "token_level_rewards")  # of a batch's tensors, what no worker reads
 PASS = "one_pass"  # in the place of a metric: (rows [b], log_probs [b, R], entropy [b, R]) of a micro-batch
 WorkerGroup = Any  # a RayWorkerGroup, on which verl binds the workers' methods at run time
 
@@ -186,22 +189,14 @@ def to_batch(episodes: Sequence[Any], pad_token_id: int, temperature: float) -> 
     policy's turns from 0, -1 on what was observed, whatever the mask leaves out. Components that every episode has
     become arrays of the batch, where verl's multi-reward advantage (gdpo) looks for them.
     """
-    P = max(len(e.prompt_ids) for e in episodes)
-    R = max(len(e.response_ids) for e in episodes)
-
-    def left(rows: list[list[int]], fill: int) -> torch.Tensor:
-        return torch.tensor([[fill] * (P - len(row)) + row for row in rows])
-
-    def right(rows: list[list[Any]], fill: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.tensor([row + [fill] * (R - len(row)) for row in rows], dtype=dtype)
-
-    prompts = left([e.prompt_ids for e in episodes], pad_token_id)  # [B, P]
-    responses = right([e.response_ids for e in episodes], pad_token_id)  # [B, R]
-    prompt_mask = left([[1] * len(e.prompt_ids) for e in episodes], 0)  # [B, P]
-    real = right([[1] * len(e.response_ids) for e in episodes], 0)  # [B, R], observed tokens included
-    attention_mask = torch.cat([prompt_mask, real], dim=1)  # [B, P+R]
-    scores = torch.zeros(responses.shape, dtype=torch.float32)  # [B, R]
-    turn = torch.full_like(responses, -1)  # [B, R]
+    p, r = (torch.tensor([len(getattr(e, name)) for e in episodes]) for name in ("prompt_ids", "response_ids"))  # [B]
+    prompt_mask = torch.arange(int(p.max())).flip(0) < p[:, None]  # [B, P]
+    real = torch.arange(int(r.max())) < r[:, None]  # [B, R], observed tokens included
+    prompts = _spread([e.prompt_ids for e in episodes], prompt_mask, pad_token_id)  # [B, P]
+    responses = _spread([e.response_ids for e in episodes], real, pad_token_id)  # [B, R]
+    attention_mask = torch.cat([prompt_mask, real], dim=1).long()  # [B, P+R]
+    scores = np.zeros(responses.shape, np.float32)  # [B, R]
+    turn = np.full(responses.shape, -1)  # [B, R]
     for row, e in enumerate(episodes):
         paid = e.turn_rewards or [0.0] * len(e.turns)
         for k, (begin, end, _) in enumerate(e.turns):
@@ -217,11 +212,11 @@ def to_batch(episodes: Sequence[Any], pad_token_id: int, temperature: float) -> 
             "responses": responses,
             "input_ids": torch.cat([prompts, responses], dim=1),  # [B, P+R]
             "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp(min=0),  # [B, P+R]
-            "response_mask": right([e.response_mask for e in episodes], 0),  # [B, R]
-            "rollout_log_probs": right([e.log_probs for e in episodes], 0.0, torch.float32),  # [B, R]
-            "token_level_scores": scores,
-            "turn": turn,
+            "position_ids": attention_mask.cumsum(dim=1).sub_(1).clamp_(min=0),  # [B, P+R]
+            "response_mask": _spread([e.response_mask for e in episodes], real, 0),  # [B, R]
+            "rollout_log_probs": _spread([e.log_probs for e in episodes], real, 0.0),  # [B, R]
+            "token_level_scores": torch.from_numpy(scores),
+            "turn": torch.from_numpy(turn),
         },
         non_tensors={"uid": [e.group_id for e in episodes], **components},
         meta_info={"temperature": temperature},
@@ -230,6 +225,13 @@ def to_batch(episodes: Sequence[Any], pad_token_id: int, temperature: float) -> 
         batch.batch["reward_baselines"] = torch.tensor([e.baseline for e in episodes]).float()  # [B]
     batch.meta_info["global_token_num"] = attention_mask.sum(dim=1).tolist()  # verl's throughput metrics read it
     return batch
+
+
+def _spread(rows: Sequence[Sequence[Any]], places: torch.Tensor, fill: int | float) -> torch.Tensor:
+    """Numbers of B rows at their `places` [B, T], `fill` elsewhere: int64, or float32 where `fill` is a float."""
+    kind = np.float32 if isinstance(fill, float) else np.int64
+    numbers = np.fromiter(itertools.chain.from_iterable(rows), kind, int(places.sum()))
+    return torch.full(places.shape, fill).masked_scatter_(places, torch.from_numpy(numbers))
 
 
 class _Answer(NamedTuple):
@@ -420,18 +422,17 @@ def _update(
     nested_mask: bool = False,
 ) -> dict[str, float]:
     ranks = data_parallel_size(config)
-    live = batch.batch["response_mask"].any(dim=1)  # [B]; the others, wholly masked, still count as episodes below
-    tensors = {key: tensor[live] for key, tensor in batch.batch.items()}  # [L, ...]
-    tensors["row"] = torch.arange(1, len(batch) + 1)[live]  # 0 is filling
+    live = batch.batch["response_mask"].any(dim=1).nonzero()[:, 0]  # [L]; the others still count as episodes below
     whole = config.data.train_batch_size // cfg.ppo_mini_batch_size
-    mini_batches = max(1, min(whole, int(live.sum()) // ranks))
-    order, filling = arrange(tensors["attention_mask"].sum(dim=1).tolist(), mini_batches, ranks)
-
-    for key, tensor in tensors.items():
-        fill = tensor[:1].expand(filling, *tensor.shape[1:])  # [filling, ...] copies of row 0 ...
-        if key in ("response_mask", "advantages", "row"):
-            fill = torch.zeros_like(fill)  # ... that count for nothing
-        tensors[key] = torch.cat([tensor, fill])[torch.tensor(order)]  # [L + filling, ...]
+    mini_batches = max(1, min(whole, len(live) // ranks))
+    order, _ = arrange(batch.batch["attention_mask"].sum(dim=1)[live].tolist(), mini_batches, ranks)
+    places = torch.tensor(order, dtype=torch.long)  # [L + filling]
+    filled = places >= len(live)  # by copies of the first row, that count for nothing
+    rows = live[places.masked_fill(filled, 0)]  # [L + filling]
+    tensors = {key: tensor[rows] for key, tensor in batch.batch.items() if key not in DRIVERS}  # [L + filling, ...]
+    tensors["row"] = rows + 1  # 0 is filling
+    for key in tensors.keys() & {"response_mask", "advantages", "row"}:
+        tensors[key][filled] = 0
     data = left_right_2_no_padding(DataProto.from_dict(tensors, meta_info=batch.meta_info).to_tensordict())
     if nested_mask:  # sft_loss wants the mask over prompt and response, packed as the ids are
         mask = torch.cat([torch.zeros_like(tensors["prompts"]), tensors["response_mask"]], dim=1)  # [L, P+R]

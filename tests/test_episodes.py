@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -59,9 +60,25 @@ def test_what_is_written_is_read_to_the_last_bit(tmp_path):
     failed = dataclasses.replace(failed, turns=[], output=[], turn_rewards=[], prompt_ids=[])
     ((again,),) = written(tmp_path / "step_1.jsonl", failed)
     assert again == failed and (again.status, again.reward) == ("timeout", None)
-    odd = episode(verdict={"said": "half a pair \ud800"}, error="\udfff")
-    ((again,),) = written(tmp_path / "step_1.jsonl", odd)
-    assert again == odd
+    for odd in ({"verdict": {"said": "half a pair \ud800"}, "error": "\udfff"}, {"verdict": {"n": 2**70}}):
+        one = episode(**odd)
+        ((again,),) = written(tmp_path / "step_1.jsonl", one)
+        assert again == one
+    damaged = episode(log_probs=[-math.inf, math.nan, 0.0, -1.0])
+    ((again,),) = written(tmp_path / "step_1.jsonl", damaged)
+    assert str(again) == str(damaged)
+
+
+def test_log_probs_of_32_bits_are_written_with_few_digits_and_read_to_the_last_bit(tmp_path):
+    bits = np.random.default_rng(0).integers(0, 2**32, 20_000, dtype=np.uint32).view(np.float32)
+    sampled = [float(p) for p in bits if np.isfinite(p)]
+    ids = list(range(len(sampled)))
+    said = {"response_ids": ids, "response_mask": [1] * len(ids), "turns": [(0, len(ids), 1)], "log_probs": sampled}
+    ((again,),) = written(tmp_path / "step_1.jsonl", episode(**said))
+    assert again.log_probs == sampled and again.response_ids == ids
+    (_, record), *_ = episodes.read_records(tmp_path / "step_1.jsonl")
+    found = next(item for item in record["response"]["output"] if episodes.IDS[2] in item)[episodes.IDS[2]]
+    assert found == [float(str(np.float32(p))) for p in sampled]  # of 32 bits each
 
 
 def test_a_line_is_gyms_and_begins_with_what_people_look_for():

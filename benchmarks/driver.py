@@ -1,0 +1,164 @@
+"""What the driver itself costs a step, per episode: no Ray, no vLLM, no model, no server.
+
+    python benchmarks/driver.py [--tokens 2000] [--episodes 64 1024 16384] [--repeat 3]
+
+A stub samples `tokens` ids for each episode and another verifies it, both at once; everything between them is the
+kit's: `inference.rollout`, `Run.write_episodes`, what is kept and its metrics, `training.to_batch`, and the packing of
+an update for eight ranks (`training.update_actor`, whose workers are a stub). Prints ms of one core per episode by
+stage, of the fastest repetition, and one JSON line. Held against: 1 ms an episode altogether, however many there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # before this folder, which has a gym_client too
+os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu"}
+
+import numpy as np
+import torch
+from verl.utils import tensordict_utils as tu
+
+import gym_client
+import inference
+import training
+from env import Task
+from kit import episodes
+from kit.commands import quiet
+from kit.config import load_config
+from kit.run import Run
+
+STAGES = ("rollout", "write", "keep", "to_batch", "pack")
+PROMPT, MEMBERS, STOP = 100, 8, 2  # tokens, answers to a prompt, the id that ends an answer
+SAID = "The answer is 42. " * 400  # the text of an answer, for the verifier and the file
+
+
+class Sampler:
+    """`count` answers of so many ids each, with log-probs of 32 bits; no two share an object, as off the wire."""
+
+    def __init__(self, count: int, tokens: int):
+        rng = np.random.default_rng(0)
+        self.answers = [
+            ([*rng.integers(3, 150_000, tokens - 1).tolist(), STOP], np.log(rng.random(tokens, np.float32)).tolist())
+            for _ in range(count)
+        ]
+
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any]) -> Any:
+        await asyncio.sleep(0)
+        ids, log_probs = self.answers.pop()
+        return SimpleNamespace(token_ids=ids, log_probs=log_probs, stop_reason="completed", extra_fields={})
+
+
+class Verifier:
+    """Stands for gym_client.Gym: every session's answer is worth 0 or 1, in turn."""
+
+    verdicts = 0
+
+    async def kind(self, server: str) -> str:
+        return "verify"
+
+    @contextlib.asynccontextmanager
+    async def session(self, server: str, row: dict[str, Any]) -> AsyncIterator[Any]:
+        yield SimpleNamespace(kind="verify", observation=None, executable=set(), verify=self.verify)
+
+    async def verify(self, response: dict[str, Any]) -> gym_client.Verdict:
+        await asyncio.sleep(0)
+        self.verdicts += 1
+        return gym_client.Verdict(float(self.verdicts % 2), {}, 0.1, {"extracted_answer": "42"})
+
+
+@contextlib.contextmanager
+def stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
+    begin = time.process_time()
+    yield
+    seconds[name] = time.process_time() - begin
+
+
+def measure(count: int, tokens: int) -> dict[str, float]:
+    """Seconds of the processor in each stage of one step of `count` episodes."""
+    sizes = [
+        f"data.train_batch_size={count // MEMBERS}",
+        "trainer.n_gpus_per_node=8",
+        f"actor_rollout_ref.rollout.n={MEMBERS}",
+    ]
+    config, _ = load_config(["math"], [*sizes, f"actor_rollout_ref.actor.ppo_mini_batch_size={count // MEMBERS}"])
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: SAID)
+    data = SimpleNamespace(tokenizer=tokenizer, stop_ids={STOP}, vocabulary=150_000)
+    policy = inference.make_policy(config, Sampler(count, tokens), data, 60.0)  # type: ignore[arg-type]
+    policy.max_response_length = tokens
+    row = {"responses_create_params": {"input": [{"role": "user", "content": "What is 6 * 7? " * 10}]}, "answer": "42"}
+    prompt = [{"role": "user", "content": "?"}]
+    tasks = [Task(f"rows:{i}", row, "stub", prompt, list(range(3, 3 + PROMPT))) for i in range(count // MEMBERS)]
+    requests = inference.in_groups(tasks, MEMBERS, "1")
+    run = Run(config)
+    (run.folder / "rollouts").mkdir(parents=True, exist_ok=True)
+    seconds: dict[str, float] = {}
+    loop = asyncio.new_event_loop()  # asyncio.run would take SIGINT, which a run has, and to that end repr the episodes
+    with stage("rollout", seconds):
+        made = loop.run_until_complete(inference.rollout(requests, policy, Verifier()))  # type: ignore[arg-type]
+    loop.close()
+    with stage("write", seconds):
+        run.write_episodes("step_1", made, tasks)
+    with stage("keep", seconds):
+        episodes.check_failures(made, 0.5)
+        episodes.pass_rates(made, {})
+        kept, _ = episodes.keep(made)
+        episodes.rollout_metrics(made, kept)
+    with stage("to_batch", seconds):
+        batch = training.to_batch(kept, 0, 1.0)
+    batch.batch["advantages"] = batch.batch["token_level_scores"]
+    workers = SimpleNamespace(update_actor=lambda data: tu.get_tensordict({}, {"metrics": {"pg_loss": [0.0]}}))
+    with stage("pack", seconds):
+        training.update_actor(workers, batch, config)
+    assert len(kept) == count and batch.batch["responses"].shape == torch.Size([count, tokens])
+    return seconds
+
+
+def memory_gb() -> float:
+    """The most memory that this process has had, in GB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--episodes", type=int, nargs="+", default=[64, 1024, 16384])
+    parser.add_argument("--repeat", type=int, default=3)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    load, result = os.getloadavg()[0], {"benchmark": "driver", "date": time.strftime("%Y-%m-%d"), "tokens": args.tokens}
+    quiet()
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        measure(MEMBERS, 8)  # imports, caches
+        before = memory_gb()
+        print("episodes" + "".join(f"{name:>10}" for name in (*STAGES, "total")) + "   ms/episode    peak GB")
+        for count in sorted(args.episodes):  # so that the peak so far is that of the last
+            best = min((measure(count, args.tokens) for _ in range(args.repeat)), key=lambda s: sum(s.values()))
+            ms = {name: 1000 * best[name] / count for name in STAGES}
+            ms |= {"total": sum(ms.values()), "peak_gb": memory_gb() - before}
+            print(
+                f"{count:8d}" + "".join(f"{v:10.3f}" for v in list(ms.values())[:-1]) + f"{ms['peak_gb']:24.2f}",
+                flush=True,
+            )
+            result[str(count)] = {name: round(value, 3) for name, value in ms.items()}
+    result |= {"load_before": round(load, 2), "cores": len(os.sched_getaffinity(0)), "machine": platform.machine()}
+    result |= {package: version(package) for package in ("verl", "torch", "numpy", "orjson")}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
