@@ -57,6 +57,10 @@ def calls(workspace, tmp_path, monkeypatch):
         batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"].clone()
         return {}
 
+    def referred(_, batch, __):
+        made.append("ref")
+        return batch.batch["rollout_log_probs"].clone()
+
     def updated(_, batch, __):
         made.append("update_actor")
         return {"actor/grad_norm": 1.0, "actor/pg_loss": 0.5}
@@ -75,6 +79,7 @@ def calls(workspace, tmp_path, monkeypatch):
         return {"command": "train", "step": step, "batches": step, "pass_rates": {}, "kl_coef": 0.0}
 
     monkeypatch.setattr(training, "old_log_probs", measured)
+    monkeypatch.setattr(training, "ref_log_probs", referred)
     monkeypatch.setattr(training, "update_actor", updated)
     for name, function in {"save": saved, "export": exported, "load": loaded}.items():
         monkeypatch.setattr(checkpoints, name, function)
@@ -88,13 +93,27 @@ def planned(workspace, *changes, resume_from=None):
     return commands.Plan(config, config, data, resume_from, [], [])
 
 
-def test_vllm_sleeps_while_the_trainer_measures_learns_and_saves(workspace, calls):
+@pytest.mark.parametrize(
+    ("changes", "measured"),
+    [
+        ([], []),  # the update's own pass does it
+        (["env.old_log_prob_pass=true"], ["old_log_probs"]),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=4"], ["old_log_probs"]),
+        (["actor_rollout_ref.actor.ppo_epochs=2"], ["old_log_probs"]),
+        (["algorithm.use_kl_in_reward=true"], ["old_log_probs", "ref"]),
+        (["algorithm.rollout_correction.rollout_is=token"], ["old_log_probs"]),
+        (["trainer.critic_warmup=1"], ["old_log_probs"]),
+        (["algorithm.rollout_correction.bypass_mode=true"], []),
+    ],
+)
+def test_vllm_sleeps_while_the_trainer_measures_learns_and_saves(workspace, calls, changes, measured):
     made, _ = calls
-    with algorithm.train(planned(workspace, "trainer.save_freq=1")) as trainer:
+    with algorithm.train(planned(workspace, "trainer.save_freq=1", *changes)) as trainer:
         assert made == ["sleep", "publish 0"]
         made.clear()
         trainer.advance()
-    assert made == ["rollout", "sleep", "old_log_probs", "update_actor", "save 1", "publish 1"]
+    learned = [] if "trainer.critic_warmup=1" in changes else ["update_actor"]
+    assert made == ["rollout", "sleep", *measured, *learned, "save 1", "publish 1"]
 
 
 def test_a_checkpoint_is_loaded_while_vllm_sleeps(workspace, calls, tmp_path):
@@ -148,7 +167,7 @@ def test_damage_is_an_exception_that_carries_its_reason(workspace, calls, monkey
         return {"actor/grad_norm": float("nan")}
 
     monkeypatch.setattr(training, name, damaged)
-    with algorithm.train(planned(workspace)) as trainer:
+    with algorithm.train(planned(workspace, "env.old_log_prob_pass=true")) as trainer:
         with pytest.raises(DamagedStep, match=r"NaN or infinite|actor/grad_norm is nan") as caught:
             trainer.step()
         assert "responses" in caught.value.batch.batch

@@ -219,6 +219,36 @@ def test_a_step_is_verls_own(stack, values, cuts, workspace, tmp_path, name):
         assert distance(a, b) < GRADIENT * moved
 
 
+def test_an_update_that_gives_the_old_log_probs_is_that_after_a_pass_for_them(cuts, workspace, tmp_path):
+    """One optimiser step a batch: the ratio is 1, so loss, gradient, weights and what is told of it are the same."""
+    workers, _ = cuts["one rank"]
+    config, _ = recipe(workspace, *SGD, "actor_rollout_ref.rollout.n=4")
+    assert training.one_pass(config)
+    training.set_policy_loss(workers.actor, config)
+    made = episodes()[:31]
+    made[7].response_mask = [0] * len(made[7].response_mask)
+    state = str(tmp_path / "start")
+    workers.actor.save_checkpoint(state, None, 0, None)
+    results = []
+    for name in ("two", "one"):
+        batch = training.to_batch(made, 1, 1.0)
+        batch.batch["advantages"] = torch.linspace(-1, 1, 31)[:, None] * batch.batch["response_mask"]
+        measured = training.old_log_probs(workers.actor, batch, config) if name == "two" else {}
+        metrics = measured | training.update_actor(workers.actor, batch, config)
+        results.append((batch, metrics, weights(workers, tmp_path / name)))
+        workers.actor.load_checkpoint(state)
+    (two, metrics_two, weights_two), (one, metrics_one, weights_one) = results
+    mask = two.batch["response_mask"].bool()
+    torch.testing.assert_close(one.batch["old_log_probs"][mask], two.batch["old_log_probs"][mask], rtol=LOSS, atol=LOSS)
+    names = ["actor/entropy", "actor/pg_loss", "actor/grad_norm", "actor/ppo_kl"]
+    names += ["training/rollout_probs_diff_mean", "training/rollout_probs_diff_max"]
+    for key in names:
+        assert metrics_one[key] == pytest.approx(metrics_two[key], rel=LOSS, abs=LOSS), key
+    assert "rollout_corr/kl" in metrics_one and metrics_one["actor/grad_norm"] > 0
+    moved = distance(weights(workers, tmp_path / "before"), weights_two)
+    assert distance(weights_one, weights_two) < GRADIENT * moved
+
+
 # --- one batch, cut differently ------------------------------------------------------------------
 
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
