@@ -128,7 +128,8 @@ def test_dapo_refills_the_batch_and_says_what_it_spent(stack, capsys):
     assert state["step"] == 3 and state["batches"] == sum(spent) and 4 <= len(state["pass_rates"]) <= 8
     assert steps[-1]["training/epoch"] == pytest.approx(sum(spent) * 4 / 8)
     told = re.findall(r"step +\d  verifier \S+ shaped \S+ length .* kept (\d+)/(\d+)", capsys.readouterr().out)
-    assert [int(total) for _, total in told] == [16 * batches for batches in spent]
+    less = [m["rollout/kept"] < m["rollout/episodes"] for m in steps]  # all that was sampled may be kept
+    assert [int(total) for _, total in told] == [16 * b for b, told_so in zip(spent, less, strict=True) if told_so]
 
 
 def test_a_batch_of_two_servers_by_weight(stack):
