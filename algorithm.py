@@ -94,7 +94,7 @@ class Trainer:
         """Train to the last step, evaluating and saving as the recipe says; export, and tell the result."""
         if self.config.trainer.val_before_train:
             self.evaluate()
-        self.run.log(self.state["step"], self.timings())
+        self.run.log(self.state["step"], self.run.timings())
         while self.state["step"] < self.run.last:
             self.advance()
         if not self.scores:  # of a run that was stopped after its last step
@@ -272,15 +272,11 @@ class Trainer:
             self.scores = validation_metrics(episodes, self.config.actor_rollout_ref.rollout.val_kwargs.n)
         self.run.log(self.state["step"], self.scores | {"timing_s/testing": self.run.timing["testing"]})
 
-    def timings(self) -> dict[str, float]:
-        """Seconds of the stages, as metrics."""
-        return {f"timing_s/{stage}": seconds for stage, seconds in self.run.timing.items()}
-
     def report(self, kept: Sequence[Episode]) -> None:
         """The step's metrics, into metrics.jsonl and onto the console."""
         step, size = self.state["step"], self.config.data.train_batch_size
         epoch = self.state["batches"] * size / len(self.data.train)
-        self.metrics |= self.timings() | {"training/global_step": step, "training/epoch": epoch}
+        self.metrics |= self.run.timings() | {"training/global_step": step, "training/epoch": epoch}
         self.run.log(step, self.metrics)
         self.run.report(step, self.metrics, kept)
 

@@ -253,9 +253,7 @@ def check(checkpoint: Path, config: DictConfig, command: str) -> list[str]:
     changed = {key: f"{key} {then.get(key)} -> {now.get(key)}" for key in keys}
     fixed = {key: why for key in keys if (why := why_fixed(key, config))}
     refused = [f"{changed[key]} ({why})" for key, why in fixed.items()]
-    estimator = config.algorithm.adv_estimator
-    critic = plugins.asks(estimator, "values") if plugins.is_own(estimator) else estimator == "gae"
-    if command == "train" and critic and not (checkpoint / "critic").is_dir():
+    if command == "train" and plugins.asks_for(config, "values") and not (checkpoint / "critic").is_dir():
         refused.append("a critic, which that run did not have")
     allowed = [text for key, text in changed.items() if key not in fixed]
     said = [f"changed since {checkpoint}, and allowed: {', '.join(allowed)}"] if allowed else []

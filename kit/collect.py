@@ -63,7 +63,7 @@ def run_command(config: DictConfig, run: Run, data: Data) -> None:
         with run.stage("gen"):
             requests = [(tasks[i], f"{i}/{k}") for i, k in missing]
             fresh = servers.rollout(requests, inference.sampling_params(config, validate), save)
-        metrics = {f"timing_s/{stage}": seconds for stage, seconds in run.timing.items()}
+        metrics = run.timings()
         if fresh:
             metrics |= episodes.rollout_metrics(fresh, episodes.keep(fresh, members=1)[0])
         for server in sorted({e.server for e, _ in done.values()}):

@@ -32,7 +32,7 @@ class Grid(NamedTuple):
 
     tokens: torch.Tensor  # [n, L] places in the packed row [U]; beyond a row's end that of its last token
     real: torch.Tensor  # [n, L] False beyond a row's end
-    prompts: torch.Tensor  # [n, P] the same of the rows' prompts; P = 0 where the rows are prompts
+    keys: torch.Tensor  # [n, P+L] the same of the rows' prompts, then of the rows; P = 0 where the rows are prompts
     hidden: torch.Tensor  # [n, 1, 1, L, P+L] True where a query does not see a key
 
 
@@ -95,7 +95,7 @@ def _grids(spans: list[tuple[int, int, int, int]]) -> list[Grid]:
             later = (own > own[:, None]).expand(len(start), -1, -1)  # [n, L, L]
             hidden = torch.cat([outside, later], dim=2)[:, None, None]
             tokens, prompts = start + own.minimum(length - 1), begin + before.minimum(size - 1)
-            grids.append(Grid(tokens, own < length, prompts, hidden))
+            grids.append(Grid(tokens, own < length, torch.cat([prompts, tokens], dim=1), hidden))
     return grids
 
 
@@ -120,8 +120,7 @@ def grid_attention(module, query, key, value, attention_mask, scaling=None, slid
     scale = scaling or q.shape[-1] ** -0.5
     outputs = []
     for grid in _layout.grids:
-        keys = torch.cat([grid.prompts, grid.tokens], dim=1)  # [n, P+L]
-        outputs.append(_attend(_rows(q, grid.tokens), _rows(k, keys), _rows(v, keys), grid.hidden, scale))
+        outputs.append(_attend(_rows(q, grid.tokens), _rows(k, grid.keys), _rows(v, grid.keys), grid.hidden, scale))
     return torch.cat([o.flatten(0, 1) for o in outputs]).index_select(0, _layout.back).unsqueeze(0), None
 
 

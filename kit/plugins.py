@@ -121,19 +121,13 @@ def load(spec: str | Mapping[str, Any], key: str) -> Callable[..., Any]:
     return _guarded(function, key, name, str(module.__file__), settings)
 
 
-def asks(estimator: str, name: str) -> bool:
-    """Whether an estimator of one's own is computed from `name`, one of ESTIMATOR. Raises PluginError."""
-    return name in inspect.signature(load(estimator, ADVANTAGE)).parameters
-
-
 def asks_for(config: DictConfig, name: str) -> bool:
     """Whether the advantage, verl's or one's own, is computed from `name`, one of ESTIMATOR. Raises PluginError."""
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
     estimator = config.algorithm.adv_estimator
-    if is_own(estimator):
-        return asks(estimator, name)
-    return name in inspect.signature(get_adv_estimator_fn(estimator)).parameters
+    function = load(estimator, ADVANTAGE) if is_own(estimator) else get_adv_estimator_fn(estimator)
+    return name in inspect.signature(function).parameters
 
 
 def needs_reference(config: DictConfig) -> bool:

@@ -123,6 +123,10 @@ class Run:
         self.timing.clear()
         self.bar.update(self.task, completed=step - 1)
 
+    def timings(self) -> dict[str, float]:
+        """Seconds of the step's stages, as metrics."""
+        return {f"timing_s/{stage}": seconds for stage, seconds in self.timing.items()}
+
     def due(self, step: int, freq: int) -> bool:
         """Whether what is done every `freq` steps (trainer.save_freq, test_freq), and after the last, is due."""
         return step == self.last or (freq > 0 and step % freq == 0)

@@ -176,6 +176,6 @@ def one_step(config: DictConfig, run: Run, data: Data, workers: Any, state: dict
     if run.due(step, config.trainer.test_freq):
         with run.stage("testing"):
             metrics |= held_out_loss(config, data, workers)
-    run.log(step, metrics | {f"timing_s/{k}": v for k, v in run.timing.items()})
+    run.log(step, metrics | run.timings())
     held = f"  val/loss {metrics['val/loss']:.4g}" if "val/loss" in metrics else ""
     run.say_line(step, f"loss {metrics['actor/loss']:.4g}{held}")
