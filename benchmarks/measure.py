@@ -29,6 +29,7 @@ ROLES = {
     r"VLLM::EngineCore": "vLLM engine",
     r"VLLM::Worker": "vLLM worker",
     r"gym_servers\.py": "Gym server",
+    r"fork\.py serve": "imports (fork.py)",
     r"raylet$|raylet ": "raylet",
     r"gcs_server": "GCS",
 }

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import ray
 
 import gym_client
-from kit import gym_servers, later, places, plugins, watch
+from kit import fork, gym_servers, later, places, plugins, watch
 from kit.config import to_plain
 from kit.errors import RunError
 from kit.recipe import Data
@@ -80,22 +80,34 @@ def start_outside(run: Run, stack: contextlib.ExitStack, policy: dict[str, str] 
     logs = run.folder / "logs"
     servers = to_plain(run.config.gym.servers) if policy else {}
     run.guard.watch = stack.enter_context(watch.Watch(logs, run.guard.lose))
+    modules, fork_from = os.environ.get("PRELOAD_MODULES", ""), None
+    if modules and not run.config.ray_kwargs.ray_init.get("address"):
+        fork_from = stack.enter_context(fork.serving(modules, logs / "fork.log"))
     stack.callback(ray.shutdown)
     stack.callback(run.guard.end)
     run.say("starting Ray" + (f", and the Gym servers {', '.join(servers)}" if servers else ""))
     restarted = lambda name: run.on_restart(name)  # noqa: E731  (asked when it happens: Gym's client is made later)
-    started = gym_servers.running_servers(servers, logs, lambda: start_ray(run), policy, restarted)
+    started = gym_servers.running_servers(servers, logs, lambda: start_ray(run, fork_from), policy, restarted)
     return stack.enter_context(started)
 
 
-def start_ray(run: Run) -> None:
-    """Ray, and beside its 6 seconds the 10 that importing verl and vLLM takes. Raises RunError without the GPUs."""
+def start_ray(run: Run, fork_from: Any) -> None:
+    """Ray, and beside its 6 seconds the 10 that importing verl and vLLM takes. Raises RunError without the GPUs.
+
+    fork_from: what kit/fork.py gives, for workers that fork; None: they import what they need.
+    """
     imports = threading.Thread(target=lambda: inference.rollout)
     imports.start()
     asked = to_plain(run.config.ray_kwargs.ray_init)
     if not asked.get("address"):
         asked = {"_temp_dir": "/tmp/ray", **asked}  # its logs are to outlast the run's temporary folder
+    if fork_from:
+        asked["runtime_env"] = {**asked["runtime_env"], "py_executable": fork_from[0]}
     session = ray.init(**asked).address_info["session_dir"]  # type: ignore[attr-defined]
+    if fork_from:
+        raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid  # type: ignore[attr-defined]
+        job = ray.get_runtime_context().get_job_id()
+        fork_from[1](RAY_JOB_ID=job, RAY_RAYLET_PID=str(raylet), RAY_AUTH_MODE=os.environ["RAY_AUTH_MODE"])
     run.guard.listen()
     link = run.folder / "logs" / "ray"
     link.unlink(missing_ok=True)

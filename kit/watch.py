@@ -90,7 +90,7 @@ class Watch:
         """What is wrong; empty if nothing."""
         alive = set()
         for pid, process in descendants(self.others).items():
-            with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(psutil.Error, OSError):  # it ended meanwhile
                 if not (met := self.seen.get(pid) == process):
                     self.seen[pid], self.parents[pid] = process, process.ppid()  # now: an orphan gets another
                 status, title = process.status(), (process.cmdline() or [""])[0]
@@ -99,6 +99,8 @@ class Watch:
                 alive.add(pid)
                 if title.startswith("VLLM::") and met:
                     self.engines[pid] = title  # at second sight: a fork has its parent's title for a moment
+                    if log := re.search(r"-(\d+)\.out$", os.readlink(f"/proc/{pid}/fd/1")):
+                        self.parents[pid] = int(log[1])  # whose log it writes; a fork's parent is another (kit/fork.py)
                 if status != psutil.STATUS_STOPPED:
                     self.stopped.pop(pid, None)
                 elif time.monotonic() - self.stopped.setdefault(pid, time.monotonic()) > STOPPED_S:

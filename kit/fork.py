@@ -1,0 +1,192 @@
+"""Processes that fork from one that has imported, instead of importing torch, verl and vLLM each for itself.
+
+    $TMPDIR/python ARGUMENTS    what stands in for Python: has the process below fork, and the fork gets its arguments,
+                                environment, folder, signal mask and descriptors. It lives as long as the fork, hands it
+                                SIGTERM, ends as it ends; killed, it takes the fork along
+    fork.py serve MODULE ...    the process that forks: imports the modules, then waits to be asked, till stdin ends.
+                                It waits before `ray`, which reads of which raylet it is when it is imported
+
+Ray starts its workers by the first one (runtime_env.py_executable), and these vLLM's engine (multiprocessing's
+set_executable). All else, and all where nobody serves, as on other nodes, becomes Python itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+SOCKET = "fork.sock"  # in $TMPDIR, which a run has for itself
+FORKED = ("default_worker.py", "from multiprocessing.spawn import spawn_main")  # in the arguments of what takes a fork
+
+
+@contextlib.contextmanager
+def serving(modules: str, log: Path) -> Iterator[tuple[str, Callable[..., None]]]:
+    """A process that imports `modules`, names with spaces between, and forks. What stands in for Python, by whom asking
+    waits for the imports; and what to call with the environment that Ray's workers share, once Ray is there."""
+    import json
+    import subprocess
+
+    python, here = os.path.join(os.environ["TMPDIR"], "python"), os.path.abspath(__file__)
+    with open(python, "w") as script:
+        script.write(f'#!/bin/sh\nexec {sys.executable} -I -S {here} "$@"\n')
+    os.chmod(python, 0o700)
+    command = [sys.executable, "-P", here, "serve", *modules.split()]
+    with log.open("w") as out:  # and in a session of its own: Ctrl-C is the driver's
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True)
+    assert process.stdin
+    told = process.stdin.fileno()
+
+    def tell(**environment: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it ended: its log says why, and Python itself does all
+            os.write(told, json.dumps(environment).encode() + b"\n")
+
+    try:
+        yield python, tell
+    finally:
+        process.communicate()
+
+
+# --- who asks: it stands before every process, and so imports little ------------------------------
+
+
+def ask(arguments: list[str]) -> int:
+    """Have a fork do what `python ARGUMENTS` would, and wait for its end. Its status."""
+    import json
+
+    server = socket.socket(socket.AF_UNIX)
+    try:
+        if not any(name in argument for name in FORKED for argument in arguments):
+            raise ConnectionRefusedError("Python itself will do")
+        server.connect(os.path.join(os.environ.get("TMPDIR", ""), SOCKET))
+    except OSError:
+        os.execv(sys.executable, [sys.executable, *arguments])
+    descriptors = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd != server.fileno() and _is_open(fd)]
+    mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+    socket.send_fds(server, [b"."], descriptors)
+    server.sendall(json.dumps([arguments, dict(os.environ), os.getcwd(), mask, descriptors]).encode() + b"\n")
+    pid = int(server.recv(16))
+    signal.signal(signal.SIGTERM, lambda number, _: os.kill(pid, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    for fd in descriptors:
+        os.close(fd)  # a pipe is to end when the fork closes it
+    status = int(server.recv(16) or -signal.SIGKILL)
+    if status < 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
+
+
+def _is_open(fd: int) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(os.fstat(fd))
+    return False
+
+
+# --- who forks ------------------------------------------------------------------------------------
+
+
+def serve(modules: list[str]) -> None:
+    """Fork for whoever asks, until stdin ends, which is when the process that started this one does."""
+    import atexit
+    import gc
+    import importlib
+    import json
+    import selectors
+
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(os.path.join(os.environ["TMPDIR"], SOCKET))
+    listener.listen(64)
+    for module in modules:
+        if module == "ray":
+            os.environ.update(json.loads(sys.stdin.readline() or sys.exit()))
+        importlib.import_module(module)
+    gc.freeze()  # else the first collection of each fork copies every page
+    atexit.register(gc.unfreeze)  # else libraries complain of what was not collected
+    look = selectors.DefaultSelector()
+    look.register(0, selectors.EVENT_READ)
+    look.register(listener, selectors.EVENT_READ)
+    while True:
+        for key, _ in look.select():
+            if key.fd == 0:
+                return None
+            if key.fileobj is listener:
+                asker = listener.accept()[0]
+                received = socket.recv_fds(asker, 1, 253)[1]
+                request = asker.makefile().readline()
+                if not (pid := os.fork()):
+                    for mine in (look, listener, asker):
+                        mine.close()
+                    return become(received, *json.loads(request))
+                for fd in received:
+                    os.close(fd)
+                asker.sendall(f"{pid}".encode())
+                ended = os.pidfd_open(pid)
+                for each in (ended, asker):
+                    look.register(each, selectors.EVENT_READ, (pid, ended, asker))
+            elif key.fd in look.get_map():
+                pid, ended, asker = key.data
+                if key.fileobj is asker:
+                    os.kill(pid, signal.SIGKILL)  # who asked for it is gone
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with contextlib.suppress(OSError):
+                    asker.sendall(f"{status}".encode())
+                for each in (ended, asker):
+                    look.unregister(each)
+                os.close(ended)
+                asker.close()
+
+
+def become(
+    received: list[int],
+    arguments: list[str],
+    environment: dict[str, str],
+    folder: str,
+    mask: list[int],
+    descriptors: list[int],
+) -> None:
+    """In the fork: be what `python ARGUMENTS` would be. `received` are the `descriptors` of who asked."""
+    import fcntl
+    import multiprocessing
+    import runpy
+    import types
+
+    import numpy
+    import setproctitle
+
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 512) for fd in received]
+    for fd in received:
+        os.close(fd)
+    for fd, number in zip(high, descriptors, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if raylet := sys.modules.get("ray._raylet"):  # setproctitle's own wants an environment that nobody has changed
+        setproctitle.setproctitle = raylet.setproctitle
+    numpy.random.seed()  # as in a process of its own; Python's random does it by itself
+    multiprocessing.set_executable(os.path.join(environment["TMPDIR"], "python"))
+    at = next(i for i, argument in enumerate(arguments) if argument == "-c" or not argument.startswith("-"))
+    sys.argv = arguments[at:]
+    if arguments[at] == "-c":
+        del sys.argv[1]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(arguments[at + 1], vars(main))
+    else:
+        runpy.run_path(arguments[at], run_name="__main__")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["serve"]:
+        serve(sys.argv[2:])
+    else:
+        sys.exit(ask(sys.argv[1:]))

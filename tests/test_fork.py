@@ -1,0 +1,121 @@
+"""kit/fork.py: what stands in for Python does what Python would, and ends as it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT
+
+from kit import fork
+
+SPAWN = "from multiprocessing.spawn import spawn_main\n"  # what kit/fork.py takes for vLLM's engine
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("fork")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        with fork.serving("json wave ray", folder / "fork.log") as (python, tell):
+            tell(GIVEN="of all")
+            yield python
+    assert not (folder / "fork.log").read_text()
+
+
+def ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def wait_for(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_fork_is_what_python_would_be(python: str, tmp_path: Path) -> None:
+    code = SPAWN + (
+        "import os, setproctitle, sys; print(sys.argv[1:], os.getcwd(), os.environ['MINE'], 'GIVEN' in os.environ)\n"
+        "print(sys.stdin.read(), 'wave' in sys.modules, os.read(int(sys.argv[2]), 9))\n"
+        "setproctitle.setproctitle('VLLM::Mine'); print(open('/proc/self/cmdline').read().rstrip('\\0'))\n"
+        "print('bad', file=sys.stderr); sys.exit(7)"
+    )
+    pipe, end = os.pipe()
+    os.write(end, b"by a pipe")
+    command = [python, "-B", "-c", code, "--multiprocessing-fork", str(pipe)]
+    environment = {"MINE": "set", "TMPDIR": os.environ["TMPDIR"], "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        command, input="read", capture_output=True, text=True, cwd=tmp_path, env=environment, pass_fds=[pipe]
+    )
+    assert done.stdout.splitlines() == [
+        f"['--multiprocessing-fork', '{pipe}'] {tmp_path} set False",
+        "read True b'by a pipe'",
+        "VLLM::Mine",
+    ]
+    assert (done.stderr, done.returncode) == ("bad\n", 7)
+
+
+def test_forks_are_told_apart_and_draw_their_own_numbers(python: str) -> None:
+    code = SPAWN + "import numpy, os, random; print(os.getpid(), numpy.random.rand(), random.random())"
+    said = [subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout for _ in range(2)]
+    assert all(a != b for a, b in zip(*(text.split() for text in said), strict=True))
+
+
+def asleep(python: str) -> tuple[subprocess.Popen[str], psutil.Process]:
+    code = SPAWN + "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    process = subprocess.Popen([python, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    return process, psutil.Process(int(process.stdout.readline()))
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_who_asked_ends_as_the_fork_ends(python: str, name: str) -> None:
+    process, forked = asleep(python)
+    forked.send_signal(signal.Signals[name])
+    assert process.wait(20) == -signal.Signals[name]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_a_fork_ends_with_who_asked(python: str, name: str) -> None:
+    process, forked = asleep(python)
+    process.send_signal(signal.Signals[name])
+    wait_for(lambda: ended(forked))
+    assert process.wait(20) == -signal.Signals[name]
+
+
+def test_all_else_becomes_python_itself(python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import os, sys; print(os.getppid(), sys.executable, 'wave' in sys.modules)"
+    itself = f"{os.getpid()} {sys.executable} False\n"
+    assert subprocess.run([python, "-c", code], capture_output=True, text=True).stdout == itself
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where nobody serves
+    assert subprocess.run([python, "-c", SPAWN + code], capture_output=True, text=True).stdout == itself
+
+
+def test_where_it_cannot_import_python_itself_does_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with fork.serving("json no_such_module", tmp_path / "fork.log") as (python, tell):
+        wait_for(lambda: "No module named 'no_such_module'" in (tmp_path / "fork.log").read_text())
+        tell(GIVEN="to nobody")
+        done = subprocess.run([python, "-c", SPAWN + "print(1)"], capture_output=True, text=True)
+        assert done.stdout == "1\n"
+
+
+def test_it_ends_with_the_process_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    code = (
+        "from kit import fork; from pathlib import Path; import os, signal\n"
+        "with fork.serving('json ray', Path('fork.log')): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    wait_for(lambda: (tmp_path / fork.SOCKET).exists())
+    assert process.wait(20) == -signal.SIGKILL
+    servers = [p for p in psutil.process_iter(["cmdline", "cwd"]) if p.info["cwd"] == str(tmp_path)]
+    wait_for(lambda: all(ended(server) for server in servers))
