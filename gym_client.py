@@ -417,7 +417,7 @@ class Session:
     """One episode's conversation with one server. `Gym.session` makes it, opens it and closes it."""
 
     def __init__(self, gym: Gym, server: str, row: Json, routes: frozenset[str], kind: str):
-        self.gym, self.server, self.row, self.kind = gym, server, row, kind
+        self.gym, self.server, self.row, self.kind, self.last_ids = gym, server, row, kind, list[int]()  # answered
         self.observation: str | None = None  # what a step server says first
         # A name is data, and makes a path: none that leads to another route (a slash however written, a newline at the
         # end, which Starlette's routes overlook).

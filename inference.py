@@ -260,6 +260,7 @@ async def play(episode: Episode, task: Task, session: Session, policy: Policy, r
         seen, turn_id = episode.prompt_ids + episode.response_ids, f"{request_id}#{len(episode.turns)}"
         ids, log_probs = await sample(policy, turn_id, seen, room)
         _count(episode, "generate", begin)
+        session.last_ids = ids  # for a verifier that is a function
         thought, text, calls = chat.understand(policy, ids, task.tools)
         said = [gym_client.reasoning(thought)] if thought else []
         said += [gym_client.message(text)] if text or not calls else []

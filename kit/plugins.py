@@ -24,12 +24,10 @@ What a function raises, or returns by mistake, ends the run with its key, its na
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import numbers
 import reprlib
 import sys
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from traceback import walk_tb
@@ -43,6 +41,7 @@ import env
 import gym_client
 from kit.episodes import Episode, append
 from kit.errors import ConfigError, PluginError, RunError
+from kit.function_worker import module_at
 
 ROOT = Path(__file__).resolve().parent.parent
 ADVANTAGE, LOSS_MODE = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"  # the keys
@@ -69,17 +68,8 @@ def is_own(name: str) -> bool:
     return ".py:" in name
 
 
-@functools.cache
-def _module(path: Path) -> ModuleType:
-    name = f"{path.stem}_{zlib.crc32(bytes(path)):08x}"  # no other module's name
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-    sys.modules[name] = module  # where dataclasses and pickle look it up
-    spec.loader.exec_module(module)  # type: ignore[union-attr]
-    return module
-
-
-def _file_of(name: str, key: str) -> ModuleType:
+def find(name: str, key: str) -> Path:
+    """The file of `path.py:function`, from the folder one stands in or the kit's. Raises PluginError."""
     file, _, function = name.rpartition(":")
     found = [p for p in (Path(file), ROOT / file) if p.is_file()]
     if not found:
@@ -87,10 +77,15 @@ def _file_of(name: str, key: str) -> ModuleType:
         same = f"templates/{ours[0].name}" if ours else ""
         hint = f"{function} is in {same}: write {same}:{function}" if ours else "give its path from either"
         raise PluginError(f"{key}={name}: no file {file} here ({Path.cwd()}), nor in the kit's folder; {hint}")
+    return found[0]
+
+
+def _file_of(name: str, key: str) -> ModuleType:
+    path = find(name, key)
     try:
-        return _module(found[0].resolve())
+        return module_at(path.resolve())
     except Exception as error:  # whatever a file does when it is imported
-        why = f"{found[0]} cannot be imported: {error!r}; run `python {found[0]}` to see where"
+        why = f"{path} cannot be imported: {error!r}; run `python {path}` to see where"
         raise PluginError(f"{key}={name}: {why}") from error
 
 

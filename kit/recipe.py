@@ -17,7 +17,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 import env
-from kit import checks, gym_servers, memory, plugins
+from kit import checks, functions, gym_servers, memory, plugins
 from kit.config import MICRO_BATCH_TOKENS, MODEL, changed, public, raise_all, to_plain
 from kit.errors import ConfigError
 
@@ -46,14 +46,13 @@ def prepare(config: DictConfig, command: str = "train") -> Data:
     command: train, rollout or evaluate; kit/sft.py prepares its own. Raises ConfigError, PluginError, env.DataError,
     gym_client.GymError or gym_servers.GymStartError, before any worker starts.
     """
-    tokenizer, stop_ids, functions = check_recipe(config, command)
+    tokenizer, stop_ids, ideas = check_recipe(config, command)
     found, agents = gym_servers.discover(config.gym.head) if config.gym.head else ({}, {})
     aliases = {name: name for name in (*found, *config.gym.servers)}
     aliases = {agent: server for agent, server in agents.items() if server in found} | aliases
-    only, limit = to_plain(config.env.servers), config.data.max_prompt_length
-    files = {key: to_plain(OmegaConf.select(config, key)) if key in FILES[command] else [] for key in (TRAIN, VAL)}
-    train, dropped = env.load_tasks(files[TRAIN], tokenizer, aliases, limit, only)
-    validation, over = env.load_tasks(files[VAL], tokenizer, aliases, limit, only)
+    limit, own = config.data.max_prompt_length, functions.of_recipe(config)
+    train, dropped = load_rows(config, TRAIN, tokenizer, aliases) if TRAIN in FILES[command] else ([], [])
+    validation, over = load_rows(config, VAL, tokenizer, aliases) if VAL in FILES[command] else ([], [])
     train, validation = train[: config.env.max_rows], validation[: config.env.val_max_rows]
     tasks, dropped = [*train, *validation], [*dropped, *over]
     size, lost = config.data.train_batch_size, f"dropped: {', '.join(dropped[:3]) or 'none'}"
@@ -65,12 +64,26 @@ def prepare(config: DictConfig, command: str = "train") -> Data:
         raise ConfigError(f"{FILES[command][0]} hold no usable row; {way_out}; {lost}")
     if any(task.tools for task in tasks):
         checks.check_tool_format(config.actor_rollout_ref.rollout.multi_turn.format)
-    for name in sorted({task.server for task in tasks} - set(config.gym.servers)):
+    for name in sorted({task.server for task in tasks} - {*config.gym.servers, *own}):
         config.gym.servers[name] = {"url": found[name]}
     for name, server in to_plain(config.gym.servers).items():
         if server.get("url"):
             gym_servers.check_server(name, server)
-    return Data(train, validation, dropped, tokenizer, stop_ids, *functions)
+    if own:
+        functions.try_out(own, tasks, config, tokenizer)
+    return Data(train, validation, dropped, tokenizer, stop_ids, *ideas)
+
+
+def load_rows(config: DictConfig, key: str, tokenizer: Any, servers: Any) -> tuple[list[env.Task], list[str]]:
+    """The tasks of env.train_files or env.val_files, and what was dropped of them, as env.load_tasks says it. Rows of a
+    file that a function verifies are its, whatever server they name."""
+    tasks, dropped = list[env.Task](), list[str]()
+    only, limit = to_plain(config.env.servers), config.data.max_prompt_length
+    for entry, function in functions.of_files(config, key):
+        known = {function.name: function.name} if function else servers
+        some, over = env.load_tasks([entry], tokenizer, known, limit, only)
+        tasks, dropped = [*tasks, *some], [*dropped, *over]
+    return tasks, dropped
 
 
 def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception] = ()) -> tuple[Any, set[int], Any]:
@@ -88,13 +101,13 @@ def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception]
         except ImportError as error:
             way_out = "install it, or add its folder to PYTHONPATH"
             raise ConfigError(f"{MODEL}.external_lib={library} cannot be imported: {error}; {way_out}") from None
-    functions = plugins.functions(config)
+    ideas = plugins.functions(config)
     raise_all([ConfigError(text) for text in checks.check_names(config, command)])
     tokenizer, hf_config, stop_ids = load_model_files(config)
     if config.reward.reward_model.enable:
         checks.check_reward_model(config, tokenizer)
     fill_in(config, hf_config, command)
-    return tokenizer, stop_ids, (*functions, hf_config.get_text_config())
+    return tokenizer, stop_ids, (*ideas, hf_config.get_text_config())
 
 
 def check_files(config: DictConfig, command: str) -> Iterator[Exception]:
@@ -113,6 +126,7 @@ def check_files(config: DictConfig, command: str) -> Iterator[Exception]:
             except env.DataError as error:
                 yield error
     if command != "sft":
+        yield from functions.check(config)
         yield from check_servers(config)
     for key in [f"{MODEL}.path"] + ["reward.reward_model.model_path"] * config.reward.reward_model.enable:
         name = str(OmegaConf.select(config, key) or "")
@@ -127,8 +141,11 @@ def check_files(config: DictConfig, command: str) -> Iterator[Exception]:
 
 def check_servers(config: DictConfig) -> Iterator[Exception]:
     """Each server has an address or what it takes to start it, and agents that others start have a key."""
-    if not config.gym.servers and not config.gym.head:
-        yield ConfigError("gym.servers is not set; name those of the rows (as in configs/math.yaml), or set gym.head")
+    entries = [entry for key in (TRAIN, VAL) for entry in to_plain(OmegaConf.select(config, key)) or ()]
+    own = config.env.verifier or any(isinstance(entry, Mapping) and entry.get("verifier") for entry in entries)
+    if not (config.gym.servers or config.gym.head or own):
+        why = "name those of the rows (as in configs/math.yaml), or set gym.head, or env.verifier to a function"
+        yield ConfigError(f"gym.servers is not set; {why}")
     for name, server in to_plain(config.gym.servers).items():
         given = [key for key, value in (server or {}).items() if value is not None]
         if given not in (["url"], ["start"]):
@@ -216,6 +233,8 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
         return "\n".join([*lines, *(f"WARNING     {text}" for text in lacking)])
     by_server = Counter(task.server for task in [*data.train, *data.validation])
     lines.append(f"servers     {', '.join(f'{name} ({rows} rows)' for name, rows in by_server.items())}")
+    if own := functions.of_recipe(config):
+        lines.append(f"verifier    {functions.told(config, list(own.values()))}")
     buckets = ""
     if command == "train":
         updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import ray
 
 import gym_client
-from kit import fork, gym_servers, later, places, plugins, watch
+from kit import fork, functions, gym_servers, later, places, plugins, watch
 from kit.config import to_plain
 from kit.errors import RunError
 from kit.recipe import Data
@@ -62,7 +62,9 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
         limits, measured = config.gym, places.Places()
         concurrency = measured.limits(to_plain(limits.concurrency))
         gym = gym_client.Gym(urls, limits.timeout_s, concurrency, limits.attempts, limits.outage_budget_s)
-        enter(gym, loop, stack)
+        own = list(functions.of_recipe(config).values())
+        verifiers = functions.Verifiers(gym, own, config, data.tokenizer, run.folder / "logs")
+        enter(verifiers, loop, stack)
         run.on_restart, run.gauges = gym.restarted, measured.metrics
         start_vllm = inference.start_servers(config, workers.actor) if workers else inference.start_sampler(config)
         vllm = loop.run(start_vllm)
@@ -72,7 +74,8 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
         if workers:
             training.set_policy_loss(workers.actor, config)
         stack.callback(run.guard.end)  # and before all that was opened since
-        return Started(workers, inference.Servers(config, vllm, workers.actor if workers else None, policy, gym, loop))
+        actor = workers.actor if workers else None
+        return Started(workers, inference.Servers(config, vllm, actor, policy, verifiers, loop))
 
 
 def start_outside(run: Run, stack: contextlib.ExitStack, policy: dict[str, str] | None) -> dict[str, str]:

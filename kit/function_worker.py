@@ -1,0 +1,227 @@
+"""The process that a verifier which is a function runs in, apart from the driver; kit/functions.py starts and asks it.
+
+    python -u -P -m kit.function_worker BYTES    # of memory that it may take
+
+A request is a pickled list on stdin: load, score, reset or step, and its arguments. An answer is JSON on stdout (what
+came of it, or `failed`, a reason as in gym_client, and `why`) and the bytes of an environment's instance. What the
+function prints is on stderr. Nothing is imported here but the standard library, and what the function imports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import numbers
+import os
+import pickle
+import reprlib
+import resource
+import signal
+import struct
+import sys
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from traceback import walk_tb
+from types import ModuleType
+from typing import Any
+
+MOST = 64 * 2**20  # bytes of an answer, as gym_client.MAX_ANSWER_BYTES
+LENGTHS = struct.Struct("!QQ")  # bytes: of a request, and 0; of an answer's JSON, and of the instance after it
+SCORE = ("data_source", "solution_str", "ground_truth", "extra_info")  # verl's names; by these a function is called
+SCORED = "a finite number, or a dict with `score`, which is one"
+STEPPED = "(observation, reward, done): text or None, a finite number, True or False"
+Json = dict[str, Any]
+
+
+class Unusable(Exception):  # noqa: N818  a verdict on the function; the message says what is wrong
+    """A function that cannot be called as a verifier."""
+
+
+@functools.cache
+def module_at(path: Path) -> ModuleType:
+    """The module of a file, whatever other module has its name. Raises whatever the file does."""
+    name = f"{path.stem}_{zlib.crc32(bytes(path)):08x}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    sys.modules[name] = module  # where dataclasses and pickle look it up
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return module
+
+
+def verls_own() -> Callable[..., Any]:
+    """verl's default_compute_score, without what `import verl` brings: torch and Ray, 10 s and 0.5 GB a process."""
+    for name in ("verl", "verl.utils"):  # packages whose __init__ is not run
+        sys.modules[name] = importlib.util.module_from_spec(importlib.util.find_spec(name))  # type: ignore[arg-type]
+    function: Callable[..., Any] = importlib.import_module("verl.utils.reward_score").default_compute_score
+    return function
+
+
+def load(path: str, attribute: str, settings: Mapping[str, Any]) -> Any:
+    """What is called: a function, or a class with reset and step, with its settings. path: empty for verl's own.
+
+    Raises Unusable."""
+    if not path:
+        module: Any = None
+        found: Any = verls_own()
+    else:
+        try:
+            module = module_at(Path(path))
+        except Exception as error:
+            why = f"{failure(error, path)['why']}; run `python {path}` to see where"
+            raise Unusable(f"{path} cannot be imported: {why}") from error
+        found = getattr(module, attribute, None)
+    if not callable(found):
+        own = [n for n, f in vars(module).items() if getattr(f, "__module__", "") == module.__name__ and callable(f)]
+        raise Unusable(f"{path} has no function or class {attribute}; it has {', '.join(own) or 'none'}")
+    try:
+        if not inspect.isclass(found):
+            inspect.signature(found).bind(**dict.fromkeys(SCORE), **settings)
+            return functools.partial(found, **settings)
+        for method in ("reset", "step"):
+            if not callable(getattr(found, method, None)):
+                wanted = f"reset(row) -> text or None, and step(text) -> {STEPPED}"
+                raise Unusable(f"the class {attribute} of {path} has no {method}; an environment has {wanted}")
+            inspect.signature(getattr(found, method)).bind(None, None)  # itself, and the row or the text
+        inspect.signature(found).bind(**settings)
+    except TypeError as error:
+        how = "reset(row) and step(text)" if inspect.isclass(found) else f"{', '.join(SCORE)}, by these names,"
+        where = f" of {path}" if path else ""
+        raise Unusable(f"{attribute}{where} cannot be called with {how} and its settings: {error}") from None
+    return functools.partial(found, **settings)
+
+
+# --- a call, and what comes back -----------------------------------------------------------------
+
+
+def score(function: Callable[..., Any], runner: asyncio.Runner, arguments: Json) -> tuple[Json, bytes]:
+    """What compute_score says, as the JSON of a verdict: the other numbers of its dict (a bool is 0 or 1) are parts of
+    the reward, the rest is told as it is, or as its repr. Raises Unusable for what is no score."""
+    value = awaited(function(**arguments), runner)
+    parts = dict(value) if isinstance(value, Mapping) else {"score": value}
+    reward = number(parts.pop("score", None))
+    numeric = {str(n): float(p) if isinstance(p, bool) else number(p) for n, p in parts.items() if is_number(p)}
+    if reward is None or None in numeric.values():
+        raise Unusable(f"returned {reprlib.repr(value)}; it must return {SCORED}")
+    told = {str(name): plain(part) for name, part in parts.items() if not is_number(part)}
+    return {**told, "reward": reward, "reward_components": numeric}, b""
+
+
+def reset(make: Callable[[], Any], runner: asyncio.Runner, row: Json) -> tuple[Json, bytes]:
+    """A new environment's first observation, and the environment. Raises Unusable."""
+    world = make()
+    observation = awaited(world.reset(row), runner)
+    if not isinstance(observation, str | None):
+        raise Unusable(f"reset returned {reprlib.repr(observation)}; it must return text or None")
+    return {"observation": observation}, pickled(world)
+
+
+def step(_: Any, runner: asyncio.Runner, world: bytes, text: str) -> tuple[Json, bytes]:
+    """What an environment makes of the policy's words, and the environment as it is then. Raises Unusable."""
+    alive = pickle.loads(world)
+    value = awaited(alive.step(text), runner)
+    observation, reward, done = value if isinstance(value, tuple) and len(value) == 3 else (0, None, None)
+    done = bool(done) if isinstance(done, bool) or str(getattr(done, "dtype", "")) == "bool" else None
+    if not isinstance(observation, str | None) or (reward := number(reward)) is None or done is None:
+        raise Unusable(f"step returned {reprlib.repr(value)}; it must return {STEPPED}")
+    return {"observation": observation, "reward": reward, "done": done}, b"" if done else pickled(alive)
+
+
+def awaited(value: Any, runner: asyncio.Runner) -> Any:
+    """A value, or what an async function comes to."""
+
+    async def wait(result: Awaitable[Any]) -> Any:
+        return await result
+
+    return runner.run(wait(value)) if inspect.isawaitable(value) else value
+
+
+def pickled(world: Any) -> bytes:
+    """An environment for the next step, which any process may take. Raises Unusable."""
+    try:
+        return pickle.dumps(world)
+    except Exception as error:  # of its own __reduce__, too
+        why = f"{type(error).__name__}: {error}"
+        way_out = "keep numbers, text, lists and arrays in it, since its next step may run in another process"
+        raise Unusable(f"an instance of {type(world).__name__} cannot be pickled ({why}); {way_out}") from error
+
+
+def is_number(value: Any) -> bool:
+    """A bool is one here; so are NumPy's."""
+    return isinstance(value, numbers.Real)
+
+
+def number(value: Any) -> float | None:
+    """A finite number that is no bool, else None."""
+    fine = is_number(value) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return float(value) if fine else None
+
+
+def plain(value: Any) -> Any:
+    """A value that JSON takes, else its repr."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return reprlib.repr(value)
+    return value
+
+
+def failure(error: BaseException, path: str) -> Json:
+    """Why there is no answer, with the line of the function's own file."""
+    if isinstance(error, Unusable):
+        return {"failed": "bad_answer", "why": str(error)}
+    lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == path]
+    try:
+        said = f"{type(error).__name__}: {error}".removesuffix(": ")
+    except Exception:  # of its own __str__
+        said = type(error).__name__
+    where = f"failed at {path}:{lines[-1]}" if lines else "failed"
+    return {"failed": "memory" if isinstance(error, MemoryError) else "raised", "why": f"{where}: {said:.500}"}
+
+
+def serve(memory: int) -> None:
+    """Answer requests until there are no more. memory: bytes."""
+    asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what functions print is no answer
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the driver, whatever its exit
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))  # not of addresses: libraries reserve many
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    Path("/proc/self/oom_score_adj").write_text("1000")  # before the driver, where the machine runs out of memory
+    faulthandler.enable()
+    calls: dict[str, Callable[..., tuple[Json, bytes]]] = {"score": score, "reset": reset, "step": step}
+    function, path = None, ""
+    with asyncio.Runner() as runner:
+        while head := asked.read(LENGTHS.size):
+            began, world = time.perf_counter(), b""
+            try:
+                seconds, what, *arguments = pickle.loads(asked.read(LENGTHS.unpack(head)[0]))
+                faulthandler.dump_traceback_later(0.9 * seconds)  # where it is, for whoever ends it
+                if what == "load":
+                    path = arguments[0]
+                    function = load(*arguments)
+                    answer = {"kind": "step" if inspect.isclass(function.func) else "verify"}
+                else:
+                    answer, world = calls[what](function, runner, *arguments)
+            except BaseException as error:  # sys.exit, too: none of them is an answer
+                answer, world = failure(error, path), b""
+            faulthandler.cancel_dump_traceback_later()
+            text = json.dumps({**answer, "_seconds": time.perf_counter() - began}).encode()
+            if len(text) + len(world) > MOST:
+                why = (
+                    f"leaves {len(text) + len(world)} bytes after {what} (a verdict, an instance pickled), over {MOST}"
+                )
+                text, world = json.dumps({"failed": "too_large", "why": why}).encode(), b""
+            answers.write(LENGTHS.pack(len(text), len(world)) + text + world)
+            answers.flush()
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))
