@@ -29,6 +29,7 @@ and are overlays of a few lines over any recipe (docs/algorithms.md): advantages
 
 Where to change what. Without an edit, by a function of your own that the recipe names (templates/ has some to copy):
   the sampler of rows    env.sampler                                     called in `collect`
+  the verifier           env.verifier, in the place of a Gym server      called in `collect`
   what is dropped        env.filters                                     called in `collect`
   the reward             env.reward                                      called in `reward`
   the baseline           algorithm.adv_estimator                         called in `credit`

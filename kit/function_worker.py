@@ -1,7 +1,5 @@
 """The process that a verifier which is a function runs in, apart from the driver; kit/functions.py starts and asks it.
 
-    python -u -P -m kit.function_worker BYTES    # of memory that it may take
-
 A request is a pickled list on stdin: load, score, reset or step, and its arguments. An answer is JSON on stdout (what
 came of it, or `failed`, a reason as in gym_client, and `why`) and the bytes of an environment's instance. What the
 function prints is on stderr. Nothing is imported here but the standard library, and what the function imports.
@@ -221,7 +219,3 @@ def serve(memory: int) -> None:
                 text, world = json.dumps({"failed": "too_large", "why": why}).encode(), b""
             answers.write(LENGTHS.pack(len(text), len(world)) + text + world)
             answers.flush()
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]))

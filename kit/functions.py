@@ -1,7 +1,7 @@
 """Verifiers that are functions of one's own, or environments that are classes: no server, the same rules.
 
     env:
-      verifier: my_reward.py:compute_score     # of all rows, whatever server they name
+      verifier: my_reward.py:compute_score     # of all rows, whatever server they name; no other server is started
       train_files:
         - data/sums.jsonl
         - {path: data/games.jsonl, verifier: my_game.py:Game}                    # of this file's rows
@@ -59,6 +59,7 @@ LOAD_S = 300.0  # seconds to start a process and import what the function does
 KILLED_S = 5.0  # seconds for a process to be gone that was killed
 TRUTHS = ("ground_truth", "expected_answer", "answer")  # where rows of Gym have it
 VERL = "verl"  # the name of verl's own
+RUNS_CODE = ("codecontests", "apps", "codeforces", "taco")  # data sources whose answers verl's own runs as programs
 MADE_UP = "So the answer is 7."
 KEY, FILES = "env.verifier", ("env.train_files", "env.val_files")
 
@@ -83,11 +84,11 @@ def read(spec: Any, key: str) -> Function:
     name = str(settings.pop("function", ""))
     if name == VERL:
         return Function(VERL, VERL, key, "", settings)
-    if not plugins.is_own(name):
+    attribute = name.rpartition(":")[2]
+    if not (plugins.is_own(name) and attribute.isidentifier()):
         wanted = f"path.py:function, path.py:Class, {VERL}, or {{function: one of these, its settings}}"
         raise PluginError(f"{key}={spec}: wants {wanted}")
-    path, attribute = plugins.find(name, key).resolve(), name.rpartition(":")[2]
-    return Function(attribute, name, key, str(path), settings)
+    return Function(attribute, name, key, str(plugins.find(name, key).resolve()), settings)
 
 
 def of_files(config: DictConfig, key: str) -> list[tuple[Any, Function | None]]:
@@ -119,6 +120,14 @@ def of_recipe(config: DictConfig) -> dict[str, Function]:
         if function.name in config.gym.servers:
             raise ConfigError(f"{function.key}={function.spec}: gym.servers has a {function.name} too; rename one")
     return named
+
+
+def leave_out_servers(config: DictConfig) -> None:
+    """With env.verifier no Gym server is asked but those that a file names: take the others out of the recipe."""
+    entries = [entry for key in FILES for entry in config.env[key.removeprefix("env.")] or ()]
+    asked = {entry.get("server") for entry in entries if isinstance(entry, Mapping)}
+    for name in [name for name in config.gym.servers if config.env.verifier and name not in asked]:
+        del config.gym.servers[name]
 
 
 def check(config: DictConfig) -> Iterator[Exception]:
@@ -167,10 +176,9 @@ class Worker:
 
     async def start(self) -> None:
         """A process that has loaded the function. Raises GymError."""
-        function, memory = self.function, str(int(self.pool.memory_gb * 2**30))
-        path = os.pathsep.join([str(plugins.ROOT), *filter(None, sys.path)])
-        variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}  # there is a process for each core
-        command = (sys.executable, "-u", "-P", "-m", "kit.function_worker", memory)
+        function, variables = self.function, os.environ | {"OMP_NUM_THREADS": "1"}  # there is a process for each core
+        code = f"import sys; sys.path.insert(0, {str(plugins.ROOT)!r}); from kit.function_worker import serve; "
+        command = (sys.executable, "-u", "-P", "-c", code + f"serve({int(self.pool.memory_gb * 2**30)})")
         with self.log.open("ab") as log:
             try:
                 self.process = self.last = await asyncio.create_subprocess_exec(

@@ -92,6 +92,7 @@ def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception]
     What takes no time is checked first, and all that is wrong there is told at once, with `problems`: what load_config
     found. Then what takes 7 s to import; then the model, which may be on the hub. Raises as `prepare`.
     """
+    functions.leave_out_servers(config)
     texts = [*checks.check_choices(config), *checks.check_sizes(config, command), *checks.check_algorithm(config)]
     texts += checks.check_sampling(config, command)
     raise_all([*problems, *check_files(config, command), *map(ConfigError, texts)])
@@ -277,10 +278,13 @@ def cautions(config: DictConfig, data: Data) -> Iterator[str]:
         why = "the sampler's log-probs are of what these leave, the trainer's of all tokens, so training/rollout_probs_"
         why += "diff_* grows and algorithm.rollout_correction is biased; leave them out unless you want that"
         yield f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}: {why}"
-    for name in dict.fromkeys(task.server for task in [*data.train, *data.validation]):
+    tasks, own = [*data.train, *data.validation], functions.of_recipe(config)
+    programs = {task.server for task in tasks if task.row.get("data_source") in functions.RUNS_CODE}
+    for name in dict.fromkeys(task.server for task in tasks):
         start = (config.gym.servers.get(name) or {}).get("start")
-        if ((start or {}).get("server") or name) in checks.RUNS_CODE:
-            where = "on this machine, as you" if start else "where it was started"
+        verls = name in programs and name in own and not own[name].path
+        if verls or (name not in own and ((start or {}).get("server") or name) in checks.RUNS_CODE):
+            where = "on this machine, as you" if start or verls else "where it was started"
             why = "it may read keys and delete your files. Run all of this in a container without them"
             yield f"{name} RUNS THE MODEL'S CODE {where}, WITHOUT A SANDBOX: {why}"
     seen = {json.dumps(task.messages) for task in data.train if task.messages}

@@ -378,12 +378,13 @@ def test_a_mistake_is_told_at_start_in_one_line(named, tmp_path, verifier, why):
 
 CHECKED = [
     ("env.verifier=absent.py:f", "env.verifier=absent.py:f: no file absent.py here"),
+    ("env.verifier=my.py:a/b", "env.verifier=my.py:a/b: wants path.py:function"),
     ("env.verifier=compute_score", "wants path.py:function, path.py:Class, verl"),
     ("env.verifier_pool.processes=0", "env.verifier_pool.processes=0: wants 1 or more"),
     ("env.verifier_pool.timeout_s=0", "env.verifier_pool.timeout_s=0: wants more than 0"),
     ("env.verifier_pool.memory_gb=true", "env.verifier_pool.memory_gb=True: wants more than 0"),
     ("env.train_files=[{path: train.jsonl, server: a, verifier: verl}]", "has a server and a verifier"),
-    ("gym.servers.verl={url: http://127.0.0.1:9}", "gym.servers has a verl too"),
+    ("gym.servers.verl={url: http://127.0.0.1:9} env.train_files=[{path: val.jsonl, server: verl}]", "has a verl too"),
     ("env.val_files=[{path: val.jsonl, verifier: {function: verl, other: 1}}]", "two verifiers are called verl"),
 ]
 
@@ -391,7 +392,9 @@ CHECKED = [
 @pytest.mark.parametrize(("change", "said"), CHECKED)
 def test_what_a_recipe_gets_wrong_is_told_before_anything_is_loaded(workspace, monkeypatch, change, said):
     monkeypatch.chdir(workspace)
-    config, _ = load_config([str(ROOT / "tests" / "tiny.yaml")], tiny(workspace, "env.verifier=verl", change))
+    config, _ = load_config(
+        [str(ROOT / "tests" / "tiny.yaml")], tiny(workspace, "env.verifier=verl", *re.split(" (?=env)", change))
+    )
     with pytest.raises((ConfigError, PluginError), match=re.escape(said)):
         recipe.prepare(config)
 

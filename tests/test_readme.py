@@ -79,6 +79,7 @@ def desk(tmp_path_factory) -> Path:
         (folder / "runs" / name / "export").symlink_to(model)
     ideas = [block.text for block in blocks() if "# my_ideas.py" in block.text]
     (folder / "my_ideas.py").write_text("\n\n".join(ideas))
+    (folder / "my_reward.py").write_text(python_block("# my_reward.py"))
     source = (ROOT / "env.py").read_text()
     task = python_block("def differences(args)")
     (folder / "env.py").write_text(source.replace("\ndef main()", f"\n{task}\n\ndef main()"))
@@ -107,6 +108,7 @@ def test_every_block_is_of_a_kind_that_is_looked_at():
     kinds = (
         "# my_ideas.py\n",
         "# my_ideas.py, continued",
+        "# my_reward.py\n",
         "def differences(args)",
         "with train(plan(",
         "import pandas",
@@ -217,7 +219,9 @@ def test_what_a_page_names_is_there(page):
     named = re.findall(rf"[`/ ]((?:{folders})/[\w./]*\w)", text) + re.findall(r"`(\w+\.(?:py|yaml|txt|toml))[`:]", text)
     missing = [link for link in links if not (page.parent / link).exists()]
     missing += [n for n in named if not any(p.exists() for p in (ROOT / n, ROOT / "docs" / n, *ROOT.glob(f"*/{n}")))]
-    assert not [name for name in missing if name not in ("my_ideas.py", "config.yaml", "step.txt", "pieces.py")]
+    assert not [
+        name for name in missing if name not in ("my_ideas.py", "my_reward.py", "config.yaml", "step.txt", "pieces.py")
+    ]
     for name in recipes_named(text):
         read_yaml(name)
 
