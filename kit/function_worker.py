@@ -157,8 +157,8 @@ def is_number(value: Any) -> bool:
 
 
 def number(value: Any) -> float | None:
-    """A finite number that is no bool, else None."""
-    fine = is_number(value) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    """A finite number that is no bool, else None; as large as gym_client takes them."""
+    fine = is_number(value) and not isinstance(value, bool) and abs(value) < 1e308
     return float(value) if fine else None
 
 

@@ -124,6 +124,7 @@ def of_recipe(config: DictConfig) -> dict[str, Function]:
 
 def leave_out_servers(config: DictConfig) -> None:
     """With env.verifier no Gym server is asked but those that a file names: take the others out of the recipe."""
+    config.gym.servers = config.gym.servers or {}
     entries = [entry for key in FILES for entry in config.env[key.removeprefix("env.")] or ()]
     asked = {entry.get("server") for entry in entries if isinstance(entry, Mapping)}
     for name in [name for name in config.gym.servers if config.env.verifier and name not in asked]:
@@ -204,9 +205,9 @@ class Worker:
                 text, world = [await process.stdout.readexactly(size) for size in sizes]
             answer, whole = gym_client._sound(json.loads(text)), True
         except TimeoutError:
-            todo = "mend that, or raise env.verifier_pool.timeout_s"
-            why = f"gave no answer within {seconds:g} s{self.where(begin)}; {todo}"
-            raise GymError("timeout", f"{name} {why}") from None
+            todo = "mend that" + ", or raise env.verifier_pool.timeout_s" * (what != "load")
+            did = "was not imported" if what == "load" else "gave no answer"
+            raise GymError("timeout", f"{name} {did} within {seconds:g} s{self.where(begin)}; {todo}") from None
         except (asyncio.IncompleteReadError, OSError, ValueError):  # the last: no JSON, so not of the worker's own
             self.kill()
             how = f"{status(await gone(process))}{self.where(begin)}"

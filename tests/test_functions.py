@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import json
 import re
+import subprocess
+import sys
 import time
 
 import psutil
@@ -329,6 +331,37 @@ def test_who_is_not_waited_for_is_ended(named):
             return await say(verifiers, "fine")
 
     assert asyncio.run(cancelled())[0].reward == 1.0
+
+
+def test_no_process_outlives_a_driver_that_is_killed(named, tmp_path):
+    """Though it is busy, and reads no more requests."""
+    verifiers = named("my.py:bad")  # for its files
+    code = f"""
+import asyncio, sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+from omegaconf import OmegaConf
+from pathlib import Path
+from kit.functions import Function, Worker
+
+async def main():
+    pool = OmegaConf.create({{"env": {{"verifier_pool": {{"timeout_s": 60.0, "memory_gb": 1}}}}}})
+    worker = Worker(Function("bad", "my.py:bad", "env.verifier", "{tmp_path}/my.py"), pool, Path("log"))
+    await worker.start()
+    print(worker.process.pid, flush=True)
+    row = dict.fromkeys(("data_source", "ground_truth", "extra_info"))
+    await worker.call("score", {{**row, "solution_str": "loop"}})
+
+asyncio.run(main())
+"""
+    assert verifiers.pools
+    driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    worker = psutil.Process(int(driver.stdout.readline()))
+    time.sleep(0.3)
+    assert worker.is_running() and driver.poll() is None
+    driver.kill()
+    driver.communicate()
+    psutil.wait_procs([worker], timeout=5)
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
 
 
 # --- told at start -------------------------------------------------------------------------------
