@@ -276,7 +276,7 @@ class Trainer:
     def report(self, kept: Sequence[Episode]) -> None:
         """The step's metrics, into metrics.jsonl and onto the console."""
         step, size = self.state["step"], self.config.data.train_batch_size
-        epoch = self.state["batches"] * size / len(self.data.train)
+        epoch = self.state["batches"] * size / self.data.per_epoch
         self.metrics |= self.run.timings() | {"training/global_step": step, "training/epoch": epoch}
         self.run.log(step, self.metrics)
         self.run.report(step, self.metrics, kept)

@@ -12,6 +12,8 @@ To add a task, write a function that makes rows (see `arithmetic` below), give i
     python env.py counter --out data/                                 # numbers to add with a tool
     python env.py gsm8k [--source DIR] --out data/                    # GSM8K from the hub, or its original JSONL
     python env.py examples --server mcqa --out data/                  # what nemo-gym ships for a server
+    python env.py from-verl FILES --out data/                         # verl's rows as Gym's; to-verl: the other way
+    python env.py from --data trivia.csv --map my_map.py:row --out data/        # of any table, or of the hub
     python env.py check data/*.jsonl                                  # which rows load, which not, and why
 """
 
@@ -22,9 +24,8 @@ import contextlib
 import gzip
 import json
 import random
-import subprocess
+import runpy
 import sys
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +53,7 @@ class Weighted(Protocol):
 
 T = TypeVar("T", bound=Weighted)
 OTHER_TEMPLATE = "set actor_rollout_ref.model.custom_chat_template"
+MOST = 2**26  # characters of a row; more is no row, and is not read to its end
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,14 @@ class Task:
 
 # --- reading -------------------------------------------------------------------------------------
 def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (`file:line`, row) of a .jsonl, .jsonl.gz or .parquet file, blank lines skipped. Raises DataError."""
-    return ((where, parse_row(text, where)) for where, text in raw_rows(path))
+    """Yield (`file:line`, row) of a file as `raw_rows` reads it. Raises DataError."""
+    return ((where, parse_row(raw, where)) for where, raw in raw_rows(path))
 
 
-def raw_rows(path: str | Path) -> Iterator[tuple[str, str]]:
-    """Yield (`file:line`, JSON text), so that one bad row need not end the reading. Raises DataError."""
+def raw_rows(path: str | Path, *columns: str) -> Iterator[tuple[str, Any]]:
+    """Yield (`file:line`, JSON text or a dict), so that one bad row need not end the reading, of a .jsonl, .json (also
+    one list), .gz or .parquet file, blank lines skipped. Parquet has rows as JSON in a column of strings, or a column
+    for each key, where it has one of `columns`. Raises DataError."""
     path = Path(path)
     if not path.is_file():
         name, _, split = path.stem.rpartition("_") if path.suffix == ".jsonl" else ("", "", "")
@@ -83,45 +87,87 @@ def raw_rows(path: str | Path) -> Iterator[tuple[str, str]]:
         todo = f"run `python env.py {task} --out {path.parent}`" if task else "give one that is there"
         raise DataError(f"{path}: no such file; {todo}")
     try:
-        for number, text in enumerate(_texts_of(path), 1):
-            if text is None or text.strip():  # null is no blank line, and no row either
-                yield f"{path}:{number}", text
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read ({error}); it must be JSONL (UTF-8), .gz or parquet") from None
+        for number, raw in enumerate(_raws_of(path, columns), 1):
+            if not isinstance(raw, str) or raw.strip():  # null is no blank line, and no row either
+                yield f"{path}:{number}", raw
+    except Exception as error:  # of the disk, of gzip, of Arrow
+        raise DataError(f"{path}: cannot be read ({error}); it must be JSON (UTF-8), .gz or parquet") from None
 
 
-def _texts_of(path: Path) -> Iterator[str]:
+def _raws_of(path: Path, columns: Sequence[str]) -> Iterator[Any]:
     if path.suffix != ".parquet":
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-            yield from lines
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            if path.suffix == ".json" and file.read(4096).lstrip().startswith("[") and path.stat().st_size < 16 * MOST:
+                yield from json.loads(path.read_text(encoding="utf-8"))
+                return
+            file.seek(0)
+            while line := file.readline(MOST):
+                if len(line) == MOST:
+                    raise ValueError(f"a line of over {MOST >> 20} million characters")
+                yield line
         return
     from pyarrow import parquet, types
 
-    with parquet.ParquetFile(path) as file:  # rows as JSON in one column: Arrow has no schema for rows that differ
-        strings = [f.name for f in file.schema_arrow if types.is_string(f.type) or types.is_large_string(f.type)]
-        if "row" not in strings and len(strings) != 1:
-            raise ValueError(f"it needs a string column `row`, or just one of strings, not {file.schema_arrow.names}")
-        for some in file.iter_batches(columns=["row" if "row" in strings else strings[0]]):
-            yield from some.column(0).to_pylist()
+    with parquet.ParquetFile(path, buffer_size=2**20) as file:  # a page at a time
+        schema, groups = file.schema_arrow, [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+        for chunk, rows in ((group.column(i), group.num_rows) for group in groups for i in range(group.num_columns)):
+            if chunk.total_uncompressed_size > max(16 * MOST, rows << 16):
+                size = f"{chunk.total_uncompressed_size / 2**20:.1f} MiB in {rows} rows"
+                raise ValueError(f"{chunk.path_in_schema}: {size}: leave such rows out, or make its row groups smaller")
+        strings = [f.name for f in schema if types.is_string(f.type) or types.is_large_string(f.type)]
+        one = [name for name in strings if name == "row" or len(strings) == 1]
+        whole = {*columns} & {*schema.names}
+        if not whole and not one:
+            needed = ", ".join([*columns, "a string column `row`"])
+            raise ValueError(f"it needs {needed}, or just one of strings; it has {schema.names}")
+        for some in file.iter_batches(256, columns=None if whole else one):
+            yield from some.to_pylist() if whole else some.column(0).to_pylist()
 
 
-def parse_row(text: str, where: str) -> dict[str, Any]:
-    """JSON text -> a Gym row, which can be written as JSON and UTF-8 again. Raises DataError."""
+def plain(value: Any) -> Any:
+    """What NumPy, pandas and Arrow put into rows -> plain values, for json. Raises TypeError."""
+    if call := getattr(value, "tolist", None) or getattr(value, "isoformat", None):
+        return call()
+    raise TypeError(f"a {type(value).__name__} in it is no JSON")
+
+
+def parse_json(raw: Any, where: str) -> dict[str, Any]:
+    """JSON text, or a dict -> an object of plain values, which can be written as JSON and UTF-8. Raises DataError."""
     try:
+        text = raw if isinstance(raw, str) else json.dumps(raw, default=plain, allow_nan=False)
         row = json.loads(text)
         json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{where}: not JSON ({error}); a line must be one JSON object") from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row must be a JSON object, this is a {type(row).__name__}")
-    if not isinstance(row.get("responses_create_params"), dict):
-        raise DataError(f"{where}: no responses_create_params, so this is not a Gym row; add them (chats go to `sft`)")
     level: list[Any] = [row]
     for _ in range(64):  # levels: far more than rows have, and no more than all that reads and writes them can take
         level = [i for v in level if isinstance(v, dict | list) for i in (v.values() if isinstance(v, dict) else v)]
-    if level:
-        raise DataError(f"{where}: nested over 64 deep; leave such rows out")
+    if level or len(text) > MOST:
+        raise DataError(f"{where}: nested over 64 deep, or over {MOST >> 20} MB; leave such rows out")
     return row
+
+
+def parse_row(raw: Any, where: str) -> dict[str, Any]:
+    """JSON text, or a dict -> a Gym row. Raises DataError."""
+    row = parse_json(raw, where)
+    if not isinstance(row.get("responses_create_params"), dict):
+        raise DataError(f"{where}: no responses_create_params, so this is not a Gym row; add them (chats go to `sft`)")
+    return row
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
+    """Write JSONL, under another name until it is whole -> how many rows. Raises OSError, and what `rows` raises."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with part.open("w", encoding="utf-8") as out:
+            count = sum(bool(out.write(json.dumps(row, ensure_ascii=False) + "\n")) for row in rows)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return count
 
 
 # --- rendering, as NeMo Gym's own converter does it for its model servers ------------------------
@@ -256,10 +302,10 @@ def server_of(row: dict[str, Any], servers: Any, where: str, name: str = "", str
 
 
 def load_tasks(
-    files: Sequence[Any], tokenizer: Any, servers: Any, max_prompt_length: int, only: Sequence[str] | None = None
+    files: Sequence[Any], tokenizer: Any, servers: Any, max_prompt_length: int, only: Any = None, read: Any = read_rows
 ) -> tuple[list[Task], list[str]]:
     """Read, route, render and tokenise the rows of `files`: paths, or {path, weight: the file's share of every batch,
-    server: of all its rows}. servers: as for `server_of`. only: the servers to take rows of. Returns (tasks, dropped):
+    server: of all its rows}, by `read`. servers: as for `server_of`. only: those to take. Returns (tasks, dropped):
     `dropped` names rows of over `max_prompt_length` tokens, and counts those of other servers. Raises DataError."""
     tasks, dropped = [], []
     for entry in files:
@@ -268,7 +314,7 @@ def load_tasks(
         known = path and given.keys() <= {"path", "weight", "server"}
         if not known or not (weight is None or (isinstance(weight, int | float) and 0 < weight < float("inf"))):
             raise DataError(f"{given}: a file must be a path or {{path, weight: more than 0, server}}, no other key")
-        for where, row in read_rows(str(path)):
+        for where, row in read(str(path)):
             server = server_of(row, servers, where, name, strict=only is None)
             if only is not None and server not in only:
                 left_out += 1
@@ -400,6 +446,7 @@ def counter(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
     return {"train": [row(number) for number in numbers[16:]], "validation": [row(number) for number in numbers[:16]]}
 
 
+MORE = ("examples", "check", "from", "from-verl", "to-verl")  # commands of kit/convert.py
 GENERATORS = {  # name: function(args) -> {split: rows}
     "arithmetic": arithmetic,
     "gsm8k": gsm8k,
@@ -407,71 +454,24 @@ GENERATORS = {  # name: function(args) -> {split: rows}
 }
 
 
-def examples(server: str, python: str) -> Iterator[dict[str, Any]]:
-    """The example rows that nemo-gym ships for a server, agent_ref added where there is none. Raises DataError."""
-    code = "import pathlib, nemo_gym; print(pathlib.Path(nemo_gym.__file__).parent.parent / 'resources_servers')"
-    try:
-        found = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise DataError(f"--python {python} is no interpreter with nemo_gym: {error}; `make gym` makes one") from None
-    folder = Path(found.strip()) / server / "data"
-    files = [file for file in sorted(folder.glob("*example*.jsonl")) if "rollouts" not in file.name]
-    if not files:
-        have = sorted({file.parts[-3] for file in folder.parent.parent.glob("*/data/example*.jsonl")})
-        raise DataError(f"{folder}: no example*.jsonl; choose --server of {', '.join(have)}")
-    agent = {"agent_ref": {"type": "responses_api_agents", "name": f"{server}_simple_agent"}}
-    seen: list[dict[str, Any]] = []
-    for file in files:  # some rows ship twice, in two files
-        seen += [row for _, row in read_rows(file) if row not in seen]  # within one file, all are kept
-    return (row if row.get("agent_ref") else row | agent for row in seen)
-
-
-def check(path: str) -> bool:
-    """Print which rows of a file load, which are refused, and why. False if there are errors beside these."""
-    loaded, refused, errors = 0, dict[str, list[str]](), list[str]()
-    try:
-        for where, text in raw_rows(path):
-            try:
-                render(parse_row(text, where), where)
-                loaded += 1
-            except Refused as error:
-                refused.setdefault(str(error).removeprefix(f"{where}: "), []).append(where)
-            except Exception as error:  # whatever it is, the rows after it are wanted too
-                errors.append(str(error) if isinstance(error, DataError) else f"{where}: {error!r}")
-    except DataError as error:
-        errors.append(str(error))
-    print(f"{path}: {loaded} rows load, {sum(map(len, refused.values()))} refused")
-    report = [f"{len(rows)} x {reason} (first {rows[0]})" for reason, rows in refused.items()]
-    print("".join(f"    {line}\n" for line in report + [f"error: {error}" for error in errors]), end="")
-    return not errors
-
-
 def main() -> None:
-    """Write <out>/<name>_<split>.jsonl of a generator or <out>/<server>_examples.jsonl, or check files."""
-    parser = argparse.ArgumentParser(description="Write a task's rows in NeMo Gym's format, or check such files.")
-    parser.add_argument("name", choices=[*GENERATORS, "examples", "check"])
-    parser.add_argument("files", nargs="*", metavar="FILE", help="check: the files")
+    """Write <out>/<name>_<split>.jsonl of a generator. What is in MORE runs beside this file, and is not imported."""
+    if {*sys.argv[1:2]} & {*MORE}:
+        runpy.run_module("kit.convert", run_name="__main__")
+        return
+    parser = argparse.ArgumentParser(description="Write a task's rows in NeMo Gym's format.")
+    parser.add_argument("name", choices=[*GENERATORS, *MORE])
     parser.add_argument("--out", default="data", help="folder to write to (default: data)")
     parser.add_argument("--seed", type=int, default=0, help="arithmetic: which pairs are held out, and the order")
     parser.add_argument("--low", type=int, default=2, help="arithmetic: smallest number (default: 2)")
     parser.add_argument("--high", type=int, default=29, help="arithmetic: largest number (default: 29)")
     parser.add_argument("--validation", type=int, default=128, help="arithmetic: pairs held out (default: 128)")
     parser.add_argument("--source", help="gsm8k: folder with the original train.jsonl and test.jsonl")
-    parser.add_argument("--server", help="examples: a resources server of Gym's, e.g. mcqa")
-    parser.add_argument("--python", default=".venv-gym/bin/python", help="examples: interpreter that has nemo-gym")
     args = parser.parse_args()
-    if (args.name == "check") != bool(args.files) or (args.name == "examples") != bool(args.server):
-        parser.error("`check` takes files, `examples` takes --server, and nothing else takes these")
-    if args.name == "check":
-        sys.exit(0 if all(list(map(check, args.files))) else 1)
     try:
-        generated = {"examples": examples(args.server, args.python)} if args.server else GENERATORS[args.name](args)
-        for split, rows in generated.items():
-            path = Path(args.out) / f"{args.server or args.name}_{split}.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-            path.write_text("".join(lines), encoding="utf-8")
-            print(f"{path}: {len(lines)} rows")
+        for split, rows in GENERATORS[args.name](args).items():
+            path = Path(args.out) / f"{args.name}_{split}.jsonl"
+            print(f"{path}: {write_rows(path, rows)} rows")
     except (DataError, OSError) as error:
         sys.exit(f"error: {error}")
 

@@ -38,6 +38,9 @@ def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
     for name, limit in limits.items():
         if limit != "auto" and not (isinstance(limit, int) and limit >= 1):
             yield f"gym.concurrency{'.' * bool(name)}{name}={limit}: wants auto, or 1 or more calls"
+    epochs = config.trainer.total_epochs
+    if config.trainer.total_training_steps is None and not (isinstance(epochs, int) and epochs >= 1):
+        yield f"trainer.total_epochs={epochs}: wants 1 or more, where trainer.total_training_steps is null"
     world = config.trainer.n_gpus_per_node * config.trainer.nnodes
     prompts, n, mini = config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size
     if world % (infer := rollout.tensor_model_parallel_size * rollout.data_parallel_size):

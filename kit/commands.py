@@ -53,9 +53,9 @@ def plan(files: Sequence[str], overrides: Sequence[str] = (), command: str = "tr
     told: list[str] = []
     if replay:
         resume_from = checkpoints.before_replay(config, Path(replay))
-    elif command in ("train", "sft"):
-        resume_from, told = checkpoints.resume_point(config)
     data = sft.prepare(config) if command == "sft" else recipe.prepare(config, command)
+    if command in ("train", "sft") and not replay:  # after the rows, which may say how many steps there are
+        resume_from, told = checkpoints.resume_point(config)
     recorded = load_replay(Path(replay), data.train) if replay else []
     if resume_from:
         told += [*checkpoints.check(resume_from, config, command), f"resume      from {resume_from}"]

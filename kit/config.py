@@ -33,13 +33,13 @@ _READ = {
     " log_prob_micro_batch_size_per_gpu",
     f"{ROLLOUT}.multi_turn": "format max_assistant_turns max_tool_response_length",
     MODEL: "lora.merge mtp.enable mtp.enable_rollout mtp.method mtp.num_speculative_tokens",
-    "data": "train_batch_size max_prompt_length max_response_length seed shuffle",
+    "data": "prompt_key train_batch_size max_prompt_length max_response_length seed shuffle",
     "algorithm": "adv_estimator gamma lam norm_adv_by_std_in_grpo kl_ctrl kl_penalty use_kl_in_reward"
     " rollout_correction filter_groups.enable filter_groups.metric filter_groups.max_num_gen_batches",
     "reward.reward_model": "enable model_path",
     "trainer": "project_name experiment_name default_local_dir logger device nnodes n_gpus_per_node critic_warmup"
-    " total_training_steps save_freq test_freq val_before_train resume_mode resume_from_path max_actor_ckpt_to_keep"
-    " ray_wait_register_center_timeout",
+    " total_epochs total_training_steps save_freq test_freq val_before_train resume_mode resume_from_path"
+    " max_actor_ckpt_to_keep ray_wait_register_center_timeout",
 }
 FIELDS = [  # which verl's YAML lacks, but its dataclasses have
     *("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights", f"{MODEL}.target_parameters"),
@@ -51,7 +51,6 @@ READ = FIELDS + [f"{place}.{key}".strip(".") for place, keys in _READ.items() fo
 _ROWS: list[tuple[Sequence[str], str, str]] = [  # places, keys below them, what to set instead: * is the key's own name
     (["data"], "train_files val_files", "env.*"),
     (["reward"], "custom_reward_function", "env.reward"),
-    (["trainer"], "total_epochs", "trainer.total_training_steps"),
     ([ACTOR, "critic"], "rollout_n", f"{ROLLOUT}.n"),
     ([ACTOR, "critic"], "grad_clip", "optim.clip_grad beside it"),
     ([ACTOR], "clip_ratio", "clip_ratio_low and clip_ratio_high beside it"),
@@ -124,7 +123,11 @@ def load_config(
     overlays += [(text, OmegaConf.from_dotlist([text.lstrip("+")])) for text in overrides if "=" in text]
     wrong = [f"{t!r} is not key=value, nor one of train, rollout, evaluate, sft" for t in overrides if "=" not in t]
     parts: list[Any] = []
-    for _, overlay in overlays:  # another function does not inherit the settings of the one before
+    by_hand = {text.lstrip("+").partition("=")[0] for text in overrides}
+    for source, overlay in overlays:  # another function does not inherit the settings of the one before
+        length, steps = OmegaConf.select(overlay, "trainer") or {}, "total_training_steps"
+        if "total_epochs" in length and steps not in length and (source in files or f"trainer.{steps}" not in by_hand):
+            parts.append({"trainer": {steps: None}})  # nor epochs the steps of another recipe, which would go first
         given = {name: OmegaConf.select(overlay, f"env.{name}") or "" for name in ("reward", "sampler")}
         parts += [{"env": {name: None for name, spec in given.items() if "function" in spec}}, overlay]
     config = cast(DictConfig, OmegaConf.merge(usual, *parts))
@@ -162,6 +165,8 @@ def useless(config: DictConfig, usual: DictConfig, unknown: Sequence[str]) -> It
             if key not in expected or idle[key] != to_plain(OmegaConf.select(config, key)):
                 way_out = f"set {unread(key)}" if unread(key) else "leave it out"
                 yield f"{key} is verl's, but this loop does not read it, so setting it would do nothing; {way_out}"
+        elif key == "trainer.total_training_steps" and value is None:
+            continue  # trainer.total_epochs says it
         elif number and (text or (value is None and _within(key, "data", "trainer", "gym", "env"))):
             OmegaConf.update(config, key, was)
             yield f"{key}={value}: wants a value like {was}"

@@ -3,8 +3,8 @@
 rollouts/step_<N>.jsonl, rollouts/val_<N>.jsonl, rollouts.jsonl and evaluation.jsonl hold an episode a line, as Gym's
 own collector writes it: the row, `response` with its output items (token ids and log-probs on the last item of each
 call of the model), `reward` and what else the verifier said, `_ng_task_index` and `_ng_rollout_index`. First in the
-line stands `_episode`: what a person looks for, and what only the kit knows. A failed episode has a status, and no
-reward. A replay of the update (--replay) needs nothing else.
+line stands `_episode`: what a person looks for, and what only the kit knows (with the row, where a function made it).
+A failed episode has a status, and no reward. A replay of the update (--replay) needs nothing else.
 """
 
 from __future__ import annotations
@@ -192,17 +192,18 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def load_replay(path: Path, tasks: Sequence[Task]) -> list[list[Episode]]:
     """The episodes of a rollouts file by batch of prompts, in the order in which they were sampled.
 
-    Their rows come from the recipe's own files, by row id. Raises ConfigError.
+    Their rows come from the recipe's own files, by row id; those made on the fly from the record. Raises ConfigError.
     """
     rows = {task.row_id: task.row for task in tasks}
     batches: dict[str, list[Episode]] = {}
     if not path.is_file():
         raise ConfigError(f"--replay {path}: no such file; give one of runs/<name>/rollouts")
     for number, record in read_records(path):
-        if (row_id := record["_episode"]["row_id"]) not in rows:
+        row_id = record["_episode"]["row_id"]
+        if not (row := record["_episode"].get("row") or rows.get(row_id)):
             raise ConfigError(f"{path}:{number}: env.train_files have no row {row_id}; give the same recipe")
         try:
-            episode = from_record(record, rows[row_id])
+            episode = from_record(record, row)
         except (KeyError, TypeError, GymError) as error:
             why = f"no episode of rollouts/step_<N>.jsonl ({error!r}); give it as it was written"
             raise ConfigError(f"--replay {path}:{number}: {why}") from None

@@ -4,10 +4,11 @@
     env.reward                                       function(episode) -> float
     env.filters, a list, applied in order            function(episodes) -> the episodes to train on
     env.sampler                                      function(tasks, size, batch, seed, pass_rates) -> tasks
+    env.train_files, one of them                     function(batch, size, seed, pass_rates) -> rows (kit/rows.py)
     algorithm.adv_estimator                          function(of ESTIMATOR what it names) -> (advantages, returns)
     actor_rollout_ref.actor.policy_loss.loss_mode    function(LOSS) -> (loss, metrics)
 
-The path is relative to the folder one stands in, else to the kit's. The first three may have settings, which become
+The path is relative to the folder one stands in, else to the kit's. The first four may have settings, which become
 keyword arguments: `{function: templates/filters.py:drop_ended, reasons: [length]}`. The last two land in verl's
 registries under the very words of the recipe; the loss runs in the workers, to which it travels by value. templates/
 has what the kit's own recipes name, to be copied.
@@ -59,6 +60,9 @@ CALLS = {
     "env.reward": ("episode",),
     "env.filters": ("episodes",),
     "env.sampler": ("tasks", "size", "batch", "seed", "pass_rates"),
+    "env.train_files": ("batch", "size", "seed", "pass_rates"),
+    "env.val_files": ("batch", "size", "seed", "pass_rates"),
+    "--map": ("entry",),  # of `python env.py from`
     LOSS_MODE: LOSS,  # verl's PolicyLossFn
 }
 
@@ -223,6 +227,11 @@ def _wanted(key: str, result: Any, given: Sequence[Any]) -> str:
     elif key == "env.sampler":
         wanted = f"a list of {given[1]} (its argument `size`) of the tasks that it was given"
         fine = isinstance(result, list) and len(result) == given[1] and _names(result) <= _names(given[0])
+    elif key in ("env.train_files", "env.val_files"):
+        wanted = f"a list of {given[1]} (its argument `size`) rows; one that yields is to be made a list"
+        fine = isinstance(result, list) and len(result) == given[1]
+    elif key == "--map":
+        wanted, fine = "a row, as a dict", isinstance(result, Mapping)
     else:
         import torch
 
@@ -261,7 +270,8 @@ def try_out(config: DictConfig, data: Any) -> None:
     made up: of reward_components and verdict all that is asked for is 0.5, and a function that fails after it looked
     into the verdict, whose words may be anything, is not judged. One that counts its calls counts this one.
     """
-    if not data.train or not isinstance(data.train[0], env.Task):
+    tasks = [*data.train, *data.made]
+    if not tasks or not isinstance(tasks[0], env.Task):
         return
     estimator, loss_mode = (OmegaConf.select(config, key) for key in (ADVANTAGE, LOSS_MODE))
     try:
@@ -287,7 +297,7 @@ def _made_up(data: Any, n: int) -> list[Any]:
     the row has tools or its environment writes the prompt."""
     text, episodes = "So the answer is 7.", []
     words = data.tokenizer.encode(text, add_special_tokens=False)
-    for group, task in enumerate(data.train[:2]):
+    for group, task in enumerate([*data.train, *data.made][:2]):
         for k in range(n):
             e = Episode(task.row_id, f"0/{group}", task.server, task.prompt_ids or words, row=task.row)
             e.reward, e.baseline, e.ended = k / (n - 1), 0.5, "stop" if k else "length"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
 import math
@@ -17,7 +18,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 import env
-from kit import checks, functions, gym_servers, memory, plugins
+from kit import checks, functions, gym_servers, memory, plugins, rows
 from kit.config import MICRO_BATCH_TOKENS, MODEL, changed, public, raise_all, to_plain
 from kit.errors import ConfigError
 
@@ -38,6 +39,8 @@ class Data:
     filters: list[Callable[[list[Any]], list[Any]]]  # env.filters, and verl's algorithm.filter_groups
     sampler: Callable[..., list[env.Task]]  # (tasks, size, batch, seed, pass_rates) -> tasks
     model: Any  # the Hugging Face config of the model's text part
+    made: list[env.Task] = dataclasses.field(default_factory=list)  # of batch 1, what functions of env.train_files make
+    per_epoch: float = math.inf  # prompts of an epoch of the files' rows; infinite without files
 
 
 def prepare(config: DictConfig, command: str = "train") -> Data:
@@ -50,18 +53,10 @@ def prepare(config: DictConfig, command: str = "train") -> Data:
     found, agents = gym_servers.discover(config.gym.head) if config.gym.head else ({}, {})
     aliases = {name: name for name in (*found, *config.gym.servers)}
     aliases = {agent: server for agent, server in agents.items() if server in found} | aliases
-    limit, own = config.data.max_prompt_length, functions.of_recipe(config)
-    train, dropped = load_rows(config, TRAIN, tokenizer, aliases) if TRAIN in FILES[command] else ([], [])
-    validation, over = load_rows(config, VAL, tokenizer, aliases) if VAL in FILES[command] else ([], [])
-    train, validation = train[: config.env.max_rows], validation[: config.env.val_max_rows]
-    tasks, dropped = [*train, *validation], [*dropped, *over]
-    size, lost = config.data.train_batch_size, f"dropped: {', '.join(dropped[:3]) or 'none'}"
-    if command == "train" and len(train) < size:
-        held = f"{TRAIN} hold {len(train)} usable rows, fewer than data.train_batch_size={size}"
-        raise ConfigError(f"{held}; add some, or lower it; {lost}")
-    if not tasks:
-        way_out = f"add some, or raise data.max_prompt_length={limit}"
-        raise ConfigError(f"{FILES[command][0]} hold no usable row; {way_out}; {lost}")
+    own = functions.of_recipe(config)
+    data = Data([], [], [], tokenizer, stop_ids, *ideas)
+    load_rows(config, command, data, aliases, own)
+    tasks = [*data.train, *data.made, *data.validation]
     if any(task.tools for task in tasks):
         checks.check_tool_format(config.actor_rollout_ref.rollout.multi_turn.format)
     for name in sorted({task.server for task in tasks} - {*config.gym.servers, *own}):
@@ -71,19 +66,66 @@ def prepare(config: DictConfig, command: str = "train") -> Data:
             gym_servers.check_server(name, server)
     if own:
         functions.try_out(own, tasks, config, tokenizer)
-    return Data(train, validation, dropped, tokenizer, stop_ids, *ideas)
+    return data
 
 
-def load_rows(config: DictConfig, key: str, tokenizer: Any, servers: Any) -> tuple[list[env.Task], list[str]]:
-    """The tasks of env.train_files or env.val_files, and what was dropped of them, as env.load_tasks says it. Rows of a
-    file that a function verifies are its, whatever server they name."""
-    tasks, dropped = list[env.Task](), list[str]()
-    only, limit = to_plain(config.env.servers), config.data.max_prompt_length
-    for entry, function in functions.of_files(config, key):
-        known = {function.name: function.name} if function else servers
-        some, over = env.load_tasks([entry], tokenizer, known, limit, only)
-        tasks, dropped = [*tasks, *some], [*dropped, *over]
-    return tasks, dropped
+def load_rows(
+    config: DictConfig, command: str, data: Data, aliases: Mapping[str, str], own: Mapping[str, functions.Function]
+) -> None:
+    """Fill in the tasks of `data`, and the steps that they make. Rows of a file that one of `own` verifies are its,
+    whatever server they name. Raises ConfigError, PluginError, env.DataError."""
+    limit, size, seed = config.data.max_prompt_length, config.data.train_batch_size, config.data.seed
+    only, of = to_plain(config.env.servers), data.tokenizer
+
+    def load(entries: Sequence[Any], read: Any) -> tuple[list[env.Task], list[str]]:
+        tasks, dropped = list[env.Task](), list[str]()
+        for entry in entries:
+            name = entry.get("server") if isinstance(entry, Mapping) else None
+            known = {name: name} if name in own else aliases
+            some, over = env.load_tasks([entry], of, known, limit, only, read)
+            tasks, dropped = [*tasks, *some], [*dropped, *over]
+        return tasks, dropped
+
+    read = functools.partial(rows.read, prompt_key=config.data.prompt_key)
+    tasks_of = functools.partial(rows.make, load=load, key=config.data.prompt_key)
+    given = {key: [entry for entry, _ in functions.of_files(config, key)] for key in FILES[command]}
+    (files, made), (val_files, val_made) = (rows.split(given.get(key, []), key) for key in (TRAIN, VAL))
+    (train, dropped), (validation, over) = load(files, read=read), load(val_files, read=read)
+    most, val_most = config.env.max_rows, config.env.val_max_rows
+    validation += rows.once(val_made, val_most, "env.val_max_rows", seed, tasks_of)
+    if command == "rollout":
+        train, made = train + rows.once(made, most, "env.max_rows", seed, tasks_of), []
+    data.train, data.validation, data.dropped = train[:most], validation[:val_most], [*dropped, *over]
+    held, lost = len(data.train), f"dropped: {', '.join(data.dropped[:3]) or 'none'}"
+    if not (data.validation if command == "evaluate" else data.train) and (files or not made):
+        way_out = f"add some, or raise data.max_prompt_length={limit}"
+        raise ConfigError(f"{FILES[command][0]} hold 0 usable rows; {way_out}; {lost}")
+    counts = rows.shares(made, data.train, size) if made else {}
+    share = size - sum(counts[source.file] for source in made)  # of the files
+    if command == "train" and held < share:
+        theirs = f"their {share} of " if share < size else ""
+        few = f"{TRAIN} hold {held} usable rows, fewer than {theirs}data.train_batch_size={size}"
+        raise ConfigError(f"{few}; add some, or lower it; {lost}")
+    if made:
+        if config.env.sampler and not files:
+            raise ConfigError(f"env.sampler picks rows of files, and {TRAIN} has functions only; leave it out")
+        data.made = rows.first(made, counts, seed, tasks_of)
+        data.sampler = functools.partial(rows.draw, made=made, sampler=data.sampler, tasks_of=tasks_of)
+    data.per_epoch = held * size / share if share else math.inf
+    set_steps(config, command, held // size, endless=bool(made))
+
+
+def set_steps(config: DictConfig, command: str, batches: int, endless: bool = False) -> None:
+    """Where trainer.total_training_steps is null: trainer.total_epochs of so many whole batches, as verl counts them.
+    The workers' schedules get it. Raises ConfigError."""
+    trainer, optims = config.trainer, (config.actor_rollout_ref.actor.optim, config.critic.optim)
+    if trainer.total_training_steps is None and command in ("train", "sft"):
+        if endless:
+            why = f"rows of a function in {TRAIN} have no epochs to count"
+            raise ConfigError(f"trainer.total_training_steps=null: {why}; set it")
+        trainer.total_training_steps = trainer.total_epochs * batches
+    for optim in optims:
+        optim.total_training_steps = trainer.total_training_steps or -1
 
 
 def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception] = ()) -> tuple[Any, set[int], Any]:
@@ -121,10 +163,13 @@ def check_files(config: DictConfig, command: str) -> Iterator[Exception]:
             yield ConfigError(f"{key} is not set: name a task, like --config math_cpu, before other overlays")
         for entry in given if isinstance(given, list) else ():
             path = str(entry.get("path", entry) if isinstance(entry, Mapping) else entry)
+            columns = [config.data.prompt_key, *["messages"] * (command == "sft")]
             try:
-                if command != "sft" or not Path(path).is_file():  # its rows may be in columns of parquet
-                    next(env.raw_rows(path), None)
-            except env.DataError as error:
+                if not rows.split([entry], key)[1]:
+                    next(env.raw_rows(path, *columns), None)
+                elif command == "sft":
+                    yield ConfigError(f"{key}={path}: `sft` takes files; write the function's rows to one")
+            except (env.DataError, plugins.PluginError) as error:
                 yield error
     if command != "sft":
         yield from functions.check(config)
@@ -174,7 +219,6 @@ def fill_in(config: DictConfig, hf_config: Any, command: str = "train") -> None:
     share = math.ceil(longest / actor.ulysses_sequence_parallel_size)
     for key in MICRO_BATCH_TOKENS:  # verl packs whole episodes, so the longest must fit, each GPU holding its share
         OmegaConf.update(config, key, max(OmegaConf.select(config, key), share))
-    actor.optim.total_training_steps = config.critic.optim.total_training_steps = config.trainer.total_training_steps
     if actor.loss_agg_mode == "seq-mean-token-sum-norm" and not actor.loss_scale_factor:
         actor.loss_scale_factor = config.data.max_response_length  # else verl divides by each micro-batch's own width
     if config.algorithm.rollout_correction.bypass_mode:  # verl's apply_bypass_mode, before the workers start
@@ -223,16 +267,19 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
     over = f"over {longest}" if command == "sft" else f"prompt over {config.data.max_prompt_length} tokens"
     dropped = f"{len(data.dropped)} dropped ({over})"
     lacking = memory.report(config, data.model, command)[1]
+    made = Counter(task.file for task in data.made)
     lines = [
         f"model       {config.actor_rollout_ref.model.path}",
         f"rows        {len(data.train)} to train on, {len(data.validation)} held out, {dropped}",
+        *(f"            made by {name}: {count} of each batch" for name, count in made.items()),
         *(f"            dropped {row}" for row in data.dropped[:5]),
     ]
+    epochs = f" = {steps * prompts / data.per_epoch:.2f} epochs" if data.train and command in ("train", "sft") else ""
     if command == "sft":
         size = f"{prompts} conversations of at most {longest}, one optimiser step"
-        lines += [f"step        {size}", f"training    {steps} steps; lr {actor.optim.lr:g}"]
+        lines += [f"step        {size}", f"training    {steps} steps{epochs}; lr {actor.optim.lr:g}"]
         return "\n".join([*lines, *(f"WARNING     {text}" for text in lacking)])
-    by_server = Counter(task.server for task in [*data.train, *data.validation])
+    by_server = Counter(task.server for task in [*data.train, *data.made, *data.validation])
     lines.append(f"servers     {', '.join(f'{name} ({rows} rows)' for name, rows in by_server.items())}")
     if own := functions.of_recipe(config):
         lines.append(f"verifier    {functions.told(config, list(own.values()))}")
@@ -243,7 +290,7 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
             *filter(None, [named(config)]),
             f"step        {prompts} prompts x {rollout.n} answers = {prompts * rollout.n} episodes "
             f"of at most {longest}; {updates} optimiser step{'s' * (updates > 1)}",
-            f"training    {steps} steps = {steps * prompts / len(data.train):.2f} epochs; lr {actor.optim.lr:g}; "
+            f"training    {steps} steps{epochs}; lr {actor.optim.lr:g}; "
             f"{config.algorithm.adv_estimator}, {actor.policy_loss.loss_mode} loss; "
             f"micro-batches of {actor.ppo_max_token_len_per_gpu} tokens",
         ]
@@ -278,7 +325,7 @@ def cautions(config: DictConfig, data: Data) -> Iterator[str]:
         why = "the sampler's log-probs are of what these leave, the trainer's of all tokens, so training/rollout_probs_"
         why += "diff_* grows and algorithm.rollout_correction is biased; leave them out unless you want that"
         yield f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}: {why}"
-    tasks, own = [*data.train, *data.validation], functions.of_recipe(config)
+    tasks, own = [*data.train, *data.made, *data.validation], functions.of_recipe(config)
     programs = {task.server for task in tasks if task.row.get("data_source") in functions.RUNS_CODE}
     for name in dict.fromkeys(task.server for task in tasks):
         start = (config.gym.servers.get(name) or {}).get("start")
@@ -287,7 +334,7 @@ def cautions(config: DictConfig, data: Data) -> Iterator[str]:
             where = "on this machine, as you" if start or verls else "where it was started"
             why = "it may read keys and delete your files. Run all of this in a container without them"
             yield f"{name} RUNS THE MODEL'S CODE {where}, WITHOUT A SANDBOX: {why}"
-    seen = {json.dumps(task.messages) for task in data.train if task.messages}
+    seen = {json.dumps(task.messages) for task in [*data.train, *data.made] if task.messages}
     if shared := sum(json.dumps(task.messages) in seen for task in data.validation):
         why = "take them out of one, or the score is of what was trained on"
         yield f"{shared} of the held-out prompts are also in env.train_files; {why}"
@@ -303,7 +350,8 @@ def dry_run(config: DictConfig, defaults: DictConfig, data: Data, command: str) 
             print(f"    {key}: {value} (was {default})")
     for section in ("gym", "env"):
         print(f"{section}:\n{textwrap.indent(OmegaConf.to_yaml(public(config)[section]).strip(), '    ')}")
-    for task in {getattr(t, "server", "sft"): t for t in reversed([*data.train, *data.validation])}.values():
+    tasks = [*data.train, *data.made, *data.validation]
+    for task in {getattr(t, "server", "sft"): t for t in reversed(tasks)}.values():
         print(f"first prompt ({task.row_id}, {len(task.prompt_ids)} tokens):")
         print(data.tokenizer.decode(task.prompt_ids) if task.prompt_ids else "(the environment writes it)")
     print("dry run: model, files, sizes and servers are in order; nothing was started")

@@ -178,6 +178,8 @@ class Run:
         tasks: of the files, since a row is known by its place there. before: those that the file holds already.
         """
         places = {task.row_id: i for i, task in enumerate(tasks)}
+        for i, e in enumerate([*before, *episodes]):  # rows made on the fly come after those of the files
+            places.setdefault(e.row_id, len(tasks) + i)
         counts = Counter(e.row_id for e in before)
         with (
             open_records(self.folder / "rollouts" / f"{name}.jsonl", "a" if before else "w") as out,
@@ -186,6 +188,8 @@ class Run:
             for e in episodes:
                 record = as_record(e, places[e.row_id], counts[e.row_id])
                 counts[e.row_id] += 1
+                if places[e.row_id] >= len(tasks):  # no file has it, and a replay wants it
+                    record["_episode"]["row"] = e.row
                 write(out, record)
                 if e.status != "ok":
                     write(failures, {"rollout": name, **record["_episode"]})

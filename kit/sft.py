@@ -3,8 +3,9 @@
     python algorithm.py --config math_cpu --config sft --config cpu sft 'env.train_files=[chats.jsonl]'
     python algorithm.py --config math_cpu --config cpu actor_rollout_ref.model.path=runs/sft/export
 
-Rows of env.train_files, JSONL (also .gz) or parquet: `messages`, chat messages of which every one of the assistant is
-learned, stop token included, and `tools` where there are any. Loss: verl's sft_loss, the mean over all learned tokens
+Rows of env.train_files, JSON (a row a line, also .gz) or parquet: `messages`, chat messages of which every one of the
+assistant is learned, stop token included, and `tools` where there are any; or `prompt` (data.prompt_key: text, or
+messages) and `response`, text. Loss: verl's sft_loss, the mean over all learned tokens
 of a batch of data.train_batch_size rows, one optimiser step each. Held out: env.val_files, the same mean at
 trainer.test_freq. Checkpoints, resume and export are those of `train`.
 """
@@ -12,7 +13,6 @@ trainer.test_freq. Checkpoints, resume and export are those of `train`.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,23 +39,18 @@ class Example(Episode):
     weight: float | None = None
 
 
-def read_conversations(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (`file:line`, row). Raises env.DataError."""
-    if path.endswith(".parquet"):
-        import pyarrow.parquet
-
-        try:
-            rows = pyarrow.parquet.read_table(path).to_pylist()
-        except (OSError, ValueError) as error:
-            raise env.DataError(f"{path}: cannot be read ({error}); give parquet rows with `messages`") from None
-        yield from ((f"{path}:{number}", row) for number, row in enumerate(rows, 1))
-        return
-    for where, text in env.raw_rows(path):
-        try:
-            yield where, dict(json.loads(text))
-        except (ValueError, TypeError) as error:
-            why = f"not a JSON object ({error}); write a conversation as {{messages: [...]}} on one line"
-            raise env.DataError(f"{where}: {why}") from None
+def read_conversations(path: str, prompt_key: str = "prompt") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (`file:line`, row), each with `messages`: of a prompt and a response, too. Raises env.DataError."""
+    for where, raw in env.raw_rows(path, "messages", prompt_key):
+        row = env.parse_json(raw, where)
+        if row.get("messages") is None and prompt_key in row:
+            prompt, response = row[prompt_key], row.get("response")
+            if not (prompt and isinstance(prompt, str | list) and response and isinstance(response, str)):
+                why = f"`{prompt_key}` must be text or messages, and `response` text; they are"
+                raise env.DataError(f"{where}: {why} {prompt!r:.40} and {response!r:.40}")
+            asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            row = {"tools": row.get("tools"), "messages": [*asked, {"role": "assistant", "content": response}]}
+        yield where, row
 
 
 def tokenize(row: Mapping[str, Any], tokenizer: Any, stop_ids: set[int], where: str) -> Example:
@@ -68,7 +63,8 @@ def tokenize(row: Mapping[str, Any], tokenizer: Any, stop_ids: set[int], where: 
         messages = []
     roles = [said.get("role") for said in messages]
     if "assistant" not in roles:
-        raise env.DataError(f"{where}: no `messages`, or none of the assistant's in it; add what is to be learned")
+        why = "no `messages`, or none of the assistant's in it, nor `prompt` and `response`; add what is to be learned"
+        raise env.DataError(f"{where}: {why}")
     if roles[0] == "assistant":
         raise env.DataError(f"{where}: nothing comes before the assistant's first message; add what it answers")
     stops = tokenizer.convert_ids_to_tokens(sorted(stop_ids))
@@ -110,7 +106,7 @@ def prepare(config: DictConfig) -> Data:
     for name, examples in found.items():
         for entry in to_plain(config.env[name]):
             given = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
-            for where, row in read_conversations(str(given["path"])):
+            for where, row in read_conversations(str(given["path"]), limits.prompt_key):
                 example = tokenize(row, tokenizer, stop_ids, where)
                 example.file, example.weight = str(given["path"]), given.get("weight")
                 fits = len(example.prompt_ids) <= limits.max_prompt_length
@@ -125,7 +121,10 @@ def prepare(config: DictConfig) -> Data:
             f"{limits.train_batch_size}; add some, or lower it; {len(dropped)} were over data.max_prompt_length="
             f"{limits.max_prompt_length}, max_response_length={limits.max_response_length} tokens"
         )
-    return Data(train, validation, dropped, tokenizer, stop_ids, *functions)
+    recipe.set_steps(config, "sft", len(train) // limits.train_batch_size)
+    data = Data(train, validation, dropped, tokenizer, stop_ids, *functions)
+    data.per_epoch = len(train)
+    return data
 
 
 def run_command(config: DictConfig, run: Run, data: Data) -> None:

@@ -15,6 +15,7 @@ import pytest
 from conftest import GYM_PYTHON, ROOT, row, run, write_rows
 
 import env
+from kit import convert
 
 
 @pytest.fixture(scope="module")
@@ -346,7 +347,7 @@ def test_parquet_holds_rows_as_json(tmp_path):
     with pytest.raises(env.DataError, match=r"none\.parquet: .*'n'"):
         list(env.read_rows(write_parquet(tmp_path / "none.parquet", n=numbers)))
     null = write_parquet(tmp_path / "null.parquet", row=[texts[0], None])
-    with pytest.raises(env.DataError, match=r"null\.parquet:2: not JSON"):
+    with pytest.raises(env.DataError, match=r"null\.parquet:2: a row must be a JSON object, this is a NoneType"):
         list(env.read_rows(null))
     only.write_bytes(only.read_bytes()[:100])
     with pytest.raises(env.DataError, match=r"only\.parquet: cannot be read"):
@@ -626,7 +627,7 @@ def test_check_counts_and_names(tmp_path):
     assert lines[0] == f"{bad}: 1 rows load, 1 refused"
     assert lines[1] == f"    1 x input_file: the kit trains text models only; leave such rows out (first {bad}:3)"
     assert lines[2].startswith(f"    error: {bad}:1: not JSON")
-    assert lines[3].startswith(f"    error: {bad}:2: no responses_create_params, so this is not a Gym row")
+    assert lines[3].startswith(f"    error: {bad}:2: neither Gym's responses_create_params nor verl's `prompt`")
     assert lines[5].startswith(f"    error: {tmp_path}/nowhere.jsonl: no such file")
     assert "\n".join(lines[6:]) + "\n" == text
     assert command("check").returncode == 2
@@ -640,7 +641,7 @@ def test_check_goes_on_after_what_no_one_expected(tmp_path, monkeypatch, capsys)
         return {}["gap"] if where.endswith(":1") else render(given, where)
 
     monkeypatch.setattr(env, "render", broken)
-    assert not env.check(str(file))
+    assert not convert.check(str(file))
     assert capsys.readouterr().out == f"{file}: 1 rows load, 0 refused\n    error: {file}:1: KeyError('gap')\n"
 
 
@@ -697,10 +698,10 @@ def test_examples_of_a_server(tmp_path):
     assert written == [{"agent_ref": reference} | r for r in rows]
     assert all(env.server_of(r, ["mcqa", "math"], "x:1") == "mcqa" for r in written)
 
-    own = list(env.examples("blackjack", str(GYM_PYTHON)))
+    own = list(convert.examples("blackjack", str(GYM_PYTHON)))
     assert own[0]["agent_ref"]["name"] == "blackjack_gymnasium_agent"
     assert len(own) == 5 and own[0] == own[1]  # as they ship: a game asks the same each time
-    twice = list(env.examples("structured_outputs", str(GYM_PYTHON)))  # its v4 rows ship in two files
+    twice = list(convert.examples("structured_outputs", str(GYM_PYTHON)))  # its v4 rows ship in two files
     assert len(twice) == 10
 
     failed = command("examples", "--server", "mcqb", "--out", tmp_path, "--python", GYM_PYTHON)

@@ -20,7 +20,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 import env
 import gym_client
 from gym_client import Gym, GymError, Turn, Verdict, message_response, parse_verdict
-from kit import episodes
+from kit import convert, episodes
 from kit.episodes import Episode
 
 set_hypothesis_home_dir(f"{tempfile.gettempdir()}/hypothesis")  # not into the repository
@@ -275,7 +275,7 @@ def test_a_row_is_rendered_or_refused_by_its_line(text):
 def test_check_takes_any_file(tmp_path_factory, lines):
     path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"
     path.write_bytes(b"\n".join(lines))
-    assert env.check(str(path)) in (True, False)
+    assert convert.check(str(path)) in (True, False)
 
 
 # --- what is written down ------------------------------------------------------------------------

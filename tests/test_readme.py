@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
+import pyarrow
 import pytest
 from conftest import GYM_PYTHON, ROOT, make_model, row, run
+from pyarrow import parquet
 
 import env
 import gym_client
@@ -70,7 +72,8 @@ def desk(tmp_path_factory) -> Path:
     """What stands around somebody who follows README, made by its own commands: models/ (a tiny one by SmolLM2's name),
     data/, my_ideas.py, two runs; and a copy of env.py with the block's task in it."""
     folder = tmp_path_factory.mktemp("desk")
-    (folder / ".venv-gym").symlink_to(ROOT / ".venv-gym")
+    for name in (".venv-gym", "kit"):
+        (folder / name).symlink_to(ROOT / name)
     model = make_model(folder / "models" / "SmolLM2-135M-Instruct", tied=True)
     settings = json.loads((model / "config.json").read_text())  # a character is a token, so prompts are long
     (model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 2**20}))
@@ -83,6 +86,13 @@ def desk(tmp_path_factory) -> Path:
     source = (ROOT / "env.py").read_text()
     task = python_block("def differences(args)")
     (folder / "env.py").write_text(source.replace("\ndef main()", f"\n{task}\n\ndef main()"))
+    for name in ("my_map.py", "my_tasks.py"):
+        (folder / name).write_text(python_block(f"# {name}\n"))
+    (folder / "trivia.csv").write_text("question,answer\n2 + 2?,4\n3 + 3?,6\n")
+    (folder / "data" / "gsm8k").mkdir(parents=True)
+    truth = {"style": "rule", "ground_truth": "4"}
+    verls = {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "2 + 2?"}], "reward_model": truth}
+    parquet.write_table(pyarrow.Table.from_pylist([verls] * 4), folder / "data" / "gsm8k" / "train.parquet")
     chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
     (folder / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 40)
     for split in ("train", "test"):  # GSM8K's own form, in place of the hub
@@ -109,6 +119,8 @@ def test_every_block_is_of_a_kind_that_is_looked_at():
         "# my_ideas.py\n",
         "# my_ideas.py, continued",
         "# my_reward.py\n",
+        "# my_map.py\n",
+        "# my_tasks.py\n",
         "def differences(args)",
         "with train(plan(",
         "import pandas",
@@ -220,7 +232,10 @@ def test_what_a_page_names_is_there(page):
     missing = [link for link in links if not (page.parent / link).exists()]
     missing += [n for n in named if not any(p.exists() for p in (ROOT / n, ROOT / "docs" / n, *ROOT.glob(f"*/{n}")))]
     assert not [
-        name for name in missing if name not in ("my_ideas.py", "my_reward.py", "config.yaml", "step.txt", "pieces.py")
+        name
+        for name in missing
+        if name
+        not in ("my_ideas.py", "my_map.py", "my_reward.py", "my_tasks.py", "config.yaml", "step.txt", "pieces.py")
     ]
     for name in recipes_named(text):
         read_yaml(name)

@@ -12,6 +12,7 @@ import env
 import inference
 import training
 from gym_client import Gym, ServerDownError
+from kit import convert
 from kit.episodes import check_failures, keep, rollout_metrics
 from kit.errors import RunError
 from kit.gym_servers import free_port
@@ -184,7 +185,7 @@ def test_a_real_game_is_played_to_its_end(session, worlds):
 
 def test_gyms_own_agent_plays_against_our_sampler(session, worlds):
     """nemo-gym's simple_agent, vllm_model and workplace_assistant; the ids come back as vLLM sampled them."""
-    row = next(env.examples("workplace_assistant", str(GYM_PYTHON)))
+    row = next(convert.examples("workplace_assistant", str(GYM_PYTHON)))
     episodes = play(session, worlds, row, "office", 16, "directory")
     assert [e.status for e in episodes] == ["ok"] * 16, episodes[0].error
     end = session.data.tokenizer.convert_tokens_to_ids(ACTIONS["directory"])
