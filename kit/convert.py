@@ -229,7 +229,7 @@ def main() -> None:
         sys.exit(0 if all(fine) else 1)
     try:
         for path, count in write(args):
-            print(f"{path}: {count} rows")
+            print(f"{path}: {count} rows" + ", which no parquet would give back as they are" * ("_verl." in path.name))
     except (DataError, PluginError, OSError) as error:
         sys.exit(f"error: {error}")
 

@@ -183,13 +183,28 @@ def same_steps(one: Path, two: Path, steps: range) -> None:
     assert numbers[0] == numbers[1]
 
 
+MADE = """
+import random
+
+def rows(batch, size, seed, pass_rates):
+    solved = sum(100 * rate for rates in pass_rates.values() for rate in rates.values())
+    words = random.Random(f"{seed} {batch}").sample(["say", "tell me", "write"], size)
+    fields = {"question": "", "answer": "7", "metadata": {"source_dataset": "chain_sum"}}
+    return [{"responses_create_params": {"input": f"{word} 7 {solved:.0f}"}, **fields} for word in words]
+"""
+
+
 def test_a_run_in_two_parts_and_its_replay_are_the_same_run(workspace):
-    """PPO with refilled batches, across epochs: five steps, and the same five with a SIGTERM between; then step 4
-    from its rollouts file. Beside it: what a stop leaves, what is written of keys, and which keys may change."""
+    """PPO with refilled batches, across epochs, a third of the rows made on the fly: five steps, and the same five with
+    a SIGTERM between; then step 4 from its rollouts file. Beside it: what a stop leaves, what is written of keys, and
+    which keys may change."""
     changes = ["trainer.total_training_steps=5", "trainer.save_freq=1", "data.train_batch_size=3"]
     changes += ["actor_rollout_ref.rollout.n=4", "algorithm.filter_groups.enable=true", "trainer.logger=[wandb]"]
     changes += ["algorithm.filter_groups.max_num_gen_batches=3", "trainer.max_actor_ckpt_to_keep=4"]
     changes += ["gym.servers.reasoning_gym.start.config.judge_key='${oc.env:JUDGE_API_KEY}'"]
+    (workspace / "made.py").write_text(MADE)
+    of_file = f"{{path: {workspace / 'train.jsonl'}, weight: 2}}"
+    changes += [f"env.train_files=[{of_file}, {{function: made.py:rows, weight: 1}}]"]
     files = ("--config", "ppo", *DETERMINISTIC)
     with Living(workspace, "whole", *changes, files=files) as run:
         run.until_step(1)
