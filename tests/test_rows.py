@@ -141,6 +141,19 @@ def test_a_file_that_cannot_be_read_is_told_and_not_loaded_whole(tmp_path, monke
         list(rows.read(str(tmp_path / "huge.parquet")))
 
 
+def test_verls_rows_are_trained_on_beside_gyms(workspace, tmp_path):
+    pandas.DataFrame([gsm8k(i) for i in range(8)]).to_parquet(tmp_path / "train.parquet")
+    both = f"env.train_files=[{tmp_path / 'train.parquet'}, {workspace / 'train.jsonl'}]"
+    _, data = load(workspace, both, "data.max_prompt_length=64")
+    assert len(data.train) == 16 and data.train[0].row == as_gym(0) and data.train[0].row_id.endswith("train.parquet:1")
+    assert data.tokenizer.decode(data.train[0].prompt_ids).startswith("0 <unk> 1?")
+    asked = write_rows(tmp_path / "asked.jsonl", [{"asked": f"say {i}"} for i in range(8)])
+    _, data = load(workspace, f"env.train_files=[{asked}]", "data.prompt_key=asked")
+    assert data.train[7].messages == [{"role": "user", "content": "say 7"}]
+    with pytest.raises(env.DataError, match=r"asked\.jsonl:1: neither .* nor verl's `prompt` \(data\.prompt_key\)"):
+        load(workspace, f"env.train_files=[{asked}]")
+
+
 # --- both ways -----------------------------------------------------------------------------------
 
 texts = st.text(st.characters(codec="utf-8"), max_size=8)
