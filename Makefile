@@ -82,4 +82,4 @@ data/arithmetic_train.jsonl: env.py | .venv/ready
 	.venv/bin/python env.py arithmetic --out data
 
 clean:
-	rm -rf .venv .venv-gym .venv-trl models data
+	rm -rf .venv .venv-gym .venv-gym-servers .venv-trl models data

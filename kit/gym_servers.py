@@ -11,9 +11,11 @@ Each server is one process with one log. A name without `agent` is one resources
 For a name with `agent` Gym's agent answers (POST /run) and owns the turns; behind it stand the resources server and
 `policy_model`, Gym's model server, which all agents of a run share and which asks `policy`, an OpenAI-compatible
 endpoint, for its answers and their token ids. Settings come from the server's own YAML in the package; a recipe names
-only what it changes.
+only what it changes. Verifiers that ask models by name (judges) want kit/verdicts.py beside this file; kit/models.py
+says which processes those are.
 
 One resources server, until Ctrl-C: python -m kit.gym_servers NAME [--port 8001] [--python .venv-gym/bin/python]
+An environment of its own for a server that needs more: python -m kit.gym_servers install NAME (kit/gym_install.py)
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 from threading import Event, Thread
@@ -42,8 +45,10 @@ from typing import Any
 
 START_DEADLINE_S = 90.0  # a Gym server imports for 3 to 30 s before it answers
 RESTART_S = 5.0  # between two restarts of one server, at least
-START_KEYS = {"python", "server", "host", "port", "config", "agent", "agent_config"}
+START_KEYS = {"python", "install", "server", "host", "port", "config", "agent", "agent_config"}
 PYTHON = ".venv-gym/bin/python"  # that has nemo-gym; never this one, which it would break
+ENVIRONMENTS = ".venv-gym-servers"  # beside that, with what one server needs (kit/gym_install.py)
+MODELS = "responses_api_models"
 HOST = "127.0.0.1"
 POLICY_MODEL = "policy_model"  # the name that Gym's own YAML uses for the model that is trained
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")  # what a log file may be called by
@@ -126,22 +131,81 @@ def check_server(name: str, spec: Mapping[str, Any]) -> None:
     host, port, python = start.get("host") or HOST, start.get("port"), start.get("python") or PYTHON
     if not (Path(python).is_file() and os.access(python, os.X_OK)):
         raise GymStartError(f"gym.servers.{name}: no interpreter at {python}; `make gym` makes that environment")
-    if port and not str(port).isdigit():
-        raise GymStartError(f"{where}.port is {port!r}; it takes a number, or nothing for a free port")
+    if port and not (str(port).isdigit() and 0 < int(port) < 65536):
+        raise GymStartError(f"{where}.port is {port!r}; it takes a number up to 65535, or nothing for a free port")
     free_port(host)  # which knows a host that is not here
     if port and port_in_use(host, int(port)):
         raise GymStartError(f"gym.servers.{name}: port {port} on {host} is in use; set another one, or give its url")
 
 
-def plan(name: str, start: Mapping[str, Any], policy: Mapping[str, Any] | None) -> list[Block]:
+def verdicts() -> Any:
+    """kit/verdicts.py, which lies beside this file in the Gym environment too, where there is no kit."""
+    name = "kit_verdicts"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("verdicts.py"))
+        assert spec and spec.loader
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def asked_models(name: str, start: Mapping[str, Any]) -> dict[str, str]:
+    """{key: name} of the models that a server to be started asks, by its YAML; {} where there is no such server."""
+    server, python = start.get("server") or name, Path(start.get("python") or PYTHON).absolute()
+    for package in python.parents[1].glob("lib/python3*/site-packages"):
+        if (package / "resources_servers" / server / "app.py").is_file():
+            block = {"kind": "resources_servers", "impl": server, "of": server, "changes": start.get("config") or {}}
+            return dict(verdicts().asked_models(settings({**block, "host": HOST, "port": 0}, package)))
+    return {}
+
+
+def check_asked(name: str, start: Mapping[str, Any], models: Collection[str], trust: Collection[str] = ()) -> None:
+    """Whether gym.models has all that a server asks, and it is known what its judges must say. Raises GymStartError."""
+    known = {*models, POLICY_MODEL} if start.get("agent") else set(models)
+    asked, server = asked_models(name, start), start.get("server") or name
+    for key, model in asked.items():
+        if model not in known:
+            way_out = f"set gym.models.{model}, or another {key} in gym.servers.{name}.start.config"
+            raise GymStartError(f"gym.servers.{name}: nemo-gym's {server} asks the model {model} ({key}); {way_out}")
+    if asked and server not in verdicts().VERDICTS and name not in trust:
+        why = "pays for a judge's text that holds no verdict as for a wrong answer, and the kit cannot tell them apart"
+        raise GymStartError(f"gym.servers.{name}: nemo-gym's {server} {why}; gym.trust=[{name}] takes that as it is")
+
+
+def interpreter(name: str, start: Mapping[str, Any]) -> str:
+    """The interpreter of a server: that of an environment of its own, where it has or wants one, else `python`.
+
+    Raises GymStartError.
+    """
+    server, python = start.get("server") or name, start.get("python") or PYTHON
+    own = Path(python).absolute().parents[2] / ENVIRONMENTS / server / "bin" / "python"
+    if start.get("install"):
+        from kit import gym_install  # not at the top: this file can be lifted out alone
+
+        try:
+            return str(gym_install.install(server, python))
+        except gym_install.InstallError as error:
+            raise GymStartError(f"gym.servers.{name}.start.{error}") from None
+    return str(own if own.is_file() and not start.get("python") else Path(python).absolute())
+
+
+def plan(
+    name: str,
+    start: Mapping[str, Any],
+    policy: Mapping[str, Any] | None,
+    models: Collection[str] = (),
+    trust: Collection[str] = (),
+) -> list[Block]:
     """The processes behind one name, as blocks of Gym's config; the last of them answers for the name.
 
     A block runs the folder kind/impl of the package with `python`; `changes` go over what the YAML of the
-    resources server `of` says about it, and `where` is the recipe's key for them. Raises GymStartError.
+    resources server `of` says about it, and `where` is the recipe's key for them. models, trust: as for `check_asked`.
+    Raises GymStartError.
     """
     check_server(name, {"start": start})
+    check_asked(name, start, models, trust)
     server, host, where = start.get("server") or name, start.get("host") or HOST, f"gym.servers.{name}.start"
-    shared = {"python": str(Path(start.get("python") or PYTHON).absolute()), "host": host, "of": server}
+    shared = {"python": interpreter(name, start), "host": host, "of": server, "trusted": name in trust}
     blocks = [(name, "resources_servers", server, start.get("config") or {}, f"{where}.config")]
     if agent := start.get("agent"):
         if not policy:
@@ -149,10 +213,10 @@ def plan(name: str, start: Mapping[str, Any], policy: Mapping[str, Any] | None) 
         model = {"return_token_id_information": True, "uses_reasoning_parser": False, **policy}
         owner = {
             "resources_server": {"type": "resources_servers", "name": name},
-            "model_server": {"type": "responses_api_models", "name": POLICY_MODEL},
+            "model_server": {"type": MODELS, "name": POLICY_MODEL},
             **(start.get("agent_config") or {}),
         }
-        blocks.append((POLICY_MODEL, "responses_api_models", "vllm_model", model, "policy"))
+        blocks.append((POLICY_MODEL, MODELS, "vllm_model", model, "policy"))
         blocks.append((f"{name}_{agent}", "responses_api_agents", agent, owner, f"{where}.agent_config"))
     keys = ("name", "kind", "impl", "changes", "where")
     ports = [*(free_port(host) for _ in blocks[1:]), int(start.get("port") or free_port(host))]
@@ -163,23 +227,33 @@ def start_server(block: Block, blocks: Iterable[Block], mode: str = "wb") -> Pop
     """Start the process of `block`, which finds the others by their names; does not wait for it. mode: of its log."""
     # The server's environment is its own: nothing of this interpreter's, and no tracker that phones home.
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    env |= {"WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1"}
+    env |= {"WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1", **block.get("env", {})}
     # by environment, not by argument: it holds the policy's key, and everyone may read arguments
-    env[HANDOVER] = json.dumps({"name": block["name"], "parent": os.getpid(), "blocks": list(blocks)})
+    known = [b for b in blocks if "impl" in b]
+    env[HANDOVER] = json.dumps({"name": block["name"], "parent": os.getpid(), "blocks": known} | _command(block))
     Path(block["log"]).parent.mkdir(parents=True, exist_ok=True)
-    command = [block["python"], "-P", str(Path(__file__).absolute())]  # -P: the kit's modules stay out of its way
+    python = block.get("python") or sys.executable
+    command = [python, "-P", str(Path(__file__).absolute())]  # -P: the kit's modules stay out of its way
     with open(block["log"], mode) as out:  # a session of its own: Ctrl-C is the kit's, which stops servers in order
         return Popen(command, stdin=DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True)
 
 
-def wait_ready(name: str, url: str, process: Popen[bytes] | None = None, log: Path | None = None) -> None:
+def _command(block: Block) -> dict[str, Any]:
+    return {"command": block["command"]} if "command" in block else {}
+
+
+def wait_ready(
+    name: str, url: str, process: Popen[bytes] | None = None, log: Path | None = None, deadline_s: float | None = None
+) -> None:
     """Wait until `url` answers GET /openapi.json. Raises GymStartError with the next thing to do.
 
-    A server that the kit started has START_DEADLINE_S; one that it did not start must be there (5 s).
+    A server that the kit started has `deadline_s`, by default START_DEADLINE_S; one that it did not start must be there
+    (5 s).
     """
     import httpx  # not at the top: the Gym environment runs this file too, and need not have it
 
-    deadline, why = time.monotonic() + (START_DEADLINE_S if process else 5.0), "no answer"
+    deadline = time.monotonic() + ((deadline_s or START_DEADLINE_S) if process else 5.0)
+    why = "no answer"
     while time.monotonic() < deadline and not (process and process.poll() is not None):
         try:
             answer = httpx.get(f"{url}/openapi.json", timeout=5.0, trust_env=False)
@@ -234,6 +308,15 @@ def keep_up(
                 logger.exception("gym server %s ended with status %s; log %s", name, status, log)
 
 
+def model_block(model: Block, starts: Sequence[Mapping[str, Any]], log_dir: Path) -> Block:
+    """A process of `models` (see running_servers), with what it lacks of a block."""
+    python = str(Path(next((s["python"] for s in starts if s.get("python")), PYTHON)).absolute())
+    shared = {"host": HOST, "log": str(log_dir / f"gym_{model['name']}.log")}
+    if "command" not in model:
+        shared |= {"kind": MODELS, "python": python, "of": "", "where": f"gym.models.{model['name']}.config"}
+    return {"port": free_port(), **shared, **model}
+
+
 @contextlib.contextmanager
 def running_servers(
     servers: Mapping[str, Mapping[str, Any]],
@@ -241,26 +324,35 @@ def running_servers(
     meanwhile: Callable[[], Any] = lambda: None,
     policy: Mapping[str, Any] | None = None,
     on_restart: Callable[[str], None] = lambda _: None,
+    models: Iterable[Block] = (),
+    trust: Collection[str] = (),
 ) -> Iterator[dict[str, str]]:
     """{name: {url: ...} or {start: ...}} -> {name: url}, all answering; those started stop at exit.
 
-    start, each key optional: python (an interpreter that has nemo-gym), server (folder under resources_servers; the
-    name), config (changes to its YAML), host (127.0.0.1), port (a free one), agent (folder under
+    start, each key optional: python (an interpreter that has nemo-gym), install (true: an environment of its own, from
+    what the server lists), server (folder under resources_servers; the name), config (changes to its YAML), host
+    (127.0.0.1), port (a free one), agent (folder under
     responses_api_agents: it owns the turns; url and port are then the agent's), agent_config (changes to its YAML).
-    policy: {base_url, api_key, model} that agents ask. The servers start side by side, and beside what `meanwhile`
+    policy: {base_url, api_key, model} that agents ask. models: what verifiers ask by name, {name, impl: folder under
+    responses_api_models, changes: its settings}, and what those ask in turn, {name, command, env, port, deadline_s}.
+    trust: names whose judges' texts are taken as they are. The servers start side by side, and beside what `meanwhile`
     does. One that dies later is started again, on its port, and `on_restart(name)` is called from a thread; of an
     agent's servers the name may be policy_model or {name}_{agent}. Raises GymStartError.
     """
     blocks: dict[str, Block] = {}  # by the name that Gym knows them by
     started: dict[str, Popen[bytes]] = {}
     urls: dict[str, str] = {}
+    starts = [spec.get("start") or {} for spec in servers.values() if not spec.get("url")]
+    for model in models if starts else ():
+        blocks[model["name"]] = model_block(model, starts, log_dir)
+    names = list(blocks)
     for name, spec in servers.items():
         if spec.get("url"):
             urls[name] = str(spec["url"]).rstrip("/")
             wait_ready(name, urls[name])
             continue
-        for block in plan(name, spec.get("start") or {}, policy):
-            if block["name"] in blocks and block["name"] != POLICY_MODEL:
+        for block in plan(name, spec.get("start") or {}, policy, names, trust):
+            if block["name"] in blocks and (block["name"] != POLICY_MODEL or POLICY_MODEL in names):
                 raise GymStartError(f"gym.servers: two servers would be called {block['name']}; rename {name}")
             blocks.setdefault(block["name"], {**block, "log": str(log_dir / f"gym_{block['name']}.log")})
             urls[name] = f"http://{block['host']}:{block['port']}"
@@ -271,7 +363,8 @@ def running_servers(
             started[name] = start_server(block, blocks.values())
         meanwhile()
         for name, block in blocks.items():
-            wait_ready(name, f"http://{block['host']}:{block['port']}", started[name], Path(block["log"]))
+            url = f"http://{block['host']}:{block['port']}"
+            wait_ready(name, url, started[name], Path(block["log"]), block.get("deadline_s"))
         keeper.start()
         yield urls
     finally:
@@ -286,11 +379,13 @@ def running_servers(
 # --- inside the Gym environment ------------------------------------------------------------------
 
 
-def serve(name: str, parent: int, blocks: list[dict[str, Any]]) -> None:
-    """Become the server `name`: hand Gym the blocks as `ng_run` does, by two environment variables."""
+def serve(name: str, parent: int, blocks: list[dict[str, Any]], command: list[str] | None = None) -> None:
+    """Become the server `name`: hand Gym the blocks as `ng_run` does, by two environment variables; or `command`."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with the kit, whatever its exit
     if os.getppid() != parent:
         sys.exit("the process that asked for this server is gone")
+    if command:
+        os.execv(command[0], command)
     block = next(b for b in blocks if b["name"] == name)
     found = importlib.util.find_spec("nemo_gym")
     if not found or not found.origin:
@@ -315,12 +410,27 @@ def serve(name: str, parent: int, blocks: list[dict[str, Any]]) -> None:
     try:
         gym = importlib.import_module("nemo_gym.server_utils")
         gym.initialize_ray = lambda: None  # type: ignore[attr-defined]  # 6 processes that most servers never use
+        ask_models(block, blocks, config[name][block["kind"]][impl])
         runpy.run_path(str(folder / "app.py"), run_name="__main__")
     except ModuleNotFoundError as error:
-        sys.exit(f"no module {error.name!r}; install what {folder}/requirements.txt lists for {sys.executable}")
+        todo = f"`python -m kit.gym_servers install {impl}`, or start.install: true, makes an environment that has it"
+        sys.exit(f"no module {error.name!r} for {impl}; {todo} (what {folder} lists)")
     except pydantic.ValidationError as error:
         fields = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         sys.exit(f"{impl}: its settings do not fit ({fields}); set them in {block['where']}")
+
+
+def ask_models(block: Block, blocks: Iterable[Block], config: dict[str, Any]) -> None:
+    """A verifier's asking of models is looked at (kit/verdicts.py); Gym's GenRM gets an address, no vLLM of its own."""
+    if block["kind"] == "resources_servers" and (asked := verdicts().asked_models(config)):
+        models = [b for b in blocks if b["kind"] == MODELS]
+        names, places = {*asked.values(), *(b["name"] for b in models)}, {f"{b['host']}:{b['port']}" for b in models}
+        verdicts().watch(names, places, "" if block["trusted"] else verdicts().VERDICTS.get(block["impl"], ""))
+    if block["impl"] == "genrm_model":
+        vllm = importlib.import_module(f"{MODELS}.vllm_model.app")
+        local: Any = types.ModuleType(f"{MODELS}.local_vllm_model.app")
+        local.LocalVLLMModel, local.LocalVLLMModelConfig = vllm.VLLMModel, vllm.VLLMModelConfig
+        sys.modules[local.__name__] = local
 
 
 def settings(block: Block, package: Path) -> dict[str, Any]:
@@ -332,7 +442,7 @@ def settings(block: Block, package: Path) -> dict[str, Any]:
 
     kind, impl, of = block["kind"], block["impl"], block["of"]
     folders = [package / "resources_servers" / of / "configs", package / kind / impl / "configs"]
-    if kind == "responses_api_models":
+    if kind == MODELS:
         folders = []  # these files describe judges and ${policy_base_url}; the changes say all of it
     files = (path for d in folders for path in sorted(d.glob("*.yaml"), key=lambda p: (p.stem != of, p.name)))
     entries = (entry for path in files for entry in (yaml.safe_load(path.read_text()) or {}).values())
@@ -345,14 +455,20 @@ def settings(block: Block, package: Path) -> dict[str, Any]:
 def main() -> None:
     """Serve one resources server in the foreground until Ctrl-C or SIGTERM."""
     parser = argparse.ArgumentParser(description="Start one resources server of the installed nemo-gym package.")
-    parser.add_argument("name", help="folder under resources_servers, for example reasoning_gym")
+    what = "folder under resources_servers, for example reasoning_gym; `install NAME`: an environment for it, no start"
+    parser.add_argument("name", nargs="+", help=what)
     parser.add_argument("--port", type=int, default=8001)
-    parser.add_argument("--python", default=PYTHON, help="interpreter that has nemo-gym")
-    start = vars(parser.parse_args())
-    name = start.pop("name")
+    parser.add_argument("--python", help=f"interpreter that has nemo-gym ({PYTHON})")
+    start = {key: value for key, value in vars(parser.parse_args()).items() if value is not None}
+    *words, name = start.pop("name")
+    if words not in ([], ["install"]):
+        parser.error(f"one server at a time, or `install NAME`, not {' '.join([*words, name])}")
     for sig in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sig, lambda *_: sys.exit(0))
     try:
+        if words:
+            print(f"{name}: {interpreter(name, {**start, 'install': True})}; `start: {{}}` now uses it", flush=True)
+            return
         with running_servers({name: {"start": start}}, Path("runs/gym")) as urls:
             print(f"{name} serves on {urls[name]}; Ctrl-C stops it", flush=True)
             signal.pause()

@@ -18,7 +18,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 import env
-from kit import checks, functions, gym_servers, memory, plugins, rows
+from kit import checks, functions, gym_servers, memory, models, plugins, rows
 from kit.config import MICRO_BATCH_TOKENS, MODEL, changed, public, raise_all, to_plain
 from kit.errors import ConfigError
 
@@ -64,6 +64,9 @@ def prepare(config: DictConfig, command: str = "train") -> Data:
     for name, server in to_plain(config.gym.servers).items():
         if server.get("url"):
             gym_servers.check_server(name, server)
+    for judge in models.judges(to_plain(config.gym.models), config.gym.timeout_s).values():
+        if judge.url and not judge.start:
+            models.reach(judge)
     if own:
         functions.try_out(own, tasks, config, tokenizer)
     return data
@@ -192,6 +195,7 @@ def check_servers(config: DictConfig) -> Iterator[Exception]:
     if not (config.gym.servers or config.gym.head or own):
         why = "name those of the rows (as in configs/math.yaml), or set gym.head, or env.verifier to a function"
         yield ConfigError(f"gym.servers is not set; {why}")
+    asked, judges, trust = set[str](), to_plain(config.gym.models) or {}, to_plain(config.gym.trust) or []
     for name, server in to_plain(config.gym.servers).items():
         given = [key for key, value in (server or {}).items() if value is not None]
         if given not in (["url"], ["start"]):
@@ -200,8 +204,16 @@ def check_servers(config: DictConfig) -> Iterator[Exception]:
         elif given == ["start"]:
             try:
                 gym_servers.check_server(name, server)
+                asked |= set(gym_servers.asked_models(name, server["start"]).values())
+                gym_servers.check_asked(name, server["start"], judges, trust)
             except gym_servers.GymStartError as error:
                 yield error
+    yield from map(ConfigError, models.problems(judges, config.gym.timeout_s, config.trainer.device))
+    if idle := [name for name in judges if name not in asked]:
+        way_out = f"they ask {', '.join(sorted(asked)) or 'none'}"
+        yield ConfigError(f"gym.models.{idle[0]}: no server that the kit starts asks it; {way_out}; leave it out")
+    if unknown := [name for name in trust if name not in config.gym.servers]:
+        yield ConfigError(f"gym.trust: {unknown[0]} is none of gym.servers; leave it out")
     if config.gym.door.port and not os.environ.get("POLICY_API_KEY"):
         yield ConfigError("gym.door.port: the environment variable POLICY_API_KEY must hold the key that agents give")
 
@@ -283,6 +295,7 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
     lines.append(f"servers     {', '.join(f'{name} ({rows} rows)' for name, rows in by_server.items())}")
     if own := functions.of_recipe(config):
         lines.append(f"verifier    {functions.told(config, list(own.values()))}")
+    lines += models.told(models.judges(to_plain(config.gym.models), config.gym.timeout_s))
     buckets = ""
     if command == "train":
         updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import ray
 
 import gym_client
-from kit import fork, functions, gym_servers, later, places, plugins, watch
+from kit import fork, functions, gym_servers, later, models, places, plugins, watch
 from kit.config import to_plain
 from kit.errors import RunError
 from kit.recipe import Data
@@ -44,9 +44,10 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
     port = door.port or gym_servers.free_port(door.host)
     key = os.environ.get("POLICY_API_KEY") or secrets.token_hex(16)
     address = {"base_url": f"http://{door.host}:{port}/v1", "api_key": key, "model": "policy"}
-    agents = any((spec.get("start") or {}).get("agent") for spec in config.gym.servers.values())
+    asked = any((spec.get("start") or {}).get("agent") for spec in config.gym.servers.values())
+    asked = asked or "policy" in config.gym.models.values()  # as a judge
     with run.stage("start"):
-        urls = start_outside(run, stack, address if sample else None)
+        urls, judges = start_outside(run, stack, address if sample else None)
         loop = run.guard.loop = stack.enter_context(asyncio.Runner())
         stack.callback(run.guard.end)  # before the loop is closed
         run.say("starting the workers" + ", and vLLM beside them: about a minute" * sample)
@@ -65,11 +66,11 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
         own = list(functions.of_recipe(config).values())
         verifiers = functions.Verifiers(gym, own, config, data.tokenizer, run.folder / "logs")
         enter(verifiers, loop, stack)
-        run.on_restart, run.gauges = gym.restarted, measured.metrics
+        run.on_restart, run.gauges = gym.restarted, lambda: measured.metrics() | judges.metrics()
         start_vllm = inference.start_servers(config, workers.actor) if workers else inference.start_sampler(config)
         vllm = loop.run(start_vllm)
         policy = inference.make_policy(config, inference.Client(vllm), data, GENERATE_DEADLINE_S)
-        if agents or door.port:
+        if asked or door.port:
             enter(openai_server.serve(policy, door.host, port, key), loop, stack)
         if workers:
             training.set_policy_loss(workers.actor, config)
@@ -78,20 +79,30 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
         return Started(workers, inference.Servers(config, vllm, actor, policy, verifiers, loop))
 
 
-def start_outside(run: Run, stack: contextlib.ExitStack, policy: dict[str, str] | None) -> dict[str, str]:
-    """Ray and, beside it, the Gym servers: {name: url}. policy: what their agents ask; None: no servers."""
-    logs = run.folder / "logs"
-    servers = to_plain(run.config.gym.servers) if policy else {}
+def start_outside(
+    run: Run, stack: contextlib.ExitStack, policy: dict[str, str] | None
+) -> tuple[dict[str, str], models.Proxy]:
+    """Ray and, beside it, the Gym servers and judges: ({name: url}, what asks the judges).
+
+    policy: what their agents ask; None: no servers.
+    """
+    logs, config = run.folder / "logs", run.config
+    servers, specs = (to_plain(config.gym.servers), to_plain(config.gym.models)) if policy else ({}, {})
+    cpu_dtype = config.actor_rollout_ref.rollout.dtype if config.trainer.device == "cpu" else ""
+    judges = stack.enter_context(models.Proxy(models.judges(specs, config.gym.timeout_s, policy, cpu_dtype)))
+    stack.enter_context(models.gpus_taken(specs))
     run.guard.watch = stack.enter_context(watch.Watch(logs, run.guard.lose))
     modules, fork_from = os.environ.get("PRELOAD_MODULES", ""), None
     if modules and not run.config.ray_kwargs.ray_init.get("address"):
         fork_from = stack.enter_context(fork.serving(modules, logs / "fork.log"))
     stack.callback(ray.shutdown)
     stack.callback(run.guard.end)
-    run.say("starting Ray" + (f", and the Gym servers {', '.join(servers)}" if servers else ""))
+    named = [*servers, *(f"{name} (a judge)" for name in judges.judges)]
+    run.say("starting Ray" + (f", and the Gym servers {', '.join(named)}" if servers else ""))
     restarted = lambda name: run.on_restart(name)  # noqa: E731  (asked when it happens: Gym's client is made later)
-    started = gym_servers.running_servers(servers, logs, lambda: start_ray(run, fork_from), policy, restarted)
-    return stack.enter_context(started)
+    blocks, trust = judges.blocks(), to_plain(config.gym.trust)
+    started = gym_servers.running_servers(servers, logs, lambda: start_ray(run, fork_from), policy, restarted, blocks, trust)
+    return stack.enter_context(started), judges
 
 
 def start_ray(run: Run, fork_from: Any) -> None:
