@@ -9,6 +9,7 @@ made under another name and renamed when it is whole; one that is there is used 
 
 from __future__ import annotations
 
+import difflib
 import os
 import shutil
 import subprocess
@@ -38,7 +39,10 @@ def site_packages(python: str) -> Path | None:
 def requirements(folder: Path) -> list[str]:
     """What a server of the package lists, but for nemo-gym itself. folder: resources_servers/NAME."""
     if (folder / "pyproject.toml").is_file():
-        lines = tomllib.loads((folder / "pyproject.toml").read_text())["project"].get("dependencies", [])
+        project = tomllib.loads((folder / "pyproject.toml").read_text())
+        sources = project.get("tool", {}).get("uv", {}).get("sources", {})
+        git = {name: source["git"] for name, source in sources.items() if "git" in source}  # not what PyPI calls so
+        lines = [f"{x} @ git+{git[x]}" if x in git else x for x in project["project"].get("dependencies", [])]
     else:
         path = folder / "requirements.txt"
         lines = path.read_text().splitlines() if path.is_file() else []
@@ -49,12 +53,15 @@ def requirements(folder: Path) -> list[str]:
 def install(server: str, python: str) -> Path:
     """Make the environment of `server`, unless it is there; returns its interpreter. Raises InstallError."""
     base, final = site_packages(python), environment(server, python)
-    if base is None or not (base / "resources_servers" / server / "app.py").is_file():
-        what = "no nemo-gym" if base is None else f"a nemo-gym without a resources server {server!r}"
-        raise InstallError(f"install {server}: {python} has {what}; `make gym` makes an environment that has nemo-gym")
+    if base is None:
+        raise InstallError(f"no environment for {server}: {python} has no nemo-gym; `make gym` makes one that has")
+    if not (base / "resources_servers" / server / "app.py").is_file():
+        known = [path.parent.name for path in base.glob("resources_servers/*/app.py")]
+        near = ", ".join(difflib.get_close_matches(server, known, 4, 0.0))
+        raise InstallError(f"no environment for {server}: nemo-gym has no such resources server; nearest are {near}")
     uv = find_uv()
     if not uv:
-        raise InstallError(f"install {server}: no uv beside {sys.executable} or on PATH; `pip install uv`")
+        raise InstallError(f"no environment for {server}: no uv beside {sys.executable} or on PATH; `pip install uv`")
     listed = requirements(base / "resources_servers" / server)
     marker = "\n".join([*sorted(p.name for p in base.glob("nemo_gym-*.dist-info")), *listed]) + "\n"
     if (final / "installed.txt").is_file() and (final / "installed.txt").read_text() == marker:
@@ -104,5 +111,5 @@ def run(server: str, command: list[str], text: str = "") -> str:
     if status:
         told = " ".join(" ".join(said.splitlines()[-12:]).split())[-600:]
         what = " ".join(command[1:3])
-        raise InstallError(f"install {server}: uv {what} failed, and nothing is left of it: {told}")
+        raise InstallError(f"no environment for {server}: uv {what} failed, and nothing is left of it: {told}")
     return done.stdout

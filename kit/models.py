@@ -286,8 +286,7 @@ class Proxy:
         self.judges, self.key, self.port = judges, secrets.token_hex(16), gym_servers.free_port()
         self.counts: dict[str, Counter[str]] = {name: Counter() for name in judges}
         self._lock, self._ready = threading.Lock(), threading.Event()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._failed: BaseException | None = None
 
     def __enter__(self) -> Proxy:
@@ -302,7 +301,6 @@ class Proxy:
         if self.judges:
             self._loop.call_soon_threadsafe(self._end.set)
             self._thread.join()
-        self._loop.close()
 
     def metrics(self) -> dict[str, float]:
         """judge/<name>/asked, prompt_tokens, completion_tokens, retries, failed/<reason>: since the last call."""
@@ -326,7 +324,7 @@ class Proxy:
             yield {"name": judge.name, "impl": judge.server, "changes": settings | judge.config}
 
     async def _serve(self) -> None:
-        self._end = asyncio.Event()
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         try:
             async with self._listening():
                 self._ready.set()

@@ -1,0 +1,476 @@
+"""Judges: a model that verifiers ask and that fails, in whatever way, makes no reward; what it costs is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import subprocess
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+from conftest import GYM_PYTHON, ROOT, make_model
+
+from gym_client import Gym, GymError, message_response
+from kit import gym_install, gym_servers, models, verdicts
+from kit.config import load_config, public
+from kit.errors import ConfigError
+from kit.gym_servers import GymStartError
+
+SITE = next(ROOT.glob(".venv-gym/lib/python3*/site-packages"))
+NONSENSE = "Lorem ipsum dolor sit amet."
+SAID = {  # a verdict of each server's judge, as its app.py reads it
+    "aalcr": "INCORRECT",
+    "abstention": "The grade is\nC",
+    "arena_judge": "Mine: [[B>>A]]",
+    "browsecomp_advanced_harness": "reasoning: ...\ncorrect: no",
+    "equivalence_llm_judge": "[[A!=B]]",
+    "finance_sec_search": "[[1]]",
+    "frontierscience_judge": "Judgement: NO",
+    "gdpval": '{"criteria_scores": [{"score": 1}], "overall_score": 0.5}',
+    "imo_proofbench_judge": "**Judgement**: No",
+    "inverse_if": '```json\n{"result": "FAIL", "explanation": "no"}\n```',
+    "jailbreak_detection": "[[UNSAFE]]",
+    "labbench2_vlm": "[[A=B]]",
+    "math_with_autograder": "[[A=B]]",
+    "math_with_judge": "They differ: [[A!=B]]",
+    "multichallenge": "On the whole, no: [[NO]]",
+    "omniscience": "D",
+    "over_refusal_detection": "[[REFUSED]]",
+    "physics_judge": "[Incorrect]",
+    "polymath": "[[A=B]]",
+    "proof_judge": "Score: \\boxed{0.5}",
+    "proof_verification": "\\boxed{0}",
+    "simpleqa": "A: CORRECT",
+    "tavily_search": "correct: yes",
+    "terminus_judge": "Final verdict: [[A=B]]",
+    "text_to_sql": "[[A!=B]]",
+    "ugphysics_judge": "## Equivalence Judgement\nFALSE",
+    "verifif": '{"verdict": "NO", "reasoning": "It does not."}',
+}
+
+
+def completion(text, **message):
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text, **message}}
+    usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+    head = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "stub"}
+    return {**head, "choices": [choice], "usage": usage}
+
+
+class Judge:
+    """An OpenAI-compatible address that answers from a script [(status, body or bytes or None, headers)], the last one
+    for ever; None: never. `log` has (route, headers, body) of each request."""
+
+    def __init__(self, *script):
+        self.script, self.log = list(script), []
+        judge = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self, status, body, headers=()):
+                if body is None:
+                    return time.sleep(5.0)
+                data = body if isinstance(body, bytes) else json.dumps(body).encode()
+                self.send_response(status)
+                for name, value in [("content-length", str(len(data))), *headers]:
+                    self.send_header(name, value)
+                self.end_headers()
+                with contextlib.suppress(OSError):
+                    self.wfile.write(data)
+
+            def do_GET(self):
+                known = self.headers.get("authorization") in (None, "Bearer right-key")
+                self.answer(200, {"data": [{"id": "stub"}]}) if known else self.answer(401, {"error": "who?"})
+
+            def do_POST(self):
+                sent = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                judge.log.append((self.path, self.headers.get("authorization"), sent))
+                self.answer(*(judge.script.pop(0) if len(judge.script) > 1 else judge.script[0]))
+
+            def log_message(self, *_):
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{server.server_port}/v1"
+
+
+def through(judge, path="chat/completions", bearer=None, **settings):
+    """(status, answer, metrics, seconds) of one request through the proxy."""
+    with models.Proxy(
+        {"judge_model": models.Judge("judge_model", judge, "stub", **{"timeout_s": 2.0, **settings})}
+    ) as proxy:
+        url, began = f"http://127.0.0.1:{proxy.port}/judge_model/v1/{path}", time.monotonic()
+        headers = {"Authorization": f"Bearer {bearer or proxy.key}"}
+        answer = httpx.post(url, json={"messages": [], "temperature": 1}, headers=headers, timeout=30.0)
+        return answer.status_code, answer.json(), proxy.metrics(), time.monotonic() - began
+
+
+GOOD = (200, completion("[[A=B]]"))
+
+
+@pytest.mark.parametrize(
+    ("script", "asked"),
+    [
+        ([GOOD], 1),
+        ([(500, {}), GOOD], 2),
+        ([(503, {}), (502, {}), GOOD], 3),
+        ([(429, {}, [("Retry-After", "1")])] * 4 + [GOOD], 5),  # waited for, beyond `attempts`
+        ([(200, b"<html>"), GOOD], 2),
+    ],
+    ids=["at once", "500", "503 502", "429 with Retry-After", "html"],
+)
+def test_a_judge_that_comes_round_is_asked_again_within_its_deadline(script, asked):
+    judge = Judge(*script)
+    status, answer, metrics, seconds = through(judge.url, parameters={"temperature": 0}, timeout_s=10.0)
+    assert status == 200 and answer["choices"][0]["message"]["content"] == "[[A=B]]"
+    assert len(judge.log) == asked and judge.log[-1][2]["temperature"] == 0 and judge.log[-1][2]["model"] == "stub"
+    told = {"asked": 1, "prompt_tokens": 5, "completion_tokens": 2} | ({"retries": asked - 1} if asked > 1 else {})
+    assert metrics == {f"judge/judge_model/{name}": value for name, value in told.items()}
+    assert seconds > (4.0 if asked == 5 else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("script", "reason", "asked"),
+    [
+        ([(401, {"error": "wrong key: right-key"})], "http_401", 1),
+        ([(404, {"error": {"message": "no model stub"}})], "http_404", 1),
+        ([(400, {"error": {"message": "maximum context length is 10"}})], "http_400", 1),
+        ([(500, b"'}{\"")], "http_500", 2),
+        ([(429, {}, [("Retry-After", "60")])], "http_429", 1),  # beyond the deadline: told at once
+        ([(200, b"<html>")], "bad_answer", 2),
+        ([(200, [])], "bad_answer", 2),
+        ([(200, {"choices": [{"message": {"content": 7}}]})], "bad_answer", 2),
+        ([(200, completion(" \n"))], "empty", 1),
+        ([(200, completion(None, refusal="I would rather not."))], "refused", 1),
+        ([(200, None)], "timeout", 1),
+    ],
+    ids=str,
+)
+def test_a_judge_that_fails_is_a_failure_with_its_name_and_never_its_key(script, reason, asked):
+    judge, began = Judge(*script), time.monotonic()
+    status, answer, metrics, _ = through(judge.url, key="right-key", key_name="THE_KEY", attempts=2)
+    told = answer["error"]["message"]
+    assert status == 422 and f"judge judge_model ({judge.url}): {reason}" in told and len(judge.log) == asked
+    assert metrics[f"judge/judge_model/failed/{reason}"] == 1 and time.monotonic() < began + 5.0
+    assert judge.log[0][1] == "Bearer right-key" and "right-key" not in told and "context length" not in told
+    wrapped = f"Hit an exception in VLLMModel calling an inner server: {json.dumps(answer).encode()!r}"  # as Gym says
+    assert verdicts.fault(500, json.dumps(wrapped).encode()) == told.partition("\n")[0][:600]
+
+
+def test_a_judge_that_is_down_is_a_failure_too():
+    status, answer, metrics, _ = through("http://127.0.0.1:9/v1", attempts=2)
+    assert status == 422 and "connect: " in answer["error"]["message"] and metrics["judge/judge_model/retries"] == 1
+
+
+def test_the_proxy_is_for_the_runs_own_servers():
+    judge = Judge(GOOD)
+    assert through(judge.url, bearer="stolen")[0] == 401 and through(judge.url, "models")[0] == 404 and not judge.log
+
+
+def test_no_more_requests_at_once_than_concurrency():
+    at_once, most, lock = 0, [0], threading.Lock()
+
+    class Counting(list):
+        def __getitem__(self, index):
+            nonlocal at_once
+            with lock:
+                at_once += 1
+                most[0] = max(most[0], at_once)
+            time.sleep(0.1)
+            with lock:
+                at_once -= 1
+            return GOOD
+
+    judge = Judge(GOOD)
+    judge.script = Counting([GOOD])
+
+    async def many(port, key):
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {key}"}, timeout=30.0) as http:
+            url = f"http://127.0.0.1:{port}/j/v1/chat/completions"
+            return await asyncio.gather(*[http.post(url, json={"messages": []}) for _ in range(12)])
+
+    # twelve share two places for 0.6 s, and the deadline of 0.5 s counts from a place on
+    with models.Proxy({"j": models.Judge("j", judge.url, "stub", concurrency=2, timeout_s=0.5)}) as proxy:
+        answers = asyncio.run(many(proxy.port, proxy.key))
+    assert {answer.status_code for answer in answers} == {200} and most[0] == 2
+
+
+# --- what a judge's text must hold ---------------------------------------------------------------
+
+
+def test_every_verdict_is_of_a_server_that_is_there():
+    assert SAID.keys() == verdicts.VERDICTS.keys()
+    assert not [name for name in verdicts.VERDICTS if not (SITE / "resources_servers" / name / "app.py").is_file()]
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_text_without_a_verdict_is_none(name):
+    answer = lambda text: json.dumps(completion(text)).encode()  # noqa: E731
+    assert verdicts.fault(200, answer(SAID[name]), verdicts.VERDICTS[name]) == ""
+    for text in (NONSENSE, "As an AI I Cannot Be Asked.", f"<think>{SAID[name]}</think> {NONSENSE}"):
+        assert "no verdict" in verdicts.fault(200, answer(text), verdicts.VERDICTS[name]), text
+    responses = {"output": [{"type": "message", "content": [{"type": "output_text", "text": SAID[name]}]}]}
+    assert verdicts.fault(200, json.dumps(responses).encode(), verdicts.VERDICTS[name]) == ""
+
+
+def test_a_failure_is_of_the_request_for_which_the_judge_was_asked():
+    """Two verdicts at once, of which one's judge fails; a third, whose judge is asked again and answers."""
+    both = asyncio.Event()
+
+    async def app(scope, receive, send):
+        why = {"bad": "no", "good": "", "again": "no"}[scope["query_string"].decode()]
+        await asyncio.gather(*[asyncio.create_task(asked(why))])  # in a task of its own, as verifiers do
+        if scope["query_string"] == b"again":
+            verdicts.note({"messages": [1], "temperature": 0.5}, "")
+        body = json.dumps({"reward": 0.0}).encode()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"set-cookie", b"a=b")]})
+        await send({"type": "http.response.body", "body": body})
+
+    async def asked(why):
+        both.set()
+        await asyncio.sleep(0.01)
+        verdicts.note({"messages": [1], "temperature": 0}, why)
+
+    async def call(query, path="/verify"):
+        sent = []
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": query.encode()}
+
+        async def send(message):
+            sent.append(message)
+
+        await verdicts.watched(app)(scope, None, send)
+        assert (b"set-cookie", b"a=b") in sent[0]["headers"]
+        return sent[0]["status"], json.loads(sent[1]["body"])
+
+    async def run():
+        return await asyncio.gather(call("bad"), call("good"), call("again"), call("bad", "/look"))
+
+    bad, good, again, tool = asyncio.run(run())
+    assert bad == (200, {"reward": None, "_ng_failure_class": "judge_failed", "_ng_failure_judge_error": "no"})
+    assert good == again == (200, {"reward": 0.0}) and tool[0] == 429
+
+
+# --- Gym's own servers ---------------------------------------------------------------------------
+
+SAME = {"judge_model_server": {"type": "responses_api_models", "name": "judge_model"}}
+ASKING = {  # the server: its start, and an answer that it asks its judge about
+    "abstention": ({"config": SAME}, "Paris"),
+    "physics_judge": ({"config": SAME}, "The answer is \\boxed{-1}"),
+    "math_with_judge": ({"config": {**SAME, "should_use_judge": True}}, "The answer is \\boxed{-1}"),
+    "arena_judge": ({"config": SAME, "install": True}, "Paris"),  # which needs scikit-learn
+}
+RIGHT = "[[A=B]] [Correct] [[A>B]]\nA"
+
+
+def first_row(name):
+    folder = SITE / "resources_servers" / name / "data"
+    return json.loads((folder / "example.jsonl").read_text().splitlines()[0])
+
+
+def verdict_of(urls, name, timeout_s=20.0):
+    async def ask():
+        async with Gym({name: urls[name]}, timeout_s=timeout_s, attempts=1) as gym:
+            async with gym.session(name, first_row(name)) as session:
+                return await session.verify(message_response(ASKING[name][1]))
+
+    return asyncio.run(ask())
+
+
+@contextlib.contextmanager
+def asking(judge, folder, names):
+    starts = {name: {"start": {"python": str(GYM_PYTHON), **ASKING[name][0]}} for name in names}
+    with models.Proxy({"judge_model": judge}) as proxy:
+        with gym_servers.running_servers(starts, folder, models=proxy.blocks()) as urls:
+            yield urls, proxy
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory):
+    """(judge, urls, proxy): four of Gym's judge servers and what they ask."""
+    judge, folder = Judge((200, completion(RIGHT))), tmp_path_factory.mktemp("judged")
+    asked = models.Judge("judge_model", judge.url, "stub", "right-key", "THE_KEY", timeout_s=3.0, attempts=2)
+    with asking(asked, folder, ASKING) as (urls, proxy):
+        yield judge, urls, proxy
+        assert not [path for path in folder.iterdir() if "right-key" in path.read_text()]  # in no log
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_a_judge_server_of_gyms_verifies(judged, name):
+    judge, urls, proxy = judged
+    judge.script, proxy_before = [(200, completion(RIGHT))], proxy.metrics()
+    assert verdict_of(urls, name).reward == 1.0, proxy_before
+    assert proxy.metrics()["judge/judge_model/prompt_tokens"] >= 5
+
+
+@pytest.mark.parametrize("name", ASKING)
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ((200, completion(NONSENSE)), "no verdict in its answer: .*Lorem"),
+        ((200, b"<html>"), "bad_answer"),
+        ((401, {"error": "right-key"}), "http_401"),
+        ((404, {"error": {"message": "no model stub"}}), "http_404"),
+        ((429, {}, [("Retry-After", "60")]), "http_429"),
+        ((500, {}), "http_500"),
+        ((200, None), "timeout"),
+    ],
+    ids=["nonsense", "html", "401", "wrong model", "429", "500", "never"],
+)
+def test_a_judge_that_fails_is_never_a_reward(judged, name, answer, why):
+    judge, urls, _ = judged
+    judge.script = [answer]
+    with pytest.raises(GymError, match=rf"judge_model.*{why}") as caught:
+        verdict_of(urls, name)
+    assert caught.value.reason == "masked" and "right-key" not in str(caught.value)
+
+
+def test_a_real_model_judges(tmp_path):
+    """vLLM serves a model of random weights, which may say one of two verdicts; three servers ask it."""
+    from transformers import AutoTokenizer
+
+    folder = make_model(tmp_path / "judge", tied=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    says = [RIGHT, "[[A!=B]] [Incorrect] [[B>A]]\nB"]
+    tokenizer.add_tokens(says)  # in the place of others, whose rows of the embedding are there
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 16384}
+    (folder / "config.json").write_text(json.dumps(config))
+    ids = list(tokenizer.convert_tokens_to_ids(says))
+    spec = {"start": {"model": str(folder), "args": {"max_model_len": 16384, "max_num_seqs": 4}}}
+    spec["parameters"] = {"allowed_token_ids": ids, "max_tokens": 1, "temperature": 1.0}
+    assert list(models.problems({"judge_model": spec}, 60.0)) == []
+    judge = models.judges({"judge_model": spec}, 60.0, cpu_dtype="float32")["judge_model"]
+    with asking(judge, tmp_path / "logs", ["abstention", "physics_judge", "math_with_judge"]) as (urls, proxy):
+        rewards = [verdict_of(urls, name, 60.0).reward for name in urls for _ in range(4)]
+        metrics = proxy.metrics()
+    assert set(rewards) <= {0.0, 1.0} and metrics["judge/judge_model/completion_tokens"] >= 12
+    assert not [name for name in metrics if "failed" in name]
+
+
+# --- what a recipe says --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ({}, "takes base_url: .* or start"),
+        ({"base_url": "https://x/v1", "start": {"model": "."}}, "takes base_url: .* or start"),
+        ("me", "or is the word policy"),
+        ({"base_url": "x/v1", "model": "m"}, "base_url is 'x/v1'"),
+        ({"base_url": "https://x/v1"}, "model is not set"),
+        ({"base_url": "https://x/v1", "model": "m", "api_key": "sk-1"}, "a key stands in no recipe"),
+        (
+            {"base_url": "https://x/v1", "model": "m", "api_key_env": "NO_SUCH"},
+            "the environment variable NO_SUCH is",
+        ),
+        ({"base_url": "https://x/v1", "model": "m", "timeout": 3}, "unknown key 'timeout'"),
+        ({"base_url": "https://x/v1", "model": "m", "timeout_s": 60}, "no less than gym.timeout_s=60"),
+        ({"base_url": "https://x/v1", "model": "m", "attempts": 0}, "a number over 0"),
+        ({"base_url": "https://x/v1", "model": "m", "server": "local_vllm_model"}, "none of vllm_model"),
+        ({"start": {"model": "models/none"}}, "no model folder"),
+        ({"start": {"model": "a/b", "gpu": 1}}, "unknown key 'gpu'"),
+        ({"start": {"model": "a/b", "gpus": 1}}, "gpus takes a list"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_a_judge_is_told_by_its_key(spec, told):
+    (problem,) = models.problems({"judge_model": spec}, 60.0)
+    assert re.search(rf"gym\.models\.judge_model.*{told}", problem) and "sk-1" not in problem
+
+
+def test_a_judge_on_a_gpu_has_one_of_its_own(monkeypatch):
+    spec = {"judge_model": {"start": {"model": "a/b", "gpus": [2, 3], "args": {"max_model_len": 64}}}}
+    assert "gpus is not set" in next(models.problems({"j": {"start": {"model": "a/b"}}}, 60.0, "cuda"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    judges = models.judges(spec, 60.0)
+    with models.gpus_taken(spec):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    block = models.vllm_block(judges["judge_model"])
+    assert block["env"]["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert {"--tensor-parallel-size", "2", "--max-model-len", "64"} <= set(block["command"])
+    with pytest.raises(ConfigError, match="names 9, of 0, 1, 2, 3"), models.gpus_taken({"j": {"start": {"gpus": [9]}}}):
+        pass
+
+
+def test_an_address_is_asked_for_its_model_before_anything_starts():
+    judge = Judge((404, {"error": {"message": "The model stab does not exist."}}))
+    models.reach(models.Judge("j", judge.url, "stub"))
+    for changes, told in (
+        ({"model": "stab"}, r"gym\.models\.j\.model=stab: .*404: .*nearest of its 1 models are stub"),
+        ({"key": "wrong", "key_name": "THE_KEY"}, r"gym\.models\.j: .*401.* \(the key in THE_KEY\)"),
+        ({"url": "http://127.0.0.1:9/v1"}, r"gym\.models\.j\.base_url: http://127.0.0.1:9/v1 does not answer"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            models.reach(models.Judge(**{"name": "j", "url": judge.url, "model": "stub", **changes}))
+
+
+def test_a_key_is_in_nothing_that_is_written_or_handed_on(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
+    spec = {"base_url": "https://x/v1", "model": "m", "api_key_env": "JUDGE_KEY"}
+    judges = models.judges({"judge_model": spec}, 60.0)
+    assert judges["judge_model"].key == "sk-very-secret" and "sk-very-secret" not in repr(judges)
+    assert "sk-very-secret" not in repr(list(models.Proxy(judges).blocks())) + "".join(models.told(judges))
+    config, _ = load_config([], [f"gym.models={{judge_model: {json.dumps(spec)}}}"])
+    assert config.gym.models.judge_model.api_key_env == "JUDGE_KEY" and "sk-very-secret" not in str(public(config))
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "known", "told"),
+    [
+        ("physics_judge", {}, [], r"asks the model judge_model \(judge_model_server\); set gym\.models\.judge_model"),
+        ("physics_judge", {"config": {"should_use_judge": False}}, [], ""),
+        ("physics_judge", {}, ["judge_model"], ""),
+        ("multichallenge", {"agent": "simple_agent"}, [], ""),  # asks policy_model, which an agent's run has
+        ("xstest", {}, ["allenai_wildguard_model_server"], r"cannot tell them apart; gym\.trust=\[xstest\]"),
+        ("reasoning_gym", {}, [], ""),
+    ],
+)
+def test_what_a_server_asks_is_known_before_it_starts(name, start, known, told):
+    start = {"python": str(GYM_PYTHON), **start}
+    context = pytest.raises(GymStartError, match=told) if told else contextlib.nullcontext()
+    with context:
+        gym_servers.check_asked(name, start, known)
+    gym_servers.check_asked(name, start, ["judge_model", "policy_model", *known], [name])
+
+
+@pytest.mark.parametrize("port", [70000, 0.5, "x", -1])
+def test_a_port_that_is_none_is_told(port):
+    with pytest.raises(GymStartError, match=r"gym\.servers\.mcqa\.start\.port is .*; it takes a number up to 65535"):
+        gym_servers.check_server("mcqa", {"start": {"python": str(GYM_PYTHON), "port": port}})
+
+
+# --- environments of their own -------------------------------------------------------------------
+
+
+def test_an_install_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
+    python = tmp_path / ".venv-gym" / "bin" / "python"
+    for folder in ("bin", "lib"):
+        (tmp_path / ".venv-gym").mkdir(exist_ok=True)
+        (tmp_path / ".venv-gym" / folder).symlink_to(ROOT / ".venv-gym" / folder)
+    real, calls = subprocess.run, []
+
+    def run(command, **settings):
+        calls.append(command[1:3])
+        if command[1:3] == ["pip", "install"] and "--no-deps" not in command:
+            return subprocess.CompletedProcess(command, 1, "", "No solution found\nbecause of a reason")
+        return real(command, **settings) if command[1] == "venv" else subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(gym_install.subprocess, "run", run)
+    with pytest.raises(GymStartError, match=r"gym\.servers\.x: no environment for asr_with_pc: .*because of a reason"):
+        gym_servers.interpreter("x", {"python": str(python), "server": "asr_with_pc", "install": True})
+    assert calls[-1] == ["pip", "install"] and not list((tmp_path / ".venv-gym-servers").iterdir())
+    with pytest.raises(gym_install.InstallError, match=r"no such resources server; nearest are .*mcqa"):
+        gym_install.install("mcqaa", str(python))
+
+
+def test_what_pypi_has_by_the_name_of_a_git_repository_is_not_installed():
+    listed = gym_install.requirements(SITE / "resources_servers" / "code_fim")
+    assert any(line.startswith("human-eval-infilling @ git+https://") for line in listed)
+    assert not [line for line in listed if "nemo-gym" in line]
