@@ -81,12 +81,7 @@ UNREAD = {
 }
 MICRO_BATCH_TOKENS = [f"{place}.ppo_max_token_len_per_gpu" for place in (ACTOR, "critic")]
 MICRO_BATCH_TOKENS += [f"{place}.log_prob_max_token_len_per_gpu" for place in (ROLLOUT, REF)]
-FREE = (
-    "ray_kwargs.ray_init",
-    "gym.servers",
-    "gym.models",
-    "gym.concurrency",
-)  # keys below are not ours or verl's to list
+FREE = ("ray_kwargs.ray_init", "gym.servers", "gym.models", "gym.concurrency")  # what is below is not ours to list
 
 
 def to_plain(config: Any) -> Any:

@@ -268,7 +268,7 @@ async def ask(
             raise JudgeError("timeout", f"no answer within {judge.timeout_s:g} s") from None
         except JudgeError as error:
             tried += not error.pause_s
-            wait = error.pause_s or pause
+            wait = max(error.pause_s, pause if tried else PAUSE_S)
             if not error.retry or tried >= judge.attempts:
                 raise
             if time.monotonic() + wait >= deadline:
@@ -276,7 +276,7 @@ async def ask(
                 raise JudgeError(error.reason, more) from None
         count["retries"] += 1
         await asyncio.sleep(wait)
-        pause *= 2
+        pause *= 2 if tried else 1
 
 
 class Proxy:

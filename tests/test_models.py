@@ -17,7 +17,7 @@ import pytest
 from conftest import GYM_PYTHON, ROOT, make_model
 
 from gym_client import Gym, GymError, message_response
-from kit import gym_install, gym_servers, models, verdicts
+from kit import gym_install, gym_servers, models, recipe, verdicts
 from kit.config import load_config, public
 from kit.errors import ConfigError
 from kit.gym_servers import GymStartError
@@ -474,3 +474,26 @@ def test_what_pypi_has_by_the_name_of_a_git_repository_is_not_installed():
     listed = gym_install.requirements(SITE / "resources_servers" / "code_fim")
     assert any(line.startswith("human-eval-infilling @ git+https://") for line in listed)
     assert not [line for line in listed if "nemo-gym" in line]
+
+
+@pytest.mark.parametrize(
+    ("gym", "told"),
+    [
+        (
+            {"models": {"judge_modle": "policy"}},
+            ["asks the model judge_model", r"models\.judge_modle: no server .* they"],
+        ),
+        ({"models": {"judge_model": "policy"}, "trust": ["physics"]}, [r"gym\.trust: physics is none of gym\.servers"]),
+        ({"models": {"judge_model": "policy"}}, []),
+        (
+            {"models": {"judge_model": {"base_url": "https://x/v1", "model": "m", "api_key_env": "NO"}}},
+            ["variable NO is"],
+        ),
+    ],
+    ids=str,
+)
+def test_a_recipe_with_judges_is_checked_before_anything_starts(gym, told):
+    start = {"physics_judge": {"start": {"python": str(GYM_PYTHON)}}}
+    config, _ = load_config([], [f"gym.{key}={json.dumps(value)}" for key, value in ({"servers": start} | gym).items()])
+    errors = [str(error) for error in recipe.check_servers(config)]
+    assert len(errors) == len(told) and all(re.search(*pair) for pair in zip(told, errors, strict=True)), errors

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from conftest import ACTIONS, END, GYM_PYTHON, counting
+from conftest import ACTIONS, END, GYM_PYTHON, counting, row
 
 import env
 import inference
@@ -194,3 +194,11 @@ def test_gyms_own_agent_plays_against_our_sampler(session, worlds):
     )
     assert all(e.reward in (0.0, 1.0) for e in episodes)
     assert max(len(e.turns) for e in episodes) > 1 and any(0 in e.response_mask for e in episodes)
+
+
+def test_the_policy_judges_and_what_it_says_is_no_verdict(session, worlds):
+    """Gym's abstention asks genrm_model, which is the policy, which can say nothing but its move: not 0."""
+    episodes = play(session, worlds, row(), "judged", 4, "hit")
+    assert [e.status for e in episodes] == ["masked"] * 4 and {e.reward for e in episodes} == {None}
+    told = [e.error for e in episodes]
+    assert all("genrm_model" in text and "no verdict in its answer" in text for text in told), told
