@@ -71,17 +71,19 @@ ASKED = {"judge_base_url": "", "judge_api_key": "none", "judge_model": "stub"}  
 SETTINGS = {
     "browsecomp_advanced_harness": SEARCH,
     "finance_sec_search": {"tavily_api_key": None},
+    "google_search": {"google_api_key": "none", "google_cx": "none"},
     "tavily_search": SEARCH,
     "verifif": {"judge_server_name": "judge_model", **ASKED},
 }
 NEEDS = {
     "needs a judge": "bbq conversational_tool_use_simulation longmemeval toolsandbox",
-    "its tools need a network": "browsecomp_advanced_harness finance_sec_search google_search tavily_search",
-    "needs a network": "finance_agent_v2 spider2_lite",
+    "its tools need a network": "browsecomp_advanced_harness google_search tavily_search",
+    "needs a network": "finance_agent_v2 finance_sec_search spider2_lite",
     "needs a sandbox": "cvdp deepswe legal_agent_bench math_formal_lean scicode",
     "needs packages from git": "code_fim ether0 longmt_eval ns_tools openenv",
     "needs 60 packages with torch (6 GB), for rows of images": "vlm_eval_kit",
     "needs a second environment, which it builds with uv": "bigcodebench",
+    "needs Python 3.12, or setuptools below 81": "grl_sokoban",
     "rows of audio": "asr_with_pc",
     "needs 27 GB of test data": "competitive_coding_challenges",
     "the base class of the reset/step servers": "gymnasium",
@@ -177,7 +179,8 @@ async def ask(name: str, url: str, rows: list[dict[str, Any]], judge: Stub) -> t
         return kind, routes, because(name, str(error).removeprefix(url))
     if name in JUDGE:
         return kind, routes, f"{paid}; its judge was never asked"
-    return kind, routes, because(name, f"without it, reward {reward:g}") if name in WHY and name not in FINE else paid
+    lacks = name in WHY and name not in FINE
+    return kind, routes, because(name, f"without it, reward {reward:g}") if lacks else paid
 
 
 async def failing(gym: Gym, name: str, kind: str, row: dict[str, Any], judge: Stub) -> str:
@@ -188,7 +191,7 @@ async def failing(gym: Gym, name: str, kind: str, row: dict[str, Any], judge: St
             reward = await reward_of(gym, name, kind, row)
             return f"A FAULT: it pays {reward:g} where its judge says {text or status!r}"
         except GymError as error:
-            if error.reason != "masked":
+            if error.reason not in ("masked", "timeout"):  # some ask for minutes by themselves
                 return f"{because(name, str(error))} where its judge says {text or status!r}"
     return "none where its judge fails"
 
@@ -233,8 +236,9 @@ def attempt(
             gym_servers.running_servers({name: {"start": start}}, logs, models=proxy.blocks()) as urls,
         ):
             kind, routes, verdict = asyncio.run(ask(name, urls[name], rows, judge))
-            told = f", by {', '.join(sorted(asked))}" if asked and verdict.startswith("reward") else ""
-            return kind, tools_of(rows, routes), verdict + told
+            if verdict.startswith("reward"):
+                verdict += f", by {', '.join(sorted(asked))}" * bool(asked) + f"; {WHY.get(name)}" * (name in WHY)
+            return kind, tools_of(rows, routes), verdict
     except gym_servers.GymStartError as error:
         print(f"    {error}", file=sys.stderr)
         if "has no resources server" in str(error):

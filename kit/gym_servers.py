@@ -88,6 +88,11 @@ def discover(head: str) -> tuple[dict[str, str], dict[str, str]]:
     return servers, agents
 
 
+def is_port(port: Any) -> bool:
+    """Whether `port`, a number or its digits, is one that a server can have."""
+    return bool(re.fullmatch("[0-9]{1,5}", str(port))) and 0 < int(port) < 65536
+
+
 def port_in_use(host: str, port: int) -> bool:
     """True when something listens on host:port."""
     with socket.socket() as probe:
@@ -131,7 +136,7 @@ def check_server(name: str, spec: Mapping[str, Any]) -> None:
     host, port, python = start.get("host") or HOST, start.get("port"), start.get("python") or PYTHON
     if not (Path(python).is_file() and os.access(python, os.X_OK)):
         raise GymStartError(f"gym.servers.{name}: no interpreter at {python}; `make gym` makes that environment")
-    if port and not (str(port).isdigit() and 0 < int(port) < 65536):
+    if port and not is_port(port):
         raise GymStartError(f"{where}.port is {port!r}; it takes a number up to 65535, or nothing for a free port")
     free_port(host)  # which knows a host that is not here
     if port and port_in_use(host, int(port)):

@@ -214,6 +214,8 @@ def check_servers(config: DictConfig) -> Iterator[Exception]:
         yield ConfigError(f"gym.models.{idle[0]}: no server that the kit starts asks it; {way_out}; leave it out")
     if unknown := [name for name in trust if name not in config.gym.servers]:
         yield ConfigError(f"gym.trust: {unknown[0]} is none of gym.servers; leave it out")
+    if config.gym.door.port and not gym_servers.is_port(config.gym.door.port):
+        yield ConfigError(f"gym.door.port is {config.gym.door.port!r}; it takes a number up to 65535, or nothing")
     if config.gym.door.port and not os.environ.get("POLICY_API_KEY"):
         yield ConfigError("gym.door.port: the environment variable POLICY_API_KEY must hold the key that agents give")
 
