@@ -231,7 +231,9 @@ def plan(
 def start_server(block: Block, blocks: Iterable[Block], mode: str = "wb") -> Popen[bytes]:
     """Start the process of `block`, which finds the others by their names; does not wait for it. mode: of its log."""
     # The server's environment is its own: nothing of this interpreter's, and no tracker that phones home.
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    blocks = list(blocks)
+    hidden = {name for b in blocks for name in b.get("hidden", ())}  # keys: some servers run what the policy wrote
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV")) and k not in hidden}
     env |= {"WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1", **block.get("env", {})}
     # by environment, not by argument: it holds the policy's key, and everyone may read arguments
     known = [b for b in blocks if "impl" in b]
@@ -339,7 +341,8 @@ def running_servers(
     (127.0.0.1), port (a free one), agent (folder under
     responses_api_agents: it owns the turns; url and port are then the agent's), agent_config (changes to its YAML).
     policy: {base_url, api_key, model} that agents ask. models: what verifiers ask by name, {name, impl: folder under
-    responses_api_models, changes: its settings}, and what those ask in turn, {name, command, env, port, deadline_s}.
+    responses_api_models, changes: its settings, hidden: variables that no server sees}, and what those ask in turn,
+    {name, command, env, port, deadline_s}.
     trust: names whose judges' texts are taken as they are. The servers start side by side, and beside what `meanwhile`
     does. One that dies later is started again, on its port, and `on_restart(name)` is called from a thread; of an
     agent's servers the name may be policy_model or {name}_{agent}. Raises GymStartError.

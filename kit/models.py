@@ -321,7 +321,8 @@ class Proxy:
                 settings |= {"return_token_id_information": False, "uses_reasoning_parser": False}
             if judge.start:
                 yield vllm_block(judge)
-            yield {"name": judge.name, "impl": judge.server, "changes": settings | judge.config}
+            hidden = [judge.key_name] if judge.key_name else []
+            yield {"name": judge.name, "impl": judge.server, "changes": settings | judge.config, "hidden": hidden}
 
     async def _serve(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()

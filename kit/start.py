@@ -101,7 +101,9 @@ def start_outside(
     run.say("starting Ray" + (f", and the Gym servers {', '.join(named)}" if servers else ""))
     restarted = lambda name: run.on_restart(name)  # noqa: E731  (asked when it happens: Gym's client is made later)
     blocks, trust = judges.blocks(), to_plain(config.gym.trust)
-    started = gym_servers.running_servers(servers, logs, lambda: start_ray(run, fork_from), policy, restarted, blocks, trust)
+    started = gym_servers.running_servers(
+        servers, logs, lambda: start_ray(run, fork_from), policy, restarted, blocks, trust
+    )
     return stack.enter_context(started), judges
 
 

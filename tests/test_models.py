@@ -411,13 +411,17 @@ def test_an_address_is_asked_for_its_model_before_anything_starts():
             models.reach(models.Judge(**{"name": "j", "url": judge.url, "model": "stub", **changes}))
 
 
-def test_a_key_is_in_nothing_that_is_written_or_handed_on(monkeypatch):
+def test_a_key_is_in_nothing_that_is_written_or_handed_on(monkeypatch, tmp_path):
     monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
     spec = {"base_url": "https://x/v1", "model": "m", "api_key_env": "JUDGE_KEY"}
     judges = models.judges({"judge_model": spec}, 60.0)
     assert judges["judge_model"].key == "sk-very-secret" and "sk-very-secret" not in repr(judges)
     assert "sk-very-secret" not in repr(list(models.Proxy(judges).blocks())) + "".join(models.told(judges))
     config, _ = load_config([], [f"gym.models={{judge_model: {json.dumps(spec)}}}"])
+    (block,), seen = models.Proxy(judges).blocks(), {}
+    monkeypatch.setattr(gym_servers, "Popen", lambda command, env, **_: seen.update(env))
+    gym_servers.start_server({**block, "log": str(tmp_path / "log"), "python": "python"}, [block])
+    assert "JUDGE_KEY" not in seen and "sk-very-secret" not in repr(seen)
     assert config.gym.models.judge_model.api_key_env == "JUDGE_KEY" and "sk-very-secret" not in str(public(config))
 
 
