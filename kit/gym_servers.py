@@ -431,9 +431,9 @@ def serve(name: str, parent: int, blocks: list[dict[str, Any]], command: list[st
 def ask_models(block: Block, blocks: Iterable[Block], config: dict[str, Any]) -> None:
     """A verifier's asking of models is looked at (kit/verdicts.py); Gym's GenRM gets an address, no vLLM of its own."""
     if block["kind"] == "resources_servers" and (asked := verdicts().asked_models(config)):
-        models = [b for b in blocks if b["kind"] == MODELS]
-        names, places = {*asked.values(), *(b["name"] for b in models)}, {f"{b['host']}:{b['port']}" for b in models}
-        verdicts().watch(names, places, "" if block["trusted"] else verdicts().VERDICTS.get(block["impl"], ""))
+        places = {f"{b['host']}:{b['port']}" for b in blocks if b["kind"] == MODELS}
+        verdict = "" if block["trusted"] else verdicts().VERDICTS.get(block["impl"], "")
+        verdicts().watch(set(asked.values()), places, verdict)
     if block["impl"] == "genrm_model":
         vllm = importlib.import_module(f"{MODELS}.vllm_model.app")
         local: Any = types.ModuleType(f"{MODELS}.local_vllm_model.app")

@@ -6,12 +6,14 @@ some 1. So the kit looks at each call of a judge, inside the verifier's own proc
 /verify it was made: `watch` is called by kit/gym_servers.py before the server's app.py runs. A judge that answered no
 200, nothing, or no text in which VERDICTS finds one, makes of the verdict what Gym's own judge_failsafe (0.5.0) does:
 200, `_ng_failure_class: judge_failed`, and no reward. A verifier that asks the same again and is answered has one.
+Where the verifier itself says beside the reward that it found no verdict (`disowned`), it is none, too.
 
 Of the standard library alone: the Gym environment runs this file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -21,22 +23,22 @@ from typing import Any
 
 _LABELS = r"\[\[[^\[\]]+\]\]"  # [[A=B]], [[SAFE]]; of most, labels that their YAML can name otherwise
 _GRADE = r"(\A|\n)\s*[ABCD]\s*\Z"  # their parsers find an A in "As an AI ..." too
-_BOXED = r"\\boxed\{\s*(0|0?\.5|1)(\.0*)?\s*\}"
+_BOXED = r"\\boxed\{\s*(0|0?\.5|1)(\.0*)?\s*\}(?!(.|\n)*\\boxed\{)"
 # What a judge's text must hold, by the server that asks, as its app.py reads it; flags: IGNORECASE.
 VERDICTS = {
     "aalcr": r"\A\s*(?-i:(IN)?CORRECT)\s*\Z",
     "abstention": f"(?-i:{_GRADE})",
     "arena_judge": r"\[\[[AB<>=]+\]\]",
-    "browsecomp_advanced_harness": r"correct\W+(yes|no)\b",
+    "browsecomp_advanced_harness": r"correct:\s*(yes|no)\b",
     "equivalence_llm_judge": rf"{_LABELS}|\b(IN)?CORRECT\b",
-    "finance_sec_search": r"\[\[\d+\]\]",
+    "finance_sec_search": r"\[\[[012]\]\]",
     "frontierscience_judge": r"Judgement:\s*(YES|NO)|score\W+\d",
     "gdpval": r'"(criteria_scores|(overall_|total_|average_|final_)?score)"\s*:|FINAL_SCORE\[\s*[\d.]+\s*\]',
     "imo_proofbench_judge": r"Judgement\W*:\W*(yes|no)|\\boxed\s*\{\s*(in)?correct\s*\}|<points>\s*\d+\s*out of 7",
     "inverse_if": r'"result"\s*:\s*"(PASS|FAIL)"|(PASS|FAIL)[^\n]*(\n[^\n]*){0,4}\Z',
     "jailbreak_detection": rf"{_LABELS}|Response harm:\s*(un)?harmful",
     "labbench2_vlm": _LABELS,
-    "math_with_autograder": r"\[\[?(A!?=B|(in)?correct)\]\]?|\\boxed\{\s*(in)?correct\s*\}",
+    "math_with_autograder": r"(?-i:\\boxed\{(Correct|Incorrect)\})",
     "math_with_judge": r"\[\[A!?=B\]\]",
     "multichallenge": r"\[\[(YES|NO)\]\]|\b(YES|NO)\b[^\n]*\Z",
     "omniscience": f"(?-i:{_GRADE})",
@@ -45,13 +47,20 @@ VERDICTS = {
     "polymath": r"\[\[A!?=B\]\]",
     "proof_judge": _BOXED,
     "proof_verification": _BOXED,
-    "simpleqa": r"(?-i:(\A|\n)\s*[ABC]\b[^\n]*\Z|\A\s*[ABC]\b)",
-    "tavily_search": r"correct: (yes|no)",
+    "simpleqa": r"(?-i:(\A|\n)\s*[ABC]\s*(:[^\n]*)?\Z)",
+    "tavily_search": r"(?-i:correct: (yes|no))",
     "terminus_judge": _LABELS,
     "text_to_sql": _LABELS,
     "ugphysics_judge": r"\b(TRUE|FALSE)\b",
+    "xstest": "",  # by what it says alone
     "verifif": r'\[\[(YES|NO)\]\]|"verdict"\s*:\s*"(YES|NO)"|\b(YES|NO)\s*\Z|"(status|definition)"\s*:',
 }
+# What a verifier says beside the reward where it found no verdict.
+TELLS = {"invalid_judge_response": True, "invalid_gen_base": True, "no_judge_score": 1.0}
+EVALUATIONS = ("judge_evaluation", "quality_judge_evaluation", "judge_evaluations")  # each with a verdict_label
+UNREADABLE = (
+    r"Error parsing LLM Judge|Validation error|No \[\[YES\]\]/\[\[NO\]\]|LLM (validator|judge) error|Judge returned"
+)
 SETTLED = ("/verify", "/step")  # routes whose answer is a reward; a tool is answered 429, which ends its episode
 ASKED = "responses_api_models"
 App = Callable[..., Awaitable[None]]
@@ -98,6 +107,24 @@ def fault(status: int, said: bytes, verdict: str = "") -> str:
     return ""
 
 
+def disowned(said: Any) -> str:
+    """Where in its answer (JSON) a verifier says that its judge gave no verdict, or ""."""
+    if not isinstance(said, dict):
+        return ""
+    told = [f"{key}: {said[key]}" for key, value in TELLS.items() if said.get(key) == value]
+    entries = [(key, said[key] if isinstance(said[key], list) else [said[key]]) for key in EVALUATIONS if key in said]
+    labels = [
+        (key, each.get("verdict_label", "")) for key, list_ in entries for each in list_ if isinstance(each, dict)
+    ]
+    labels += list((said.get("verifier_labels") or {}).items())  # jailbreak_detection, by policy
+    told += [f"{key}: {label}" for key, label in labels if label in (None, "judge_error", "judge_parsing_error")]
+    if said.get("judge_output") is not None and said.get("verdict", "") is None:  # frontierscience_judge
+        told.append("verdict: None")
+    messages = [each.get("message") for each in said.get("validation_results") or [] if isinstance(each, dict)]
+    told += [text[:200] for text in map(str, messages) if re.match(UNREADABLE, text)]  # verifif
+    return "; ".join(told)
+
+
 def note(sent: Any, why: str) -> None:
     """A model was asked `sent`: why it failed, or "" where it did not. The same question is one question."""
     failures = _failures.get()
@@ -111,8 +138,8 @@ def note(sent: Any, why: str) -> None:
         failures[key] = why
 
 
-def watched(app: App) -> App:
-    """The server's ASGI app, whose answers are withheld where a model failed that it asked for them."""
+def watched(app: App, models: str) -> App:
+    """The server's ASGI app, whose answers are withheld where one of the models failed that it asked for them."""
 
     async def asgi(scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -125,6 +152,11 @@ def watched(app: App) -> App:
             held.append(message)
 
         await app(scope, receive, hold)
+        if scope["path"] in SETTLED and not failures:
+            with contextlib.suppress(ValueError):
+                body = json.loads(b"".join(message.get("body", b"") for message in held))
+                if why := disowned(body):
+                    failures[why] = f"model {models}: no verdict by the verifier's own word ({why})"
         for message in withheld(held, failures, scope["path"]) if failures else held:
             await send(message)
 
@@ -145,9 +177,10 @@ def withheld(held: list[dict[str, Any]], failures: dict[str, str], path: str) ->
 
 
 def watch(models: Collection[str], places: Collection[str], verdict: str) -> None:
-    """Look at what this process asks of `models`, which listen at `places` (host:port), from now on.
+    """Look at what this process asks of models from now on. models: those that its settings name.
 
-    By whichever way: Gym's ServerClient, its OpenAI client, or openai's own (httpx). verdict: as for `fault`.
+    By whichever way: Gym's ServerClient, its OpenAI client, or openai's own (httpx), to one of `places` (host:port).
+    verdict: as for `fault`.
     """
     import httpx
     from nemo_gym import openai_utils, server_utils
@@ -167,7 +200,7 @@ def watch(models: Collection[str], places: Collection[str], verdict: str) -> Non
         return answer
 
     async def by_name(self: Any, server_name: str, url_path: str, method: str, **rest: Any) -> Any:
-        if server_name not in models and server_name in self.global_config_dict:
+        if server_name in self.global_config_dict and ASKED not in self.global_config_dict[server_name]:
             return await client(self, server_name, url_path, method, **rest)  # another resources server
         if isinstance(sent := rest.get("json"), dict):  # without nulls (proof_judge), over which vllm_model 0.4.0 falls
             rest["json"] = {key: value for key, value in sent.items() if value is not None}
@@ -191,6 +224,6 @@ def watch(models: Collection[str], places: Collection[str], verdict: str) -> Non
     def run_watched(app: Any, **settings: Any) -> None:
         if isinstance(app, str):
             sys.exit("num_workers over 1: each would ask its judge unseen; leave it at 1 in start.config")
-        run(watched(app), **settings)
+        run(watched(app, ", ".join(sorted(models))), **settings)
 
     server_utils.uvicorn.run = run_watched

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
-from conftest import GYM_PYTHON, ROOT, make_model
+from conftest import ACTIONS, GYM_PYTHON, ROOT, make_model
 
 from gym_client import Gym, GymError, message_response
 from kit import gym_install, gym_servers, models, recipe, verdicts
@@ -37,7 +37,7 @@ SAID = {  # a verdict of each server's judge, as its app.py reads it
     "inverse_if": '```json\n{"result": "FAIL", "explanation": "no"}\n```',
     "jailbreak_detection": "[[UNSAFE]]",
     "labbench2_vlm": "[[A=B]]",
-    "math_with_autograder": "[[A=B]]",
+    "math_with_autograder": "\\boxed{Incorrect}",
     "math_with_judge": "They differ: [[A!=B]]",
     "multichallenge": "On the whole, no: [[NO]]",
     "omniscience": "D",
@@ -183,7 +183,7 @@ def test_no_more_requests_at_once_than_concurrency():
             with lock:
                 at_once += 1
                 most[0] = max(most[0], at_once)
-            time.sleep(0.1)
+            time.sleep(0.4)
             with lock:
                 at_once -= 1
             return GOOD
@@ -196,8 +196,8 @@ def test_no_more_requests_at_once_than_concurrency():
             url = f"http://127.0.0.1:{port}/j/v1/chat/completions"
             return await asyncio.gather(*[http.post(url, json={"messages": []}) for _ in range(12)])
 
-    # twelve share two places for 0.6 s, and the deadline of 0.5 s counts from a place on
-    with models.Proxy({"j": models.Judge("j", judge.url, "stub", concurrency=2, timeout_s=0.5)}) as proxy:
+    # twelve share two places for 2.4 s, and the deadline of 1.5 s counts from a place on
+    with models.Proxy({"j": models.Judge("j", judge.url, "stub", concurrency=2, timeout_s=1.5)}) as proxy:
         answers = asyncio.run(many(proxy.port, proxy.key))
     assert {answer.status_code for answer in answers} == {200} and most[0] == 2
 
@@ -206,7 +206,7 @@ def test_no_more_requests_at_once_than_concurrency():
 
 
 def test_every_verdict_is_of_a_server_that_is_there():
-    assert SAID.keys() == verdicts.VERDICTS.keys()
+    assert SAID.keys() == {name for name, verdict in verdicts.VERDICTS.items() if verdict}
     assert not [name for name in verdicts.VERDICTS if not (SITE / "resources_servers" / name / "app.py").is_file()]
 
 
@@ -218,6 +218,28 @@ def test_a_text_without_a_verdict_is_none(name):
         assert "no verdict" in verdicts.fault(200, answer(text), verdicts.VERDICTS[name]), text
     responses = {"output": [{"type": "message", "content": [{"type": "output_text", "text": SAID[name]}]}]}
     assert verdicts.fault(200, json.dumps(responses).encode(), verdicts.VERDICTS[name]) == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"reward": 0.0, "invalid_judge_response": True}, "invalid_judge_response: True"),  # aalcr, gdpval
+        ({"reward": 0.0, "invalid_gen_base": True}, "invalid_gen_base"),  # arena_judge
+        ({"reward": 0.0, "no_judge_score": 1.0}, "no_judge_score"),  # imo_proofbench_judge
+        ({"reward": 0.0, "verdict": None, "judge_output": "hm"}, "verdict: None"),  # frontierscience_judge
+        ({"reward": 0.0, "judge_evaluation": {"verdict_label": None}}, "judge_evaluation: None"),
+        ({"reward": 0.0, "judge_evaluations": [{"verdict_label": "judge_parsing_error"}]}, "judge_parsing_error"),
+        ({"reward": 0.0, "verifier_labels": {"safety_check": None}}, "safety_check: None"),  # jailbreak_detection
+        ({"reward": 0.0, "validation_results": [{"message": "Error parsing LLM Judge response: x"}]}, "Error parsing"),
+        ({"reward": 0.0, "invalid_judge_response": False, "no_judge_score": 0.0, "verdict": "NO"}, ""),
+        ({"reward": 1.0, "judge_evaluations": [{"verdict_label": "[[A=B]]"}, {"response": {}}]}, ""),
+        ({"reward": 0.0, "judge_evaluation": None, "judge_evaluations": None, "validation_results": None}, ""),
+        ([], ""),
+    ],
+    ids=str,
+)
+def test_a_verifier_that_says_that_it_found_no_verdict_has_none(said, told):
+    assert told in verdicts.disowned(said) and bool(told) == bool(verdicts.disowned(said))
 
 
 def test_a_failure_is_of_the_request_for_which_the_judge_was_asked():
@@ -245,7 +267,7 @@ def test_a_failure_is_of_the_request_for_which_the_judge_was_asked():
         async def send(message):
             sent.append(message)
 
-        await verdicts.watched(app)(scope, None, send)
+        await verdicts.watched(app, "j")(scope, None, send)
         assert (b"set-cookie", b"a=b") in sent[0]["headers"]
         return sent[0]["status"], json.loads(sent[1]["body"])
 
@@ -264,9 +286,9 @@ ASKING = {  # the server: its start, and an answer that it asks its judge about
     "abstention": ({"config": SAME}, "Paris"),
     "physics_judge": ({"config": SAME}, "The answer is \\boxed{-1}"),
     "math_with_judge": ({"config": {**SAME, "should_use_judge": True}}, "The answer is \\boxed{-1}"),
-    "arena_judge": ({"config": SAME, "install": True}, "Paris"),  # which needs scikit-learn
+    "arena_judge": ({"config": SAME, "install": True}, "Paris"),  # which needs scikit-learn; RIGHT is a draw: 0
 }
-RIGHT = "[[A=B]] [Correct] [[A>B]]\nA"
+RIGHT = "[[A=B]] [Correct]\nA"
 
 
 def first_row(name):
@@ -305,7 +327,7 @@ def judged(tmp_path_factory):
 def test_a_judge_server_of_gyms_verifies(judged, name):
     judge, urls, proxy = judged
     judge.script, proxy_before = [(200, completion(RIGHT))], proxy.metrics()
-    assert verdict_of(urls, name).reward == 1.0, proxy_before
+    assert verdict_of(urls, name).reward == float(name != "arena_judge"), proxy_before
     assert proxy.metrics()["judge/judge_model/prompt_tokens"] >= 5
 
 
@@ -314,6 +336,7 @@ def test_a_judge_server_of_gyms_verifies(judged, name):
     ("answer", "why"),
     [
         ((200, completion(NONSENSE)), "no verdict in its answer: .*Lorem"),
+        ((200, completion("[[A>B]] or [[B>A]]")), "no verdict"),  # arena_judge says so itself
         ((200, b"<html>"), "bad_answer"),
         ((401, {"error": "right-key"}), "http_401"),
         ((404, {"error": {"message": "no model stub"}}), "http_404"),
@@ -321,7 +344,7 @@ def test_a_judge_server_of_gyms_verifies(judged, name):
         ((500, {}), "http_500"),
         ((200, None), "timeout"),
     ],
-    ids=["nonsense", "html", "401", "wrong model", "429", "500", "never"],
+    ids=["nonsense", "both", "html", "401", "wrong model", "429", "500", "never"],
 )
 def test_a_judge_that_fails_is_never_a_reward(judged, name, answer, why):
     judge, urls, _ = judged
@@ -331,17 +354,17 @@ def test_a_judge_that_fails_is_never_a_reward(judged, name, answer, why):
     assert caught.value.reason == "masked" and "right-key" not in str(caught.value)
 
 
-def test_a_real_model_judges(tmp_path):
+def test_a_real_model_judges(tmp_path, monkeypatch):
     """vLLM serves a model of random weights, which may say one of two verdicts; three servers ask it."""
     from transformers import AutoTokenizer
 
+    says = {"right": RIGHT, "wrong": "[[A!=B]] [Incorrect]\nB"}
+    for name, text in says.items():  # tokens of their own
+        monkeypatch.setitem(ACTIONS, name, text)
     folder = make_model(tmp_path / "judge", tied=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    says = [RIGHT, "[[A!=B]] [Incorrect] [[B>A]]\nB"]
-    tokenizer.add_tokens(says)  # in the place of others, whose rows of the embedding are there
     config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 16384}
     (folder / "config.json").write_text(json.dumps(config))
-    ids = list(tokenizer.convert_tokens_to_ids(says))
+    ids = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(list(says.values()))
     spec = {"start": {"model": str(folder), "args": {"max_model_len": 16384, "max_num_seqs": 4}}}
     spec["parameters"] = {"allowed_token_ids": ids, "max_tokens": 1, "temperature": 1.0}
     assert list(models.problems({"judge_model": spec}, 60.0)) == []
@@ -432,7 +455,8 @@ def test_a_key_is_in_nothing_that_is_written_or_handed_on(monkeypatch, tmp_path)
         ("physics_judge", {"config": {"should_use_judge": False}}, [], ""),
         ("physics_judge", {}, ["judge_model"], ""),
         ("multichallenge", {"agent": "simple_agent"}, [], ""),  # asks policy_model, which an agent's run has
-        ("xstest", {}, ["allenai_wildguard_model_server"], r"cannot tell them apart; gym\.trust=\[xstest\]"),
+        ("genrm_compare", {}, ["genrm_model"], r"cannot tell them apart; gym\.trust=\[genrm_compare\]"),
+        ("xstest", {}, ["allenai_wildguard_model_server"], ""),
         ("reasoning_gym", {}, [], ""),
     ],
 )
