@@ -19,6 +19,11 @@ from kit import fork
 SPAWN = "from multiprocessing.spawn import spawn_main\n"  # what kit/fork.py takes for vLLM's engine
 
 
+@pytest.fixture(autouse=True)
+def _of_this_run(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(Path(python).parent))
+
+
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("fork")
@@ -51,7 +56,7 @@ def test_a_fork_is_what_python_would_be(python: str, tmp_path: Path) -> None:
     pipe, end = os.pipe()
     os.write(end, b"by a pipe")
     command = [python, "-B", "-c", code, "--multiprocessing-fork", str(pipe)]
-    environment = {"MINE": "set", "TMPDIR": os.environ["TMPDIR"], "PATH": os.environ["PATH"]}
+    environment = {"MINE": "set", "TMPDIR": str(Path(python).parent), "PATH": os.environ["PATH"]}
     done = subprocess.run(
         command, input="read", capture_output=True, text=True, cwd=tmp_path, env=environment, pass_fds=[pipe]
     )
@@ -73,7 +78,9 @@ def asleep(python: str) -> tuple[subprocess.Popen[str], psutil.Process]:
     code = SPAWN + "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     process = subprocess.Popen([python, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout
-    return process, psutil.Process(int(process.stdout.readline()))
+    pid = int(process.stdout.readline())
+    assert pid != process.pid
+    return process, psutil.Process(pid)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
