@@ -99,6 +99,14 @@ class Game:
         right = text == str(self.answer)
         return None if right else f"No, {self.asked} of {self.most}.", float(right), right or self.asked == self.most
 
+class Sevens:
+    """A seven is worth one, in each of two turns."""
+    def reset(self, row):
+        self.turns = 0
+    def step(self, text):
+        self.turns += 1
+        return "more", text.count("7"), self.turns == 2
+
 class NoStep:
     def reset(self, row):
         pass
@@ -520,11 +528,13 @@ def test_a_step_with_a_function_and_no_server(stack):
 
 
 def test_a_step_with_a_game_of_ones_own(stack):
-    changes = ["env.verifier=my.py:Game", "data.max_prompt_length=64", "data.max_response_length=48"]
+    changes = ["env.verifier=my.py:Sevens", "data.max_response_length=48"]
     with trainer(stack, "game", *changes) as made:
         metrics = dict(made.advance())
         said = records(made.run.folder)
     assert metrics["actor/grad_norm"] > 0 and metrics["rollout/failed_frac"] == 0
     turns = [record["_episode"]["turn_rewards"] for record in said]
-    assert max(map(len, turns)) > 1 and all(sum(turn) == r["reward"] for turn, r in zip(turns, said, strict=True))
-    assert metrics["rollout/turns/mean"] > 1 and "reward/Game/mean" in metrics
+    assert max(map(len, turns)) == 2 and all(sum(turn) == r["reward"] for turn, r in zip(turns, said, strict=True))
+    assert metrics["rollout/turns/mean"] > 1 and "reward/Sevens/mean" in metrics
+    ended = {(len(turn), r["_episode"]["ended"]) for turn, r in zip(turns, said, strict=True)}
+    assert ended <= {(2, "terminated"), (1, "length"), (2, "length")} and (2, "terminated") in ended
