@@ -35,7 +35,7 @@ algorithms: setup gym
 
 soak: setup gym
 	.venv/bin/python benchmarks/soak.py
-	.venv/bin/python -m pytest -s -m soak tests/test_reliability.py
+	.venv/bin/python -m pytest -s -m soak tests/test_reliability.py tests/test_models.py
 
 lint: setup
 	.venv/bin/ruff check .

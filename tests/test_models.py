@@ -354,6 +354,7 @@ def test_a_judge_that_fails_is_never_a_reward(judged, name, answer, why):
     assert caught.value.reason == "masked" and "right-key" not in str(caught.value)
 
 
+@pytest.mark.soak  # over a minute; tests/test_stack.py has the policy as a judge
 def test_a_real_model_judges(tmp_path, monkeypatch):
     """vLLM serves a model of random weights, which may say one of two verdicts; three servers ask it."""
     from transformers import AutoTokenizer
