@@ -190,7 +190,7 @@ def interpreter(name: str, start: Mapping[str, Any]) -> str:
         try:
             return str(gym_install.install(server, python))
         except gym_install.InstallError as error:
-            raise GymStartError(f"gym.servers.{name}: {error}") from None
+            raise GymStartError(f"gym.servers.{name}.start.install: {error}") from None
     return str(own if own.is_file() and not start.get("python") else Path(python).absolute())
 
 

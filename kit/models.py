@@ -189,14 +189,14 @@ def reach(judge: Judge) -> None:
         try:
             answer = httpx.post(f"{judge.url}/chat/completions", headers=headers, json=body, timeout=judge.timeout_s)
         except httpx.HTTPError as error:
-            raise ConfigError(f"{where}.base_url: {judge.url} does not answer ({error!r})") from None
+            raise ConfigError(f"{where}.base_url: {judge.url} does not answer ({error!r}); start it again") from None
     said = f"{judge.url} answers HTTP {answer.status_code}: {judge.clean(answer.text[:200])}"
     if answer.status_code in (401, 403):
         key = f"the key in {judge.key_name}" if judge.key else "without a key; name its variable in api_key_env"
         raise ConfigError(f"{where}: {said} ({key})")
     if answer.status_code in (400, 404, 422):
         near = difflib.get_close_matches(judge.model, known, 4, 0.0)
-        hint = f"; nearest of its {len(known)} models are {', '.join(near)}" if near else ""
+        hint = f"; nearest of its {len(known)} models are {', '.join(near)}" if near else "; give one that it has"
         raise ConfigError(f"{where}.model={judge.model}: {said}{hint}")
 
 

@@ -72,7 +72,7 @@ def desk(tmp_path_factory) -> Path:
     """What stands around somebody who follows README, made by its own commands: models/ (a tiny one by SmolLM2's name),
     data/, my_ideas.py, two runs; and a copy of env.py with the block's task in it."""
     folder = tmp_path_factory.mktemp("desk")
-    for name in (".venv-gym", "kit"):
+    for name in (".venv-gym", "kit", "gym_client.py"):
         (folder / name).symlink_to(ROOT / name)
     model = make_model(folder / "models" / "SmolLM2-135M-Instruct", tied=True)
     settings = json.loads((model / "config.json").read_text())  # a character is a token, so prompts are long
