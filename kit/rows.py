@@ -27,7 +27,7 @@ from env import DataError, Refused, Task
 from kit import plugins
 from kit.errors import ConfigError, PluginError
 
-OURS = ("function", "weight", "server")  # the kit's keys beside a function; all others are its settings
+OURS = ("function", "weight", "server", "verifier")  # the kit's keys beside a function; all others are its settings
 GYM_ROW = "gym_row"  # in extra_info: the Gym row, as JSON, of which a row of verl's was made
 
 
