@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SOCKET = "fork.sock"  # in $TMPDIR, which a run has for itself
+NUMBER = 16  # bytes of a number that goes over it
 FORKED = ("default_worker.py", "from multiprocessing.spawn import spawn_main")  # in the arguments of what takes a fork
 
 
@@ -72,12 +73,12 @@ def ask(arguments: list[str]) -> int:
     mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
     socket.send_fds(server, [b"."], descriptors)
     server.sendall(json.dumps([arguments, dict(os.environ), os.getcwd(), mask, descriptors]).encode() + b"\n")
-    pid = int(server.recv(16))
+    pid = int(server.recv(NUMBER, socket.MSG_WAITALL))
     signal.signal(signal.SIGTERM, lambda number, _: os.kill(pid, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     for fd in descriptors:
         os.close(fd)  # a pipe is to end when the fork closes it
-    status = int(server.recv(16) or -signal.SIGKILL)
+    status = int(server.recv(NUMBER, socket.MSG_WAITALL) or -signal.SIGKILL)
     if status < 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
@@ -127,7 +128,7 @@ def serve(modules: list[str]) -> None:
                     return become(received, *json.loads(request))
                 for fd in received:
                     os.close(fd)
-                asker.sendall(f"{pid}".encode())
+                asker.sendall(f"{pid:{NUMBER}}".encode())
                 ended = os.pidfd_open(pid)
                 for each in (ended, asker):
                     look.register(each, selectors.EVENT_READ, (pid, ended, asker))
@@ -137,7 +138,7 @@ def serve(modules: list[str]) -> None:
                     os.kill(pid, signal.SIGKILL)  # who asked for it is gone
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 with contextlib.suppress(OSError):
-                    asker.sendall(f"{status}".encode())
+                    asker.sendall(f"{status:{NUMBER}}".encode())
                 for each in (ended, asker):
                     look.unregister(each)
                 os.close(ended)

@@ -36,7 +36,10 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def ended(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def wait_for(true: Callable[[], object]) -> None:
