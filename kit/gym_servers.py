@@ -14,7 +14,7 @@ endpoint, for its answers and their token ids. Settings come from the server's o
 only what it changes. Verifiers that ask models by name (judges) want kit/verdicts.py beside this file; kit/models.py
 says which processes those are.
 
-One resources server, until Ctrl-C: python -m kit.gym_servers NAME [--port 8001] [--python .venv-gym/bin/python]
+One resources server, until Ctrl-C: python -m kit.gym_servers NAME [--path FOLDER] [--port 8001] [--python PYTHON]
 An environment of its own for a server that needs more: python -m kit.gym_servers install NAME (kit/gym_install.py)
 """
 
@@ -45,7 +45,7 @@ from typing import Any
 
 START_DEADLINE_S = 90.0  # a Gym server imports for 3 to 30 s before it answers
 RESTART_S = 5.0  # between two restarts of one server, at least
-START_KEYS = {"python", "install", "server", "host", "port", "config", "agent", "agent_config"}
+START_KEYS = {"python", "install", "server", "path", "host", "port", "config", "agent", "agent_config"}
 PYTHON = ".venv-gym/bin/python"  # that has nemo-gym; never this one, which it would break
 ENVIRONMENTS = ".venv-gym-servers"  # beside that, with what one server needs (kit/gym_install.py)
 MODELS = "responses_api_models"
@@ -139,8 +139,25 @@ def check_server(name: str, spec: Mapping[str, Any]) -> None:
     if port and not is_port(port):
         raise GymStartError(f"{where}.port is {port!r}; it takes a number up to 65535, or nothing for a free port")
     free_port(host)  # which knows a host that is not here
+    folder_of(name, start)
     if port and port_in_use(host, int(port)):
         raise GymStartError(f"gym.servers.{name}: port {port} on {host} is in use; set another one, or give its url")
+
+
+def folder_of(name: str, start: Mapping[str, Any]) -> str:
+    """A server's folder: a name under resources_servers; of `path`, from here or the kit's folder, absolute, so that
+    joined to the package's it stays what it is. Raises GymStartError."""
+    path, where = start.get("path"), f"gym.servers.{name}.start"
+    if not path:
+        return str(start.get("server") or name)
+    if others := [key for key in ("server", "install") if start.get(key)]:
+        todo = f"leave {others[0]} out; what the folder needs goes into the environment of start.python"
+        raise GymStartError(f"{where} has path, a folder of your own, and {others[0]}, of nemo-gym's servers; {todo}")
+    folders = [f for f in (Path(str(path)), Path(__file__).parents[1] / str(path)) if f.is_dir()]
+    if not (found := [f for f in folders if (f / "app.py").is_file()]):
+        lack = f"{folders[0].absolute()} has no app.py" if folders else f"no such folder here ({Path.cwd()})"
+        raise GymStartError(f"{where}.path={path}: {lack}; it takes a folder like templates/verifier, to be copied")
+    return str(found[0].resolve())
 
 
 def verdicts() -> Any:
@@ -156,7 +173,7 @@ def verdicts() -> Any:
 
 def asked_models(name: str, start: Mapping[str, Any]) -> dict[str, str]:
     """{key: name} of the models that a server to be started asks, by its YAML; {} where there is no such server."""
-    server, python = start.get("server") or name, Path(start.get("python") or PYTHON).absolute()
+    server, python = folder_of(name, start), Path(start.get("python") or PYTHON).absolute()
     for package in python.parents[1].glob("lib/python3*/site-packages"):
         if (package / "resources_servers" / server / "app.py").is_file():
             block = {"kind": "resources_servers", "impl": server, "of": server, "changes": start.get("config") or {}}
@@ -167,14 +184,15 @@ def asked_models(name: str, start: Mapping[str, Any]) -> dict[str, str]:
 def check_asked(name: str, start: Mapping[str, Any], models: Collection[str], trust: Collection[str] = ()) -> None:
     """Whether gym.models has all that a server asks, and it is known what its judges must say. Raises GymStartError."""
     known = {*models, POLICY_MODEL} if start.get("agent") else set(models)
-    asked, server = asked_models(name, start), start.get("server") or name
+    asked, server = asked_models(name, start), folder_of(name, start)
+    told = server if start.get("path") else f"nemo-gym's {server}"
     for key, model in asked.items():
         if model not in known:
             way_out = f"set gym.models.{model}, or another {key} in gym.servers.{name}.start.config"
-            raise GymStartError(f"gym.servers.{name}: nemo-gym's {server} asks the model {model} ({key}); {way_out}")
+            raise GymStartError(f"gym.servers.{name}: {told} asks the model {model} ({key}); {way_out}")
     if asked and server not in verdicts().VERDICTS and name not in trust:
         why = "pays for a judge's text that holds no verdict as for a wrong answer, and the kit cannot tell them apart"
-        raise GymStartError(f"gym.servers.{name}: nemo-gym's {server} {why}; gym.trust=[{name}] takes that as it is")
+        raise GymStartError(f"gym.servers.{name}: {told} {why}; gym.trust=[{name}] takes that as it is")
 
 
 def interpreter(name: str, start: Mapping[str, Any]) -> str:
@@ -182,7 +200,7 @@ def interpreter(name: str, start: Mapping[str, Any]) -> str:
 
     Raises GymStartError.
     """
-    server, python = start.get("server") or name, start.get("python") or PYTHON
+    server, python = folder_of(name, start), start.get("python") or PYTHON
     own = Path(python).absolute().parents[2] / ENVIRONMENTS / server / "bin" / "python"
     if start.get("install"):
         from kit import gym_install  # not at the top: this file can be lifted out alone
@@ -203,13 +221,13 @@ def plan(
 ) -> list[Block]:
     """The processes behind one name, as blocks of Gym's config; the last of them answers for the name.
 
-    A block runs the folder kind/impl of the package with `python`; `changes` go over what the YAML of the
-    resources server `of` says about it, and `where` is the recipe's key for them. models, trust: as for `check_asked`.
-    Raises GymStartError.
+    A block runs the folder kind/impl of the package, or impl, a path, with `python`; `changes` go over what the YAML of
+    the resources server `of` says about it, and `where` is the recipe's key for them. models, trust: as for
+    `check_asked`. Raises GymStartError.
     """
     check_server(name, {"start": start})
     check_asked(name, start, models, trust)
-    server, host, where = start.get("server") or name, start.get("host") or HOST, f"gym.servers.{name}.start"
+    server, host, where = folder_of(name, start), start.get("host") or HOST, f"gym.servers.{name}.start"
     shared = {"python": interpreter(name, start), "host": host, "of": server, "trusted": name in trust}
     blocks = [(name, "resources_servers", server, start.get("config") or {}, f"{where}.config")]
     if agent := start.get("agent"):
@@ -337,8 +355,8 @@ def running_servers(
     """{name: {url: ...} or {start: ...}} -> {name: url}, all answering; those started stop at exit.
 
     start, each key optional: python (an interpreter that has nemo-gym), install (true: an environment of its own, from
-    what the server lists), server (folder under resources_servers; the name), config (changes to its YAML), host
-    (127.0.0.1), port (a free one), agent (folder under
+    what the server lists), server (folder under resources_servers; the name), path (in its place: a folder of one's
+    own, with app.py), config (changes to its YAML), host (127.0.0.1), port (a free one), agent (folder under
     responses_api_agents: it owns the turns; url and port are then the agent's), agent_config (changes to its YAML).
     policy: {base_url, api_key, model} that agents ask. models: what verifiers ask by name, {name, impl: folder under
     responses_api_models, changes: its settings, hidden: variables that no server sees}, and what those ask in turn,
@@ -407,10 +425,10 @@ def serve(name: str, parent: int, blocks: list[dict[str, Any]], command: list[st
     import pydantic
     import yaml
 
-    config: dict[str, Any] = {b["name"]: {b["kind"]: {b["impl"]: settings(b, package)}} for b in blocks}
+    config: dict[str, Any] = {b["name"]: {b["kind"]: {Path(b["impl"]).name: settings(b, package)}} for b in blocks}
     # `???`, or `${name}` of a file that the kit does not read
     if unset := re.findall(r"(\w+): .*(?:\?\?\?|\$\{\w+\})", yaml.safe_dump(config[name])):
-        sys.exit(f"nemo-gym's YAML for {impl} leaves {', '.join(unset)} to you; set it in {block['where']}")
+        sys.exit(f"the YAML for {impl} leaves {', '.join(unset)} to you; set it in {block['where']}")
     config |= {"head_server": {"host": block["host"], "port": block["port"]}, "dry_run": False}
     os.environ["NEMO_GYM_CONFIG_DICT"], os.environ["NEMO_GYM_CONFIG_PATH"] = yaml.safe_dump(config), name
     os.chdir(folder)
@@ -418,10 +436,12 @@ def serve(name: str, parent: int, blocks: list[dict[str, Any]], command: list[st
     try:
         gym = importlib.import_module("nemo_gym.server_utils")
         gym.initialize_ray = lambda: None  # type: ignore[attr-defined]  # 6 processes that most servers never use
-        ask_models(block, blocks, config[name][block["kind"]][impl])
+        ask_models(block, blocks, config[name][block["kind"]][folder.name])
         runpy.run_path(str(folder / "app.py"), run_name="__main__")
     except ModuleNotFoundError as error:
         todo = f"`python -m kit.gym_servers install {impl}`, or start.install: true, makes an environment that has it"
+        if Path(impl).is_absolute():
+            todo = f"install it beside nemo-gym, for {sys.executable}, or set start.python to one that has both"
         sys.exit(f"no module {error.name!r} for {impl}; {todo} (what {folder} lists)")
     except pydantic.ValidationError as error:
         fields = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
@@ -448,8 +468,8 @@ def settings(block: Block, package: Path) -> dict[str, Any]:
     """
     import yaml
 
-    kind, impl, of = block["kind"], block["impl"], block["of"]
-    folders = [package / "resources_servers" / of / "configs", package / kind / impl / "configs"]
+    kind, impl, of = block["kind"], Path(block["impl"]).name, Path(block["of"]).name
+    folders = [package / "resources_servers" / block["of"] / "configs", package / kind / block["impl"] / "configs"]
     if kind == MODELS:
         folders = []  # these files describe judges and ${policy_base_url}; the changes say all of it
     files = (path for d in folders for path in sorted(d.glob("*.yaml"), key=lambda p: (p.stem != of, p.name)))
@@ -465,6 +485,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Start one resources server of the installed nemo-gym package.")
     what = "folder under resources_servers, for example reasoning_gym; `install NAME`: an environment for it, no start"
     parser.add_argument("name", nargs="+", help=what)
+    parser.add_argument("--path", help="folder of a server of your own, with app.py; NAME is then any")
     parser.add_argument("--port", type=int, default=8001)
     parser.add_argument("--python", help=f"interpreter that has nemo-gym ({PYTHON})")
     start = {key: value for key, value in vars(parser.parse_args()).items() if value is not None}

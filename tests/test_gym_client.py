@@ -646,6 +646,43 @@ def test_what_cannot_start_says_why(tmp_path, url):
         pass
 
 
+@pytest.mark.parametrize(
+    ("start", "told"),
+    [
+        (
+            {"path": "nowhere"},
+            r"start\.path=nowhere: no such folder here .*; it takes a folder like temp",
+        ),
+        ({"path": "templates"}, r"start\.path=templates: .*templates has no app\.py; it takes a folder like"),
+        ({"path": 7}, r"start\.path=7: no such folder"),
+        ({"path": "templates/verifier", "server": "mcqa"}, r"start has path, .*, and server, .*; leave server out"),
+        ({"path": "templates/verifier", "install": True}, r"start has path, .*; leave install out"),
+    ],
+)
+def test_a_folder_that_is_no_server_is_told_in_one_line(start, told):
+    with pytest.raises(GymStartError, match=told) as caught:
+        check_server("x", {"start": {"python": str(GYM_PYTHON), **start}})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_of_ones_own_has_its_own_settings(tmp_path, monkeypatch):
+    """Its YAML, as Gym's servers have theirs; a judge in it is asked for, though a namesake of nemo-gym's has none."""
+    (tmp_path / "mcqa" / "configs").mkdir(parents=True)
+    (tmp_path / "mcqa" / "app.py").touch()
+    judge = "{type: responses_api_models, name: judge_model}"
+    text = f"any: {{resources_servers: {{mcqa: {{depth: 3, judge_model_server: {judge}}}}}}}"
+    (tmp_path / "mcqa" / "configs" / "any.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    start = {"python": str(GYM_PYTHON), "path": "mcqa"}
+    with pytest.raises(GymStartError, match=r"/mcqa asks the model judge_model .*; set gym\.models\.judge_model"):
+        gym_servers.plan("x", start, None)
+    with pytest.raises(GymStartError, match=r"/mcqa pays for .*; gym\.trust=\[x\] takes that as it is"):
+        gym_servers.plan("x", start, None, ["judge_model"])
+    (block,) = gym_servers.plan("x", start, None, ["judge_model"], ["x"])
+    assert block["impl"] == str(tmp_path / "mcqa")
+    assert gym_servers.settings(block, tmp_path / "no package")["depth"] == 3
+
+
 def test_a_url_nobody_listens_on_says_how_to_start_it():
     begin, port = time.monotonic(), free_port()
     with pytest.raises(GymStartError, match=f"`python -m kit.gym_servers reasoning_gym --port {port}`"):

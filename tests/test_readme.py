@@ -5,11 +5,13 @@ A block whose commands need what is not here is marked by a comment on the line 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -22,11 +24,12 @@ from pyarrow import parquet
 
 import env
 import gym_client
-from kit import commands
+from kit import commands, gym_servers
 from kit.config import read_yaml
 from kit.episodes import Episode, append, as_record, open_records, write
 
-MARKS = {"needs a GPU": 1, "needs the hub": 1, "takes minutes": 2}
+MARKS = {"needs a GPU": 1, "needs the hub": 1, "needs a server": 1, "takes minutes": 2}
+MINE = ("my_map.py", "my_reward.py", "my_server.py", "my_tasks.py")  # a block each, beside my_ideas.py
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[^>]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
@@ -72,7 +75,7 @@ def desk(tmp_path_factory) -> Path:
     """What stands around somebody who follows README, made by its own commands: models/ (a tiny one by SmolLM2's name),
     data/, my_ideas.py, two runs; and a copy of env.py with the block's task in it."""
     folder = tmp_path_factory.mktemp("desk")
-    for name in (".venv-gym", "kit", "gym_client.py"):
+    for name in (".venv-gym", "kit", "templates", "gym_client.py"):
         (folder / name).symlink_to(ROOT / name)
     model = make_model(folder / "models" / "SmolLM2-135M-Instruct", tied=True)
     settings = json.loads((model / "config.json").read_text())  # a character is a token, so prompts are long
@@ -82,17 +85,16 @@ def desk(tmp_path_factory) -> Path:
         (folder / "runs" / name / "export").symlink_to(model)
     ideas = [block.text for block in blocks() if "# my_ideas.py" in block.text]
     (folder / "my_ideas.py").write_text("\n\n".join(ideas))
-    (folder / "my_reward.py").write_text(python_block("# my_reward.py"))
     source = (ROOT / "env.py").read_text()
     task = python_block("def differences(args)")
     (folder / "env.py").write_text(source.replace("\ndef main()", f"\n{task}\n\ndef main()"))
-    for name in ("my_map.py", "my_tasks.py"):
+    for name in MINE:
         (folder / name).write_text(python_block(f"# {name}\n"))
     (folder / "trivia.csv").write_text("question,answer\n2 + 2?,4\n3 + 3?,6\n")
     (folder / "data" / "gsm8k").mkdir(parents=True)
     truth = {"style": "rule", "ground_truth": "4"}
     verls = {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "2 + 2?"}], "reward_model": truth}
-    parquet.write_table(pyarrow.Table.from_pylist([verls] * 4), folder / "data" / "gsm8k" / "train.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist([verls] * 8), folder / "data" / "gsm8k" / "train.parquet")
     chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
     (folder / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 40)
     for split in ("train", "test"):  # GSM8K's own form, in place of the hub
@@ -119,6 +121,7 @@ def test_every_block_is_of_a_kind_that_is_looked_at():
         "# my_ideas.py\n",
         "# my_ideas.py, continued",
         "# my_reward.py\n",
+        "# my_server.py\n",
         "# my_map.py\n",
         "# my_tasks.py\n",
         "def differences(args)",
@@ -158,6 +161,12 @@ def eval_of(row: dict) -> int:
 def test_every_command_passes_its_dry_run(words, desk, monkeypatch, capsys):
     """In this process, since one for each would take 12 s (test_runs.py has one). The model is the tiny one, unless a
     folder is named, and a character is a token there, so that prompts are longer."""
+    dry_run(words, desk, monkeypatch)
+    assert "dry run: model, files, sizes and servers are in order; nothing was started" in capsys.readouterr().out
+    assert sorted(os.listdir("runs")) == ["math_cpu", "sft"]
+
+
+def dry_run(words, desk, monkeypatch):
     words = [*words, "data.max_prompt_length=30000", *["--dry-run"] * ("--dry-run" not in words)]
     if not any(word.startswith("actor_rollout_ref.model.path=") for word in words):
         words.append("actor_rollout_ref.model.path=models/SmolLM2-135M-Instruct")
@@ -167,8 +176,29 @@ def test_every_command_passes_its_dry_run(words, desk, monkeypatch, capsys):
     monkeypatch.setattr(commands, "quiet", lambda: None)
     with mock.patch.dict(os.environ):  # which a recipe sets
         commands.main(lambda planned: pytest.fail("a dry run starts nothing"))
-    assert "dry run: model, files, sizes and servers are in order; nothing was started" in capsys.readouterr().out
-    assert sorted(os.listdir("runs")) == ["math_cpu", "sft"]
+
+
+def test_a_server_of_ones_own_is_two_routes(desk, monkeypatch, capsys):
+    """Started by README's command, asked over HTTP, and taken by a run; on a port that is free."""
+    (serve, train), port = all_commands("needs a server"), str(gym_servers.free_port())
+    command = [word.replace("8001", port) for word in serve]
+    assert command[0] == "uvicorn" and port in command
+    with (desk / "uvicorn.log").open("w") as log:
+        server = subprocess.Popen([sys.executable, "-m", *command], cwd=desk, stdout=log, stderr=log)
+    urls = {"mine": f"http://127.0.0.1:{port}"}
+
+    async def ask(text):
+        async with gym_client.Gym(urls) as gym, gym.session("mine", row(answer="3 + 4 = 7")) as session:
+            return (await session.verify(gym_client.message_response(text))).reward
+
+    try:
+        gym_servers.wait_ready("mine", urls["mine"], server, desk / "uvicorn.log")
+        assert [asyncio.run(ask(text)) for text in ("It is 7", "It is 8", "")] == [1.0, 0.0, 0.0]
+        dry_run([word.replace("8001", port) for word in train[2:]], desk, monkeypatch)
+        assert "dry run: model, files, sizes and servers are in order" in capsys.readouterr().out
+    finally:
+        server.kill()
+        server.wait()
 
 
 def test_the_functions_of_ones_own_are_all_named_by_a_command(desk):
@@ -231,12 +261,7 @@ def test_what_a_page_names_is_there(page):
     named = re.findall(rf"[`/ ]((?:{folders})/[\w./]*\w)", text) + re.findall(r"`(\w+\.(?:py|yaml|txt|toml))[`:]", text)
     missing = [link for link in links if not (page.parent / link).exists()]
     missing += [n for n in named if not any(p.exists() for p in (ROOT / n, ROOT / "docs" / n, *ROOT.glob(f"*/{n}")))]
-    assert not [
-        name
-        for name in missing
-        if name
-        not in ("my_ideas.py", "my_map.py", "my_reward.py", "my_tasks.py", "config.yaml", "step.txt", "pieces.py")
-    ]
+    assert not [name for name in missing if name not in (*MINE, "my_ideas.py", "config.yaml", "step.txt", "pieces.py")]
     for name in recipes_named(text):
         read_yaml(name)
 

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import random
+import re
+import runpy
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
+from conftest import CPU, ROOT
 from omegaconf import OmegaConf
 
 import env
 import training
+from kit.config import load_config
 from kit.episodes import Episode, first_groups, keep, pass_rates
 from kit.errors import PluginError
 from templates import filters, samplers
 from templates.advantages import pairs, turn_gae, turn_grpo
 from templates.losses import dpo
+from templates.reward import compute_score
 from templates.rewards import components, overlong, weighted
+from templates.task import Guess, rows
 
 
 def episode(reward=1.0, length=3, group="g", ended="stop", **fields):
@@ -245,3 +253,87 @@ def test_online_dpos_gradient_is_that_of_dpos_loss():
     torch.testing.assert_close(got, wanted)
     with pytest.raises(ValueError, match="seq-mean-token-sum"):
         dpo(None, log_prob, advantages, mask, "token-mean", config)
+
+
+# --- the ways to a task of one's own -------------------------------------------------------------
+
+
+def test_the_server_to_copy_passes_its_own_test(tmp_path, monkeypatch):
+    """Started for real, as a run starts it, by the test that is copied with it."""
+    monkeypatch.chdir(ROOT)
+    assert len((ROOT / "templates" / "verifier" / "app.py").read_text().splitlines()) <= 60
+    runpy.run_path("templates/verifier/test_app.py")["test_the_verifier"](tmp_path)
+
+
+def test_what_is_held_out_is_never_trained_on():
+    made = runpy.run_path(str(ROOT / "templates" / "verifier" / "rows.py"))["rows"]
+    asked = [
+        {r["responses_create_params"]["input"][-1]["content"] for r in made(1, 200, 0, {}, held_out)}
+        for held_out in (False, True)
+    ]
+    assert [len(some) for some in asked] == [12, 4] and not asked[0] & asked[1]
+    assert made(1, 3, 0, {}) == made(1, 3, 0, {}) != made(2, 3, 0, {})
+
+
+@pytest.mark.parametrize("top", [1, 2, 3, 50, 99])
+def test_whoever_halves_finds_every_number(top):
+    for number in range(1, top + 1):
+        game, low, high, paid, done = Guess(), 1, top, [], False
+        assert game.reset({"number": number, "top": top}) == f"Guess a number from 1 to {top}."
+        while not done:
+            middle = (low + high) // 2
+            said, reward, done = game.step(f"I say {middle}.")
+            low, high = (middle + 1, high) if said == "Higher." else (low, middle - 1)
+            paid.append(reward)
+        assert paid[-1] == sum(paid) == 1.0 and said is None
+
+
+def test_a_guess_that_is_none_is_told_so_and_costs_a_turn():
+    game = Guess()
+    game.reset({"number": 1, "top": 3})
+    assert [game.step(text) for text in ("no \u0663", "9" * 50)] == [
+        ("Say a number.", 0.0, False),
+        ("Lower.", 0.0, True),
+    ]
+
+
+def test_the_task_grows_with_what_was_solved_and_draws_from_its_arguments_alone():
+    solved, not_yet = {1: {0: 1.0, 1: 0.5}}, {1: {0: 0.5, 1: 0.5}}
+    tops = [rows(2, 1, 7, rates, highest=4)[0]["top"] for rates in ({}, not_yet, solved, {**solved, 2: {0: 1.0}})]
+    assert tops == [3, 3, 4, 4]
+    assert rows(2, 5, 7, {}) == rows(2, 5, 7, {}) != rows(3, 5, 7, {})
+    assert {r["number"] for r in rows(1, 100, 7, {})} == {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("said", "true", "score"),
+    [
+        ("so 18 + 24 = 42", "18 + 24 = 42", 1.0),
+        ("#### 1,042.0", 1042, 1.0),
+        ("42, or 41", "42", 0.0),
+        ("\\boxed{41}", "42", 0.1),
+        ("it is -4", "4", 0.0),
+        ("", "42", 0.0),
+    ],
+)
+def test_the_score_is_of_the_last_number(said, true, score):
+    given = compute_score("sums", said, true, {}, form=0.1)
+    assert given["score"] == score and given["right"] == (score == 1.0) and given["boxed"] == ("boxed" in said)
+
+
+def test_a_row_without_an_answer_is_no_wrong_answer():
+    with pytest.raises(ValueError, match="the row is at fault"):
+        compute_score("sums", "42", "forty-two", {})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "templates").rglob("*.py")), ids=lambda path: path.name)
+def test_each_header_shows_what_of_a_recipe_names_it(path):
+    """A line of YAML, of keys that there are, with functions, or folders, that there are."""
+    if path.name.startswith("test_"):
+        return
+    (shown,) = re.findall(r"^    (\w.*)$", ast.get_docstring(ast.parse(path.read_text())), re.MULTILINE)
+    OmegaConf.merge(load_config([str(CPU)], [])[0], yaml.safe_load(shown))
+    named = re.findall(r"(templates/[\w./]+)(?::(\w+))?", shown)
+    assert named and all(ROOT / file in (path, path.parent) for file, _ in named)
+    text = path.read_text()
+    assert all(re.search(rf"^(def|class) {name}\b", text, re.MULTILINE) for _, name in named if name)
