@@ -440,9 +440,10 @@ def serve(name: str, parent: int, blocks: list[dict[str, Any]], command: list[st
         runpy.run_path(str(folder / "app.py"), run_name="__main__")
     except ModuleNotFoundError as error:
         todo = f"`python -m kit.gym_servers install {impl}`, or start.install: true, makes an environment that has it"
+        todo += f" (what {folder} lists)"
         if Path(impl).is_absolute():
             todo = f"install it beside nemo-gym, for {sys.executable}, or set start.python to one that has both"
-        sys.exit(f"no module {error.name!r} for {impl}; {todo} (what {folder} lists)")
+        sys.exit(f"no module {error.name!r} for {impl}; {todo}")
     except pydantic.ValidationError as error:
         fields = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         sys.exit(f"{impl}: its settings do not fit ({fields}); set them in {block['where']}")

@@ -2,7 +2,7 @@
 
     gym: {servers: {shop: {start: {path: templates/verifier}}}}
 
-Copy the folder, change it, name that. It runs in .venv-gym (start.python), without verl, or under Gym's own ng_run.
+Copy the folder, change it, name that. It is made as Gym's own servers are, and runs in .venv-gym, without verl.
 What may fail must raise: any status but 200 is a failed episode, a reward of 0 a wrong answer.
 """
 
