@@ -33,10 +33,6 @@ import torch.distributed
 CORES = sorted(os.sched_getaffinity(0))
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, CORES)))
 
-# 12. verl asks for them with rollout.full_determinism. In vLLM's worker this is imported before they are put in place;
-# configs/machines/deterministic.yaml has what does instead.
-os.environ.pop("VLLM_BATCH_INVARIANT", None)
-
 # 5. verl asks for the distribution `vllm`; here it is `vllm-cpu`. "+cpu" is what vLLM looks for to pick its platform.
 _installed_version = importlib.metadata.version
 
@@ -167,6 +163,9 @@ def __getattr__(name):
     # The vLLM worker alone asks for this class; elsewhere its imports would cost every process half a minute.
     if name != "WorkerExtension":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # 12. verl asks for them with rollout.full_determinism. vLLM's worker is here before they are put in place;
+    # configs/machines/deterministic.yaml has what does instead.
+    os.environ.pop("VLLM_BATCH_INVARIANT", None)
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
     from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 

@@ -3,7 +3,7 @@
     $TMPDIR/python ARGUMENTS    what stands in for Python: has the process below fork, and the fork gets its arguments,
                                 environment, folder, signal mask and descriptors. It lives as long as the fork, hands it
                                 SIGTERM, ends as it ends; killed, it takes the fork along
-    fork.py serve MODULE ...    the process that forks: imports the modules, then waits to be asked, till stdin ends.
+    fork.py serve FD MODULE ... the process that forks: imports the modules, then waits to be asked, till stdin ends.
                                 It waits before `ray`, which reads of which raylet it is when it is imported
 
 Ray starts its workers by the first one (runtime_env.py_executable), and these vLLM's engine (multiprocessing's
@@ -39,9 +39,13 @@ def serving(modules: str, log: Path) -> Iterator[tuple[str, Callable[..., None]]
     with open(python, "w") as script:
         script.write(f'#!/bin/sh\nexec {sys.executable} -I -S {here} "$@"\n')
     os.chmod(python, 0o700)
-    command = [sys.executable, "-P", here, "serve", *modules.split()]
-    with log.open("w") as out:  # and in a session of its own: Ctrl-C is the driver's
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True)
+    with log.open("w") as out, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.join(os.environ["TMPDIR"], SOCKET))
+        listener.listen(64)
+        command = [sys.executable, "-P", here, "serve", str(listener.fileno()), *modules.split()]
+        process = subprocess.Popen(  # in a session of its own: Ctrl-C is the driver's
+            command, stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True, pass_fds=[listener.fileno()]
+        )
     assert process.stdin
     told = process.stdin.fileno()
 
@@ -94,7 +98,7 @@ def _is_open(fd: int) -> bool:
 # --- who forks ------------------------------------------------------------------------------------
 
 
-def serve(modules: list[str]) -> None:
+def serve(listener: socket.socket, modules: list[str]) -> None:
     """Fork for whoever asks, until stdin ends, which is when the process that started this one does."""
     import atexit
     import gc
@@ -102,9 +106,6 @@ def serve(modules: list[str]) -> None:
     import json
     import selectors
 
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(os.path.join(os.environ["TMPDIR"], SOCKET))
-    listener.listen(64)
     for module in modules:
         if module == "ray":
             os.environ.update(json.loads(sys.stdin.readline() or sys.exit()))
@@ -162,6 +163,7 @@ def become(
     import numpy
     import setproctitle
 
+    os.setpgid(0, 0)  # Ray's raylet ends a worker's whole group
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 512) for fd in received]
     for fd in received:
         os.close(fd)
@@ -188,6 +190,6 @@ def become(
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
-        serve(sys.argv[2:])
+        serve(socket.socket(fileno=int(sys.argv[2])), sys.argv[3:])
     else:
         sys.exit(ask(sys.argv[1:]))

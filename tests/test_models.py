@@ -492,7 +492,9 @@ def test_an_install_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
         return real(command, **settings) if command[1] == "venv" else subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(gym_install.subprocess, "run", run)
-    with pytest.raises(GymStartError, match=r"gym\.servers\.x: no environment for asr_with_pc: .*because of a reason"):
+    with pytest.raises(
+        GymStartError, match=r"gym\.servers\.x\.start\.install: no environment for asr_with_pc: .*because of a reason"
+    ):
         gym_servers.interpreter("x", {"python": str(python), "server": "asr_with_pc", "install": True})
     assert calls[-1] == ["pip", "install"] and not list((tmp_path / ".venv-gym-servers").iterdir())
     with pytest.raises(gym_install.InstallError, match=r"no such resources server; nearest are .*mcqa"):

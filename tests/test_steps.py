@@ -38,14 +38,14 @@ def learn(trainer, bound, over=3):
 def test_it_learns(stack):
     with stack.trainer("learn", "actor_rollout_ref.rollout.n=16", QUIET) as trainer:
         rewards = learn(trainer, LEARNED)
-    assert sum(rewards[:3]) / 3 < UNTRAINED < LEARNED < sum(rewards[-3:]) / 3
+    assert sum(rewards[:3]) / 3 < UNTRAINED < LEARNED <= sum(rewards[-3:]) / 3
 
 
 def test_it_learns_to_use_a_real_tool(stack):
     """The tool counts in a session of its own; exactly one call, between two turns of the policy, earns 1."""
     with stack.trainer("tools", COUNTING, QUIET, "data.max_response_length=32") as trainer:
         rewards = learn(trainer, 0.6, over=5)
-        assert sum(rewards[:3]) / 3 < 0.3 and sum(rewards[-5:]) / 5 > 0.6
+        assert sum(rewards[:3]) / 3 < 0.3 and sum(rewards[-5:]) / 5 >= 0.6
         assert trainer.metrics["rollout/turns/mean"] > 1  # a word after the call, where there is room for one
 
 
