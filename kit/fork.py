@@ -67,17 +67,17 @@ def ask(arguments: list[str]) -> int:
     import json
 
     server = socket.socket(socket.AF_UNIX)
+    descriptors = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd != server.fileno() and _is_open(fd)]
+    mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
     try:
         if not any(name in argument for name in FORKED for argument in arguments):
             raise ConnectionRefusedError("Python itself will do")
         server.connect(os.path.join(os.environ.get("TMPDIR", ""), SOCKET))
-    except OSError:
+        socket.send_fds(server, [b"."], descriptors)
+        server.sendall(json.dumps([arguments, dict(os.environ), os.getcwd(), mask, descriptors]).encode() + b"\n")
+        pid = int(server.recv(NUMBER, socket.MSG_WAITALL))
+    except (OSError, ValueError):  # nobody serves, or it ended before it forked
         os.execv(sys.executable, [sys.executable, *arguments])
-    descriptors = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd != server.fileno() and _is_open(fd)]
-    mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
-    socket.send_fds(server, [b"."], descriptors)
-    server.sendall(json.dumps([arguments, dict(os.environ), os.getcwd(), mask, descriptors]).encode() + b"\n")
-    pid = int(server.recv(NUMBER, socket.MSG_WAITALL))
     signal.signal(signal.SIGTERM, lambda number, _: os.kill(pid, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     for fd in descriptors:

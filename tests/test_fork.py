@@ -111,11 +111,14 @@ def test_all_else_becomes_python_itself(python: str, tmp_path: Path, monkeypatch
 
 def test_where_it_cannot_import_python_itself_does_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with fork.serving("json no_such_module", tmp_path / "fork.log") as (python, tell):
-        wait_for(lambda: "No module named 'no_such_module'" in (tmp_path / "fork.log").read_text())
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "late.py").write_text("import time; time.sleep(0.5); raise ImportError('no such library')")
+    with fork.serving("json late", tmp_path / "fork.log") as (python, tell):
+        for _ in range(2):  # while it imports, and when it has ended
+            done = subprocess.run([python, "-c", SPAWN + "print(1)"], capture_output=True, text=True)
+            assert done.stdout == "1\n"
         tell(GIVEN="to nobody")
-        done = subprocess.run([python, "-c", SPAWN + "print(1)"], capture_output=True, text=True)
-        assert done.stdout == "1\n"
+    assert "no such library" in (tmp_path / "fork.log").read_text()
 
 
 def test_it_ends_with_the_process_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
