@@ -198,7 +198,7 @@ class Trainer:
                 self.metrics |= training.old_log_probs(self.workers.actor, batch, self.config)
         if training.needs_reference(self.config):
             with self.run.stage("ref"):
-                batch.batch["ref_log_prob"] = training.ref_log_probs(self.workers.actor, batch, self.config)
+                batch.batch["ref_log_prob"] = training.ref_log_probs(self.workers, batch, self.config)
         if self.workers.critic:
             with self.run.stage("values"):
                 batch.batch["values"] = training.values(self.workers.critic, batch, self.config)

@@ -62,17 +62,18 @@ class Workers(NamedTuple):
     actor: WorkerGroup  # with the reference, and the rollout's side of the weight sync
     critic: WorkerGroup | None
     reward_model: WorkerGroup | None
+    teacher: WorkerGroup | None = None  # the reference, where that is another model (kit/start.py)
 
 
 def start_workers(config: DictConfig, sft: bool = False) -> Workers:
     """Start one process per GPU for the actor, and one more for the critic and the reward model where there is one.
 
     Then `load_value_models`, `init_model()` of the actor and `set_policy_loss`, in this order, load them. The actor
-    also holds the frozen reference when a KL term or the advantage needs it (role actor_rollout_ref). sft: the actor
-    alone, without the rollout's side.
+    also holds the frozen reference when a KL term or the advantage needs it (role actor_rollout_ref), unless that is
+    the model below its adapter (LoRA), or a teacher. sft: the actor alone, without the rollout's side.
     """
-    reference = needs_reference(config) and not config.actor_rollout_ref.model.lora_rank  # else it is the base model
-    role = "actor" if sft else "actor_rollout_ref" if reference else "actor_rollout"
+    elsewhere = config.actor_rollout_ref.model.lora_rank or plugins.teacher(config)
+    role = "actor" if sft else "actor_rollout_ref" if needs_reference(config) and not elsewhere else "actor_rollout"
     pool = RayResourcePool([config.trainer.n_gpus_per_node] * config.trainer.nnodes, max_colocate_count=4)
     actor = start_group(config, pool, ActorRolloutRefWorker, {"config": config.actor_rollout_ref, "role": role})
     return Workers(actor, *((None, None) if sft else start_value_models(config, pool)))
@@ -273,16 +274,17 @@ def old_log_probs(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> d
 
 def _measured(batch: DataProto, log_probs: torch.Tensor, entropy: torch.Tensor, **others: Any) -> dict[str, float]:
     batch.batch.update({"old_log_probs": log_probs, **others})
+    unsampled = batch.batch["turn"] < 0  # [B, R]: observed, or a row's own answer, of which the sampler said nothing
+    batch.batch["rollout_log_probs"][unsampled] = log_probs[unsampled]
     mask = batch.batch["response_mask"]
     return {"actor/entropy": float((entropy * mask).sum() / mask.sum()), **calculate_debug_metrics(batch)}
 
 
-def ref_log_probs(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> torch.Tensor:
-    """The frozen reference's log-probs [B, R] of the sampled tokens; with LoRA, the actor without its adapter."""
-    if config.actor_rollout_ref.model.lora_rank > 0:
-        call, flags = actor.compute_log_prob, {"no_lora_adapter": True}
-    else:
-        call, flags = actor.compute_ref_log_prob, {}
+def ref_log_probs(workers: Workers, batch: DataProto, config: DictConfig) -> torch.Tensor:
+    """The teacher's or the frozen reference's log-probs [B, R]; with LoRA that is the actor without its adapter."""
+    call, flags = (workers.teacher or workers.actor).compute_ref_log_prob, {}
+    if workers.teacher is None and config.actor_rollout_ref.model.lora_rank > 0:
+        call, flags = workers.actor.compute_log_prob, {"no_lora_adapter": True}
     answer = _infer(call, batch, data_parallel_size(config), calculate_entropy=False, **flags)
     return answer.padded("log_probs", len(batch))
 
@@ -338,9 +340,8 @@ def advantages(batch: DataProto, config: DictConfig) -> None:
         )
         return
     function = get_adv_estimator_fn(settings.adv_estimator)
-    known = {**batch.batch, "index": batch.non_tensor_batch["uid"], "config": settings}
+    known = {"rollout_is_weights": None, **batch.batch, "index": batch.non_tensor_batch["uid"], "config": settings}
     known |= {"gamma": settings.gamma, "lam": settings.lam}
-    known.setdefault("rollout_is_weights", None)
     batch.batch["advantages"], batch.batch["returns"] = function(**plugins.arguments(function, known))
 
 

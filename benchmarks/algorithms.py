@@ -5,7 +5,8 @@
 
 The task is that of the tests: a random two-layer model of 40 characters is asked for the digit 7, by 8 prompts x 8
 answers a step; Gym's reasoning_gym server pays 1 for exactly that and 1 / length for an answer that contains it. Two
-optimiser steps per batch, unless the overlay wants one. LoRA starts from a model fitted to answer any digit. The turn
+optimiser steps per batch, unless the overlay wants one. LoRA starts from a model fitted to answer any digit; the
+teacher of distillation is one fitted to answer 7. The turn
 algorithms play the tests' other task: one call of a real tool (Gym's example_session_state_mgmt), then a word. Runs
 that have finished are not repeated.
 """
@@ -25,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from conftest import GYM_PYTHON, RECIPE, counting, make_model, row, write_rows  # noqa: E402
+from conftest import GYM_PYTHON, RECIPE, counting, make_model, make_pretrained, row, write_rows  # noqa: E402
 
 ONE_STEP = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
 CRITIC = ["critic.optim.lr=0.003", "critic.ppo_mini_batch_size=4"]
@@ -45,6 +46,9 @@ RUNS = {  # name: (task, overlays, changes)
     "cispo": ("say", ["cispo"], []),
     "gdpo": ("say", ["gdpo"], []),
     "online_dpo": ("say", ["online_dpo"], []),
+    "sppo": ("say", ["sppo"], []),
+    "spin": ("say", ["spin"], []),
+    "distill": ("say", ["distill"], ["distillation.teacher_models.teacher_model.model_path=teacher"]),
     "lora": ("say", ["lora"], LORA),
     "lora_adapter": ("say", ["lora"], [*LORA, "actor_rollout_ref.model.lora.merge=false"]),
     "reward_model": ("say", ["reward_model"], ["reward.reward_model.model_path=reward_model"]),
@@ -92,32 +96,6 @@ def make_reward_model(folder: Path, source: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def make_pretrained(folder: Path, source: Path, prompts: list[str]) -> None:
-    """The random model, fitted to answer any digit. LoRA leaves the output head as it is, and under a random one, whose
-    rows have a norm of 0.16, no normed state (norm 8) can make a token likely: logits stay within 1.3 of zero."""
-    import random
-
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    torch.manual_seed(0)
-    tokenizer, rng = AutoTokenizer.from_pretrained(source), random.Random(0)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(100):
-        ids = [tokenizer.encode(f"{prompt} 7 {rng.randrange(10)}") + [tokenizer.eos_token_id] for prompt in prompts]
-        width = max(map(len, ids))
-        batch = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in ids])  # [8, width]
-        wanted = torch.tensor([[-100] * (len(row) - 2) + row[-2:] + [-100] * (width - len(row)) for row in ids])
-        loss = model(batch, labels=wanted).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    print(f"pretrained model: loss {loss.item():.3f}")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 def prepare(folder: Path, steps: int) -> None:
     """Models and rows."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -128,6 +106,8 @@ def prepare(folder: Path, steps: int) -> None:
     words = ["say", "tell me", "i want", "give", "now", "please", "write", "print"]
     if not (folder / "pretrained").exists():
         make_pretrained(folder / "pretrained", folder / "untied", words)
+    if not (folder / "teacher").exists():
+        make_pretrained(folder / "teacher", folder / "untied", words, "7")
     write_rows(folder / "say.jsonl", [row(f"{word} 7") for word in words])
     write_rows(folder / "val.jsonl", [row(f"{word} me 7") for word in words])
     write_rows(folder / "count.jsonl", [counting(f"{word} one") for word in words])

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kit.config import ACTOR, ROLLOUT
 from kit.errors import ConfigError
-from kit.plugins import ADVANTAGE, LOSS_MODE, is_own, load
+from kit.plugins import ADVANTAGE, LOSS_MODE, TEACHER, is_own, load, needs_reference, teacher
 
 # Servers of nemo-gym 0.4 whose app.py runs what the policy writes, in a process beside it or under a filter of imports
 RUNS_CODE = (
@@ -139,6 +139,11 @@ def check_names(config: DictConfig, command: str) -> Iterator[str]:
             function = load(name, key) if is_own(name) else registry[name]
             if "index" in inspect.signature(function).parameters:
                 yield f"{ROLLOUT}.n={n}: a group needs at least two answers to compare; raise it"
+    if command == "train" and teacher(config) and not needs_reference(config):
+        how = f"{ADVANTAGE}=templates/advantages.py:distill, or {ACTOR}.use_kl_loss=true"
+        yield f"{TEACHER}={teacher(config)}: nothing asks this model for log-probs; set {how}, or leave it out"
+    if OmegaConf.select(config, TEACHER) and not config.distillation.enabled:
+        yield f"{TEACHER} is read where distillation.enabled=true; set that too, or leave it out"
     kinds = [kind for kind in compared(verl.kl_penalty_forward, "kl_penalty") if kind != "full"]  # verl raises for that
     kl, modes = [kind + plus for kind in kinds for plus in ("", "+")], compared(verl.agg_loss, "loss_agg_mode")
     choices: dict[str, Sequence[Any]] = {f"{ACTOR}.kl_loss_type": kl, "algorithm.kl_penalty": kl}
@@ -167,13 +172,21 @@ def pretrained(config: DictConfig, key: str, **settings: Any) -> tuple[Any, Any]
 
 def check_reward_model(config: DictConfig, tokenizer: Any) -> None:
     """The reward model has a scalar head and reads the policy's ids. Raises ConfigError."""
-    head, theirs = pretrained(config, "reward.reward_model.model_path")
-    key = f"reward.reward_model.model_path={config.reward.reward_model.model_path}"
+    head = check_vocabulary(config, key := "reward.reward_model.model_path", tokenizer)
     kinds = ("ForTokenClassification", "ForSequenceClassification")
     if not (head.architectures or [""])[0].endswith(kinds) or head.num_labels != 1:
-        raise ConfigError(f"{key}: {head.architectures} has no scalar head; give a classifier with one label")
-    if theirs.get_vocab() != tokenizer.get_vocab():
-        raise ConfigError(f"{key}: its vocabulary is not the policy's, whose ids it would score; give one with that")
+        why = f"{head.architectures} has no scalar head; give a classifier with one label"
+        raise ConfigError(f"{key}={OmegaConf.select(config, key)}: {why}")
+
+
+def check_vocabulary(config: DictConfig, key: str, tokenizer: Any) -> Any:
+    """The Hugging Face config of the model that the recipe names as `key`, which scores the policy's ids, so that each
+    must be the same token to both. Raises ConfigError."""
+    found, theirs = pretrained(config, key, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
+    if others := set(theirs.get_vocab().items()) ^ set(tokenizer.get_vocab().items()):
+        why = f"its vocabulary is not the policy's, whose ids it would score ({min(others)[0]!r} is another)"
+        raise ConfigError(f"{key}={OmegaConf.select(config, key)}: {why}; give one with that")
+    return found
 
 
 def check_tool_format(name: str) -> None:

@@ -37,6 +37,7 @@ _READ = {
     "algorithm": "adv_estimator gamma lam norm_adv_by_std_in_grpo kl_ctrl kl_penalty use_kl_in_reward"
     " rollout_correction filter_groups.enable filter_groups.metric filter_groups.max_num_gen_batches",
     "reward.reward_model": "enable model_path",
+    "distillation": "enabled teacher_models.teacher_model.model_path",
     "trainer": "project_name experiment_name default_local_dir logger device nnodes n_gpus_per_node critic_warmup"
     " total_epochs total_training_steps save_freq test_freq val_before_train resume_mode resume_from_path"
     " max_actor_ckpt_to_keep ray_wait_register_center_timeout",
@@ -51,6 +52,7 @@ READ = FIELDS + [f"{place}.{key}".strip(".") for place, keys in _READ.items() fo
 _ROWS: list[tuple[Sequence[str], str, str]] = [  # places, keys below them, what to set instead: * is the key's own name
     (["data"], "train_files val_files", "env.*"),
     (["reward"], "custom_reward_function", "env.reward"),
+    (["distillation"], "distillation_loss", "algorithm.adv_estimator (configs/algorithms/distill.yaml)"),
     ([ACTOR, "critic"], "rollout_n", f"{ROLLOUT}.n"),
     ([ACTOR, "critic"], "grad_clip", "optim.clip_grad beside it"),
     ([ACTOR], "clip_ratio", "clip_ratio_low and clip_ratio_high beside it"),

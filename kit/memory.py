@@ -2,7 +2,7 @@
 
 Layers are taken as Llama's: grouped-query attention, an MLP of three matrices (or experts of that form), two norms.
 Left out: biases, work space, the allocator's fragments, a reward model, what verl's balancing puts over a micro-batch's
-limit. A critic counts as large as the policy. On a CPU prompts have no logits, here they do.
+limit. A critic counts as large as the policy, and so does a teacher. On a CPU prompts have no logits, here they do.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def stages(config: DictConfig, c: Any, total: int, command: str) -> dict[str, Pa
     update["logits"] = 3 * tokens * logits
     if command == "sft":
         return {"update": update | always}
-    if cpu and plugins.needs_reference(config) and not policy.model.lora_rank:  # on a GPU it waits on the host
+    lora = policy.model.lora_rank and not plugins.teacher(config)
+    if cpu and plugins.needs_reference(config) and not lora:  # on a GPU it waits on the host
         always["reference"] = update["weights"]
     forward = {name: update[name] for name in ("weights", "gathered")}
     forward |= {"activations": read * activations(c, width), "logits": 2 * read * logits}

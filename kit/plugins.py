@@ -44,6 +44,7 @@ from kit.episodes import Episode, append
 from kit.errors import ConfigError, PluginError, RunError
 from kit.function_worker import module_at
 
+TEACHER = "distillation.teacher_models.teacher_model.model_path"
 ROOT = Path(__file__).resolve().parent.parent
 ADVANTAGE, LOSS_MODE = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"  # the keys
 # What an advantage estimator may ask for, by name. Tensors are [B, R]; index [B] is the group of each episode. Asking
@@ -133,6 +134,11 @@ def needs_reference(config: DictConfig) -> bool:
     """Whether anything compares the policy with the model it started from."""
     kl = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
     return bool(kl or asks_for(config, "ref_log_prob"))
+
+
+def teacher(config: DictConfig) -> str:
+    """The path of the model that is the reference, where that is not the policy's first; empty where it is."""
+    return str(OmegaConf.select(config, TEACHER) or "") if config.distillation.enabled else ""
 
 
 def arguments(estimator: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:

@@ -152,6 +152,8 @@ def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception]
     tokenizer, hf_config, stop_ids = load_model_files(config)
     if config.reward.reward_model.enable:
         checks.check_reward_model(config, tokenizer)
+    if command == "train" and plugins.teacher(config):
+        checks.check_vocabulary(config, plugins.TEACHER, tokenizer)
     fill_in(config, hf_config, command)
     return tokenizer, stop_ids, (*ideas, hf_config.get_text_config())
 
@@ -177,7 +179,9 @@ def check_files(config: DictConfig, command: str) -> Iterator[Exception]:
     if command != "sft":
         yield from functions.check(config)
         yield from check_servers(config)
-    for key in [f"{MODEL}.path"] + ["reward.reward_model.model_path"] * config.reward.reward_model.enable:
+    models = {f"{MODEL}.path": True, "reward.reward_model.model_path": config.reward.reward_model.enable}
+    models[plugins.TEACHER] = config.distillation.enabled
+    for key in [key for key, wanted in models.items() if wanted]:
         name = str(OmegaConf.select(config, key) or "")
         if not name:
             yield ConfigError(f"this recipe needs {key}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import os
 import secrets
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
+from omegaconf import DictConfig
 
 import gym_client
 from kit import fork, functions, gym_servers, later, models, places, plugins, watch
@@ -56,6 +58,8 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
         if run.trains:  # value models are loaded here, the actor's beside vLLM
             workers = training.start_workers(config, sft=run.command == "sft")
             training.load_value_models(workers, config)
+            if plugins.teacher(config) and run.command == "train":
+                workers = workers._replace(teacher=start_teacher(config, workers.actor.resource_pool))
         if not sample:
             workers.actor.init_model()
             training.set_policy_loss(workers.actor, config)
@@ -77,6 +81,16 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
         stack.callback(run.guard.end)  # and before all that was opened since
         actor = workers.actor if workers else None
         return Started(workers, inference.Servers(config, vllm, actor, policy, verifiers, loop))
+
+
+def start_teacher(config: DictConfig, pool: Any) -> Any:
+    """The frozen reference as workers of their own, on the GPUs of `pool`, since it is another model: in the actor's,
+    verl 0.9.1 would load the policy's. Loaded; between its calls the weights are on the host."""
+    settings = copy.deepcopy(config.actor_rollout_ref)
+    settings.model.path, settings.model.lora_rank = plugins.teacher(config), 0
+    teacher = training.start_group(config, pool, training.ActorRolloutRefWorker, {"config": settings, "role": "ref"})
+    teacher.init_model()
+    return teacher
 
 
 def start_outside(

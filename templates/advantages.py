@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import verl.utils.torch_functional as verl_F
 from torch import Tensor
+from verl.trainer.ppo.core_algos import kl_penalty
 
-BETA = 0.1  # of online DPO
+BETA = 0.1  # of online DPO, and SPIN's lambda
 
 
 def by_turn(values: Tensor, turn: Tensor) -> Tensor:
@@ -101,4 +103,57 @@ def pairs(
             weights[best], weights[worst] = weight, -weight
     found = int((weights > 0).sum())
     advantages = weights[:, None] * response_mask * (len(rewards) / max(found, 1))  # [B, R]
+    return advantages, advantages
+
+
+def spin(
+    response_mask: Tensor, turn: Tensor, index: Sequence[str], old_log_probs: Tensor, ref_log_prob: Tensor
+) -> tuple[Tensor, Tensor]:
+    """SPIN (Chen et al. 2024, arXiv:2401.01335, equation 4.7): a row's own answer y against what the policy says, y'.
+    The former come from templates/filters.py:with_answer, in no turn of the policy. For the loss
+    templates/losses.py:dpo.
+
+    The logistic loss log(1 + exp(-m)), m = BETA * [log pi(y)/ref(y) - log pi(y')/ref(y')], is DPO's, and becomes
+    advantages as in `pairs`; the mean over all answers y' of a group, then over the groups. Groups without y, or
+    without y', teach nothing.
+
+    An iteration of the paper is a run: ref is the model that it starts from, and the next run starts from its export.
+    Departs: y' is sampled from the present policy, where the paper has those of ref, sampled before the iteration.
+    """
+    log_ratio = ((old_log_probs - ref_log_prob) * response_mask).sum(dim=1)  # [B]
+    own = turn.amax(dim=1) < 0  # [B]
+    weights, found = torch.zeros(len(own), dtype=log_ratio.dtype), 0  # [B]
+    for group in dict.fromkeys(index):
+        mine = torch.tensor([name == group for name in index])  # [B]
+        y, sampled = mine & own, mine & ~own
+        if y.any() and sampled.any():
+            weight = BETA * torch.sigmoid(-BETA * (log_ratio[y] - log_ratio[sampled])) / sampled.sum()  # [n]
+            weights[y], weights[sampled], found = weight.sum(), -weight, found + 1
+    advantages = weights[:, None] * response_mask * (len(own) / max(found, 1))  # [B, R]
+    return advantages, advantages
+
+
+def preference(token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """SPPO's target (Wu et al. 2024, arXiv:2405.00675, Algorithm 1): P(y > pi) - 1/2, the fraction of its group that an
+    answer y beats, itself included, less 1/2. For the loss templates/losses.py:sppo.
+
+    Departs: no preference model is asked. The larger reward wins, and of equals each wins half of the time.
+    """
+    rewards, group = token_level_rewards.sum(dim=1), np.unique(np.asarray(index), return_inverse=True)[1]  # [B]
+    same = torch.from_numpy(group[:, None] == group)  # [B, B]
+    beats = torch.sign(rewards[:, None] - rewards) / 2 * same  # [B, B]: P(i > j) - 1/2
+    advantages = (beats.sum(dim=1) / same.sum(dim=1))[:, None] * response_mask  # [B, R]
+    return advantages, advantages
+
+
+def distill(old_log_probs: Tensor, ref_log_prob: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """On-policy distillation (Lu 2025, thinkingmachines.ai/blog/on-policy-distillation): over the policy's own answers,
+    a token's advantage is -(log pi - log teacher), by verl's kl_penalty; later tokens do not count (discount 0). Its
+    mean over tokens, critic/advantages/mean, is minus an estimate of the reverse KL, in nats a token.
+
+    GKD (Agarwal et al. 2023, arXiv:2306.13649, section 3) with lambda = 1 and reverse KL. Departs: estimated from the
+    sampled token, where GKD sums over the vocabulary; by the policy gradient, where GKD differentiates that sum. At a
+    temperature other than 1 both models' log-probs are at it.
+    """
+    advantages = -kl_penalty(old_log_probs, ref_log_prob, "k1") * response_mask  # type: ignore[arg-type]  # [B, R]
     return advantages, advantages

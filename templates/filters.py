@@ -10,9 +10,11 @@ the token baselines, which weigh by the mask). Failures are gone before; rewards
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import gym_client
 from kit.episodes import groups
 from kit.errors import PluginError
 
@@ -44,3 +46,34 @@ def mask_ended(episodes: Sequence[Any], reasons: Sequence[str]) -> list[Any]:
     return [
         dataclasses.replace(e, response_mask=[0] * len(e.response_mask)) if e.ended in reasons else e for e in episodes
     ]
+
+
+@functools.cache
+def _tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer  # takes seconds, which other filters need not wait for
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+def with_answer(episodes: Sequence[Any], field: str, model: str, limit: int) -> list[Any]:
+    """Each group, and beside what was sampled one more episode: the row's own answer, as if the policy had said it,
+    with a reward of 1. For SPIN (templates/advantages.py:spin). The trainer's log-probs stand in for the sampler's.
+
+    field: of the row, what is to follow the prompt, as text; the tokenizer of `model` and its EOS end it. An answer of
+    more than `limit` tokens is left out. It has no turn, by which one knows it, and `rollout/filtered/with_answer`
+    counts it as -1.
+    """
+    tokenizer, found = _tokenizer(model), []
+    for group in groups(episodes).values():
+        e = group[0]
+        if not isinstance(text := e.row.get(field), str):
+            has = ", ".join(name for name, value in e.row.items() if isinstance(value, str)) or "none"
+            raise PluginError(
+                f"env.filters: with_answer: field={field}: the row {e.row_id} has no such text; it has {has}"
+            )
+        ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        said = {"response_ids": ids, "response_mask": [1] * len(ids), "log_probs": [0.0] * len(ids), "turns": []}
+        rest = {"output": [gym_client.message(text)], "ended": "stop", "reward": 1.0, "turn_rewards": [], "timings": {}}
+        own = dataclasses.replace(e, **said, **rest, reward_components={}, verdict={}, baseline=None)
+        found += [*group, *([own] if len(ids) <= limit else [])]
+    return found

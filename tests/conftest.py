@@ -88,6 +88,31 @@ def make_model(folder: Path, tied: bool, seed: int = 0) -> Path:
     return folder
 
 
+def make_pretrained(folder: Path, source: Path, prompts: list[str], digits: str = "0123456789") -> None:
+    """The random model, fitted to answer any of `digits`. LoRA leaves the output head as it is, and under a random one,
+    whose rows have a norm of 0.16, no normed state (norm 8) can make a token likely: logits stay within 1.3 of zero."""
+    import random
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(0)
+    tokenizer, rng = AutoTokenizer.from_pretrained(source), random.Random(0)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(100):
+        ids = [tokenizer.encode(f"{prompt} 7 {rng.choice(digits)}") + [tokenizer.eos_token_id] for prompt in prompts]
+        width = max(map(len, ids))
+        batch = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in ids])  # [8, width]
+        wanted = torch.tensor([[-100] * (len(row) - 2) + row[-2:] + [-100] * (width - len(row)) for row in ids])
+        loss = model(batch, labels=wanted).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"pretrained model: loss {loss.item():.3f}")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def row(question: str = "say 7", answer: str = "7", **extra) -> dict:
     """A row of the trivial task."""
     params = {"input": [{"role": "user", "content": question}]}

@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import CPU, RECIPE
 from omegaconf import OmegaConf
+from torch.nn.functional import logsigmoid
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
 from verl.utils.config import omega_conf_to_dataclass
@@ -23,6 +24,9 @@ from verl.utils.config import omega_conf_to_dataclass
 import training
 from kit.config import load_config
 from kit.episodes import Episode, keep
+from kit.errors import PluginError
+from templates.advantages import distill, preference, spin
+from templates.losses import dpo, sppo
 
 EXACT, SINGLE = {"rtol": 1e-9, "atol": 1e-9}, {"rtol": 2e-6, "atol": 2e-6}
 SEEDS = range(10)  # a seed also picks the case: odd or even, and one of the five modes
@@ -597,3 +601,69 @@ def test_kl_in_the_reward_is_taken_from_sampled_tokens_only():
     kl = np.mean([np.mean((old - ref)[i, sampled(e)]) for i, e in enumerate(episodes)])
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(kl)
     assert controller.value == pytest.approx(0.5 * (1 + np.clip(kl / 0.1 - 1, -0.2, 0.2) * 10 / 100))
+
+
+# --- of templates/ -------------------------------------------------------------------------------
+
+
+def gradient_in_parts(loss, d, advantages, mode, rows):
+    """(loss, gradient by x) of a mini-batch that comes in micro-batches, as verl's engine adds them. rows: of each."""
+    config, x = actor(), torch.tensor(d.x, requires_grad=True)
+    totals = {"dp_size": 1, "batch_num_tokens": len(d.tokens), "global_batch_size": int(d.mask.any(axis=1).sum())}
+    config.global_batch_info.update(totals)
+    old, mask = torch.tensor(d.old), torch.tensor(d.mask)
+    parts = [loss(old[part], x[part], advantages[part], mask[part], mode, config)[0] for part in rows]
+    sum(parts).backward()
+    return sum(parts).item(), x.grad.numpy()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sppo_regresses_an_answers_log_ratio_on_how_often_it_wins(seed):
+    """Wu et al., arXiv:2405.00675, Algorithm 1: (log pi(y)/pi_t(y) - eta (P(y > pi_t) - 1/2))^2, mean over answers; P
+    is the mean over the K answers to the prompt. Departs: of rewards the larger wins; eta = 1."""
+    d, rng = random_tokens(seed), np.random.default_rng(seed)
+    groups, rewards = np.array(list("ababbbcd")), rng.choice([0.0, 0.25, 1.0], 8)  # d is filling
+    loss, gradient, answers = 0.0, np.zeros(d.x.shape), sum(d.mask.any(axis=1))
+    for i in range(7):
+        wins = [1.0 if rewards[i] > r else 0.5 if rewards[i] == r else 0.0 for r in rewards[groups == groups[i]]]
+        error = d.log_r[i][d.mask[i]].sum() - 1.0 * (np.mean(wins) - 0.5)
+        loss, gradient[i] = loss + error**2 / answers, 2 * error / answers * d.mask[i]
+    by_token = torch.zeros(d.x.shape, dtype=torch.float64)
+    by_token[:, -1] = torch.tensor(rewards)
+    advantages, _ = preference(by_token, torch.tensor(d.mask), groups)
+    assert_same(gradient_in_parts(sppo, d, advantages, MODES[3], (slice(0, 3), slice(3, 8))), loss, gradient)
+    with pytest.raises(PluginError, match="seq-mean-token-mean"):
+        gradient_in_parts(sppo, d, advantages, MODES[0], [slice(0, 8)])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_spins_gradient_is_that_of_its_loss(seed):
+    """Chen et al., arXiv:2401.01335, eq. 4.7: log(1 + exp(-lambda [log p(y)/p_t(y) - log p(y')/p_t(y')])), by autograd.
+    a has three answers of the policy's, b one, c none and d not the row's: these two teach nothing."""
+    d, index = random_tokens(seed, on_policy=True), list("aaaabbcd")
+    d.mask[-1, 0] = True
+    own, ref = [1, 4, 6], torch.tensor(np.random.default_rng(seed).normal(-1, 0.5, d.x.shape))
+    mask, x = torch.tensor(d.mask), torch.tensor(d.x, requires_grad=True)
+    ratio = ((x - ref) * mask).sum(dim=1)
+    pairs = {1: [0, 2, 3], 4: [5]}
+    losses = [-logsigmoid(0.1 * (ratio[y] - ratio[other])) / len(some) for y, some in pairs.items() for other in some]
+    (sum(losses) / len(pairs)).backward()
+    turn = torch.where(mask, 0, -1)
+    turn[own] = -1
+    advantages, _ = spin(mask, turn, index, torch.tensor(d.old), ref)
+    got = gradient_in_parts(dpo, d, advantages, MODES[2], (slice(0, 3), slice(3, 8)))[1]  # a pair is cut in two
+    assert_close(got, x.grad.numpy(), **EXACT)
+
+
+def test_distillation_follows_the_reverse_kl():
+    """Agarwal et al., arXiv:2306.13649, section 3 with lambda = 1 and KL(student || teacher): the gradient of the kit's
+    advantages, and minus their mean, expected over a vocabulary of 5, exactly. Nothing on what was observed."""
+    rng = np.random.default_rng(0)
+    logits, q = torch.tensor(rng.normal(size=5), requires_grad=True), torch.tensor(rng.normal(size=5)).log_softmax(0)
+    p = logits.log_softmax(0)
+    kl = (p.exp() * (p - q)).sum()
+    a = distill(p.detach()[None], q[None], torch.ones(1, 5, dtype=torch.int64))[0][0]  # [5], of each token there is
+    assert_close(-(p.exp() * a).sum().item(), kl.item(), **EXACT)
+    got, true = (torch.autograd.grad(v, logits, retain_graph=True)[0] for v in (-(p.exp().detach() * a * p).sum(), kl))
+    assert_close(got.numpy(), true.numpy(), **EXACT)
+    assert distill(p.detach()[None], q[None], torch.tensor([[1, 1, 0, 1, 0]]))[0][0, [2, 4]].tolist() == [0, 0]

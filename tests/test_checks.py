@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from conftest import CPU, RECIPE, ROOT, load, tiny, write_rows
 from omegaconf import OmegaConf
@@ -9,7 +11,7 @@ from omegaconf import OmegaConf
 from kit import checks, plugins, recipe, sft
 from kit.config import load_config
 from kit.errors import ConfigError
-from kit.plugins import ADVANTAGE, LOSS_MODE
+from kit.plugins import ADVANTAGE, LOSS_MODE, TEACHER
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +73,13 @@ def test_all_that_verl_has_is_taken_and_group_estimators_need_groups(tiny_recipe
         (["reward.reward_model.enable=true"], "needs reward.reward_model.model_path"),
         (["reward.reward_model.enable=true", "reward.reward_model.model_path=./no"], "no model folder"),
         (["reward.reward_model.enable=true", "reward.reward_model.model_path=tied"], "has no scalar head"),
+        (["distillation.enabled=true"], f"needs {TEACHER}"),
+        (["distillation.enabled=true", f"{TEACHER}=./no"], "no model folder"),
+        (
+            ["distillation.enabled=true", f"{TEACHER}=tied"],
+            "nothing asks this model .*=templates/advantages.py:distill",
+        ),
+        ([f"{TEACHER}=tied"], r"read where distillation\.enabled=true"),
         (["algorithm.adv_estimator={function: templates/advantages.py:turn_grpo}"], "without settings"),
         (
             ["actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=templates/advantages.py:turn_grpo"],
@@ -82,6 +91,19 @@ def test_what_does_not_go_together_is_an_error(tiny_recipe, workspace, monkeypat
     monkeypatch.chdir(workspace)
     with pytest.raises(ConfigError, match=named):
         recipe.check_recipe(changed(tiny_recipe, *changes), "train")
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(tiny_recipe, workspace, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(workspace / "tied")
+    tokenizer.add_tokens(["stranger"])
+    tokenizer.save_pretrained(tmp_path)
+    shutil.copy(workspace / "tied" / "config.json", tmp_path)
+    estimator = f"{ADVANTAGE}=templates/advantages.py:distill"
+    config = changed(tiny_recipe, estimator, "distillation.enabled=true", f"{TEACHER}={tmp_path}")
+    with pytest.raises(ConfigError, match=rf"{TEACHER}={tmp_path}: its vocabulary is not the policy's.*'stranger'"):
+        recipe.check_recipe(config, "train")
 
 
 def test_a_truncated_sampling_distribution_is_warned_of(workspace):
@@ -121,6 +143,8 @@ def test_an_overlay_is_fifteen_lines_and_goes_over_either_recipe(workspace, path
     changes = tiny(workspace)
     if path.stem == "reward_model":
         changes.append(f"reward.reward_model.model_path={workspace / 'scored'}")
+    if path.stem == "distill":
+        changes.append(f"{TEACHER}={workspace / 'tied'}")
     if path.stem == "sft":
         changes = [c for c in changes if not c.startswith("env.")]
         chat = {"messages": [{"role": "user", "content": "say 7"}, {"role": "assistant", "content": "7"}]}

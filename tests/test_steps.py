@@ -10,11 +10,11 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import ROOT, drop, metrics_of, with_values
+from conftest import ROOT, drop, make_pretrained, metrics_of, with_values
 
 import gym_client
 import training
-from kit import checkpoints
+from kit import checkpoints, plugins, start
 from kit.errors import DamagedStep, RunError, SkippedStep
 
 AGREE = 1e-3  # bound on any one probability of the sampler against the trainer's, in float32
@@ -50,8 +50,8 @@ def test_it_learns_to_use_a_real_tool(stack):
 
 
 PLAIN = ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gspo", "opo", "gpg", "cispo", "gdpo", "online_dpo"]
-PLAIN += ["turn_grpo", "curriculum", "rollout_correction", "remax"]
-BESIDE = {"dapo", "ppo", "turn_gae", "reward_model", "lora", "sft"}  # tests of their own
+PLAIN += ["turn_grpo", "curriculum", "rollout_correction", "remax", "sppo", "spin"]
+BESIDE = {"dapo", "ppo", "turn_gae", "reward_model", "lora", "sft", "distill"}  # tests of their own
 
 
 def test_no_recipe_is_forgotten():
@@ -156,6 +156,24 @@ def test_lora_reaches_the_sampler_merged(stack):
                 assert metrics["actor/grad_norm"] > 0 and metrics["training/rollout_probs_diff_max"] < AGREE
     finally:
         drop(workers)
+
+
+def test_a_teacher_is_learned_from_by_its_log_probs_alone(stack):
+    """The session's model, fitted to say 7, scores what the policy says. Nothing else is learned from, and the estimate
+    of the reverse KL falls."""
+    make_pretrained(stack.workspace / "teacher", stack.workspace / "untied", ["say", "give", "write", "print"], "7")
+    teacher = f"{plugins.TEACHER}=teacher"
+    with stack.trainer("distill", QUIET, teacher, overlays=["distill"]) as trainer:
+        pool = training.RayResourcePool([1], max_colocate_count=1)
+        trainer.workers = trainer.workers._replace(teacher=start.start_teacher(trainer.config, pool))
+        try:
+            steps = [dict(trainer.advance()) for _ in range(10)]
+        finally:
+            drop([trainer.workers.teacher])
+    kl = [-m["critic/advantages/mean"] for m in steps]  # nats a token
+    print("reverse KL", [round(k, 2) for k in kl], "rewards", [round(m["rollout/reward/mean"], 2) for m in steps])
+    assert kl[0] > 2 and kl[-1] < 0.75 * kl[0]  # of itself the policy is 0 away, and unlearned it stays where it is
+    assert all(m["actor/grad_norm"] > 0 and m["training/rollout_probs_diff_max"] < AGREE for m in steps)
 
 
 def test_ideas_of_ones_own_from_the_readme(stack):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import random
 import re
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from conftest import CPU, ROOT
+from conftest import CPU, END, ROOT
 from omegaconf import OmegaConf
 
 import env
@@ -100,6 +101,24 @@ def test_masked_episodes_count_for_the_baseline_and_carry_no_loss():
     for e in made:
         e.ended = "length"
     assert keep(made, 2, [lambda some: filters.mask_ended(some, ["length"])])[0] == []  # nothing to learn from
+
+
+def test_a_rows_own_answer_stands_beside_what_was_sampled(workspace):
+    made = groups([0.0, 1.0], [0.0, 0.5])
+    for e, text in zip(made, ["7", "7", "7 7 7", "7 7 7"], strict=True):
+        e.row, e.prompt_ids, e.turns = {"answer": text, "n": 1}, [5, int(e.group_id)], [(0, 3, 1)]
+    given = {"field": "answer", "model": str(workspace / "tied"), "limit": 4}
+    found = filters.with_answer(made, **given)
+    assert [e.group_id for e in found] == ["0", "0", "0", "1", "1"] and [found[i] for i in (0, 1, 3, 4)] == made
+    own = found[2]
+    assert own.response == "7" and own.response_ids[-1] == END and len(own.response_ids) == 2  # as one samples it
+    assert own.prompt_ids == made[0].prompt_ids and own.reward == 1.0 and own.turns == []
+    b = training.to_batch(found, 0, 1.0).batch
+    assert b["turn"].amax(dim=1).tolist() == [0, 0, -1, 0, 0] and b["response_mask"][2].tolist() == [1, 1, 0]
+    kept, _ = keep(made, 2, [functools.partial(filters.with_answer, **given)])
+    assert [e.response_ids for e in kept] == [e.response_ids for e in found]
+    with pytest.raises(PluginError, match=r"field=n: .* r has no such text; it has answer"):
+        filters.with_answer(made, **{**given, "field": "n"})
 
 
 def test_first_groups():

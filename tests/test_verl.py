@@ -154,7 +154,7 @@ def our_step(made, workers, config):
     batch = training.to_batch(made, 1, 1.0)
     batch.batch["old_log_probs"] = training.log_probs(workers.actor, batch, config)["log_probs"]
     if training.needs_reference(config):
-        batch.batch["ref_log_prob"] = training.ref_log_probs(workers.actor, batch, config)
+        batch.batch["ref_log_prob"] = training.ref_log_probs(workers, batch, config)
     if workers.critic:
         batch.batch["values"] = training.values(workers.critic, batch, config)
     batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
