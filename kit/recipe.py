@@ -179,9 +179,9 @@ def check_files(config: DictConfig, command: str) -> Iterator[Exception]:
     if command != "sft":
         yield from functions.check(config)
         yield from check_servers(config)
-    models = {f"{MODEL}.path": True, "reward.reward_model.model_path": config.reward.reward_model.enable}
-    models[plugins.TEACHER] = config.distillation.enabled
-    for key in [key for key, wanted in models.items() if wanted]:
+    paths = {f"{MODEL}.path": True, "reward.reward_model.model_path": config.reward.reward_model.enable}
+    paths[plugins.TEACHER] = config.distillation.enabled
+    for key in [key for key, wanted in paths.items() if wanted]:
         name = str(OmegaConf.select(config, key) or "")
         if not name:
             yield ConfigError(f"this recipe needs {key}")
