@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SOCKET = "fork.sock"  # in $TMPDIR, which a run has for itself
+PR_SET_PDEATHSIG = 1  # prctl(2): a signal when the process that forked this one ends
 NUMBER = 16  # bytes of a number that goes over it
 FORKED = ("default_worker.py", "from multiprocessing.spawn import spawn_main")  # in the arguments of what takes a fork
 
@@ -56,6 +57,7 @@ def serving(modules: str, log: Path) -> Iterator[tuple[str, Callable[..., None]]
     try:
         yield python, tell
     finally:
+        process.terminate()  # stdin's end alone would wait for its imports
         process.communicate()
 
 
@@ -101,6 +103,7 @@ def _is_open(fd: int) -> bool:
 def serve(listener: socket.socket, modules: list[str]) -> None:
     """Fork for whoever asks, until stdin ends, which is when the process that started this one does."""
     import atexit
+    import ctypes
     import gc
     import importlib
     import json
@@ -123,7 +126,12 @@ def serve(listener: socket.socket, modules: list[str]) -> None:
                 asker = listener.accept()[0]
                 received = socket.recv_fds(asker, 1, 253)[1]
                 request = asker.makefile().readline()
+                parent = os.getpid()
                 if not (pid := os.fork()):
+                    # whoever would end it is gone when this process is
+                    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                    if os.getppid() != parent:
+                        return None
                     for mine in (look, listener, asker):
                         mine.close()
                     return become(received, *json.loads(request))

@@ -132,3 +132,13 @@ def test_it_ends_with_the_process_that_started_it(tmp_path: Path, monkeypatch: p
     assert process.wait(20) == -signal.SIGKILL
     servers = [p for p in psutil.process_iter(["cmdline", "cwd"]) if p.info["cwd"] == str(tmp_path)]
     wait_for(lambda: all(ended(server) for server in servers))
+
+
+def test_forks_end_with_what_they_fork_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asked ends with the run as well, and then nobody is left who would end the fork."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with fork.serving("json", tmp_path / "fork.log") as (python, _):
+        process, forked = asleep(python)
+        os.kill(forked.ppid(), signal.SIGKILL)
+        wait_for(lambda: ended(forked))
+        assert process.wait(20) == -signal.SIGKILL
