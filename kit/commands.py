@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import env
 import gym_client
-from kit import checkpoints, collect, gym_servers, plugins, recipe, sft
+from kit import checkpoints, collect, gym_servers, plugins, recipe, sft, start
 from kit.config import load_config
 from kit.episodes import Episode, load_replay
 from kit.errors import ConfigError, PluginError, RunError, Stop
@@ -39,16 +39,23 @@ class Plan(NamedTuple):
     told: list[str]  # what there is to say of it
 
 
-def plan(files: Sequence[str], overrides: Sequence[str] = (), command: str = "train", replay: str = "") -> Plan:
+def plan(
+    files: Sequence[str],
+    overrides: Sequence[str] = (),
+    command: str = "train",
+    replay: str = "",
+    merged: Callable[[DictConfig], None] = lambda config: None,
+) -> Plan:
     """Merge recipe files and key=value, and check all that can be checked without starting anything.
 
-    Raises OUR_ERRORS.
+    merged: called between the two, with the recipe. Raises OUR_ERRORS.
     """
     quiet()
     problems: list[Exception] = []
     config, defaults = load_config(files, overrides, problems)
     if problems:
         recipe.check_recipe(config, command, problems)  # raises, with all else that is wrong
+    merged(config)
     resume_from: Path | None = None
     told: list[str] = []
     if replay:
@@ -96,7 +103,8 @@ def main(train: Callable[[Plan], AbstractContextManager[Any]]) -> None:
             raise ConfigError(f"--replay makes an update of `train` again, not of `{named[0]}`; leave that word out")
         if len(named) > 1:
             raise ConfigError(f"one command at a time, not {' and '.join(named)}; choose one")
-        planned = plan(args.config, overrides, named[0], args.replay)
+        early = (lambda config: None) if args.dry_run else start.begin_imports
+        planned = plan(args.config, overrides, named[0], args.replay, early)
         text = "\n".join([recipe.summary(planned.config, planned.data, named[0]), *planned.told])
         console.print(text, markup=False, highlight=False, soft_wrap=True)
         if args.dry_run:

@@ -1,10 +1,10 @@
 """Processes that fork from one that has imported, instead of importing torch, verl and vLLM each for itself.
 
-    $TMPDIR/python ARGUMENTS    what stands in for Python: has the process below fork, and the fork gets its arguments,
-                                environment, folder, signal mask and descriptors. It lives as long as the fork, hands it
-                                SIGTERM, ends as it ends; killed, it takes the fork along
-    fork.py serve FD MODULE ... the process that forks: imports the modules, then waits to be asked, till stdin ends.
-                                It waits before `ray`, which reads of which raylet it is when it is imported
+    FOLDER/python ARGUMENTS         what stands in for Python: has the process below fork, and the fork gets its
+                                    arguments, environment, folder, signal mask and descriptors. It lives as long as the
+                                    fork, hands it SIGTERM, ends as it ends; killed, it takes the fork along
+    fork.py serve FD PYTHON MODULE  a process that forks: imports the modules, then waits to be asked, till stdin ends
+                                    It waits before `ray`, which reads of which raylet it is when it is imported
 
 Ray starts its workers by the first one (runtime_env.py_executable), and these vLLM's engine (multiprocessing's
 set_executable). All else, and all where nobody serves, as on other nodes, becomes Python itself.
@@ -17,54 +17,74 @@ import os
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-SOCKET = "fork.sock"  # in $TMPDIR, which a run has for itself
 PR_SET_PDEATHSIG = 1  # prctl(2): a signal when the process that forked this one ends
-NUMBER = 16  # bytes of a number that goes over it
+NUMBER = 16  # bytes of a number that goes over the socket
 FORKED = ("default_worker.py", "from multiprocessing.spawn import spawn_main")  # in the arguments of what takes a fork
+_begun: list[tuple[str, Any]] = []  # the process of the next run, and where it is
+
+
+def begin(modules: str) -> None:
+    """Have a process import `modules`, names with spaces between, for the run that comes: `serving` takes it over."""
+    import atexit
+    import subprocess
+    import tempfile
+
+    folder = tempfile.mkdtemp(prefix="kit-fork-")
+    python, here = os.path.join(folder, "python"), os.path.abspath(__file__)
+    with open(python, "w") as script:
+        script.write(f'#!/bin/sh\nexec {sys.executable} -I -S {here} ask {folder} "$@"\n')
+    os.chmod(python, 0o700)
+    with open(os.path.join(folder, "log"), "w") as log, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.join(folder, "socket"))
+        listener.listen(64)
+        command = [sys.executable, "-P", here, "serve", str(listener.fileno()), python, *modules.split()]
+        process = subprocess.Popen(  # in a session of its own: Ctrl-C is the driver's
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, pass_fds=[listener.fileno()]
+        )
+    _begun.append((folder, process))
+    atexit.register(_end, folder, process)
+
+
+def _end(folder: str, process: Any) -> None:
+    import shutil
+
+    process.terminate()  # stdin's end alone would wait for its imports
+    process.communicate()
+    shutil.rmtree(folder, ignore_errors=True)  # at exit it is gone
 
 
 @contextlib.contextmanager
 def serving(modules: str, log: Path) -> Iterator[tuple[str, Callable[..., None]]]:
-    """A process that imports `modules`, names with spaces between, and forks. What stands in for Python, by whom asking
+    """A process that imports `modules`, unless one has begun to, and forks. What stands in for Python, by whom asking
     waits for the imports; and what to call with the environment that Ray's workers share, once Ray is there."""
     import json
-    import subprocess
+    import shutil
 
-    python, here = os.path.join(os.environ["TMPDIR"], "python"), os.path.abspath(__file__)
-    with open(python, "w") as script:
-        script.write(f'#!/bin/sh\nexec {sys.executable} -I -S {here} "$@"\n')
-    os.chmod(python, 0o700)
-    with log.open("w") as out, socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(os.path.join(os.environ["TMPDIR"], SOCKET))
-        listener.listen(64)
-        command = [sys.executable, "-P", here, "serve", str(listener.fileno()), *modules.split()]
-        process = subprocess.Popen(  # in a session of its own: Ctrl-C is the driver's
-            command, stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True, pass_fds=[listener.fileno()]
-        )
-    assert process.stdin
-    told = process.stdin.fileno()
+    if not _begun:
+        begin(modules)
+    folder, process = _begun.pop()
 
     def tell(**environment: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # it ended: its log says why, and Python itself does all
-            os.write(told, json.dumps(environment).encode() + b"\n")
+            os.write(process.stdin.fileno(), json.dumps(environment).encode() + b"\n")
 
     try:
-        yield python, tell
+        yield os.path.join(folder, "python"), tell
     finally:
-        process.terminate()  # stdin's end alone would wait for its imports
-        process.communicate()
+        shutil.copy(os.path.join(folder, "log"), log)
+        _end(folder, process)
 
 
 # --- who asks: it stands before every process, and so imports little ------------------------------
 
 
-def ask(arguments: list[str]) -> int:
+def ask(folder: str, arguments: list[str]) -> int:
     """Have a fork do what `python ARGUMENTS` would, and wait for its end. Its status."""
     import json
 
@@ -74,7 +94,7 @@ def ask(arguments: list[str]) -> int:
     try:
         if not any(name in argument for name in FORKED for argument in arguments):
             raise ConnectionRefusedError("Python itself will do")
-        server.connect(os.path.join(os.environ.get("TMPDIR", ""), SOCKET))
+        server.connect(os.path.join(folder, "socket"))
         socket.send_fds(server, [b"."], descriptors)
         server.sendall(json.dumps([arguments, dict(os.environ), os.getcwd(), mask, descriptors]).encode() + b"\n")
         pid = int(server.recv(NUMBER, socket.MSG_WAITALL))
@@ -100,8 +120,11 @@ def _is_open(fd: int) -> bool:
 # --- who forks ------------------------------------------------------------------------------------
 
 
-def serve(listener: socket.socket, modules: list[str]) -> None:
-    """Fork for whoever asks, until stdin ends, which is when the process that started this one does."""
+def serve(listener: socket.socket, python: str, modules: list[str]) -> None:
+    """Fork for whoever asks, until stdin ends, which is when the process that started this one does.
+
+    python: what stands in for it.
+    """
     import atexit
     import ctypes
     import gc
@@ -134,7 +157,7 @@ def serve(listener: socket.socket, modules: list[str]) -> None:
                         return None
                     for mine in (look, listener, asker):
                         mine.close()
-                    return become(received, *json.loads(request))
+                    return become(python, received, *json.loads(request))
                 for fd in received:
                     os.close(fd)
                 asker.sendall(f"{pid:{NUMBER}}".encode())
@@ -155,6 +178,7 @@ def serve(listener: socket.socket, modules: list[str]) -> None:
 
 
 def become(
+    python: str,
     received: list[int],
     arguments: list[str],
     environment: dict[str, str],
@@ -166,6 +190,7 @@ def become(
     import fcntl
     import multiprocessing
     import runpy
+    import tempfile
     import types
 
     import numpy
@@ -185,7 +210,8 @@ def become(
     if raylet := sys.modules.get("ray._raylet"):  # setproctitle's own wants an environment that nobody has changed
         setproctitle.setproctitle = raylet.setproctitle
     numpy.random.seed()  # as in a process of its own; Python's random does it by itself
-    multiprocessing.set_executable(os.path.join(environment["TMPDIR"], "python"))
+    tempfile.tempdir = None  # the one of another environment
+    multiprocessing.set_executable(python)
     at = next(i for i, argument in enumerate(arguments) if argument == "-c" or not argument.startswith("-"))
     sys.argv = arguments[at:]
     if arguments[at] == "-c":
@@ -198,6 +224,6 @@ def become(
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
-        serve(socket.socket(fileno=int(sys.argv[2])), sys.argv[3:])
+        serve(socket.socket(fileno=int(sys.argv[2])), sys.argv[3], sys.argv[4:])
     else:
-        sys.exit(ask(sys.argv[1:]))
+        sys.exit(ask(sys.argv[2], sys.argv[3:]))

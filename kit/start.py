@@ -106,8 +106,8 @@ def start_outside(
     judges = stack.enter_context(models.Proxy(models.judges(specs, config.gym.timeout_s, policy, cpu_dtype)))
     stack.enter_context(models.gpus_taken(specs))
     run.guard.watch = stack.enter_context(watch.Watch(logs, run.guard.lose))
-    modules, fork_from = os.environ.get("PRELOAD_MODULES", ""), None
-    if modules and not run.config.ray_kwargs.ray_init.get("address"):
+    modules, fork_from = to_preload(config), None
+    if modules:
         fork_from = stack.enter_context(fork.serving(modules, logs / "fork.log"))
     stack.callback(ray.shutdown)
     stack.callback(run.guard.end)
@@ -116,17 +116,30 @@ def start_outside(
     restarted = lambda name: run.on_restart(name)  # noqa: E731  (asked when it happens: Gym's client is made later)
     blocks, trust = judges.blocks(), to_plain(config.gym.trust)
     started = gym_servers.running_servers(
-        servers, logs, lambda: start_ray(run, fork_from), policy, restarted, blocks, trust
+        servers, logs, lambda: start_ray(run, fork_from, bool(policy)), policy, restarted, blocks, trust
     )
     return stack.enter_context(started), judges
 
 
-def start_ray(run: Run, fork_from: Any) -> None:
-    """Ray, and beside its 6 seconds the 10 that importing verl and vLLM takes. Raises RunError without the GPUs.
+def to_preload(config: DictConfig) -> str:
+    """What a process is to import that the workers fork from (kit/fork.py); "": they are no forks."""
+    elsewhere = config.ray_kwargs.ray_init.get("address")
+    return "" if elsewhere else os.environ.get("PRELOAD_MODULES", "")
+
+
+def begin_imports(config: DictConfig) -> None:
+    """Have that process begin, while the recipe is checked."""
+    if modules := to_preload(config):
+        fork.begin(modules)
+
+
+def start_ray(run: Run, fork_from: Any, sample: bool) -> None:
+    """Ray, and beside its 6 seconds the 10 that importing verl and, to sample, vLLM takes. Raises RunError without the
+    GPUs.
 
     fork_from: what kit/fork.py gives, for workers that fork; None: they import what they need.
     """
-    imports = threading.Thread(target=lambda: inference.rollout)
+    imports = threading.Thread(target=_import_all, args=[run.config.actor_rollout_ref.rollout.name if sample else None])
     imports.start()
     asked = to_plain(run.config.ray_kwargs.ray_init)
     if not asked.get("address"):
@@ -150,6 +163,15 @@ def start_ray(run: Run, fork_from: Any) -> None:
             f"Ray has {found:g} GPUs, trainer.n_gpus_per_node * nnodes = {wanted}: set these, join the other nodes "
             "(`ray start`, ray_kwargs.ray_init.address=auto), or without a GPU add --config configs/machines/cpu.yaml"
         )
+
+
+def _import_all(engine: str | None) -> None:
+    from verl.workers.rollout.replica import get_rollout_replica_class
+
+    assert training.Workers
+    if engine:
+        assert inference.rollout
+        get_rollout_replica_class(engine)
 
 
 def enter(context: Any, loop: asyncio.Runner, stack: contextlib.ExitStack) -> None:

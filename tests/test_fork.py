@@ -19,20 +19,14 @@ from kit import fork
 SPAWN = "from multiprocessing.spawn import spawn_main\n"  # what kit/fork.py takes for vLLM's engine
 
 
-@pytest.fixture(autouse=True)
-def _of_this_run(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(Path(python).parent))
-
-
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("fork")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(folder))
-        with fork.serving("json wave ray", folder / "fork.log") as (python, tell):
-            tell(GIVEN="of all")
-            yield python
-    assert not (folder / "fork.log").read_text()
+    log = tmp_path_factory.mktemp("fork") / "fork.log"
+    fork.begin("json wave ray")
+    with fork.serving("nothing", log) as (python, tell):
+        tell(GIVEN="of all")
+        yield python
+    assert not log.read_text() and not Path(python).exists()
 
 
 def ended(process: psutil.Process) -> bool:
@@ -101,16 +95,17 @@ def test_a_fork_ends_with_who_asked(python: str, name: str) -> None:
     assert process.wait(20) == -signal.Signals[name]
 
 
-def test_all_else_becomes_python_itself(python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_else_becomes_python_itself(python: str, tmp_path: Path) -> None:
     code = "import os, sys; print(os.getppid(), sys.executable, 'wave' in sys.modules)"
     itself = f"{os.getpid()} {sys.executable} False\n"
     assert subprocess.run([python, "-c", code], capture_output=True, text=True).stdout == itself
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where nobody serves
-    assert subprocess.run([python, "-c", SPAWN + code], capture_output=True, text=True).stdout == itself
+    elsewhere = tmp_path / "python"  # where nobody serves
+    elsewhere.write_text(Path(python).read_text().replace(str(Path(python).parent), str(tmp_path)))
+    elsewhere.chmod(0o700)
+    assert subprocess.run([elsewhere, "-c", SPAWN + code], capture_output=True, text=True).stdout == itself
 
 
 def test_where_it_cannot_import_python_itself_does_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "late.py").write_text("import time; time.sleep(0.5); raise ImportError('no such library')")
     with fork.serving("json late", tmp_path / "fork.log") as (python, tell):
@@ -121,22 +116,22 @@ def test_where_it_cannot_import_python_itself_does_all(tmp_path: Path, monkeypat
     assert "no such library" in (tmp_path / "fork.log").read_text()
 
 
-def test_it_ends_with_the_process_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    code = (
-        "from kit import fork; from pathlib import Path; import os, signal\n"
-        "with fork.serving('json ray', Path('fork.log')): os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path)
-    wait_for(lambda: (tmp_path / fork.SOCKET).exists())
-    assert process.wait(20) == -signal.SIGKILL
+@pytest.mark.parametrize(
+    "code, status", [("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL), ("sys.exit(1)", 1)]
+)
+def test_it_ends_with_the_process_that_started_it(tmp_path: Path, code: str, status: int) -> None:
+    """Also when the recipe, checked meanwhile, is wrong."""
+    code = f"from kit import fork; import os, signal, sys; fork.begin('json ray'); {code}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=tmp_path)
+    assert process.wait(20) == status
+    assert bool(list(tmp_path.iterdir())) == (status < 0)  # of a killed one a folder is left
     servers = [p for p in psutil.process_iter(["cmdline", "cwd"]) if p.info["cwd"] == str(tmp_path)]
     wait_for(lambda: all(ended(server) for server in servers))
 
 
-def test_forks_end_with_what_they_fork_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forks_end_with_what_they_fork_from(tmp_path: Path) -> None:
     """Who asked ends with the run as well, and then nobody is left who would end the fork."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with fork.serving("json", tmp_path / "fork.log") as (python, _):
         process, forked = asleep(python)
         os.kill(forked.ppid(), signal.SIGKILL)
