@@ -51,7 +51,8 @@ FIELDS = [  # which verl's YAML lacks, but its dataclasses have
 READ = FIELDS + [f"{place}.{key}".strip(".") for place, keys in _READ.items() for key in keys.split()]
 _ROWS: list[tuple[Sequence[str], str, str]] = [  # places, keys below them, what to set instead: * is the key's own name
     (["data"], "train_files val_files", "env.*"),
-    (["reward"], "custom_reward_function", "env.reward"),
+    (["reward"], "custom_reward_function", "env.verifier=path.py:name"),
+    (["reward"], "sandbox_fusion", "env.verifier={function: verl, sandbox_fusion_url: ...}"),
     (["distillation"], "distillation_loss", "algorithm.adv_estimator (configs/algorithms/distill.yaml)"),
     ([ACTOR, "critic"], "rollout_n", f"{ROLLOUT}.n"),
     ([ACTOR, "critic"], "grad_clip", "optim.clip_grad beside it"),

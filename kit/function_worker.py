@@ -36,6 +36,11 @@ LENGTHS = struct.Struct("!QQ")  # bytes: of a request, and 0; of an answer's JSO
 SCORE = ("data_source", "solution_str", "ground_truth", "extra_info")  # verl's names; by these a function is called
 SCORED = "a finite number, or a dict with `score`, which is one"
 STEPPED = "(observation, reward, done): text or None, a finite number, True or False"
+RUNS_CODE = ("codecontests", "apps", "codeforces", "taco")  # data sources whose answers verl's own runs as programs
+SANDBOX_SAID = (  # of a program; all else that verl 0.9.1 notes of a test is no verdict
+    *("success", "wrong_answer", "runtime_error", "timeout", "compile_error", "compile_timeout"),
+    *("compile_error_skipped", "Invalid completion (missing code block)"),
+)
 Json = dict[str, Any]
 
 
@@ -58,8 +63,29 @@ def verls_own() -> Callable[..., Any]:
     """verl's default_compute_score, without what `import verl` brings: torch and Ray, 10 s and 0.5 GB a process."""
     for name in ("verl", "verl.utils"):  # packages whose __init__ is not run
         sys.modules[name] = importlib.util.module_from_spec(importlib.util.find_spec(name))  # type: ignore[arg-type]
-    function: Callable[..., Any] = importlib.import_module("verl.utils.reward_score").default_compute_score
-    return function
+    verls = importlib.import_module("verl.utils.reward_score")
+
+    def compute_score(  # verl's arguments, of which each that is misspelt is to be told
+        data_source: str,
+        solution_str: str,
+        ground_truth: Any,
+        extra_info: Any = None,
+        sandbox_fusion_url: str | None = None,
+        memory_limit_mb: int = 1024,  # of each program, as verl's reward.sandbox_fusion
+    ) -> Any:
+        if not sandbox_fusion_url or data_source not in RUNS_CODE:
+            return verls.default_compute_score(data_source, solution_str, ground_truth, extra_info)
+        sandbox = importlib.import_module("verl.utils.reward_score.sandbox_fusion")
+        value, cases = sandbox.compute_score(
+            sandbox_fusion_url, None, memory_limit_mb, solution_str, ground_truth, continuous=True
+        )
+        for number, case in enumerate(cases):  # verl's makes 0 of a sandbox that is down
+            if case.get("status", case.get("error")) not in SANDBOX_SAID:
+                why = case.get("api_request_error") or case.get("error") or case["status"]
+                raise RuntimeError(f"the sandbox at {sandbox_fusion_url} has no verdict on test {number}: {why}")
+        return value
+
+    return compute_score
 
 
 def load(path: str, attribute: str, settings: Mapping[str, Any]) -> Any:

@@ -14,8 +14,9 @@ A function is called as verl calls it, by these names, and returns a finite numb
     ground_truth    the row's reward_model.ground_truth, else the first that it has of TRUTHS, else None
     extra_info      the row's, with num_turns and rollout_reward_scores as verl's, and all of the row as `row`
 The other numbers of the dict are parts of the reward, in the metrics; the rest is kept in the rollouts. `verl` is
-verl's own default_compute_score. A class is made once for each episode: reset(row) -> the first observation, or None,
-and step(text) -> (observation, reward, done), where text is what the policy wrote in this turn. All may be async.
+verl's own default_compute_score; with the setting sandbox_fusion_url it runs programs there. A class is made once for
+each episode: reset(row) -> the first observation, or None, and step(text) -> (observation, reward, done), where text is
+what the policy wrote in this turn. All may be async.
 
 They run in processes of their own (kit/function_worker.py): env.verifier_pool.processes for each, one call at a time in
 each of them, of timeout_s seconds at most. An environment travels: each call brings its instance, pickled, and takes it
@@ -53,13 +54,12 @@ from gym_client import GymError, Json
 from kit import plugins
 from kit.config import to_plain
 from kit.errors import ConfigError, PluginError
-from kit.function_worker import LENGTHS, MOST
+from kit.function_worker import LENGTHS, MOST, RUNS_CODE
 
 LOAD_S = 300.0  # seconds to start a process and import what the function does
 KILLED_S = 5.0  # seconds for a process to be gone that was killed
 TRUTHS = ("ground_truth", "expected_answer", "answer")  # where rows of Gym have it
 VERL = "verl"  # the name of verl's own
-RUNS_CODE = ("codecontests", "apps", "codeforces", "taco")  # data sources whose answers verl's own runs as programs
 MADE_UP = "So the answer is 7."
 KEY, FILES = "env.verifier", ("env.train_files", "env.val_files")
 
@@ -145,6 +145,11 @@ def check(config: DictConfig) -> Iterator[Exception]:
         number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
         if not (whole and value is None) and not (number and (value >= least if whole else value > least)):
             yield ConfigError(f"env.verifier_pool.{key}={value}: wants {'1 or more' if whole else 'more than 0'}")
+
+
+def runs_code(function: Function, data_sources: set[Any]) -> bool:
+    """Whether it has verl run what the policy wrote on this machine."""
+    return not function.path and not function.settings.get("sandbox_fusion_url") and bool(data_sources & {*RUNS_CODE})
 
 
 def told(config: DictConfig, functions: Sequence[Function]) -> str:

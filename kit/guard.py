@@ -107,9 +107,13 @@ class Guard:
         signal.alarm(END_S)
         if self.watch:
             self.watch.rest()
-        if self.loop:
-            self.loop.run(drop_tasks())
-            self.loop = None
+        runner, self.loop = self.loop, None
+        if runner:
+            loop = runner.get_loop()
+            dropped = loop.create_task(drop_tasks())
+            while not dropped.done():  # who waits for a task that the stop ended has asyncio raise it once more
+                with contextlib.suppress(KeyboardInterrupt):
+                    loop.run_until_complete(dropped)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:

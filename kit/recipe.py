@@ -345,10 +345,10 @@ def cautions(config: DictConfig, data: Data) -> Iterator[str]:
         why += "diff_* grows and algorithm.rollout_correction is biased; leave them out unless you want that"
         yield f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}: {why}"
     tasks, own = [*data.train, *data.made, *data.validation], functions.of_recipe(config)
-    programs = {task.server for task in tasks if task.row.get("data_source") in functions.RUNS_CODE}
     for name in dict.fromkeys(task.server for task in tasks):
         start = (config.gym.servers.get(name) or {}).get("start")
-        verls = name in programs and name in own and not own[name].path
+        sources = {str(task.row.get("data_source")) for task in tasks if task.server == name}
+        verls = name in own and functions.runs_code(own[name], sources)
         if verls or (name not in own and ((start or {}).get("server") or name) in checks.RUNS_CODE):
             where = "on this machine, as you" if start or verls else "where it was started"
             why = "it may read keys and delete your files. Run all of this in a container without them"

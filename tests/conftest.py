@@ -265,6 +265,21 @@ class Stack:
                 yield trainer
 
 
+@contextlib.contextmanager
+def with_verifiers(stack: Stack, *changes: str):
+    """The functions of a recipe beside the session's servers."""
+    from kit import functions
+
+    config, data = load(stack.workspace, *SESSION, *changes)
+    own = list(functions.of_recipe(config).values())
+    gym = functions.Verifiers(stack.servers.gym.gym, own, config, data.tokenizer, stack.workspace)
+    try:
+        yield gym
+    finally:
+        for pool in gym.pools.values():
+            stack.servers.loop.run(pool.close())
+
+
 SESSION = [  # the untied model (tied: test_runs.py), logical GPUs for workers beside the session's, room to talk
     "actor_rollout_ref.model.path=untied",
     "ray_kwargs.ray_init.num_gpus=12",
@@ -274,6 +289,7 @@ SESSION = [  # the untied model (tied: test_runs.py), logical GPUs for workers b
     "gym.servers.counter.start.server=example_session_state_mgmt",
     f"gym.servers.counter.start.python={GYM_PYTHON}",
     f"gym.servers.blackjack.start.python={GYM_PYTHON}",
+    f"gym.servers.shop.start={{path: {ROOT / 'templates' / 'verifier'}, python: {GYM_PYTHON}}}",
     f"gym.servers.office.start={{server: workplace_assistant, agent: simple_agent, python: {GYM_PYTHON}}}",
     f"gym.servers.judged.start={{server: abstention, python: {GYM_PYTHON}, config: {{judge_prompt_template: grade}}}}",
     "gym.models.genrm_model=policy",

@@ -9,11 +9,13 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psutil
 import pytest
-from conftest import CPU, ROOT, SESSION, load, row, tiny
+from conftest import CPU, ROOT, load, row, tiny, with_verifiers
 from omegaconf import OmegaConf
 
 import gym_client
@@ -220,6 +222,48 @@ def test_verls_own_needs_neither_torch_nor_ray(named):
     (right, wrong), memory, (unknown,) = asyncio.run(both())
     assert (right.reward, wrong.reward) == (1.0, 0.0) and memory < 100 * 2**20
     assert "NotImplementedError: Reward function is not implemented for data_source='mine'" in str(unknown)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ({"status": "Success", "run_result": {"status": "Finished", "stdout": "3\n", "return_code": 0}}, 0.5),
+        ({"status": "Failed", "run_result": {"status": "Error", "stderr": "no", "return_code": 1}}, 0.0),
+        ({"status": "SandboxError", "message": "no disk"}, "no verdict on test 0: sandbox_error"),
+        ("busy", "no verdict on test 0: .*API Request Error: 500 Server Error"),
+    ],
+    ids=["runs", "fails", "sandbox", "http"],
+)
+def test_verls_own_runs_programs_in_a_sandbox_and_its_outage_is_no_reward(named, answer, reward):
+    asked = []
+
+    class Sandbox(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(500 if answer == "busy" else 200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Sandbox) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/run_code"
+        verifiers = named({"function": "verl", "sandbox_fusion_url": url, "memory_limit_mb": 99})
+        tests = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}
+        row = {"data_source": "taco", "reward_model": {"ground_truth": json.dumps(tests)}}
+        said, prose = play(verifiers, "```python\nprint(3)\n```", "no program", row=row)
+        server.shutdown()
+    if isinstance(reward, str):
+        assert isinstance(said, GymError) and re.search(f"RuntimeError: the sandbox at {url} has {reward}", str(said))
+    else:
+        assert said.reward == reward
+    assert prose.reward == 0.0 and {call["stdin"] for call in asked} == {"1 2", "3 4"}
+    assert {(call["code"].strip(), call["memory_limit_MB"]) for call in asked} == {("print(3)", 99)}
+    (own,) = (pool.function for pool in verifiers.pools.values())
+    assert not functions.runs_code(own, {"taco"}) and functions.runs_code(functions.read("verl", ""), {"taco"})
 
 
 def test_a_game_travels_between_processes(named):
@@ -486,18 +530,8 @@ def trainer(stack, name, *changes):
     """A Trainer of the tiny recipe, and what its functions say in the place of the session's servers."""
     (stack.workspace / "my.py").write_text(FILE)
     changes = ("env.train_files=[train.jsonl]", "env.val_files=[]", *changes)
-    config, data = load(stack.workspace, *SESSION, *changes)
-    own = list(functions.of_recipe(config).values())
-    gym, loop = (
-        functions.Verifiers(gym_client.Gym({}), own, config, data.tokenizer, stack.workspace),
-        stack.servers.loop,
-    )
-    loop.run(gym.__aenter__())
-    try:
-        with stack.trainer(name, *changes, gym=gym) as made:
-            yield made
-    finally:
-        loop.run(gym.__aexit__())
+    with with_verifiers(stack, *changes) as gym, stack.trainer(name, *changes, gym=gym) as made:
+        yield made
 
 
 def records(folder):

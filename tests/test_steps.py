@@ -8,9 +8,10 @@ import re
 import shutil
 from collections import Counter
 
+import pandas
 import pytest
 import torch
-from conftest import ROOT, drop, make_pretrained, metrics_of, with_values
+from conftest import ROOT, drop, make_pretrained, metrics_of, with_values, with_verifiers, write_rows
 
 import gym_client
 import training
@@ -35,10 +36,32 @@ def learn(trainer, bound, over=3):
     return rewards
 
 
-def test_it_learns(stack):
-    with stack.trainer("learn", "actor_rollout_ref.rollout.n=16", QUIET) as trainer:
+def test_it_learns_from_every_kind_of_verifier_at_once(stack):
+    """A server of Gym, a server of one's own, a function over verl's parquet, and a game whose rows are made on the
+    fly: what templates/ has, in one batch. Each goes up."""
+    verls = [
+        {
+            "prompt": [{"role": "user", "content": f"{w} 7"}],
+            "data_source": "mine",
+            "reward_model": {"ground_truth": "7"},
+        }
+        for w in ("say", "give", "write", "print")
+    ]
+    pandas.DataFrame(verls).to_parquet(stack.workspace / "verl.parquet")
+    asked = {"responses_create_params": {"input": "tea"}, "prices": {"tea": 7}, "answer": 7}
+    write_rows(stack.workspace / "shop.jsonl", [asked])
+    files = ["{path: train.jsonl, server: reasoning_gym}", "{path: shop.jsonl, server: shop}"]
+    files += ["{path: verl.parquet, verifier: templates/reward.py:compute_score}"]
+    files += ["{function: templates/task.py:rows, highest: 3, verifier: templates/task.py:Guess}"]
+    changes = [f"env.train_files=[{', '.join(files)}]", "data.max_response_length=24", "actor_rollout_ref.rollout.n=16"]
+    with with_verifiers(stack, *changes, QUIET) as gym, stack.trainer("learn", *changes, QUIET, gym=gym) as trainer:
         rewards = learn(trainer, LEARNED)
+        steps = metrics_of(trainer.run.folder)
     assert sum(rewards[:3]) / 3 < UNTRAINED < LEARNED <= sum(rewards[-3:]) / 3
+    for name in ("reasoning_gym", "shop", "compute_score", "Guess"):
+        own = [m[key] for m in steps if (key := f"reward/{name}/mean") in m]
+        print(name, [round(r, 2) for r in own])
+        assert sum(own[:3]) / 3 + 0.3 < sum(own[-3:]) / 3
 
 
 def test_it_learns_to_use_a_real_tool(stack):

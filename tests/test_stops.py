@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
@@ -52,6 +54,29 @@ def test_a_stop_leaves_a_stage_at_once_but_lets_an_update_end(started):
         os.kill(os.getpid(), signal.SIGINT)
         done.append("never")
     assert done == ["update", "sync"] and saved == [1, 2] and caught.value.status == 130
+
+
+def test_a_stop_in_a_task_that_others_wait_for_is_told_once(started):
+    """asyncio raises it out of the loop again for each of them, which is when all is closed."""
+
+    async def waits(task):
+        await task
+
+    async def served():
+        stopped = asyncio.create_task(asks())
+        for _ in range(3):
+            stopped = asyncio.create_task(waits(stopped))
+        await stopped
+
+    async def asks():
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Stop), asyncio.Runner() as loop, contextlib.ExitStack() as stack:
+        started.guard.loop = loop
+        stack.callback(started.guard.end)
+        stack.callback(started.guard.end)
+        with started.stage("start"):
+            loop.run(served())
 
 
 def test_an_update_that_does_not_end_in_time_is_given_up_and_not_saved(started, monkeypatch):
