@@ -17,7 +17,7 @@ demo: setup gym model data
 	.venv/bin/python algorithm.py --config configs/math_cpu.yaml --config configs/machines/cpu.yaml trainer.experiment_name=$(RUN)
 
 test: lint gym
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n 2 --dist loadgroup
 
 bench: setup gym model data
 	@mkdir -p runs/bench

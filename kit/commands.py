@@ -17,11 +17,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 import env
 import gym_client
-from kit import checkpoints, collect, gym_servers, plugins, recipe, sft, start
+from kit import checkpoints, collect, gym_servers, later, plugins, recipe, sft
 from kit.config import load_config
 from kit.episodes import Episode, load_replay
 from kit.errors import ConfigError, PluginError, RunError, Stop
 from kit.run import Run, console
+
+start = later("kit.start")  # Ray, which reads the recipe's environment when it is imported
 
 GYM_ERRORS = (env.DataError, gym_client.GymError, gym_servers.GymStartError)
 OUR_ERRORS = (ConfigError, RunError, PluginError, *GYM_ERRORS)  # a few lines each
@@ -103,8 +105,8 @@ def main(train: Callable[[Plan], AbstractContextManager[Any]]) -> None:
             raise ConfigError(f"--replay makes an update of `train` again, not of `{named[0]}`; leave that word out")
         if len(named) > 1:
             raise ConfigError(f"one command at a time, not {' and '.join(named)}; choose one")
-        early = (lambda config: None) if args.dry_run else start.begin_imports
-        planned = plan(args.config, overrides, named[0], args.replay, early)
+        merged = (lambda config: None) if args.dry_run else (lambda config: start.begin_imports(config))
+        planned = plan(args.config, overrides, named[0], args.replay, merged)
         text = "\n".join([recipe.summary(planned.config, planned.data, named[0]), *planned.told])
         console.print(text, markup=False, highlight=False, soft_wrap=True)
         if args.dry_run:

@@ -45,8 +45,9 @@ def begin(modules: str) -> None:
         listener.listen(64)
         command = [sys.executable, "-P", here, "serve", str(listener.fileno()), python, *modules.split()]
         process = subprocess.Popen(  # in a session of its own: Ctrl-C is the driver's
-            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, pass_fds=[listener.fileno()]
-        )
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
+            pass_fds=[listener.fileno()], env=os.environ | {"TMPDIR": folder},
+        )  # fmt: skip
     _begun.append((folder, process))
     atexit.register(_end, folder, process)
 

@@ -31,6 +31,8 @@ os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu"}
 from kit import recipe
 from kit.config import load_config
 
+# what a command starts with, whatever recipes have set in this process by then
+GIVEN = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "tests" / "tiny.yaml"
 CPU = ROOT / "configs" / "machines" / "cpu.yaml"
@@ -192,7 +194,7 @@ def command(workspace: Path, *arguments: str) -> list[str]:
 
 
 def run(arguments: list[str], cwd: Path, timeout: int = 300) -> subprocess.CompletedProcess:
-    return subprocess.run(arguments, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(arguments, cwd=cwd, env=GIVEN, capture_output=True, text=True, timeout=timeout)
 
 
 def metrics_of(folder) -> list[dict]:
@@ -218,9 +220,15 @@ def survivors(mark: str, patience: float = 20.0) -> list[str]:
 # --- the real thing, once ------------------------------------------------------------------------
 
 
-def pytest_collection_modifyitems(items) -> None:
-    """What needs the session comes last, so that it does not idle beside whole runs."""
-    items.sort(key=lambda item: "stack" in item.fixturenames)
+@pytest.hookimpl(wrapper=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items):
+    """One process has all that starts the stack, whole runs first, so that the session does not idle beside them; the
+    other has the rest."""
+    for item in items:
+        if "stack" in item.fixturenames or item.path.stem in ("test_reliability", "test_runs", "test_stops"):
+            item.add_marker(pytest.mark.xdist_group("stack"))
+    items.sort(key=lambda item: 1 + ("stack" in item.fixturenames) if item.get_closest_marker("xdist_group") else 3)
+    return (yield)
 
 
 @dataclass

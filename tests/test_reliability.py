@@ -25,7 +25,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed.tensor
-from conftest import command, metrics_of, survivors, tiny
+from conftest import GIVEN, command, metrics_of, survivors, tiny
 
 from kit import checkpoints, watch
 
@@ -56,7 +56,7 @@ class Living:
             self.process = subprocess.Popen(
                 [*command(workspace), *files, *words],
                 cwd=workspace,
-                env=os.environ | own,
+                env=GIVEN | own,
                 stdout=out,
                 stderr=out,
                 start_new_session=True,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 
 import pytest
-from conftest import GYM_PYTHON, ROOT, command, metrics_of, run, tiny
+from conftest import GIVEN, GYM_PYTHON, ROOT, command, metrics_of, run, tiny
 from test_readme import python_block
 
 
@@ -22,9 +21,8 @@ def test_the_loop_from_python_and_the_command_are_one_run(workspace):
     block = re.sub(r"\[\"trainer\.experiment_name=(\w+)\"\]", lambda m: repr([m[0][2:-2], *settings]), block)
     assert repr(files) in block and f"experiment_name={name}" in block and "entropy_coeff" in block
     block += "\nprint(sorted(metrics), trainer.config.actor_rollout_ref.actor.entropy_coeff)\n"
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("VERL_")} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", block], cwd=workspace, env=clean,
+        [sys.executable, "-c", block], cwd=workspace, env=GIVEN | {"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
