@@ -166,6 +166,7 @@ def start_ray(run: Run, fork_from: Any, sample: bool) -> None:
 
 
 def _import_all(engine: str | None) -> None:
+    """What the run asks for next. engine: rollout.name, or None where nothing is sampled."""
     from verl.workers.rollout.replica import get_rollout_replica_class
 
     assert training.Workers
