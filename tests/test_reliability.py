@@ -51,6 +51,7 @@ class Living:
         self.told = workspace / f"{name}-{self.mark}.out"
         words = arguments or tiny(workspace, f"trainer.experiment_name={name}", *changes)
         own = {"KIT_MARK": self.mark, "PYTHONPATH": str(workspace), "TMPDIR": str(self.temporary)}
+        own["TORCHINDUCTOR_CACHE_DIR"] = str(workspace / "inductor")  # torch's, in the temporary folder; made to last
         own |= {"JUDGE_API_KEY": SECRET, "POLICY_API_KEY": SECRET + "-policy", "WANDB_MODE": "offline"}
         with self.told.open("w") as out:
             self.process = subprocess.Popen(
