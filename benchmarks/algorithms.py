@@ -6,9 +6,8 @@
 The task is that of the tests: a random two-layer model of 40 characters is asked for the digit 7, by 8 prompts x 8
 answers a step; Gym's reasoning_gym server pays 1 for exactly that and 1 / length for an answer that contains it. Two
 optimiser steps per batch, unless the overlay wants one. LoRA starts from a model fitted to answer any digit; the
-teacher of distillation is one fitted to answer 7. The turn
-algorithms play the tests' other task: one call of a real tool (Gym's example_session_state_mgmt), then a word. Runs
-that have finished are not repeated.
+teacher of distillation is one fitted to answer 7. The turn algorithms play the tests' other task: one call of a real
+tool (Gym's example_session_state_mgmt), then a word. Runs that have finished are not repeated.
 """
 
 from __future__ import annotations

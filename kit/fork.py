@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-PR_SET_PDEATHSIG = 1  # prctl(2): a signal when the process that forked this one ends
 NUMBER = 16  # bytes of a number that goes over the socket
 FORKED = ("default_worker.py", "from multiprocessing.spawn import spawn_main")  # in the arguments of what takes a fork
 _begun: list[tuple[str, Any]] = []  # the process of the next run, and where it is
@@ -152,8 +151,7 @@ def serve(listener: socket.socket, python: str, modules: list[str]) -> None:
                 request = asker.makefile().readline()
                 parent = os.getpid()
                 if not (pid := os.fork()):
-                    # whoever would end it is gone when this process is
-                    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: who asked may be gone before it
                     if os.getppid() != parent:
                         return None
                     for mine in (look, listener, asker):

@@ -347,8 +347,9 @@ def cautions(config: DictConfig, data: Data) -> Iterator[str]:
     tasks, own = [*data.train, *data.made, *data.validation], functions.of_recipe(config)
     for name in dict.fromkeys(task.server for task in tasks):
         start = (config.gym.servers.get(name) or {}).get("start")
-        sources = {str(task.row.get("data_source")) for task in tasks if task.server == name}
-        verls = name in own and functions.runs_code(own[name], sources)
+        verls = name in own and functions.runs_code(
+            own[name], {str(task.row.get("data_source")) for task in tasks if task.server == name}
+        )
         if verls or (name not in own and ((start or {}).get("server") or name) in checks.RUNS_CODE):
             where = "on this machine, as you" if start or verls else "where it was started"
             why = "it may read keys and delete your files. Run all of this in a container without them"

@@ -11,12 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 import psutil
 import pytest
 from conftest import CPU, ROOT, load, row, tiny, with_verifiers
 from omegaconf import OmegaConf
+from test_gym_client import Answers
 
 import gym_client
 from env import Task
@@ -237,16 +238,10 @@ def test_verls_own_needs_neither_torch_nor_ray(named):
 def test_verls_own_runs_programs_in_a_sandbox_and_its_outage_is_no_reward(named, answer, reward):
     asked = []
 
-    class Sandbox(BaseHTTPRequestHandler):
-        def do_POST(self):
+    class Sandbox(Answers):
+        def do_POST(self):  # noqa: N802  (its base is of the library's)
             asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(500 if answer == "busy" else 200)
-            self.send_header("Content-Type", "application/json")
-            self.end_headers()
-            self.wfile.write(json.dumps(answer).encode())
-
-        def log_message(self, *_):
-            pass
+            self.answer(500 if answer == "busy" else 200, answer)
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Sandbox) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
