@@ -165,10 +165,9 @@ def our_step(made, workers, config):
 
 
 def workers_of(config, stack, values, cuts, name) -> training.Workers:
-    """The session's actor, with SGD's for dapo, and the critic for ppo, as they began, with the recipe's losses."""
-    workers = with_values(stack, values, critic=name == "ppo")
-    if name == "dapo":
-        workers = cuts["one rank"][0]
+    """SGD's actor (verl pads to other lengths, and of that rounding AdamW's division by a tiny root mean square would
+    make 6e-6), and the session's critic for ppo, as they began, with the recipe's losses."""
+    workers = with_values(stack, values, critic=name == "ppo")._replace(actor=cuts["one rank"][0].actor)
     training.set_policy_loss(workers.actor, config)
     if workers.critic:
         settings = omega_conf_to_dataclass(config.critic)
@@ -179,10 +178,8 @@ def workers_of(config, stack, values, cuts, name) -> training.Workers:
 @pytest.mark.parametrize("name", ["grpo", "ppo", "dapo"])
 def test_a_step_is_verls_own(stack, values, cuts, workspace, tmp_path, name):
     """Same episodes, weights and seed; two mini-batches, KL term, critic, clip-higher as the recipes have them."""
-    changes = ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    changes = [*SGD, "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
     changes += ["critic.ppo_mini_batch_size=4"]
-    if name == "dapo":  # what the kit leaves out is packed into verl's micro-batches: rounding, which AdamW's division
-        changes += SGD  # by a tiny root mean square would make 6e-6
     config, data = recipe(workspace, *changes, overlays=[name])
     made, _ = keep(episodes(groups=24), 2, data.filters)  # for dapo: two thirds are left, some masked whole
     made = first_groups(made, 8)
@@ -260,9 +257,12 @@ def cuts(stack, workspace):
     padding = ["actor_rollout_ref.model.override_config.attn_implementation=sdpa"]
     padding += ["actor_rollout_ref.model.use_remove_padding=false"]
     variants = {"one rank": [], "two ranks": ["trainer.n_gpus_per_node=2"], "padded": padding}
-    configs = {name: recipe(workspace, *SGD, *changes)[0] for name, changes in variants.items()}
+    configs = [recipe(workspace, *SGD, *changes)[0] for changes in variants.values()]
+    with_reference = copy.deepcopy(configs)
+    for config in with_reference:  # grpo's
+        config.actor_rollout_ref.actor.use_kl_loss = True
     with ThreadPoolExecutor() as pool:  # their imports side by side
-        started = dict(zip(configs, zip(pool.map(start, configs.values()), configs.values(), strict=True), strict=True))
+        started = dict(zip(variants, zip(pool.map(start, with_reference), configs, strict=True), strict=True))
     yield started
     for workers, _ in started.values():
         drop(workers)
