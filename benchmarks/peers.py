@@ -1,6 +1,6 @@
 """The demo's step beside that of TRL's GRPOTrainer, on the same work: kit, TRL, kit, TRL, ...
 
-    python benchmarks/peers.py [--steps 6] [--rounds 2] [--only kit|trl]
+    python benchmarks/peers.py [--steps 4] [--rounds 2] [--only kit|trl]
 
 Same model folder, rows, 8 prompts x 8 answers of at most 48 tokens, temperature, learning rate, torch's fused AdamW, no
 reference model, one optimiser step a batch. TRL samples by transformers' own generation, which is what it does on a
@@ -79,7 +79,7 @@ def best_settings(flags: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", choices=["kit", "trl"])
     args = parser.parse_args()

@@ -47,6 +47,9 @@ END = 1  # the id of <end>
 GYM_PYTHON = ROOT / ".venv-gym" / "bin" / "python"
 
 
+WORDS = ["say", "tell me", "i want", "give", "now", "please", "write", "print"]
+
+
 def make_model(folder: Path, tied: bool, seed: int = 0) -> Path:
     """A random two-layer Llama whose tokens are characters."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -102,7 +105,9 @@ def make_pretrained(folder: Path, source: Path, prompts: list[str], digits: str 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(100):
-        ids = [tokenizer.encode(f"{prompt} 7 {rng.choice(digits)}") + [tokenizer.eos_token_id] for prompt in prompts]
+        chats = [[{"role": "user", "content": f"{prompt} 7"}] for prompt in prompts]
+        asked = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        ids = [tokenizer.encode(text + rng.choice(digits)) + [tokenizer.eos_token_id] for text in asked]
         width = max(map(len, ids))
         batch = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in ids])  # [8, width]
         wanted = torch.tensor([[-100] * (len(row) - 2) + row[-2:] + [-100] * (width - len(row)) for row in ids])
@@ -150,10 +155,9 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
 
 def write_task(folder: Path) -> None:
     """The rows of the tiny recipe, train and val, and those of a task with a tool."""
-    words = ["say", "tell me", "i want", "give", "now", "please", "write", "print"]
-    write_rows(folder / "train.jsonl", [row(f"{word} 7") for word in words])
-    write_rows(folder / "val.jsonl", [row(f"{word} me 7") for word in words])
-    write_rows(folder / "tools.jsonl", [counting(f"{word} one") for word in words])
+    write_rows(folder / "train.jsonl", [row(f"{word} 7") for word in WORDS])
+    write_rows(folder / "val.jsonl", [row(f"{word} me 7") for word in WORDS])
+    write_rows(folder / "tools.jsonl", [counting(f"{word} one") for word in WORDS])
 
 
 @pytest.fixture(scope="session")
@@ -306,16 +310,16 @@ SESSION = [  # the untied model (tied: test_runs.py), logical GPUs for workers b
 ]
 
 
-@pytest.fixture(scope="session")
-def stack(workspace) -> Iterator[Stack]:
-    """The real thing, once."""
+@contextlib.contextmanager
+def session(workspace: Path, *changes: str) -> Iterator[Stack]:
+    """A Stack over the models and rows of a folder, which becomes the working one."""
     import algorithm  # noqa: F401  (its own imports first)
     from kit import start
     from kit.run import Run
 
     os.chdir(workspace)
     reference = "actor_rollout_ref.actor.use_kl_loss=true"  # so that the actor holds one, for recipes with a KL term
-    config, data = load(workspace, *SESSION, reference, "trainer.experiment_name=session")
+    config, data = load(workspace, *SESSION, *changes, reference, "trainer.experiment_name=session")
     with Run(config) as run, contextlib.ExitStack() as exits:
         workers, servers = start.start(run, data, exits)
         fresh = workspace / "fresh"
@@ -323,6 +327,13 @@ def stack(workspace) -> Iterator[Stack]:
         servers.sleep()
         servers.publish(0)
         yield Stack(config, data, workspace, workers, servers, fresh)
+
+
+@pytest.fixture(scope="session")
+def stack(workspace) -> Iterator[Stack]:
+    """The real thing, once."""
+    with session(workspace) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

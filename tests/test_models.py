@@ -64,7 +64,7 @@ def completion(text, **message):
 
 class Judge:
     """An OpenAI-compatible address that answers from a script [(status, body or bytes or None, headers)], the last one
-    for ever; None: never. `log` has (route, headers, body) of each request."""
+    for ever; None: never; a function makes the body of the request. `log` has (route, headers, body) of each."""
 
     def __init__(self, *script):
         self.script, self.log = list(script), []
@@ -76,6 +76,7 @@ class Judge:
             def answer(self, status, body, headers=()):
                 if body is None:
                     return time.sleep(5.0)
+                body = body(judge.log[-1][2]) if callable(body) else body
                 data = body if isinstance(body, bytes) else json.dumps(body).encode()
                 self.send_response(status)
                 for name, value in [("content-length", str(len(data))), *headers]:

@@ -21,6 +21,7 @@ import pyarrow
 import pytest
 from conftest import GYM_PYTHON, ROOT, make_model, row, run
 from pyarrow import parquet
+from test_models import Judge
 
 import env
 import gym_client
@@ -28,7 +29,7 @@ from kit import commands, gym_servers
 from kit.config import read_yaml
 from kit.episodes import Episode, append, as_record, open_records, write
 
-MARKS = {"needs a GPU": 1, "needs the hub": 1, "needs a server": 1, "takes minutes": 2}
+MARKS = {"needs a GPU": 1, "needs the hub": 1, "needs a server": 1, "needs a judge": 1, "takes minutes": 2}
 MINE = ("my_map.py", "my_reward.py", "my_server.py", "my_tasks.py")  # a block each, beside my_ideas.py
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(
@@ -199,6 +200,17 @@ def test_a_server_of_ones_own_is_two_routes(desk, monkeypatch, capsys):
     finally:
         server.kill()
         server.wait()
+
+
+def test_a_judge_by_its_address(desk, monkeypatch, capsys):
+    """README's rows, and its run up to the dry run, which asks the address for its model; Ollama's is the stub here."""
+    judge = Judge()
+    rows, _, train = all_commands("needs a judge")
+    assert run([sys.executable, "env.py", *rows[2:]], desk).returncode == 0
+    words = [word.replace("http://127.0.0.1:11434/v1", judge.url).replace("qwen3:4b", "stub") for word in train[2:]]
+    assert f"gym.models.judge_model.base_url={judge.url}" in words
+    dry_run(words, desk, monkeypatch)
+    assert "dry run: model, files, sizes and servers are in order" in capsys.readouterr().out
 
 
 def test_the_functions_of_ones_own_are_all_named_by_a_command(desk):

@@ -11,11 +11,12 @@ from collections import Counter
 import pandas
 import pytest
 import torch
-from conftest import ROOT, drop, make_pretrained, metrics_of, with_values, with_verifiers, write_rows
+from conftest import GYM_PYTHON, ROOT, drop, make_pretrained, metrics_of, with_values, with_verifiers, write_rows
+from test_models import SAME, Judge, completion
 
 import gym_client
 import training
-from kit import checkpoints, plugins, start
+from kit import checkpoints, gym_servers, models, plugins, start
 from kit.errors import DamagedStep, RunError, SkippedStep
 
 AGREE = 1e-3  # bound on any one probability of the sampler against the trainer's, in float32
@@ -63,6 +64,24 @@ def test_it_learns_a_game_from_rows_made_on_the_fly(stack):
     with with_verifiers(stack, *changes) as gym, stack.trainer("guess", *changes, gym=gym) as trainer:
         rewards = learn(trainer, 0.3, over=5)
     assert sum(rewards[:5]) / 5 < 0.2 and sum(rewards[-5:]) / 5 >= 0.3
+
+
+def test_it_learns_from_what_a_judge_says(stack, tmp_path):
+    """Gym's equivalence_llm_judge asks it about each answer, by an address; it is pleased by a 7 anywhere."""
+    judge = Judge((200, lambda asked: completion("[[A=B]]" if "7" in str(asked) else "[[A!=B]]")))
+    name = "equivalence_llm_judge"
+    asked = {"responses_create_params": {"input": [{"role": "user", "content": "say it"}]}, "expected_answer": "seven"}
+    write_rows(stack.workspace / "judged.jsonl", [asked])
+    start = {"start": {"python": str(GYM_PYTHON), "config": {"judge_model_server": SAME["judge_model_server"]}}}
+    changes = [f"env.train_files=[{{path: judged.jsonl, server: {name}}}]", f"gym.servers.{name}.url=http://judged"]
+    with models.Proxy({"judge_model": models.Judge("judge_model", judge.url, "stub", timeout_s=10.0)}) as proxy:
+        with gym_servers.running_servers({name: start}, tmp_path, models=proxy.blocks()) as urls:
+            gym = stack.servers.loop.run(gym_client.Gym(urls).__aenter__())
+            with stack.trainer("judged", *changes, QUIET, gym=gym) as trainer:
+                rewards = learn(trainer, 0.9)
+            stack.servers.loop.run(gym.__aexit__())
+        assert proxy.metrics()["judge/judge_model/completion_tokens"] == 2 * 64 * len(rewards)
+    assert sum(rewards[:3]) / 3 < 0.5 and sum(rewards[-3:]) / 3 >= 0.9
 
 
 def test_it_learns_to_use_a_real_tool(stack):
@@ -211,7 +230,7 @@ def test_ideas_of_ones_own_from_the_readme(stack):
         told = (trainer.run.folder / "rollouts" / "step_1.jsonl").read_text().splitlines()
     ended = [r for r in map(json.loads, told) if r["_episode"]["ended"] == "stop"]
     assert metrics["actor/grad_norm"] > 0 and metrics["rollout/filtered/finished"] == 64 - len(ended)
-    groups = [r["_episode"]["group_id"] for r in ended]  # one that is alone in its group has nothing to be compared with
+    groups = [r["_episode"]["group_id"] for r in ended]  # who is alone in a group is compared with nobody
     ended = [r for r in ended if groups.count(r["_episode"]["group_id"]) > 1]
     shorter = [r["reward"] - 0.001 * len(r["response"]["output"][0]["generation_token_ids"]) for r in ended]
     assert metrics["critic/rewards/mean"] == pytest.approx(sum(shorter) / len(shorter))
