@@ -261,11 +261,11 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "results.json"
     results = json.loads(file.read_text()) if file.is_file() else {}
-    for seed in range(args.seeds):
+    places = [prepare(folder / f"seed_{seed}", seed) for seed in range(args.seeds)]
+    for seed, here in enumerate(places):  # made before the kit is imported, whose attention is for packed rows alone
         todo = [name for name in args.only if str(seed) not in results.get(name, {})]
         if not todo:
             continue
-        here = prepare(folder / f"seed_{seed}", seed)
         if "sft" in todo:
             results.setdefault("sft", {})[str(seed)] = run_sft(here, seed, 30)
             todo.remove("sft")
