@@ -83,8 +83,11 @@ class Guard:
         if not self.current:
             return  # between two stages; the next one sees what is lost
         where = f"stage {self.current}"
-        if self.lost:
-            self.stop(f"{where}: {self.lost}. {AGAIN}")
+        if lost := self.lost:
+            # without Ray's GCS the workers still answer, for the minute until Ray ends the driver
+            save = "gcs_server" in lost and self.current not in WHOLE
+            self.lost = "" if save else lost
+            self.stop(f"{where}: {lost}. {AGAIN}", save=save)
         if self.asked:
             self.stop(f"{where} did not end within {STOP_S} s and was given up, not saved. {AGAIN}", 128 + self.asked)
         seconds, last = self.config.env.stage_deadline_s, watch.latest_words(self.logs)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import load
+from conftest import GIVEN, ROOT, load
 
 from kit import guard, recipe, watch
 from kit.errors import Stop
@@ -235,7 +235,7 @@ def test_what_the_dead_left_is_swept_and_what_the_living_hold_stays():
 def test_the_watch_names_who_died_and_who_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "STOPPED_S", 0.2)
     problems: list[str] = []
-    looker = watch.Watch(tmp_path, problems.append)
+    looker = watch.Watch(tmp_path, tmp_path, problems.append)
     with looker:
         child = subprocess.Popen(["VLLM::EngineCore", "-c", "import time; time.sleep(60)"], executable=sys.executable)
         (tmp_path / "ray").mkdir()
@@ -259,6 +259,45 @@ def test_the_watch_names_who_died_and_who_is_stopped(tmp_path, monkeypatch):
         assert temporary.is_dir() and str(temporary) == looker.temporary
     assert not psutil.pid_exists(orphan.pid) or orphan.poll() is not None
     assert not temporary.exists() and os.environ.get("TMPDIR") != str(temporary)
+
+
+DRIVER = """
+import os, select, subprocess, sys
+from pathlib import Path
+from kit import watch
+
+with watch.Watch(Path("."), Path("checkpoints"), print) as looker:
+    sleep = ["sleep", "60"]
+    worker, raylet = subprocess.Popen(sleep, start_new_session=True), subprocess.Popen(sleep)
+    looker.tell_keeper(name="Ray's raylet", pid=raylet.pid)
+    print(os.environ["TMPDIR"], worker.pid, raylet.pid, flush=True)
+    while raylet.poll() is None:
+        if select.select([sys.stdin], [], [], 0.05)[0] and sys.stdin.readline():
+            raise SystemExit(0)
+    os._exit(1)  # as Ray does
+"""
+
+
+@pytest.mark.parametrize("who", ["raylet", "driver", "nobody"])
+def test_who_died_is_told_when_the_driver_cannot_and_all_is_cleared(tmp_path, who):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("7")
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER], cwd=tmp_path, env=GIVEN | {"PYTHONPATH": str(ROOT)}, text=True, **pipes
+    )
+    folder, worker, raylet = driver.stdout.readline().split()
+    assert Path(folder).is_dir()
+    if who == "nobody":
+        driver.stdin.write("end\n")
+    else:
+        os.kill(driver.pid if who == "driver" else int(raylet), signal.SIGKILL)
+    told = driver.communicate()[1]  # till the keeper has ended too
+    name = {"raylet": f"Ray's raylet (pid {raylet})", "driver": f"the driver (pid {driver.pid})"}.get(who)
+    saved = "the last checkpoint is checkpoints/global_step_7, from which the same command goes on"
+    assert told == (f"error: {name} died, and the run with it; {saved}\n" if name else "")
+    assert not psutil.pid_exists(int(worker)) and not psutil.pid_exists(int(raylet)) and not Path(folder).exists()
+    assert driver.returncode == {"raylet": 1, "driver": -signal.SIGKILL, "nobody": 0}[who]
 
 
 def test_a_server_that_runs_code_is_said_loudly(workspace):
