@@ -18,7 +18,7 @@ import psutil
 import pytest
 from conftest import GIVEN, ROOT, load
 
-from kit import guard, recipe, watch
+from kit import recipe, watch
 from kit.errors import Stop
 from kit.run import Run
 
@@ -41,6 +41,7 @@ def test_a_stop_leaves_a_stage_at_once_but_lets_an_update_end(started):
     with pytest.raises(Stop) as caught, started.saving(lambda: saved.append(1)):
         with started.stage("update_actor"):
             os.kill(os.getpid(), signal.SIGTERM)
+            assert signal.getitimer(signal.ITIMER_REAL)[0] > 50  # the stage's deadline, as before
             done.append("update")
         with started.stage("update_weights"):
             done.append("sync")
@@ -79,16 +80,6 @@ def test_a_stop_in_a_task_that_others_wait_for_is_told_once(started):
             loop.run(served())
 
 
-def test_an_update_that_does_not_end_in_time_is_given_up_and_not_saved(started, monkeypatch):
-    monkeypatch.setattr(guard, "STOP_S", 1)
-    saved, begin = [], time.monotonic()
-    with pytest.raises(Stop, match="stage update_actor did not end within 1 s") as caught:
-        with started.saving(lambda: saved.append(1)), started.stage("update_actor"):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(20)
-    assert time.monotonic() - begin < 5 and saved == [] and caught.value.status == 143
-
-
 def test_a_stage_without_progress_ends_the_run(started):
     started.config.env.stage_deadline_s = 1
     with pytest.raises(Stop, match=r"stage ref got nowhere in 1 s \(env.stage_deadline_s\)"), started.stage("ref"):
@@ -120,7 +111,7 @@ def test_what_is_asked_twice_at_once_was_asked_once(started, monkeypatch):
     with started.stage("save_checkpoint"):  # which a stop lets end, however long it takes
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-        assert ended == [] and signal.alarm(0) > guard.STOP_S
+        assert ended == [] and signal.alarm(0) > 50
         time.sleep(1.1)
         os.kill(os.getpid(), signal.SIGINT)
     assert ended == [130]
