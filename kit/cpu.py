@@ -174,12 +174,13 @@ def __getattr__(name):
     # configs/machines/deterministic.yaml has what does instead.
     os.environ.pop("VLLM_BATCH_INVARIANT", None)
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
-    from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
     from vllm.model_executor.model_loader import dummy_loader
+
+    from kit import weight_sync
 
     dummy_loader.initialize_dummy_weights = _no_weights
 
-    class WorkerExtension(vLLMColocateWorkerExtension):
+    class WorkerExtension(weight_sync.WorkerExtension):
         """7. vLLM's CPU layers pack their weights and drop the originals, so they must be rebuilt from a whole set."""
 
         def update_weights_from_ipc(self, peft_config=None, base_sync_done=False, use_shm=False):

@@ -17,7 +17,6 @@ from omegaconf import DictConfig
 from kit import watch
 from kit.errors import RunError, Stop
 
-STOP_S = 30  # seconds that an update has to end in, once the run was asked to stop
 END_S = 60  # seconds for the processes to end in, before they are killed
 WHOLE = ("update_critic", "update_actor", "update_weights", "save_checkpoint")  # stages that are not left half done
 AGAIN = "The same command goes on from the last checkpoint"
@@ -62,8 +61,6 @@ class Guard:
         self.say(f"{signal.Signals(signum).name}: the run saves what is done and ends; once more ends it at once")
         if self.current and self.current not in WHOLE:
             self.stop_asked()
-        if self.current not in ("", "save_checkpoint"):  # a checkpoint is what is wanted
-            signal.alarm(STOP_S)
 
     def stop(self, why: str, status: int = 1, save: bool = False) -> NoReturn:
         """Raise what ends the run, and keep it: Ray's waiting makes a plain KeyboardInterrupt of it (see `stage`)."""
@@ -83,10 +80,11 @@ class Guard:
         if not self.current:
             return  # between two stages; the next one sees what is lost
         where = f"stage {self.current}"
-        if self.lost:
-            self.stop(f"{where}: {self.lost}. {AGAIN}")
-        if self.asked:
-            self.stop(f"{where} did not end within {STOP_S} s and was given up, not saved. {AGAIN}", 128 + self.asked)
+        if lost := self.lost:
+            # without Ray's GCS the workers still answer, for the minute until Ray ends the driver
+            save = "gcs_server" in lost and self.current not in WHOLE
+            self.lost = "" if save else lost
+            self.stop(f"{where}: {lost}. {AGAIN}", save=save)
         seconds, last = self.config.env.stage_deadline_s, watch.latest_words(self.logs)
         self.stop(f"{where} got nowhere in {seconds:g} s (env.stage_deadline_s); raise it if that is only slow; {last}")
 
@@ -128,8 +126,6 @@ class Guard:
                     self.stop_asked()
                 self.show(name)
                 self.progress()
-                if self.asked and name != "save_checkpoint":
-                    signal.alarm(STOP_S)
             yield
         except KeyboardInterrupt as error:
             raise (self.ending or error) from None

@@ -105,10 +105,12 @@ def start_outside(
     cpu_dtype = config.actor_rollout_ref.rollout.dtype if config.trainer.device == "cpu" else ""
     judges = stack.enter_context(models.Proxy(models.judges(specs, config.gym.timeout_s, policy, cpu_dtype)))
     stack.enter_context(models.gpus_taken(specs))
-    run.guard.watch = stack.enter_context(watch.Watch(logs, run.guard.lose))
+    checkpoints = Path(config.trainer.default_local_dir)
+    look = run.guard.watch = stack.enter_context(watch.Watch(logs, checkpoints, run.guard.lose))
     modules, fork_from = to_preload(config), None
     if modules:
         fork_from = stack.enter_context(fork.serving(modules, logs / "fork.log"))
+        look.tell_keeper(folder=os.path.dirname(fork_from[0]))
     stack.callback(ray.shutdown)
     stack.callback(run.guard.end)
     named = [*servers, *(f"{name} (a judge)" for name in judges.judges)]
@@ -147,10 +149,14 @@ def start_ray(run: Run, fork_from: Any, sample: bool) -> None:
     if fork_from:
         asked["runtime_env"] = {**asked["runtime_env"], "py_executable": fork_from[0]}
     session = ray.init(**asked).address_info["session_dir"]  # type: ignore[attr-defined]
-    if fork_from:
-        raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid  # type: ignore[attr-defined]
-        job = ray.get_runtime_context().get_job_id()
-        fork_from[1](RAY_JOB_ID=job, RAY_RAYLET_PID=str(raylet), RAY_AUTH_MODE=os.environ["RAY_AUTH_MODE"])
+    own = ray._private.worker._global_node.all_processes  # type: ignore[attr-defined]
+    if started := own.get("raylet"):  # here, and by this one
+        raylet = started[0].process.pid
+        assert run.guard.watch
+        run.guard.watch.tell_keeper(name="Ray's raylet", pid=raylet)
+        if fork_from:
+            job = ray.get_runtime_context().get_job_id()
+            fork_from[1](RAY_JOB_ID=job, RAY_RAYLET_PID=str(raylet), RAY_AUTH_MODE=os.environ["RAY_AUTH_MODE"])
     run.guard.listen()
     link = run.folder / "logs" / "ray"
     link.unlink(missing_ok=True)

@@ -3,16 +3,20 @@
 A thread looks every few seconds. What it finds ends the run with the name of the process, how it is, and the last
 lines of its log: verl waits for ever for an engine that died in a weight sync, and for a process that is stopped.
 On other nodes it sees Ray's actors die, as Ray does; a process that hangs there is found by the stage's deadline.
+Where the driver itself is killed, or Ray ends it because its raylet was, kit/keeper.py has the last word.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -30,21 +34,21 @@ logger = logging.getLogger(__name__)
 
 
 class Watch:
-    """Use as `with Watch(logs, fail)` around ray.init and ray.shutdown, and `rest()` before the latter.
+    """Use as `with Watch(logs, checkpoints, fail)` around ray.init and ray.shutdown, and `rest()` before the latter.
 
     fail(message) is called once, from the thread, when a process of Ray's or vLLM's is lost. Gym servers are not looked
-    at: they may be away for a while (gym.outage_budget_s).
+    at: they may be away for a while (gym.outage_budget_s). checkpoints: the run's folder of them.
     """
 
-    def __init__(self, logs: Path, fail: Callable[[str], None]):
-        self.logs, self.fail = logs, fail
+    def __init__(self, logs: Path, checkpoints: Path, fail: Callable[[str], None]):
+        self.logs, self.checkpoints, self.fail = logs, checkpoints, fail
         self.began = time.time()  # wall clock, as files have it
         self.others: set[int] = set()  # a tracker's, which end after the run
         self.usual = os.environ.get("TMPDIR")
         self.temporary = ""  # for the sockets, locks and caches of every process; other nodes lack it, and take /tmp
         self.seen: dict[int, psutil.Process] = {}  # every descendant so far; those that lost their parent too
         self.parents: dict[int, int] = {}  # of each, since the dead have none
-        self.engines: dict[int, str] = {}  # vLLM's processes, which Ray does not know
+        self.engines: dict[int, str] = {}  # vLLM's processes, which Ray does not know, and its own GCS
         self.gone: dict[int, int] = {}  # of the engines: looks in a row without it
         self.actors: set[str] = set()  # the ids of this job's of Ray's that were alive
         self.stopped: dict[int, float] = {}  # since when
@@ -52,10 +56,25 @@ class Watch:
         self.thread = threading.Thread(target=self._work, name="watch", daemon=True)
 
     def __enter__(self) -> Watch:
+        keeper = [
+            sys.executable,
+            "-P",
+            str(Path(__file__).with_name("keeper.py")),
+            str(os.getpid()),
+            str(self.checkpoints),
+        ]
+        self.keeper = subprocess.Popen(keeper, stdin=subprocess.PIPE, start_new_session=True)
         self.others = set(descendants(()))
         self.temporary = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="kit-")
+        self.tell_keeper(folder=self.temporary)
         self.thread.start()
         return self
+
+    def tell_keeper(self, **what: str | int) -> None:
+        """What there is of the run, by the words of kit/keeper.py."""
+        assert self.keeper.stdin
+        self.keeper.stdin.write(json.dumps(what).encode() + b"\n")
+        self.keeper.stdin.flush()
 
     def rest(self) -> None:
         """From now on processes may end: the run does."""
@@ -69,6 +88,7 @@ class Watch:
     def __exit__(self, *_: Any) -> None:
         self.rest()
         self.clean(self.others, patience=5.0)
+        self.keeper.communicate(b"end")
         os.environ.pop("TMPDIR")
         os.environ |= {"TMPDIR": self.usual} if self.usual else {}
 
@@ -97,7 +117,7 @@ class Watch:
                 if status == psutil.STATUS_ZOMBIE or not re.search("^(ray|VLLM)::|raylet$|gcs_server$", title):
                     continue
                 alive.add(pid)
-                if title.startswith("VLLM::") and met:
+                if re.search("^VLLM::|gcs_server$", title) and met:
                     self.engines[pid] = title  # at second sight: a fork has its parent's title for a moment
                     if log := re.search(r"-(\d+)\.out$", os.readlink(f"/proc/{pid}/fd/1")):
                         self.parents[pid] = int(log[1])  # whose log it writes; a fork's parent is another (kit/fork.py)
@@ -107,7 +127,7 @@ class Watch:
                     return f"{name_of(title, pid)} is stopped (SIGSTOP?); {last_words(self.logs, pid, self.parents)}"
         for pid, title in self.engines.items():
             self.gone[pid] = 0 if pid in alive else self.gone.get(pid, 0) + 1
-            if self.gone[pid] == GONE:
+            if self.gone[pid] == (1 if title.endswith("gcs_server") else GONE):  # without it Ray does not answer
                 return f"{name_of(title, pid)} died; {last_words(self.logs, pid, self.parents)}"
         return self._dead_actor()
 
@@ -245,6 +265,7 @@ def kill(known: Mapping[int, psutil.Process], spared: Collection[int], patience:
 def end_now(status: int, watch: Watch | None) -> None:
     """Leave at once: kill every descendant, trackers too, without a word to anybody, and remove what they leave."""
     if watch:
+        watch.keeper.communicate(b"end")
         watch.clean((), patience=2.0)
     else:
         kill({}, (), patience=2.0)

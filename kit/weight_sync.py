@@ -8,6 +8,7 @@ of the run and of nobody else (kit/watch.py): what goes over them is unpickled.
 from __future__ import annotations
 
 import tempfile
+from typing import Any
 
 from verl.workers.rollout import base
 
@@ -25,7 +26,7 @@ def __getattr__(name: str) -> type:
         from verl.workers.rollout.vllm_rollout import ServerAdapter as Theirs
 
         class ServerAdapter(Theirs):
-            def __init__(self, *args, **kwargs):
+            def __init__(self, *args: Any, **kwargs: Any):
                 super().__init__(*args, **kwargs)
                 self.zmq_handle = own(self.zmq_handle)
 

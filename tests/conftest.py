@@ -26,7 +26,7 @@ import torch
 from omegaconf import DictConfig
 
 # verl reads these when it is first imported; a run of algorithm.py takes them from configs/machines/cpu.yaml
-os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu"}
+os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu,kit.weight_sync"}
 
 from kit import recipe
 from kit.config import load_config

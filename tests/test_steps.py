@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
+import threading
 from collections import Counter
+from pathlib import Path
 
 import pandas
 import pytest
@@ -199,6 +202,25 @@ def test_lora_reaches_the_sampler_merged(stack):
                 assert metrics["actor/grad_norm"] > 0 and metrics["training/rollout_probs_diff_max"] < AGREE
     finally:
         drop(workers)
+
+
+def test_weights_reach_the_sampler_over_a_socket_of_the_runs_own(stack):
+    """verl's own name is the same in every run of a machine, and what goes over it is unpickled."""
+    seen, ended = set(), threading.Event()
+
+    def look():
+        while not ended.is_set():
+            seen.update(re.findall(r"\S*rl-colocate-zmq\S*", Path("/proc/net/unix").read_text()))
+
+    looker = threading.Thread(target=look)
+    with stack.trainer("sockets", QUIET) as trainer:
+        looker.start()
+        for _ in range(5):
+            trainer.publish()
+        ended.set()
+        looker.join()
+    folders = {Path(name).parent for name in seen}
+    assert folders == {Path(os.environ["TMPDIR"])} and {folder.stat().st_mode & 0o777 for folder in folders} == {0o700}
 
 
 def test_a_teacher_is_learned_from_by_its_log_probs_alone(stack):

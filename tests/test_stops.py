@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import load
+from conftest import GIVEN, ROOT, load
 
-from kit import guard, recipe, watch
+from kit import recipe, watch
 from kit.errors import Stop
 from kit.run import Run
 
@@ -41,6 +41,7 @@ def test_a_stop_leaves_a_stage_at_once_but_lets_an_update_end(started):
     with pytest.raises(Stop) as caught, started.saving(lambda: saved.append(1)):
         with started.stage("update_actor"):
             os.kill(os.getpid(), signal.SIGTERM)
+            assert signal.getitimer(signal.ITIMER_REAL)[0] > 50  # the stage's deadline, as before
             done.append("update")
         with started.stage("update_weights"):
             done.append("sync")
@@ -79,16 +80,6 @@ def test_a_stop_in_a_task_that_others_wait_for_is_told_once(started):
             loop.run(served())
 
 
-def test_an_update_that_does_not_end_in_time_is_given_up_and_not_saved(started, monkeypatch):
-    monkeypatch.setattr(guard, "STOP_S", 1)
-    saved, begin = [], time.monotonic()
-    with pytest.raises(Stop, match="stage update_actor did not end within 1 s") as caught:
-        with started.saving(lambda: saved.append(1)), started.stage("update_actor"):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(20)
-    assert time.monotonic() - begin < 5 and saved == [] and caught.value.status == 143
-
-
 def test_a_stage_without_progress_ends_the_run(started):
     started.config.env.stage_deadline_s = 1
     with pytest.raises(Stop, match=r"stage ref got nowhere in 1 s \(env.stage_deadline_s\)"), started.stage("ref"):
@@ -120,7 +111,7 @@ def test_what_is_asked_twice_at_once_was_asked_once(started, monkeypatch):
     with started.stage("save_checkpoint"):  # which a stop lets end, however long it takes
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-        assert ended == [] and signal.alarm(0) > guard.STOP_S
+        assert ended == [] and signal.alarm(0) > 50
         time.sleep(1.1)
         os.kill(os.getpid(), signal.SIGINT)
     assert ended == [130]
@@ -235,7 +226,7 @@ def test_what_the_dead_left_is_swept_and_what_the_living_hold_stays():
 def test_the_watch_names_who_died_and_who_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "STOPPED_S", 0.2)
     problems: list[str] = []
-    looker = watch.Watch(tmp_path, problems.append)
+    looker = watch.Watch(tmp_path, tmp_path, problems.append)
     with looker:
         child = subprocess.Popen(["VLLM::EngineCore", "-c", "import time; time.sleep(60)"], executable=sys.executable)
         (tmp_path / "ray").mkdir()
@@ -259,6 +250,45 @@ def test_the_watch_names_who_died_and_who_is_stopped(tmp_path, monkeypatch):
         assert temporary.is_dir() and str(temporary) == looker.temporary
     assert not psutil.pid_exists(orphan.pid) or orphan.poll() is not None
     assert not temporary.exists() and os.environ.get("TMPDIR") != str(temporary)
+
+
+DRIVER = """
+import os, select, subprocess, sys
+from pathlib import Path
+from kit import watch
+
+with watch.Watch(Path("."), Path("checkpoints"), print) as looker:
+    sleep = ["sleep", "60"]
+    worker, raylet = subprocess.Popen(sleep, start_new_session=True), subprocess.Popen(sleep)
+    looker.tell_keeper(name="Ray's raylet", pid=raylet.pid)
+    print(os.environ["TMPDIR"], worker.pid, raylet.pid, flush=True)
+    while raylet.poll() is None:
+        if select.select([sys.stdin], [], [], 0.05)[0] and sys.stdin.readline():
+            raise SystemExit(0)
+    os._exit(1)  # as Ray does
+"""
+
+
+@pytest.mark.parametrize("who", ["raylet", "driver", "nobody"])
+def test_who_died_is_told_when_the_driver_cannot_and_all_is_cleared(tmp_path, who):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("7")
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER], cwd=tmp_path, env=GIVEN | {"PYTHONPATH": str(ROOT)}, text=True, **pipes
+    )
+    folder, worker, raylet = driver.stdout.readline().split()
+    assert Path(folder).is_dir()
+    if who == "nobody":
+        driver.stdin.write("end\n")
+    else:
+        os.kill(driver.pid if who == "driver" else int(raylet), signal.SIGKILL)
+    told = driver.communicate()[1]  # till the keeper has ended too
+    name = {"raylet": f"Ray's raylet (pid {raylet})", "driver": f"the driver (pid {driver.pid})"}.get(who)
+    saved = "the last checkpoint is checkpoints/global_step_7, from which the same command goes on"
+    assert told == (f"error: {name} died, and the run with it; {saved}\n" if name else "")
+    assert not psutil.pid_exists(int(worker)) and not psutil.pid_exists(int(raylet)) and not Path(folder).exists()
+    assert driver.returncode == {"raylet": 1, "driver": -signal.SIGKILL, "nobody": 0}[who]
 
 
 def test_a_server_that_runs_code_is_said_loudly(workspace):
