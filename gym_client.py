@@ -24,7 +24,7 @@ is one short word that ends up in the metrics as `rollout/failed/<reason>` and n
                   which may be the policy's own text, other 4xx are for good
     bad_answer    200, but not the JSON that was asked for: no finite reward, no text, no token ids, nested too deep
     too_large     an answer of more than MAX_ANSWER_BYTES, which is not read to its end
-    masked        200, but the reward is disowned (`mask_sample`, `failure_kind`, `_ng_failure_class`: no judge, say)
+    masked        200, but the reward is disowned (DISOWNED: without its judge, its sandbox)
     session_lost  the server answered out of another session than the one it had opened, or was away since
     server_down   `ServerDownError`: this one should end the run, as all others end an episode
 
@@ -38,9 +38,8 @@ server knows a repeated step by its id. A tool's own refusal (other 4xx, and 500
 
 Outages. connect, timeout, 502, 503 and 504 are no answers; every other status is one. An outage lasts from the first
 call without an answer (a timeout: from its begin) to the next answer to anybody. Meanwhile what may be repeated is, at
-most 5 s apart, beyond `attempts`: a server that is back within `outage_budget_s` costs time, not episodes. After that
-a call without an answer raises `ServerDownError`; one that timed out only if /openapi.json is not answered either, as
-one slow verifier is no outage.
+most 5 s apart, beyond `attempts`: a server back within `outage_budget_s` costs time, not episodes. After that a call
+without an answer raises `ServerDownError`; one that timed out only if /openapi.json gets none either: it may be slow.
 
 Lost sessions. A server that is back may take the old cookie, begin at nothing and pay for less than was done. So once
 nothing listened, or `Gym.restarted` was called, no older session goes on: where no tool has touched it, it is opened
@@ -71,6 +70,8 @@ MAX_ANSWER_BYTES, MAX_DETAILS_BYTES = 64 * 2**20, 64 * 2**10  # of an answer; of
 MAX_PARTS, MAX_DEPTH = 100, 64  # parts of a reward, and characters of a part's name; levels of JSON in JSON
 QUIET_S = 15.0  # of nobody asking, after which an outage may be over; well over the pauses between tries
 RESERVED = {"seed_session", "verify", "reset", "step", "close", "aggregate_metrics", "run", "mcp"}  # never tools
+DISOWNED: dict[str, Callable[[Any], bool]] = dict.fromkeys(["_ng_failure_class", "failure_kind", "mask_sample"], bool)
+DISOWNED |= {"proof_status": lambda said: said == "error", "num_steps_total": lambda said: said == 0}
 # What servers must say: a type, [that of each item], or {key: ...}, where a key with a `?` may be missing or null.
 WORLD = {"observation?": str, "info?": {"tool_outputs?": [{"call_id": str, "output": str}]}}
 STEP = {**WORLD, "reward": float, "terminated?": bool, "truncated?": bool}
@@ -98,8 +99,7 @@ class ServerDownError(GymError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a verifier said. Where `details` come to over MAX_DETAILS_BYTES of JSON, those over an equal share are left
-    out, and `_cut` has the first 1,000 characters of them."""
+    """What a verifier said. Of `details` that come to over MAX_DETAILS_BYTES, `_cut` has the first 1,000 characters."""
 
     reward: float  # finite
     components: dict[str, float] = field(default_factory=dict)  # named parts of it, the first MAX_PARTS
@@ -152,8 +152,8 @@ def parse_verdict(body: Any, latency_s: float = 0.0, row: Json | None = None) ->
     """The JSON of a 200 answer of /verify or /run -> Verdict. Verifiers echo the request: `details` is what they add to
     `row`, but for names that begin with `_`. Raises GymError('bad_answer' | 'masked')."""
     _check(body, {}, "/verify")
-    for key in ("_ng_failure_class", "failure_kind", "mask_sample"):
-        if body.get(key):
+    for key, disowns in DISOWNED.items():  # what the last two say in math_formal_lean and in scicode
+        if disowns(body.get(key)):
             why = _sound(body.get("failure_reason") or body.get("_ng_failure_judge_error") or body[key])
             raise GymError("masked", f"/verify disowns its reward by {key}: {why!s:.300}")
     echoed = {"responses_create_params", "response", *(row or {})} - {"reward", "reward_components"}

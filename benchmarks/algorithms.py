@@ -59,7 +59,7 @@ RUNS = {  # name: (overlays, changes, whether over workers of its own)
     "ppo": (["ppo"], [*SAY, *CRITIC], True),
     "reward_model": (["reward_model"], [*SAY, "reward.reward_model.model_path=reward_model"], True),
     "distill": (["distill"], [*SAY, TEACHER], True),
-    "lora": (["lora"], [*SAY, "actor_rollout_ref.model.path=pretrained"], True),
+    "lora": (["lora"], [f"{LR}=0.03", "actor_rollout_ref.model.path=pretrained"], True),
     "turns: default": ([], COUNT, True),
     "turns: turn_grpo": (["turn_grpo"], COUNT, True),
     "turns: turn_gae": (["turn_gae"], [*COUNT, *CRITIC], True),

@@ -127,6 +127,8 @@ def test_what_passes_is_retried_in_a_new_session(url, faults):
         ([{"reward": 0.0, "mask_sample": True}], "masked", 1),
         ([{"reward": 0.0, "_ng_failure_class": "judge_failed"}], "masked", 1),
         ([{"reward": 0.0, "failure_kind": "infra"}], "masked", 1),
+        ([{"reward": 0.0, "proof_status": "error"}], "masked", 1),
+        ([{"reward": 0.0, "num_steps_total": 0}], "masked", 1),
     ],
     ids=str,
 )
