@@ -26,7 +26,7 @@ from kit.run import Run
 
 inference, training, openai_server = later("inference"), later("training"), later("kit.openai_server")
 
-GENERATE_DEADLINE_S = 1800.0  # for one answer of vLLM
+ANSWER_S, TOKEN_S = 1800.0, 0.25  # an answer, or what Gym's agent plays, has so long, and so long a token at least
 
 
 class Started(NamedTuple):
@@ -73,7 +73,8 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
         run.on_restart, run.gauges = gym.restarted, lambda: measured.metrics() | judges.metrics()
         start_vllm = inference.start_servers(config, workers.actor) if workers else inference.start_sampler(config)
         vllm = loop.run(start_vllm)
-        policy = inference.make_policy(config, inference.Client(vllm), data, GENERATE_DEADLINE_S)
+        deadline = max(ANSWER_S, TOKEN_S * config.data.max_response_length)
+        policy = inference.make_policy(config, inference.Client(vllm), data, deadline)
         if asked or door.port:
             enter(openai_server.serve(policy, door.host, port, key), loop, stack)
         if workers:
