@@ -34,6 +34,8 @@ def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
         if (value := OmegaConf.select(config, key)) < 1:
             yield f"{key}={value}: wants 1 or more"
             return
+    if (kept := config.env.keep_rollouts) is not None and kept < 1:
+        yield f"env.keep_rollouts={kept}: wants 1 or more, or null for all"
     limits = config.gym.concurrency if OmegaConf.is_dict(config.gym.concurrency) else {"": config.gym.concurrency}
     for name, limit in limits.items():
         if limit != "auto" and not (isinstance(limit, int) and limit >= 1):

@@ -1,8 +1,9 @@
 """What a recipe needs of each device's memory, stage by stage, estimated before anything starts.
 
 Layers are taken as Llama's: grouped-query attention, an MLP of three matrices (or experts of that form), two norms.
-Left out: biases, work space, the allocator's fragments, a reward model, what verl's balancing puts over a micro-batch's
-limit. A critic counts as large as the policy, and so does a teacher. On a CPU prompts have no logits, here they do.
+Left out: biases, work space, the allocator's fragments, reward models, judges, what verl's balancing puts
+over a micro-batch's limit. A critic counts as large as the policy, and so does a teacher. On a CPU prompts have no
+logits, here they do.
 """
 
 from __future__ import annotations

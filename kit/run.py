@@ -173,7 +173,8 @@ class Run:
     def write_episodes(
         self, name: str, episodes: Sequence[Episode], tasks: Sequence[Task], before: Sequence[Episode] = ()
     ) -> None:
-        """rollouts/<name>.jsonl with every episode, and a line in failures.jsonl for each that failed.
+        """rollouts/<name>.jsonl with every episode, and a line in failures.jsonl for each that failed. Of the files of
+        steps the last env.keep_rollouts stay.
 
         tasks: of the files, since a row is known by its place there. before: those that the file holds already.
         """
@@ -193,6 +194,9 @@ class Run:
                 write(out, record)
                 if e.status != "ok":
                     write(failures, {"rollout": name, **record["_episode"]})
+        steps = sorted((self.folder / "rollouts").glob("step_*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+        for path in steps[: -(self.config.env.keep_rollouts or len(steps) + 1)]:
+            path.unlink()
 
     def keep_damaged(self, step: int, damage: str, batch: Any) -> str:
         """Keep the batch of a damaged step in damaged/. Raises RunError at the third in a row; returns what to tell."""

@@ -104,6 +104,7 @@ def test_names_of_recipes_are_unique():
         ("trainer.n_gpus_per_node=0", ConfigError, "n_gpus_per_node=0: wants 1 or more"),
         ("gym.concurrency=many", ConfigError, "gym.concurrency=many: wants auto, or 1 or more calls"),
         ("gym.concurrency.x=0", ConfigError, "gym.concurrency.x=0: wants auto"),
+        ("env.keep_rollouts=0", ConfigError, "env.keep_rollouts=0: wants 1 or more, or null for all"),
         (f"{ROLLOUT}.tensor_model_parallel_size=2", ConfigError, "1 GPUs do not divide"),
         (f"{ROLLOUT}.name=sglang", ConfigError, "name=sglang: wants vllm"),
         (f"{ROLLOUT}.n=1", ConfigError, "at least two answers"),

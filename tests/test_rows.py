@@ -536,6 +536,12 @@ def test_a_resumed_run_makes_the_same_rows_and_a_replay_has_them(desk, tmp_path)
     ((*replayed,),) = load_replay(ended.folder / "rollouts" / "step_4.jsonl", data.train)
     assert [(e.row_id, e.row, e.prompt_ids) for e in replayed] == batches[3]
 
+    config.env.keep_rollouts = 2
+    for name in ("val_4", "step_9", "step_10"):
+        ended.write_episodes(name, episodes, data.train)
+    left = {path.name for path in (ended.folder / "rollouts").iterdir()}
+    assert left == {"val_4.jsonl", "step_9.jsonl", "step_10.jsonl"}
+
 
 def test_quotas_name_who_gets_no_row():
     made = rows.Made("t.py:rows", 0.01, "", "env.train_files", lambda *_: [])
