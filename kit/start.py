@@ -11,6 +11,7 @@ import copy
 import os
 import secrets
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,8 +138,8 @@ def begin_imports(config: DictConfig) -> None:
 
 
 def start_ray(run: Run, fork_from: Any, sample: bool) -> None:
-    """Ray, and beside its 6 seconds the 10 that importing verl and, to sample, vLLM takes. Raises RunError without the
-    GPUs.
+    """Ray, and beside its 6 seconds the 10 that importing verl and, to sample, vLLM takes. Raises RunError where it has
+    less than is asked for.
 
     fork_from: what kit/fork.py gives, for workers that fork; None: they import what they need.
     """
@@ -163,12 +164,23 @@ def start_ray(run: Run, fork_from: Any, sample: bool) -> None:
     link.unlink(missing_ok=True)
     link.symlink_to(Path(session) / "logs")
     imports.join()
-    found = ray.cluster_resources().get("GPU", 0)
-    wanted = run.config.trainer.n_gpus_per_node * run.config.trainer.nnodes
-    if found < wanted:  # else the workers would be waited for, for ever
+    check_resources(run.config, run.command, ray.cluster_resources())
+
+
+def check_resources(config: DictConfig, command: str, found: Mapping[str, float]) -> None:
+    """Raises RunError where Ray has less than the workers ask for, and would let the run wait for ever. found: what it
+    has of each kind."""
+    gpus, cpus, ranks = found.get("GPU", 0), found.get("CPU", 0), config.trainer.n_gpus_per_node * config.trainer.nnodes
+    if gpus < ranks:
         raise RunError(
-            f"Ray has {found:g} GPUs, trainer.n_gpus_per_node * nnodes = {wanted}: set these, join the other nodes "
+            f"Ray has {gpus:g} GPUs, trainer.n_gpus_per_node * nnodes = {ranks}: set these, join the other nodes "
             "(`ray start`, ray_kwargs.ray_init.address=auto), or without a GPU add --config configs/machines/cpu.yaml"
+        )
+    processes = ranks * training.colocated(config) if command == "train" else ranks
+    if cpus < processes:
+        raise RunError(
+            f"Ray has {cpus:g} CPUs, and gives one to each of {processes} processes on the GPUs: let them share by "
+            f"ray_kwargs.ray_init.num_cpus={processes}, or join other nodes"
         )
 
 

@@ -1,5 +1,6 @@
 """Batches and their order, on tensors alone: no Ray."""
 
+import contextlib
 import math
 import random
 from types import SimpleNamespace
@@ -7,11 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import load
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 import training
+from kit import start
 from kit.episodes import Episode, keep
+from kit.errors import RunError
 from kit.recipe import stop_token_ids
 
 
@@ -27,6 +31,23 @@ def episode(prompt, response, reward=1.0, mask=None, group="g", status="ok"):
         reward=reward,
         status=status,
     )
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        ({"GPU": 1.0, "CPU": 64.0}, r"Ray has 1 GPUs, trainer\.n_gpus_per_node \* nnodes = 2: set these"),
+        ({"GPU": 2.0, "CPU": 5.0}, r"Ray has 5 CPUs, and gives one to each of 6 processes on the GPUs: let them share"),
+        ({"GPU": 2.0, "CPU": 6.0}, ""),
+    ],
+)
+def test_less_than_the_workers_ask_for_is_told_before_they_are_waited_for(workspace, found, told):
+    """Actor, critic and reward model on each of two ranks."""
+    changes = ["algorithm.adv_estimator=gae", "reward.reward_model.enable=true", "trainer.n_gpus_per_node=2"]
+    config, _ = load(workspace, *changes, f"reward.reward_model.model_path={workspace / 'scored'}")
+    with pytest.raises(RunError, match=told) if told else contextlib.nullcontext():
+        start.check_resources(config, "train", found)
+    start.check_resources(config, "rollout", {"GPU": 2.0, "CPU": 2.0})
 
 
 def test_to_batch_pads_by_mask_not_by_id():
