@@ -1,10 +1,10 @@
 """A small process that outlives the driver: where that ends without a word, it says who died, and clears up.
 
-    python -P kit/keeper.py PID CHECKPOINTS     the driver's pid, and where its run saves; kit/watch.py starts it first
+    python -P kit/keeper.py FD PID CHECKPOINTS    a pidfd of the driver, its pid, and where its run saves
 
-It is told what there is in lines of JSON: {"folder": ...}, which is TMPDIR to processes of the run and of no other;
-{"name": ..., "pid": ...} of what takes the driver along when it dies, as Ray's raylet does; and `end`, when the run has
-cleared up after itself. A driver may also be killed, by whoever can, or by the kernel where memory is short.
+kit/watch.py starts it first, and tells it in lines of JSON: {"folder": ...}, which is TMPDIR to processes of the run
+and of no other; {"name": ..., "pid": ...} of what takes the driver along when it dies, as Ray's raylet does; and `end`,
+when the run has cleared up after itself. A driver may also be killed, by whoever can, or by the kernel for memory.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ from kit import watch
 PATIENCE_S = 10.0  # for what is killed to be gone
 
 
-def keep(driver: int, checkpoints: Path) -> None:
-    """Wait for the driver's end."""
+def keep(driver: int, pid: int, checkpoints: Path) -> None:
+    """Wait for the end of the driver, a pidfd."""
     began, text = time.time(), b""
     folders, died = list[str](), list[str]()  # in this order
-    me = os.pidfd_open(driver)
-    names = {me: f"the driver (pid {driver})"}
+    names = {driver: f"the driver (pid {pid})"}
     look = select.poll()
-    for fd in (0, me):
+    for fd in (0, driver):
         look.register(fd, select.POLLIN)
-    while names[me] not in died:
+    while names[driver] not in died:
         ready = {fd for fd, _ in look.poll()}
         if 0 in ready and not (new := os.read(0, 65536)):
             look.unregister(0)
@@ -60,12 +59,13 @@ def keep(driver: int, checkpoints: Path) -> None:
                     look.register(fd, select.POLLIN)
         for fd in ready - {0}:
             look.unregister(fd)
-            died.append(names[me if is_exiting(driver) else fd])  # the kernel ends Ray's while the driver exits
+            died.append(names[driver if is_exiting(pid) else fd])  # the kernel ends Ray's while the driver exits
     clear(folders, began)
-    pointer = checkpoints / "latest_checkpointed_iteration.txt"
-    saved = f"the last checkpoint is {checkpoints}/global_step_{pointer.read_text()}" if pointer.is_file() else ""
-    saved = saved and f"; {saved}, from which the same command goes on"
-    print(f"error: {died[0]} died, and the run with it{saved or '; nothing was saved'}", file=sys.stderr)
+    saved, pointer = "nothing was saved", checkpoints / "latest_checkpointed_iteration.txt"
+    if pointer.is_file():
+        step = pointer.read_text().strip()
+        saved = f"the last checkpoint is {checkpoints}/global_step_{step}, from which the same command goes on"
+    print(f"error: {died[0]} died, and the run with it; {saved}", file=sys.stderr)
 
 
 def is_exiting(pid: int) -> bool:
@@ -95,4 +95,4 @@ def of_run(folders: Sequence[str]) -> dict[int, psutil.Process]:
 
 
 if __name__ == "__main__":
-    keep(int(sys.argv[1]), Path(sys.argv[2]))
+    keep(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -56,14 +56,10 @@ class Watch:
         self.thread = threading.Thread(target=self._work, name="watch", daemon=True)
 
     def __enter__(self) -> Watch:
-        keeper = [
-            sys.executable,
-            "-P",
-            str(Path(__file__).with_name("keeper.py")),
-            str(os.getpid()),
-            str(self.checkpoints),
-        ]
-        self.keeper = subprocess.Popen(keeper, stdin=subprocess.PIPE, start_new_session=True)
+        me, keeper = os.pidfd_open(os.getpid()), str(Path(__file__).with_name("keeper.py"))
+        command = [sys.executable, "-P", keeper, str(me), str(os.getpid()), str(self.checkpoints)]
+        self.keeper = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[me], start_new_session=True)
+        os.close(me)
         self.others = set(descendants(()))
         self.temporary = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="kit-")
         self.tell_keeper(folder=self.temporary)
@@ -73,8 +69,8 @@ class Watch:
     def tell_keeper(self, **what: str | int) -> None:
         """What there is of the run, by the words of kit/keeper.py."""
         assert self.keeper.stdin
-        self.keeper.stdin.write(json.dumps(what).encode() + b"\n")
-        self.keeper.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it was killed, which is no reason to end a run
+            os.write(self.keeper.stdin.fileno(), json.dumps(what).encode() + b"\n")
 
     def rest(self) -> None:
         """From now on processes may end: the run does."""
