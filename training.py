@@ -48,7 +48,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
-from kit import plugins
+from kit import node, plugins
 from kit.plugins import asks_for, needs_reference
 
 DRIVERS = ("turn", "token_level_scores", "token_level_rewards")  # of a batch's tensors, what no worker reads
@@ -73,16 +73,11 @@ def start_workers(config: DictConfig, sft: bool = False) -> Workers:
     the model below its adapter (LoRA), or a teacher. sft: the actor alone, without the rollout's side.
     """
     elsewhere = config.actor_rollout_ref.model.lora_rank or plugins.teacher(config)
-    places = 1 if sft else colocated(config)
+    places = 1 if sft else node.processes(config)
     role = "actor" if sft else "actor_rollout_ref" if needs_reference(config) and not elsewhere else "actor_rollout"
     pool = RayResourcePool([config.trainer.n_gpus_per_node] * config.trainer.nnodes, max_colocate_count=places)
     actor = start_group(config, pool, ActorRolloutRefWorker, {"config": config.actor_rollout_ref, "role": role})
     return Workers(actor, *((None, None) if sft else start_value_models(config, pool)))
-
-
-def colocated(config: DictConfig) -> int:
-    """Processes on each GPU, for each of which Ray is asked for a CPU: actor, critic, reward model, teacher."""
-    return 1 + asks_for(config, "values") + config.reward.reward_model.enable + bool(plugins.teacher(config))
 
 
 def start_group(config: DictConfig, pool: RayResourcePool, worker: type, settings: dict[str, Any]) -> WorkerGroup:

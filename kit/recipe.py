@@ -18,7 +18,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 import env
-from kit import checks, functions, gym_servers, memory, models, plugins, rows
+from kit import checks, functions, gym_servers, memory, models, node, plugins, rows
 from kit.config import MICRO_BATCH_TOKENS, MODEL, changed, public, raise_all, to_plain
 from kit.errors import ConfigError
 
@@ -284,7 +284,7 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
     longest = f"{config.data.max_prompt_length} + {config.data.max_response_length} tokens"
     over = f"over {longest}" if command == "sft" else f"prompt over {config.data.max_prompt_length} tokens"
     dropped = f"{len(data.dropped)} dropped ({over})"
-    lacking = memory.report(config, data.model, command)[1]
+    lacking = [*memory.report(config, data.model, command)[1], *node.lacks(config, data.model, command)]
     made = Counter(task.file for task in data.made)
     lines = [
         f"model       {config.actor_rollout_ref.model.path}",

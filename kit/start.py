@@ -19,7 +19,7 @@ import ray
 from omegaconf import DictConfig
 
 import gym_client
-from kit import fork, functions, gym_servers, later, models, places, plugins, watch
+from kit import fork, functions, gym_servers, later, models, node, places, plugins, watch
 from kit.config import to_plain
 from kit.errors import RunError
 from kit.recipe import Data
@@ -176,7 +176,7 @@ def check_resources(config: DictConfig, command: str, found: Mapping[str, float]
             f"Ray has {gpus:g} GPUs, trainer.n_gpus_per_node * nnodes = {ranks}: set these, join the other nodes "
             "(`ray start`, ray_kwargs.ray_init.address=auto), or without a GPU add --config configs/machines/cpu.yaml"
         )
-    processes = ranks * training.colocated(config) if command == "train" else ranks
+    processes = ranks * node.processes(config) if command == "train" else ranks
     if cpus < processes:
         raise RunError(
             f"Ray has {cpus:g} CPUs, and gives one to each of {processes} processes on the GPUs: let them share by "

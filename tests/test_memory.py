@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from kit import memory, recipe
+from kit import memory, node, recipe
 from kit.config import load_config
 from kit.memory import GIB
 
@@ -134,3 +134,26 @@ def test_the_device(monkeypatch):
 def test_a_model_of_another_form_is_not_estimated():
     lines, wrong = memory.report(planned("1.5B"), SimpleNamespace(hidden_size=8), "train")
     assert "no intermediate_size, num_hidden_layers" in lines[0] and not wrong
+
+
+def test_what_this_node_has_too_little_of(monkeypatch, tmp_path):
+    """Room for checkpoints and shared memory anywhere; GPUs, cores and a flash attention where there are GPUs."""
+    changes = ["trainer.n_gpus_per_node=4", "algorithm.adv_estimator=gae", "trainer.max_actor_ckpt_to_keep=2"]
+    config = planned("1.5B", *changes, f"trainer.default_local_dir={tmp_path}/new", "trainer.save_freq=10")
+    assert list(node.lacks(config, qwen("1.5B"), "train")) == []  # no GPU, so it will run elsewhere
+
+    def free(folder):
+        return SimpleNamespace(free={"/dev/shm": 2**26}.get(str(folder), 50 * GIB))
+
+    monkeypatch.setattr(node.shutil, "disk_usage", free)
+    monkeypatch.setattr(node.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(node.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: SimpleNamespace(stdout="81559\n143771\n"))
+    disk, shared, gpus, cores, attention = node.lacks(config, qwen("1.5B"), "train")
+    size = 3 * 12 * memory.parameters(qwen("1.5B"))[0] / GIB  # two stay while the third is written; fp32, two moments
+    assert disk.startswith(f"3 checkpoints take {size:.1f} GiB, and {tmp_path}/new has 50.0: lower trainer.max_actor")
+    assert shared.startswith("/dev/shm has 0.06 GiB free, of ")
+    assert gpus.startswith("this node has 2 GPUs, and the run takes 4: set trainer.n_gpus_per_node")
+    assert cores.startswith("this node has 2 cores, and Ray gives one to each of 8 processes: set ")
+    assert attention.startswith("flash_attention_2 is not installed: install flash-attn")
+    assert len(list(node.lacks(planned("1.5B"), qwen("1.5B"), "rollout"))) == 2  # which trains nothing

@@ -1,0 +1,70 @@
+"""What a run asks of the node that it is started on, besides its devices' memory (kit/memory.py)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from kit import memory
+from kit.config import MODEL
+from kit.memory import GIB
+from kit.plugins import asks_for, teacher
+
+
+def processes(config: DictConfig) -> int:
+    """Of the training, on each GPU, for each of which Ray is asked for a CPU: actor, critic, reward model, teacher."""
+    return 1 + asks_for(config, "values") + config.reward.reward_model.enable + bool(teacher(config))
+
+
+def lacks(config: DictConfig, c: Any, command: str) -> Iterator[str]:
+    """What this node has too little of. c: the Hugging Face config of the text model."""
+    settings, rollout = config.trainer, config.actor_rollout_ref.rollout
+    if command in ("train", "sft"):
+        yield from _disk(config, c)
+    bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20
+    wanted, shared = max(GIB, 2 * bucket * settings.n_gpus_per_node), shutil.disk_usage("/dev/shm").free
+    if shared < wanted:
+        why = "weights and NCCL's messages go through it; start the container with a larger --shm-size"
+        yield f"/dev/shm has {shared / GIB:.2f} GiB free, of {wanted / GIB:.1f}: {why}"
+    if settings.device != "cpu" and not memory.device(config)[1]:  # else it will run on another
+        yield from _gpus(config, {"train": processes(config), "sft": 1}.get(command, 0))
+
+
+def _disk(config: DictConfig, c: Any) -> Iterator[str]:
+    """Weights and AdamW's moments of all ranks, for each checkpoint that stays, and the next."""
+    if [name for name in memory.NEEDED if not getattr(c, name, None)]:
+        return
+    settings, engine = config.trainer, config.actor_rollout_ref.actor.fsdp_config
+    world = settings.n_gpus_per_node * settings.nnodes
+    shards = engine.fsdp_size if 0 < engine.fsdp_size < world else world
+    _, parts = memory.trainer(config, c, 0, engine, config.actor_rollout_ref.model)
+    saves = -(-settings.total_training_steps // settings.save_freq) if settings.save_freq > 0 else 1
+    count = min(saves, (settings.max_actor_ckpt_to_keep or saves) + 1)
+    size = count * shards * (parts["weights"] + parts["optimiser"])
+    folder = Path(settings.default_local_dir).absolute()
+    free = shutil.disk_usage(next(f for f in (folder, *folder.parents) if f.is_dir())).free
+    if free < size:
+        more = "lower trainer.max_actor_ckpt_to_keep, raise trainer.save_freq"
+        yield f"{count} checkpoints take {size / GIB:.1f} GiB, and {folder} has {free / GIB:.1f}: {more}, or make room"
+
+
+def _gpus(config: DictConfig, each: int) -> Iterator[str]:
+    """each: the processes of the training on a GPU."""
+    settings, model = config.trainer, config.actor_rollout_ref.model
+    found = len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines())
+    if settings.nnodes == 1 and found != settings.n_gpus_per_node:
+        yield f"this node has {found} GPUs, and the run takes {settings.n_gpus_per_node}: set trainer.n_gpus_per_node"
+    if (cores := len(os.sched_getaffinity(0))) < each * settings.n_gpus_per_node:
+        asked = f"Ray gives one to each of {each * settings.n_gpus_per_node} processes"
+        yield f"this node has {cores} cores, and {asked}: set ray_kwargs.ray_init.num_cpus to that, and they share"
+    attention = model.override_config.get("attn_implementation", "flash_attention_2")
+    if each and attention == "flash_attention_2" and not any(map(importlib.util.find_spec, ("flash_attn", "kernels"))):
+        way = "install flash-attn as requirements.txt says, or kernels, which takes it from the hub"
+        yield f"{attention} is not installed: {way}, or set {MODEL}.override_config.attn_implementation=sdpa"
