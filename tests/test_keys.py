@@ -31,6 +31,7 @@ NOT = re.compile(  # below those: other engines and servers, verl's own data, re
 )
 OTHERS = re.compile(  # keys that are not verl's to read by name
     r"_target_$"  # hydra's, which makes a dataclass of it
+    r"|engine_kwargs\.vllm\."  # vLLM's
     rf"|^({'|'.join(map(re.escape, FREE))})\."  # ray.init's
 )
 
