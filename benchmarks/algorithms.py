@@ -59,7 +59,7 @@ RUNS = {  # name: (overlays, changes, whether over workers of its own)
     "ppo": (["ppo"], [*SAY, *CRITIC], True),
     "reward_model": (["reward_model"], [*SAY, "reward.reward_model.model_path=reward_model"], True),
     "distill": (["distill"], [*SAY, TEACHER], True),
-    "lora": (["lora"], [f"{LR}=0.03", "actor_rollout_ref.model.path=pretrained"], True),
+    "lora": (["lora"], [*SAY, "actor_rollout_ref.model.path=pretrained"], True),
     "turns: default": ([], COUNT, True),
     "turns: turn_grpo": (["turn_grpo"], COUNT, True),
     "turns: turn_gae": (["turn_gae"], [*COUNT, *CRITIC], True),
@@ -111,13 +111,25 @@ def mark_answers(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def sharpen(folder: Path, source: Path) -> None:
+    """The random model with an output head eight times as large, for LoRA, which leaves that alone. The rows of any two
+    digits are 0.23 apart in a random one, and states have norm 8: no digit can be 1.8 above the others, or over 0.4."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.lm_head.weight.data *= 8
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+
+
 def prepare(folder: Path, seed: int) -> Path:
     """The models and rows of a seed."""
     if not (folder / "bench.yaml").exists():
         folder.mkdir(parents=True, exist_ok=True)
         mark_answers(make_model(folder / "untied", tied=False, seed=seed))
         make_reward_model(folder / "reward_model", folder / "untied")
-        make_pretrained(folder / "pretrained", folder / "untied", WORDS)
+        sharpen(folder / "sharp", folder / "untied")
+        make_pretrained(folder / "pretrained", folder / "sharp", WORDS)
         make_pretrained(folder / "teacher", folder / "untied", WORDS, "7")
         write_task(folder)
         chat = [[{"role": "user", "content": f"{word} 7"}, {"role": "assistant", "content": "7"}] for word in WORDS]
