@@ -101,7 +101,7 @@ def make_reward_model(folder: Path, source: Path) -> None:
 
 def mark_answers(folder: Path) -> None:
     """A `?` before each answer. Without, an answer begins after a space, as it goes on after one: a model that says
-    spaces, which the verifier strips, then cannot tell where to say 7 once, and some runs stood at 0.6 for ever."""
+    spaces, which the verifier strips, then cannot tell where to say 7 once, and more runs stayed at 0.6."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -213,10 +213,9 @@ def table(results: dict[str, dict[str, dict]]) -> str:
             episodes = statistics.median(r["episodes"] for r in found)
             took = statistics.median(s for r in found for s in r["seconds"])
             lines.append(f"| {name} | {first:.2f} | {steps} | {episodes:.0f} | {held} | {took:.1f} |")
-    for found in results.get("sft", {}).values():
-        lines.append(
-            f"| sft | loss {found['losses'][0]:.2f} | loss {found['losses'][-1]:.3f} at {len(found['losses'])} | | | |"
-        )
+    if losses := [found["losses"] for found in results.get("sft", {}).values()]:
+        first, last = (statistics.mean(each[at] for each in losses) for at in (0, -1))
+        lines.append(f"| sft | loss {first:.2f} | loss {last:.3f} after {len(losses[0])} | | | |")
     return "\n".join(lines)
 
 

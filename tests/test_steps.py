@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
-from conftest import GYM_PYTHON, ROOT, drop, make_pretrained, metrics_of, with_values, with_verifiers, write_rows
+from conftest import GYM_PYTHON, ROOT, WORDS, drop, make_pretrained, metrics_of, with_values, with_verifiers, write_rows
 from test_models import SAME, Judge, completion
 
 import gym_client
@@ -73,14 +73,15 @@ def test_it_learns_from_what_a_judge_says(stack, tmp_path):
     """Gym's equivalence_llm_judge asks it about each answer, by an address; it is pleased by a 7 anywhere."""
     judge = Judge((200, lambda asked: completion("[[A=B]]" if "7" in str(asked) else "[[A!=B]]")))
     name = "equivalence_llm_judge"
-    asked = {"responses_create_params": {"input": [{"role": "user", "content": "say it"}]}, "expected_answer": "seven"}
-    write_rows(stack.workspace / "judged.jsonl", [asked])
+    asked = [[{"role": "user", "content": f"{word} it"}] for word in WORDS]
+    made = [{"responses_create_params": {"input": messages}, "expected_answer": "seven"} for messages in asked]
+    write_rows(stack.workspace / "judged.jsonl", made)
     start = {"start": {"python": str(GYM_PYTHON), "config": {"judge_model_server": SAME["judge_model_server"]}}}
-    changes = [f"env.train_files=[{{path: judged.jsonl, server: {name}}}]", f"gym.servers.{name}.url=http://judged"]
+    changes = [f"env.train_files=[{{path: judged.jsonl, server: {name}}}]", QUIET]
     with models.Proxy({"judge_model": models.Judge("judge_model", judge.url, "stub", timeout_s=10.0)}) as proxy:
         with gym_servers.running_servers({name: start}, tmp_path, models=proxy.blocks()) as urls:
             gym = stack.servers.loop.run(gym_client.Gym(urls).__aenter__())
-            with stack.trainer("judged", *changes, QUIET, gym=gym) as trainer:
+            with stack.trainer("judged", *changes, f"gym.servers.{name}.url={urls[name]}", gym=gym) as trainer:
                 rewards = learn(trainer, 0.9)
             stack.servers.loop.run(gym.__aexit__())
         assert proxy.metrics()["judge/judge_model/completion_tokens"] == 2 * 64 * len(rewards)
