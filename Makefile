@@ -1,7 +1,7 @@
 # make demo   train SmolLM2-135M on small sums: real vLLM, real FSDP, a real NeMo Gym verifier, no GPU
 # make test   ruff, mypy and pytest, end to end over the same stack
 # make bench  a step, its limits, TRL beside it, start-up (docs/performance.md); an hour, and no part of make test
-# make algorithms   every recipe of docs/algorithms.md on one small task; an hour, and no part of make test
+# make algorithms   every recipe of docs/algorithms.md on one small task, three seeds; 75 minutes, no part of make test
 # make soak   300 steps with faults and every kind of loss (docs/reliability.md); 40 minutes, no part of make test
 # All first set up what they need (environments, model, data) and skip what is there.
 
@@ -30,7 +30,7 @@ bench: setup gym model data
 	.venv/bin/python benchmarks/performance.py
 
 algorithms: setup gym
-	@echo "== algorithms: every recipe of docs/algorithms.md on one small task, about an hour; resumes where it stopped"
+	@echo "== algorithms: every recipe of docs/algorithms.md on one small task, 75 minutes; resumes where it stopped"
 	.venv/bin/python benchmarks/algorithms.py
 
 soak: setup gym
