@@ -61,7 +61,7 @@ def log_probs(model: Any, kind: str, rows: list[Row]) -> torch.Tensor:
     cpu_engine._layout, take = layout, layout.take
     inputs = {"input_ids": ids[None, take], "position_ids": positions[None, take]}
     logits = model(**inputs, logits_to_keep=layout.place[layout.said], use_cache=False).logits[0]
-    return cpu_engine._LogProbs.apply(logits, labels)
+    return cpu_engine._Said.apply(logits, labels)[0]
 
 
 def micro_batches(kind: str, rows: list[Row], most: int) -> Iterator[list[Row]]:

@@ -52,6 +52,12 @@ def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
         return
     if world % (split := actor.ulysses_sequence_parallel_size):
         yield f"{world} GPUs do not divide by {ACTOR}.ulysses_sequence_parallel_size={split}; lower it"
+    if config.trainer.device == "cpu" and split > 1:
+        why = "kit/cpu_engine.py computes each prompt once, for whole sequences, and verl's Ulysses cuts them"
+        yield f"{ACTOR}.ulysses_sequence_parallel_size={split} on a CPU: {why}; leave it out"
+    tiles = [name for name in ("entropy_checkpointing", "entropy_from_logits_with_chunking") if actor.get(name)]
+    if config.trainer.device == "cpu" and tiles:
+        yield f"{ACTOR}.{tiles[0]} on a CPU: kit/cpu_engine.py has the entropy in tiles anyway; leave it out"
     if prompts % mini:
         yield f"data.train_batch_size={prompts} does not divide by {ACTOR}.ppo_mini_batch_size={mini}; change one"
     if mini * n % world:

@@ -87,6 +87,14 @@ MICRO_BATCH_TOKENS += [f"{place}.log_prob_max_token_len_per_gpu" for place in (R
 FREE = ("ray_kwargs.ray_init", "gym.servers", "gym.models", "gym.concurrency")  # what is below is not ours to list
 
 
+def cores(processes: Any = 1) -> int:
+    """${cores:N} of a recipe, in ray_kwargs alone: of those that this process may use, the share of each of N."""
+    return max(1, len(os.sched_getaffinity(0)) // (processes if isinstance(processes, int) and processes > 0 else 1))
+
+
+OmegaConf.register_new_resolver("cores", cores, replace=True)
+
+
 def to_plain(config: Any) -> Any:
     """An OmegaConf node -> plain dicts and lists, resolved."""
     return OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
@@ -189,8 +197,8 @@ def _within(key: str, *parts: str) -> bool:
 def read_yaml(file: str) -> DictConfig:
     """A recipe: a path, or the name of one in configs/ and its folders. Raises ConfigError naming the file.
 
-    ${cores:} in it is how many this process may use, ${matmul_dtype:} the type in which they multiply fastest: bfloat16
-    where they have instructions for it (Linux tells), else float32.
+    ${matmul_dtype:} in it is the type in which this machine's cores multiply fastest: bfloat16 where they have
+    instructions for it (Linux tells), else float32.
     """
     cpuinfo = Path("/proc/cpuinfo")
     flags = set(cpuinfo.read_text().split()) if cpuinfo.is_file() else set()
@@ -198,8 +206,8 @@ def read_yaml(file: str) -> DictConfig:
     ours = {path.stem: path for path in sorted((ROOT / "configs").rglob("*.yaml"))}
     path = Path(file) if Path(file).is_file() else ours.get(file, Path(file))
     try:
-        text = path.read_text().replace("${cores:}", str(len(os.sched_getaffinity(0))))
-        loaded = OmegaConf.create(text.replace('"${matmul_dtype:}"', dtype).replace("${matmul_dtype:}", dtype))
+        text = path.read_text().replace('"${matmul_dtype:}"', dtype).replace("${matmul_dtype:}", dtype)
+        loaded = OmegaConf.create(text)
     except (FileNotFoundError, IsADirectoryError):
         close = [ours[name].relative_to(ROOT) for name in difflib.get_close_matches(path.stem, ours, n=1)]
         hint = f"there is {close[0]}, or just {close[0].stem}" if close else "see configs/ for the kit's"

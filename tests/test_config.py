@@ -1,6 +1,7 @@
 """Recipes: strict keys with the nearest name, impossible sizes, missing files and models; a line each, all at once."""
 
 import json
+import os
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -94,6 +95,8 @@ def test_names_of_recipes_are_unique():
     [
         ("actor_rollout_ref.actor.ppo_mini_batch_size=3", ConfigError, "train_batch_size=8 does not divide"),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", ConfigError, "1 GPUs do not divide by .*=2"),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", ConfigError, "=2 on a CPU: kit/cpu_engine.py"),
+        ("actor_rollout_ref.actor.entropy_checkpointing=true", ConfigError, "entropy_checkpointing on a CPU: .* tiles"),
         (
             "actor_rollout_ref.actor.use_dynamic_bsz=false",
             ConfigError,
@@ -212,9 +215,15 @@ def test_derived_sizes(workspace):
     small = [f"{key}=100" for key in MICRO_BATCH_TOKENS]
     longer, _ = load(workspace, "data.max_prompt_length=1000", *small)  # a whole episode must fit a micro-batch
     assert [OmegaConf.select(longer, key) for key in MICRO_BATCH_TOKENS] == [1012] * 4
-    split = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"]
-    shared, _ = load(workspace, "data.max_prompt_length=1000", *small, *split)
-    assert [OmegaConf.select(shared, key) for key in MICRO_BATCH_TOKENS] == [506] * 4
+    longer.actor_rollout_ref.actor.ulysses_sequence_parallel_size = 2  # on GPUs
+    for key in MICRO_BATCH_TOKENS:
+        OmegaConf.update(longer, key, 100)
+    recipe.fill_in(longer, data.model)
+    assert [OmegaConf.select(longer, key) for key in MICRO_BATCH_TOKENS] == [506] * 4
+    parts, _ = load(workspace, "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+    assert "distributed_executor_backend" not in parts.actor_rollout_ref.rollout.engine_kwargs.vllm
+    threads = parts.ray_kwargs.ray_init.runtime_env.env_vars
+    assert str(max(1, len(os.sched_getaffinity(0)) // 2)) == threads.OMP_NUM_THREADS and threads.TENSOR_PARALLEL == "2"
     assert "8 prompts x 8 answers = 64 episodes" in recipe.summary(config, data, "train")
     overlap = load(workspace, f"env.val_files=[{workspace / 'train.jsonl'}]")
     assert "WARNING     8 of the held-out prompts" in recipe.summary(*overlap, "train")

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from conftest import load
 from omegaconf import OmegaConf
 from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import left_right_2_no_padding
 
 import training
 from kit import start
@@ -181,12 +183,11 @@ def test_log_probs_and_entropy_in_tiles_are_torchs():
     torch.manual_seed(0)
     logits, labels = torch.randn(300, 50, requires_grad=True), torch.randint(50, (300,))
     temperature = torch.rand(300, 1) + 0.5
-    scaled = cpu_engine._scale(1.0 * logits, temperature, is_unit_temperature=False)
     log_probs = (logits / temperature).log_softmax(-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     a, b = torch.randn(2, 300)
     for weights in ((a, b), (a, 0 * b)):
-        found = cpu_engine._log_probs(scaled, labels), cpu_engine._Entropy.apply(scaled)
+        found = cpu_engine._Said.apply(cpu_engine._scale(1.0 * logits, temperature, is_unit_temperature=False), labels)
         expected = log_probs.gather(1, labels[:, None])[:, 0], entropy
         torch.testing.assert_close(found, expected)
         ours, theirs = (
@@ -196,6 +197,24 @@ def test_log_probs_and_entropy_in_tiles_are_torchs():
             for pair in (found, expected)
         )
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_micro_batches_keep_answers_to_a_prompt_together(monkeypatch):
+    """However the rows come, and each prompt counted once."""
+    from kit import cpu_engine
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    made = [episode([5 + g] * 6, [7 + m] * (1 + 3 * m)) for g in range(4) for m in range(4)]
+    cuts = []
+    for order in (made, made[::-1], made[1::2] + made[::2]):
+        data = left_right_2_no_padding(training.to_batch(order, 0, 1.0).to_tensordict())
+        tu.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=60)
+        parts, places = cpu_engine._micro_batches(data)
+        assert sorted(place for part in places for place in part) == list(range(16))
+        assert len(parts) == 2  # 4 x 6 tokens of prompts, 4 x 22 of answers; each answer with its prompt: 4 x 46
+        cuts.append([[row.tolist() for row in part["input_ids"].unbind()] for part in parts])
+        assert [len({tuple(order[place].prompt_ids) for place in part}) for part in places] == [2, 2]
+    assert cuts[0] == cuts[1] == cuts[2]
 
 
 def test_components_of_the_reward_reach_verls_multi_reward_advantage():
