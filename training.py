@@ -1,6 +1,6 @@
 """verl's FSDP workers (actor, reference, critic, reward model): episodes in, one policy update out.
 
-    start_workers(config)             groups of worker processes, one per GPU; models are not loaded yet
+    start_workers(config)             worker processes, one per GPU; the actor's models are not loaded yet
     to_batch(episodes, pad)           -> DataProto of padded tensors
     log_probs, ref_log_probs, values  of the sampled tokens, by the trainer's own models
     apply_kl, correct, advantages     from rewards to advantages: verl's, or one's own
@@ -15,8 +15,10 @@ Workers take a batch packed, without its padding (verl's `left_right_2_no_paddin
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import io
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +30,7 @@ from omegaconf import DictConfig
 from tensordict import TensorDict
 from verl import DataProto
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.single_controller.ray.base import create_colocated_worker_cls
 from verl.trainer.ppo.core_algos import (
     POLICY_LOSS_REGISTRY,
     AdvantageEstimator,
@@ -48,7 +51,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
-from kit import node, plugins
+from kit import plugins
 from kit.plugins import asks_for, needs_reference
 
 DRIVERS = ("turn", "token_level_scores", "token_level_rewards")  # of a batch's tensors, what no worker reads
@@ -57,51 +60,66 @@ WorkerGroup = Any  # a RayWorkerGroup, on which verl binds the workers' methods 
 
 
 class Workers(NamedTuple):
-    """Groups of worker processes; None for those that the recipe does not need."""
+    """Groups of worker processes, by what they hold; None for what the recipe does not need."""
 
     actor: WorkerGroup  # with the reference, and the rollout's side of the weight sync
-    critic: WorkerGroup | None
-    reward_model: WorkerGroup | None
-    teacher: WorkerGroup | None = None  # the reference, where that is another model (kit/start.py)
+    critic: WorkerGroup | None = None
+    reward_model: WorkerGroup | None = None
+    teacher: WorkerGroup | None = None  # the reference, where that is another model
 
 
 def start_workers(config: DictConfig, sft: bool = False) -> Workers:
-    """Start one process per GPU for the actor, and one more for the critic and the reward model where there is one.
+    """Start one process per GPU, which holds all that the recipe trains or asks, so that one allocator gives its cache
+    back before vLLM wakes. The actor's models are loaded by `init_model()`, the others here. sft: the actor alone.
 
-    Then `load_value_models`, `init_model()` of the actor and `set_policy_loss`, in this order, load them. The actor
-    also holds the frozen reference when a KL term or the advantage needs it (role actor_rollout_ref), unless that is
-    the model below its adapter (LoRA), or a teacher. sft: the actor alone, without the rollout's side.
+    The actor also holds the frozen reference when a KL term or the advantage needs it (role actor_rollout_ref), unless
+    that is the model below its adapter (LoRA), or a teacher.
     """
     elsewhere = config.actor_rollout_ref.model.lora_rank or plugins.teacher(config)
-    places = 1 if sft else node.processes(config)
     role = "actor" if sft else "actor_rollout_ref" if needs_reference(config) and not elsewhere else "actor_rollout"
-    pool = RayResourcePool([config.trainer.n_gpus_per_node] * config.trainer.nnodes, max_colocate_count=places)
-    actor = start_group(config, pool, ActorRolloutRefWorker, {"config": config.actor_rollout_ref, "role": role})
-    return Workers(actor, *((None, None) if sft else start_value_models(config, pool)))
+    actor = (ActorRolloutRefWorker, {"config": config.actor_rollout_ref, "role": role})
+    return start_roles(config, {"actor": actor, **({} if sft else beside_actor(config))})
 
 
-def start_group(config: DictConfig, pool: RayResourcePool, worker: type, settings: dict[str, Any]) -> WorkerGroup:
-    """One process of `worker`, made with `settings`, on each GPU of the pool."""
-    return RayWorkerGroup(
-        resource_pool=pool,
-        ray_cls_with_init=RayClassWithInitArgs(ray.remote(worker), **settings),
+def start_roles(config: DictConfig, roles: dict[str, tuple[type, dict[str, Any]]]) -> Workers:
+    """On each GPU one process with all of them (verl's create_colocated_worker_cls). roles: class and arguments."""
+    parts = {name: RayClassWithInitArgs(ray.remote(worker), **settings) for name, (worker, settings) in roles.items()}
+    with contextlib.redirect_stdout(io.StringIO()):  # verl prints the base class
+        whole = create_colocated_worker_cls(parts) if len(parts) > 1 else next(iter(parts.values()))
+    group = RayWorkerGroup(
+        resource_pool=RayResourcePool([config.trainer.n_gpus_per_node] * config.trainer.nnodes, max_colocate_count=1),
+        ray_cls_with_init=whole,
         device_name=config.trainer.device,
         ray_wait_register_center_timeout=config.trainer.ray_wait_register_center_timeout,
     )
+    groups = group.spawn(parts) if len(parts) > 1 else dict.fromkeys(parts, group)
+    workers = Workers(*(groups.get(name) for name in Workers._fields))
+    if workers.critic:
+        workers.critic.reset()
+        workers.critic.set_loss_fn(functools.partial(value_loss, config=omega_conf_to_dataclass(config.critic)))
+    if workers.reward_model:
+        workers.reward_model.reset()
+    if workers.teacher:
+        workers.teacher.init_model()
+    return workers
 
 
-def start_value_models(config: DictConfig, pool: RayResourcePool) -> tuple[WorkerGroup | None, WorkerGroup | None]:
-    """(critic, reward model), where the recipe needs them."""
-    critic = reward_model = None
+def beside_actor(config: DictConfig) -> dict[str, tuple[type, dict[str, Any]]]:
+    """The critic, the reward model and the teacher, where the recipe needs them."""
+    roles: dict[str, tuple[type, dict[str, Any]]] = {}
     if asks_for(config, "values"):  # GAE
-        critic = start_group(config, pool, TrainingWorker, {"config": value_model_config(config.critic)})
+        roles["critic"] = (TrainingWorker, {"config": value_model_config(config.critic)})
     if config.reward.reward_model.enable:
         model = copy.deepcopy(config.critic)
         model.model.path = model.model.tokenizer_path = config.reward.reward_model.model_path
         settings = value_model_config(model)
         settings.engine_config.forward_only = True  # bf16, and on the host while it is not asked
-        reward_model = start_group(config, pool, TrainingWorker, {"config": settings})
-    return critic, reward_model
+        roles["reward_model"] = (TrainingWorker, {"config": settings})
+    if path := plugins.teacher(config):  # a worker of its own: in the actor's verl 0.9.1 would load the policy's
+        teacher = copy.deepcopy(config.actor_rollout_ref)
+        teacher.model.path, teacher.model.lora_rank = path, 0
+        roles["teacher"] = (ActorRolloutRefWorker, {"config": teacher, "role": "ref"})
+    return roles
 
 
 def value_model_config(config: DictConfig) -> TrainingWorkerConfig:
@@ -116,15 +134,6 @@ def value_model_config(config: DictConfig) -> TrainingWorkerConfig:
         optimizer_config=critic.optim,
         checkpoint_config=critic.checkpoint,
     )
-
-
-def load_value_models(workers: Workers, config: DictConfig) -> None:
-    """Load the critic, with verl's clipped value loss, and the reward model; before vLLM measures free memory."""
-    if workers.critic is not None:
-        workers.critic.reset()
-        workers.critic.set_loss_fn(functools.partial(value_loss, config=omega_conf_to_dataclass(config.critic)))
-    if workers.reward_model is not None:
-        workers.reward_model.reset()
 
 
 def set_policy_loss(actor: WorkerGroup, config: DictConfig) -> None:
@@ -348,11 +357,8 @@ def advantages(batch: DataProto, config: DictConfig) -> None:
 
 def step_metrics(batch: DataProto, timing: dict[str, float], config: DictConfig) -> dict[str, float]:
     """verl's metrics of a step that was trained on: rewards, lengths, advantages; times by token; tokens per second."""
-    return {
-        **compute_data_metrics(batch, use_critic="values" in batch.batch),
-        **compute_timing_metrics(batch, timing),
-        **compute_throughout_metrics(batch, timing, n_gpus=world_size(config)),
-    }
+    found = compute_data_metrics(batch, use_critic="values" in batch.batch) | compute_timing_metrics(batch, timing)
+    return found | compute_throughout_metrics(batch, timing, n_gpus=world_size(config))
 
 
 def arrange(lengths: Sequence[int], mini_batches: int, ranks: int) -> tuple[list[int], int]:

@@ -142,16 +142,11 @@ def prepare(folder: Path, seed: int) -> Path:
 def own_workers(stack: Stack, overlays: list[str], changes: list[str]) -> Iterator:
     """The workers that a recipe asks for, beside the session's."""
     import training
-    from kit import plugins, start
 
     config, _ = load(stack.workspace, *SESSION, *changes, overlays=overlays)
     workers = training.start_workers(config)
     try:
-        training.load_value_models(workers, config)
         workers.actor.init_model()
-        if plugins.teacher(config):
-            pool = training.RayResourcePool([1], max_colocate_count=1)
-            workers = workers._replace(teacher=start.start_teacher(config, pool))
         yield workers
     finally:
         drop(workers)

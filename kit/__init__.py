@@ -1,9 +1,9 @@
 """The plumbing, which nobody has to read to change an algorithm. A file imports only from files before it in this list:
 
 errors, fork, places, gym_install, gym_servers, verdicts, models, episodes, function_worker, plugins, config, functions,
-checks, memory, node, rows, convert, recipe, checkpoints, watch, keeper, guard, run, chat, damage; then training and
-inference, at the root; openai_server, start, sft, collect, commands; then algorithm, at the root; weight_sync,
-cpu_engine and cpu, which verl alone imports. env and gym_client, at the root, know none of them.
+checks, memory, node, rows, convert, recipe, checkpoints, watch, lookout, keeper, guard, run, chat, damage; then
+training and inference, at the root; openai_server, start, sft, collect, commands; then algorithm, at the root;
+weight_sync, cpu_engine and cpu, which verl alone imports. env and gym_client, at the root, know none of them.
 """
 
 import importlib

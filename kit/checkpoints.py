@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -33,10 +34,10 @@ POINTER = "latest_checkpointed_iteration.txt"  # verl's: the step of the last on
 EXPORTED = "step.txt"  # in an export: the step whose weights it holds
 SHARDS = {"model": "model", "optimizer": "optim", "extra": "extra_state"}  # verl's save_contents: how files begin
 NAME = re.compile(r"(?:global_step|saving)_(\d+)")
+RANKS = ("trainer.n_gpus_per_node", "trainer.nnodes")  # whose product they are
 # What a checkpoint cannot go on with otherwise, and why. All else may change, and is said.
 FIXED = {
-    "trainer.n_gpus_per_node": "each rank loads the shard that it wrote",
-    "trainer.nnodes": "each rank loads the shard that it wrote",
+    **dict.fromkeys(RANKS, "each rank loads the shard that it wrote"),
     "actor_rollout_ref.actor.strategy": "the shards are laid out for it",
     "critic.strategy": "the shards are laid out for it",
     "actor_rollout_ref.model.lora_rank": "the adapters have other shapes",
@@ -105,18 +106,19 @@ def not_finite(workers: Any) -> list[str]:
     """The weights, and the optimiser's state, that hold a NaN or an infinity on any rank: their names."""
     import ray
 
-    def look(worker: Any) -> list[str]:  # in the worker, to which it travels by value
+    def look(worker: Any, name: str) -> list[str]:  # in the worker, to which it travels by value
         import torch
 
-        engine = getattr(worker, "actor", worker).engine
+        held = getattr(worker, "worker_dict", {name: worker})[name]
+        engine = getattr(held, "actor", held).engine
         tensors = list(engine.module.named_parameters())
         for state in engine.optimizer.state.values() if engine.optimizer else ():
             tensors += [(f"the optimizer's {name}", value) for name, value in state.items() if torch.is_tensor(value)]
         local = ((name, value.to_local() if hasattr(value, "to_local") else value) for name, value in tensors)
         return [name for name, value in local if not torch.isfinite(value).all()]
 
-    groups = [group for group in (workers.actor, workers.critic) if group is not None]
-    found = ray.get([worker.__ray_call__.remote(look) for group in groups for worker in group.workers])
+    groups = [(name, group) for name in ("actor", "critic") if (group := getattr(workers, name)) is not None]
+    found = ray.get([worker.__ray_call__.remote(look, name) for name, group in groups for worker in group.workers])
     return sorted({name for names in found for name in names})
 
 
@@ -251,7 +253,9 @@ def check(checkpoint: Path, config: DictConfig, command: str) -> list[str]:
     then, now = leaves(OmegaConf.load(checkpoint / "config.yaml")), leaves(public(config))
     keys = [key for key in {**then, **now} if then.get(key) != now.get(key) and not UNTOLD.match(key)]
     changed = {key: f"{key} {then.get(key)} -> {now.get(key)}" for key in keys}
-    fixed = {key: why for key in keys if (why := why_fixed(key, config))}
+    ranks = [math.prod(recipe[key] for key in RANKS) for recipe in (then, now)]
+    free = RANKS if ranks[0] == ranks[1] else ()  # as many, on other nodes
+    fixed = {key: why for key in keys if key not in free and (why := why_fixed(key, config))}
     refused = [f"{changed[key]} ({why})" for key, why in fixed.items()]
     if command == "train" and plugins.asks_for(config, "values") and not (checkpoint / "critic").is_dir():
         refused.append("a critic, which that run did not have")

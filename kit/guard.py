@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -17,6 +18,7 @@ from omegaconf import DictConfig
 from kit import watch
 from kit.errors import RunError, Stop
 
+PEER_S = 30  # seconds until Ray knows of a node that it is lost
 END_S = 60  # seconds for the processes to end in, before they are killed
 WHOLE = ("update_critic", "update_actor", "update_weights", "save_checkpoint")  # stages that are not left half done
 AGAIN = "The same command goes on from the last checkpoint"
@@ -134,6 +136,8 @@ class Guard:
             if type(error).__module__.split(".")[0] != "ray":
                 raise
             cause = watch.root_cause(error, self.logs)
+            if re.search("(closed|reset) by peer|NCCL", cause):  # so says who lives on: the watch finds who died
+                time.sleep(PEER_S)
             raise RunError(f"stage {name}: {cause}. {AGAIN}, once that is mended") from error
         finally:
             if inner:

@@ -15,12 +15,6 @@ from omegaconf import DictConfig
 from kit import memory
 from kit.config import MODEL
 from kit.memory import GIB
-from kit.plugins import asks_for, teacher
-
-
-def processes(config: DictConfig) -> int:
-    """Of the training, on each GPU, for each of which Ray is asked for a CPU: actor, critic, reward model, teacher."""
-    return 1 + asks_for(config, "values") + config.reward.reward_model.enable + bool(teacher(config))
 
 
 def lacks(config: DictConfig, c: Any, command: str) -> Iterator[str]:
@@ -34,7 +28,7 @@ def lacks(config: DictConfig, c: Any, command: str) -> Iterator[str]:
         why = "weights and NCCL's messages go through it; start the container with a larger --shm-size"
         yield f"/dev/shm has {shared / GIB:.2f} GiB free, of {wanted / GIB:.1f}: {why}"
     if settings.device != "cpu" and not memory.device(config)[1]:  # else it will run on another
-        yield from _gpus(config, {"train": processes(config), "sft": 1}.get(command, 0))
+        yield from _gpus(config, command in ("train", "sft"))
 
 
 def _disk(config: DictConfig, c: Any) -> Iterator[str]:
@@ -51,16 +45,19 @@ def _disk(config: DictConfig, c: Any) -> Iterator[str]:
         yield f"{count} checkpoints take {size / GIB:.1f} GiB, and {folder} has {free / GIB:.1f}: {more}, or make room"
 
 
-def _gpus(config: DictConfig, each: int) -> Iterator[str]:
-    """each: the processes of the training on a GPU."""
+def _gpus(config: DictConfig, trains: bool) -> Iterator[str]:
     settings, model = config.trainer, config.actor_rollout_ref.model
     found = len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines())
     if settings.nnodes == 1 and found != settings.n_gpus_per_node:
         yield f"this node has {found} GPUs, and the run takes {settings.n_gpus_per_node}: set trainer.n_gpus_per_node"
-    if (cores := len(os.sched_getaffinity(0))) < each * settings.n_gpus_per_node:
-        asked = f"Ray gives one to each of {each * settings.n_gpus_per_node} processes"
+    if trains and (cores := len(os.sched_getaffinity(0))) < settings.n_gpus_per_node:
+        asked = f"Ray gives one to each of {settings.n_gpus_per_node} processes"
         yield f"this node has {cores} cores, and {asked}: set ray_kwargs.ray_init.num_cpus to that, and they share"
     attention = model.override_config.get("attn_implementation", "flash_attention_2")
-    if each and attention == "flash_attention_2" and not any(map(importlib.util.find_spec, ("flash_attn", "kernels"))):
+    if (
+        trains
+        and attention == "flash_attention_2"
+        and not any(map(importlib.util.find_spec, ("flash_attn", "kernels")))
+    ):
         way = "install flash-attn as requirements.txt says, or kernels, which takes it from the hub"
         yield f"{attention} is not installed: {way}, or set {MODEL}.override_config.attn_implementation=sdpa"

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import os
 import secrets
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import ray
 from omegaconf import DictConfig
 
 import gym_client
-from kit import fork, functions, gym_servers, later, models, node, places, plugins, watch
+from kit import fork, functions, gym_servers, later, lookout, models, places, plugins, watch
 from kit.config import to_plain
 from kit.errors import RunError
 from kit.recipe import Data
@@ -27,6 +27,7 @@ from kit.run import Run
 
 inference, training, openai_server = later("inference"), later("training"), later("kit.openai_server")
 
+JOIN_S = 120.0  # that nodes of a cluster may come later than the run
 ANSWER_S, TOKEN_S = 1800.0, 0.25  # an answer, or what Gym's agent plays, has so long, and so long a token at least
 
 
@@ -56,11 +57,8 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
         run.say("starting the workers" + ", and vLLM beside them: about a minute" * sample)
         plugins.register([config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode])
         workers: Any = None
-        if run.trains:  # value models are loaded here, the actor's beside vLLM
+        if run.trains:  # the actor's models are loaded beside vLLM
             workers = training.start_workers(config, sft=run.command == "sft")
-            training.load_value_models(workers, config)
-            if plugins.teacher(config) and run.command == "train":
-                workers = workers._replace(teacher=start_teacher(config, workers.actor.resource_pool))
         if not sample:
             workers.actor.init_model()
             training.set_policy_loss(workers.actor, config)
@@ -83,16 +81,6 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
         stack.callback(run.guard.end)  # and before all that was opened since
         actor = workers.actor if workers else None
         return Started(workers, inference.Servers(config, vllm, actor, policy, verifiers, loop))
-
-
-def start_teacher(config: DictConfig, pool: Any) -> Any:
-    """The frozen reference as workers of their own, on the GPUs of `pool`, since it is another model: in the actor's,
-    verl 0.9.1 would load the policy's. Loaded; between its calls the weights are on the host."""
-    settings = copy.deepcopy(config.actor_rollout_ref)
-    settings.model.path, settings.model.lora_rank = plugins.teacher(config), 0
-    teacher = training.start_group(config, pool, training.ActorRolloutRefWorker, {"config": settings, "role": "ref"})
-    teacher.init_model()
-    return teacher
 
 
 def start_outside(
@@ -145,43 +133,53 @@ def start_ray(run: Run, fork_from: Any, sample: bool) -> None:
     """
     imports = threading.Thread(target=_import_all, args=[run.config.actor_rollout_ref.rollout.name if sample else None])
     imports.start()
+    assert run.guard.watch
     asked = to_plain(run.config.ray_kwargs.ray_init)
-    if not asked.get("address"):
-        asked = {"_temp_dir": "/tmp/ray", **asked}  # its logs are to outlast the run's temporary folder
+    if asked.get("address"):
+        asked = {key: value for key, value in asked.items() if key not in ("num_cpus", "num_gpus")}  # `ray start` said
+    else:
+        # its logs are to outlast the run's temporary folder; without "local" Ray joins whatever cluster runs here
+        asked = {"_temp_dir": "/tmp/ray", **asked, "address": "local"}
     if fork_from:
         asked["runtime_env"] = {**asked["runtime_env"], "py_executable": fork_from[0]}
     session = ray.init(**asked).address_info["session_dir"]  # type: ignore[attr-defined]
     own = ray._private.worker._global_node.all_processes  # type: ignore[attr-defined]
     if started := own.get("raylet"):  # here, and by this one
         raylet = started[0].process.pid
-        assert run.guard.watch
         run.guard.watch.tell_keeper(name="Ray's raylet", pid=raylet)
         if fork_from:
             job = ray.get_runtime_context().get_job_id()
             fork_from[1](RAY_JOB_ID=job, RAY_RAYLET_PID=str(raylet), RAY_AUTH_MODE=os.environ["RAY_AUTH_MODE"])
+    else:
+        run.guard.watch.elsewhere = lookout.Lookouts().look
     run.guard.listen()
     link = run.folder / "logs" / "ray"
     link.unlink(missing_ok=True)
     link.symlink_to(Path(session) / "logs")
     imports.join()
-    check_resources(run.config, run.command, ray.cluster_resources())
+    patience = JOIN_S if run.guard.watch.elsewhere else 0.0
+    while (lack := lacking(run.config, ray.cluster_resources())) and patience > 0:
+        patience -= 1.0
+        time.sleep(1.0)
+    if lack:
+        raise RunError(lack)
 
 
-def check_resources(config: DictConfig, command: str, found: Mapping[str, float]) -> None:
-    """Raises RunError where Ray has less than the workers ask for, and would let the run wait for ever. found: what it
-    has of each kind."""
+def lacking(config: DictConfig, found: Mapping[str, float]) -> str:
+    """What Ray has less of than the workers ask for, so that the run would wait for ever; empty if nothing. found: what
+    it has of each kind."""
     gpus, cpus, ranks = found.get("GPU", 0), found.get("CPU", 0), config.trainer.n_gpus_per_node * config.trainer.nnodes
     if gpus < ranks:
-        raise RunError(
+        return (
             f"Ray has {gpus:g} GPUs, trainer.n_gpus_per_node * nnodes = {ranks}: set these, join the other nodes "
             "(`ray start`, ray_kwargs.ray_init.address=auto), or without a GPU add --config configs/machines/cpu.yaml"
         )
-    processes = ranks * node.processes(config) if command == "train" else ranks
-    if cpus < processes:
-        raise RunError(
-            f"Ray has {cpus:g} CPUs, and gives one to each of {processes} processes on the GPUs: let them share by "
-            f"ray_kwargs.ray_init.num_cpus={processes}, or join other nodes"
+    if cpus < ranks:
+        return (
+            f"Ray has {cpus:g} CPUs, and gives one to the process on each of {ranks} GPUs: let them share by "
+            f"ray_kwargs.ray_init.num_cpus={ranks}, or join other nodes"
         )
+    return ""
 
 
 def _import_all(engine: str | None) -> None:

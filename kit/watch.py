@@ -2,7 +2,7 @@
 
 A thread looks every few seconds. What it finds ends the run with the name of the process, how it is, and the last
 lines of its log: verl waits for ever for an engine that died in a weight sync, and for a process that is stopped.
-On other nodes it sees Ray's actors die, as Ray does; a process that hangs there is found by the stage's deadline.
+On a cluster that somebody else started, kit/lookout.py looks for it.
 Where the driver itself is killed, or Ray ends it because its raylet was, kit/keeper.py has the last word.
 """
 
@@ -20,9 +20,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -30,7 +30,21 @@ LOOK_S = 2.0  # seconds between two looks
 GONE = 3  # looks: an engine that fails by itself has its cause told by vLLM meanwhile, which says more
 STOPPED_S = 15.0  # a process that was stopped (SIGSTOP, a debugger) for so long does not come back by itself
 SHARED = Path("/dev/shm")
+OUT = re.compile(r"-(\d+)\.out$")  # a log of Ray's, with its process
+Place = tuple[str, int]  # node and pid
 logger = logging.getLogger(__name__)
+
+
+class Seen(NamedTuple):
+    """A process."""
+
+    node: str  # its address, empty for this machine
+    pid: int
+    title: str
+    status: str  # psutil's
+
+
+Elsewhere = Callable[[Mapping[str, Any]], Iterable[Seen]]  # Ray's records of a job's actors -> processes on its nodes
 
 
 class Watch:
@@ -48,10 +62,12 @@ class Watch:
         self.temporary = ""  # for the sockets, locks and caches of every process; other nodes lack it, and take /tmp
         self.seen: dict[int, psutil.Process] = {}  # every descendant so far; those that lost their parent too
         self.parents: dict[int, int] = {}  # of each, since the dead have none
-        self.engines: dict[int, str] = {}  # vLLM's processes, which Ray does not know, and its own GCS
-        self.gone: dict[int, int] = {}  # of the engines: looks in a row without it
+        self.elsewhere: Elsewhere | None = None  # on a cluster that is not the run's own
+        self.met: set[tuple[str, int, str]] = set()  # node, pid and title at the last look
+        self.engines: dict[Place, str] = {}  # vLLM's processes, which Ray does not know, and its own GCS
+        self.gone: dict[Place, int] = {}  # of the engines: looks in a row without it
         self.actors: set[str] = set()  # the ids of this job's of Ray's that were alive
-        self.stopped: dict[int, float] = {}  # since when
+        self.stopped: dict[Place, float] = {}  # since when
         self.resting = threading.Event()
         self.thread = threading.Thread(target=self._work, name="watch", daemon=True)
 
@@ -104,42 +120,72 @@ class Watch:
 
     def look(self) -> str:
         """What is wrong; empty if nothing."""
+        if problem := self._judge([*self._here()], here=True):  # without its GCS Ray does not answer
+            return problem
+        actors = self._actors()
+        try:
+            problem = self._judge([*self.elsewhere(actors)], here=False) if self.elsewhere else ""
+        except TimeoutError as silent:
+            return str(silent)
+        return problem or self._dead_actor(actors)
+
+    def _judge(self, seen: Sequence[Seen], here: bool) -> str:
+        """What is wrong with processes, or with those that are no longer `seen`; empty if nothing."""
         alive = set()
+        for node, pid, title, status in seen:
+            if status == psutil.STATUS_ZOMBIE or not re.search("^(ray|VLLM)::|raylet$|gcs_server$", title):
+                continue
+            alive.add(place := (node, pid))
+            if re.search("^VLLM::|gcs_server$", title) and (*place, title) in self.met:
+                self.engines[place] = title  # at second sight: a fork has its parent's title for a moment
+            if status != psutil.STATUS_STOPPED:
+                self.stopped.pop(place, None)
+            elif time.monotonic() - self.stopped.setdefault(place, time.monotonic()) > STOPPED_S:
+                return f"{name_of(title, pid, node)} is stopped (SIGSTOP?); {self._last_words(pid, node)}"
+        self.met = {one for one in self.met if (one[0] == "") != here} | {one[:3] for one in seen}
+        for (node, pid), title in self.engines.items():
+            if (node == "") != here:
+                continue
+            self.gone[node, pid] = 0 if (node, pid) in alive else self.gone.get((node, pid), 0) + 1
+            if self.gone[node, pid] == (1 if title.endswith("gcs_server") else GONE):
+                return f"{name_of(title, pid, node)} died; {self._last_words(pid, node)}"
+        return ""
+
+    def _here(self) -> Iterator[Seen]:
+        """The driver's own descendants."""
         for pid, process in descendants(self.others).items():
             with contextlib.suppress(psutil.Error, OSError):  # it ended meanwhile
-                if not (met := self.seen.get(pid) == process):
+                title = (process.cmdline() or [""])[0]
+                if self.seen.get(pid) != process:
                     self.seen[pid], self.parents[pid] = process, process.ppid()  # now: an orphan gets another
-                status, title = process.status(), (process.cmdline() or [""])[0]
-                if status == psutil.STATUS_ZOMBIE or not re.search("^(ray|VLLM)::|raylet$|gcs_server$", title):
-                    continue
-                alive.add(pid)
-                if re.search("^VLLM::|gcs_server$", title) and met:
-                    self.engines[pid] = title  # at second sight: a fork has its parent's title for a moment
-                    if log := re.search(r"-(\d+)\.out$", os.readlink(f"/proc/{pid}/fd/1")):
-                        self.parents[pid] = int(log[1])  # whose log it writes; a fork's parent is another (kit/fork.py)
-                if status != psutil.STATUS_STOPPED:
-                    self.stopped.pop(pid, None)
-                elif time.monotonic() - self.stopped.setdefault(pid, time.monotonic()) > STOPPED_S:
-                    return f"{name_of(title, pid)} is stopped (SIGSTOP?); {last_words(self.logs, pid, self.parents)}"
-        for pid, title in self.engines.items():
-            self.gone[pid] = 0 if pid in alive else self.gone.get(pid, 0) + 1
-            if self.gone[pid] == (1 if title.endswith("gcs_server") else GONE):  # without it Ray does not answer
-                return f"{name_of(title, pid)} died; {last_words(self.logs, pid, self.parents)}"
-        return self._dead_actor()
+                elif title.startswith("VLLM::") and (log := OUT.search(os.readlink(f"/proc/{pid}/fd/1"))):
+                    self.parents[pid] = int(log[1])  # whose log it writes; a fork's parent is another (kit/fork.py)
+                yield Seen("", pid, title, process.status())
 
-    def _dead_actor(self) -> str:
+    def _actors(self) -> dict[str, Any]:
+        """Ray's records of this job's, by id."""
         import ray
 
         if not ray.is_initialized():
-            return ""
+            return {}
         job = ray.get_runtime_context().get_job_id()
-        for actor in ray._private.state.actors(job_id=ray.JobID.from_hex(job)).values():
+        return dict(ray._private.state.actors(job_id=ray.JobID.from_hex(job)))
+
+    def _dead_actor(self, actors: Mapping[str, Mapping[str, Any]]) -> str:
+        for actor in actors.values():
             known, name, pid = actor["ActorID"] in self.actors, actor["ActorClassName"], actor["Pid"]
             if actor["State"] == "ALIVE":
                 self.actors.add(actor["ActorID"])
-            elif known and actor["State"] == "DEAD" and (why := why_it_died(actor["DeathCause"])):
-                return f"the worker {name} (pid {pid}) died: {why}; {last_words(self.logs, pid, self.parents)}"
+            elif name != "Lookout" and known and actor["State"] == "DEAD" and (why := why_it_died(actor["DeathCause"])):
+                node = actor["Address"]["IPAddress"] if self.elsewhere else ""
+                where = f"{name} (pid {pid}{f' on {node}' if node else ''})"
+                return f"the worker {where} died: {why}; {self._last_words(pid, node)}"
         return ""
+
+    def _last_words(self, pid: int, node: str) -> str:
+        if node:
+            return f"its log is on {node}, in Ray's session folder there"
+        return last_words(self.logs, pid, self.parents)
 
 
 def worker_logs(logs: Path) -> list[Path]:
@@ -200,10 +246,10 @@ def why_it_died(cause: Any) -> str:
     return " ".join(text.split())[:300]
 
 
-def name_of(title: str, pid: int) -> str:
+def name_of(title: str, pid: int, node: str = "") -> str:
     """A process by its title: `ray::Class.method` is the worker Class, `VLLM::EngineCore` vLLM's engine."""
     name = re.sub("^VLLM::", "vLLM's ", re.sub(r"^ray::(\w+).*", r"the worker \1", title))
-    return f"{name.rpartition('/')[2]} (pid {pid})"
+    return f"{name.rpartition('/')[2]} (pid {pid}{f' on {node}' if node else ''})"
 
 
 def sweep(began: float) -> None:

@@ -344,9 +344,7 @@ def values(stack):
     changes = ["algorithm.adv_estimator=gae", "critic.optim.lr=0.001", "reward.reward_model.enable=true"]
     changes += [f"reward.reward_model.model_path={stack.workspace / 'scored'}", "env.val_files=[]"]
     config, _ = load(stack.workspace, *SESSION, *changes)
-    pool = training.RayResourcePool([1], max_colocate_count=4)
-    alone = training.Workers(None, *training.start_value_models(config, pool))
-    training.load_value_models(alone, config)
+    alone = training.start_roles(config, training.beside_actor(config))
     alone.critic.save_checkpoint(str(stack.workspace / "fresh_critic"), None, 0, None)
     yield alone
     drop(alone)

@@ -48,6 +48,7 @@ def config_of(folder: Path, **trainer):
         "resume_mode": "auto",
         "total_training_steps": 100,
         "n_gpus_per_node": 2,
+        "nnodes": 1,
         "max_actor_ckpt_to_keep": None,
         "experiment_name": "checked",
     }
@@ -223,6 +224,8 @@ def test_what_changed_is_said_and_what_cannot_change_is_refused(tmp_path):
     with pytest.raises(RunError, match="cannot go on with a critic, which that run did not have"):
         changed = OmegaConf.merge(config, {"algorithm": {"adv_estimator": "gae"}})
         checkpoints.check(checkpoint, changed, "train")
+    spread = OmegaConf.merge(config, {"trainer": {"n_gpus_per_node": 1, "nnodes": 2}})  # as many ranks
+    assert "trainer.n_gpus_per_node 2 -> 1, trainer.nnodes 1 -> 2" in checkpoints.check(checkpoint, spread, "train")[0]
     config.trainer.n_gpus_per_node = 4
     with pytest.raises(RunError) as caught:
         checkpoints.check(checkpoint, config, "train")

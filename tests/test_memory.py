@@ -154,6 +154,6 @@ def test_what_this_node_has_too_little_of(monkeypatch, tmp_path):
     assert disk.startswith(f"3 checkpoints take {size:.1f} GiB, and {tmp_path}/new has 50.0: lower trainer.max_actor")
     assert shared.startswith("/dev/shm has 0.06 GiB free, of ")
     assert gpus.startswith("this node has 2 GPUs, and the run takes 4: set trainer.n_gpus_per_node")
-    assert cores.startswith("this node has 2 cores, and Ray gives one to each of 8 processes: set ")
+    assert cores.startswith("this node has 2 cores, and Ray gives one to each of 4 processes: set ")
     assert attention.startswith("flash_attention_2 is not installed: install flash-attn")
     assert len(list(node.lacks(planned("1.5B"), qwen("1.5B"), "rollout"))) == 2  # which trains nothing

@@ -19,7 +19,7 @@ from test_models import SAME, Judge, completion
 
 import gym_client
 import training
-from kit import checkpoints, gym_servers, models, plugins, start
+from kit import checkpoints, gym_servers, models, plugins
 from kit.errors import DamagedStep, RunError, SkippedStep
 
 AGREE = 1e-3  # bound on any one probability of the sampler against the trainer's, in float32
@@ -230,8 +230,8 @@ def test_a_teacher_is_learned_from_by_its_log_probs_alone(stack):
     make_pretrained(stack.workspace / "teacher", stack.workspace / "untied", ["say", "give", "write", "print"], "7")
     teacher = f"{plugins.TEACHER}=teacher"
     with stack.trainer("distill", QUIET, teacher, overlays=["distill"]) as trainer:
-        pool = training.RayResourcePool([1], max_colocate_count=1)
-        trainer.workers = trainer.workers._replace(teacher=start.start_teacher(trainer.config, pool))
+        alone = training.start_roles(trainer.config, training.beside_actor(trainer.config))
+        trainer.workers = trainer.workers._replace(teacher=alone.teacher)
         try:
             steps = [dict(trainer.advance()) for _ in range(10)]
         finally:

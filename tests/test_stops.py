@@ -18,7 +18,7 @@ import psutil
 import pytest
 from conftest import GIVEN, ROOT, load
 
-from kit import recipe, watch
+from kit import lookout, recipe, watch
 from kit.errors import Stop
 from kit.run import Run
 
@@ -250,6 +250,20 @@ def test_the_watch_names_who_died_and_who_is_stopped(tmp_path, monkeypatch):
         assert temporary.is_dir() and str(temporary) == looker.temporary
     assert not psutil.pid_exists(orphan.pid) or orphan.poll() is not None
     assert not temporary.exists() and os.environ.get("TMPDIR") != str(temporary)
+
+
+def test_a_silent_node_is_named(monkeypatch, tmp_path):
+    address = {"NodeID": "n", "IPAddress": "10.0.0.7"}
+    actors = {"a": {"ActorID": "a", "ActorClassName": "A", "State": "ALIVE", "Pid": 1, "Address": address}}
+    monkeypatch.setattr(lookout.ray, "wait", lambda *_, **__: ([], []))
+    looker = watch.Watch(tmp_path, tmp_path, print)
+    lookouts = lookout.Lookouts()
+    looker.elsewhere = lookouts.look
+    monkeypatch.setattr(looker, "_actors", lambda: actors)
+    lookouts.asked["n"] = ("a question", time.monotonic() - 89)
+    assert looker.look() == ""
+    lookouts.asked["n"] = ("a question", time.monotonic() - 91)
+    assert looker.look() == "the node 10.0.0.7 has not answered for 90 s: hung, or cut off"
 
 
 DRIVER = """

@@ -1,8 +1,9 @@
 """Batches and their order, on tensors alone: no Ray."""
 
-import contextlib
+import asyncio
 import math
 import random
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -14,10 +15,10 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import left_right_2_no_padding
 
+import inference
 import training
 from kit import start
 from kit.episodes import Episode, keep
-from kit.errors import RunError
 from kit.recipe import stop_token_ids
 
 
@@ -39,17 +40,27 @@ def episode(prompt, response, reward=1.0, mask=None, group="g", status="ok"):
     ("found", "told"),
     [
         ({"GPU": 1.0, "CPU": 64.0}, r"Ray has 1 GPUs, trainer\.n_gpus_per_node \* nnodes = 2: set these"),
-        ({"GPU": 2.0, "CPU": 5.0}, r"Ray has 5 CPUs, and gives one to each of 6 processes on the GPUs: let them share"),
-        ({"GPU": 2.0, "CPU": 6.0}, ""),
+        ({"GPU": 2.0, "CPU": 1.0}, r"Ray has 1 CPUs, and gives one to the process on each of 2 GPUs: let them share"),
+        ({"GPU": 2.0, "CPU": 2.0}, ""),
     ],
 )
 def test_less_than_the_workers_ask_for_is_told_before_they_are_waited_for(workspace, found, told):
-    """Actor, critic and reward model on each of two ranks."""
+    """Actor, critic and reward model share a process on each of two ranks."""
     changes = ["algorithm.adv_estimator=gae", "reward.reward_model.enable=true", "trainer.n_gpus_per_node=2"]
     config, _ = load(workspace, *changes, f"reward.reward_model.model_path={workspace / 'scored'}")
-    with pytest.raises(RunError, match=told) if told else contextlib.nullcontext():
-        start.check_resources(config, "train", found)
-    start.check_resources(config, "rollout", {"GPU": 2.0, "CPU": 2.0})
+    assert re.match(told or "$", start.lacking(config, found))
+
+
+def test_an_episodes_turns_stay_on_the_replica_of_its_first(workspace):
+    """And replicas get as many episodes each."""
+    config, _ = load(workspace)
+    client = inference.Client(SimpleNamespace(config=config, server_addresses=["a", "b"], server_handles=[1, 2]))
+
+    async def ask() -> list[str]:
+        return [(await client._acquire_server(f"episode-{i}"))[0] for i in range(64)]
+
+    first = asyncio.run(ask())
+    assert first == asyncio.run(ask()) and first.count("a") == first.count("b") == 32
 
 
 def test_to_batch_pads_by_mask_not_by_id():
