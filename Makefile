@@ -1,20 +1,31 @@
 # make demo   train SmolLM2-135M on small sums: real vLLM, real FSDP, a real NeMo Gym verifier, no GPU
+# make math   GSM8K on this machine's GPUs: their environment, the verifier, rows, training (MODEL=folder, GSM8K=folder of
+#             the original JSONL: where no hub can be reached)
 # make test   ruff, mypy and pytest, end to end over the same stack
 # make bench  a step, its limits, TRL beside it, start-up (docs/performance.md); an hour, and no part of make test
 # make algorithms   every recipe of docs/algorithms.md on one small task, three seeds; 75 minutes, no part of make test
-# make soak   300 steps with faults and every kind of loss (docs/reliability.md); 40 minutes, no part of make test
+# make soak   300 steps with faults, every kind of loss, ranks and nodes (docs/reliability.md, docs/cluster.md); an hour
 # All first set up what they need (environments, model, data) and skip what is there.
 
 PYTHON ?= python3.11
 SHELL := bash
 RUN := $(shell date +demo-%Y%m%d-%H%M%S)
 
-.PHONY: demo test bench algorithms soak lint setup gym model data clean
+SETUP := .venv/ready
+
+.PHONY: demo math test bench algorithms soak lint setup gym model data clean
 .DELETE_ON_ERROR:
 
 demo: setup gym model data
 	@echo "== demo: 64 episodes a step on this machine's cores; the run goes to runs/$(RUN)"
 	.venv/bin/python algorithm.py --config configs/math_cpu.yaml --config configs/machines/cpu.yaml trainer.experiment_name=$(RUN)
+
+math:
+	@nvidia-smi -L >/dev/null 2>&1 || { echo "no GPU here, says nvidia-smi -L; on a CPU: make demo"; exit 1; }
+	@test ! -e .venv/ready || { echo ".venv is one for the CPU: make clean, or train in another clone"; exit 1; }
+	$(MAKE) SETUP=.venv/gpu-ready gym data/gsm8k_train.jsonl
+	.venv/bin/python algorithm.py --config math trainer.n_gpus_per_node=$$(nvidia-smi -L | wc -l) \
+	    $(if $(MODEL),actor_rollout_ref.model.path=$(MODEL))
 
 test: lint gym
 	.venv/bin/python -m pytest -n 2 --dist loadgroup
@@ -35,7 +46,7 @@ algorithms: setup gym
 
 soak: setup gym
 	.venv/bin/python benchmarks/soak.py
-	.venv/bin/python -m pytest -s -m soak tests/test_reliability.py tests/test_models.py
+	.venv/bin/python -m pytest -s -m soak tests/test_reliability.py tests/test_models.py tests/test_scale.py
 
 lint: setup
 	.venv/bin/ruff check .
@@ -64,8 +75,17 @@ data: data/arithmetic_train.jsonl
 	.venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true  # some packages carry Python 2 files
 	@touch $@
 
+# flash-attn is built here where its index has no wheel for this CUDA, Python and torch: an hour, on all cores.
+.venv/gpu-ready: requirements.txt
+	@echo "== .venv: verl, vLLM and torch for the GPU"
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/pip install --quiet --disable-pip-version-check uv==0.13.9
+	.venv/bin/uv pip install --quiet --python .venv/bin/python -r requirements.txt
+	.venv/bin/uv pip install --quiet --python .venv/bin/python --no-build-isolation flash-attn==2.8.3
+	@touch $@
+
 # Python 3.12 is what nemo-gym 0.4.0 declares; its servers also run on 3.11, which pip must be told.
-.venv-gym/ready: requirements-gym.txt | .venv/ready
+.venv-gym/ready: requirements-gym.txt | $(SETUP)
 	@echo "== .venv-gym: NeMo Gym's verifiers, in an environment of their own (1 GB)"
 	@python=$$(python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || echo .venv/bin/python); \
 	set -x; .venv/bin/uv venv --quiet --clear --python "$$python" .venv-gym
@@ -80,6 +100,9 @@ models/SmolLM2-135M-Instruct/config.json: | .venv/ready
 
 data/arithmetic_train.jsonl: env.py | .venv/ready
 	.venv/bin/python env.py arithmetic --out data
+
+data/gsm8k_train.jsonl: | $(SETUP)
+	.venv/bin/python env.py gsm8k --out data $(if $(GSM8K),--source $(GSM8K))
 
 clean:
 	rm -rf .venv .venv-gym .venv-gym-servers .venv-trl models data
