@@ -145,7 +145,7 @@ def draw(found: Found) -> None:
     axis.invert_yaxis()
     axis.set_xlabel("seconds of a step (median)")
     axis.grid(axis="x", alpha=0.3)
-    axis.legend(ncols=4, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(PICTURE, dpi=110)
 
 
@@ -160,7 +160,7 @@ def main() -> None:
         "# Performance",
         f"`make bench`, {about['date']}: {about['cpu']}, {about['cores']} cores ({', '.join(about['flags'])}), "
         f"{about['memory_gb']} GB; {versions}. Load: {loads}.",
-        "![the stages of a step: the kit, what they take at best, TRL](performance.png)",
+        f"![the stages of a step: the kit, what they take at best{', TRL' * ('peers' in found)}](performance.png)",
         table("| target | wanted | measured | met |", targets(found)),
     ]
     parts += [part(found[name]) for name, part in (("step", step_part), ("peers", peers_part)) if name in found]
