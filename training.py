@@ -63,8 +63,8 @@ class Workers(NamedTuple):
     """Groups of worker processes, by what they hold; None for what the recipe does not need."""
 
     actor: WorkerGroup  # with the reference, and the rollout's side of the weight sync
-    critic: WorkerGroup | None = None
-    reward_model: WorkerGroup | None = None
+    critic: WorkerGroup | None
+    reward_model: WorkerGroup | None
     teacher: WorkerGroup | None = None  # the reference, where that is another model
 
 

@@ -95,12 +95,8 @@ def test_two_replicas_of_two_ranks(workspace):
 
 
 def test_an_engine_of_two_parts(workspace):
-    learns(
-        workspace,
-        "tensor_parallel",
-        "trainer.n_gpus_per_node=2",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-    )
+    two = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
+    learns(workspace, "tensor_parallel", *two)
 
 
 # --- nodes ---------------------------------------------------------------------------------------
