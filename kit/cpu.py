@@ -16,8 +16,9 @@ those that are plain settings are in configs/machines/cpu.yaml with their reason
 
 two more before models beside the actor: the frozen reference, which verl offloads to the host, without pinned memory
 (10, _no_pinning below), and the critic, which verl loads with flash attention (11, _load_without_flash below); one
-before full_determinism: vLLM's batch-invariant kernels, which are Triton's (12, VLLM_BATCH_INVARIANT below); and one
-before a fast start: the weights that vLLM makes up until it gets the trainer's (13, _no_weights below).
+before full_determinism: vLLM's batch-invariant kernels, which are Triton's (12, VLLM_BATCH_INVARIANT below); one before
+a fast start: the weights that vLLM makes up until it gets the trainer's (13, _no_weights below); and one before fast
+sampling: a random number for each word of the vocabulary (14, _sample below).
 """
 
 import contextlib
@@ -174,6 +175,19 @@ def _no_weights(layer, _):
         weight.data.zero_()
 
 
+def _sample(logits):
+    # 14. vLLM draws exponential noise for every word, which here takes half as long as the model. One uniform number for
+    # each answer, looked up in the cumulated probabilities, has the same distribution. [B, V] -> [B]
+    cumulated = logits.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)
+    drawn = torch.rand(len(logits), 1, dtype=torch.float64) * cumulated[:, -1:]
+    return torch.searchsorted(cumulated, drawn, right=True).view(-1).clamp_(max=logits.shape[-1] - 1)
+
+
+def _rank(logprobs, of):
+    # 14, continued. vLLM adds up truth values as 64-bit numbers, four times as long.
+    return (logprobs >= of).view(torch.int8).sum(-1, dtype=torch.int32)
+
+
 def __getattr__(name):
     # The vLLM worker alone asks for this class; elsewhere its imports would cost every process half a minute.
     if name != "WorkerExtension":
@@ -183,10 +197,13 @@ def __getattr__(name):
     os.environ.pop("VLLM_BATCH_INVARIANT", None)
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
     from vllm.model_executor.model_loader import dummy_loader
+    from vllm.v1.sample import sampler
+    from vllm.v1.sample.ops import topk_topp_sampler
 
     from kit import weight_sync
 
     dummy_loader.initialize_dummy_weights = _no_weights
+    topk_topp_sampler.compiled_random_sample, sampler.batched_count_greater_than = _sample, _rank
 
     class WorkerExtension(weight_sync.WorkerExtension):
         """7. vLLM's CPU layers pack their weights and drop the originals, so they must be rebuilt from a whole set."""

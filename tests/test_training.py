@@ -210,6 +210,22 @@ def test_log_probs_and_entropy_in_tiles_are_torchs():
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_words_are_drawn_with_their_probabilities():
+    from kit import cpu
+
+    torch.manual_seed(0)
+    probs = torch.tensor([[0.5, 0.0, 0.3, 1e-4, 0.2, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0, 1.0]])
+    probs[0] /= probs[0].sum()
+    n = 100_000
+    drawn = cpu._sample(probs.log().repeat(n, 1)).view(n, 2)
+    seen = torch.stack([row.bincount(minlength=6) for row in drawn.T]) / n
+    assert torch.all((seen - probs).abs() <= 4 * (probs * (1 - probs) / n).sqrt()), seen  # none that cannot be
+    broken = cpu._sample(torch.full((3, 6), torch.nan))  # of weights that are not finite: the step tells, not the engine
+    assert torch.all((broken >= 0) & (broken < 6))
+    of = probs.log().gather(1, torch.tensor([[4], [5]]))
+    assert cpu._rank(probs.log(), of).tolist() == [3, 1]
+
+
 def test_micro_batches_keep_answers_to_a_prompt_together(monkeypatch):
     """However the rows come, and each prompt counted once."""
     from kit import cpu_engine
