@@ -52,6 +52,7 @@ import env
 from kit import checkpoints, commands, later, recipe
 from kit.episodes import (
     Episode,
+    Recorded,
     check_failures,
     component_means,
     first_groups,
@@ -79,7 +80,7 @@ class Trainer:
     data: recipe.Data
     run: Run
     workers: Any  # training.Workers
-    servers: Any  # inference.Servers or Recorded
+    servers: Any  # inference.Servers, kit.ahead.Servers or Recorded
     # all that the driver has to remember; batches: of prompts, so far; pass_rates: of rows, by id
     state: dict[str, Any]
     metrics: dict[str, float] = field(default_factory=dict)  # of the step under way
@@ -121,6 +122,7 @@ class Trainer:
             kept = self.collect()  # 1 to 4
             with self.run.stage("sleep"):
                 self.servers.sleep()
+            self.sample_ahead()
             self.reward(kept)
             pad, temperature = self.data.tokenizer.pad_token_id, self.config.actor_rollout_ref.rollout.temperature
             batch = training.to_batch(kept, pad, temperature)
@@ -142,22 +144,30 @@ class Trainer:
         with self.run.stage("gen"):
             while len({e.group_id for e in kept}) < size and batches < self.rounds:
                 batches, self.state["batches"] = batches + 1, self.state["batches"] + 1
-                fresh = self.rollout(self.tasks(), f"step_{self.state['step']}", before=episodes)
+                fresh = self.rollout(self.tasks(self.state["batches"]), f"step_{self.state['step']}", before=episodes)
                 before = self.state["pass_rates"]
                 self.state["pass_rates"] = before | pass_rates(fresh, before)  # a new one: `learned` has the other
                 passed, dropped = keep(fresh, members, self.data.filters)
                 episodes, kept = episodes + fresh, first_groups(kept + passed, size)
                 filtered = {name: filtered.get(name, 0) + count for name, count in dropped.items()}
-        self.metrics |= rollout_metrics(episodes, kept) | {"rollout/prompt_batches": batches}
+        self.metrics |= rollout_metrics(episodes, kept, self.state["step"]) | {"rollout/prompt_batches": batches}
         self.metrics |= {f"rollout/filtered/{name}": count for name, count in filtered.items()}
         if not kept:
             where = f"{self.run.folder}/rollouts/step_{self.state['step']}.jsonl"
             raise SkippedStep(f"no group left to train on; see {where}")
         return kept
 
-    def tasks(self) -> list[env.Task]:
-        """The next batch of prompts."""
-        data, seed, batch = self.data, self.config.data.seed, self.state["batches"]
+    def sample_ahead(self) -> None:
+        """With trainer.rollout_ahead the next batch of prompts is begun, while this one is trained on."""
+        if self.config.trainer.rollout_ahead and self.state["step"] < self.run.last:
+            batch, n = self.state["batches"] + 1, self.config.actor_rollout_ref.rollout.n
+            requests = inference.in_groups(self.tasks(batch), n, str(batch))
+            greedy = training.asks_for(self.config, "reward_baselines")
+            self.servers.begin(requests, inference.sampling_params(self.config, False), greedy)
+
+    def tasks(self, batch: int) -> list[env.Task]:
+        """The prompts of a batch, by its number."""
+        data, seed = self.data, self.config.data.seed
         picked = data.sampler(data.train, self.config.data.train_batch_size, batch, seed, self.state["pass_rates"])
         if self.rounds > 1:  # what is over is cut off the end, whatever file it came from
             random.Random(f"{seed} {batch}").shuffle(picked)
@@ -294,7 +304,7 @@ def train(plan: commands.Plan) -> Iterator[Trainer]:
         if plan.recorded:  # that step alone; the schedule keeps the run's length
             run.last = 1 + (checkpoints.step_of(plan.resume_from) if plan.resume_from else 0)
         workers, servers = start.start(run, plan.data, stack, sample=not plan.recorded)
-        servers = servers or inference.Recorded(plan.recorded)
+        servers = servers or Recorded(plan.recorded)
         state: dict[str, Any] = {"command": "train", "step": 0, "batches": 0, "pass_rates": {}, "kl_coef": 0.0}
         with run.stage("sleep"):  # before the optimiser's state takes its place
             servers.sleep()

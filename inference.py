@@ -40,7 +40,7 @@ import gym_client
 from env import Task
 from gym_client import Gym, GymError, ServerDownError, Session
 from kit import chat
-from kit.episodes import Episode, append, fill
+from kit.episodes import Episode, Versions, append, fill
 from kit.errors import RunError
 from training import WorkerGroup, world_size
 
@@ -67,6 +67,7 @@ class Policy:
     seed: int | None = None  # rollout.seed, where rollout.full_determinism asks for the same answers in every run
     places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(256))  # for episodes that play at once
     version: int | None = None  # of the weights that the servers must sample from: the step they were synced at
+    ahead: int = 0  # steps that they may be older, or newer (trainer.rollout_ahead)
 
 
 def make_policy(config: DictConfig, client: LLMServerClient, data: Any, deadline_s: float) -> Policy:
@@ -87,6 +88,7 @@ def make_policy(config: DictConfig, client: LLMServerClient, data: Any, deadline
         vocabulary=data.model.vocab_size,
         seed=rollout.seed if rollout.full_determinism else None,
         places=asyncio.Semaphore(engines * rollout.max_num_seqs),
+        ahead=config.trainer.rollout_ahead,
     )
 
 
@@ -192,32 +194,13 @@ class Servers:
             self.policy.version, self.asleep = step, False
 
 
-class Recorded:
-    """In the place of Servers: episodes that were sampled before, by batch of prompts (kit/episodes.load_replay)."""
-
-    asleep = False
-
-    def __init__(self, batches: Sequence[list[Episode]]):
-        self.batches = list(batches)
-
-    def rollout(self, *_: Any, **__: Any) -> list[Episode]:
-        """The next batch, whatever is asked."""
-        return self.batches.pop(0) if self.batches else []
-
-    def sleep(self) -> None:
-        """Nobody is awake."""
-
-    def publish(self, step: int) -> None:
-        """Nobody samples."""
-
-
 # --- turns ---------------------------------------------------------------------------------------
 
 
 async def sample(
     policy: Policy, request_id: str, prompt_ids: list[int], max_tokens: int
-) -> tuple[list[int], list[float]]:
-    """One answer of the policy: (ids, log-probs), the stop token included. Raises GymError.
+) -> tuple[list[int], list[float], Versions]:
+    """One answer of the policy: (ids, log-probs, versions as in Episode), the stop token included. Raises GymError.
 
     request_id: of the episode and, after a `#`, its turn. Failures of one request become a reason; a dead vLLM server
     raises ray.exceptions.RayError, one that still has the weights of another step RunError.
@@ -233,18 +216,18 @@ async def sample(
             )
     except TimeoutError:
         raise GymError("generate_timeout", f"vLLM gave no answer within {policy.deadline_s:g} s") from None
-    version = output.extra_fields.get("global_steps", policy.version)
-    if policy.version is not None and version != policy.version:
+    ids, told, now = list(output.token_ids), output.extra_fields, policy.version
+    versions: Versions = told.get("versions", [(len(ids), told.get("global_steps", now))])
+    if now is not None and (bad := [v for _, v in versions if v is None or abs(now - v) > policy.ahead]):
         raise RunError(
-            f"a vLLM server samples from the weights of step {version}, the trainer's are of step {policy.version}: "
+            f"a vLLM server samples from the weights of step {bad[0]}, the trainer's are of step {now}: "
             "the sync did not reach it; see logs/ray of the run, then the same command goes on from the last checkpoint"
         )
-    ids = list(output.token_ids)
     if output.stop_reason == "aborted" or not ids:
         raise GymError("aborted", f"vLLM ended the request without an answer ({output.stop_reason})")
     if output.log_probs is None or len(output.log_probs) != len(ids):
         raise GymError("no_log_probs", f"vLLM sent {len(ids)} tokens without a log-prob for each")
-    return ids, list(output.log_probs)
+    return ids, list(output.log_probs), versions
 
 
 async def play(episode: Episode, task: Task, session: Session, policy: Policy, request_id: str) -> None:
@@ -258,7 +241,7 @@ async def play(episode: Episode, task: Task, session: Session, policy: Policy, r
         begin = time.perf_counter()
         room = policy.max_response_length - len(episode.response_ids)
         seen, turn_id = episode.prompt_ids + episode.response_ids, f"{request_id}#{len(episode.turns)}"
-        ids, log_probs = await sample(policy, turn_id, seen, room)
+        ids, log_probs, versions = await sample(policy, turn_id, seen, room)
         _count(episode, "generate", begin)
         session.last_ids = ids  # for a verifier that is a function
         thought, text, calls = chat.understand(policy, ids, task.tools)
@@ -266,7 +249,7 @@ async def play(episode: Episode, task: Task, session: Session, policy: Policy, r
         said += [gym_client.message(text)] if text or not calls else []
         said += calls
         episode.output += said
-        append(episode, ids, log_probs)
+        append(episode, ids, log_probs, versions)
         if ids[-1] not in policy.stop_ids:
             episode.ended = "length"
 
@@ -381,8 +364,10 @@ async def rollout(requests: Requests, policy: Policy, gym: Gym, on_done: OnDone 
             async with contextlib.AsyncExitStack() as stack:
                 async with policy.places:
                     if agent:
+                        begun = policy.version
                         verdict, response = await gym.run(task.server, task.row, policy.deadline_s, policy.vocabulary)
                         replay(episode, response, policy)
+                        episode.versions = [(sum(episode.response_mask), begun)]  # the oldest that it can be
                         _settle(episode, verdict)
                     else:
                         session = await stack.enter_async_context(gym.session(task.server, task.row))

@@ -24,6 +24,7 @@ RUNS_CODE = (
     *("openenv", "scicode"),
 )
 CHOICES: dict[str, Sequence[Any]] = {f"{ROLLOUT}.name": ["vllm"], f"{ROLLOUT}.pipeline_model_parallel_size": [1]}
+CHOICES["trainer.rollout_ahead"] = [0, 1]
 CHOICES |= {key: ["fsdp", "fsdp2"] for key in (f"{ACTOR}.strategy", "critic.strategy")}  # verl has more of all of these
 
 
@@ -34,6 +35,10 @@ def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
         if (value := OmegaConf.select(config, key)) < 1:
             yield f"{key}={value}: wants 1 or more"
             return
+    if config.trainer.rollout_ahead and (rollout.free_cache_engine or rollout.full_determinism):
+        why = "sleeps during an update" if rollout.free_cache_engine else "cannot know where new weights cut an answer"
+        key = "free_cache_engine" if rollout.free_cache_engine else "full_determinism"
+        yield f"trainer.rollout_ahead=1: with {ROLLOUT}.{key} the sampler {why}; set one of the two to false"
     if (kept := config.env.keep_rollouts) is not None and kept < 1:
         yield f"env.keep_rollouts={kept}: wants 1 or more, or null for all"
     limits = config.gym.concurrency if OmegaConf.is_dict(config.gym.concurrency) else {"": config.gym.concurrency}

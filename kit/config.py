@@ -40,7 +40,7 @@ _READ = {
     "distillation": "enabled teacher_models.teacher_model.model_path",
     "trainer": "project_name experiment_name default_local_dir logger device nnodes n_gpus_per_node critic_warmup"
     " total_epochs total_training_steps save_freq test_freq val_before_train resume_mode resume_from_path"
-    " max_actor_ckpt_to_keep ray_wait_register_center_timeout",
+    " max_actor_ckpt_to_keep ray_wait_register_center_timeout rollout_ahead",
 }
 FIELDS = [  # which verl's YAML lacks, but its dataclasses have
     *("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights", f"{MODEL}.target_parameters"),
@@ -111,13 +111,14 @@ def raise_all(problems: Sequence[Exception]) -> None:
 
 @functools.cache
 def base_configs() -> tuple[DictConfig, DictConfig]:
-    """What every recipe starts from: (verl's ppo_trainer.yaml and the kit's own sections, these and the rest of
+    """What every recipe starts from: (verl's ppo_trainer.yaml and the kit's own keys, these and the rest of
     configs/base.yaml). Neither is to be changed."""
     with initialize_config_dir(str(VERL), version_base=None):
         verl = compose("ppo_trainer")
     OmegaConf.set_struct(verl, False)
     base = read_yaml(str(ROOT / "configs" / "base.yaml"))
-    merged = (OmegaConf.merge(verl, part) for part in ({"gym": base.gym, "env": base.env}, base))
+    own = {"gym": base.gym, "env": base.env, "trainer": {"rollout_ahead": base.trainer.rollout_ahead}}
+    merged = (OmegaConf.merge(verl, part) for part in (own, base))
     return cast(tuple[DictConfig, DictConfig], tuple(merged))
 
 

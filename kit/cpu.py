@@ -176,8 +176,8 @@ def _no_weights(layer, _):
 
 
 def _sample(logits):
-    # 14. vLLM draws exponential noise for every word, which here takes half as long as the model. One uniform number for
-    # each answer, looked up in the cumulated probabilities, has the same distribution. [B, V] -> [B]
+    # 14. vLLM draws exponential noise for every word, which here takes half as long as the model. One uniform number
+    # for each answer, looked up in the cumulated probabilities, has the same distribution. [B, V] -> [B]
     cumulated = logits.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)
     drawn = torch.rand(len(logits), 1, dtype=torch.float64) * cumulated[:, -1:]
     return torch.searchsorted(cumulated, drawn, right=True).view(-1).clamp_(max=logits.shape[-1] - 1)

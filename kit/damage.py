@@ -28,7 +28,8 @@ def damage(batch: Any, metrics: dict[str, float], config: DictConfig) -> str:
         if name.startswith(("actor/", "critic/")) and not math.isfinite(value):
             said.append(f"{name} is {value}")
     rollout, apart = config.actor_rollout_ref.rollout, metrics.get("training/rollout_probs_diff_mean", 0.0)
-    if apart > APART and rollout.top_p == 1 and rollout.top_k <= 0:  # else the two are of other sets of tokens
+    same = rollout.top_p == 1 and rollout.top_k <= 0  # else the two are of other sets of tokens
+    if apart > APART and same and not config.trainer.rollout_ahead:  # whose sampler is meant to be behind
         said.append(
             f"the sampler's probabilities are {apart:.2f} from the trainer's in the mean, so its weights are others"
         )

@@ -28,6 +28,9 @@ from kit.errors import ConfigError, RunError
 IDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")  # Gym's, on the last item of a call
 KNOWN = ("row_id", "group_id", "server", "status", "error", "ended", "baseline", "turn_rewards", "timings")
 
+Version = tuple[int, int | None]  # so many tokens, sampled from the weights of that step
+Versions = list[Version]
+
 
 @dataclass
 class Episode:
@@ -41,6 +44,7 @@ class Episode:
     response_mask: list[int] = field(default_factory=list)  # 1 = sampled by the policy, 0 = observed
     log_probs: list[float] = field(default_factory=list)  # the sampler's, at the sampling temperature; 0 if observed
     turns: list[tuple[int, int, int]] = field(default_factory=list)  # per turn: first token, end, end in `output`
+    versions: Versions = field(default_factory=list)  # of the sampled tokens, in order
     output: list[dict[str, Any]] = field(default_factory=list)  # all that was said, as Responses items
     ended: str = ""  # stop | length | turns | terminated | truncated (the environment's own limit)
     reward: float | None = None
@@ -81,12 +85,15 @@ class Episode:
         return " ".join(parts)
 
 
-def append(episode: Episode, ids: list[int], log_probs: list[float] | None = None) -> None:
+def append(
+    episode: Episode, ids: list[int], log_probs: list[float] | None = None, versions: Sequence[Version] = ()
+) -> None:
     """Tokens at the end of the response: sampled with log-probs, observed without."""
     begin = len(episode.response_ids)
     episode.response_ids += ids
     episode.response_mask += [int(log_probs is not None)] * len(ids)
     episode.log_probs += log_probs if log_probs is not None else [0.0] * len(ids)
+    episode.versions += versions
     if log_probs is not None:
         episode.turns.append((begin, begin + len(ids), len(episode.output)))
 
@@ -123,7 +130,7 @@ def as_record(episode: Episode, task_index: int, rollout_index: int) -> dict[str
     episode among those of the row in this file."""
     text = {"prompt": episode.question, "answer": episode.transcript, "reward": episode.reward}
     lengths = {"prompt_tokens": len(episode.prompt_ids), "response_tokens": len(episode.response_ids)}
-    known = {key: getattr(episode, key) for key in KNOWN}
+    known = {key: getattr(episode, key) for key in (*KNOWN, "versions")}
     output = [dict(item) for item in episode.output]
     for begin, end, last in episode.turns:
         seen, ids = episode.prompt_ids + episode.response_ids[:begin], episode.response_ids[begin:end]
@@ -213,6 +220,25 @@ def load_replay(path: Path, tasks: Sequence[Task]) -> list[list[Episode]]:
     return list(batches.values())
 
 
+class Recorded:
+    """In the place of inference.Servers: episodes that were sampled before, by batch of prompts (load_replay)."""
+
+    asleep = False
+
+    def __init__(self, batches: Sequence[list[Episode]]):
+        self.batches = list(batches)
+
+    def rollout(self, *_: Any, **__: Any) -> list[Episode]:
+        """The next batch, whatever is asked."""
+        return self.batches.pop(0) if self.batches else []
+
+    def sleep(self) -> None:
+        """Nobody is awake."""
+
+    def publish(self, step: int) -> None:
+        """Nobody samples."""
+
+
 # --- which of them are trained on ----------------------------------------------------------------
 
 
@@ -293,9 +319,9 @@ def validation_metrics(episodes: Sequence[Episode], n: int) -> dict[str, float]:
     return metrics
 
 
-def rollout_metrics(episodes: Sequence[Episode], kept: Sequence[Episode]) -> dict[str, float]:
+def rollout_metrics(episodes: Sequence[Episode], kept: Sequence[Episode], step: int = 0) -> dict[str, float]:
     """What verl's metrics do not know: failures by reason, groups not kept, groups whose answers all earn the same, how
-    episodes ended, all by server."""
+    episodes ended, all by server; steps between the weights that sampled a kept token and those that `step` trains."""
     failed = Counter(e.status for e in episodes if e.status != "ok")
     ok = [e for e in episodes if e.status == "ok"]
     gone = len(groups(episodes)) - len(groups(kept))
@@ -304,6 +330,8 @@ def rollout_metrics(episodes: Sequence[Episode], kept: Sequence[Episode]) -> dic
     metrics |= {"rollout/failed_frac": 1 - len(ok) / len(episodes), "rollout/groups_dropped": float(gone)}
     metrics["rollout/groups_uniform"] = float(uniform)
     metrics |= {f"rollout/failed/{status}": float(count) for status, count in failed.items()}
+    if ages := [step - 1 - v for e in kept for count, v in e.versions if v is not None for _ in range(count)]:
+        metrics |= {"rollout/staleness/mean": float(np.mean(ages)), "rollout/staleness/max": float(max(ages))}
     if ok:
         ended = Counter(e.ended for e in ok)
         metrics |= {f"rollout/ended/{why}_frac": count / len(ok) for why, count in ended.items()}

@@ -34,7 +34,7 @@ class Guard:
         self.asked, self.asked_at, self.lost = 0, 0.0, ""  # the signal that asked to stop, when; what was lost
         self.ending: Stop | None = None
         self.watch: watch.Watch | None = None
-        self.loop: asyncio.Runner | None = None
+        self.loop: Any = None  # asyncio.Runner, or kit.ahead.Loop
         self.before: dict[int, Any] = {}  # whose signals these are: signal -> handler
 
     def listen(self) -> None:
@@ -108,8 +108,9 @@ class Guard:
         if self.watch:
             self.watch.rest()
         runner, self.loop = self.loop, None
-        if runner:
-            loop = runner.get_loop()
+        if runner and (loop := runner.get_loop()).is_running():  # in a thread of its own, which no signal stops
+            runner.run(drop_tasks())
+        elif runner:
             dropped = loop.create_task(drop_tasks())
             while not dropped.done():  # who waits for a task that the stop ended has asyncio raise it once more
                 with contextlib.suppress(KeyboardInterrupt):

@@ -45,7 +45,7 @@ async def complete(body: dict[str, Any], policy: Policy) -> tuple[int, dict[str,
         longest = policy.max_prompt_length + policy.max_response_length
         if len(prompt) >= longest:  # the words by which Gym's model server knows an episode that ran out of room
             return 400, {"error": {"message": f"the maximum context length is {longest}, the prompt {len(prompt)}"}}
-        ids, log_probs = await sample(policy, uuid.uuid4().hex, prompt, longest - len(prompt))
+        ids, log_probs, _ = await sample(policy, uuid.uuid4().hex, prompt, longest - len(prompt))
         thought, text, calls = understand(policy, ids, tools)
     except (GymError, env.DataError) as error:  # a status that Gym does not ask again for
         return 422, {"error": {"message": str(error)}}

@@ -25,7 +25,8 @@ from kit.errors import RunError
 from kit.recipe import Data
 from kit.run import Run
 
-inference, training, openai_server = later("inference"), later("training"), later("kit.openai_server")
+inference, training = later("inference"), later("training")
+openai_server, ahead = later("kit.openai_server"), later("kit.ahead")
 
 JOIN_S = 120.0  # that nodes of a cluster may come later than the run
 ANSWER_S, TOKEN_S = 1800.0, 0.25  # an answer, or what Gym's agent plays, has so long, and so long a token at least
@@ -52,7 +53,8 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
     asked = asked or "policy" in config.gym.models.values()  # as a judge
     with run.stage("start"):
         urls, judges = start_outside(run, stack, address if sample else None)
-        loop = run.guard.loop = stack.enter_context(asyncio.Runner())
+        is_ahead = run.command == "train" and config.trainer.rollout_ahead
+        loop = run.guard.loop = stack.enter_context(ahead.Loop() if is_ahead else asyncio.Runner())
         stack.callback(run.guard.end)  # before the loop is closed
         run.say("starting the workers" + ", and vLLM beside them: about a minute" * sample)
         plugins.register([config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode])
@@ -73,14 +75,15 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
         start_vllm = inference.start_servers(config, workers.actor) if workers else inference.start_sampler(config)
         vllm = loop.run(start_vllm)
         deadline = max(ANSWER_S, TOKEN_S * config.data.max_response_length)
-        policy = inference.make_policy(config, inference.Client(vllm), data, deadline)
+        kind = ahead if is_ahead else inference
+        policy = inference.make_policy(config, kind.Client(vllm), data, deadline)
         if asked or door.port:
             enter(openai_server.serve(policy, door.host, port, key), loop, stack)
         if workers:
             training.set_policy_loss(workers.actor, config)
         stack.callback(run.guard.end)  # and before all that was opened since
         actor = workers.actor if workers else None
-        return Started(workers, inference.Servers(config, vllm, actor, policy, verifiers, loop))
+        return Started(workers, kind.Servers(config, vllm, actor, policy, verifiers, loop))
 
 
 def start_outside(

@@ -220,7 +220,9 @@ def test_words_are_drawn_with_their_probabilities():
     drawn = cpu._sample(probs.log().repeat(n, 1)).view(n, 2)
     seen = torch.stack([row.bincount(minlength=6) for row in drawn.T]) / n
     assert torch.all((seen - probs).abs() <= 4 * (probs * (1 - probs) / n).sqrt()), seen  # none that cannot be
-    broken = cpu._sample(torch.full((3, 6), torch.nan))  # of weights that are not finite: the step tells, not the engine
+    broken = cpu._sample(
+        torch.full((3, 6), torch.nan)
+    )  # of weights that are not finite: the step tells, not the engine
     assert torch.all((broken >= 0) & (broken < 6))
     of = probs.log().gather(1, torch.tensor([[4], [5]]))
     assert cpu._rank(probs.log(), of).tolist() == [3, 1]
