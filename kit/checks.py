@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kit.config import ACTOR, ROLLOUT
 from kit.errors import ConfigError
-from kit.plugins import ADVANTAGE, LOSS_MODE, TEACHER, is_own, load, needs_reference, teacher
+from kit.plugins import ADVANTAGE, LOSS_MODE, TEACHER, asks_for, is_own, load, needs_reference, teacher
 
 # Servers of nemo-gym 0.4 whose app.py runs what the policy writes, in a process beside it or under a filter of imports
 RUNS_CODE = (
@@ -48,6 +48,9 @@ def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
     epochs = config.trainer.total_epochs
     if config.trainer.total_training_steps is None and not (isinstance(epochs, int) and epochs >= 1):
         yield f"trainer.total_epochs={epochs}: wants 1 or more, where trainer.total_training_steps is null"
+    for role, count in config.trainer.resource_pools.items():
+        if count is not None and count < 1:
+            yield f"trainer.resource_pools.{role}={count}: wants 1 or more GPUs, or null for the actor's"
     world = config.trainer.n_gpus_per_node * config.trainer.nnodes
     prompts, n, mini = config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size
     if world % (infer := rollout.tensor_model_parallel_size * rollout.data_parallel_size):
@@ -169,6 +172,15 @@ def check_names(config: DictConfig, command: str) -> Iterator[str]:
     for option in str(OmegaConf.select(config, key) or options[0]).split(","):
         if option.strip() not in options:
             yield f"{key}={option}: wants one of {', '.join(options)}"
+
+
+def check_pools(config: DictConfig) -> Iterator[str]:
+    """GPUs of their own are for what the recipe has."""
+    has = {"critic": asks_for(config, "values"), "ref": needs_reference(config)}
+    has["reward_model"] = config.reward.reward_model.enable
+    for role, count in config.trainer.resource_pools.items():
+        if count and not has[role]:
+            yield f"trainer.resource_pools.{role}={count}: this recipe has none; leave it out"
 
 
 def pretrained(config: DictConfig, key: str, **settings: Any) -> tuple[Any, Any]:

@@ -25,6 +25,7 @@ from kit.errors import ConfigError
 ROOT = Path(__file__).resolve().parent.parent
 VERL = Path(importlib.util.find_spec("verl").origin).parent / "trainer" / "config"  # type: ignore[union-attr, arg-type]
 ACTOR, REF, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout", "model"))
+OWN = ("resource_pools", "rollout_ahead")  # keys of trainer that are the kit's
 ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp")
 # What this loop and verl's workers read. Where READ and UNREAD both have a part of a key, the longer part decides.
 _READ = {
@@ -40,7 +41,7 @@ _READ = {
     "distillation": "enabled teacher_models.teacher_model.model_path",
     "trainer": "project_name experiment_name default_local_dir logger device nnodes n_gpus_per_node critic_warmup"
     " total_epochs total_training_steps save_freq test_freq val_before_train resume_mode resume_from_path"
-    " max_actor_ckpt_to_keep ray_wait_register_center_timeout rollout_ahead",
+    " max_actor_ckpt_to_keep ray_wait_register_center_timeout rollout_ahead resource_pools",
 }
 FIELDS = [  # which verl's YAML lacks, but its dataclasses have
     *("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights", f"{MODEL}.target_parameters"),
@@ -51,6 +52,11 @@ FIELDS = [  # which verl's YAML lacks, but its dataclasses have
 READ = FIELDS + [f"{place}.{key}".strip(".") for place, keys in _READ.items() for key in keys.split()]
 _ROWS: list[tuple[Sequence[str], str, str]] = [  # places, keys below them, what to set instead: * is the key's own name
     (["data"], "train_files val_files", "env.*"),
+    (
+        ["reward"],
+        "reward_model.enable_resource_pool reward_model.n_gpus_per_node",
+        "trainer.resource_pools.reward_model",
+    ),
     (["reward"], "custom_reward_function", "env.verifier=path.py:name"),
     (["reward"], "sandbox_fusion", "env.verifier={function: verl, sandbox_fusion_url: ...}"),
     (["distillation"], "distillation_loss", "algorithm.adv_estimator (configs/algorithms/distill.yaml)"),
@@ -87,6 +93,16 @@ MICRO_BATCH_TOKENS += [f"{place}.log_prob_max_token_len_per_gpu" for place in (R
 FREE = ("ray_kwargs.ray_init", "gym.servers", "gym.models", "gym.concurrency")  # what is below is not ours to list
 
 
+def gpus(config: DictConfig, role: str = "actor") -> int:
+    """GPUs of each node that actor, critic, ref or reward_model work on: the actor's, or those of a pool of its own."""
+    return int(config.trainer.resource_pools.get(role) or config.trainer.n_gpus_per_node)
+
+
+def all_gpus(config: DictConfig) -> int:
+    """GPUs of each node that the run takes."""
+    return gpus(config) + sum(count or 0 for count in config.trainer.resource_pools.values())
+
+
 def cores(processes: Any = 1) -> int:
     """${cores:N} of a recipe, in ray_kwargs alone: of those that this process may use, the share of each of N."""
     return max(1, len(os.sched_getaffinity(0)) // (processes if isinstance(processes, int) and processes > 0 else 1))
@@ -117,7 +133,7 @@ def base_configs() -> tuple[DictConfig, DictConfig]:
         verl = compose("ppo_trainer")
     OmegaConf.set_struct(verl, False)
     base = read_yaml(str(ROOT / "configs" / "base.yaml"))
-    own = {"gym": base.gym, "env": base.env, "trainer": {"rollout_ahead": base.trainer.rollout_ahead}}
+    own = {"gym": base.gym, "env": base.env, "trainer": {name: base.trainer[name] for name in OWN}}
     merged = (OmegaConf.merge(verl, part) for part in (own, base))
     return cast(tuple[DictConfig, DictConfig], tuple(merged))
 

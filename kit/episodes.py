@@ -330,8 +330,9 @@ def rollout_metrics(episodes: Sequence[Episode], kept: Sequence[Episode], step: 
     metrics |= {"rollout/failed_frac": 1 - len(ok) / len(episodes), "rollout/groups_dropped": float(gone)}
     metrics["rollout/groups_uniform"] = float(uniform)
     metrics |= {f"rollout/failed/{status}": float(count) for status, count in failed.items()}
-    if ages := [step - 1 - v for e in kept for count, v in e.versions if v is not None for _ in range(count)]:
-        metrics |= {"rollout/staleness/mean": float(np.mean(ages)), "rollout/staleness/max": float(max(ages))}
+    if ages := [(step - 1 - version, count) for e in kept for count, version in e.versions if version is not None]:
+        metrics["rollout/staleness/mean"] = sum(age * count for age, count in ages) / sum(count for _, count in ages)
+        metrics["rollout/staleness/max"] = float(max(age for age, _ in ages))
     if ok:
         ended = Counter(e.ended for e in ok)
         metrics |= {f"rollout/ended/{why}_frac": count / len(ok) for why, count in ended.items()}

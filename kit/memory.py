@@ -1,8 +1,9 @@
 """What a recipe needs of each device's memory, stage by stage, estimated before anything starts.
 
 Layers are taken as Llama's: grouped-query attention, an MLP of three matrices (or experts of that form), two norms.
-Left out: biases, work space, the allocator's fragments, reward models, judges, what verl's balancing puts over a
-micro-batch's limit. A critic and a teacher count as large as the policy. On a CPU prompts have no logits, here they do.
+Left out: biases, work space, the allocator's fragments, reward models, judges, pools of their own, what verl's
+balancing puts over a micro-batch's limit. A critic and a teacher count as large as the policy. On a CPU prompts have no
+logits, here they do.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ def stages(config: DictConfig, c: Any, total: int, command: str) -> dict[str, Pa
     if command == "sft":
         return {"update": update | always}
     lora = policy.model.lora_rank and not plugins.teacher(config)
-    if cpu and plugins.needs_reference(config) and not lora:  # on a GPU it waits on the host
+    pools = config.trainer.resource_pools
+    if cpu and plugins.needs_reference(config) and not (lora or pools.ref):  # on a GPU it waits on the host
         always["reference"] = update["weights"]
     forward = {name: update[name] for name in ("weights", "gathered")}
     forward |= {"activations": read * activations(c, width), "logits": 2 * read * logits}
@@ -131,7 +133,7 @@ def stages(config: DictConfig, c: Any, total: int, command: str) -> dict[str, Pa
     bucket = {"bucket": rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20}
     found = {"generate": kept | vllm, "log-probs": kept | forward | asleep, "update": update | asleep}
     found["sync"] = kept | (asleep or sent) | bucket
-    if plugins.asks_for(config, "values"):
+    if plugins.asks_for(config, "values") and not pools.critic:
         rest, theirs = trainer(config, c, critic.ppo_max_token_len_per_gpu, critic.fsdp, critic.model)
         found = {stage: {**parts, "critic": sum(rest.values())} for stage, parts in found.items()}
         found["critic"] = {**theirs, "actor": sum(kept.values())} | asleep

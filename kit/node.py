@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from kit import memory
-from kit.config import MODEL
+from kit.config import MODEL, all_gpus
 from kit.memory import GIB
 
 
@@ -48,8 +48,8 @@ def _disk(config: DictConfig, c: Any) -> Iterator[str]:
 def _gpus(config: DictConfig, trains: bool) -> Iterator[str]:
     settings, model = config.trainer, config.actor_rollout_ref.model
     found = len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines())
-    if settings.nnodes == 1 and found != settings.n_gpus_per_node:
-        yield f"this node has {found} GPUs, and the run takes {settings.n_gpus_per_node}: set trainer.n_gpus_per_node"
+    if settings.nnodes == 1 and found != (taken := all_gpus(config)):
+        yield f"this node has {found} GPUs, and the run takes {taken}: set trainer.n_gpus_per_node"
     if trains and (cores := len(os.sched_getaffinity(0))) < settings.n_gpus_per_node:
         asked = f"Ray gives one to each of {settings.n_gpus_per_node} processes"
         yield f"this node has {cores} cores, and {asked}: set ray_kwargs.ray_init.num_cpus to that, and they share"

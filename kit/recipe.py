@@ -149,6 +149,7 @@ def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception]
             raise ConfigError(f"{MODEL}.external_lib={library} cannot be imported: {error}; {way_out}") from None
     ideas = plugins.functions(config)
     raise_all([ConfigError(text) for text in checks.check_names(config, command)])
+    raise_all([ConfigError(text) for text in checks.check_pools(config) if command == "train"])
     tokenizer, hf_config, stop_ids = load_model_files(config)
     if config.reward.reward_model.enable:
         checks.check_reward_model(config, tokenizer)
@@ -284,6 +285,8 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
     world = config.trainer.n_gpus_per_node * config.trainer.nnodes
     replicas = world // (rollout.tensor_model_parallel_size * rollout.data_parallel_size)
     longest = f"{config.data.max_prompt_length} + {config.data.max_response_length} tokens"
+    apart = {role: count * config.trainer.nnodes for role, count in config.trainer.resource_pools.items() if count}
+    pools = "".join(f" + {count} for the {role.replace('_', ' ')}" for role, count in apart.items())
     over = f"over {longest}" if command == "sft" else f"prompt over {config.data.max_prompt_length} tokens"
     dropped = f"{len(data.dropped)} dropped ({over})"
     lacking = [*memory.report(config, data.model, command)[1], *node.lacks(config, data.model, command)]
@@ -320,7 +323,7 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
         tasks, n = (data.train, rollout.n) if command == "rollout" else (data.validation, rollout.val_kwargs.n)
         lines.append(f"{command:11} {len(tasks)} rows x {n} episodes of at most {longest}")
     lines += [
-        f"devices     {world} {config.trainer.device}, {replicas} vLLM replica{'s' * (replicas > 1)}{buckets}",
+        f"devices     {world} {config.trainer.device}{pools}, {replicas} vLLM replica{'s' * (replicas > 1)}{buckets}",
         f"stop ids    {sorted(data.stop_ids)}, pad id {data.tokenizer.pad_token_id}",
     ]
     return "\n".join([*lines, *(f"WARNING     {text}" for text in [*lacking, *cautions(config, data)])])

@@ -13,6 +13,7 @@ trainer.test_freq. Checkpoints, resume and export are those of `train`.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -131,7 +132,10 @@ def run_command(config: DictConfig, run: Run, data: Data) -> None:
     """Train on data.train to trainer.total_training_steps, from the checkpoint that `run` goes on from."""
     with contextlib.ExitStack() as stack:
         workers = start.start(run, data, stack, sample=False).workers
-        training.set_sft_loss(workers.actor, config)
+        from verl.utils.config import omega_conf_to_dataclass  # imported by now; before, 10 s
+        from verl.workers.utils.losses import sft_loss
+
+        workers.actor.set_loss_fn(functools.partial(sft_loss, omega_conf_to_dataclass(config.actor_rollout_ref.actor)))
         state: dict[str, Any] = {"command": "sft", "step": 0}
         if run.checkpoint:
             with run.stage("load_checkpoint"):

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 import gym_client
 from kit import fork, functions, gym_servers, later, lookout, models, places, plugins, watch
-from kit.config import to_plain
+from kit.config import all_gpus, to_plain
 from kit.errors import RunError
 from kit.recipe import Data
 from kit.run import Run
@@ -171,16 +171,17 @@ def start_ray(run: Run, fork_from: Any, sample: bool) -> None:
 def lacking(config: DictConfig, found: Mapping[str, float]) -> str:
     """What Ray has less of than the workers ask for, so that the run would wait for ever; empty if nothing. found: what
     it has of each kind."""
-    gpus, cpus, ranks = found.get("GPU", 0), found.get("CPU", 0), config.trainer.n_gpus_per_node * config.trainer.nnodes
-    if gpus < ranks:
+    gpus, cpus, wanted = found.get("GPU", 0), found.get("CPU", 0), all_gpus(config) * config.trainer.nnodes
+    if gpus < wanted:
+        own = " with trainer.resource_pools" * (wanted > config.trainer.n_gpus_per_node * config.trainer.nnodes)
         return (
-            f"Ray has {gpus:g} GPUs, trainer.n_gpus_per_node * nnodes = {ranks}: set these, join the other nodes "
+            f"Ray has {gpus:g} GPUs, trainer.n_gpus_per_node * nnodes{own} = {wanted}: set these, join the other nodes "
             "(`ray start`, ray_kwargs.ray_init.address=auto), or without a GPU add --config configs/machines/cpu.yaml"
         )
-    if cpus < ranks:
+    if cpus < wanted:
         return (
-            f"Ray has {cpus:g} CPUs, and gives one to the process on each of {ranks} GPUs: let them share by "
-            f"ray_kwargs.ray_init.num_cpus={ranks}, or join other nodes"
+            f"Ray has {cpus:g} CPUs, and gives one to the process on each of {wanted} GPUs: let them share by "
+            f"ray_kwargs.ray_init.num_cpus={wanted}, or join other nodes"
         )
     return ""
 

@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 from omegaconf import OmegaConf
-from test_steps import AGREE, LEARNED, UNTRAINED
+from test_steps import AGREE, PATIENCE, UNTRAINED
 
 import inference
 from kit import ahead, checkpoints
@@ -79,13 +79,13 @@ def test_tokens_know_which_weights_sampled_them(stack, monkeypatch):
 
 def test_it_learns_a_step_ahead(stack):
     rewards = []
-    with stepping_ahead(stack, "env.val_files=[]") as trainer:
-        while len(rewards) < 60 and (len(rewards) < 3 or sum(rewards[-3:]) / 3 < LEARNED):
+    with stepping_ahead(stack, "env.val_files=[]", "actor_rollout_ref.rollout.n=16") as trainer:
+        while len(rewards) < PATIENCE and (len(rewards) < 3 or sum(rewards[-3:]) / 3 < 0.5):
             metrics = trainer.advance()
             assert metrics["rollout/failed_frac"] == 0 and "training/damaged_steps" not in metrics
             rewards.append(metrics["rollout/reward/mean"])
     print("rewards", [round(r, 2) for r in rewards])
-    assert sum(rewards[:3]) / 3 < UNTRAINED < LEARNED <= sum(rewards[-3:]) / 3
+    assert sum(rewards[:3]) / 3 < UNTRAINED and sum(rewards[-3:]) / 3 >= 0.5
 
 
 def test_evaluations_and_checkpoints_leave_the_batch_under_way(stack):

@@ -51,6 +51,12 @@ def test_all_that_verl_has_is_taken_and_group_estimators_need_groups(tiny_recipe
             + ["actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=remax"],
             r"rollout\.n=1: drop_uniform would drop",
         ),
+        (["trainer.resource_pools.critic=1"], "resource_pools.critic=1: this recipe has none; leave it out"),
+        (
+            ["trainer.rollout_ahead=1", "actor_rollout_ref.rollout.full_determinism=true"],
+            "rollout.full_determinism the sampler cannot know where new weights cut an answer",
+        ),
+        (["trainer.rollout_ahead=1", "actor_rollout_ref.rollout.free_cache_engine=true"], "sleeps during an update"),
         (["algorithm.rollout_correction.rollout_is=tokens"], "one of null, token, sequence"),
         (["algorithm.rollout_correction.rollout_rs=token_k1"], "needs rollout_rs_threshold"),
         (

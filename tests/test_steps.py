@@ -231,15 +231,36 @@ def test_a_teacher_is_learned_from_by_its_log_probs_alone(stack):
     teacher = f"{plugins.TEACHER}=teacher"
     with stack.trainer("distill", QUIET, teacher, overlays=["distill"]) as trainer:
         alone = training.start_roles(trainer.config, training.beside_actor(trainer.config))
-        trainer.workers = trainer.workers._replace(teacher=alone.teacher)
+        trainer.workers = trainer.workers._replace(ref=alone.ref)
         try:
             steps = [dict(trainer.advance()) for _ in range(10)]
         finally:
-            drop([trainer.workers.teacher])
+            drop([trainer.workers.ref])
     kl = [-m["critic/advantages/mean"] for m in steps]  # nats a token
     print("reverse KL", [round(k, 2) for k in kl], "rewards", [round(m["rollout/reward/mean"], 2) for m in steps])
     assert kl[0] > 2 and kl[-1] < 0.75 * kl[0]  # of itself the policy is 0 away, and unlearned it stays where it is
     assert all(m["actor/grad_norm"] > 0 and m["training/rollout_probs_diff_max"] < AGREE for m in steps)
+
+
+def test_critic_and_reference_on_gpus_of_their_own(stack):
+    """Two for each, the actor on one: the reference says what the actor's says; the critic learns, and saves shards."""
+    pools = ["trainer.resource_pools={critic: 2, ref: 2}", "actor_rollout_ref.actor.use_kl_loss=true"]
+    with stack.trainer("pools", *pools, "critic.optim.lr=0.001", QUIET, overlays=["ppo"]) as trainer:
+        alone = training.start_roles(trainer.config, training.beside_actor(trainer.config))
+        shared, trainer.workers = trainer.workers, trainer.workers._replace(critic=alone.critic, ref=alone.ref)
+        try:
+            first = trainer.advance()
+            batch = training.to_batch(trainer.collect()[:37], trainer.data.tokenizer.pad_token_id, 1.0)
+            ours, theirs = (training.ref_log_probs(workers, batch, trainer.config) for workers in (alone, shared))
+            assert torch.equal(ours != 0, theirs != 0) and torch.allclose(ours, theirs, atol=1e-4)
+            second, folder = trainer.advance(), trainer.save()
+        finally:
+            drop([alone.critic, alone.ref])
+    assert (alone.critic.world_size, alone.ref.world_size) == (2, 2)
+    for metrics in (first, second):
+        assert metrics["critic/grad_norm"] > 0 and metrics["training/rollout_probs_diff_max"] < AGREE
+    assert second["actor/kl_loss"] > first["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
+    assert len(list((folder / "critic").glob("model_world_size_2_rank_*.pt"))) == 2
 
 
 def test_ideas_of_ones_own_from_the_readme(stack):

@@ -42,12 +42,14 @@ def episode(prompt, response, reward=1.0, mask=None, group="g", status="ok"):
         ({"GPU": 1.0, "CPU": 64.0}, r"Ray has 1 GPUs, trainer\.n_gpus_per_node \* nnodes = 2: set these"),
         ({"GPU": 2.0, "CPU": 1.0}, r"Ray has 1 CPUs, and gives one to the process on each of 2 GPUs: let them share"),
         ({"GPU": 2.0, "CPU": 2.0}, ""),
+        ({"GPU": 2.0, "CPU": 2.0, "own": 1}, r"Ray has 2 GPUs, .* \* nnodes with trainer\.resource_pools = 3: set"),
     ],
 )
 def test_less_than_the_workers_ask_for_is_told_before_they_are_waited_for(workspace, found, told):
     """Actor, critic and reward model share a process on each of two ranks."""
     changes = ["algorithm.adv_estimator=gae", "reward.reward_model.enable=true", "trainer.n_gpus_per_node=2"]
-    config, _ = load(workspace, *changes, f"reward.reward_model.model_path={workspace / 'scored'}")
+    own = f"trainer.resource_pools.critic={found.get('own', 'null')}"
+    config, _ = load(workspace, *changes, own, f"reward.reward_model.model_path={workspace / 'scored'}")
     assert re.match(told or "$", start.lacking(config, found))
 
 
@@ -274,7 +276,8 @@ def test_components_that_not_all_episodes_have_are_left_out():
 def test_damage_is_found_where_the_mask_is_and_named():
     from kit.damage import damage
 
-    settings = OmegaConf.create({"actor_rollout_ref": {"rollout": {"top_p": 1.0, "top_k": -1}}})
+    sampling = {"rollout": {"top_p": 1.0, "top_k": -1}}
+    settings = OmegaConf.create({"actor_rollout_ref": sampling, "trainer": {"rollout_ahead": 0}})
 
     def damaged(name=None, value=math.nan, where=(0, 0), metrics=None):
         batch = training.to_batch([episode([5, 6], [7, 8]), episode([5], [7])], 0, 1.0)

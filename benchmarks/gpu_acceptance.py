@@ -1,0 +1,126 @@
+"""The kit on a machine with GPUs, for the first time: does all hold there that holds on a CPU? Minutes, one report.
+
+    python benchmarks/gpu_acceptance.py [--config math] [--steps 4] [key=value ...]
+
+Trains `--steps` steps of a recipe, saving halfway; trains on from there; trains two steps twice with full determinism.
+Looks at every GPU's memory twice a second meanwhile. Writes runs/acceptance/report.md: seconds and memory of each
+stage, and what holds: the run ends well, vLLM gives its memory back and takes it again (rollout.free_cache_engine),
+sampler and trainer agree after every sync, a resumed run goes on, two runs are one. Exit status 1 if one does not.
+
+On a CPU, to rehearse: --config math_cpu --config cpu, where memory is that of all processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from statistics import median
+from typing import Any
+
+import psutil
+from measure import ROOT, machine, run
+
+FOLDER = ROOT / "runs" / "acceptance"
+ORDER = ("gen", "sleep", "reward_model", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+ORDER += ("save_checkpoint", "update_weights")  # as `Trainer.step` has them
+APART = {"bf16": 0.02, "fp32": 0.001}  # means of |probability of the sampler - of the trainer|
+
+
+class Looks:
+    """(time, GB taken) of the fullest GPU, or without one of all processes."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float]] = []
+
+    def __call__(self, processes: list[psutil.Process]) -> None:
+        asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        try:
+            told = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+            taken = max(int(line) for line in told.split()) * 2**20 / 1e9
+        except (OSError, ValueError, subprocess.SubprocessError):
+            taken = sum(process.memory_info().rss for process in processes) / 1e9
+        self.seen.append((time.time(), taken))
+
+    def between(self, begin: float, end: float) -> list[float]:
+        return [taken for when, taken in self.seen if begin <= when <= end]
+
+
+def train(name: str, looks: Looks, recipes: list[str], changes: list[str]) -> list[dict[str, Any]]:
+    """A run to its end -> the lines of its metrics.jsonl that are of steps."""
+    configs = [word for recipe in recipes for word in ("--config", recipe)]
+    settings = [f"trainer.experiment_name=acceptance/{name}", "env.val_files=[]", *changes]
+    run([sys.executable, "algorithm.py", *configs, *settings], FOLDER / f"{name}.log", looks, 0.5)
+    lines = map(json.loads, (FOLDER / name / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "timing_s/step" in line]
+
+
+def stages(steps: list[dict[str, Any]], looks: Looks) -> list[tuple[str, float, float, float]]:
+    """(name, median seconds, least and most GB) of each stage; where it lay is counted back from the step's line."""
+    found: dict[str, list[tuple[float, list[float]]]] = {}
+    for line in steps:
+        end = line["time"]
+        for name in reversed([name for name in ORDER if f"timing_s/{name}" in line]):
+            seconds = line[f"timing_s/{name}"]
+            found.setdefault(name, []).append((seconds, looks.between(end - seconds, end)))
+            end -= seconds
+    rows = []
+    for name in ORDER:
+        if name in found:
+            taken = [gb for _, some in found[name] for gb in some] or [float("nan")]
+            rows.append((name, median(seconds for seconds, _ in found[name]), min(taken), max(taken)))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", action="append", default=None)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("changes", nargs="*", metavar="key=value")
+    args = parser.parse_args()
+    recipes, about, begin = args.config or ["math"], machine(), time.monotonic()
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    looks, half = Looks(), args.steps // 2
+    count = "trainer.total_training_steps={}".format
+    first = train("train", looks, recipes, [count(args.steps), f"trainer.save_freq={half}", *args.changes])
+    on = train("train", looks, recipes, [count(args.steps + 1), *args.changes])[args.steps :]
+    small = [count(2), *args.changes, "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+    small += ["data.max_response_length=64", *["actor_rollout_ref.rollout.max_num_seqs=64"] * bool(about["gpus"])]
+    same = [train(name, looks, [*recipes, "deterministic"], small) for name in ("once", "again")]
+    rows = stages(first[1:], looks)
+    by_name = {name: (seconds, low, high) for name, seconds, low, high in rows}
+    apart = max(line["training/rollout_probs_diff_mean"] for line in [*first, *on])
+    equal = ("actor/pg_loss", "actor/grad_norm", "rollout/reward/mean", "response_length/mean")
+    update, sampling = by_name["update_actor"], by_name["gen"]
+    held = {
+        f"{args.steps} steps, whose gradients are finite": all(line["actor/grad_norm"] > 0 for line in first),
+        f"sampler and trainer agree: {apart:.4f} apart in the mean, of {APART['bf16']}": apart < APART["bf16"],
+        f"an update begins with less taken ({update[1]:.1f} GB) than sampling ({sampling[2]:.1f} GB)": (
+            about["gpus"] == [] or update[1] < sampling[2]
+        ),
+        f"the same command goes on at step {args.steps + 1}": [line["step"] for line in on] == [args.steps + 1],
+        "two deterministic runs are one": [[line[k] for k in equal] for line in same[0]]
+        == [[line[k] for k in equal] for line in same[1]],
+    }
+    lines = [
+        "# Acceptance",
+        "",
+        f"`python benchmarks/gpu_acceptance.py {' '.join(sys.argv[1:])}`".replace(" `", "`"),
+        "",
+    ]
+    lines += [f"{about['date']}: {', '.join(about['gpus']) or about['cpu']}; " + json.dumps(about["versions"]), ""]
+    lines += ["| stage | median, s | least, GB | most, GB |", "| --- | ---: | ---: | ---: |"]
+    lines += [f"| {name} | {seconds:.2f} | {low:.1f} | {high:.1f} |" for name, seconds, low, high in rows]
+    rate = median(line["perf/throughput"] for line in first[1:])
+    lines += ["", f"{rate:.0f} tokens a second and GPU; {(time.monotonic() - begin) / 60:.1f} minutes in all.", ""]
+    lines += [f"- {'holds' if good else 'DOES NOT HOLD'}: {what}" for what, good in held.items()]
+    (FOLDER / "report.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    sys.exit(not all(held.values()))
+
+
+if __name__ == "__main__":
+    main()
