@@ -152,6 +152,7 @@ def from_record(record: dict[str, Any], row: dict[str, Any]) -> Episode:
     episode.reward_components = record.get("reward_components") or {}
     episode.verdict = {key: value for key, value in record.items() if key not in told}
     fill(episode, record["response"]["output"])
+    episode.versions = [(count, step) for count, step in record["_episode"].get("versions", ())]
     episode.log_probs = np.array(episode.log_probs, np.float32).tolist()
     return episode
 

@@ -188,13 +188,13 @@ def tiny(workspace: Path, *changes: str) -> list[str]:
 
 def load(workspace: Path, *changes: str, overlays: Sequence[str] = ()):
     """The tiny recipe with overlays of configs/, merged and checked: (config, data)."""
-    config, _ = load_config([str(RECIPE), *overlays, str(CPU)], tiny(workspace, *changes))
+    config, _ = load_config([str(CPU), str(RECIPE), *overlays], tiny(workspace, *changes))
     return config, recipe.prepare(config)
 
 
 def command(workspace: Path, *arguments: str) -> list[str]:
     """The command line of a run of the tiny recipe."""
-    return [sys.executable, str(ROOT / "algorithm.py"), "--config", str(RECIPE), "--config", str(CPU), *arguments]
+    return [sys.executable, str(ROOT / "algorithm.py"), "--config", str(CPU), "--config", str(RECIPE), *arguments]
 
 
 def run(arguments: list[str], cwd: Path, timeout: int = 300) -> subprocess.CompletedProcess:

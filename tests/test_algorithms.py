@@ -36,7 +36,7 @@ assert_close = np.testing.assert_allclose
 
 @functools.cache
 def recipe():
-    return load_config((str(RECIPE), str(CPU)), [])[0]
+    return load_config((str(CPU), str(RECIPE)), [])[0]
 
 
 def episode(group, reward, mask=(1,), rewards=None, status="ok"):

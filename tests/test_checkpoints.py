@@ -251,7 +251,7 @@ def test_no_key_of_the_environment_is_written_down(workspace, monkeypatch):
         "address: '${oc.env:JUDGE_ADDRESS}'}"
     ]
     changes.append("gym.servers.judge.start.config.model=sk-planted-judge-by-hand")
-    config, _ = load_config([str(RECIPE), str(CPU)], tiny(workspace, *changes))
+    config, _ = load_config([str(CPU), str(RECIPE)], tiny(workspace, *changes))
     written = OmegaConf.to_yaml(public(config))
     assert "planted" not in written
     assert "key: ${oc.env:JUDGE_API_KEY}" in written and "http://${oc.env:SECRET_HOST}/v1" in written

@@ -16,7 +16,7 @@ from kit.plugins import ADVANTAGE, LOSS_MODE, TEACHER
 
 @pytest.fixture(scope="module")
 def tiny_recipe(workspace):
-    return load_config([str(RECIPE), str(CPU)], tiny(workspace))[0]
+    return load_config([str(CPU), str(RECIPE)], tiny(workspace))[0]
 
 
 def changed(config, *changes):
@@ -155,7 +155,7 @@ def test_an_overlay_is_fifteen_lines_and_goes_over_either_recipe(workspace, path
         changes = [c for c in changes if not c.startswith("env.")]
         chat = {"messages": [{"role": "user", "content": "say 7"}, {"role": "assistant", "content": "7"}]}
         changes.append(f"env.train_files=[{write_rows(workspace / 'eight.jsonl', [chat] * 8)}]")
-    config, _ = load_config([str(RECIPE), str(path), str(CPU)], [*changes, "data.train_batch_size=8"])
+    config, _ = load_config([str(CPU), str(RECIPE), str(path)], [*changes, "data.train_batch_size=8"])
     data = sft.prepare(config) if path.stem == "sft" else recipe.prepare(config)
     plugins.try_out(config, data)
 

@@ -22,7 +22,7 @@ def collected(stack, monkeypatch, *changes):
     """What the command prints over the session's servers, and its file's lines."""
     import inference
 
-    config, _ = load_config([str(RECIPE), str(CPU)], tiny(stack.workspace, *SESSION, *CHANGES, *changes))
+    config, _ = load_config([str(CPU), str(RECIPE)], tiny(stack.workspace, *SESSION, *CHANGES, *changes))
     data = recipe.prepare(config, "rollout")
     was = stack.servers
     policy = inference.make_policy(config, was.policy.client, data, 60.0)

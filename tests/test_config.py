@@ -20,7 +20,7 @@ from kit.errors import ConfigError
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def merged(*changes, files=(str(RECIPE), str(CPU))):
+def merged(*changes, files=(str(CPU), str(RECIPE))):
     return load_config(files, changes)[0]
 
 
@@ -147,7 +147,7 @@ def test_all_that_is_wrong_is_told_at_once_and_without_the_network(workspace, mo
         "algorithm.filter_groups.enable=true": "needs max_num_gen_batches",
     }
     problems: list[Exception] = []
-    config, _ = load_config([str(RECIPE), str(CPU)], [*tiny(workspace), *wrong], problems)
+    config, _ = load_config([str(CPU), str(RECIPE)], [*tiny(workspace), *wrong], problems)
     with pytest.raises(ConfigError) as raised:
         recipe.check_recipe(config, "train", problems)
     first, *lines = str(raised.value).split("\n")

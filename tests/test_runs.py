@@ -15,7 +15,7 @@ from test_readme import python_block
 def test_the_loop_from_python_and_the_command_are_one_run(workspace):
     """README's lines over the tiny recipe: a coefficient that changes from step to step, the same folder; then the
     command goes on with the run, and leaves all that a run leaves."""
-    name, files = "annealed", [str(ROOT / "tests" / "tiny.yaml"), "cpu"]
+    name, files = "annealed", ["cpu", str(ROOT / "tests" / "tiny.yaml")]
     settings = tiny(workspace, "trainer.total_training_steps=2")
     block = python_block("with train(plan(").replace('["math_cpu", "cpu"]', repr(files))
     block = re.sub(r"\[\"trainer\.experiment_name=(\w+)\"\]", lambda m: repr([m[0][2:-2], *settings]), block)

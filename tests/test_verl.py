@@ -33,7 +33,7 @@ SGD = [f"actor_rollout_ref.actor.optim.{change}" for change in SGD]
 def recipe(workspace, *changes, overlays=()):
     """The tiny recipe with overlays of configs/, merged and checked."""
     words = tiny(workspace, f"actor_rollout_ref.model.path={workspace / 'untied'}", "data.max_response_length=24")
-    config, _ = load_config([str(RECIPE), *overlays, str(CPU)], [*words, *changes])
+    config, _ = load_config([str(CPU), str(RECIPE), *overlays], [*words, *changes])
     return config, recipes.prepare(config)
 
 
