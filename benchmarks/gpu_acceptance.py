@@ -87,8 +87,9 @@ def main() -> None:
     count = "trainer.total_training_steps={}".format
     first = train("train", looks, recipes, [count(args.steps), f"trainer.save_freq={half}", *args.changes])
     on = train("train", looks, recipes, [count(args.steps + 1), *args.changes])[args.steps :]
-    small = [count(2), *args.changes, "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
-    small += ["data.max_response_length=64", *["actor_rollout_ref.rollout.max_num_seqs=64"] * bool(about["gpus"])]
+    small = [count(2), *args.changes, "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    small += ["actor_rollout_ref.rollout.n=2", "data.max_response_length=32"]
+    small += ["actor_rollout_ref.rollout.max_num_seqs=64"] * bool(about["gpus"])
     same = [train(name, looks, [*recipes, "deterministic"], small) for name in ("once", "again")]
     rows = stages(first[1:], looks)
     by_name = {name: (seconds, low, high) for name, seconds, low, high in rows}
@@ -98,17 +99,17 @@ def main() -> None:
     held = {
         f"{args.steps} steps, whose gradients are finite": all(line["actor/grad_norm"] > 0 for line in first),
         f"sampler and trainer agree: {apart:.4f} apart in the mean, of {APART['bf16']}": apart < APART["bf16"],
-        f"an update begins with less taken ({update[1]:.1f} GB) than sampling ({sampling[2]:.1f} GB)": (
-            about["gpus"] == [] or update[1] < sampling[2]
-        ),
         f"the same command goes on at step {args.steps + 1}": [line["step"] for line in on] == [args.steps + 1],
         "two deterministic runs are one": [[line[k] for k in equal] for line in same[0]]
         == [[line[k] for k in equal] for line in same[1]],
     }
+    if about["gpus"]:
+        freed = f"an update begins with less taken ({update[1]:.1f} GB) than sampling ({sampling[2]:.1f} GB)"
+        held[freed] = update[1] < sampling[2]
     lines = [
         "# Acceptance",
         "",
-        f"`python benchmarks/gpu_acceptance.py {' '.join(sys.argv[1:])}`".replace(" `", "`"),
+        f"`python benchmarks/gpu_acceptance.py {' '.join(sys.argv[1:])}`",
         "",
     ]
     lines += [f"{about['date']}: {', '.join(about['gpus']) or about['cpu']}; " + json.dumps(about["versions"]), ""]
