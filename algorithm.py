@@ -160,10 +160,15 @@ class Trainer:
     def sample_ahead(self) -> None:
         """With trainer.rollout_ahead the next batch of prompts is begun, while this one is trained on."""
         if self.config.trainer.rollout_ahead and self.state["step"] < self.run.last:
-            batch, n = self.state["batches"] + 1, self.config.actor_rollout_ref.rollout.n
-            requests = inference.in_groups(self.tasks(batch), n, str(batch))
-            greedy = training.asks_for(self.config, "reward_baselines")
-            self.servers.begin(requests, inference.sampling_params(self.config, False), greedy)
+            batch = self.state["batches"] + 1
+            self.servers.begin(*self.asked(self.tasks(batch), str(batch)))
+
+    def asked(self, tasks: Sequence[env.Task], name: str, validate: bool = False) -> tuple[Any, dict[str, Any], bool]:
+        """Of the servers: episodes (`name` is of no other batch), how to sample, one more greedy answer per prompt?"""
+        rollout = self.config.actor_rollout_ref.rollout
+        requests = inference.in_groups(tasks, rollout.val_kwargs.n if validate else rollout.n, name)
+        greedy = not validate and training.asks_for(self.config, "reward_baselines")
+        return requests, inference.sampling_params(self.config, validate), greedy
 
     def tasks(self, batch: int) -> list[env.Task]:
         """The prompts of a batch, by its number."""
@@ -177,12 +182,8 @@ class Trainer:
         self, tasks: Sequence[env.Task], name: str, validate: bool = False, before: Sequence[Episode] = ()
     ) -> list[Episode]:
         """Episodes for each task at the servers' present weights, also written to rollouts/<name>.jsonl."""
-        rollout = self.config.actor_rollout_ref.rollout
-        n = rollout.val_kwargs.n if validate else rollout.n
-        greedy = not validate and training.asks_for(self.config, "reward_baselines")  # one more answer per prompt
-        requests = inference.in_groups(tasks, n, name if validate else str(self.state["batches"]))
-        count = self.run.counter(len(tasks) * (n + greedy))
-        sampling = inference.sampling_params(self.config, validate)
+        requests, sampling, greedy = self.asked(tasks, name if validate else str(self.state["batches"]), validate)
+        count = self.run.counter(len(requests) + greedy * len(tasks))
         episodes = self.servers.rollout(requests, sampling, count, baselines=greedy)
         self.run.write_episodes(name, episodes, self.data.validation if validate else self.data.train, before)
         check_failures(episodes, self.config.gym.max_failed_frac)

@@ -182,15 +182,13 @@ def one_pass(config: DictConfig) -> bool:
     return not asked and actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
 
 
-def world_size(config: DictConfig) -> int:
-    return int(config.trainer.n_gpus_per_node * config.trainer.nnodes)
+def world_size(config: DictConfig, role: str = "actor") -> int:
+    return gpus(config, role) * int(config.trainer.nnodes)
 
 
 def data_parallel_size(config: DictConfig, role: str = "actor") -> int:
     """Ranks that each see their own part of a batch: a role's GPUs over Ulysses sequence-parallel size."""
-    return (
-        gpus(config, role) * int(config.trainer.nnodes) // config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
-    )
+    return world_size(config, role) // int(config.actor_rollout_ref.actor.ulysses_sequence_parallel_size)
 
 
 # --- batches -------------------------------------------------------------------------------------

@@ -15,19 +15,18 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import subprocess
 import sys
 import time
 from statistics import median
 from typing import Any
 
 import psutil
-from measure import ROOT, machine, run
+from measure import ROOT, gpus, machine, run
 
 FOLDER = ROOT / "runs" / "acceptance"
 ORDER = ("gen", "sleep", "reward_model", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 ORDER += ("save_checkpoint", "update_weights")  # as `Trainer.step` has them
-APART = {"bf16": 0.02, "fp32": 0.001}  # means of |probability of the sampler - of the trainer|
+APART = 0.02  # mean of |probability of the sampler - of the trainer|, in bf16
 
 
 class Looks:
@@ -37,13 +36,9 @@ class Looks:
         self.seen: list[tuple[float, float]] = []
 
     def __call__(self, processes: list[psutil.Process]) -> None:
-        asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        try:
-            told = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
-            taken = max(int(line) for line in told.split()) * 2**20 / 1e9
-        except (OSError, ValueError, subprocess.SubprocessError):
-            taken = sum(process.memory_info().rss for process in processes) / 1e9
-        self.seen.append((time.time(), taken))
+        used = [int(line) * 2**20 for line in gpus("memory.used")]
+        taken = max(used) if used else sum(process.memory_info().rss for process in processes)
+        self.seen.append((time.time(), taken / 1e9))
 
     def between(self, begin: float, end: float) -> list[float]:
         return [taken for when, taken in self.seen if begin <= when <= end]
@@ -98,7 +93,7 @@ def main() -> None:
     update, sampling = by_name["update_actor"], by_name["gen"]
     held = {
         f"{args.steps} steps, whose gradients are finite": all(line["actor/grad_norm"] > 0 for line in first),
-        f"sampler and trainer agree: {apart:.4f} apart in the mean, of {APART['bf16']}": apart < APART["bf16"],
+        f"sampler and trainer agree: {apart:.4f} apart in the mean, of {APART}": apart < APART,
         f"the same command goes on at step {args.steps + 1}": [line["step"] for line in on] == [args.steps + 1],
         "two deterministic runs are one": [[line[k] for k in equal] for line in same[0]]
         == [[line[k] for k in equal] for line in same[1]],
@@ -106,12 +101,7 @@ def main() -> None:
     if about["gpus"]:
         freed = f"an update begins with less taken ({update[1]:.1f} GB) than sampling ({sampling[2]:.1f} GB)"
         held[freed] = update[1] < sampling[2]
-    lines = [
-        "# Acceptance",
-        "",
-        f"`python benchmarks/gpu_acceptance.py {' '.join(sys.argv[1:])}`",
-        "",
-    ]
+    lines = ["# Acceptance", "", f"`python benchmarks/gpu_acceptance.py {' '.join(sys.argv[1:])}`", ""]
     lines += [f"{about['date']}: {', '.join(about['gpus']) or about['cpu']}; " + json.dumps(about["versions"]), ""]
     lines += ["| stage | median, s | least, GB | most, GB |", "| --- | ---: | ---: | ---: |"]
     lines += [f"| {name} | {seconds:.2f} | {low:.1f} | {high:.1f} |" for name, seconds, low, high in rows]

@@ -125,10 +125,10 @@ def machine() -> dict[str, Any]:
     }
 
 
-def gpus() -> list[str]:
-    """Their names, as nvidia-smi says them."""
+def gpus(what: str = "name") -> list[str]:
+    """What nvidia-smi says of each (--query-gpu); empty where there is none."""
     try:
-        asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        asked = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
         return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return []

@@ -41,7 +41,7 @@ _READ = {
     "distillation": "enabled teacher_models.teacher_model.model_path",
     "trainer": "project_name experiment_name default_local_dir logger device nnodes n_gpus_per_node critic_warmup"
     " total_epochs total_training_steps save_freq test_freq val_before_train resume_mode resume_from_path"
-    " max_actor_ckpt_to_keep ray_wait_register_center_timeout rollout_ahead resource_pools",
+    " max_actor_ckpt_to_keep ray_wait_register_center_timeout " + " ".join(OWN),
 }
 FIELDS = [  # which verl's YAML lacks, but its dataclasses have
     *("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights", f"{MODEL}.target_parameters"),
