@@ -24,7 +24,7 @@ import time
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,16 +33,16 @@ from omegaconf import DictConfig
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
-from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 import env
 import gym_client
 from env import Task
 from gym_client import Gym, GymError, ServerDownError, Session
 from kit import chat
+from kit.config import sampling_gpus
 from kit.episodes import Episode, Versions, append, fill
 from kit.errors import RunError
-from training import WorkerGroup, world_size
+from training import WorkerGroup
 
 Requests = Sequence[tuple[Task, str]]  # with the id of the task's group
 OnDone = Callable[[int, Episode], None]  # called with the index of an episode that ended
@@ -74,7 +74,7 @@ def make_policy(config: DictConfig, client: LLMServerClient, data: Any, deadline
     """A Policy from verl's keys: data.max_*_length, rollout.multi_turn.*, and so many episodes at once as its engines
     take (rollout.max_num_seqs each). data: kit.recipe.Data."""
     rollout = config.actor_rollout_ref.rollout
-    turns, engines = rollout.multi_turn, world_size(config) // rollout.tensor_model_parallel_size
+    turns, engines = rollout.multi_turn, sampling_gpus(config) // rollout.tensor_model_parallel_size
     return Policy(
         client,
         data.tokenizer,
@@ -107,17 +107,19 @@ def sampling_params(config: DictConfig, validate: bool) -> dict[str, Any]:
 
 
 async def start_servers(config: DictConfig, actor: WorkerGroup) -> LLMServerManager:
-    """Load the actor's models and start its vLLM servers; side by side where that is safe.
+    """Load the actor's models and start its vLLM servers, or those on GPUs of their own (rollout.nnodes); side by side
+    where that is safe.
 
     vLLM sizes its KV cache by measuring free memory, which must not move meanwhile; told the size
     (engine_kwargs.vllm.kv_cache_memory_bytes) it does not measure, and both start at once.
     """
-    vllm = config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
-    manager = LLMServerManager(config, worker_group=actor)
-    if not vllm.get("kv_cache_memory_bytes"):
+    rollout = config.actor_rollout_ref.rollout
+    at_once = rollout.nnodes or (rollout.engine_kwargs.get("vllm") or {}).get("kv_cache_memory_bytes")
+    manager = LLMServerManager(config, worker_group=None if rollout.nnodes else actor)  # type: ignore[arg-type]
+    if not at_once:
         await asyncio.to_thread(actor.init_model)
     servers = asyncio.create_task(manager._initialize_llm_servers())
-    if vllm.get("kv_cache_memory_bytes"):
+    if at_once:
         await asyncio.sleep(0.5)  # for the servers to ask the workers, which answer no one while they load, for devices
         await asyncio.to_thread(actor.init_model)
     await servers
@@ -128,34 +130,17 @@ async def start_sampler(config: DictConfig) -> LLMServerManager:
     """Start vLLM servers that load the model's own weights: to sample without training."""
     config = copy.deepcopy(config)
     rollout = config.actor_rollout_ref.rollout
-    rollout.load_format, rollout.nnodes = "auto", config.trainer.nnodes
+    rollout.load_format, rollout.nnodes = "auto", rollout.nnodes or config.trainer.nnodes
     manager = LLMServerManager(config)
     await manager._initialize_llm_servers()
     return manager
-
-
-class Client(LLMServerClient):
-    """verl's client, and its router in the same process, since this one alone asks it: as a Ray actor, which verl makes
-    of it, it imports verl for 15 s while the first request waits, and takes 0.8 GB."""
-
-    def __init__(self, manager: LLMServerManager):
-        super().__init__(manager.config)
-        servers = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
-        deterministic = manager.config.actor_rollout_ref.rollout.full_determinism
-        self.router = GlobalRequestLoadBalancer(servers, full_determinism=deterministic)
-
-    async def _acquire_server(self, request_id: str, **_: Any) -> tuple[str, Any]:
-        key: Any = zlib.crc32(request_id.encode())  # the hash of a text differs from process to process
-        return self.router.acquire_server(key)
-
-    def _release_server(self, server_id: str, request_id: str | None = None) -> None:
-        self.router.release_server(server_id)
 
 
 class Servers:
     """vLLM's replicas at work, beside the Gym servers: where episodes come from.
 
     actor: whose weights the replicas get (verl's CheckpointEngineManager); without one they keep those of their folder.
+    players: kit.players.Players, which play in the place of this process.
     """
 
     def __init__(
@@ -166,8 +151,9 @@ class Servers:
         policy: Policy,
         gym: Gym,
         loop: asyncio.Runner,
+        players: Any = None,
     ):
-        self.manager, self.policy, self.gym, self.loop = manager, policy, gym, loop
+        self.manager, self.policy, self.gym, self.loop, self.players = manager, policy, gym, loop, players
         engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
         replicas = manager.get_replicas()
         self.sync = CheckpointEngineManager(config=engine, actor_wg=actor, replicas=replicas) if actor else None
@@ -177,9 +163,16 @@ class Servers:
         self, requests: Requests, sampling: dict[str, Any], on_done: OnDone = lambda *_: None, baselines: bool = False
     ) -> list[Episode]:
         """`rollout` with those sampling parameters; baselines: `rollout_with_baselines`."""
+        return self.loop.run(self.play(requests, sampling, on_done, baselines))
+
+    def play(
+        self, requests: Requests, sampling: dict[str, Any], on_done: OnDone, baselines: bool
+    ) -> Coroutine[Any, Any, list[Episode]]:
+        """The same, to be waited for; by the processes of rollout.agent.num_workers, where there are some."""
         self.policy.sampling = sampling
-        play_all = rollout_with_baselines if baselines else rollout
-        return self.loop.run(play_all(requests, self.policy, self.gym, on_done))
+        if self.players:
+            return self.players.rollout(requests, sampling, on_done, baselines)
+        return (rollout_with_baselines if baselines else rollout)(requests, self.policy, self.gym, on_done)
 
     def sleep(self) -> None:
         """vLLM gives back its GPU memory (free_cache_engine); `publish` wakes it."""
@@ -192,6 +185,8 @@ class Servers:
         if self.sync:
             self.sync.update_weights(step)
             self.policy.version, self.asleep = step, False
+            if self.players:
+                self.players.tell("set_version", step)
 
 
 # --- turns ---------------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
     python benchmarks/bare_model.py RUN [--rounds 3]     RUN: a run's folder; benchmarks/step.py asks
 
 One forward and backward pass, and torch's fused AdamW, in two ways: `shared` computes prompts once for their answers,
-by the layout, attention and log-probs of kit/cpu_engine.py; `packed` is a plain packed batch, every answer behind its
-prompt, torch's own attention and cross entropy. And `copy`, of all weights in memory. Prints one JSON line last:
-seconds, of each step a list, one for each round.
+by the layout, attention and log-probs of kit/cpu_engine.py (on a CPU alone); `packed` is a plain packed batch, every
+answer behind its prompt, torch's own attention and cross entropy. And `copy`, of all weights in memory. Prints one JSON
+line last: seconds, of each step a list, one for each round.
 """
 
 from __future__ import annotations
@@ -48,14 +48,16 @@ AttentionInterface.register("packed", packed_attention)
 
 def log_probs(model: Any, kind: str, rows: list[Row]) -> torch.Tensor:
     """Of the answers' tokens [A]."""
+    device = model.device
     _lengths[:] = [len(prompt) + len(answer) for prompt, answer in rows]
     ids = torch.tensor([token for prompt, answer in rows for token in prompt + answer])  # [T]
     positions = torch.cat([torch.arange(length) for length in _lengths])  # [T]
     nested = torch.nested.nested_tensor_from_jagged(ids, torch.tensor([0, *_lengths]).cumsum(0))
     layout = cpu_engine.lay_out(nested, torch.tensor([len(prompt) for prompt, _ in rows]))
-    labels = ids.roll(-1)[layout.said]  # [A]
+    labels = ids.roll(-1)[layout.said].to(device)  # [A]
     if kind == "packed":
-        inputs = {"input_ids": ids[None], "position_ids": positions[None], "logits_to_keep": layout.said}
+        inputs = {"input_ids": ids[None].to(device), "position_ids": positions[None].to(device)}
+        inputs["logits_to_keep"] = layout.said.to(device)
         logits = model(**inputs, use_cache=False).logits[0]  # [A, vocabulary]
         return -F.cross_entropy(logits.float(), labels, reduction="none")
     cpu_engine._layout, take = layout, layout.take
@@ -93,26 +95,34 @@ def update(model: Any, kind: str, rows: list[Row], optimizer: torch.optim.Optimi
     for master, parameter in pairs:
         parameter.data.copy_(master.data)
     model.zero_grad()
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def copy(model: Any) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    copied = [parameter.detach().clone() for parameter in model.parameters()]
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+    return copied
 
 
 def main() -> None:
     config, steps, rounds = finished_run(__doc__)
     settings, path = config["actor_rollout_ref"]["actor"], config["actor_rollout_ref"]["model"]["path"]
-    name = settings["fsdp_config"]["mixed_precision"]["param_dtype"]
+    name = (settings["fsdp_config"].get("mixed_precision") or {}).get("param_dtype", "bf16")
     dtype = getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}.get(name, name))
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).train()
+    device, kinds = config["trainer"]["device"], list(KINDS)[config["trainer"]["device"] != "cpu" :]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).train().to(device)
+    if config["actor_rollout_ref"]["model"]["enable_gradient_checkpointing"]:
+        model.gradient_checkpointing_enable()
     own = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in model.parameters()]
     optimizer = torch.optim.AdamW(own, lr=settings["optim"]["lr"], fused=True)
-    seconds: dict[str, Any] = {kind: {step: [] for step in steps} for kind in KINDS}
-    for kind in KINDS:  # warms up
+    seconds: dict[str, Any] = {kind: {step: [] for step in steps} for kind in kinds}
+    for kind in kinds:  # warms up
         update(model, kind, next(iter(steps.values())), optimizer, settings)
     for _ in range(rounds):
         for step, rows in steps.items():
-            for kind in KINDS:
+            for kind in kinds:
                 seconds[kind][step].append(timed(update, model, kind, rows, optimizer, settings))
     copies = [timed(copy, model) for _ in range(rounds + 1)]
     print(json.dumps({**seconds, "copy": copies[1:]}))

@@ -1,12 +1,13 @@
 """What the driver itself costs a step, per episode: no Ray, no vLLM, no model, no server.
 
-    python benchmarks/driver.py [--tokens 2000] [--episodes 64 1024 5120 16384] [--repeat 3]
+    python benchmarks/driver.py [--tokens 2000] [--episodes 64 1024 5120 16384] [--repeat 3] [--rate 500]
 
-A stub samples `tokens` ids for each episode and another verifies it, both at once; everything between them is the
-kit's: `inference.rollout`, `Run.write_episodes`, what is kept and its metrics, `training.to_batch`, and the packing of
-an update for eight ranks (`training.update_actor`, whose workers are a stub). Prints ms of one core per episode by
-stage, of the fastest repetition, and by how much the event loop was late at most; one JSON line last. Held against:
-1 ms an episode altogether, however many there are, and 100 ms.
+A stub samples `tokens` ids for each episode, `rate` answers a second (500: a million tokens, more than 32 H100 give),
+and another verifies it at once; everything between them is the kit's: `inference.rollout`, `Run.write_episodes`, what
+is kept and its metrics, `training.to_batch`, and the packing of an update for eight ranks (`training.update_actor`,
+whose workers are a stub). Prints ms of one core per episode by stage, of the fastest repetition, and by how much the
+event loop was late at most; one JSON line last. Held against: 1 ms an episode altogether, however many there are, and
+100 ms.
 """
 
 from __future__ import annotations
@@ -50,15 +51,16 @@ SAID = "The answer is 42. " * 400  # the text of an answer, for the verifier and
 class Sampler:
     """`count` answers of so many ids each, with log-probs of 32 bits; no two share an object, as off the wire."""
 
-    def __init__(self, count: int, tokens: int):
+    def __init__(self, count: int, tokens: int, rate: float):
         rng = np.random.default_rng(0)
+        self.waits = rng.uniform(0, count / rate, count).tolist()  # seconds
         self.answers = [
             ([*rng.integers(3, 150_000, tokens - 1).tolist(), STOP], np.log(rng.random(tokens, np.float32)).tolist())
             for _ in range(count)
         ]
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any]) -> Any:
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.waits.pop())
         ids, log_probs = self.answers.pop()
         return SimpleNamespace(token_ids=ids, log_probs=log_probs, stop_reason="completed", extra_fields={})
 
@@ -88,7 +90,7 @@ def stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
     seconds[name] = time.process_time() - begin
 
 
-def measure(count: int, tokens: int) -> dict[str, float]:
+def measure(count: int, tokens: int, rate: float) -> dict[str, float]:
     """Seconds of the processor in each stage of one step of `count` episodes; stall: the longest of the event loop."""
     sizes = [
         f"data.train_batch_size={count // MEMBERS}",
@@ -99,8 +101,8 @@ def measure(count: int, tokens: int) -> dict[str, float]:
     tokenizer = SimpleNamespace(decode=lambda ids, **_: SAID)
     model = SimpleNamespace(vocab_size=150_000)
     data = SimpleNamespace(tokenizer=tokenizer, stop_ids={STOP}, model=model)
-    policy = inference.make_policy(config, Sampler(count, tokens), data, 60.0)  # type: ignore[arg-type]
-    policy.max_response_length = tokens
+    policy = inference.make_policy(config, Sampler(count, tokens, rate), data, 600.0)  # type: ignore[arg-type]
+    policy.max_response_length, policy.places = tokens, asyncio.Semaphore(count)
     row = {"responses_create_params": {"input": [{"role": "user", "content": "What is 6 * 7? " * 10}]}, "answer": "42"}
     prompt = [{"role": "user", "content": "?"}]
     tasks = [Task(f"rows:{i}", row, "stub", prompt, list(range(3, 3 + PROMPT))) for i in range(count // MEMBERS)]
@@ -150,19 +152,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--episodes", type=int, nargs="+", default=[64, 1024, 5120, 16384])
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--rate", type=float, default=500.0)
     args = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Any] = {"benchmark": "driver", **machine(), "tokens": args.tokens}
     quiet()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        measure(MEMBERS, 8)  # imports, caches
+        measure(MEMBERS, 8, 1e6)  # imports, caches
         before = memory_gb()
         print(
             "episodes" + "".join(f"{name:>10}" for name in (*STAGES, "total")) + "   ms/episode    peak GB   stall, ms"
         )
         for count in sorted(args.episodes):  # so that the peak so far is that of the last
             best = min(
-                (measure(count, args.tokens) for _ in range(args.repeat)), key=lambda s: sum(s[n] for n in STAGES)
+                (measure(count, args.tokens, args.rate) for _ in range(args.repeat)),
+                key=lambda s: sum(s[n] for n in STAGES),
             )
             ms = {name: 1000 * best[name] / count for name in STAGES}
             ms |= {"total": sum(ms.values()), "peak_gb": memory_gb() - before, "stall": 1000 * best["stall"]}

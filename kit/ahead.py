@@ -19,7 +19,7 @@ from typing import Any
 
 import inference
 from inference import OnDone, Requests
-from kit.episodes import Episode, Versions
+from kit.episodes import Episode
 
 
 class Loop:
@@ -53,25 +53,6 @@ class Loop:
             raise
 
 
-class Client(inference.Client):
-    """Of a request that the servers ended for new weights, the rest is asked for once they have them (as verl's
-    FullyAsyncLLMServerClient does, which waits a second each time, and keeps the first and the last version alone)."""
-
-    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: dict, **other: Any) -> Any:
-        ids, log_probs, versions = list[int](), list[float](), Versions()
-        limit = sampling_params["max_tokens"]
-        while True:
-            asked = {**sampling_params, "max_tokens": limit - len(ids)}
-            output = await super().generate(request_id, prompt_ids=prompt_ids + ids, sampling_params=asked, **other)
-            ids += output.token_ids
-            log_probs += output.log_probs or []
-            versions.append((len(output.token_ids), output.extra_fields.get("global_steps")))
-            if output.stop_reason != "aborted" or len(ids) == limit:
-                output.token_ids, output.log_probs, output.extra_fields["versions"] = ids, log_probs, versions
-                output.stop_reason = "completed"
-                return output
-
-
 class Servers(inference.Servers):
     """inference.Servers with a batch under way: `begin` has it sampled, `rollout` of the same requests waits for it."""
 
@@ -84,9 +65,7 @@ class Servers(inference.Servers):
     def begin(self, requests: Requests, sampling: dict[str, Any], baselines: bool = False) -> None:
         """Have episodes sampled for these requests, from now on."""
         self.requests, self.ended, self.tell = requests, [], None
-        self.policy.sampling = sampling
-        play_all = inference.rollout_with_baselines if baselines else inference.rollout
-        self.under_way = self.loop.start(play_all(requests, self.policy, self.gym, self._on_done))
+        self.under_way = self.loop.start(self.play(requests, sampling, self._on_done, baselines))
 
     def _on_done(self, index: int, episode: Episode) -> None:
         self.ended.append((index, episode))

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from kit.config import ACTOR, ROLLOUT
+from kit.config import ACTOR, MODEL, ROLLOUT, sampling_gpus
 from kit.errors import ConfigError
 from kit.plugins import ADVANTAGE, LOSS_MODE, TEACHER, asks_for, is_own, load, needs_reference, teacher
 
@@ -35,9 +35,10 @@ def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
         if (value := OmegaConf.select(config, key)) < 1:
             yield f"{key}={value}: wants 1 or more"
             return
-    if config.trainer.rollout_ahead and (rollout.free_cache_engine or rollout.full_determinism):
-        why = "sleeps during an update" if rollout.free_cache_engine else "cannot know where new weights cut an answer"
-        key = "free_cache_engine" if rollout.free_cache_engine else "full_determinism"
+    sleeps = rollout.free_cache_engine and not rollout.nnodes
+    if config.trainer.rollout_ahead and (sleeps or rollout.full_determinism):
+        why = "sleeps during an update" if sleeps else "cannot know where new weights cut an answer"
+        key = "free_cache_engine" if sleeps else "full_determinism"
         yield f"trainer.rollout_ahead=1: with {ROLLOUT}.{key} the sampler {why}; set one of the two to false"
     if (kept := config.env.keep_rollouts) is not None and kept < 1:
         yield f"env.keep_rollouts={kept}: wants 1 or more, or null for all"
@@ -51,11 +52,12 @@ def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
     for role, count in config.trainer.resource_pools.items():
         if count is not None and count < 1:
             yield f"trainer.resource_pools.{role}={count}: wants 1 or more GPUs, or null for the actor's"
-    world = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    world, servers = config.trainer.n_gpus_per_node * config.trainer.nnodes, sampling_gpus(config)
     prompts, n, mini = config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size
-    if world % (infer := rollout.tensor_model_parallel_size * rollout.data_parallel_size):
-        key = f"{ROLLOUT}.tensor_model_parallel_size * data_parallel_size"
-        yield f"{world} GPUs do not divide by {key} = {infer}; lower these, or raise trainer.n_gpus_per_node"
+    for count in sorted({servers, world}):  # verl's actor wants as much where the servers are not on its GPUs
+        if count % (infer := rollout.tensor_model_parallel_size * rollout.data_parallel_size):
+            key = f"{ROLLOUT}.tensor_model_parallel_size * data_parallel_size"
+            yield f"{count} GPUs do not divide by {key} = {infer}; lower these, or raise trainer.n_gpus_per_node"
     if command not in ("train", "sft"):
         return
     if world % (split := actor.ulysses_sequence_parallel_size):
@@ -172,6 +174,23 @@ def check_names(config: DictConfig, command: str) -> Iterator[str]:
     for option in str(OmegaConf.select(config, key) or options[0]).split(","):
         if option.strip() not in options:
             yield f"{key}={option}: wants one of {', '.join(options)}"
+
+
+def check_servers(config: DictConfig) -> Iterator[str]:
+    """Weights get to where vLLM's servers are."""
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    backend, key = rollout.checkpoint_engine.backend, f"{ROLLOUT}.checkpoint_engine"
+    if not rollout.nnodes:
+        if backend != "naive":
+            yield f"{key}.backend={backend} is for servers on GPUs of their own; set {ROLLOUT}.nnodes, or leave it out"
+        if rollout.n_gpus_per_node != config.trainer.n_gpus_per_node:
+            yield f"{ROLLOUT}.n_gpus_per_node is of servers on GPUs of their own; set {ROLLOUT}.nnodes, or leave it out"
+        return
+    wanted = ["gloo"] if config.trainer.device == "cpu" else ["nccl", "gloo"]
+    if backend not in wanted:
+        yield f"{ROLLOUT}.nnodes={rollout.nnodes}: weights go there over {' or '.join(wanted)}; set {key}.backend"
+    if model.lora_rank and not model.lora.merge:
+        yield f"{ROLLOUT}.nnodes={rollout.nnodes}: verl sends no adapter there; set {MODEL}.lora.merge=true"
 
 
 def check_pools(config: DictConfig) -> Iterator[str]:

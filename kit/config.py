@@ -32,6 +32,7 @@ _READ = {
     "": "actor_rollout_ref critic gym env ray_kwargs.ray_init",
     REF: "strategy fsdp_config pad_to_length log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu"
     " log_prob_micro_batch_size_per_gpu",
+    f"{ROLLOUT}.agent": "num_workers",
     f"{ROLLOUT}.multi_turn": "format max_assistant_turns max_tool_response_length",
     MODEL: "lora.merge mtp.enable mtp.enable_rollout mtp.method mtp.num_speculative_tokens",
     "data": "prompt_key train_batch_size max_prompt_length max_response_length seed shuffle",
@@ -80,8 +81,7 @@ _ROWS: list[tuple[Sequence[str], str, str]] = [  # places, keys below them, what
     (["critic"], "forward_micro_batch_size forward_micro_batch_size_per_gpu", ""),
     (ENGINES, "strategy forward_only turbo_config", ""),
     ([ROLLOUT], "mode calculate_log_probs skip_tokenizer_init over_sample_rate multi_stage_wake_up profiler trace", ""),
-    ([ROLLOUT], "n_gpus_per_node", ""),
-    ([ROLLOUT], "enable_rollout_routing_replay moe_load_balance_metrics_interval nnodes router_config_path", ""),
+    ([ROLLOUT], "enable_rollout_routing_replay moe_load_balance_metrics_interval router_config_path", ""),
     ([ROLLOUT], "disaggregation.bootstrap_port disaggregation.ib_device engine_kwargs.sglang engine_kwargs.trtllm", ""),
     (["actor_rollout_ref"], "hybrid_engine nccl_timeout actor.use_fused_kernels actor.use_remove_padding", ""),
 ]
@@ -98,9 +98,20 @@ def gpus(config: DictConfig, role: str = "actor") -> int:
     return int(config.trainer.resource_pools.get(role) or config.trainer.n_gpus_per_node)
 
 
-def all_gpus(config: DictConfig) -> int:
-    """GPUs of each node that the run takes."""
-    return gpus(config) + sum(count or 0 for count in config.trainer.resource_pools.values())
+def sampling_gpus(config: DictConfig) -> int:
+    """GPUs that vLLM's servers are on, of all nodes: the actor's, or their own (rollout.nnodes)."""
+    rollout = config.actor_rollout_ref.rollout
+    return int((rollout.nnodes or config.trainer.nnodes) * rollout.n_gpus_per_node)
+
+
+def all_gpus(config: DictConfig, command: str = "train") -> int:
+    """GPUs that a command takes, of all nodes."""
+    if command in ("rollout", "evaluate"):
+        return sampling_gpus(config)
+    settings, train = config.trainer, command == "train"
+    own = sum(count or 0 for count in settings.resource_pools.values()) * train
+    apart = sampling_gpus(config) if train and config.actor_rollout_ref.rollout.nnodes else 0
+    return int((settings.n_gpus_per_node + own) * settings.nnodes + apart)
 
 
 def cores(processes: Any = 1) -> int:
@@ -109,6 +120,7 @@ def cores(processes: Any = 1) -> int:
 
 
 OmegaConf.register_new_resolver("cores", cores, replace=True)
+OmegaConf.register_new_resolver("all_gpus", lambda _root_: all_gpus(_root_), replace=True)
 
 
 def to_plain(config: Any) -> Any:

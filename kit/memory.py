@@ -129,10 +129,14 @@ def stages(config: DictConfig, c: Any, total: int, command: str) -> dict[str, Pa
         always["reference"] = update["weights"]
     forward = {name: update[name] for name in ("weights", "gathered")}
     forward |= {"activations": read * activations(c, width), "logits": 2 * read * logits}
-    asleep = {} if rollout.free_cache_engine else vllm
+    asleep = {} if rollout.free_cache_engine or rollout.nnodes else vllm
     bucket = {"bucket": rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20}
-    found = {"generate": kept | vllm, "log-probs": kept | forward | asleep, "update": update | asleep}
-    found["sync"] = kept | (asleep or sent) | bucket
+    found = {
+        "generate": vllm if rollout.nnodes else kept | vllm,
+        "log-probs": kept | forward | asleep,
+        "update": update | asleep,
+    }
+    found["sync"] = kept | (asleep or ({} if rollout.nnodes else sent)) | bucket
     if plugins.asks_for(config, "values") and not pools.critic:
         rest, theirs = trainer(config, c, critic.ppo_max_token_len_per_gpu, critic.fsdp, critic.model)
         found = {stage: {**parts, "critic": sum(rest.values())} for stage, parts in found.items()}

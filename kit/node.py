@@ -28,7 +28,7 @@ def lacks(config: DictConfig, c: Any, command: str) -> Iterator[str]:
         why = "weights and NCCL's messages go through it; start the container with a larger --shm-size"
         yield f"/dev/shm has {shared / GIB:.2f} GiB free, of {wanted / GIB:.1f}: {why}"
     if settings.device != "cpu" and not memory.device(config)[1]:  # else it will run on another
-        yield from _gpus(config, command in ("train", "sft"))
+        yield from _gpus(config, command)
 
 
 def _disk(config: DictConfig, c: Any) -> Iterator[str]:
@@ -45,10 +45,10 @@ def _disk(config: DictConfig, c: Any) -> Iterator[str]:
         yield f"{count} checkpoints take {size / GIB:.1f} GiB, and {folder} has {free / GIB:.1f}: {more}, or make room"
 
 
-def _gpus(config: DictConfig, trains: bool) -> Iterator[str]:
-    settings, model = config.trainer, config.actor_rollout_ref.model
+def _gpus(config: DictConfig, command: str) -> Iterator[str]:
+    settings, model, trains = config.trainer, config.actor_rollout_ref.model, command in ("train", "sft")
     found = len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines())
-    if settings.nnodes == 1 and found != (taken := all_gpus(config)):
+    if not config.ray_kwargs.ray_init.get("address") and found != (taken := all_gpus(config, command)):
         yield f"this node has {found} GPUs, and the run takes {taken}: set trainer.n_gpus_per_node"
     if trains and (cores := len(os.sched_getaffinity(0))) < settings.n_gpus_per_node:
         asked = f"Ray gives one to each of {settings.n_gpus_per_node} processes"

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import env
 from kit import checks, functions, gym_servers, memory, models, node, plugins, rows
-from kit.config import MICRO_BATCH_TOKENS, MODEL, changed, public, raise_all, to_plain
+from kit.config import MICRO_BATCH_TOKENS, MODEL, changed, public, raise_all, sampling_gpus, to_plain
 from kit.errors import ConfigError
 
 TRAIN, VAL = "env.train_files", "env.val_files"
@@ -139,7 +139,7 @@ def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception]
     """
     functions.leave_out_servers(config)
     texts = [*checks.check_choices(config), *checks.check_sizes(config, command), *checks.check_algorithm(config)]
-    texts += checks.check_sampling(config, command)
+    texts += [*checks.check_sampling(config, command), *(checks.check_servers(config) if command == "train" else ())]
     raise_all([*problems, *check_files(config, command), *map(ConfigError, texts)])
     if library := config.actor_rollout_ref.model.external_lib:
         try:
@@ -283,9 +283,10 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     prompts, steps = config.data.train_batch_size, config.trainer.total_training_steps
     world = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    replicas = world // (rollout.tensor_model_parallel_size * rollout.data_parallel_size)
+    replicas = sampling_gpus(config) // (rollout.tensor_model_parallel_size * rollout.data_parallel_size)
     longest = f"{config.data.max_prompt_length} + {config.data.max_response_length} tokens"
     apart = {role: count * config.trainer.nnodes for role, count in config.trainer.resource_pools.items() if count}
+    apart |= {"sampler": sampling_gpus(config)} if rollout.nnodes else {}
     pools = "".join(f" + {count} for the {role.replace('_', ' ')}" for role, count in apart.items())
     over = f"over {longest}" if command == "sft" else f"prompt over {config.data.max_prompt_length} tokens"
     dropped = f"{len(data.dropped)} dropped ({over})"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import secrets
 import threading
@@ -18,15 +19,14 @@ from typing import Any, NamedTuple
 import ray
 from omegaconf import DictConfig
 
-import gym_client
-from kit import fork, functions, gym_servers, later, lookout, models, places, plugins, watch
-from kit.config import all_gpus, to_plain
+from kit import fork, gym_servers, later, lookout, models, plugins, watch
+from kit.config import all_gpus, sampling_gpus, to_plain
 from kit.errors import RunError
 from kit.recipe import Data
 from kit.run import Run
 
 inference, training = later("inference"), later("training")
-openai_server, ahead = later("kit.openai_server"), later("kit.ahead")
+openai_server, ahead, players = later("kit.openai_server"), later("kit.ahead"), later("kit.players")
 
 JOIN_S = 120.0  # that nodes of a cluster may come later than the run
 ANSWER_S, TOKEN_S = 1800.0, 0.25  # an answer, or what Gym's agent plays, has so long, and so long a token at least
@@ -53,7 +53,7 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
     asked = asked or "policy" in config.gym.models.values()  # as a judge
     with run.stage("start"):
         urls, judges = start_outside(run, stack, address if sample else None)
-        is_ahead = run.command == "train" and config.trainer.rollout_ahead
+        is_ahead = run.command == "train" and config.trainer.rollout_ahead == 1
         loop = run.guard.loop = stack.enter_context(ahead.Loop() if is_ahead else asyncio.Runner())
         stack.callback(run.guard.end)  # before the loop is closed
         run.say("starting the workers" + ", and vLLM beside them: about a minute" * sample)
@@ -65,25 +65,27 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
             workers.actor.init_model()
             training.set_policy_loss(workers.actor, config)
             return Started(workers, None)
-        limits, measured = config.gym, places.Places()
-        concurrency = measured.limits(to_plain(limits.concurrency))
-        gym = gym_client.Gym(urls, limits.timeout_s, concurrency, limits.attempts, limits.outage_budget_s)
-        own = list(functions.of_recipe(config).values())
-        verifiers = functions.Verifiers(gym, own, config, data.tokenizer, run.folder / "logs")
+        verifiers, measured = players.client_of_gym(config, urls, data.tokenizer, run.folder / "logs")
         enter(verifiers, loop, stack)
-        run.on_restart, run.gauges = gym.restarted, lambda: measured.metrics() | judges.metrics()
+        run.on_restart, run.gauges = verifiers.gym.restarted, lambda: measured.metrics() | judges.metrics()
         start_vllm = inference.start_servers(config, workers.actor) if workers else inference.start_sampler(config)
         vllm = loop.run(start_vllm)
         deadline = max(ANSWER_S, TOKEN_S * config.data.max_response_length)
-        kind = ahead if is_ahead else inference
-        policy = inference.make_policy(config, kind.Client(vllm), data, deadline)
+        addresses = dict(zip(vllm.server_addresses, vllm.server_handles, strict=True))
+        client = players.Client(config, addresses, is_ahead)
+        policy = inference.make_policy(config, client, data, deadline)
         if asked or door.port:
             enter(openai_server.serve(policy, door.host, port, key), loop, stack)
         if workers:
             training.set_policy_loss(workers.actor, config)
         stack.callback(run.guard.end)  # and before all that was opened since
-        actor = workers.actor if workers else None
-        return Started(workers, kind.Servers(config, vllm, actor, policy, verifiers, loop))
+        others = None
+        if config.actor_rollout_ref.rollout.agent.num_workers:
+            others = players.Players(config, policy, urls, data, run.folder / "logs")
+            run.on_restart = functools.partial(others.tell, "restarted")
+            run.gauges = lambda: others.metrics() | judges.metrics()
+        actor, kind = workers.actor if workers else None, ahead if is_ahead else inference
+        return Started(workers, kind.Servers(config, vllm, actor, policy, verifiers, loop, others))
 
 
 def start_outside(
@@ -161,28 +163,30 @@ def start_ray(run: Run, fork_from: Any, sample: bool) -> None:
     link.symlink_to(Path(session) / "logs")
     imports.join()
     patience = JOIN_S if run.guard.watch.elsewhere else 0.0
-    while (lack := lacking(run.config, ray.cluster_resources())) and patience > 0:
+    while (lack := lacking(run.config, ray.cluster_resources(), run.command)) and patience > 0:
         patience -= 1.0
         time.sleep(1.0)
     if lack:
         raise RunError(lack)
 
 
-def lacking(config: DictConfig, found: Mapping[str, float]) -> str:
+def lacking(config: DictConfig, found: Mapping[str, float], command: str) -> str:
     """What Ray has less of than the workers ask for, so that the run would wait for ever; empty if nothing. found: what
     it has of each kind."""
-    gpus, cpus, wanted = found.get("GPU", 0), found.get("CPU", 0), all_gpus(config) * config.trainer.nnodes
+    gpus, cpus, wanted = found.get("GPU", 0), found.get("CPU", 0), all_gpus(config, command)
+    alone = config.actor_rollout_ref.rollout.nnodes or command in ("rollout", "evaluate")
+    shares = wanted + sampling_gpus(config) * bool(alone and command != "sft")
     if gpus < wanted:
-        own = " with trainer.resource_pools" * (wanted > config.trainer.n_gpus_per_node * config.trainer.nnodes)
+        own = " with trainer.resource_pools and rollout.nnodes"
+        own *= wanted > config.trainer.n_gpus_per_node * config.trainer.nnodes
         return (
             f"Ray has {gpus:g} GPUs, trainer.n_gpus_per_node * nnodes{own} = {wanted}: set these, join the other nodes "
             "(`ray start`, ray_kwargs.ray_init.address=auto), or without a GPU add --config configs/machines/cpu.yaml"
         )
-    if cpus < wanted:
-        return (
-            f"Ray has {cpus:g} CPUs, and gives one to the process on each of {wanted} GPUs: let them share by "
-            f"ray_kwargs.ray_init.num_cpus={wanted}, or join other nodes"
-        )
+    if cpus < shares:
+        why = f"one goes to the process on each of {wanted} GPUs" + ", two where vLLM is alone" * (shares > wanted)
+        way_out = f"let them share by ray_kwargs.ray_init.num_cpus={shares}, or join other nodes"
+        return f"Ray has {cpus:g} CPUs, and {why}: {way_out}"
     return ""
 
 

@@ -15,6 +15,7 @@ from test_steps import AGREE, PATIENCE, UNTRAINED
 
 import inference
 from kit import ahead, checkpoints
+from kit.client import Client
 from kit.errors import Stop
 from kit.guard import Guard
 
@@ -28,7 +29,7 @@ def stepping_ahead(stack, *changes):
         was, loop = trainer.servers, ahead.Loop()
         loop.loop = was.loop.get_loop()  # where the session's clients live
         thread = threading.Thread(target=loop.loop.run_forever)
-        was.policy.client = ahead.Client(was.manager)
+        was.policy.client = Client(trainer.config, was.policy.client.servers, ahead=True)
         trainer.servers = ahead.Servers(trainer.config, was.manager, stack.workers.actor, was.policy, was.gym, loop)
         trainer.servers.policy.version = 0
         thread.start()

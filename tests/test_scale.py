@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -78,10 +78,10 @@ def test_ranks_learn_what_one_does(workspace, recorded, of_one, ranks):
     assert not filling and tokens.max() <= 1.1 * tokens.min()
 
 
-def learns(workspace: Path, name: str, *changes: str) -> Path:
+def learns(workspace: Path, name: str, *changes: str, overlays: Sequence[str] = ()) -> Path:
     """Ten steps, in which the reward rises and the sampler's log-probs are the trainer's; the run's folder."""
     changes = (f"trainer.experiment_name={name}", "trainer.total_training_steps=10", "trainer.save_freq=5", *changes)
-    done = run(command(workspace, *tiny(workspace, *changes)), workspace, timeout=600)
+    done = run(command(workspace, *overlays, *tiny(workspace, *changes)), workspace, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-2000:]
     steps = [m for m in metrics_of(workspace / "runs" / name) if "actor/grad_norm" in m]
     assert len(steps) == 10 and all(m["training/rollout_probs_diff_max"] < 1e-3 for m in steps)
@@ -99,6 +99,19 @@ def test_an_engine_of_two_parts(workspace):
     learns(workspace, "tensor_parallel", *two)
 
 
+def test_servers_on_gpus_of_their_own(workspace):
+    """Two of them beside one rank, weights over gloo, episodes driven by two processes; then a step ahead."""
+    key, overlays = "actor_rollout_ref.rollout", ["--config", "separate"]
+    own = [f"{key}.checkpoint_engine.backend=gloo", f"{key}.n_gpus_per_node=2", f"{key}.agent.num_workers=2"]
+    folder = learns(workspace, "separate", *own, overlays=overlays)
+    ahead = ["trainer.experiment_name=separate", "trainer.total_training_steps=13", *own]
+    asked = command(workspace, *overlays, "--config", "ahead", *tiny(workspace, *ahead))
+    done = run(asked, workspace, timeout=600)
+    assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr[-3000:] + done.stdout[-2000:]
+    steps = [m for m in metrics_of(folder) if "actor/grad_norm" in m][10:]
+    assert [m["rollout/staleness/max"] for m in steps] == [0, 1, 1] and all(not m["rollout/failed_frac"] for m in steps)
+
+
 # --- nodes ---------------------------------------------------------------------------------------
 
 
@@ -111,22 +124,26 @@ class Cluster:
         self.nodes = [self.start("--head", f"--port={port}", "--include-dashboard=false")]
         self.nodes += [self.join()]
 
-    def join(self) -> subprocess.Popen:
-        """The second node, which waits for the first."""
+    def join(self, unshared: Path | None = None) -> subprocess.Popen:
+        """The second node, which waits for the first. unshared: a folder that is another one there."""
         host, port = self.address.split(":")
         while socket.socket().connect_ex((host, int(port))):
             time.sleep(0.5)
-        return self.start(f"--address={self.address}", "--node-ip-address=127.0.0.2")
+        mount = ["unshare", "-rm", "sh", "-c", f'mount -t tmpfs none {unshared} && exec "$@"', "sh"] if unshared else []
+        return self.start(f"--address={self.address}", "--node-ip-address=127.0.0.2", before=mount)
 
-    def start(self, *arguments: str) -> subprocess.Popen:
-        words = [RAY, "start", "--num-cpus=8", "--num-gpus=1", "--block", *arguments]
+    def start(self, *arguments: str, before: Sequence[str] = ()) -> subprocess.Popen:
+        words = [*before, str(RAY), "start", "--num-cpus=8", "--num-gpus=1", "--block", *arguments]
         return subprocess.Popen(words, env=GIVEN, start_new_session=True)
 
     def end(self) -> None:
         for node in reversed(self.nodes):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(node.pid, signal.SIGTERM)
-            node.wait(60)
+            self.leave(node)
+
+    def leave(self, node: subprocess.Popen) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(node.pid, signal.SIGTERM)
+        node.wait(60)
 
 
 @pytest.fixture
@@ -173,3 +190,9 @@ def test_two_nodes(workspace, recorded, of_one, cluster):
     steps = metrics_of(workspace / "runs/nodes")
     held_out = [m[key] for m in steps if (key := "val-core/reasoning_gym/reward/mean@1") in m]
     assert held_out[-1] > held_out[0]
+    (unshared := workspace / "runs/unshared/checkpoints").mkdir(parents=True)
+    cluster.leave(cluster.nodes[1])
+    cluster.nodes[1] = cluster.join(unshared)
+    with Living(workspace, "unshared", *on(cluster), "trainer.save_freq=1") as run:
+        run.end(1, patience=300.0)
+        assert "step 1 could not be written: 3 shards of 2 ranks are not there, as on a file system" in run.output

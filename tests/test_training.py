@@ -1,6 +1,7 @@
 """Batches and their order, on tensors alone: no Ray."""
 
 import asyncio
+import concurrent.futures
 import math
 import random
 import re
@@ -15,9 +16,9 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import left_right_2_no_padding
 
-import inference
 import training
-from kit import start
+from kit import gloo, start
+from kit.client import Client
 from kit.episodes import Episode, keep
 from kit.recipe import stop_token_ids
 
@@ -40,23 +41,57 @@ def episode(prompt, response, reward=1.0, mask=None, group="g", status="ok"):
     ("found", "told"),
     [
         ({"GPU": 1.0, "CPU": 64.0}, r"Ray has 1 GPUs, trainer\.n_gpus_per_node \* nnodes = 2: set these"),
-        ({"GPU": 2.0, "CPU": 1.0}, r"Ray has 1 CPUs, and gives one to the process on each of 2 GPUs: let them share"),
+        ({"GPU": 2.0, "CPU": 1.0}, r"Ray has 1 CPUs, and one goes to the process on each of 2 GPUs: let them share"),
         ({"GPU": 2.0, "CPU": 2.0}, ""),
-        ({"GPU": 2.0, "CPU": 2.0, "own": 1}, r"Ray has 2 GPUs, .* \* nnodes with trainer\.resource_pools = 3: set"),
+        ({"GPU": 2.0, "CPU": 2.0, "own": 1}, r"Ray has 2 GPUs, .* \* nnodes with .*resource_pools .* = 3: set"),
+        ({"GPU": 3.0, "CPU": 4.0, "servers": 1}, r"Ray has 3 GPUs, .* and rollout\.nnodes = 4: set"),
+        ({"GPU": 4.0, "CPU": 4.0, "servers": 1}, r"Ray has 4 CPUs, .* 4 GPUs, two where vLLM is alone: .*num_cpus=6"),
+        ({"GPU": 4.0, "CPU": 6.0, "servers": 1}, ""),
+        ({"GPU": 2.0, "CPU": 4.0, "own": 1, "servers": 1, "command": "evaluate"}, ""),
+        ({"GPU": 2.0, "CPU": 2.0, "own": 1, "servers": 1, "command": "sft"}, ""),
     ],
 )
 def test_less_than_the_workers_ask_for_is_told_before_they_are_waited_for(workspace, found, told):
     """Actor, critic and reward model share a process on each of two ranks."""
     changes = ["algorithm.adv_estimator=gae", "reward.reward_model.enable=true", "trainer.n_gpus_per_node=2"]
     own = f"trainer.resource_pools.critic={found.get('own', 'null')}"
-    config, _ = load(workspace, *changes, own, f"reward.reward_model.model_path={workspace / 'scored'}")
-    assert re.match(told or "$", start.lacking(config, found))
+    separate = ["separate", "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo"] * found.get("servers", 0)
+    changes += [own, f"reward.reward_model.model_path={workspace / 'scored'}", *separate[1:]]
+    config, _ = load(workspace, *changes, overlays=separate[:1])
+    assert re.match(told or "$", start.lacking(config, found, found.get("command", "train")))
+
+
+def test_weights_reach_servers_on_gpus_of_their_own(monkeypatch):
+    """kit/gloo.py as verl's manager calls it: one rank of two sends, two parts of servers get all of it, twice."""
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    engines = [gloo.GlooCheckpointEngine(2**20, is_master=i == 0) for i in range(4)]
+    weights = {"wide": torch.randn(700, 500), "half": torch.randn(3, 5).bfloat16(), "turned": torch.randn(4, 6).T}
+    weights |= {"one": torch.tensor(7), "none": torch.ones(2, 0)}
+
+    async def receive(engine) -> dict[str, torch.Tensor]:
+        return {name: tensor async for name, tensor in engine.receive_weights()}
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:  # each its own process, there
+        for _ in range(2):
+            senders, receivers = gloo.GlooCheckpointEngine.build_topology(2, 2, [e.prepare() for e in engines])
+            asked = {name: [*senders[name], *receivers[name]] for name in senders}
+            done = [
+                pool.submit(e.init_process_group, **{k: v[i] for k, v in asked.items()}) for i, e in enumerate(engines)
+            ]
+            assert not any(future.result(timeout=30) for future in done)
+            sent = [pool.submit(asyncio.run, engine.send_weights(iter(weights.items()))) for engine in engines[:2]]
+            got = [pool.submit(asyncio.run, receive(engine)) for engine in engines[2:]]
+            assert not any(future.result(timeout=30) for future in sent)
+            for found in (future.result(timeout=30) for future in got):
+                assert found.keys() == weights.keys()
+                assert all(torch.equal(found[n], w) and found[n].dtype == w.dtype for n, w in weights.items())
+            weights["wide"] += 1
 
 
 def test_an_episodes_turns_stay_on_the_replica_of_its_first(workspace):
     """And replicas get as many episodes each."""
     config, _ = load(workspace)
-    client = inference.Client(SimpleNamespace(config=config, server_addresses=["a", "b"], server_handles=[1, 2]))
+    client = Client(config, {"a": 1, "b": 2})
 
     async def ask() -> list[str]:
         return [(await client._acquire_server(f"episode-{i}"))[0] for i in range(64)]

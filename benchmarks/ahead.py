@@ -1,0 +1,196 @@
+"""What trainer.rollout_ahead gives on GPUs: kit/ahead.py at work, over a sampler and a trainer that only take time.
+
+    python benchmarks/ahead.py [--steps 5] [--speed 100] [--out docs/ahead.png]
+
+Times are those that verl measured (docs/advance/one_step_off.md: DAPO, Qwen2.5-Math-7B, FSDP2, 16 H20): on the same
+16 GPUs a batch is sampled in 321 s and trained on in 374; on 4 and 12 of them in 458 and 445, where a step of verl's
+one-step-off trainer took 520. Half of the answers end after a fifth of that time. Where sampler and trainer are at work
+on the same GPUs each goes at half its speed, the least that they can do: few answers slow no update so much.
+Prints seconds a step, draws who did what when; one JSON line last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu"}
+
+from driver import Verifier
+from verl.workers.rollout.llm_server import LLMServerClient
+
+import inference
+from env import Task
+from kit import ahead
+from kit.client import Client
+from kit.commands import quiet
+from kit.config import load_config
+
+PROMPTS, MEMBERS, LONGEST, SYNC_S = 16, 8, 1000, 1.0  # LONGEST: tokens of the longest answer
+CASES = {  # seconds for a batch: sampling, training; whether on the same GPUs; a step ahead
+    "one after the other": (321.0, 374.0, True, 0),
+    "a step ahead, same GPUs": (321.0, 374.0, True, 1),
+    "a step ahead, GPUs of its own": (458.0, 445.0, False, 1),
+}
+
+
+@dataclass
+class Gpus:
+    """The sampler and the trainer: the time that they take, and when they took it."""
+
+    sampling_s: float
+    training_s: float
+    same: bool
+    speed: float
+    version: int = 0
+    held: bool = False  # for new weights
+    active: int = 0  # answers under way
+    trains: bool = False
+    sampled: list[tuple[float, int]] = field(default_factory=list)  # (time, answers under way)
+    trained: list[tuple[float, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.begin, self.draw = 0.0, random.Random(0)
+
+    def now(self) -> float:
+        """Seconds on the clock of the GPUs."""
+        return (time.perf_counter() - self.begin) * self.speed
+
+    def count(self, change: int) -> None:
+        self.active += change
+        self.sampled.append((self.now(), self.active))
+
+    async def generate(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> Any:
+        """The rest of an answer, of which the prompt's length says how long it is in all, and how much there is."""
+        while self.held:
+            await asyncio.sleep(0.001)
+        _, length, *there = prompt_ids
+        left, begin, version = length - len(there), self.now(), self.version
+        self.count(1)
+        done = 0.0
+        while done < left and not self.held:
+            await asyncio.sleep(2.0 / self.speed)
+            now = self.now()
+            done += (now - begin) * LONGEST / self.sampling_s / (1 + (self.same and self.trains))
+            begin = now
+        self.count(-1)
+        got = min(left, int(done))
+        told = {"global_steps": version}
+        reason = "aborted" if got < left else "completed"
+        return SimpleNamespace(token_ids=[5] * got, log_probs=[-1.0] * got, stop_reason=reason, extra_fields=told)
+
+    def train(self) -> None:
+        begin, left, self.trains = self.now(), self.training_s, True
+        before = begin
+        while left > 0:
+            time.sleep(2.0 / self.speed)
+            left -= (self.now() - before) / (1 + (self.same and self.active > 0))
+            before = self.now()
+        self.trains = False
+        self.trained.append((begin, self.now()))
+
+    # what kit/ahead.py asks of verl's CheckpointEngineManager
+    def abort_replicas(self) -> None:
+        self.held = True
+        time.sleep(0.005)
+
+    def update_weights(self, step: int) -> None:
+        time.sleep(SYNC_S / self.speed)
+        self.version = step
+
+    def resume_generation_replicas(self) -> None:
+        self.held = False
+
+    def sleep_replicas(self) -> None:
+        """Nothing to free."""
+
+    def tasks(self, batch: int) -> list[Task]:
+        """Prompts whose second id is the length of their answers: exponential, cut at the longest."""
+        lengths = [min(LONGEST, 1 + int(self.draw.expovariate(5 * 0.7 / LONGEST))) for _ in range(PROMPTS)]
+        lengths[0] = LONGEST
+        return [Task(f"{batch}:{i}", {}, "stub", [{}], [i, length]) for i, length in enumerate(lengths)]
+
+
+def simulate(case: str, steps: int, speed: float) -> tuple[Gpus, list[float]]:
+    """(what was done when, when each step ended), by the order of Trainer.step."""
+    sampling_s, training_s, same, is_ahead = CASES[case]
+    gpus = Gpus(sampling_s, training_s, same, speed)
+    config, _ = load_config(["math"], [f"trainer.rollout_ahead={is_ahead}"])
+    model, tokenizer = SimpleNamespace(vocab_size=100), SimpleNamespace(decode=lambda ids, **_: "")
+    data = SimpleNamespace(tokenizer=tokenizer, stop_ids={5}, model=model)
+    client = Client(config, {"stub": None}, bool(is_ahead))
+    policy = inference.make_policy(config, client, data, 1e6)  # type: ignore[arg-type]
+    policy.max_response_length, policy.version = LONGEST, 0
+    LLMServerClient.generate = lambda _, request_id, **asked: gpus.generate(**asked)  # type: ignore[assignment, method-assign]
+    with ahead.Loop() if is_ahead else asyncio.Runner() as loop, contextlib.suppress(KeyboardInterrupt):
+        servers: Any = object.__new__(ahead.Servers if is_ahead else inference.Servers)
+        vars(servers).update(policy=policy, gym=Verifier(), loop=loop, sync=gpus, players=None, asleep=False)
+        gpus.begin, ended = time.perf_counter(), [0.0]
+        requests = inference.in_groups(gpus.tasks(1), MEMBERS, "1")
+        for step in range(1, steps + 1):
+            episodes = servers.rollout(requests, {})
+            assert {e.status for e in episodes} == {"ok"}, episodes[0].error
+            servers.sleep()
+            requests = inference.in_groups(gpus.tasks(step + 1), MEMBERS, str(step + 1))
+            if is_ahead and step < steps:
+                servers.begin(requests, {})
+            gpus.train()
+            servers.publish(step)
+            ended.append(gpus.now())
+    return gpus, ended
+
+
+def draw(found: dict[str, tuple[Gpus, list[float]]], out: Path) -> None:
+    """For each case the answers under way, and below when the trainer was at work."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(len(found), 1, figsize=(10, 2 * len(found)), sharex=True, layout="constrained")
+    for axis, (case, (gpus, ended)) in zip(axes, found.items(), strict=True):
+        times, active = zip(*gpus.sampled, strict=True)
+        axis.fill_between(times, [a / (PROMPTS * MEMBERS) for a in active], step="post", color="C0", alpha=0.6, lw=0)
+        axis.broken_barh([(b, e - b) for b, e in gpus.trained], (-0.35, 0.25), color="C1")
+        for end in ended[1:]:
+            axis.axvline(end, color="0.3", lw=0.8, ls=":")
+        axis.set_title(f"{case}: {per_step(ended):.0f} s a step", fontsize=9, loc="left")
+        axis.set(yticks=[-0.22, 0.5], yticklabels=["training", "answers\nunder way"], ylim=(-0.4, 1.05))
+    axes[-1].set(xlim=(0, max(ended[-1] for _, ended in found.values())), xlabel="seconds; dotted: new weights")
+    figure.savefig(out, dpi=110)
+
+
+def per_step(ended: list[float]) -> float:
+    """Seconds of a step in the middle of a run: before the first nothing was begun, and in the last nothing is."""
+    return median(end - begin for begin, end in pairwise(ended[1:-1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--speed", type=float, default=100.0, help="seconds of the GPUs in one of the clock's")
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent.parent / "docs" / "ahead.png")
+    args = parser.parse_args()
+    quiet()
+    found = {case: simulate(case, args.steps, args.speed) for case in CASES}
+    for case, (_, ended) in found.items():
+        print(f"{case:32}{per_step(ended):8.0f} s a step")
+    draw(found, args.out)
+    print(json.dumps({"benchmark": "ahead", **{case: round(per_step(ended)) for case, (_, ended) in found.items()}}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Episodes that other processes drive (rollout.agent.num_workers), over the real stack."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import ray
+from conftest import SESSION, load
+
+import inference
+from kit import players
+from kit.errors import RunError
+from kit.gym_servers import free_port
+
+TWO = ["actor_rollout_ref.rollout.agent.num_workers=2", "actor_rollout_ref.rollout.full_determinism=true"]
+
+
+@contextlib.contextmanager
+def playing(stack, *changes, urls=None):
+    """(Servers of this process, Servers with two others), over the session's vLLM, with seeds for every request."""
+    config, data = load(stack.workspace, *SESSION, *TWO, "trainer.experiment_name=players", *changes)
+    was = stack.servers
+    policy = inference.make_policy(config, was.policy.client, data, 60.0)
+    policy.sampling, policy.version = inference.sampling_params(config, False), was.policy.version
+    others = players.Players(config, policy, urls or was.gym.gym.urls, data, stack.workspace)
+    others.tell("set_version", policy.version)
+    alone = inference.Servers(config, was.manager, None, policy, was.gym, was.loop)
+    try:
+        yield alone, inference.Servers(config, was.manager, None, policy, was.gym, was.loop, others), data
+    finally:
+        for actor in others.actors:
+            ray.kill(actor)
+
+
+def test_whoever_drives_them_the_tokens_are_the_same(stack):
+    told = []
+    with playing(stack) as (alone, together, data):
+        requests = inference.in_groups(data.train[:5], 4, "1")
+        for baselines in (False, True):
+            one = alone.rollout(requests, alone.policy.sampling, baselines=baselines)
+            two = together.rollout(requests, alone.policy.sampling, lambda i, e: told.append((i, e)), baselines)
+            assert {e.status for e in one} == {"ok"} and len({tuple(e.response_ids) for e in one}) > 5
+            for a, b in zip(one, two, strict=True):
+                assert (a.row_id, a.group_id, a.response_ids, a.reward) == (
+                    b.row_id,
+                    b.group_id,
+                    b.response_ids,
+                    b.reward,
+                )
+                assert (b.baseline is None, b.baseline) == (not baselines, a.baseline) and b.versions == a.versions
+            assert sorted(i for i, _ in told) == list(range(20)) and all(two[i] is e for i, e in told)
+            told.clear()
+        together.players.tell("restarted", "reasoning_gym")
+        assert together.players.metrics()["verify/concurrency/reasoning_gym"] >= 2  # of one at least, each
+
+
+def test_what_ends_a_run_ends_it_from_there_too(stack):
+    """As its own error, not as one of Ray's."""
+    nobody = {"reasoning_gym": f"http://127.0.0.1:{free_port('127.0.0.1')}"}
+    with playing(stack, "gym.outage_budget_s=1", urls=nobody) as (_, together, data):
+        with pytest.raises(RunError, match="reasoning_gym"):
+            together.rollout(inference.in_groups(data.train[:2], 2, "1"), together.policy.sampling)
+    with playing(stack) as (_, together, data):
+        together.players.tell("set_version", 1000)
+        with pytest.raises(RunError, match="samples from the weights of step"):
+            together.rollout(inference.in_groups(data.train[:2], 2, "1"), together.policy.sampling)
+
+
+def test_they_share_what_is_allowed_at_once(workspace):
+    changes = ["gym.concurrency={a: 10, b: auto, default: 3}", "env.verifier_pool.processes=3"]
+    config, _ = load(workspace, *changes, "actor_rollout_ref.rollout.max_num_seqs=6")
+    part = players.share(config, 4)
+    assert part.gym.concurrency == {"a": 3, "b": "auto", "default": 1}
+    assert (part.env.verifier_pool.processes, part.actor_rollout_ref.rollout.max_num_seqs) == (1, 2)
+    assert config.gym.concurrency.a == 10 and players.share(config, 1) == config
+    config, _ = load(workspace, "gym.concurrency=8")
+    assert players.share(config, 4).gym.concurrency == {"default": 2}
