@@ -85,6 +85,7 @@ class Trainer:
     state: dict[str, Any]
     metrics: dict[str, float] = field(default_factory=dict)  # of the step under way
     scores: dict[str, float] = field(default_factory=dict)  # of the last evaluation
+    complete: bool = False
 
     def __post_init__(self) -> None:
         refill = self.config.algorithm.filter_groups
@@ -93,7 +94,7 @@ class Trainer:
         self.learned = dict(self.state)  # the state that goes with the weights in the workers
 
     def fit(self) -> None:
-        """Train to the last step, evaluating and saving as the recipe says; export, and tell the result."""
+        """Train to the last step, evaluating and saving as the recipe says."""
         if self.config.trainer.val_before_train:
             self.evaluate()
         self.run.log(self.state["step"], self.run.timings())
@@ -293,30 +294,39 @@ class Trainer:
         self.run.report(step, self.metrics, kept)
 
     def finish(self) -> None:
-        """The exported model and the last word of the run. Raises RunError where nothing was ever saved."""
-        self.run.export()
-        self.run.finish(self.scores)
+        """Have `train` export the model once the processes are gone, with their memory, and tell the result."""
+        self.complete = True
 
 
 @contextlib.contextmanager
 def train(plan: commands.Plan) -> Iterator[Trainer]:
     """A Trainer over a stack that runs until the end of the block. Ctrl-C, SIGTERM and errors save what was learned."""
-    with Run(plan.config, "train", plan.resume_from) as run, contextlib.ExitStack() as stack:
-        if plan.recorded:  # that step alone; the schedule keeps the run's length
-            run.last = 1 + (checkpoints.step_of(plan.resume_from) if plan.resume_from else 0)
-        workers, servers = start.start(run, plan.data, stack, sample=not plan.recorded)
-        servers = servers or Recorded(plan.recorded)
-        state: dict[str, Any] = {"command": "train", "step": 0, "batches": 0, "pass_rates": {}, "kl_coef": 0.0}
-        with run.stage("sleep"):  # before the optimiser's state takes its place
-            servers.sleep()
-        if plan.resume_from:
-            with run.stage("load_checkpoint"):
-                state = checkpoints.load(workers, plan.resume_from)
-            run.say(f"resumed from {plan.resume_from}")
-        trainer = Trainer(plan.config, plan.data, run, workers, servers, state)
-        trainer.publish()
-        with run.saving(trainer.save):
-            yield trainer
+    with Run(plan.config, "train", plan.resume_from) as run:
+        with contextlib.ExitStack() as stack:
+            trainer = begin(plan, run, stack)
+            with run.saving(trainer.save):
+                yield trainer
+        if trainer.complete:
+            run.export()
+            run.finish(trainer.scores)
+
+
+def begin(plan: commands.Plan, run: Run, stack: contextlib.ExitStack) -> Trainer:
+    """Start what a run needs, load the checkpoint that it goes on from, and give vLLM the weights."""
+    if plan.recorded:  # that step alone; the schedule keeps the run's length
+        run.last = 1 + (checkpoints.step_of(plan.resume_from) if plan.resume_from else 0)
+    workers, servers = start.start(run, plan.data, stack, sample=not plan.recorded)
+    servers = servers or Recorded(plan.recorded)
+    state: dict[str, Any] = {"command": "train", "step": 0, "batches": 0, "pass_rates": {}, "kl_coef": 0.0}
+    with run.stage("sleep"):  # before the optimiser's state takes its place
+        servers.sleep()
+    if plan.resume_from:
+        with run.stage("load_checkpoint"):
+            state = checkpoints.load(workers, plan.resume_from)
+        run.say(f"resumed from {plan.resume_from}")
+    trainer = Trainer(plan.config, plan.data, run, workers, servers, state)
+    trainer.publish()
+    return trainer
 
 
 if __name__ == "__main__":

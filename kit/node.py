@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from kit import memory
-from kit.config import MODEL, all_gpus
+from kit.config import MODEL, ROLLOUT, all_gpus
 from kit.memory import GIB
 
 
@@ -53,6 +53,10 @@ def _gpus(config: DictConfig, command: str) -> Iterator[str]:
     if trains and (cores := len(os.sched_getaffinity(0))) < settings.n_gpus_per_node:
         asked = f"Ray gives one to each of {settings.n_gpus_per_node} processes"
         yield f"this node has {cores} cores, and {asked}: set ray_kwargs.ray_init.num_cpus to that, and they share"
+    apart, engine = config.actor_rollout_ref.rollout.nnodes, config.actor_rollout_ref.rollout.checkpoint_engine
+    if command == "train" and apart and engine.backend == "nccl" and not importlib.util.find_spec("cupy"):
+        way = f"uv pip install cupy-cuda13x, or set {ROLLOUT}.checkpoint_engine.backend=gloo"
+        yield f"weights go to servers on GPUs of their own over nccl, by cupy, which is not installed: {way}"
     attention = model.override_config.get("attn_implementation", "flash_attention_2")
     if (
         trains

@@ -57,6 +57,17 @@ def test_all_that_verl_has_is_taken_and_group_estimators_need_groups(tiny_recipe
             "rollout.full_determinism the sampler cannot know where new weights cut an answer",
         ),
         (["trainer.rollout_ahead=1", "actor_rollout_ref.rollout.free_cache_engine=true"], "sleeps during an update"),
+        (["actor_rollout_ref.rollout.nnodes=1"], r"rollout.nnodes=1: weights go there over gloo; set .*\.backend"),
+        (
+            ["actor_rollout_ref.rollout.checkpoint_engine.backend=gloo"],
+            "for servers on GPUs of their own; set .*nnodes",
+        ),
+        (["actor_rollout_ref.rollout.n_gpus_per_node=2"], "n_gpus_per_node is of servers on GPUs of their own; set"),
+        (
+            ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo"]
+            + ["actor_rollout_ref.model.lora_rank=4"],
+            "verl sends no adapter there; set actor_rollout_ref.model.lora.merge=true",
+        ),
         (["algorithm.rollout_correction.rollout_is=tokens"], "one of null, token, sequence"),
         (["algorithm.rollout_correction.rollout_rs=token_k1"], "needs rollout_rs_threshold"),
         (

@@ -215,7 +215,7 @@ def test_derived_sizes(workspace):
     assert config.actor_rollout_ref.actor.optim.total_training_steps == 40
     assert rollout.checkpoint_engine.update_weights_bucket_megabytes == 64  # the floor: the model is tiny
     assert data.stop_ids == {1} and len(data.validation) == 3
-    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 2048  # as configs/machines/cpu.yaml says
+    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 1024  # as configs/machines/cpu.yaml says
     small = [f"{key}=100" for key in MICRO_BATCH_TOKENS]
     longer, _ = load(workspace, "data.max_prompt_length=1000", *small)  # a whole episode must fit a micro-batch
     assert [OmegaConf.select(longer, key) for key in MICRO_BATCH_TOKENS] == [1012] * 4

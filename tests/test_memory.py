@@ -157,3 +157,7 @@ def test_what_this_node_has_too_little_of(monkeypatch, tmp_path):
     assert cores.startswith("this node has 2 cores, and Ray gives one to each of 4 processes: set ")
     assert attention.startswith("flash_attention_2 is not installed: install flash-attn")
     assert len(list(node.lacks(planned("1.5B"), qwen("1.5B"), "rollout"))) == 2  # which trains nothing
+    config.actor_rollout_ref.rollout.nnodes = 1
+    config.actor_rollout_ref.rollout.checkpoint_engine.backend = "nccl"
+    *_, gpus, _, cupy, _ = node.lacks(config, qwen("1.5B"), "train")
+    assert "the run takes 8" in gpus and "by cupy, which is not installed: uv pip install cupy-cuda13x, or set" in cupy
