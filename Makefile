@@ -60,13 +60,16 @@ gym: .venv-gym/ready
 model: models/SmolLM2-135M-Instruct/config.json
 data: data/arithmetic_train.jsonl
 
-# uv, because pip searches for many minutes; --no-deps, because the file lists everything. The CPU build of
-# torch comes from a folder that pip is set up for (find-links), where there is one, else from PyTorch's index.
-# compileall: a run starts ten processes, and each compiles all it imports where Python may not keep the result.
-.venv/ready: requirements-cpu.txt
-	@echo "== .venv: verl, vLLM and torch for the CPU (3.8 GB)"
+# uv, because pip searches for many minutes.
+.venv/bin/uv:
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet --disable-pip-version-check uv==0.13.9
+
+# --no-deps, because the file lists everything. The CPU build of
+# torch comes from a folder that pip is set up for (find-links), where there is one, else from PyTorch's index.
+# compileall: a run starts ten processes, and each compiles all it imports where Python may not keep the result.
+.venv/ready: requirements-cpu.txt | .venv/bin/uv
+	@echo "== .venv: verl, vLLM and torch for the CPU (3.8 GB)"
 	@from="--torch-backend cpu"; \
 	for folder in $$(.venv/bin/pip config list | sed -n "s/.*find-links='\(.*\)'/\1/p"); do \
 	  if ls "$$folder"/torch-2.13.0+cpu-* >/dev/null 2>&1; then from="--find-links $$folder"; fi; \
@@ -76,10 +79,8 @@ data: data/arithmetic_train.jsonl
 	@touch $@
 
 # flash-attn is built here where its index has no wheel for this CUDA, Python and torch: an hour, on all cores.
-.venv/gpu-ready: requirements.txt
+.venv/gpu-ready: requirements.txt | .venv/bin/uv
 	@echo "== .venv: verl, vLLM and torch for the GPU"
-	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/pip install --quiet --disable-pip-version-check uv==0.13.9
 	.venv/bin/uv pip install --quiet --python .venv/bin/python -r requirements.txt
 	.venv/bin/uv pip install --quiet --python .venv/bin/python --no-build-isolation flash-attn==2.8.3
 	@touch $@

@@ -80,5 +80,5 @@ def observed_message(item: dict[str, Any], names: dict[str, str], limit: int) ->
         return {"role": "user", "content": item["content"]}
     call_id, answer, half = item["call_id"], item["output"], limit // 2
     if len(answer) > limit:  # its beginning and end
-        answer = f"{answer[:half]}\n... {len(answer) - 2 * half} characters ...\n{answer[-half:]}"
+        answer = f"{answer[:half]}\n... {len(answer) - 2 * half} characters ...\n{answer[len(answer) - half :]}"
     return {"role": "tool", "tool_call_id": call_id, "name": names.get(call_id, ""), "content": answer}

@@ -23,7 +23,7 @@ RUNS_CODE = (
     *("bigcodebench", "code_fim", "code_gen", "evalplus", "math_with_code", "newton_bench", "ns_tools", "nvarc"),
     *("openenv", "scicode"),
 )
-CHOICES: dict[str, Sequence[Any]] = {f"{ROLLOUT}.name": ["vllm"], f"{ROLLOUT}.pipeline_model_parallel_size": [1]}
+CHOICES: dict[str, Sequence[Any]] = {f"{ROLLOUT}.name": ["vllm", "hf"], f"{ROLLOUT}.pipeline_model_parallel_size": [1]}
 CHOICES["trainer.rollout_ahead"] = [0, 1]
 CHOICES |= {key: ["fsdp", "fsdp2"] for key in (f"{ACTOR}.strategy", "critic.strategy")}  # verl has more of all of these
 
@@ -191,6 +191,15 @@ def check_servers(config: DictConfig) -> Iterator[str]:
         yield f"{ROLLOUT}.nnodes={rollout.nnodes}: weights go there over {' or '.join(wanted)}; set {key}.backend"
     if model.lora_rank and not model.lora.merge:
         yield f"{ROLLOUT}.nnodes={rollout.nnodes}: verl sends no adapter there; set {MODEL}.lora.merge=true"
+
+
+def check_backend(config: DictConfig) -> Iterator[str]:
+    """What only vLLM does is asked of vLLM."""
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    if rollout.name == "hf" and rollout.tensor_model_parallel_size * rollout.data_parallel_size > 1:
+        yield f"{ROLLOUT}.name=hf has the whole model on each GPU; leave {ROLLOUT}.tensor_model_parallel_size out"
+    if rollout.name == "hf" and model.lora_rank and not model.lora.merge:
+        yield f"{ROLLOUT}.name=hf takes no adapter beside the model; set {MODEL}.lora.merge=true"
 
 
 def check_pools(config: DictConfig) -> Iterator[str]:

@@ -94,8 +94,9 @@ def read_done(path: Path, tasks: Sequence[env.Task]) -> Done:
     whole = path.read_bytes().rpartition(b"\n")[0]
     os.truncate(path, len(whole) + 1 if whole else 0)  # a line that a kill cut short is collected again
     for _, record in episodes.read_records(path):
-        i, k = record["_ng_task_index"], record["_ng_rollout_index"]
-        if i >= len(tasks) or record["responses_create_params"] != tasks[i].row["responses_create_params"]:
+        i, k = (record.get(name, -1) for name in ("_ng_task_index", "_ng_rollout_index"))
+        asked = record.get("responses_create_params")
+        if not 0 <= i < len(tasks) or asked != tasks[i].row["responses_create_params"]:
             raise ConfigError(f"{path} holds episodes of other rows; give another trainer.experiment_name")
         done[i, k] = episodes.from_record(record, tasks[i].row), light(record)
     return done

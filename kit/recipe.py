@@ -139,7 +139,11 @@ def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception]
     """
     functions.leave_out_servers(config)
     texts = [*checks.check_choices(config), *checks.check_sizes(config, command), *checks.check_algorithm(config)]
-    texts += [*checks.check_sampling(config, command), *(checks.check_servers(config) if command == "train" else ())]
+    texts += [
+        *checks.check_sampling(config, command),
+        *checks.check_backend(config),
+        *(checks.check_servers(config) if command == "train" else ()),
+    ]
     raise_all([*problems, *check_files(config, command), *map(ConfigError, texts)])
     if library := config.actor_rollout_ref.model.external_lib:
         try:
@@ -323,8 +327,9 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
     else:
         tasks, n = (data.train, rollout.n) if command == "rollout" else (data.validation, rollout.val_kwargs.n)
         lines.append(f"{command:11} {len(tasks)} rows x {n} episodes of at most {longest}")
+    engine = {"vllm": "vLLM", "hf": "transformers"}[rollout.name] + f" replica{'s' * (replicas > 1)}"
     lines += [
-        f"devices     {world} {config.trainer.device}{pools}, {replicas} vLLM replica{'s' * (replicas > 1)}{buckets}",
+        f"devices     {world} {config.trainer.device}{pools}, {replicas} {engine}{buckets}",
         f"stop ids    {sorted(data.stop_ids)}, pad id {data.tokenizer.pad_token_id}",
     ]
     return "\n".join([*lines, *(f"WARNING     {text}" for text in [*lacking, *cautions(config, data)])])

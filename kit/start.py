@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import importlib
 import os
 import secrets
 import threading
@@ -195,6 +196,8 @@ def _import_all(engine: str | None) -> None:
     from verl.workers.rollout.replica import get_rollout_replica_class
 
     assert training.Workers
+    if engine == "hf":
+        importlib.import_module("kit.hf")  # which registers it
     if engine:
         assert inference.rollout
         get_rollout_replica_class(engine)

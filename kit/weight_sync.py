@@ -13,6 +13,7 @@ from typing import Any
 from verl.workers.rollout import base
 
 base._ROLLOUT_REGISTRY["vllm", "async"] = "kit.weight_sync.ServerAdapter"  # of the trainer's ranks, which send
+base._ROLLOUT_REGISTRY["hf", "async"] = "kit.hf.ServerAdapter"
 
 
 def own(handle: str) -> str:
