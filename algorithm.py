@@ -85,7 +85,6 @@ class Trainer:
     state: dict[str, Any]
     metrics: dict[str, float] = field(default_factory=dict)  # of the step under way
     scores: dict[str, float] = field(default_factory=dict)  # of the last evaluation
-    complete: bool = False
 
     def __post_init__(self) -> None:
         refill = self.config.algorithm.filter_groups
@@ -295,7 +294,7 @@ class Trainer:
 
     def finish(self) -> None:
         """Have `train` export the model once the processes are gone, with their memory, and tell the result."""
-        self.complete = True
+        self.run.guard.owed = "the same command exports the model"
 
 
 @contextlib.contextmanager
@@ -306,7 +305,7 @@ def train(plan: commands.Plan) -> Iterator[Trainer]:
             trainer = begin(plan, run, stack)
             with run.saving(trainer.save):
                 yield trainer
-        if trainer.complete:
+        if run.guard.owed:
             run.export()
             run.finish(trainer.scores)
 

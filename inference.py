@@ -186,7 +186,7 @@ class Servers:
             self.sync.update_weights(step)
             self.policy.version, self.asleep = step, False
             if self.players:
-                self.players.tell("set_version", step)
+                self.players.set_version(step)
 
 
 # --- turns ---------------------------------------------------------------------------------------

@@ -73,8 +73,12 @@ def stages(steps: list[dict[str, Any]], looks: Looks) -> list[tuple[str, float, 
 
 
 def limits() -> dict[str, float]:
-    """Seconds of these stages at best, of the median step."""
-    found = measure_limits(FOLDER / "train", 1)
+    """Seconds of these stages at best, of the median step; none where that could not be measured."""
+    try:
+        found = measure_limits(FOLDER / "train", 1)
+    except SystemExit as why:  # the rest is worth its report
+        print(f"no limits: {why}", file=sys.stderr)
+        return {}
     ways = [median(s for [s] in found[way].values()) for way in ("shared", "packed") if way in found]
     sampling = median(seconds for [seconds] in found["gen"].values())
     return {"gen": sampling, "update_actor": min(ways), "update_weights": median(found["copy"])}

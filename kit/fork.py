@@ -136,6 +136,8 @@ def serve(listener: socket.socket, python: str, modules: list[str]) -> None:
         if module == "ray":
             os.environ.update(json.loads(sys.stdin.readline() or sys.exit()))
         importlib.import_module(module)
+        if module == "ray":
+            draw_no_ids()
     gc.freeze()  # else the first collection of each fork copies every page
     atexit.register(gc.unfreeze)  # else libraries complain of what was not collected
     look = selectors.DefaultSelector()
@@ -174,6 +176,22 @@ def serve(listener: socket.socket, python: str, modules: list[str]) -> None:
                     look.unregister(each)
                 os.close(ended)
                 asker.close()
+
+
+def draw_no_ids() -> None:
+    """Ray draws ids from a generator of C++, which is seeded when it first draws. Were that before the forks, as where
+    a module has a class that is ray.remote, all would draw the same: two actors give their calls to a third the same
+    ids, and Ray ends that. So classes get theirs from somebody else."""
+    import ray.actor
+
+    theirs = ray.ActorClassID
+
+    class Ids:
+        @staticmethod
+        def from_random() -> Any:
+            return theirs(os.urandom(theirs.size()))
+
+    vars(ray.actor)["ActorClassID"] = Ids
 
 
 def become(

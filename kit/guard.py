@@ -33,6 +33,7 @@ class Guard:
         self.current, self.failed, self.ends = "", "", False  # the stage; that in which an error was; all is closing
         self.asked, self.asked_at, self.lost = 0, 0.0, ""  # the signal that asked to stop, when; what was lost
         self.ending: Stop | None = None
+        self.owed = ""  # what is to be done once the processes have ended
         self.watch: watch.Watch | None = None
         self.loop: Any = None  # asyncio.Runner, or kit.ahead.Loop
         self.before: dict[int, Any] = {}  # whose signals these are: signal -> handler
@@ -77,8 +78,12 @@ class Guard:
         """A deadline has passed, or the watch has lost a process."""
         if self.ends:  # and does not come to it: what ended the run is told here, since it will not be told again
             error = sys.exc_info()[1]
-            print(f"error: {error or 'the processes of the run'} (they did not end in {END_S} s)", file=sys.stderr)
-            watch.end_now(error.status if isinstance(error, Stop) else int(error is not None), self.watch)
+            lost = f"; {self.owed}" * bool(self.owed and not error)
+            print(
+                f"error: {error or 'the processes of the run'} (they did not end in {END_S} s){lost}", file=sys.stderr
+            )
+            status = error.status if isinstance(error, Stop) else int(bool(error or self.owed))
+            watch.end_now(status, self.watch)
         if not self.current:
             return  # between two stages; the next one sees what is lost
         where = f"stage {self.current}"

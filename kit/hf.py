@@ -29,7 +29,7 @@ from transformers.generation import (
 from verl.plugin.platform.platform_manager import get_platform
 from verl.utils.device import get_resource_name
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
+from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry, TokenOutput
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from kit.recipe import stop_token_ids
@@ -187,7 +187,7 @@ class Server:
         """A row's tokens up to where it ended, while the rest of the batch went on."""
         stops = () if request.params.get("ignore_eos") else self.stop_ids
         limit = request.params["max_tokens"]
-        end = next((place for place, token in enumerate(ids, 1) if token in stops), limit)
+        end = next((place for place, token in enumerate(ids[:limit], 1) if token in stops), limit)
         reason = "completed" if end <= len(ids) else "aborted"
         told = {"global_steps": self.step}
         return TokenOutput(token_ids=ids[:end], log_probs=log_probs[:end], stop_reason=reason, extra_fields=told)
@@ -231,6 +231,10 @@ class Server:
 
 class HFReplica(RolloutReplica):
     """verl's replica: where its server is."""
+
+    async def sleep(self) -> None:
+        if self.rollout_mode is not RolloutMode.STANDALONE:  # which has its GPU to itself, and nobody to wake it
+            await super().sleep()
 
     async def launch_servers(self) -> None:
         def place(_: Any) -> tuple[str, str]:

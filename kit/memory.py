@@ -15,7 +15,7 @@ import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from kit import plugins
-from kit.config import ACTOR, ROLLOUT
+from kit.config import ACTOR, ROLLOUT, sampling_gpus
 
 GIB = 2**30
 ASSUMED = 80 * GIB  # a GPU's memory, where there is none to ask
@@ -34,9 +34,14 @@ SPREAD = f"raise trainer.n_gpus_per_node, or set {ACTOR}.fsdp_config.param_offlo
 Parts = dict[str, float]  # bytes, by what takes them
 
 
+def experts_of(c: Any) -> int:
+    """Experts of a layer; 0 where it is not a mixture of some."""
+    return next((n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(c, key, 0))), 0)
+
+
 def widths(c: Any) -> tuple[int, int, int, int]:
     """(queries, keys, MLP of all experts, MLP that a token goes through) of a layer. c: a text model's config."""
-    heads, experts = c.num_attention_heads, getattr(c, "num_experts", getattr(c, "num_local_experts", None)) or 0
+    heads, experts = c.num_attention_heads, experts_of(c)
     head = getattr(c, "head_dim", None) or c.hidden_size // heads
     keys = (getattr(c, "num_key_value_heads", None) or heads) * head
     mlp = getattr(c, "moe_intermediate_size", c.intermediate_size) if experts else c.intermediate_size
@@ -113,6 +118,8 @@ def stages(config: DictConfig, c: Any, total: int, command: str) -> dict[str, Pa
     always: Parts = {"libraries": LIBRARIES["cpu" if cpu else "cuda"]}
     sent = {"vLLM's weights": width_of(rollout.dtype) * parameters(c)[0] / rollout.tensor_model_parallel_size}
     cache = OmegaConf.select(rollout, "engine_kwargs.vllm.kv_cache_memory_bytes")
+    if rollout.name == "hf":  # of every answer that is sampled at once, to its end
+        cache = rollout.max_num_seqs * rollout.max_model_len * kv_bytes(c, width_of(rollout.dtype))
     vllm = sent | {"KV cache": cache or max(0, rollout.gpu_memory_utilization * total - sum(sent.values()))}
     if command in ("rollout", "evaluate"):
         return {"generate": vllm | always}
@@ -129,14 +136,14 @@ def stages(config: DictConfig, c: Any, total: int, command: str) -> dict[str, Pa
         always["reference"] = update["weights"]
     forward = {name: update[name] for name in ("weights", "gathered")}
     forward |= {"activations": read * activations(c, width), "logits": 2 * read * logits}
-    asleep = {} if rollout.free_cache_engine or rollout.nnodes else vllm
+    if cpu:  # whose memory all servers share
+        ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes * rollout.tensor_model_parallel_size
+        vllm = {name: size * max(1, sampling_gpus(config) / ranks) for name, size in vllm.items()}
+    apart = bool(rollout.nnodes and not cpu)
+    here, asleep = ({}, {}) if apart else (kept, {} if rollout.free_cache_engine else vllm)
     bucket = {"bucket": rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20}
-    found = {
-        "generate": vllm if rollout.nnodes else kept | vllm,
-        "log-probs": kept | forward | asleep,
-        "update": update | asleep,
-    }
-    found["sync"] = kept | (asleep or ({} if rollout.nnodes else sent)) | bucket
+    found = {"generate": here | vllm, "log-probs": kept | forward | asleep, "update": update | asleep}
+    found["sync"] = kept | (asleep or ({} if apart else sent)) | bucket
     if plugins.asks_for(config, "values") and not pools.critic:
         rest, theirs = trainer(config, c, critic.ppo_max_token_len_per_gpu, critic.fsdp, critic.model)
         found = {stage: {**parts, "critic": sum(rest.values())} for stage, parts in found.items()}

@@ -32,10 +32,11 @@ from kit.places import Places
 
 
 def client_of_gym(
-    config: DictConfig, urls: Mapping[str, str], tokenizer: Any, logs: Path
+    config: DictConfig, urls: Mapping[str, str], tokenizer: Any, logs: Path, share: int = 1
 ) -> tuple[functions.Verifiers, Places]:
-    """(what verifies the rows, its places that are measured), as gym.* and env.verifier* of the recipe ask."""
-    limits, measured = config.gym, Places()
+    """(what verifies the rows, its places that are measured), as gym.* and env.verifier* of the recipe ask. share: of
+    how many such processes this is one."""
+    limits, measured = config.gym, Places(share)
     concurrency = measured.limits(to_plain(limits.concurrency))
     gym = gym_client.Gym(urls, limits.timeout_s, concurrency, limits.attempts, limits.outage_budget_s)
     return functions.Verifiers(gym, list(functions.of_recipe(config).values()), config, tokenizer, logs), measured
@@ -54,6 +55,9 @@ def share(config: DictConfig, count: int) -> DictConfig:
     return config
 
 
+Played = tuple[list[Episode], dict[str, float]]  # and what stands at this process's places now
+
+
 class Player:
     """One of them: an actor."""
 
@@ -66,19 +70,19 @@ class Player:
         deadline_s: float,
         logs: Path,
     ):
-        client = Client(config, servers, bool(config.trainer.rollout_ahead))
+        client, rollout = Client(config, servers, bool(config.trainer.rollout_ahead)), config.actor_rollout_ref.rollout
         self.policy = inference.make_policy(config, client, data, deadline_s)
-        self.gym, self.places = client_of_gym(config, urls, data.tokenizer, logs)
+        self.gym, self.places = client_of_gym(config, urls, data.tokenizer, logs, rollout.agent.num_workers)
 
     async def open(self) -> None:
         await self.gym.__aenter__()
 
-    async def play(self, requests: Requests, sampling: dict[str, Any], baselines: bool) -> list[Episode]:
+    async def play(self, requests: Requests, sampling: dict[str, Any], baselines: bool) -> Played:
         """Raises RunError where the run has to end, and what vLLM's servers raise."""
         self.policy.sampling = sampling
         play_all = inference.rollout_with_baselines if baselines else inference.rollout
         try:
-            return await play_all(requests, self.policy, self.gym)  # type: ignore[arg-type]
+            return await play_all(requests, self.policy, self.gym), self.places.metrics()  # type: ignore[arg-type]
         except gym_client.GymError as error:
             raise RunError(str(error)) from None
 
@@ -88,9 +92,6 @@ class Player:
 
     async def restarted(self, server: str) -> None:
         self.gym.gym.restarted(server)
-
-    async def metrics(self) -> dict[str, float]:
-        return self.places.metrics()
 
 
 class Players:
@@ -104,6 +105,7 @@ class Players:
         client: Any = policy.client
         given = share(config, count), client.servers, urls, known, policy.deadline_s, logs
         self.actors: list[Any] = [make.remote(*given) for _ in range(count)]
+        self.told: dict[Any, dict[str, float]] = {}  # by actor, what stood at its places last
         ray.get([actor.open.remote() for actor in self.actors])
 
     async def rollout(
@@ -117,7 +119,8 @@ class Players:
 
         async def one(actor: Any, members: list[int]) -> None:
             try:
-                played = await actor.play.remote([requests[index] for index in members], sampling, baselines)
+                asked = [requests[index] for index in members]
+                played, self.told[actor] = await actor.play.remote(asked, sampling, baselines)
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from None
             for index, episode in zip(members, played, strict=True):
@@ -128,11 +131,16 @@ class Players:
         await asyncio.gather(*(one(actor, members) for actor, members in dealt))
         return episodes
 
-    def tell(self, what: str, about: Any) -> None:
-        """Each of them, and wait until they know."""
-        ray.get([getattr(actor, what).remote(about) for actor in self.actors])
+    def set_version(self, step: int) -> None:
+        """The servers have the weights of that step now; all of them know it."""
+        ray.get([actor.set_version.remote(step) for actor in self.actors])
+
+    def restarted(self, server: str) -> None:
+        """A Gym server was started again; they will know it. From any thread."""
+        for actor in self.actors:
+            actor.restarted.remote(server)
 
     def metrics(self) -> dict[str, float]:
         """What they have in flight together."""
-        told = ray.get([actor.metrics.remote() for actor in self.actors])
+        told = self.told.values()
         return {name: sum(each.get(name, 0.0) for each in told) for name in {name for each in told for name in each}}

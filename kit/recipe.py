@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import env
 from kit import checks, functions, gym_servers, memory, models, node, plugins, rows
-from kit.config import MICRO_BATCH_TOKENS, MODEL, changed, public, raise_all, sampling_gpus, to_plain
+from kit.config import MICRO_BATCH_TOKENS, MODEL, ROLLOUT, changed, public, raise_all, sampling_gpus, to_plain
 from kit.errors import ConfigError
 
 TRAIN, VAL = "env.train_files", "env.val_files"
@@ -235,6 +235,10 @@ def fill_in(config: DictConfig, hf_config: Any, command: str = "train") -> None:
     longest = config.data.max_prompt_length + config.data.max_response_length
     rollout.max_model_len = rollout.max_model_len or longest
     text_config = hf_config.get_text_config()
+    if rollout.name == "hf" and memory.experts_of(
+        text_config
+    ):  # verl sends each by itself, transformers has them as one
+        raise ConfigError(f"{ROLLOUT}.name=hf takes no mixture of experts from verl; leave it out, for vLLM")
     most = getattr(text_config, "max_position_embeddings", None) or rollout.max_model_len
     if command != "sft" and rollout.max_model_len > most:
         key = f"data.max_prompt_length + max_response_length = {longest}, rollout.max_model_len={rollout.max_model_len}"
@@ -251,6 +255,8 @@ def fill_in(config: DictConfig, hf_config: Any, command: str = "train") -> None:
         rollout.engine_kwargs.vllm.pop("distributed_executor_backend", None)  # verl's: a process of each part
     largest_mb = math.ceil(text_config.vocab_size * text_config.hidden_size * 4 / 2**20) + 1  # the embedding, fp32
     sync = rollout.checkpoint_engine
+    if command != "train":  # nobody sends weights, and verl makes an engine of that name all the same
+        sync.backend = "naive"
     sync.update_weights_bucket_megabytes = max(sync.update_weights_bucket_megabytes, largest_mb)
 
 

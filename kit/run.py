@@ -223,7 +223,7 @@ class Run:
                 f"every step up to {self.last} was damaged or skipped, so there is nothing to save; look into "
                 f"{self.folder}/rollouts and {self.folder}/damaged for why"
             )
-        self.guard.ends = False  # the processes have ended; a deadline that passes now is the export's
+        self.guard.ends, self.guard.owed, self.guard.watch = False, "", None  # a deadline is the export's now
         with self.stage("export"), (self.folder / "logs" / "export.log").open("w") as log:
             with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
                 checkpoints.export(self.checkpoint, self.folder / "export")

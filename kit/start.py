@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import importlib
 import os
 import secrets
@@ -83,7 +82,7 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
         others = None
         if config.actor_rollout_ref.rollout.agent.num_workers:
             others = players.Players(config, policy, urls, data, run.folder / "logs")
-            run.on_restart = functools.partial(others.tell, "restarted")
+            run.on_restart = others.restarted
             run.gauges = lambda: others.metrics() | judges.metrics()
         actor, kind = workers.actor if workers else None, ahead if is_ahead else inference
         return Started(workers, kind.Servers(config, vllm, actor, policy, verifiers, loop, others))

@@ -92,8 +92,10 @@ def test_it_learns_a_step_ahead(stack):
 def test_evaluations_and_checkpoints_leave_the_batch_under_way(stack):
     """Whose answers stay sampled; a checkpoint does not count it, so a resumed run asks the same prompts again."""
     with stepping_ahead(stack, "trainer.total_training_steps=3") as trainer:
+        learn = trainer.learn
+        trainer.learn = lambda batch: (trainer.servers.under_way.result(), learn(batch))  # an update that takes long
         trainer.advance()
-        begun = trainer.servers.requests
+        trainer.learn, begun = learn, trainer.servers.requests
         assert {group.split("/")[0] for _, group in begun} == {"2"}
         trainer.evaluate()
         assert trainer.scores and trainer.servers.requests is begun and trainer.servers.under_way.done()

@@ -62,8 +62,10 @@ def test_it_learns_from_what_transformers_sample(stack, hf):
             rewards.append(metrics["rollout/reward/mean"])
     print("rewards", [round(reward, 2) for reward in rewards])
     assert sum(rewards[-3:]) / 3 >= 0.5
+    workers, manager = hf
+    workers.actor.load_checkpoint(str(stack.fresh))  # which says more than sevens
     ways = ["actor_rollout_ref.rollout.full_determinism=true", "actor_rollout_ref.rollout.top_k=3"]
-    with trainer_over(stack, "hf", *hf, *ways, "actor_rollout_ref.rollout.top_p=0.9") as trainer:
+    with trainer_over(stack, "hf", workers, manager, *ways, "actor_rollout_ref.rollout.top_p=0.9") as trainer:
         tasks = trainer.data.train
         same = [trainer.servers.rollout(*trainer.asked(tasks, "1")[:2]) for _ in range(2)]
         assert [e.response_ids for e in same[0]] == [e.response_ids for e in same[1]]
@@ -74,6 +76,17 @@ def test_transformers_end_answers_for_new_weights(stack, hf):
     """A step ahead: what is under way ends as it is, and goes on."""
     server = hf[1].server_handles[0]
     asked = {"max_tokens": 500, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
+
+    async def unequal():
+        """Answers of other lengths in one batch."""
+        limits = [2, 9, 4, 9, 3]
+        free = {**asked, "ignore_eos": False}
+        both = [server.generate.remote(prompt_ids=[5], sampling_params=free | {"max_tokens": n}) for n in limits * 8]
+        return [(n, await answer) for n, answer in zip(limits * 8, both, strict=True)]
+
+    found = stack.servers.loop.run(unequal())
+    assert all(0 < len(a.token_ids) == len(a.log_probs) <= n and a.stop_reason == "completed" for n, a in found)
+    assert any(len(a.token_ids) < n for n, a in found)  # by a stop token
 
     async def cut():
         under_way = [server.generate.remote(prompt_ids=[5, 6], sampling_params=asked, request_id="x") for _ in range(2)]

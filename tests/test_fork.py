@@ -22,7 +22,7 @@ SPAWN = "from multiprocessing.spawn import spawn_main\n"  # what kit/fork.py tak
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("fork") / "fork.log"
-    fork.begin("json wave ray")
+    fork.begin("json wave ray ray.util.collective.util")  # which has a class that is ray.remote
     with fork.serving("nothing", log) as (python, tell):
         tell(GIVEN="of all")
         yield python
@@ -66,7 +66,8 @@ def test_a_fork_is_what_python_would_be(python: str, tmp_path: Path) -> None:
 
 
 def test_forks_are_told_apart_and_draw_their_own_numbers(python: str) -> None:
-    code = SPAWN + "import numpy, os, random; print(os.getpid(), numpy.random.rand(), random.random())"
+    code = SPAWN + "import numpy, os, random, ray; print(os.getpid(), numpy.random.rand(), random.random(), end=' ')\n"
+    code += "print(ray.NodeID.from_random().hex())"
     said = [subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout for _ in range(2)]
     assert all(a != b for a, b in zip(*(text.split() for text in said), strict=True))
 
