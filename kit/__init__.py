@@ -2,8 +2,8 @@
 
 errors, fork, places, gym_install, gym_servers, verdicts, models, episodes, function_worker, plugins, config, functions,
 checks, memory, node, rows, convert, recipe, checkpoints, watch, lookout, keeper, guard, run, chat, damage; then
-training and inference, at the root; openai_server, client, players, ahead, start, sft, collect, commands; then
-algorithm, at the root; weight_sync, gloo, hf, cpu_engine and cpu, which verl alone imports. env and gym_client, at the
+training and inference, at the root; openai_server, client, players, ahead, hf, start, sft, collect, commands; then
+algorithm, at the root; weight_sync, gloo, cpu_engine and cpu, which verl alone imports. env and gym_client, at the
 root, know none of them.
 """
 

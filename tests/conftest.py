@@ -294,7 +294,7 @@ def with_verifiers(stack: Stack, *changes: str):
 
 SESSION = [  # the untied model (tied: test_runs.py), logical GPUs for workers beside the session's, room to talk
     "actor_rollout_ref.model.path=untied",
-    "ray_kwargs.ray_init.num_gpus=12",
+    "ray_kwargs.ray_init.num_gpus=16",
     "ray_kwargs.ray_init.num_cpus=96",
     "actor_rollout_ref.actor.optim.lr=0.005",
     "actor_rollout_ref.rollout.max_model_len=1024",

@@ -113,7 +113,7 @@ def test_names_of_recipes_are_unique():
         ("reward.reward_model.enable_resource_pool=true", ConfigError, "set trainer.resource_pools.reward_model"),
         ("env.keep_rollouts=0", ConfigError, "env.keep_rollouts=0: wants 1 or more, or null for all"),
         (f"{ROLLOUT}.tensor_model_parallel_size=2", ConfigError, "1 GPUs do not divide"),
-        (f"{ROLLOUT}.name=sglang", ConfigError, "name=sglang: wants vllm"),
+        (f"{ROLLOUT}.name=sglang", ConfigError, "name=sglang: wants one of vllm, hf"),
         (f"{ROLLOUT}.n=1", ConfigError, "at least two answers"),
         ("data.max_response_length=5000", ConfigError, "the model has no more than 2048 positions; lower these"),
         ("actor_rollout_ref.model.path=./nowhere", ConfigError, "model.path=./nowhere: no model folder; give one"),

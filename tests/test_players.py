@@ -22,9 +22,8 @@ def playing(stack, *changes, urls=None):
     config, data = load(stack.workspace, *SESSION, *TWO, "trainer.experiment_name=players", *changes)
     was = stack.servers
     policy = inference.make_policy(config, was.policy.client, data, 60.0)
-    policy.sampling, policy.version = inference.sampling_params(config, False), was.policy.version
+    policy.sampling = inference.sampling_params(config, False)
     others = players.Players(config, policy, urls or was.gym.gym.urls, data, stack.workspace)
-    others.set_version(policy.version)
     alone = inference.Servers(config, was.manager, None, policy, was.gym, was.loop)
     try:
         yield alone, inference.Servers(config, was.manager, None, policy, was.gym, was.loop, others), data
