@@ -40,7 +40,7 @@ from env import Task
 from gym_client import Gym, GymError, ServerDownError, Session
 from kit import chat
 from kit.config import sampling_gpus
-from kit.episodes import Episode, Versions, append, fill
+from kit.episodes import Episode, Versions, append, fill, uncollected
 from kit.errors import RunError
 from training import WorkerGroup
 
@@ -395,7 +395,8 @@ async def rollout(requests: Requests, policy: Policy, gym: Gym, on_done: OnDone 
     for i, (task, group_id) in enumerate(requests):
         episodes.append(one(i, task, group_id, f"{greedy}{group_id}-{members[group_id]}"))
         members[group_id] += 1
-    return await asyncio.gather(*episodes)
+    with uncollected():
+        return await asyncio.gather(*episodes)
 
 
 def check_ids(episode: Episode) -> None:

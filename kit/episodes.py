@@ -9,6 +9,8 @@ A failed episode has a status, and no reward. A replay of the update (--replay) 
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import math
 from collections import Counter, defaultdict
@@ -30,6 +32,19 @@ KNOWN = ("row_id", "group_id", "server", "status", "error", "ended", "baseline",
 
 Version = tuple[int, int | None]  # so many tokens, sampled from the weights of that step
 Versions = list[Version]
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """No passes of the garbage collector meanwhile: each goes over all tokens that are there, of a large batch for a
+    second, in which nobody gets an answer."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 @dataclass

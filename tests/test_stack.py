@@ -135,6 +135,8 @@ def test_no_verdicts_are_failures_and_no_reward(session):
 @pytest.fixture(scope="module")
 def worlds(stack, session):
     """The session's policy, with room for conversations; it is what the agent's server asks."""
+    session.workers.actor.load_checkpoint(str(stack.fresh))  # says all actions; a trained one may never say some
+    session.servers.publish(0)
     policy = stack.servers.policy
     policy.max_prompt_length, policy.max_response_length, policy.deadline_s = 500, 500, 60.0
     policy.version = None
