@@ -65,8 +65,8 @@ data: data/arithmetic_train.jsonl
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet --disable-pip-version-check uv==0.13.9
 
-# --no-deps, because the file lists everything. The CPU build of
-# torch comes from a folder that pip is set up for (find-links), where there is one, else from PyTorch's index.
+# --no-deps, because the file lists everything. The CPU build of torch comes from a folder that pip is set up for
+# (find-links), where there is one, else from PyTorch's index.
 # compileall: a run starts ten processes, and each compiles all it imports where Python may not keep the result.
 .venv/ready: requirements-cpu.txt | .venv/bin/uv
 	@echo "== .venv: verl, vLLM and torch for the CPU (3.8 GB)"

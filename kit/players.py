@@ -70,9 +70,10 @@ class Player:
         deadline_s: float,
         logs: Path,
     ):
-        client, rollout = Client(config, servers, bool(config.trainer.rollout_ahead)), config.actor_rollout_ref.rollout
+        client = Client(config, servers, bool(config.trainer.rollout_ahead))
         self.policy = inference.make_policy(config, client, data, deadline_s)
-        self.gym, self.places = client_of_gym(config, urls, data.tokenizer, logs, rollout.agent.num_workers)
+        count = config.actor_rollout_ref.rollout.agent.num_workers
+        self.gym, self.places = client_of_gym(config, urls, data.tokenizer, logs, count)
 
     async def open(self) -> None:
         await self.gym.__aenter__()

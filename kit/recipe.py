@@ -139,11 +139,8 @@ def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception]
     """
     functions.leave_out_servers(config)
     texts = [*checks.check_choices(config), *checks.check_sizes(config, command), *checks.check_algorithm(config)]
-    texts += [
-        *checks.check_sampling(config, command),
-        *checks.check_backend(config),
-        *(checks.check_servers(config) if command == "train" else ()),
-    ]
+    texts += [*checks.check_sampling(config, command), *checks.check_backend(config)]
+    texts += checks.check_servers(config) if command == "train" else ()
     raise_all([*problems, *check_files(config, command), *map(ConfigError, texts)])
     if library := config.actor_rollout_ref.model.external_lib:
         try:
@@ -235,9 +232,8 @@ def fill_in(config: DictConfig, hf_config: Any, command: str = "train") -> None:
     longest = config.data.max_prompt_length + config.data.max_response_length
     rollout.max_model_len = rollout.max_model_len or longest
     text_config = hf_config.get_text_config()
-    if rollout.name == "hf" and memory.experts_of(
-        text_config
-    ):  # verl sends each by itself, transformers has them as one
+    # verl sends each expert by itself, transformers has them as one
+    if rollout.name == "hf" and memory.experts_of(text_config):
         raise ConfigError(f"{ROLLOUT}.name=hf takes no mixture of experts from verl; leave it out, for vLLM")
     most = getattr(text_config, "max_position_embeddings", None) or rollout.max_model_len
     if command != "sft" and rollout.max_model_len > most:
