@@ -4,6 +4,7 @@
 # make test   ruff, mypy and pytest, end to end over the same stack
 # make bench  a step, its limits, TRL beside it, start-up (docs/performance.md); an hour, and no part of make test
 # make algorithms   every recipe of docs/algorithms.md on one small task, three seeds; 75 minutes, no part of make test
+# make docs   the tutorial in an empty folder, command by command, with its minutes, and the pictures; 25 minutes
 # make soak   300 steps with faults, every kind of loss, ranks and nodes (docs/reliability.md, docs/cluster.md); an hour
 # All first set up what they need (environments, model, data) and skip what is there.
 
@@ -13,7 +14,7 @@ RUN := $(shell date +demo-%Y%m%d-%H%M%S)
 
 SETUP := .venv/ready
 
-.PHONY: demo math test bench algorithms soak lint setup gym model data clean
+.PHONY: demo math test bench algorithms docs soak lint setup gym model data clean
 .DELETE_ON_ERROR:
 
 demo: setup gym model data
@@ -46,7 +47,12 @@ algorithms: setup gym
 
 soak: setup gym
 	.venv/bin/python benchmarks/soak.py
-	.venv/bin/python -m pytest -s -m soak tests/test_reliability.py tests/test_models.py tests/test_scale.py
+	.venv/bin/python -m pytest -s -m soak tests/test_reliability.py tests/test_models.py tests/test_scale.py tests/test_backends.py
+
+docs: setup
+	.venv/bin/python -m kit.reference > docs/reference.md
+	folder=$$(mktemp -d)/kit && .venv/bin/python benchmarks/walk.py $$folder && \
+	    .venv/bin/python benchmarks/pictures.py $$folder/runs/math_cpu --out docs
 
 lint: setup
 	.venv/bin/ruff check .

@@ -5,6 +5,7 @@
     python algorithm.py --config configs/math.yaml evaluate     # mean@k and pass@k on the held-out rows
     python algorithm.py --config configs/math.yaml --config sft sft 'env.train_files=[chats.jsonl]'
     python algorithm.py --config configs/math.yaml --replay runs/math/rollouts/step_12.jsonl    # that update again
+    python algorithm.py show runs/math                          # what became of it (and runs/math/report.html)
 
 One step of GRPO, in the order of `Trainer.step` (Shao et al. 2024, arXiv:2402.03300, section 4.1):
 
@@ -66,7 +67,7 @@ from kit.run import Run
 
 # verl and vLLM take 10 s to import, after the recipe was found to be in order
 inference, training = later("inference"), later("training")
-start, damage = later("kit.start"), later("kit.damage")
+start, damage, images = later("kit.start"), later("kit.damage"), later("kit.images")
 
 
 # --- the loop ------------------------------------------------------------------------------------
@@ -107,7 +108,6 @@ class Trainer:
         """The next step, told and counted also if it cannot be trained on; an evaluation if one is due. Its metrics."""
         try:
             self.step()
-            self.run.damaged = 0
         except SkippedStep as why:
             self.skip(why)
         if self.run.due(self.state["step"], self.config.trainer.test_freq):
@@ -126,12 +126,15 @@ class Trainer:
             self.reward(kept)
             pad, temperature = self.data.tokenizer.pad_token_id, self.config.actor_rollout_ref.rollout.temperature
             batch = training.to_batch(kept, pad, temperature)
+            images.add(batch, kept, self.data.tokenizer)
             self.measure(batch)  # 5
             self.credit(batch)  # 6
+            self.run.write_advantages(self.state["step"], kept, batch.batch)
             self.learn(batch)  # 7
             self.save_if_due()
             self.publish()  # 8
         self.metrics |= training.step_metrics(batch, self.run.timing, self.config)
+        self.run.damaged = 0
         self.report(kept)
 
     def collect(self) -> list[Episode]:
@@ -282,7 +285,9 @@ class Trainer:
         with self.run.stage("testing"):
             episodes = self.rollout(self.data.validation, f"val_{self.state['step']}", validate=True)
             self.scores = validation_metrics(episodes, self.config.actor_rollout_ref.rollout.val_kwargs.n)
+            self.run.log_answers(self.state["step"], episodes)
         self.run.log(self.state["step"], self.scores | {"timing_s/testing": self.run.timing["testing"]})
+        self.run.report_if_due()
 
     def report(self, kept: Sequence[Episode]) -> None:
         """The step's metrics, into metrics.jsonl and onto the console."""

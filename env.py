@@ -209,7 +209,13 @@ def render_items(items: Sequence[Any], where: str) -> list[dict[str, Any]]:
         role, kind = item.get("role"), str(item.get("type") or "message")
         if kind not in held:
             raise Refused(f"{where}: input item {kind}: the kit takes messages, reasoning and function calls")
-        texts = _texts(item.get(held[kind]), where)
+        content = item.get(held[kind])
+        if kind == "message" and role == "user" and isinstance(content, list):
+            parts = [_part(part, where) for part in content]
+            seen = any(part["type"] == "image" for part in parts)
+            messages.append({"role": "user", "content": parts if seen else "".join(part["text"] for part in parts)})
+            continue
+        texts = _texts(content, where)
         if kind == "function_call_output":
             call_id = _string(item, "call_id", where)
             answer = {"role": "tool", "tool_call_id": call_id, "content": "".join(texts)}
@@ -262,6 +268,13 @@ def _texts(content: Any, where: str) -> list[str]:
     return [_string(part, "text", where) for part in content]
 
 
+def _part(part: Any, where: str) -> dict[str, str]:
+    """A part of what a user says -> a chat part. Raises Refused, DataError."""
+    if isinstance(part, dict) and part.get("type") == "input_image":
+        return {"type": "image", "image": _string(part, "image_url", where)}
+    return {"type": "text", "text": "".join(_texts([part], where))}
+
+
 def _string(item: Mapping[str, Any], key: str, where: str) -> str:
     if not isinstance(item.get(key), str):
         raise DataError(f"{where}: `{key}` of a {item.get('type', 'function')} must be text: {item.get(key)!r}")
@@ -271,6 +284,10 @@ def _string(item: Mapping[str, Any], key: str, where: str) -> str:
 def encode(messages: Sequence[Any], tools: Sequence[Any], tokenizer: Any, where: str = "") -> list[int]:
     """Chat messages and tools -> [P] token ids. Raises DataError when the chat template refuses or hides them."""
     at, options = f"{where}: the chat template".removeprefix(": "), {"add_generation_prompt": True, "return_dict": True}
+    if vision := getattr(tokenizer, "vision", None):  # kit.images.Vision, of a model that sees
+        messages = vision.messages(messages)
+    elif any("image" in p for m in messages if isinstance(m.get("content"), list) for p in m["content"]):
+        raise Refused(f"{where}: input_image: the model sees none; leave such rows out, or take one with a processor")
     try:
         ids = list(tokenizer.apply_chat_template(messages, tools=tools or None, **options)["input_ids"])
         # [] for none: a template made for tools may loop over them unasked
@@ -279,7 +296,7 @@ def encode(messages: Sequence[Any], tools: Sequence[Any], tokenizer: Any, where:
         raise DataError(f"{at} does not take these messages: {error}; change them, or {OTHER_TEMPLATE}") from error
     if blind:
         raise DataError(f"{at} does not show tools to the model; {OTHER_TEMPLATE}")
-    return ids
+    return vision.expand(ids, messages, where) if vision else ids
 
 
 # --- a run's files -> tasks -> batches -----------------------------------------------------------

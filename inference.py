@@ -38,14 +38,15 @@ import env
 import gym_client
 from env import Task
 from gym_client import Gym, GymError, ServerDownError, Session
-from kit import chat
+from kit import chat, images
 from kit.config import sampling_gpus
-from kit.episodes import Episode, Versions, append, fill, uncollected
+from kit.episodes import ABORTED, Episode, Versions, append, fill, uncollected
 from kit.errors import RunError
 from training import WorkerGroup
 
 Requests = Sequence[tuple[Task, str]]  # with the id of the task's group
 OnDone = Callable[[int, Episode], None]  # called with the index of an episode that ended
+AT_ONCE = 32  # episodes that begin before the event loop does anything else
 REPLAYS = 3  # times that an episode is played again, after its Gym server went away under it
 
 
@@ -60,7 +61,7 @@ class Policy:
     max_response_length: int  # tokens of an episode after its prompt, observed ones included
     max_turns: int | None  # answers of the policy in one episode; None: as many as fit
     max_tool_chars: int  # a tool's answer is cut to this for the model, in the middle
-    tool_format: str  # how the model writes tool calls: a name of vLLM's tool parsers
+    tool_format: str  # how the model writes tool calls: a name of vLLM's tool parsers, or of verl's
     deadline_s: float  # for one answer, from when its episode has a place; then its status is `generate_timeout`
     sampling: dict[str, Any] = field(default_factory=dict)  # vLLM's parameters of the rollout under way
     vocabulary: int | None = None  # ids that the model has
@@ -126,12 +127,12 @@ async def start_servers(config: DictConfig, actor: WorkerGroup) -> LLMServerMana
     return manager
 
 
-async def start_sampler(config: DictConfig) -> LLMServerManager:
-    """Start vLLM servers that load the model's own weights: to sample without training."""
+async def start_sampler(config: DictConfig, first: int = 0) -> LLMServerManager:
+    """Start vLLM servers that load the model's own weights: to sample without training. first: of their numbers."""
     config = copy.deepcopy(config)
     rollout = config.actor_rollout_ref.rollout
     rollout.load_format, rollout.nnodes = "auto", rollout.nnodes or config.trainer.nnodes
-    manager = LLMServerManager(config)
+    manager = LLMServerManager(config, start_rank=first)
     await manager._initialize_llm_servers()
     return manager
 
@@ -169,9 +170,9 @@ class Servers:
         self, requests: Requests, sampling: dict[str, Any], on_done: OnDone, baselines: bool
     ) -> Coroutine[Any, Any, list[Episode]]:
         """The same, to be waited for; by the processes of rollout.agent.num_workers, where there are some."""
-        self.policy.sampling = sampling
+        self.policy.sampling = sampling | images.banned(self.policy.tokenizer)
         if self.players:
-            return self.players.rollout(requests, sampling, on_done, baselines)
+            return self.players.rollout(requests, self.policy.sampling, on_done, baselines)
         return (rollout_with_baselines if baselines else rollout)(requests, self.policy, self.gym, on_done)
 
     def sleep(self) -> None:
@@ -193,12 +194,13 @@ class Servers:
 
 
 async def sample(
-    policy: Policy, request_id: str, prompt_ids: list[int], max_tokens: int
+    policy: Policy, request_id: str, prompt_ids: list[int], max_tokens: int, **shown: Any
 ) -> tuple[list[int], list[float], Versions]:
     """One answer of the policy: (ids, log-probs, versions as in Episode), the stop token included. Raises GymError.
 
-    request_id: of the episode and, after a `#`, its turn. Failures of one request become a reason; a dead vLLM server
-    raises ray.exceptions.RayError, one that still has the weights of another step RunError.
+    request_id: of the episode and, after a `#`, its turn. shown: what kit.images.shown gives beside ids. Failures of
+    one request become a reason; a dead vLLM server raises ray.exceptions.RayError, one that still has the weights of
+    another step RunError.
     """
     params = {**policy.sampling, "max_tokens": max_tokens}
     if policy.seed is not None:  # verl would give all answers to a prompt the same one, so that all are the same
@@ -207,7 +209,7 @@ async def sample(
         async with asyncio.timeout(policy.deadline_s):
             # the episode's id keeps its turns on one replica, whose cache holds their prefix
             output = await policy.client.generate(
-                request_id=request_id.partition("#")[0], prompt_ids=prompt_ids, sampling_params=params
+                request_id=request_id.partition("#")[0], prompt_ids=prompt_ids, sampling_params=params, **shown
             )
     except TimeoutError:
         raise GymError("generate_timeout", f"vLLM gave no answer within {policy.deadline_s:g} s") from None
@@ -218,7 +220,7 @@ async def sample(
             f"a vLLM server samples from the weights of step {bad[0]}, the trainer's are of step {now}: "
             "the sync did not reach it; see logs/ray of the run, then the same command goes on from the last checkpoint"
         )
-    if output.stop_reason == "aborted" or not ids:
+    if output.stop_reason in ABORTED or not ids:
         raise GymError("aborted", f"vLLM ended the request without an answer ({output.stop_reason})")
     if output.log_probs is None or len(output.log_probs) != len(ids):
         raise GymError("no_log_probs", f"vLLM sent {len(ids)} tokens without a log-prob for each")
@@ -236,10 +238,11 @@ async def play(episode: Episode, task: Task, session: Session, policy: Policy, r
         begin = time.perf_counter()
         room = policy.max_response_length - len(episode.response_ids)
         seen, turn_id = episode.prompt_ids + episode.response_ids, f"{request_id}#{len(episode.turns)}"
-        ids, log_probs, versions = await sample(policy, turn_id, seen, room)
+        asked, pictures = images.shown(policy.tokenizer, seen, task)
+        ids, log_probs, versions = await sample(policy, turn_id, asked, room, **pictures)
         _count(episode, "generate", begin)
         session.last_ids = ids  # for a verifier that is a function
-        thought, text, calls = chat.understand(policy, ids, task.tools)
+        thought, text, calls = await chat.understand(policy, ids, task.tools)
         said = [gym_client.reasoning(thought)] if thought else []
         said += [gym_client.message(text)] if text or not calls else []
         said += calls
@@ -392,10 +395,13 @@ async def rollout(requests: Requests, policy: Policy, gym: Gym, on_done: OnDone 
         return episode
 
     episodes = []
-    for i, (task, group_id) in enumerate(requests):
-        episodes.append(one(i, task, group_id, f"{greedy}{group_id}-{members[group_id]}"))
-        members[group_id] += 1
     with uncollected():
+        for i, (task, group_id) in enumerate(requests):
+            coroutine = one(i, task, group_id, f"{greedy}{group_id}-{members[group_id]}")
+            episodes.append(asyncio.create_task(coroutine))
+            members[group_id] += 1
+            if i % AT_ONCE == 0:  # who else waits for the loop has its turn
+                await asyncio.sleep(0)
         return await asyncio.gather(*episodes)
 
 

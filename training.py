@@ -51,10 +51,11 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss, value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
-from kit import plugins
+from kit import engines, plugins
 from kit.config import gpus
 from kit.plugins import asks_for, needs_reference
 
+IMAGES = ("multi_modal_inputs",)  # of a batch, what workers read and is no tensor
 DRIVERS = ("turn", "token_level_scores", "token_level_rewards")  # of a batch's tensors, what no worker reads
 PASS = "one_pass"  # in the place of a metric: (rows [b], log_probs [b, R], entropy [b, R]) of a micro-batch
 WorkerGroup = Any  # a RayWorkerGroup, on which verl binds the workers' methods at run time
@@ -187,8 +188,8 @@ def world_size(config: DictConfig, role: str = "actor") -> int:
 
 
 def data_parallel_size(config: DictConfig, role: str = "actor") -> int:
-    """Ranks that each see their own part of a batch: a role's GPUs over Ulysses sequence-parallel size."""
-    return world_size(config, role) // int(config.actor_rollout_ref.actor.ulysses_sequence_parallel_size)
+    """Ranks that each see their own part of a batch: a role's GPUs over those that hold one model together."""
+    return world_size(config, role) // engines.same_rows(config)
 
 
 # --- batches -------------------------------------------------------------------------------------
@@ -432,8 +433,8 @@ def _update(
 ) -> dict[str, float]:
     ranks = data_parallel_size(config, name)
     live = batch.batch["response_mask"].any(dim=1).nonzero()[:, 0]  # [L]; the others still count as episodes below
-    whole = config.data.train_batch_size // cfg.ppo_mini_batch_size
-    mini_batches = max(1, min(whole, len(live) // ranks))
+    most = config.data.train_batch_size // cfg.ppo_mini_batch_size
+    mini_batches = max(1, min(most, len(live) // ranks))
     order, _ = arrange(batch.batch["attention_mask"].sum(dim=1)[live].tolist(), mini_batches, ranks)
     places = torch.tensor(order, dtype=torch.long)  # [L + filling]
     filled = places >= len(live)  # by copies of the first row, that count for nothing
@@ -442,7 +443,9 @@ def _update(
     tensors["row"] = rows + 1  # 0 is filling
     for key in tensors.keys() & {"response_mask", "advantages", "row"}:
         tensors[key][filled] = 0
-    data = left_right_2_no_padding(DataProto.from_dict(tensors, meta_info=batch.meta_info).to_tensordict())
+    others = {key: batch.non_tensor_batch[key][rows.numpy()] for key in IMAGES if key in batch.non_tensor_batch}
+    whole = DataProto.from_dict(tensors, non_tensors=others, meta_info=batch.meta_info)
+    data = left_right_2_no_padding(whole.to_tensordict())
     if nested_mask:  # sft_loss wants the mask over prompt and response, packed as the ids are
         mask = torch.cat([torch.zeros_like(tensors["prompts"]), tensors["response_mask"]], dim=1)  # [L, P+R]
         real = tensors["attention_mask"].bool()  # [L, P+R]

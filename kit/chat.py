@@ -6,6 +6,7 @@ Nothing that was sampled is ever encoded again.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -15,33 +16,55 @@ from env import OTHER_TEMPLATE
 from gym_client import GymError
 
 
-def understand(policy: Any, ids: list[int], tools: list[dict[str, Any]]) -> tuple[str, str, list[dict[str, Any]]]:
+async def understand(policy: Any, ids: list[int], tools: list[dict[str, Any]]) -> tuple[str, str, list[dict[str, Any]]]:
     """An answer's ids -> (thought, text, function calls), as the verifier and the tools read it.
 
-    Calls are found by vLLM's parser for the model's format; what it cannot read is text. A thought is what
-    precedes `</think>`, where the model writes one. Raises GymError('tool_parser').
+    Calls are found by vLLM's parser for the model's format, or by verl's where vLLM is not installed; what it cannot
+    read is text. A thought is what precedes `</think>`, where the model writes one. Raises GymError('tool_parser').
     """
     text, calls = policy.tokenizer.decode(ids, skip_special_tokens=True), []
     if tools:
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.tool_parsers import ToolParserManager
-
-        # some formats mark their calls with special tokens
-        raw = policy.tokenizer.decode(ids[:-1] if ids[-1] in policy.stop_ids else ids, skip_special_tokens=False)
+        said = ids[:-1] if ids[-1] in policy.stop_ids else ids
         try:
-            request: Any = ChatCompletionRequest.model_validate({"messages": [], "model": "policy", "tools": tools})
-            parser = ToolParserManager.get_tool_parser(policy.tool_format)(policy.tokenizer, request.tools)
-            found = parser.extract_tool_calls(raw, request)
-        except Exception as error:  # forty parsers of vLLM's, and whatever a policy writes: none may end the run
-            why = f"vLLM's {policy.tool_format} parser failed on {raw[:200]!r}: {error!r}"
+            rest, found = await parse(policy, said, tools)
+        except Exception as error:  # forty parsers, and whatever a policy writes: none may end the run
+            why = f"the {policy.tool_format} parser failed on {policy.tokenizer.decode(said)[:200]!r}: {error!r}"
             raise GymError("tool_parser", why) from error
-        if found.tools_called:
-            text = found.content or ""
+        if found:
+            text = rest or ""
             # nine letters or digits, since some chat templates (Mistral's) take nothing else
-            named = [(uuid.uuid4().hex[:9], call.function) for call in found.tool_calls]
+            named = [(uuid.uuid4().hex[:9], call) for call in found]
             calls = [gym_client.function_call(call_id, call.name, call.arguments) for call_id, call in named]
     thought, mark, answer = text.rpartition("</think>")
     return (thought.removeprefix("<think>").strip(), answer.lstrip("\n"), calls) if mark else ("", text, calls)
+
+
+async def parse(policy: Any, ids: list[int], tools: list[dict[str, Any]]) -> tuple[str | None, Sequence[Any]]:
+    """(what is said beside the calls, the calls: each a name and its arguments as JSON)."""
+    try:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tool_parsers import ToolParserManager
+    except ImportError:
+        from verl.experimental.agent_loop.tool_parser import ToolParser
+        from verl.tools.schemas import OpenAIFunctionToolSchema
+
+        parser = ToolParser.get_tool_parser(policy.tool_format, policy.tokenizer)
+        schemas = [OpenAIFunctionToolSchema.model_validate(schema(tool["function"])) for tool in tools]
+        return await parser.extract_tool_calls(ids, schemas)
+    raw = policy.tokenizer.decode(ids, skip_special_tokens=False)  # some formats mark their calls with special tokens
+    request: Any = ChatCompletionRequest.model_validate({"messages": [], "model": "policy", "tools": tools})
+    found = ToolParserManager.get_tool_parser(policy.tool_format)(policy.tokenizer, request.tools)
+    told = found.extract_tool_calls(raw, request)
+    return told.content, [call.function for call in told.tool_calls] if told.tools_called else []
+
+
+def schema(function: dict[str, Any]) -> dict[str, Any]:
+    """A tool as verl's schema takes it, which knows less of JSON schema than tools use."""
+    asked = function.get("parameters") or {}
+    kinds = {name: told.get("type") for name, told in (asked.get("properties") or {}).items() if isinstance(told, dict)}
+    properties = {name: {"type": kind or "string"} for name, kind in kinds.items()}
+    parameters = {"type": "object", "properties": properties, "required": list(asked.get("required") or [])}
+    return {"type": "function", "function": {"name": function["name"], "description": "", "parameters": parameters}}
 
 
 def observed_ids(messages: list[dict[str, Any]], tokenizer: Any, stop_ids: set[int]) -> list[int]:
@@ -57,7 +80,9 @@ def observed_ids(messages: list[dict[str, Any]], tokenizer: Any, stop_ids: set[i
         if m["role"] == "tool"
     ]
     answer = {"role": "assistant", "content": "An answer.", **({"tool_calls": calls} if calls else {})}
-    start = [{"role": "user", "content": "A question."}, answer]
+    start: list[dict[str, Any]] = [{"role": "user", "content": "A question."}, answer]
+    if vision := getattr(tokenizer, "vision", None):
+        start, messages = vision.messages(start), vision.messages(messages)
     try:
         ended = tokenizer.apply_chat_template(start, tokenize=False)
         whole = tokenizer.apply_chat_template(start + messages, tokenize=False, add_generation_prompt=True)
@@ -71,7 +96,10 @@ def observed_ids(messages: list[dict[str, Any]], tokenizer: Any, stop_ids: set[i
         new = whole[len(ended) :] if whole.startswith(ended) else ""
     if not new:
         raise GymError("template", f"the chat template does not go on where its last answer ended; {OTHER_TEMPLATE}")
-    return list(tokenizer.encode(new, add_special_tokens=False))
+    ids = list(tokenizer.encode(new, add_special_tokens=False))
+    if vision and {*vision.placeholders} & {*ids}:
+        raise GymError("template", "the environment says what stands for an image in the model's ids")
+    return ids
 
 
 def observed_message(item: dict[str, Any], names: dict[str, str], limit: int) -> dict[str, Any]:

@@ -25,21 +25,21 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from kit import plugins
+from kit import engines, plugins
 from kit.config import leaves, public
 from kit.errors import ConfigError, RunError
 
 MANIFEST = "manifest.json"
 POINTER = "latest_checkpointed_iteration.txt"  # verl's: the step of the last one
 EXPORTED = "step.txt"  # in an export: the step whose weights it holds
-SHARDS = {"model": "model", "optimizer": "optim", "extra": "extra_state"}  # verl's save_contents: how files begin
 NAME = re.compile(r"(?:global_step|saving)_(\d+)")
+LAYOUT = "the shards are laid out for it"
 RANKS = ("trainer.n_gpus_per_node", "trainer.nnodes")  # whose product they are
 # What a checkpoint cannot go on with otherwise, and why. All else may change, and is said.
 FIXED = {
     **dict.fromkeys(RANKS, "each rank loads the shard that it wrote"),
-    "actor_rollout_ref.actor.strategy": "the shards are laid out for it",
-    "critic.strategy": "the shards are laid out for it",
+    **dict.fromkeys(["model_engine", "actor_rollout_ref.actor.strategy", "critic.strategy"], LAYOUT),
+    **dict.fromkeys(engines.of_sizes(), LAYOUT),
     "actor_rollout_ref.model.lora_rank": "the adapters have other shapes",
     "actor_rollout_ref.model.target_modules": "the adapters sit elsewhere",
 }
@@ -96,9 +96,8 @@ def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) 
 def unseen(folder: Path, ranks: int, config: DictConfig) -> list[str]:
     """The shards that so many ranks must have written into `folder` (actor or critic), and that are not there."""
     section = "actor_rollout_ref.actor" if folder.name == "actor" else "critic"
-    saved = OmegaConf.select(config, f"{section}.checkpoint.save_contents") or SHARDS
-    prefixes = [prefix for kind, prefix in SHARDS.items() if kind in saved]
-    names = [f"{prefix}_world_size_{ranks}_rank_{rank}.pt" for prefix in prefixes for rank in range(ranks)]
+    saved = OmegaConf.select(config, f"{section}.checkpoint.save_contents") or list(engines.SHARDS)
+    names = engines.written(config.model_engine, saved, ranks)
     return sorted(name for name in names if not (folder / name).is_file())
 
 
@@ -111,8 +110,9 @@ def not_finite(workers: Any) -> list[str]:
 
         held = getattr(worker, "worker_dict", {name: worker})[name]
         engine = getattr(held, "actor", held).engine
-        tensors = list(engine.module.named_parameters())
-        for state in engine.optimizer.state.values() if engine.optimizer else ():
+        modules = engine.module if isinstance(engine.module, list) else [engine.module]  # Megatron's, of stages
+        tensors = [item for module in modules for item in module.named_parameters() if item[1].untyped_storage().size()]
+        for state in getattr(engine.optimizer, "state", {}).values():
             tensors += [(f"the optimizer's {name}", value) for name, value in state.items() if torch.is_tensor(value)]
         local = ((name, value.to_local() if hasattr(value, "to_local") else value) for name, value in tensors)
         return [name for name, value in local if not torch.isfinite(value).all()]
@@ -270,6 +270,8 @@ def check(checkpoint: Path, config: DictConfig, command: str) -> list[str]:
         tensors = read(path)
         if path.parent.name == "actor" and path.name.startswith("model_"):
             check_shapes(path, tensors, Path(config.actor_rollout_ref.model.path))
+    if now["model_engine"] == "megatron":  # by pickle, in its own reader
+        said.append(f"{checkpoint} is read by Megatron, which would run what is in it: go on from your own alone")
     return said
 
 
@@ -341,6 +343,10 @@ def export(checkpoint: Path, target: Path) -> None:
     from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 
     actor = str(checkpoint / "actor")
+    if (saved := checkpoint / "actor" / "model" / "huggingface").is_dir():  # Megatron's is one already
+        shutil.copytree(saved, target, dirs_exist_ok=True)
+        (target / EXPORTED).write_text(f"{step_of(checkpoint)}\n")
+        return
     config = ModelMergerConfig(
         "merge", "fsdp", str(target), local_dir=actor, hf_model_config_path=f"{actor}/huggingface"
     )
@@ -354,4 +360,15 @@ def export(checkpoint: Path, target: Path) -> None:
 
         base = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
         PeftModel.from_pretrained(base, target / "lora_adapter").merge_and_unload().save_pretrained(target)
+    if "vision_config" in json.loads((target / "config.json").read_text()):
+        keep_processor(OmegaConf.load(checkpoint / "config.yaml").actor_rollout_ref.model.path, target)
     (target / EXPORTED).write_text(f"{step_of(checkpoint)}\n")
+
+
+def keep_processor(model: str, target: Path) -> None:
+    """What a model that sees has beside weights and tokenizer, which verl does not save."""
+    from transformers.utils import cached_file
+
+    for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
+        if file := cached_file(model, name, _raise_exceptions_for_missing_entries=False):
+            shutil.copy(file, target / name)

@@ -10,11 +10,13 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from kit.config import ACTOR, MODEL, ROLLOUT, sampling_gpus
+from kit import engines, memory
+from kit.config import ACTOR, MODEL, ROLLOUT, base_configs, sampling_gpus
 from kit.errors import ConfigError
 from kit.plugins import ADVANTAGE, LOSS_MODE, TEACHER, asks_for, is_own, load, needs_reference, teacher
 
@@ -23,9 +25,23 @@ RUNS_CODE = (
     *("bigcodebench", "code_fim", "code_gen", "evalplus", "math_with_code", "newton_bench", "ns_tools", "nvarc"),
     *("openenv", "scicode"),
 )
-CHOICES: dict[str, Sequence[Any]] = {f"{ROLLOUT}.name": ["vllm", "hf"], f"{ROLLOUT}.pipeline_model_parallel_size": [1]}
+SAMPLERS = {"vllm": "vLLM", "hf": "transformers", "sglang": "SGLang"}
+TRTLLM = "; TensorRT-LLM's must share the trainer's placement group, in which each process takes its GPU whole"
+# keys of rollout that verl's SGLang server does not read
+NOT_SGLANG = [
+    "ignore_eos",
+    "repetition_penalty",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "logprobs_mode",
+    "max_num_batched_tokens",
+    "scheduling_policy",
+    "cudagraph_capture_sizes",
+    "seed",
+]
+CHOICES: dict[str, Sequence[Any]] = {f"{ROLLOUT}.pipeline_model_parallel_size": [1]}
+ULYSSES = f"{ACTOR}.ulysses_sequence_parallel_size"
 CHOICES["trainer.rollout_ahead"] = [0, 1]
-CHOICES |= {key: ["fsdp", "fsdp2"] for key in (f"{ACTOR}.strategy", "critic.strategy")}  # verl has more of all of these
 
 
 def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
@@ -60,11 +76,12 @@ def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
             yield f"{count} GPUs do not divide by {key} = {infer}; lower these, or raise trainer.n_gpus_per_node"
     if command not in ("train", "sft"):
         return
-    if world % (split := actor.ulysses_sequence_parallel_size):
-        yield f"{world} GPUs do not divide by {ACTOR}.ulysses_sequence_parallel_size={split}; lower it"
+    if world % (split := engines.same_rows(config)):
+        key = f"{ACTOR}.{config.model_engine}'s parts of the model" if config.model_engine != "dp" else ULYSSES
+        yield f"{world} GPUs do not divide by {key}={split}; lower it"
     if config.trainer.device == "cpu" and split > 1:
         why = "kit/cpu_engine.py computes each prompt once, for whole sequences, and verl's Ulysses cuts them"
-        yield f"{ACTOR}.ulysses_sequence_parallel_size={split} on a CPU: {why}; leave it out"
+        yield f"{ULYSSES}={split} on a CPU: {why}; leave it out"
     tiles = [name for name in ("entropy_checkpointing", "entropy_from_logits_with_chunking") if actor.get(name)]
     if config.trainer.device == "cpu" and tiles:
         yield f"{ACTOR}.{tiles[0]} on a CPU: kit/cpu_engine.py has the entropy in tiles anyway; leave it out"
@@ -193,13 +210,80 @@ def check_servers(config: DictConfig) -> Iterator[str]:
         yield f"{ROLLOUT}.nnodes={rollout.nnodes}: verl sends no adapter there; set {MODEL}.lora.merge=true"
 
 
+def drafts_of(config: DictConfig) -> dict[str, Any]:
+    """vLLM's speculative_config, empty where there is none."""
+    return dict((config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}).get("speculative_config") or {})
+
+
 def check_backend(config: DictConfig) -> Iterator[str]:
     """What only vLLM does is asked of vLLM."""
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    if rollout.name not in SAMPLERS:
+        yield f"{ROLLOUT}.name={rollout.name}: wants one of {', '.join(SAMPLERS)}{TRTLLM * (rollout.name == 'trtllm')}"
+    if rollout.name == "sglang":
+        usual = base_configs(config.model_engine)[1].actor_rollout_ref.rollout
+        if config.trainer.device == "cpu":
+            yield f"{ROLLOUT}.name=sglang needs GPUs: it has no build for a CPU in the registries; take vllm or hf"
+        if rollout.full_determinism:
+            yield f"{ROLLOUT}.full_determinism: verl gives SGLang's requests no seed of their own; leave it out"
+        if rollout.nnodes and rollout.free_cache_engine:
+            why = "servers on GPUs of their own would give their memory back twice"
+            yield f"{ROLLOUT}.free_cache_engine: {why}; set it to false"
+        for key in (key for key in NOT_SGLANG if rollout.get(key) != usual.get(key)):
+            yield f"{ROLLOUT}.{key} is not read with {ROLLOUT}.name=sglang; leave it out"
+    elif rollout.engine_kwargs.sglang:
+        yield f"{ROLLOUT}.engine_kwargs.sglang is read with {ROLLOUT}.name=sglang; set that, or leave it out"
     if rollout.name == "hf" and rollout.tensor_model_parallel_size * rollout.data_parallel_size > 1:
         yield f"{ROLLOUT}.name=hf has the whole model on each GPU; leave {ROLLOUT}.tensor_model_parallel_size out"
+    if model.override_config.get("quantization_config"):
+        why = "verl's FSDP shards and sends plain weights, not those of QLoRA"
+        yield f"{MODEL}.override_config.quantization_config: {why}; leave it out, and take lora_rank alone"
     if rollout.name == "hf" and model.lora_rank and not model.lora.merge:
         yield f"{ROLLOUT}.name=hf takes no adapter beside the model; set {MODEL}.lora.merge=true"
+    if rollout.prometheus.enable and rollout.disable_log_stats:
+        yield f"{ROLLOUT}.prometheus.enable needs {ROLLOUT}.disable_log_stats=false (configs/monitoring.yaml)"
+    drafts, key = drafts_of(config), f"{ROLLOUT}.engine_kwargs.vllm.speculative_config"
+    if drafts and rollout.name != "vllm":
+        yield f"{key}: {ROLLOUT}.name={rollout.name} takes no draft tokens; leave it out"
+    if drafts and drafts.get("method") != "ngram":
+        why = "its draft is of a model that no sync reaches, and gets worse with every step"
+        yield f"{key}.method={drafts.get('method')}: {why}; set ngram"
+    if drafts and model.mtp.enable_rollout:
+        yield f"{key} and {MODEL}.mtp.enable_rollout both draft tokens; set one"
+    if drafts and rollout.full_determinism:
+        yield f"{key}: with {ROLLOUT}.full_determinism vLLM draws by other numbers where a draft ends; set one"
+
+
+def build(config: DictConfig) -> None:
+    """verl's own classes take what the recipe says of engines and rollouts. Raises ConfigError."""
+    from verl.utils.config import omega_conf_to_dataclass
+
+    for section in (ACTOR, ROLLOUT, *["critic"] * asks_for(config, "values")):
+        try:
+            omega_conf_to_dataclass(OmegaConf.select(config, section))
+        except Exception as error:  # Hydra's, OmegaConf's, and whatever their __post_init__ raises
+            why = str(error).strip().splitlines()[0]
+            raise ConfigError(f"{section}: verl does not take it: {why}; see its documentation of these keys") from None
+
+
+def check_quantization(config: DictConfig, c: Any) -> Iterator[str]:
+    """rollout.quantization: fp8 in blocks of 128 x 128, by verl. c: the Hugging Face config of the text model."""
+    rollout, key = config.actor_rollout_ref.rollout, f"{ROLLOUT}.quantization"
+    if not rollout.quantization:
+        return
+    if rollout.quantization != "fp8" or rollout.name == "hf":
+        yield f"{key}={rollout.quantization}: there is fp8 alone, with vLLM and SGLang; set that, or leave it out"
+    elif config.trainer.device == "cpu":
+        cpuinfo = Path("/proc/cpuinfo")
+        lacks = "amx_tile" not in (cpuinfo.read_text() if cpuinfo.is_file() else "")
+        why = "this one has no amx_tile, which vLLM's kernel wants" if lacks else "verl's sync would not quantise"
+        yield f"{key}=fp8 on a CPU: {why}; leave it out"
+        return
+    queries, keys, *_ = memory.widths(c)
+    mlp = getattr(c, "moe_intermediate_size", c.intermediate_size) if memory.experts_of(c) else c.intermediate_size
+    widths = {"hidden_size": c.hidden_size, "queries": queries, "keys": keys, "of the MLP": mlp}
+    if odd := [f"{name} {width}" for name, width in widths.items() if width % 128]:
+        yield f"{key}=fp8 goes by blocks of 128, and the model has {', '.join(odd)}; leave it out"
 
 
 def check_pools(config: DictConfig) -> Iterator[str]:
@@ -244,8 +328,14 @@ def check_vocabulary(config: DictConfig, key: str, tokenizer: Any) -> Any:
 
 def check_tool_format(name: str) -> None:
     """The parser that reads the model's tool calls exists. Raises ConfigError."""
-    from vllm.tool_parsers import ToolParserManager  # takes 7 s, and is needed anyway
+    try:
+        from vllm.tool_parsers import ToolParserManager  # takes 7 s, and is needed anyway
+    except ImportError:
+        from verl.experimental.agent_loop.tool_parser import ToolParser
 
-    if name not in (known := ToolParserManager.list_registered()):
-        why = f"vLLM has no such tool parser; it has {', '.join(known)}"
+        whose, known = "verl", list(ToolParser._registry)
+    else:
+        whose, known = "vLLM", ToolParserManager.list_registered()
+    if name not in known:
+        why = f"{whose} has no such tool parser; it has {', '.join(known)}"
         raise ConfigError(f"{ROLLOUT}.multi_turn.format={name}: {why}")

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from kit.episodes import Versions
+from kit.episodes import ABORTED, Versions
 
 PAUSE_S = 0.1  # before the rest of an answer is asked for
 
@@ -47,7 +47,7 @@ class Client(LLMServerClient):
             ids += output.token_ids
             log_probs += output.log_probs or []
             versions.append((len(output.token_ids), output.extra_fields.get("global_steps")))
-            if output.stop_reason != "aborted" or len(ids) == limit:
+            if output.stop_reason not in ABORTED or len(ids) == limit:
                 output.token_ids, output.log_probs, output.extra_fields["versions"] = ids, log_probs, versions
                 output.stop_reason = "completed"
                 return output

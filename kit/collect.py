@@ -96,7 +96,7 @@ def read_done(path: Path, tasks: Sequence[env.Task]) -> Done:
     for _, record in episodes.read_records(path):
         i, k = (record.get(name, -1) for name in ("_ng_task_index", "_ng_rollout_index"))
         asked = record.get("responses_create_params")
-        if not 0 <= i < len(tasks) or asked != tasks[i].row["responses_create_params"]:
+        if not 0 <= i < len(tasks) or asked != episodes.without_images(tasks[i].row)["responses_create_params"]:
             raise ConfigError(f"{path} holds episodes of other rows; give another trainer.experiment_name")
         done[i, k] = episodes.from_record(record, tasks[i].row), light(record)
     return done

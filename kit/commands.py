@@ -24,6 +24,7 @@ from kit.errors import ConfigError, PluginError, RunError, Stop
 from kit.run import Run, console
 
 start = later("kit.start")  # Ray, which reads the recipe's environment when it is imported
+show = later("kit.show")  # pandas
 
 GYM_ERRORS = (env.DataError, gym_client.GymError, gym_servers.GymStartError)
 OUR_ERRORS = (ConfigError, RunError, PluginError, *GYM_ERRORS)  # a few lines each
@@ -78,6 +79,7 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"verl\.")
     for name in ("ray", "torch.fx", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)  # a traceback for each call that cannot be read
     # ours show although model_hosting_container_standards, which vLLM imports, sets the root logger to ERROR
     for name in ("gym_client", "kit.gym_servers", "kit.watch"):
         logger = logging.getLogger(name)
@@ -91,14 +93,21 @@ def main(train: Callable[[Plan], AbstractContextManager[Any]]) -> None:
 
     Exit status: 0, 1 error, 130 Ctrl-C, 143 SIGTERM.
     """
-    parser = argparse.ArgumentParser(description="RL on NeMo Gym tasks with verl and vLLM.")
+    if sys.argv[1:2] == ["show"]:
+        return show.main(sys.argv[2:])
+    parser = argparse.ArgumentParser(
+        description="RL on NeMo Gym tasks with verl and vLLM.",
+        epilog="Of a run that is there: python algorithm.py show runs/NAME [--worst 10]",
+    )
     parser.add_argument("--config", action="append", required=True, help="recipe; later ones override earlier ones")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
     parser.add_argument("--replay", metavar="STEP.jsonl", default="", help="a rollouts file: its update again")
+    parser.add_argument("--quiet", action="store_true", help="a line a step at a terminal too, for logs")
     parser.add_argument("words", nargs="*", metavar="[train|rollout|evaluate|sft] key=value", help="default: train")
     args = parser.parse_intermixed_args()
     named = [word for word in args.words if word in COMMANDS] or ["train"]
     overrides = [word for word in args.words if word not in COMMANDS]
+    console.is_interactive = console.is_interactive and not args.quiet
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if args.replay and named != ["train"]:

@@ -27,10 +27,15 @@ VERL = Path(importlib.util.find_spec("verl").origin).parent / "trainer" / "confi
 ACTOR, REF, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout", "model"))
 OWN = ("resource_pools", "rollout_ahead")  # keys of trainer that are the kit's
 ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp")
+MODEL_ENGINES = ("dp", "megatron", "veomni")  # verl's, which it composes its configuration for
+REFUSED = {
+    "torchtitan": "verl's torchtitan has no critic, and saves where no actor's folder is",
+    "automodel": "verl has automodel for fine-tuning alone",
+}
 # What this loop and verl's workers read. Where READ and UNREAD both have a part of a key, the longer part decides.
 _READ = {
-    "": "actor_rollout_ref critic gym env ray_kwargs.ray_init",
-    REF: "strategy fsdp_config pad_to_length log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu"
+    "": "actor_rollout_ref critic gym env ray_kwargs.ray_init model_engine",
+    REF: "strategy fsdp_config megatron veomni pad_to_length log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu"
     " log_prob_micro_batch_size_per_gpu",
     f"{ROLLOUT}.agent": "num_workers",
     f"{ROLLOUT}.multi_turn": "format max_assistant_turns max_tool_response_length",
@@ -42,7 +47,7 @@ _READ = {
     "distillation": "enabled teacher_models.teacher_model.model_path",
     "trainer": "project_name experiment_name default_local_dir logger device nnodes n_gpus_per_node critic_warmup"
     " total_epochs total_training_steps save_freq test_freq val_before_train resume_mode resume_from_path"
-    " max_actor_ckpt_to_keep ray_wait_register_center_timeout " + " ".join(OWN),
+    " max_actor_ckpt_to_keep log_val_generations ray_wait_register_center_timeout " + " ".join(OWN),
 }
 FIELDS = [  # which verl's YAML lacks, but its dataclasses have
     *("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights", f"{MODEL}.target_parameters"),
@@ -58,7 +63,8 @@ _ROWS: list[tuple[Sequence[str], str, str]] = [  # places, keys below them, what
         "reward_model.enable_resource_pool reward_model.n_gpus_per_node",
         "trainer.resource_pools.reward_model",
     ),
-    (["reward"], "custom_reward_function", "env.verifier=path.py:name"),
+    (["", "reward"], "custom_reward_function", "env.verifier=path.py:name"),
+    (["reward", "reward_model"], "reward_manager", "env.verifier=path.py:name"),
     (["reward"], "sandbox_fusion", "env.verifier={function: verl, sandbox_fusion_url: ...}"),
     (["distillation"], "distillation_loss", "algorithm.adv_estimator (configs/algorithms/distill.yaml)"),
     ([ACTOR, "critic"], "rollout_n", f"{ROLLOUT}.n"),
@@ -81,12 +87,16 @@ _ROWS: list[tuple[Sequence[str], str, str]] = [  # places, keys below them, what
     (["critic"], "forward_micro_batch_size forward_micro_batch_size_per_gpu", ""),
     (ENGINES, "strategy forward_only turbo_config", ""),
     ([ROLLOUT], "mode calculate_log_probs skip_tokenizer_init over_sample_rate multi_stage_wake_up profiler trace", ""),
-    ([ROLLOUT], "enable_rollout_routing_replay moe_load_balance_metrics_interval router_config_path", ""),
-    ([ROLLOUT], "disaggregation.bootstrap_port disaggregation.ib_device engine_kwargs.sglang engine_kwargs.trtllm", ""),
+    ([ROLLOUT], "moe_load_balance_metrics_interval router_config_path", ""),
+    ([ROLLOUT], "enable_rollout_routing_replay", "leave it out: verl replays routers with Megatron and VeOmni alone"),
+    ([ROLLOUT], "disaggregation.bootstrap_port disaggregation.ib_device engine_kwargs.trtllm", ""),
     (["actor_rollout_ref"], "hybrid_engine nccl_timeout actor.use_fused_kernels actor.use_remove_padding", ""),
 ]
 UNREAD = {
-    f"{place}.{key}": to.replace("*", key) for places, keys, to in _ROWS for place in places for key in keys.split()
+    f"{place}.{key}".strip("."): to.replace("*", key)
+    for places, keys, to in _ROWS
+    for place in places
+    for key in keys.split()
 }
 MICRO_BATCH_TOKENS = [f"{place}.ppo_max_token_len_per_gpu" for place in (ACTOR, "critic")]
 MICRO_BATCH_TOKENS += [f"{place}.log_prob_max_token_len_per_gpu" for place in (ROLLOUT, REF)]
@@ -138,13 +148,16 @@ def raise_all(problems: Sequence[Exception]) -> None:
 
 
 @functools.cache
-def base_configs() -> tuple[DictConfig, DictConfig]:
+def base_configs(engine: str = "dp") -> tuple[DictConfig, DictConfig]:
     """What every recipe starts from: (verl's ppo_trainer.yaml and the kit's own keys, these and the rest of
-    configs/base.yaml). Neither is to be changed."""
+    configs/base.yaml), for an engine of verl's. Neither is to be changed."""
     with initialize_config_dir(str(VERL), version_base=None):
-        verl = compose("ppo_trainer")
+        verl = compose("ppo_trainer", overrides=[f"model_engine={engine}"])
     OmegaConf.set_struct(verl, False)
+    verl.model_engine = engine
     base = read_yaml(str(ROOT / "configs" / "base.yaml"))
+    if engine != "dp":  # whose keys others do not have
+        del base.actor_rollout_ref.actor.strategy, base.critic.strategy, base.critic.fsdp
     own = {"gym": base.gym, "env": base.env, "trainer": {name: base.trainer[name] for name in OWN}}
     merged = (OmegaConf.merge(verl, part) for part in (own, base))
     return cast(tuple[DictConfig, DictConfig], tuple(merged))
@@ -159,8 +172,16 @@ def load_config(
     tell beside the rest; without one it is raised, as ConfigError. Sets the environment variables of
     ray_kwargs.ray_init.runtime_env.env_vars in this process, so call it before verl is imported.
     """
-    (defaults, usual), overlays = base_configs(), [(file, read_yaml(file)) for file in files]
+    overlays = [(file, read_yaml(file)) for file in files]
     overlays += [(text, OmegaConf.from_dotlist([text.lstrip("+")])) for text in overrides if "=" in text]
+    engine = next((name for _, overlay in reversed(overlays) if (name := overlay.get("model_engine"))), "dp")
+    if engine not in MODEL_ENGINES:
+        raise ConfigError(
+            f"model_engine={engine}: wants one of {', '.join(MODEL_ENGINES)}; {REFUSED.get(engine, 'no other')}"
+        )
+    if engine != "dp" and any(OmegaConf.select(overlay, "trainer.device") == "cpu" for _, overlay in overlays):
+        raise ConfigError(f"model_engine={engine} needs GPUs: verl has it for CUDA alone; leave it out on a CPU")
+    defaults, usual = base_configs(engine)
     wrong = [f"{t!r} is not key=value, nor one of train, rollout, evaluate, sft" for t in overrides if "=" not in t]
     parts: list[Any] = []
     by_hand = {text.lstrip("+").partition("=")[0] for text in overrides}
@@ -171,6 +192,10 @@ def load_config(
         given = {name: OmegaConf.select(overlay, f"env.{name}") or "" for name in ("reward", "sampler")}
         parts += [{"env": {name: None for name, spec in given.items() if "function" in spec}}, overlay]
     config = cast(DictConfig, OmegaConf.merge(usual, *parts))
+    config.gym.servers = config.gym.servers or {}
+    known = config.gym.servers if OmegaConf.is_dict(config.gym.servers) else {}
+    for name in [name for name, spec in known.items() if spec is None]:  # a recipe's, which a later one leaves out
+        del known[name]
     apply_environment(config)
     theirs, unknown = OmegaConf.to_container(defaults), []
     known = [key for key in leaves(theirs) if unread(key) is None]
@@ -179,6 +204,9 @@ def load_config(
             meant = [f"actor_rollout_ref.{leaf}" for leaf in leaves(overlay) if _within(leaf, key)]
             close = [leaf for leaf in meant if leaf in known] or difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else f"; see configs/base.yaml, and {VERL} for verl's"
+            others = (e for e in MODEL_ENGINES if any(_within(leaf, key) for leaf in leaves(base_configs(e)[0])))
+            if other := next(others, None):
+                hint = f": it is of model_engine={other}, and this recipe has {engine}; leave it out"
             wrong.append(f"{source}: unknown key {key}{hint}")
             unknown.append(key)
     wrong += useless(config, usual, unknown)
@@ -203,7 +231,8 @@ def useless(config: DictConfig, usual: DictConfig, unknown: Sequence[str]) -> It
         text = isinstance(value, (str, list)) and not str(value).startswith("${")
         if key in idle:  # and is not what it would be anyway
             if key not in expected or idle[key] != to_plain(OmegaConf.select(config, key)):
-                way_out = f"set {unread(key)}" if unread(key) else "leave it out"
+                way_out = unread(key) or "leave it out"
+                way_out = way_out if way_out.startswith("leave it out") else f"set {way_out}"
                 yield f"{key} is verl's, but this loop does not read it, so setting it would do nothing; {way_out}"
         elif key == "trainer.total_training_steps" and value is None:
             continue  # trainer.total_epochs says it

@@ -17,12 +17,15 @@ those that are plain settings are in configs/machines/cpu.yaml with their reason
 two more before models beside the actor: the frozen reference, which verl offloads to the host, without pinned memory
 (10, _no_pinning below), and the critic, which verl loads with flash attention (11, _load_without_flash below); one
 before full_determinism: vLLM's batch-invariant kernels, which are Triton's (12, VLLM_BATCH_INVARIANT below); one before
-a fast start: the weights that vLLM makes up until it gets the trainer's (13, _no_weights below); and one before fast
-sampling: a random number for each word of the vocabulary (14, _sample below).
+a fast start: the weights that vLLM makes up until it gets the trainer's (13, _no_weights below); one before fast
+sampling: a random number for each word of the vocabulary (14, _sample below); one before LLaVA (15 below); one before
+draft tokens (16, _expand below); and one before mixtures of experts (17, pack_experts below).
 """
 
 import contextlib
+import importlib.abc
 import importlib.metadata
+import importlib.util
 import os
 import sys
 import types
@@ -57,6 +60,34 @@ def _version(name: str) -> str:
 
 
 importlib.metadata.version = _version
+
+
+# 15. vLLM's LLaVA imports a class of transformers' that wants torchvision, for a function of it that does not; and a
+# process that it starts to look at the model would know nothing of this. _look_here is a plugin, which vLLM asks first.
+class _WithoutTorchvision(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != "transformers.models.pixtral.image_processing_pixtral" or importlib.util.find_spec("torchvision"):
+            return None
+        return importlib.util.spec_from_file_location(name, f"{next(iter(path))}/image_processing_pil_pixtral.py")
+
+
+def _look_here():
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
+
+
+_installed_plugins = importlib.metadata.entry_points
+
+
+def _plugins(**wanted):
+    found, group = _installed_plugins(**wanted), "vllm.general_plugins"
+    ours = importlib.metadata.EntryPoint("kit", "kit.cpu:_look_here", group)
+    return [*found, ours] if wanted.get("group") == group else found
+
+
+sys.meta_path.insert(0, _WithoutTorchvision())
+importlib.metadata.entry_points = _plugins  # type: ignore[assignment]
 
 # 3. verl asks for "cpu:gloo,cpu:gloo" (host and device backend), which torch refuses: it names the cpu twice.
 _torch_init_process_group = torch.distributed.init_process_group
@@ -188,6 +219,13 @@ def _rank(logprobs, of):
     return (logprobs >= of).view(torch.int8).sum(-1, dtype=torch.int32)
 
 
+def _expand(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
+    # 16. vLLM's kernel writes into an integer copy of what it should fill, so the temperature at each draft token is
+    # what lay in memory: answers of no distribution at all, and log-probs of NaN. [B] -> [num_tokens]
+    x = torch.where(x == replace_from, torch.tensor(replace_to, dtype=x.dtype), x)
+    return x.repeat_interleave(cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)), output_size=num_tokens)
+
+
 def __getattr__(name):
     # The vLLM worker alone asks for this class; elsewhere its imports would cost every process half a minute.
     if name != "WorkerExtension":
@@ -196,13 +234,26 @@ def __getattr__(name):
     # configs/machines/deterministic.yaml has what does instead.
     os.environ.pop("VLLM_BATCH_INVARIANT", None)
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as moe
     from vllm.model_executor.model_loader import dummy_loader
-    from vllm.v1.sample import sampler
+    from vllm.v1.sample import rejection_sampler, sampler
     from vllm.v1.sample.ops import topk_topp_sampler
 
     from kit import weight_sync
 
     dummy_loader.initialize_dummy_weights = _no_weights
+    rejection_sampler.expand_batch_to_tokens = _expand
+    load_experts = moe.UnquantizedFusedMoEMethod.process_weights_after_loading
+
+    def pack_experts(method, layer):
+        # 17. vLLM packs experts when they are first loaded, and never again: reloaded ones would lie unpacked where
+        # packed ones are read, in the same shape.
+        packed = method.moe_kernel is not None
+        load_experts(method, layer)
+        if packed:
+            method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    moe.UnquantizedFusedMoEMethod.process_weights_after_loading = pack_experts
     topk_topp_sampler.compiled_random_sample, sampler.batched_count_greater_than = _sample, _rank
 
     class WorkerExtension(weight_sync.WorkerExtension):
@@ -224,6 +275,7 @@ def __getattr__(name):
             self.model_runner.reload_weights(weights_iterator=iter(weights))
             # 8. a tied lm_head keeps its own packed copy, which the reload does not refresh
             model = self.model_runner.model
+            model = model.get_language_model() if hasattr(model, "get_language_model") else model
             if model.config.tie_word_embeddings:
                 model.lm_head.weight = model.model.embed_tokens.weight
                 model.lm_head.quant_method.process_weights_after_loading(model.lm_head)

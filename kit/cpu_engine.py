@@ -19,7 +19,9 @@ import torch.nn.functional as F
 import verl.utils.torch_functional as verl_F
 import verl.workers.engine.fsdp.transformer_impl as fsdp
 from tensordict import TensorDict
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from verl.utils import tensordict_utils as tu
+from verl.utils.model import extract_multi_modal_inputs
 from verl.workers.engine.base import EngineRegistry
 
 LONGEST = 512  # keys that a grid may have; longer rows go one by one through torch's flash attention
@@ -48,19 +50,24 @@ class Layout(NamedTuple):
     answers: torch.Tensor  # [B] lengths of the answers; their sum is A
     grids: list[Grid]
     back: torch.Tensor  # [U] where each place is found in the grids' rows, one grid after another
+    asked: list[int]  # of each prompt, the row of B where it comes first
 
 
-def lay_out(ids: torch.Tensor, prompts: torch.Tensor) -> Layout:
-    """ids: nested [B, t], every prompt with its answer. prompts: [B], lengths, of at least 1."""
+def lay_out(ids: torch.Tensor, prompts: torch.Tensor, images: torch.Tensor | None = None) -> Layout:
+    """ids: nested [B, t], every prompt with its answer. prompts: [B], lengths, of at least 1. images: [B], rows of one
+    number have the same."""
     offsets, tokens = ids.offsets().tolist(), ids.values().tolist()
-    known: dict[tuple[int, ...], int] = {}  # a prompt's ids -> its index
+    seen = [0] * len(prompts) if images is None else images.tolist()
+    known: dict[tuple[int, ...], int] = {}  # a prompt's images and ids -> its index
+    asked: list[int] = []
     first: list[tuple[int, int]] = []  # of each prompt: where in T, its length
     rows: list[tuple[int, int, int]] = []  # of each answer: where in T, its length, its prompt
-    spans = list(zip(offsets, offsets[1:], prompts.tolist(), strict=False))
-    for begin, end, length in sorted(spans, key=lambda span: tokens[span[0] : span[1]]):  # rounds alike in any order
-        prompt = known.setdefault(tuple(tokens[begin : begin + length]), len(known))
+    spans = list(zip(offsets, offsets[1:], prompts.tolist(), range(len(prompts)), strict=False))
+    for begin, end, length, row in sorted(spans, key=lambda s: (tokens[s[0] : s[1]], seen[s[3]])):  # rounds alike so
+        prompt = known.setdefault((seen[row], *tokens[begin : begin + length]), len(known))
         if prompt == len(first):
             first.append((begin, length))
+            asked.append(row)
         rows.append((begin + length, end - begin - length, prompt))
     starts = [0]  # of all prompts, then of all answers, in U
     for _, length, *_ in [*first, *rows]:
@@ -79,7 +86,7 @@ def lay_out(ids: torch.Tensor, prompts: torch.Tensor) -> Layout:
     back = torch.empty_like(take)
     real = torch.cat([grid.real.flatten() for grid in grids])  # [all rows of all grids]
     back[torch.cat([grid.tokens.flatten() for grid in grids])[real]] = real.nonzero().flatten()
-    return Layout(take, place, torch.cat(said), torch.tensor([row[1] for row in rows]), grids, back)
+    return Layout(take, place, torch.cat(said), torch.tensor([row[1] for row in rows]), grids, back, asked)
 
 
 def _grids(spans: list[tuple[int, int, int, int]]) -> list[Grid]:
@@ -112,6 +119,8 @@ def grid_attention(module, query, key, value, attention_mask, scaling=None, slid
 
     query [1, H, U, D]; key, value [1, H_kv, U, D]. Returns ([1, U, H, D], None).
     """
+    if not getattr(module, "is_causal", True):  # of a part of the model that sees images
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     if _layout is None:
         raise ValueError("attn_implementation=cpu_packed wants actor_rollout_ref.model.use_remove_padding=true")
     longest = max(grid.hidden.shape[-1] for grid in _layout.grids)
@@ -230,11 +239,12 @@ def _micro_batches(data: TensorDict, dp_group=None, **options):
         return _verls_micro_batches(data, dp_group, **options)
     rows = [row.tolist() for row in data["input_ids"].unbind()]
     prompts = data["attention_mask"][:, : data["prompts"].shape[1]].sum(dim=1).tolist()
-    order = sorted(range(len(rows)), key=rows.__getitem__)  # alike however they come
+    images = data["image"].tolist() if "image" in data else [0] * len(rows)
+    order = sorted(range(len(rows)), key=lambda i: (rows[i], images[i]))  # alike however they come
     known: set[tuple[int, ...]] = set()
     costs = []  # in this order
     for i in order:
-        asked = tuple(rows[i][: prompts[i]])
+        asked = (images[i], *rows[i][: prompts[i]])
         costs.append(len(rows[i]) - prompts[i] * (asked in known))
         known.add(asked)
     total = sum(costs)
@@ -268,7 +278,10 @@ class _Packed:
         if args.get("pad_size"):
             raise NotImplementedError("on a CPU: ulysses_sequence_parallel_size > 1, pad_to_length; leave them out")
         lengths = micro_batch["attention_mask"][:, : micro_batch["prompts"].shape[1]].sum(dim=1)  # [B]
-        _layout = args["layout"] = layout = lay_out(micro_batch["input_ids"], lengths)
+        _layout = args["layout"] = layout = lay_out(micro_batch["input_ids"], lengths, micro_batch.get("image", None))
+        if "multi_modal_inputs" in micro_batch:  # each prompt's once, in their order
+            given = list(micro_batch.get("multi_modal_inputs"))
+            inputs |= extract_multi_modal_inputs([given[row] for row in layout.asked])
         for name in ("input_ids", "position_ids"):
             inputs[name] = inputs[name][..., layout.take]
         return inputs, args

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import json
 import math
 from collections import Counter, defaultdict
@@ -29,6 +30,8 @@ from kit.errors import ConfigError, RunError
 
 IDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")  # Gym's, on the last item of a call
 KNOWN = ("row_id", "group_id", "server", "status", "error", "ended", "baseline", "turn_rewards", "timings")
+
+ABORTED = ("aborted", "abort")  # so say vLLM and SGLang of a request that was ended
 
 Version = tuple[int, int | None]  # so many tokens, sampled from the weights of that step
 Versions = list[Version]
@@ -72,6 +75,7 @@ class Episode:
     lost: bool = False  # its Gym server went away in the middle
     timings: dict[str, float] = field(default_factory=dict)  # seconds: generate, tools, verify, verify_call
     row: dict[str, Any] = field(default_factory=dict)  # the task's, verbatim
+    place: tuple[int, int] = (-1, -1)  # in its rollouts file: `_ng_task_index`, `_ng_rollout_index`
 
     @property
     def question(self) -> str:
@@ -156,7 +160,22 @@ def as_record(episode: Episode, task_index: int, rollout_index: int) -> dict[str
     answer = {"response": gym_client.response(output), "reward": episode.reward, **parts, **episode.verdict}
     places = {"_ng_task_index": task_index, "_ng_rollout_index": rollout_index}
     ours = {"_episode": {**text, **known, **lengths}}  # first, and whatever the row says
-    return ours | episode.row | answer | places | ours
+    return ours | without_images(episode.row) | answer | places | ours
+
+
+def without_images(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with a hash in the place of each image that it holds itself: every episode of it is written."""
+    params = row.get("responses_create_params") or {}
+    said: list[dict[str, Any]] = params["input"] if isinstance(params.get("input"), list) else []
+
+    def cut(part: Any) -> Any:
+        held = str(part.get("image_url", "")) if isinstance(part, dict) else ""
+        digest = hashlib.sha256(held.encode()).hexdigest()[:16]
+        return {**part, "image_url": f"sha256 {digest}"} if held.startswith("data:") else part
+
+    lists = (isinstance(item.get("content"), list) for item in said)
+    shorter = [{**i, "content": [*map(cut, i["content"])]} if some else i for i, some in zip(said, lists, strict=True)]
+    return row if shorter == said else {**row, "responses_create_params": {**params, "input": shorter}}
 
 
 def from_record(record: dict[str, Any], row: dict[str, Any]) -> Episode:
@@ -203,13 +222,21 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not line:
             continue
         try:
-            record = json.loads(line)
+            record = parse(line)
             record["_episode"]["row_id"], record["response"]["output"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             older = "; it is of an older format of the kit's" * (b'"tokens"' in line or b"_ng_task_index" in line)
             why = f"no episode of a rollouts file ({error!r}){older}"
             raise ConfigError(f"{path}:{number}: {why}; give another trainer.experiment_name, or file") from None
         yield number, record
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """A line that `write` wrote: by orjson, but for what it refuses (there). Raises ValueError."""
+    try:
+        return dict(orjson.loads(line))
+    except orjson.JSONDecodeError:
+        return dict(json.loads(line))
 
 
 def load_replay(path: Path, tasks: Sequence[Task]) -> list[list[Episode]]:

@@ -124,7 +124,6 @@ def of_recipe(config: DictConfig) -> dict[str, Function]:
 
 def leave_out_servers(config: DictConfig) -> None:
     """With env.verifier no Gym server is asked but those that a file names: take the others out of the recipe."""
-    config.gym.servers = config.gym.servers or {}
     entries = [entry for key in FILES for entry in config.env[key.removeprefix("env.")] or ()]
     asked = {entry.get("server") for entry in entries if isinstance(entry, Mapping)}
     for name in [name for name in config.gym.servers if config.env.verifier and name not in asked]:

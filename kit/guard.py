@@ -31,6 +31,7 @@ class Guard:
         self.config, self.logs, self.say, self.show = config, logs, say, show
         self.timing: dict[str, float] = {}
         self.current, self.failed, self.ends = "", "", False  # the stage; that in which an error was; all is closing
+        self.begun = time.monotonic()  # when the stage under way did, or last got on
         self.asked, self.asked_at, self.lost = 0, 0.0, ""  # the signal that asked to stop, when; what was lost
         self.ending: Stop | None = None
         self.owed = ""  # what is to be done once the processes have ended
@@ -97,6 +98,7 @@ class Guard:
 
     def progress(self) -> None:
         """A stage that gets on does not hang: its deadline counts from now (env.stage_deadline_s, in whole seconds)."""
+        self.begun = time.monotonic()
         if self.current:
             signal.alarm(max(1, round(self.config.env.stage_deadline_s)))
 

@@ -52,7 +52,8 @@ def parameters(c: Any) -> tuple[int, int]:
     """(of the model, of one layer)."""
     queries, keys, mlp, _ = widths(c)
     layer = c.hidden_size * (2 * queries + 2 * keys + 3 * mlp + 2)
-    outside = c.vocab_size * (1 if c.tie_word_embeddings else 2) + 1  # embedding, output head, last norm
+    tied = getattr(c, "tie_word_embeddings", False)
+    outside = c.vocab_size * (1 if tied else 2) + 1  # embedding, output head, last norm
     return c.num_hidden_layers * layer + outside * c.hidden_size, layer
 
 
@@ -167,6 +168,8 @@ def report(config: DictConfig, c: Any, command: str) -> tuple[list[str], list[st
     """(the estimate, a line for each stage; what of it does not fit). c: the Hugging Face config of the text model."""
     if missing := [name for name in NEEDED if not getattr(c, name, None)]:
         return [f"memory      not estimated: the model's config has no {', '.join(missing)}"], []
+    if config.model_engine != "dp":
+        return [f"memory      not estimated with model_engine={config.model_engine}"], []
     (total, said), rollout = device(config), config.actor_rollout_ref.rollout
     has, wrong = f"a {'CPU' if config.trainer.device == 'cpu' else 'GPU'} has {total / GIB:.1f} GiB{said}", []
     lines, found = [f"memory      estimated, in GiB; {has}"], stages(config, c, total, command)

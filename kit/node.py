@@ -20,7 +20,11 @@ from kit.memory import GIB
 def lacks(config: DictConfig, c: Any, command: str) -> Iterator[str]:
     """What this node has too little of. c: the Hugging Face config of the text model."""
     settings, rollout = config.trainer, config.actor_rollout_ref.rollout
-    if command in ("train", "sft") and all(getattr(c, name, None) for name in memory.NEEDED):
+    if (
+        command in ("train", "sft")
+        and config.model_engine == "dp"
+        and all(getattr(c, name, None) for name in memory.NEEDED)
+    ):
         yield from _disk(config, c)
     bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20
     wanted, shared = max(GIB, 2 * bucket * settings.n_gpus_per_node), shutil.disk_usage("/dev/shm").free
@@ -53,10 +57,19 @@ def _gpus(config: DictConfig, command: str) -> Iterator[str]:
     if trains and (cores := len(os.sched_getaffinity(0))) < settings.n_gpus_per_node:
         asked = f"Ray gives one to each of {settings.n_gpus_per_node} processes"
         yield f"this node has {cores} cores, and {asked}: set ray_kwargs.ray_init.num_cpus to that, and they share"
-    apart, engine = config.actor_rollout_ref.rollout.nnodes, config.actor_rollout_ref.rollout.checkpoint_engine
-    if command == "train" and apart and engine.backend == "nccl" and not importlib.util.find_spec("cupy"):
+    rollout = config.actor_rollout_ref.rollout
+    if (
+        command == "train"
+        and rollout.nnodes
+        and rollout.checkpoint_engine.backend == "nccl"
+        and not importlib.util.find_spec("cupy")
+    ):
         way = f"uv pip install cupy-cuda13x, or set {ROLLOUT}.checkpoint_engine.backend=gloo"
         yield f"weights go to servers on GPUs of their own over nccl, by cupy, which is not installed: {way}"
+    packages = [config.model_engine] * trains + [rollout.name] * (command != "sft")
+    for package in packages:
+        if package not in ("dp", "hf") and not importlib.util.find_spec(package):
+            yield f"{package} is not installed: docs/backends.md has what it needs"
     attention = model.override_config.get("attn_implementation", "flash_attention_2")
     if (
         trains

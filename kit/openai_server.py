@@ -27,6 +27,10 @@ def prompt_of(messages: list[dict[str, Any]], tools: list[dict[str, Any]], polic
 
     The ids on the last answer's message cover all that precedes it. Raises GymError, env.DataError.
     """
+    if any(
+        part.get("type") == "image_url" for m in messages if isinstance(m.get("content"), list) for part in m["content"]
+    ):
+        raise env.Refused("images that an agent shows are not taken; leave such rows out")
     known = [i for i, m in enumerate(messages) if m.get("generation_token_ids")]
     if not known:
         return env.encode(messages, tools, policy.tokenizer)
@@ -46,7 +50,7 @@ async def complete(body: dict[str, Any], policy: Policy) -> tuple[int, dict[str,
         if len(prompt) >= longest:  # the words by which Gym's model server knows an episode that ran out of room
             return 400, {"error": {"message": f"the maximum context length is {longest}, the prompt {len(prompt)}"}}
         ids, log_probs, _ = await sample(policy, uuid.uuid4().hex, prompt, longest - len(prompt))
-        thought, text, calls = understand(policy, ids, tools)
+        thought, text, calls = await understand(policy, ids, tools)
     except (GymError, env.DataError) as error:  # a status that Gym does not ask again for
         return 422, {"error": {"message": str(error)}}
     called = [(c["call_id"], {"name": c["name"], "arguments": c["arguments"]}) for c in calls]

@@ -18,7 +18,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 import env
-from kit import checks, functions, gym_servers, memory, models, node, plugins, rows
+from kit import checks, engines, functions, gym_servers, images, memory, models, node, plugins, rows
 from kit.config import MICRO_BATCH_TOKENS, MODEL, ROLLOUT, changed, public, raise_all, sampling_gpus, to_plain
 from kit.errors import ConfigError
 
@@ -57,6 +57,8 @@ def prepare(config: DictConfig, command: str = "train") -> Data:
     data = Data([], [], [], tokenizer, stop_ids, *ideas)
     load_rows(config, command, data, aliases, own)
     tasks = [*data.train, *data.made, *data.validation]
+    if vision := getattr(tokenizer, "vision", None):
+        images.check(config, vision, tasks, command)
     if any(task.tools for task in tasks):
         checks.check_tool_format(config.actor_rollout_ref.rollout.multi_turn.format)
     for name in sorted({task.server for task in tasks} - {*config.gym.servers, *own}):
@@ -150,13 +152,18 @@ def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception]
             raise ConfigError(f"{MODEL}.external_lib={library} cannot be imported: {error}; {way_out}") from None
     ideas = plugins.functions(config)
     raise_all([ConfigError(text) for text in checks.check_names(config, command)])
-    raise_all([ConfigError(text) for text in checks.check_pools(config) if command == "train"])
+    texts = [*checks.check_pools(config)] if command == "train" else []
+    texts += engines.problems(config, critic=command == "train" and plugins.asks_for(config, "values"))
+    raise_all([ConfigError(text) for text in texts])
+    if config.trainer.device != "cpu":
+        checks.build(config)  # what cannot run here is at least taken by verl's own classes
     tokenizer, hf_config, stop_ids = load_model_files(config)
     if config.reward.reward_model.enable:
         checks.check_reward_model(config, tokenizer)
     if command == "train" and plugins.teacher(config):
         checks.check_vocabulary(config, plugins.TEACHER, tokenizer)
     fill_in(config, hf_config, command)
+    raise_all([ConfigError(text) for text in checks.check_quantization(config, hf_config.get_text_config())])
     return tokenizer, stop_ids, (*ideas, hf_config.get_text_config())
 
 
@@ -230,7 +237,11 @@ def fill_in(config: DictConfig, hf_config: Any, command: str = "train") -> None:
     """What follows from the model and the recipe, unless the recipe says it. Raises ConfigError."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     longest = config.data.max_prompt_length + config.data.max_response_length
-    rollout.max_model_len = rollout.max_model_len or longest
+    # verl's SGLang server leaves one token free
+    rollout.max_model_len = rollout.max_model_len or longest + (rollout.name == "sglang")
+    rollout.prometheus.file = os.path.abspath(rollout.prometheus.file)  # verl writes it in a process of Ray's
+    if checks.drafts_of(config):
+        rollout.disable_log_stats = False  # for rollout/drafts_accepted_frac
     text_config = hf_config.get_text_config()
     # verl sends each expert by itself, transformers has them as one
     if rollout.name == "hf" and memory.experts_of(text_config):
@@ -239,7 +250,7 @@ def fill_in(config: DictConfig, hf_config: Any, command: str = "train") -> None:
     if command != "sft" and rollout.max_model_len > most:
         key = f"data.max_prompt_length + max_response_length = {longest}, rollout.max_model_len={rollout.max_model_len}"
         raise ConfigError(f"{key}: the model has no more than {most} positions; lower these")
-    share = math.ceil(longest / actor.ulysses_sequence_parallel_size)
+    share = math.ceil(longest / engines.row_parts(config))
     for key in MICRO_BATCH_TOKENS:  # verl packs whole episodes, so the longest must fit, each GPU holding its share
         OmegaConf.update(config, key, max(OmegaConf.select(config, key), share))
     if actor.loss_agg_mode == "seq-mean-token-sum-norm" and not actor.loss_scale_factor:
@@ -276,6 +287,8 @@ def load_model_files(config: DictConfig) -> tuple[Any, Any, set[int]]:
         tokenizer.pad_token = tokenizer.eos_token  # padding is known by the attention mask, so any id will do
     if model.custom_chat_template:
         tokenizer.chat_template = model.custom_chat_template
+    if vision := images.vision_of(config, hf_config, tokenizer):
+        tokenizer.vision = vision
     if not tokenizer.chat_template:
         raise ConfigError(f"{model.path} has no chat template; set {MODEL}.custom_chat_template")
     return tokenizer, hf_config, stop_token_ids(tokenizer, generation)
@@ -329,9 +342,11 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
     else:
         tasks, n = (data.train, rollout.n) if command == "rollout" else (data.validation, rollout.val_kwargs.n)
         lines.append(f"{command:11} {len(tasks)} rows x {n} episodes of at most {longest}")
-    engine = {"vllm": "vLLM", "hf": "transformers"}[rollout.name] + f" replica{'s' * (replicas > 1)}"
+    parts = ", ".join(f"{name} {count}" for name, count in engines.sizes(config).items() if count > 1)
+    cut = f" of {config.model_engine} ({parts or 'each with the whole model'})" * (config.model_engine != "dp")
+    engine = checks.SAMPLERS[rollout.name] + f" replica{'s' * (replicas > 1)}"
     lines += [
-        f"devices     {world} {config.trainer.device}{pools}, {replicas} {engine}{buckets}",
+        f"devices     {world} {config.trainer.device}{cut}{pools}, {replicas} {engine}{buckets}",
         f"stop ids    {sorted(data.stop_ids)}, pad id {data.tokenizer.pad_token_id}",
     ]
     return "\n".join([*lines, *(f"WARNING     {text}" for text in [*lacking, *cautions(config, data)])])

@@ -91,6 +91,8 @@ def to_verl(row: dict[str, Any], where: str, prompt_key: str = "prompt") -> dict
     messages, tools = env.render(row, where)
     if tools or any(said.keys() != {"role", "content"} for said in messages):
         raise Refused(f"{where}: tools, which verl's rows do not hold; leave such rows out")
+    if any(isinstance(said["content"], list) for said in messages):
+        raise Refused(f"{where}: images, which verl's rows hold otherwise; leave such rows out")
     if not messages:
         raise Refused(f"{where}: its environment writes the prompt, which verl has not; leave such rows out")
     agent = row.get("agent_ref") or {}

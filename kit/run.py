@@ -1,7 +1,7 @@
 """A run: its folder, what it writes down and what it tells.
 
-runs/<trainer.experiment_name>/ holds config.yaml (of other commands rollout.yaml, evaluate.yaml), metrics.jsonl,
-rollouts/, failures.jsonl, checkpoints/, export/ and logs/.
+What is in runs/<trainer.experiment_name>/, file by file: docs/reference.md. At a terminal the last steps are a table
+that moves, with the time left; elsewhere, or with --quiet, a line each.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ import json
 import math
 import os
 import time
+import traceback
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from env import Task
 from kit import checkpoints
@@ -30,6 +34,7 @@ from kit.errors import RunError
 from kit.guard import Guard
 
 DAMAGED = 3  # steps in a row that end the run
+RECENT = 8  # steps in the table at a terminal
 console = Console()
 
 
@@ -44,13 +49,19 @@ class Run:
         self.checkpoint = resume_from  # the last one
         self.last: int = config.trainer.total_training_steps
         self.started, self.first_episode = time.monotonic(), 0.0  # seconds; seconds since `started`
+        self.reported = 0.0, 0.0  # when report.html was written; how long that took, in seconds
         self.damaged = 0  # steps in a row
         self.lent: list[str] = []  # environment variables
         self.on_restart: Callable[[str], None] = lambda name: None  # what else is to know of a restarted server
         self.gauges: Callable[[], dict[str, float]] = dict  # what stands now, for every line of metrics.jsonl
+        self.on_log: Callable[[int, dict[str, float]], None] = lambda *_: None  # who else reads these lines
+        self.open = 0  # episodes of the batch under way that have not ended
         self.trains = command in ("train", "sft")
         columns = ("{task.description}", BarColumn(bar_width=30), MofNCompleteColumn(), "{task.fields[stage]}")
-        self.bar = Progress(*columns, TimeElapsedColumn(), console=console)
+        times = (TimeElapsedColumn(), "left", TimeRemainingColumn(elapsed_when_finished=True))
+        self.bar = Progress(*columns, *times, speed_estimate_period=math.inf)  # steps are long: the mean of all
+        self.recent: deque[dict[str, str]] = deque(maxlen=RECENT)  # steps, by what the table's columns are called
+        self.live = Live(self, console=console) if console.is_interactive else None
         done = checkpoints.step_of(resume_from) if resume_from else 0
         self.task = self.bar.add_task(command, total=self.last if self.trains else 1, completed=done, stage="starting")
         self.guard = Guard(config, self.folder / "logs", self.say, self.show)
@@ -67,16 +78,21 @@ class Run:
         self.lend(VERL_FILE_LOGGER_PATH=self.folder / "tracking.jsonl")
         self.tracking = self.track() if self.config.trainer.logger else None
         self.guard.listen()
-        self.bar.start()
+        if self.live:
+            self.live.start()
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         self.guard.give_back()
-        self.bar.stop()
+        if self.live:
+            self.live.stop()
         if self.tracking:
             self.tracking.finish(exit_code=0 if kind is None else 1)
+            if writer := getattr(self.tables, "writer", None):  # of tensorboard, which nothing else closes
+                writer.close()
         for name in self.lent:
             os.environ.pop(name, None)
+        self.write_report()
 
     def lend(self, **variables: Any) -> None:
         """Set environment variables that are not set, until the run ends: the next one has another folder."""
@@ -109,9 +125,10 @@ class Run:
             path.write_text(uuid.uuid4().hex[:12])
         self.lend(WANDB_RUN_ID=path.read_text(), WANDB_RESUME="allow")
         self.lend(SWANLAB_RUN_ID=path.read_text(), SWANLAB_RESUME="allow")
-        from verl.utils.tracking import Tracking  # 10 s, which only those pay who track
+        from verl.utils.tracking import Tracking, ValidationGenerationsLogger  # 10 s, which only those pay who track
 
         names, told = self.config.trainer, OmegaConf.to_container(public(self.config), resolve=False)
+        self.tables = ValidationGenerationsLogger(names.project_name, names.experiment_name)
         return Tracking(names.project_name, names.experiment_name, to_plain(names.logger), told)
 
     # --- a step ---
@@ -133,10 +150,11 @@ class Run:
 
     def counter(self, total: int) -> Callable[[int, Any], None]:
         """A callback that shows how many of `total` episodes have ended."""
-        ended = itertools.count(1)
+        ended, self.open = itertools.count(1), total
 
         def one_more(*_: Any) -> None:
             done = next(ended)
+            self.open = total - done
             self.guard.progress()
             if not self.first_episode:
                 self.first_episode = self.timing["first_episode"] = time.monotonic() - self.started
@@ -166,9 +184,17 @@ class Run:
         plain = {name: float(value) for name, value in (metrics | self.gauges()).items()}
         finite = {name: value if math.isfinite(value) else None for name, value in plain.items()}
         with (self.folder / "metrics.jsonl").open("a") as out:
-            out.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
+            of = {} if self.trains else {"command": self.command}  # of a folder in which another may have trained
+            out.write(json.dumps({"step": step, "time": time.time(), **of, **finite}) + "\n")
+        self.on_log(step, plain)
         if self.tracking:
             self.tracking.log(data=plain, step=step)
+
+    def log_answers(self, step: int, episodes: Sequence[Episode]) -> None:
+        """The first trainer.log_val_generations of an evaluation, in the trackers that have tables."""
+        if self.tracking and (count := self.config.trainer.log_val_generations) > 0:
+            rows = [[e.question, e.transcript, e.reward] for e in episodes[:count]]
+            self.tables.log(to_plain(self.config.trainer.logger), rows, step)
 
     def write_episodes(
         self, name: str, episodes: Sequence[Episode], tasks: Sequence[Task], before: Sequence[Episode] = ()
@@ -187,7 +213,8 @@ class Run:
             open_records(self.folder / "failures.jsonl", "a") as failures,
         ):
             for e in episodes:
-                record = as_record(e, places[e.row_id], counts[e.row_id])
+                e.place = places[e.row_id], counts[e.row_id]
+                record = as_record(e, *e.place)
                 counts[e.row_id] += 1
                 if places[e.row_id] >= len(tasks):  # no file has it, and a replay wants it
                     record["_episode"]["row"] = e.row
@@ -197,6 +224,37 @@ class Run:
         if keep := self.config.env.keep_rollouts:
             for path in sorted((self.folder / "rollouts").glob("step_*.jsonl"), key=os.path.getmtime)[:-keep]:
                 path.unlink()
+                (self.folder / "advantages" / f"{path.stem}.npz").unlink(missing_ok=True)
+
+    def write_advantages(self, step: int, kept: Sequence[Episode], batch: Any) -> None:
+        """advantages/step_N.npz: of the batch's [B, R] those of sampled tokens; one where all of an answer have it."""
+        rows = [row[turn >= 0].float().numpy() for row, turn in zip(batch["advantages"], batch["turn"], strict=True)]
+        rows = [row[:1] if (row == row[:1]).all() else row for row in rows]
+        path = self.folder / "advantages" / f"step_{step}.npz"
+        path.parent.mkdir(exist_ok=True)
+        lengths = np.array([len(row) for row in rows])
+        np.savez_compressed(path, places=[e.place for e in kept], lengths=lengths, values=np.concatenate(rows))
+
+    def report_if_due(self) -> None:
+        """report.html, unless it was just written: of large batches it takes seconds, a twentieth of all at most."""
+        written, took = self.reported
+        if time.monotonic() > written + 20 * took:
+            with self.stage("report"):
+                self.write_report()
+
+    def write_report(self) -> None:
+        """report.html, of all that the run has so far (kit/report.py). What it cannot show ends no run: it is told."""
+        if not (self.folder / "metrics.jsonl").is_file() and not any((self.folder / "rollouts").iterdir()):
+            return
+        begun = time.monotonic()
+        try:
+            from kit import report  # a second, which a recipe that does not start need not wait
+
+            report.write([self.folder], self.folder / "report.html")
+            self.reported = time.monotonic(), time.monotonic() - begun
+        except Exception as error:
+            (self.folder / "logs" / "report.log").write_text(traceback.format_exc())
+            self.say(f"report.html was not written ({error!r:.200}); {self.folder}/logs/report.log says where")
 
     def keep_damaged(self, step: int, damage: str, batch: Any) -> str:
         """Keep the batch of a damaged step in damaged/. Raises RunError at the third in a row; returns what to tell."""
@@ -207,9 +265,10 @@ class Run:
         path.parent.mkdir(exist_ok=True)
         tensors = {name: tensor.clone() for name, tensor in batch.batch.items()}
         torch.save({"damage": damage, "uid": list(batch.non_tensor_batch["uid"]), **tensors}, path)
-        if self.damaged == DAMAGED:
+        # Megatron's optimiser takes the step all the same, which verl's others leave out
+        if self.damaged == (DAMAGED if self.config.model_engine != "megatron" else 1):
             raise RunError(
-                f"{DAMAGED} damaged steps in a row, the last: {damage}. Look into {path.parent} (torch.load), then go "
+                f"{self.damaged} damaged steps in a row, the last: {damage}. See {path.parent} (torch.load), then go "
                 "on from the last checkpoint with another precision, or a lower actor_rollout_ref.actor.optim.lr and "
                 "actor_rollout_ref.actor.checkpoint.load_contents=[model]"
             )
@@ -238,11 +297,23 @@ class Run:
         """Print one line above the progress bar."""
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def say_line(self, step: int, values: str) -> None:
-        """The step's line on the console: its numbers and the seconds of its stages."""
+    def say_line(self, step: int, values: dict[str, str]) -> None:
+        """The step's line on the console, or in its table: its numbers and the seconds of its stages."""
         self.bar.update(self.task, completed=step)
         told = {k: v for k, v in self.timing.items() if k not in ("step", "first_episode") and v >= 0.05}
-        self.say(f"step {step:4d}  {values}  | seconds: {' '.join(f'{k} {v:.1f}' for k, v in told.items())}")
+        seconds = " ".join(f"{k} {v:.1f}" for k, v in told.items())
+        self.recent.append({"step": str(step), **values, "seconds": seconds})
+        if not self.live:
+            line = " ".join(f"{name} {value}" for name, value in values.items())
+            self.say(f"step {step:4d}  {line}  | seconds: {seconds}")
+
+    def __rich__(self) -> Group:
+        """What moves at a terminal: the last steps, and the bar."""
+        rows = list(self.recent)  # as it is now: another thread draws
+        table = Table(*dict.fromkeys(name for row in rows for name in row), box=None, header_style="bold")
+        for row in rows:
+            table.add_row(*(row.get(str(column.header), "") for column in table.columns))
+        return Group(*([table] if rows else []), self.bar)
 
     def report(self, step: int, metrics: dict[str, Any], kept: Sequence[Episode]) -> None:
         """One line a step, and every env.show_every steps the best and the worst answer of the batch.
@@ -254,12 +325,12 @@ class Run:
         if changed and "critic/rewards/mean" in metrics:
             names = {"verifier": "rollout/reward/mean", "shaped": "critic/rewards/mean"}
         names |= {"length": "response_length/mean", "loss": "actor/pg_loss"}
-        values = [f"{label} {metrics[name]:.3g}" for label, name in names.items() if name in metrics]
+        values = {label: f"{metrics[name]:.3g}" for label, name in names.items() if name in metrics}
         if metrics["rollout/kept"] < metrics["rollout/episodes"]:
-            values.append(f"kept {metrics['rollout/kept']:.0f}/{metrics['rollout/episodes']:.0f}")
+            values["kept"] = f"{metrics['rollout/kept']:.0f}/{metrics['rollout/episodes']:.0f}"
         if uniform := metrics["rollout/groups_uniform"]:
-            values.append(f"equal {uniform:.0f} groups")
-        self.say_line(step, f"{' '.join(values)}  failed {metrics['rollout/failed_frac']:.0%}")
+            values["equal"] = f"{uniform:.0f} groups"
+        self.say_line(step, values | {"failed": f"{metrics['rollout/failed_frac']:.0%}"})
         if kept and self.config.env.show_every > 0 and step % self.config.env.show_every == 0:
             self.say_examples(kept, 1)
 
@@ -282,4 +353,4 @@ class Run:
             self.say(f"    {name}: {told} before (step {before['step']}), {after[name]:.3f} after")
         self.say(f"    checkpoint {self.checkpoint}, Hugging Face folder {self.folder}/export")
         again = f"trainer.total_training_steps={2 * self.last}"
-        self.say(f"next: look into {self.folder}/rollouts/, or train on with the same command and {again}")
+        self.say(f"next: look at {self.folder}/report.html, or train on with the same command and {again}")

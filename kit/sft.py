@@ -102,6 +102,8 @@ def prepare(config: DictConfig) -> Data:
     takes, and env.DataError.
     """
     tokenizer, stop_ids, functions = recipe.check_recipe(config, "sft")
+    if getattr(tokenizer, "vision", None):
+        raise ConfigError("`sft` of a model that sees is not there: take another model, or train it from rewards")
     found: dict[str, list[Example]] = {"train_files": [], "val_files": []}
     dropped, limits = [], config.data
     for name, examples in found.items():
@@ -180,5 +182,5 @@ def one_step(config: DictConfig, run: Run, data: Data, workers: Any, state: dict
         with run.stage("testing"):
             metrics |= held_out_loss(config, data, workers)
     run.log(step, metrics | run.timings())
-    held = f"  val/loss {metrics['val/loss']:.4g}" if "val/loss" in metrics else ""
-    run.say_line(step, f"loss {metrics['actor/loss']:.4g}{held}")
+    names = {"loss": "actor/loss", "val/loss": "val/loss"}
+    run.say_line(step, {label: f"{metrics[name]:.4g}" for label, name in names.items() if name in metrics})

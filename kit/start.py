@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import ray
 from omegaconf import DictConfig
 
-from kit import fork, gym_servers, later, lookout, models, plugins, watch
+from kit import checks, fork, gym_servers, images, later, lookout, models, plugins, watch
 from kit.config import all_gpus, sampling_gpus, to_plain
 from kit.errors import RunError
 from kit.recipe import Data
@@ -27,6 +27,7 @@ from kit.run import Run
 
 inference, training = later("inference"), later("training")
 openai_server, ahead, players = later("kit.openai_server"), later("kit.ahead"), later("kit.players")
+monitor = later("kit.monitor")
 
 JOIN_S = 120.0  # that nodes of a cluster may come later than the run
 ANSWER_S, TOKEN_S = 1800.0, 0.25  # an answer, or what Gym's agent plays, has so long, and so long a token at least
@@ -64,6 +65,8 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
         if not sample:
             workers.actor.init_model()
             training.set_policy_loss(workers.actor, config)
+            images.ban(workers, data.tokenizer)
+            watch_servers(run, [], stack)
             return Started(workers, None)
         verifiers, measured = players.client_of_gym(config, urls, data.tokenizer, run.folder / "logs")
         enter(verifiers, loop, stack)
@@ -78,14 +81,27 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
             enter(openai_server.serve(policy, door.host, port, key), loop, stack)
         if workers:
             training.set_policy_loss(workers.actor, config)
+            images.ban(workers, data.tokenizer)
         stack.callback(run.guard.end)  # and before all that was opened since
         others = None
         if config.actor_rollout_ref.rollout.agent.num_workers:
             others = players.Players(config, policy, urls, data, run.folder / "logs")
             run.on_restart = others.restarted
             run.gauges = lambda: others.metrics() | judges.metrics()
+        watch_servers(run, vllm.server_addresses, stack)
         actor, kind = workers.actor if workers else None, ahead if is_ahead else inference
         return Started(workers, kind.Servers(config, vllm, actor, policy, verifiers, loop, others))
+
+
+def watch_servers(run: Run, addresses: list[str], stack: contextlib.ExitStack) -> None:
+    """What is read of the servers' own pages, and where the run's are read."""
+    rollout = run.config.actor_rollout_ref.rollout
+    if addresses and checks.drafts_of(run.config):
+        others, accepted = run.gauges, monitor.acceptance(addresses)
+        run.gauges = lambda: others() | accepted()
+    if rollout.prometheus.enable:
+        pages = addresses if rollout.name == "vllm" else []
+        monitor.serve(run, ray.util.get_node_ip_address(), pages, stack)
 
 
 def start_outside(

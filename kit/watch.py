@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -69,6 +70,7 @@ class Watch:
         self.actors: set[str] = set()  # the ids of this job's of Ray's that were alive
         self.stopped: dict[Place, float] = {}  # since when
         self.resting = threading.Event()
+        self.folders: list[str] = []  # of the run alone
         self.thread = threading.Thread(target=self._work, name="watch", daemon=True)
 
     def __enter__(self) -> Watch:
@@ -84,6 +86,7 @@ class Watch:
 
     def tell_keeper(self, **what: str | int) -> None:
         """What there is of the run, by the words of kit/keeper.py."""
+        self.folders += [str(what["folder"])] if "folder" in what else []
         assert self.keeper.stdin
         with contextlib.suppress(BrokenPipeError):  # it was killed, which is no reason to end a run
             os.write(self.keeper.stdin.fileno(), json.dumps(what).encode() + b"\n")
@@ -107,7 +110,8 @@ class Watch:
     def clean(self, spared: Collection[int], patience: float) -> None:
         """Kill what is left of the run's processes, and remove what they leave."""
         kill(self.seen, spared, patience)
-        shutil.rmtree(self.temporary, ignore_errors=True)
+        for folder in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
         sweep(self.began)
 
     def _work(self) -> None:
@@ -133,10 +137,10 @@ class Watch:
         """What is wrong with processes, or with those that are no longer `seen`; empty if nothing."""
         alive = set()
         for node, pid, title, status in seen:
-            if status == psutil.STATUS_ZOMBIE or not re.search("^(ray|VLLM)::|raylet$|gcs_server$", title):
+            if status == psutil.STATUS_ZOMBIE or not re.search("^(ray|VLLM|sglang)::|raylet$|gcs_server$", title):
                 continue
             alive.add(place := (node, pid))
-            if re.search("^VLLM::|gcs_server$", title) and (*place, title) in self.met:
+            if re.search("^(VLLM|sglang)::|gcs_server$", title) and (*place, title) in self.met:
                 self.engines[place] = title  # at second sight: a fork has its parent's title for a moment
             if status != psutil.STATUS_STOPPED:
                 self.stopped.pop(place, None)
@@ -158,7 +162,7 @@ class Watch:
                 title = (process.cmdline() or [""])[0]
                 if self.seen.get(pid) != process:
                     self.seen[pid], self.parents[pid] = process, process.ppid()  # now: an orphan gets another
-                elif title.startswith("VLLM::") and (log := OUT.search(os.readlink(f"/proc/{pid}/fd/1"))):
+                elif title.startswith(("VLLM::", "sglang::")) and (log := OUT.search(os.readlink(f"/proc/{pid}/fd/1"))):
                     self.parents[pid] = int(log[1])  # whose log it writes; a fork's parent is another (kit/fork.py)
                 yield Seen("", pid, title, process.status())
 
@@ -248,7 +252,8 @@ def why_it_died(cause: Any) -> str:
 
 def name_of(title: str, pid: int, node: str = "") -> str:
     """A process by its title: `ray::Class.method` is the worker Class, `VLLM::EngineCore` vLLM's engine."""
-    name = re.sub("^VLLM::", "vLLM's ", re.sub(r"^ray::(\w+).*", r"the worker \1", title))
+    engine = "vLLM's " if title.startswith("VLLM") else "SGLang's "
+    name = re.sub("^(VLLM|sglang)::", engine, re.sub(r"^ray::(\w+).*", r"the worker \1", title))
     return f"{name.rpartition('/')[2]} (pid {pid}{f' on {node}' if node else ''})"
 
 
@@ -306,7 +311,9 @@ def kill(known: Mapping[int, psutil.Process], spared: Collection[int], patience:
 
 def end_now(status: int, watch: Watch | None) -> None:
     """Leave at once: kill every descendant, trackers too, without a word to anybody, and remove what they leave."""
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)  # by which the watch would tell that they died
     if watch:
+        watch.resting.set()
         watch.keeper.communicate(b"end")
         watch.clean((), patience=2.0)
     else:

@@ -21,6 +21,12 @@ def own(handle: str) -> str:
     return handle.replace("ipc:///tmp/", f"ipc://{tempfile.gettempdir()}/")
 
 
+def load_clip(tower: Any, weights: Any) -> set[str]:
+    """transformers 5.10 has no `vision_model` in the names of CLIP's weights any more, vLLM 0.28 has."""
+    inner = ((name.removeprefix("vision_model."), weight) for name, weight in weights)
+    return {f"vision_model.{name}" for name in tower.vision_model.load_weights(inner)}
+
+
 def __getattr__(name: str) -> type:
     # vLLM's classes take 10 s to import, and not everybody who imports verl has a use for them
     if name == "ServerAdapter":
@@ -34,6 +40,9 @@ def __getattr__(name: str) -> type:
         return globals().setdefault(name, ServerAdapter)
     if name == "WorkerExtension":
         from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+        from vllm.model_executor.models import clip
+
+        clip.CLIPVisionModel.load_weights = load_clip  # type: ignore[attr-defined]
 
         class WorkerExtension(vLLMColocateWorkerExtension):
             """Of vLLM's workers, which receive."""

@@ -30,6 +30,7 @@ os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu,kit
 
 from kit import recipe
 from kit.config import load_config
+from kit.reference import describe
 
 # what a command starts with, whatever recipes have set in this process by then
 GIVEN = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
@@ -90,6 +91,57 @@ def make_model(folder: Path, tied: bool, seed: int = 0) -> Path:
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_mixture(folder: Path, source: Path) -> Path:
+    """A random mixture of four experts with the tokenizer of the tiny Llama in `source`."""
+    from transformers import AutoConfig, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    c, tokenizer = AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "head_dim", "max_position_embeddings", "eos_token_id", "pad_token_id")
+    sizes = {name: getattr(c, name) for name in names}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, bos_token_id=None)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+SEES = (  # a chat template of parts; of text among them it says nothing, as LLaVA's own
+    "{% if tools %}{{ tools | length }} {% endif %}{% for m in messages %}{% for p in m['content'] %}"
+    "{% if p['type'] == 'image' %}<image>{% else %}{{ p['text'] }}"
+    "{% endif %}{% endfor %}{% if m['role'] == 'assistant' %}<end>{% endif %} {% endfor %}"
+)
+
+
+def make_vision_model(folder: Path, source: Path) -> Path:
+    """A random LLaVA with the tokenizer of the tiny Llama in `source`: an image is 16 tokens. Its projector is large,
+    so that colours differ by something."""
+    from transformers import AutoConfig, AutoTokenizer, CLIPVisionConfig, LlavaConfig, LlavaProcessor
+    from transformers import LlavaForConditionalGeneration as Llava
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    tokenizer, text = AutoTokenizer.from_pretrained(source), AutoConfig.from_pretrained(source)
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    tokenizer.chat_template, text.vocab_size = SEES, len(tokenizer)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(**sizes, image_size=32, patch_size=8, projection_dim=64)
+    image = tokenizer.convert_tokens_to_ids("<image>")
+    torch.manual_seed(0)
+    tied = {"tie_word_embeddings": text.tie_word_embeddings}
+    seen = {"image_token_index": image, "image_seq_length": 16, "vision_feature_layer": -1}
+    model = Llava(LlavaConfig(vision_config=vision, text_config=text, **seen, **tied))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "projector" in name and "weight" in name:
+                weight.mul_(10)
+    square = {"height": 32, "width": 32}
+    how = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    pixels = CLIPImageProcessorPil(size=square, crop_size=square)
+    model.save_pretrained(folder)
+    LlavaProcessor(pixels, tokenizer, chat_template=SEES, **how).save_pretrained(folder)
     return folder
 
 
@@ -197,8 +249,8 @@ def command(workspace: Path, *arguments: str) -> list[str]:
     return [sys.executable, str(ROOT / "algorithm.py"), "--config", str(CPU), "--config", str(RECIPE), *arguments]
 
 
-def run(arguments: list[str], cwd: Path, timeout: int = 300) -> subprocess.CompletedProcess:
-    return subprocess.run(arguments, cwd=cwd, env=GIVEN, capture_output=True, text=True, timeout=timeout)
+def run(arguments: list[str], cwd: Path, timeout: int = 300, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(arguments, cwd=cwd, env=GIVEN | variables, capture_output=True, text=True, timeout=timeout)
 
 
 def metrics_of(folder) -> list[dict]:
@@ -231,6 +283,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "stack" in item.fixturenames or item.path.stem in ("test_reliability", "test_runs", "test_stops"):
             item.add_marker(pytest.mark.xdist_group("stack"))
+        elif "chromium" in item.fixturenames:  # which two processes cannot fetch at once
+            item.add_marker(pytest.mark.xdist_group("chromium"))
     items.sort(key=lambda item: 1 + ("stack" in item.fixturenames) if item.get_closest_marker("xdist_group") else 3)
     return (yield)
 
@@ -275,6 +329,10 @@ class Stack:
             trainer.publish()
             with run.saving(trainer.save):
                 yield trainer
+        lines = metrics_of(run.folder) if (run.folder / "metrics.jsonl").is_file() else []
+        logged = {name for line in lines for name in line}
+        unknown = sorted(name for name in logged - {"step", "time"} if not describe(name))
+        assert not unknown, f"docs/reference.md is made of kit/reference.yaml, which does not know {unknown}"
 
 
 @contextlib.contextmanager
@@ -298,6 +356,7 @@ SESSION = [  # the untied model (tied: test_runs.py), logical GPUs for workers b
     "ray_kwargs.ray_init.num_cpus=96",
     "actor_rollout_ref.actor.optim.lr=0.005",
     "actor_rollout_ref.rollout.max_model_len=1024",
+    "actor_rollout_ref.rollout.disable_log_stats=false",
     "gym.servers.counter.start.server=example_session_state_mgmt",
     f"gym.servers.counter.start.python={GYM_PYTHON}",
     f"gym.servers.blackjack.start.python={GYM_PYTHON}",

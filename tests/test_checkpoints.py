@@ -55,7 +55,7 @@ def config_of(folder: Path, **trainer):
     actor = {"optim": {"lr": 0.1}, "strategy": "fsdp2", "checkpoint": {"save_contents": ["model", "extra"]}}
     model = {"path": str(folder / "model"), "lora_rank": 0}
     sections = {"trainer": settings | trainer, "actor_rollout_ref": {"actor": actor, "model": model}}
-    return OmegaConf.create({**sections, "algorithm": {"adv_estimator": "grpo"}})
+    return OmegaConf.create({**sections, "algorithm": {"adv_estimator": "grpo"}, "model_engine": "dp"})
 
 
 def save(folder: Path, step: int, group=None, **trainer) -> Path:

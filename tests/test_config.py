@@ -113,7 +113,7 @@ def test_names_of_recipes_are_unique():
         ("reward.reward_model.enable_resource_pool=true", ConfigError, "set trainer.resource_pools.reward_model"),
         ("env.keep_rollouts=0", ConfigError, "env.keep_rollouts=0: wants 1 or more, or null for all"),
         (f"{ROLLOUT}.tensor_model_parallel_size=2", ConfigError, "1 GPUs do not divide"),
-        (f"{ROLLOUT}.name=sglang", ConfigError, "name=sglang: wants one of vllm, hf"),
+        (f"{ROLLOUT}.name=tgi", ConfigError, "name=tgi: wants one of vllm, hf, sglang"),
         (f"{ROLLOUT}.n=1", ConfigError, "at least two answers"),
         ("data.max_response_length=5000", ConfigError, "the model has no more than 2048 positions; lower these"),
         ("actor_rollout_ref.model.path=./nowhere", ConfigError, "model.path=./nowhere: no model folder; give one"),
@@ -257,7 +257,7 @@ def test_the_rows_of_a_command(workspace, command, rows):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_is_short_and_merges(path):
-    assert len(path.read_text().splitlines()) <= 120
+    assert len(path.read_text().splitlines()) <= 125
     config, defaults = load_config([str(path)], [])
     assert changed(config, defaults)
     assert config.trainer.device == ("cpu" if path == CPU else "cuda")
@@ -294,6 +294,8 @@ def test_a_head_server_fills_in_what_the_recipe_does_not_name(workspace):
     assert [task.server for task in data.train] == ["reasoning_gym", "puzzles"] * 4
     assert config.gym.servers.puzzles.url == head  # and `unused`, where nobody listens, is not asked for
     assert set(config.gym.servers) == {"reasoning_gym", "puzzles"}
+    with pytest.raises(env.DataError, match=r"'reasoning_gym_agent' matches none of gym.servers \(puzzles, unused\)"):
+        load(workspace, files, "env.val_files=[]", f"gym.head={head}", "gym.servers.reasoning_gym=null")  # left out
     with pytest.raises(env.DataError, match="agent_ref 'odd_agent' matches none"):
         load(workspace, files, "env.val_files=[]")
     with pytest.raises(gym_servers.GymStartError, match=r"gym\.head: http://127.0.0.1:9 is no head server of Gym's"):

@@ -151,7 +151,10 @@ def test_tools_become_chat_tools():
 @pytest.mark.parametrize(
     ("params", "named"),
     [
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}, PARTS[0]]}]}, "input_image: the kit trains"),
+        (
+            {"input": [{"role": "system", "content": [{"type": "input_image"}, PARTS[0]]}]},
+            "input_image: the kit trains",
+        ),
         ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input_audio: the kit trains text"),
         ({"input": "hi", "metadata": {"audio_path": "a.wav"}}, r"metadata\.audio_path: the kit trains text"),
         ({"input": [{"type": "web_search_call", "id": "w"}]}, "web_search_call"),
@@ -174,6 +177,10 @@ def test_what_the_kit_cannot_ask_is_refused(params, named):
         ({"input": [{"role": "user", "content": 3}]}, "content must be text"),
         ({"input": [{"role": "user", "content": ["hi"]}]}, "content must be text"),
         ({"input": [{"role": "user", "content": [{"text": "hi"}]}]}, "content must be text"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "`image_url` of a input_image must be text",
+        ),
         ({"input": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "`text` of a text must be text: 3"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "`call_id` of a function_call"),
         ({"input": [called("c", {"x": 1})]}, "`arguments` of a function_call"),
@@ -189,15 +196,14 @@ def test_malformed_rows_are_errors_not_refusals(params, named):
     assert not isinstance(raised.value, env.Refused)
 
 
-IMAGE = "input_image: the kit trains text models only; leave such rows out"
 SOUND = "metadata.audio_url: the kit trains text models only; leave such rows out"
 ROLES = ("system", "user", "assistant", "tool")
-REFUSED = {"asr_with_pc": SOUND, "circle_click": IMAGE, "circle_count": IMAGE, "vlm_eval_kit": IMAGE}
+REFUSED = {"asr_with_pc": SOUND}
 
 
 def test_the_example_rows_of_all_servers_load_or_are_refused(shipped):
     assert len({server for server, _ in shipped}) == 95
-    refused, empty, tools = {}, set(), set()
+    refused, empty, tools, seeing = {}, set(), set(), set()
     for server, file in shipped:
         for where, example in env.read_rows(file):
             try:
@@ -205,13 +211,19 @@ def test_the_example_rows_of_all_servers_load_or_are_refused(shipped):
             except env.Refused as error:
                 refused.setdefault(server, set()).add(str(error).removeprefix(f"{where}: "))
                 continue
-            assert all(isinstance(m["content"], str) and m["role"] in ROLES for m in messages), where
+            lists = {server for m in messages if isinstance(m["content"], list)}
+            seeing |= lists
+            assert all(m["role"] in ROLES for m in messages) and lists <= {
+                "circle_click",
+                "circle_count",
+                "vlm_eval_kit",
+            }
             assert all(set(t) == {"type", "function"} and "strict" not in t["function"] for t in offered), where
             empty |= set() if messages else {server}
             tools |= {server} if offered else set()
     assert {name: {reason} for name, reason in REFUSED.items()} == refused
     assert empty == {"aviary", "gdpval", "scicode"}
-    assert len(tools) >= 15 and "workplace_assistant" in tools
+    assert len(tools) >= 15 and "workplace_assistant" in tools and len(seeing) == 3
 
 
 CONVERT = """
@@ -244,9 +256,12 @@ def test_rendering_agrees_with_gyms_own_converter(shipped):
 
     def plain(message):
         content, calls = message.get("content") or "", message.get("tool_calls") or []
-        text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        parts = [content] if isinstance(content, str) else [said(part) for part in content]
         called = [(c["id"], c["function"]["name"], decoded(c["function"]["arguments"])) for c in calls]
-        return message["role"].replace("developer", "system"), text, called, message.get("tool_call_id")
+        return message["role"].replace("developer", "system"), "".join(parts), called, message.get("tool_call_id")
+
+    def said(part):
+        return part.get("text") or part.get("image") or part["image_url"]["url"]
 
     def decoded(arguments):
         return json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -469,13 +484,13 @@ def test_files_with_a_server_and_a_weight(tmp_path, tokenizer):
         ({"path": "a.jsonl", "weight": "1"}, "more than 0"),
         ({"path": "{tmp}/a.jsonl", "server": "mcqa_v2"}, r"a\.jsonl:1: server 'mcqa_v2' matches none .*\(mcqa\)"),
         ("{tmp}/other.jsonl", r"other\.jsonl:1: agent_ref 'other' matches none"),
-        ("{tmp}/refused.jsonl", r"refused\.jsonl:1: input_image"),
+        ("{tmp}/refused.jsonl", r"refused\.jsonl:1: input_file"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path, tokenizer, entry, named):
     write_rows(tmp_path / "a.jsonl", [row()])
     write_rows(tmp_path / "other.jsonl", [agent("other")])
-    picture = [{"role": "user", "content": [{"type": "input_image"}]}]
+    picture = [{"role": "user", "content": [{"type": "input_file"}]}]
     write_rows(tmp_path / "refused.jsonl", [{"responses_create_params": {"input": picture}}])
     entry = json.loads(json.dumps(entry).replace("{tmp}", str(tmp_path)))
     with pytest.raises(env.DataError, match=named):
@@ -614,9 +629,10 @@ def test_check_counts_and_names(tmp_path):
     def picture(kind):
         return {"responses_create_params": {"input": [{"role": "user", "content": [{"type": kind}]}]}}
 
-    good = write_rows(tmp_path / "good.jsonl", [row(), picture("input_image"), row(), picture("input_image")])
+    good = write_rows(tmp_path / "good.jsonl", [row(), picture("input_audio"), row(), picture("input_audio")])
     done = command("check", good)
-    text = f"{good}: 2 rows load, 2 refused\n    2 x {IMAGE} (first {good}:2)\n"
+    why = "the kit trains text models only; leave such rows out"
+    text = f"{good}: 2 rows load, 2 refused\n    2 x input_audio: {why} (first {good}:2)\n"
     assert (done.returncode, done.stdout) == (0, text), done.stderr
 
     bad = tmp_path / "bad.jsonl"
@@ -625,7 +641,7 @@ def test_check_counts_and_names(tmp_path):
     lines = done.stdout.splitlines()
     assert done.returncode == 1
     assert lines[0] == f"{bad}: 1 rows load, 1 refused"
-    assert lines[1] == f"    1 x input_file: the kit trains text models only; leave such rows out (first {bad}:3)"
+    assert lines[1] == f"    1 x input_file: {why} (first {bad}:3)"
     assert lines[2].startswith(f"    error: {bad}:1: not JSON")
     assert lines[3].startswith(f"    error: {bad}:2: neither Gym's responses_create_params nor verl's `prompt`")
     assert lines[5].startswith(f"    error: {tmp_path}/nowhere.jsonl: no such file")

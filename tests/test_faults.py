@@ -235,7 +235,7 @@ def advantages(episodes) -> dict[str, torch.Tensor]:
 def faultless():
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
     chat_tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
-    understand(policy_of(None, tokenizer), [0], [chat_tool])  # imports vLLM's parsers, for seconds
+    asyncio.run(understand(policy_of(None, tokenizer), [0], [chat_tool]))  # imports vLLM's parsers, for seconds
     return {with_tool: run("", with_tool)[0] for with_tool in (False, True)}
 
 

@@ -149,15 +149,16 @@ def test_what_this_node_has_too_little_of(monkeypatch, tmp_path):
     monkeypatch.setattr(node.os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(node.importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(subprocess, "run", lambda command, **_: SimpleNamespace(stdout="81559\n143771\n"))
-    disk, shared, gpus, cores, attention = node.lacks(config, qwen("1.5B"), "train")
+    disk, shared, gpus, cores, sampler, attention = node.lacks(config, qwen("1.5B"), "train")
     size = 3 * 12 * memory.parameters(qwen("1.5B"))[0] / GIB  # two stay while the third is written; fp32, two moments
     assert disk.startswith(f"3 checkpoints take {size:.1f} GiB, and {tmp_path}/new has 50.0: lower trainer.max_actor")
     assert shared.startswith("/dev/shm has 0.06 GiB free, of ")
     assert gpus.startswith("this node has 2 GPUs, and the run takes 4: set trainer.n_gpus_per_node")
     assert cores.startswith("this node has 2 cores, and Ray gives one to each of 4 processes: set ")
+    assert sampler.startswith("vllm is not installed: docs/backends.md")
     assert attention.startswith("flash_attention_2 is not installed: install flash-attn")
-    assert len(list(node.lacks(planned("1.5B"), qwen("1.5B"), "rollout"))) == 2  # which trains nothing
+    assert len(list(node.lacks(planned("1.5B"), qwen("1.5B"), "rollout"))) == 3  # which trains nothing
     config.actor_rollout_ref.rollout.nnodes = 1
     config.actor_rollout_ref.rollout.checkpoint_engine.backend = "nccl"
-    *_, gpus, _, cupy, _ = node.lacks(config, qwen("1.5B"), "train")
+    *_, gpus, _, cupy, _, _ = node.lacks(config, qwen("1.5B"), "train")
     assert "the run takes 8" in gpus and "by cupy, which is not installed: uv pip install cupy-cuda13x, or set" in cupy

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,7 +32,8 @@ from kit.episodes import Episode, append, as_record, open_records, write
 
 MARKS = {"needs a GPU": 1, "needs the hub": 1, "needs a server": 1, "needs a judge": 1, "takes minutes": 2}
 MINE = ("my_map.py", "my_reward.py", "my_server.py", "my_tasks.py")  # a block each, beside my_ideas.py
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OTHERS = {"tools": ("box.yaml",)}  # what a page makes by a command, by its stem
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[^>]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
@@ -71,24 +73,50 @@ def of_algorithm(words: list[str]) -> bool:
     return words[:2] == ["python", "algorithm.py"]
 
 
+def furnish(folder: Path) -> Path:
+    """A folder becomes a clone of the kit, without tests and docs; a tiny model by SmolLM2's name, which is given."""
+    for name in (
+        ".venv-gym",
+        "kit",
+        "templates",
+        "configs",
+        "gym_client.py",
+        "algorithm.py",
+        "inference.py",
+        "training.py",
+    ):
+        (folder / name).symlink_to(ROOT / name)
+    shutil.copy(ROOT / "env.py", folder)
+    model = make_model(folder / "models" / "SmolLM2-135M-Instruct", tied=True)
+    settings = json.loads((model / "config.json").read_text())  # a character is a token, so prompts are long
+    (model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 2**20}))
+    return model
+
+
+def write_gsm8k(folder: Path) -> None:
+    """GSM8K's own form, in place of the hub."""
+    for split in ("train", "test"):
+        lines = [json.dumps({"question": f"{i} + 1?", "answer": f"So #### {i + 1}"}) for i in range(1100)]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines))
+
+
+def above_main(path: Path, block: str) -> None:
+    """Put a block where env.py has its tasks."""
+    path.write_text(path.read_text().replace("\ndef main()", f"\n{block}\n\ndef main()"))
+
+
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory) -> Path:
     """What stands around somebody who follows README, made by its own commands: models/ (a tiny one by SmolLM2's name),
     data/, my_ideas.py, two runs; and a copy of env.py with the block's task in it."""
     folder = tmp_path_factory.mktemp("desk")
-    for name in (".venv-gym", "kit", "templates", "gym_client.py"):
-        (folder / name).symlink_to(ROOT / name)
-    model = make_model(folder / "models" / "SmolLM2-135M-Instruct", tied=True)
-    settings = json.loads((model / "config.json").read_text())  # a character is a token, so prompts are long
-    (model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 2**20}))
+    model = furnish(folder)
     for name in ("sft", "math_cpu"):
         (folder / "runs" / name).mkdir(parents=True)
         (folder / "runs" / name / "export").symlink_to(model)
     ideas = [block.text for block in blocks() if "# my_ideas.py" in block.text]
     (folder / "my_ideas.py").write_text("\n\n".join(ideas))
-    source = (ROOT / "env.py").read_text()
-    task = python_block("def differences(args)")
-    (folder / "env.py").write_text(source.replace("\ndef main()", f"\n{task}\n\ndef main()"))
+    above_main(folder / "env.py", python_block("def differences(args)"))
     for name in MINE:
         (folder / name).write_text(python_block(f"# {name}\n"))
     (folder / "trivia.csv").write_text("question,answer\n2 + 2?,4\n3 + 3?,6\n")
@@ -98,9 +126,7 @@ def desk(tmp_path_factory) -> Path:
     parquet.write_table(pyarrow.Table.from_pylist([verls] * 8), folder / "data" / "gsm8k" / "train.parquet")
     chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
     (folder / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 40)
-    for split in ("train", "test"):  # GSM8K's own form, in place of the hub
-        lines = [json.dumps({"question": f"{i} + 1?", "answer": f"So #### {i + 1}"}) for i in range(1100)]
-        (folder / f"{split}.jsonl").write_text("\n".join(lines))
+    write_gsm8k(folder)
     words = [["arithmetic"], ["gsm8k", "--source", "."]]
     words += [command[2:] for command in all_commands("") if command[:2] == ["python", "env.py"]]
     for command in words:
@@ -273,8 +299,10 @@ def test_what_a_page_names_is_there(page):
     named = re.findall(rf"[`/ ]((?:{folders})/[\w./]*\w)", text) + re.findall(r"`(\w+\.(?:py|yaml|txt|toml))[`:]", text)
     missing = [link for link in links if not (page.parent / link).exists()]
     missing += [n for n in named if not any(p.exists() for p in (ROOT / n, ROOT / "docs" / n, *ROOT.glob(f"*/{n}")))]
-    assert not [name for name in missing if name not in (*MINE, "my_ideas.py", "config.yaml", "step.txt", "pieces.py")]
-    for name in recipes_named(text):
+    written = set(re.findall(r"^# (\w+\.(?:py|yaml))(?:, continued)?$", text, re.MULTILINE))  # by the page's own blocks
+    written |= {"config.yaml", "rollout.yaml", "evaluate.yaml", "step.txt", "latest_checkpointed_iteration.txt"}
+    assert not [name for name in missing if name not in {*written, "pieces.py", *OTHERS.get(page.stem, ())}]
+    for name in recipes_named(text) - written - set(OTHERS.get(page.stem, ())):
         read_yaml(name)
 
 

@@ -31,6 +31,7 @@ def test_the_loop_from_python_and_the_command_are_one_run(workspace):
     assert (folder / "export" / "step.txt").read_text() == "2\n"
 
     more = ["trainer.total_training_steps=3", "trainer.logger=[tensorboard,file]", "env.show_every=3"]
+    more += ["trainer.log_val_generations=2"]
     arguments = command(workspace, *settings, f"trainer.experiment_name={name}", *more)
     result = run(arguments, workspace)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
@@ -54,7 +55,9 @@ def outputs_are_all_there(folder, stdout):
     }
     assert (folder / "rollouts" / "val_3.jsonl").is_file()
     assert (folder / "failures.jsonl").read_text() == ""
-    assert list((folder / "tensorboard").glob("events*")) and (folder / "tracking.jsonl").is_file()
+    told = b"".join(path.read_bytes() for path in (folder / "tensorboard").glob("events*"))
+    assert b"val/generations" in told and b"Sample 2" in told and b"Sample 3" not in told
+    assert (folder / "tracking.jsonl").is_file()
     step = [m for m in metrics_of(folder) if "rollout/failed_frac" in m][-1]
     wanted = "actor/pg_loss actor/grad_norm actor/entropy response_length/mean timing_s/gen timing_s/update_actor "
     wanted += "timing_s/update_weights perf/throughput rollout/failed_frac rollout/groups_dropped "

@@ -430,9 +430,9 @@ def test_every_tool_of_gyms_examples_suits_the_parser():
             with contextlib.suppress(env.DataError):  # tests/test_env.py has which
                 tools = env.render(env.parse_row(text, where), where)[1]
                 if tools:
-                    thought, text, calls = chat.understand(policy_of(None, tokenizer), said, tools)
+                    thought, text, calls = asyncio.run(chat.understand(policy_of(None, tokenizer), said, tools))
                     assert not thought and "broken" in text and not calls  # what cannot be read is text
-                    calls = chat.understand(policy_of(None, tokenizer), said[31:], tools)[2]
+                    calls = asyncio.run(chat.understand(policy_of(None, tokenizer), said[31:], tools))[2]
                     assert [c["name"] for c in calls] == ["look_up"]
                     rows += 1
     assert rows > 50

@@ -1,0 +1,305 @@
+"""Images in the rows of models that see: found, read, counted in tokens, and given to vLLM and to the trainer.
+
+A row has them as Gym and OpenAI write them, `{"type": "input_image", "image_url": ...}`: a data URL, a file (its path,
+as it is or from the rows' folder, or file://), or an http(s) address at a host of env.image_hosts. In the prompt's ids
+an image is as many placeholders as the model has features of it; vLLM gets one for each, and makes them many itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+import numpy as np
+from omegaconf import DictConfig
+
+import env
+from env import DataError
+from kit.checks import drafts_of
+from kit.config import MODEL, ROLLOUT, gpus
+from kit.errors import ConfigError
+from kit.plugins import asks_for
+
+FAMILIES = {"llava": False, "qwen2_vl": True, "qwen2_5_vl": True}  # model_type: positions in three dimensions (mRoPE)?
+MOST_PIXELS = 2**24  # of an image; larger ones are refused
+MOST_BYTES = 2**25  # of its file
+FETCH_S = 30.0  # seconds for one from the network
+
+
+@dataclass
+class Vision:
+    """What a model that sees makes of images. It is the tokenizer's attribute `vision`, and goes where that goes."""
+
+    processor: Any  # transformers': image_processor and _get_num_multimodal_tokens
+    placeholder: int  # the id that stands for a feature of an image
+    placeholders: list[int]  # and those of a film, which no row has
+    folder: str  # of the model
+    mrope: bool
+    hosts: tuple[str, ...] = ()  # from which images may be fetched
+    fetched: dict[str, bytes] = field(default_factory=dict)  # by address: once, before anything starts
+
+    def messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Chat messages whose content is parts throughout: of text among them some templates say nothing."""
+        texts = [m.get("content") for m in messages]
+        parts = [{"type": "text", "text": text} if isinstance(text, str) else None for text in texts]
+        return [{**m, "content": [part]} if part else m for m, part in zip(messages, parts, strict=True)]
+
+    def expand(self, ids: list[int], messages: Sequence[dict[str, Any]], where: str) -> list[int]:
+        """The template's ids with one placeholder for each image -> with as many as it has features. Raises
+        DataError."""
+        pictures, found = self.pictures(messages, where), ids.count(self.placeholder)
+        if found != len(pictures):
+            raise DataError(
+                f"{where}: {len(pictures)} images, {found} placeholders in the prompt; take these out of text"
+            )
+        counts = iter(self.counts(pictures))
+        return list(itertools.chain(*([i] * next(counts) if i == self.placeholder else [i] for i in ids)))
+
+    def shrink(self, ids: Sequence[int], messages: Sequence[dict[str, Any]], where: str) -> tuple[list[int], list[Any]]:
+        """(what `expand` was given, with what came after it; the images)."""
+        pictures, kept, place = self.pictures(messages, where), list[int](), 0
+        counts = iter(self.counts(pictures))
+        while place < len(ids):
+            kept.append(ids[place])
+            place += next(counts) if ids[place] == self.placeholder else 1
+        return kept, pictures
+
+    def pictures(self, messages: Sequence[dict[str, Any]], where: str) -> list[Any]:
+        """The images of a prompt, in order, in RGB. Raises DataError."""
+        return [self.read(source, where) for source in sources(messages)]
+
+    def read(self, source: str, where: str) -> Any:
+        """An image in RGB, as PIL has it. where: the row, whose folder paths are of. Raises DataError."""
+        told, url = f"{where}: image {source[:60]!r}", urlparse(source) if len(source) < 4096 else None
+        try:
+            if source.startswith("data:"):
+                raw = base64.b64decode(source.partition(",")[2], validate=True)
+            elif url and url.scheme in ("http", "https"):
+                if url.hostname not in self.hosts:
+                    raise DataError(f"{told}: {url.hostname} is not in env.image_hosts; add it, or give files")
+                raw = self.fetched.setdefault(source, self.fetched.get(source) or fetch(source, told))
+            else:
+                path = Path(unquote(url.path) if url and url.scheme == "file" else source)
+                file = folder_of(where) / path
+                if file.stat().st_size > MOST_BYTES:
+                    raise DataError(f"{told}: over {MOST_BYTES >> 20} MiB; make it smaller")
+                raw = file.read_bytes()
+            return decode(raw)
+        except DataError:
+            raise
+        except Exception as error:  # of the disk, the network, base64, and whatever PIL makes of a file
+            raise DataError(f"{told} cannot be read ({error!s:.100}); give a data URL or a file of an image") from None
+
+    def counts(self, pictures: Sequence[Any]) -> list[int]:
+        """Features of each."""
+        if not pictures:
+            return []
+        told = self.processor._get_num_multimodal_tokens([(image.height, image.width) for image in pictures])
+        return [int(count) for count in told["num_image_tokens"]]
+
+    def inputs(self, pictures: Sequence[Any]) -> dict[str, Any]:
+        """What the model's forward pass wants of them: pixel_values, for some models image_grid_thw."""
+        made = self.processor.image_processor(images=list(pictures), return_tensors="pt")
+        return {name: made[name] for name in ("pixel_values", "image_grid_thw") if name in made}
+
+
+def sources(messages: Sequence[dict[str, Any]]) -> list[str]:
+    """Where the images of chat messages are, in order."""
+    lists = [m["content"] for m in messages if isinstance(m.get("content"), list)]
+    return [part["image"] for parts in lists for part in parts if part["type"] == "image"]
+
+
+def folder_of(where: str) -> Path:
+    """That of a row's file."""
+    return Path(where.rpartition(":")[0]).parent
+
+
+@functools.lru_cache(maxsize=32)
+def decode(raw: bytes) -> Any:
+    """In RGB. Raises ValueError, and what PIL raises."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(raw)) as image:
+        if image.width * image.height > MOST_PIXELS:
+            raise ValueError(f"{image.width} x {image.height} pixels, over {MOST_PIXELS}")
+        return image.convert("RGB")
+
+
+def fetch(source: str, told: str) -> bytes:
+    """What is at an address. Raises DataError for more than MOST_BYTES, httpx.HTTPError."""
+    import httpx
+
+    raw = bytearray()
+    with httpx.stream("GET", source, timeout=FETCH_S) as answer:
+        answer.raise_for_status()
+        for part in answer.iter_bytes():
+            raw += part
+            if len(raw) > MOST_BYTES:
+                raise DataError(f"{told}: over {MOST_BYTES >> 20} MiB; make it smaller")
+    return bytes(raw)
+
+
+def vision_of(config: DictConfig, hf_config: Any, tokenizer: Any) -> Vision | None:
+    """For a model that sees, of the families that were tried, whose processor can be had. Others read text alone."""
+    kind, folder = hf_config.model_type, config.actor_rollout_ref.model.path
+    processor = load_processor(folder, kind) if kind in FAMILIES else None
+    if processor is None:
+        return None
+    tokenizer.chat_template = tokenizer.chat_template or getattr(processor, "chat_template", None)
+    placeholder = getattr(hf_config, "image_token_id", None) or hf_config.image_token_index
+    placeholders = sorted({placeholder, getattr(hf_config, "video_token_id", None) or placeholder})
+    return Vision(processor, placeholder, placeholders, folder, FAMILIES[kind], tuple(config.env.image_hosts))
+
+
+def load_processor(folder: str, kind: str) -> Any:
+    """transformers' processor of a model, of Qwen's, whose video half wants torchvision, what does without; None where
+    there is none."""
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(folder)
+    except ImportError:
+        if not kind.startswith("qwen2"):
+            return None
+    except (OSError, ValueError):
+        return None
+    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    half = Qwen2_5_VLProcessor.__new__(Qwen2_5_VLProcessor)
+    half.tokenizer = half.video_processor = None
+    half.image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    return half
+
+
+def check(config: DictConfig, vision: Vision, tasks: Sequence[Any], command: str) -> None:
+    """Images go together with the rest of the recipe; vLLM is told how many a row has, FSDP what to cut by. Raises
+    ConfigError."""
+    policy, trains = config.actor_rollout_ref, command == "train"
+    if drafts_of(config):
+        raise ConfigError(f"{ROLLOUT}.engine_kwargs.vllm.speculative_config: vLLM bans no token then; leave it out")
+    for engine in [policy.actor.fsdp_config, policy.ref.fsdp_config] if trains and config.model_engine == "dp" else []:
+        if not engine.wrap_policy.get("transformer_layer_cls_to_wrap"):
+            engine.wrap_policy.transformer_layer_cls_to_wrap = layers(vision.folder)
+    most = {len(sources(task.messages)) for task in tasks}
+    if not max(most, default=0):
+        return
+    agents = {name for name, server in config.gym.servers.items() if (server.get("start") or {}).get("agent")}
+    wrong = {
+        f"{ROLLOUT}.name={policy.rollout.name}": policy.rollout.name != "vllm",
+        f"{MODEL}.lora_rank": policy.model.lora_rank,
+        "a critic (algorithm.adv_estimator)": trains and asks_for(config, "values"),
+        "reward.reward_model": trains and config.reward.reward_model.enable,
+        f"model_engine={config.model_engine}": config.model_engine != "dp",
+        "ulysses_sequence_parallel_size": policy.actor.get("ulysses_sequence_parallel_size", 1) > 1,
+        "an agent that owns the turns": any(task.server in agents for task in tasks if sources(task.messages)),
+        "rows without any on several GPUs": 0 in most and not vision.mrope and gpus(config) * config.trainer.nnodes > 1,
+        "Qwen's on a CPU, where verl's attention of it does not run": vision.mrope and config.trainer.device == "cpu",
+    }
+    if found := [name for name, given in wrong.items() if given]:
+        raise ConfigError(f"rows with images do not go with {'; '.join(found)}; leave these out")
+    policy.rollout.limit_images = max(most)
+
+
+def add(batch: Any, episodes: Sequence[Any], tokenizer: Any) -> None:
+    """Give a batch (verl's DataProto) what the model wants of each row's images: `multi_modal_inputs`, `image` [B]
+    (rows of one number have the same), and with mRoPE position_ids [B, 4, P+R]. Nothing for a model that sees none."""
+    import torch
+
+    vision: Vision | None = getattr(tokenizer, "vision", None)
+    if not vision:
+        return
+    known: dict[tuple[tuple[str, str], ...], tuple[int, dict[str, Any]]] = {(): (0, {})}
+    rows: list[tuple[int, dict[str, Any]]] = []
+    for e in episodes:
+        messages = env.render(e.row, e.row_id)[0]
+        key = tuple((str(folder_of(e.row_id)), source) for source in sources(messages))  # paths are of that folder
+        if key not in known:
+            known[key] = len(known), vision.inputs(vision.pictures(messages, e.row_id))
+        rows.append(known[key])
+    batch.batch["image"] = torch.tensor([number for number, _ in rows])  # [B]
+    given = np.empty(len(rows), dtype=object)
+    given[:] = [inputs for _, inputs in rows]
+    batch.non_tensor_batch["multi_modal_inputs"] = given
+    if vision.mrope:
+        batch.batch["position_ids"] = torch.stack([positions(vision, batch, i, rows[i][1]) for i in range(len(rows))])
+
+
+def positions(vision: Vision, batch: Any, row: int, inputs: dict[str, Any]) -> Any:
+    """[4, P+R]: of text, then of time, height and width, by the model's own get_rope_index."""
+    import torch
+
+    mask, plain = batch.batch["attention_mask"][row], batch.batch["position_ids"][row]  # [P+R]
+    ids = batch.batch["input_ids"][row][mask.bool()][None]  # [1, n]
+    kinds = (ids == vision.placeholder).int()
+    found, _ = without_weights(vision.folder).model.get_rope_index(
+        input_ids=ids, mm_token_type_ids=kinds, image_grid_thw=inputs.get("image_grid_thw"), attention_mask=None
+    )
+    whole = plain.new_zeros(3, len(plain))
+    whole[:, mask.bool()] = found[:, 0]
+    return torch.cat([plain[None], whole])
+
+
+@functools.cache
+def without_weights(folder: str) -> Any:
+    """The model, on torch's meta device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder))
+
+
+def layers(folder: str) -> list[str]:
+    """Classes of the model's layers, for FSDP to cut it by. verl would take all that transformers does not split, also
+    embeddings around an embedding, which it takes once more."""
+    from torch.nn import Embedding
+
+    model = without_weights(folder)
+    whole = {type(m).__name__ for m in model.modules() if any(isinstance(part, Embedding) for part in m.modules())}
+    return sorted({*model._no_split_modules} - whole)
+
+
+def shown(tokenizer: Any, ids: list[int], task: Any) -> tuple[list[int], dict[str, Any]]:
+    """A conversation's ids as vLLM wants them, and what else it wants to be shown: arguments of its `generate`."""
+    vision: Vision | None = getattr(tokenizer, "vision", None)
+    if not vision or not sources(task.messages):
+        return ids, {}
+    kept, pictures = vision.shrink(ids, task.messages, task.row_id)
+    return kept, {"image_data": pictures}
+
+
+def banned(tokenizer: Any) -> dict[str, Any]:
+    """Sampling parameters by which the policy never says what stands for an image."""
+    vision: Vision | None = getattr(tokenizer, "vision", None)
+    return {"logit_bias": dict.fromkeys(vision.placeholders, -100.0)} if vision else {}
+
+
+def ban(workers: Any, tokenizer: Any) -> None:
+    """The same in the trainer (training.Workers), actor and reference. A token that is never sampled is never worth
+    less than others either, and would take all the probability that these lose."""
+    import ray
+
+    vision: Vision | None = getattr(tokenizer, "vision", None)
+    if not vision:
+        return
+    placeholders = vision.placeholders
+
+    def hook(worker: Any, name: str) -> None:  # in the worker, to which it travels by value
+        def silence(_module: Any, _args: Any, logits: Any) -> Any:
+            logits[..., placeholders] = -1e4  # whose exponential is 0, and which entropy can multiply by that
+            return logits
+
+        held = getattr(worker, "worker_dict", {name: worker})[name]
+        for part in filter(None, (held.actor, held.ref)):
+            part.engine.module.get_output_embeddings().register_forward_hook(silence)
+
+    groups = {name: getattr(workers, name) for name in ("actor", "ref") if getattr(workers, name)}
+    ray.get([worker.__ray_call__.remote(hook, name) for name, group in groups.items() for worker in group.workers])

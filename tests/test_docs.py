@@ -1,0 +1,122 @@
+"""Every block of the pages in docs/, in the order of its page, in a folder of its own: files are written, commands run.
+
+`python algorithm.py ...` is tried in a dry run, and `make ...` by make -n; all else is executed. What cannot be is
+marked by a comment on the line before the block, and counted: MARKS.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, run
+from test_readme import PAGES, above_main, blocks, dry_run, furnish, write_gsm8k
+from test_report import synthetic
+
+from kit import reference
+from kit.config import load_config
+
+MARKS = {
+    "needs a GPU": 1,
+    "needs a cluster": 4,
+    "needs a server": 4,
+    "needs the hub": 1,
+    "needs a run": 2,
+    "takes minutes": 7,
+}
+DOCS = PAGES[1:]
+
+
+def test_what_cannot_be_run_here_is_marked_and_counted():
+    found = [block.mark for page in DOCS for block in blocks(page) if block.mark]
+    assert {mark: found.count(mark) for mark in {*MARKS, *found}} == MARKS
+
+
+def test_the_reference_is_what_the_code_says():
+    path = ROOT / "docs" / "reference.md"
+    assert path.read_text() == reference.page(), "python -m kit.reference > docs/reference.md"
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    """What all pages begin with: the kit, a model, the demo's rows, the demo's run."""
+    folder = tmp_path_factory.mktemp("clone")
+    model = furnish(folder)
+    write_gsm8k(folder)
+    for words in (["arithmetic"], ["gsm8k", "--source", "."]):
+        done = run([sys.executable, "env.py", *words], folder)
+        assert done.returncode == 0, done.stderr
+    (synthetic(folder / "runs" / "math_cpu", 3, 64, model) / "export").symlink_to(model)
+    return folder
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
+def test_the_blocks_of_a_page_work_in_their_order(page, clone, tmp_path, monkeypatch, capsys):
+    for name in os.listdir(clone):
+        (tmp_path / name).symlink_to(clone / name)
+    for name in ("env.py", "data", "runs"):  # which pages change
+        (tmp_path / name).unlink()
+        subprocess.run(["cp", "-r", clone / name, tmp_path / name], check=True)
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(page):
+        if not block.mark:
+            KINDS[block.language](block.text, tmp_path, monkeypatch)
+    capsys.readouterr()
+
+
+def write_python(text: str, folder: Path, _) -> None:
+    """A file by the name in its first line, its continuation, a part of env.py; or a few lines, which compile."""
+    compile(text, "a block", "exec")
+    first = text.partition("\n")[0]
+    if "above main" in first:
+        above_main(folder / "env.py", text)
+    elif name := re.fullmatch(r"# (\w[\w/]*\.py)(, continued)?", first):
+        path = folder / name[1]
+        assert path.exists() == bool(name[2]), f"{name[1]} is written once, and continued after that"
+        with path.open("a") as out:
+            out.write(text)
+
+
+def write_yaml(text: str, folder: Path, _) -> None:
+    """A recipe by the name in its first line; or an overlay, whose keys there are."""
+    name = re.match(r"# (\w[\w/]*\.yaml)\n", text)
+    path = folder / (name[1] if name else "overlay.yaml")
+    path.write_text(text)
+    if not name:
+        problems: list[Exception] = []
+        load_config(["math_cpu", "cpu", str(path)], [], problems)
+        assert not problems
+
+
+def execute(text: str, folder: Path, monkeypatch) -> None:
+    """Commands, a line each."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if not words:
+            continue
+        program = words[0].removeprefix(".venv/bin/")
+        if program == "make":
+            done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True)
+        elif program == "python" and words[1] == "algorithm.py" and words[2] != "show":
+            dry_run(words[2:], folder, monkeypatch)
+            continue
+        else:
+            path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+            line = line.replace(".venv/bin/", "")
+            done = subprocess.run(
+                ["bash", "-c", line],
+                cwd=folder,
+                env=os.environ | {"PATH": path},
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+
+
+KINDS = {"bash": execute, "python": write_python, "yaml": write_yaml, "text": lambda *_: None, "json": lambda *_: None}
