@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import ray
 from conftest import GIVEN, GYM_PYTHON, ROOT, SESSION, command, drop, load, make_mixture, metrics_of, run, tiny
-from test_steps import AGREE
+from test_steps import AGREE, UNTRAINED, learn
 from test_turns import CHATML, STOPS, bytes_tokenizer, call, policy_of
 
 import inference
@@ -34,7 +34,8 @@ from kit.gym_servers import free_port
 
 @contextlib.contextmanager
 def trainer_over(stack, name, workers, manager, *changes):
-    """A Trainer over workers and servers that are not the session's."""
+    """A Trainer over workers and servers that are not the session's, with the weights of its beginning."""
+    workers.actor.load_checkpoint(str(stack.fresh))
     with stack.trainer(name, *changes, overlays=[name], workers=workers) as trainer:
         addresses = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
         policy = inference.make_policy(trainer.config, Client(trainer.config, addresses), trainer.data, 60.0)
@@ -82,18 +83,12 @@ def test_greedy_answers_of_transformers_are_those_of_vllm(stack, hf):
 
 def test_it_learns_from_what_transformers_sample(stack, hf):
     """And samples from the weights that it learned, with top_k, top_p and a seed for each request."""
-    with trainer_over(stack, "hf", *hf, "actor_rollout_ref.actor.optim.lr=0.01") as trainer:
-        rewards = []
-        while len(rewards) < 40 and (len(rewards) < 4 or sum(rewards[-3:]) / 3 < 0.5):
-            metrics = trainer.advance()
-            assert metrics["training/rollout_probs_diff_max"] < AGREE and metrics["rollout/failed_frac"] == 0
-            rewards.append(metrics["rollout/reward/mean"])
-    print("rewards", [round(reward, 2) for reward in rewards])
-    assert sum(rewards[-3:]) / 3 >= 0.5
-    workers, manager = hf
-    workers.actor.load_checkpoint(str(stack.fresh))  # which says more than sevens
+    changes = ["actor_rollout_ref.actor.optim.lr=0.01", "actor_rollout_ref.rollout.n=16"]
+    with trainer_over(stack, "hf", *hf, *changes) as trainer:
+        rewards = learn(trainer, 0.5)
+    assert sum(rewards[:3]) / 3 < UNTRAINED and sum(rewards[-3:]) / 3 >= 0.5
     ways = ["actor_rollout_ref.rollout.full_determinism=true", "actor_rollout_ref.rollout.top_k=3"]
-    with trainer_over(stack, "hf", workers, manager, *ways, "actor_rollout_ref.rollout.top_p=0.9") as trainer:
+    with trainer_over(stack, "hf", *hf, *ways, "actor_rollout_ref.rollout.top_p=0.9") as trainer:
         tasks = trainer.data.train
         same = [trainer.servers.rollout(*trainer.asked(tasks, "1")[:2]) for _ in range(2)]
         assert [e.response_ids for e in same[0]] == [e.response_ids for e in same[1]]
@@ -109,10 +104,11 @@ def test_transformers_end_answers_for_new_weights(stack, hf):
         """Answers of other lengths in one batch."""
         limits = [2, 9, 4, 9, 3]
         free = {**asked, "ignore_eos": False}
-        both = [server.generate.remote(prompt_ids=[5], sampling_params=free | {"max_tokens": n}) for n in limits * 8]
-        return [(n, await answer) for n, answer in zip(limits * 8, both, strict=True)]
+        both = [server.generate.remote(prompt_ids=[5], sampling_params=free | {"max_tokens": n}) for n in limits * 40]
+        return [(n, await answer) for n, answer in zip(limits * 40, both, strict=True)]
 
-    found = stack.servers.loop.run(unequal())
+    with trainer_over(stack, "hf", *hf):  # weights that say any token, a stop token too
+        found = stack.servers.loop.run(unequal())
     assert all(0 < len(a.token_ids) == len(a.log_probs) <= n and a.stop_reason == "completed" for n, a in found)
     assert any(len(a.token_ids) < n for n, a in found)  # by a stop token
 
