@@ -9,12 +9,14 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from env import Task
 from kit import engines, memory
 from kit.config import ACTOR, MODEL, ROLLOUT, base_configs, sampling_gpus
 from kit.errors import ConfigError
@@ -262,7 +264,9 @@ def build(config: DictConfig) -> None:
         try:
             omega_conf_to_dataclass(OmegaConf.select(config, section))
         except Exception as error:  # Hydra's, OmegaConf's, and whatever their __post_init__ raises
-            why = str(error).strip().splitlines()[0]
+            cause = error.__cause__ or error
+            bare = traceback.extract_tb(cause.__traceback__)[-1].line  # an assert's
+            why = str(cause).strip().partition("\n")[0] or bare
             raise ConfigError(f"{section}: verl does not take it: {why}; see its documentation of these keys") from None
 
 
@@ -324,6 +328,16 @@ def check_vocabulary(config: DictConfig, key: str, tokenizer: Any) -> Any:
         why = f"its vocabulary is not the policy's, whose ids it would score ({min(others)[0]!r} is another)"
         raise ConfigError(f"{key}={OmegaConf.select(config, key)}: {why}; give one with that")
     return found
+
+
+def check_tools(tasks: Iterable[Task]) -> None:
+    """Each tool of a row that Gym gets has what its schema wants (OpenAI's FunctionToolParam). Raises ConfigError."""
+    for task in tasks:
+        for tool in task.row["responses_create_params"].get("tools") or ():
+            if lacks := [key for key in ("name", "parameters", "strict") if key not in tool]:
+                why = f"a tool has no {', '.join(lacks)}, and Gym's server would refuse each episode"
+                way_out = '{"type": "function", "name": ..., "description": ..., "parameters": {...}, "strict": true}'
+                raise ConfigError(f"{task.row_id}: {why}; write it as {way_out}")
 
 
 def check_tool_format(name: str) -> None:

@@ -116,11 +116,13 @@ def main(train: Callable[[Plan], AbstractContextManager[Any]]) -> None:
             raise ConfigError(f"one command at a time, not {' and '.join(named)}; choose one")
         merged = (lambda config: None) if args.dry_run else (lambda config: start.begin_imports(config))
         planned = plan(args.config, overrides, named[0], args.replay, merged)
-        text = "\n".join([recipe.summary(planned.config, planned.data, named[0]), *planned.told])
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        texts = [recipe.summary(planned.config, planned.data, named[0]), *planned.told]
         if args.dry_run:
-            recipe.dry_run(planned.config, planned.defaults, planned.data, named[0])
-        elif named == ["train"]:
+            texts.append(recipe.shown(planned.config, planned.defaults, planned.data, named[0]))
+        console.print("\n".join(texts), markup=False, highlight=False, soft_wrap=True)
+        if args.dry_run:
+            return
+        if named == ["train"]:
             with train(planned) as trainer:
                 if args.replay:
                     trainer.advance()

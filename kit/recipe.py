@@ -61,6 +61,7 @@ def prepare(config: DictConfig, command: str = "train") -> Data:
         images.check(config, vision, tasks, command)
     if any(task.tools for task in tasks):
         checks.check_tool_format(config.actor_rollout_ref.rollout.multi_turn.format)
+        checks.check_tools(task for task in tasks if task.server not in own)
     for name in sorted({task.server for task in tasks} - {*config.gym.servers, *own}):
         config.gym.servers[name] = {"url": found[name]}
     for name, server in to_plain(config.gym.servers).items():
@@ -155,8 +156,7 @@ def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception]
     texts = [*checks.check_pools(config)] if command == "train" else []
     texts += engines.problems(config, critic=command == "train" and plugins.asks_for(config, "values"))
     raise_all([ConfigError(text) for text in texts])
-    if config.trainer.device != "cpu":
-        checks.build(config)  # what cannot run here is at least taken by verl's own classes
+    checks.build(config)
     tokenizer, hf_config, stop_ids = load_model_files(config)
     if config.reward.reward_model.enable:
         checks.check_reward_model(config, tokenizer)
@@ -382,24 +382,26 @@ def cautions(config: DictConfig, data: Data) -> Iterator[str]:
             where = "on this machine, as you" if start or verls else "where it was started"
             why = "it may read keys and delete your files. Run all of this in a container without them"
             yield f"{name} RUNS THE MODEL'S CODE {where}, WITHOUT A SANDBOX: {why}"
+    for name in dict.fromkeys(task.server for task in tasks if task.server not in own and "reward_model" in task.row):
+        why = "its verifier must read reward_model as it is; verl's own reward functions are for `verifier:` of a file"
+        yield f"rows of verl's go to the server {name}: {why}"
     seen = {json.dumps(task.messages) for task in [*data.train, *data.made] if task.messages}
     if shared := sum(json.dumps(task.messages) in seen for task in data.validation):
         why = "take them out of one, or the score is of what was trained on"
         yield f"{shared} of the held-out prompts are also in env.train_files; {why}"
 
 
-def dry_run(config: DictConfig, defaults: DictConfig, data: Data, command: str) -> None:
-    """Print what memory the stages need, what the recipe changes of verl's defaults, the first prompt as the model sees
-    it."""
-    print("\n".join(memory.report(config, data.model, command)[0]))
-    print("changed from verl's defaults:")
+def shown(config: DictConfig, defaults: DictConfig, data: Data, command: str) -> str:
+    """For a dry run: what memory the stages need, what the recipe changes of verl's defaults, the first prompt as the
+    model sees it."""
+    lines = [*memory.report(config, data.model, command)[0], "changed from verl's defaults:"]
     for key, (value, default) in changed(config, defaults).items():
         if not key.startswith(("gym.", "env.")):
-            print(f"    {key}: {value} (was {default})")
+            lines.append(f"    {key}: {value} (was {default})")
     for section in ("gym", "env"):
-        print(f"{section}:\n{textwrap.indent(OmegaConf.to_yaml(public(config)[section]).strip(), '    ')}")
+        lines.append(f"{section}:\n{textwrap.indent(OmegaConf.to_yaml(public(config)[section]).strip(), '    ')}")
     tasks = [*data.train, *data.made, *data.validation]
     for task in {getattr(t, "server", "sft"): t for t in reversed(tasks)}.values():
-        print(f"first prompt ({task.row_id}, {len(task.prompt_ids)} tokens):")
-        print(data.tokenizer.decode(task.prompt_ids) if task.prompt_ids else "(the environment writes it)")
-    print("dry run: model, files, sizes and servers are in order; nothing was started")
+        lines.append(f"first prompt ({task.row_id}, {len(task.prompt_ids)} tokens):")
+        lines.append(data.tokenizer.decode(task.prompt_ids) if task.prompt_ids else "(the environment writes it)")
+    return "\n".join([*lines, "dry run: model, files, sizes and servers are in order; nothing was started"])

@@ -35,7 +35,7 @@ from kit.guard import Guard
 
 DAMAGED = 3  # steps in a row that end the run
 RECENT = 8  # steps in the table at a terminal
-console = Console()
+console = Console(emoji=False)
 
 
 class Run:

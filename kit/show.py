@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> None:
         run = Folder(args.run)
     except ConfigError as error:
         sys.exit(f"error: {error}")
-    console = Console()
+    console = Console(emoji=False)
     console.print(f"[bold]{escape(str(run.path))}[/]  {escape(diagnosis.headline(run))}", highlight=False)
     found = diagnosis.findings(run)
     for finding in found:

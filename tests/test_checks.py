@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from conftest import CPU, RECIPE, ROOT, load, tiny, write_rows
+from conftest import CPU, RECIPE, ROOT, counting, load, tiny, write_rows
 from omegaconf import OmegaConf
 
 from kit import checks, plugins, recipe, sft
@@ -83,6 +83,10 @@ def test_all_that_verl_has_is_taken_and_group_estimators_need_groups(tiny_recipe
         (["actor_rollout_ref.actor.loss_agg_mode=token_mean"], "one of token-mean"),
         (["algorithm.kl_penalty=k5"], "one of kl, "),
         (
+            ["actor_rollout_ref.actor.optim.lr_scheduler_type=linear"],
+            r"actor: verl does not take it: assert self\.lr_scheduler_type in .*cosine",
+        ),
+        (
             ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]", "algorithm.gdpo_reward_weights=[1,2]"],
             "gdpo_reward_weights are 2, .* 1; give one weight for each key",
         ),
@@ -127,6 +131,22 @@ def test_a_truncated_sampling_distribution_is_warned_of(workspace):
     for change, warned in (("top_p=0.9", True), ("top_k=20", True), ("temperature=0.9", False)):
         text = recipe.summary(*load(workspace, f"actor_rollout_ref.rollout.{change}"), "train")
         assert ("rollout_correction is biased" in text) == warned
+
+
+def test_rows_of_verls_for_a_server_of_gyms_are_warned_of(workspace):
+    made = {"prompt": "say 7", "data_source": "mine", "reward_model": {"ground_truth": "7"}}
+    rows = write_rows(workspace / "verls.jsonl", [made] * 8)
+    for more, warned in (("", True), (", verifier: templates/reward.py:compute_score", False)):
+        text = recipe.summary(*load(workspace, f"env.train_files=[{{path: {rows}{more}}}]"), "train")
+        assert ("WARNING     rows of verl's go to the server reasoning_gym" in text) == warned
+
+
+def test_a_tool_that_gyms_schema_refuses_is_told_before_anything_starts(workspace, tiny_recipe):
+    row = counting()
+    del row["responses_create_params"]["tools"][0]["strict"]
+    rows = write_rows(workspace / "lax.jsonl", [row] * 8)
+    with pytest.raises(ConfigError, match=r"lax\.jsonl:1: a tool has no strict, .*\"strict\": true"):
+        load(workspace, f"env.train_files=[{{path: {rows}, server: reasoning_gym}}]")
 
 
 def test_another_reward_does_not_inherit_settings(workspace):

@@ -24,7 +24,7 @@ from kit.errors import DamagedStep, RunError, SkippedStep
 
 AGREE = 1e-3  # bound on any one probability of the sampler against the trainer's, in float32
 UNTRAINED, LEARNED = 0.1, 0.7  # mean rewards; chance is below the first
-PATIENCE = 60  # steps
+PATIENCE = 100  # steps; most learn within 40
 COUNTING = "env.train_files=[{path: tools.jsonl, server: counter}]"
 QUIET = "env.val_files=[]"
 
