@@ -141,7 +141,7 @@ def test_rows_of_verls_for_a_server_of_gyms_are_warned_of(workspace):
         assert ("WARNING     rows of verl's go to the server reasoning_gym" in text) == warned
 
 
-def test_a_tool_that_gyms_schema_refuses_is_told_before_anything_starts(workspace, tiny_recipe):
+def test_a_tool_that_gyms_schema_refuses_is_told_before_anything_starts(workspace):
     row = counting()
     del row["responses_create_params"]["tools"][0]["strict"]
     rows = write_rows(workspace / "lax.jsonl", [row] * 8)
