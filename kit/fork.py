@@ -31,13 +31,15 @@ _begun: list[tuple[str, Any]] = []  # the process of the next run, and where it 
 def begin(modules: str) -> None:
     """Have a process import `modules`, names with spaces between, for the run that comes: `serving` takes it over."""
     import atexit
+    import shlex
     import subprocess
     import tempfile
 
     folder = tempfile.mkdtemp(prefix="kit-fork-")
     python, here = os.path.join(folder, "python"), os.path.abspath(__file__)
+    command = shlex.join([sys.executable, "-I", "-S", here, "ask", folder])
     with open(python, "w") as script:
-        script.write(f'#!/bin/sh\nexec {sys.executable} -I -S {here} ask {folder} "$@"\n')
+        script.write(f'#!/bin/sh\nexec {command} "$@"\n')
     os.chmod(python, 0o700)
     with open(os.path.join(folder, "log"), "w") as log, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(os.path.join(folder, "socket"))

@@ -17,6 +17,8 @@ import torch
 from torch.distributed import ProcessGroupGloo, TCPStore
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
+from kit import stores
+
 
 @CheckpointEngineRegistry.register("gloo")
 class GlooCheckpointEngine(CheckpointEngine):
@@ -27,7 +29,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         self.group: Any = None
         if is_master:
             self.address = ray.util.get_node_ip_address()
-            self.store = TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
+            self.store = stores.listen_on(self.address, wait_for_workers=False)
 
     def prepare(self) -> dict[str, Any]:
         """Where all meet, of the one who knows."""

@@ -10,6 +10,8 @@ import contextlib
 import importlib
 import os
 import secrets
+import shlex
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 import ray
 from omegaconf import DictConfig
 
-from kit import checks, fork, gym_servers, images, later, lookout, models, plugins, watch
+from kit import checks, fork, gym_servers, images, later, lookout, models, plugins, private, watch
 from kit.config import all_gpus, sampling_gpus, to_plain
 from kit.errors import RunError
 from kit.recipe import Data
@@ -122,6 +124,8 @@ def start_outside(
     if modules:
         fork_from = stack.enter_context(fork.serving(modules, logs / "fork.log"))
         look.tell_keeper(folder=os.path.dirname(fork_from[0]))
+    if not config.ray_kwargs.ray_init.get("address"):
+        stack.enter_context(private.ray_token())
     stack.callback(ray.shutdown)
     stack.callback(run.guard.end)
     named = [*servers, *(f"{name} (a judge)" for name in judges.judges)]
@@ -142,6 +146,7 @@ def to_preload(config: DictConfig) -> str:
 
 def begin_imports(config: DictConfig) -> None:
     """Have that process begin, while the recipe is checked."""
+    private.check_temporary_folder()
     if modules := to_preload(config):
         fork.begin(modules)
 
@@ -159,10 +164,11 @@ def start_ray(run: Run, fork_from: Any, sample: bool) -> None:
     if asked.get("address"):
         asked = {key: value for key, value in asked.items() if key not in ("num_cpus", "num_gpus")}  # `ray start` said
     else:
-        # its logs are to outlast the run's temporary folder; without "local" Ray joins whatever cluster runs here
-        asked = {"_temp_dir": "/tmp/ray", **asked, "address": "local"}
-    if fork_from:
-        asked["runtime_env"] = {**asked["runtime_env"], "py_executable": fork_from[0]}
+        # a folder that outlasts the run, for the logs; without "local" Ray joins whatever cluster runs here
+        asked |= {"_temp_dir": private.make_ray_folder(asked.get("_temp_dir")), "address": "local"}
+        python = fork_from[0] if fork_from else sys.executable
+        python = shlex.quote(python)  # Ray starts its workers by a shell
+        asked["runtime_env"] = {**asked["runtime_env"], "py_executable": python}
     session = ray.init(**asked).address_info["session_dir"]  # type: ignore[attr-defined]
     own = ray._private.worker._global_node.all_processes  # type: ignore[attr-defined]
     if started := own.get("raylet"):  # here, and by this one
@@ -170,7 +176,8 @@ def start_ray(run: Run, fork_from: Any, sample: bool) -> None:
         run.guard.watch.tell_keeper(name="Ray's raylet", pid=raylet)
         if fork_from:
             job = ray.get_runtime_context().get_job_id()
-            fork_from[1](RAY_JOB_ID=job, RAY_RAYLET_PID=str(raylet), RAY_AUTH_MODE=os.environ["RAY_AUTH_MODE"])
+            secret = {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
+            fork_from[1](RAY_JOB_ID=job, RAY_RAYLET_PID=str(raylet), **secret)
     else:
         run.guard.watch.elsewhere = lookout.Lookouts().look
     run.guard.listen()

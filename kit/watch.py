@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from kit import private
+
 LOOK_S = 2.0  # seconds between two looks
 GONE = 3  # looks: an engine that fails by itself has its cause told by vLLM meanwhile, which says more
 STOPPED_S = 15.0  # a process that was stopped (SIGSTOP, a debugger) for so long does not come back by itself
@@ -79,6 +81,7 @@ class Watch:
         self.keeper = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[me], start_new_session=True)
         os.close(me)
         self.others = set(descendants(()))
+        private.check_temporary_folder()
         self.temporary = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="kit-")
         self.tell_keeper(folder=self.temporary)
         self.thread.start()
@@ -260,15 +263,18 @@ def name_of(title: str, pid: int, node: str = "") -> str:
 def sweep(began: float) -> None:
     """Unlink what processes that were killed left in /dev/shm, and the sockets of verl's weight sync in /tmp.
 
-    Only what is ours, came after `began` (seconds since the epoch), is called as Python and verl call theirs, and no
-    living process has open: another run's stays.
+    Only what is ours, came after `began` (seconds since the epoch), is called as Python, torch, NCCL and verl call
+    theirs, and no living process has open: another run's stays.
     """
-    names = re.compile(r"(psm_\w+|sem\.mp-\w+|verl_weights_\w+|rl-colocate-zmq-[\w-]+\.sock)$")
+    shared = r"(psm_\w+|sem\.mp-\w+|torch_\d+_\d+_\d+|nccl-\w{6}|verl_weights_\w+)$"
+    sockets = r"rl-colocate-zmq-[\w-]+\.sock$"
+    found = [path for path in SHARED.iterdir() if re.match(shared, path.name)]
+    found += [path for path in Path("/tmp").iterdir() if re.match(sockets, path.name)]
     left = []
-    for path in (*SHARED.glob("*"), *Path("/tmp").glob("*")):
+    for path in found:
         with contextlib.suppress(OSError):
             status = path.lstat()
-            if names.match(path.name) and status.st_uid == os.getuid() and status.st_ctime >= began - 1:
+            if status.st_uid == os.getuid() and status.st_ctime >= began - 1:
                 left.append(path)
     used = in_use() if left else set()
     for path in left:

@@ -12,6 +12,9 @@ from typing import Any
 
 from verl.workers.rollout import base
 
+from kit import stores
+
+stores.keep_rendezvous_on_loopback()  # verl imports this file in each worker
 base._ROLLOUT_REGISTRY["vllm", "async"] = "kit.weight_sync.ServerAdapter"  # of the trainer's ranks, which send
 base._ROLLOUT_REGISTRY["hf", "async"] = "kit.hf.ServerAdapter"
 
