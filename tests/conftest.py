@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -31,6 +32,10 @@ os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu,kit
 from kit import recipe
 from kit.config import load_config
 from kit.reference import describe
+
+# a shell that starts the tests in the background has them ignore SIGINT, and all that they start inherits it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # what a command starts with, whatever recipes have set in this process by then
 GIVEN = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
@@ -273,6 +278,35 @@ def survivors(mark: str, patience: float = 20.0) -> list[str]:
         time.sleep(0.5)
 
 
+# --- what pytest does with every test -------------------------------------------------------------
+
+# Reasons for which a test may be skipped in CI: begin each with the words of the test's own reason.
+SKIPS_IN_CI = ("needs root: ",)
+
+
+def timeout_s(item: pytest.Item) -> float:
+    """Return how long a test may take, with its fixtures.
+
+    The method is `thread` (pyproject.toml): that of signals would take SIGALRM and its only timer
+    from kit/guard.py. It ends the process of the tests, and kit/keeper.py what that has started.
+    """
+    if item.get_closest_marker("soak"):
+        return 3600.0
+    return 600.0 if item.get_closest_marker("xdist_group") else 120.0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """In CI a test that is skipped has failed, unless the environment lacks something by design."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and os.environ.get("CI"):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if not reason.startswith(SKIPS_IN_CI):
+            report.outcome = "failed"
+            report.longrepr = f"{item.nodeid} was skipped, which CI does not allow: {reason}"
+    return report
+
+
 # --- the real thing, once ------------------------------------------------------------------------
 
 
@@ -285,6 +319,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.xdist_group("stack"))
         elif "chromium" in item.fixturenames:  # which two processes cannot fetch at once
             item.add_marker(pytest.mark.xdist_group("chromium"))
+    for item in items:
+        if not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(timeout_s(item)))
     items.sort(key=lambda item: 1 + ("stack" in item.fixturenames) if item.get_closest_marker("xdist_group") else 3)
     return (yield)
 

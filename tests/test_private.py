@@ -1,0 +1,231 @@
+"""kit/private.py and kit/stores.py: other users of the machine stay out of a run's Ray and torch."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import GIVEN, ROOT
+
+from kit import private, stores
+from kit.errors import RunError
+
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root: it acts as another user")
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder with a short path that every user may enter."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+def run_as_nobody(*command: str | Path) -> str:
+    """Return the error output of a command that another user runs; empty if it succeeds."""
+    done = subprocess.run(
+        command, user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, text=True, cwd="/"
+    )
+    return done.stderr
+
+
+@needs_root
+def test_another_user_cannot_use_the_folder_of_ray(short: Path) -> None:
+    ray_folder = Path(private.make_ray_folder(str(short / "mine")))
+    open_folder = short / "open"
+    for folder in (ray_folder, open_folder):
+        folder.mkdir()
+        folder.chmod(0o777)  # as Ray does with its own
+    assert run_as_nobody("ls", open_folder) == run_as_nobody("touch", open_folder / "x") == ""
+    assert "Permission denied" in run_as_nobody("ls", ray_folder)
+    assert "Permission denied" in run_as_nobody("touch", ray_folder / "x")
+    assert private.make_ray_folder(str(short / "mine")) == str(ray_folder)
+
+
+def test_the_default_folder_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+    monkeypatch.setattr(private, "_make_private", made.append)
+    assert private.make_ray_folder(None) == f"/tmp/kit-{os.getuid()}/ray"
+    assert made == [Path(f"/tmp/kit-{os.getuid()}")]
+
+
+@needs_root
+def test_a_folder_of_another_user_is_refused(short: Path) -> None:
+    folder = short / "theirs"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, NOBODY, NOBODY)
+    with pytest.raises(RunError, match=rf"{folder} belongs to user {NOBODY}, not to you \(0\), .*; set ray_kwargs"):
+        private.make_ray_folder(str(folder))
+
+
+def test_a_folder_that_others_may_enter_or_replace_is_refused(short: Path) -> None:
+    private.make_ray_folder(str(short / "mine"))
+    (short / "link").symlink_to(short / "mine")
+    (short / "file").touch()
+    for name in ("link", "file"):
+        with pytest.raises(RunError, match=f"{name} is a symbolic link or a file, so other users"):
+            private.make_ray_folder(str(short / name))
+    (short / "mine").chmod(0o711)
+    with pytest.raises(RunError, match=r"mine is open to other users \(mode 0711\), .*; run `chmod 700 /tmp/t\w+/mine`"):
+        private.make_ray_folder(str(short / "mine"))
+    (short / "mine").chmod(0o700)
+    short.chmod(0o777)
+    with pytest.raises(RunError, match=rf"mine can be replaced by other users, who can write to {short}"):
+        private.make_ray_folder(str(short / "mine"))
+    short.chmod(0o1777)
+    private.make_ray_folder(str(short / "mine"))
+
+
+def test_a_long_path_is_refused_before_a_socket_is_made(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = str(short / ("x" * 40))[: private.SOCKET_PATH_LIMIT - len(private.RAY_SOCKET)]
+    assert private.make_ray_folder(longest) == longest + "/ray"
+    with pytest.raises(RunError, match=r"_temp_dir=\S+x has 40 bytes, over 39: .*; set ray_kwargs"):
+        private.make_ray_folder(longest + "x")
+    longest = str(short / ("x" * 40))[: private.SOCKET_PATH_LIMIT - len(private.RUN_SOCKET)]
+    monkeypatch.setattr(tempfile, "tempdir", longest)
+    private.check_temporary_folder()
+    monkeypatch.setattr(tempfile, "tempdir", longest + "x")
+    with pytest.raises(RunError, match=r"TMPDIR=\S+x has \d+ bytes, over \d+: .*; set TMPDIR to a"):
+        private.check_temporary_folder()
+
+
+# --- a Ray as a run starts it --------------------------------------------------------------------
+
+RUN = """
+import contextlib, json, os, sys
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[2])
+from conftest import load
+import ray
+from kit import start
+from kit.run import Run
+
+start._import_all = lambda engine: None  # verl and vLLM, which Ray does not need
+preload = "ray_kwargs.ray_init.runtime_env.env_vars.PRELOAD_MODULES='json ray'"
+config, data = load(Path(sys.argv[1]), preload, f"ray_kwargs.ray_init._temp_dir={sys.argv[3]}")
+home = os.environ["HOME"]
+with Run(config, "sft") as run, contextlib.ExitStack() as exits:
+    start.start_outside(run, exits, None)
+
+    @ray.remote(num_cpus=1)
+    def work():
+        return sys.argv[0], os.environ["TMPDIR"]
+
+    script, temporary = ray.get(work.remote())
+    address = ray.get_runtime_context().gcs_address
+    logs = os.path.realpath(run.folder / "logs" / "ray")
+    told = dict(script=script, temporary=temporary, address=address, logs=logs)
+    print(json.dumps(told | {"token": os.environ["RAY_AUTH_TOKEN"]}), flush=True)
+    sys.stdin.readline()
+print("RAY_AUTH_TOKEN" in os.environ, "RAY_AUTH_MODE" in os.environ)
+"""
+DRIVER = """
+import ray, sys
+ray.init(address=sys.argv[1], logging_level="error")
+print("joined", ray.get(ray.remote(num_cpus=0)(lambda: 7).remote()))
+"""
+
+
+def join(address: str, home: Path, **variables: str) -> str:
+    """Return the output of another driver that tries to run a task on that Ray."""
+    kept = {name: value for name, value in GIVEN.items() if not name.startswith("RAY_")}
+    kept |= {"HOME": str(home), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, address], env=kept, capture_output=True, text=True, timeout=120
+    )
+    return done.stdout + done.stderr
+
+
+def files_with(text: str, *folders: Path) -> list[Path]:
+    found = (path for folder in folders for path in folder.rglob("*") if path.is_file())
+    return [path for path in found if text.encode() in path.read_bytes()]
+
+
+@pytest.mark.timeout(600)
+def test_only_who_has_the_token_uses_the_ray_of_a_run(workspace: Path, tmp_path: Path, short: Path) -> None:
+    """Also where TMPDIR and the folder of Ray have names that a shell would take apart."""
+    odd, home = short / "a $(touch x)", tmp_path / "home"
+    odd.mkdir()
+    home.mkdir()
+    own = {"HOME": str(home), "TMPDIR": str(odd), "PYTHONPATH": str(ROOT)}
+    own = {name: value for name, value in GIVEN.items() if not name.startswith("RAY_")} | own
+    arguments = [str(workspace), str(ROOT / "tests"), str(short / "r y")]
+    driver = subprocess.Popen(
+        [sys.executable, "-c", RUN, *arguments],
+        cwd=tmp_path, env=own, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert driver.stdin and driver.stdout
+    try:
+        line = next(line for line in driver.stdout if line.startswith("{"))
+        told = json.loads(line)
+        address, token = told["address"], told["token"]
+        assert told["script"].endswith("default_worker.py") and told["temporary"].startswith(str(odd))
+        assert Path(told["logs"]).is_relative_to(short / "r y" / "ray") and list(Path(told["logs"]).iterdir())
+        if os.getuid() == 0:
+            assert "Permission denied" in run_as_nobody("ls", told["logs"])
+        assert "joined 7" in join(address, home, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
+        for variables in ({"RAY_AUTH_TOKEN": "0" * 64, "RAY_AUTH_MODE": "token"}, {"RAY_AUTH_MODE": "disabled"}, {}):
+            output = join(address, home, **variables)
+            assert "joined" not in output and "AuthenticationError" in output, variables
+        assert not files_with(token, tmp_path, short) and not (home / ".ray" / "auth_token").exists()
+        for process in psutil.Process(driver.pid).children(recursive=True):
+            assert token not in " ".join(process.cmdline())
+    finally:
+        rest = driver.communicate("end\n", timeout=60)[0]
+    assert driver.returncode == 0 and rest.split() == ["False", "False"]
+    assert not list(tmp_path.rglob("x")) and not list(short.rglob("x"))
+    assert list(Path(told["logs"]).iterdir())  # they outlast the run
+
+
+# --- torch's stores ------------------------------------------------------------------------------
+
+
+def listens_at(port: int) -> list[str]:
+    """Return the addresses at which this process listens on a port."""
+    connections = psutil.Process().net_connections("inet")
+    return [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+
+
+def test_the_store_of_weights_over_gloo_listens_on_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from kit import gloo
+
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    engine = gloo.GlooCheckpointEngine(bucket_size=1, is_master=True)
+    address, port = engine.prepare()["master"]
+    assert (address, listens_at(port)) == ("127.0.0.1", ["127.0.0.1"])
+
+
+def test_the_rendezvous_of_torch_on_one_machine_listens_on_the_loopback() -> None:
+    from torch.distributed import rendezvous
+
+    importlib.import_module("kit.weight_sync")  # as verl does in every worker
+    made = []
+    for _ in range(2):  # a second group of the same process shares the store
+        with stores.socket.create_server(("127.0.0.1", 0)) as free:
+            port = made[0].port if made else free.getsockname()[1]
+        url = f"tcp://127.0.0.1:{port}?rank=0&world_size=1"
+        store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=20)))
+        made.append(store)
+    made[0].set("key", "value")
+    assert (listens_at(made[0].port), made[1].get("key")) == (["127.0.0.1"], b"value")
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.2", True), ("::1", True), ("localhost", True), ("10.0.0.7", False), ("node-7", False)],
+)
+def test_a_cluster_is_not_kept_on_the_loopback(host: str, expected: bool) -> None:
+    assert stores.is_loopback(host) == expected
