@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,6 +106,24 @@ def test_all_else_becomes_python_itself(python: str, tmp_path: Path) -> None:
     elsewhere.write_text(Path(python).read_text().replace(str(Path(python).parent), str(tmp_path)))
     elsewhere.chmod(0o700)
     assert subprocess.run([elsewhere, "-c", SPAWN + code], capture_output=True, text=True).stdout == itself
+
+
+def test_no_part_of_its_path_is_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Python, the repository and TMPDIR may lie where a shell sees a space or more."""
+    odd = Path(tempfile.mkdtemp(prefix="t")) / "a b$(touch x);touch y"
+    odd.mkdir()
+    request.addfinalizer(lambda: shutil.rmtree(odd.parent))
+    (odd / "python").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(odd / "python"))
+    monkeypatch.setattr(tempfile, "tempdir", str(odd))
+    with fork.serving("json", tmp_path / "fork.log") as (python, _):
+        assert python.startswith(str(odd))
+        done = subprocess.run([python, "-c", SPAWN + "print(1)"], capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == ("1\n", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fork.log"]
 
 
 def test_where_it_cannot_import_python_itself_does_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

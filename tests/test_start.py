@@ -39,13 +39,13 @@ def managers(monkeypatch: pytest.MonkeyPatch) -> list[Manager]:
 
 
 APART = [
-    "trainer.nnodes=3",
+    "trainer.nnodes=4",
     "actor_rollout_ref.rollout.nnodes=2",
     "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo",
 ]
 
 
-@pytest.mark.parametrize(("changes", "expected"), [(APART, 2), (APART[:1], 3)], ids=["apart", "together"])
+@pytest.mark.parametrize(("changes", "expected"), [(APART, 2), (APART[:1], 4)], ids=["apart", "together"])
 def test_a_sampler_has_the_nodes_of_its_recipe(workspace: Path, managers: list[Manager], changes, expected) -> None:
     config, _ = load(workspace, *changes)
     before = config.actor_rollout_ref.rollout.nnodes

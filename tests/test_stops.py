@@ -57,6 +57,21 @@ def test_a_stop_leaves_a_stage_at_once_but_lets_an_update_end(started):
     assert done == ["update", "sync"] and saved == [1, 2] and caught.value.status == 130
 
 
+def test_a_run_in_the_background_of_a_shell_leaves_ctrl_c_to_others(workspace, tmp_path, monkeypatch):
+    """Such a shell has it ignore SIGINT; SIGTERM stops it all the same."""
+    monkeypatch.chdir(tmp_path)
+    config, _ = load(workspace)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Run(config) as run, pytest.raises(Stop) as caught, run.stage("gen"):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not run.guard.asked
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert caught.value.status == 143 and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_stop_in_a_task_that_others_wait_for_is_told_once(started):
     """asyncio raises it out of the loop again for each of them, which is when all is closed."""
 
@@ -203,22 +218,35 @@ def test_what_the_dead_left_is_swept_and_what_the_living_hold_stays():
     code += "; print(b.name, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     dead = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
     # its resource tracker outlives it for a moment, and may tidy up by itself: what it misses is ours to sweep
-    (watch.SHARED / "psm_left_by_a_test").touch()
+    names = {"psm_left_by_a_test", "torch_1_2_0", "nccl-aB3dEf"}
+    for name in names:
+        (watch.SHARED / name).touch()
     mine = shared_memory.SharedMemory(create=True, size=9)
     lock = multiprocessing.get_context("spawn").Lock()  # a semaphore, which a child opens by its name
     other = watch.SHARED / "not_of_a_run"
     other.touch()
+    held = watch.SHARED / f"torch_{os.getpid()}_7_1"  # of another run of the same user
+    holder = held.open("w")
+    stranger = watch.SHARED / "nccl-xY3dEf"
+    stranger.touch()
+    if os.getuid() == 0:
+        os.chown(stranger, 65534, 65534)
+    not_shared = Path("/tmp/torch_1_2_0")
+    not_shared.touch()
     try:
         watch.sweep(began)
         left = {path.name for path in watch.SHARED.iterdir()}
-        assert not {dead, "psm_left_by_a_test"} & left and {mine.name, other.name} <= left
+        assert not {dead, *names} & left and {mine.name, other.name, held.name} <= left
+        assert not_shared.exists() and (stranger.exists() or os.getuid() != 0)
         assert "sem." + lock._semlock.name.removeprefix("/") in left
         (watch.SHARED / "psm_older").touch()
         watch.sweep(time.time() + 5)
         assert (watch.SHARED / "psm_older").exists()  # from before: another run's
     finally:
         (watch.SHARED / "psm_older").unlink()
-        other.unlink()
+        for path in (other, held, stranger, not_shared):
+            path.unlink(missing_ok=True)
+        holder.close()
         mine.close()
         mine.unlink()
 
