@@ -37,9 +37,9 @@ def begin(modules: str) -> None:
 
     folder = tempfile.mkdtemp(prefix="kit-fork-")
     python, here = os.path.join(folder, "python"), os.path.abspath(__file__)
-    command = shlex.join([sys.executable, "-I", "-S", here, "ask", folder])
+    asker = shlex.join([sys.executable, "-I", "-S", here, "ask", folder])
     with open(python, "w") as script:
-        script.write(f'#!/bin/sh\nexec {command} "$@"\n')
+        script.write(f'#!/bin/sh\nexec {asker} "$@"\n')
     os.chmod(python, 0o700)
     with open(os.path.join(folder, "log"), "w") as log, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(os.path.join(folder, "socket"))

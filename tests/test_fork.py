@@ -115,9 +115,9 @@ def test_no_part_of_its_path_is_a_command(
     odd = Path(tempfile.mkdtemp(prefix="t")) / "a b$(touch x);touch y"
     odd.mkdir()
     request.addfinalizer(lambda: shutil.rmtree(odd.parent))
-    (odd / "python").symlink_to(sys.executable)
+    (odd / "venv").symlink_to(sys.prefix)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "executable", str(odd / "python"))
+    monkeypatch.setattr(sys, "executable", str(odd / "venv" / "bin" / "python"))
     monkeypatch.setattr(tempfile, "tempdir", str(odd))
     with fork.serving("json", tmp_path / "fork.log") as (python, _):
         assert python.startswith(str(odd))
