@@ -90,7 +90,7 @@ def ray_token() -> Iterator[None]:
 
 def _reload_authentication() -> None:
     """Have Ray read the mode and the token again: it keeps both after it has read them once."""
-    from ray._raylet import AuthenticationTokenLoader, Config
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()

@@ -38,7 +38,8 @@ def keep_rendezvous_on_loopback() -> None:
 
     torch.distributed.rendezvous makes the store of rank 0 without a way to say where it listens.
     """
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function has its name
+    # a function of torch.distributed has the name of this module
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     make_store = rendezvous._create_c10d_store
     if getattr(make_store, "on_loopback", False):
         return
