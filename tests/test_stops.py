@@ -243,7 +243,7 @@ def test_what_the_dead_left_is_swept_and_what_the_living_hold_stays():
         watch.sweep(time.time() + 5)
         assert (watch.SHARED / "psm_older").exists()  # from before: another run's
     finally:
-        (watch.SHARED / "psm_older").unlink()
+        (watch.SHARED / "psm_older").unlink(missing_ok=True)
         for path in (other, held, stranger, not_shared):
             path.unlink(missing_ok=True)
         holder.close()
