@@ -11,9 +11,10 @@ Each server is one process with one log. A name without `agent` is one resources
 For a name with `agent` Gym's agent answers (POST /run) and owns the turns; behind it stand the resources server and
 `policy_model`, Gym's model server, which all agents of a run share and which asks `policy`, an OpenAI-compatible
 endpoint, for its answers and their token ids. Settings come from the server's own YAML in the package; a recipe names
-only what it changes. A server gets its own settings and the addresses of the others, through its standard input; an
-environment variable that is named like a secret is hidden from it, unless `env` of its start names the variable. Verifiers that ask models by name (judges) want kit/verdicts.py beside this file; kit/models.py
-says which processes those are.
+only what it changes. A server gets its own settings and the addresses of the others, through its standard input. An
+environment variable that is named like a secret is hidden from it, unless `env` of its start names that variable.
+Verifiers that ask models by name (judges) want kit/verdicts.py beside this file; kit/models.py says which processes
+those are.
 
 One resources server, until Ctrl-C: python -m kit.gym_servers NAME [--path FOLDER] [--port 8001] [--python PYTHON]
 An environment of its own for a server that needs more: python -m kit.gym_servers install NAME (kit/gym_install.py)
@@ -42,7 +43,7 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from subprocess import DEVNULL, Popen, TimeoutExpired
+from subprocess import Popen, TimeoutExpired
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
