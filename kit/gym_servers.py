@@ -66,6 +66,8 @@ SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 # Servers that read more of another block than its address: impl -> the other's impl.
 READS_SETTINGS = {"browsecomp_agent": "vllm_model", "rdkit_chemistry": "ns_tools"}
 MOST_BYTES = 2**24  # of the answer to a check
+ASK_S = 5.0  # seconds for the answer to a check
+HEAD_S = 10.0  # the same for a head server
 logger = logging.getLogger(__name__)
 Block = Mapping[str, Any]  # one process, as `plan` says
 
@@ -79,7 +81,7 @@ class FetchError(RuntimeError):
 
 
 def fetch(
-    url: str, method: str = "GET", deadline_s: float = 5.0, use_proxy: bool = False, **request: Any
+    url: str, method: str = "GET", deadline_s: float = ASK_S, use_proxy: bool = False, **request: Any
 ) -> httpx.Response:
     """Send one request and read the whole answer, within a deadline and a size limit.
 
@@ -108,7 +110,7 @@ async def _fetch(url: str, method: str, deadline_s: float, use_proxy: bool, requ
                 if len(body) > MOST_BYTES:
                     raise FetchError(f"the answer is longer than {MOST_BYTES:,} bytes")
     except TimeoutError:
-        raise FetchError(f"no complete answer within {deadline_s:g} s") from None
+        raise FetchError(f"no complete answer within {deadline_s:.1f} s") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise FetchError(f"{type(error).__name__}: {error}") from None
     if answer.has_redirect_location:
@@ -125,7 +127,7 @@ def discover(head: str) -> tuple[dict[str, str], dict[str, str]]:
     import yaml
 
     try:
-        answer = fetch(f"{head}/global_config_dict_yaml", deadline_s=10.0)
+        answer = fetch(f"{head}/global_config_dict_yaml", deadline_s=HEAD_S)
         if answer.status_code != 200:
             raise FetchError(f"HTTP {answer.status_code} from /global_config_dict_yaml")
         known = yaml.safe_load(answer.json())
@@ -381,12 +383,12 @@ def wait_ready(
     A server that the kit started has `deadline_s`, by default START_DEADLINE_S; one that it did not start must be there
     (5 s).
     """
-    deadline = time.monotonic() + ((deadline_s or START_DEADLINE_S) if process else 5.0)
+    deadline = time.monotonic() + ((deadline_s or START_DEADLINE_S) if process else ASK_S)
     port = urlsplit(url).port if process else None
     why = "no answer"
     while (left := deadline - time.monotonic()) > 0 and not (process and process.poll() is not None):
         try:
-            answer = fetch(f"{url}/openapi.json", deadline_s=min(5.0, left))
+            answer = fetch(f"{url}/openapi.json", deadline_s=min(ASK_S, left))
             if answer.status_code != 200 or not isinstance(answer.json().get("paths"), dict):
                 why = f"HTTP {answer.status_code} from /openapi.json"
             elif process and port and not is_listening(process, port):
@@ -568,9 +570,8 @@ def serve(name: str, parent: int, blocks: list[dict[str, Any]], command: list[st
 
     config: dict[str, Any] = {}
     for b in blocks:  # of most other servers only the address is known
-        entry = (
-            settings(b, package) if "changes" in b else {"entrypoint": "app.py", "host": b["host"], "port": b["port"]}
-        )
+        address = {"entrypoint": "app.py", "host": b["host"], "port": b["port"]}
+        entry = settings(b, package) if "changes" in b else address
         config[b["name"]] = {b["kind"]: {Path(b["impl"]).name: entry}}
     # `???`, or `${name}` of a file that the kit does not read
     if unset := re.findall(r"(\w+): .*(?:\?\?\?|\$\{\w+\})", yaml.safe_dump(config[name])):

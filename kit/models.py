@@ -43,6 +43,7 @@ SERVERS = ("vllm_model", "openai_model", "inference_provider", "genrm_model")  #
 NOT_NOW = {408, 409, 425, 429, 500, 502, 503, 504, 520, 529}
 ROUTES = ("chat/completions", "responses")
 KEPT = ("role", "content", "refusal", "tool_calls")  # of a message: no reasoning, no token ids
+LIST_S = 20.0  # seconds for the list of an address's models
 PAUSE_S = 0.5  # before the second try; doubled for each one more
 SHARE = 0.8  # of gym.timeout_s, that a judge has where gym.models does not say
 
@@ -180,7 +181,7 @@ def reach(judge: Judge) -> None:
     where, headers = f"gym.models.{judge.name}", {"Authorization": f"Bearer {judge.key}"} if judge.key else {}
     request: dict[str, Any] = {"headers": headers, "use_proxy": not judge.is_here}
     try:
-        answer = gym_servers.fetch(f"{judge.url}/models", deadline_s=20.0, **request)
+        answer = gym_servers.fetch(f"{judge.url}/models", deadline_s=LIST_S, **request)
         known = [m["id"] for m in answer.json()["data"]] if answer.status_code == 200 else []
     except (ValueError, TypeError, KeyError):
         known = []
