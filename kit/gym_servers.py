@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     import httpx
 
 START_DEADLINE_S = 90.0  # a Gym server imports for 3 to 30 s before it answers
+END_S = 2.0  # for a process that was killed to give its port back
 RESTART_S = 5.0  # between two restarts of one server, at least
 START_KEYS = {"python", "install", "server", "path", "host", "port", "config", "agent", "agent_config", "env"}
 PYTHON = ".venv-gym/bin/python"  # that has nemo-gym; never this one, which it would break
@@ -396,7 +397,8 @@ def wait_ready(
             else:
                 return
         except (FetchError, ValueError, AttributeError) as error:
-            why = str(error)
+            if why == "no answer" or left > ASK_S:  # the last try has less time, and says less
+                why = str(error)
         time.sleep(0.2)
     if process:
         if process.poll() is not None:
@@ -467,10 +469,17 @@ def keep_up(
 
 
 def is_taken(block: Block, process: Popen[bytes]) -> bool:
-    """Return whether another process than that of `block` listens on its port."""
+    """Return whether another process than that of `block` listens on its port, and goes on to.
+
+    A process that `process` had forked may take a moment to end.
+    """
     host, port = block["host"], int(block["port"])
-    # the port twice: the first answer may be of a process that ended before the second question
-    return port_in_use(host, port) and not is_listening(process, port) and port_in_use(host, port)
+    deadline = time.monotonic() + END_S
+    while port_in_use(host, port) and not is_listening(process, port):
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def model_block(model: Block, starts: Sequence[Mapping[str, Any]], log_dir: Path) -> Block:
