@@ -504,8 +504,37 @@ def test_an_install_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
 
 def test_what_pypi_has_by_the_name_of_a_git_repository_is_not_installed():
     listed = gym_install.requirements(SITE / "resources_servers" / "code_fim")
-    assert any(line.startswith("human-eval-infilling @ git+https://") for line in listed)
+    assert any(line.startswith("human-eval-infilling@ git+https://") for line in listed)
     assert not [line for line in listed if "nemo-gym" in line]
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ('{git = "https://x/a.git"}', "my-pkg[fast]@ git+https://x/a.git"),
+        ('{git = "https://x/a.git", rev = "0123abc"}', "my-pkg[fast]@ git+https://x/a.git@0123abc"),
+        ('{git = "https://x/a.git", tag = "v1"}', "my-pkg[fast]@ git+https://x/a.git@v1"),
+        (
+            '{git = "https://x/a.git", branch = "b", subdirectory = "c"}',
+            "my-pkg[fast]@ git+https://x/a.git@b#subdirectory=c",
+        ),
+        ('{url = "https://x/a.whl"}', "my-pkg[fast]@ https://x/a.whl"),
+        ('{index = "theirs"}', "index': 'theirs'}, which is not taken"),
+        ('{git = "https://x/a.git", rev = "1", branch = "b"}', "which is not taken"),
+        ('[{git = "https://x/a.git", marker = "x"}]', "which is not taken"),
+    ],
+    ids=str,
+)
+def test_a_package_comes_from_the_place_and_the_revision_that_its_server_names(source, line, tmp_path):
+    dependencies = 'dependencies = ["nemo-gym[dev]", "My_Pkg[fast]>=1", "other==2; python_version > \'3\'"]'
+    sources = f'[tool.uv.sources]\nmy-pkg = {source}\nnemo-gym = {{path = "../.."}}'
+    (tmp_path / "pyproject.toml").write_text(f"[project]\n{dependencies}\n{sources}\n")
+    if "not taken" in line:
+        with pytest.raises(gym_install.InstallError, match=re.escape(line)):
+            gym_install.requirements(tmp_path)
+    else:
+        mine, other = gym_install.requirements(tmp_path)
+        assert mine.lower().replace("_", "-") == line and other == "other==2; python_version > '3'"
 
 
 @pytest.mark.parametrize(
