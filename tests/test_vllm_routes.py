@@ -105,8 +105,9 @@ def test_no_spelling_of_a_path_leads_elsewhere(policy, path):
         assert http.get(path).status_code == 403
 
 
-def test_no_web_page_may_ask_the_policys_server(policy):
-    http = TestClient(policy)
+@pytest.mark.parametrize("server", ["policy", "judge"])
+def test_no_web_page_may_ask_a_server(server, request):
+    http = TestClient(request.getfixturevalue(server))
     for path in ("/health", "/metrics", "/v1/completions"):
         assert "access-control-allow-origin" not in http.get(path, headers=ORIGIN).headers
         asks = {**ORIGIN, "Access-Control-Request-Method": "POST"}
