@@ -96,13 +96,12 @@ def test_the_policys_server_answers_health_and_metrics_alone(policy):
 
 
 @pytest.mark.parametrize(
-    "path", ["/metrics/../v1/completions", "//v1/completions", "/metrics/", "/health/x", "/METRICS"]
+    "path", ["/metrics/%2e%2e/v1/completions", "//v1/completions", "/metrics/", "/health/x", "/METRICS"]
 )
 def test_no_spelling_of_a_path_leads_elsewhere(policy, path):
     http = TestClient(policy)
     assert http.post(path, json={}).status_code == 403
-    if "metrics/.." not in path:  # which the client itself makes /v1/completions of
-        assert http.get(path).status_code == 403
+    assert http.get(path).status_code == 403
 
 
 @pytest.mark.parametrize("server", ["policy", "judge"])
