@@ -21,7 +21,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from packaging.utils import canonicalize_name
+from packaging.utils import NormalizedName, canonicalize_name
 
 ENVIRONMENTS = ".venv-gym-servers"
 DEADLINE_S = 3600.0  # for one call of uv, which may fetch gigabytes
@@ -56,7 +56,7 @@ def requirements(folder: Path) -> list[str]:
     return [x for x in stripped if x and not x.startswith(("#", "-e nemo-gym", "nemo-gym", "nemo_gym"))]
 
 
-def located(line: str, sources: Mapping[str, Any]) -> str:
+def located(line: str, sources: Mapping[NormalizedName, Any]) -> str:
     """Return a requirement at the place that `sources` (tool.uv.sources) gives for its name.
 
     Without that place, another package of the same name on PyPI would be installed. Raises
