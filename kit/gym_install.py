@@ -15,7 +15,13 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import NormalizedName, canonicalize_name
 
 ENVIRONMENTS = ".venv-gym-servers"
 DEADLINE_S = 3600.0  # for one call of uv, which may fetch gigabytes
@@ -41,13 +47,38 @@ def requirements(folder: Path) -> list[str]:
     if (folder / "pyproject.toml").is_file():
         project = tomllib.loads((folder / "pyproject.toml").read_text())
         sources = project.get("tool", {}).get("uv", {}).get("sources", {})
-        git = {name: source["git"] for name, source in sources.items() if "git" in source}  # not what PyPI calls so
-        lines = [f"{x} @ git+{git[x]}" if x in git else x for x in project["project"].get("dependencies", [])]
+        named = {canonicalize_name(name): source for name, source in sources.items()}
+        lines = [located(line, named) for line in project["project"].get("dependencies", [])]
     else:
         path = folder / "requirements.txt"
         lines = path.read_text().splitlines() if path.is_file() else []
     stripped = [line.strip() for line in lines]
     return [x for x in stripped if x and not x.startswith(("#", "-e nemo-gym", "nemo-gym", "nemo_gym"))]
+
+
+def located(line: str, sources: Mapping[NormalizedName, Any]) -> str:
+    """Return a requirement at the place that `sources` (tool.uv.sources) gives for its name.
+
+    Without that place, another package of the same name on PyPI would be installed. Raises
+    InstallError for kinds of places that it does not know.
+    """
+    requirement = Requirement(line)
+    source = sources.get(canonicalize_name(requirement.name))
+    if source is None or canonicalize_name(requirement.name) == "nemo-gym":
+        return line
+    keys = source.keys() if isinstance(source, dict) else set()
+    revisions = keys & {"rev", "tag", "branch"}
+    if "git" in keys and keys <= {"git", "rev", "tag", "branch", "subdirectory"} and len(revisions) <= 1:
+        revision = "".join(f"@{source[key]}" for key in revisions)
+        folder = f"#subdirectory={source['subdirectory']}" if "subdirectory" in keys else ""
+        requirement.url = f"git+{source['git']}{revision}{folder}"
+    elif keys == {"url"}:
+        requirement.url = source["url"]
+    else:
+        told = f"tool.uv.sources has {requirement.name} = {source!r}, which is not taken"
+        raise InstallError(f"{told}; install {requirement.name} from there, and set start.python")
+    requirement.specifier = SpecifierSet()  # a requirement has either versions or a place
+    return str(requirement)
 
 
 def install(server: str, python: str) -> Path:

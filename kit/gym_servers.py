@@ -1,6 +1,6 @@
 """Start NeMo Gym's servers from the nemo-gym package, wait until they answer, keep them up, and stop them.
 
-Lift this file alone into another project; it needs only httpx, and an interpreter of its own that has
+Lift this file alone into another project; it needs only httpx and psutil, and another interpreter that has
 nemo-gym (`make gym` makes one in .venv-gym):
 
     servers = {"math": {"start": {"server": "math_with_judge"}}, "far": {"url": "http://10.0.0.7:8001"}}
@@ -11,8 +11,10 @@ Each server is one process with one log. A name without `agent` is one resources
 For a name with `agent` Gym's agent answers (POST /run) and owns the turns; behind it stand the resources server and
 `policy_model`, Gym's model server, which all agents of a run share and which asks `policy`, an OpenAI-compatible
 endpoint, for its answers and their token ids. Settings come from the server's own YAML in the package; a recipe names
-only what it changes. Verifiers that ask models by name (judges) want kit/verdicts.py beside this file; kit/models.py
-says which processes those are.
+only what it changes. A server gets its own settings and the addresses of the others, through its standard input. An
+environment variable that is named like a secret is hidden from it, unless `env` of its start names that variable.
+Verifiers that ask models by name (judges) want kit/verdicts.py beside this file; kit/models.py says which processes
+those are.
 
 One resources server, until Ctrl-C: python -m kit.gym_servers NAME [--path FOLDER] [--port 8001] [--python PYTHON]
 An environment of its own for a server that needs more: python -m kit.gym_servers install NAME (kit/gym_install.py)
@@ -21,6 +23,7 @@ An environment of its own for a server that needs more: python -m kit.gym_server
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import ctypes
 import difflib
@@ -38,21 +41,34 @@ import sys
 import time
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from subprocess import DEVNULL, Popen, TimeoutExpired
+from subprocess import Popen, TimeoutExpired
 from threading import Event, Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    import httpx
 
 START_DEADLINE_S = 90.0  # a Gym server imports for 3 to 30 s before it answers
+END_S = 2.0  # for a process that was killed to give its port back
 RESTART_S = 5.0  # between two restarts of one server, at least
-START_KEYS = {"python", "install", "server", "path", "host", "port", "config", "agent", "agent_config"}
+START_KEYS = {"python", "install", "server", "path", "host", "port", "config", "agent", "agent_config", "env"}
 PYTHON = ".venv-gym/bin/python"  # that has nemo-gym; never this one, which it would break
 ENVIRONMENTS = ".venv-gym-servers"  # beside that, with what one server needs (kit/gym_install.py)
 MODELS = "responses_api_models"
 HOST = "127.0.0.1"
 POLICY_MODEL = "policy_model"  # the name that Gym's own YAML uses for the model that is trained
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")  # what a log file may be called by
-HANDOVER = "GYM_SERVERS_HANDOVER"  # environment variable: what a started process is to be, as JSON
+FROM_STDIN = "--from-stdin"  # argument: standard input holds the arguments of `serve`, as JSON
+# As in kit/config.py: an environment variable with such a name holds a secret.
+SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+# Servers that read more of another block than its address: impl -> the other's impl.
+READS_SETTINGS = {"browsecomp_agent": "vllm_model", "rdkit_chemistry": "ns_tools"}
+MOST_BYTES = 2**24  # of the answer to a check
+ASK_S = 5.0  # seconds for the answer to a check
+HEAD_S = 10.0  # the same for a head server
 logger = logging.getLogger(__name__)
 Block = Mapping[str, Any]  # one process, as `plan` says
 
@@ -61,25 +77,70 @@ class GymStartError(RuntimeError):
     """A Gym server that is not there, or did not start; the message says what to do."""
 
 
+class FetchError(RuntimeError):
+    """A request that has no usable answer; the message is the reason."""
+
+
+def fetch(
+    url: str, method: str = "GET", deadline_s: float = ASK_S, use_proxy: bool = False, **request: Any
+) -> httpx.Response:
+    """Send one request and read the whole answer, within a deadline and a size limit.
+
+    use_proxy: whether the proxy of the environment may be asked. request: headers and json, as for
+    httpx. Redirects are not followed: another host must not get the request. Raises FetchError.
+    """
+    with ThreadPoolExecutor(1) as pool:  # this thread may have an event loop that runs
+        answer = _fetch(url, method, deadline_s, use_proxy, request)
+        return pool.submit(asyncio.run, answer).result()
+
+
+async def _fetch(url: str, method: str, deadline_s: float, use_proxy: bool, request: dict[str, Any]) -> httpx.Response:
+    import httpx  # not at the top: the Gym environment runs this file too, and need not have it
+
+    # uncompressed, so that a short body cannot become a long one
+    headers = {**request.pop("headers", {}), "Accept-Encoding": "identity"}
+    body = bytearray()
+    try:
+        async with (
+            asyncio.timeout(deadline_s),
+            httpx.AsyncClient(timeout=None, trust_env=use_proxy, follow_redirects=False) as http,
+            http.stream(method, url, headers=headers, **request) as answer,
+        ):
+            async for part in answer.aiter_raw():
+                body += part
+                if len(body) > MOST_BYTES:
+                    raise FetchError(f"the answer is longer than {MOST_BYTES:,} bytes")
+    except TimeoutError:
+        raise FetchError(f"no complete answer within {deadline_s:.1f} s") from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise FetchError(f"{type(error).__name__}: {error}") from None
+    if answer.has_redirect_location:
+        target = answer.headers["location"]
+        raise FetchError(f"HTTP {answer.status_code} redirects to {target}; set that address instead")
+    return httpx.Response(answer.status_code, content=bytes(body))
+
+
 def discover(head: str) -> tuple[dict[str, str], dict[str, str]]:
     """Ask a Gym head server who is there: ({resources server: url}, {agent: its resources server}).
 
     head: "http://host:11000". Raises GymStartError. Needs pyyaml: the head answers YAML inside a JSON string.
     """
-    import httpx
     import yaml
 
     try:
-        answer = httpx.get(f"{head}/global_config_dict_yaml", timeout=10.0, trust_env=False).raise_for_status()
-        blocks = {name: block for name, block in yaml.safe_load(answer.json()).items() if isinstance(block, dict)}
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, AttributeError, yaml.YAMLError) as error:
+        answer = fetch(f"{head}/global_config_dict_yaml", deadline_s=HEAD_S)
+        if answer.status_code != 200:
+            raise FetchError(f"HTTP {answer.status_code} from /global_config_dict_yaml")
+        known = yaml.safe_load(answer.json())
+        blocks = {name: block for name, block in known.items() if isinstance(block, dict)}
+    except (FetchError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise GymStartError(f"gym.head: {head} is no head server of Gym's ({error!r}); ng_run starts one") from None
     servers, agents = {}, {}
     for name, block in blocks.items():
         for server in (block.get("resources_servers") or {}).values():
             host = server.get("host") or HOST
             if host in ("0.0.0.0", HOST, "localhost"):  # as the head sees itself; we may sit elsewhere
-                host = answer.url.host
+                host = urlsplit(head).hostname
             if server.get("port"):  # else it is configured, but not started
                 servers[name] = f"http://{host}:{server['port']}"
         for agent in (block.get("responses_api_agents") or {}).values():
@@ -129,6 +190,7 @@ def check_server(name: str, spec: Mapping[str, Any]) -> None:
         raise GymStartError(f"{where}: unknown key {min(unknown)!r}; it takes {', '.join(sorted(START_KEYS))}")
     if wrong := [k for k in ("config", "agent_config") if not isinstance(start.get(k) or {}, Mapping)]:
         raise GymStartError(f"{where}.{wrong[0]} is {start[wrong[0]]!r}; it takes keys and values of Gym's YAML")
+    check_variables(f"{where}.env", start.get("env") or [])
     if start.get("agent_config") and not start.get("agent"):
         raise GymStartError(f"{where}.agent_config is set, but no agent; add agent: simple_agent")
     if name in (POLICY_MODEL, "head_server", "dry_run"):
@@ -142,6 +204,14 @@ def check_server(name: str, spec: Mapping[str, Any]) -> None:
     folder_of(name, start)
     if port and port_in_use(host, int(port)):
         raise GymStartError(f"gym.servers.{name}: port {port} on {host} is in use; set another one, or give its url")
+
+
+def check_variables(where: str, names: Any) -> None:
+    """Check that `names` is a list of environment variables that are set. Raises GymStartError."""
+    if not isinstance(names, Sequence) or isinstance(names, str):
+        raise GymStartError(f"{where} is {names!r}; set a list of names of environment variables, as [HF_TOKEN]")
+    if missing := [name for name in names if str(name) not in os.environ]:
+        raise GymStartError(f"{where}: the environment variable {missing[0]} is not set; export it, or leave it out")
 
 
 def folder_of(name: str, start: Mapping[str, Any]) -> str:
@@ -229,6 +299,7 @@ def plan(
     check_asked(name, start, models, trust)
     server, host, where = folder_of(name, start), start.get("host") or HOST, f"gym.servers.{name}.start"
     shared = {"python": interpreter(name, start), "host": host, "of": server, "trusted": name in trust}
+    shared["shown"] = list(start.get("env") or [])
     blocks = [(name, "resources_servers", server, start.get("config") or {}, f"{where}.config")]
     if agent := start.get("agent"):
         if not policy:
@@ -243,28 +314,66 @@ def plan(
         blocks.append((f"{name}_{agent}", "responses_api_agents", agent, owner, f"{where}.agent_config"))
     keys = ("name", "kind", "impl", "changes", "where")
     ports = [*(free_port(host) for _ in blocks[1:]), int(start.get("port") or free_port(host))]
-    return [{**dict(zip(keys, b, strict=True)), **shared, "port": p} for b, p in zip(blocks, ports, strict=True)]
+    made = [{**dict(zip(keys, b, strict=True)), **shared, "port": p} for b, p in zip(blocks, ports, strict=True)]
+    return [{**b, "shown": []} if b["name"] == POLICY_MODEL else b for b in made]  # which all agents share
 
 
 def start_server(block: Block, blocks: Iterable[Block], mode: str = "wb") -> Popen[bytes]:
     """Start the process of `block`, which finds the others by their names; does not wait for it. mode: of its log."""
-    # The server's environment is its own: nothing of this interpreter's, and no tracker that phones home.
     blocks = list(blocks)
-    hidden = {name for b in blocks for name in b.get("hidden", ())}  # keys: some servers run what the policy wrote
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV")) and k not in hidden}
-    env |= {"WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1", **block.get("env", {})}
-    # by environment, not by argument: it holds the policy's key, and everyone may read arguments
-    known = [b for b in blocks if "impl" in b]
-    env[HANDOVER] = json.dumps({"name": block["name"], "parent": os.getpid(), "blocks": known} | _command(block))
+    known = [] if "command" in block else [known_to(block, b) for b in blocks if "impl" in b]
+    handover = {"name": block["name"], "parent": os.getpid(), "blocks": known, "command": block.get("command")}
+    hidden = {name for b in blocks for name in b.get("hidden", ())}
     Path(block["log"]).parent.mkdir(parents=True, exist_ok=True)
     python = block.get("python") or sys.executable
-    command = [python, "-P", str(Path(__file__).absolute())]  # -P: the kit's modules stay out of its way
-    with open(block["log"], mode) as out:  # a session of its own: Ctrl-C is the kit's, which stops servers in order
-        return Popen(command, stdin=DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True)
+    # -P: the kit's modules stay out of its way
+    command = [python, "-P", str(Path(__file__).absolute()), FROM_STDIN]
+    # By standard input: other processes of this user can read arguments and environment.
+    with os.fdopen(os.memfd_create("handover"), "w+b") as memory, open(block["log"], mode) as out:
+        memory.write(json.dumps(handover).encode())
+        memory.seek(0)
+        env = environment(block, hidden)
+        # a session of its own: Ctrl-C is the kit's, which stops servers in order
+        return Popen(command, stdin=memory, stdout=out, stderr=out, env=env, start_new_session=True)
 
 
-def _command(block: Block) -> dict[str, Any]:
-    return {"command": block["command"]} if "command" in block else {}
+def known_to(block: Block, other: Block) -> Block:
+    """Return what the server of `block` gets of `other`: its own settings, of others the address."""
+    if other["name"] == block["name"] or READS_SETTINGS.get(block["impl"]) == other["impl"]:
+        return other
+    return {key: other[key] for key in ("name", "kind", "impl", "host", "port")}
+
+
+def environment(block: Block, hidden: Collection[str]) -> dict[str, str]:
+    """Return the environment variables for the process of `block`: some servers run the policy's code.
+
+    Left out are `hidden` ones, secrets that its recipe does not name, and those of this interpreter.
+    """
+    shown = block.get("shown", ())
+    env = {}
+    for name, value in os.environ.items():
+        is_secret = name in hidden or bool(SECRET.search(name))
+        if name in shown or not (is_secret or name.startswith(("PYTHON", "VIRTUAL_ENV"))):
+            env[name] = value
+    # no tracker that phones home
+    return env | {"WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1", **block.get("env", {})}
+
+
+def is_listening(process: Popen[bytes], port: int) -> bool:
+    """Return whether `process`, or one that it has started, listens on the port."""
+    import psutil  # not at the top: the Gym environment runs this file too, and need not have it
+
+    try:
+        root = psutil.Process(process.pid)
+        family = [root, *root.children(recursive=True)]
+    except psutil.Error:
+        return False
+    for member in family:
+        with contextlib.suppress(psutil.Error):
+            connections = member.net_connections("tcp")
+            if any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections):
+                return True
+    return False
 
 
 def wait_ready(
@@ -275,21 +384,26 @@ def wait_ready(
     A server that the kit started has `deadline_s`, by default START_DEADLINE_S; one that it did not start must be there
     (5 s).
     """
-    import httpx  # not at the top: the Gym environment runs this file too, and need not have it
-
-    deadline = time.monotonic() + ((deadline_s or START_DEADLINE_S) if process else 5.0)
+    deadline = time.monotonic() + ((deadline_s or START_DEADLINE_S) if process else ASK_S)
+    port = urlsplit(url).port if process else None
     why = "no answer"
-    while time.monotonic() < deadline and not (process and process.poll() is not None):
+    while (left := deadline - time.monotonic()) > 0 and not (process and process.poll() is not None):
         try:
-            answer = httpx.get(f"{url}/openapi.json", timeout=5.0, trust_env=False)
-            if answer.status_code == 200 and isinstance(answer.json().get("paths"), dict):
+            answer = fetch(f"{url}/openapi.json", deadline_s=min(ASK_S, left))
+            if answer.status_code != 200 or not isinstance(answer.json().get("paths"), dict):
+                why = f"HTTP {answer.status_code} from /openapi.json"
+            elif process and port and not is_listening(process, port):
+                why = f"port {port} belongs to another process; stop that, or set start.port"
+            else:
                 return
-            why = f"HTTP {answer.status_code} from /openapi.json"
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            why = f"{type(error).__name__}: {error}"
+        except (FetchError, ValueError, AttributeError) as error:
+            if why == "no answer" or left > ASK_S:  # the last try has less time, and says less
+                why = str(error)
         time.sleep(0.2)
     if process:
-        why = why if process.poll() is None else f"it exited with status {process.returncode}"
+        if process.poll() is not None:
+            taken = f"; {why}" if "belongs to another process" in why else ""
+            why = f"it exited with status {process.returncode}{taken}"
         tail = log.read_text(errors="replace").strip().splitlines()[-5:] if log else []
         raise GymStartError(f"gym server {name} did not start: {why}; log {log}: " + " | ".join(tail))
     command = f"python -m kit.gym_servers {name} --port {url.rpartition(':')[2]}"
@@ -311,26 +425,61 @@ def stop_servers(processes: Collection[Popen[bytes]]) -> None:
 
 
 def keep_up(
-    blocks: Mapping[str, Block], started: dict[str, Popen[bytes]], on_restart: Callable[[str], None], ended: Event
+    blocks: Mapping[str, Block],
+    started: dict[str, Popen[bytes]],
+    on_restart: Callable[[str], None],
+    on_lost: Callable[[str], None],
+    ended: Event,
 ) -> None:
     """Once a second, start again what has died of `started`, until `ended` is set. Runs in a thread.
 
-    What it started ends with this thread (PR_SET_PDEATHSIG), so the thread must outlive whatever fails in it.
+    If another process takes the port of a server that died, call on_lost once with a message, and
+    start that server no more. The servers end with this thread (PR_SET_PDEATHSIG), so the thread must
+    outlive whatever fails in it.
     """
-    due = dict.fromkeys(started, 0.0)  # not to be started again before that, in seconds of time.monotonic()
+    due = dict.fromkeys(started, 0.0)  # earliest time.monotonic() of the next restart, seconds
+    unproved: set[str] = set()  # restarted, and not seen yet to listen on their port
+    lost: set[str] = set()
     while not ended.wait(1.0):
-        for name, process in list(started.items()):
-            status, log = process.poll(), blocks[name]["log"]
-            if status is None or time.monotonic() < due[name]:
+        for name in started.keys() - lost:
+            block, process = blocks[name], started[name]
+            status, log = process.poll(), block["log"]
+            is_due = name in unproved if status is None else time.monotonic() >= due[name]
+            if not is_due:
                 continue
-            due[name] = time.monotonic() + RESTART_S
             try:
-                stop_servers([process])  # what it forked may have its port
-                started[name] = start_server(blocks[name], blocks.values(), "ab")
-                logger.warning("gym server %s ended with status %s, and is started again; log %s", name, status, log)
-                on_restart(name)
+                if status is not None:
+                    stop_servers([process])  # what it forked may have its port
+                if is_taken(block, process):
+                    lost.add(name)
+                    told = f"gym server {name} ended, and another process has its port {block['port']}"
+                    on_lost(f"{told}; stop that process, and start again; log {log}")
+                elif status is not None:
+                    due[name] = time.monotonic() + RESTART_S
+                    unproved.add(name)
+                    started[name] = start_server(block, blocks.values(), "ab")
+                    logger.warning(
+                        "gym server %s ended with status %s, and is started again; log %s", name, status, log
+                    )
+                    on_restart(name)
+                elif is_listening(process, block["port"]):
+                    unproved.remove(name)
             except Exception:
                 logger.exception("gym server %s ended with status %s; log %s", name, status, log)
+
+
+def is_taken(block: Block, process: Popen[bytes]) -> bool:
+    """Return whether another process than that of `block` listens on its port, and goes on to.
+
+    A process that `process` had forked may take a moment to end.
+    """
+    host, port = block["host"], int(block["port"])
+    deadline = time.monotonic() + END_S
+    while port_in_use(host, port) and not is_listening(process, port):
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def model_block(model: Block, starts: Sequence[Mapping[str, Any]], log_dir: Path) -> Block:
@@ -351,19 +500,22 @@ def running_servers(
     on_restart: Callable[[str], None] = lambda _: None,
     models: Iterable[Block] = (),
     trust: Collection[str] = (),
+    on_lost: Callable[[str], None] = logger.error,
 ) -> Iterator[dict[str, str]]:
     """{name: {url: ...} or {start: ...}} -> {name: url}, all answering; those started stop at exit.
 
     start, each key optional: python (an interpreter that has nemo-gym), install (true: an environment of its own, from
     what the server lists), server (folder under resources_servers; the name), path (in its place: a folder of one's
     own, with app.py), config (changes to its YAML), host (127.0.0.1), port (a free one), agent (folder under
-    responses_api_agents: it owns the turns; url and port are then the agent's), agent_config (changes to its YAML).
+    responses_api_agents: it owns the turns; url and port are then the agent's), agent_config (changes to its YAML),
+    env (names of environment variables with secrets that it needs).
     policy: {base_url, api_key, model} that agents ask. models: what verifiers ask by name, {name, impl: folder under
     responses_api_models, changes: its settings, hidden: variables that no server sees}, and what those ask in turn,
     {name, command, env, port, deadline_s}.
     trust: names whose judges' texts are taken as they are. The servers start side by side, and beside what `meanwhile`
     does. One that dies later is started again, on its port, and `on_restart(name)` is called from a thread; of an
-    agent's servers the name may be policy_model or {name}_{agent}. Raises GymStartError.
+    agent's servers the name may be policy_model or {name}_{agent}. If another process has taken that port,
+    `on_lost(message)` is called from the thread: the answers on that port are not the server's. Raises GymStartError.
     """
     blocks: dict[str, Block] = {}  # by the name that Gym knows them by
     started: dict[str, Popen[bytes]] = {}
@@ -383,7 +535,7 @@ def running_servers(
             blocks.setdefault(block["name"], {**block, "log": str(log_dir / f"gym_{block['name']}.log")})
             urls[name] = f"http://{block['host']}:{block['port']}"
     ended = Event()
-    keeper = Thread(target=keep_up, args=(blocks, started, on_restart, ended), daemon=True)
+    keeper = Thread(target=keep_up, args=(blocks, started, on_restart, on_lost, ended), daemon=True)
     try:
         for name, block in blocks.items():
             started[name] = start_server(block, blocks.values())
@@ -425,7 +577,11 @@ def serve(name: str, parent: int, blocks: list[dict[str, Any]], command: list[st
     import pydantic
     import yaml
 
-    config: dict[str, Any] = {b["name"]: {b["kind"]: {Path(b["impl"]).name: settings(b, package)}} for b in blocks}
+    config: dict[str, Any] = {}
+    for b in blocks:  # of most other servers only the address is known
+        address = {"entrypoint": "app.py", "host": b["host"], "port": b["port"]}
+        entry = settings(b, package) if "changes" in b else address
+        config[b["name"]] = {b["kind"]: {Path(b["impl"]).name: entry}}
     # `???`, or `${name}` of a file that the kit does not read
     if unset := re.findall(r"(\w+): .*(?:\?\?\?|\$\{\w+\})", yaml.safe_dump(config[name])):
         sys.exit(f"the YAML for {impl} leaves {', '.join(unset)} to you; set it in {block['where']}")
@@ -507,5 +663,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    handover = os.environ.pop(HANDOVER, "")
-    serve(**json.loads(handover)) if handover else main()
+    if sys.argv[1:] == [FROM_STDIN]:
+        handover = json.load(sys.stdin)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
+        del sys.argv[1:]  # the server's app.py may read them
+        serve(**handover)
+    else:
+        main()

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import httpx
 from aiohttp import web
 
 from kit import gym_servers, verdicts
@@ -44,6 +43,7 @@ SERVERS = ("vllm_model", "openai_model", "inference_provider", "genrm_model")  #
 NOT_NOW = {408, 409, 425, 429, 500, 502, 503, 504, 520, 529}
 ROUTES = ("chat/completions", "responses")
 KEPT = ("role", "content", "refusal", "tool_calls")  # of a message: no reasoning, no token ids
+LIST_S = 20.0  # seconds for the list of an address's models
 PAUSE_S = 0.5  # before the second try; doubled for each one more
 SHARE = 0.8  # of gym.timeout_s, that a judge has where gym.models does not say
 
@@ -64,6 +64,11 @@ class Judge:
     server: str = "vllm_model"  # of Gym's, under responses_api_models
     config: dict[str, Any] = field(default_factory=dict)  # changes to its settings
     start: dict[str, Any] | None = None  # a vLLM of the kit's: {model, gpus, args, deadline_s}
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its address is on this machine: the proxy of the environment is not for that."""
+        return any(host in self.url for host in ("//127.0.0.1", "//localhost"))
 
     def clean(self, text: str) -> str:
         """Without the key: a provider may quote it."""
@@ -174,22 +179,24 @@ def reach(judge: Judge) -> None:
     An address that lists no models, or not all of them, is asked for one short answer, which costs some tokens.
     """
     where, headers = f"gym.models.{judge.name}", {"Authorization": f"Bearer {judge.key}"} if judge.key else {}
+    request: dict[str, Any] = {"headers": headers, "use_proxy": not judge.is_here}
     try:
-        answer = httpx.get(f"{judge.url}/models", headers=headers, timeout=20.0)
+        answer = gym_servers.fetch(f"{judge.url}/models", deadline_s=LIST_S, **request)
         known = [m["id"] for m in answer.json()["data"]] if answer.status_code == 200 else []
     except (ValueError, TypeError, KeyError):
         known = []
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        said = f"{judge.url} does not answer ({type(error).__name__}: {error})"
-        raise ConfigError(f"{where}.base_url: {said}; start it, or mend the address") from None
+    except gym_servers.FetchError as error:
+        said = f"{judge.url} does not answer ({error})"
+        raise ConfigError(f"{where}.base_url: {said}; start it, or correct the address") from None
     if judge.model in known:
         return
     if answer.status_code not in (401, 403):
-        body = {"model": judge.model, "messages": [{"role": "user", "content": "Say yes."}], **judge.parameters}
+        url, messages = f"{judge.url}/chat/completions", [{"role": "user", "content": "Say yes."}]
+        request["json"] = {"model": judge.model, "messages": messages, **judge.parameters}
         try:
-            answer = httpx.post(f"{judge.url}/chat/completions", headers=headers, json=body, timeout=judge.timeout_s)
-        except httpx.HTTPError as error:
-            raise ConfigError(f"{where}.base_url: {judge.url} does not answer ({error!r}); start it again") from None
+            answer = gym_servers.fetch(url, "POST", judge.timeout_s, **request)
+        except gym_servers.FetchError as error:
+            raise ConfigError(f"{where}.base_url: {judge.url} does not answer ({error}); start it again") from None
     said = f"{judge.url} answers HTTP {answer.status_code}: {judge.clean(answer.text[:200])}"
     if answer.status_code in (401, 403):
         key = f"the key in {judge.key_name}" if judge.key else "without a key; name its variable in api_key_env"
@@ -235,14 +242,29 @@ def _wait_s(header: str) -> float:
     return 0.0
 
 
+async def _read(answer: aiohttp.ClientResponse) -> bytes:
+    """The body of a judge's answer. Raises JudgeError for one longer than gym_servers.MOST_BYTES."""
+    body = bytearray()
+    async for part in answer.content.iter_any():
+        body += part
+        if len(body) > gym_servers.MOST_BYTES:
+            raise JudgeError("bad_answer", f"an answer longer than {gym_servers.MOST_BYTES:,} bytes")
+    return bytes(body)
+
+
 async def _try(judge: Judge, http: aiohttp.ClientSession, route: str, body: dict[str, Any]) -> dict[str, Any]:
     """One request. Raises JudgeError."""
     headers = {"Authorization": f"Bearer {judge.key}"} if judge.key else {}
     try:
-        async with http.post(f"{judge.url}/{route}", json=body, headers=headers) as answer:
-            text = await answer.read()
+        # a redirect would give the row, and the judge's word, to another host
+        async with http.post(f"{judge.url}/{route}", json=body, headers=headers, allow_redirects=False) as answer:
+            text = await _read(answer)
     except (aiohttp.ClientError, OSError) as error:
         raise JudgeError("connect", f"{type(error).__name__}: {judge.clean(str(error))[:200]}", retry=True) from None
+    if 300 <= answer.status < 400:
+        target = judge.clean(answer.headers.get("Location", "")[:200])
+        said = f"HTTP {answer.status} redirects to {target!r}, which is not followed; set that base_url if you trust it"
+        raise JudgeError(f"http_{answer.status}", said)
     if answer.status != 200:
         said = f"HTTP {answer.status}: {judge.clean(text[:200].decode(errors='replace'))}"
         wait = _wait_s(answer.headers.get("Retry-After", ""))
@@ -342,10 +364,9 @@ class Proxy:
         )
         async with contextlib.AsyncExitStack() as stack:
             clients = {}
-            for name, judge in self.judges.items():  # a proxy of the environment's is not for what runs here
-                near = any(host in judge.url for host in ("//127.0.0.1", "//localhost"))
+            for name, judge in self.judges.items():
                 pool = aiohttp.TCPConnector(limit=0)
-                session = aiohttp.ClientSession(connector=pool, timeout=timeout, trust_env=not near)
+                session = aiohttp.ClientSession(connector=pool, timeout=timeout, trust_env=not judge.is_here)
                 clients[name] = await stack.enter_async_context(session)
 
             async def answer(request: web.Request) -> web.Response:
@@ -400,15 +421,19 @@ def vllm_block(judge: Judge) -> dict[str, Any]:
         args = {"tensor_parallel_size": len(devices), **args}
     model = Path(start["model"]).expanduser()
     options = [str(model.resolve()) if model.is_dir() else str(start["model"]), "--served-model-name", judge.model]
-    for key, value in {"host": gym_servers.HOST, "port": port, **args}.items():
+    guards = {"allowed_origins": "[]", "middleware": "kit.vllm_routes.JudgeRoutes"}
+    for key, value in {"host": gym_servers.HOST, "port": port, **guards, **args}.items():
         flag = f"--{key.replace('_', '-')}"
         options += [] if value is False or value is None else [flag] if value is True else [flag, str(value)]
-    env = {"VLLM_API_KEY": judge.key, "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+    env = {"VLLM_API_KEY": judge.key, "PYTHONPATH": str(Path(__file__).parents[1])}  # for the middleware
+    if devices:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
     return {
         "name": f"{judge.name}_vllm",
         "kind": "vllm",
         "command": [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *options],
-        "env": env if devices else {"VLLM_API_KEY": judge.key},
+        "env": env,
+        "shown": ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"],  # its model may be one of the hub's
         "port": port,
         "deadline_s": float(start.get("deadline_s") or 600.0),
     }

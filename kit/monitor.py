@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import yaml
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -19,6 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kit.config import ROOT
 from kit.errors import RunError
+from kit.gym_servers import HOST as LOCAL
+from kit.gym_servers import FetchError, fetch
 from kit.run import Run
 
 # metrics of which the last part of the name becomes a label; the others keep their name, with _ in the place of /
@@ -101,11 +102,21 @@ def serve(run: Run, host: str, servers: Sequence[str], stack: contextlib.ExitSta
     except OSError as error:
         raise RunError(f"actor_rollout_ref.rollout.prometheus.file={file}: {error.strerror}; give another") from None
     try:
-        httpx.post(f"http://127.0.0.1:{settings.port}/-/reload", timeout=ASK_S, trust_env=False).raise_for_status()
+        ask(f"http://{LOCAL}:{settings.port}/-/reload", "POST")
         how = f"the Prometheus on port {settings.port} was told to read its file again; let that be {file}"
-    except httpx.HTTPError:
-        how = f"prometheus --config.file={file} --web.enable-lifecycle --web.listen-address=:{settings.port}"
+    except FetchError:
+        # on this machine alone: whoever reaches a Prometheus with this option can stop it
+        listen = f"--web.enable-lifecycle --web.listen-address={LOCAL}:{settings.port}"
+        how = f"prometheus --config.file={file} {listen}"
     run.say(f"metrics at http://{address}/metrics; {how}")
+
+
+def ask(url: str, method: str = "GET") -> str:
+    """The text of a page. Raises FetchError for every status but 200."""
+    answer = fetch(url, method, ASK_S)
+    if answer.status_code != 200:
+        raise FetchError(f"HTTP {answer.status_code} from {url}")
+    return answer.text
 
 
 def acceptance(servers: Sequence[str]) -> Callable[[], dict[str, float]]:
@@ -116,9 +127,8 @@ def acceptance(servers: Sequence[str]) -> Callable[[], dict[str, float]]:
     def measure() -> dict[str, float]:
         now = dict.fromkeys(DRAFTS.values(), 0.0)
         try:
-            told = [httpx.get(f"http://{server}/metrics", timeout=ASK_S, trust_env=False) for server in servers]
-            pages = [answer.raise_for_status().text for answer in told]
-        except httpx.HTTPError:
+            pages = [ask(f"http://{server}/metrics") for server in servers]
+        except FetchError:
             return {}
         for page in pages:
             for family in text_string_to_metric_families(page):

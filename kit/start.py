@@ -133,7 +133,14 @@ def start_outside(
     restarted = lambda name: run.on_restart(name)  # noqa: E731  (asked when it happens: Gym's client is made later)
     blocks, trust = judges.blocks(), to_plain(config.gym.trust)
     started = gym_servers.running_servers(
-        servers, logs, lambda: start_ray(run, fork_from, bool(policy)), policy, restarted, blocks, trust
+        servers,
+        logs,
+        lambda: start_ray(run, fork_from, bool(policy)),
+        policy,
+        restarted,
+        blocks,
+        trust,
+        run.guard.lose,
     )
     return stack.enter_context(started), judges
 

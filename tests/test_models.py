@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import email.utils
 import json
 import os
 import re
 import subprocess
 import threading
 import time
+from datetime import datetime, timedelta, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -203,7 +206,175 @@ def test_no_more_requests_at_once_than_concurrency():
     assert {answer.status_code for answer in answers} == {200} and most[0] == 2
 
 
+# --- what is asked again, and what is kept -------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", sorted(models.NOT_NOW))
+def test_a_status_that_may_pass_is_asked_again(status):
+    judge = Judge((status, {}), GOOD)
+    assert through(judge.url, timeout_s=10.0)[0] == 200 and len(judge.log) == 2
+
+
+@pytest.mark.parametrize("status", [201, 204, 301, 307, 400, 403, 405, 413, 422, 501])
+def test_a_status_that_will_not_pass_is_not_asked_again(status):
+    judge = Judge((status, {}), GOOD)
+    code, answer, metrics, _ = through(judge.url, timeout_s=10.0)
+    assert code == 422 and len(judge.log) == 1 and f"http_{status}" in answer["error"]["message"]
+    assert metrics[f"judge/judge_model/failed/http_{status}"] == 1
+
+
+def test_a_judge_that_redirects_is_a_failure_and_nobody_else_is_asked():
+    other = Judge(GOOD)
+    judge = Judge((307, {}, [("Location", f"{other.url}/chat/completions")]))
+    status, answer, _, _ = through(judge.url, key="right-key", key_name="THE_KEY")
+    assert status == 422 and other.log == [] and len(judge.log) == 1
+    told = answer["error"]["message"]
+    assert f"HTTP 307 redirects to {other.url}/chat/completions, which is not followed; set that base_url" in told
+
+
+def test_an_answer_that_does_not_end_is_a_failure_and_not_asked_again(monkeypatch):
+    monkeypatch.setattr(gym_servers, "MOST_BYTES", 100)
+    judge = Judge((200, completion("[[A=B]]" * 100)))
+    status, answer, _, _ = through(judge.url, timeout_s=10.0)
+    assert status == 422 and "bad_answer: an answer longer than 100 bytes" in answer["error"]["message"]
+    assert len(judge.log) == 1
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        ("3", 3.0),
+        ("-3", 0.0),
+        ("in an hour", 0.0),
+        ("", 0.0),
+        ("nan", 0.0),
+        (lambda: email.utils.formatdate(time.time() + 30, usegmt=True), 30.0),
+        (lambda: email.utils.formatdate(time.time() - 30, usegmt=True), 0.0),
+        (lambda: email.utils.format_datetime(datetime.now(timezone(timedelta(hours=5))) + timedelta(seconds=30)), 30.0),
+    ],
+    ids=["seconds", "negative", "words", "none", "nan", "a date to come", "a date that was", "another time zone"],
+)
+def test_retry_after_is_seconds_or_a_date(header, seconds):
+    header = header() if callable(header) else header
+    assert models._wait_s(header) == pytest.approx(seconds, abs=2.0) and models._wait_s(header) >= 0.0
+
+
+def test_a_judge_that_names_a_date_is_waited_for():
+    judge = Judge((429, {}, [("Retry-After", email.utils.formatdate(time.time() + 3, usegmt=True))]), GOOD)
+    status, _, _, seconds = through(judge.url, timeout_s=10.0, attempts=1)
+    assert status == 200 and 1.5 < seconds < 5.0
+
+
+def test_pauses_between_tries_grow():
+    judge = Judge((500, {}), (500, {}), (500, {}), GOOD)
+    assert through(judge.url, timeout_s=10.0, attempts=4)[3] > 7 * models.PAUSE_S
+
+
+def test_the_metrics_of_a_step_are_of_that_step():
+    judge = Judge((200, completion("[[A=B]]")))
+    judged = {name: models.Judge(name, judge.url, "stub", timeout_s=5.0) for name in ("one", "two")}
+    with models.Proxy(judged) as proxy:
+
+        def ask(name):
+            headers = {"Authorization": f"Bearer {proxy.key}"}
+            url = f"http://127.0.0.1:{proxy.port}/{name}/v1/chat/completions"
+            assert httpx.post(url, json={"messages": []}, headers=headers).status_code == 200
+            return proxy.metrics()
+
+        of_one = {"judge/one/asked": 1.0, "judge/one/prompt_tokens": 5.0, "judge/one/completion_tokens": 2.0}
+        assert ask("one") == of_one and proxy.metrics() == {}
+        assert ask("two") == {key.replace("one", "two"): value for key, value in of_one.items()}
+        assert ask("one") == of_one
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"choices": [{"finish_reason": "content_filter", "message": {"content": ""}}]}, "refused"),
+        ({"choices": [{"finish_reason": "length", "message": {"content": None}}]}, "empty"),
+        ({"output": [], "status": "incomplete"}, "empty"),
+        ({"choices": []}, "empty"),
+        ({"choices": [{"finish_reason": "stop", "message": {}}]}, "empty"),
+        ({"choices": [{"finish_reason": "stop"}]}, "bad_answer"),
+        ({}, "bad_answer"),
+        (None, "bad_answer"),
+        ({"output": [{"type": "message", "content": [{"text": 7}]}]}, "bad_answer"),
+    ],
+    ids=str,
+)
+def test_an_answer_that_says_nothing_is_none(body, reason):
+    with pytest.raises(models.JudgeError) as caught:
+        models._completion(json.dumps(body).encode(), models.Judge("j", "http://x/v1", "m"))
+    assert caught.value.reason == reason and caught.value.retry == (reason == "bad_answer")
+    no_room = "length" in str(body) or "incomplete" in str(body)
+    assert ("raise parameters.max_tokens" in str(caught.value)) == no_room
+
+
+def test_a_verifier_gets_the_judges_text_and_none_of_its_thoughts():
+    message = {"reasoning_content": "[[A!=B]]", "tool_calls": [], "refusal": None, "token_ids": [1]}
+    body = completion("[[A=B]]", **message)
+    body["choices"][0]["logprobs"] = {"content": []}
+    judge = Judge((200, body))
+    _, answer, _, _ = through(judge.url)
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "[[A=B]]", "tool_calls": [], "refusal": None}
+    assert "logprobs" not in choice and judge.log[0][2]["stream"] is False
+
+
+def test_responses_are_counted_and_passed_on():
+    output = [{"type": "message", "content": [{"type": "output_text", "text": "[[A=B]]"}]}]
+    judge = Judge((200, {"output": output, "usage": {"input_tokens": 7, "output_tokens": 3}}))
+    status, answer, metrics, _ = through(judge.url, "responses")
+    assert status == 200 and answer["output"] == output and judge.log[0][0] == "/v1/responses"
+    assert metrics["judge/judge_model/prompt_tokens"] == 7 and metrics["judge/judge_model/completion_tokens"] == 3
+
+
 # --- what a judge's text must hold ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "told"),
+    [
+        (200, completion("[[A=B]]"), ""),
+        (200, {"choices": [{"message": {"content": None}}, {"message": {"content": "[[A=B]]"}}]}, ""),
+        (200, completion("<think>[[A=B]]</think>"), "its answer is empty"),
+        (200, completion("<thinking>x</thinking> no"), "no verdict in its answer: 'no'"),
+        (200, completion(""), "its answer is empty"),
+        (200, completion(None), "its answer is empty"),
+        (200, {"choices": []}, "its answer is empty"),
+        (200, {"output": []}, "its answer is empty"),
+        (200, {"error": "x"}, "its answer is no completion"),
+        (200, [], "its answer is no completion"),
+        (200, "text", "its answer is no completion"),
+        (201, completion("[[A=B]]"), "HTTP 201"),
+        (204, completion("[[A=B]]"), "HTTP 204"),
+        (400, completion("[[A=B]]"), "HTTP 400"),
+        (500, completion("[[A=B]]"), "HTTP 500"),
+    ],
+    ids=str,
+)
+def test_only_a_text_with_a_verdict_is_an_answer(status, body, told):
+    why = verdicts.fault(status, json.dumps(body).encode(), verdicts.VERDICTS["math_with_judge"])
+    assert told in why and bool(told) == bool(why)
+
+
+@pytest.mark.parametrize("key", ["should_use_judge", "use_judge", "enable_llm_judge"])
+def test_a_server_whose_settings_switch_its_judge_off_asks_none(key):
+    named = {"judge_model_server": {"type": "responses_api_models", "name": "j"}}
+    assert verdicts.asked_models({**named, key: False}) == {}
+    for on in (True, None, 0, "no"):  # as Gym reads it: only what it declares false is off
+        assert verdicts.asked_models({**named, key: on}) == {"judge_model_server": "j"}
+
+
+def test_the_models_that_a_server_asks_are_those_that_its_settings_name():
+    settings = {
+        "one": {"type": "responses_api_models", "name": "j"},
+        "two": {"type": "responses_api_models", "name": "k"},
+        "other": {"type": "resources_servers", "name": "x"},
+        "unnamed": {"type": "responses_api_models"},
+        "judge_server_name": "v",
+    }
+    assert verdicts.asked_models(settings) == {"one": "j", "two": "k", "judge_server_name": "v"}
 
 
 def test_every_verdict_is_of_a_server_that_is_there():
@@ -248,10 +419,13 @@ def test_a_failure_is_of_the_request_for_which_the_judge_was_asked():
     both = asyncio.Event()
 
     async def app(scope, receive, send):
-        why = {"bad": "no", "good": "", "again": "no"}[scope["query_string"].decode()]
+        why = {"bad": "no", "good": "", "again": "no", "other": "no"}[scope["query_string"].decode()]
         await asyncio.gather(*[asyncio.create_task(asked(why))])  # in a task of its own, as verifiers do
         if scope["query_string"] == b"again":
             verdicts.note({"messages": [1], "temperature": 0.5}, "")
+        if scope["query_string"] == b"other":  # another question, which is answered
+            verdicts.note({"messages": [2], "temperature": 0}, "")
+            verdicts.note({"input": [1]}, "")
         body = json.dumps({"reward": 0.0}).encode()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"set-cookie", b"a=b")]})
         await send({"type": "http.response.body", "body": body})
@@ -261,23 +435,159 @@ def test_a_failure_is_of_the_request_for_which_the_judge_was_asked():
         await asyncio.sleep(0.01)
         verdicts.note({"messages": [1], "temperature": 0}, why)
 
-    async def call(query, path="/verify"):
+    async def call(query, path="/verify", method="POST"):
         sent = []
-        scope = {"type": "http", "method": "POST", "path": path, "query_string": query.encode()}
+        scope = {"type": "http", "method": method, "path": path, "query_string": query.encode()}
 
         async def send(message):
             sent.append(message)
 
         await verdicts.watched(app, "j")(scope, None, send)
-        assert (b"set-cookie", b"a=b") in sent[0]["headers"]
+        headers = dict(sent[0]["headers"])
+        assert headers[b"set-cookie"] == b"a=b"
+        assert int(headers.get(b"content-length", len(sent[1]["body"]))) == len(sent[1]["body"])
         return sent[0]["status"], json.loads(sent[1]["body"])
 
     async def run():
-        return await asyncio.gather(call("bad"), call("good"), call("again"), call("bad", "/look"))
+        found = await asyncio.gather(call("bad"), call("good"), call("again"), call("bad", "/look"))
+        step, other, page = await call("bad", "/step"), await call("other"), await call("bad", method="GET")
+        assert step == other == found[0] and page == found[1]
+        return found
 
     bad, good, again, tool = asyncio.run(run())
     assert bad == (200, {"reward": None, "_ng_failure_class": "judge_failed", "_ng_failure_judge_error": "no"})
     assert good == again == (200, {"reward": 0.0}) and tool[0] == 429
+
+
+@pytest.mark.parametrize("path", ["/verify", "/step", "/look"])
+def test_a_verdict_that_its_verifier_disowns_is_withheld(path):
+    said = {"reward": 0.0, "invalid_judge_response": True}
+
+    async def app(scope, receive, send):
+        verdicts.note(SimpleNamespace(model_dump=lambda **_: {"input": "x"}), "no")
+        verdicts.note({"input": "x"}, "")  # the same question, answered
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for part in (json.dumps(said)[:5], json.dumps(said)[5:]):
+            await send({"type": "http.response.body", "body": part.encode(), "more_body": True})
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path}
+    asyncio.run(verdicts.watched(app, "judge_model")(scope, None, send))
+    body = json.loads(b"".join(message.get("body", b"") for message in sent))
+    if path == "/look":
+        assert body == said and sent[0]["status"] == 200
+    else:
+        assert body["reward"] is None and body["_ng_failure_class"] == "judge_failed"
+        why = "model judge_model: no verdict by the verifier's own word (invalid_judge_response: True)"
+        assert body["_ng_failure_judge_error"] == why
+    verdicts.note({"input": "x"}, "outside of a request, which nobody asks about")
+
+
+WATCHING = """
+import asyncio, importlib.util, json, sys
+import httpx
+from nemo_gym import openai_utils, server_utils
+
+spec = importlib.util.spec_from_file_location("kit_verdicts", sys.argv[1])
+verdicts = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(verdicts)
+BAD = b'{"choices": [{"message": {"content": "nonsense"}}]}'
+
+
+class Answer:
+    status = 200
+
+    async def read(self):
+        return BAD
+
+
+sent = []
+
+
+async def request(self, server_name, url_path, method, **rest):
+    sent.append(rest)
+    if server_name == "slow":
+        await asyncio.sleep(60)
+    return Answer()
+
+
+async def by_url(method, url, _internal=False, **rest):
+    return Answer()
+
+
+async def by_httpx(self, request, **rest):
+    return httpx.Response(200, content=BAD, request=request)
+
+
+server_utils.ServerClient.request, openai_utils.request, httpx.AsyncClient.send = request, by_url, by_httpx
+ran = []
+server_utils.uvicorn.run = lambda app, **settings: ran.append(app)
+verdicts.watch(["judge", "slow"], ["127.0.0.1:7"], "VERDICT")
+
+
+class Client:
+    global_config_dict = {name: {"responses_api_models": {}} for name in ("judge", "slow")}
+    global_config_dict["other"] = {"resources_servers": {}}
+
+
+async def named(name):
+    client = server_utils.ServerClient.request
+    await asyncio.wait_for(client(Client(), name, "/v1/responses", "POST", json={"input": name, "top_p": None}), 1.0)
+
+
+async def direct():
+    await openai_utils.request("POST", "http://127.0.0.1:7/v1/responses", json={"input": "x"})
+
+
+async def over_httpx(port):
+    async with httpx.AsyncClient() as http:
+        await http.post(f"http://127.0.0.1:{port}/v1/chat/completions", json={"messages": []})
+
+
+async def failures(call):
+    found = {}
+    verdicts._failures.set(found)
+    try:
+        await call
+    except TimeoutError:
+        pass
+    return list(found.values())
+
+
+async def main():
+    calls = {"judge": named("judge"), "other": named("other"), "slow": named("slow"), "direct": direct()}
+    calls |= {"place": over_httpx(7), "elsewhere": over_httpx(8)}
+    return {name: await failures(call) for name, call in calls.items()}
+
+
+found = asyncio.run(main())
+server_utils.uvicorn.run("module:app", workers=2) if "workers" in sys.argv else server_utils.uvicorn.run(print)
+print(json.dumps({"found": found, "sent": sent, "wrapped": ran[0] is not print}))
+"""
+
+
+def test_every_way_of_asking_a_judge_is_looked_at_and_nothing_else(tmp_path):
+    """In Gym's own interpreter, around its clients; the judge's answer, over which they disagree, has no verdict."""
+    (tmp_path / "watching.py").write_text(WATCHING)
+    command = [GYM_PYTHON, tmp_path / "watching.py", ROOT / "kit" / "verdicts.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    told, found = "no verdict in its answer: 'nonsense'", answer["found"]
+    assert found["judge"] == [f"model judge: {told}"]
+    assert found["direct"] == [f"model http://127.0.0.1:7/v1/responses: {told}"]
+    assert found["place"] == [f"model http://127.0.0.1:7/v1/chat/completions: {told}"]
+    assert found["other"] == found["elsewhere"] == []
+    assert len(found["slow"]) == 1 and found["slow"][0].startswith("model slow: CancelledError")
+    by_name = {rest["json"]["input"]: rest["json"] for rest in answer["sent"]}
+    assert by_name["judge"] == {"input": "judge"}  # without nulls
+    assert by_name["other"] == {"input": "other", "top_p": None} and answer["wrapped"]
+    done = subprocess.run([*command, "workers"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "each would ask its judge unseen" in done.stderr
 
 
 # --- Gym's own servers ---------------------------------------------------------------------------
@@ -504,8 +814,37 @@ def test_an_install_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
 
 def test_what_pypi_has_by_the_name_of_a_git_repository_is_not_installed():
     listed = gym_install.requirements(SITE / "resources_servers" / "code_fim")
-    assert any(line.startswith("human-eval-infilling @ git+https://") for line in listed)
+    assert any(line.startswith("human-eval-infilling@ git+https://") for line in listed)
     assert not [line for line in listed if "nemo-gym" in line]
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ('{git = "https://x/a.git"}', "my-pkg[fast]@ git+https://x/a.git"),
+        ('{git = "https://x/a.git", rev = "0123abc"}', "my-pkg[fast]@ git+https://x/a.git@0123abc"),
+        ('{git = "https://x/a.git", tag = "v1"}', "my-pkg[fast]@ git+https://x/a.git@v1"),
+        (
+            '{git = "https://x/a.git", branch = "b", subdirectory = "c"}',
+            "my-pkg[fast]@ git+https://x/a.git@b#subdirectory=c",
+        ),
+        ('{url = "https://x/a.whl"}', "my-pkg[fast]@ https://x/a.whl"),
+        ('{index = "theirs"}', "index': 'theirs'}, which is not taken"),
+        ('{git = "https://x/a.git", rev = "1", branch = "b"}', "which is not taken"),
+        ('[{git = "https://x/a.git", marker = "x"}]', "which is not taken"),
+    ],
+    ids=str,
+)
+def test_a_package_comes_from_the_place_and_the_revision_that_its_server_names(source, line, tmp_path):
+    dependencies = 'dependencies = ["nemo-gym[dev]", "My_Pkg[fast]>=1", "other==2; python_version > \'3\'"]'
+    sources = f'[tool.uv.sources]\nmy-pkg = {source}\nnemo-gym = {{path = "../.."}}'
+    (tmp_path / "pyproject.toml").write_text(f"[project]\n{dependencies}\n{sources}\n")
+    if "not taken" in line:
+        with pytest.raises(gym_install.InstallError, match=re.escape(line)):
+            gym_install.requirements(tmp_path)
+    else:
+        mine, other = gym_install.requirements(tmp_path)
+        assert mine.lower().replace("_", "-") == line and other == "other==2; python_version > '3'"
 
 
 @pytest.mark.parametrize(
