@@ -83,9 +83,7 @@ def run_command(config: DictConfig, run: Run, data: Data) -> None:
     episodes.check_failures(fresh, config.gym.max_failed_frac)
 
 
-def scores_of(
-    verified: Sequence[Episode], failed: Sequence[Episode], n: int, validate: bool
-) -> dict[str, float]:
+def scores_of(verified: Sequence[Episode], failed: Sequence[Episode], n: int, validate: bool) -> dict[str, float]:
     """The scores of one server, which has episodes of at least one kind; of an evaluation also those in which a failed
     episode counts as 0."""
     server = (*verified, *failed)[0].server
