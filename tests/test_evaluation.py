@@ -5,9 +5,13 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from itertools import combinations
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+from omegaconf import OmegaConf
 
+import algorithm
 from kit.collect import scores_of
 from kit.episodes import (
     Episode,
@@ -252,6 +256,26 @@ def test_an_evaluation_also_says_what_failures_hide():
     told.clear()
     warn_of_failures(validation_metrics(made[:4], 4), told.append)
     assert told == []
+
+
+def test_an_evaluation_in_a_run_warns_on_the_console():
+    run = mock.MagicMock(timing={"testing": 1.0})
+    trainer = algorithm.Trainer.__new__(algorithm.Trainer)
+    trainer.run, trainer.state, trainer.data = run, {"step": 3}, SimpleNamespace(validation=["a row"])
+    trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"val_kwargs": {"n": 1}}}})
+    made = [episode("s", "1", 1.0), episode("s", "2", None)]
+    trainer.rollout = lambda *_, **__: made
+    trainer.evaluate()
+    told = [call.args[0] for call in run.say.call_args_list]
+    assert [line.partition(" is ")[0] for line in told] == [
+        "WARNING     val-core/s/acc/mean@1",
+        "WARNING     val-core/s/reward/mean@1",
+    ]
+    assert run.log.call_args.args[1]["val-aux/s/acc/mean@1_failed_as_0"] == 0.5
+    run.say.reset_mock()
+    made.pop()
+    trainer.evaluate()
+    run.say.assert_not_called()
 
 
 def test_failed_frac_of_an_evaluation_is_that_of_failures():
