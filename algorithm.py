@@ -61,6 +61,7 @@ from kit.episodes import (
     pass_rates,
     rollout_metrics,
     validation_metrics,
+    warn_of_failures,
 )
 from kit.errors import DamagedStep, SkippedStep
 from kit.run import Run
@@ -285,6 +286,7 @@ class Trainer:
         with self.run.stage("testing"):
             episodes = self.rollout(self.data.validation, f"val_{self.state['step']}", validate=True)
             self.scores = validation_metrics(episodes, self.config.actor_rollout_ref.rollout.val_kwargs.n)
+            warn_of_failures(self.scores, self.run.say)
             self.run.log_answers(self.state["step"], episodes)
         self.run.log(self.state["step"], self.scores | {"timing_s/testing": self.run.timing["testing"]})
         self.run.report_if_due()

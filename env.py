@@ -106,22 +106,82 @@ def _raws_of(path: Path, columns: Sequence[str]) -> Iterator[Any]:
                     raise ValueError(f"a line of over {MOST >> 20} million characters")
                 yield line
         return
+    yield from _parquet_rows(path, columns)
+
+
+def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
+    """The rows of a parquet file: its columns `columns` as a dict, or its one column of JSON text.
+
+    A value that is stored once may stand in each of a million rows. So strings stay in their dictionaries (Arrow's
+    read_dictionary), and rows become Python objects a few at a time (`_parts`). Raises ValueError, Arrow's errors.
+    """
     from pyarrow import parquet, types
 
-    with parquet.ParquetFile(path, buffer_size=2**20) as file:  # a page at a time
-        schema, groups = file.schema_arrow, [file.metadata.row_group(i) for i in range(file.num_row_groups)]
-        for chunk, rows in ((group.column(i), group.num_rows) for group in groups for i in range(group.num_columns)):
-            if chunk.total_uncompressed_size > max(16 * MOST, rows << 16):
-                size = f"{chunk.total_uncompressed_size / 2**20:.1f} MiB in {rows} rows"
-                raise ValueError(f"{chunk.path_in_schema}: {size}: leave such rows out, or make its row groups smaller")
-        strings = [f.name for f in schema if types.is_string(f.type) or types.is_large_string(f.type)]
+    metadata = parquet.read_metadata(path)
+    _check_sizes(metadata)
+    leaves = [metadata.schema.column(i) for i in range(len(metadata.schema))]
+    texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+    with parquet.ParquetFile(path, metadata=metadata, read_dictionary=texts, buffer_size=2**20) as file:
+        schema = file.schema_arrow
+        kinds = {f.name: f.type.value_type if types.is_dictionary(f.type) else f.type for f in schema}
+        strings = [name for name, kind in kinds.items() if types.is_string(kind) or types.is_large_string(kind)]
         one = [name for name in strings if name == "row" or len(strings) == 1]
         whole = {*columns} & {*schema.names}
         if not whole and not one:
             needed = ", ".join([*columns, "a string column `row`"])
             raise ValueError(f"it needs {needed}, or just one of strings; it has {schema.names}")
-        for some in file.iter_batches(256, columns=None if whole else one):
-            yield from some.to_pylist() if whole else some.column(0).to_pylist()
+        for group in range(file.num_row_groups):  # each has other dictionaries
+            for batch in file.iter_batches(256, [group], None if whole else one):
+                for part in _parts(batch):
+                    yield from part.to_pylist() if whole else part.column(0).to_pylist()
+
+
+def _check_sizes(metadata: Any) -> None:
+    """Raises ValueError for a parquet file with a column that takes too much memory even in Arrow's form. metadata:
+    pyarrow's FileMetaData, as the file gives it."""
+    for group in (metadata.row_group(i) for i in range(metadata.num_row_groups)):
+        for index in range(group.num_columns):
+            chunk, rows = group.column(index), group.num_rows
+            width = max(metadata.schema.column(index).length, 8)  # bytes of a value that is not text
+            if chunk.total_uncompressed_size > max(16 * MOST, rows << 16):
+                size = f"{chunk.total_uncompressed_size / 2**20:.1f} MiB in {rows} rows"
+            elif chunk.num_values * width > 4 * MOST:
+                size = f"{chunk.num_values} values of {width} bytes in {rows} rows"
+            else:
+                continue
+            raise ValueError(f"{chunk.path_in_schema}: {size}: leave such rows out, or make its row groups smaller")
+
+
+def _parts(batch: Any) -> Iterator[Any]:
+    """Parts of an Arrow batch that are at most MOST bytes each as Python objects. Raises ValueError for a row of
+    more."""
+    size = sum(_size_of(column) for column in batch.columns)
+    if size <= MOST:
+        yield batch
+    elif batch.num_rows == 1:
+        raise ValueError(f"a row of {size / 2**20:.1f} MiB, over {MOST >> 20} MiB: leave such rows out")
+    else:
+        half = batch.num_rows // 2
+        yield from _parts(batch.slice(0, half))
+        yield from _parts(batch.slice(half))
+
+
+def _size_of(values: Any) -> int:
+    """About how many bytes an Arrow array takes as Python objects, 64 a value and its text; what a dictionary holds
+    counts as often as it is referred to."""
+    from pyarrow import compute, types
+
+    count, kind = 64 * len(values), values.type
+    if count > MOST:
+        return count
+    if types.is_dictionary(kind):
+        lengths = compute.binary_length(values.dictionary)
+        return count + (compute.sum(lengths.take(values.indices)).as_py() or 0)
+    if types.is_struct(kind):
+        return count + sum(_size_of(part) for part in values.flatten())
+    if types.is_nested(kind):  # lists and maps
+        return count + _size_of(values.flatten())
+    return count + values.nbytes
 
 
 def plain(value: Any) -> Any:

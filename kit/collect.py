@@ -66,19 +66,29 @@ def run_command(config: DictConfig, run: Run, data: Data) -> None:
         metrics = run.timings()
         if fresh:
             metrics |= episodes.rollout_metrics(fresh, episodes.keep(fresh, members=1)[0])
-        for server in sorted({e.server for e, _ in done.values()}):
+        failed = [e for e in fresh if e.status != "ok"]
+        for server in sorted({e.server for e in [*failed, *(e for e, _ in done.values())]}):
             mine = [done[place] for place in sorted(done) if done[place][0].server == server]
-            found = episodes.scores([e for e, _ in mine], n, server, "val-core" if validate else "rollout")
-            if validate:
+            found = scores_of([e for e, _ in mine], [e for e in failed if e.server == server], n, validate)
+            if validate and mine:
                 theirs = servers.loop.run(servers.gym.aggregate(server, [record for _, record in mine])) or {}
                 found |= plain_numbers(theirs.get("agent_metrics") or {}, f"val-gym/{server}/")
             for name, value in found.items():
                 run.say(f"    {name}: {value:.4g}")
             metrics |= found
+        episodes.warn_of_failures(metrics, run.say)
         run.log(0, metrics)
     run.say_examples([e for e, _ in done.values()], 3)
     run.say(f"{len(done)} of {len(tasks) * n} episodes are in {path}")
     episodes.check_failures(fresh, config.gym.max_failed_frac)
+
+
+def scores_of(verified: Sequence[Episode], failed: Sequence[Episode], n: int, validate: bool) -> dict[str, float]:
+    """The scores of one server, which has episodes of at least one kind; of an evaluation also those in which a failed
+    episode counts as 0."""
+    server = (*verified, *failed)[0].server
+    found = episodes.scores(verified, n, server, "val-core" if validate else "rollout") if verified else {}
+    return found | (episodes.scores_with_failures([*verified, *failed], n, server) if validate else {})
 
 
 def light(record: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from kit.episodes import FAILED_AS_0
 from kit.frames import Folder
 from kit.reference import of_status
 
@@ -278,7 +279,7 @@ def headline(run: Folder) -> str:
         parts.append(f"{len(steps)} steps to {steps.index[-1]}, {minutes:.1f} min")
         if len(reward := measured(run, "rollout/reward/mean")):
             parts.append(f"reward {reward.iloc[0]:.3g} -> {reward.iloc[-third(reward) :].mean():.3g}")
-    for name in [c for c in run.steps if "/acc/mean@" in c or c == "val/loss"]:
+    for name in [c for c in run.steps if ("/acc/mean@" in c and not c.endswith(FAILED_AS_0)) or c == "val/loss"]:
         if len(held := run.steps[name].dropna()):
             path = f"{held.iloc[0]:.3g} -> {held.iloc[-1]:.3g}" if len(held) > 1 else f"{held.iloc[-1]:.3g}"
             parts.append(f"{'held-out ' * name.startswith('val')}{name.split('/', 1)[1]} {path}")

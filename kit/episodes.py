@@ -31,6 +31,7 @@ from kit.errors import ConfigError, RunError
 IDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")  # Gym's, on the last item of a call
 KNOWN = ("row_id", "group_id", "server", "status", "error", "ended", "baseline", "turn_rewards", "timings")
 
+FAILED_AS_0 = "_failed_as_0"  # ends the name of a score in which a failed episode counts as 0
 ABORTED = ("aborted", "abort")  # so say vLLM and SGLang of a request that was ended
 
 Version = tuple[int, int | None]  # so many tokens, sampled from the weights of that step
@@ -352,10 +353,36 @@ def scores(episodes: Sequence[Episode], n: int, server: str, prefix: str = "val-
     return metrics
 
 
+def scores_with_failures(episodes: Sequence[Episode], n: int, server: str) -> dict[str, float]:
+    """mean@n of the reward and of acc as in `scores`, but over all episodes: a failed one counts as 0.
+
+    If the wrong answers are those that break the verifier, `scores` is too high, and this is what it should be.
+    """
+    rewards = [float(e.reward or 0.0) if e.status == "ok" else 0.0 for e in episodes]
+    return {
+        f"val-aux/{server}/acc/mean@{n}{FAILED_AS_0}": float(np.mean([r >= 1.0 for r in rewards])),
+        f"val-aux/{server}/reward/mean@{n}{FAILED_AS_0}": float(np.mean(rewards)),
+    }
+
+
+def warn_of_failures(metrics: Mapping[str, float], say: Callable[[str], None]) -> None:
+    """Print a warning for each score of an evaluation that failed episodes change. say: prints a line."""
+    for name, lower in metrics.items():
+        if not name.endswith(FAILED_AS_0):
+            continue
+        core = name.replace("val-aux/", "val-core/", 1).removesuffix(FAILED_AS_0)
+        if core not in metrics:
+            say(f"WARNING     {core}: no answer was verified; see failures.jsonl of the run")
+        elif metrics[core] != lower:
+            both = f"{core} is {metrics[core]:.3f} over verified answers, {lower:.3f} if a failed one counts as 0"
+            say(f"WARNING     {both}; see failures.jsonl of the run")
+
+
 def validation_metrics(episodes: Sequence[Episode], n: int) -> dict[str, float]:
-    """`scores` of n episodes for each row, over verified ones only, by server."""
+    """`scores` of n episodes for each row, over verified ones only, by server; and `scores_with_failures`."""
     metrics = {"val-aux/failed_frac": float(np.mean([e.status != "ok" for e in episodes]))}
     for server, mine in sorted(groups(episodes, "server").items()):
+        metrics |= scores_with_failures(mine, n, server)
         if ok := [e for e in mine if e.status == "ok"]:
             metrics |= scores(ok, n, server)
             metrics[f"val-aux/{server}/response_length/mean"] = float(np.mean([len(e.response_ids) for e in ok]))

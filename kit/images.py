@@ -11,6 +11,9 @@ import base64
 import functools
 import io
 import itertools
+import os
+import stat
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,9 +31,16 @@ from kit.errors import ConfigError
 from kit.plugins import asks_for
 
 FAMILIES = {"llava": False, "qwen2_vl": True, "qwen2_5_vl": True}  # model_type: positions in three dimensions (mRoPE)?
-MOST_PIXELS = 2**24  # of an image; larger ones are refused
-MOST_BYTES = 2**25  # of its file
-FETCH_S = 30.0  # seconds for one from the network
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # of the 43 that PIL reads
+MOST_PIXELS = 2**24  # of one image; larger ones are refused
+ROW_PIXELS = 2**25  # of all images of a row together; 4 bytes each once they are decoded
+CACHED_PIXELS = 2**20  # larger images are decoded again each time, so that the cache stays small
+MOST_BYTES = 2**25  # of the file of one image
+FETCH_S = 30.0  # seconds to fetch one from the network
+
+
+class TooLarge(ValueError):  # noqa: N818  an image that can be read and is refused
+    """An image over a limit; the message gives both numbers."""
 
 
 @dataclass
@@ -72,11 +82,18 @@ class Vision:
         return kept, pictures
 
     def pictures(self, messages: Sequence[dict[str, Any]], where: str) -> list[Any]:
-        """The images of a prompt, in order, in RGB. Raises DataError."""
-        return [self.read(source, where) for source in sources(messages)]
+        """The images of a prompt, in order, in RGB: ROW_PIXELS at most. Raises DataError."""
+        pictures: list[Any] = []
+        room = ROW_PIXELS
+        for source in sources(messages):
+            picture = self.read(source, where, room)
+            room -= picture.width * picture.height
+            pictures.append(picture)
+        return pictures
 
-    def read(self, source: str, where: str) -> Any:
-        """An image in RGB, as PIL has it. where: the row, whose folder paths are of. Raises DataError."""
+    def read(self, source: str, where: str, room: int = ROW_PIXELS) -> Any:
+        """An image in RGB, as PIL has it. where: the row; relative paths start at its folder.
+        room: pixels that the row has left. Raises DataError."""
         told, url = f"{where}: image {source[:60]!r}", urlparse(source) if len(source) < 4096 else None
         try:
             if source.startswith("data:"):
@@ -87,13 +104,12 @@ class Vision:
                 raw = self.fetched.setdefault(source, self.fetched.get(source) or fetch(source, told))
             else:
                 path = Path(unquote(url.path) if url and url.scheme == "file" else source)
-                file = folder_of(where) / path
-                if file.stat().st_size > MOST_BYTES:
-                    raise DataError(f"{told}: over {MOST_BYTES >> 20} MiB; make it smaller")
-                raw = file.read_bytes()
-            return decode(raw)
+                raw = read_file(folder_of(where) / path)
+            return decode(raw, room)
         except DataError:
             raise
+        except TooLarge as error:
+            raise DataError(f"{told}: {error}; make it smaller, or leave the row out") from None
         except Exception as error:  # of the disk, the network, base64, and whatever PIL makes of a file
             raise DataError(f"{told} cannot be read ({error!s:.100}); give a data URL or a file of an image") from None
 
@@ -121,28 +137,69 @@ def folder_of(where: str) -> Path:
     return Path(where.rpartition(":")[0]).parent
 
 
-@functools.lru_cache(maxsize=32)
-def decode(raw: bytes) -> Any:
-    """In RGB. Raises ValueError, and what PIL raises."""
+def read_file(path: Path) -> bytes:
+    """The content of a regular file; a pipe or a device is not waited for. Raises OSError, TooLarge,
+    ValueError."""
+    if path.exists() and not path.is_file():  # opening some devices already does something
+        raise ValueError("not a regular file")
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("not a regular file")
+        raw = file.read(MOST_BYTES + 1)
+    check_bytes(raw)
+    return raw
+
+
+def check_bytes(raw: bytes | bytearray) -> None:
+    """Raises TooLarge for the file of an image of over MOST_BYTES."""
+    if len(raw) > MOST_BYTES:
+        raise TooLarge(f"its file is over {MOST_BYTES >> 20} MiB")
+
+
+def decode(raw: bytes, room: int = ROW_PIXELS) -> Any:
+    """The image in RGB, of at most MOST_PIXELS, and at most `room`. Its size is read before its pixels
+    are. Raises TooLarge, and whatever PIL raises."""
     from PIL import Image
 
-    with Image.open(io.BytesIO(raw)) as image:
-        if image.width * image.height > MOST_PIXELS:
-            raise ValueError(f"{image.width} x {image.height} pixels, over {MOST_PIXELS}")
+    check_bytes(raw)
+    with Image.open(io.BytesIO(raw), formats=FORMATS) as image:
+        width, height = image.size
+    if width * height > MOST_PIXELS:
+        raise TooLarge(f"{width} x {height} pixels, over {MOST_PIXELS}")
+    if width * height > room:
+        size = f"{width} x {height} pixels"
+        raise TooLarge(f"{size}: the images of the row have over {ROW_PIXELS} pixels together")
+    return decode_small(raw) if width * height <= CACHED_PIXELS else to_rgb(raw)
+
+
+def to_rgb(raw: bytes) -> Any:
+    """The image of a file in one of FORMATS, in RGB. Raises whatever PIL raises."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(raw), formats=FORMATS) as image:
         return image.convert("RGB")
 
 
+decode_small = functools.lru_cache(maxsize=32)(to_rgb)  # the answers to a prompt share its images
+
+
 def fetch(source: str, told: str) -> bytes:
-    """What is at an address. Raises DataError for more than MOST_BYTES, httpx.HTTPError."""
+    """The bytes at an address, as they are sent. A redirect is refused, since it may lead to a host that
+    env.image_hosts does not name. Raises DataError, TooLarge, TimeoutError, httpx.HTTPError."""
     import httpx
 
+    deadline = time.monotonic() + FETCH_S
     raw = bytearray()
-    with httpx.stream("GET", source, timeout=FETCH_S) as answer:
+    with httpx.stream("GET", source, timeout=FETCH_S, follow_redirects=False) as answer:
+        if answer.is_redirect:
+            to = f"{answer.headers['location']:.60}"
+            raise DataError(f"{told}: it redirects to {to}, which is refused; give the final address")
         answer.raise_for_status()
-        for part in answer.iter_bytes():
+        for part in answer.iter_raw():  # not unpacked: a few bytes of gzip can become gigabytes
             raw += part
-            if len(raw) > MOST_BYTES:
-                raise DataError(f"{told}: over {MOST_BYTES >> 20} MiB; make it smaller")
+            check_bytes(raw)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not there after {FETCH_S:g} s")
     return bytes(raw)
 
 

@@ -1,4 +1,4 @@
-"""verl's advantages, losses and KL terms, called as this kit calls them, against their papers.
+"""The kit's advantages and KL terms (training.advantages, apply_kl), and verl's losses, against their papers.
 
 A reference is the paper's equation as loops over episodes and tokens. Where verl does otherwise, the text says
 "Departs:" and the test holds verl to what it does. Tolerances: float64 goes in, and rewards are multiples of 1/4, so
@@ -18,10 +18,10 @@ from conftest import CPU, RECIPE
 from omegaconf import OmegaConf
 from torch.nn.functional import logsigmoid
 from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
 from verl.utils.config import omega_conf_to_dataclass
 
 import training
+from kit import plugins
 from kit.config import load_config
 from kit.episodes import Episode, keep
 from kit.errors import PluginError
@@ -88,8 +88,8 @@ def advantages(episodes, name, **algorithm):
     b["old_log_probs"] = torch.tensor(padded([np.log(e.pi) for e in episodes]))
     if name == "remax":
         b["reward_baselines"] = torch.tensor([e.greedy for e in episodes], dtype=torch.float64)
-    keys = {key: settings[key] for key in ("gamma", "lam", "norm_adv_by_std_in_grpo")}
-    compute_advantage(batch, adv_estimator=name, config=settings, **keys)
+    settings.adv_estimator = name
+    training.advantages(batch, OmegaConf.create({"algorithm": settings}))
     if name not in ("gae", "remax"):  # which leave values on observed tokens, for the loss's mask to remove
         assert not (b["advantages"] * (1 - mask)).any()
     return (b["advantages"] * mask).double().numpy(), (b["returns"] * mask).double().numpy()
@@ -284,7 +284,7 @@ def test_equal_rewards_that_float32_cannot_hold_may_teach_something():
     for reward, low, high in [(1.0, 0, 0), (0.25, 0, 0), (0.9, 0.01, 0.1), (170.72, 0.1, 1)]:
         batch = training.to_batch(group_of(reward, reward, reward), 0, 1.0)
         batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
-        compute_advantage(batch, adv_estimator="grpo")
+        training.advantages(batch, recipe())
         assert low <= batch.batch["advantages"].abs().max() <= high
 
 
@@ -587,20 +587,27 @@ def test_all_kl_estimates_but_k2_have_the_kls_mean_and_only_k2_and_those_with_a_
     assert torch.allclose(got, {"k1": 0 * p, "k3": p.exp() - q.exp()}.get(kind, true))
 
 
-def test_kl_in_the_reward_is_taken_from_sampled_tokens_only():
+@pytest.mark.parametrize(("kind", "target"), [("k1", 0.1), ("k2", 0.1), ("k2", 40.0)])
+def test_kl_in_the_reward_is_taken_from_sampled_tokens_only(kind, target):
     """Ziegler et al., arXiv:1909.08593, section 2.2: R - beta log(pi / ref), and the controller of beta."""
     episodes, rng = random_episodes(0), np.random.default_rng(0)
     batch, expected = training.to_batch(episodes, 0, 1.0), padded([e.rewards for e in episodes])
     old, ref = rng.normal(size=(2, *expected.shape))
     batch.batch["old_log_probs"], batch.batch["ref_log_prob"] = torch.tensor(old), torch.tensor(ref)
-    controller = core_algos.AdaptiveKLController(0.5, target_kl=0.1, horizon=100)
-    got, metrics = apply_kl_penalty(batch, controller, "k1")
+    kl_ctrl = {"type": "adaptive", "kl_coef": 0.25, "target_kl": target, "horizon": 100}
+    config = OmegaConf.create({"algorithm": {"kl_ctrl": kl_ctrl, "kl_penalty": kind}})
+    controller = training.kl_controller(config, 0.5)  # as far as it had come, and not where it began
+    metrics = training.apply_kl(batch, controller, config)
+    spent = np.vectorize(lambda x, q: KL[kind](x, q)[0])(old, ref)
     for i, e in enumerate(episodes):
-        expected[i, sampled(e)] -= 0.5 * (old - ref)[i, sampled(e)]
-    assert_close(got.batch["token_level_rewards"].numpy(), expected, **EXACT)
-    kl = np.mean([np.mean((old - ref)[i, sampled(e)]) for i, e in enumerate(episodes)])
+        expected[i, sampled(e)] -= 0.5 * spent[i, sampled(e)]
+    assert_close(batch.batch["token_level_rewards"].numpy(), expected, **EXACT)
+    assert (batch.batch["token_level_rewards"] != batch.batch["token_level_scores"]).any()
+    kl = np.mean([np.mean(spent[i, sampled(e)]) for i, e in enumerate(episodes)])
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(kl)
-    assert controller.value == pytest.approx(0.5 * (1 + np.clip(kl / 0.1 - 1, -0.2, 0.2) * 10 / 100))
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
+    assert controller.value == pytest.approx(0.5 * (1 + np.clip(kl / target - 1, -0.2, 0.2) * 10 / 100)) != 0.5
+    assert training.kl_controller(config, 0.0).value == 0.25  # of a run that begins
 
 
 # --- of templates/ -------------------------------------------------------------------------------
@@ -667,3 +674,46 @@ def test_distillation_follows_the_reverse_kl():
     got, true = (torch.autograd.grad(v, logits, retain_graph=True)[0] for v in (-(p.exp().detach() * a * p).sum(), kl))
     assert_close(got.numpy(), true.numpy(), **EXACT)
     assert distill(p.detach()[None], q[None], torch.tensor([[1, 1, 0, 1, 0]]))[0][0, [2, 4]].tolist() == [0, 0]
+
+
+# --- a function in the place of verl's ------------------------------------------------------------
+
+ASKS = """
+def by_name(token_level_rewards, response_mask, turn, index, gamma, lam, rollout_is_weights, config):
+    weight = 0.25 if rollout_is_weights is None else rollout_is_weights
+    same = (index[:, None] == index).sum(axis=1)[:, None]
+    size = response_mask.new_tensor(same)
+    return response_mask * gamma * weight, token_level_rewards * lam + (turn == 1) * size * config.get("extra", 0)
+"""
+
+
+def test_an_estimator_of_ones_own_gets_each_thing_by_its_name(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(ASKS)
+    monkeypatch.chdir(tmp_path)
+    plugins.register(["mine.py:by_name", "vanilla"])
+    made = [*group_of(1.0, 0.5), episode("h", 0.25, [1, 0, 1])]
+    made[2].turns = [(0, 1, 1), (2, 3, 3)]
+    batch = training.to_batch(made, 0, 1.0)
+    b = batch.batch
+    b["token_level_rewards"] = b["token_level_scores"] * 2
+    settings = OmegaConf.merge(recipe().algorithm, {"adv_estimator": "mine.py:by_name", "gamma": 0.9, "lam": 0.5})
+    config = OmegaConf.create({"algorithm": settings})
+    training.advantages(batch, config)
+    assert_close(b["advantages"], [[0.225, 0, 0]] * 2 + [[0.225, 0, 0.225]], **SINGLE)
+    assert_close(b["returns"], [[1.0, 0, 0], [0.5, 0, 0], [0, 0, 0.25]], **SINGLE)
+    b["rollout_is_weights"] = torch.full((3, 3), 2.0)
+    config.algorithm.extra = 3
+    training.advantages(batch, config)
+    assert_close(b["advantages"], [[1.8, 0, 0]] * 2 + [[1.8, 0, 1.8]], **SINGLE)
+    assert_close(b["returns"], [[1.0, 0, 0], [0.5, 0, 0], [0, 0, 3.25]], **SINGLE)
+
+
+def test_gamma_lam_and_the_std_are_the_recipes_and_not_verls_defaults():
+    """The partner of the tests above: with other numbers the same call gives other advantages."""
+    made = random_episodes(0)
+    gae = {(gamma, lam): advantages(made, "gae", gamma=gamma, lam=lam)[1] for gamma in (0.9, 0.5) for lam in (0.9, 0.5)}
+    for one, returns in gae.items():
+        for other, others in gae.items():
+            assert np.allclose(returns, others) == (one == other)
+    divided, not_divided = (advantages(made, "grpo", norm_adv_by_std_in_grpo=by)[0] for by in (True, False))
+    assert not np.allclose(divided, not_divided)

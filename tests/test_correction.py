@@ -1,4 +1,4 @@
-"""verl's rollout_correction, as the loop calls it, against plain Python: importance weights and rejection.
+"""The kit's correction between sampler and trainer (verl's), against plain Python: importance weights and rejection.
 
 Truncated importance sampling: Ionides 2008, "Truncated Importance Sampling", on the ratio of the trainer's probability
 of a token to the sampler's; per token, or per answer as the product over its tokens. Estimates k1, k2, k3 of the KL
@@ -15,7 +15,6 @@ import pytest
 import torch
 from conftest import RECIPE
 from omegaconf import OmegaConf
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
 import training
 from kit.config import load_config
@@ -46,8 +45,8 @@ def defaults():
 
 def corrected(batch, **settings):
     """What the loop gets: (weights [B, R] or None, response_mask [B, R], metrics)."""
-    config = OmegaConf.merge(defaults(), settings)
-    batch, metrics = compute_rollout_correction_and_add_to_batch(batch, config)
+    config = OmegaConf.create({"algorithm": {"rollout_correction": OmegaConf.merge(defaults(), settings)}})
+    metrics = training.correct(batch, config)
     return batch.batch.get("rollout_is_weights"), batch.batch["response_mask"], metrics
 
 
@@ -124,3 +123,26 @@ def test_without_a_correction_the_spread_is_still_said():
     assert metrics["rollout_corr/k3_kl"] == pytest.approx(sum(map(K["k3"], live)) / len(live), rel=1e-4)
     squares = sum(math.exp(2 * r) for r in live) / len(live)
     assert metrics["rollout_corr/chi2_token"] == pytest.approx(squares - 1, rel=1e-4)
+
+
+@pytest.mark.parametrize("side", ["rollout_log_probs", "old_log_probs"])
+def test_a_token_on_which_they_differ_more_has_another_weight_and_it_alone(side):
+    """The partner of the tests above: here the two sides do not agree, by ln 1.25 on one token."""
+    (before, *_), (plain, ratios, _) = corrected(batch_of(4)[0], rollout_is="token"), batch_of(4)
+    row, token = next((i, t) for i, r in enumerate(ratios) for t, x in enumerate(r) if abs(x) < 0.3 and i != 5)
+    step = math.log(1.25)
+    plain.batch[side][row, token] += step
+    after, _, metrics = corrected(plain, rollout_is="token")
+    moved = (after / before).nan_to_num(1.0)  # 0 / 0 on what takes no part
+    wanted = torch.ones_like(moved)
+    wanted[row, token] = 1.25 if side == "old_log_probs" else 0.8
+    torch.testing.assert_close(moved, wanted)
+    assert metrics["rollout_corr/kl"] != corrected(batch_of(4)[0], rollout_is="token")[2]["rollout_corr/kl"]
+
+
+def test_a_correction_of_the_recipe_reaches_the_batch_and_none_leaves_it():
+    batch, *_ = batch_of(5)
+    corrected(batch)
+    assert "rollout_is_weights" not in batch.batch
+    weights, mask, _ = corrected(batch, rollout_is="sequence", rollout_rs="token_k1", rollout_rs_threshold="0.9_1.1")
+    assert weights is batch.batch["rollout_is_weights"] and mask.sum() < batch_of(5)[0].batch["response_mask"].sum()

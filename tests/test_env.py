@@ -11,8 +11,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
+import pyarrow
 import pytest
 from conftest import GYM_PYTHON, ROOT, row, run, write_rows
+from pyarrow import parquet
 
 import env
 from kit import convert
@@ -746,3 +749,118 @@ def test_the_counters_rows(tmp_path):
         assert messages[-1]["content"] == f"Add {r['expected_count']} to the counter." and r["initial_count"] == 0
         assert [tool["function"]["name"] for tool in tools] == ["increment_counter"]
         assert env.server_of(r, ["example_session_state_mgmt", "mcqa"], "x:1") == "example_session_state_mgmt"
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+PEAK = """
+import resource, sys
+import pyarrow.compute
+from pyarrow import parquet
+import env
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    for where, row in env.raw_rows(sys.argv[1], "prompt"):
+        pass
+except env.DataError as error:
+    print(error)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+def reading(path) -> tuple[str, int]:
+    """(the error, MiB of memory) that it takes another process to read all rows of a file."""
+    done = run([sys.executable, "-c", PEAK, str(path)], cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    *told, peak = done.stdout.splitlines()
+    return "".join(told), int(peak)
+
+
+def test_a_value_that_parquet_stores_once_is_not_held_once_a_row(tmp_path):
+    """Files of a few KB with 512 rows of 4 MiB: 2 GiB together, and 1 GiB in a batch of 256."""
+    texts = pyarrow.DictionaryArray.from_arrays(np.zeros(512, np.int32), ["x" * 2**22])
+    roles = pyarrow.array(["user"] * 512)
+    chats = pyarrow.StructArray.from_arrays([roles, texts], ["role", "content"])
+    lists = pyarrow.ListArray.from_arrays(pyarrow.array(range(513), pyarrow.int32()), chats)
+    for name, table in (("text", {"row": texts}), ("chats", {"prompt": lists, "n": pyarrow.array(range(512))})):
+        path = tmp_path / f"{name}.parquet"
+        parquet.write_table(pyarrow.table(table), path, compression="zstd", store_schema=False)
+        assert path.stat().st_size < 8192
+        told, peak = reading(path)
+        assert told == "" and peak < 400
+
+
+def test_a_row_that_parquet_stores_in_little_and_that_becomes_much_is_refused(tmp_path):
+    count = 2**22
+    ends = pyarrow.array([0, count], pyarrow.int32())
+    repeated = pyarrow.DictionaryArray.from_arrays(np.zeros(count, np.int32), ["so"])
+    texts = pyarrow.ListArray.from_arrays(ends, repeated)
+    numbers = pyarrow.ListArray.from_arrays(pyarrow.array([0, 2**26], pyarrow.int32()), np.zeros(2**26, np.int8))
+    tables = {"texts": ("a row of 256.0 MiB, over 64 MiB", texts)}
+    tables["numbers"] = ("prompt.list.element: 67108864 values of 8 bytes in 1 rows: leave such rows out", numbers)
+    for name, (why, column) in tables.items():
+        path = tmp_path / f"{name}.parquet"
+        table = pyarrow.table({"prompt": column})
+        parquet.write_table(table, path, compression="zstd", store_schema=False)
+        assert path.stat().st_size < 2048
+        told, peak = reading(path)
+        assert f"{name}.parquet: cannot be read ({why}" in told and peak < 200
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "dictionary"])
+def test_rows_of_parquet_come_as_they_were_written(tmp_path, kind):
+    """In several row groups, whose dictionaries end in the middle (after 1,000 bytes)."""
+    kinds = {"string": pyarrow.string(), "large_string": pyarrow.large_string()}
+    kinds["dictionary"] = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
+    rows = [{"prompt": f"say {i % 7}", "extra": {"n": i, "of": [str(i), None]}, "x": 0.5 * i} for i in range(600)]
+    rows[5] |= {"prompt": None, "extra": None, "x": None}
+    of = pyarrow.struct({"n": pyarrow.int64(), "of": pyarrow.list_(kinds[kind])})
+    schema = pyarrow.schema({"prompt": kinds[kind], "extra": of, "x": pyarrow.float64()})
+    small = {"row_group_size": 250, "data_page_size": 500, "dictionary_pagesize_limit": 1000, "write_batch_size": 10}
+    parquet.write_table(pyarrow.Table.from_pylist(rows, schema), tmp_path / "r.parquet", **small)
+    assert [r for _, r in env.raw_rows(tmp_path / "r.parquet", "prompt")] == rows
+    lines = pyarrow.table({"row": pyarrow.array([json.dumps(r) for r in rows], kinds[kind])})
+    parquet.write_table(lines, tmp_path / "lines.parquet")
+    assert [json.loads(r) for _, r in env.raw_rows(tmp_path / "lines.parquet")] == rows
+
+
+def test_a_batch_of_parquet_is_cut_to_what_memory_may_hold(monkeypatch):
+    batch = pyarrow.RecordBatch.from_pylist([{"t": "x" * 36}] * 5)  # 100 bytes each as objects, with Arrow's offsets
+    sizes = [env._size_of(batch.slice(0, n).column(0)) for n in (1, 2, 4)]
+    monkeypatch.setattr(env, "MOST", sizes[1])
+    assert [part.num_rows for part in env._parts(batch)] == [2, 1, 2]
+    monkeypatch.setattr(env, "MOST", sizes[0] - 1)
+    with pytest.raises(ValueError, match=r"a row of 0\.0 MiB, over 0 MiB: leave such rows out"):
+        list(env._parts(batch))
+
+
+class Letters:
+    """A tokenizer of one token for each letter of what the user says."""
+
+    def apply_chat_template(self, messages, **_):
+        return {"input_ids": [ord(letter) for letter in messages[-1]["content"]]}
+
+
+def test_a_prompt_of_just_the_limit_is_taken_and_one_more_token_is_not(tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [row("x" * 20), row("x" * 21)])
+    tasks, dropped = env.load_tasks([str(path)], Letters(), ["s"], 20)
+    assert [len(task.prompt_ids) for task in tasks] == [20]
+    assert dropped == [f"{path}:2 (21 tokens)"]
+
+
+def test_rows_of_other_servers_are_counted_for_each_file(tmp_path):
+    one = write_rows(tmp_path / "one.jsonl", [row("a"), row("b", agent_ref={"name": "b"}), row("c")])
+    two = write_rows(tmp_path / "two.jsonl", [row("d", agent_ref={"name": "b"})] * 2)
+    files = [{"path": str(one), "weight": 2.0}, str(two)]
+    tasks, dropped = env.load_tasks(files, Letters(), ["a", "b"], 20, only=["b"])
+    assert [task.row_id for task in tasks] == [f"{one}:2", f"{two}:1", f"{two}:2"]
+    assert [(task.file, task.weight) for task in tasks] == [(str(one), 2.0), (str(two), None), (str(two), None)]
+    assert dropped == [f"{one}: 2 rows of other servers"]
+    tasks, dropped = env.load_tasks(files, Letters(), ["a", "b"], 20, only=["a"])
+    assert tasks == [] and dropped == [f"{one}: 3 rows of other servers", f"{two}: 2 rows of other servers"]
+
+
+@pytest.mark.parametrize("tool", [{"name": "f"}, {"type": None, "name": "f"}, {"function": {"name": "f"}}])
+def test_a_tool_without_a_type_is_refused(tool):
+    with pytest.raises(env.Refused, match=r"^x:1: tool of type None: the kit takes functions only$"):
+        env.render_tools([tool], "x:1")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import json
 import math
+import re
 import tempfile
+from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
 
@@ -22,6 +25,7 @@ import gym_client
 from gym_client import Gym, GymError, Turn, Verdict, message_response, parse_verdict
 from kit import convert, episodes
 from kit.episodes import Episode
+from kit.rows import parse as parse_row
 
 set_hypothesis_home_dir(f"{tempfile.gettempdir()}/hypothesis")  # not into the repository
 often = settings(max_examples=150, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
@@ -275,7 +279,31 @@ def test_a_row_is_rendered_or_refused_by_its_line(text):
 def test_check_takes_any_file(tmp_path_factory, lines):
     path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"
     path.write_bytes(b"\n".join(lines))
-    assert convert.check(str(path)) in (True, False)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        passed = convert.check(str(path))
+    told = printed.getvalue()
+    loaded, refused = map(int, re.search(r"fuzz\.jsonl: (\d+) rows load, (\d+) refused\n", told).groups())
+    errors = len(re.findall("^    error: ", told, re.MULTILINE))
+    assert passed == (errors == 0)
+    try:
+        text = path.read_text(encoding="utf-8")  # with each end of a line as \n
+    except UnicodeDecodeError:
+        assert (loaded, refused, errors) == (0, 0, 1)
+        return
+    kinds = Counter(kind_of(line) for line in text.split("\n") if line.strip())
+    assert (loaded, refused, errors) == (kinds["loads"], kinds["refused"], kinds["error"])
+
+
+def kind_of(line: str) -> str:
+    """Whether a line's row loads, is refused, or is an error."""
+    try:
+        env.render(parse_row(line, "x.jsonl:1"), "x.jsonl:1")
+    except env.Refused:
+        return "refused"
+    except env.DataError:
+        return "error"
+    return "loads"
 
 
 # --- what is written down ------------------------------------------------------------------------

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import gzip
 import http.server
 import io
 import json
+import os
+import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,8 +83,16 @@ def test_an_image_is_as_many_tokens_as_the_model_has_features(tokenizer, workspa
 
 
 def test_what_cannot_be_read_names_the_row(tokenizer, workspace):
+    asked: list[str] = []
+
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
+            asked.append(self.path)
+            if "moved" in self.path:
+                self.send_response(302)
+                self.send_header("Location", f"{here}/ok?from_elsewhere")
+                self.end_headers()
+                return
             self.send_response(200 if "ok" in self.path else 404)
             self.end_headers()
             self.wfile.write(png(COLOURS["b"]))
@@ -88,24 +101,143 @@ def test_what_cannot_be_read_names_the_row(tokenizer, workspace):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     here, where = f"http://127.0.0.1:{server.server_port}", f"{workspace / 'rows.jsonl'}:3"
     (workspace / "c.png").write_bytes(png(COLOURS["r"]))
+    os.mkfifo(workspace / "pipe.png")  # to which nobody writes
     vision = tokenizer.vision
     for source in (f"{here}/ok", str(workspace / "c.png"), (workspace / "c.png").as_uri(), "c.png"):
         assert vision.read(source, where).size == (40, 30)
     wrong = {
         f"{here}/gone": "404",
+        f"{here}/moved": "it redirects to http://127.0.0.1:.*, which is refused; give the final address",
         "http://elsewhere/x.png": "elsewhere is not in env.image_hosts",
         "none.png": "No such file",
         "data:image/png;base64,@@": "cannot be read",
         url(b"no image"): "cannot identify",
-        url(png((0, 0, 0), (5000, 4000))): "5000 x 4000 pixels, over",
+        url(png((0, 0, 0), (5000, 4000))): "5000 x 4000 pixels, over 16777216; make it smaller",
+        "pipe.png": "not a regular file",
+        "/dev/zero": "not a regular file",
     }
     for source, why in wrong.items():
         with pytest.raises(env.DataError, match=rf"rows\.jsonl:3: image .*{why}"):
             vision.read(source, where)
+    assert f"{here}/moved".removeprefix(here) in asked and "/ok?from_elsewhere" not in asked
     server.shutdown()
     assert vision.read(f"{here}/ok", where).size == (40, 30)  # which is not fetched again
     with pytest.raises(env.DataError, match="1 images, 2 placeholders"):
         env.encode(env.render(picture("c.png", "so <image>"), where)[0], [], tokenizer, where)
+
+
+@pytest.mark.parametrize("name", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO", "TGA"])
+def test_five_formats_are_read(tokenizer, name):
+    out = io.BytesIO()
+    Image.new("RGB", (32, 32), (250, 20, 20)).save(out, name)
+    if name in images.FORMATS:
+        red, green, blue = tokenizer.vision.read(url(out.getvalue()), "x:1").getpixel((9, 9))
+        assert red > 230 and green < 40 and blue < 40
+        return
+    with pytest.raises(env.DataError, match=r"x:1: image .* cannot be read \(cannot identify image file"):
+        tokenizer.vision.read(url(out.getvalue()), "x:1")
+
+
+def test_a_file_is_read_up_to_the_limit(tokenizer, tmp_path, monkeypatch):
+    raw = png(COLOURS["r"])
+    (tmp_path / "a.png").write_bytes(raw)
+    monkeypatch.setattr(images, "MOST_BYTES", len(raw))
+    for source in ("a.png", url(raw)):
+        assert tokenizer.vision.read(source, f"{tmp_path}/rows.jsonl:1").size == (40, 30)
+    (tmp_path / "a.png").write_bytes(raw + b"0")
+    for source in ("a.png", url(raw + b"0")):
+        with pytest.raises(env.DataError, match=r"rows\.jsonl:1: image .*: its file is over 0 MiB; make it smaller"):
+            tokenizer.vision.read(source, f"{tmp_path}/rows.jsonl:1")
+    asked = []
+    monkeypatch.setattr(images.os, "fstat", lambda number: asked.append(number) or os.stat("/dev/null"))
+    with pytest.raises(env.DataError, match="not a regular file"):  # one that became a device after it was looked at
+        tokenizer.vision.read("a.png", f"{tmp_path}/rows.jsonl:1")
+    assert asked
+
+
+def test_the_images_of_a_row_have_a_limit_together(tokenizer, monkeypatch):
+    """Of two images of 1,200 pixels each; neither is decoded before its size is known."""
+    messages, _ = env.render(picture(url(png(COLOURS["r"]))), "x:1")
+    messages[0]["content"] += [{"type": "image", "image": url(png(COLOURS["b"]))}]
+    monkeypatch.setattr(images, "ROW_PIXELS", 2400)
+    assert len(tokenizer.vision.pictures(messages, "x:1")) == 2
+    monkeypatch.setattr(images, "ROW_PIXELS", 2399)
+    together = r"x:1: image .*: 40 x 30 pixels: the images of the row have over 2399 pixels together; make it smaller"
+    with pytest.raises(env.DataError, match=together):
+        tokenizer.vision.pictures(messages, "x:1")
+
+
+PEAK = """
+import resource, sys
+from env import DataError
+from kit import images
+from PIL import Image, PngImagePlugin
+big = open(sys.argv[1]).read()
+vision = images.Vision(None, 0, [0], "", False)
+messages = [{"role": "user", "content": [{"type": "image", "image": big}] * 16}]
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    vision.pictures(messages, "x:1")
+except DataError as error:
+    print(str(error)[-90:])
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+def test_a_row_of_many_large_images_takes_little_memory(tmp_path):
+    """16 images of 16 Mpixel, 64 MiB each once they are decoded, from 50 KB of text each."""
+    (tmp_path / "big").write_text(url(png((0, 0, 0), (4096, 4096))))
+    done = run([sys.executable, "-c", PEAK, str(tmp_path / "big")], ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    told, peak = done.stdout.splitlines()
+    assert "have over 33554432 pixels together; make it smaller" in told and int(peak) < 300  # MiB
+
+
+def test_a_small_image_is_decoded_once_and_a_large_one_is_not_kept():
+    images.decode_small.cache_clear()
+    small, large = png(COLOURS["r"], (1024, 1024)), png(COLOURS["r"], (1025, 1024))
+    assert images.decode(small) is images.decode(small)
+    assert images.decode(large) is not images.decode(large)
+    assert images.decode_small.cache_info().currsize == 1
+
+
+def test_an_image_that_drips_in_is_given_up(monkeypatch):
+    """A server that sends a byte now and then, each well within the client's own timeout."""
+
+    class Dripping(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(100):
+                    self.wfile.write(b"x")
+                    time.sleep(0.1)
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Dripping)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(images, "FETCH_S", 0.5)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"not there after 0\.5 s"):
+        images.fetch(f"http://127.0.0.1:{server.server_port}/x", "x:1")
+    assert time.monotonic() - began < 5
+    server.shutdown()
+
+
+def test_what_is_fetched_is_not_unpacked():
+    """100 MB of zeros in 100 KB of gzip."""
+
+    class Packed(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Encoding", "gzip")
+            self.end_headers()
+            self.wfile.write(packed)
+
+    packed = gzip.compress(bytes(10**8))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Packed)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    assert images.fetch(f"http://127.0.0.1:{server.server_port}/x", "x:1") == packed
+    server.shutdown()
 
 
 def test_a_model_that_sees_none_refuses_images(workspace):

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 import env
 import training
 from kit import plugins
-from kit.episodes import Episode
+from kit.episodes import Episode, keep
 from kit.errors import PluginError, RunError, Stop
 from kit.plugins import ADVANTAGE, LOSS_MODE
 
@@ -144,6 +144,50 @@ def test_verls_filter_groups_is_the_last_filter(named, tmp_path, monkeypatch):
     assert [f.__name__ for f in filters] == ["drop_uniform"]
     made = [episode(0.5), episode(1.0), episode(0.2, group="h"), episode(0.4, group="h")]
     assert filters[0](made) == made[:2]
+
+
+def test_verls_filter_groups_comes_after_the_filters_of_the_recipe(named):
+    """Two right ones and a wrong one, which was cut: uniform only once that is dropped."""
+    drop = {"function": "templates/filters.py:drop_ended", "reasons": ["length"]}
+    own = ["templates/filters.py:drop_uniform", drop]
+    refill = {"enable": True, "metric": "reward"}
+    filters = named({"env.filters": own, "algorithm.filter_groups": refill})[1].filters
+    assert [f.__name__ for f in filters] == ["drop_uniform", "drop_ended", "drop_uniform"]
+    made = [episode(1.0), episode(1.0), episode(0.0)]
+    made[2].ended = "length"
+    filters = named({"env.filters": [drop], "algorithm.filter_groups": refill})[1].filters
+    assert keep(made, 2, filters) == ([], {"drop_ended": 1, "drop_uniform": 2})
+    filters = named({"env.filters": [drop], "algorithm.filter_groups": {"enable": False, "metric": "reward"}})[
+        1
+    ].filters
+    assert keep(made, 2, filters) == (made[:2], {"drop_ended": 1})
+
+
+def test_rows_are_shuffled_if_data_shuffle_says_so(named):
+    orders = {}
+    for shuffle in (True, False):
+        _, data = named({"data.shuffle": shuffle})
+        orders[shuffle] = [data.train.index(task) for task in data.sampler(data.train, len(data.train), 1, 3, {})]
+    assert orders[False] == list(range(len(data.train))) != orders[True]
+    assert orders[True] == [data.train.index(task) for task in env.batch(data.train, len(data.train), 1, 3)]
+
+
+def test_a_teacher_is_used_only_if_distillation_is_enabled(named):
+    config, _ = named({plugins.TEACHER: "models/teacher", "distillation.enabled": False})
+    assert plugins.teacher(config) == ""
+    config, _ = named({plugins.TEACHER: "models/teacher", "distillation.enabled": True})
+    assert plugins.teacher(config) == "models/teacher"
+    config, _ = named({plugins.TEACHER: None, "distillation.enabled": True})
+    assert plugins.teacher(config) == ""
+
+
+@pytest.mark.parametrize(
+    "changes", [{"actor_rollout_ref.actor.use_kl_loss": True}, {"algorithm.use_kl_in_reward": True}]
+)
+def test_a_reference_is_needed_for_a_kl_term_or_an_advantage_that_asks_for_it(named, changes):
+    assert not plugins.needs_reference(named({})[0])
+    assert plugins.needs_reference(named(changes)[0])
+    assert plugins.needs_reference(named({ADVANTAGE: "templates/advantages.py:distill"})[0])
 
 
 # --- called --------------------------------------------------------------------------------------

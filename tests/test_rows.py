@@ -130,8 +130,8 @@ def test_a_file_that_cannot_be_read_is_told_and_not_loaded_whole(tmp_path, monke
     )
     write_rows(tmp_path / "huge.jsonl", [gsm8k(0), gsm8k(1, prompt="x" * 5000)])
     (tmp_path / "huge.json").write_text(json.dumps([gsm8k(1, prompt="x" * 50000)]))
-    monkeypatch.setattr(env, "MOST", 1000)
-    for name, why in (("huge.jsonl", "a line of over"), ("huge.json", "a line of over"), ("huge.parquet", "over 0 MB")):
+    monkeypatch.setattr(env, "MOST", 3000)
+    for name, why in (("huge.jsonl", "a line of over"), ("huge.json", "a line of over"), ("huge.parquet", "a row of")):
         with pytest.raises(env.DataError, match=rf"{re.escape(name)}.*{why}"):
             list(rows.read(str(tmp_path / name)))
     frame = pandas.DataFrame([gsm8k(0), gsm8k(1, prompt=[{"role": "user", "content": "x" * 200_000}])])
@@ -447,6 +447,32 @@ def test_functions_and_files_share_a_batch_by_weight(desk):
     assert len(drawn(data, 5)) == 8
 
 
+def test_a_sampler_beside_functions_gets_what_it_gets_alone(desk, tmp_path):
+    """Of files its part of the batch, and all pass rates; functions get those of their rows, by number."""
+    (tmp_path / "watch.py").write_text(WATCH)
+    files = f"{{path: {desk / 'train.jsonl'}, weight: 1}}, {{function: watch.py:rows, weight: 1}}"
+    _, data = load(desk, f"env.train_files=[{files}]", "env.sampler=watch.py:last")
+    rates = {f"{desk / 'train.jsonl'}:1": 0.25, "watch.py:rows#4.0": 0.5}
+    watch = sys.modules[data.sampler.keywords["sampler"].__module__]
+    watch.seen.clear()
+    picked = drawn(data, 5, size=6, seed=9, rates=rates)
+    assert watch.seen == [("last", 3, 5, 9, rates), ("rows", 3, 5, 9, {4: {0: 0.5}})]
+    assert [t.row_id.rpartition(":")[2] for t in picked] == ["6", "7", "8", "rows#5.0", "rows#5.1", "rows#5.2"]
+
+
+WATCH = """
+seen = []
+
+def last(tasks, size, batch, seed, pass_rates):
+    seen.append(("last", size, batch, seed, dict(pass_rates)))
+    return tasks[-size:]
+
+def rows(batch, size, seed, pass_rates):
+    seen.append(("rows", size, batch, seed, pass_rates))
+    return [{"responses_create_params": {"input": f"say {k}"}, "answer": "7"} for k in range(size)]
+"""
+
+
 def test_verls_rows_may_be_made_and_rows_made_once(desk):
     config, data = load(desk, "env.train_files=[{function: my_tasks.py:verls}]")
     assert data.made[3].row == {"responses_create_params": {"input": "1 3"}, "data_source": "x"}
@@ -541,6 +567,22 @@ def test_a_resumed_run_makes_the_same_rows_and_a_replay_has_them(desk, tmp_path)
         ended.write_episodes(name, episodes, data.train)
     left = {path.name for path in (ended.folder / "rollouts").iterdir()}
     assert left == {"val_4.jsonl", "step_9.jsonl", "step_10.jsonl"}
+
+
+def test_a_row_without_gyms_field_is_verls_only_by_the_key_of_the_recipe():
+    both = {"responses_create_params": {"input": "gym"}, "prompt": "verl", "asked": "other"}
+    assert rows.parse(both, "x:1")["responses_create_params"] == {"input": "gym"}
+    assert rows.parse({"prompt": "verl", "asked": "other"}, "x:1", "asked") == {
+        "responses_create_params": {"input": "other"},
+        "prompt": "verl",
+    }
+
+
+def test_verls_row_is_made_with_the_key_of_the_recipe():
+    theirs = rows.to_verl(rows.parse({"asked": "2?", "data_source": "x", "prompt": 7}, "x:1", "asked"), "x:1", "asked")
+    assert theirs == {"asked": "2?", "data_source": "x", "prompt": 7}
+    theirs = rows.to_verl(row("2?", expected_answer="a", answer="b"), "x:1")  # the first of the two is the truth
+    assert theirs["reward_model"]["ground_truth"] == "a"
 
 
 def test_quotas_name_who_gets_no_row():

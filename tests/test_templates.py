@@ -24,8 +24,8 @@ from kit.config import load_config
 from kit.episodes import Episode, first_groups, keep, pass_rates
 from kit.errors import PluginError
 from templates import filters, samplers
-from templates.advantages import pairs, turn_gae, turn_grpo
-from templates.losses import dpo
+from templates.advantages import by_turn, pairs, turn_gae, turn_grpo
+from templates.losses import dpo, sppo
 from templates.reward import compute_score
 from templates.rewards import components, overlong, weighted
 from templates.task import Guess, rows
@@ -56,6 +56,12 @@ def test_rewards_of_several_parts():
     with pytest.raises(PluginError, match=r"no reward component other; the episode .* has reward_model"):
         weighted(e, {"other": 1.0})
     assert components(e) == 0.5
+    for reason in ("stop", "length", "turns", "terminated", "truncated"):
+        e = episode(reward=0.5, ended=reason)
+        components(e)
+        assert e.reward_components["finished"] == (reason == "stop")
+    e = episode(reward=0.5, ended="length", reward_components={"reward_model": 2.0})
+    components(e)
     assert e.reward_components == {"reward_model": 2.0, "verdict": 0.5, "finished": 0.0}
 
 
@@ -117,6 +123,8 @@ def test_a_rows_own_answer_stands_beside_what_was_sampled(workspace):
     assert b["turn"].amax(dim=1).tolist() == [0, 0, -1, 0, 0] and b["response_mask"][2].tolist() == [1, 1, 0]
     kept, _ = keep(made, 2, [functools.partial(filters.with_answer, **given)])
     assert [e.response_ids for e in kept] == [e.response_ids for e in found]
+    by_limit = [len(filters.with_answer(made, **{**given, "limit": limit})) for limit in (1, 2, 3, 5, 6)]
+    assert by_limit == [4, 5, 5, 5, 6]  # "7" and EOS are 2 tokens, "7 7 7" and EOS 6
     with pytest.raises(PluginError, match=r"field=n: .* r has no such text; it has answer"):
         filters.with_answer(made, **{**given, "field": "n"})
 
@@ -242,7 +250,52 @@ def test_rewards_of_turns_sit_on_their_turns_and_what_is_added_on_the_last_token
     assert training.to_batch([e], 0, 1.0).batch["turn"].tolist() == [[0, 0, -1, -1, 1, 1, -1]]
 
 
+def test_values_of_what_is_observed_go_to_the_turn_before():
+    """Of [B, R] = [2, 6]; what is observed before the first turn goes to that."""
+    turn = torch.tensor([[0, 0, -1, 1, -1, -1], [-1, 0, 1, 2, -1, -1]])
+    values = torch.tensor([[1.0, 2.0, 4.0, 8.0, 16.0, 32.0], [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]])
+    assert by_turn(values, turn).tolist() == [[7.0, 56.0, 0.0], [3.0, 4.0, 56.0]]
+
+
+def test_a_reward_on_what_is_observed_is_that_of_the_turn_before():
+    """As the kit pays it: what the reward has over the turns' goes to the last token, an observed one here."""
+    made = [episode(reward=r, length=6, turns=[(0, 2, 1), (3, 4, 3)]) for r in (1.0, 0.0)]
+    for e in made:
+        e.response_mask = [1, 1, 0, 1, 0, 0]
+    batch = training.to_batch(made, 0, 1.0).batch
+    advantages, _ = turn_grpo(batch["token_level_scores"], batch["response_mask"], batch["turn"], ["a", "a"])
+    normal = (1.0 - 0.25) / (0.5 + 1e-6)  # rewards of the four turns: 0, 1, 0, 0
+    others = -0.25 / (0.5 + 1e-6)
+    first, second = advantages.tolist()
+    assert first == pytest.approx([normal + others, normal + others, 0, normal, 0, 0])
+    assert second == pytest.approx([2 * others, 2 * others, 0, others, 0, 0])
+
+
 # --- a loss of one's own -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("loss", "mode"), [(dpo, "seq-mean-token-sum"), (sppo, "seq-mean-token-mean")])
+def test_a_loss_takes_the_weights_of_rollout_correction(loss, mode):
+    """Not all the same: on one of two tokens, and on one of two answers."""
+    from verl.workers.config import FSDPActorConfig
+
+    config = FSDPActorConfig(strategy="fsdp2", rollout_n=2, ppo_micro_batch_size_per_gpu=1)
+    config.global_batch_info.update({"dp_size": 1, "batch_num_tokens": None, "global_batch_size": 2})
+    old, advantages = torch.full((2, 2), -1.0), torch.tensor([[1.0, 1.0], [-0.5, -0.5]])
+    mask = torch.ones(2, 2)
+
+    def gradient(weights):
+        log_prob = (old + torch.tensor([[0.25, 0.5], [0.25, -0.5]])).requires_grad_()
+        loss(old, log_prob, advantages, mask, mode, config, weights)[0].backward()
+        return log_prob.grad
+
+    plain = gradient(None)
+    assert plain.abs().min() > 0 and torch.equal(gradient(torch.ones(2, 2)), plain)
+    by_answer = torch.tensor([[0.5, 0.5], [2.0, 2.0]])
+    torch.testing.assert_close(gradient(by_answer), plain * by_answer)
+    if loss is dpo:  # whose loss is a sum over tokens
+        by_token = torch.tensor([[0.5, 1.0], [2.0, 0.0]])
+        torch.testing.assert_close(gradient(by_token), plain * by_token)
 
 
 def test_online_dpos_gradient_is_that_of_dpos_loss():

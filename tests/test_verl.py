@@ -177,9 +177,11 @@ def workers_of(config, stack, values, cuts, name) -> training.Workers:
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "dapo"])
 def test_a_step_is_verls_own(stack, values, cuts, workspace, tmp_path, name):
-    """Same episodes, weights and seed; two mini-batches, KL term, critic, clip-higher as the recipes have them."""
+    """Same episodes, weights and seed; two mini-batches, KL term, critic, clip-higher as the recipes have them. No
+    number of the advantage is at its neutral value."""
     changes = [*SGD, "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
-    changes += ["critic.ppo_mini_batch_size=4"]
+    changes += ["critic.ppo_mini_batch_size=4", "algorithm.gamma=0.9", "algorithm.lam=0.5"]
+    changes += ["algorithm.norm_adv_by_std_in_grpo=false"] if name == "grpo" else []
     config, data = recipe(workspace, *changes, overlays=[name])
     made, _ = keep(episodes(groups=24), 2, data.filters)  # for dapo: two thirds are left, some masked whole
     made = first_groups(made, 8)
