@@ -325,11 +325,11 @@ def test_a_sampler_is_given_the_recipes_sizes_and_the_pass_rates(workspace, reco
 def test_pass_rates_move_halfway_and_rows_that_were_not_asked_keep_theirs(workspace, recorder):
     with algorithm.train(planned(workspace, *QUIET)) as trainer:
         rows = [task.row_id for task in trainer.data.train]
-        before = {row: 1.0 for row in rows} | {"other": 0.25}
+        before = dict.fromkeys(rows, 1.0) | {"other": 0.25}
         trainer.state["pass_rates"] = before
         recorder.servers.reward = lambda i, group_id: float(i % 8 < 2)
         trainer.collect()
-        assert trainer.state["pass_rates"] == {row: 0.625 for row in rows} | {"other": 0.25}
+        assert trainer.state["pass_rates"] == dict.fromkeys(rows, 0.625) | {"other": 0.25}
         assert before["other"] == 0.25 and set(before.values()) == {1.0, 0.25}
 
 

@@ -518,7 +518,7 @@ def test_images_go_with_their_rows(recipe):
     training.update_actor(actor, batch, recipe)
     images = [image["pixels"] for image in tu.get(actor.data, "multi_modal_inputs")]
     assert images == [max(place - 1, 0) for place in actor.data["row"].tolist()]
-    assert "uid" not in actor.data.keys()
+    assert "uid" not in actor.data
 
 
 def test_fine_tuning_takes_one_step_on_the_tokens_of_the_response(recipe):
