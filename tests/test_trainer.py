@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import row, write_rows
 from test_loop import Servers, calls, planned  # noqa: F401  (a fixture)
 from test_updates import close
 
@@ -246,12 +247,16 @@ def test_a_step_hands_its_episodes_on_and_keeps_what_they_gave(workspace, record
         assert (trainer.run.folder / "advantages" / "step_2.npz").is_file()
 
 
-def test_the_epoch_counts_batches_of_prompts_not_steps(workspace, recorder):
-    """Batches of 4 of 8 rows; seven of them, by step 2."""
-    changes = [*QUIET, "data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4"]
+def test_the_epoch_counts_batches_of_prompts_not_steps(workspace, recorder, tmp_path):
+    """Batches of 4 of the 12 rows of two files; seven of them, by step 2."""
+    more = write_rows(tmp_path / "more.jsonl", [row(f"add {i}") for i in range(4)])
+    files = f"env.train_files=[{workspace / 'train.jsonl'},{more}]"
+    changes = [*QUIET, files, "data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4"]
     with algorithm.train(planned(workspace, *changes)) as trainer:
+        rows = [task.row_id for batch in (1, 2, 3) for task in trainer.tasks(batch)]
+        assert sum(name.startswith(str(more)) for name in rows) == 4 and len(set(rows)) == 12
         trainer.state["step"], trainer.state["batches"] = 1, 6
-        assert trainer.advance()["training/epoch"] == 7 * 4 / 8
+        assert trainer.advance()["training/epoch"] == 7 * 4 / 12
 
 
 def test_each_task_is_asked_n_times_as_the_recipe_says(workspace, recorder):
