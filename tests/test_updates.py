@@ -558,7 +558,6 @@ ONE_PASS = [f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.ppo_epochs=1"]
         f"{CORRECTION}.rollout_is=token",
         f"{CORRECTION}.rollout_rs=token_k1",
         "algorithm.adv_estimator=templates/advantages.py:pairs",  # asks for old_log_probs
-        "algorithm.adv_estimator=optimal_token_baseline",  # asks for sum_pi_squared
         f"{ACTOR}.ppo_mini_batch_size=2",
         f"{ACTOR}.ppo_epochs=2",
     ],
@@ -567,6 +566,15 @@ def test_what_needs_old_log_probs_before_the_update_has_a_pass_for_them(recipe, 
     config = changed(recipe, *ONE_PASS)
     assert training.one_pass(config)
     assert not training.one_pass(changed(config, change))
+
+
+@pytest.mark.parametrize(("name", "one_pass"), [("sum_pi_squared", False), ("response_mask", True)])
+def test_an_estimator_of_squared_probabilities_alone_has_a_pass_for_them(recipe, tmp_path, name, one_pass):
+    """verl's estimators that read them read the old log-probs, too; one of the recipe need not."""
+    file = tmp_path / "mine.py"
+    file.write_text(f"def f({name}):\n    return {name}, {name}\n")
+    config = changed(recipe, *ONE_PASS, f"algorithm.adv_estimator={file}:f")
+    assert training.one_pass(config) is one_pass
 
 
 def test_the_updates_own_pass_gives_old_log_probs_in_the_order_of_the_batch(recipe):
