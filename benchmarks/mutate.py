@@ -19,7 +19,6 @@ survivors that are accepted, with the reason. Exits with 1 if fewer than 85% of 
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import hashlib
 import importlib
