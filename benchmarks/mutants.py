@@ -59,7 +59,7 @@ class Mutant:
 
 def plant(file: str, source: str, bug: dict[str, str]) -> Mutant:
     """A bug of mutate.yaml. Raises SystemExit if its snippet is not exactly once in its function."""
-    functions = {name: node for name, node in functions_of(ast.parse(source))}
+    functions = dict(functions_of(ast.parse(source)))
     if bug["function"] not in functions:
         raise SystemExit(f"mutate.yaml: {file} has no function {bug['function']}; name the one that has {bug['old']!r}")
     node = functions[bug["function"]]

@@ -375,7 +375,7 @@ def test_an_answer_that_does_not_come_in_time_fails_by_name():
     policy = policy_of(Client(pause=5.0))
     policy.deadline_s = 0.05
     begin = time.monotonic()
-    with pytest.raises(GymError, match="vLLM gave no answer within 0.05 s") as caught:
+    with pytest.raises(GymError, match=r"vLLM gave no answer within 0\.05 s") as caught:
         asyncio.run(inference.sample(policy, "r#0", [1], 9))
     assert caught.value.reason == "generate_timeout" and time.monotonic() - begin < 2
 
