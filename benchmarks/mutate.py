@@ -164,7 +164,7 @@ def measure(file: str, tests: list[str], folder: Path) -> dict[str, Any]:
     def work() -> int:
         threading.settrace(plugin.trace)
         sys.settrace(plugin.trace)
-        code = run_tests(plugin, tests, folder / "unchanged", "--deselect=nothing")
+        code = run_tests(plugin, tests, folder / "unchanged")
         sys.settrace(None)
         lines = {name: sorted(found) for name, found in plugin.lines.items()}
         names = [name for name in sys.modules if not is_project(name)]
@@ -198,11 +198,15 @@ def tests_of(mutant: Mutant, measured: dict[str, Any]) -> dict[str, float]:
 # --- step 2: the mutants -------------------------------------------------------------------------
 
 
-def try_mutants(file: str, mutants: list[Mutant], measured: dict[str, Any], jobs: int) -> Iterator[dict[str, Any]]:
-    """The result of each mutant, as it comes: caught, timeout or survived."""
+def try_mutants(
+    file: str, mutants: list[Mutant], measured: dict[str, Any], jobs: int, end: float
+) -> Iterator[dict[str, Any]]:
+    """The result of each mutant, as it comes: caught, timeout or survived. None starts after the time `end`."""
     waiting = list(reversed(mutants))
     running: dict[int, tuple[Mutant, float, tempfile.TemporaryDirectory[str]]] = {}
     while waiting or running:
+        if time.monotonic() > end:
+            waiting.clear()
         while waiting and len(running) < jobs:
             mutant = waiting.pop()
             tests = tests_of(mutant, measured)
@@ -252,10 +256,11 @@ def known_results(path: Path, source: str, tests: str) -> dict[str, dict[str, An
     return found
 
 
-def check_file(file: str, settings: dict[str, Any], options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """The results of a file's mutants: known ones, and those of this run."""
+def check_file(
+    file: str, settings: dict[str, Any], options: argparse.Namespace, folder: Path
+) -> tuple[list[dict[str, Any]], bool]:
+    """The results of a file's mutants, known ones and those of this run; whether all were tried."""
     tests = [f"tests/{name}" for name in settings["files"][file]["tests"]]
-    tests = [t for t in tests if (ROOT / t).exists()]
     source = (ROOT / file).read_text()
     planted = [plant(file, source, one) for one in settings["planted"] if one["file"] == file]
     made = [] if options.planted else find_mutants(file, source)
@@ -274,11 +279,14 @@ def check_file(file: str, settings: dict[str, Any], options: argparse.Namespace,
     fresh = [mutant for mutant in mutants if mutant.name not in known]
     print(f"{file}: {len(made)} of {of} mutants, {len(planted)} planted; {len(fresh)} to try", flush=True)
     with path.open("a") as out:
-        for record in try_mutants(file, fresh, measured, options.jobs):
+        for record in try_mutants(file, fresh, measured, options.jobs, options.end):
             known[record["mutant"]] = record | keys
             out.write(json.dumps(known[record["mutant"]]) + "\n")
             out.flush()
-    return [known[mutant.name] for mutant in mutants]
+    left = [mutant for mutant in mutants if mutant.name not in known]
+    if left:
+        print(f"{file}: {len(left)} mutants were not tried within --minutes; run the same command again")
+    return [known[mutant.name] for mutant in mutants if mutant.name in known], not left
 
 
 def report(file: str, results: list[dict[str, Any]], settings: dict[str, Any]) -> bool:
@@ -287,8 +295,8 @@ def report(file: str, results: list[dict[str, Any]], settings: dict[str, Any]) -
     survivors = [record for record in results if record["result"] == "survived"]
     timeouts = sum(record["result"] == "timeout" for record in results)
     rate = 1 - len(survivors) / max(1, len(results))
-    for record in survivors:
-        why = reasons.get(record["mutant"].partition(" @")[0]) or record["by"] or "no test fails"
+    for record in sorted(survivors, key=lambda record: record["line"]):
+        why = reasons.get(record["mutant"]) or record["by"] or "no test fails"
         print(f"  {file}:{record['line']} {record['mutant']}  # {why}")
     print(
         f"{file}: {len(results)} mutants, {len(results) - len(survivors)} caught ({timeouts} of them timeouts), "
@@ -302,8 +310,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="plant bugs and list those that the fast tests do not catch")
     parser.add_argument("--only", help="one file of mutate.yaml, as training.py")
     parser.add_argument("--planted", action="store_true", help="only the bugs written in mutate.yaml")
-    parser.add_argument("--sample", type=int, default=400, help="mutants of a file, at most; drawn by --seed")
+    parser.add_argument("--sample", type=int, default=320, help="mutants of a file, at most; drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=40.0, help="after which no more mutants are tried")
     parser.add_argument("--jobs", type=int, default=2, help="mutants that are tried at the same time")
     options = parser.parse_args()
     settings = yaml.safe_load((ROOT / "benchmarks" / "mutate.yaml").read_text())
@@ -313,9 +322,13 @@ def main() -> None:
     os.chdir(ROOT)
     RESULTS.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
+    options.end = begin + 60 * options.minutes
     warm([])
+    good = []
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
-        good = [report(file, check_file(file, settings, options, Path(folder)), settings) for file in files]
+        for file in files:
+            results, whole = check_file(file, settings, options, Path(folder))
+            good.append(report(file, results, settings) and whole)
     print(f"{(time.monotonic() - begin) / 60:.1f} minutes")
     raise SystemExit(0 if all(good) else 1)
 
