@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import importlib
 import importlib.machinery
@@ -72,6 +73,8 @@ def warm(names: list[str]) -> None:
             importlib.import_module(name)
     for name in [name for name in sys.modules if is_project(name)]:
         del sys.modules[name]
+    gc.collect()
+    gc.freeze()  # or each child's garbage collector goes over, and copies, all that is imported here: 10 s
 
 
 class Finder:
@@ -144,7 +147,9 @@ def in_child(work: Any, log: Path) -> int:
 def run_tests(plugin: Plugin, files: list[str], place: Path, *more: str) -> int:
     import pytest
 
-    arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={place}", "--durations=0", *more]
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    plugins = [f"-pno:{name}" for name in ("cacheprovider", "unraisableexception", "threadexception")]
+    arguments = ["-q", *plugins, "--assert=plain", "--durations=0", f"--basetemp={place}", *more]
     return int(pytest.main([*arguments, *files], plugins=[plugin]))
 
 
