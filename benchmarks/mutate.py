@@ -25,6 +25,7 @@ import hashlib
 import importlib
 import importlib.machinery
 import json
+import math
 import os
 import random
 import signal
@@ -277,6 +278,12 @@ def check_file(
     if measured["failed"]:
         print(f"{file}: without {', '.join(measured['failed'])}, which fail in the unchanged source")
     warm(measured["modules"])
+    unchanged = Mutant(file, "", 0, [], "no edit", source)
+    (control,) = try_mutants(file, [unchanged], measured, 1, math.inf)
+    if control["result"] != "survived":
+        raise SystemExit(
+            f"{file}: {control['by'] or 'a timeout'} in a forked process without a mutant; make it pass there"
+        )
     path = RESULTS / f"{file.replace('/', '.')}.jsonl"
     keys = {"source": digest(ROOT / file), "tests": digest(*(ROOT / test for test in tests))}
     known = known_results(path, **keys)

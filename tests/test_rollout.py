@@ -465,16 +465,23 @@ def test_a_failure_keeps_no_reward_whoever_failed():
 
         return play
 
+    def raise_odd():
+        raise ValueError("odd")
+
+    async def fails_deeper(*_):
+        raise_odd()
+
     for error, status in [(GymError("http_500", "broken"), "http_500"), (env.DataError("odd"), "template")]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(inference, "play", fails(error))
             (episode,) = roll(Client(), World(1.0))
         assert (episode.status, episode.reward, episode.error) == (status, None, str(error))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inference, "play", fails(ValueError("odd")))
+        patch.setattr(inference, "play", fails_deeper)
         (episode,) = roll(Client(), World(1.0))
     assert (episode.status, episode.reward) == ("unforeseen", None)
-    assert "ValueError('odd') at " in episode.error and "test_rollout.py:" in episode.error  # where it was raised
+    line = raise_odd.__code__.co_firstlineno + 1  # where it was raised
+    assert f"ValueError('odd') at {__file__}:{line}, " in episode.error
 
 
 @pytest.mark.parametrize("error", [ray.exceptions.RayActorError(), RunError("stale weights")])
