@@ -229,7 +229,7 @@ class Visitor:
     def mutate_binop(self, node: ast.BinOp) -> None:
         if type(node.op) in OPERATORS:
             self.change(node, op=OPERATORS[type(node.op)]())
-        elif isinstance(node.op, ast.BitOr):
+        elif isinstance(node.op, ast.BitOr) and not isinstance(node.right, ast.Constant):  # a type that may be None
             self.edit(node, f"({ast.unparse(node.left)})")
 
     def mutate_augassign(self, node: ast.AugAssign) -> None:
