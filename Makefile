@@ -6,6 +6,8 @@
 # make algorithms   every recipe of docs/algorithms.md on one small task, three seeds; 75 minutes, no part of make test
 # make docs   the tutorial in an empty folder, command by command, with its minutes, and the pictures; 25 minutes
 # make soak   300 steps with faults, every kind of loss, ranks and nodes (docs/reliability.md, docs/cluster.md); an hour
+# make mutate   plants small bugs and lists those that the fast tests miss (docs/reliability.md); at most 40 minutes, resumes;
+#             ONLY=training.py for one file
 # All first set up what they need (environments, model, data) and skip what is there.
 
 PYTHON ?= python3.11
@@ -14,7 +16,7 @@ RUN := $(shell date +demo-%Y%m%d-%H%M%S)
 
 SETUP := .venv/ready
 
-.PHONY: demo math test bench algorithms docs soak lint setup gym model data clean
+.PHONY: demo math test bench algorithms docs soak mutate lint setup gym model data clean
 .DELETE_ON_ERROR:
 
 demo: setup gym model data
@@ -48,6 +50,9 @@ algorithms: setup gym
 soak: setup gym
 	.venv/bin/python benchmarks/soak.py
 	.venv/bin/python -m pytest -s -m soak tests/test_reliability.py tests/test_models.py tests/test_scale.py tests/test_backends.py
+
+mutate: setup
+	.venv/bin/python benchmarks/mutate.py $(if $(ONLY),--only $(ONLY))
 
 docs: setup
 	.venv/bin/python -m kit.reference > docs/reference.md

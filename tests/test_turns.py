@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import itertools
 import json
 import random
+import zlib
 from types import SimpleNamespace
 
 import pytest
@@ -313,6 +316,141 @@ def test_a_template_that_cannot_go_on_is_a_failure(more):
     with pytest.raises(gym_client.GymError) as caught:
         chat.observed_ids([{"role": "user", "content": "x"}], tokenizer, {tokenizer.eos_token_id})
     assert caught.value.reason == "template"
+
+
+# --- limits, requests and times of an episode -----------------------------------------------------
+
+
+class Recorder(Script):
+    """A script that also records each request's id and parameters."""
+
+    def __init__(self, answers):
+        super().__init__(answers)
+        self.requests: list[tuple[str, dict]] = []
+
+    async def generate(self, request_id, prompt_ids, sampling_params):
+        self.requests.append((request_id, sampling_params))
+        return await super().generate(request_id, prompt_ids, sampling_params)
+
+
+def encoded(texts, tokenizer) -> list[list[int]]:
+    return [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts]
+
+
+def test_later_turns_have_the_room_that_is_left():
+    tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
+    script = Recorder(encoded([call(), "y" * 400], tokenizer))
+    episode = play(task_of(tokenizer), World(["x" * 60]), policy_of(script, tokenizer, max_response_length=250))
+    assert len(episode.turns) == 2 and len(episode.response_ids) == 250 and episode.ended == "length"
+    assert [params["max_tokens"] for _, params in script.requests] == [250, 250 - episode.turns[1][0]]
+
+
+@pytest.mark.parametrize(("room", "turns"), [(1, 2), (0, 1)])
+def test_an_observation_must_leave_room_for_an_answer(room, turns):
+    tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
+
+    def conversation(limit):
+        script = Script(encoded([call(), "y" * 9], tokenizer))
+        return play(task_of(tokenizer), World(["x" * 60]), policy_of(script, tokenizer, max_response_length=limit))
+
+    whole = conversation(20000)
+    begin, _, _ = whole.turns[1]
+    episode = conversation(begin + room)
+    assert (len(episode.turns), episode.ended) == (turns, "length")
+
+
+def test_turns_of_an_episode_share_its_request_and_have_a_seed_each():
+    tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
+    script = Recorder(encoded([call(), call(), "done"], tokenizer))
+    play(task_of(tokenizer), World(["one", "two"]), policy_of(script, tokenizer, seed=3))
+    assert [name for name, _ in script.requests] == ["r"] * 3
+    seeds = [params["seed"] for _, params in script.requests]
+    assert seeds == [zlib.crc32(f"3 r#{turn}".encode()) for turn in range(3)]
+
+
+def test_calls_are_run_in_order_with_their_names_and_arguments():
+    tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
+    asked = []
+
+    async def call_tool(name, arguments):
+        asked.append((name, arguments))
+        return f"answer {len(asked)}"
+
+    world = World([])
+    world.call_tool = call_tool
+    said = [call('{"a": 1}') + call('{"b": 2}', "other"), "done"]
+    task = task_of(tokenizer)
+    task.tools.append({"type": "function", "function": {**task.tools[0]["function"], "name": "other"}})
+    episode = play(task, world, policy_of(one_turn_each(said, tokenizer), tokenizer))
+    assert asked == [("look_up", '{"a": 1}'), ("other", '{"b": 2}')]
+    first, second, one, two, _ = episode.output
+    assert (one["call_id"], one["output"]) == (first["call_id"], "answer 1")
+    assert (two["call_id"], two["output"]) == (second["call_id"], "answer 2")
+
+
+def test_a_step_answers_calls_and_observes_in_order():
+    tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
+
+    class Tools(Game):
+        async def step(self, response):
+            turn = await super().step(response)
+            answered = [{"call_id": f"c{self.left}", "output": f"seen {self.left}"}]
+            return dataclasses.replace(turn, observation="Look." if self.left == 2 else None, tool_outputs=answered)
+
+    script = one_turn_each(["a", "b", "c"], tokenizer)
+    episode = play(task_of(tokenizer, tools=False), Tools(3), policy_of(script, tokenizer))
+    said = [item for item in episode.output if item.get("role") != "assistant"]
+    assert [(item["type"], item.get("call_id"), item.get("output")) for item in (said[0], said[2])] == [
+        ("function_call_output", "c2", "seen 2"),
+        ("function_call_output", "c1", "seen 1"),
+    ]
+    assert said[1] == {"role": "user", "type": "message", "content": "Look."} and len(said) == 3
+    assert (episode.turn_rewards, episode.reward) == ([0.5, 0.5, 0.5], 1.5)
+    seen = tokenizer.decode(episode.response_ids)
+    assert seen.index("seen 2") < seen.index("user\nLook.") < seen.index("seen 1")
+
+
+@pytest.mark.parametrize(("over", "fails"), [(0, False), (1, True)])
+def test_a_prompt_that_an_observation_makes_too_long_fails_by_name(over, fails):
+    tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
+    task = task_of(tokenizer, tools=False)
+    asked = [*task.messages, {"role": "user", "content": "Your move."}]
+    length = len(env.encode(asked, task.tools, tokenizer, "x:1"))
+    script = one_turn_each(["move"], tokenizer)
+    policy = policy_of(script, tokenizer, max_prompt_length=length - over)
+    if not fails:
+        assert len(play(task, Game(1), policy).prompt_ids) == length
+        return
+    with pytest.raises(gym_client.GymError, match=f"{length} tokens .* data.max_prompt_length={length - 1}") as caught:
+        play(task, Game(1), policy)
+    assert caught.value.reason == "prompt_too_long" and not script.prompts
+
+
+def test_a_task_without_ids_is_encoded_and_one_with_ids_is_taken_as_it_is():
+    tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
+    task = task_of(tokenizer)
+    without = dataclasses.replace(task, prompt_ids=[])
+    assert play(without, World([]), policy_of(one_turn_each(["a"], tokenizer), tokenizer)).prompt_ids == task.prompt_ids
+    given = dataclasses.replace(task, prompt_ids=[7, 8])
+    assert play(given, World([]), policy_of(one_turn_each(["a"], tokenizer), tokenizer)).prompt_ids == [7, 8]
+
+
+def test_seconds_are_summed_over_turns(monkeypatch):
+    tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
+    clock = itertools.count(100)
+    monkeypatch.setattr(inference, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    script = one_turn_each([call(), call(), "done"], tokenizer)
+    world = World(["one", "two"])
+    episode = play(task_of(tokenizer), world, policy_of(script, tokenizer))
+    assert episode.timings == {"generate": 3.0, "tools": 3.0, "verify": 1.0, "verify_call": 0.0}
+    assert world.last_ids[:-1] == tokenizer.encode("done", add_special_tokens=False)  # for verifiers that read ids
+
+
+def test_a_step_server_is_not_asked_to_verify():
+    tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
+    game = Game(1)
+    episode = play(task_of(tokenizer, tools=False), game, policy_of(one_turn_each(["move"], tokenizer), tokenizer))
+    assert "verify" not in episode.timings and episode.reward == 0.5
 
 
 # --- agents that own the turns --------------------------------------------------------------------

@@ -1,0 +1,301 @@
+"""The small bugs that benchmarks/mutate.py plants: edits of one expression or statement each."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.FloorDiv: ast.Mult,
+    ast.Div: ast.Mult,
+    ast.Mod: ast.Mult,
+    ast.Pow: ast.Mult,
+}
+MESSAGE = re.compile(r"[A-Za-z;:,] |\s[A-Za-z]")  # an f-string with such a part is read by people
+NO_MUTATE = "# pragma: no mutate"
+TALK = {"say", "print", "GymError", "RunError", "ConfigError", "SkippedStep", "DamagedStep", "DataError"}
+
+
+@dataclass
+class Mutant:
+    """A file's source with one edit."""
+
+    file: str
+    function: str  # qualified name; empty at module level
+    line: int
+    lines: list[int]  # one of which a test must execute to notice; empty for what runs at import
+    edit: str  # for people: old -> new
+    source: str
+    number: int = 0  # how many equal edits the same function has before it
+
+    @property
+    def name(self) -> str:
+        again = f" @{self.number}" if self.number else ""
+        return f"{self.function}: {self.edit}{again}"
+
+    def record(self, result: str, by: str) -> dict[str, Any]:
+        return {"mutant": self.name, "line": self.line, "result": result, "by": by}
+
+
+def plant(file: str, source: str, bug: dict[str, str]) -> Mutant:
+    """A bug of mutate.yaml. Raises SystemExit if its snippet is not exactly once in its function."""
+    functions = dict(functions_of(ast.parse(source)))
+    if bug["function"] not in functions:
+        raise SystemExit(f"mutate.yaml: {file} has no function {bug['function']}; name the one that has {bug['old']!r}")
+    node = functions[bug["function"]]
+    lines = source.splitlines(keepends=True)
+    begin = sum(map(len, lines[: node.lineno - 1]))
+    end = sum(map(len, lines[: node.end_lineno]))
+    body = source[begin:end]
+    if body.count(bug["old"]) != 1:
+        found = body.count(bug["old"])
+        raise SystemExit(f"mutate.yaml: {file} {bug['function']} has {bug['old']!r} {found} times; give it once")
+    mutated = source[:begin] + body.replace(bug["old"], bug["new"]) + source[end:]
+    compile(mutated, file, "exec")
+    line = source.count("\n", 0, begin + body.index(bug["old"])) + 1
+    span = list(range(line, line + bug["old"].count("\n") + 1))
+    edit = f"planted: {bug['old']} -> {bug['new']}"
+    covered = sorted({*span, *(number for at in span for number in statement_lines(node, at))})
+    return Mutant(file, bug["function"], line, covered, edit, mutated)
+
+
+def statement_lines(function: ast.AST, line: int) -> range:
+    """The lines of the innermost statement of `function` at `line`."""
+    spans = [own_lines(node) for node in ast.walk(function) if isinstance(node, ast.stmt)]
+    return min((span for span in spans if line in span), key=len, default=range(line, line + 1))
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:40]} ... {text[-15:]}"
+
+
+def functions_of(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if not isinstance(node, ast.ClassDef):
+                yield prefix + node.name, node
+            yield from functions_of(node, f"{prefix}{node.name}.")
+        else:
+            yield from functions_of(node, prefix)
+
+
+def own_lines(node: ast.stmt) -> range:
+    """A statement's lines without those of its body."""
+    body = getattr(node, "body", None)
+    if isinstance(body, list) and body:
+        return range(node.lineno, max(node.lineno + 1, body[0].lineno))
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def find_mutants(file: str, source: str) -> list[Mutant]:
+    """Every mutant of a file that compiles, in the order of its lines."""
+    visitor = Visitor(file, source)
+    visitor.visit(ast.parse(source))
+    return visitor.mutants
+
+
+class Visitor:
+    """Walks a module, and edits one node at a time."""
+
+    def __init__(self, file: str, source: str):
+        self.file = file
+        self.source = source
+        self.rows = source.splitlines(keepends=True)
+        self.starts = [0]
+        for row in self.rows:
+            self.starts.append(self.starts[-1] + len(row))
+        self.mutants: list[Mutant] = []
+        self.seen: Counter[str] = Counter()
+        self.names: list[str] = []
+        self.functions: list[Any] = []
+        self.statement: ast.stmt | None = None
+
+    def at(self, line: int, column: int) -> int:
+        """The place in the source of a column, which ast counts in bytes."""
+        return self.starts[line - 1] + len(self.rows[line - 1].encode()[:column].decode())
+
+    def edit(self, node: Any, new: str, label: str = "") -> None:
+        begin = self.at(node.lineno, node.col_offset)
+        end = self.at(node.end_lineno, node.end_col_offset)
+        mutated = self.source[:begin] + new + self.source[end:]
+        try:
+            compile(mutated, self.file, "exec")
+        except SyntaxError:
+            return
+        lines = self.lines()
+        if any(NO_MUTATE in self.rows[line - 1] for line in range(node.lineno, node.end_lineno + 1)):
+            return
+        name = ".".join(self.names)
+        label = label or f"{shorten(ast.unparse(node))} -> {shorten(new)}"
+        made = Mutant(self.file, name, node.lineno, lines, label, mutated)
+        made.number = self.seen[made.name]
+        self.seen[made.name] += 1
+        self.mutants.append(made)
+
+    def change(self, node: Any, label: str = "", **fields: Any) -> None:
+        changed = copy.copy(node)
+        for name, value in fields.items():
+            setattr(changed, name, value)
+        text = ast.unparse(changed)
+        self.edit(node, text if isinstance(node, ast.stmt) else f"({text})", label)
+
+    def lines(self) -> list[int]:
+        if not self.functions or self.statement is None:
+            return []
+        function = self.functions[-1]
+        if self.statement is function:  # defaults of its parameters
+            return list(range(function.body[0].lineno, function.end_lineno + 1))
+        return list(own_lines(self.statement))
+
+    def visit(self, node: ast.AST) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            self.visit_definition(node)
+            return
+        if isinstance(node, ast.AnnAssign):
+            self.statement = node
+            if node.value:
+                self.visit(node.value)
+            return
+        if isinstance(node, ast.Raise | ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal | ast.Assert):
+            if isinstance(node, ast.Raise):
+                self.statement = node
+                self.edit(node, "pass")
+            return
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in TALK:
+            return
+        if isinstance(node, ast.stmt):
+            self.statement = node
+        self.mutate(node)
+        if isinstance(node, ast.JoinedStr):  # Python 3.11 does not know where its parts stand
+            return
+        for child in ast.iter_child_nodes(node):
+            statement = self.statement
+            self.visit(child)
+            self.statement = statement
+
+    def visit_definition(self, node: Any) -> None:
+        self.names.append(node.name)
+        if not isinstance(node, ast.ClassDef):
+            self.functions.append(node)
+            self.statement = node
+            for default in [*node.args.defaults, *filter(None, node.args.kw_defaults)]:
+                self.visit(default)
+        body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+        for statement in body:
+            self.visit(statement)
+        if not isinstance(node, ast.ClassDef):
+            self.functions.pop()
+        self.names.pop()
+
+    def mutate(self, node: Any) -> None:
+        """The edits of one node."""
+        function = getattr(self, f"mutate_{type(node).__name__.lower()}", None)
+        if function:
+            function(node)
+
+    def mutate_compare(self, node: ast.Compare) -> None:
+        for i, op in enumerate(node.ops):
+            ops = list(node.ops)
+            ops[i] = COMPARISONS[type(op)]()
+            self.change(node, ops=ops)
+
+    def mutate_boolop(self, node: ast.BoolOp) -> None:
+        self.change(node, op=ast.Or() if isinstance(node.op, ast.And) else ast.And())
+
+    def mutate_unaryop(self, node: ast.UnaryOp) -> None:
+        if isinstance(node.op, ast.Not | ast.USub):
+            self.edit(node, f"({ast.unparse(node.operand)})")
+
+    def mutate_binop(self, node: ast.BinOp) -> None:
+        if type(node.op) in OPERATORS:
+            self.change(node, op=OPERATORS[type(node.op)]())
+        elif isinstance(node.op, ast.BitOr) and not isinstance(node.right, ast.Constant):  # a type that may be None
+            self.edit(node, f"({ast.unparse(node.left)})")
+
+    def mutate_augassign(self, node: ast.AugAssign) -> None:
+        if isinstance(node.op, ast.Sub):
+            self.change(node, op=ast.Add())
+        else:
+            self.edit(node, f"{ast.unparse(node.target)} = {ast.unparse(node.value)}")
+
+    def mutate_assign(self, node: ast.Assign) -> None:
+        if not isinstance(node.targets[0], ast.Name | ast.Tuple):
+            self.edit(node, "pass")
+
+    def mutate_expr(self, node: ast.Expr) -> None:
+        value = node.value.value if isinstance(node.value, ast.Await) else node.value
+        talk = isinstance(value, ast.Call) and getattr(value.func, "attr", getattr(value.func, "id", "")) in TALK
+        if not isinstance(value, ast.Constant) and not talk:
+            self.edit(node, "pass")
+
+    def mutate_return(self, node: ast.Return) -> None:
+        if node.value and not (isinstance(node.value, ast.Constant) and node.value.value is None):
+            self.edit(node, "return None")
+
+    def mutate_break(self, node: ast.Break) -> None:
+        self.edit(node, "pass")
+
+    def mutate_continue(self, node: ast.Continue) -> None:
+        self.edit(node, "pass")
+
+    def mutate_if(self, node: Any) -> None:
+        if not isinstance(node.test, ast.Compare | ast.BoolOp | ast.UnaryOp):
+            self.edit(node.test, f"(not {ast.unparse(node.test)})")
+
+    mutate_while = mutate_if
+    mutate_ifexp = mutate_if
+
+    def mutate_constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, bool):
+            self.edit(node, str(not node.value))
+        elif isinstance(node.value, int | float):
+            self.edit(node, repr(node.value + 1))
+
+    def mutate_call(self, node: ast.Call) -> None:
+        name = ast.unparse(node.func)
+        for i, keyword in enumerate(node.keywords):
+            if keyword.arg:
+                label = f"drop {keyword.arg}= of {name}()"
+                self.change(node, label, keywords=node.keywords[:i] + node.keywords[i + 1 :])
+        for i, (one, two) in enumerate(zip(node.args, node.args[1:], strict=False)):
+            starred = isinstance(one, ast.Starred) or isinstance(two, ast.Starred)
+            if not starred and ast.dump(one) != ast.dump(two):
+                args = list(node.args)
+                args[i : i + 2] = [two, one]
+                label = f"swap {shorten(ast.unparse(one))}, {shorten(ast.unparse(two))} of {name}()"
+                self.change(node, label, args=args)
+
+    def mutate_dict(self, node: ast.Dict) -> None:
+        for i in range(len(node.keys)):
+            keys, values = list(node.keys), list(node.values)
+            label = f"drop {ast.unparse(keys[i]) if keys[i] else '**' + ast.unparse(values[i])} of a dict"  # type: ignore[arg-type]
+            del keys[i], values[i]
+            self.change(node, label, keys=keys, values=values)
+
+    def mutate_joinedstr(self, node: ast.JoinedStr) -> None:
+        words = [part.value for part in node.values if isinstance(part, ast.Constant)]
+        if any(MESSAGE.search(word) for word in words):
+            return
+        for i, part in enumerate(node.values):
+            if isinstance(part, ast.FormattedValue):
+                self.change(node, values=node.values[:i] + node.values[i + 1 :])
