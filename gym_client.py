@@ -70,6 +70,7 @@ MAX_ANSWER_BYTES, MAX_DETAILS_BYTES = 64 * 2**20, 64 * 2**10  # of an answer; of
 MAX_PARTS, MAX_DEPTH = 100, 64  # parts of a reward, and characters of a part's name; levels of JSON in JSON
 QUIET_S = 15.0  # of nobody asking, after which an outage may be over; well over the pauses between tries
 RESERVED = {"seed_session", "verify", "reset", "step", "close", "aggregate_metrics", "run", "mcp"}  # never tools
+RESERVED |= {"close_session", "end_session"}  # of later servers, and of those that hold a sandbox
 DISOWNED: dict[str, Callable[[Any], bool]] = dict.fromkeys(["_ng_failure_class", "failure_kind", "mask_sample"], bool)
 DISOWNED |= {"proof_status": lambda said: said == "error", "num_steps_total": lambda said: said == 0}
 # What servers must say: a type, [that of each item], or {key: ...}, where a key with a `?` may be missing or null.
@@ -407,6 +408,15 @@ def _session_id(cookie: str) -> str | None:
     return None  # not one of Gym's
 
 
+def callable_names(offered: Iterable[Any]) -> set[str]:
+    """The tool names among `offered` that a policy may call: each becomes a path, and must lead to no other route.
+
+    A name with a slash (however written), a query or a newline at its end reaches another route than it names.
+    """
+    texts = {name for name in offered if isinstance(name, str) and name.isprintable()}
+    return {name for name in texts if not set(name) & set("/\\%?#")} - RESERVED - {"", ".", ".."}
+
+
 def routed(tools: Iterable[str], routes: Collection[str]) -> set[str]:
     """The tools that a server answers: by a route of that name, or one that takes any (`/{tool_name}`)."""
     catch_all = any(route.startswith("/{") and route.count("/") == 1 for route in routes)
@@ -419,11 +429,7 @@ class Session:
     def __init__(self, gym: Gym, server: str, row: Json, routes: frozenset[str], kind: str):
         self.gym, self.server, self.row, self.kind, self.last_ids = gym, server, row, kind, list[int]()  # answered
         self.observation: str | None = None  # what a step server says first
-        # A name is data, and makes a path: none that leads to another route (a slash however written, a newline at the
-        # end, which Starlette's routes overlook).
-        offered = [tool.get("name") for tool in row["responses_create_params"].get("tools") or []]
-        sane = {n for n in offered if isinstance(n, str) and n.isprintable() and not set(n) & set("/\\%")}
-        self.tools = sane - RESERVED - {"", ".", ".."}
+        self.tools = callable_names(tool.get("name") for tool in row["responses_create_params"].get("tools") or [])
         self.executable = routed(self.tools, routes)  # where no route answers, the call itself is the answer (xlam_fc)
         self._open_now, self._info = False, Json()  # whether the server knows the session; what it said of it
 
