@@ -48,10 +48,10 @@ def split_calls(
     """(the calls of tools that the request offers, the text of all other calls).
 
     Gym's agents post a call to the route of its name, whatever that route does. A call of `seed_session` would begin
-    the session anew, with an answer that the policy wrote.
+    the session anew, with an answer that the policy wrote. Agents do not quote a name: `verify?x` would reach /verify.
     """
     functions = [tool.get("function") or {} for tool in tools]
-    names = callable_names(function.get("name") for function in functions)
+    names = {n for n in callable_names(function.get("name") for function in functions) if not set(n) & set("?#")}
     allowed = [call for call in calls if call["name"] in names]
     refused = [call for call in calls if call["name"] not in names]
     texts = [json.dumps({"name": call["name"], "arguments": call["arguments"]}) for call in refused]
