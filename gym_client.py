@@ -71,7 +71,7 @@ AWAY = NOT_NOW - {408, 429}  # those that come from in front of a server that is
 MAX_ANSWER_BYTES = 8 * 2**20  # of an answer, beyond the size of its request, which verifiers echo
 MAX_RUN_BYTES = 64 * 2**20  # of /run, whose answer holds the token ids of every turn
 MAX_DETAILS_BYTES = 64 * 2**10  # of a verdict's `details` as JSON
-MAX_CONTAINERS = 200_000  # lists and objects in an answer: each takes 50 bytes and more, however short its text
+MAX_CONTAINERS = 100_000  # lists and objects in an answer: each takes 50 bytes and more, however short its text
 MAX_FAST_VALUES = 300_000  # values that the parser in C reads within 0.1 s; no other thread runs meanwhile
 ASIDE_BYTES = 64 * 2**10  # from this size on an answer is read in a thread
 MAX_PARTS, MAX_DEPTH = 100, 64  # parts of a reward, and characters of a part's name; levels of JSON in JSON
@@ -174,11 +174,22 @@ def parse_verdict(body: Any, latency_s: float = 0.0, row: Json | None = None) ->
     _check(said, {"reward": float, "reward_components?": {}}, "/verify")
     reward, parts = float(said.pop("reward")), (said.pop("reward_components", None) or {}).items()
     _check([part for _, part in parts], [float], "/verify[reward_components]")
-    sizes = {key: len(json.dumps({key: value})) for key, value in said.items()}
+    sizes = {key: len(_start_of_json({key: value}, MAX_DETAILS_BYTES + 1)) for key, value in said.items()}
     if sum(sizes.values()) > MAX_DETAILS_BYTES:
         cut = {key: said.pop(key) for key, size in sizes.items() if size > MAX_DETAILS_BYTES // len(sizes)}
-        said["_cut"] = json.dumps(cut)[:1000]
+        said["_cut"] = _start_of_json(cut, 1000)
     return Verdict(reward, {name[:MAX_PARTS]: float(p) for name, p in list(parts)[:MAX_PARTS]}, latency_s, said)
+
+
+def _start_of_json(value: Any, most: int) -> str:
+    """The first `most` characters of a value's JSON; the rest is not written."""
+    parts, length = list[str](), 0
+    for part in json.JSONEncoder().iterencode(value):
+        parts.append(part)
+        length += len(part)
+        if length >= most:
+            break
+    return "".join(parts)[:most]
 
 
 class _Decoder(json.JSONDecoder):

@@ -42,9 +42,7 @@ def prompt_of(messages: list[dict[str, Any]], tools: list[dict[str, Any]], polic
     return [*last["prompt_token_ids"], *last["generation_token_ids"], *new]
 
 
-def split_calls(
-    calls: list[dict[str, Any]], tools: list[dict[str, Any]]
-) -> tuple[list[dict[str, Any]], list[str]]:
+def split_calls(calls: list[dict[str, Any]], tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
     """(the calls of tools that the request offers, the text of all other calls).
 
     Gym's agents post a call to the route of its name, whatever that route does. A call of `seed_session` would begin

@@ -34,6 +34,7 @@ from gym_client import (
     parse_verdict,
 )
 from kit import gym_servers
+from kit.episodes import uncollected
 from kit.gym_servers import GymStartError, check_server, discover, free_port, port_in_use, running_servers, wait_ready
 
 
@@ -586,11 +587,15 @@ async def longest_pause(work) -> float:
 
 
 LISTS = b'{"reward": 1.0, "x": [' + b"[]," * 2_700_000 + b"[]]}"
-MOST_LISTS = b'{"reward": 1.0, "x": [' + b"[]," * 190_000 + b"[]]}"
+MOST_LISTS = b'{"reward": 1.0, "x": [' + b"[]," * 90_000 + b"[]]}"
 NUMBERS = b'{"reward": 1.0, "x": [' + b"1.5," * 1_000_000 + b"1]}"
 
 
-@pytest.mark.parametrize(("answer", "reason"), [(LISTS, "too_large"), (MOST_LISTS, ""), (NUMBERS, "")], ids=["lists", "most lists", "numbers"])
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [(LISTS, "too_large"), (MOST_LISTS, ""), (NUMBERS, "")],
+    ids=["lists", "most lists", "numbers"],
+)
 def test_no_answer_stops_the_event_loop(answer, reason):
     """Measured: 8 MiB of empty lists took 3.8 s and 377 MiB, in which no other episode went on."""
     server, found = Scripted(**{**SEEDED, "verify": [(200, answer)]}), []
@@ -601,7 +606,8 @@ def test_no_answer_stops_the_event_loop(answer, reason):
 
     async def run():
         async with Gym({"s": server.url}) as gym:
-            return await longest_pause(one(gym))
+            with uncollected():  # as a rollout is: the collector alone may take longer
+                return await longest_pause(one(gym))
 
     pause = asyncio.run(run())
     print(f"longest pause {pause:.3f} s")
