@@ -106,7 +106,10 @@ def control_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def mark_tokens(value: Any, tokens: Iterable[str], mark: str) -> Any:
-    """`value` with `mark` after the first character of each token in its texts, also where tokens overlap."""
+    """`value` with `mark` after the first character of each token in its texts, also where tokens overlap.
+
+    Raises GymError('template') for a token of one character, which cannot be cut.
+    """
     if isinstance(value, dict):
         return {
             key: item if key in ("role", "type") else mark_tokens(item, tokens, mark) for key, item in value.items()
@@ -115,6 +118,9 @@ def mark_tokens(value: Any, tokens: Iterable[str], mark: str) -> Any:
         return [mark_tokens(item, tokens, mark) for item in value]
     if not isinstance(value, str):
         return value
+    if short := [token for token in tokens if len(token) == 1 and token in value]:
+        why = f"the environment's text has {short[0]!r}, one of the tokenizer's control tokens"
+        raise GymError("template", f"{why}; remove it from the server's answer")
     places = {found.start() + 1 for token in tokens for found in re.finditer(f"(?={re.escape(token)})", value)}
     borders = [0, *sorted(places), len(value)]
     return mark.join(value[begin:end] for begin, end in itertools.pairwise(borders)) if places else value

@@ -150,23 +150,15 @@ def test_a_parser_of_cubic_time_stops_and_the_event_loop_runs_on(monkeypatch):
     monkeypatch.setattr(chat, "PARSE_S", 0.5)
     hostile = deepseek_ids(policy, "<｜tool▁call▁begin｜><｜tool▁sep｜>" * 3000)
 
-    async def parse():
-        await chat.understand(policy, hostile, tools)
+    found = []
 
-    async def run():
-        began, caught = time.monotonic(), None
+    async def work():
+        found.append(await chat.understand(policy, hostile, tools))
 
-        async def work():
-            nonlocal caught
-            try:
-                await parse()
-            except gym_client.GymError as error:
-                caught = error
-
-        pause = await longest_pause(work)
-        return pause, time.monotonic() - began, caught
-
-    pause, took, caught = asyncio.run(run())
-    print(f"longest pause {pause:.3f} s, took {took:.1f} s, {caught}")
-    assert caught is not None and caught.reason == "tool_parser" and "TimeoutError" in str(caught)
-    assert pause < 0.15 and took < 5
+    began = time.monotonic()
+    pause = asyncio.run(longest_pause(work()))
+    took = time.monotonic() - began
+    print(f"longest pause {pause:.3f} s, took {took:.1f} s")
+    ((_, text, calls),) = found  # vLLM's parser reads as text what it cannot search
+    assert text and not calls
+    assert pause < 0.15 and 0.5 < took < 5
