@@ -20,7 +20,6 @@ import gym_client
 from env import OTHER_TEMPLATE
 from gym_client import GymError
 
-
 PARSE_S = 5.0  # for one search of a tool parser in an answer
 
 

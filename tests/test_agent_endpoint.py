@@ -9,7 +9,6 @@ import pytest
 from conftest import GYM_PYTHON, counting
 from test_turns import CHATML, STOPS, Script, bytes_tokenizer, call, one_turn_each, policy_of
 
-import env
 from gym_client import RESERVED, Gym
 from kit import openai_server
 from kit.gym_servers import free_port, running_servers

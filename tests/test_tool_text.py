@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001  the marks of DeepSeek's template
 """The text of tools and environments: no control token, no pause of the event loop, no endless parsing."""
 
 from __future__ import annotations
