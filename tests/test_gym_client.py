@@ -525,7 +525,7 @@ def test_a_redirect_is_followed_nowhere(status):
     location = f"Location: http://user:secret@127.0.0.1:{other.server.server_port}"
 
     def headers(path):
-        return f"stolen=1; path=/\r\n{location}{path}"  # as a cookie, so that it is a header of the answer
+        return f"stolen=1\r\n{location}{path}\r\nSet-Cookie: more=1"  # written after "Set-Cookie: "
 
     def script(path):
         return [(status, "", headers(path))]
