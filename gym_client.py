@@ -20,10 +20,10 @@ The error model. A verdict holds a reward that the verifier meant. Every failure
 is one short word that ends up in the metrics as `rollout/failed/<reason>` and never in the loss:
     connect       nothing listened, or the connection broke
     timeout       no answer within the deadline (never repeated: the deadline is the caller's patience)
-    http_<code>   any status but 200; 408, 429, 502, 503, 504 say "not now", 500 is a crash of the verifier,
-                  which may be the policy's own text, other 4xx are for good
+    http_<code>   any status but 200; 3xx: a redirect, not followed; 408, 429, 502, 503, 504 say "not now", 500 is a
+                  crash of the verifier, which may be the policy's own text, other 4xx are for good
     bad_answer    200, but not the JSON that was asked for: no finite reward, no text, no token ids, nested too deep
-    too_large     an answer of more than MAX_ANSWER_BYTES, which is not read to its end
+    too_large     an answer of more bytes, lists or objects than `_most_bytes` and MAX_CONTAINERS allow; not read on
     masked        200, but the reward is disowned (DISOWNED: without its judge, its sandbox)
     session_lost  the server answered out of another session than the one it had opened, or was away since
     server_down   `ServerDownError`: this one should end the run, as all others end an episode
@@ -51,7 +51,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import functools
 import json
+import json.scanner
 import logging
 import math
 import random
@@ -59,17 +61,23 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import aiohttp
 
 NOT_NOW = {408, 429, 502, 503, 504}  # statuses by which a server says: try again
 AWAY = NOT_NOW - {408, 429}  # those that come from in front of a server that is not there
-MAX_ANSWER_BYTES, MAX_DETAILS_BYTES = 64 * 2**20, 64 * 2**10  # of an answer; of a verdict's `details` as JSON
+MAX_ANSWER_BYTES = 8 * 2**20  # of an answer, beyond the size of its request, which verifiers echo
+MAX_RUN_BYTES = 64 * 2**20  # of /run, whose answer holds the token ids of every turn
+MAX_DETAILS_BYTES = 64 * 2**10  # of a verdict's `details` as JSON
+MAX_CONTAINERS = 100_000  # lists and objects in an answer: each takes 50 bytes and more, however short its text
+MAX_FAST_VALUES = 300_000  # values that the parser in C reads within 0.1 s; no other thread runs meanwhile
+ASIDE_BYTES = 64 * 2**10  # from this size on an answer is read in a thread
 MAX_PARTS, MAX_DEPTH = 100, 64  # parts of a reward, and characters of a part's name; levels of JSON in JSON
 QUIET_S = 15.0  # of nobody asking, after which an outage may be over; well over the pauses between tries
 RESERVED = {"seed_session", "verify", "reset", "step", "close", "aggregate_metrics", "run", "mcp"}  # never tools
+RESERVED |= {"close_session", "end_session"}  # of later servers, and of those that hold a sandbox
 DISOWNED: dict[str, Callable[[Any], bool]] = dict.fromkeys(["_ng_failure_class", "failure_kind", "mask_sample"], bool)
 DISOWNED |= {"proof_status": lambda said: said == "error", "num_steps_total": lambda said: said == 0}
 # What servers must say: a type, [that of each item], or {key: ...}, where a key with a `?` may be missing or null.
@@ -89,7 +97,7 @@ class GymError(Exception):
     server went away under the episode's session, so that a new episode may succeed."""
 
     def __init__(self, reason: str, message: str, retry: bool = False, lost: bool = False):
-        super().__init__(message)
+        super().__init__(printable(message))
         self.reason, self.retry, self.lost = reason, retry, lost
 
 
@@ -116,6 +124,11 @@ class Turn:
     terminated: bool  # the task ended
     truncated: bool  # the environment gave up on it (its own time limit)
     tool_outputs: list[dict[str, str]] = field(default_factory=list)  # [{call_id, output}]
+
+
+def printable(text: str) -> str:
+    """`text` with a "?" for each character that could steer a terminal: all controls but newline and tab."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
 # --- what a policy said, as OpenAI Responses items; `arguments` is JSON text -----------------------
@@ -161,11 +174,59 @@ def parse_verdict(body: Any, latency_s: float = 0.0, row: Json | None = None) ->
     _check(said, {"reward": float, "reward_components?": {}}, "/verify")
     reward, parts = float(said.pop("reward")), (said.pop("reward_components", None) or {}).items()
     _check([part for _, part in parts], [float], "/verify[reward_components]")
-    sizes = {key: len(json.dumps({key: value})) for key, value in said.items()}
+    sizes = {key: len(_start_of_json({key: value}, MAX_DETAILS_BYTES + 1)) for key, value in said.items()}
     if sum(sizes.values()) > MAX_DETAILS_BYTES:
         cut = {key: said.pop(key) for key, size in sizes.items() if size > MAX_DETAILS_BYTES // len(sizes)}
-        said["_cut"] = json.dumps(cut)[:1000]
+        said["_cut"] = _start_of_json(cut, 1000)
     return Verdict(reward, {name[:MAX_PARTS]: float(p) for name, p in list(parts)[:MAX_PARTS]}, latency_s, said)
+
+
+def _start_of_json(value: Any, most: int) -> str:
+    """The first `most` characters of a value's JSON; the rest is not written."""
+    parts, length = list[str](), 0
+    for part in json.JSONEncoder().iterencode(value):
+        parts.append(part)
+        length += len(part)
+        if length >= most:
+            break
+    return "".join(parts)[:most]
+
+
+class _Decoder(json.JSONDecoder):
+    """The parser in Python, a tenth as fast as the one in C: other threads run meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
+
+
+def _parse(text: bytes, at: str) -> Any:
+    """The JSON of an answer, sound. Raises GymError('bad_answer' | 'too_large')."""
+    containers = text.count(b"[") + text.count(b"{")
+    if containers > MAX_CONTAINERS:
+        why = f"an answer of {containers} lists and objects, over {MAX_CONTAINERS}; shorten the server's answer"
+        raise GymError("too_large", f"{at}: {why}")
+    try:
+        if containers + text.count(b",") <= MAX_FAST_VALUES:
+            return _sound(json.loads(text))
+        return _sound(_Decoder().decode(text.decode(json.detect_encoding(text))))
+    except (ValueError, RecursionError):
+        raise GymError("bad_answer", f"{at}: HTTP 200 whose body is not JSON: {text[:200]!r}") from None
+
+
+def _most_bytes(path: str, sent: bytes | None) -> int:
+    """The size up to which an answer to `sent` is read."""
+    return MAX_RUN_BYTES if path == "/run" else MAX_ANSWER_BYTES + len(sent or b"")
+
+
+def _redirect(location: str) -> str:
+    """The error text of a redirect to `location`, which is not followed: it may lead to a stranger's host."""
+    try:
+        host = urllib.parse.urlsplit(location).hostname
+    except ValueError:
+        host = None
+    target = f"host {host}" if host else f"{location[:100]!r}"
+    return f"a redirect to {target}, which is not followed; set the final URL of the server"
 
 
 def _sound(value: Any, depth: int = MAX_DEPTH) -> Any:
@@ -268,18 +329,11 @@ class Gym:
 
     async def _run(self, server: str, row: Json, timeout_s: float, vocabulary: int) -> Played:
         began, url = time.monotonic(), f"{self.urls[server]}/run"
-        body = await _Caller(self, server).call("POST", "/run", row, timeout_s)
-        verdict = parse_verdict(body, time.monotonic() - began, row)
+        read = functools.partial(_played, url=url, row=row, vocabulary=vocabulary)
+        verdict, response = await _Caller(self, server).call("POST", "/run", row, timeout_s, read)
         if self._watches[server].gone > began:  # its resources server knows of nothing that was done before
             raise GymError("session_lost", f"{url}: the server was started again meanwhile", False, True)
-        _check(body, {"response": {"output": [ITEM]}}, url)
-        for item in body["response"]["output"]:
-            said = {"content": [{"text": str}]} if item.get("role") == "assistant" else {}
-            _check(item, said | ITEM_OF.get(item["type"], {}), f"{url}: {item['type']}")
-            ids = [0, *(item.get("prompt_token_ids") or ()), *(item.get("generation_token_ids") or ())]
-            if min(ids) < 0 or max(ids) >= vocabulary:
-                raise GymError("bad_answer", f"{url}: token ids from {min(ids)} to {max(ids)}, of {vocabulary}")
-        return verdict, body["response"]
+        return replace(verdict, latency_s=time.monotonic() - began), response
 
     async def aggregate(self, server: str, records: Sequence[Json]) -> Json | None:
         """The server's own metrics (/aggregate_metrics) over `records`, verify answers with `_ng_task_index` and
@@ -310,6 +364,19 @@ class Gym:
             pause = min(5.0, 2 * pause)
 
 
+def _played(body: Any, url: str, row: Json, vocabulary: int) -> Played:
+    """The JSON of a 200 answer of /run -> (verdict, Response). Raises GymError('bad_answer' | 'masked')."""
+    verdict = parse_verdict(body, row=row)
+    _check(body, {"response": {"output": [ITEM]}}, url)
+    for item in body["response"]["output"]:
+        said = {"content": [{"text": str}]} if item.get("role") == "assistant" else {}
+        _check(item, said | ITEM_OF.get(item["type"], {}), f"{url}: {item['type']}")
+        ids = [0, *(item.get("prompt_token_ids") or ()), *(item.get("generation_token_ids") or ())]
+        if min(ids) < 0 or max(ids) >= vocabulary:
+            raise GymError("bad_answer", f"{url}: token ids from {min(ids)} to {max(ids)}, of {vocabulary}")
+    return verdict, body["response"]
+
+
 class _Watch:
     """What all calls to one server have seen of it. Times are those of time.monotonic(), in seconds."""
 
@@ -326,16 +393,25 @@ class _Caller:
         self.cookies: dict[str, str] = {}
         self.touched = False  # by a tool or a step, so that no new session can stand in for this one
 
-    async def call(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
-        """The JSON of a 200 answer, sound. Raises GymError for anything else."""
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        timeout_s: float | None = None,
+        read: Callable[[Any], Any] = lambda answer: answer,
+    ) -> Any:
+        """`read` of the JSON of a 200 answer, sound; a large one is read in a thread, while the event loop runs on.
+
+        Raises GymError for any other status, and what `read` raises.
+        """
         sent = "" if body is None else json.dumps(body, ensure_ascii=False)
         status, text = await self.ask(method, path, sent, timeout_s)
         if status != 200:
             raise self.refused(path, status, text)
-        try:
-            return _sound(json.loads(text))
-        except (ValueError, RecursionError):
-            raise GymError("bad_answer", f"{self.url}{path}: HTTP 200 whose body is not JSON: {text[:200]!r}") from None
+        if len(text) < ASIDE_BYTES:
+            return read(_parse(text, f"{self.url}{path}"))
+        return await asyncio.to_thread(lambda: read(_parse(text, f"{self.url}{path}")))
 
     def refused(self, path: str, status: int, text: bytes) -> GymError:
         """A status that is no answer, as an error; cut short, since a 422 of Gym's echoes the request (megabytes)."""
@@ -347,6 +423,7 @@ class _Caller:
         http, url, seconds, failure = self.gym._http, self.url + path, timeout_s or self.gym.timeout_s, None
         gone = (not self.touched, self.touched)  # a session that nothing has touched can be replaced, others are lost
         data, cookie = sent.encode(errors="replace") or None, "; ".join(f"{k}={v}" for k, v in self.cookies.items())
+        most = _most_bytes(path, data)
         headers = {"Content-Type": "application/json"} | ({"Cookie": cookie} if cookie else {})
         async with self.gym._place(self.server, path):
             began = time.monotonic()
@@ -356,12 +433,16 @@ class _Caller:
                 raise GymError("session_lost", f"{url} was away since this session began", *gone)
             try:
                 # The deadline covers the whole call: a read timeout alone would let a server trickle for ever.
-                async with asyncio.timeout(seconds), http.request(method, url, data=data, headers=headers) as answer:
+                request = http.request(method, url, data=data, headers=headers, allow_redirects=False)
+                async with asyncio.timeout(seconds), request as answer:
                     if answer.status not in AWAY:
                         self.watch.answered = time.monotonic()
+                    if 300 <= answer.status < 400:
+                        why = _redirect(answer.headers.get("Location", ""))
+                        raise GymError(f"http_{answer.status}", f"{url}: HTTP {answer.status}: {why}")
                     try:
-                        await answer.content.readexactly(MAX_ANSWER_BYTES + 1)
-                        raise GymError("too_large", f"{url}: an answer of more than {MAX_ANSWER_BYTES} bytes")
+                        await answer.content.readexactly(most + 1)
+                        raise GymError("too_large", f"{url}: an answer of more than {most} bytes; shorten it")
                     except asyncio.IncompleteReadError as whole:
                         text = whole.partial
                 if answer.status in NOT_NOW:
@@ -390,7 +471,8 @@ class _Caller:
         watch.failed, watch.calls, silent_s = now, watch.calls + 1, now - watch.since
         if error.reason == "timeout" and silent_s > gym.outage_budget_s:
             with contextlib.suppress(aiohttp.ClientError, OSError):
-                async with asyncio.timeout(gym.timeout_s), gym._http.get(f"{self.url}/openapi.json") as answer:
+                request = gym._http.get(f"{self.url}/openapi.json", allow_redirects=False)
+                async with asyncio.timeout(gym.timeout_s), request as answer:
                     if answer.status not in AWAY:
                         watch.answered = time.monotonic()
         if silent_s <= gym.outage_budget_s or watch.answered >= began:
@@ -407,6 +489,15 @@ def _session_id(cookie: str) -> str | None:
     return None  # not one of Gym's
 
 
+def callable_names(offered: Iterable[Any]) -> set[str]:
+    """The tool names among `offered` that a policy may call: each becomes a path, and must lead to no other route.
+
+    A name with a slash, however written, or with a newline at its end reaches another route than it names.
+    """
+    texts = {name for name in offered if isinstance(name, str) and name.isprintable()}
+    return {name for name in texts if not set(name) & set("/\\%")} - RESERVED - {"", ".", ".."}
+
+
 def routed(tools: Iterable[str], routes: Collection[str]) -> set[str]:
     """The tools that a server answers: by a route of that name, or one that takes any (`/{tool_name}`)."""
     catch_all = any(route.startswith("/{") and route.count("/") == 1 for route in routes)
@@ -419,11 +510,7 @@ class Session:
     def __init__(self, gym: Gym, server: str, row: Json, routes: frozenset[str], kind: str):
         self.gym, self.server, self.row, self.kind, self.last_ids = gym, server, row, kind, list[int]()  # answered
         self.observation: str | None = None  # what a step server says first
-        # A name is data, and makes a path: none that leads to another route (a slash however written, a newline at the
-        # end, which Starlette's routes overlook).
-        offered = [tool.get("name") for tool in row["responses_create_params"].get("tools") or []]
-        sane = {n for n in offered if isinstance(n, str) and n.isprintable() and not set(n) & set("/\\%")}
-        self.tools = sane - RESERVED - {"", ".", ".."}
+        self.tools = callable_names(tool.get("name") for tool in row["responses_create_params"].get("tools") or [])
         self.executable = routed(self.tools, routes)  # where no route answers, the call itself is the answer (xlam_fc)
         self._open_now, self._info = False, Json()  # whether the server knows the session; what it said of it
 
@@ -457,9 +544,10 @@ class Session:
         if not self._open_now:  # the session may have died with the call that failed
             await self.open()
         self._open_now, began = False, time.perf_counter()
-        body = await self._http.call("POST", "/verify", {**self.row, "response": response})
+        read = functools.partial(parse_verdict, row=self.row)
+        verdict = await self._http.call("POST", "/verify", {**self.row, "response": response}, read=read)
         self._open_now = True
-        return parse_verdict(body, time.perf_counter() - began, self.row)
+        return replace(verdict, latency_s=time.perf_counter() - began)
 
     async def step(self, response: Json) -> Turn:
         """POST /step with the row and `response`, what the policy said in this turn only. Raises GymError."""

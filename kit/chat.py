@@ -5,15 +5,38 @@ Nothing that was sampled is ever encoded again.
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import itertools
+import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import regex
 from jinja2 import TemplateError
 
 import gym_client
 from env import OTHER_TEMPLATE
 from gym_client import GymError
+
+PARSE_S = 5.0  # for one search of a tool parser in an answer
+
+
+class TimedPattern:
+    """A compiled pattern whose searches raise TimeoutError after PARSE_S seconds.
+
+    Some of vLLM's patterns take time in the cube of the text's length. vLLM uses the package `regex`, which takes a
+    timeout, and lets other threads run meanwhile.
+    """
+
+    def __init__(self, pattern: regex.Pattern[str]):
+        self.pattern = pattern
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.pattern, name)
+        timed = name in ("search", "match", "fullmatch", "findall", "finditer", "sub", "subn", "split")
+        return functools.partial(value, timeout=PARSE_S) if timed else value
 
 
 async def understand(policy: Any, ids: list[int], tools: list[dict[str, Any]]) -> tuple[str, str, list[dict[str, Any]]]:
@@ -54,7 +77,10 @@ async def parse(policy: Any, ids: list[int], tools: list[dict[str, Any]]) -> tup
     raw = policy.tokenizer.decode(ids, skip_special_tokens=False)  # some formats mark their calls with special tokens
     request: Any = ChatCompletionRequest.model_validate({"messages": [], "model": "policy", "tools": tools})
     found = ToolParserManager.get_tool_parser(policy.tool_format)(policy.tokenizer, request.tools)
-    told = found.extract_tool_calls(raw, request)
+    for key in dir(found):
+        if isinstance(getattr(found, key, None), regex.Pattern):
+            setattr(found, key, TimedPattern(getattr(found, key)))
+    told = await asyncio.to_thread(found.extract_tool_calls, raw, request)
     return told.content, [call.function for call in told.tool_calls] if told.tools_called else []
 
 
@@ -67,13 +93,68 @@ def schema(function: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": function["name"], "description": "", "parameters": parameters}}
 
 
+def control_tokens(tokenizer: Any) -> dict[str, int]:
+    """{text: id} of the tokens that structure a conversation: the special ones, and those that the template writes."""
+    template = str(tokenizer.chat_template or "")
+    tokens = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+    special = {
+        *tokenizer.all_special_tokens,
+        *(t.content for t in tokenizer.added_tokens_decoder.values() if t.special),
+    }
+    return {text: i for text, i in tokens.items() if text in special or text in template}
+
+
+def mark_tokens(value: Any, tokens: Iterable[str], mark: str) -> Any:
+    """`value` with `mark` after the first character of each token in its texts, also where tokens overlap.
+
+    Raises GymError('template') for a token of one character, which cannot be cut.
+    """
+    if isinstance(value, dict):
+        return {
+            key: item if key in ("role", "type") else mark_tokens(item, tokens, mark) for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [mark_tokens(item, tokens, mark) for item in value]
+    if not isinstance(value, str):
+        return value
+    if short := [token for token in tokens if len(token) == 1 and token in value]:
+        why = f"the environment's text has {short[0]!r}, one of the tokenizer's control tokens"
+        raise GymError("template", f"{why}; remove it from the server's answer")
+    places = {found.start() + 1 for token in tokens for found in re.finditer(f"(?={re.escape(token)})", value)}
+    borders = [0, *sorted(places), len(value)]
+    return mark.join(value[begin:end] for begin, end in itertools.pairwise(borders)) if places else value
+
+
+def encode_marked(text: str, tokens: dict[str, int], mark: str, tokenizer: Any) -> list[int]:
+    """The ids of a rendered conversation, of which `mark` cuts tokens in two, so that they stay text.
+
+    Raises GymError('template') if there are more control tokens in the ids than the template wrote.
+    """
+    pieces = text.split(mark)
+    ids = [i for piece in pieces for i in tokenizer.encode(piece, add_special_tokens=False)]
+    longest_first = sorted(tokens, key=len, reverse=True)
+    written = re.compile("|".join(map(re.escape, longest_first))) if tokens else None
+    expected = sum(len(written.findall(piece)) for piece in pieces) if written else 0
+    control = {*tokens.values()}
+    found = sum(i in control for i in ids)
+    if found > expected:
+        why = f"the environment's text becomes {found - expected} control tokens of the tokenizer"
+        raise GymError("template", f"{why}; remove them from the server's answer")
+    return ids
+
+
 def observed_ids(messages: list[dict[str, Any]], tokenizer: Any, stop_ids: set[int]) -> list[int]:
     """The ids between a sampled answer and the next one: [rest of the answer's turn, `messages`, next opening].
 
     messages: what the environment said (role tool or user). The chat template is asked for a conversation that ends in
     an answer and for the same one continued; what it adds after the answer's stop token, which was sampled, is new.
+    A control token in a message is encoded as the text that it is, in pieces: no server writes a turn of another role.
     Raises GymError where the template cannot continue a conversation.
     """
+    vision, mark = getattr(tokenizer, "vision", None), uuid.uuid4().hex
+    refused = {*vision.placeholders} if vision else set()  # tokens that stand for an image: see below
+    tokens = {text: i for text, i in control_tokens(tokenizer).items() if i not in refused}
+    messages = mark_tokens(messages, tokens, mark)
     calls = [
         {"id": m["tool_call_id"], "type": "function", "function": {"name": m["name"], "arguments": {}}}
         for m in messages
@@ -81,7 +162,7 @@ def observed_ids(messages: list[dict[str, Any]], tokenizer: Any, stop_ids: set[i
     ]
     answer = {"role": "assistant", "content": "An answer.", **({"tool_calls": calls} if calls else {})}
     start: list[dict[str, Any]] = [{"role": "user", "content": "A question."}, answer]
-    if vision := getattr(tokenizer, "vision", None):
+    if vision:
         start, messages = vision.messages(start), vision.messages(messages)
     try:
         ended = tokenizer.apply_chat_template(start, tokenize=False)
@@ -96,8 +177,8 @@ def observed_ids(messages: list[dict[str, Any]], tokenizer: Any, stop_ids: set[i
         new = whole[len(ended) :] if whole.startswith(ended) else ""
     if not new:
         raise GymError("template", f"the chat template does not go on where its last answer ended; {OTHER_TEMPLATE}")
-    ids = list(tokenizer.encode(new, add_special_tokens=False))
-    if vision and {*vision.placeholders} & {*ids}:
+    ids = encode_marked(new, tokens, mark, tokenizer)
+    if refused & {*ids}:
         raise GymError("template", "the environment says what stands for an image in the model's ids")
     return ids
 

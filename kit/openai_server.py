@@ -9,6 +9,7 @@ request, and the next prompt starts with exactly those ids: nothing that was sam
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -17,7 +18,7 @@ from typing import Any
 from aiohttp import web
 
 import env
-from gym_client import GymError
+from gym_client import GymError, callable_names
 from inference import Policy, sample
 from kit.chat import observed_ids, understand
 
@@ -41,6 +42,20 @@ def prompt_of(messages: list[dict[str, Any]], tools: list[dict[str, Any]], polic
     return [*last["prompt_token_ids"], *last["generation_token_ids"], *new]
 
 
+def split_calls(calls: list[dict[str, Any]], tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """(the calls of tools that the request offers, the text of all other calls).
+
+    Gym's agents post a call to the route of its name, whatever that route does. A call of `seed_session` would begin
+    the session anew, with an answer that the policy wrote. Agents do not quote a name: `verify?x` would reach /verify.
+    """
+    functions = [tool.get("function") or {} for tool in tools]
+    names = {n for n in callable_names(function.get("name") for function in functions) if not set(n) & set("?#")}
+    allowed = [call for call in calls if call["name"] in names]
+    refused = [call for call in calls if call["name"] not in names]
+    texts = [json.dumps({"name": call["name"], "arguments": call["arguments"]}) for call in refused]
+    return allowed, texts
+
+
 async def complete(body: dict[str, Any], policy: Policy) -> tuple[int, dict[str, Any]]:
     """POST /v1/chat/completions: (status, JSON). The sampling is the run's, whatever the request says: on-policy."""
     tools = body.get("tools") or []
@@ -50,9 +65,11 @@ async def complete(body: dict[str, Any], policy: Policy) -> tuple[int, dict[str,
         if len(prompt) >= longest:  # the words by which Gym's model server knows an episode that ran out of room
             return 400, {"error": {"message": f"the maximum context length is {longest}, the prompt {len(prompt)}"}}
         ids, log_probs, _ = await sample(policy, uuid.uuid4().hex, prompt, longest - len(prompt))
-        thought, text, calls = await understand(policy, ids, tools)
+        thought, text, found = await understand(policy, ids, tools)
     except (GymError, env.DataError) as error:  # a status that Gym does not ask again for
         return 422, {"error": {"message": str(error)}}
+    calls, refused = split_calls(found, tools)
+    text = "\n".join([text, *refused]) if refused else text
     called = [(c["call_id"], {"name": c["name"], "arguments": c["arguments"]}) for c in calls]
     message = {
         "role": "assistant",

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import json
 import queue
+import random
 import re
 import shutil
 import socket
@@ -22,8 +23,18 @@ from typing import ClassVar
 import pytest
 from conftest import GYM_PYTHON, row
 
-from gym_client import Gym, GymError, ServerDownError, function_call, message_response, parse_verdict
+from gym_client import (
+    MAX_ANSWER_BYTES,
+    RESERVED,
+    Gym,
+    GymError,
+    ServerDownError,
+    function_call,
+    message_response,
+    parse_verdict,
+)
 from kit import gym_servers
+from kit.episodes import uncollected
 from kit.gym_servers import GymStartError, check_server, discover, free_port, port_in_use, running_servers, wait_ready
 
 
@@ -502,6 +513,226 @@ def test_an_agents_items_are_checked(output):
     assert run(good)[1]["output"] == good and run(good, vocabulary=4) and run([])
     assert reason_of(run, good, vocabulary=3) == "bad_answer"
     assert reason_of(run, output) == "bad_answer"
+
+
+# --- what is not followed, not read, not repeated at once -----------------------------------------
+
+
+@pytest.mark.parametrize("status", [300, 301, 302, 303, 307, 308])
+def test_a_redirect_is_followed_nowhere(status):
+    """The other host would be paid attention, sent the row, and heard as a tool."""
+    other = Scripted(verify=[(200, {"reward": 1.0})], look=[(200, {"found": 1})], run=[(200, PLAYED)])
+    location = f"Location: http://user:secret@127.0.0.1:{other.server.server_port}"
+
+    def headers(path):
+        return f"stolen=1\r\n{location}{path}\r\nSet-Cookie: more=1"  # written after "Set-Cookie: "
+
+    def script(path):
+        return [(status, "", headers(path))]
+
+    calls = {
+        "/verify": lambda session: session.verify(message_response("x")),
+        "/look": lambda session: session.call_tool("look", "{}"),
+    }
+    for path, conversation in calls.items():
+        server = Scripted(**{"look": script("/look"), "seed_session": [(200, {})], "verify": script("/verify")})
+        kept = {}
+
+        async def talking(session, kept=kept, conversation=conversation):
+            with pytest.raises(GymError) as caught:
+                await conversation(session)
+            kept.update(session._http.cookies)
+            return caught.value
+
+        error = talk(server.url, talking)
+        assert (error.reason, error.retry) == (f"http_{status}", False), path
+        assert "host 127.0.0.1" in str(error) and "set the final URL" in str(error) and "secret" not in str(error)
+        assert not kept and server.paths() == ["/seed_session", path]
+
+    async def run(url):
+        async with Gym({"a": url}) as gym:
+            return await gym.run("a", ASKING, 1.0)
+
+    server = Scripted(run=script("/run"))
+    assert reason_of(lambda: asyncio.run(run(server.url))) == f"http_{status}" and server.paths() == ["/run"]
+    assert not other.log
+
+
+@pytest.mark.parametrize("location", ["", "x", "http://[", "//", "\x1b[31m", "x" * 5000])
+def test_a_redirect_to_nowhere_is_an_error_of_one_line(location):
+    answer = (307, "", f"a=b\r\nLocation: {location}")
+    assert reason_of(verdict_in, 0, seed_session=[answer]) == "http_307"
+
+
+PLAYED = {"reward": 0.5, "response": {"output": []}}
+
+
+async def longest_pause(work) -> float:
+    """The longest time, in seconds, for which nothing else could run while `work` did."""
+    pauses, ended = [], False
+
+    async def watch():
+        while not ended:
+            began = time.perf_counter()
+            await asyncio.sleep(0.001)
+            pauses.append(time.perf_counter() - began)
+
+    watcher = asyncio.create_task(watch())
+    await asyncio.sleep(0.01)
+    with contextlib.suppress(GymError):
+        await work
+    ended = True
+    await watcher
+    return max(pauses)
+
+
+LISTS = b'{"reward": 1.0, "x": [' + b"[]," * 2_700_000 + b"[]]}"
+MOST_LISTS = b'{"reward": 1.0, "x": [' + b"[]," * 90_000 + b"[]]}"
+NUMBERS = b'{"reward": 1.0, "x": [' + b"1.5," * 1_000_000 + b"1]}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [(LISTS, "too_large"), (MOST_LISTS, ""), (NUMBERS, "")],
+    ids=["lists", "most lists", "numbers"],
+)
+def test_no_answer_stops_the_event_loop(answer, reason):
+    """Measured: 8 MiB of empty lists took 3.8 s and 377 MiB, in which no other episode went on."""
+    server, found = Scripted(**{**SEEDED, "verify": [(200, answer)]}), []
+
+    async def one(gym):
+        async with gym.session("s", ASKING) as session:
+            found.append((await session.verify(message_response("x"))).reward)
+
+    async def run():
+        async with Gym({"s": server.url}) as gym:
+            with uncollected():  # as a rollout is: the collector alone may take longer
+                return await longest_pause(one(gym))
+
+    pause = asyncio.run(run())
+    print(f"longest pause {pause:.3f} s")
+    assert found == ([] if reason else [1.0]) and pause < 0.15
+    if reason:
+        assert reason_of(verdict_in, answer) == reason
+
+
+def test_an_answer_may_be_as_long_as_its_request_is():
+    """Verifiers echo the row, images and all; an agent's answer holds the ids of every turn."""
+    text = "x" * (MAX_ANSWER_BYTES + 2**20)
+    assert talk(Scripted(**SEEDED).url, lambda s: s.verify(message_response("x")), {**ASKING, "image": text}).reward
+    assert verdict_in({"reward": 1.0, "said": text[: 2**22]}).reward == 1.0
+    assert reason_of(verdict_in, {"reward": 1.0, "said": text}) == "too_large"
+    echo = Scripted(**{**SEEDED, "verify": [(200, {"reward": 1.0, "image": text})]})
+    assert talk(echo.url, lambda s: s.verify(message_response("x")), {**ASKING, "image": text}).reward == 1.0
+
+    async def run(url):
+        async with Gym({"a": url}) as gym:
+            return (await gym.run("a", ASKING, 30.0))[0].reward
+
+    assert asyncio.run(run(Scripted(run=[(200, {**PLAYED, "said": text})]).url)) == 0.5
+
+
+def test_no_error_steers_a_terminal():
+    steering = "\x1b]0;title\x07\x1b[31mred\x9b2J\r\u202eright"
+    with pytest.raises(GymError) as caught:
+        verdict_in(0, verify=[(422, steering.encode())])
+    assert "red" in str(caught.value) and not {*str(caught.value)} & {*"\x1b\x07\x9b\r\u202e"}
+    assert str(GymError("x", "one\n\ttwo é中🙂\x00")) == "one\n\ttwo é中🙂?"
+
+
+def run_of(url, timeout_s=5.0, after=None, **settings):
+    """/run of an agent; `after` = (seconds, what to do to the Gym then)."""
+
+    async def run():
+        async with Gym({"a": url}, **settings) as gym:
+            await gym.kind("a")
+            if after:
+                asyncio.get_running_loop().call_later(after[0], after[1], gym)
+            return await gym.run("a", ASKING, timeout_s)
+
+    return asyncio.run(run())
+
+
+def slow_agent(seconds):
+    server = Scripted(run=[(200, PLAYED)])
+    answer = server.server.RequestHandlerClass.do_POST
+
+    def slowly(handler):
+        time.sleep(seconds)
+        answer(handler)
+
+    server.server.RequestHandlerClass.do_POST = slowly
+    return server
+
+
+def test_an_agents_run_has_its_own_deadline():
+    url = slow_agent(1.0).url
+    began = time.monotonic()
+    with pytest.raises(GymError) as caught:
+        run_of(url, 0.3)
+    assert caught.value.reason == "timeout" and time.monotonic() - began < 0.9
+
+    async def patient():
+        async with Gym({"a": url}, timeout_s=0.5) as gym:
+            return (await gym.run("a", ASKING, 5.0))[0]
+
+    verdict = asyncio.run(patient())  # longer than any other call may take
+    assert verdict.reward == 0.5 and verdict.latency_s > 0.9
+
+
+def test_an_agents_run_does_not_count_if_its_server_restarted_meanwhile():
+    url = slow_agent(0.6).url
+    with pytest.raises(GymError) as caught:
+        run_of(url, after=(0.2, lambda gym: gym.restarted("a")), attempts=1)
+    assert (caught.value.reason, caught.value.lost) == ("session_lost", True)
+    assert run_of(url, after=(0.2, lambda gym: gym.restarted("another")))[0].reward == 0.5
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """The pauses between tries, in seconds, which are not waited for: the upper bounds of what is drawn."""
+    drawn, slept = [], []
+    monkeypatch.setattr(random, "uniform", lambda low, high: drawn.append((low, high)) or high)
+    wait = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: slept.append(seconds) or wait(0))
+    return drawn, slept
+
+
+def test_the_pauses_between_tries_grow_to_five_seconds(pauses):
+    drawn, slept = pauses
+    server = Scripted(**{**SEEDED, "verify": [(503, "busy")] * 7 + [(200, {"reward": 1.0})]})
+
+    async def run():
+        async with Gym({"s": server.url}, attempts=9) as gym, gym.session("s", ASKING) as session:
+            return (await session.verify(message_response("x"))).reward
+
+    assert asyncio.run(run()) == 1.0
+    wanted = [0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
+    assert drawn == [(0.0, pause) for pause in wanted] and [s for s in slept if s] == wanted
+
+
+@pytest.mark.parametrize("name", [*sorted(RESERVED), "../look", "a/b", "%76erify", "verify\n", ".", "..", ""])
+def test_no_route_of_the_server_is_a_tool_though_a_row_lists_it(name):
+    tools = [{"type": "function", "name": each} for each in (name, "look")]
+    row = {"responses_create_params": {"input": "x", "tools": tools}}
+    server = Scripted(**{**SEEDED, "{tool_name}": [(200, {})], "look": [(200, {"found": 1})]})
+
+    async def conversation(session):
+        return session.executable, await session.call_tool(name, "{}"), await session.call_tool("look", "{}")
+
+    executable, refused, found = talk(server.url, conversation, row)
+    assert executable == {"look"} and "Unknown tool" in refused and json.loads(found) == {"found": 1}
+    assert server.paths() == ["/seed_session", "/look"]
+
+
+@pytest.mark.parametrize("status", [201, 202, 204, 206, 401, 403, 409, 413, 418, 451, 501, 505, 511, 599])
+def test_no_status_but_200_holds_a_verdict(status):
+    """None is repeated: another try would be answered alike."""
+    server = Scripted(**{**SEEDED, "verify": [(status, {"reward": 1.0})]})
+    with pytest.raises(GymError) as caught:
+        talk(server.url, lambda session: session.verify(message_response("x")))
+    assert (caught.value.reason, caught.value.lost) == (f"http_{status}", False)
+    assert server.paths() == ["/seed_session", "/verify"]
 
 
 # --- real servers of nemo-gym --------------------------------------------------------------------
