@@ -25,10 +25,10 @@ import numpy as np
 import orjson
 import pandas as pd
 
-from kit import diagnosis, frames
+from kit import diagnosis, files, frames
 from kit.config import ROOT, leaves
 from kit.episodes import IDS, uncollected
-from kit.errors import ConfigError
+from kit.errors import ConfigError, RunError
 from kit.frames import Folder
 from kit.reference import describe, of_status
 
@@ -61,12 +61,11 @@ WHOLE = ("timing_s/step", "timing_s/first_episode", "timing_s/start")  # which a
 
 
 def write(paths: Sequence[Path], out: Path) -> Path:
-    """The page of these runs: `out`. Raises ConfigError where a path is no run's folder."""
+    """The page of these runs: `out`. Raises ConfigError where a path is no run's folder, RunError."""
     with uncollected():
         page = render([Folder(path) for path in paths])
-    partial = out.with_suffix(".part")
-    partial.write_text(page)
-    partial.replace(out)
+    with files.replacing(out) as partial:
+        partial.write_text(page)
     return out
 
 
@@ -275,9 +274,8 @@ def shortened(text: str) -> str:
     rest = len(text) - LONGEST_OPENED
     if rest <= 0:
         return text
-    return (
-        f"{text[:LONGEST_OPENED]}\n[{rest} more characters are not in this page; rollouts/*.jsonl has the whole text]"
-    )
+    note = f"[{rest} more characters are not in this page; rollouts/*.jsonl has the whole text]"
+    return f"{text[:LONGEST_OPENED]}\n{note}"
 
 
 def text_of(part: Any) -> str:
@@ -319,7 +317,7 @@ def main(arguments: Sequence[str]) -> None:
     out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"
     try:
         print(write(args.runs, out))
-    except ConfigError as error:
+    except (ConfigError, RunError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from rich.console import Console
 from rich import markup
+from rich.console import Console
 from rich.table import Table
 
 from kit import diagnosis
