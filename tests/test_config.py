@@ -324,7 +324,7 @@ def test_an_unknown_format_of_tool_calls_is_named(workspace):
 def test_a_variable_with_a_secrets_name_is_written_nowhere(workspace, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(name, "planted8")  # the shortest that is taken for a secret
-    config, _ = load(workspace, "gym.servers.judge.url=http://planted8.example/v1")
+    config, _ = load(workspace, "gym.servers.reasoning_gym.start.config.url=http://planted8.example/v1")
     for command in ("train", "evaluate"):
         with Run(config, command) as run:
             pass
@@ -351,7 +351,7 @@ LITERALS = [
     ("key", "'${oc.env:NO_SUCH_VARIABLE,planted}'"),
     ("base_url", "https://me:pl@nted-planted@host/v1"),
     ("base_url", "https://planted@host/v1"),
-    ("base_url", "https://host/v1?n=1&api_key=planted"),
+    ("base_url", "'https://host/v1?n=1&api_key=planted'"),
 ]
 
 
