@@ -1,11 +1,11 @@
 """The plumbing, which nobody has to read to change an algorithm. A file imports only from files before it in this list:
 
-errors, fork, private, stores,
-places, gym_install, gym_servers, verdicts, models, episodes, function_worker, plugins, config, engines,
-functions, memory, checks, node, rows, images, convert, recipe, checkpoints, watch, lookout, keeper, guard, reference,
-frames, diagnosis, report, show, run, monitor, chat, damage; then training and inference, at the root; openai_server,
-client, players, ahead, hf, start, sft, collect, commands; then algorithm, at the root; weight_sync, gloo, cpu_engine
-and cpu, which verl alone imports, and vllm_routes, which vLLM alone imports.
+errors, text, files, fork, private, stores, places, gym_install, gym_servers, verdicts, models, episodes,
+function_worker, plugins, config, engines, sandbox, functions, memory, checks, node, rows, images, convert, recipe,
+checkpoints, watch, lookout, keeper, guard, reference, frames, diagnosis, report, show, run, monitor, chat, damage; then
+training and inference, at the root; openai_server, client, players, ahead, hf, start, sft, collect, commands; then
+algorithm, at the root; weight_sync, gloo, cpu_engine and cpu, which verl alone imports, and vllm_routes, which vLLM
+alone imports.
 env and gym_client, at the root, know none of them.
 """
 

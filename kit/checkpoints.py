@@ -25,7 +25,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from kit import engines, plugins
+from kit import engines, files, plugins
 from kit.config import leaves, public
 from kit.errors import ConfigError, RunError
 
@@ -80,16 +80,17 @@ def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) 
             f"the checkpoint of step {state['step']} could not be written: {why}; see that there is room in {folder}, "
             f"then the same command goes on from {last or 'the start'}"
         ) from error
-    if target.exists():  # the same step again: a broken one, or that of an earlier run; until then saving_N is the one
-        shutil.rmtree(target)
-    os.replace(partial, target)
-    pointer = folder / POINTER
-    pointer.with_suffix(".tmp").write_text(str(state["step"]))
-    os.replace(pointer.with_suffix(".tmp"), pointer)
+    with files.writing(target):
+        if target.exists():  # the same step again: a broken one, or of an earlier run; until then saving_N is the one
+            shutil.rmtree(target)
+        os.replace(partial, target)
+    with files.replacing(folder / POINTER) as pointer:
+        pointer.write_text(str(state["step"]))
     keep = config.trainer.max_actor_ckpt_to_keep
     others = [path for path in found(folder) if path != target and not broken(path)]
     for old in others[keep - 1 :] if keep else []:
-        shutil.rmtree(old)
+        with files.writing(old):
+            shutil.rmtree(old)
     return target
 
 
@@ -151,9 +152,12 @@ def broken(checkpoint: Path) -> str:
     """What is wrong with a checkpoint; empty if it is whole."""
     if not checkpoint.is_dir():
         return "there is no such folder"
+    if odd := next((path for path in checkpoint.rglob("*") if not (path.is_file() or path.is_dir())), None):
+        return f"{odd.relative_to(checkpoint)} is not a regular file"  # to read a FIFO would wait forever
     try:
-        sizes = json.loads((checkpoint / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+        sizes = json.loads((checkpoint / MANIFEST).read_text())["files"].copy()
+        sizes.update({})  # raises AttributeError if it is no mapping
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"it has no {MANIFEST}, which is written last"
     for name, size in sizes.items():
         path = checkpoint / name

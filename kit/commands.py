@@ -17,11 +17,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 import env
 import gym_client
-from kit import checkpoints, collect, gym_servers, later, plugins, recipe, sft
+from kit import checkpoints, collect, files, gym_servers, later, plugins, recipe, sft
 from kit.config import load_config
 from kit.episodes import Episode, load_replay
 from kit.errors import ConfigError, PluginError, RunError, Stop
 from kit.run import Run, console
+from kit.text import printable
 
 start = later("kit.start")  # Ray, which reads the recipe's environment when it is imported
 show = later("kit.show")  # pandas
@@ -119,7 +120,7 @@ def main(train: Callable[[Plan], AbstractContextManager[Any]]) -> None:
         texts = [recipe.summary(planned.config, planned.data, named[0]), *planned.told]
         if args.dry_run:
             texts.append(recipe.shown(planned.config, planned.defaults, planned.data, named[0]))
-        console.print("\n".join(texts), markup=False, highlight=False, soft_wrap=True)
+        console.print(printable("\n".join(texts)), markup=False, highlight=False, soft_wrap=True)
         if args.dry_run:
             return
         if named == ["train"]:
@@ -134,9 +135,14 @@ def main(train: Callable[[Plan], AbstractContextManager[Any]]) -> None:
             with Run(planned.config, named[0], planned.resume_from) as run:
                 command(planned.config, run, planned.data)
     except (*OUR_ERRORS, OmegaConfBaseException) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {printable(str(error))}")
+    except OSError as error:
+        if error.errno not in files.DISK:
+            raise
+        where = error.filename or f"the folder of the run, {planned.config.trainer.experiment_name},"
+        sys.exit(f"error: {printable(files.describe_failure(where, error))}")
     except Stop as stop:
-        print(f"error: {stop}" if stop.status == 1 else stop, file=sys.stderr)
+        print(printable(f"error: {stop}" if stop.status == 1 else str(stop)), file=sys.stderr)
         sys.exit(stop.status)
     except KeyboardInterrupt:
         console.print("interrupted", highlight=False)

@@ -100,6 +100,17 @@ UNREAD = {
 }
 MICRO_BATCH_TOKENS = [f"{place}.ppo_max_token_len_per_gpu" for place in (ACTOR, "critic")]
 MICRO_BATCH_TOKENS += [f"{place}.log_prob_max_token_len_per_gpu" for place in (ROLLOUT, REF)]
+HIDDEN = "<hidden>"  # in the place of a secret
+VARIABLE = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)  # in the name of an environment variable
+SECRET = re.compile(  # names of keys; not verl's prompt_key, reward_fn_key, ...
+    r"(?:^|[_-])(?:(?:api|access|auth|secret|private|signing|encryption|account|judge|policy|openai|model|server)"
+    r"[_-]?keys?|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!image_)(?<!stop_)token|secret|password|passwd|passphrase"
+    r"|credentials?|authorization)$|^key$",
+    re.IGNORECASE,
+)
+DEFAULT = re.compile(r"\$\{oc\.env:(\w+),[^{}]*\}")  # ${oc.env:NAME,what to take without it}
+URL_PASSWORD = re.compile(r"(\b[a-z][\w+.-]*://(?:[^\s/:@]*:(?=[^\s/@])|(?=[^\s/:@]+@)))(?!\$\{)[^\s/]+@", re.I)
+URL_QUERY = re.compile(r"([?&](?:api_?key|key|token|access_token|secret|password)=)(?!\$\{)[^&\s#]+", re.I)
 FREE = ("ray_kwargs.ray_init", "gym.servers", "gym.models", "gym.concurrency")  # what is below is not ours to list
 
 
@@ -292,23 +303,52 @@ def apply_environment(config: DictConfig) -> None:
 
 
 def public(config: DictConfig) -> DictConfig:
-    """The recipe as it may be written down: resolved, but for what it has from the environment, and without the value
-    of any variable that is called a key, token, secret or password."""
-    secret = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
-    hidden = {value: name for name, value in os.environ.items() if secret.search(name) and len(value) >= 8}
+    """The recipe as it may be written down: resolved, except for what it has from the environment, without secrets.
 
-    def walk(raw: Any, resolved: Any) -> Any:
+    A secret is the value of a variable whose name has KEY, TOKEN, SECRET, PASSWORD or CREDENTIAL in it; a literal
+    value of a key with such a name; the password of a URL. HIDDEN, or the variable's name, takes its place.
+    """
+    variables = {value: name for name, value in os.environ.items() if VARIABLE.search(name) and len(value) >= 8}
+    known = sorted(variables.items(), key=lambda item: -len(item[0]))  # one may be a part of another
+
+    def walk(raw: Any, resolved: Any, secret: bool) -> Any:
         if isinstance(resolved, dict):
-            return {key: walk(raw[key] if isinstance(raw, dict) else "", value) for key, value in resolved.items()}
+            raws = raw if isinstance(raw, dict) else {}
+            return {
+                key: walk(raws.get(key, ""), value, secret or is_secret(str(key), value))
+                for key, value in resolved.items()
+            }
         if isinstance(resolved, list):
-            return [walk(raw[i] if isinstance(raw, list) else "", value) for i, value in enumerate(resolved)]
+            raws = raw if isinstance(raw, list) else [""] * len(resolved)
+            return [walk(*pair, secret) for pair in zip(raws, resolved, strict=True)]
         if isinstance(raw, str) and "${oc.env:" in raw:
-            return raw
-        for value, name in hidden.items() if isinstance(resolved, str) else ():
-            resolved = resolved.replace(value, f"${{oc.env:{name}}}")
-        return resolved
+            return without_passwords(DEFAULT.sub(r"${oc.env:\1}", raw) if secret else raw)
+        if isinstance(resolved, str):
+            for value, name in known:
+                resolved = resolved.replace(value, f"${{oc.env:{name}}}")
+            resolved = without_passwords(resolved)
+        is_literal = resolved not in (None, "") and not isinstance(resolved, bool)
+        return HIDDEN if secret and is_literal and "${oc.env:" not in str(resolved) else resolved
 
-    return cast(DictConfig, OmegaConf.create(walk(OmegaConf.to_container(config, resolve=False), to_plain(config))))
+    raw, resolved = OmegaConf.to_container(config, resolve=False), to_plain(config)
+    return cast(DictConfig, OmegaConf.create(walk(raw, resolved, False)))
+
+
+def is_secret(name: str, value: Any) -> bool:
+    """Whether a key's name says that its value is a secret. One in capitals is an environment variable's."""
+    if name.isupper():
+        return bool(VARIABLE.search(name)) and len(str(value)) >= 8
+    return bool(SECRET.search(name))
+
+
+def without_passwords(text: str) -> str:
+    """A text with HIDDEN for the passwords and keys in the URLs of it; interpolations stay.
+
+    >>> without_passwords("https://me:pass@host/v1?api_key=sk-1&n=2")
+    'https://me:<hidden>@host/v1?api_key=<hidden>&n=2'
+    """
+    text = URL_PASSWORD.sub(rf"\g<1>{HIDDEN}@", text)
+    return URL_QUERY.sub(rf"\g<1>{HIDDEN}", text)
 
 
 def leaves(config: Any, prefix: str = "") -> dict[str, Any]:

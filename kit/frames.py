@@ -104,7 +104,8 @@ class Folder:
         last = int(self.steps.index.max()) + 1
 
         def numbered(kind: str) -> list[Path]:
-            found = {int(path.stem[len(kind) + 1 :]): path for path in (self.path / "rollouts").glob(f"{kind}_*.jsonl")}
+            files = filter(Path.is_file, (self.path / "rollouts").glob(f"{kind}_*.jsonl"))  # a FIFO would hang
+            found = {int(path.stem[len(kind) + 1 :]): path for path in files}
             return [found[number] for number in sorted(found) if number <= last]
 
         others = [self.path / f"{name}.jsonl" for name in ("evaluation", "rollouts")]

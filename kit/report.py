@@ -25,16 +25,18 @@ import numpy as np
 import orjson
 import pandas as pd
 
-from kit import diagnosis, frames
+from kit import diagnosis, files, frames
 from kit.config import ROOT, leaves
 from kit.episodes import IDS, uncollected
-from kit.errors import ConfigError
+from kit.errors import ConfigError, RunError
 from kit.frames import Folder
 from kit.reference import describe, of_status
 
 CHUNK = 100  # episodes that are unpacked at once, when one of them is looked at
 MOST_TOKENS = 4_000_000  # whose log-probs the page holds, of the best and worst of each step first: 12 MB
-LONGEST = 4_000  # characters of a text in the table; whole where it is looked at
+LONGEST = 4_000  # characters of a text in the table
+MOST_SPANS = 50_000  # tokens of one call that are shown one by one
+LONGEST_OPENED = 100_000  # characters of a text of an episode that is opened: a browser lays out more for seconds
 CHARTS: list[tuple[str, list[str], str]] = [  # title, metrics, how: lines or stacked bars
     ("Reward", ["rollout/reward/mean", "reward/*/mean", "critic/rewards/mean"], "lines"),
     ("Held-out", ["val-core/*", "rollout/*/acc/*", "val/loss"], "lines"),
@@ -59,12 +61,11 @@ WHOLE = ("timing_s/step", "timing_s/first_episode", "timing_s/start")  # which a
 
 
 def write(paths: Sequence[Path], out: Path) -> Path:
-    """The page of these runs: `out`. Raises ConfigError where a path is no run's folder."""
+    """The page of these runs: `out`. Raises ConfigError where a path is no run's folder, RunError."""
     with uncollected():
         page = render([Folder(path) for path in paths])
-    partial = out.with_suffix(".part")
-    partial.write_text(page)
-    partial.replace(out)
+    with files.replacing(out) as partial:
+        partial.write_text(page)
     return out
 
 
@@ -128,7 +129,11 @@ def load_tokenizer(run: Folder) -> Any:
         return None
     from transformers import AutoTokenizer  # 3 s
 
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:  # the folder may be a stranger's: code in it is not run, nor asked about
+        return AutoTokenizer.from_pretrained(folder.absolute(), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a stranger's files make of it
+        run.broken.append(f"the tokenizer in {folder} was not loaded: {error!r:.150}")
+        return None
 
 
 # --- what the page shows -------------------------------------------------------------------------
@@ -237,7 +242,7 @@ def detail(record: dict[str, Any], advantages: np.ndarray | None, tokens: bool) 
     begin = 0
     for item in record["response"]["output"]:
         shown, ids = said(item), item.get(IDS[1]) or []
-        if ids and tokens:
+        if ids and tokens and len(ids) <= MOST_SPANS:
             some = advantages if advantages is None or len(advantages) == 1 else advantages[begin : begin + len(ids)]
             values = None if some is None else [float(f"{v:.3g}") for v in some]
             shown |= {"ids": ids, "log_probs": [round(p, 2) for p in item[IDS[2]]], "advantages": values}
@@ -246,6 +251,7 @@ def detail(record: dict[str, Any], advantages: np.ndarray | None, tokens: bool) 
     known = {"row": told["row_id"], "group": told["group_id"], "error": told["error"], "timings": told["timings"]}
     known |= {"todo": of_status(told["status"])[1]} if told["status"] != "ok" else {}
     verdict = {k: v for k, v in record.items() if k not in NOT_SAID and isinstance(v, (str, int, float, bool))}
+    items = [{**item, "text": shortened(item["text"])} for item in items]
     return {**known, "items": items, "verdict": {k: str(v)[:300] for k, v in verdict.items()}}
 
 
@@ -261,6 +267,15 @@ def said(item: dict[str, Any]) -> dict[str, Any]:
     content = item.get("content") or item.get("summary") or ""
     parts = content if isinstance(content, list) else [{"text": str(content)}]
     return {"role": item.get("role") or item.get("type") or "", "text": "".join(map(text_of, parts))}
+
+
+def shortened(text: str) -> str:
+    """A text of at most LONGEST_OPENED characters, with a note of where all of it is."""
+    rest = len(text) - LONGEST_OPENED
+    if rest <= 0:
+        return text
+    note = f"[{rest} more characters are not in this page; rollouts/*.jsonl has the whole text]"
+    return f"{text[:LONGEST_OPENED]}\n{note}"
 
 
 def text_of(part: Any) -> str:
@@ -302,7 +317,7 @@ def main(arguments: Sequence[str]) -> None:
     out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"
     try:
         print(write(args.runs, out))
-    except ConfigError as error:
+    except (ConfigError, RunError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -15,9 +15,9 @@ import time
 import traceback
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
@@ -27,11 +27,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.table import Table
 
 from env import Task
-from kit import checkpoints
+from kit import checkpoints, files
 from kit.config import public, to_plain
 from kit.episodes import Episode, as_record, open_records, write
 from kit.errors import RunError
 from kit.guard import Guard
+from kit.text import printable
 
 DAMAGED = 3  # steps in a row that end the run
 RECENT = 8  # steps in the table at a terminal
@@ -52,6 +53,7 @@ class Run:
         self.reported = 0.0, 0.0  # when report.html was written; how long that took, in seconds
         self.damaged = 0  # steps in a row
         self.lent: list[str] = []  # environment variables
+        self.locks: list[files.Lock] = []  # of the folders that no other run may use
         self.on_restart: Callable[[str], None] = lambda name: None  # what else is to know of a restarted server
         self.gauges: Callable[[], dict[str, float]] = dict  # what stands now, for every line of metrics.jsonl
         self.on_log: Callable[[int, dict[str, float]], None] = lambda *_: None  # who else reads these lines
@@ -69,30 +71,75 @@ class Run:
         self.timing = self.guard.timing  # seconds by stage, of the step under way
 
     def __enter__(self) -> Run:
-        for name in ("rollouts", "logs"):
-            (self.folder / name).mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(public(self.config), self.folder / f"{'config' if self.trains else self.command}.yaml")
-        if self.trains:
-            self.forget_after(checkpoints.step_of(self.checkpoint) if self.checkpoint else -1)
-        self.lend(TENSORBOARD_DIR=self.folder / "tensorboard", WANDB_DIR=self.folder)
-        self.lend(VERL_FILE_LOGGER_PATH=self.folder / "tracking.jsonl")
-        self.tracking = self.track() if self.config.trainer.logger else None
+        try:
+            self.take_folder()
+            self.open_trackers()
+        except BaseException:
+            self.give_folder_back()
+            raise
         self.guard.listen()
         if self.live:
             self.live.start()
         return self
 
+    def take_folder(self) -> None:
+        """Lock the folder, and make it ready for what this run adds to it. Raises RunError."""
+        with files.writing(self.folder):
+            for name in ("rollouts", "logs"):
+                (self.folder / name).mkdir(parents=True, exist_ok=True)
+        self.lock(self.folder)
+        saves_to = Path(self.config.trainer.default_local_dir)
+        if self.trains and not saves_to.absolute().is_relative_to(self.folder.absolute()):
+            with files.writing(saves_to):
+                saves_to.mkdir(parents=True, exist_ok=True)
+            self.lock(saves_to)
+        for path in sorted(self.folder.glob("*.jsonl")):
+            if line := files.set_cut_line_aside(path):
+                self.say(line)
+        name = "config" if self.trains else self.command
+        with files.replacing(self.folder / f"{name}.yaml") as partial:
+            OmegaConf.save(public(self.config), partial)
+        if self.trains:
+            self.forget_after(checkpoints.step_of(self.checkpoint) if self.checkpoint else -1)
+
+    def lock(self, folder: Path) -> None:
+        """Keep other runs out of a folder until this one ends. Raises RunError."""
+        lock = files.Lock(folder)
+        lock.take()
+        self.locks.append(lock)
+
+    def give_folder_back(self) -> None:
+        """Undo what the run changed in this process, and let other runs into its folders."""
+        for name in self.lent:
+            os.environ.pop(name, None)
+        for lock in self.locks:
+            lock.release()
+
+    def open_trackers(self) -> None:
+        """Open the recipe's trackers, if there are any."""
+        self.lend(TENSORBOARD_DIR=self.folder / "tensorboard", WANDB_DIR=self.folder)
+        self.lend(VERL_FILE_LOGGER_PATH=self.folder / "tracking.jsonl")
+        self.tracking = self.track() if self.config.trainer.logger else None
+
     def __exit__(self, kind: Any, *_: Any) -> None:
         self.guard.give_back()
         if self.live:
             self.live.stop()
-        if self.tracking:
-            self.tracking.finish(exit_code=0 if kind is None else 1)
+        try:
+            if self.tracking:
+                self.close_trackers(0 if kind is None else 1)
+            self.write_report()
+        finally:
+            self.give_folder_back()
+
+    def close_trackers(self, status: int) -> None:
+        """End the trackers. If one cannot write, the run says so: its numbers are in metrics.jsonl."""
+        try:
+            self.tracking.finish(exit_code=status)
             if writer := getattr(self.tables, "writer", None):  # of tensorboard, which nothing else closes
                 writer.close()
-        for name in self.lent:
-            os.environ.pop(name, None)
-        self.write_report()
+        except OSError as error:
+            self.say(files.describe_failure(f"a tracker of {self.folder}", error))
 
     def lend(self, **variables: Any) -> None:
         """Set environment variables that are not set, until the run ends: the next one has another folder."""
@@ -108,21 +155,30 @@ class Run:
         path = self.folder / "metrics.jsonl"
         if not path.is_file():
             return
-        kept, gone = list[str](), list[str]()
-        for line in path.read_text().splitlines():
-            whole = line.startswith('{"step": ') and line.endswith("}")
-            (kept if whole and json.loads(line)["step"] <= step else gone).append(line + "\n")
+        kept, gone, cut = list[bytes](), list[bytes](), list[bytes]()
+        for line in files.read_lines(path):
+            found = files.parse_line(line)
+            if found is None or not isinstance(found.get("step"), int):
+                cut.append(line + b"\n")
+            else:
+                (kept if found["step"] <= step else gone).append(line + b"\n")
+        if cut:
+            with files.appending(path.with_name(f"{path.name}.cut")) as out:
+                out.writelines(cut)
+            self.say(f"{len(cut)} lines of {path} cannot be read; they are now in {path.name}.cut")
         if gone:
-            with (self.folder / "metrics.abandoned.jsonl").open("a") as out:
+            with files.appending(self.folder / "metrics.abandoned.jsonl") as out:
                 out.writelines(gone)
-            path.with_suffix(".tmp").write_text("".join(kept))
-            os.replace(path.with_suffix(".tmp"), path)
+        if gone or cut:
+            with files.replacing(path) as partial:
+                partial.write_bytes(b"".join(kept))
 
     def track(self) -> Any:
         """verl's trackers, with an id that a resumed run finds again, by their own environment variables."""
         path = self.folder / "tracker_id"
         if self.checkpoint is None or not path.is_file():
-            path.write_text(uuid.uuid4().hex[:12])
+            with files.replacing(path) as partial:
+                partial.write_text(uuid.uuid4().hex[:12])
         self.lend(WANDB_RUN_ID=path.read_text(), WANDB_RESUME="allow")
         self.lend(SWANLAB_RUN_ID=path.read_text(), SWANLAB_RESUME="allow")
         from verl.utils.tracking import Tracking, ValidationGenerationsLogger  # 10 s, which only those pay who track
@@ -183,12 +239,14 @@ class Run:
             return
         plain = {name: float(value) for name, value in (metrics | self.gauges()).items()}
         finite = {name: value if math.isfinite(value) else None for name, value in plain.items()}
-        with (self.folder / "metrics.jsonl").open("a") as out:
-            of = {} if self.trains else {"command": self.command}  # of a folder in which another may have trained
-            out.write(json.dumps({"step": step, "time": time.time(), **of, **finite}) + "\n")
+        of = {} if self.trains else {"command": self.command}  # of a folder in which another may have trained
+        line = json.dumps({"step": step, "time": time.time(), **of, **finite}) + "\n"
+        with files.appending(self.folder / "metrics.jsonl") as out:
+            out.write(line.encode())
         self.on_log(step, plain)
         if self.tracking:
-            self.tracking.log(data=plain, step=step)
+            with files.writing(self.folder):
+                self.tracking.log(data=plain, step=step)
 
     def log_answers(self, step: int, episodes: Sequence[Episode]) -> None:
         """The first trainer.log_val_generations of an evaluation, in the trackers that have tables."""
@@ -208,10 +266,9 @@ class Run:
         for i, e in enumerate([*before, *episodes]):  # rows made on the fly come after those of the files
             places.setdefault(e.row_id, len(tasks) + i)
         counts = Counter(e.row_id for e in before)
-        with (
-            open_records(self.folder / "rollouts" / f"{name}.jsonl", "a" if before else "w") as out,
-            open_records(self.folder / "failures.jsonl", "a") as failures,
-        ):
+        with contextlib.ExitStack() as stack:
+            out = stack.enter_context(self.open_rollouts(name, bool(before)))
+            failures = stack.enter_context(files.appending(self.folder / "failures.jsonl"))
             for e in episodes:
                 e.place = places[e.row_id], counts[e.row_id]
                 record = as_record(e, *e.place)
@@ -222,7 +279,24 @@ class Run:
                 if e.status != "ok":
                     write(failures, {"rollout": name, **record["_episode"]})
         if keep := self.config.env.keep_rollouts:
-            for path in sorted((self.folder / "rollouts").glob("step_*.jsonl"), key=os.path.getmtime)[:-keep]:
+            self.delete_rollouts(keep)
+
+    @contextlib.contextmanager
+    def open_rollouts(self, name: str, more: bool) -> Iterator[IO[bytes]]:
+        """Yield rollouts/<name>.jsonl: a new file, or its end if `more` is to come after what it holds."""
+        path = self.folder / "rollouts" / f"{name}.jsonl"
+        if more:
+            with files.appending(path) as out:
+                yield out
+            return
+        with files.replacing(path) as partial, open_records(partial, "w") as out:
+            yield out
+
+    def delete_rollouts(self, keep: int) -> None:
+        """Delete the rollouts files of all steps but the last `keep`, and their advantages."""
+        folder = self.folder / "rollouts"
+        with files.writing(folder):
+            for path in sorted(folder.glob("step_*.jsonl"), key=os.path.getmtime)[:-keep]:
                 path.unlink()
                 (self.folder / "advantages" / f"{path.stem}.npz").unlink(missing_ok=True)
 
@@ -231,9 +305,12 @@ class Run:
         rows = [row[turn >= 0].float().numpy() for row, turn in zip(batch["advantages"], batch["turn"], strict=True)]
         rows = [row[:1] if (row == row[:1]).all() else row for row in rows]
         path = self.folder / "advantages" / f"step_{step}.npz"
-        path.parent.mkdir(exist_ok=True)
         lengths = np.array([len(row) for row in rows])
-        np.savez_compressed(path, places=[e.place for e in kept], lengths=lengths, values=np.concatenate(rows))
+        places, values = [e.place for e in kept], np.concatenate(rows)
+        with files.writing(path.parent):
+            path.parent.mkdir(exist_ok=True)
+        with files.replacing(path) as partial, partial.open("wb") as out:
+            np.savez_compressed(out, places=places, lengths=lengths, values=values)
 
     def report_if_due(self) -> None:
         """report.html, unless it was just written: of large batches it takes seconds, a twentieth of all at most."""
@@ -253,8 +330,9 @@ class Run:
             report.write([self.folder], self.folder / "report.html")
             self.reported = time.monotonic(), time.monotonic() - begun
         except Exception as error:
-            (self.folder / "logs" / "report.log").write_text(traceback.format_exc())
             self.say(f"report.html was not written ({error!r:.200}); {self.folder}/logs/report.log says where")
+            with contextlib.suppress(OSError):  # the disk may be full
+                (self.folder / "logs" / "report.log").write_text(traceback.format_exc())
 
     def keep_damaged(self, step: int, damage: str, batch: Any) -> str:
         """Keep the batch of a damaged step in damaged/. Raises RunError at the third in a row; returns what to tell."""
@@ -262,9 +340,11 @@ class Run:
 
         self.damaged += 1
         path = self.folder / "damaged" / f"step_{step}.pt"
-        path.parent.mkdir(exist_ok=True)
         tensors = {name: tensor.clone() for name, tensor in batch.batch.items()}
-        torch.save({"damage": damage, "uid": list(batch.non_tensor_batch["uid"]), **tensors}, path)
+        with files.writing(path.parent):
+            path.parent.mkdir(exist_ok=True)
+        with files.replacing(path) as partial, partial.open("wb") as out:
+            torch.save({"damage": damage, "uid": list(batch.non_tensor_batch["uid"]), **tensors}, out)
         # Megatron's optimiser takes the step all the same, which verl's others leave out
         if self.damaged == (DAMAGED if self.config.model_engine != "megatron" else 1):
             raise RunError(
@@ -283,9 +363,11 @@ class Run:
                 f"{self.folder}/rollouts and {self.folder}/damaged for why"
             )
         self.guard.ends, self.guard.owed, self.guard.watch = False, "", None  # a deadline is the export's now
-        with self.stage("export"), (self.folder / "logs" / "export.log").open("w") as log:
-            with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-                checkpoints.export(self.checkpoint, self.folder / "export")
+        with self.stage("export"), files.writing(self.folder / "export"), contextlib.ExitStack() as stack:
+            log = stack.enter_context((self.folder / "logs" / "export.log").open("w"))
+            stack.enter_context(contextlib.redirect_stdout(log))
+            stack.enter_context(contextlib.redirect_stderr(log))
+            checkpoints.export(self.checkpoint, self.folder / "export")
 
     # --- what it tells ---
 
@@ -295,7 +377,7 @@ class Run:
 
     def say(self, text: str) -> None:
         """Print one line above the progress bar."""
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def say_line(self, step: int, values: dict[str, str]) -> None:
         """The step's line on the console, or in its table: its numbers and the seconds of its stages."""
@@ -344,9 +426,9 @@ class Run:
     def finish(self, after: dict[str, float]) -> None:
         """The result of the run and what to do next."""
         minutes, path = (time.monotonic() - self.started) / 60, self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.is_file() else []
+        lines = [files.parse_line(line) for line in files.read_lines(path) if b'"val-core/' in line]
         # of the first evaluation, in whichever part of the run it was
-        before = next((json.loads(line) for line in lines if '"val-core/' in line), {"step": 0})
+        before = next((line for line in lines if line), {"step": 0})
         self.say(f"\nfinished in {minutes:.1f} min; the run is in {self.folder}/")
         for name in (n for n in after if n.startswith("val-core/") and not n.endswith("pass@1")):
             told = "not measured" if before.get(name) is None else f"{before[name]:.3f}"

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from rich import markup
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from kit import diagnosis
 from kit.errors import ConfigError
 from kit.frames import Folder
+from kit.text import printable
 
 ROWS = 12  # steps in the table
 COLUMNS = {  # short enough for a terminal of 80
@@ -34,6 +35,11 @@ COLUMNS = {  # short enough for a terminal of 80
 }
 
 
+def escape(text: str) -> str:
+    """A text that others wrote, for rich: neither its markup nor a terminal's commands in it do anything."""
+    return markup.escape(printable(text))
+
+
 def main(arguments: Sequence[str]) -> None:
     """The command. Exits with a line where the path is no run's folder."""
     parser = argparse.ArgumentParser(prog="python algorithm.py show", description="A run at a terminal.")
@@ -43,7 +49,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         run = Folder(args.run)
     except ConfigError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {printable(str(error))}")
     console = Console(emoji=False)
     console.print(f"[bold]{escape(str(run.path))}[/]  {escape(diagnosis.headline(run))}", highlight=False)
     found = diagnosis.findings(run)
@@ -62,7 +68,7 @@ def main(arguments: Sequence[str]) -> None:
     latest = latest[latest["step"] == latest["step"].max()]
     for title, some in (("best", latest.sort_values("best")[:3]), ("worst", latest.sort_values("worst")[: args.worst])):
         if len(some):
-            console.print("", examples(f"the {title} of {some['file'].iloc[0]}", some))
+            console.print("", examples(escape(f"the {title} of {some['file'].iloc[0]}"), some))
     page = run.path / "report.html"
     todo = f"open {page}" if page.is_file() else f"python -m kit.report {run.path}"
     console.print(f"\nnext: {escape(todo)}", highlight=False, soft_wrap=True)
@@ -85,7 +91,7 @@ def examples(title: str, some: pd.DataFrame) -> Table:
     """Episodes: what was asked, what was said, what that earned or why it failed."""
     table = Table("reward", "prompt", "answer", title=title, title_justify="left", box=None, header_style="bold")
     for episode in some.itertuples():
-        worth = f"{episode.reward:.3g}" if episode.reward == episode.reward else episode.status
+        worth = f"{episode.reward:.3g}" if episode.reward == episode.reward else escape(episode.status)
         asked, said = (escape(" ".join(text.split())) for text in (episode.prompt[-100:], episode.answer[:300]))
         table.add_row(worth, asked, said)
     return table

@@ -269,3 +269,45 @@ def test_the_bare_command_says_which_checkpoint_is_broken(tmp_path):
     """The module imports without verl, so that a broken checkpoint is told of in seconds."""
     code = "import sys; from kit import checkpoints; sys.exit('verl' in sys.modules or 'ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["lr", "betas", "weight_decay", "optimizer", "override_optimizer_config"])
+@pytest.mark.parametrize("part", ["actor_rollout_ref.actor", "critic"])
+def test_what_the_saved_optimizer_holds_may_not_change(tmp_path, name, part):
+    checkpoint, config = save(tmp_path, 1), config_of(tmp_path)
+    OmegaConf.update(config, f"{part}.optim.{name}", [0.5, 0.6], force_add=True)
+    with pytest.raises(RunError, match=rf"{part}\.optim\.{name} .* \(the saved optimizer has its own"):
+        checkpoints.check(checkpoint, config, "train")
+    OmegaConf.update(config, f"{part}.checkpoint.load_contents", ["model"], force_add=True)
+    assert f"{part}.optim.{name}" in checkpoints.check(checkpoint, config, "train")[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["layer.weight", "base_model.model.layer.weight", "base_model.model.layer.base_layer.weight"]
+)
+def test_shapes_are_checked_by_the_models_names_with_loras_too(tmp_path, name):
+    save_file({"layer.weight": torch.ones(7, 3)}, tmp_path / "model.safetensors")
+    with pytest.raises(RunError, match=r"its layer\.weight is \(4, 3\), that of .* is \(7, 3\)"):
+        checkpoints.check_shapes(tmp_path / "model_0.pt", {name: torch.ones(4, 3)}, tmp_path)
+    checkpoints.check_shapes(tmp_path / "model_0.pt", {name: torch.ones(7, 3)}, tmp_path)
+
+
+def test_a_replay_starts_from_the_step_before(tmp_path):
+    folder = tmp_path / "runs" / "a"
+    made = {step: save(folder / "checkpoints", step) for step in (1, 2, 3)}
+    (folder / "rollouts").mkdir()
+    rollouts = folder / "rollouts" / "step_3.jsonl"
+    rollouts.write_text("")
+
+    def asked(**trainer):
+        config = config_of(tmp_path / "none", **trainer)
+        return OmegaConf.merge(config, {"env": {"val_files": ["x"]}, "trainer": {"val_before_train": True}})
+
+    assert checkpoints.before_replay(asked(), rollouts) == made[2]
+    for step in (1, 3):
+        named = asked(resume_mode="resume_path", resume_from_path=str(made[step]))
+        with pytest.raises(ConfigError, match=rf"weights after step 2, but .*global_step_{step} is of another step"):
+            checkpoints.before_replay(named, rollouts)
+    shutil.rmtree(made[2])
+    with pytest.raises(ConfigError, match=r"global_step_2 is not whole: there is no such folder"):
+        checkpoints.before_replay(asked(), rollouts)

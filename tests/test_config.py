@@ -1,5 +1,7 @@
 """Recipes: strict keys with the nearest name, impossible sizes, missing files and models; a line each, all at once."""
 
+import base64
+import gzip
 import json
 import os
 import threading
@@ -13,9 +15,10 @@ from conftest import CPU, RECIPE, ROOT, load, row, tiny, write_rows
 from omegaconf import OmegaConf
 
 import env
-from kit import checks, gym_servers, recipe
-from kit.config import MICRO_BATCH_TOKENS, changed, load_config
+from kit import checks, gym_servers, recipe, report
+from kit.config import HIDDEN, MICRO_BATCH_TOKENS, changed, load_config, public
 from kit.errors import ConfigError
+from kit.run import Run
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -312,3 +315,58 @@ def test_an_unknown_format_of_tool_calls_is_named(workspace):
     files = f"env.train_files=[{workspace / 'tools.jsonl'}]"
     with pytest.raises(ConfigError, match=r"multi_turn\.format=hermess: vLLM has no such tool parser; it has .*hermes"):
         load(workspace, files, "actor_rollout_ref.rollout.multi_turn.format=hermess")
+
+
+# --- secrets -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "JUDGE_KEY", "MY_SECRET_2", "DB_PASSWORD", "aws_credential"])
+def test_a_variable_with_a_secrets_name_is_written_nowhere(workspace, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(name, "planted8")  # the shortest that is taken for a secret
+    config, _ = load(workspace, "gym.servers.reasoning_gym.start.config.url=http://planted8.example/v1")
+    for command in ("train", "evaluate"):
+        with Run(config, command) as run:
+            pass
+    written = [path.read_text() for path in tmp_path.rglob("*.yaml")]
+    assert len(written) == 2 and "planted8" not in "".join(written)
+    assert all(f"${{oc.env:{name}}}.example" in text for text in written)
+    page = report.write([run.folder], tmp_path / "page.html").read_text()
+    packed = page.partition('id="data">')[2].partition("<")[0]
+    assert "planted8" not in gzip.decompress(base64.b64decode(packed)).decode()
+
+
+LITERALS = [
+    ("api_key", "sk-planted"),
+    ("openai_api_key", "sk-planted"),
+    ("judge_key", "planted"),
+    ("token", "planted"),
+    ("hub_token", "planted"),
+    ("password", "planted"),
+    ("client_secret", "planted"),
+    ("Authorization", "Bearer planted"),
+    ("SERVICE_KEY", "planted-8"),
+    ("credentials", "{user: me, pass: planted}"),
+    ("api_keys", "[planted, planted2]"),
+    ("key", "'${oc.env:NO_SUCH_VARIABLE,planted}'"),
+    ("base_url", "https://me:pl@nted-planted@host/v1"),
+    ("base_url", "https://planted@host/v1"),
+    ("base_url", "'https://host/v1?n=1&api_key=planted'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), LITERALS)
+def test_a_literal_secret_is_hidden(name, value):
+    config = merged(f"gym.servers.judge.start.config={{{name}: {value}, model: kept}}")
+    written = OmegaConf.to_yaml(public(config).gym.servers.judge)
+    assert "planted" not in written and "model: kept" in written, written
+    assert name in written
+
+
+def test_what_is_no_secret_stays():
+    """Keys of verl's with `key` or `token` in their names, and the name of the variable that holds a key."""
+    stays = {"eos_token": "<end>", "api_key_env": "JUDGE_KEY", "prompt_key": "question", "token": None}
+    config = merged("data.prompt_key=question")
+    OmegaConf.update(config, "gym.servers.judge.start.config", stays, force_add=True)
+    assert public(config).gym.servers.judge.start.config == stays
+    assert OmegaConf.to_yaml(public(config)).count(HIDDEN) == 0

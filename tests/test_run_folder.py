@@ -1,0 +1,315 @@
+"""A run's folder: a full disk at every write, a cut line, two runs of one name."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, load
+from omegaconf import OmegaConf
+from test_loop import Servers
+
+import algorithm
+import training
+from kit import checkpoints, commands, engines, files
+from kit.errors import RunError
+from kit.run import Run
+from kit.start import Started
+
+
+class Disk:
+    """A disk that is full from its `room`-th write on: a part of the data is written, then ENOSPC."""
+
+    def __init__(self, folder: Path, monkeypatch):
+        self.folder, self.room, self.writes = folder, float("inf"), 0
+        disk, usual = self, io.open
+
+        class File(io.FileIO):
+            def write(self, data):
+                disk.take(lambda: super(File, self).write(bytes(data)[: len(data) // 2]))
+                return super().write(data)
+
+        def opened(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, **others):
+            ours = isinstance(file, int) or Path(file).absolute().is_relative_to(folder)
+            if not ours or not set(mode) & set("wax+"):
+                return usual(file, mode, buffering, encoding, errors, newline, **others)
+            raw = File(file, mode.replace("b", "").replace("t", ""))
+            buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+            return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding, errors, newline)
+
+        monkeypatch.setattr(builtins, "open", opened)
+        monkeypatch.setattr(io, "open", opened)
+        for name in ("replace", "mkdir", "fsync"):
+            monkeypatch.setattr(os, name, self.counting(getattr(os, name)))
+
+    def take(self, before=lambda: None):
+        self.writes += 1
+        if self.writes >= self.room:
+            before()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def counting(self, usual):
+        def call(*arguments, **named):
+            self.take()
+            return usual(*arguments, **named)
+
+        return call
+
+
+class Group:
+    """A worker group of one rank whose shards are a few bytes."""
+
+    world_size = 1
+
+    def save_checkpoint(self, path, *_):
+        Path(path).mkdir(parents=True)
+        for name in engines.written("dp", list(engines.SHARDS), 1):
+            (Path(path) / name).parent.mkdir(parents=True, exist_ok=True)
+            (Path(path) / name).write_bytes(b"shard")
+
+    def load_checkpoint(self, path):
+        assert Path(path).is_dir(), path
+
+
+@pytest.fixture
+def command(workspace, tmp_path, monkeypatch):
+    """The command `train` over workers and servers that only answer: call it for the message that ends it, or ""."""
+    monkeypatch.chdir(tmp_path)
+    changes = ("trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=1")
+    config, data = load(workspace, *changes)
+    workers = training.Workers(Group(), None, None)
+    monkeypatch.setattr("kit.start.start", lambda *_, **__: Started(workers, Servers([])))
+    monkeypatch.setattr(training, "update_actor", lambda *_: {"actor/grad_norm": 1.0, "actor/pg_loss": 0.5})
+    monkeypatch.setattr(checkpoints, "not_finite", lambda _: [])
+    monkeypatch.setattr("kit.report.render", lambda _: "page")
+    for module in ("kit.run", "kit.checkpoints"):  # the whole recipe takes 0.3 s to write down
+        monkeypatch.setattr(f"{module}.public", lambda _: OmegaConf.create({"short": True}))
+    monkeypatch.setattr(sys, "argv", ["algorithm.py", "--config", "tiny", "--quiet"])
+
+    def exported(checkpoint, target):
+        target.mkdir(exist_ok=True)
+        (target / checkpoints.EXPORTED).write_text(str(checkpoints.step_of(checkpoint)))
+
+    monkeypatch.setattr(checkpoints, "export", exported)
+
+    def planned(*_, **__):
+        resume_from, told = checkpoints.resume_point(config)
+        return commands.Plan(config, config, data, resume_from, [], told)
+
+    monkeypatch.setattr(commands, "plan", planned)
+
+    def run_command() -> str:
+        try:
+            commands.main(algorithm.train)
+        except SystemExit as end:
+            return str(end.code)
+        return ""
+
+    return run_command
+
+
+def lines_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in files.read_lines(folder / "metrics.jsonl")]
+
+
+def check_lines(folder: Path) -> None:
+    """Every line of every JSONL file is whole."""
+    for path in folder.rglob("*.jsonl"):
+        text = path.read_bytes()
+        assert not text or text.endswith(b"\n"), path
+        assert all(files.parse_line(line) for line in text.splitlines()), path
+
+
+def test_a_full_disk_at_every_write_ends_in_one_message_and_loses_nothing(command, tmp_path, monkeypatch):
+    disk, folder = Disk(tmp_path, monkeypatch), tmp_path / "runs" / "tiny"
+    ended = set()
+    for room in range(1, 1000):
+        disk.room, disk.writes = room, 0
+        message = command()
+        if disk.writes < room:
+            break
+        disk.room = float("inf")
+        if message:  # a report that was not written ends no run
+            assert message.startswith("error: ") and "No space left on device" in message, message
+            assert "\n" not in message and "Traceback" not in message, message
+            ended.add(message.partition(" cannot be")[0])
+        check_lines(folder)
+        saved = [path for path in (folder / "checkpoints").glob("global_step_*") if not checkpoints.broken(path)]
+        last, _ = checkpoints.newest(folder / "checkpoints")
+        assert not saved or last, (room, saved)
+        if room % 4 == 0 and not (folder / "export" / checkpoints.EXPORTED).exists():
+            kept = [line for line in lines_of(folder) if line["step"] <= (checkpoints.step_of(last) if last else -1)]
+            assert command() == "", room  # there is room again
+            assert lines_of(folder)[: len(kept)] == kept, room
+            steps = [line["step"] for line in lines_of(folder) if "training/global_step" in line]
+            # the line of step 1 is missing if the disk was full between its checkpoint and this line
+            assert steps in ([1, 2], [2], [1]) and (folder / "export" / checkpoints.EXPORTED).is_file(), (room, steps)
+            check_lines(folder)
+        subprocess.run(["rm", "-r", folder], check=False)
+    else:
+        raise AssertionError("the run never came through")
+    print(f"full at {room - 1} writes; {sorted(ended)}")
+    assert room > 40 and any("metrics.jsonl" in text for text in ended), ended
+
+
+@pytest.mark.parametrize("cut", [b'{"step": 2, "rollout/rew', b'{"step": 2, "ti{"step": 2, "time": 1}\n', b"\x00\xff}"])
+def test_a_cut_line_is_kept_aside_and_ends_no_resume(command, tmp_path, capsys, cut):
+    assert command() == ""
+    folder = tmp_path / "runs" / "tiny"
+    (folder / "export" / checkpoints.EXPORTED).unlink()
+    for name in ("metrics", "failures", "metrics.abandoned"):
+        with (folder / f"{name}.jsonl").open("ab") as out:
+            out.write(cut)
+    before = (folder / "metrics.jsonl").read_bytes().removesuffix(cut)
+    capsys.readouterr()
+    assert command() == ""
+    told = capsys.readouterr().out
+    assert told.count("metrics.jsonl.cut") == 1, told
+    assert (folder / "metrics.jsonl").read_bytes().startswith(before)
+    assert cut.strip() in (folder / "metrics.jsonl.cut").read_bytes()
+    assert all(files.parse_line(line) for line in files.read_lines(folder / "metrics.jsonl"))
+
+
+def test_a_whole_last_line_without_its_end_stays(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    assert files.set_cut_line_aside(path) == ""
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n' and not list(tmp_path.glob("*.cut"))
+
+
+def test_a_file_that_is_not_whole_replaces_none(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("whole")
+    with pytest.raises(RunError, match=r"rollouts\.jsonl cannot be written: No space left on device; free space"):
+        with files.replacing(path) as partial:
+            partial.write_text("ha")
+            raise OSError(errno.ENOSPC, "full")
+    assert path.read_text() == "whole" and list(tmp_path.iterdir()) == [path]
+
+
+# --- two runs of one name ------------------------------------------------------------------------
+
+HOLD = """
+import os, subprocess, sys, time
+from pathlib import Path
+from kit.files import Lock
+lock = Lock(Path(sys.argv[1]))
+lock.take()
+child = os.fork()
+if not child:
+    os.close(1)
+    time.sleep(60)
+    os._exit(0)
+other = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, close_fds=False)
+print(child, other.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_run_is_refused_until_the_first_ends_even_by_kill(workspace, tmp_path, monkeypatch):
+    """The holder is killed while a child that it forked and one that it executed live on."""
+    monkeypatch.chdir(tmp_path)
+    config, _ = load(workspace)
+    folder = Path("runs/tiny")
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE, text=True, env=path_of())
+    children = [int(pid) for pid in holder.stdout.readline().split()]
+    try:
+        for command in ("train", "evaluate", "rollout", "sft"):
+            with pytest.raises(RunError, match=rf"runs/tiny is in use by another run \(pid {holder.pid} on .*wait"):
+                with Run(config, command):
+                    pytest.fail("two runs of one name")
+        assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
+        assert not (folder / "config.yaml").exists()
+        holder.kill()
+        holder.wait()
+        assert all(Path(f"/proc/{pid}").exists() for pid in children)
+        with Run(config, "evaluate"):
+            assert (folder / "run.lock").read_text().startswith(f"pid {os.getpid()} on ")
+        with Run(config, "evaluate"):
+            pass
+    finally:
+        holder.kill()
+        for pid in children:
+            os.kill(pid, 9)
+
+
+def path_of() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+def test_checkpoints_in_one_folder_are_of_one_run(workspace, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shared = f"trainer.default_local_dir={tmp_path / 'shared'}"
+    first, second = (load(workspace, f"trainer.experiment_name={name}", shared)[0] for name in ("one", "two"))
+    with Run(first):
+        with pytest.raises(RunError, match="shared is in use by another run"):
+            with Run(second):
+                pytest.fail("two runs that save into one folder")
+    with Run(second):
+        pass
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    files.Lock(tmp_path).take()
+    assert "start no second run of this name" in caplog.text
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_a_lock_that_is_no_file_is_one_message(tmp_path, make):
+    make(tmp_path / files.LOCK)
+    began = time.monotonic()
+    with pytest.raises(RunError, match=r"run\.lock"):
+        files.Lock(tmp_path).take()
+    assert time.monotonic() - began < 5
+
+
+def test_a_checkpoint_with_a_fifo_is_not_whole(tmp_path):
+    """To read one waits forever."""
+    folder = tmp_path / "global_step_1"
+    (folder / "actor").mkdir(parents=True)
+    torch.save({"step": 1}, folder / "data.pt")
+    checkpoints.seal(folder)
+    assert checkpoints.broken(folder) == ""
+    os.mkfifo(folder / "actor" / "extra.pt")
+    assert checkpoints.broken(folder) == "actor/extra.pt is not a regular file"
+    (folder / "actor" / "extra.pt").unlink()
+    (folder / "manifest.json").write_text('{"files": []}')
+    assert "manifest.json" in checkpoints.broken(folder)
+
+
+# --- what is written down, and what a terminal gets ----------------------------------------------
+
+
+def test_terminal_commands_in_texts_of_others_reach_no_terminal(workspace, tmp_path, monkeypatch, capsys):
+    import pandas as pd
+    from rich.console import Console
+
+    from kit import show
+    from kit.text import printable
+
+    escapes = "\x1b]0;title\x07\x1b[2J\x9b31m\r\x08"
+    assert printable(f"a{escapes}\n\tb") == "a]0;title[2J31m\n\tb"
+    monkeypatch.chdir(tmp_path)
+    config, _ = load(workspace)
+    with Run(config) as run:
+        run.say(f"a server answered {escapes}")
+    shown = pd.DataFrame([{"reward": float("nan"), "prompt": escapes, "answer": escapes, "status": escapes}])
+    Console().print(show.examples(show.escape(escapes), shown))
+    out = capsys.readouterr().out
+    assert "a server answered" in out and "title" in out
+    assert not [c for c in out if (ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160], out
