@@ -135,6 +135,7 @@ class Run:
     def close_trackers(self, status: int) -> None:
         """End the trackers. If one cannot write, the run says so: its numbers are in metrics.jsonl."""
         try:
+            assert self.tracking
             self.tracking.finish(exit_code=status)
             if writer := getattr(self.tables, "writer", None):  # of tensorboard, which nothing else closes
                 writer.close()
@@ -156,12 +157,12 @@ class Run:
         if not path.is_file():
             return
         kept, gone, cut = list[bytes](), list[bytes](), list[bytes]()
-        for line in files.read_lines(path):
-            found = files.parse_line(line)
+        for text in files.read_lines(path):
+            found = files.parse_line(text)
             if found is None or not isinstance(found.get("step"), int):
-                cut.append(line + b"\n")
+                cut.append(text + b"\n")
             else:
-                (kept if found["step"] <= step else gone).append(line + b"\n")
+                (kept if found["step"] <= step else gone).append(text + b"\n")
         if cut:
             with files.appending(path.with_name(f"{path.name}.cut")) as out:
                 out.writelines(cut)
