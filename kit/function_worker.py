@@ -1,13 +1,19 @@
 """The process that a verifier which is a function runs in, apart from the driver; kit/functions.py starts and asks it.
 
-A request is a pickled list on stdin: load, score, reset or step, and its arguments. An answer is JSON on stdout (what
-came of it, or `failed`, a reason as in gym_client, and `why`) and the bytes of an environment's instance. What the
-function prints is on stderr. Nothing is imported here but the standard library, and what the function imports.
+A request is a pickled list on stdin: load, score, reset or step, and its arguments. An answer is JSON on stdout (the
+result, or `failed`, a reason as in gym_client, and `why`) and the bytes of an environment's instance. It carries the
+random number of its request, so that nobody can answer a later one in advance. The function prints to stderr.
+
+Only this process can write answers: in a child that it forks, the two pipes are /dev/null. If verl's scorer runs a
+program of the policy, each call gets a process of its own, and all that the program started is killed after it
+(`isolated`). That program can still cheat the scorer itself, which verl runs in the program's own process: it can pay
+itself at most the 1 of a right answer, and nobody else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import faulthandler
 import functools
@@ -31,8 +37,12 @@ from traceback import walk_tb
 from types import ModuleType
 from typing import Any
 
-MOST = 64 * 2**20  # bytes of an answer, as gym_client.MAX_ANSWER_BYTES
-LENGTHS = struct.Struct("!QQ")  # bytes: of a request, and 0; of an answer's JSON, and of the instance after it
+MOST = 64 * 2**20  # bytes of an answer
+REQUEST = struct.Struct("!QQ")  # number of a request, and its bytes
+ANSWER = struct.Struct("!QQQ")  # number of the request, bytes of the answer's JSON, of the instance after it
+MAX_RESULT, MAX_FILE = 2**16, 64 * 2**20  # bytes: of an isolated call's result; of a file that such a call writes
+SANDBOX_PROCESSES = 256  # of a call's program, in a sandbox, which counts them apart from the user's others
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36  # of prctl(2)
 SCORE = ("data_source", "solution_str", "ground_truth", "extra_info")  # verl's names; by these a function is called
 SCORED = "a finite number, or a dict with `score`, which is one"
 STEPPED = "(observation, reward, done): text or None, a finite number, True or False"
@@ -210,28 +220,124 @@ def failure(error: BaseException, path: str) -> Json:
     return {"failed": "memory" if isinstance(error, MemoryError) else "raised", "why": f"{where}: {said:.500}"}
 
 
+# --- programs of the policy ----------------------------------------------------------------------
+
+
+def runs_program(path: str, what: str, function: Any, arguments: list[Any]) -> bool:
+    """Return whether verl's own scorer runs the policy's answer as a program on this machine."""
+    if path or what != "score" or function.keywords.get("sandbox_fusion_url"):
+        return False
+    return arguments[0].get("data_source") in RUNS_CODE
+
+
+def isolated(call: Callable[[], tuple[Json, bytes]], memory: int) -> Json:
+    """Return the result of `call`, made by a forked process; then kill all that it has started.
+
+    The result is read as JSON of at most MAX_RESULT bytes, and never unpickled. memory: bytes. Raises Unusable.
+    """
+    result, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(result)
+        _answer_and_exit(call, write, memory)
+    os.close(write)
+    with os.fdopen(result, "rb") as file:
+        line = file.readline(MAX_RESULT)
+    kill_children()
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        raise Unusable("the program ended its scorer, or its result is too long") from None
+    if isinstance(answer, dict) and answer.get("failed") in ("raised", "memory", "bad_answer"):
+        return {"failed": answer["failed"], "why": str(answer.get("why"))}
+    reward = number(answer.get("reward")) if isinstance(answer, dict) else None
+    if reward is None or not 0 <= reward <= 1:
+        raise Unusable(f"the scorer of a program returned {reprlib.repr(answer)}; its score is between 0 and 1")
+    return {"reward": reward, "reward_components": {}}
+
+
+def _answer_and_exit(call: Callable[[], tuple[Json, bytes]], write: int, memory: int) -> None:
+    """In the forked process: write the result of `call` to the pipe `write`, which its own children do not get."""
+    os.register_at_fork(after_in_child=functools.partial(_disconnect, write))
+    bound_program(memory)
+    try:
+        answer, _ = call()
+    except BaseException as error:
+        answer = failure(error, "")
+    os.write(write, json.dumps(answer).encode() + b"\n")
+    os._exit(0)
+
+
+def bound_program(memory: int) -> None:
+    """Bound what a program may use: `memory` bytes beside those in use, mapped ones too; files; processes."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    addresses = pages * resource.getpagesize() + memory
+    resource.setrlimit(resource.RLIMIT_AS, (addresses, addresses))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE, MAX_FILE))
+    if os.environ.get("KIT_SANDBOX"):
+        resource.setrlimit(resource.RLIMIT_NPROC, (SANDBOX_PROCESSES, SANDBOX_PROCESSES))
+
+
+def kill_children() -> None:
+    """Kill all descendants of this process, which is their subreaper, and collect their exit statuses."""
+    import psutil  # not needed by most functions
+
+    me = psutil.Process()
+    while children := [p for p in me.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]:
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _disconnect(*descriptors: int) -> None:
+    """In a forked child: put /dev/null in the place of these pipes."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in descriptors:
+        os.dup2(null, descriptor, inheritable=False)
+    os.close(null)
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+def protect_process(memory: int) -> None:
+    """End with the driver; bound memory (bytes); adopt orphans; keep others of the user out of this process."""
+    Path("/proc/self/oom_score_adj").write_text("1000")  # before the driver, if the machine runs out of memory
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))  # not of addresses: libraries reserve many
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_DUMPABLE, 0)  # nobody but root may open its memory or its pipes by /proc
+
+
 def serve(memory: int) -> None:
     """Answer requests until there are no more. memory: bytes."""
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what functions print is no answer
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the driver, whatever its exit
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))  # not of addresses: libraries reserve many
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    Path("/proc/self/oom_score_adj").write_text("1000")  # before the driver, where the machine runs out of memory
+    os.dup2(2, 1)  # a function may print; that is no answer
+    os.register_at_fork(after_in_child=functools.partial(_disconnect, asked.fileno(), answers.fileno()))
+    protect_process(memory)
     faulthandler.enable()
     calls: dict[str, Callable[..., tuple[Json, bytes]]] = {"score": score, "reset": reset, "step": step}
     function, path = None, ""
     with asyncio.Runner() as runner:
-        while head := asked.read(LENGTHS.size):
+        while head := asked.read(REQUEST.size):
             began, world = time.perf_counter(), b""
+            request, size = REQUEST.unpack(head)
             try:
-                seconds, what, *arguments = pickle.loads(asked.read(LENGTHS.unpack(head)[0]))
+                seconds, what, *arguments = pickle.loads(asked.read(size))
                 faulthandler.dump_traceback_later(0.9 * seconds)  # where it is, for whoever ends it
                 if what == "load":
                     path = arguments[0]
                     function = load(*arguments)
                     answer = {"kind": "step" if inspect.isclass(function.func) else "verify"}
+                elif runs_program(path, what, function, arguments):
+                    call = functools.partial(calls[what], function, runner, *arguments)
+                    answer = isolated(call, memory)
                 else:
                     answer, world = calls[what](function, runner, *arguments)
             except BaseException as error:  # sys.exit, too: none of them is an answer
@@ -243,5 +349,5 @@ def serve(memory: int) -> None:
                     f"leaves {len(text) + len(world)} bytes after {what} (a verdict, an instance pickled), over {MOST}"
                 )
                 text, world = json.dumps({"failed": "too_large", "why": why}).encode(), b""
-            answers.write(LENGTHS.pack(len(text), len(world)) + text + world)
+            answers.write(ANSWER.pack(request, len(text), len(world)) + text + world)
             answers.flush()

@@ -37,6 +37,7 @@ import json
 import os
 import pickle
 import re
+import secrets
 import signal
 import sys
 import tempfile
@@ -51,13 +52,15 @@ from omegaconf import DictConfig
 import gym_client
 from env import Task
 from gym_client import GymError, Json
-from kit import plugins
+from kit import gym_servers, plugins, sandbox
 from kit.config import to_plain
 from kit.errors import ConfigError, PluginError
-from kit.function_worker import LENGTHS, MOST, RUNS_CODE
+from kit.function_worker import ANSWER, MOST, REQUEST, RUNS_CODE
 
 LOAD_S = 300.0  # seconds to start a process and import what the function does
 KILLED_S = 5.0  # seconds for a process to be gone that was killed
+MAX_LOG = 16 * 2**20  # bytes of a process's log, after which it begins anew
+SANDBOXES = (None, "bwrap")  # env.verifier_pool.sandbox
 TRUTHS = ("ground_truth", "expected_answer", "answer")  # where rows of Gym have it
 VERL = "verl"  # the name of verl's own
 MADE_UP = "So the answer is 7."
@@ -144,6 +147,10 @@ def check(config: DictConfig) -> Iterator[Exception]:
         number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
         if not (whole and value is None) and not (number and (value >= least if whole else value > least)):
             yield ConfigError(f"env.verifier_pool.{key}={value}: wants {'1 or more' if whole else 'more than 0'}")
+    if pool.get("sandbox") not in SANDBOXES:
+        yield ConfigError(f"env.verifier_pool.sandbox={pool.sandbox}: choose null or bwrap")
+    elif pool.get("sandbox") and (why := sandbox.why_unavailable()):
+        yield ConfigError(f"env.verifier_pool.sandbox={pool.sandbox}: {why}, or set it to null")
 
 
 def runs_code(function: Function, data_sources: set[Any]) -> bool:
@@ -183,9 +190,13 @@ class Worker:
 
     async def start(self) -> None:
         """A process that has loaded the function. Raises GymError."""
-        function, variables = self.function, os.environ | {"OMP_NUM_THREADS": "1"}  # there is a process for each core
+        function = self.function
         code = f"import sys; sys.path.insert(0, {str(plugins.ROOT)!r}); from kit.function_worker import serve; "
-        command = (sys.executable, "-u", "-P", "-c", code + f"serve({int(self.pool.memory_gb * 2**30)})")
+        command = [sys.executable, "-u", "-P", "-c", code + f"serve({int(self.pool.memory_gb * 2**30)})"]
+        variables = environment(self.pool)
+        if self.pool.get("sandbox"):
+            folders = [Path.cwd(), Path(function.path).parent] if function.path else [Path.cwd()]
+            command, variables = sandbox.wrap(command, folders), variables | {"KIT_SANDBOX": "1"}
         with self.log.open("ab") as log:
             try:
                 self.process = self.last = await asyncio.create_subprocess_exec(
@@ -199,15 +210,19 @@ class Worker:
     async def ask(self, seconds: float, what: str, *arguments: Any) -> tuple[Json, bytes]:
         """One request. A process that does not answer in `seconds`, or that nobody waits for, is killed. Raises
         GymError."""
-        process, begin, name = self.process, self.log.stat().st_size, self.function.spec
+        process, begin, name = self.process, self.shorten_log(), self.function.spec
         assert process and process.stdin and process.stdout
         whole = False  # whether there was an answer
+        number = secrets.randbits(64)
         try:
             async with asyncio.timeout(seconds):
                 request = pickle.dumps([seconds, what, *arguments])
-                process.stdin.write(LENGTHS.pack(len(request), 0) + request)
+                process.stdin.write(REQUEST.pack(number, len(request)) + request)
                 await process.stdin.drain()
-                sizes = LENGTHS.unpack(await process.stdout.readexactly(LENGTHS.size))
+                answered, *sizes = ANSWER.unpack(await process.stdout.readexactly(ANSWER.size))
+                if answered != number or sum(sizes) > MOST:
+                    why = "it wrote an answer to no request, or one that is too long"
+                    raise GymError("bad_answer", f"{name}: {why}; its log is {self.log}")
                 text, world = [await process.stdout.readexactly(size) for size in sizes]
             answer, whole = gym_client._sound(json.loads(text)), True
         except TimeoutError:
@@ -235,9 +250,19 @@ class Worker:
         own = [frame for frame in frames if frame[0] == self.function.path] or frames
         return f" at {own[0][0]}:{own[0][1]}" if own else ""
 
+    def shorten_log(self) -> int:
+        """The size of the log in bytes, which begins anew if it is over MAX_LOG."""
+        size = self.log.stat().st_size
+        if size <= MAX_LOG:
+            return size
+        os.truncate(self.log, 0)  # the process appends to it
+        return 0
+
     def kill(self) -> None:
-        """The process, at once, and what it has started."""
-        if self.process:
+        """Kill the process and all that it has started, also what has left its process group."""
+        if self.process and self.process.returncode is None:
+            sandbox.kill_tree(self.process.pid)
+        elif self.process:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process = None
@@ -247,6 +272,13 @@ class Worker:
         self.kill()
         if self.last:
             await gone(self.last)
+
+
+def environment(pool: DictConfig) -> dict[str, str]:
+    """The environment of a process: without variables named like a secret, unless env.verifier_pool.env names them."""
+    shown = set(pool.get("env") or ())
+    kept = {name: value for name, value in os.environ.items() if name in shown or not gym_servers.SECRET.search(name)}
+    return kept | {"OMP_NUM_THREADS": "1"}  # there is a process for each core
 
 
 async def gone(process: Process) -> int:
@@ -327,9 +359,15 @@ class Session:
         return str(self.tokenizer.decode(self.last_ids, skip_special_tokens=True))
 
     async def verify(self, _: Json) -> gym_client.Verdict:
-        """What the function says of the last answer. Raises GymError."""
-        said, _world = await self.pool.call("score", arguments(self.row, self.text, self.pool.function.name))
-        return gym_client.parse_verdict(said, said["_seconds"], self.row)
+        """The function's reward of the last answer. Raises GymError."""
+        function = self.pool.function
+        called_with = arguments(self.row, self.text, function.name)
+        said, _world = await self.pool.call("score", called_with)
+        verdict = gym_client.parse_verdict(said, said["_seconds"], self.row)
+        if runs_code(function, {called_with["data_source"]}) and not 0 <= verdict.reward <= 1:
+            why = f"a reward of {verdict.reward:g}, though verl's scorer of programs pays from 0 to 1"
+            raise GymError("bad_answer", f"{function.spec}: {why}")
+        return verdict
 
     async def step(self, _: Json) -> gym_client.Turn:
         """What the environment makes of the last answer. Raises GymError."""

@@ -56,6 +56,7 @@ def prepare(config: DictConfig, command: str = "train") -> Data:
     own = functions.of_recipe(config)
     data = Data([], [], [], tokenizer, stop_ids, *ideas)
     load_rows(config, command, data, aliases, own)
+    check_sandbox(config, data)
     tasks = [*data.train, *data.made, *data.validation]
     if vision := getattr(tokenizer, "vision", None):
         images.check(config, vision, tasks, command)
@@ -365,6 +366,42 @@ def named(config: DictConfig) -> str:
     return "; ".join(parts)
 
 
+def runs_code(config: DictConfig, data: Data) -> list[str]:
+    """The verifiers of these rows that run programs of the policy: servers, and verl's own scorer."""
+    tasks, own = [*data.train, *data.made, *data.validation], functions.of_recipe(config)
+    found = []
+    for name in dict.fromkeys(task.server for task in tasks):
+        if name in own:
+            sources = {str(task.row.get("data_source")) for task in tasks if task.server == name}
+            if functions.runs_code(own[name], sources):
+                found.append(name)
+        else:
+            start = (config.gym.servers.get(name) or {}).get("start") or {}
+            if (start.get("server") or name) in checks.RUNS_CODE:
+                found.append(name)
+    return found
+
+
+def check_sandbox(config: DictConfig, data: Data) -> None:
+    """Raise ConfigError if programs of the policy would run on this machine, and the recipe does not allow it."""
+    if config.env.allow_unsandboxed_code:
+        return
+    own = functions.of_recipe(config)
+    for name in runs_code(config, data):
+        if name in own and config.env.verifier_pool.sandbox:
+            continue
+        if name in own:
+            way_out = "set env.verifier_pool.sandbox=bwrap, give it a sandbox_fusion_url"
+        elif (config.gym.servers.get(name) or {}).get("start"):
+            way_out = "start it in a container and give its url"
+        else:
+            continue  # it was started by somebody else, elsewhere
+        raise ConfigError(
+            f"{name} runs the policy's programs on this machine, as you, without a sandbox: {way_out}, or accept "
+            "that by env.allow_unsandboxed_code=true"
+        )
+
+
 def cautions(config: DictConfig, data: Data) -> Iterator[str]:
     """What will work, and may not be what one wants."""
     rollout = config.actor_rollout_ref.rollout
@@ -373,15 +410,16 @@ def cautions(config: DictConfig, data: Data) -> Iterator[str]:
         why += "diff_* grows and algorithm.rollout_correction is biased; leave them out unless you want that"
         yield f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}: {why}"
     tasks, own = [*data.train, *data.made, *data.validation], functions.of_recipe(config)
-    for name in dict.fromkeys(task.server for task in tasks):
+    for name in runs_code(config, data):
         start = (config.gym.servers.get(name) or {}).get("start")
-        verls = name in own and functions.runs_code(
-            own[name], {str(task.row.get("data_source")) for task in tasks if task.server == name}
-        )
-        if verls or (name not in own and ((start or {}).get("server") or name) in checks.RUNS_CODE):
-            where = "on this machine, as you" if start or verls else "where it was started"
-            why = "it may read keys and delete your files. Run all of this in a container without them"
-            yield f"{name} RUNS THE MODEL'S CODE {where}, WITHOUT A SANDBOX: {why}"
+        if start or name in own:
+            if name in own and config.env.verifier_pool.sandbox:
+                continue
+            where = "on this machine, as you"
+        else:
+            where = "where it was started"
+        why = "it may read keys and delete your files. Run all of this in a container without them"
+        yield f"{name} RUNS THE MODEL'S CODE {where}, WITHOUT A SANDBOX: {why}"
     for name in dict.fromkeys(task.server for task in tasks if task.server not in own and "reward_model" in task.row):
         why = "its verifier must read reward_model as it is; verl's own reward functions are for `verifier:` of a file"
         yield f"rows of verl's go to the server {name}: {why}"

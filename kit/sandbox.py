@@ -1,0 +1,79 @@
+"""Containment of programs that the policy writes: a bubblewrap sandbox, and the end of a process with its children.
+
+bubblewrap (https://github.com/containers/bubblewrap) gives a process its own view of the machine: no network, a
+read-only file system, an empty home and /tmp, only its own processes, no capabilities.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from kit.plugins import ROOT
+
+TRY_S = 20.0  # seconds for a trial run of bubblewrap
+TREE_S = 5.0  # seconds for a process and its children to be gone
+INSTALL = "install it (Debian and Ubuntu: apt-get install bubblewrap)"
+
+
+@functools.cache
+def why_unavailable() -> str:
+    """Return the reason why bubblewrap cannot be used here; empty if it can."""
+    if not shutil.which("bwrap"):
+        return f"bubblewrap is not installed; {INSTALL}"
+    try:
+        tried = subprocess.run(wrap(["true"], []), capture_output=True, text=True, timeout=TRY_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"bubblewrap does not start: {error}"
+    if tried.returncode:
+        why = tried.stderr.strip()[-200:]
+        return f"bubblewrap does not start ({why}); allow unprivileged user namespaces on this machine"
+    return ""
+
+
+def wrap(command: Sequence[str], readable: Sequence[Path]) -> list[str]:
+    """Return the command line that runs `command` in a sandbox.
+
+    readable: folders below the home or /tmp that the command must read. Everything else there is hidden.
+    """
+    options = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    options += ["--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev"]
+    hidden = sorted({Path("/tmp"), Path("/var/tmp"), Path("/run"), Path.home(), Path("/root")} - {Path("/")})
+    for folder in (folder for folder in hidden if folder.is_dir()):
+        options += ["--tmpfs", str(folder)]
+    python = [Path(prefix) for prefix in dict.fromkeys((sys.prefix, sys.base_prefix))]
+    for folder in dict.fromkeys(path.resolve() for path in (*python, ROOT, *readable) if path.is_dir()):
+        options += ["--ro-bind", str(folder), str(folder)]
+    return ["bwrap", *options, "--setenv", "TMPDIR", "/tmp", "--", *command]
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and all its descendants, also those with a session of their own.
+
+    The process is stopped first, so that it starts no more. It must be a subreaper (PR_SET_CHILD_SUBREAPER): then
+    the children of its dead children are still its descendants.
+    """
+    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+        root = psutil.Process(pid)
+        os.kill(pid, signal.SIGSTOP)
+        deadline = time.monotonic() + TREE_S
+        while time.monotonic() < deadline:
+            children = [p for p in root.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+            if not children:
+                break
+            for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            time.sleep(0.005)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
