@@ -281,7 +281,7 @@ def survivors(mark: str, patience: float = 20.0) -> list[str]:
 # --- what pytest does with every test -------------------------------------------------------------
 
 # Reasons for which a test may be skipped in CI: begin each with the words of the test's own reason.
-SKIPS_IN_CI = ("needs root: ",)
+SKIPS_IN_CI = ("needs root: ", "needs bubblewrap")
 
 
 def timeout_s(item: pytest.Item) -> float:
