@@ -47,6 +47,7 @@ from training import WorkerGroup
 Requests = Sequence[tuple[Task, str]]  # with the id of the task's group
 OnDone = Callable[[int, Episode], None]  # called with the index of an episode that ended
 AT_ONCE = 32  # episodes that begin before the event loop does anything else
+LONGEST_TOKEN = 256  # characters, at most, of any token; so a longer text than this times the room does not fit
 REPLAYS = 3  # times that an episode is played again, after its Gym server went away under it
 
 
@@ -262,6 +263,10 @@ async def play(episode: Episode, task: Task, session: Session, policy: Policy, r
             break
         names = {call["call_id"]: call["name"] for call in calls}
         messages = [chat.observed_message(item, names, policy.max_tool_chars) for item in items]
+        room = policy.max_response_length - len(episode.response_ids)
+        if sum(len(m["content"]) for m in messages) > LONGEST_TOKEN * room:  # too long, whatever the tokenizer
+            episode.ended = "length"
+            break
         new = chat.observed_ids(messages, policy.tokenizer, policy.stop_ids)
         if len(episode.response_ids) + len(new) >= policy.max_response_length:
             episode.ended = "length"
@@ -280,17 +285,23 @@ async def judge(episode: Episode, session: Session) -> None:
 
 def _ask(episode: Episode, task: Task, session: Session, policy: Policy) -> None:
     """The prompt, with what the environment says first. Raises GymError('no_prompt' | 'prompt_too_long')."""
-    messages = list(task.messages)
-    if session.observation:
-        messages.append({"role": "user", "content": session.observation})
-    if messages == task.messages and task.prompt_ids:
+    observation = session.observation
+    if task.prompt_ids and not observation:
         return
-    if not messages:
+    if not task.messages and not observation:
         raise GymError("no_prompt", f"{task.row_id}: its input is empty, and {task.server} says nothing either")
-    episode.prompt_ids = env.encode(messages, task.tools, policy.tokenizer, task.row_id)
+    limit = f"data.max_prompt_length={policy.max_prompt_length}"
+    if observation and len(observation) > LONGEST_TOKEN * policy.max_prompt_length:  # do not spend seconds on it
+        raise GymError("prompt_too_long", f"{task.row_id}: {len(observation)} characters observed, over {limit}")
+    if observation:
+        episode.prompt_ids = chat.first_prompt_ids(
+            task.messages, observation, task.tools, policy.tokenizer, task.row_id
+        )
+    else:
+        episode.prompt_ids = env.encode(task.messages, task.tools, policy.tokenizer, task.row_id)
     if len(episode.prompt_ids) > policy.max_prompt_length:
-        why = f"{len(episode.prompt_ids)} tokens with the observation, over data.max_prompt_length"
-        raise GymError("prompt_too_long", f"{task.row_id}: {why}={policy.max_prompt_length}")
+        why = f"{len(episode.prompt_ids)} tokens with the observation"
+        raise GymError("prompt_too_long", f"{task.row_id}: {why}, over {limit}")
 
 
 async def _react(

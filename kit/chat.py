@@ -16,6 +16,7 @@ from typing import Any
 import regex
 from jinja2 import TemplateError
 
+import env
 import gym_client
 from env import OTHER_TEMPLATE
 from gym_client import GymError
@@ -141,6 +142,28 @@ def encode_marked(text: str, tokens: dict[str, int], mark: str, tokenizer: Any) 
         why = f"the environment's text becomes {found - expected} control tokens of the tokenizer"
         raise GymError("template", f"{why}; remove them from the server's answer")
     return ids
+
+
+def first_prompt_ids(
+    messages: list[dict[str, Any]], observation: str, tools: list[dict[str, Any]], tokenizer: Any, where: str
+) -> list[int]:
+    """The ids of a row's messages and of what its environment observes first, as a user message.
+
+    A control token in the observation is encoded as text; the row's own messages are trusted. Raises env.DataError,
+    GymError('template').
+    """
+    mark, tokens = uuid.uuid4().hex, control_tokens(tokenizer)
+    marked = mark_tokens(observation, tokens, mark)
+    messages = [*messages, {"role": "user", "content": marked}]
+    if marked == observation:
+        return env.encode(messages, tools, tokenizer, where)
+    if getattr(tokenizer, "vision", None):
+        raise GymError("template", f"{where}: the first observation has control tokens; remove them on the server")
+    try:
+        text = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise GymError("template", f"the chat template does not take the first observation: {error}") from error
+    return encode_marked(text, tokens, mark, tokenizer)
 
 
 def observed_ids(messages: list[dict[str, Any]], tokenizer: Any, stop_ids: set[int]) -> list[int]:
