@@ -126,14 +126,15 @@ class Run:
         if self.live:
             self.live.stop()
         try:
-            if self.tracking:
-                self.close_trackers(0 if kind is None else 1)
+            self.close_trackers(0 if kind is None else 1)
             self.write_report()
         finally:
             self.give_folder_back()
 
     def close_trackers(self, status: int) -> None:
         """End the trackers. If one cannot write, the run says so: its numbers are in metrics.jsonl."""
+        if not self.tracking:
+            return
         try:
             self.tracking.finish(exit_code=status)
             if writer := getattr(self.tables, "writer", None):  # of tensorboard, which nothing else closes
@@ -156,12 +157,12 @@ class Run:
         if not path.is_file():
             return
         kept, gone, cut = list[bytes](), list[bytes](), list[bytes]()
-        for line in files.read_lines(path):
-            found = files.parse_line(line)
+        for raw in files.read_lines(path):
+            found = files.parse_line(raw)
             if found is None or not isinstance(found.get("step"), int):
-                cut.append(line + b"\n")
+                cut.append(raw + b"\n")
             else:
-                (kept if found["step"] <= step else gone).append(line + b"\n")
+                (kept if found["step"] <= step else gone).append(raw + b"\n")
         if cut:
             with files.appending(path.with_name(f"{path.name}.cut")) as out:
                 out.writelines(cut)
