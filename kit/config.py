@@ -319,8 +319,8 @@ def public(config: DictConfig) -> DictConfig:
                 for key, value in resolved.items()
             }
         if isinstance(resolved, list):
-            raws = raw if isinstance(raw, list) else [""] * len(resolved)
-            return [walk(*pair, secret) for pair in zip(raws, resolved, strict=True)]
+            items = raw if isinstance(raw, list) else [""] * len(resolved)
+            return [walk(*pair, secret) for pair in zip(items, resolved, strict=True)]
         if isinstance(raw, str) and "${oc.env:" in raw:
             return without_passwords(DEFAULT.sub(r"${oc.env:\1}", raw) if secret else raw)
         if isinstance(resolved, str):

@@ -25,6 +25,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from safetensors import SafetensorError
 
 from env import Task
 from kit import checkpoints, files
@@ -368,7 +369,13 @@ class Run:
             log = stack.enter_context((self.folder / "logs" / "export.log").open("w"))
             stack.enter_context(contextlib.redirect_stdout(log))
             stack.enter_context(contextlib.redirect_stderr(log))
-            checkpoints.export(self.checkpoint, self.folder / "export")
+            try:
+                checkpoints.export(self.checkpoint, self.folder / "export")
+            except SafetensorError as error:  # of a full disk, too, which is no OSError there
+                target = self.folder / "export"
+                raise RunError(
+                    f"{target} cannot be written: {error}; free space there, then run the same command again"
+                ) from error
 
     # --- what it tells ---
 
