@@ -95,13 +95,17 @@ def schema(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def control_tokens(tokenizer: Any) -> dict[str, int]:
-    """{text: id} of the tokens that structure a conversation: the special ones, and those that the template writes."""
+    """{text: id} of the tokens that structure a conversation: the special ones, and those that the template writes.
+
+    Not among them is the token for unknown text, which any text may become.
+    """
     template = str(tokenizer.chat_template or "")
     tokens = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
     special = {
         *tokenizer.all_special_tokens,
         *(t.content for t in tokenizer.added_tokens_decoder.values() if t.special),
     }
+    special.discard(tokenizer.unk_token)
     return {text: i for text, i in tokens.items() if text in special or text in template}
 
 

@@ -25,6 +25,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from safetensors import SafetensorError
 
 from env import Task
 from kit import checkpoints, files
@@ -126,16 +127,16 @@ class Run:
         if self.live:
             self.live.stop()
         try:
-            if self.tracking:
-                self.close_trackers(0 if kind is None else 1)
+            self.close_trackers(0 if kind is None else 1)
             self.write_report()
         finally:
             self.give_folder_back()
 
     def close_trackers(self, status: int) -> None:
         """End the trackers. If one cannot write, the run says so: its numbers are in metrics.jsonl."""
+        if not self.tracking:
+            return
         try:
-            assert self.tracking
             self.tracking.finish(exit_code=status)
             if writer := getattr(self.tables, "writer", None):  # of tensorboard, which nothing else closes
                 writer.close()
@@ -157,12 +158,12 @@ class Run:
         if not path.is_file():
             return
         kept, gone, cut = list[bytes](), list[bytes](), list[bytes]()
-        for text in files.read_lines(path):
-            found = files.parse_line(text)
+        for raw in files.read_lines(path):
+            found = files.parse_line(raw)
             if found is None or not isinstance(found.get("step"), int):
-                cut.append(text + b"\n")
+                cut.append(raw + b"\n")
             else:
-                (kept if found["step"] <= step else gone).append(text + b"\n")
+                (kept if found["step"] <= step else gone).append(raw + b"\n")
         if cut:
             with files.appending(path.with_name(f"{path.name}.cut")) as out:
                 out.writelines(cut)
@@ -368,7 +369,13 @@ class Run:
             log = stack.enter_context((self.folder / "logs" / "export.log").open("w"))
             stack.enter_context(contextlib.redirect_stdout(log))
             stack.enter_context(contextlib.redirect_stderr(log))
-            checkpoints.export(self.checkpoint, self.folder / "export")
+            try:
+                checkpoints.export(self.checkpoint, self.folder / "export")
+            except SafetensorError as error:  # of a full disk, too, which is no OSError there
+                target = self.folder / "export"
+                raise RunError(
+                    f"{target} cannot be written: {error}; free space there, then run the same command again"
+                ) from error
 
     # --- what it tells ---
 

@@ -280,6 +280,11 @@ def survivors(mark: str, patience: float = 20.0) -> list[str]:
 
 # --- what pytest does with every test -------------------------------------------------------------
 
+# Files with tests that start a whole run of algorithm.py or install packages, besides those of the stack's group.
+STARTS_COMMANDS = (
+    *("test_backends", "test_docs", "test_gym_servers", "test_images", "test_models", "test_private", "test_readme"),
+    *("test_scale", "test_tests"),
+)
 # Reasons for which a test may be skipped in CI: begin each with the words of the test's own reason.
 SKIPS_IN_CI = ("needs root: ", "needs bubblewrap")
 
@@ -292,7 +297,8 @@ def timeout_s(item: pytest.Item) -> float:
     """
     if item.get_closest_marker("soak"):
         return 3600.0
-    return 600.0 if item.get_closest_marker("xdist_group") else 120.0
+    is_slow = item.get_closest_marker("xdist_group") or item.path.stem in STARTS_COMMANDS
+    return 600.0 if is_slow else 120.0
 
 
 @pytest.hookimpl(wrapper=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, SESSION, WORDS, drop, load, make_model, row, run, write_rows
+from conftest import ROOT, SESSION, WORDS, drop, load, make_model, metrics_of, row, run, write_rows
 from rich.console import Console
 from test_gym_client import Answers
 
@@ -119,14 +119,20 @@ def test_a_verifier_that_was_down_for_a_third(stack):
 
 
 def test_a_learning_rate_a_hundred_times_too_high(stack):
+    """The policy collapses into one answer. By chance that may be one with a 7, which is paid: then it trains again."""
     rate = "actor_rollout_ref.actor.optim.lr=0.5"
     config, _ = load(stack.workspace, *SESSION, rate)
-    workers = training.start_workers(config)  # the session's have their optimizer
-    workers.actor.init_model()
-    try:
-        what, shown, todo = first_finding(train(stack, "fast", rate, workers=workers))
-    finally:
-        drop(workers)
+    for _ in range(4):
+        workers = training.start_workers(config)  # the session's have their optimizer
+        workers.actor.init_model()
+        try:
+            folder = train(stack, "fast", rate, workers=workers)
+        finally:
+            drop(workers)
+        rewards = [m["rollout/reward/mean"] for m in metrics_of(folder) if "rollout/reward/mean" in m]
+        if rewards[-1] <= rewards[0]:
+            break
+    what, shown, todo = first_finding(folder)
     assert "went to pieces" in what and "The learning rate, 0.5, is too high" in what
     assert "actor/entropy" in shown and "optim.lr" in todo
 

@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -177,6 +178,47 @@ def test_a_cut_line_is_kept_aside_and_ends_no_resume(command, tmp_path, capsys, 
     assert (folder / "metrics.jsonl").read_bytes().startswith(before)
     assert cut.strip() in (folder / "metrics.jsonl.cut").read_bytes()
     assert all(files.parse_line(line) for line in files.read_lines(folder / "metrics.jsonl"))
+    for name in ("failures", "metrics.abandoned"):  # a line that comes next begins on its own
+        assert cut.endswith(b"\n") or (folder / f"{name}.jsonl.cut").read_bytes() == cut + b"\n"
+
+
+@pytest.mark.parametrize(("code", "path"), [(errno.ENOSPC, None), (errno.EROFS, "runs/tiny/rollouts.jsonl")])
+def test_a_failed_write_anywhere_in_a_run_is_one_message(command, monkeypatch, code, path):
+    """As of a library's, or of a command's own file."""
+
+    def fail(*_, **__):
+        raise OSError(code, os.strerror(code), path)
+
+    monkeypatch.setattr("kit.start.start", fail)
+    message = command()
+    assert message.startswith(f"error: {path or 'the folder of the run, tiny,'} cannot be written: {os.strerror(code)}")
+
+    def refuse(*_, **__):
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+
+    monkeypatch.setattr("kit.start.start", refuse)
+    with pytest.raises(ConnectionRefusedError):  # no file's: its traceback is wanted
+        command()
+
+
+def test_an_export_on_a_full_disk_is_one_message(command, tmp_path, monkeypatch):
+    from safetensors.torch import save_file
+
+    def too_large(_, target):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # bytes
+        try:
+            save_file({"w": torch.ones(999)}, tmp_path / "model.safetensors")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    usual = checkpoints.export
+    monkeypatch.setattr(checkpoints, "export", too_large)
+    message = command()
+    assert message.startswith("error: runs/tiny/export cannot be written") and "free space" in message, message
+    assert "File too large" in message and "\n" not in message
+    monkeypatch.setattr(checkpoints, "export", usual)
+    assert command() == "" and (tmp_path / "runs/tiny/export/step.txt").read_text() == "2"
 
 
 def test_a_whole_last_line_without_its_end_stays(tmp_path):
