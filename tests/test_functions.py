@@ -318,15 +318,15 @@ DIED, SLOW = r"my.py:bad: its process ended with", r"my.py:bad gave no answer wi
     ],
 )
 def test_what_a_function_does_wrong_fails_by_name_and_the_pool_heals(named, tmp_path, text, reason, why, line):
-    began = time.monotonic()
+    began, others = time.monotonic(), psutil.Process().children(recursive=True)
     before, error, after = play(named("my.py:bad", timeout_s=1.0), "fine", text, "fine")
     assert (before.reward, after.reward) == (1.0, 1.0) and time.monotonic() - began < 10
     numbers = [str(n) for n, source in enumerate(FILE.splitlines(), 1) if line in source]
     why = why.replace("FILE", str(tmp_path / "my.py")).replace("LINE", numbers[0])
     assert isinstance(error, GymError) and error.reason == reason and re.search(why, str(error)), str(error)
     assert "\n" not in str(error)
-    left = [p for p in psutil.Process().children(recursive=True) if "sleep" in p.name() or "worker" in str(p.cmdline())]
-    assert not left
+    started = set(psutil.Process().children(recursive=True)) - set(others)
+    assert not [p for p in started if "sleep" in p.name() or "worker" in str(p.cmdline())]
 
 
 def test_an_async_function_that_never_yields(named):

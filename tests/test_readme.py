@@ -291,8 +291,9 @@ def test_records_are_read_as_readme_says(desk, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_names_is_there(page):
+def test_what_a_page_names_is_there(page, monkeypatch):
     """Links, files in backticks, and recipes after --config."""
+    monkeypatch.chdir(ROOT)
     text = page.read_text()
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
     folders = "kit|templates|configs|tests|docs|benchmarks"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from conftest import GIVEN, GYM_PYTHON, ROOT, command, metrics_of, run, tiny
@@ -139,8 +141,12 @@ def test_evaluation_says_mean_and_pass_at_k_and_what_the_server_says(workspace):
     mean = sum(r["reward"] for r in records) / 32
     assert metrics["val-core/reasoning_gym/reward/mean@4"] == pytest.approx(mean)
     assert metrics["val-gym/reasoning_gym/mean/reward"] == pytest.approx(mean)  # /aggregate_metrics agrees
+    right = Counter(r["_ng_task_index"] for r in records if r["reward"] == 1.0)
     rates = [metrics[f"val-core/reasoning_gym/acc/pass@{k}"] for k in (1, 2, 4)]
-    assert rates == sorted(rates) and f"pass@4: {rates[2]:.4g}" in result.stdout
+    for k, rate in zip((1, 2, 4), rates, strict=True):  # Chen et al. 2021, equation 1
+        chances = [1 - math.comb(4 - right[index], k) / math.comb(4, k) for index in range(8)]
+        assert rate == pytest.approx(sum(chances) / 8)
+    assert f"pass@4: {rates[2]:.4g}" in result.stdout
     assert len(re.findall(r"' -> '.*reward \d\.\d\d", result.stdout)) == 6  # the three best and the three worst
 
 
