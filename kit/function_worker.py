@@ -4,9 +4,9 @@ A request is a pickled list on stdin: load, score, reset or step, and its argume
 result, or `failed`, a reason as in gym_client, and `why`) and the bytes of an environment's instance. It carries the
 random number of its request, so that nobody can answer a later one in advance. The function prints to stderr.
 
-Only this process can write answers: in a child that it forks, the two pipes are /dev/null. If verl's scorer runs a
-program of the policy, each call gets a process of its own, and all that the program started is killed after it
-(`isolated`). That program can still cheat the scorer itself, which verl runs in the program's own process: it can pay
+Only this process can write answers: in a child that it forks, the two pipes are /dev/null. If verl's scorer runs or
+evaluates code of the policy, a forked process makes the call, and all that the code started is killed after it
+(`isolated`). That code can still cheat the scorer itself, which verl runs in the program's own process: it can pay
 itself at most the 1 of a right answer, and nobody else.
 """
 
@@ -46,7 +46,12 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36  # of prctl
 SCORE = ("data_source", "solution_str", "ground_truth", "extra_info")  # verl's names; by these a function is called
 SCORED = "a finite number, or a dict with `score`, which is one"
 STEPPED = "(observation, reward, done): text or None, a finite number, True or False"
-RUNS_CODE = ("codecontests", "apps", "codeforces", "taco")  # data sources whose answers verl's own runs as programs
+# Data sources whose answers verl's own scorer runs as programs, and those whose answers it evaluates as Python:
+# math_equal in verl/utils/reward_score/prime_math/grader.py calls eval and sympy's parse_expr.
+PROGRAMS = ("codecontests", "apps", "codeforces", "taco")
+EVALUATED = tuple(
+    f"numina_{name}" for name in ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
+)
 SANDBOX_SAID = (  # of a program; all else that verl 0.9.1 notes of a test is no verdict
     *("success", "wrong_answer", "runtime_error", "timeout", "compile_error", "compile_timeout"),
     *("compile_error_skipped", "Invalid completion (missing code block)"),
@@ -83,7 +88,7 @@ def verls_own() -> Callable[..., Any]:
         sandbox_fusion_url: str | None = None,
         memory_limit_mb: int = 1024,  # of each program, as verl's reward.sandbox_fusion
     ) -> Any:
-        if not sandbox_fusion_url or data_source not in RUNS_CODE:
+        if not sandbox_fusion_url or data_source not in PROGRAMS:
             return verls.default_compute_score(data_source, solution_str, ground_truth, extra_info)
         sandbox = importlib.import_module("verl.utils.reward_score.sandbox_fusion")
         value, cases = sandbox.compute_score(
@@ -223,11 +228,24 @@ def failure(error: BaseException, path: str) -> Json:
 # --- programs of the policy ----------------------------------------------------------------------
 
 
-def runs_program(path: str, what: str, function: Any, arguments: list[Any]) -> bool:
-    """Return whether verl's own scorer runs the policy's answer as a program on this machine."""
-    if path or what != "score" or function.keywords.get("sandbox_fusion_url"):
+def runs_policy_code(data_source: Any, settings: Mapping[str, Any]) -> bool:
+    """Return whether verl's own scorer, with these settings, runs code of the policy in this process or a child."""
+    if data_source in EVALUATED:
+        return True
+    return data_source in PROGRAMS and not settings.get("sandbox_fusion_url")
+
+
+def is_isolated(path: str, what: str, function: Any, arguments: list[Any]) -> bool:
+    """Return whether a call may run code of the policy, and gets a process for itself."""
+    if path or what != "score":
         return False
-    return arguments[0].get("data_source") in RUNS_CODE
+    return runs_policy_code(arguments[0].get("data_source"), function.keywords)
+
+
+def import_scorer(data_source: str) -> None:
+    """Import verl's scorer, so that not each forked process imports it: sympy takes seconds."""
+    name = "prime_math" if data_source in EVALUATED else "prime_code"
+    importlib.import_module(f"verl.utils.reward_score.{name}")
 
 
 def isolated(call: Callable[[], tuple[Json, bytes]], memory: int) -> Json:
@@ -335,7 +353,8 @@ def serve(memory: int) -> None:
                     path = arguments[0]
                     function = load(*arguments)
                     answer = {"kind": "step" if inspect.isclass(function.func) else "verify"}
-                elif runs_program(path, what, function, arguments):
+                elif is_isolated(path, what, function, arguments):
+                    import_scorer(arguments[0]["data_source"])
                     call = functools.partial(calls[what], function, runner, *arguments)
                     answer = isolated(call, memory)
                 else:

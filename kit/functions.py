@@ -42,7 +42,7 @@ import signal
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ from gym_client import GymError, Json
 from kit import gym_servers, plugins, sandbox
 from kit.config import to_plain
 from kit.errors import ConfigError, PluginError
-from kit.function_worker import ANSWER, MOST, REQUEST, RUNS_CODE
+from kit.function_worker import ANSWER, MOST, REQUEST, runs_policy_code
 
 LOAD_S = 300.0  # seconds to start a process and import what the function does
 KILLED_S = 5.0  # seconds for a process to be gone that was killed
@@ -153,9 +153,9 @@ def check(config: DictConfig) -> Iterator[Exception]:
         yield ConfigError(f"env.verifier_pool.sandbox={pool.sandbox}: {why}, or set it to null")
 
 
-def runs_code(function: Function, data_sources: set[Any]) -> bool:
+def runs_code(function: Function, data_sources: Iterable[Any]) -> bool:
     """Whether it has verl run what the policy wrote on this machine."""
-    return not function.path and not function.settings.get("sandbox_fusion_url") and bool(data_sources & {*RUNS_CODE})
+    return not function.path and any(runs_policy_code(source, function.settings) for source in data_sources)
 
 
 def told(config: DictConfig, functions: Sequence[Function]) -> str:
@@ -301,6 +301,7 @@ class Pool:
     def __init__(self, function: Function, config: DictConfig, logs: Path):
         count = processes(config)
         self.function, self.places = function, asyncio.Semaphore(count)
+        self.may_run_code = bool(config.env.verifier_pool.get("sandbox") or config.env.get("allow_unsandboxed_code"))
         self.workers = [Worker(function, config, logs / f"verifier_{function.name}_{k}.log") for k in range(count)]
         self.idle, self.known = self.workers[::-1], ""
 
@@ -362,10 +363,15 @@ class Session:
         """The function's reward of the last answer. Raises GymError."""
         function = self.pool.function
         called_with = arguments(self.row, self.text, function.name)
+        is_code = runs_code(function, [called_with["data_source"]])
+        if is_code and not self.pool.may_run_code:  # rows that a function makes are not all known before the run
+            why = f"data_source={called_with['data_source']} runs code of the policy on this machine"
+            fix = "set env.verifier_pool.sandbox=bwrap, or env.allow_unsandboxed_code=true"
+            raise GymError("raised", f"{function.spec}: {why}, which the recipe does not allow; {fix}")
         said, _world = await self.pool.call("score", called_with)
         verdict = gym_client.parse_verdict(said, said["_seconds"], self.row)
-        if runs_code(function, {called_with["data_source"]}) and not 0 <= verdict.reward <= 1:
-            why = f"a reward of {verdict.reward:g}, though verl's scorer of programs pays from 0 to 1"
+        if is_code and not 0 <= verdict.reward <= 1:
+            why = f"a reward of {verdict.reward:g}, though this scorer of verl's pays from 0 to 1"
             raise GymError("bad_answer", f"{function.spec}: {why}")
         return verdict
 

@@ -391,13 +391,13 @@ def check_sandbox(config: DictConfig, data: Data) -> None:
         if name in own and config.env.verifier_pool.sandbox:
             continue
         if name in own:
-            way_out = "set env.verifier_pool.sandbox=bwrap, give it a sandbox_fusion_url"
+            way_out = "set env.verifier_pool.sandbox=bwrap, give it a sandbox_fusion_url (programs only)"
         elif (config.gym.servers.get(name) or {}).get("start"):
             way_out = "start it in a container and give its url"
         else:
             continue  # it was started by somebody else, elsewhere
         raise ConfigError(
-            f"{name} runs the policy's programs on this machine, as you, without a sandbox: {way_out}, or accept "
+            f"{name} runs the policy's code on this machine, as you, without a sandbox: {way_out}, or accept "
             "that by env.allow_unsandboxed_code=true"
         )
 

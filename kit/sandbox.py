@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,8 +49,9 @@ def wrap(command: Sequence[str], readable: Sequence[Path]) -> list[str]:
     """
     options = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     options += ["--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev"]
-    hidden = sorted({Path("/tmp"), Path("/var/tmp"), Path("/run"), Path.home(), Path("/root")} - {Path("/")})
-    for folder in (folder for folder in hidden if folder.is_dir()):
+    sockets = Path(tempfile.gettempdir()).resolve()  # of vLLM and Ray, which a read-only mount does not close
+    hidden = {Path("/tmp"), Path("/var/tmp"), Path("/run"), Path.home(), Path("/root"), sockets} - {Path("/")}
+    for folder in (folder for folder in sorted(hidden) if folder.is_dir()):
         options += ["--tmpfs", str(folder)]
     python = [Path(prefix) for prefix in dict.fromkeys((sys.prefix, sys.base_prefix))]
     for folder in dict.fromkeys(path.resolve() for path in (*python, ROOT, *readable) if path.is_dir()):

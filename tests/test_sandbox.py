@@ -4,9 +4,11 @@ of the process that verifies; what they start ends with the call; a sandbox hide
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import shutil
+import tempfile
 import time
 
 import psutil
@@ -75,6 +77,20 @@ except OSError:
     print("too much")
 """
 
+# Code in a mathematical answer, in the process that answers for the verifier: pay 1,000,000 to this request.
+MATH_ATTACK = """
+import json, struct, sys
+text = json.dumps({"reward": 1e6, "reward_components": {}, "_seconds": 0.0}).encode()
+frame = sys._getframe()
+while frame:
+    number, answers = frame.f_locals.get("request"), frame.f_locals.get("answers")
+    if number and answers:
+        answers.write(struct.pack("!QQQ", number, len(text), 0) + text)
+        answers.flush()
+    frame = frame.f_back
+open("ran", "w").close()
+"""
+
 FILE = '''
 import json, os, socket, struct, subprocess, time
 from pathlib import Path
@@ -126,6 +142,7 @@ def looks_around(solution_str, **_):
     return {"score": 1.0, "seen": json.dumps(seen)}
 '''
 TESTS = json.dumps({"inputs": ["1 2", "3 4"], "outputs": ["7", "7"]})
+MATH = {"data_source": "numina_olympiads", "reward_model": {"ground_truth": "x+y"}, "responses_create_params": {}}
 TASK = {"data_source": "taco", "reward_model": {"ground_truth": TESTS}, "responses_create_params": {}}
 
 
@@ -140,9 +157,10 @@ def pool_of(tmp_path, monkeypatch):
     (tmp_path / "mine" / "my.py").write_text(FILE)
     monkeypatch.chdir(tmp_path / "mine")
 
-    def make(verifier, **keys):
+    def make(verifier, allowed=True, **keys):
         pool = {"processes": 1, "timeout_s": 60.0, "memory_gb": 2.0, "sandbox": None, "env": []} | keys
         env = {"verifier": verifier, "verifier_pool": pool, "train_files": [], "val_files": []}
+        env["allow_unsandboxed_code"] = allowed
         config = OmegaConf.create({"env": env, "gym": {"servers": {}}})
         own = list(functions.of_recipe(config).values())
         return functions.Verifiers(gym_client.Gym({}), own, config, Letters(), tmp_path)
@@ -175,6 +193,31 @@ def test_a_program_is_paid_by_its_tests_and_forges_nobodys_reward(pool_of, kind)
     attacks = [found[2], found[5]]
     allowed = {0.0} if kind else {0.0, "bad_answer", "died"}  # root may write to any pipe; it is noticed
     assert set(attacks) <= allowed, said
+
+
+def test_code_in_a_mathematical_answer_forges_no_reward(pool_of, tmp_path):
+    """verl's prime_math calls eval on an answer with a pi in it; bytes, since it cuts answers at underscores."""
+    attack = rf"\boxed{{\pi+exec(bytes(({','.join(map(str, MATH_ATTACK.encode()))})))}}"
+    right, wrong = r"\boxed{y+x}", r"\boxed{x-y}"
+    said = play(pool_of("verl"), right, wrong, attack, right, wrong, row=MATH)
+    assert rewards(said) == [1.0, 0.0, 0.0, 1.0, 0.0]
+    assert (tmp_path / "mine" / "ran").exists()  # else the attack proves nothing
+
+
+def test_code_of_rows_that_were_not_known_before_the_run_is_refused(pool_of):
+    """A function makes rows batch by batch: a later one may bring the first program."""
+    for answered, source in ((TASK, "taco"), (MATH, "numina_olympiads")):
+        (error,) = play(pool_of("verl", allowed=False), "print(7)", row=answered)
+        assert error.reason == "raised" and f"data_source={source} runs code of the policy" in str(error)
+    list_as_source = {**TASK, "data_source": ["taco"]}
+    assert rewards(play(pool_of("verl", allowed=False), "print(7)", row=list_as_source)) == ["raised"]
+
+
+def test_a_sandbox_hides_the_folder_of_temporary_files_wherever_it_is(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    command = sandbox.wrap(["true"], [])
+    hidden = {path for option, path in itertools.pairwise(command) if option == "--tmpfs"}
+    assert {"/tmp", str(tmp_path)} <= hidden
 
 
 @pytest.mark.parametrize("program", ["import sys\nsys.exit(0)", "import posix\nposix._exit(0)", "raise SystemExit"])
@@ -279,9 +322,17 @@ def code_rows(workspace):
     return [f"env.train_files=[{path}]", "env.val_files=[]", "env.verifier=verl"]
 
 
+def test_a_recipe_whose_answers_verl_evaluates_is_refused_too(workspace):
+    path = write_rows(workspace / "math.jsonl", [row(f"add {n}", **MATH) for n in range(8)])
+    asked = [f"env.train_files=[{path}]", "env.val_files=[]", "data.max_prompt_length=64"]
+    verifier = "env.verifier={function: verl, sandbox_fusion_url: 'http://127.0.0.1:9/run_code'}"  # for programs only
+    with pytest.raises(ConfigError, match="verl runs the policy's code on this machine"):
+        load(workspace, *asked, verifier)
+
+
 def test_a_recipe_whose_rows_run_programs_says_so_or_is_refused(workspace):
     asked = [*code_rows(workspace), "data.max_prompt_length=64"]
-    wanted = r"verl runs the policy's programs on this machine, as you, without a sandbox: set .*allow_unsandboxed_code"
+    wanted = r"verl runs the policy's code on this machine, as you, without a sandbox: set .*allow_unsandboxed_code"
     with pytest.raises(ConfigError, match=wanted):
         load(workspace, *asked)
     load(workspace, *asked, "env.allow_unsandboxed_code=true")
@@ -291,6 +342,6 @@ def test_a_recipe_whose_rows_run_programs_says_so_or_is_refused(workspace):
 
 def test_a_server_that_runs_programs_is_started_only_if_the_recipe_allows_it(workspace):
     start = "gym.servers.reasoning_gym.start.server=code_gen"
-    with pytest.raises(ConfigError, match=r"reasoning_gym runs the policy's programs .* container and give its url"):
+    with pytest.raises(ConfigError, match=r"reasoning_gym runs the policy's code .* container and give its url"):
         load(workspace, start)
     load(workspace, start, "env.allow_unsandboxed_code=true")
