@@ -122,10 +122,11 @@ def mark_tokens(value: Any, tokens: Iterable[str], mark: str) -> Any:
         return [mark_tokens(item, tokens, mark) for item in value]
     if not isinstance(value, str):
         return value
-    if short := [token for token in tokens if len(token) == 1 and token in value]:
+    present = [token for token in tokens if token in value]  # few texts have any, and a search for overlaps is slow
+    if short := [token for token in present if len(token) == 1]:
         why = f"the environment's text has {short[0]!r}, one of the tokenizer's control tokens"
         raise GymError("template", f"{why}; remove it from the server's answer")
-    places = {found.start() + 1 for token in tokens for found in re.finditer(f"(?={re.escape(token)})", value)}
+    places = {found.start() + 1 for token in present for found in re.finditer(f"(?={re.escape(token)})", value)}
     borders = [0, *sorted(places), len(value)]
     return mark.join(value[begin:end] for begin, end in itertools.pairwise(borders)) if places else value
 

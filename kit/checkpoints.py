@@ -155,9 +155,10 @@ def broken(checkpoint: Path) -> str:
     if odd := next((path for path in checkpoint.rglob("*") if not (path.is_file() or path.is_dir())), None):
         return f"{odd.relative_to(checkpoint)} is not a regular file"  # to read a FIFO would wait forever
     try:
-        sizes = json.loads((checkpoint / MANIFEST).read_text())["files"].copy()
-        sizes.update({})  # raises AttributeError if it is no mapping
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        sizes = json.loads((checkpoint / MANIFEST).read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        sizes = None
+    if not isinstance(sizes, dict):
         return f"it has no {MANIFEST}, which is written last"
     for name, size in sizes.items():
         path = checkpoint / name
