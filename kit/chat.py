@@ -21,7 +21,7 @@ import gym_client
 from env import OTHER_TEMPLATE
 from gym_client import GymError
 
-PARSE_S = 5.0  # for one search of a tool parser in an answer
+PARSE_S = 5.0  # CPU seconds of this process for one search of a tool parser in an answer
 
 
 class TimedPattern:

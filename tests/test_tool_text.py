@@ -156,10 +156,11 @@ def test_a_parser_of_cubic_time_stops_and_the_event_loop_runs_on(monkeypatch):
     async def work():
         found.append(await chat.understand(policy, hostile, tools))
 
-    began = time.monotonic()
+    began, worked = time.monotonic(), time.process_time()
     pause = asyncio.run(longest_pause(work()))
-    took = time.monotonic() - began
+    took, worked = time.monotonic() - began, time.process_time() - worked
     print(f"longest pause {pause:.3f} s, took {took:.1f} s")
     ((_, _, calls),) = found  # vLLM reads an answer that it cannot search as text
     assert not calls
-    assert pause < 0.15 and 0.5 < took < 5
+    assert pause < 0.15 and took < 5
+    assert worked > 0.5  # the package counts a timeout in seconds of this process's CPU time
