@@ -81,8 +81,8 @@ async def parse(policy: Any, ids: list[int], tools: list[dict[str, Any]]) -> tup
     for key in dir(found):
         if isinstance(getattr(found, key, None), regex.Pattern):
             setattr(found, key, TimedPattern(getattr(found, key)))
-    told = await asyncio.to_thread(found.extract_tool_calls, raw, request)
-    return told.content, [call.function for call in told.tool_calls] if told.tools_called else []
+    parsed = await asyncio.to_thread(found.extract_tool_calls, raw, request)
+    return parsed.content, [call.function for call in parsed.tool_calls] if parsed.tools_called else []
 
 
 def schema(function: dict[str, Any]) -> dict[str, Any]:
@@ -100,11 +100,9 @@ def control_tokens(tokenizer: Any) -> dict[str, int]:
     Not among them is the token for unknown text, which any text may become.
     """
     template = str(tokenizer.chat_template or "")
-    tokens = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
-    special = {
-        *tokenizer.all_special_tokens,
-        *(t.content for t in tokenizer.added_tokens_decoder.values() if t.special),
-    }
+    added = tokenizer.added_tokens_decoder
+    tokens = {token.content: i for i, token in added.items() if token.content.strip()}
+    special = {*tokenizer.all_special_tokens, *(token.content for token in added.values() if token.special)}
     special.discard(tokenizer.unk_token)
     return {text: i for text, i in tokens.items() if text in special or text in template}
 

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kit.errors import ConfigError
+from kit.gym_servers import SECRET as VARIABLE  # in the name of an environment variable
 
 ROOT = Path(__file__).resolve().parent.parent
 VERL = Path(importlib.util.find_spec("verl").origin).parent / "trainer" / "config"  # type: ignore[union-attr, arg-type]
@@ -100,8 +101,7 @@ UNREAD = {
 }
 MICRO_BATCH_TOKENS = [f"{place}.ppo_max_token_len_per_gpu" for place in (ACTOR, "critic")]
 MICRO_BATCH_TOKENS += [f"{place}.log_prob_max_token_len_per_gpu" for place in (ROLLOUT, REF)]
-HIDDEN = "<hidden>"  # in the place of a secret
-VARIABLE = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)  # in the name of an environment variable
+HIDDEN = "<hidden>"  # written instead of a secret
 SECRET = re.compile(  # names of keys; not verl's prompt_key, reward_fn_key, ...
     r"(?:^|[_-])(?:(?:api|access|auth|secret|private|signing|encryption|account|judge|policy|openai|model|server)"
     r"[_-]?keys?|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!image_)(?<!stop_)token|secret|password|passwd|passphrase"

@@ -6,8 +6,8 @@ random number of its request, so that nobody can answer a later one in advance. 
 
 Only this process can write answers: in a child that it forks, the two pipes are /dev/null. If verl's scorer runs or
 evaluates code of the policy, a forked process makes the call, and all that the code started is killed after it
-(`isolated`). That code can still cheat the scorer itself, which verl runs in the program's own process: it can pay
-itself at most the 1 of a right answer, and nobody else.
+(`isolated`). That code can still cheat the scorer, which verl runs in the same process. It can give its own
+episode at most 1, the reward of a right answer. It cannot change the reward of another episode.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import numbers
 import os
 import pickle
@@ -261,7 +262,10 @@ def isolated(call: Callable[[], tuple[Json, bytes]], memory: int) -> Json:
     os.close(write)
     with os.fdopen(result, "rb") as file:
         line = file.readline(MAX_RESULT)
-    kill_children()
+    kill_descendants(os.getpid())
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
     try:
         answer = json.loads(line)
     except ValueError:
@@ -287,7 +291,7 @@ def _answer_and_exit(call: Callable[[], tuple[Json, bytes]], write: int, memory:
 
 
 def bound_program(memory: int) -> None:
-    """Bound what a program may use: `memory` bytes beside those in use, mapped ones too; files; processes."""
+    """Limit memory to `memory` bytes more than now, mapped memory included; limit file sizes and processes."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     addresses = pages * resource.getpagesize() + memory
     resource.setrlimit(resource.RLIMIT_AS, (addresses, addresses))
@@ -296,22 +300,29 @@ def bound_program(memory: int) -> None:
         resource.setrlimit(resource.RLIMIT_NPROC, (SANDBOX_PROCESSES, SANDBOX_PROCESSES))
 
 
-def kill_children() -> None:
-    """Kill all descendants of this process, which is their subreaper, and collect their exit statuses."""
+def kill_descendants(pid: int, deadline_s: float = math.inf) -> None:
+    """Kill all descendants of a process, until none is left or the deadline is over.
+
+    The process must be a subreaper (PR_SET_CHILD_SUBREAPER): then the children of its dead children are still its
+    descendants. Raises psutil.NoSuchProcess.
+    """
     import psutil  # not needed by most functions
 
-    me = psutil.Process()
-    while children := [p for p in me.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]:
-        for child in children:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+    root, begun = psutil.Process(pid), time.monotonic()
+    while True:
+        killed = 0
+        for child in root.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may end at any moment
+                if child.status() != psutil.STATUS_ZOMBIE:
+                    child.kill()
+                    killed += 1
+        if not killed or time.monotonic() - begun > deadline_s:
+            return
+        time.sleep(0.005)
 
 
 def _disconnect(*descriptors: int) -> None:
-    """In a forked child: put /dev/null in the place of these pipes."""
+    """In a forked child: replace these pipes by /dev/null."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
         os.dup2(null, descriptor, inheritable=False)

@@ -276,9 +276,8 @@ class Worker:
 
 def environment(pool: DictConfig) -> dict[str, str]:
     """The environment of a process: without variables named like a secret, unless env.verifier_pool.env names them."""
-    shown = set(pool.get("env") or ())
-    kept = {name: value for name, value in os.environ.items() if name in shown or not gym_servers.SECRET.search(name)}
-    return kept | {"OMP_NUM_THREADS": "1"}  # there is a process for each core
+    variables = gym_servers.without_secrets(pool.get("env") or ())
+    return variables | {"OMP_NUM_THREADS": "1"}  # there is a process for each core
 
 
 async def gone(process: Process) -> int:

@@ -75,8 +75,8 @@ def located(line: str, sources: Mapping[NormalizedName, Any]) -> str:
     elif keys == {"url"}:
         requirement.url = source["url"]
     else:
-        told = f"tool.uv.sources has {requirement.name} = {source!r}, which is not taken"
-        raise InstallError(f"{told}; install {requirement.name} from there, and set start.python")
+        problem = f"tool.uv.sources has {requirement.name} = {source!r}, which is not taken"
+        raise InstallError(f"{problem}; install {requirement.name} from there, and set start.python")
     requirement.specifier = SpecifierSet()  # a requirement has either versions or a place
     return str(requirement)
 

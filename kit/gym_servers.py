@@ -13,8 +13,8 @@ For a name with `agent` Gym's agent answers (POST /run) and owns the turns; behi
 endpoint, for its answers and their token ids. Settings come from the server's own YAML in the package; a recipe names
 only what it changes. A server gets its own settings and the addresses of the others, through its standard input. An
 environment variable that is named like a secret is hidden from it, unless `env` of its start names that variable.
-Verifiers that ask models by name (judges) want kit/verdicts.py beside this file; kit/models.py says which processes
-those are.
+Verifiers that ask models by name (judges) need kit/verdicts.py in the same folder; kit/models.py names those
+processes.
 
 One resources server, until Ctrl-C: python -m kit.gym_servers NAME [--path FOLDER] [--port 8001] [--python PYTHON]
 An environment of its own for a server that needs more: python -m kit.gym_servers install NAME (kit/gym_install.py)
@@ -62,7 +62,7 @@ HOST = "127.0.0.1"
 POLICY_MODEL = "policy_model"  # the name that Gym's own YAML uses for the model that is trained
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")  # what a log file may be called by
 FROM_STDIN = "--from-stdin"  # argument: standard input holds the arguments of `serve`, as JSON
-# As in kit/config.py: an environment variable with such a name holds a secret.
+# An environment variable with such a name holds a secret.
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 # Servers that read more of another block than its address: impl -> the other's impl.
 READS_SETTINGS = {"browsecomp_agent": "vllm_model", "rdkit_chemistry": "ns_tools"}
@@ -344,17 +344,22 @@ def known_to(block: Block, other: Block) -> Block:
     return {key: other[key] for key in ("name", "kind", "impl", "host", "port")}
 
 
+def without_secrets(shown: Collection[str]) -> dict[str, str]:
+    """Return this process's environment variables, without those named like a secret, except `shown` ones."""
+    return {name: value for name, value in os.environ.items() if name in shown or not SECRET.search(name)}
+
+
 def environment(block: Block, hidden: Collection[str]) -> dict[str, str]:
     """Return the environment variables for the process of `block`: some servers run the policy's code.
 
     Left out are `hidden` ones, secrets that its recipe does not name, and those of this interpreter.
     """
     shown = block.get("shown", ())
-    env = {}
-    for name, value in os.environ.items():
-        is_secret = name in hidden or bool(SECRET.search(name))
-        if name in shown or not (is_secret or name.startswith(("PYTHON", "VIRTUAL_ENV"))):
-            env[name] = value
+    env = {
+        name: value
+        for name, value in without_secrets(shown).items()
+        if name in shown or not (name in hidden or name.startswith(("PYTHON", "VIRTUAL_ENV")))
+    }
     # no tracker that phones home
     return env | {"WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1", **block.get("env", {})}
 

@@ -366,19 +366,19 @@ def named(config: DictConfig) -> str:
     return "; ".join(parts)
 
 
-def runs_code(config: DictConfig, data: Data) -> list[str]:
-    """The verifiers of these rows that run programs of the policy: servers, and verl's own scorer."""
+def unsandboxed(config: DictConfig, data: Data) -> dict[str, bool]:
+    """The verifiers of these rows that run code of the policy without a sandbox: {name: whether on this machine}."""
     tasks, own = [*data.train, *data.made, *data.validation], functions.of_recipe(config)
-    found = []
+    found = {}
     for name in dict.fromkeys(task.server for task in tasks):
         if name in own:
             sources = {str(task.row.get("data_source")) for task in tasks if task.server == name}
-            if functions.runs_code(own[name], sources):
-                found.append(name)
+            if functions.runs_code(own[name], sources) and not config.env.verifier_pool.sandbox:
+                found[name] = True
         else:
-            start = (config.gym.servers.get(name) or {}).get("start") or {}
-            if (start.get("server") or name) in checks.RUNS_CODE:
-                found.append(name)
+            start = (config.gym.servers.get(name) or {}).get("start")
+            if ((start or {}).get("server") or name) in checks.RUNS_CODE:
+                found[name] = bool(start)  # else somebody else started it, elsewhere
     return found
 
 
@@ -387,15 +387,10 @@ def check_sandbox(config: DictConfig, data: Data) -> None:
     if config.env.allow_unsandboxed_code:
         return
     own = functions.of_recipe(config)
-    for name in runs_code(config, data):
-        if name in own and config.env.verifier_pool.sandbox:
-            continue
+    for name in (name for name, is_here in unsandboxed(config, data).items() if is_here):
+        way_out = "start it in a container and give its url"
         if name in own:
             way_out = "set env.verifier_pool.sandbox=bwrap, give it a sandbox_fusion_url (programs only)"
-        elif (config.gym.servers.get(name) or {}).get("start"):
-            way_out = "start it in a container and give its url"
-        else:
-            continue  # it was started by somebody else, elsewhere
         raise ConfigError(
             f"{name} runs the policy's code on this machine, as you, without a sandbox: {way_out}, or accept "
             "that by env.allow_unsandboxed_code=true"
@@ -410,14 +405,8 @@ def cautions(config: DictConfig, data: Data) -> Iterator[str]:
         why += "diff_* grows and algorithm.rollout_correction is biased; leave them out unless you want that"
         yield f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}: {why}"
     tasks, own = [*data.train, *data.made, *data.validation], functions.of_recipe(config)
-    for name in runs_code(config, data):
-        start = (config.gym.servers.get(name) or {}).get("start")
-        if start or name in own:
-            if name in own and config.env.verifier_pool.sandbox:
-                continue
-            where = "on this machine, as you"
-        else:
-            where = "where it was started"
+    for name, is_here in unsandboxed(config, data).items():
+        where = "on this machine, as you" if is_here else "where it was started"
         why = "it may read keys and delete your files. Run all of this in a container without them"
         yield f"{name} RUNS THE MODEL'S CODE {where}, WITHOUT A SANDBOX: {why}"
     for name in dict.fromkeys(task.server for task in tasks if task.server not in own and "reward_model" in task.row):

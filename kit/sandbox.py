@@ -14,12 +14,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
+from kit.function_worker import kill_descendants
 from kit.plugins import ROOT
 
 TRY_S = 20.0  # seconds for a trial run of bubblewrap
@@ -62,20 +62,10 @@ def wrap(command: Sequence[str], readable: Sequence[Path]) -> list[str]:
 def kill_tree(pid: int) -> None:
     """Kill a process and all its descendants, also those with a session of their own.
 
-    The process is stopped first, so that it starts no more. It must be a subreaper (PR_SET_CHILD_SUBREAPER): then
-    the children of its dead children are still its descendants.
+    The process is stopped first, so that it starts no more.
     """
     with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-        root = psutil.Process(pid)
         os.kill(pid, signal.SIGSTOP)
-        deadline = time.monotonic() + TREE_S
-        while time.monotonic() < deadline:
-            children = [p for p in root.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-            if not children:
-                break
-            for child in children:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
-            time.sleep(0.005)
+        kill_descendants(pid, TREE_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
