@@ -341,24 +341,43 @@ def load(workers: Any, checkpoint: Path) -> dict[str, Any]:
 
 
 def export(checkpoint: Path, target: Path) -> None:
-    """Merge a checkpoint's shards into a Hugging Face folder, tokenizer included (verl.model_merger)."""
-    # what it says of DTensors that are read without a process group is of no use to anybody
+    """Merge a checkpoint's shards into a Hugging Face folder, tokenizer included (verl.model_merger).
+
+    The files are written in another folder first, so that a full disk leaves an earlier export whole.
+    """
+    partial = target.with_name(target.name + files.PART)
+    shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
+    try:
+        merge(checkpoint, partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    (target / EXPORTED).unlink(missing_ok=True)
+    shutil.rmtree(target / "lora_adapter", ignore_errors=True)
+    for path in [path for path in partial.rglob("*") if path.is_file()]:
+        new = target / path.relative_to(partial)
+        new.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, new)
+    shutil.rmtree(partial)
+    (target / EXPORTED).write_text(f"{step_of(checkpoint)}\n")
+
+
+def merge(checkpoint: Path, target: Path) -> None:
+    """Write the weights, the tokenizer and the configuration of a checkpoint as a Hugging Face folder."""
+    # its warnings about DTensors that are read without a process group are of no use
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     from verl.model_merger.base_model_merger import ModelMergerConfig
     from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 
     actor = str(checkpoint / "actor")
-    if (saved := checkpoint / "actor" / "model" / "huggingface").is_dir():  # Megatron's is one already
-        shutil.copytree(saved, target, dirs_exist_ok=True)
-        (target / EXPORTED).write_text(f"{step_of(checkpoint)}\n")
+    saved = checkpoint / "actor" / "model" / "huggingface"
+    if saved.is_dir():  # Megatron's is one already
+        shutil.copytree(saved, target)
         return
     config = ModelMergerConfig(
         "merge", "fsdp", str(target), local_dir=actor, hf_model_config_path=f"{actor}/huggingface"
     )
-    merger = FSDPModelMerger(config)
-    (target / EXPORTED).unlink(missing_ok=True)  # of an earlier export, as is the adapter
-    shutil.rmtree(target / "lora_adapter", ignore_errors=True)
-    merger.merge_and_save()
+    FSDPModelMerger(config).merge_and_save()
     if (target / "lora_adapter").is_dir():  # verl writes the base model beside the adapter; the policy is both
         from peft import PeftModel
         from transformers import AutoModelForCausalLM
@@ -367,7 +386,6 @@ def export(checkpoint: Path, target: Path) -> None:
         PeftModel.from_pretrained(base, target / "lora_adapter").merge_and_unload().save_pretrained(target)
     if "vision_config" in json.loads((target / "config.json").read_text()):
         keep_processor(OmegaConf.load(checkpoint / "config.yaml").actor_rollout_ref.model.path, target)
-    (target / EXPORTED).write_text(f"{step_of(checkpoint)}\n")
 
 
 def keep_processor(model: str, target: Path) -> None:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -20,6 +20,7 @@ from kit.errors import RunError, Stop
 
 PEER_S = 30  # seconds until Ray knows of a node that it is lost
 END_S = 60  # seconds for the processes to end in, before they are killed
+BLOCKED_S = 5  # seconds for an event loop to stop in
 WHOLE = ("update_critic", "update_actor", "update_weights", "save_checkpoint")  # stages that are not left half done
 AGAIN = "The same command goes on from the last checkpoint"
 
@@ -34,6 +35,8 @@ class Guard:
         self.begun = time.monotonic()  # when the stage under way did, or last got on
         self.asked, self.asked_at, self.lost = 0, 0.0, ""  # the signal that asked to stop, when; what was lost
         self.ending: Stop | None = None
+        self.stopping: asyncio.Handle | None = None  # the call that stops the event loop of this thread
+        self.stopped_at = 0.0  # when it was made
         self.owed = ""  # what is to be done once the processes have ended
         self.watch: watch.Watch | None = None
         self.loop: Any = None  # asyncio.Runner, or kit.ahead.Loop
@@ -66,13 +69,24 @@ class Guard:
         if self.current and self.current not in WHOLE:
             self.stop_asked()
 
-    def stop(self, why: str, status: int = 1, save: bool = False) -> NoReturn:
-        """Raise what ends the run, and keep it: Ray's waiting makes a plain KeyboardInterrupt of it (see `stage`)."""
-        self.ending = Stop(why, status, save)
-        raise self.ending
+    def stop(self, why: str, status: int = 1, save: bool = False) -> None:
+        """Raise Stop, or stop the event loop that runs in this thread; `stage` then raises Stop.
 
-    def stop_asked(self) -> NoReturn:
-        """Raise what ends a run that was asked to stop, between two updates."""
+        An exception that a signal handler raises inside an event loop may take the place of a callback
+        that the loop has already taken from its queue. The task that waits for this callback could
+        then never end, and could not be cancelled either.
+        """
+        self.ending = Stop(why, status, save)
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise self.ending from None
+        if not self.stopping:
+            self.stopping, self.stopped_at = loop.call_soon_threadsafe(loop.stop), time.monotonic()
+            signal.alarm(BLOCKED_S)
+
+    def stop_asked(self) -> None:
+        """End a run that was asked to stop, between two updates, as `stop` does."""
         self.stop("interrupted", 128 + self.asked, save=True)
 
     def alarmed(self, *_: Any) -> None:
@@ -87,19 +101,24 @@ class Guard:
             watch.end_now(status, self.watch)
         if not self.current:
             return  # between two stages; the next one sees what is lost
+        if self.stopping and self.ending:
+            if time.monotonic() > self.stopped_at + BLOCKED_S - 1:  # a call inside the event loop does not return
+                raise self.ending
+            return
         where = f"stage {self.current}"
         if lost := self.lost:
             # without Ray's GCS the workers still answer, for the minute until Ray ends the driver
             save = "gcs_server" in lost and self.current not in WHOLE
             self.lost = "" if save else lost
             self.stop(f"{where}: {lost}. {AGAIN}", save=save)
+            return
         seconds, last = self.config.env.stage_deadline_s, watch.latest_words(self.logs)
         self.stop(f"{where} got nowhere in {seconds:g} s (env.stage_deadline_s); raise it if that is only slow; {last}")
 
     def progress(self) -> None:
         """A stage that gets on does not hang: its deadline counts from now (env.stage_deadline_s, in whole seconds)."""
         self.begun = time.monotonic()
-        if self.current:
+        if self.current and not self.stopping:
             signal.alarm(max(1, round(self.config.env.stage_deadline_s)))
 
     def lose(self, what: str) -> None:
@@ -137,9 +156,13 @@ class Guard:
                 self.show(name)
                 self.progress()
             yield
+            if self.stopping and self.ending:  # the work was done before the event loop stopped
+                raise self.ending
         except KeyboardInterrupt as error:
             raise (self.ending or error) from None
         except Exception as error:
+            if self.stopping and self.ending:  # asyncio says that its loop was stopped
+                raise self.ending from None
             self.failed = name if inner else self.failed
             if type(error).__module__.split(".")[0] != "ray":
                 raise
@@ -151,6 +174,9 @@ class Guard:
             if inner:
                 signal.alarm(0)
                 self.current = outer
+            if self.stopping:
+                self.stopping.cancel()
+                self.stopping = None
             self.timing[name] = self.timing.get(name, 0.0) + time.perf_counter() - begin
 
     @contextlib.contextmanager

@@ -464,9 +464,12 @@ def with_values(stack, values, critic=True, reward_model=False):
 
 
 def drop(workers) -> None:
-    """End worker groups that a test has started beside the session's."""
+    """End worker groups that a test has started beside the session's, and free their logical CPUs and GPUs."""
     import ray
 
-    for group in workers:
-        for worker in group.workers if group else ():
+    for group in filter(None, workers):
+        for worker in group.workers:
             ray.kill(worker)
+        pool = getattr(group, "resource_pool", None)  # groups that share processes have none
+        for placement in pool.pgs if pool else ():
+            ray.util.remove_placement_group(placement)

@@ -17,12 +17,11 @@ import time
 from collections import Counter, defaultdict
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from aiohttp import web
+from omegaconf import OmegaConf
 from test_turns import CHATML, STOPS, TOOL, bytes_tokenizer, call, policy_of
-from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
 import env
 import gym_client
@@ -34,6 +33,8 @@ from kit.episodes import keep
 from kit.gym_servers import GymStartError, check_server
 
 GROUPS, FAILING = 120, 0.3
+ALGORITHM = {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False, "gamma": 0.9, "lam": 0.5}
+CONFIG = OmegaConf.create({"algorithm": ALGORITHM})
 MEMBERS = {group: 2 if group % 2 else 4 for group in range(GROUPS)}
 TIMEOUT_S = 3.0  # of the client, and ten times that where nothing hangs: a busy machine must not look as if it did
 # way -> the status that an episode of it may end with
@@ -61,7 +62,8 @@ class FaultServer:
     """
 
     def __init__(self, way: str = ""):
-        self.way, self.rng, self.sessions, self.calls = way, random.Random(way), {}, Counter()
+        self.way, self.rng, self.sessions = way, random.Random(way), {}
+        self.calls, self.faults = Counter(), Counter()  # by path
         self.paths, self.status, self.hanging = [], 0, set()
 
     @web.middleware
@@ -77,7 +79,10 @@ class FaultServer:
         if not self.way or self.rng.random() > FAILING:
             return ""
         way = self.rng.choice(list(WAYS)) if self.way == "mixed" else self.way
-        return "" if path == "/look_up" and way in ("500", "404") else way  # those are the tool's word to the model
+        if path == "/look_up" and way in ("500", "404"):  # those are the tool's answer to the model
+            return ""
+        self.faults[path] += 1
+        return way
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body, way = await request.json(), self.fault(request.path)
@@ -207,7 +212,7 @@ def requests_of(tokenizer, with_tool: bool):
 
 
 def run(way: str, with_tool: bool):
-    """(episodes, the server's counts of calls) of one rollout against a server that fails in this way."""
+    """(episodes, the server) of one rollout against a server that fails in this way."""
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
     requests = requests_of(tokenizer, with_tool)
     policy = policy_of(Says(tokenizer, [task for task, _ in requests]), tokenizer)
@@ -218,15 +223,15 @@ def run(way: str, with_tool: bool):
             return await inference.rollout(requests, policy, gym)
 
     with Server(way) as server:
-        return asyncio.run(collect(server.url)), server.faults.calls
+        return asyncio.run(collect(server.url)), server.faults
 
 
 def advantages(episodes) -> dict[str, torch.Tensor]:
-    """{row: its advantage on every sampled token}, by verl, of the episodes that may be trained on."""
+    """{row: its advantage on every sampled token} of the episodes that may be trained on."""
     batch = training.to_batch(episodes, 0, 1.0)
-    values, _ = compute_grpo_outcome_advantage(
-        batch.batch["token_level_scores"], batch.batch["response_mask"], np.array(batch.non_tensor_batch["uid"])
-    )
+    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+    training.advantages(batch, CONFIG)
+    values = batch.batch["advantages"]
     sampled = batch.batch["response_mask"].bool()
     return {e.row_id: row[mask] for e, row, mask in zip(episodes, values, sampled, strict=True)}
 
@@ -246,14 +251,17 @@ def test_no_failed_call_becomes_a_reward(way, with_tool, faultless):
     assert {e.status for e in honest.values()} == {"ok"} and len(honest) == sum(MEMBERS.values())
     assert all(e.reward == e.reward and e.response == str(e.reward) for e in honest.values())
 
-    episodes, calls = run(way, with_tool)
+    episodes, server = run(way, with_tool)
     failed = [e for e in episodes if e.status != "ok"]
     allowed = set().union(*WAYS.values()) if way == "mixed" else WAYS[way]
     assert {e.status for e in failed} <= allowed, Counter(e.status for e in failed)
     assert all(e.reward is None and e.error for e in failed)
     assert all(e.reward == honest[e.row_id].reward for e in episodes if e.status == "ok")
-    if WAYS.get(way) or way == "mixed":  # faults did happen: some were survived by repeating, some not
-        assert failed and calls["/seed_session"] > len(episodes) * 0.9
+    paths = {"/seed_session", "/verify", *(("/look_up",) if with_tool and way not in ("500", "404") else ())}
+    assert set(server.faults) == paths  # the server did fail at each of them
+    assert bool(failed) == (way != "delay")
+    if way in ("reset", "truncated json", "503"):  # what is sent again: fewer episodes fail than calls
+        assert server.calls["/seed_session"] > len(episodes) and len(failed) < sum(server.faults.values())
 
     kept, _ = keep(episodes)
     groups = defaultdict(list)

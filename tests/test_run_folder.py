@@ -221,6 +221,36 @@ def test_an_export_on_a_full_disk_is_one_message(command, tmp_path, monkeypatch)
     assert command() == "" and (tmp_path / "runs/tiny/export/step.txt").read_text() == "2"
 
 
+def test_an_export_that_fails_leaves_the_earlier_one_whole(tmp_path, monkeypatch):
+    checkpoint, target = tmp_path / "global_step_7", tmp_path / "export"
+    target.mkdir()
+    for name in ("model.safetensors", "config.json", "README.md"):
+        (target / name).write_text("of step 5")
+    (target / checkpoints.EXPORTED).write_text("5\n")
+
+    def fill_the_disk(_checkpoint, folder):
+        folder.mkdir()
+        (folder / "config.json").write_text("of step 7")
+        raise OSError(errno.ENOSPC, "full")
+
+    def merge(_checkpoint, folder):
+        folder.mkdir()
+        for name in ("model.safetensors", "config.json"):
+            (folder / name).write_text("of step 7")
+
+    monkeypatch.setattr(checkpoints, "merge", fill_the_disk)
+    with pytest.raises(OSError, match="full"):
+        checkpoints.export(checkpoint, target)
+    names = ["README.md", "config.json", "model.safetensors", checkpoints.EXPORTED]
+    assert [path.name for path in sorted(target.iterdir())] == names
+    assert {path.read_text().strip() for path in target.iterdir()} == {"of step 5", "5"}
+    monkeypatch.setattr(checkpoints, "merge", merge)
+    checkpoints.export(checkpoint, target)
+    contents = [path.read_text() for path in sorted(target.iterdir())]
+    assert contents == ["of step 5", "of step 7", "of step 7", "7\n"]  # a file that the user added stays
+    assert sorted(tmp_path.iterdir()) == [target]
+
+
 def test_a_whole_last_line_without_its_end_stays(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}')

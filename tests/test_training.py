@@ -128,21 +128,20 @@ def test_keep_drops_failures_and_groups_of_one():
 
 
 def test_advantages_of_survivors_are_those_of_a_run_without_failures():
-    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+    algorithm = {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False, "gamma": 0.9, "lam": 0.5}
+    config = OmegaConf.create({"algorithm": algorithm})
 
     def advantages(episodes):
         batch = training.to_batch(keep(episodes)[0], 0, 1.0)
-        rewards, mask, uid = (
-            batch.batch["token_level_scores"],
-            batch.batch["response_mask"],
-            batch.non_tensor_batch["uid"],
-        )
-        return compute_grpo_outcome_advantage(rewards, mask, uid)[0][:, 0].tolist()
+        batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+        training.advantages(batch, config)
+        return batch.batch["advantages"][:, 0].tolist()
 
     good = [episode([1], [1], reward=r, group="a") for r in (0.0, 1.0, 1.0)]
     lone = episode([1], [1], reward=1.0, group="b")
     failed = [episode([1], [1], reward=None, group=g, status="http_500") for g in "aab"]
-    assert advantages([good[0], failed[0], good[1], lone, good[2], *failed[1:]]) == advantages(good)
+    survived = advantages([good[0], failed[0], good[1], lone, good[2], *failed[1:]])
+    assert survived == advantages(good) == pytest.approx([-2 / 3, 1 / 3, 1 / 3])
 
 
 @pytest.mark.parametrize(("rows", "mini_batches", "ranks"), [(64, 1, 1), (61, 2, 2), (9, 8, 1), (16, 4, 4), (5, 2, 2)])
@@ -285,9 +284,6 @@ def test_micro_batches_keep_answers_to_a_prompt_together(monkeypatch):
 
 def test_components_of_the_reward_reach_verls_multi_reward_advantage():
     """gdpo normalises each component by itself: here they pull apart, and the sum alone would say nothing."""
-    from omegaconf import OmegaConf
-    from verl.trainer.ppo.ray_trainer import compute_advantage
-
     parts = [{"right": 1.0, "format": 0.0}, {"right": 0.0, "format": 1.0}, {"right": 1.0, "format": 0.0}]
     episodes = [episode([1], [2, 3], reward=1.0) for _ in parts]
     for e, part in zip(episodes, parts, strict=True):
@@ -295,8 +291,10 @@ def test_components_of_the_reward_reach_verls_multi_reward_advantage():
     batch = training.to_batch(episodes, 0, 1.0)
     assert list(batch.non_tensor_batch["right"]) == [1.0, 0.0, 1.0]
     batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
-    settings = OmegaConf.create({"gdpo_reward_keys": ["right", "format"], "gdpo_reward_weights": [1.0, 0.1]})
-    advantages = compute_advantage(batch, adv_estimator="gdpo", config=settings).batch["advantages"]  # [3, 2]
+    algorithm = {"adv_estimator": "gdpo", "norm_adv_by_std_in_grpo": False, "gamma": 0.9, "lam": 0.5}
+    algorithm |= {"gdpo_reward_keys": ["right", "format"], "gdpo_reward_weights": [1.0, 0.1]}
+    training.advantages(batch, OmegaConf.create({"algorithm": algorithm}))
+    advantages = batch.batch["advantages"]  # [3, 2]
     assert advantages[0, 0] > 0 > advantages[1, 0] and torch.equal(advantages[0], advantages[2])
 
 

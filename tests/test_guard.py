@@ -1,0 +1,121 @@
+"""A stop that comes while an event loop runs: no task is lost, and a blocked loop does not block the stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from kit import guard as guards
+from kit.errors import Stop
+from kit.guard import Guard
+
+
+class SignalAfterPop(deque):
+    """The event loop's queue of callbacks: sends SIGTERM when the loop has taken a callback and not yet called it."""
+
+    is_armed = False
+
+    def popleft(self):
+        callback = super().popleft()
+        if self.is_armed:
+            self.is_armed = False
+            os.kill(os.getpid(), signal.SIGTERM)
+        return callback
+
+
+@pytest.fixture
+def guard(tmp_path, monkeypatch) -> Iterator[Guard]:
+    """A Guard with an event loop. `end` has 5 s."""
+
+    def end_now(status, _watch):
+        raise SystemExit(f"end_now({status})")
+
+    monkeypatch.setattr(guards, "END_S", 5)
+    monkeypatch.setattr(guards.watch, "end_now", end_now)
+    config = OmegaConf.create({"env": {"stage_deadline_s": 60}})
+    made = Guard(config, Path(tmp_path), lambda text: None, lambda stage: None)
+    with asyncio.Runner() as made.loop:
+        made.listen()
+        yield made
+        made.give_back()
+
+
+def test_a_stop_between_two_callbacks_leaves_every_task_able_to_end(guard):
+    runner = guard.loop
+    loop = runner.get_loop()
+    queue = loop._ready = SignalAfterPop(loop._ready)
+    ended = []
+
+    async def episode(number: int) -> None:
+        try:
+            await asyncio.sleep(0)
+            queue.is_armed = True  # at the next callback, which resumes this episode or another one
+            while True:
+                await asyncio.sleep(0)
+        finally:
+            ended.append(number)
+
+    async def play() -> None:
+        await asyncio.gather(*(episode(number) for number in range(3)))
+
+    with pytest.raises(Stop, match="interrupted") as stop, guard.stage("gen"):
+        runner.run(play())
+    assert (stop.value.status, stop.value.save) == (143, True)
+    guard.end()
+    assert sorted(ended) == [0, 1, 2]
+    assert not asyncio.all_tasks(loop)
+
+
+def test_a_loop_whose_work_ends_with_the_stop_can_be_used_again(guard):
+    runner = guard.loop
+
+    async def work() -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return "done"
+
+    async def more() -> str:
+        await asyncio.sleep(0.01)
+        return "more"
+
+    with pytest.raises(Stop, match="interrupted"), guard.stage("gen"):
+        assert runner.run(work()) == "done"
+    with guard.stage("save_checkpoint"):
+        assert runner.run(more()) == "more"
+
+
+def test_a_call_that_blocks_the_event_loop_does_not_block_the_stop(guard, monkeypatch):
+    monkeypatch.setattr(guards, "BLOCKED_S", 2)
+    runner, begin = guard.loop, time.monotonic()
+
+    async def block() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+
+    with pytest.raises(Stop, match="interrupted"), guard.stage("gen"):
+        runner.run(block())
+    assert 1 < time.monotonic() - begin < 10
+    with contextlib.suppress(KeyboardInterrupt):
+        guard.end()
+
+
+def test_the_first_loss_is_the_one_that_is_reported(guard):
+    """Two processes are lost at once: the second signal comes while the event loop is being stopped."""
+    runner = guard.loop
+
+    async def wait() -> None:
+        guard.lose("the raylet is gone")
+        guard.lose("a worker is gone")
+        await asyncio.sleep(30)
+
+    with pytest.raises(Stop, match="stage gen: the raylet is gone"), guard.stage("gen"):
+        runner.run(wait())
+    guard.end()
