@@ -138,16 +138,14 @@ def folder_of(where: str) -> Path:
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a regular file; a pipe or a device is not waited for. Raises OSError, TooLarge,
-    ValueError."""
+    """The content of a regular file, up to MOST_BYTES + 1, which `decode` refuses. A pipe or a device is not
+    waited for. Raises OSError, ValueError."""
     if path.exists() and not path.is_file():  # opening some devices already does something
         raise ValueError("not a regular file")
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("not a regular file")
-        raw = file.read(MOST_BYTES + 1)
-    check_bytes(raw)
-    return raw
+        return file.read(MOST_BYTES + 1)
 
 
 def check_bytes(raw: bytes | bytearray) -> None:

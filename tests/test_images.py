@@ -155,6 +155,34 @@ def test_a_file_is_read_up_to_the_limit(tokenizer, tmp_path, monkeypatch):
     assert asked
 
 
+def test_of_a_file_without_end_only_the_limit_is_read(tmp_path, monkeypatch):
+    with (tmp_path / "a.png").open("wb") as file:
+        file.truncate(10**12)  # bytes, none of them on the disk
+    monkeypatch.setattr(images, "MOST_BYTES", 1000)
+    assert images.read_file(tmp_path / "a.png") == bytes(1001)
+
+
+def test_a_download_without_end_is_given_up_at_the_limit(monkeypatch):
+    sent = []
+
+    class Endless(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(1000):
+                    self.wfile.write(bytes(10**6))
+                    sent.append(10**6)
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endless)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(images, "MOST_BYTES", 10**6)
+    with pytest.raises(images.TooLarge):
+        images.fetch(f"http://127.0.0.1:{server.server_port}/x", "x:1")
+    server.shutdown()
+    assert sum(sent) < 10**8  # what the sockets buffer is less
+
+
 def test_the_images_of_a_row_have_a_limit_together(tokenizer, monkeypatch):
     """Of two images of 1,200 pixels each; neither is decoded before its size is known."""
     messages, _ = env.render(picture(url(png(COLOURS["r"]))), "x:1")

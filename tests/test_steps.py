@@ -109,13 +109,27 @@ def test_no_recipe_is_forgotten():
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_step_of_every_recipe(stack, name):
-    """An update whose gradient is finite and not 0, and weights that reach the sampler: it agrees in the step after."""
-    with stack.trainer(name, QUIET, "trainer.total_training_steps=2", overlays=[name]) as trainer:
+    """An update makes likelier what earned a positive advantage, to first order, and the new weights reach the sampler:
+    it agrees with the trainer in the step after."""
+    once = ["actor_rollout_ref.actor.ppo_epochs=1"] if name == "sppo" else []  # its second epoch turns back
+    with stack.trainer(name, QUIET, "trainer.total_training_steps=2", *once, overlays=[name]) as trainer:
+        learn_from, batches = trainer.learn, []
+
+        def learn(batch):
+            batches.append(batch)
+            learn_from(batch)
+            batch.batch["after"] = training.log_probs(trainer.workers.actor, batch, trainer.config)["log_probs"]
+
+        trainer.learn = learn
         for _ in range(2):
             metrics = trainer.advance()
             assert math.isfinite(metrics["actor/pg_loss"]) and metrics["actor/grad_norm"] > 0
             assert metrics["training/rollout_probs_diff_max"] < AGREE
             assert "training/damaged_steps" not in metrics
+    first = batches[0].batch  # of a new optimiser; later ones move on by the gradients before, too
+    gain = (first["advantages"] * (first["after"] - first["old_log_probs"]) * first["response_mask"]).sum()
+    print(name, "gain", gain.item())
+    assert gain > 0
 
 
 @pytest.mark.parametrize("name", ["ppo", "turn_gae"])
