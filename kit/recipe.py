@@ -422,7 +422,7 @@ def shown(config: DictConfig, defaults: DictConfig, data: Data, command: str) ->
     """For a dry run: what memory the stages need, what the recipe changes of verl's defaults, the first prompt as the
     model sees it."""
     lines = [*memory.report(config, data.model, command)[0], "changed from verl's defaults:"]
-    for key, (value, default) in changed(config, defaults).items():
+    for key, (value, default) in changed(public(config), defaults).items():
         if not key.startswith(("gym.", "env.")):
             lines.append(f"    {key}: {value} (was {default})")
     for section in ("gym", "env"):

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 import env
 from kit import checks, gym_servers, recipe, report
-from kit.config import HIDDEN, MICRO_BATCH_TOKENS, changed, load_config, public
+from kit.config import HIDDEN, MICRO_BATCH_TOKENS, base_configs, changed, load_config, public
 from kit.errors import ConfigError
 from kit.run import Run
 
@@ -334,6 +334,15 @@ def test_a_variable_with_a_secrets_name_is_written_nowhere(workspace, tmp_path, 
     page = report.write([run.folder], tmp_path / "page.html").read_text()
     packed = page.partition('id="data">')[2].partition("<")[0]
     assert "planted8" not in gzip.decompress(base64.b64decode(packed)).decode()
+
+
+def test_a_dry_run_shows_no_secret(workspace, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "planted8")
+    extra = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    config, data = load(workspace, f"{extra}.hf_token=planted8", f"{extra}.api_key=sk-planted")
+    text = recipe.shown(config, base_configs()[0], data, "train")
+    assert f"{extra}.hf_token: ${{oc.env:HF_TOKEN}}" in text and f"{extra}.api_key: " in text
+    assert "planted8" not in text and "sk-planted" not in text
 
 
 LITERALS = [
