@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -172,10 +173,13 @@ def test_only_who_has_the_token_uses_the_ray_of_a_run(workspace: Path, tmp_path:
         assert Path(told["logs"]).is_relative_to(short / "r y" / "ray") and list(Path(told["logs"]).iterdir())
         if os.getuid() == 0:
             assert "Permission denied" in run_as_nobody("ls", told["logs"])
-        assert "joined 7" in join(address, home, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
-        for variables in ({"RAY_AUTH_TOKEN": "0" * 64, "RAY_AUTH_MODE": "token"}, {"RAY_AUTH_MODE": "disabled"}, {}):
-            output = join(address, home, **variables)
-            assert "joined" not in output and "AuthenticationError" in output, variables
+        strangers = [{"RAY_AUTH_TOKEN": "0" * 64, "RAY_AUTH_MODE": "token"}, {"RAY_AUTH_MODE": "disabled"}, {}]
+        with ThreadPoolExecutor() as pool:
+            allowed = pool.submit(join, address, home, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
+            refused = [pool.submit(join, address, home, **variables) for variables in strangers]
+        assert "joined 7" in allowed.result()
+        for variables, output in zip(strangers, refused, strict=True):
+            assert "joined" not in output.result() and "AuthenticationError" in output.result(), variables
         assert not files_with(token, tmp_path, short) and not (home / ".ray" / "auth_token").exists()
         for process in psutil.Process(driver.pid).children(recursive=True):
             assert token not in " ".join(process.cmdline())

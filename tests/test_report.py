@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, SESSION, WORDS, drop, load, make_model, metrics_of, row, run, write_rows
+from conftest import ROOT, SESSION, WORDS, drop, load, make_model, row, run, write_rows
 from rich.console import Console
 from test_gym_client import Answers
 
@@ -80,10 +80,8 @@ def test_of_a_run_that_learns_nothing_is_said(healthy):
     assert "24 steps to 24" in line and reward.iloc[-3:].mean() > 3 * reward.iloc[:3].mean(), line
 
 
-class Broken(Answers):
-    """A verifier that pays for a 7, and for a while answers 500 to everything."""
-
-    down = False
+class Verifier(Answers):
+    """A verifier that pays for different characters: a policy with only one answer left earns next to nothing."""
 
     def do_GET(self):  # noqa: N802  (its base is of the library's)
         self.answer(200, {"paths": {"/seed_session": {"post": {}}, "/verify": {"post": {}}}})
@@ -92,46 +90,61 @@ class Broken(Answers):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if self.path == "/seed_session":
             return self.answer(200, {})
+        said = body["response"]["output"][-1]["content"][0]["text"]
+        return self.verify(said)
+
+    def verify(self, said):
+        self.answer(200, {"reward": len(set(said)) / 40})
+
+
+class Broken(Verifier):
+    """A verifier that pays for a 7, and for a while answers 500."""
+
+    down = False
+
+    def verify(self, said):
         if self.down:
             return self.answer(500, "the sandbox is gone")
-        said = body["response"]["output"][-1]["content"][0]["text"]
         self.answer(200, {"reward": float("7" in said) / max(1, len(said))})
 
 
-def test_a_verifier_that_was_down_for_a_third(stack):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Broken)
+@contextlib.contextmanager
+def verified_by(stack, handler):
+    """A client of Gym whose reasoning_gym is a server with this handler."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     loop, gym = stack.servers.loop, gym_client.Gym({"reasoning_gym": f"http://127.0.0.1:{server.server_port}"})
-
-    def before(trainer):
-        Broken.down = trainer.state["step"] in (3, 4, 5)
-
     loop.run(gym.__aenter__())
     try:
-        folder = train(stack, "down", gym=gym, before=before)
+        yield gym
     finally:
         loop.run(gym.__aexit__(None, None, None))
         server.shutdown()
         server.server_close()
+
+
+def test_a_verifier_that_was_down_for_a_third(stack):
+    def before(trainer):
+        Broken.down = trainer.state["step"] in (3, 4, 5)
+
+    with verified_by(stack, Broken) as gym:
+        folder = train(stack, "down", gym=gym, before=before)
     what, shown, todo = first_finding(folder)
     assert "33% of the episodes failed (192 http_500), all of the server reasoning_gym, in steps 4 to 6" in what
     assert "failures.jsonl" in shown and "rollout/failed/http_500" in shown and "logs/gym_" in todo
 
 
 def test_a_learning_rate_a_hundred_times_too_high(stack):
-    """The policy collapses into one answer. By chance that may be one with a 7, which is paid: then it trains again."""
+    """The policy collapses into one answer, which is not paid."""
     rate = "actor_rollout_ref.actor.optim.lr=0.5"
     config, _ = load(stack.workspace, *SESSION, rate)
-    for _ in range(4):
-        workers = training.start_workers(config)  # the session's have their optimizer
-        workers.actor.init_model()
-        try:
-            folder = train(stack, "fast", rate, workers=workers)
-        finally:
-            drop(workers)
-        rewards = [m["rollout/reward/mean"] for m in metrics_of(folder) if "rollout/reward/mean" in m]
-        if rewards[-1] <= rewards[0]:
-            break
+    workers = training.start_workers(config)  # the session's have their optimizer
+    workers.actor.init_model()
+    try:
+        with verified_by(stack, Verifier) as gym:
+            folder = train(stack, "fast", rate, workers=workers, gym=gym)
+    finally:
+        drop(workers)
     what, shown, todo = first_finding(folder)
     assert "went to pieces" in what and "The learning rate, 0.5, is too high" in what
     assert "actor/entropy" in shown and "optim.lr" in todo

@@ -1,4 +1,4 @@
-"""The hooks of conftest.py: a test that hangs ends, and CI does not pass over what was skipped."""
+"""The hooks of conftest.py, and the bugs that `make mutate` plants."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import GIVEN, ROOT
 
 TESTS = """
@@ -62,3 +63,18 @@ def test_what_is_skipped_has_failed_in_ci_unless_by_design(tmp_path: Path, is_ci
 def test_a_test_that_hangs_ends_and_says_where(tmp_path: Path) -> None:
     output = run_tests(tmp_path, "-k", "test_hangs")
     assert "Timeout" in output and "time.sleep(60)" in output, output
+
+
+def test_every_bug_of_mutate_yaml_can_be_planted_and_its_files_have_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make mutate` takes most of an hour, and would stop at a bug whose line has changed."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from mutants import plant
+
+    settings = yaml.safe_load((ROOT / "benchmarks" / "mutate.yaml").read_text())
+    assert settings["planted"]
+    for bug in settings["planted"]:
+        source = (ROOT / bug["file"]).read_text()
+        assert plant(bug["file"], source, bug).source != source, bug
+    for name, of in settings["files"].items():
+        assert (ROOT / name).is_file()
+        assert all((ROOT / "tests" / test).is_file() for test in of["tests"]), name

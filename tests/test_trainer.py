@@ -649,3 +649,40 @@ def test_what_is_saved_is_of_the_update_that_the_workers_have(workspace, recorde
         assert trainer.save() == trainer.run.checkpoint
         workers, state = recorder.given["save"]
         assert workers is recorder.workers and state["step"] == 1
+
+
+# --- what a run writes and prints ----------------------------------------------------------------
+
+
+def test_rollouts_have_the_places_of_their_rows_and_each_step_its_line(workspace, recorder, capsys):
+    """The places are those in the files, whatever the order in which the rows were sampled."""
+    with algorithm.train(planned(workspace, "data.train_batch_size=2", "env.show_every=2", *QUIET)) as trainer:
+        trainer.advance()
+        trainer.advance()
+    places = {task.row_id: place for place, task in enumerate(trainer.data.train)}
+    seen = []
+    for step in (1, 2):
+        records = lines_of(trainer, f"rollouts/step_{step}.jsonl")
+        seen += [record["_ng_task_index"] for record in records]
+        assert all(record["_ng_task_index"] == places[record["_episode"]["row_id"]] for record in records)
+        assert [record["_ng_rollout_index"] for record in records] == [*range(len(records) // 2)] * 2
+    assert seen != sorted(seen)  # the order is not that of the files
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in lines] == ["1", "2"] and "reward" in lines[0]
+
+
+def test_an_evaluation_with_failures_prints_a_warning(workspace, recorder, capsys):
+    with algorithm.train(planned(workspace, *QUIET)) as trainer:
+        rollout = trainer.servers.rollout
+
+        def fail_first(*arguments, **named):
+            made = rollout(*arguments, **named)
+            made[0].status, made[0].reward, made[0].error = "timeout", None, "no answer"
+            return made
+
+        trainer.evaluate()
+        assert "WARNING" not in capsys.readouterr().out
+        trainer.servers.rollout = fail_first
+        trainer.evaluate()
+    told = capsys.readouterr().out
+    assert "if a failed one counts as 0; see failures.jsonl" in told.replace("\n", " ")
