@@ -345,20 +345,21 @@ def export(checkpoint: Path, target: Path) -> None:
 
     The files are written in another folder first, so that a full disk leaves an earlier export whole.
     """
-    partial = target.with_name(target.name + files.PART)
+    target.mkdir(parents=True, exist_ok=True)
+    partial = target / files.PART  # within the folder, which may be a link to another disk
     shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
     try:
         merge(checkpoint, partial)
-    except BaseException:
+        written = [path.relative_to(partial) for path in partial.rglob("*") if path.is_file()]
+        (target / EXPORTED).unlink(missing_ok=True)
+        shutil.rmtree(target / "lora_adapter", ignore_errors=True)
+        for old in target.glob("model*.safetensors*"):  # else an old index may name old weights
+            old.unlink()
+        for path in written:
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(partial / path, target / path)
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
-    (target / EXPORTED).unlink(missing_ok=True)
-    shutil.rmtree(target / "lora_adapter", ignore_errors=True)
-    for path in [path for path in partial.rglob("*") if path.is_file()]:
-        new = target / path.relative_to(partial)
-        new.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(path, new)
-    shutil.rmtree(partial)
     (target / EXPORTED).write_text(f"{step_of(checkpoint)}\n")
 
 

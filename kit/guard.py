@@ -37,6 +37,7 @@ class Guard:
         self.ending: Stop | None = None
         self.stopping: asyncio.Handle | None = None  # the call that stops the event loop of this thread
         self.stopped_at = 0.0  # when it was made
+        self.notebook_loop = running_loop()  # in which a notebook calls all of this
         self.owed = ""  # what is to be done once the processes have ended
         self.watch: watch.Watch | None = None
         self.loop: Any = None  # asyncio.Runner, or kit.ahead.Loop
@@ -76,14 +77,14 @@ class Guard:
         that the loop has already taken from its queue. The task that waits for this callback could
         then never end, and could not be cancelled either.
         """
+        if self.stopping:
+            return  # the first reason is the cause
         self.ending = Stop(why, status, save)
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            raise self.ending from None
-        if not self.stopping:
-            self.stopping, self.stopped_at = loop.call_soon_threadsafe(loop.stop), time.monotonic()
-            signal.alarm(BLOCKED_S)
+        loop = running_loop()
+        if loop is None or loop is self.notebook_loop:
+            raise self.ending
+        self.stopping, self.stopped_at = loop.call_soon_threadsafe(loop.stop), time.monotonic()
+        signal.alarm(BLOCKED_S)
 
     def stop_asked(self) -> None:
         """End a run that was asked to stop, between two updates, as `stop` does."""
@@ -103,6 +104,7 @@ class Guard:
             return  # between two stages; the next one sees what is lost
         if self.stopping and self.ending:
             if time.monotonic() > self.stopped_at + BLOCKED_S - 1:  # a call inside the event loop does not return
+                signal.alarm(BLOCKED_S)  # again, in case this exception is swallowed
                 raise self.ending
             return
         where = f"stage {self.current}"
@@ -120,6 +122,8 @@ class Guard:
         self.begun = time.monotonic()
         if self.current and not self.stopping:
             signal.alarm(max(1, round(self.config.env.stage_deadline_s)))
+            if self.stopping:  # since it was looked at: this may be the thread of kit/ahead.py
+                signal.alarm(BLOCKED_S)
 
     def lose(self, what: str) -> None:
         """Called by the watch, in its thread: wake the loop, whatever it waits for."""
@@ -137,6 +141,10 @@ class Guard:
         if runner and (loop := runner.get_loop()).is_running():  # in a thread of its own, which no signal stops
             runner.run(drop_tasks())
         elif runner:
+            # a loop that was stopped in the round in which its work ended still has the callback that stops it
+            loop.call_soon(loop.stop)
+            with contextlib.suppress(KeyboardInterrupt):
+                loop.run_forever()
             dropped = loop.create_task(drop_tasks())
             while not dropped.done():  # who waits for a task that the stop ended has asyncio raise it once more
                 with contextlib.suppress(KeyboardInterrupt):
@@ -161,8 +169,10 @@ class Guard:
         except KeyboardInterrupt as error:
             raise (self.ending or error) from None
         except Exception as error:
-            if self.stopping and self.ending:  # asyncio says that its loop was stopped
-                raise self.ending from None
+            if self.stopping and self.ending:
+                if not (isinstance(error, RuntimeError) and "Event loop stopped" in str(error)):
+                    self.say(f"{name} failed while it was stopped: {error!r:.300}")
+                raise self.ending from error
             self.failed = name if inner else self.failed
             if type(error).__module__.split(".")[0] != "ray":
                 raise
@@ -193,6 +203,14 @@ class Guard:
             if wanted:
                 self.say(f"the last checkpoint is {save() or 'none: no step was done'}")
             raise
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop that runs in this thread, if one does."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 async def drop_tasks() -> None:

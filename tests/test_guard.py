@@ -119,3 +119,70 @@ def test_the_first_loss_is_the_one_that_is_reported(guard):
     with pytest.raises(Stop, match="stage gen: the raylet is gone"), guard.stage("gen"):
         runner.run(wait())
     guard.end()
+
+
+def test_a_stop_in_the_last_round_of_the_work_stops_nothing_later(guard):
+    """The work ends in the round in which its loop is stopped, so that its own callback to stop stays in the queue."""
+    runner = guard.loop
+    loop = runner.get_loop()
+    ended = []
+
+    async def linger() -> None:
+        try:
+            await asyncio.sleep(30)
+        finally:
+            await asyncio.sleep(0)
+            ended.append("lingering")
+
+    async def work() -> None:
+        waiting.append(asyncio.create_task(linger()))
+        future = loop.create_future()
+        loop.call_soon(lambda: (os.kill(os.getpid(), signal.SIGTERM), future.set_result(None)))
+        await future
+
+    waiting: list[asyncio.Task] = []
+    with pytest.raises(Stop, match="interrupted"), guard.stage("gen"):
+        runner.run(work())
+    guard.end()
+    assert ended == ["lingering"]
+    assert runner.run(asyncio.sleep(0.01, "more")) == "more"
+
+
+def test_in_a_notebook_a_stop_between_two_calls_is_raised(tmp_path, monkeypatch):
+    """There an event loop always runs, and it is not the run's."""
+    config = OmegaConf.create({"env": {"stage_deadline_s": 60}})
+
+    async def cell() -> bool:
+        made = Guard(config, tmp_path, lambda text: None, lambda stage: None)
+        made.asked = signal.SIGTERM
+        with pytest.raises(Stop, match="interrupted"), made.stage("gen"):
+            raise AssertionError("the stage has begun")
+        return made.stopping is None
+
+    assert asyncio.run(cell())
+
+
+def test_what_fails_while_the_work_is_stopped_is_told(guard):
+    told = []
+    guard.say = told.append
+
+    async def fail() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ValueError("no space")
+
+    with pytest.raises(Stop, match="interrupted") as stop, guard.stage("gen"):
+        guard.loop.run(fail())
+    assert isinstance(stop.value.__cause__, ValueError)
+    assert told[-1] == "gen failed while it was stopped: ValueError('no space')"
+
+
+def test_a_signal_after_a_loss_does_not_hide_it(guard):
+    async def wait() -> None:
+        guard.lose("the raylet is gone")
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(30)
+
+    with pytest.raises(Stop, match="the raylet is gone") as stop, guard.stage("gen"):
+        guard.loop.run(wait())
+    assert not stop.value.save
+    guard.end()

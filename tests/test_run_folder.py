@@ -224,7 +224,7 @@ def test_an_export_on_a_full_disk_is_one_message(command, tmp_path, monkeypatch)
 def test_an_export_that_fails_leaves_the_earlier_one_whole(tmp_path, monkeypatch):
     checkpoint, target = tmp_path / "global_step_7", tmp_path / "export"
     target.mkdir()
-    for name in ("model.safetensors", "config.json", "README.md"):
+    for name in ("model.safetensors", "config.json", "README.md", "model.safetensors.index.json"):
         (target / name).write_text("of step 5")
     (target / checkpoints.EXPORTED).write_text("5\n")
 
@@ -241,13 +241,14 @@ def test_an_export_that_fails_leaves_the_earlier_one_whole(tmp_path, monkeypatch
     monkeypatch.setattr(checkpoints, "merge", fill_the_disk)
     with pytest.raises(OSError, match="full"):
         checkpoints.export(checkpoint, target)
-    names = ["README.md", "config.json", "model.safetensors", checkpoints.EXPORTED]
+    names = ["README.md", "config.json", "model.safetensors", "model.safetensors.index.json", checkpoints.EXPORTED]
     assert [path.name for path in sorted(target.iterdir())] == names
     assert {path.read_text().strip() for path in target.iterdir()} == {"of step 5", "5"}
     monkeypatch.setattr(checkpoints, "merge", merge)
     checkpoints.export(checkpoint, target)
     contents = [path.read_text() for path in sorted(target.iterdir())]
-    assert contents == ["of step 5", "of step 7", "of step 7", "7\n"]  # a file that the user added stays
+    # a file that the user added stays, an index of older weights does not
+    assert contents == ["of step 5", "of step 7", "of step 7", "7\n"]
     assert sorted(tmp_path.iterdir()) == [target]
 
 
