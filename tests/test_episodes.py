@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
+import hashlib
+import json
 import math
 from types import SimpleNamespace
 
@@ -69,6 +72,58 @@ def test_what_is_written_is_read_to_the_last_bit(tmp_path):
     assert str(again) == str(damaged)
 
 
+def test_the_steps_whose_weights_sampled_each_token_are_written(tmp_path):
+    one = Episode("rows.jsonl:1", "3/0", "reasoning_gym", [1], row=row(), reward=1.0)
+    for ids, versions in (([5, 6], [(2, 4)]), ([7], [(1, 5)])):
+        one.output.append(gym_client.message("x"))
+        episodes.append(one, ids, [-1.0] * len(ids), versions)
+    assert one.versions == [(2, 4), (1, 5)]
+    ((again,),) = written(tmp_path / "step_1.jsonl", one)
+    assert again.versions == [(2, 4), (1, 5)]
+
+
+def test_a_number_that_is_not_finite_and_any_alphabet_stay_readable(tmp_path):
+    for reward, said in ((math.inf, "inf"), (1.0, "half \ud800 \u00e9")):
+        with episodes.open_records(tmp_path / "x.jsonl", "w") as out:
+            episodes.write(out, {"reward": reward, "text": said})
+        line = (tmp_path / "x.jsonl").read_bytes()
+        assert (b"Infinity" in line) == (reward == math.inf) and ("\u00e9".encode() in line) == (reward == 1.0)
+
+
+def test_an_image_in_a_row_is_written_as_its_hash():
+    """Other parts of the row are written as they are, and the row itself is not changed."""
+    parts = [
+        {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
+        {"type": "input_text", "text": "what?"},
+    ]
+    parts.append({"type": "input_image", "image_url": "https://x/a.png"})
+    said = [{"role": "system", "content": "look"}, {"role": "user", "content": parts}]
+    of_row = {"responses_create_params": {"input": said, "temperature": 1.0}, "answer": "7"}
+    digest = hashlib.sha256(b"data:image/png;base64,AAAA").hexdigest()[:16]
+    shorter = json.loads(json.dumps(of_row))
+    shorter["responses_create_params"]["input"][1]["content"][0]["image_url"] = f"sha256 {digest}"
+    assert episodes.without_images(of_row) == shorter and parts[0]["image_url"].startswith("data:")
+    for plain in (row(), {"question": "x"}, {"responses_create_params": {"input": "say 7"}}):
+        assert episodes.without_images(plain) is plain
+
+
+def test_the_question_is_the_last_thing_that_the_row_says():
+    said = [{"role": "user", "content": [{"type": "input_image"}, {"type": "input_text", "text": "what?"}]}]
+    assert episode(row={"responses_create_params": {"input": said}}).question == "what?"
+    assert episode(row={}).question == "" and episode().place == (-1, -1)
+
+
+def test_the_garbage_collector_is_as_it_was_after_a_batch():
+    for was in (True, False):
+        (gc.enable if was else gc.disable)()
+        try:
+            with episodes.uncollected():
+                assert not gc.isenabled()
+            assert gc.isenabled() == was
+        finally:
+            gc.enable()
+
+
 def test_log_probs_of_32_bits_are_written_with_few_digits_and_read_to_the_last_bit(tmp_path):
     bits = np.random.default_rng(0).integers(0, 2**32, 20_000, dtype=np.uint32).view(np.float32)
     sampled = [float(p) for p in bits if np.isfinite(p)]
@@ -85,6 +140,11 @@ def test_a_line_is_gyms_and_begins_with_what_people_look_for():
     record = episodes.as_record(episode(), 3, 5)
     assert next(iter(record)) == "_episode" and list(record["_episode"])[:3] == ["prompt", "answer", "reward"]
     assert record["_episode"]["prompt"] == "say 7" and record["_episode"]["prompt_tokens"] == 3
+    assert record["_episode"]["response_tokens"] == 4
+    other = episode(row={**row(), "_episode": "of the row", "reward": 9.0})
+    assert (
+        episodes.as_record(other, 0, 0)["_episode"]["reward"] == episodes.as_record(other, 0, 0)["reward"] == 0.1 + 0.2
+    )
     assert record["reward"] == 0.1 + 0.2 and record["extracted"] == "7" and record["question"] == "say 7"
     assert (record["_ng_task_index"], record["_ng_rollout_index"]) == (3, 5)
     first, seen, second = record["response"]["output"]

@@ -50,6 +50,12 @@ def test_pass_at_k_is_the_chance_that_some_of_k_are_right():
     assert validation_metrics(verified(rewards), 4).items() > metrics.items()  # training and `evaluate` say the same
 
 
+@pytest.mark.parametrize(("n", "of"), [(1, {1}), (3, {1, 2, 3}), (5, {1, 2, 4, 5}), (8, {1, 2, 4, 8})])
+def test_pass_at_k_is_of_powers_of_two_and_of_all(n, of):
+    found = {int(name.rpartition("@")[2]) for name in scores(verified({0: [1.0] * n}), n, "s") if "pass@" in name}
+    assert found == of
+
+
 def test_rows_with_too_few_episodes_do_not_count_for_pass_at_k():
     metrics = scores(verified({0: [1.0], 1: [0.0, 0.0]}), 2, "s")
     assert metrics["val-core/s/acc/pass@1"] == 0.5 and metrics["val-core/s/acc/pass@2"] == 0.0
