@@ -441,6 +441,9 @@ def test_a_mini_batch_holds_rows_of_every_part_of_the_batch(recipe):
     places = actor.data["row"].tolist()
     mini_batches = [places[0:2] + places[4:6], places[2:4] + places[6:8]]  # of both ranks
     assert sorted(mini_batches[0]) == [0, 1, 3, 6] and sorted(mini_batches[1]) == [0, 2, 5, 7]
+    training.update_actor(actor, ready(seven()), changed(recipe, "trainer.n_gpus_per_node=3"))
+    places = actor.data["row"].tolist()  # of three ranks, a row of each mini-batch
+    assert (sorted(places[0::2]), sorted(places[1::2])) == ([1, 3, 6], [2, 5, 7])
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -138,6 +138,13 @@ def test_a_process_of_each_gpu_holds_all_that_has_no_gpus_of_its_own(recipe, gro
     assert loss.func is training.value_loss and loss.keywords["config"].cliprange_value == 0.3
 
 
+def test_an_actor_and_a_critic_share_a_process(recipe, groups):
+    workers = training.start_workers(changed(recipe, GAE))
+    [shared] = groups
+    assert list(shared.children) == ["actor", "critic"]
+    assert workers == training.Workers(*shared.children.values(), None)
+
+
 def test_a_critic_on_gpus_of_its_own_is_a_group_by_itself(recipe, groups):
     workers = training.start_workers(changed(recipe, GAE, "trainer.resource_pools.critic=2"))
     actor, critic = groups
