@@ -345,7 +345,7 @@ def scores(episodes: Sequence[Episode], n: int, server: str, prefix: str = "val-
         f"{prefix}/{server}/acc/mean@{n}": float(np.mean([r >= 1.0 for r in flat])),
         f"{prefix}/{server}/reward/mean@{n}": float(np.mean(flat)),
     }
-    for k in sorted({2**p for p in range(n.bit_length()) if 2**p <= n} | {n}):
+    for k in sorted({2**p for p in range(n.bit_length())} | {n}):
         rows = [(len(row), sum(r >= 1.0 for r in row)) for row in rewards if len(row) >= k]
         if rows:
             chances = [1 - math.comb(m - right, k) / math.comb(m, k) for m, right in rows]

@@ -249,7 +249,7 @@ def test_the_pass_before_the_update_measures_what_the_workers_say(recipe):
     ("lora_rank", "apart", "method", "adapter"),
     [
         (0, False, "compute_ref_log_prob", None),
-        (8, False, "compute_log_prob", True),
+        (1, False, "compute_log_prob", True),
         (8, True, "compute_ref_log_prob", None),  # a teacher
     ],
 )
