@@ -81,12 +81,19 @@ def test_greedy_answers_of_transformers_are_those_of_vllm(stack, hf):
         assert one.log_probs == pytest.approx(two.log_probs, abs=AGREE)
 
 
+@pytest.mark.soak
 def test_it_learns_from_what_transformers_sample(stack, hf):
-    """And samples from the weights that it learned, with top_k, top_p and a seed for each request."""
     changes = ["actor_rollout_ref.actor.optim.lr=0.01", "actor_rollout_ref.rollout.n=16"]
     with trainer_over(stack, "hf", *hf, *changes) as trainer:
         rewards = learn(trainer, 0.5)
     assert sum(rewards[:3]) / 3 < UNTRAINED and sum(rewards[-3:]) / 3 >= 0.5
+
+
+def test_transformers_sample_from_weights_that_were_learned_and_by_seeds(stack, hf):
+    """With top_k, top_p and a seed for each request."""
+    with trainer_over(stack, "hf", *hf, "actor_rollout_ref.actor.optim.lr=0.01") as trainer:
+        steps = [dict(trainer.advance()) for _ in range(3)]
+    assert all(m["training/rollout_probs_diff_max"] < AGREE and m["actor/grad_norm"] > 0 for m in steps)
     ways = ["actor_rollout_ref.rollout.full_determinism=true", "actor_rollout_ref.rollout.top_k=3"]
     with trainer_over(stack, "hf", *hf, *ways, "actor_rollout_ref.rollout.top_p=0.9") as trainer:
         tasks = trainer.data.train
