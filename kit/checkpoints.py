@@ -343,7 +343,7 @@ def load(workers: Any, checkpoint: Path) -> dict[str, Any]:
 def export(checkpoint: Path, target: Path) -> None:
     """Merge a checkpoint's shards into a Hugging Face folder, tokenizer included (verl.model_merger).
 
-    The files are written in another folder first, so that a full disk leaves an earlier export whole.
+    The files are written to a subfolder and then moved, so that a full disk leaves an earlier export whole.
     """
     target.mkdir(parents=True, exist_ok=True)
     partial = target / files.PART  # within the folder, which may be a link to another disk

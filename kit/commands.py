@@ -82,7 +82,7 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)  # a traceback for each call that cannot be read
     # ours show although model_hosting_container_standards, which vLLM imports, sets the root logger to ERROR
-    for name in ("gym_client", "kit.files", "kit.gym_servers", "kit.watch"):
+    for name in ("gym_client", "kit"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.WARNING)
         logger.handlers = [logging.lastResort or logging.StreamHandler()]  # prints above the progress bar

@@ -15,9 +15,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,8 @@ ACTIONS = {
 }
 END = 1  # the id of <end>
 GYM_PYTHON = ROOT / ".venv-gym" / "bin" / "python"
+# settings of `algorithm` for training.advantages, none at the value at which it has no effect
+ALGORITHM = {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False, "gamma": 0.9, "lam": 0.5}
 
 
 WORDS = ["say", "tell me", "i want", "give", "now", "please", "write", "print"]
@@ -256,6 +260,18 @@ def command(workspace: Path, *arguments: str) -> list[str]:
 
 def run(arguments: list[str], cwd: Path, timeout: int = 300, **variables: str) -> subprocess.CompletedProcess:
     return subprocess.run(arguments, cwd=cwd, env=GIVEN | variables, capture_output=True, text=True, timeout=timeout)
+
+
+@contextlib.contextmanager
+def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The address of an HTTP server of this process."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def metrics_of(folder) -> list[dict]:
@@ -464,7 +480,7 @@ def with_values(stack, values, critic=True, reward_model=False):
 
 
 def drop(workers) -> None:
-    """End worker groups that a test has started beside the session's, and free their logical CPUs and GPUs."""
+    """End worker groups that a test has started, and free their logical CPUs and GPUs."""
     import ray
 
     for group in filter(None, workers):

@@ -95,8 +95,8 @@ def test_an_image_in_a_row_is_written_as_its_hash():
     parts = [
         {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
         {"type": "input_text", "text": "what?"},
+        {"type": "input_image", "image_url": "https://x/a.png"},
     ]
-    parts.append({"type": "input_image", "image_url": "https://x/a.png"})
     said = [{"role": "system", "content": "look"}, {"role": "user", "content": parts}]
     of_row = {"responses_create_params": {"input": said, "temperature": 1.0}, "answer": "7"}
     digest = hashlib.sha256(b"data:image/png;base64,AAAA").hexdigest()[:16]
@@ -142,9 +142,8 @@ def test_a_line_is_gyms_and_begins_with_what_people_look_for():
     assert record["_episode"]["prompt"] == "say 7" and record["_episode"]["prompt_tokens"] == 3
     assert record["_episode"]["response_tokens"] == 4
     other = episode(row={**row(), "_episode": "of the row", "reward": 9.0})
-    assert (
-        episodes.as_record(other, 0, 0)["_episode"]["reward"] == episodes.as_record(other, 0, 0)["reward"] == 0.1 + 0.2
-    )
+    theirs = episodes.as_record(other, 0, 0)
+    assert theirs["_episode"]["reward"] == theirs["reward"] == 0.1 + 0.2
     assert record["reward"] == 0.1 + 0.2 and record["extracted"] == "7" and record["question"] == "say 7"
     assert (record["_ng_task_index"], record["_ng_rollout_index"]) == (3, 5)
     first, seen, second = record["response"]["output"]

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from aiohttp import web
+from conftest import ALGORITHM
 from omegaconf import OmegaConf
 from test_turns import CHATML, STOPS, TOOL, bytes_tokenizer, call, policy_of
 
@@ -33,7 +34,6 @@ from kit.episodes import keep
 from kit.gym_servers import GymStartError, check_server
 
 GROUPS, FAILING = 120, 0.3
-ALGORITHM = {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False, "gamma": 0.9, "lam": 0.5}
 CONFIG = OmegaConf.create({"algorithm": ALGORITHM})
 MEMBERS = {group: 2 if group % 2 else 4 for group in range(GROUPS)}
 TIMEOUT_S = 3.0  # of the client, and ten times that where nothing hangs: a busy machine must not look as if it did

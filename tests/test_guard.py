@@ -108,7 +108,7 @@ def test_a_call_that_blocks_the_event_loop_does_not_block_the_stop(guard, monkey
 
 
 def test_the_first_loss_is_the_one_that_is_reported(guard):
-    """Two processes are lost at once: the second signal comes while the event loop is being stopped."""
+    """A second process is lost while the event loop is being stopped."""
     runner = guard.loop
 
     async def wait() -> None:
@@ -162,9 +162,9 @@ def test_in_a_notebook_a_stop_between_two_calls_is_raised(tmp_path, monkeypatch)
     assert asyncio.run(cell())
 
 
-def test_what_fails_while_the_work_is_stopped_is_told(guard):
-    told = []
-    guard.say = told.append
+def test_a_failure_during_a_stop_is_printed(guard):
+    lines = []
+    guard.say = lines.append
 
     async def fail() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -173,7 +173,7 @@ def test_what_fails_while_the_work_is_stopped_is_told(guard):
     with pytest.raises(Stop, match="interrupted") as stop, guard.stage("gen"):
         guard.loop.run(fail())
     assert isinstance(stop.value.__cause__, ValueError)
-    assert told[-1] == "gen failed while it was stopped: ValueError('no space')"
+    assert lines[-1] == "gen failed while it was stopped: ValueError('no space')"
 
 
 def test_a_signal_after_a_loss_does_not_hide_it(guard):

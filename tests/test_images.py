@@ -10,13 +10,24 @@ import io
 import json
 import os
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, SEES, command, gym_examples, make_vision_model, metrics_of, row, run, tiny, write_rows
+from conftest import (
+    ROOT,
+    SEES,
+    command,
+    gym_examples,
+    make_vision_model,
+    metrics_of,
+    row,
+    run,
+    served,
+    tiny,
+    write_rows,
+)
 from omegaconf import OmegaConf
 from PIL import Image
 
@@ -97,30 +108,28 @@ def test_what_cannot_be_read_names_the_row(tokenizer, workspace):
             self.end_headers()
             self.wfile.write(png(COLOURS["b"]))
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    here, where = f"http://127.0.0.1:{server.server_port}", f"{workspace / 'rows.jsonl'}:3"
-    (workspace / "c.png").write_bytes(png(COLOURS["r"]))
-    os.mkfifo(workspace / "pipe.png")  # to which nobody writes
-    vision = tokenizer.vision
-    for source in (f"{here}/ok", str(workspace / "c.png"), (workspace / "c.png").as_uri(), "c.png"):
-        assert vision.read(source, where).size == (40, 30)
-    wrong = {
-        f"{here}/gone": "404",
-        f"{here}/moved": "it redirects to http://127.0.0.1:.*, which is refused; give the final address",
-        "http://elsewhere/x.png": "elsewhere is not in env.image_hosts",
-        "none.png": "No such file",
-        "data:image/png;base64,@@": "cannot be read",
-        url(b"no image"): "cannot identify",
-        url(png((0, 0, 0), (5000, 4000))): "5000 x 4000 pixels, over 16777216; make it smaller",
-        "pipe.png": "not a regular file",
-        "/dev/zero": "not a regular file",
-    }
-    for source, why in wrong.items():
-        with pytest.raises(env.DataError, match=rf"rows\.jsonl:3: image .*{why}"):
-            vision.read(source, where)
-    assert f"{here}/moved".removeprefix(here) in asked and "/ok?from_elsewhere" not in asked
-    server.shutdown()
+    where = f"{workspace / 'rows.jsonl'}:3"
+    with served(Handler) as here:
+        (workspace / "c.png").write_bytes(png(COLOURS["r"]))
+        os.mkfifo(workspace / "pipe.png")  # to which nobody writes
+        vision = tokenizer.vision
+        for source in (f"{here}/ok", str(workspace / "c.png"), (workspace / "c.png").as_uri(), "c.png"):
+            assert vision.read(source, where).size == (40, 30)
+        wrong = {
+            f"{here}/gone": "404",
+            f"{here}/moved": "it redirects to http://127.0.0.1:.*, which is refused; give the final address",
+            "http://elsewhere/x.png": "elsewhere is not in env.image_hosts",
+            "none.png": "No such file",
+            "data:image/png;base64,@@": "cannot be read",
+            url(b"no image"): "cannot identify",
+            url(png((0, 0, 0), (5000, 4000))): "5000 x 4000 pixels, over 16777216; make it smaller",
+            "pipe.png": "not a regular file",
+            "/dev/zero": "not a regular file",
+        }
+        for source, why in wrong.items():
+            with pytest.raises(env.DataError, match=rf"rows\.jsonl:3: image .*{why}"):
+                vision.read(source, where)
+        assert f"{here}/moved".removeprefix(here) in asked and "/ok?from_elsewhere" not in asked
     assert vision.read(f"{here}/ok", where).size == (40, 30)  # which is not fetched again
     with pytest.raises(env.DataError, match="1 images, 2 placeholders"):
         env.encode(env.render(picture("c.png", "so <image>"), where)[0], [], tokenizer, where)
@@ -174,12 +183,9 @@ def test_a_download_without_end_is_given_up_at_the_limit(monkeypatch):
                     self.wfile.write(bytes(10**6))
                     sent.append(10**6)
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endless)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(images, "MOST_BYTES", 10**6)
-    with pytest.raises(images.TooLarge):
-        images.fetch(f"http://127.0.0.1:{server.server_port}/x", "x:1")
-    server.shutdown()
+    with served(Endless) as address, pytest.raises(images.TooLarge):
+        images.fetch(f"{address}/x", "x:1")
     assert sum(sent) < 10**8  # what the sockets buffer is less
 
 
@@ -241,14 +247,11 @@ def test_an_image_that_drips_in_is_given_up(monkeypatch):
                     self.wfile.write(b"x")
                     time.sleep(0.1)
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Dripping)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(images, "FETCH_S", 0.5)
     began = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"not there after 0\.5 s"):
-        images.fetch(f"http://127.0.0.1:{server.server_port}/x", "x:1")
+    with served(Dripping) as address, pytest.raises(TimeoutError, match=r"not there after 0\.5 s"):
+        images.fetch(f"{address}/x", "x:1")
     assert time.monotonic() - began < 5
-    server.shutdown()
 
 
 def test_what_is_fetched_is_not_unpacked():
@@ -262,10 +265,8 @@ def test_what_is_fetched_is_not_unpacked():
             self.wfile.write(packed)
 
     packed = gzip.compress(bytes(10**8))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Packed)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    assert images.fetch(f"http://127.0.0.1:{server.server_port}/x", "x:1") == packed
-    server.shutdown()
+    with served(Packed) as address:
+        assert images.fetch(f"{address}/x", "x:1") == packed
 
 
 def test_a_model_that_sees_none_refuses_images(workspace):
@@ -342,9 +343,11 @@ def test_what_images_do_not_go_with(tokenizer):
 
 
 def run_colours(workspace, seeing, steps: int) -> list[float]:
-    """A run in which a model is to name the colour of an image, beside rows of Gym's circle_click, whose tool it never
-    calls. Sampler and trainer agree throughout: neither says <image>, which would take what other tokens lose. Returns
-    the held-out accuracy of each evaluation."""
+    """Train a model to name the colour of an image, and return the held-out accuracy of each evaluation.
+
+    Rows of Gym's circle_click, whose tool it never calls, are in the same batches. Sampler and trainer agree
+    throughout: neither says <image>, which would take the probability that other tokens lose.
+    """
     rows = [picture(url(png(colour)), answer=name) for name, colour in COLOURS.items() for _ in range(3)]
     write_rows(workspace / "colours.jsonl", rows)
     [clicks] = [path for path in gym_examples() if path.parts[-3] == "circle_click" and path.name == "example.jsonl"]

@@ -10,15 +10,13 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, SESSION, WORDS, drop, load, make_model, row, run, write_rows
+from conftest import ROOT, SESSION, WORDS, drop, load, make_model, row, run, served, write_rows
 from rich.console import Console
 from test_gym_client import Answers
 
@@ -111,16 +109,14 @@ class Broken(Verifier):
 @contextlib.contextmanager
 def verified_by(stack, handler):
     """A client of Gym whose reasoning_gym is a server with this handler."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    loop, gym = stack.servers.loop, gym_client.Gym({"reasoning_gym": f"http://127.0.0.1:{server.server_port}"})
-    loop.run(gym.__aenter__())
-    try:
-        yield gym
-    finally:
-        loop.run(gym.__aexit__(None, None, None))
-        server.shutdown()
-        server.server_close()
+    loop = stack.servers.loop
+    with served(handler) as address:
+        gym = gym_client.Gym({"reasoning_gym": address})
+        loop.run(gym.__aenter__())
+        try:
+            yield gym
+        finally:
+            loop.run(gym.__aexit__(None, None, None))
 
 
 def test_a_verifier_that_was_down_for_a_third(stack):

@@ -338,8 +338,8 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", unsupported)
-    monkeypatch.setattr(files.logger, "propagate", True)  # commands.quiet has it print by itself
-    caplog.set_level("WARNING", "kit.files")
+    monkeypatch.setattr(files.logger.parent, "propagate", True)  # commands.quiet has the loggers of kit print
+    caplog.set_level("WARNING", "kit")
     files.Lock(tmp_path).take()
     assert "start no second run of this name" in caplog.text
 

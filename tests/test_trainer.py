@@ -684,5 +684,5 @@ def test_an_evaluation_with_failures_prints_a_warning(workspace, recorder, capsy
         assert "WARNING" not in capsys.readouterr().out
         trainer.servers.rollout = fail_first
         trainer.evaluate()
-    told = capsys.readouterr().out
-    assert "if a failed one counts as 0; see failures.jsonl" in told.replace("\n", " ")
+    output = capsys.readouterr().out
+    assert "if a failed one counts as 0; see failures.jsonl" in output.replace("\n", " ")

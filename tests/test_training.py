@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import load
+from conftest import ALGORITHM, load
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
@@ -128,8 +128,7 @@ def test_keep_drops_failures_and_groups_of_one():
 
 
 def test_advantages_of_survivors_are_those_of_a_run_without_failures():
-    algorithm = {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False, "gamma": 0.9, "lam": 0.5}
-    config = OmegaConf.create({"algorithm": algorithm})
+    config = OmegaConf.create({"algorithm": ALGORITHM})
 
     def advantages(episodes):
         batch = training.to_batch(keep(episodes)[0], 0, 1.0)
@@ -291,8 +290,8 @@ def test_components_of_the_reward_reach_verls_multi_reward_advantage():
     batch = training.to_batch(episodes, 0, 1.0)
     assert list(batch.non_tensor_batch["right"]) == [1.0, 0.0, 1.0]
     batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
-    algorithm = {"adv_estimator": "gdpo", "norm_adv_by_std_in_grpo": False, "gamma": 0.9, "lam": 0.5}
-    algorithm |= {"gdpo_reward_keys": ["right", "format"], "gdpo_reward_weights": [1.0, 0.1]}
+    weights = {"gdpo_reward_keys": ["right", "format"], "gdpo_reward_weights": [1.0, 0.1]}
+    algorithm = ALGORITHM | {"adv_estimator": "gdpo"} | weights
     training.advantages(batch, OmegaConf.create({"algorithm": algorithm}))
     advantages = batch.batch["advantages"]  # [3, 2]
     assert advantages[0, 0] > 0 > advantages[1, 0] and torch.equal(advantages[0], advantages[2])
