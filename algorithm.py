@@ -50,8 +50,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 import env
-from kit import checkpoints, commands, later, recipe
-from kit.episodes import (
+from kit import later
+from kit.data.episodes import (
     Episode,
     Recorded,
     check_failures,
@@ -64,11 +64,12 @@ from kit.episodes import (
     warn_of_failures,
 )
 from kit.errors import DamagedStep, SkippedStep
-from kit.run import Run
+from kit.runs import checkpoints, cli, preparation
+from kit.runs.run_dir import Run
 
 # verl and vLLM take 10 s to import, after the recipe was found to be in order
 inference, training = later("inference"), later("training")
-start, damage, images = later("kit.start"), later("kit.damage"), later("kit.images")
+start, damage, images = later("kit.runs.launch"), later("kit.runs.finite_check"), later("kit.extras.images")
 
 
 # --- the loop ------------------------------------------------------------------------------------
@@ -79,10 +80,10 @@ class Trainer:
     """The loop over a running stack. `train` opens one; `fit` is the whole run, `advance` a step of it."""
 
     config: DictConfig
-    data: recipe.Data
+    data: preparation.Data
     run: Run
     workers: Any  # training.Workers
-    servers: Any  # inference.Servers, kit.ahead.Servers or Recorded
+    servers: Any  # inference.Servers, kit.extras.one_step_off.Servers or Recorded
     # all that the driver has to remember; batches: of prompts, so far; pass_rates: of rows, by id
     state: dict[str, Any]
     metrics: dict[str, float] = field(default_factory=dict)  # of the step under way
@@ -305,7 +306,7 @@ class Trainer:
 
 
 @contextlib.contextmanager
-def train(plan: commands.Plan) -> Iterator[Trainer]:
+def train(plan: cli.Plan) -> Iterator[Trainer]:
     """A Trainer over a stack that runs until the end of the block. Ctrl-C, SIGTERM and errors save what was learned."""
     with Run(plan.config, "train", plan.resume_from) as run:
         with contextlib.ExitStack() as stack:
@@ -317,7 +318,7 @@ def train(plan: commands.Plan) -> Iterator[Trainer]:
             run.finish(trainer.scores)
 
 
-def begin(plan: commands.Plan, run: Run, stack: contextlib.ExitStack) -> Trainer:
+def begin(plan: cli.Plan, run: Run, stack: contextlib.ExitStack) -> Trainer:
     """Start what a run needs, load the checkpoint that it goes on from, and give vLLM the weights."""
     if plan.recorded:  # that step alone; the schedule keeps the run's length
         run.last = 1 + (checkpoints.step_of(plan.resume_from) if plan.resume_from else 0)
@@ -336,4 +337,4 @@ def begin(plan: commands.Plan, run: Run, stack: contextlib.ExitStack) -> Trainer
 
 
 if __name__ == "__main__":
-    commands.main(train)
+    cli.main(train)

@@ -344,7 +344,7 @@ def _string(item: Mapping[str, Any], key: str, where: str) -> str:
 def encode(messages: Sequence[Any], tools: Sequence[Any], tokenizer: Any, where: str = "") -> list[int]:
     """Chat messages and tools -> [P] token ids. Raises DataError when the chat template refuses or hides them."""
     at, options = f"{where}: the chat template".removeprefix(": "), {"add_generation_prompt": True, "return_dict": True}
-    if vision := getattr(tokenizer, "vision", None):  # kit.images.Vision, of a model that sees
+    if vision := getattr(tokenizer, "vision", None):  # kit.extras.images.Vision, of a model that sees
         messages = vision.messages(messages)
     elif any("image" in p for m in messages if isinstance(m.get("content"), list) for p in m["content"]):
         raise Refused(f"{where}: input_image: the model sees none; leave such rows out, or take one with a processor")
@@ -523,7 +523,7 @@ def counter(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
     return {"train": [row(number) for number in numbers[16:]], "validation": [row(number) for number in numbers[:16]]}
 
 
-MORE = ("examples", "check", "from", "from-verl", "to-verl")  # commands of kit/convert.py
+MORE = ("examples", "check", "from", "from-verl", "to-verl")  # commands of kit/extras/convert.py
 GENERATORS = {  # name: function(args) -> {split: rows}
     "arithmetic": arithmetic,
     "gsm8k": gsm8k,
@@ -534,7 +534,7 @@ GENERATORS = {  # name: function(args) -> {split: rows}
 def main() -> None:
     """Write <out>/<name>_<split>.jsonl of a generator. What is in MORE runs beside this file, and is not imported."""
     if {*sys.argv[1:2]} & {*MORE}:
-        runpy.run_module("kit.convert", run_name="__main__")
+        runpy.run_module("kit.extras.convert", run_name="__main__")
         return
     parser = argparse.ArgumentParser(description="Write a task's rows in NeMo Gym's format.")
     parser.add_argument("name", choices=[*GENERATORS, *MORE])

@@ -5,13 +5,13 @@
     Servers                        them at work: rollout(...), sleep(), publish(step)
     rollout(requests, ...)         episodes, all at once, each with its Gym server, verified as it ends
 
-An `Episode` (kit/episodes.py) is the one record that goes through the kit. Its ids and log-probs are those that vLLM
+An `Episode` (episodes.py) is the one record that goes through the kit. Its ids and log-probs are those that vLLM
 sampled, never re-tokenised text; text is decoded for the verifier, the tools and the logs only. What the
 environment says (tool answers, observations) is tokenised once, and masked 0. An episode that could not
 be generated or verified is data too: `status` says why, and no reward is made up for it.
 
 Who owns the turns follows from the server (gym_client.Gym.kind): for `verify` and `step` servers `play`
-below does; an `agent` server plays by itself against kit/openai_server.py, and its token ids come back (`replay`).
+below does; an `agent` server plays by itself against openai_server.py, and its token ids come back (`replay`).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ import env
 import gym_client
 from env import Task
 from gym_client import Gym, GymError, ServerDownError, Session
-from kit import chat, images
-from kit.config import sampling_gpus
-from kit.episodes import ABORTED, Episode, Versions, append, fill, uncollected
+from kit.config.load import sampling_gpus
+from kit.data.episodes import ABORTED, Episode, Versions, append, fill, uncollected
 from kit.errors import RunError
-from training import WorkerGroup
+from kit.extras import images
+from kit.rollout import chat
 
 Requests = Sequence[tuple[Task, str]]  # with the id of the task's group
 OnDone = Callable[[int, Episode], None]  # called with the index of an episode that ended
@@ -74,7 +74,7 @@ class Policy:
 
 def make_policy(config: DictConfig, client: LLMServerClient, data: Any, deadline_s: float) -> Policy:
     """A Policy from verl's keys: data.max_*_length, rollout.multi_turn.*, and so many episodes at once as its engines
-    take (rollout.max_num_seqs each). data: kit.recipe.Data."""
+    take (rollout.max_num_seqs each). data: kit.runs.preparation.Data."""
     rollout = config.actor_rollout_ref.rollout
     turns, engines = rollout.multi_turn, sampling_gpus(config) // rollout.tensor_model_parallel_size
     return Policy(
@@ -108,7 +108,7 @@ def sampling_params(config: DictConfig, validate: bool) -> dict[str, Any]:
 # --- servers -------------------------------------------------------------------------------------
 
 
-async def start_servers(config: DictConfig, actor: WorkerGroup) -> LLMServerManager:
+async def start_servers(config: DictConfig, actor: Any) -> LLMServerManager:
     """Load the actor's models and start its vLLM servers, or those on GPUs of their own (rollout.nnodes); side by side
     where that is safe.
 
@@ -142,14 +142,14 @@ class Servers:
     """vLLM's replicas at work, beside the Gym servers: where episodes come from.
 
     actor: whose weights the replicas get (verl's CheckpointEngineManager); without one they keep those of their folder.
-    players: kit.players.Players, which play in the place of this process.
+    players: kit.extras.rollout_workers.Players, which play in the place of this process.
     """
 
     def __init__(
         self,
         config: DictConfig,
         manager: LLMServerManager,
-        actor: WorkerGroup | None,
+        actor: Any,
         policy: Policy,
         gym: Gym,
         loop: asyncio.Runner,
@@ -199,7 +199,7 @@ async def sample(
 ) -> tuple[list[int], list[float], Versions]:
     """One answer of the policy: (ids, log-probs, versions as in Episode), the stop token included. Raises GymError.
 
-    request_id: of the episode and, after a `#`, its turn. shown: what kit.images.shown gives beside ids. Failures of
+    request_id: of the episode and, after a `#`, its turn. shown: what images.shown gives beside ids. Failures of
     one request become a reason; a dead vLLM server raises ray.exceptions.RayError, one that still has the weights of
     another step RunError.
     """

@@ -51,9 +51,10 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss, value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
-from kit import engines, plugins
-from kit.config import gpus
-from kit.plugins import asks_for, needs_reference
+from kit.config import user_functions
+from kit.config.load import gpus
+from kit.config.user_functions import asks_for, needs_reference
+from kit.extras import parallelism
 
 IMAGES = ("multi_modal_inputs",)  # of a batch, what workers read and is no tensor
 DRIVERS = ("turn", "token_level_scores", "token_level_rewards")  # of a batch's tensors, what no worker reads
@@ -77,7 +78,9 @@ def start_workers(config: DictConfig, sft: bool = False) -> Workers:
     The actor also holds the frozen reference when a KL term or the advantage needs it (role actor_rollout_ref), unless
     that is the model below its adapter (LoRA), a teacher, or on GPUs of its own.
     """
-    elsewhere = config.actor_rollout_ref.model.lora_rank or plugins.teacher(config) or config.trainer.resource_pools.ref
+    elsewhere = (
+        config.actor_rollout_ref.model.lora_rank or user_functions.teacher(config) or config.trainer.resource_pools.ref
+    )
     role = "actor" if sft else "actor_rollout_ref" if needs_reference(config) and not elsewhere else "actor_rollout"
     actor = (ActorRolloutRefWorker, {"config": config.actor_rollout_ref, "role": role})
     return start_roles(config, {"actor": actor, **({} if sft else beside_actor(config))})
@@ -120,7 +123,7 @@ def beside_actor(config: DictConfig) -> dict[str, tuple[type, dict[str, Any]]]:
         settings = value_model_config(model)
         settings.engine_config.forward_only = True  # bf16, and on the host while it is not asked
         roles["reward_model"] = (TrainingWorker, {"config": settings})
-    teacher = plugins.teacher(config)
+    teacher = user_functions.teacher(config)
     if teacher or (config.trainer.resource_pools.ref and needs_reference(config)):
         ref = copy.deepcopy(config.actor_rollout_ref)  # not in the actor's worker: verl 0.9.1 loads the policy's there
         ref.model.path, ref.model.lora_rank = teacher or ref.model.path, 0
@@ -145,11 +148,11 @@ def value_model_config(config: DictConfig) -> TrainingWorkerConfig:
 def set_policy_loss(actor: WorkerGroup, config: DictConfig) -> None:
     """From now on the actor's updates minimise the recipe's loss, with the coefficients that `config` has now.
 
-    It is verl's, or one's own (kit/plugins.py), which is registered here, but not in the workers.
+    It is verl's, or one's own (kit/config/user_functions.py), which is registered here, but not in the workers.
     """
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     loss: Callable[..., Any] = ppo_loss
-    if plugins.is_own(loss_mode):
+    if user_functions.is_own(loss_mode):
         loss = functools.partial(_own_ppo_loss, loss_mode, POLICY_LOSS_REGISTRY[loss_mode])
     if one_pass(config):
         loss = functools.partial(_one_pass_loss, loss)
@@ -189,7 +192,7 @@ def world_size(config: DictConfig, role: str = "actor") -> int:
 
 def data_parallel_size(config: DictConfig, role: str = "actor") -> int:
     """Ranks that each see their own part of a batch: a role's GPUs over those that hold one model together."""
-    return world_size(config, role) // engines.same_rows(config)
+    return world_size(config, role) // parallelism.same_rows(config)
 
 
 # --- batches -------------------------------------------------------------------------------------
@@ -359,7 +362,7 @@ def advantages(batch: DataProto, config: DictConfig) -> None:
     function = get_adv_estimator_fn(settings.adv_estimator)
     known = {"rollout_is_weights": None, **batch.batch, "index": batch.non_tensor_batch["uid"], "config": settings}
     known |= {"gamma": settings.gamma, "lam": settings.lam}
-    batch.batch["advantages"], batch.batch["returns"] = function(**plugins.arguments(function, known))
+    batch.batch["advantages"], batch.batch["returns"] = function(**user_functions.arguments(function, known))
 
 
 def step_metrics(batch: DataProto, timing: dict[str, float], config: DictConfig) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What trainer.rollout_ahead gives on GPUs: kit/ahead.py at work, over a sampler and a trainer that only take time.
+"""What trainer.rollout_ahead gives on GPUs: one_step_off.py at work, over a sampler and a trainer that only take time.
 
     python benchmarks/ahead.py [--steps 5] [--speed 100] [--out docs/ahead.png]
 
@@ -27,17 +27,17 @@ from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu"}
+os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform"}
 
 from driver import Verifier
 from verl.workers.rollout.llm_server import LLMServerClient
 
 import inference
 from env import Task
-from kit import ahead
-from kit.client import Client
-from kit.commands import quiet
-from kit.config import load_config
+from kit.config.load import load_config
+from kit.extras import one_step_off
+from kit.rollout.client import Client
+from kit.runs.cli import quiet
 
 PROMPTS, MEMBERS, LONGEST, SYNC_S = 16, 8, 1000, 1.0  # LONGEST: tokens of the longest answer
 CASES = {  # seconds for a batch: sampling, training; whether on the same GPUs; a step ahead
@@ -102,7 +102,7 @@ class Gpus:
         self.trains = False
         self.trained.append((begin, self.now()))
 
-    # what kit/ahead.py asks of verl's CheckpointEngineManager
+    # what kit/extras/one_step_off.py asks of verl's CheckpointEngineManager
     def abort_replicas(self) -> None:
         self.held = True
         time.sleep(0.005)
@@ -135,8 +135,8 @@ def simulate(case: str, steps: int, speed: float) -> tuple[Gpus, list[float]]:
     policy = inference.make_policy(config, client, data, 1e6)  # type: ignore[arg-type]
     policy.max_response_length, policy.version = LONGEST, 0
     LLMServerClient.generate = lambda _, request_id, **asked: gpus.generate(**asked)  # type: ignore[assignment, method-assign]
-    with ahead.Loop() if is_ahead else asyncio.Runner() as loop, contextlib.suppress(KeyboardInterrupt):
-        servers: Any = object.__new__(ahead.Servers if is_ahead else inference.Servers)
+    with one_step_off.Loop() if is_ahead else asyncio.Runner() as loop, contextlib.suppress(KeyboardInterrupt):
+        servers: Any = object.__new__(one_step_off.Servers if is_ahead else inference.Servers)
         vars(servers).update(policy=policy, gym=Verifier(), loop=loop, sync=gpus, players=None, asleep=False)
         gpus.begin, ended = time.perf_counter(), [0.0]
         requests = inference.in_groups(gpus.tasks(1), MEMBERS, "1")

@@ -3,7 +3,7 @@
     python benchmarks/bare_model.py RUN [--rounds 3]     RUN: a run's folder; benchmarks/step.py asks
 
 One forward and backward pass, and torch's fused AdamW, in two ways: `shared` computes prompts once for their answers,
-by the layout, attention and log-probs of kit/cpu_engine.py (on a CPU alone); `packed` is a plain packed batch, every
+by the layout, attention and log-probs of cpu_engine.py (on a CPU alone); `packed` is a plain packed batch, every
 answer behind its prompt, torch's own attention and cross entropy. And `copy`, of all weights in memory. Prints one JSON
 line last: seconds, of each step a list, one for each round.
 """
@@ -19,13 +19,13 @@ from typing import Any
 from measure import ROOT, Row, finished_run, timed
 
 sys.path.insert(0, str(ROOT))
-os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu"}
+os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform"}
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from kit import cpu_engine
+from kit.cpu import cpu_engine
 
 KINDS = {"shared": "cpu_packed", "packed": "packed"}  # and their attention
 _lengths: list[int] = []  # of the rows of the packed batch under way

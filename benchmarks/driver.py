@@ -27,7 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # before this folder, which has a gym_client too
-os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu"}
+os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform"}
 
 import numpy as np
 import torch
@@ -38,10 +38,10 @@ import gym_client
 import inference
 import training
 from env import Task
-from kit import episodes
-from kit.commands import quiet
-from kit.config import load_config
-from kit.run import Run
+from kit.config.load import load_config
+from kit.data import episodes
+from kit.runs.cli import quiet
+from kit.runs.run_dir import Run
 
 STAGES = ("rollout", "write", "keep", "to_batch", "pack")
 PROMPT, MEMBERS, STOP = 100, 8, 2  # tokens, answers to a prompt, the id that ends an answer

@@ -5,7 +5,7 @@
 DIR holds one NAME.jsonl for each resources server NAME, as NeMo Gym publishes them. Each server is started
 alone from the installed nemo-gym package, with the settings of SETTINGS, and gets the first row and a fixed answer
 (ANSWERS): whether that is right does not matter here, only whether the server can say so. One that lacks a module
-gets an environment of its own (kit/gym_install.py). The judges that it asks by name are a stub on this machine that
+gets an environment of its own (gym_environments.py). The judges that it asks by name are a stub on this machine that
 says what a judge should (JUDGE); each such server is asked twice more, of a judge that talks nonsense and of one that
 refuses the key: a reward then would be a fault of the kit's, and is told as one. `NEEDS` says what a server still
 lacks, as read in its source: some pay 0 for that instead of failing.
@@ -35,7 +35,8 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # before this folder, which has a gym_client too
 import env
 from gym_client import Gym, GymError, function_call, message, response, routed
-from kit import gym_servers, models
+from kit.extras.judges import judge_proxy
+from kit.gym import servers as gym_servers
 
 VERIFY_DEADLINE_S = 10.0
 ANSWER = "The answer is \\boxed{A}"
@@ -232,7 +233,7 @@ def attempt(
     asked = {model: {"base_url": judge.url, "model": "stub"} for model in names}
     try:
         with (
-            models.Proxy(models.judges(asked, VERIFY_DEADLINE_S)) as proxy,
+            judge_proxy.Proxy(judge_proxy.judges(asked, VERIFY_DEADLINE_S)) as proxy,
             gym_servers.running_servers({name: {"start": start}}, logs, models=proxy.blocks()) as urls,
         ):
             kind, routes, verdict = asyncio.run(ask(name, urls[name], rows, judge))

@@ -46,7 +46,7 @@ from mutants import Mutant, find_mutants, plant  # noqa: E402
 
 RESULTS = ROOT / "runs" / "mutate"
 PROJECT = ("algorithm", "inference", "training", "env", "gym_client", "kit", "templates", "conftest", "test_")
-KEPT = ("kit.cpu", "kit.weight_sync")  # which verl imports, and which change verl: once a process
+KEPT = ("kit.cpu.platform", "kit.rollout.weight_sync")  # which verl imports, and which change verl: once a process
 SLOW_TEST_S = 8.0
 REQUIRED = 0.85
 FIXTURES = {"stack", "values", "chromium"}  # tests that use one start the whole stack, or a browser
@@ -65,7 +65,7 @@ def digest(*paths: Path) -> str:
 
 def warm(names: list[str]) -> None:
     """Import what the tests need, then forget the project's own modules."""
-    os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu,kit.weight_sync"}
+    os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform,kit.rollout.weight_sync"}
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     import pytest  # noqa: F401
 

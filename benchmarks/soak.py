@@ -35,7 +35,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import conftest  # noqa: E402  (the tiny model and its task)
 from measure import ROLES  # noqa: E402
 
-from kit.gym_servers import free_port, running_servers  # noqa: E402
+from kit.gym.servers import free_port, running_servers  # noqa: E402
 
 FAULTS = ("reset", "500", "503", "half", "html", "nan", "late")
 LIMITS = {"MB": 20.0, "files": 5, "sockets": 5}  # from step 50 to the end, per process; noise stays well below

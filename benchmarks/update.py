@@ -3,7 +3,7 @@
     python benchmarks/update.py runs/x/rollouts/step_1.jsonl [--rounds 4] [key=value ...]
 
 The recipe is the demo's with the changes; no vLLM is started, and the first update, which warms up, is left out. To
-try a change of kit/cpu_engine.py or of a setting in minutes: all else stands still.
+try a change of kit/cpu/cpu_engine.py or of a setting in minutes: all else stands still.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from measure import ROOT
 sys.path.insert(0, str(ROOT))
 import ray
 
-from kit import recipe, start
-from kit.config import load_config
-from kit.episodes import load_replay
-from kit.run import Run
+from kit.config.load import load_config
+from kit.data.episodes import load_replay
+from kit.runs import launch, preparation
+from kit.runs.run_dir import Run
 
 
 def usage(pid: int) -> tuple[int, float, float, float]:
@@ -41,14 +41,14 @@ def main() -> None:
     args = parser.parse_args()
     settings = ["trainer.experiment_name=bench-update", "env.val_files=[]", *args.changes]
     config, _ = load_config(["math_cpu", "cpu"], settings)
-    start.begin_imports(config)
-    data = recipe.prepare(config)
+    launch.begin_imports(config)
+    data = preparation.prepare(config)
     import training
 
     kept = load_replay(args.rollouts, data.train)[0]
     seconds = []
     with Run(config) as run, contextlib.ExitStack() as stack:
-        workers, _ = start.start(run, data, stack, sample=False)
+        workers, _ = launch.start(run, data, stack, sample=False)
         pid = ray.get(workers.actor.workers[0].__ray_call__.remote(lambda _: __import__("os").getpid()))
         for i in range(args.rounds + 1):
             batch = training.to_batch(kept, data.tokenizer.pad_token_id, config.actor_rollout_ref.rollout.temperature)

@@ -1,11 +1,16 @@
 """The plumbing, which nobody has to read to change an algorithm. A file imports only from files before it in this list:
 
-errors, text, files, fork, private, stores, places, gym_install, gym_servers, verdicts, models, episodes,
-function_worker, plugins, config, engines, sandbox, functions, memory, checks, node, rows, images, convert, recipe,
-checkpoints, watch, lookout, keeper, guard, reference, frames, diagnosis, report, show, run, monitor, chat, damage; then
-training and inference, at the root; openai_server, client, players, ahead, hf, start, sft, collect, commands; then
-algorithm, at the root; weight_sync, gloo, cpu_engine and cpu, which verl alone imports, and vllm_routes, which vLLM
-alone imports.
+errors, runs.text, runs.files, cpu.fork_server, runs.private, rollout.stores, gym.concurrency,
+extras.gym_environments, gym.servers, extras.judges.judge_parsing, extras.judges.judge_proxy, data.episodes,
+extras.python_verifiers.verifier_process, config.user_functions, config.load, extras.parallelism,
+extras.python_verifiers.sandbox, extras.python_verifiers.verifier_pool, extras.preflight.memory, config.checks,
+extras.preflight.node, data.verl_rows, extras.images, extras.convert, runs.preparation, runs.checkpoints,
+extras.supervisor.process_monitor, extras.supervisor.node_monitor, extras.supervisor.reaper, runs.signals,
+extras.report.metric_docs, extras.report.run_data, extras.report.diagnosis, extras.report.report_page,
+extras.report.show, runs.run_dir, extras.monitor, rollout.chat, runs.finite_check; then training and inference, at the
+root; rollout.openai_server, rollout.client, extras.rollout_workers, extras.one_step_off, extras.hf_rollout,
+runs.launch, extras.sft, runs.collect, runs.cli; then algorithm, at the root; rollout.weight_sync, extras.gloo,
+cpu.cpu_engine and cpu.platform, which verl alone imports, and rollout.vllm_routes, which vLLM alone imports.
 env and gym_client, at the root, know none of them.
 """
 

@@ -3,7 +3,7 @@
     algorithm: {adv_estimator: templates/advantages.py:turn_grpo}
 
 Copy one into a file of your own, change it, name that. It is called with what its parameters are named after
-(kit/plugins.py has the list) and returns (advantages, returns), both [B, R]: B episodes, R response tokens.
+(user_functions.py has the list) and returns (advantages, returns), both [B, R]: B episodes, R response tokens.
 turn [B, R] says which of the policy's turns a token is of, from 0; -1 is observed, or padding.
 """
 

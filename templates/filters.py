@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import gym_client
-from kit.episodes import groups
+from kit.data.episodes import groups
 from kit.errors import PluginError
 
 

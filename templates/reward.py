@@ -3,7 +3,7 @@
     env: {verifier: {function: templates/reward.py:compute_score, form: 0.1}, train_files: [data/gsm8k/train.parquet]}
 
 Copy it into a file of your own, change it, name that. It says what an answer is worth, in a process of its own
-(kit/functions.py); templates/rewards.py has what changes that afterwards.
+(kit/extras/python_verifiers/verifier_pool.py); templates/rewards.py has what changes that afterwards.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     env: {reward: {function: templates/rewards.py:overlong, limit: 1024, buffer: 0.2}}
 
 Copy one into a file of your own, change it, name that. function(episode) -> float; it sees every kept episode, after
-the filters, and its own word replaces the verifier's (`episode.reward`). What an episode has: kit/plugins.py.
+the filters, and its own word replaces the verifier's (`episode.reward`). What an episode has: user_functions.py.
 """
 
 from __future__ import annotations

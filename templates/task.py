@@ -2,8 +2,8 @@
 
     env: {train_files: [{function: templates/task.py:rows, highest: 50}], verifier: templates/task.py:Guess}
 
-Copy it into a file of your own, change it, name that. rows is called for each batch (kit/rows.py), a Guess is made for
-each episode (kit/functions.py); what both must not do is draw from more than they are given.
+Copy it into a file of your own, change it, name that. rows is called for each batch (verl_rows.py), a Guess is made for
+each episode (verifier_pool.py); what both must not do is draw from more than they are given.
 """
 
 from __future__ import annotations

@@ -29,11 +29,11 @@ import torch
 from omegaconf import DictConfig
 
 # verl reads these when it is first imported; a run of algorithm.py takes them from configs/machines/cpu.yaml
-os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu,kit.weight_sync"}
+os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform,kit.rollout.weight_sync"}
 
-from kit import recipe
-from kit.config import load_config
-from kit.reference import describe
+from kit.config.load import load_config
+from kit.extras.report.metric_docs import describe
+from kit.runs import preparation
 
 # a shell that starts the tests in the background has them ignore SIGINT, and all that they start inherits it
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -250,7 +250,7 @@ def tiny(workspace: Path, *changes: str) -> list[str]:
 def load(workspace: Path, *changes: str, overlays: Sequence[str] = ()):
     """The tiny recipe with overlays of configs/, merged and checked: (config, data)."""
     config, _ = load_config([str(CPU), str(RECIPE), *overlays], tiny(workspace, *changes))
-    return config, recipe.prepare(config)
+    return config, preparation.prepare(config)
 
 
 def command(workspace: Path, *arguments: str) -> list[str]:
@@ -309,7 +309,7 @@ def timeout_s(item: pytest.Item) -> float:
     """Return how long a test may take, with its fixtures.
 
     The method is `thread` (pyproject.toml): that of signals would take SIGALRM and its only timer
-    from kit/guard.py. It ends the process of the tests, and kit/keeper.py what that has started.
+    from signals.py. It ends the process of the tests, and reaper.py what that has started.
     """
     if item.get_closest_marker("soak"):
         return 3600.0
@@ -353,7 +353,7 @@ class Stack:
     """One session of the stack, which tests share: Gym servers of every kind, Ray, an FSDP actor and vLLM."""
 
     config: DictConfig
-    data: recipe.Data
+    data: preparation.Data
     workspace: Path
     workers: Any  # training.Workers
     servers: Any  # inference.Servers
@@ -369,11 +369,11 @@ class Stack:
         import inference
         import training
         from algorithm import Trainer
-        from kit import plugins
-        from kit.run import Run
+        from kit.config import user_functions
+        from kit.runs.run_dir import Run
 
         config, data = load(self.workspace, f"trainer.experiment_name={name}", *SESSION, *changes, overlays=overlays)
-        plugins.register([config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode])
+        user_functions.register([config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode])
         if workers is None:
             workers = self.workers
             workers.actor.load_checkpoint(str(self.fresh))
@@ -391,17 +391,19 @@ class Stack:
         lines = metrics_of(run.folder) if (run.folder / "metrics.jsonl").is_file() else []
         logged = {name for line in lines for name in line}
         unknown = sorted(name for name in logged - {"step", "time"} if not describe(name))
-        assert not unknown, f"docs/reference.md is made of kit/reference.yaml, which does not know {unknown}"
+        assert not unknown, (
+            f"docs/reference.md is made of kit/extras/report/metric_docs.yaml, which does not know {unknown}"
+        )
 
 
 @contextlib.contextmanager
 def with_verifiers(stack: Stack, *changes: str):
     """The functions of a recipe beside the session's servers."""
-    from kit import functions
+    from kit.extras.python_verifiers import verifier_pool
 
     config, data = load(stack.workspace, *SESSION, *changes)
-    own = list(functions.of_recipe(config).values())
-    gym = functions.Verifiers(stack.servers.gym.gym, own, config, data.tokenizer, stack.workspace)
+    own = list(verifier_pool.of_recipe(config).values())
+    gym = verifier_pool.Verifiers(stack.servers.gym.gym, own, config, data.tokenizer, stack.workspace)
     try:
         yield gym
     finally:
@@ -432,14 +434,14 @@ SESSION = [  # the untied model (tied: test_runs.py), logical GPUs for workers b
 def session(workspace: Path, *changes: str) -> Iterator[Stack]:
     """A Stack over the models and rows of a folder, which becomes the working one."""
     import algorithm  # noqa: F401  (its own imports first)
-    from kit import start
-    from kit.run import Run
+    from kit.runs import launch
+    from kit.runs.run_dir import Run
 
     os.chdir(workspace)
     reference = "actor_rollout_ref.actor.use_kl_loss=true"  # so that the actor holds one, for recipes with a KL term
     config, data = load(workspace, *SESSION, *changes, reference, "trainer.experiment_name=session")
     with Run(config) as run, contextlib.ExitStack() as exits:
-        workers, servers = start.start(run, data, exits)
+        workers, servers = launch.start(run, data, exits)
         fresh = workspace / "fresh"
         workers.actor.save_checkpoint(str(fresh), None, 0, None)
         servers.sleep()

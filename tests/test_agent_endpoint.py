@@ -10,8 +10,8 @@ from conftest import GYM_PYTHON, counting
 from test_turns import CHATML, STOPS, Script, bytes_tokenizer, call, one_turn_each, policy_of
 
 from gym_client import RESERVED, Gym
-from kit import openai_server
-from kit.gym_servers import free_port, running_servers
+from kit.gym.servers import free_port, running_servers
+from kit.rollout import openai_server
 
 KEY = "a key of this test"
 

@@ -15,10 +15,11 @@ from omegaconf import OmegaConf
 from test_steps import AGREE, PATIENCE, UNTRAINED
 
 import inference
-from kit import ahead, checkpoints
-from kit.client import Client
 from kit.errors import Stop
-from kit.guard import Guard
+from kit.extras import one_step_off
+from kit.rollout.client import Client
+from kit.runs import checkpoints
+from kit.runs.signals import Guard
 
 LONG = ["data.max_response_length=400", "actor_rollout_ref.rollout.n=2", "env.val_files=[]"]
 
@@ -27,11 +28,13 @@ LONG = ["data.max_response_length=400", "actor_rollout_ref.rollout.n=2", "env.va
 def stepping_ahead(stack, *changes):
     """A Trainer with configs/ahead.yaml over the session's vLLM, the session's loop in a thread of its own."""
     with stack.trainer("ahead", *changes, overlays=["ahead"]) as trainer:
-        was, loop = trainer.servers, ahead.Loop()
+        was, loop = trainer.servers, one_step_off.Loop()
         loop.loop = was.loop.get_loop()  # where the session's clients live
         thread = threading.Thread(target=loop.loop.run_forever)
         was.policy.client = Client(trainer.config, was.policy.client.servers, ahead=True)
-        trainer.servers = ahead.Servers(trainer.config, was.manager, stack.workers.actor, was.policy, was.gym, loop)
+        trainer.servers = one_step_off.Servers(
+            trainer.config, was.manager, stack.workers.actor, was.policy, was.gym, loop
+        )
         trainer.servers.policy.version = 0
         thread.start()
         try:
@@ -143,7 +146,7 @@ def test_a_stop_ends_what_is_under_way(tmp_path, monkeypatch):
     guard = Guard(config, tmp_path, print, print)
     guard.listen()
     try:
-        with pytest.raises(Stop), ahead.Loop() as loop:
+        with pytest.raises(Stop), one_step_off.Loop() as loop:
             guard.loop = loop
             assert loop.run(asyncio.sleep(0, "answer")) == "answer"
             with pytest.raises(ZeroDivisionError):

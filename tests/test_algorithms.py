@@ -21,9 +21,9 @@ from verl.trainer.ppo import core_algos
 from verl.utils.config import omega_conf_to_dataclass
 
 import training
-from kit import plugins
-from kit.config import load_config
-from kit.episodes import Episode, keep
+from kit.config import user_functions
+from kit.config.load import load_config
+from kit.data.episodes import Episode, keep
 from kit.errors import PluginError
 from templates.advantages import distill, preference, spin
 from templates.losses import dpo, sppo
@@ -690,7 +690,7 @@ def by_name(token_level_rewards, response_mask, turn, index, gamma, lam, rollout
 def test_an_estimator_of_ones_own_gets_each_thing_by_its_name(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(ASKS)
     monkeypatch.chdir(tmp_path)
-    plugins.register(["mine.py:by_name", "vanilla"])
+    user_functions.register(["mine.py:by_name", "vanilla"])
     made = [*group_of(1.0, 0.5), episode("h", 0.25, [1, 0, 1])]
     made[2].turns = [(0, 1, 1), (2, 3, 3)]
     batch = training.to_batch(made, 0, 1.0)

@@ -27,7 +27,7 @@ OUTSIDE = [rf"(?<![\w.])/{name}/" for name in ("root", "work", "home", "mnt", "U
 ]
 HOST = r"^(?!\s*#).*(https?://|--(extra-)?index-url|--find-links|(^|\s)-[if]\s| @ )"  # comments may name one
 LAZY = ("later", "kit.later", "importlib.import_module", "__import__")
-LITTLE = {"env", "gym_client", "errors", "episodes"}  # what templates may import: they are copied elsewhere
+LITTLE = {"env", "gym_client", "errors", "data.episodes"}  # what templates may import: they are copied elsewhere
 
 
 def files() -> list[Path]:
@@ -94,7 +94,14 @@ def test_the_five_files_stay_readable_in_one_sitting():
 
 def ours() -> list[Path]:
     """The Python files of the root, kit/ and templates/."""
-    return [p for p in files() if p.suffix == ".py" and p.parent in (ROOT, ROOT / "kit", ROOT / "templates")]
+    folders = (ROOT / "kit", ROOT / "templates")
+    return [p for p in files() if p.suffix == ".py" and (p.parent == ROOT or any(f in p.parents for f in folders))]
+
+
+def name_of(path: Path) -> str:
+    """The dotted name of a file, within kit/ without `kit.`: env, errors, data.episodes, ..."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[1:] if parts[0] == "kit" else parts)
 
 
 def test_no_function_is_long():
@@ -125,12 +132,12 @@ def imported(path: Path) -> Iterator[str]:
 
 def of_ours(path: Path) -> set[str]:
     """The modules of the root and of kit/ that a file imports: env, recipe, ..."""
-    kit = {p.stem for p in (ROOT / "kit").glob("*.py")} - {"__init__"}
+    kit = {name_of(p) for p in (ROOT / "kit").rglob("*.py") if p.stem != "__init__"}
     found = set()
     for name in imported(path):
         first, _, rest = name.partition(".")
-        if first == "kit" and rest.partition(".")[0] in kit:
-            found.add(rest.partition(".")[0])
+        if first == "kit":  # of `from kit.x.y import z`, kit.x.y is the module
+            found |= {rest, rest.rpartition(".")[0]} & kit
         elif first in (*FIVE, "templates"):
             found.add(first)
     return found
@@ -141,8 +148,8 @@ def order() -> list[str]:
     text = ast.get_docstring(ast.parse((ROOT / "kit" / "__init__.py").read_text())) or ""
     listed, end, _ = text.partition("env and gym_client")
     assert end, "the list of kit/__init__.py ends with `env and gym_client`"
-    known = {p.stem for p in ours() if p.parent != ROOT / "templates"} - {"__init__", "env", "gym_client"}
-    names = [word for word in re.findall(r"\w+", listed.partition(":")[2]) if word in known]
+    known = {name_of(p) for p in ours() if p.parent != ROOT / "templates"} - {"env", "gym_client"}
+    names = [word for word in re.findall(r"[\w.]*\w", listed.partition(":")[2]) if word in known]
     assert len(names) == len(set(names)), f"twice in the list of kit/__init__.py: {names}"
     return ["env", "gym_client", *names]
 
@@ -151,10 +158,10 @@ def test_every_file_imports_only_from_those_before_it():
     places = {name: place for place, name in enumerate(order())}
     wrong = []
     for path in ours():
-        name, needed = path.stem, of_ours(path)
+        name, needed = name_of(path), of_ours(path)
         if path.parent == ROOT / "templates":
             wrong += [f"templates/{path.name} imports {n}" for n in sorted(needed - LITTLE)]
-        elif name not in places:  # scripts
+        elif name not in places:  # scripts, and the __init__ of packages
             wrong += [f"{name}, which is not in the list of kit/__init__.py, imports {n}" for n in needed]
         else:
             later = [n for n in needed if places.get(n, len(places)) >= places[name]]

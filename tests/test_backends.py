@@ -25,11 +25,14 @@ from test_turns import CHATML, STOPS, bytes_tokenizer, call, policy_of
 
 import inference
 import training
-from kit import chat, checks, monitor, recipe
-from kit.client import Client
-from kit.config import load_config
+from kit.config import checks
+from kit.config.load import load_config
 from kit.errors import ConfigError
-from kit.gym_servers import free_port
+from kit.extras import monitor
+from kit.gym.servers import free_port
+from kit.rollout import chat
+from kit.rollout.client import Client
+from kit.runs import preparation
 
 
 @contextlib.contextmanager
@@ -48,7 +51,7 @@ def trainer_over(stack, name, workers, manager, *changes):
 @pytest.fixture(scope="module")
 def hf(stack):
     """An actor of its own, and transformers beside it: (workers, manager)."""
-    importlib.import_module("kit.hf")
+    importlib.import_module("kit.extras.hf_rollout")
     config, _ = load(stack.workspace, *SESSION, overlays=["hf"])
     workers = training.start_workers(config)
     manager = stack.servers.loop.run(inference.start_servers(config, workers.actor))
@@ -272,9 +275,9 @@ TRACKERS = {
 TRACKED = """
 import sys
 sys.path.append("packages")
-from kit.config import load_config
-from kit.run import Run
-from kit.episodes import Episode
+from kit.config.load import load_config
+from kit.runs.run_dir import Run
+from kit.data.episodes import Episode
 config, _ = load_config([], ["trainer.logger=[%s]", "trainer.experiment_name=tracked", "trainer.log_val_generations=1"])
 with Run(config) as run:
     run.log(1, {"loss": 0.5})
@@ -328,9 +331,9 @@ def dry(workspace, *overlays: str, changes: Sequence[str] = ()) -> str:
     ]
     given = [*tiny(workspace, model, *SMALL), *rows, gym, "data.max_response_length=1024", *changes]
     config, defaults = load_config(["math", *overlays], given)
-    data = recipe.prepare(config)
-    assert recipe.changed(config, defaults)
-    return recipe.summary(config, data, "train")
+    data = preparation.prepare(config)
+    assert preparation.changed(config, defaults)
+    return preparation.summary(config, data, "train")
 
 
 @pytest.mark.parametrize("name", PROMISED)

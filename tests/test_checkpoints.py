@@ -19,9 +19,9 @@ from conftest import CPU, RECIPE, ROOT, tiny
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
-from kit import checkpoints
-from kit.config import load_config, public
+from kit.config.load import load_config, public
 from kit.errors import ConfigError, RunError
+from kit.runs import checkpoints
 
 
 class Group:

@@ -8,10 +8,12 @@ import pytest
 from conftest import CPU, RECIPE, ROOT, counting, load, tiny, write_rows
 from omegaconf import OmegaConf
 
-from kit import checks, plugins, recipe, sft
-from kit.config import load_config
+from kit.config import checks, user_functions
+from kit.config.load import load_config
+from kit.config.user_functions import ADVANTAGE, LOSS_MODE, TEACHER
 from kit.errors import ConfigError
-from kit.plugins import ADVANTAGE, LOSS_MODE, TEACHER
+from kit.extras import sft
+from kit.runs import preparation
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,7 @@ def test_all_that_verl_has_is_taken_and_group_estimators_need_groups(tiny_recipe
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, AdvantageEstimator
 
     estimators = [f"{ADVANTAGE}={estimator.value}" for estimator in AdvantageEstimator]
-    losses = [f"{LOSS_MODE}={name}" for name in POLICY_LOSS_REGISTRY if not plugins.is_own(name)]
+    losses = [f"{LOSS_MODE}={name}" for name in POLICY_LOSS_REGISTRY if not user_functions.is_own(name)]
     assert len(estimators) >= 13 and len(losses) >= 12
     for change in estimators + losses:
         assert not list(checks.check_names(changed(tiny_recipe, change), "train")), change
@@ -111,7 +113,7 @@ def test_all_that_verl_has_is_taken_and_group_estimators_need_groups(tiny_recipe
 def test_what_does_not_go_together_is_an_error(tiny_recipe, workspace, monkeypatch, changes, named):
     monkeypatch.chdir(workspace)
     with pytest.raises(ConfigError, match=named):
-        recipe.check_recipe(changed(tiny_recipe, *changes), "train")
+        preparation.check_recipe(changed(tiny_recipe, *changes), "train")
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(tiny_recipe, workspace, tmp_path):
@@ -124,12 +126,12 @@ def test_a_teacher_of_another_vocabulary_is_refused(tiny_recipe, workspace, tmp_
     estimator = f"{ADVANTAGE}=templates/advantages.py:distill"
     config = changed(tiny_recipe, estimator, "distillation.enabled=true", f"{TEACHER}={tmp_path}")
     with pytest.raises(ConfigError, match=rf"{TEACHER}={tmp_path}: its vocabulary is not the policy's.*'stranger'"):
-        recipe.check_recipe(config, "train")
+        preparation.check_recipe(config, "train")
 
 
 def test_a_truncated_sampling_distribution_is_warned_of(workspace):
     for change, warned in (("top_p=0.9", True), ("top_k=20", True), ("temperature=0.9", False)):
-        text = recipe.summary(*load(workspace, f"actor_rollout_ref.rollout.{change}"), "train")
+        text = preparation.summary(*load(workspace, f"actor_rollout_ref.rollout.{change}"), "train")
         assert ("rollout_correction is biased" in text) == warned
 
 
@@ -137,7 +139,7 @@ def test_rows_of_verls_for_a_server_of_gyms_are_warned_of(workspace):
     made = {"prompt": "say 7", "data_source": "mine", "reward_model": {"ground_truth": "7"}}
     rows = write_rows(workspace / "verls.jsonl", [made] * 8)
     for more, warned in (("", True), (", verifier: templates/reward.py:compute_score", False)):
-        text = recipe.summary(*load(workspace, f"env.train_files=[{{path: {rows}{more}}}]"), "train")
+        text = preparation.summary(*load(workspace, f"env.train_files=[{{path: {rows}{more}}}]"), "train")
         assert ("WARNING     rows of verl's go to the server reasoning_gym" in text) == warned
 
 
@@ -176,7 +178,7 @@ def test_an_overlay_is_fifteen_lines_and_goes_over_either_recipe(workspace, path
     for over in ("math.yaml", "math_cpu.yaml"):
         config, _ = load_config([str(ROOT / "configs" / over), str(path)], [])
         assert not [*checks.check_algorithm(config), *checks.check_names(config, "train")]
-        plugins.functions(config)
+        user_functions.functions(config)
     changes = tiny(workspace)
     if path.stem == "reward_model":
         changes.append(f"reward.reward_model.model_path={workspace / 'scored'}")
@@ -187,8 +189,8 @@ def test_an_overlay_is_fifteen_lines_and_goes_over_either_recipe(workspace, path
         chat = {"messages": [{"role": "user", "content": "say 7"}, {"role": "assistant", "content": "7"}]}
         changes.append(f"env.train_files=[{write_rows(workspace / 'eight.jsonl', [chat] * 8)}]")
     config, _ = load_config([str(CPU), str(RECIPE), str(path)], [*changes, "data.train_batch_size=8"])
-    data = sft.prepare(config) if path.stem == "sft" else recipe.prepare(config)
-    plugins.try_out(config, data)
+    data = sft.prepare(config) if path.stem == "sft" else preparation.prepare(config)
+    user_functions.try_out(config, data)
 
 
 def test_the_advantage_decides_whether_there_is_a_critic(workspace):

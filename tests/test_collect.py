@@ -8,11 +8,11 @@ import math
 import pytest
 from conftest import CPU, RECIPE, SESSION, tiny
 
-from kit import collect, recipe
-from kit.config import load_config
+from kit.config.load import load_config
 from kit.errors import ConfigError
-from kit.run import Run
-from kit.start import Started
+from kit.runs import collect, preparation
+from kit.runs.launch import Started
+from kit.runs.run_dir import Run
 
 MIX = "env.train_files=[{path: tools.jsonl, server: counter},{path: train.jsonl, server: reasoning_gym}]"
 CHANGES = [MIX, "actor_rollout_ref.rollout.n=2", "data.max_response_length=32", "trainer.experiment_name=collect"]
@@ -23,11 +23,11 @@ def collected(stack, monkeypatch, *changes):
     import inference
 
     config, _ = load_config([str(CPU), str(RECIPE)], tiny(stack.workspace, *SESSION, *CHANGES, *changes))
-    data = recipe.prepare(config, "rollout")
+    data = preparation.prepare(config, "rollout")
     was = stack.servers
     policy = inference.make_policy(config, was.policy.client, data, 60.0)
     servers = inference.Servers(config, was.manager, None, policy, was.gym, was.loop)
-    monkeypatch.setattr("kit.start.start", lambda *_, **__: Started(None, servers))
+    monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Started(None, servers))
     with Run(config, "rollout") as run:
         collect.run_command(config, run, data)
     return (run.folder / "rollouts.jsonl").read_text().splitlines(), run

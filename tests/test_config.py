@@ -15,10 +15,13 @@ from conftest import CPU, RECIPE, ROOT, load, row, tiny, write_rows
 from omegaconf import OmegaConf
 
 import env
-from kit import checks, gym_servers, recipe, report
-from kit.config import HIDDEN, MICRO_BATCH_TOKENS, base_configs, changed, load_config, public
+from kit.config import checks
+from kit.config.load import HIDDEN, MICRO_BATCH_TOKENS, base_configs, changed, load_config, public
 from kit.errors import ConfigError
-from kit.run import Run
+from kit.extras.report import report_page
+from kit.gym import servers as gym_servers
+from kit.runs import preparation
+from kit.runs.run_dir import Run
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -98,7 +101,7 @@ def test_names_of_recipes_are_unique():
     [
         ("actor_rollout_ref.actor.ppo_mini_batch_size=3", ConfigError, "train_batch_size=8 does not divide"),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", ConfigError, "1 GPUs do not divide by .*=2"),
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", ConfigError, "=2 on a CPU: kit/cpu_engine.py"),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", ConfigError, "=2 on a CPU: kit/cpu/cpu_engine.py"),
         ("actor_rollout_ref.actor.entropy_checkpointing=true", ConfigError, "entropy_checkpointing on a CPU: .* tiles"),
         (
             "actor_rollout_ref.actor.use_dynamic_bsz=false",
@@ -152,7 +155,7 @@ def test_all_that_is_wrong_is_told_at_once_and_without_the_network(workspace, mo
     problems: list[Exception] = []
     config, _ = load_config([str(CPU), str(RECIPE)], [*tiny(workspace), *wrong], problems)
     with pytest.raises(ConfigError) as raised:
-        recipe.check_recipe(config, "train", problems)
+        preparation.check_recipe(config, "train", problems)
     first, *lines = str(raised.value).split("\n")
     assert first == "9 problems with this recipe:"
     assert [line.split(". ")[0] for line in lines] == [f"  {number}" for number in range(1, 10)]
@@ -225,36 +228,36 @@ def test_derived_sizes(workspace):
     longer.actor_rollout_ref.actor.ulysses_sequence_parallel_size = 2  # on GPUs
     for key in MICRO_BATCH_TOKENS:
         OmegaConf.update(longer, key, 100)
-    recipe.fill_in(longer, data.model)
+    preparation.fill_in(longer, data.model)
     assert [OmegaConf.select(longer, key) for key in MICRO_BATCH_TOKENS] == [506] * 4
     parts, _ = load(workspace, "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
     assert "distributed_executor_backend" not in parts.actor_rollout_ref.rollout.engine_kwargs.vllm
     threads = parts.ray_kwargs.ray_init.runtime_env.env_vars
     assert str(max(1, len(os.sched_getaffinity(0)) // 2)) == threads.OMP_NUM_THREADS and threads.TENSOR_PARALLEL == "2"
-    assert "8 prompts x 8 answers = 64 episodes" in recipe.summary(config, data, "train")
+    assert "8 prompts x 8 answers = 64 episodes" in preparation.summary(config, data, "train")
     overlap = load(workspace, f"env.val_files=[{workspace / 'train.jsonl'}]")
-    assert "WARNING     8 of the held-out prompts" in recipe.summary(*overlap, "train")
+    assert "WARNING     8 of the held-out prompts" in preparation.summary(*overlap, "train")
 
 
 def test_the_summary_names_functions_of_ones_own(workspace):
     config, data = load(workspace)
-    usual = recipe.summary(config, data, "train").splitlines()
+    usual = preparation.summary(config, data, "train").splitlines()
     config.env.sampler = "templates/samplers.py:by_pass_rate"
     config.env.reward = {"function": "templates/rewards.py:overlong", "limit": 48}
     config.env.filters = ["templates/filters.py:drop_uniform", {"function": "x.py:f", "reasons": ["length"]}]
-    (line,) = set(recipe.summary(config, data, "train").splitlines()) - set(usual)
+    (line,) = set(preparation.summary(config, data, "train").splitlines()) - set(usual)
     filters = "templates/filters.py:drop_uniform, x.py:f {reasons: [length]}"
     functions = f"templates/rewards.py:overlong {{limit: 48}}; filters {filters}"
     assert line == f"reward      {functions}; sampler templates/samplers.py:by_pass_rate"
     config.env.reward = config.env.sampler = None
     config.env.filters = ["x.py:f"]
-    assert "filters     x.py:f" in recipe.summary(config, data, "train").splitlines()
+    assert "filters     x.py:f" in preparation.summary(config, data, "train").splitlines()
 
 
 @pytest.mark.parametrize(("command", "rows"), [("train", (4, 8)), ("rollout", (4, 0)), ("evaluate", (0, 8))])
 def test_the_rows_of_a_command(workspace, command, rows):
     config = merged(*tiny(workspace, "env.max_rows=4", "data.train_batch_size=4"))
-    data = recipe.prepare(config, command)
+    data = preparation.prepare(config, command)
     assert (len(data.train), len(data.validation)) == rows
 
 
@@ -331,7 +334,7 @@ def test_a_variable_with_a_secrets_name_is_written_nowhere(workspace, tmp_path, 
     written = [path.read_text() for path in tmp_path.rglob("*.yaml")]
     assert len(written) == 2 and "planted8" not in "".join(written)
     assert all(f"${{oc.env:{name}}}.example" in text for text in written)
-    page = report.write([run.folder], tmp_path / "page.html").read_text()
+    page = report_page.write([run.folder], tmp_path / "page.html").read_text()
     packed = page.partition('id="data">')[2].partition("<")[0]
     assert "planted8" not in gzip.decompress(base64.b64decode(packed)).decode()
 
@@ -340,7 +343,7 @@ def test_a_dry_run_shows_no_secret(workspace, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "planted8")
     extra = "actor_rollout_ref.rollout.engine_kwargs.vllm"
     config, data = load(workspace, f"{extra}.hf_token=planted8", f"{extra}.api_key=sk-planted")
-    text = recipe.shown(config, base_configs()[0], data, "train")
+    text = preparation.shown(config, base_configs()[0], data, "train")
     assert f"{extra}.hf_token: ${{oc.env:HF_TOKEN}}" in text and f"{extra}.api_key: " in text
     assert "planted8" not in text and "sk-planted" not in text
 

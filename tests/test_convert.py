@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from conftest import row
 
-from kit import rows
+from kit.data import verl_rows
 
 
 @pytest.mark.parametrize(
@@ -18,4 +18,4 @@ from kit import rows
 )
 def test_the_expected_answer_goes_before_the_answer(keys, truth):
     gym_row = {key: value for key, value in row("2?").items() if key != "answer"} | keys
-    assert rows.to_verl(gym_row, "x:1")["reward_model"]["ground_truth"] == truth
+    assert verl_rows.to_verl(gym_row, "x:1")["reward_model"]["ground_truth"] == truth

@@ -17,8 +17,8 @@ from conftest import RECIPE
 from omegaconf import OmegaConf
 
 import training
-from kit.config import load_config
-from kit.episodes import Episode
+from kit.config.load import load_config
+from kit.data.episodes import Episode
 
 
 def batch_of(seed):

@@ -9,9 +9,9 @@ import pytest
 from conftest import row
 
 import gym_client
-from kit import diagnosis, report
-from kit.episodes import Episode, append, as_record, open_records, write
-from kit.frames import Folder
+from kit.data.episodes import Episode, append, as_record, open_records, write
+from kit.extras.report import diagnosis, report_page
+from kit.extras.report.run_data import Folder
 
 
 def folder_of(path, columns, episodes=()) -> Folder:
@@ -73,8 +73,8 @@ def test_each_turn_is_shown_with_the_advantages_of_its_tokens():
     e.output.append(gym_client.message("two"))
     append(e, [9], [-3.0])
     record = as_record(e, 0, 0)
-    shown = report.detail(record, np.array([0.25, 0.5, -0.75]), tokens=True)["items"]
+    shown = report_page.detail(record, np.array([0.25, 0.5, -0.75]), tokens=True)["items"]
     told = [(item["ids"], item["advantages"]) for item in shown if "ids" in item]
     assert told == [([6, 7], [0.25, 0.5]), ([9], [-0.75])]
-    shown = report.detail(record, np.array([0.5]), tokens=True)["items"]
+    shown = report_page.detail(record, np.array([0.5]), tokens=True)["items"]
     assert [item["advantages"] for item in shown if "ids" in item] == [[0.5], [0.5]]  # one for all

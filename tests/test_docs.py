@@ -18,8 +18,8 @@ from conftest import ROOT, run
 from test_readme import PAGES, above_main, blocks, dry_run, furnish, write_gsm8k
 from test_report import synthetic
 
-from kit import reference
-from kit.config import load_config
+from kit.config.load import load_config
+from kit.extras.report import metric_docs
 
 MARKS = {
     "needs a GPU": 1,
@@ -39,7 +39,7 @@ def test_what_cannot_be_run_here_is_marked_and_counted():
 
 def test_the_reference_is_what_the_code_says():
     path = ROOT / "docs" / "reference.md"
-    assert path.read_text() == reference.page(), "python -m kit.reference > docs/reference.md"
+    assert path.read_text() == metric_docs.page(), "python -m kit.extras.report.metric_docs > docs/reference.md"
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from conftest import GYM_PYTHON, ROOT, row, run, write_rows
 from pyarrow import parquet
 
 import env
-from kit import convert
+from kit.extras import convert
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ import env
 import gym_client
 import inference
 from gym_client import GymError
-from kit import episodes
-from kit.episodes import Episode
+from kit.data import episodes
+from kit.data.episodes import Episode
 from kit.errors import ConfigError, RunError
 
 

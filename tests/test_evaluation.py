@@ -12,8 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import algorithm
-from kit.collect import scores_of
-from kit.episodes import (
+from kit.data.episodes import (
     Episode,
     check_failures,
     component_means,
@@ -28,7 +27,8 @@ from kit.episodes import (
     warn_of_failures,
 )
 from kit.errors import RunError
-from kit.reference import describe
+from kit.extras.report.metric_docs import describe
+from kit.runs.collect import scores_of
 
 
 def verified(rewards):

@@ -29,9 +29,9 @@ import gym_client
 import inference
 import training
 from gym_client import Gym, GymError, ServerDownError, message_response
-from kit.chat import understand
-from kit.episodes import keep
-from kit.gym_servers import GymStartError, check_server
+from kit.data.episodes import keep
+from kit.gym.servers import GymStartError, check_server
+from kit.rollout.chat import understand
 
 GROUPS, FAILING = 120, 0.3
 CONFIG = OmegaConf.create({"algorithm": ALGORITHM})

@@ -23,7 +23,7 @@ import env
 import inference
 import training
 from gym_client import RESERVED, Gym
-from kit.episodes import Episode
+from kit.data.episodes import Episode
 
 LOOK_UP = {"type": "function", "name": "look_up", "parameters": {}}
 HONEST = {"seed_session": [(200, {})], "look_up": [(200, {"found": 1})], "verify": [(200, {"reward": 0.25})]}

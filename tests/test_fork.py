@@ -1,4 +1,4 @@
-"""kit/fork.py: what stands in for Python does what Python would, and ends as it ends."""
+"""kit/cpu/fork_server.py: what stands in for Python does what Python would, and ends as it ends."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import psutil
 import pytest
 from conftest import ROOT
 
-from kit import fork
+from kit.cpu import fork_server
 
-SPAWN = "from multiprocessing.spawn import spawn_main\n"  # what kit/fork.py takes for vLLM's engine
+SPAWN = "from multiprocessing.spawn import spawn_main\n"  # what kit/cpu/fork_server.py takes for vLLM's engine
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("fork") / "fork.log"
-    fork.begin("json wave ray ray.util.collective.util")  # which has a class that is ray.remote
-    with fork.serving("nothing", log) as (python, tell):
+    fork_server.begin("json wave ray ray.util.collective.util")  # which has a class that is ray.remote
+    with fork_server.serving("nothing", log) as (python, tell):
         tell(GIVEN="of all")
         yield python
     assert not log.read_text() and not Path(python).exists()
@@ -119,7 +119,7 @@ def test_no_part_of_its_path_is_a_command(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(odd / "venv" / "bin" / "python"))
     monkeypatch.setattr(tempfile, "tempdir", str(odd))
-    with fork.serving("json", tmp_path / "fork.log") as (python, _):
+    with fork_server.serving("json", tmp_path / "fork.log") as (python, _):
         assert python.startswith(str(odd))
         done = subprocess.run([python, "-c", SPAWN + "print(1)"], capture_output=True, text=True)
         assert (done.stdout, done.stderr) == ("1\n", "")
@@ -129,7 +129,7 @@ def test_no_part_of_its_path_is_a_command(
 def test_where_it_cannot_import_python_itself_does_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "late.py").write_text("import time; time.sleep(0.5); raise ImportError('no such library')")
-    with fork.serving("json late", tmp_path / "fork.log") as (python, tell):
+    with fork_server.serving("json late", tmp_path / "fork.log") as (python, tell):
         for _ in range(2):  # while it imports, and when it has ended
             done = subprocess.run([python, "-c", SPAWN + "print(1)"], capture_output=True, text=True)
             assert done.stdout == "1\n"
@@ -153,7 +153,7 @@ def test_it_ends_with_the_process_that_started_it(tmp_path: Path, code: str, sta
 
 def test_forks_end_with_what_they_fork_from(tmp_path: Path) -> None:
     """Who asked ends with the run as well, and then nobody is left who would end the fork."""
-    with fork.serving("json", tmp_path / "fork.log") as (python, _):
+    with fork_server.serving("json", tmp_path / "fork.log") as (python, _):
         process, forked = asleep(python)
         os.kill(forked.ppid(), signal.SIGKILL)
         wait_for(lambda: ended(forked))

@@ -22,9 +22,10 @@ from test_gym_client import Answers
 import gym_client
 from env import Task
 from gym_client import GymError
-from kit import functions, recipe
-from kit.config import load_config
+from kit.config.load import load_config
 from kit.errors import ConfigError, PluginError
+from kit.extras.python_verifiers import verifier_pool
+from kit.runs import preparation
 
 FILE = '''
 import asyncio, ctypes, os, re, subprocess, sys, threading, time
@@ -149,8 +150,8 @@ def named(tmp_path, monkeypatch):
         pool = {"processes": processes, "timeout_s": timeout_s, "memory_gb": memory_gb}
         env = {"verifier": verifier, "verifier_pool": pool, "train_files": [], "val_files": []}
         config = OmegaConf.create({"env": env, "gym": {"servers": {}}})
-        own = list(functions.of_recipe(config).values())
-        return functions.Verifiers(gym_client.Gym({}), own, config, Letters(), tmp_path)
+        own = list(verifier_pool.of_recipe(config).values())
+        return verifier_pool.Verifiers(gym_client.Gym({}), own, config, Letters(), tmp_path)
 
     return make
 
@@ -200,12 +201,12 @@ def test_a_function_is_called_as_verl_calls_it(named):
     ],
 )
 def test_where_the_ground_truth_is(given, truth):
-    asked = functions.arguments({**given, "extra_info": {"index": 3, "row": "its own"}}, "text", "name")
+    asked = verifier_pool.arguments({**given, "extra_info": {"index": 3, "row": "its own"}}, "text", "name")
     assert asked["ground_truth"] == truth and asked["data_source"] == "name" and asked["solution_str"] == "text"
     own = {"index": 3, "row": "its own", "num_turns": 2, "rollout_reward_scores": {}}
     assert asked["extra_info"] == own
     assert (
-        functions.arguments({"data_source": "openai/gsm8k", "extra_info": None}, "", "")["data_source"]
+        verifier_pool.arguments({"data_source": "openai/gsm8k", "extra_info": None}, "", "")["data_source"]
         == "openai/gsm8k"
     )
 
@@ -258,7 +259,9 @@ def test_verls_own_runs_programs_in_a_sandbox_and_its_outage_is_no_reward(named,
     assert prose.reward == 0.0 and {call["stdin"] for call in asked} == {"1 2", "3 4"}
     assert {(call["code"].strip(), call["memory_limit_MB"]) for call in asked} == {("print(3)", 99)}
     (own,) = (pool.function for pool in verifiers.pools.values())
-    assert not functions.runs_code(own, {"taco"}) and functions.runs_code(functions.read("verl", ""), {"taco"})
+    assert not verifier_pool.runs_code(own, {"taco"}) and verifier_pool.runs_code(
+        verifier_pool.read("verl", ""), {"taco"}
+    )
 
 
 def test_a_game_travels_between_processes(named):
@@ -388,7 +391,7 @@ import asyncio, sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 from omegaconf import OmegaConf
 from pathlib import Path
-from kit.functions import Function, Worker
+from kit.extras.python_verifiers.verifier_pool import Function, Worker
 
 async def main():
     pool = OmegaConf.create({{"env": {{"verifier_pool": {{"timeout_s": 60.0, "memory_gb": 1}}}}}})
@@ -450,7 +453,7 @@ def test_a_mistake_is_told_at_start_in_one_line(named, tmp_path, verifier, why):
     pool = next(iter(verifiers.pools.values()))
     config = OmegaConf.create({"env": {"verifier_pool": dict(pool.workers[0].pool)}})
     with pytest.raises(PluginError) as error:
-        functions.try_out({pool.function.name: pool.function}, [task], config, Letters())
+        verifier_pool.try_out({pool.function.name: pool.function}, [task], config, Letters())
     said = str(error.value)
     assert said.startswith("env.verifier=") and "\n" not in said
     assert re.search(why, said), said
@@ -476,7 +479,7 @@ def test_what_a_recipe_gets_wrong_is_told_before_anything_is_loaded(workspace, m
         [str(ROOT / "tests" / "tiny.yaml")], tiny(workspace, "env.verifier=verl", *re.split(" (?=env)", change))
     )
     with pytest.raises((ConfigError, PluginError), match=re.escape(said)):
-        recipe.prepare(config)
+        preparation.prepare(config)
 
 
 def test_a_recipe_without_servers(workspace, tmp_path, monkeypatch):
@@ -488,15 +491,15 @@ def test_a_recipe_without_servers(workspace, tmp_path, monkeypatch):
     changes = [change for change in tiny(workspace) if not change.startswith("gym.")]
     config, _ = load_config([str(tmp_path / "alone.yaml"), str(CPU)], changes)
     with pytest.raises(ConfigError, match=r"gym.servers is not set; .* or env.verifier to a function"):
-        recipe.prepare(config)
+        preparation.prepare(config)
     config.env.verifier = f"{tmp_path}/my.py:compute_score"
-    data = recipe.prepare(config)
+    data = preparation.prepare(config)
     assert {task.server for task in [*data.train, *data.validation]} == {"compute_score"} and len(data.train) == 8
-    told = recipe.summary(config, data, "train")
+    told = preparation.summary(config, data, "train")
     assert "servers     compute_score (16 rows)" in told and f"verifier    {tmp_path}/my.py:compute_score: " in told
     (tmp_path / "my.py").write_text(FILE.replace("float(ground_truth in solution_str)", "None"))
     with pytest.raises(PluginError, match=r"my.py:compute_score returned None; it must return"):
-        recipe.prepare(config)
+        preparation.prepare(config)
 
 
 def test_a_mix_of_servers_and_functions(workspace, tmp_path, monkeypatch):

@@ -23,9 +23,10 @@ from hypothesis.configuration import set_hypothesis_home_dir
 import env
 import gym_client
 from gym_client import Gym, GymError, Turn, Verdict, message_response, parse_verdict
-from kit import convert, episodes
-from kit.episodes import Episode
-from kit.rows import parse as parse_row
+from kit.data import episodes
+from kit.data.episodes import Episode
+from kit.data.verl_rows import parse as parse_row
+from kit.extras import convert
 
 set_hypothesis_home_dir(f"{tempfile.gettempdir()}/hypothesis")  # not into the repository
 often = settings(max_examples=150, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from kit import guard as guards
 from kit.errors import Stop
-from kit.guard import Guard
+from kit.runs import signals as guards
+from kit.runs.signals import Guard
 
 
 class SignalAfterPop(deque):

@@ -33,9 +33,9 @@ from gym_client import (
     message_response,
     parse_verdict,
 )
-from kit import gym_servers
-from kit.episodes import uncollected
-from kit.gym_servers import GymStartError, check_server, discover, free_port, port_in_use, running_servers, wait_ready
+from kit.data.episodes import uncollected
+from kit.gym import servers as gym_servers
+from kit.gym.servers import GymStartError, check_server, discover, free_port, port_in_use, running_servers, wait_ready
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -921,7 +921,7 @@ def test_a_folder_of_ones_own_has_its_own_settings(tmp_path, monkeypatch):
 
 def test_a_url_nobody_listens_on_says_how_to_start_it():
     begin, port = time.monotonic(), free_port()
-    with pytest.raises(GymStartError, match=f"`python -m kit.gym_servers reasoning_gym --port {port}`"):
+    with pytest.raises(GymStartError, match=f"`python -m kit.gym.servers reasoning_gym --port {port}`"):
         check_server("reasoning_gym", {"url": f"http://127.0.0.1:{port}"})
     assert time.monotonic() - begin < 10
 

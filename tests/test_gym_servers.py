@@ -21,10 +21,12 @@ import pytest
 from conftest import GYM_PYTHON
 from omegaconf import OmegaConf
 
-from kit import gym_servers, models, monitor
-from kit.config import public
+from kit.config.load import public
 from kit.errors import ConfigError
-from kit.gym_servers import FetchError, GymStartError, fetch
+from kit.extras import monitor
+from kit.extras.judges import judge_proxy
+from kit.gym import servers as gym_servers
+from kit.gym.servers import FetchError, GymStartError, fetch
 
 # --- what a server sees --------------------------------------------------------------------------
 
@@ -133,8 +135,8 @@ def test_a_server_sees_its_own_settings_and_no_secret_that_its_recipe_does_not_n
     start |= {"config": {"shop_key": "own-key"}, "env": ["SHOP_TOKEN"]}
     endpoint = Endpoint(say(500, {}))
     policy = {"base_url": f"{endpoint.url}/v1", "api_key": "policy-key", "model": "policy"}
-    judges = models.judges({"judge": {"base_url": endpoint.url, "model": "m", "api_key_env": "JUDGE_WORD"}}, 60.0)
-    with models.Proxy(judges) as proxy:
+    judges = judge_proxy.judges({"judge": {"base_url": endpoint.url, "model": "m", "api_key_env": "JUDGE_WORD"}}, 60.0)
+    with judge_proxy.Proxy(judges) as proxy:
         blocks = list(proxy.blocks())
         running = gym_servers.running_servers({"shop": {"start": start}}, tmp_path, policy=policy, models=blocks)
         with running as urls:
@@ -380,7 +382,7 @@ def ask_url(url):
 
 
 def ask_judge(url):
-    models.reach(models.Judge("j", f"{url}/v1", "m", timeout_s=1.0))
+    judge_proxy.reach(judge_proxy.Judge("j", f"{url}/v1", "m", timeout_s=1.0))
 
 
 def ask_page(url):
@@ -390,7 +392,12 @@ def ask_page(url):
 @pytest.mark.parametrize("ask", [fetch, ask_head, ask_url, ask_judge, ask_page])
 @pytest.mark.parametrize("name", BAD)
 def test_a_check_ends_by_its_deadline_and_its_size_limit(name, ask, monkeypatch):
-    for module, constant in (gym_servers, "ASK_S"), (gym_servers, "HEAD_S"), (models, "LIST_S"), (monitor, "ASK_S"):
+    for module, constant in (
+        (gym_servers, "ASK_S"),
+        (gym_servers, "HEAD_S"),
+        (judge_proxy, "LIST_S"),
+        (monitor, "ASK_S"),
+    ):
         monkeypatch.setattr(module, constant, 1.0)
     handle, why = BAD[name]
     endpoint, began = Endpoint(handle), time.monotonic()

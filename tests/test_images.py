@@ -35,11 +35,13 @@ import env
 import inference
 import training
 from gym_client import GymError
-from kit import chat, images, openai_server, recipe
-from kit.config import load_config
-from kit.episodes import Episode
+from kit.config.load import load_config
+from kit.data.episodes import Episode
 from kit.errors import ConfigError
-from kit.recipe import load_model_files
+from kit.extras import images
+from kit.rollout import chat, openai_server
+from kit.runs import preparation
+from kit.runs.preparation import load_model_files
 
 COLOURS = {"r": (250, 20, 20), "b": (20, 20, 250)}
 
@@ -420,8 +422,8 @@ def test_a_recipe_for_qwens_eyes_is_in_order(workspace, qwen):
     changes = [f"actor_rollout_ref.model.path={qwen}", f"env.train_files=[{clicks}]"]
     changes += [f"gym.servers.circle_click.start.python={ROOT / '.venv-gym' / 'bin' / 'python'}"]
     config, _ = load_config(["circle_click"], changes)
-    data = recipe.prepare(config)
-    assert "8 cuda, 8 vLLM replicas" in recipe.summary(config, data, "train")
+    data = preparation.prepare(config)
+    assert "8 cuda, 8 vLLM replicas" in preparation.summary(config, data, "train")
     assert config.actor_rollout_ref.rollout.limit_images == 1
     layers = config.actor_rollout_ref.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
     assert layers == ["Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock"]
@@ -440,4 +442,4 @@ def test_a_recipe_for_qwens_eyes_is_in_order(workspace, qwen):
     assert given[0] is given[1] and given[0]["image_grid_thw"].tolist() == [[1, 70, 70]]
     with pytest.raises(ConfigError, match="Qwen's on a CPU"):
         config, _ = load_config(["circle_click", "cpu"], changes)
-        recipe.prepare(config)
+        preparation.prepare(config)

@@ -2,7 +2,7 @@
 
 The source of both is read for names: attributes, and words given to get, getattr, pop, select and [...]. A key is idle
 if its last name is not among them. Where it is, it may be another's of that name: who looks such a key up and finds
-that nothing reads it puts it into kit.config.UNREAD, as half of what is there.
+that nothing reads it puts it into kit.config.load.UNREAD, as half of what is there.
 """
 
 import ast
@@ -18,7 +18,7 @@ from conftest import ROOT
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
-from kit.config import FIELDS, FREE, READ, UNREAD, base_configs, leaves, load_config, unread
+from kit.config.load import FIELDS, FREE, READ, UNREAD, base_configs, leaves, load_config, unread
 
 THEIRS = Path(verl.__file__).parent
 RUNS = (  # of verl, by the kit: FSDP's workers beside vLLM, and some of its trainer's functions
@@ -40,8 +40,8 @@ OTHERS = re.compile(  # keys that are not verl's to read by name
 @functools.cache
 def names_read() -> frozenset[str]:
     """Every name that the source of the kit and of verl's workers asks something for."""
-    ours = [path for folder in ("", "kit", "templates") for path in (ROOT / folder).glob("*.py")]
-    ours = [path for path in ours if path.name not in ("config.py", "checks.py")]  # to check a key is not to use it
+    ours = [path for pattern in ("*.py", "kit/**/*.py", "templates/*.py") for path in ROOT.glob(pattern)]
+    ours = [path for path in ours if path.name not in ("load.py", "checks.py")]  # to check a key is not to use it
     theirs = [path for part in RUNS for path in [THEIRS / part, *(THEIRS / part).rglob("*.py")] if path.is_file()]
     theirs = [path for path in theirs if not NOT.search(str(path.relative_to(THEIRS)))]
     assert len(theirs) > 80 and len(ours) > 15

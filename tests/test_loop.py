@@ -10,10 +10,10 @@ from omegaconf import OmegaConf
 import algorithm
 import gym_client
 import training
-from kit import checkpoints, commands
-from kit.episodes import Episode, append
+from kit.data.episodes import Episode, append
 from kit.errors import ConfigError, DamagedStep, SkippedStep
-from kit.start import Started
+from kit.runs import checkpoints, cli
+from kit.runs.launch import Started
 
 
 class Servers:
@@ -51,7 +51,9 @@ def calls(workspace, tmp_path, monkeypatch):
     made: list[str] = []
     servers = Servers(made)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kit.start.start", lambda *_, **__: Started(training.Workers(object(), None, None), servers))
+    monkeypatch.setattr(
+        "kit.runs.launch.start", lambda *_, **__: Started(training.Workers(object(), None, None), servers)
+    )
 
     def measured(_, batch, __):
         made.append("old_log_probs")
@@ -80,8 +82,8 @@ def calls(workspace, tmp_path, monkeypatch):
         return {"command": "train", "step": step, "batches": step, "pass_rates": {}, "kl_coef": 0.0}
 
     # A second of each run that no test of the loop looks at: its config.yaml and its report.html.
-    monkeypatch.setattr("kit.run.public", lambda _: OmegaConf.create())
-    monkeypatch.setattr("kit.run.Run.write_report", lambda _: None)
+    monkeypatch.setattr("kit.runs.run_dir.public", lambda _: OmegaConf.create())
+    monkeypatch.setattr("kit.runs.run_dir.Run.write_report", lambda _: None)
     monkeypatch.setattr(training, "old_log_probs", measured)
     monkeypatch.setattr(training, "ref_log_probs", referred)
     monkeypatch.setattr(training, "update_actor", updated)
@@ -94,7 +96,7 @@ def calls(workspace, tmp_path, monkeypatch):
 
 def planned(workspace, *changes, resume_from=None):
     config, data = load(workspace, *changes)
-    return commands.Plan(config, config, data, resume_from, [], [])
+    return cli.Plan(config, config, data, resume_from, [], [])
 
 
 @pytest.mark.parametrize(

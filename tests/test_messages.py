@@ -8,7 +8,7 @@ import re
 from conftest import ROOT
 
 ENDS = {"ConfigError", "PluginError", "RunError", "DataError", "Refused", "GymStartError", "ServerDownError"}
-FILES = [*ROOT.glob("*.py"), *ROOT.glob("kit/*.py"), *ROOT.glob("templates/*.py")]
+FILES = [*ROOT.glob("*.py"), *ROOT.glob("kit/**/*.py"), *ROOT.glob("templates/*.py")]
 WAY_OUT = re.compile(
     r"\b(add|change|choose|free|give|install|join|keep|leave|let|look|lower|make|makes|mend|must|name|needs|pass|put|"
     r"raise|rename|return|run|save|see|set|start|starts|take|takes|try|use|wants|write|did you mean|it has|there is|"

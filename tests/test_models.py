@@ -20,10 +20,13 @@ import pytest
 from conftest import ACTIONS, GYM_PYTHON, ROOT, make_model
 
 from gym_client import Gym, GymError, message_response
-from kit import gym_install, gym_servers, models, recipe, verdicts
-from kit.config import load_config, public
+from kit.config.load import load_config, public
 from kit.errors import ConfigError
-from kit.gym_servers import GymStartError
+from kit.extras import gym_environments
+from kit.extras.judges import judge_parsing, judge_proxy
+from kit.gym import servers as gym_servers
+from kit.gym.servers import GymStartError
+from kit.runs import preparation
 
 SITE = next(ROOT.glob(".venv-gym/lib/python3*/site-packages"))
 NONSENSE = "Lorem ipsum dolor sit amet."
@@ -107,8 +110,8 @@ class Judge:
 
 def through(judge, path="chat/completions", bearer=None, **settings):
     """(status, answer, metrics, seconds) of one request through the proxy."""
-    with models.Proxy(
-        {"judge_model": models.Judge("judge_model", judge, "stub", **{"timeout_s": 2.0, **settings})}
+    with judge_proxy.Proxy(
+        {"judge_model": judge_proxy.Judge("judge_model", judge, "stub", **{"timeout_s": 2.0, **settings})}
     ) as proxy:
         url, began = f"http://127.0.0.1:{proxy.port}/judge_model/v1/{path}", time.monotonic()
         headers = {"Authorization": f"Bearer {bearer or proxy.key}"}
@@ -165,7 +168,7 @@ def test_a_judge_that_fails_is_a_failure_with_its_name_and_never_its_key(script,
     assert metrics[f"judge/judge_model/failed/{reason}"] == 1 and time.monotonic() < began + 5.0
     assert judge.log[0][1] == "Bearer right-key" and "right-key" not in told and "context length" not in told
     wrapped = f"Hit an exception in VLLMModel calling an inner server: {json.dumps(answer).encode()!r}"  # as Gym says
-    assert verdicts.fault(500, json.dumps(wrapped).encode()) == told.partition("\n")[0][:600]
+    assert judge_parsing.fault(500, json.dumps(wrapped).encode()) == told.partition("\n")[0][:600]
 
 
 def test_a_judge_that_is_down_is_a_failure_too():
@@ -201,7 +204,7 @@ def test_no_more_requests_at_once_than_concurrency():
             return await asyncio.gather(*[http.post(url, json={"messages": []}) for _ in range(12)])
 
     # twelve share two places for 2.4 s, and the deadline of 1.5 s counts from a place on
-    with models.Proxy({"j": models.Judge("j", judge.url, "stub", concurrency=2, timeout_s=1.5)}) as proxy:
+    with judge_proxy.Proxy({"j": judge_proxy.Judge("j", judge.url, "stub", concurrency=2, timeout_s=1.5)}) as proxy:
         answers = asyncio.run(many(proxy.port, proxy.key))
     assert {answer.status_code for answer in answers} == {200} and most[0] == 2
 
@@ -209,7 +212,7 @@ def test_no_more_requests_at_once_than_concurrency():
 # --- what is asked again, and what is kept -------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", sorted(models.NOT_NOW))
+@pytest.mark.parametrize("status", sorted(judge_proxy.NOT_NOW))
 def test_a_status_that_may_pass_is_asked_again(status):
     judge = Judge((status, {}), GOOD)
     assert through(judge.url, timeout_s=10.0)[0] == 200 and len(judge.log) == 2
@@ -256,7 +259,7 @@ def test_an_answer_that_does_not_end_is_a_failure_and_not_asked_again(monkeypatc
 )
 def test_retry_after_is_seconds_or_a_date(header, seconds):
     header = header() if callable(header) else header
-    assert models._wait_s(header) == pytest.approx(seconds, abs=2.0) and models._wait_s(header) >= 0.0
+    assert judge_proxy._wait_s(header) == pytest.approx(seconds, abs=2.0) and judge_proxy._wait_s(header) >= 0.0
 
 
 def test_a_judge_that_names_a_date_is_waited_for():
@@ -267,13 +270,13 @@ def test_a_judge_that_names_a_date_is_waited_for():
 
 def test_pauses_between_tries_grow():
     judge = Judge((500, {}), (500, {}), (500, {}), GOOD)
-    assert through(judge.url, timeout_s=10.0, attempts=4)[3] > 7 * models.PAUSE_S
+    assert through(judge.url, timeout_s=10.0, attempts=4)[3] > 7 * judge_proxy.PAUSE_S
 
 
 def test_the_metrics_of_a_step_are_of_that_step():
     judge = Judge((200, completion("[[A=B]]")))
-    judged = {name: models.Judge(name, judge.url, "stub", timeout_s=5.0) for name in ("one", "two")}
-    with models.Proxy(judged) as proxy:
+    judged = {name: judge_proxy.Judge(name, judge.url, "stub", timeout_s=5.0) for name in ("one", "two")}
+    with judge_proxy.Proxy(judged) as proxy:
 
         def ask(name):
             headers = {"Authorization": f"Bearer {proxy.key}"}
@@ -303,8 +306,8 @@ def test_the_metrics_of_a_step_are_of_that_step():
     ids=str,
 )
 def test_an_answer_that_says_nothing_is_none(body, reason):
-    with pytest.raises(models.JudgeError) as caught:
-        models._completion(json.dumps(body).encode(), models.Judge("j", "http://x/v1", "m"))
+    with pytest.raises(judge_proxy.JudgeError) as caught:
+        judge_proxy._completion(json.dumps(body).encode(), judge_proxy.Judge("j", "http://x/v1", "m"))
     assert caught.value.reason == reason and caught.value.retry == (reason == "bad_answer")
     no_room = "length" in str(body) or "incomplete" in str(body)
     assert ("raise parameters.max_tokens" in str(caught.value)) == no_room
@@ -354,16 +357,16 @@ def test_responses_are_counted_and_passed_on():
     ids=str,
 )
 def test_only_a_text_with_a_verdict_is_an_answer(status, body, told):
-    why = verdicts.fault(status, json.dumps(body).encode(), verdicts.VERDICTS["math_with_judge"])
+    why = judge_parsing.fault(status, json.dumps(body).encode(), judge_parsing.VERDICTS["math_with_judge"])
     assert told in why and bool(told) == bool(why)
 
 
 @pytest.mark.parametrize("key", ["should_use_judge", "use_judge", "enable_llm_judge"])
 def test_a_server_whose_settings_switch_its_judge_off_asks_none(key):
     named = {"judge_model_server": {"type": "responses_api_models", "name": "j"}}
-    assert verdicts.asked_models({**named, key: False}) == {}
+    assert judge_parsing.asked_models({**named, key: False}) == {}
     for on in (True, None, 0, "no"):  # as Gym reads it: only what it declares false is off
-        assert verdicts.asked_models({**named, key: on}) == {"judge_model_server": "j"}
+        assert judge_parsing.asked_models({**named, key: on}) == {"judge_model_server": "j"}
 
 
 def test_the_models_that_a_server_asks_are_those_that_its_settings_name():
@@ -374,22 +377,22 @@ def test_the_models_that_a_server_asks_are_those_that_its_settings_name():
         "unnamed": {"type": "responses_api_models"},
         "judge_server_name": "v",
     }
-    assert verdicts.asked_models(settings) == {"one": "j", "two": "k", "judge_server_name": "v"}
+    assert judge_parsing.asked_models(settings) == {"one": "j", "two": "k", "judge_server_name": "v"}
 
 
 def test_every_verdict_is_of_a_server_that_is_there():
-    assert SAID.keys() == {name for name, verdict in verdicts.VERDICTS.items() if verdict}
-    assert not [name for name in verdicts.VERDICTS if not (SITE / "resources_servers" / name / "app.py").is_file()]
+    assert SAID.keys() == {name for name, verdict in judge_parsing.VERDICTS.items() if verdict}
+    assert not [name for name in judge_parsing.VERDICTS if not (SITE / "resources_servers" / name / "app.py").is_file()]
 
 
 @pytest.mark.parametrize("name", SAID)
 def test_a_text_without_a_verdict_is_none(name):
     answer = lambda text: json.dumps(completion(text)).encode()  # noqa: E731
-    assert verdicts.fault(200, answer(SAID[name]), verdicts.VERDICTS[name]) == ""
+    assert judge_parsing.fault(200, answer(SAID[name]), judge_parsing.VERDICTS[name]) == ""
     for text in (NONSENSE, "As an AI I Cannot Be Asked.", f"<think>{SAID[name]}</think> {NONSENSE}"):
-        assert "no verdict" in verdicts.fault(200, answer(text), verdicts.VERDICTS[name]), text
+        assert "no verdict" in judge_parsing.fault(200, answer(text), judge_parsing.VERDICTS[name]), text
     responses = {"output": [{"type": "message", "content": [{"type": "output_text", "text": SAID[name]}]}]}
-    assert verdicts.fault(200, json.dumps(responses).encode(), verdicts.VERDICTS[name]) == ""
+    assert judge_parsing.fault(200, json.dumps(responses).encode(), judge_parsing.VERDICTS[name]) == ""
 
 
 @pytest.mark.parametrize(
@@ -411,7 +414,7 @@ def test_a_text_without_a_verdict_is_none(name):
     ids=str,
 )
 def test_a_verifier_that_says_that_it_found_no_verdict_has_none(said, told):
-    assert told in verdicts.disowned(said) and bool(told) == bool(verdicts.disowned(said))
+    assert told in judge_parsing.disowned(said) and bool(told) == bool(judge_parsing.disowned(said))
 
 
 def test_a_failure_is_of_the_request_for_which_the_judge_was_asked():
@@ -422,10 +425,10 @@ def test_a_failure_is_of_the_request_for_which_the_judge_was_asked():
         why = {"bad": "no", "good": "", "again": "no", "other": "no"}[scope["query_string"].decode()]
         await asyncio.gather(*[asyncio.create_task(asked(why))])  # in a task of its own, as verifiers do
         if scope["query_string"] == b"again":
-            verdicts.note({"messages": [1], "temperature": 0.5}, "")
+            judge_parsing.note({"messages": [1], "temperature": 0.5}, "")
         if scope["query_string"] == b"other":  # another question, which is answered
-            verdicts.note({"messages": [2], "temperature": 0}, "")
-            verdicts.note({"input": [1]}, "")
+            judge_parsing.note({"messages": [2], "temperature": 0}, "")
+            judge_parsing.note({"input": [1]}, "")
         body = json.dumps({"reward": 0.0}).encode()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"set-cookie", b"a=b")]})
         await send({"type": "http.response.body", "body": body})
@@ -433,7 +436,7 @@ def test_a_failure_is_of_the_request_for_which_the_judge_was_asked():
     async def asked(why):
         both.set()
         await asyncio.sleep(0.01)
-        verdicts.note({"messages": [1], "temperature": 0}, why)
+        judge_parsing.note({"messages": [1], "temperature": 0}, why)
 
     async def call(query, path="/verify", method="POST"):
         sent = []
@@ -442,7 +445,7 @@ def test_a_failure_is_of_the_request_for_which_the_judge_was_asked():
         async def send(message):
             sent.append(message)
 
-        await verdicts.watched(app, "j")(scope, None, send)
+        await judge_parsing.watched(app, "j")(scope, None, send)
         headers = dict(sent[0]["headers"])
         assert headers[b"set-cookie"] == b"a=b"
         assert int(headers.get(b"content-length", len(sent[1]["body"]))) == len(sent[1]["body"])
@@ -464,8 +467,8 @@ def test_a_verdict_that_its_verifier_disowns_is_withheld(path):
     said = {"reward": 0.0, "invalid_judge_response": True}
 
     async def app(scope, receive, send):
-        verdicts.note(SimpleNamespace(model_dump=lambda **_: {"input": "x"}), "no")
-        verdicts.note({"input": "x"}, "")  # the same question, answered
+        judge_parsing.note(SimpleNamespace(model_dump=lambda **_: {"input": "x"}), "no")
+        judge_parsing.note({"input": "x"}, "")  # the same question, answered
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for part in (json.dumps(said)[:5], json.dumps(said)[5:]):
             await send({"type": "http.response.body", "body": part.encode(), "more_body": True})
@@ -476,7 +479,7 @@ def test_a_verdict_that_its_verifier_disowns_is_withheld(path):
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": path}
-    asyncio.run(verdicts.watched(app, "judge_model")(scope, None, send))
+    asyncio.run(judge_parsing.watched(app, "judge_model")(scope, None, send))
     body = json.loads(b"".join(message.get("body", b"") for message in sent))
     if path == "/look":
         assert body == said and sent[0]["status"] == 200
@@ -484,7 +487,7 @@ def test_a_verdict_that_its_verifier_disowns_is_withheld(path):
         assert body["reward"] is None and body["_ng_failure_class"] == "judge_failed"
         why = "model judge_model: no verdict by the verifier's own word (invalid_judge_response: True)"
         assert body["_ng_failure_judge_error"] == why
-    verdicts.note({"input": "x"}, "outside of a request, which nobody asks about")
+    judge_parsing.note({"input": "x"}, "outside of a request, which nobody asks about")
 
 
 WATCHING = """
@@ -573,7 +576,7 @@ print(json.dumps({"found": found, "sent": sent, "wrapped": ran[0] is not print})
 def test_every_way_of_asking_a_judge_is_looked_at_and_nothing_else(tmp_path):
     """In Gym's own interpreter, around its clients; the judge's answer, over which they disagree, has no verdict."""
     (tmp_path / "watching.py").write_text(WATCHING)
-    command = [GYM_PYTHON, tmp_path / "watching.py", ROOT / "kit" / "verdicts.py"]
+    command = [GYM_PYTHON, tmp_path / "watching.py", ROOT / "kit" / "extras" / "judges" / "judge_parsing.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
@@ -619,7 +622,7 @@ def verdict_of(urls, name, timeout_s=20.0):
 @contextlib.contextmanager
 def asking(judge, folder, names):
     starts = {name: {"start": {"python": str(GYM_PYTHON), **ASKING[name][0]}} for name in names}
-    with models.Proxy({"judge_model": judge}) as proxy:
+    with judge_proxy.Proxy({"judge_model": judge}) as proxy:
         with gym_servers.running_servers(starts, folder, models=proxy.blocks()) as urls:
             yield urls, proxy
 
@@ -628,7 +631,7 @@ def asking(judge, folder, names):
 def judged(tmp_path_factory):
     """(judge, urls, proxy): four of Gym's judge servers and what they ask."""
     judge, folder = Judge((200, completion(RIGHT))), tmp_path_factory.mktemp("judged")
-    asked = models.Judge("judge_model", judge.url, "stub", "right-key", "THE_KEY", timeout_s=3.0, attempts=2)
+    asked = judge_proxy.Judge("judge_model", judge.url, "stub", "right-key", "THE_KEY", timeout_s=3.0, attempts=2)
     with asking(asked, folder, ASKING) as (urls, proxy):
         yield judge, urls, proxy
         assert not [path for path in folder.iterdir() if "right-key" in path.read_text()]  # in no log
@@ -679,8 +682,8 @@ def test_a_real_model_judges(tmp_path, monkeypatch):
     ids = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(list(says.values()))
     spec = {"start": {"model": str(folder), "args": {"max_model_len": 16384, "max_num_seqs": 4}}}
     spec["parameters"] = {"allowed_token_ids": ids, "max_tokens": 1, "temperature": 1.0}
-    assert list(models.problems({"judge_model": spec}, 60.0)) == []
-    judge = models.judges({"judge_model": spec}, 60.0, cpu_dtype="float32")["judge_model"]
+    assert list(judge_proxy.problems({"judge_model": spec}, 60.0)) == []
+    judge = judge_proxy.judges({"judge_model": spec}, 60.0, cpu_dtype="float32")["judge_model"]
     with asking(judge, tmp_path / "logs", ["abstention", "physics_judge", "math_with_judge"]) as (urls, proxy):
         rewards = [verdict_of(urls, name, 60.0).reward for name in urls for _ in range(4)]
         metrics = proxy.metrics()
@@ -715,45 +718,48 @@ def test_a_real_model_judges(tmp_path, monkeypatch):
     ids=str,
 )
 def test_what_is_wrong_with_a_judge_is_told_by_its_key(spec, told):
-    (problem,) = models.problems({"judge_model": spec}, 60.0)
+    (problem,) = judge_proxy.problems({"judge_model": spec}, 60.0)
     assert re.search(rf"gym\.models\.judge_model.*{told}", problem) and "sk-1" not in problem
 
 
 def test_a_judge_on_a_gpu_has_one_of_its_own(monkeypatch):
     spec = {"judge_model": {"start": {"model": "a/b", "gpus": [2, 3], "args": {"max_model_len": 64}}}}
-    assert "gpus is not set" in next(models.problems({"j": {"start": {"model": "a/b"}}}, 60.0, "cuda"))
+    assert "gpus is not set" in next(judge_proxy.problems({"j": {"start": {"model": "a/b"}}}, 60.0, "cuda"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    judges = models.judges(spec, 60.0)
-    with models.gpus_taken(spec):
+    judges = judge_proxy.judges(spec, 60.0)
+    with judge_proxy.gpus_taken(spec):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
-    block = models.vllm_block(judges["judge_model"])
+    block = judge_proxy.vllm_block(judges["judge_model"])
     assert block["env"]["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert {"--tensor-parallel-size", "2", "--max-model-len", "64"} <= set(block["command"])
-    with pytest.raises(ConfigError, match="names 9, of 0, 1, 2, 3"), models.gpus_taken({"j": {"start": {"gpus": [9]}}}):
+    with (
+        pytest.raises(ConfigError, match="names 9, of 0, 1, 2, 3"),
+        judge_proxy.gpus_taken({"j": {"start": {"gpus": [9]}}}),
+    ):
         pass
 
 
 def test_an_address_is_asked_for_its_model_before_anything_starts():
     judge = Judge((404, {"error": {"message": "The model stab does not exist."}}))
-    models.reach(models.Judge("j", judge.url, "stub"))
+    judge_proxy.reach(judge_proxy.Judge("j", judge.url, "stub"))
     for changes, told in (
         ({"model": "stab"}, r"gym\.models\.j\.model=stab: .*404: .*nearest of its 1 models are stub"),
         ({"key": "wrong", "key_name": "THE_KEY"}, r"gym\.models\.j: .*401.* \(the key in THE_KEY\)"),
         ({"url": "http://127.0.0.1:9/v1"}, r"gym\.models\.j\.base_url: http://127.0.0.1:9/v1 does not answer"),
     ):
         with pytest.raises(ConfigError, match=told):
-            models.reach(models.Judge(**{"name": "j", "url": judge.url, "model": "stub", **changes}))
+            judge_proxy.reach(judge_proxy.Judge(**{"name": "j", "url": judge.url, "model": "stub", **changes}))
 
 
 def test_a_key_is_in_nothing_that_is_written_or_handed_on(monkeypatch, tmp_path):
     monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
     spec = {"base_url": "https://x/v1", "model": "m", "api_key_env": "JUDGE_KEY"}
-    judges = models.judges({"judge_model": spec}, 60.0)
+    judges = judge_proxy.judges({"judge_model": spec}, 60.0)
     assert judges["judge_model"].key == "sk-very-secret" and "sk-very-secret" not in repr(judges)
-    assert "sk-very-secret" not in repr(list(models.Proxy(judges).blocks())) + "".join(models.told(judges))
+    assert "sk-very-secret" not in repr(list(judge_proxy.Proxy(judges).blocks())) + "".join(judge_proxy.told(judges))
     config, _ = load_config([], [f"gym.models={{judge_model: {json.dumps(spec)}}}"])
-    (block,), seen = models.Proxy(judges).blocks(), {}
+    (block,), seen = judge_proxy.Proxy(judges).blocks(), {}
     monkeypatch.setattr(gym_servers, "Popen", lambda command, env, **_: seen.update(env))
     gym_servers.start_server({**block, "log": str(tmp_path / "log"), "python": "python"}, [block])
     assert "JUDGE_KEY" not in seen and "sk-very-secret" not in repr(seen)
@@ -802,18 +808,18 @@ def test_an_install_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
             return subprocess.CompletedProcess(command, 1, "", "No solution found\nbecause of a reason")
         return real(command, **settings) if command[1] == "venv" else subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(gym_install.subprocess, "run", run)
+    monkeypatch.setattr(gym_environments.subprocess, "run", run)
     with pytest.raises(
         GymStartError, match=r"gym\.servers\.x\.start\.install: no environment for asr_with_pc: .*because of a reason"
     ):
         gym_servers.interpreter("x", {"python": str(python), "server": "asr_with_pc", "install": True})
     assert calls[-1] == ["pip", "install"] and not list((tmp_path / ".venv-gym-servers").iterdir())
-    with pytest.raises(gym_install.InstallError, match=r"no such resources server; nearest are .*mcqa"):
-        gym_install.install("mcqaa", str(python))
+    with pytest.raises(gym_environments.InstallError, match=r"no such resources server; nearest are .*mcqa"):
+        gym_environments.install("mcqaa", str(python))
 
 
 def test_what_pypi_has_by_the_name_of_a_git_repository_is_not_installed():
-    listed = gym_install.requirements(SITE / "resources_servers" / "code_fim")
+    listed = gym_environments.requirements(SITE / "resources_servers" / "code_fim")
     assert any(line.startswith("human-eval-infilling@ git+https://") for line in listed)
     assert not [line for line in listed if "nemo-gym" in line]
 
@@ -840,10 +846,10 @@ def test_a_package_comes_from_the_place_and_the_revision_that_its_server_names(s
     sources = f'[tool.uv.sources]\nmy-pkg = {source}\nnemo-gym = {{path = "../.."}}'
     (tmp_path / "pyproject.toml").write_text(f"[project]\n{dependencies}\n{sources}\n")
     if "not taken" in line:
-        with pytest.raises(gym_install.InstallError, match=re.escape(line)):
-            gym_install.requirements(tmp_path)
+        with pytest.raises(gym_environments.InstallError, match=re.escape(line)):
+            gym_environments.requirements(tmp_path)
     else:
-        mine, other = gym_install.requirements(tmp_path)
+        mine, other = gym_environments.requirements(tmp_path)
         assert mine.lower().replace("_", "-") == line and other == "other==2; python_version > '3'"
 
 
@@ -866,5 +872,5 @@ def test_a_package_comes_from_the_place_and_the_revision_that_its_server_names(s
 def test_a_recipe_with_judges_is_checked_before_anything_starts(gym, told):
     start = {"physics_judge": {"start": {"python": str(GYM_PYTHON)}}}
     config, _ = load_config([], [f"gym.{key}={json.dumps(value)}" for key, value in ({"servers": start} | gym).items()])
-    errors = [str(error) for error in recipe.check_servers(config)]
+    errors = [str(error) for error in preparation.check_servers(config)]
     assert len(errors) == len(told) and all(re.search(*pair) for pair in zip(told, errors, strict=True)), errors

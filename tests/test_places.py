@@ -18,7 +18,7 @@ import pytest
 import inference
 from env import Task
 from gym_client import Gym, message_response
-from kit import places
+from kit.gym import concurrency
 
 ROW = {"responses_create_params": {"input": "x"}}
 
@@ -70,7 +70,7 @@ class Http:
 
 
 def gym_of(http, concurrency, **changes) -> Gym:
-    gym = Gym({"x": "http://x"}, concurrency=places.Places().limits(concurrency), **changes)
+    gym = Gym({"x": "http://x"}, concurrency=concurrency.Places().limits(concurrency), **changes)
     gym._http = http
     return gym
 
@@ -153,7 +153,7 @@ def test_no_session_waits_for_verdicts_to_be_opened(concurrency, monkeypatch):
 
 def limits(cores: int, calls: int, of_call) -> list[int]:
     """What the measured limit was at the end of each of `calls`, on a server of so many cores."""
-    measured, found = places.Measured(16), []
+    measured, found = concurrency.Measured(16), []
 
     async def call(free, i):
         async with measured.place(), free:
@@ -169,7 +169,7 @@ def limits(cores: int, calls: int, of_call) -> list[int]:
 
 
 def test_a_measured_limit_settles_at_what_the_server_can_do():
-    assert max(limits(1000, 3000, lambda _: 0.1)) == places.MOST
+    assert max(limits(1000, 3000, lambda _: 0.1)) == concurrency.MOST
     for cores in (24, 64):
         settled = limits(cores, 6000, lambda _: 0.1)[2000:]
         assert 0.5 * cores < min(settled) and max(settled) < 3 * cores
@@ -180,11 +180,11 @@ def test_a_measured_limit_settles_at_what_the_server_can_do():
 
 def test_tasks_that_take_longer_are_not_taken_for_too_many_calls():
     settled = limits(1000, 6000, lambda i: 0.05 if i < 3000 else 0.5)
-    assert min(settled[1500:]) >= places.MOST // 2 and settled[-1] == places.MOST
+    assert min(settled[1500:]) >= concurrency.MOST // 2 and settled[-1] == concurrency.MOST
 
 
 def test_nobody_waits_and_nothing_changes():
-    measured = places.Measured(16)
+    measured = concurrency.Measured(16)
 
     async def one_by_one():
         for _ in range(200):

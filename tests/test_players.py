@@ -9,9 +9,9 @@ import ray
 from conftest import SESSION, load
 
 import inference
-from kit import players
 from kit.errors import RunError
-from kit.gym_servers import free_port
+from kit.extras import rollout_workers
+from kit.gym.servers import free_port
 
 TWO = ["actor_rollout_ref.rollout.agent.num_workers=2", "actor_rollout_ref.rollout.full_determinism=true"]
 
@@ -23,7 +23,7 @@ def playing(stack, *changes, urls=None):
     was = stack.servers
     policy = inference.make_policy(config, was.policy.client, data, 60.0)
     policy.sampling = inference.sampling_params(config, False)
-    others = players.Players(config, policy, urls or was.gym.gym.urls, data, stack.workspace)
+    others = rollout_workers.Players(config, policy, urls or was.gym.gym.urls, data, stack.workspace)
     alone = inference.Servers(config, was.manager, None, policy, was.gym, was.loop)
     try:
         yield alone, inference.Servers(config, was.manager, None, policy, was.gym, was.loop, others), data
@@ -66,9 +66,9 @@ def test_what_ends_a_run_ends_it_from_there_too(stack):
 def test_they_share_what_is_allowed_at_once(workspace):
     changes = ["gym.concurrency={a: 10, b: auto, default: 3}", "env.verifier_pool.processes=3"]
     config, _ = load(workspace, *changes, "actor_rollout_ref.rollout.max_num_seqs=6")
-    part = players.share(config, 4)
+    part = rollout_workers.share(config, 4)
     assert part.gym.concurrency == {"a": 3, "b": "auto", "default": 1}
     assert (part.env.verifier_pool.processes, part.actor_rollout_ref.rollout.max_num_seqs) == (1, 2)
-    assert config.gym.concurrency.a == 10 and players.share(config, 1) == config
+    assert config.gym.concurrency.a == 10 and rollout_workers.share(config, 1) == config
     config, _ = load(workspace, "gym.concurrency=8")
-    assert players.share(config, 4).gym.concurrency == {"default": 2}
+    assert rollout_workers.share(config, 4).gym.concurrency == {"default": 2}

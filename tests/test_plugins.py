@@ -15,10 +15,10 @@ from omegaconf import OmegaConf
 
 import env
 import training
-from kit import plugins
-from kit.episodes import Episode, keep
+from kit.config import user_functions
+from kit.config.user_functions import ADVANTAGE, LOSS_MODE
+from kit.data.episodes import Episode, keep
 from kit.errors import PluginError, RunError, Stop
-from kit.plugins import ADVANTAGE, LOSS_MODE
 
 BROKEN = """
 import not_there_at_all
@@ -66,7 +66,7 @@ def named(tiny_recipe):
         config, data = copy.deepcopy(tiny_recipe[0]), tiny_recipe[1]
         for key, value in changes.items():
             OmegaConf.update(config, key, value, merge=False)
-        reward, filters, sampler = plugins.functions(config)
+        reward, filters, sampler = user_functions.functions(config)
         return config, dataclasses.replace(data, reward=reward, filters=filters, sampler=sampler)
 
     return change
@@ -119,8 +119,8 @@ def test_functions_of_ones_own_are_taken_with_their_settings(workspace, tmp_path
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
 
     for _ in range(2):  # as often as one likes
-        plugins.register([config.algorithm.adv_estimator, OmegaConf.select(config, LOSS_MODE)])
-    plugins.try_out(config, data)
+        user_functions.register([config.algorithm.adv_estimator, OmegaConf.select(config, LOSS_MODE)])
+    user_functions.try_out(config, data)
     assert get_adv_estimator_fn("good.py:flat").__name__ == "flat"
     assert get_policy_loss_fn("good.py:loss").__name__ == "loss"
     assert not training.asks_for(config, "values") and not training.asks_for(config, "index")
@@ -173,21 +173,21 @@ def test_rows_are_shuffled_if_data_shuffle_says_so(named):
 
 
 def test_a_teacher_is_used_only_if_distillation_is_enabled(named):
-    config, _ = named({plugins.TEACHER: "models/teacher", "distillation.enabled": False})
-    assert plugins.teacher(config) == ""
-    config, _ = named({plugins.TEACHER: "models/teacher", "distillation.enabled": True})
-    assert plugins.teacher(config) == "models/teacher"
-    config, _ = named({plugins.TEACHER: None, "distillation.enabled": True})
-    assert plugins.teacher(config) == ""
+    config, _ = named({user_functions.TEACHER: "models/teacher", "distillation.enabled": False})
+    assert user_functions.teacher(config) == ""
+    config, _ = named({user_functions.TEACHER: "models/teacher", "distillation.enabled": True})
+    assert user_functions.teacher(config) == "models/teacher"
+    config, _ = named({user_functions.TEACHER: None, "distillation.enabled": True})
+    assert user_functions.teacher(config) == ""
 
 
 @pytest.mark.parametrize(
     "changes", [{"actor_rollout_ref.actor.use_kl_loss": True}, {"algorithm.use_kl_in_reward": True}]
 )
 def test_a_reference_is_needed_for_a_kl_term_or_an_advantage_that_asks_for_it(named, changes):
-    assert not plugins.needs_reference(named({})[0])
-    assert plugins.needs_reference(named(changes)[0])
-    assert plugins.needs_reference(named({ADVANTAGE: "templates/advantages.py:distill"})[0])
+    assert not user_functions.needs_reference(named({})[0])
+    assert user_functions.needs_reference(named(changes)[0])
+    assert user_functions.needs_reference(named({ADVANTAGE: "templates/advantages.py:distill"})[0])
 
 
 # --- called --------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def test_a_mistake_is_told_before_anything_starts_with_its_key_and_function(name
     name = f"bad.py:{function}"
     config, data = named({key: [name] if key == "env.filters" else name})
     with pytest.raises(PluginError, match=f"{re.escape(key)}=bad.py:{function}:? .*{said}") as told:
-        plugins.try_out(config, data)
+        user_functions.try_out(config, data)
     assert "nothing was started" in str(told.value)
 
 
@@ -314,26 +314,26 @@ def test_a_mistake_in_a_run_is_told_alike(bad):
     ]
     for key, function, call in calls:
         with pytest.raises(PluginError, match=f"^{re.escape(key)}=bad.py:{function} "):
-            call(plugins.load(f"bad.py:{function}", key))
+            call(user_functions.load(f"bad.py:{function}", key))
     with pytest.raises(PluginError, match=r"^env\.filters=bad\.py:invents returned a list"):
-        plugins.load({"function": "bad.py:invents", "count": 3}, "env.filters")(made)
+        user_functions.load({"function": "bad.py:invents", "count": 3}, "env.filters")(made)
     for function, kind in (("refuses", PluginError), ("ends", RunError), ("stops", Stop)):  # what is the kit's passes
         with pytest.raises(kind, match=r"^(env\.reward: refuses: as it says|no judge at http://x; start it|lost)$"):
-            plugins.load(f"bad.py:{function}", "env.reward")(made[0])
+            user_functions.load(f"bad.py:{function}", "env.reward")(made[0])
 
 
 def test_a_loss_fails_by_name_in_a_process_without_its_file(bad):
     import ray
 
-    plugins.register(["grpo", "bad.py:per_token"])
-    loss = plugins.load("bad.py:per_token", LOSS_MODE)
+    user_functions.register(["grpo", "bad.py:per_token"])
+    loss = user_functions.load("bad.py:per_token", LOSS_MODE)
     travels = ray.cloudpickle.dumps(loss)
     module = sys.modules.pop(loss.__module__)
     try:
         there = ray.cloudpickle.loads(travels)
     finally:
         sys.modules[module.__name__] = module
-    assert list(inspect.signature(there).parameters) == list(plugins.LOSS)
+    assert list(inspect.signature(there).parameters) == list(user_functions.LOSS)
     with pytest.raises(PluginError, match=r"loss_mode=bad\.py:per_token returned"):
         there(None, torch.ones(2), torch.ones(2), None, "", None)
 
@@ -379,20 +379,20 @@ def test_what_is_made_up_is_like_what_a_run_makes(workspace, named, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     changes = {"env.reward": "looks.py:reward", "env.filters": ["looks.py:everything"]}
     config, data = named({**changes, ADVANTAGE: "looks.py:asks_all"})
-    plugins.try_out(config, data)
+    user_functions.try_out(config, data)
     worth, made = sys.modules[data.filters[0].__module__].seen
     assert worth.row == data.train[1].row and worth.reward == 1.0
     assert len(made) == 8 and len({e.group_id for e in made}) == 2 and len({e.reward for e in made[:4]}) == 4
     assert {e.ended for e in made} == {"stop", "length"} and made[0].prompt_ids == data.train[0].prompt_ids
     assert data.tokenizer.decode(made[0].response_ids) and all(len(e.turns) == 1 for e in made)
     training.to_batch(made, 0, 1.0)  # they are whole
-    plugins.try_out(*named({ADVANTAGE: "looks.py:open_handed"}))
-    plugins.try_out(*named({"env.reward": "looks.py:words"}))
+    user_functions.try_out(*named({ADVANTAGE: "looks.py:open_handed"}))
+    user_functions.try_out(*named({"env.reward": "looks.py:words"}))
     with pytest.raises(PluginError, match=r"looks\.py:wrong_row failed at .*looks\.py:15: KeyError: 'questoin'"):
-        plugins.try_out(*named({"env.reward": "looks.py:wrong_row"}))
+        user_functions.try_out(*named({"env.reward": "looks.py:wrong_row"}))
 
     config, data = load(workspace, "env.filters=[looks.py:everything]", f"env.train_files=[{workspace}/tools.jsonl]")
-    plugins.try_out(config, data)
+    user_functions.try_out(config, data)
     made = sys.modules[data.filters[0].__module__].seen[-1]
     assert all(len(e.turns) == 2 and 0 in e.response_mask and "=> " in e.transcript for e in made)
     training.to_batch(made, 0, 1.0)
@@ -401,7 +401,7 @@ def test_what_is_made_up_is_like_what_a_run_makes(workspace, named, tmp_path, mo
 def test_without_training_tasks_there_is_nothing_to_try(named, bad):
     config, data = named({"env.filters": ["bad.py:forgets"]})
     for train in ([], [Episode("r", "", "", [1])]):  # of evaluate, of sft
-        plugins.try_out(config, dataclasses.replace(data, train=train))
+        user_functions.try_out(config, dataclasses.replace(data, train=train))
 
 
 def test_readmes_functions_pass(named, tmp_path, monkeypatch):
@@ -413,4 +413,4 @@ def test_readmes_functions_pass(named, tmp_path, monkeypatch):
     found = re.findall(r"^def (\w+)\((\w+)", "\n".join(blocks), re.MULTILINE)
     changes = {keys.get(first, ADVANTAGE): f"my_ideas.py:{function}" for function, first in found}
     assert {*keys.values(), ADVANTAGE} == set(changes)
-    plugins.try_out(*named({**changes, "env.filters": [changes["env.filters"]]}))
+    user_functions.try_out(*named({**changes, "env.filters": [changes["env.filters"]]}))

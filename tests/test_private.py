@@ -1,4 +1,4 @@
-"""kit/private.py and kit/stores.py: other users of the machine stay out of a run's Ray and torch."""
+"""kit/runs/private.py and kit/rollout/stores.py: other users of the machine stay out of a run's Ray and torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import psutil
 import pytest
 from conftest import GIVEN, ROOT
 
-from kit import private, stores
 from kit.errors import RunError
+from kit.rollout import stores
+from kit.runs import private
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root: it acts as another user")
@@ -108,7 +109,7 @@ sys.path.insert(0, sys.argv[2])
 from conftest import load
 import ray
 from kit import start
-from kit.run import Run
+from kit.runs.run_dir import Run
 
 start._import_all = lambda engine: None  # verl and vLLM, which Ray does not need
 preload = "ray_kwargs.ray_init.runtime_env.env_vars.PRELOAD_MODULES='json ray'"
@@ -202,7 +203,7 @@ def listens_at(port: int) -> list[str]:
 def test_the_store_of_weights_over_gloo_listens_on_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    from kit import gloo
+    from kit.extras import gloo
 
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     engine = gloo.GlooCheckpointEngine(bucket_size=1, is_master=True)
@@ -213,7 +214,7 @@ def test_the_store_of_weights_over_gloo_listens_on_one_address(monkeypatch: pyte
 def test_the_rendezvous_of_torch_on_one_machine_listens_on_the_loopback() -> None:
     from torch.distributed import rendezvous
 
-    importlib.import_module("kit.weight_sync")  # as verl does in every worker
+    importlib.import_module("kit.rollout.weight_sync")  # as verl does in every worker
     made = []
     for _ in range(2):  # a second group of the same process shares the store
         with stores.socket.create_server(("127.0.0.1", 0)) as free:

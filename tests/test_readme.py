@@ -26,9 +26,10 @@ from test_models import Judge
 
 import env
 import gym_client
-from kit import commands, gym_servers
-from kit.config import read_yaml
-from kit.episodes import Episode, append, as_record, open_records, write
+from kit.config.load import read_yaml
+from kit.data.episodes import Episode, append, as_record, open_records, write
+from kit.gym import servers as gym_servers
+from kit.runs import cli
 
 MARKS = {"needs a GPU": 1, "needs the hub": 1, "needs a server": 1, "needs a judge": 1, "takes minutes": 2}
 MINE = ("my_map.py", "my_reward.py", "my_server.py", "my_tasks.py")  # a block each, beside my_ideas.py
@@ -200,9 +201,9 @@ def dry_run(words, desk, monkeypatch):
     monkeypatch.chdir(desk)
     monkeypatch.setattr(sys, "argv", ["algorithm.py", *words])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(commands, "quiet", lambda: None)
+    monkeypatch.setattr(cli, "quiet", lambda: None)
     with mock.patch.dict(os.environ):  # which a recipe sets
-        commands.main(lambda planned: pytest.fail("a dry run starts nothing"))
+        cli.main(lambda planned: pytest.fail("a dry run starts nothing"))
 
 
 def test_a_server_of_ones_own_is_two_routes(desk, monkeypatch, capsys):
@@ -319,7 +320,8 @@ def recipes_named(text: str) -> set[str]:
 
 
 def test_files_that_show_a_command_name_recipes_that_are_there():
-    shown = [*ROOT.glob("*.py"), *ROOT.glob("kit/*.py"), *ROOT.glob("templates/*.py"), *ROOT.glob("configs/**/*.yaml")]
+    patterns = ("*.py", "kit/**/*.py", "templates/*.py", "configs/**/*.yaml")
+    shown = [path for pattern in patterns for path in ROOT.glob(pattern)]
     for path in shown:
         for name in recipes_named(path.read_text()):
             read_yaml(name)

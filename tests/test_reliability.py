@@ -27,7 +27,8 @@ import torch
 import torch.distributed.tensor
 from conftest import GIVEN, command, metrics_of, survivors, tiny
 
-from kit import checkpoints, watch
+from kit.extras.supervisor import process_monitor
+from kit.runs import checkpoints
 
 DETERMINISTIC = ["--config", "deterministic"]
 SECRET = "sk-planted-" + uuid.uuid4().hex
@@ -127,7 +128,7 @@ class Living:
         seconds = time.monotonic() - begin
         assert self.process.returncode == status, self.output[-4000:]
         assert survivors(self.mark, patience=10.0) == []
-        used = watch.in_use()  # by another run on this machine
+        used = process_monitor.in_use()  # by another run on this machine
         left = [path for path in leftovers() - self.before if path.exists() and path.lstat().st_ino not in used]
         assert left == []
         assert list(self.temporary.iterdir()) == []

@@ -22,13 +22,14 @@ from test_gym_client import Answers
 
 import gym_client
 import training
-from kit import commands, diagnosis, report, show
-from kit import run as runs
-from kit.config import load_config, public
-from kit.episodes import Episode, append, as_record, open_records, write
+from kit.config.load import load_config, public
+from kit.data.episodes import Episode, append, as_record, open_records, write
 from kit.errors import ConfigError
-from kit.frames import Folder, halves
-from kit.reference import FILES, STATUSES, of_status
+from kit.extras.report import diagnosis, report_page, show
+from kit.extras.report.metric_docs import FILES, STATUSES, of_status
+from kit.extras.report.run_data import Folder, halves
+from kit.runs import cli
+from kit.runs import run_dir as runs
 
 CHROMIUM = [  # a sandbox wants a user that is not root; the others keep it from asking for hosts
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
@@ -330,7 +331,7 @@ def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     model = make_model(folder / "model", tied=True)
     synthetic(folder / "runs" / "large", 18, 1000, model)
-    return report.write([folder / "runs" / "large"], folder / "runs" / "large" / "report.html")
+    return report_page.write([folder / "runs" / "large"], folder / "runs" / "large" / "report.html")
 
 
 def test_twenty_thousand_episodes_open_in_two_seconds(chromium, made):
@@ -429,7 +430,13 @@ def test_runs_lie_side_by_side_with_what_differs(chromium, made, tmp_path):
         if name == "two":
             text = (folder / "config.yaml").read_text()
             (folder / "config.yaml").write_text(text.replace("lr: 3.0e-05", "lr: 0.007"))
-    command_line = [sys.executable, "-m", "kit.report", str(tmp_path / "runs/one"), str(tmp_path / "runs/two")]
+    command_line = [
+        sys.executable,
+        "-m",
+        "kit.extras.report.report_page",
+        str(tmp_path / "runs/one"),
+        str(tmp_path / "runs/two"),
+    ]
     done = run(command_line, tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0 and done.stdout == "report.html\n", done.stderr
     with opened(chromium, tmp_path / "report.html", viewport={"width": 1400, "height": 1000}) as page:
@@ -459,14 +466,14 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_shown(made, tmp_path):
     told = Folder(folder)
     assert any("step_2.jsonl:60" in f.what and "metrics.jsonl:5" in f.what for f in diagnosis.findings(told))
     assert (told.episodes["file"] == "step_2").sum() == 59
-    assert report.write([folder], tmp_path / "page.html").is_file()
+    assert report_page.write([folder], tmp_path / "page.html").is_file()
     with pytest.raises(ConfigError, match="no folder of a run"):
         Folder(tmp_path)
 
 
 def test_of_many_files_those_are_read_that_say_most(made, tmp_path, monkeypatch):
     folder = synthetic(tmp_path / "run", 9, 20, made.parent.parent.parent / "model")
-    monkeypatch.setattr("kit.frames.MOST_EPISODES", 100)
+    monkeypatch.setattr("kit.extras.report.run_data.MOST_EPISODES", 100)
     told = Folder(folder)
     assert {file for file, _, _ in told.records} == {"val_0", "val_9", "step_9", "step_1", "step_5"} | {"step_9"}
     assert told.left_out == 6 and list(halves(list("abcdefg")))[:3] == ["a", "a", "e"]
@@ -511,21 +518,21 @@ def test_steps_are_a_table_at_a_terminal_and_lines_elsewhere(monkeypatch, tmp_pa
 
 
 def test_quiet_is_for_logs_at_a_terminal_too(monkeypatch):
-    monkeypatch.setattr(commands, "console", Console(force_interactive=True))
+    monkeypatch.setattr(cli, "console", Console(force_interactive=True))
     for words, interactive in ((["--quiet"], False), ([], True)):
-        commands.console.is_interactive = True
+        cli.console.is_interactive = True
         monkeypatch.setattr(sys, "argv", ["algorithm.py", "--config", "nobody.yaml", *words])
         with pytest.raises(SystemExit, match="no such file"):
-            commands.main(lambda plan: pytest.fail("nothing to train"))
-        assert commands.console.is_interactive == interactive
+            cli.main(lambda plan: pytest.fail("nothing to train"))
+        assert cli.console.is_interactive == interactive
 
 
-# --- what the words mean: kit/reference.yaml (metrics: the session of conftest.py) ---------------
+# --- what the words mean: kit/extras/report/metric_docs.yaml (metrics: the session of conftest.py) ---------------
 
 
 def test_every_status_is_described_and_none_is_made_up():
     source = "".join(
-        path.read_text() for path in [*ROOT.glob("*.py"), *ROOT.glob("kit/*.py")] if path.stem != "reference"
+        path.read_text() for path in [*ROOT.glob("*.py"), *ROOT.glob("kit/**/*.py")] if path.stem != "metric_docs"
     )
     raised = set(re.findall(r"""(?:GymError|ServerDownError)\(\s*"(\w+)\"""", source))
     raised |= set(re.findall(r'\.status, \S+, \S+ = "(\w+)"|\.status, \S+ = "(\w+)"', source)[0])
@@ -562,8 +569,8 @@ def test_a_page_of_a_run_without_episodes(tmp_path, made):
     shutil.rmtree(folder / "rollouts")
     lines = [{"step": step, "time": step, "actor/loss": 1 / step, "val/loss": 2.0 / step} for step in (1, 2, 3)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert report.write([folder], tmp_path / "sft.html").is_file()
+    assert report_page.write([folder], tmp_path / "sft.html").is_file()
     assert diagnosis.headline(Folder(folder)) == "3 steps to 3, 0.0 min; held-out loss 2 -> 0.667"
     (folder / "metrics.jsonl").unlink()
-    assert report.write([folder], tmp_path / "nothing.html").is_file()
+    assert report_page.write([folder], tmp_path / "nothing.html").is_file()
     assert diagnosis.findings(Folder(folder)) == [] and diagnosis.headline(Folder(folder)) == "nothing yet"

@@ -232,7 +232,7 @@ class Sync:
 
 
 class Players:
-    """kit.players.Players: records its calls."""
+    """kit.extras.rollout_workers.Players: records its calls."""
 
     def __init__(self):
         self.calls: list[object] = []

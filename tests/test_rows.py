@@ -22,10 +22,12 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from pyarrow import parquet
 
 import env
-from kit import convert, recipe, rows, sft
-from kit.episodes import Episode, append, load_replay, pass_rates
+from kit.data import verl_rows
+from kit.data.episodes import Episode, append, load_replay, pass_rates
 from kit.errors import ConfigError, PluginError
-from kit.run import Run
+from kit.extras import convert, sft
+from kit.runs import preparation
+from kit.runs.run_dir import Run
 
 set_hypothesis_home_dir(f"{tempfile.gettempdir()}/hypothesis")  # not into the repository
 often = settings(max_examples=100, derandomize=True, deadline=None)
@@ -56,7 +58,7 @@ def command(*words, cwd=ROOT, **variables):
 
 
 def written(monkeypatch, capsys, *words) -> tuple[int, str]:
-    """(exit status, what was printed last or why it ended) of a command of kit/convert.py, in this process."""
+    """(exit status, what was printed last or why it ended) of a command of kit/extras/convert.py, in this process."""
     monkeypatch.setattr(sys, "argv", ["env.py", *map(str, words)])
     try:
         convert.main()
@@ -77,21 +79,23 @@ def test_verls_files_are_read_as_they_are_whatever_wrote_them(tmp_path):
     write_rows(tmp_path / "lines.json", verls)
     for name in ("pandas.parquet", "arrow.parquet", "lines.jsonl", "list.json", "lines.json"):
         path = tmp_path / name
-        assert list(rows.read(str(path))) == [(f"{path}:{i + 1}", as_gym(i)) for i in range(3)], name
+        assert list(verl_rows.read(str(path))) == [(f"{path}:{i + 1}", as_gym(i)) for i in range(3)], name
     mixed = write_rows(tmp_path / "mixed.jsonl", [gsm8k(0), row(), gsm8k(1, prompt="as text")])
-    assert [r["responses_create_params"]["input"] for _, r in rows.read(str(mixed))] == [
+    assert [r["responses_create_params"]["input"] for _, r in verl_rows.read(str(mixed))] == [
         gsm8k(0)["prompt"],
         row()["responses_create_params"]["input"],
         "as text",
     ]
     asked = write_rows(tmp_path / "asked.jsonl", [{"asked": "2?", "prompt": 7}])
-    assert [r for _, r in rows.read(str(asked), "asked")] == [{"responses_create_params": {"input": "2?"}, "prompt": 7}]
+    assert [r for _, r in verl_rows.read(str(asked), "asked")] == [
+        {"responses_create_params": {"input": "2?"}, "prompt": 7}
+    ]
 
 
 def test_what_numpy_and_pandas_hold_becomes_plain():
     odd = gsm8k(1, prompt=np.array([{"role": "user", "content": "x"}], dtype=object))
     odd["extra_info"] = {"n": np.int64(3), "x": np.array([[1.5], [2.0]]), "day": pandas.Timestamp("2026-01-02")}
-    made = rows.parse(odd, "x:1")
+    made = verl_rows.parse(odd, "x:1")
     assert made["responses_create_params"]["input"] == [{"role": "user", "content": "x"}]
     assert made["extra_info"] == {"n": 3, "x": [[1.5], [2.0]], "day": "2026-01-02T00:00:00"}
 
@@ -114,7 +118,7 @@ def test_what_numpy_and_pandas_hold_becomes_plain():
 )
 def test_a_row_that_is_neither_is_told_by_its_line(bad, told):
     with pytest.raises(env.DataError, match=f"^{told}"):
-        rows.parse(bad, "x:1")
+        verl_rows.parse(bad, "x:1")
 
 
 def test_a_file_that_cannot_be_read_is_told_and_not_loaded_whole(tmp_path, monkeypatch):
@@ -124,7 +128,7 @@ def test_a_file_that_cannot_be_read_is_told_and_not_loaded_whole(tmp_path, monke
         f"{other}: cannot be read (it needs prompt, a string column `row`, or just one of strings; it has ["
     )
     with pytest.raises(env.DataError, match=told):
-        list(rows.read(str(other)))
+        list(verl_rows.read(str(other)))
     pandas.DataFrame([gsm8k(0), gsm8k(1, prompt=[{"role": "user", "content": "x" * 5000}])]).to_parquet(
         tmp_path / "huge.parquet"
     )
@@ -133,12 +137,12 @@ def test_a_file_that_cannot_be_read_is_told_and_not_loaded_whole(tmp_path, monke
     monkeypatch.setattr(env, "MOST", 3000)
     for name, why in (("huge.jsonl", "a line of over"), ("huge.json", "a line of over"), ("huge.parquet", "a row of")):
         with pytest.raises(env.DataError, match=rf"{re.escape(name)}.*{why}"):
-            list(rows.read(str(tmp_path / name)))
+            list(verl_rows.read(str(tmp_path / name)))
     frame = pandas.DataFrame([gsm8k(0), gsm8k(1, prompt=[{"role": "user", "content": "x" * 200_000}])])
     frame.to_parquet(tmp_path / "huge.parquet")  # told by what the file says of itself, before anything is read
     monkeypatch.setattr(parquet.ParquetFile, "iter_batches", None)
     with pytest.raises(env.DataError, match=r"huge\.parquet: cannot be read \(prompt\.list\.element\.content: .* MiB"):
-        list(rows.read(str(tmp_path / "huge.parquet")))
+        list(verl_rows.read(str(tmp_path / "huge.parquet")))
 
 
 def test_verls_rows_are_trained_on_beside_gyms(workspace, tmp_path):
@@ -182,21 +186,21 @@ def text_of(found) -> str:
 @often
 @given(verls_rows)
 def test_a_row_of_verls_is_the_same_after_both_ways(theirs):
-    ours = rows.parse(theirs, "x:1")
+    ours = verl_rows.parse(theirs, "x:1")
     assert {**theirs, "responses_create_params": ours["responses_create_params"]}.keys() - ours.keys() == {"prompt"}
-    assert text_of(rows.to_verl(ours, "x:1")) == text_of(theirs)
+    assert text_of(verl_rows.to_verl(ours, "x:1")) == text_of(theirs)
 
 
 @often
 @given(gym_rows)
 def test_a_gym_row_is_the_same_after_both_ways(ours):
     try:
-        theirs = rows.to_verl(ours, "x:1")
+        theirs = verl_rows.to_verl(ours, "x:1")
     except env.Refused as why:  # an assistant who says nothing is no message, and then there may be none
         assert "its environment writes the prompt" in str(why)
         return
     assert {"prompt", "data_source"} <= theirs.keys() or "reward_model" in theirs
-    assert text_of(rows.parse(theirs, "x:1")) == text_of(ours)
+    assert text_of(verl_rows.parse(theirs, "x:1")) == text_of(ours)
 
 
 @settings(often, max_examples=25)
@@ -206,11 +210,11 @@ def test_files_are_the_same_after_both_ways(tmp_path_factory, verls, gyms):
     folder = tmp_path_factory.getbasetemp()
     theirs = convert.write_verl(folder / "verl.parquet", verls, "prompt")
     env.write_rows(folder / "gym.jsonl", convert.gym_rows(str(theirs), "prompt"))
-    back = [rows.to_verl(r, where) for where, r in rows.read(str(folder / "gym.jsonl"))]
+    back = [verl_rows.to_verl(r, where) for where, r in verl_rows.read(str(folder / "gym.jsonl"))]
     assert text_of(back) == text_of(verls)
     gyms = [r for r in gyms if env.render(r, "x:1")[0]]
-    made = convert.write_verl(folder / "made.parquet", [rows.to_verl(r, "x:1") for r in gyms], "prompt")
-    assert text_of([r for _, r in rows.read(str(made))]) == text_of(gyms)
+    made = convert.write_verl(folder / "made.parquet", [verl_rows.to_verl(r, "x:1") for r in gyms], "prompt")
+    assert text_of([r for _, r in verl_rows.read(str(made))]) == text_of(gyms)
     assert not list(folder.glob("*.part*"))
 
 
@@ -227,12 +231,12 @@ def test_the_commands_write_verls_files_as_gyms_and_back(tmp_path):
 
 
 def test_a_gym_row_goes_to_verl_with_what_its_reward_function_asks_for():
-    theirs = rows.to_verl(row("2?", answer=7, agent_ref={"name": "mcqa_simple_agent"}), "x:1")
+    theirs = verl_rows.to_verl(row("2?", answer=7, agent_ref={"name": "mcqa_simple_agent"}), "x:1")
     assert theirs["data_source"] == "mcqa" and theirs["prompt"] == [{"role": "user", "content": "2?"}]
     assert theirs["reward_model"] == {"style": "rule", "ground_truth": "7"}
     for params, why in (({"input": []}, "its environment writes"), ({"input": "x", "tools": [TOOL]}, "tools, which")):
         with pytest.raises(env.Refused, match=f"x:1: {why}"):
-            rows.to_verl({"responses_create_params": params}, "x:1")
+            verl_rows.to_verl({"responses_create_params": params}, "x:1")
 
 
 TOOL = {"type": "function", "name": "f", "parameters": {}}
@@ -355,7 +359,7 @@ def test_sft_takes_prompt_and_response(tmp_path):
 def test_epochs_make_steps_as_verl_counts_them(workspace, changes, steps):
     config, data = load(workspace, "data.train_batch_size=3", *changes)
     assert config.trainer.total_training_steps == config.actor_rollout_ref.actor.optim.total_training_steps == steps
-    assert f"training    {steps} steps = {steps * 3 / 8:.2f} epochs" in recipe.summary(config, data, "train")
+    assert f"training    {steps} steps = {steps * 3 / 8:.2f} epochs" in preparation.summary(config, data, "train")
 
 
 def test_epochs_that_are_none_are_refused(workspace):
@@ -430,8 +434,8 @@ def test_a_function_makes_the_rows_of_each_batch(desk):
     assert asked == [f"say {again.randrange(5)} of 0" for _ in range(8)]
     told = {"my_tasks.py:rows#1.0": 1.0, "my_tasks.py:rows#1.1": 0.5, "a.jsonl:3": 0.0, "my_tasks.py:rows#2.1": 1.0}
     assert {t.messages[0]["content"][-1] for t in drawn(data, 3, rates=told)} == {"2"}
-    assert "made by my_tasks.py:rows: 8 of each batch" in recipe.summary(config, data, "train")
-    assert data.per_epoch == math.inf and "epochs" not in recipe.summary(config, data, "train")
+    assert "made by my_tasks.py:rows: 8 of each batch" in preparation.summary(config, data, "train")
+    assert data.per_epoch == math.inf and "epochs" not in preparation.summary(config, data, "train")
 
 
 def test_functions_and_files_share_a_batch_by_weight(desk):
@@ -480,11 +484,11 @@ def test_verls_rows_may_be_made_and_rows_made_once(desk):
     made = [{"function": "my_tasks.py:verls"}]
     config.env.train_files, config.env.val_files = made, made
     with pytest.raises(ConfigError, match=r"my_tasks\.py:verls makes rows without end; set env\.max_rows"):
-        recipe.prepare(config, "rollout")
+        preparation.prepare(config, "rollout")
     config.env.max_rows, config.env.val_max_rows = 5, 3
-    assert [t.row_id for t in recipe.prepare(config, "rollout").train][4] == "my_tasks.py:verls#0.4"
-    assert len(recipe.prepare(config, "evaluate").validation) == 3
-    assert len(recipe.prepare(config, "train").validation) == 3
+    assert [t.row_id for t in preparation.prepare(config, "rollout").train][4] == "my_tasks.py:verls#0.4"
+    assert len(preparation.prepare(config, "evaluate").validation) == 3
+    assert len(preparation.prepare(config, "train").validation) == 3
 
 
 @pytest.mark.parametrize(
@@ -526,7 +530,7 @@ def test_what_makes_no_sense_with_a_function_is_refused(desk):
         load(desk, made, "env.sampler=templates/samplers.py:by_pass_rate")
     config, _ = load(desk)
     config.env.train_files = [{"function": "my_tasks.py:rows"}]
-    assert "`sft` takes files" in str(next(recipe.check_files(config, "sft")))
+    assert "`sft` takes files" in str(next(preparation.check_files(config, "sft")))
 
 
 def test_a_resumed_run_makes_the_same_rows_and_a_replay_has_them(desk, tmp_path):
@@ -571,23 +575,25 @@ def test_a_resumed_run_makes_the_same_rows_and_a_replay_has_them(desk, tmp_path)
 
 def test_a_row_without_gyms_field_is_verls_only_by_the_key_of_the_recipe():
     both = {"responses_create_params": {"input": "gym"}, "prompt": "verl", "asked": "other"}
-    assert rows.parse(both, "x:1")["responses_create_params"] == {"input": "gym"}
-    assert rows.parse({"prompt": "verl", "asked": "other"}, "x:1", "asked") == {
+    assert verl_rows.parse(both, "x:1")["responses_create_params"] == {"input": "gym"}
+    assert verl_rows.parse({"prompt": "verl", "asked": "other"}, "x:1", "asked") == {
         "responses_create_params": {"input": "other"},
         "prompt": "verl",
     }
 
 
 def test_verls_row_is_made_with_the_key_of_the_recipe():
-    theirs = rows.to_verl(rows.parse({"asked": "2?", "data_source": "x", "prompt": 7}, "x:1", "asked"), "x:1", "asked")
+    theirs = verl_rows.to_verl(
+        verl_rows.parse({"asked": "2?", "data_source": "x", "prompt": 7}, "x:1", "asked"), "x:1", "asked"
+    )
     assert theirs == {"asked": "2?", "data_source": "x", "prompt": 7}
-    theirs = rows.to_verl(row("2?", expected_answer="a", answer="b"), "x:1")  # the first of the two is the truth
+    theirs = verl_rows.to_verl(row("2?", expected_answer="a", answer="b"), "x:1")  # the first of the two is the truth
     assert theirs["reward_model"]["ground_truth"] == "a"
 
 
 def test_quotas_name_who_gets_no_row():
-    made = rows.Made("t.py:rows", 0.01, "", "env.train_files", lambda *_: [])
+    made = verl_rows.Made("t.py:rows", 0.01, "", "env.train_files", lambda *_: [])
     file = SimpleNamespace(file="a.jsonl", weight=1.0)
     with pytest.raises(env.DataError, match=r"t\.py:rows: weight=0.01 comes to no row in a batch of 8"):
-        rows.shares([made], [file], 8)
-    assert rows.shares([made], [], 8) == {"t.py:rows": 8}
+        verl_rows.shares([made], [file], 8)
+    assert verl_rows.shares([made], [], 8) == {"t.py:rows": 8}

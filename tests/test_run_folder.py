@@ -21,10 +21,11 @@ from test_loop import Servers
 
 import algorithm
 import training
-from kit import checkpoints, commands, engines, files
 from kit.errors import RunError
-from kit.run import Run
-from kit.start import Started
+from kit.extras import parallelism
+from kit.runs import checkpoints, cli, files
+from kit.runs.launch import Started
+from kit.runs.run_dir import Run
 
 
 class Disk:
@@ -73,7 +74,7 @@ class Group:
 
     def save_checkpoint(self, path, *_):
         Path(path).mkdir(parents=True)
-        for name in engines.written("dp", list(engines.SHARDS), 1):
+        for name in parallelism.written("dp", list(parallelism.SHARDS), 1):
             (Path(path) / name).parent.mkdir(parents=True, exist_ok=True)
             (Path(path) / name).write_bytes(b"shard")
 
@@ -88,11 +89,11 @@ def command(workspace, tmp_path, monkeypatch):
     changes = ("trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=1")
     config, data = load(workspace, *changes)
     workers = training.Workers(Group(), None, None)
-    monkeypatch.setattr("kit.start.start", lambda *_, **__: Started(workers, Servers([])))
+    monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Started(workers, Servers([])))
     monkeypatch.setattr(training, "update_actor", lambda *_: {"actor/grad_norm": 1.0, "actor/pg_loss": 0.5})
     monkeypatch.setattr(checkpoints, "not_finite", lambda _: [])
-    monkeypatch.setattr("kit.report.render", lambda _: "page")
-    for module in ("kit.run", "kit.checkpoints"):  # the whole recipe takes 0.3 s to write down
+    monkeypatch.setattr("kit.extras.report.report_page.render", lambda _: "page")
+    for module in ("kit.runs.run_dir", "kit.runs.checkpoints"):  # the whole recipe takes 0.3 s to write down
         monkeypatch.setattr(f"{module}.public", lambda _: OmegaConf.create({"short": True}))
     monkeypatch.setattr(sys, "argv", ["algorithm.py", "--config", "tiny", "--quiet"])
 
@@ -104,13 +105,13 @@ def command(workspace, tmp_path, monkeypatch):
 
     def planned(*_, **__):
         resume_from, told = checkpoints.resume_point(config)
-        return commands.Plan(config, config, data, resume_from, [], told)
+        return cli.Plan(config, config, data, resume_from, [], told)
 
-    monkeypatch.setattr(commands, "plan", planned)
+    monkeypatch.setattr(cli, "plan", planned)
 
     def run_command() -> str:
         try:
-            commands.main(algorithm.train)
+            cli.main(algorithm.train)
         except SystemExit as end:
             return str(end.code)
         return ""
@@ -189,14 +190,14 @@ def test_a_failed_write_anywhere_in_a_run_is_one_message(command, monkeypatch, c
     def fail(*_, **__):
         raise OSError(code, os.strerror(code), path)
 
-    monkeypatch.setattr("kit.start.start", fail)
+    monkeypatch.setattr("kit.runs.launch.start", fail)
     message = command()
     assert message.startswith(f"error: {path or 'the folder of the run, tiny,'} cannot be written: {os.strerror(code)}")
 
     def refuse(*_, **__):
         raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
 
-    monkeypatch.setattr("kit.start.start", refuse)
+    monkeypatch.setattr("kit.runs.launch.start", refuse)
     with pytest.raises(ConnectionRefusedError):  # no file's: its traceback is wanted
         command()
 
@@ -274,7 +275,7 @@ def test_a_file_that_is_not_whole_replaces_none(tmp_path):
 HOLD = """
 import os, subprocess, sys, time
 from pathlib import Path
-from kit.files import Lock
+from kit.runs.files import Lock
 lock = Lock(Path(sys.argv[1]))
 lock.take()
 child = os.fork()
@@ -374,8 +375,8 @@ def test_terminal_commands_in_texts_of_others_reach_no_terminal(workspace, tmp_p
     import pandas as pd
     from rich.console import Console
 
-    from kit import show
-    from kit.text import printable
+    from kit.extras.report import show
+    from kit.runs.text import printable
 
     escapes = "\x1b]0;title\x07\x1b[2J\x9b31m\r\x08"
     assert printable(f"a{escapes}\n\tb") == "a]0;title[2J31m\n\tb"

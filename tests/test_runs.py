@@ -89,7 +89,7 @@ def outputs_are_all_there(folder, stdout):
         (["env.train_files=[nowhere.jsonl]"], "nowhere.jsonl: no such file"),
         (
             ["gym.servers.reasoning_gym.start=null", "gym.servers.reasoning_gym.url=http://127.0.0.1:9"],
-            "python -m kit.gym_servers reasoning_gym --port 9",
+            "python -m kit.gym.servers reasoning_gym --port 9",
         ),
     ],
     ids=["key", "file", "url"],

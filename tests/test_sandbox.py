@@ -19,8 +19,8 @@ from test_functions import Letters, play, say
 
 import gym_client
 from gym_client import GymError
-from kit import functions, sandbox
 from kit.errors import ConfigError
+from kit.extras.python_verifiers import sandbox, verifier_pool
 
 bubblewrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap, an optional package")
 
@@ -163,8 +163,8 @@ def pool_of(tmp_path, monkeypatch):
         env = {"verifier": verifier, "verifier_pool": pool, "train_files": [], "val_files": []}
         env["allow_unsandboxed_code"] = allowed
         config = OmegaConf.create({"env": env, "gym": {"servers": {}}})
-        own = list(functions.of_recipe(config).values())
-        return functions.Verifiers(gym_client.Gym({}), own, config, Letters(), tmp_path)
+        own = list(verifier_pool.of_recipe(config).values())
+        return verifier_pool.Verifiers(gym_client.Gym({}), own, config, Letters(), tmp_path)
 
     return make
 

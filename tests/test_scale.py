@@ -22,7 +22,7 @@ import ray
 from conftest import GIVEN, command, metrics_of, run, tiny
 from test_reliability import UNEQUAL, Living
 
-from kit.gym_servers import free_port
+from kit.gym.servers import free_port
 from training import arrange
 
 pytestmark = pytest.mark.soak

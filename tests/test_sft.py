@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 import env
-from kit import sft
+from kit.extras import sft
 
 
 @pytest.fixture(scope="module")

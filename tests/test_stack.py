@@ -12,10 +12,10 @@ import env
 import inference
 import training
 from gym_client import Gym, ServerDownError
-from kit import convert
-from kit.episodes import check_failures, keep, rollout_metrics
+from kit.data.episodes import check_failures, keep, rollout_metrics
 from kit.errors import RunError
-from kit.gym_servers import free_port
+from kit.extras import convert
+from kit.gym.servers import free_port
 
 # Bound on the mean |log-prob difference| of a sampled token: rounding, as both sides compute in float32.
 AGREE = 4e-5

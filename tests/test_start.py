@@ -14,8 +14,8 @@ import pytest
 from conftest import ROOT, load
 
 import inference
-from kit import private, start
 from kit.errors import RunError
+from kit.runs import launch, private
 
 
 class Manager:
@@ -83,15 +83,15 @@ def test_a_python_with_an_odd_path_is_quoted_for_ray(
         asked.append(arguments)
         raise RunError("as far as this test goes")
 
-    monkeypatch.setattr(start.ray, "init", init)
-    monkeypatch.setattr(start, "_import_all", lambda engine: None)
+    monkeypatch.setattr(launch.ray, "init", init)
+    monkeypatch.setattr(launch, "_import_all", lambda engine: None)
     monkeypatch.setattr(private, "make_ray_folder", lambda parent: f"{parent} made private")
     python = executable or "/tmp/a b/python"
     monkeypatch.setattr(sys, "executable", executable or sys.executable)
     config, _ = load(workspace, "ray_kwargs.ray_init._temp_dir=/tmp/mine")
     run = SimpleNamespace(config=config, guard=SimpleNamespace(watch=object()))
     with pytest.raises(RunError, match="as far as"):
-        start.start_ray(run, None if executable else (python, print), sample=False)
+        launch.start_ray(run, None if executable else (python, print), sample=False)
     assert shlex.split(asked[0]["runtime_env"]["py_executable"]) == [python]
     assert asked[0]["_temp_dir"] == "/tmp/mine made private"
 
@@ -100,4 +100,4 @@ def test_a_long_tmpdir_ends_a_run_before_anything_starts(workspace: Path, monkey
     config, _ = load(workspace)
     monkeypatch.setattr(private.tempfile, "tempdir", "/tmp/" + "x" * 80)
     with pytest.raises(RunError, match="set TMPDIR to a shorter path"):
-        start.begin_imports(config)
+        launch.begin_imports(config)

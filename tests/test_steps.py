@@ -19,8 +19,11 @@ from test_models import SAME, Judge, completion
 
 import gym_client
 import training
-from kit import checkpoints, gym_servers, models, plugins
+from kit.config import user_functions
 from kit.errors import DamagedStep, RunError, SkippedStep
+from kit.extras.judges import judge_proxy
+from kit.gym import servers as gym_servers
+from kit.runs import checkpoints
 
 AGREE = 1e-3  # bound on any one probability of the sampler against the trainer's, in float32
 UNTRAINED = 0.1  # mean reward; chance is below
@@ -80,7 +83,9 @@ def test_it_learns_from_what_a_judge_says(stack, tmp_path):
     write_rows(stack.workspace / "judged.jsonl", made)
     start = {"start": {"python": str(GYM_PYTHON), "config": {"judge_model_server": SAME["judge_model_server"]}}}
     changes = [f"env.train_files=[{{path: judged.jsonl, server: {name}}}]", QUIET]
-    with models.Proxy({"judge_model": models.Judge("judge_model", judge.url, "stub", timeout_s=10.0)}) as proxy:
+    with judge_proxy.Proxy(
+        {"judge_model": judge_proxy.Judge("judge_model", judge.url, "stub", timeout_s=10.0)}
+    ) as proxy:
         with gym_servers.running_servers({name: start}, tmp_path, models=proxy.blocks()) as urls:
             gym = stack.servers.loop.run(gym_client.Gym(urls).__aenter__())
             with stack.trainer("judged", *changes, f"gym.servers.{name}.url={urls[name]}", gym=gym) as trainer:
@@ -246,7 +251,7 @@ def test_a_teacher_is_learned_from_by_its_log_probs_alone(stack):
     """The session's model, fitted to say 7, scores what the policy says. Nothing else is learned from, and the estimate
     of the reverse KL falls."""
     make_pretrained(stack.workspace / "teacher", stack.workspace / "untied", ["say", "give", "write", "print"], "7")
-    teacher = f"{plugins.TEACHER}=teacher"
+    teacher = f"{user_functions.TEACHER}=teacher"
     with stack.trainer("distill", QUIET, teacher, overlays=["distill"]) as trainer:
         alone = training.start_roles(trainer.config, training.beside_actor(trainer.config))
         trainer.workers = trainer.workers._replace(ref=alone.ref)

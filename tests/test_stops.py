@@ -18,9 +18,10 @@ import psutil
 import pytest
 from conftest import GIVEN, ROOT, load
 
-from kit import lookout, recipe, watch
 from kit.errors import Stop
-from kit.run import Run
+from kit.extras.supervisor import node_monitor, process_monitor
+from kit.runs import preparation
+from kit.runs.run_dir import Run
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ def test_nothing_swallows_a_stop(started):
 def test_what_is_asked_twice_at_once_was_asked_once(started, monkeypatch):
     """A wrapper passes a signal on that the terminal sends to the whole group."""
     ended: list[int] = []
-    monkeypatch.setattr(watch, "end_now", lambda status, _: ended.append(status))
+    monkeypatch.setattr(process_monitor, "end_now", lambda status, _: ended.append(status))
     with started.stage("save_checkpoint"):  # which a stop lets end, however long it takes
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
@@ -157,13 +158,13 @@ def test_rays_word_on_a_death_is_read():
     died = common_pb2.ActorDeathCause()
     died.actor_died_error_context.error_message = "connection  error code 2"
     died.actor_died_error_context.reason = common_pb2.ActorDiedErrorContext.Reason.Value("WORKER_DIED")
-    assert watch.why_it_died(died) == "connection error code 2"
+    assert process_monitor.why_it_died(died) == "connection error code 2"
     died.actor_died_error_context.reason = common_pb2.ActorDiedErrorContext.Reason.Value("RAY_KILL")
-    assert watch.why_it_died(died) == ""
+    assert process_monitor.why_it_died(died) == ""
     memory = common_pb2.ActorDeathCause()
     memory.oom_context.error_message = "95% used"
-    assert "95% used" in watch.why_it_died(memory)
-    assert watch.why_it_died(common_pb2.ActorDeathCause()) == ""
+    assert "95% used" in process_monitor.why_it_died(memory)
+    assert process_monitor.why_it_died(common_pb2.ActorDeathCause()) == ""
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,7 @@ def test_rays_word_on_a_death_is_read():
 def test_a_dead_engines_own_cause_is_told(tmp_path, log, told, error):
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "worker-abc-01000000-7.err").write_text(log)
-    assert watch.root_cause(RuntimeError(error), tmp_path).startswith(f"vLLM's engine {told}")
+    assert process_monitor.root_cause(RuntimeError(error), tmp_path).startswith(f"vLLM's engine {told}")
 
 
 def test_the_log_that_was_written_last_is_told(tmp_path):
@@ -193,7 +194,7 @@ def test_the_log_that_was_written_last_is_told(tmp_path):
         path = tmp_path / "ray" / f"worker-abc-01000000-{name}"
         path.write_text(text)
         os.utime(path, (1e9 - age, 1e9 - age))
-    assert watch.latest_words(tmp_path).endswith("7.out: asleep")
+    assert process_monitor.latest_words(tmp_path).endswith("7.out: asleep")
 
 
 def test_what_is_trained_again_is_told_once(started):
@@ -222,30 +223,30 @@ def test_what_the_dead_left_is_swept_and_what_the_living_hold_stays():
     # its resource tracker outlives it for a moment, and may tidy up by itself: what it misses is ours to sweep
     names = {"psm_left_by_a_test", "torch_1_2_0", "nccl-aB3dEf"}
     for name in names:
-        (watch.SHARED / name).touch()
+        (process_monitor.SHARED / name).touch()
     mine = shared_memory.SharedMemory(create=True, size=9)
     lock = multiprocessing.get_context("spawn").Lock()  # a semaphore, which a child opens by its name
-    other = watch.SHARED / "not_of_a_run"
+    other = process_monitor.SHARED / "not_of_a_run"
     other.touch()
-    held = watch.SHARED / f"torch_{os.getpid()}_7_1"  # of another run of the same user
+    held = process_monitor.SHARED / f"torch_{os.getpid()}_7_1"  # of another run of the same user
     holder = held.open("w")
-    stranger = watch.SHARED / "nccl-xY3dEf"
+    stranger = process_monitor.SHARED / "nccl-xY3dEf"
     stranger.touch()
     if os.getuid() == 0:
         os.chown(stranger, 65534, 65534)
     not_shared = Path("/tmp/torch_1_2_0")
     not_shared.touch()
     try:
-        watch.sweep(began)
-        left = {path.name for path in watch.SHARED.iterdir()}
+        process_monitor.sweep(began)
+        left = {path.name for path in process_monitor.SHARED.iterdir()}
         assert not {dead, *names} & left and {mine.name, other.name, held.name} <= left
         assert not_shared.exists() and (stranger.exists() or os.getuid() != 0)
         assert "sem." + lock._semlock.name.removeprefix("/") in left
-        (watch.SHARED / "psm_older").touch()
-        watch.sweep(time.time() + 5)
-        assert (watch.SHARED / "psm_older").exists()  # from before: another run's
+        (process_monitor.SHARED / "psm_older").touch()
+        process_monitor.sweep(time.time() + 5)
+        assert (process_monitor.SHARED / "psm_older").exists()  # from before: another run's
     finally:
-        (watch.SHARED / "psm_older").unlink(missing_ok=True)
+        (process_monitor.SHARED / "psm_older").unlink(missing_ok=True)
         for path in (other, held, stranger, not_shared):
             path.unlink(missing_ok=True)
         holder.close()
@@ -254,9 +255,9 @@ def test_what_the_dead_left_is_swept_and_what_the_living_hold_stays():
 
 
 def test_the_watch_names_who_died_and_who_is_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(watch, "STOPPED_S", 0.2)
+    monkeypatch.setattr(process_monitor, "STOPPED_S", 0.2)
     problems: list[str] = []
-    looker = watch.Watch(tmp_path, tmp_path, problems.append)
+    looker = process_monitor.Watch(tmp_path, tmp_path, problems.append)
     with looker:
         child = subprocess.Popen(["VLLM::EngineCore", "-c", "import time; time.sleep(60)"], executable=sys.executable)
         (tmp_path / "ray").mkdir()
@@ -285,9 +286,9 @@ def test_the_watch_names_who_died_and_who_is_stopped(tmp_path, monkeypatch):
 def test_a_silent_node_is_named(monkeypatch, tmp_path):
     address = {"NodeID": "n", "IPAddress": "10.0.0.7"}
     actors = {"a": {"ActorID": "a", "ActorClassName": "A", "State": "ALIVE", "Pid": 1, "Address": address}}
-    monkeypatch.setattr(lookout.ray, "wait", lambda *_, **__: ([], []))
-    looker = watch.Watch(tmp_path, tmp_path, print)
-    lookouts = lookout.Lookouts()
+    monkeypatch.setattr(node_monitor.ray, "wait", lambda *_, **__: ([], []))
+    looker = process_monitor.Watch(tmp_path, tmp_path, print)
+    lookouts = node_monitor.Lookouts()
     looker.elsewhere = lookouts.look
     monkeypatch.setattr(looker, "_actors", lambda: actors)
     lookouts.asked["n"] = ("a question", time.monotonic() - 89)
@@ -338,7 +339,7 @@ def test_who_died_is_told_when_the_driver_cannot_and_all_is_cleared(tmp_path, wh
 
 def test_a_server_that_runs_code_is_said_loudly(workspace):
     config, data = load(workspace)
-    assert "SANDBOX" not in recipe.summary(config, data, "train")
+    assert "SANDBOX" not in preparation.summary(config, data, "train")
     config.gym.servers.reasoning_gym.start = {"server": "code_gen"}
-    text = recipe.summary(config, data, "train")
+    text = preparation.summary(config, data, "train")
     assert "WARNING     reasoning_gym RUNS THE MODEL'S CODE on this machine, as you, WITHOUT A SANDBOX" in text

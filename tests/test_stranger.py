@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 
 import gym_client
-from kit import report
-from kit.episodes import Episode, append, as_record, open_records, write
-from kit.frames import Folder
+from kit.data.episodes import Episode, append, as_record, open_records, write
+from kit.extras.report import report_page
+from kit.extras.report.run_data import Folder
 
 
 def folder_of(path: Path, model: Path, text: str = "seven", tokens: int = 3) -> Folder:
@@ -41,23 +41,23 @@ def test_a_tokenizer_with_code_in_its_folder_is_not_run(workspace, tmp_path, mon
         "from transformers import PreTrainedTokenizerFast\nclass Trap(PreTrainedTokenizerFast): pass\n"
     )
     run = folder_of(tmp_path / "run", model)
-    assert report.write([tmp_path / "run"], tmp_path / "page.html").is_file()
-    report.load_tokenizer(run)
+    assert report_page.write([tmp_path / "run"], tmp_path / "page.html").is_file()
+    report_page.load_tokenizer(run)
     assert not (tmp_path / "sprung").exists()
 
 
 def test_of_a_huge_episode_the_page_has_the_beginning_and_a_note(workspace, tmp_path):
     run = folder_of(tmp_path / "run", workspace / "tied", text="x" * 10_000_000, tokens=60_000)
     ((_, _, record),) = run.records
-    opened = report.detail(record, None, True)
+    opened = report_page.detail(record, None, True)
     assert len(json.dumps(opened)) < 300_000
     said = opened["items"][-1]
     assert said["text"].startswith("x" * 1000) and "9900000 more characters are not in this page" in said["text"]
     assert "ids" not in said
-    page = report.write([tmp_path / "run"], tmp_path / "page.html")
+    page = report_page.write([tmp_path / "run"], tmp_path / "page.html")
     assert page.is_file()
     short = folder_of(tmp_path / "short", workspace / "tied")
-    assert report.detail(short.records[0][2], None, True)["items"][-1]["ids"] == [6, 6, 6]
+    assert report_page.detail(short.records[0][2], None, True)["items"][-1]["ids"] == [6, 6, 6]
 
 
 def test_tokens_are_shown_of_the_best_and_worst_of_the_latest_steps_first(monkeypatch):
@@ -68,8 +68,8 @@ def test_tokens_are_shown_of_the_best_and_worst_of_the_latest_steps_first(monkey
     frame["best"] = by_file.rank(ascending=False, method="first")
     frame["worst"] = by_file.rank(method="first")
     records = [("step", 1 + i // 7, {"place": i}) for i in range(14)]
-    monkeypatch.setattr(report, "MOST_TOKENS", 130)
-    chosen = report.with_tokens([SimpleNamespace(episodes=frame, records=records)])
-    assert report.ranks(frame)[:7] == ["worst", "worst", "worst", "", "best", "best", "best"]
+    monkeypatch.setattr(report_page, "MOST_TOKENS", 130)
+    chosen = report_page.with_tokens([SimpleNamespace(episodes=frame, records=records)])
+    assert report_page.ranks(frame)[:7] == ["worst", "worst", "worst", "", "best", "best", "best"]
     places = [record["place"] for _, record in chosen]
     assert places == [7, 8, 9, 11, 12, 13, 0, 1, 2, 4, 5, 6, 10]

@@ -20,8 +20,8 @@ from omegaconf import OmegaConf
 
 import env
 import training
-from kit.config import load_config
-from kit.episodes import Episode, first_groups, keep, pass_rates
+from kit.config.load import load_config
+from kit.data.episodes import Episode, first_groups, keep, pass_rates
 from kit.errors import PluginError
 from templates import filters, samplers
 from templates.advantages import by_turn, pairs, turn_gae, turn_grpo

@@ -12,7 +12,7 @@ from test_gym_client import longest_pause
 from test_turns import STOPS, TEMPLATES, Game, World, bytes_tokenizer, call, one_turn_each, play, policy_of, task_of
 
 import gym_client
-from kit import chat, openai_server
+from kit.rollout import chat, openai_server
 
 FAMILIES = sorted(TEMPLATES)
 

@@ -17,10 +17,11 @@ from test_updates import close
 import algorithm
 import gym_client
 import training
-from kit import checkpoints, images
-from kit.episodes import Episode, Recorded, append
+from kit.data.episodes import Episode, Recorded, append
 from kit.errors import DamagedStep, RunError, SkippedStep
-from kit.start import Started
+from kit.extras import images
+from kit.runs import checkpoints
+from kit.runs.launch import Started
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -88,7 +89,7 @@ class Recorder:
 def recorder(calls, monkeypatch) -> Recorder:  # noqa: F811
     made, _ = calls
     found = Recorder(monkeypatch, RecordingServers(made))
-    monkeypatch.setattr("kit.start.start", found.start)
+    monkeypatch.setattr("kit.runs.launch.start", found.start)
 
     def measured(_, batch, __):
         batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"] - 0.5

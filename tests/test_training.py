@@ -17,10 +17,11 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import left_right_2_no_padding
 
 import training
-from kit import gloo, start
-from kit.client import Client
-from kit.episodes import Episode, keep
-from kit.recipe import stop_token_ids
+from kit.data.episodes import Episode, keep
+from kit.extras import gloo
+from kit.rollout.client import Client
+from kit.runs import launch
+from kit.runs.preparation import stop_token_ids
 
 
 def episode(prompt, response, reward=1.0, mask=None, group="g", status="ok"):
@@ -58,11 +59,11 @@ def test_less_than_the_workers_ask_for_is_told_before_they_are_waited_for(worksp
     separate = ["separate", "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo"] * found.get("servers", 0)
     changes += [own, f"reward.reward_model.model_path={workspace / 'scored'}", *separate[1:]]
     config, _ = load(workspace, *changes, overlays=separate[:1])
-    assert re.match(told or "$", start.lacking(config, found, found.get("command", "train")))
+    assert re.match(told or "$", launch.lacking(config, found, found.get("command", "train")))
 
 
 def test_weights_reach_servers_on_gpus_of_their_own(monkeypatch):
-    """kit/gloo.py as verl's manager calls it: one rank of two sends, two parts of servers get all of it, twice."""
+    """gloo.py as verl's manager calls it: one rank of two sends, two parts of servers get all of it, twice."""
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     engines = [gloo.GlooCheckpointEngine(2**20, is_master=i == 0) for i in range(4)]
     weights = {"wide": torch.randn(700, 500), "half": torch.randn(3, 5).bfloat16(), "turned": torch.randn(4, 6).T}
@@ -186,7 +187,7 @@ RAGGED = {
 @pytest.mark.parametrize("groups", RAGGED.values(), ids=RAGGED)
 def test_attention_on_grids_is_that_of_each_sequence_by_itself(groups, monkeypatch):
     """Forward and backward, in fp32, against plain attention over each prompt with its answer."""
-    from kit import cpu_engine
+    from kit.cpu import cpu_engine
 
     torch.manual_seed(0)
     H, H_kv, D = 4, 2, 8
@@ -210,7 +211,7 @@ def test_attention_on_grids_is_that_of_each_sequence_by_itself(groups, monkeypat
 
 
 def test_attention_refuses_what_it_would_leave_out(monkeypatch):
-    from kit import cpu_engine
+    from kit.cpu import cpu_engine
 
     given = [torch.zeros(1, 2, 4, 8)] * 3
     with pytest.raises(ValueError, match="use_remove_padding"):
@@ -224,7 +225,7 @@ def test_attention_refuses_what_it_would_leave_out(monkeypatch):
 
 
 def test_log_probs_and_entropy_in_tiles_are_torchs():
-    from kit import cpu_engine
+    from kit.cpu import cpu_engine
 
     torch.manual_seed(0)
     logits, labels = torch.randn(300, 50, requires_grad=True), torch.randint(50, (300,))
@@ -246,26 +247,26 @@ def test_log_probs_and_entropy_in_tiles_are_torchs():
 
 
 def test_words_are_drawn_with_their_probabilities():
-    from kit import cpu
+    from kit.cpu import platform
 
     torch.manual_seed(0)
     probs = torch.tensor([[0.5, 0.0, 0.3, 1e-4, 0.2, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0, 1.0]])
     probs[0] /= probs[0].sum()
     n = 100_000
-    drawn = cpu._sample(probs.log().repeat(n, 1)).view(n, 2)
+    drawn = platform._sample(probs.log().repeat(n, 1)).view(n, 2)
     seen = torch.stack([row.bincount(minlength=6) for row in drawn.T]) / n
     assert torch.all((seen - probs).abs() <= 4 * (probs * (1 - probs) / n).sqrt()), seen  # none that cannot be
-    broken = cpu._sample(
+    broken = platform._sample(
         torch.full((3, 6), torch.nan)
     )  # of weights that are not finite: the step tells, not the engine
     assert torch.all((broken >= 0) & (broken < 6))
     of = probs.log().gather(1, torch.tensor([[4], [5]]))
-    assert cpu._rank(probs.log(), of).tolist() == [3, 1]
+    assert platform._rank(probs.log(), of).tolist() == [3, 1]
 
 
 def test_micro_batches_keep_answers_to_a_prompt_together(monkeypatch):
     """However the rows come, and each prompt counted once."""
-    from kit import cpu_engine
+    from kit.cpu import cpu_engine
 
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
     made = [episode([5 + g] * 6, [7 + m] * (1 + 3 * m)) for g in range(4) for m in range(4)]
@@ -306,7 +307,7 @@ def test_components_that_not_all_episodes_have_are_left_out():
 
 
 def test_damage_is_found_where_the_mask_is_and_named():
-    from kit.damage import damage
+    from kit.runs.finite_check import damage
 
     sampling = {"rollout": {"top_p": 1.0, "top_k": -1}}
     settings = OmegaConf.create({"actor_rollout_ref": sampling, "trainer": {"rollout_ahead": 0}})

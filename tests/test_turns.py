@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 import env
 import gym_client
 import inference
-from kit import chat, openai_server
+from kit.rollout import chat, openai_server
 
 # Chat templates in the manner of four families; the calls are written as Hermes writes them.
 CHATML = (

@@ -21,9 +21,9 @@ from tensordict import TensorDict
 from verl.utils.config import omega_conf_to_dataclass
 
 import training
-from kit import recipe as recipes
-from kit.config import load_config
-from kit.episodes import Episode, first_groups, keep
+from kit.config.load import load_config
+from kit.data.episodes import Episode, first_groups, keep
+from kit.runs import preparation as recipes
 
 LOSS, GRADIENT = 1e-6, 1e-6
 SGD = ["optimizer=SGD", "lr=1.0", "weight_decay=0.0", "clip_grad=1e9"]

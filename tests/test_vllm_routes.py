@@ -10,8 +10,8 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from kit import models
-from kit.config import load_config, to_plain
+from kit.config.load import load_config, to_plain
+from kit.extras.judges import judge_proxy
 
 KEY = "judge-key"
 ORIGIN = {"Origin": "https://example.com"}
@@ -60,7 +60,7 @@ def judge_arguments(judge):
     from vllm.entrypoints.openai.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    command = models.vllm_block(judge)["command"]
+    command = judge_proxy.vllm_block(judge)["command"]
     return make_arg_parser(FlexibleArgumentParser()).parse_args(command[3:])
 
 
@@ -71,10 +71,10 @@ def policy():
 
 @pytest.fixture(scope="module")
 def judge():
-    judge = models.judges({"j": {"start": {"model": "a/b"}}}, 60.0, cpu_dtype="float32")["j"]
+    judge = judge_proxy.judges({"j": {"start": {"model": "a/b"}}}, 60.0, cpu_dtype="float32")["j"]
     judge.key = KEY
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_API_KEY", models.vllm_block(judge)["env"]["VLLM_API_KEY"])
+        patch.setenv("VLLM_API_KEY", judge_proxy.vllm_block(judge)["env"]["VLLM_API_KEY"])
         return build(judge_arguments(judge))
 
 
@@ -137,6 +137,6 @@ def test_a_judges_server_answers_its_run_alone(judge):
 
 def test_a_recipe_may_change_what_guards_its_judge():
     spec = {"start": {"model": "a/b", "args": {"allowed_origins": '["https://x"]', "max_model_len": 64}}}
-    parsed = judge_arguments(models.judges({"j": spec}, 60.0)["j"])
+    parsed = judge_arguments(judge_proxy.judges({"j": spec}, 60.0)["j"])
     assert isinstance(parsed, argparse.Namespace) and parsed.allowed_origins == ["https://x"]
-    assert parsed.middleware == ["kit.vllm_routes.JudgeRoutes"]
+    assert parsed.middleware == ["kit.rollout.vllm_routes.JudgeRoutes"]

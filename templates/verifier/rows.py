@@ -26,7 +26,7 @@ SHOWN = [  # before the question: a small model copies what it sees
 def rows(
     batch: int, size: int, seed: int, pass_rates: Mapping[int, Mapping[int, float]], held_out: bool = False
 ) -> list[dict[str, Any]]:
-    """`size` rows of a batch, of its arguments alone (kit/rows.py)."""
+    """`size` rows of a batch, of its arguments alone (kit/data/verl_rows.py)."""
     draw = random.Random(f"{seed} {batch}")
     return [row(draw.choice(HELD_OUT if held_out else ITEMS), draw.randint(10, 99)) for _ in range(size)]
 

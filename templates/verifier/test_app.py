@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gym_client import Gym, GymError, Verdict, message_response
-from kit.gym_servers import running_servers
+from kit.gym.servers import running_servers
 
 HERE = Path(__file__).resolve().parent
 rows = runpy.run_path(str(HERE / "rows.py"))["rows"]
