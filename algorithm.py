@@ -163,8 +163,8 @@ class Trainer:
         return kept
 
     def sample_ahead(self) -> None:
-        """With trainer.rollout_ahead the next batch of prompts is begun, while this one is trained on."""
-        if self.config.trainer.rollout_ahead and self.state["step"] < self.run.last:
+        """With trainer.one_step_off the next batch of prompts is begun, while this one is trained on."""
+        if self.config.trainer.one_step_off and self.state["step"] < self.run.last:
             batch = self.state["batches"] + 1
             self.servers.begin(*self.asked(self.tasks(batch), str(batch)))
 
@@ -260,7 +260,7 @@ class Trainer:
         else:
             self.run.damaged = 0
         self.run.say(f"step {self.state['step']} skipped: {told}")
-        self.metrics["training/damaged_steps"] = self.run.damaged
+        self.metrics["training/skipped_nonfinite_steps"] = self.run.damaged
         self.save_if_due()
         if self.servers.asleep:
             self.publish()

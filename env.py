@@ -375,7 +375,9 @@ def server_of(row: dict[str, Any], servers: Any, where: str, name: str = "", str
         return ""
     wanted = f"{'server' if name else 'agent_ref'} {agent!r}"
     wanted += f" matches none of gym.servers ({', '.join(known) or 'empty'})"
-    raise DataError(f"{where}: {wanted}; name it there, give the file a server, or leave such rows out by env.servers")
+    raise DataError(
+        f"{where}: {wanted}; name it there, give the file a server, or leave such rows out by env.only_servers"
+    )
 
 
 def load_tasks(

@@ -69,7 +69,7 @@ class Policy:
     seed: int | None = None  # rollout.seed, where rollout.full_determinism asks for the same answers in every run
     places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(256))  # for episodes that play at once
     version: int | None = None  # of the weights that the servers must sample from: the step they were synced at
-    ahead: int = 0  # steps that they may be older, or newer (trainer.rollout_ahead)
+    ahead: int = 0  # steps that they may be older, or newer (trainer.one_step_off)
 
 
 def make_policy(config: DictConfig, client: LLMServerClient, data: Any, deadline_s: float) -> Policy:
@@ -90,7 +90,7 @@ def make_policy(config: DictConfig, client: LLMServerClient, data: Any, deadline
         vocabulary=data.model.vocab_size,
         seed=rollout.seed if rollout.full_determinism else None,
         places=asyncio.Semaphore(engines * rollout.max_num_seqs),
-        ahead=config.trainer.rollout_ahead,
+        ahead=config.trainer.one_step_off,
     )
 
 

@@ -180,7 +180,7 @@ def one_pass(config: DictConfig) -> bool:
     """Whether the update's own forward pass gives the old log-probs, which are of the same weights: a batch takes one
     optimiser step, and nothing asks for them before it."""
     actor, corrects = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
-    asked = config.env.old_log_prob_pass or config.algorithm.use_kl_in_reward
+    asked = config.algorithm.recompute_old_log_probs or config.algorithm.use_kl_in_reward
     asked = asked or corrects.bypass_mode or corrects.rollout_is or corrects.rollout_rs
     asked = asked or asks_for(config, "old_log_probs") or asks_for(config, "sum_pi_squared")
     return not asked and actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1

@@ -1,4 +1,4 @@
-"""What trainer.rollout_ahead gives on GPUs: one_step_off.py at work, over a sampler and a trainer that only take time.
+"""What trainer.one_step_off gives on GPUs: one_step_off.py at work, over a sampler and a trainer that only take time.
 
     python benchmarks/ahead.py [--steps 5] [--speed 100] [--out docs/ahead.png]
 
@@ -128,7 +128,7 @@ def simulate(case: str, steps: int, speed: float) -> tuple[Gpus, list[float]]:
     """(what was done when, when each step ended), by the order of Trainer.step."""
     sampling_s, training_s, same, is_ahead = CASES[case]
     gpus = Gpus(sampling_s, training_s, same, speed)
-    config, _ = load_config(["math"], [f"trainer.rollout_ahead={is_ahead}"])
+    config, _ = load_config(["math"], [f"trainer.one_step_off={is_ahead}"])
     model, tokenizer = SimpleNamespace(vocab_size=100), SimpleNamespace(decode=lambda ids, **_: "")
     data = SimpleNamespace(tokenizer=tokenizer, stop_ids={5}, model=model)
     client = Client(config, {"stub": None}, bool(is_ahead))

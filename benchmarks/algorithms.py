@@ -67,7 +67,7 @@ RUNS = {  # name: (overlays, changes, whether over workers of its own)
 GOAL, OVER = 0.9, 5  # the mean of so many steps ends a run
 BENCH = """
 actor_rollout_ref: {actor: {ppo_mini_batch_size: 4}}
-env: {show_every: 0}
+trainer: {print_samples_every: 0}
 trainer: {test_freq: -1, save_freq: -1, val_before_train: false}
 """
 

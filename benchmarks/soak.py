@@ -119,7 +119,7 @@ def main() -> None:
         changes = ["trainer.experiment_name=soak", f"trainer.total_training_steps={args.steps}", "trainer.save_freq=25"]
         changes += ["gym.servers.reasoning_gym.start=null", f"gym.servers.reasoning_gym.url=http://127.0.0.1:{port}"]
         changes += ["trainer.test_freq=50", "trainer.max_actor_ckpt_to_keep=2"]
-        changes += ["gym.concurrency=32", "env.show_every=0"]
+        changes += ["gym.concurrency=32", "trainer.print_samples_every=0"]
         # vLLM's cache becomes resident as it is first used: one that is all used by step 50
         changes += ["actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=67108864"]
         # of a policy that has learned, all answers are alike: nothing to train on

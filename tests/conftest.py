@@ -424,7 +424,7 @@ SESSION = [  # the untied model (tied: test_runs.py), logical GPUs for workers b
     f"gym.servers.shop.start={{path: {ROOT / 'templates' / 'verifier'}, python: {GYM_PYTHON}}}",
     f"gym.servers.office.start={{server: workplace_assistant, agent: simple_agent, python: {GYM_PYTHON}}}",
     f"gym.servers.judged.start={{server: abstention, python: {GYM_PYTHON}, config: {{judge_prompt_template: grade}}}}",
-    "gym.models.genrm_model=policy",
+    "gym.judges.genrm_model=policy",
     "env.train_files=[{path: train.jsonl, server: reasoning_gym}]",
     "env.val_files=[{path: val.jsonl, server: reasoning_gym}]",
 ]

@@ -88,7 +88,7 @@ def test_it_learns_a_step_ahead(stack):
     with stepping_ahead(stack, "env.val_files=[]", "actor_rollout_ref.rollout.n=16") as trainer:
         while len(rewards) < PATIENCE and (len(rewards) < 3 or sum(rewards[-3:]) / 3 < 0.5):
             metrics = trainer.advance()
-            assert metrics["rollout/failed_frac"] == 0 and "training/damaged_steps" not in metrics
+            assert metrics["rollout/failed_frac"] == 0 and "training/skipped_nonfinite_steps" not in metrics
             rewards.append(metrics["rollout/reward/mean"])
     print("rewards", [round(r, 2) for r in rewards])
     assert sum(rewards[:3]) / 3 < UNTRAINED and sum(rewards[-3:]) / 3 >= 0.5
@@ -142,7 +142,7 @@ def test_a_stop_ends_what_is_under_way(tmp_path, monkeypatch):
     async def fails():
         return 1 / 0
 
-    config = OmegaConf.create({"env": {"stage_deadline_s": 60}})
+    config = OmegaConf.create({"trainer": {"stage_timeout_s": 60}})
     guard = Guard(config, tmp_path, print, print)
     guard.listen()
     try:

@@ -55,10 +55,10 @@ def test_all_that_verl_has_is_taken_and_group_estimators_need_groups(tiny_recipe
         ),
         (["trainer.resource_pools.critic=1"], "resource_pools.critic=1: this recipe has none; leave it out"),
         (
-            ["trainer.rollout_ahead=1", "actor_rollout_ref.rollout.full_determinism=true"],
+            ["trainer.one_step_off=1", "actor_rollout_ref.rollout.full_determinism=true"],
             "rollout.full_determinism the sampler cannot know where new weights cut an answer",
         ),
-        (["trainer.rollout_ahead=1", "actor_rollout_ref.rollout.free_cache_engine=true"], "sleeps during an update"),
+        (["trainer.one_step_off=1", "actor_rollout_ref.rollout.free_cache_engine=true"], "sleeps during an update"),
         (["actor_rollout_ref.rollout.nnodes=1"], r"rollout.nnodes=1: weights go there over gloo; set .*\.backend"),
         (
             ["actor_rollout_ref.rollout.checkpoint_engine.backend=gloo"],

@@ -113,7 +113,7 @@ def test_names_of_recipes_are_unique():
         ("trainer.n_gpus_per_node=0", ConfigError, "n_gpus_per_node=0: wants 1 or more"),
         ("gym.concurrency=many", ConfigError, "gym.concurrency=many: wants auto, or 1 or more calls"),
         ("gym.concurrency.x=0", ConfigError, "gym.concurrency.x=0: wants auto"),
-        ("trainer.rollout_ahead=2", ConfigError, "trainer.rollout_ahead=2: wants one of 0, 1"),
+        ("trainer.one_step_off=2", ConfigError, "trainer.one_step_off=2: wants one of 0, 1"),
         ("trainer.resource_pools.ref=0", ConfigError, "trainer.resource_pools.ref=0: wants 1 or more GPUs, or null"),
         ("trainer.resource_pools.critc=1", ConfigError, "did you mean trainer.resource_pools.critic"),
         ("reward.reward_model.enable_resource_pool=true", ConfigError, "set trainer.resource_pools.reward_model"),
@@ -296,22 +296,24 @@ def test_a_head_server_fills_in_what_the_recipe_does_not_name(workspace):
     rows = [row(f"say {i}", agent_ref={"name": "odd_agent" if i % 2 else "reasoning_gym_agent"}) for i in range(8)]
     files = f"env.train_files=[{write_rows(workspace / 'odd.jsonl', rows)}]"
     head = f"http://127.0.0.1:{server.server_port}"
-    config, data = load(workspace, files, "env.val_files=[]", f"gym.head={head}")
+    config, data = load(workspace, files, "env.val_files=[]", f"gym.head_server={head}")
     assert [task.server for task in data.train] == ["reasoning_gym", "puzzles"] * 4
     assert config.gym.servers.puzzles.url == head  # and `unused`, where nobody listens, is not asked for
     assert set(config.gym.servers) == {"reasoning_gym", "puzzles"}
     with pytest.raises(env.DataError, match=r"'reasoning_gym_agent' matches none of gym.servers \(puzzles, unused\)"):
-        load(workspace, files, "env.val_files=[]", f"gym.head={head}", "gym.servers.reasoning_gym=null")  # left out
+        load(
+            workspace, files, "env.val_files=[]", f"gym.head_server={head}", "gym.servers.reasoning_gym=null"
+        )  # left out
     with pytest.raises(env.DataError, match="agent_ref 'odd_agent' matches none"):
         load(workspace, files, "env.val_files=[]")
     with pytest.raises(gym_servers.GymStartError, match=r"gym\.head: http://127.0.0.1:9 is no head server of Gym's"):
-        load(workspace, files, "gym.head=http://127.0.0.1:9")
+        load(workspace, files, "gym.head_server=http://127.0.0.1:9")
 
 
 def test_an_address_for_the_agents_of_others_wants_a_key(workspace, monkeypatch):
     monkeypatch.delenv("POLICY_API_KEY", raising=False)
     with pytest.raises(ConfigError, match="POLICY_API_KEY must hold the key that agents give"):
-        load(workspace, "gym.door.port=12345")
+        load(workspace, "gym.policy_endpoint.port=12345")
 
 
 def test_an_unknown_format_of_tool_calls_is_named(workspace):

@@ -80,7 +80,7 @@ def test_metrics_are_by_server():
     assert metrics["rollout/failed_frac"] == 0.5 and metrics["rollout/failed/timeout"] == 3
     assert metrics["rollout/groups_dropped"] == 2  # b's has one member left, c's none
     assert metrics["rollout/episodes"] == 6 and metrics["rollout/kept"] == 2
-    assert metrics["rollout/groups_uniform"] == 0 and metrics["rollout/reward/mean"] == 0.5
+    assert metrics["rollout/zero_variance_groups"] == 0 and metrics["rollout/reward/mean"] == 0.5
     assert metrics["reward/a/mean"] == 0.5 and metrics["reward/a/format/mean"] == 0.75
     assert metrics["reward/b/mean"] == 0.5 and "reward/c/mean" not in metrics
     assert [metrics[f"rollout/{s}/failed_frac"] for s in "abc"] == [0.0, 0.5, 1.0]
@@ -90,7 +90,7 @@ def test_metrics_are_by_server():
 
 def test_groups_that_teach_nothing_and_what_filters_drop_are_counted():
     episodes = [episode("a", "1", 1.0), episode("a", "1", 1.0), episode("a", "2", 0.0), episode("a", "2", 1.0)]
-    assert rollout_metrics(episodes, episodes)["rollout/groups_uniform"] == 1
+    assert rollout_metrics(episodes, episodes)["rollout/zero_variance_groups"] == 1
 
     def right(some):
         return [e for e in some if e.reward]
@@ -327,7 +327,7 @@ def test_all_metrics_of_a_step():
             "rollout/kept": 2.0,
             "rollout/failed_frac": 0.2,
             "rollout/groups_dropped": 2.0,
-            "rollout/groups_uniform": 1.0,
+            "rollout/zero_variance_groups": 1.0,
             "rollout/failed/http_500": 1.0,
             "rollout/staleness/mean": (2 * 2 + 1 * 1 + 3 * 3) / 6,
             "rollout/staleness/max": 3.0,
@@ -356,7 +356,7 @@ def test_metrics_of_a_step_in_which_all_failed():
         "rollout/kept": 0.0,
         "rollout/failed_frac": 1.0,
         "rollout/groups_dropped": 2.0,
-        "rollout/groups_uniform": 0.0,
+        "rollout/zero_variance_groups": 0.0,
         "rollout/failed/timeout": 1.0,
         "rollout/failed/connect": 1.0,
         "rollout/a/failed_frac": 1.0,
@@ -376,7 +376,7 @@ def test_staleness_is_the_steps_between_the_weights_that_sampled_and_those_that_
 
 def test_a_group_is_uniform_if_two_or_more_of_its_verified_answers_earn_the_same():
     def uniform(*rewards):
-        return rollout_metrics([episode("a", "1", r) for r in rewards], [])["rollout/groups_uniform"]
+        return rollout_metrics([episode("a", "1", r) for r in rewards], [])["rollout/zero_variance_groups"]
 
     assert uniform(1.0, 1.0) == uniform(0.5, 0.5, None) == 1.0
     assert uniform(1.0) == uniform(1.0, None) == uniform(1.0, 0.0) == uniform(1.0, 1.0, 0.0) == 0.0

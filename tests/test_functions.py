@@ -516,7 +516,7 @@ def test_a_mix_of_servers_and_functions(workspace, tmp_path, monkeypatch):
     _, data = load(workspace, *changes, "data.max_prompt_length=64")
     rows = [(task.server, task.weight) for task in data.train[::8]]
     assert rows == [("Game", 1), ("reasoning_gym", 1), ("compute_score", 2)]
-    _, data = load(workspace, *changes, "env.servers=[Game]")
+    _, data = load(workspace, *changes, "env.only_servers=[Game]")
     assert {task.server for task in data.train} == {"Game"} and len(data.train) == 8
 
 

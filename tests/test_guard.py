@@ -41,7 +41,7 @@ def guard(tmp_path, monkeypatch) -> Iterator[Guard]:
 
     monkeypatch.setattr(guards, "END_S", 5)
     monkeypatch.setattr(guards.watch, "end_now", end_now)
-    config = OmegaConf.create({"env": {"stage_deadline_s": 60}})
+    config = OmegaConf.create({"trainer": {"stage_timeout_s": 60}})
     made = Guard(config, Path(tmp_path), lambda text: None, lambda stage: None)
     with asyncio.Runner() as made.loop:
         made.listen()
@@ -150,7 +150,7 @@ def test_a_stop_in_the_last_round_of_the_work_stops_nothing_later(guard):
 
 def test_in_a_notebook_a_stop_between_two_calls_is_raised(tmp_path, monkeypatch):
     """There an event loop always runs, and it is not the run's."""
-    config = OmegaConf.create({"env": {"stage_deadline_s": 60}})
+    config = OmegaConf.create({"trainer": {"stage_timeout_s": 60}})
 
     async def cell() -> bool:
         made = Guard(config, tmp_path, lambda text: None, lambda stage: None)

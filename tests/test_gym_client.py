@@ -910,9 +910,9 @@ def test_a_folder_of_ones_own_has_its_own_settings(tmp_path, monkeypatch):
     (tmp_path / "mcqa" / "configs" / "any.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
     start = {"python": str(GYM_PYTHON), "path": "mcqa"}
-    with pytest.raises(GymStartError, match=r"/mcqa asks the model judge_model .*; set gym\.models\.judge_model"):
+    with pytest.raises(GymStartError, match=r"/mcqa asks the model judge_model .*; set gym\.judges\.judge_model"):
         gym_servers.plan("x", start, None)
-    with pytest.raises(GymStartError, match=r"/mcqa pays for .*; gym\.trust=\[x\] takes that as it is"):
+    with pytest.raises(GymStartError, match=r"/mcqa pays for .*; gym\.unchecked_judges=\[x\] takes that as it is"):
         gym_servers.plan("x", start, None, ["judge_model"])
     (block,) = gym_servers.plan("x", start, None, ["judge_model"], ["x"])
     assert block["impl"] == str(tmp_path / "mcqa")

@@ -103,7 +103,7 @@ def planned(workspace, *changes, resume_from=None):
     ("changes", "measured"),
     [
         ([], []),  # the update's own pass does it
-        (["env.old_log_prob_pass=true"], ["old_log_probs"]),
+        (["algorithm.recompute_old_log_probs=true"], ["old_log_probs"]),
         (["actor_rollout_ref.actor.ppo_mini_batch_size=4"], ["old_log_probs"]),
         (["actor_rollout_ref.actor.ppo_epochs=2"], ["old_log_probs"]),
         (["algorithm.use_kl_in_reward=true"], ["old_log_probs", "ref"]),
@@ -173,7 +173,7 @@ def test_damage_is_an_exception_that_carries_its_reason(workspace, calls, monkey
         return {"actor/grad_norm": float("nan")}
 
     monkeypatch.setattr(training, name, damaged)
-    with algorithm.train(planned(workspace, "env.old_log_prob_pass=true")) as trainer:
+    with algorithm.train(planned(workspace, "algorithm.recompute_old_log_probs=true")) as trainer:
         with pytest.raises(DamagedStep, match=r"NaN or infinite|actor/grad_norm is nan") as caught:
             trainer.step()
         assert "responses" in caught.value.batch.batch

@@ -719,7 +719,7 @@ def test_a_real_model_judges(tmp_path, monkeypatch):
 )
 def test_what_is_wrong_with_a_judge_is_told_by_its_key(spec, told):
     (problem,) = judge_proxy.problems({"judge_model": spec}, 60.0)
-    assert re.search(rf"gym\.models\.judge_model.*{told}", problem) and "sk-1" not in problem
+    assert re.search(rf"gym\.judges\.judge_model.*{told}", problem) and "sk-1" not in problem
 
 
 def test_a_judge_on_a_gpu_has_one_of_its_own(monkeypatch):
@@ -744,9 +744,9 @@ def test_an_address_is_asked_for_its_model_before_anything_starts():
     judge = Judge((404, {"error": {"message": "The model stab does not exist."}}))
     judge_proxy.reach(judge_proxy.Judge("j", judge.url, "stub"))
     for changes, told in (
-        ({"model": "stab"}, r"gym\.models\.j\.model=stab: .*404: .*nearest of its 1 models are stub"),
-        ({"key": "wrong", "key_name": "THE_KEY"}, r"gym\.models\.j: .*401.* \(the key in THE_KEY\)"),
-        ({"url": "http://127.0.0.1:9/v1"}, r"gym\.models\.j\.base_url: http://127.0.0.1:9/v1 does not answer"),
+        ({"model": "stab"}, r"gym\.judges\.j\.model=stab: .*404: .*nearest of its 1 models are stub"),
+        ({"key": "wrong", "key_name": "THE_KEY"}, r"gym\.judges\.j: .*401.* \(the key in THE_KEY\)"),
+        ({"url": "http://127.0.0.1:9/v1"}, r"gym\.judges\.j\.base_url: http://127.0.0.1:9/v1 does not answer"),
     ):
         with pytest.raises(ConfigError, match=told):
             judge_proxy.reach(judge_proxy.Judge(**{"name": "j", "url": judge.url, "model": "stub", **changes}))
@@ -758,22 +758,22 @@ def test_a_key_is_in_nothing_that_is_written_or_handed_on(monkeypatch, tmp_path)
     judges = judge_proxy.judges({"judge_model": spec}, 60.0)
     assert judges["judge_model"].key == "sk-very-secret" and "sk-very-secret" not in repr(judges)
     assert "sk-very-secret" not in repr(list(judge_proxy.Proxy(judges).blocks())) + "".join(judge_proxy.told(judges))
-    config, _ = load_config([], [f"gym.models={{judge_model: {json.dumps(spec)}}}"])
+    config, _ = load_config([], [f"gym.judges={{judge_model: {json.dumps(spec)}}}"])
     (block,), seen = judge_proxy.Proxy(judges).blocks(), {}
     monkeypatch.setattr(gym_servers, "Popen", lambda command, env, **_: seen.update(env))
     gym_servers.start_server({**block, "log": str(tmp_path / "log"), "python": "python"}, [block])
     assert "JUDGE_KEY" not in seen and "sk-very-secret" not in repr(seen)
-    assert config.gym.models.judge_model.api_key_env == "JUDGE_KEY" and "sk-very-secret" not in str(public(config))
+    assert config.gym.judges.judge_model.api_key_env == "JUDGE_KEY" and "sk-very-secret" not in str(public(config))
 
 
 @pytest.mark.parametrize(
     ("name", "start", "known", "told"),
     [
-        ("physics_judge", {}, [], r"asks the model judge_model \(judge_model_server\); set gym\.models\.judge_model"),
+        ("physics_judge", {}, [], r"asks the model judge_model \(judge_model_server\); set gym\.judges\.judge_model"),
         ("physics_judge", {"config": {"should_use_judge": False}}, [], ""),
         ("physics_judge", {}, ["judge_model"], ""),
         ("multichallenge", {"agent": "simple_agent"}, [], ""),  # asks policy_model, which an agent's run has
-        ("genrm_compare", {}, ["genrm_model"], r"cannot tell them apart; gym\.trust=\[genrm_compare\]"),
+        ("genrm_compare", {}, ["genrm_model"], r"cannot tell them apart; gym\.unchecked_judges=\[genrm_compare\]"),
         ("xstest", {}, ["allenai_wildguard_model_server"], ""),
         ("reasoning_gym", {}, [], ""),
     ],
@@ -857,13 +857,16 @@ def test_a_package_comes_from_the_place_and_the_revision_that_its_server_names(s
     ("gym", "told"),
     [
         (
-            {"models": {"judge_modle": "policy"}},
+            {"judges": {"judge_modle": "policy"}},
             ["asks the model judge_model", r"models\.judge_modle: no server .* they"],
         ),
-        ({"models": {"judge_model": "policy"}, "trust": ["physics"]}, [r"gym\.trust: physics is none of gym\.servers"]),
-        ({"models": {"judge_model": "policy"}}, []),
         (
-            {"models": {"judge_model": {"base_url": "https://x/v1", "model": "m", "api_key_env": "NO"}}},
+            {"judges": {"judge_model": "policy"}, "unchecked_judges": ["physics"]},
+            [r"gym\.unchecked_judges: physics is none of gym\.servers"],
+        ),
+        ({"judges": {"judge_model": "policy"}}, []),
+        (
+            {"judges": {"judge_model": {"base_url": "https://x/v1", "model": "m", "api_key_env": "NO"}}},
             ["variable NO is"],
         ),
     ],

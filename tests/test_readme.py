@@ -235,7 +235,7 @@ def test_a_judge_by_its_address(desk, monkeypatch, capsys):
     rows, _, train = all_commands("needs a judge")
     assert run([sys.executable, "env.py", *rows[2:]], desk).returncode == 0
     words = [word.replace("http://127.0.0.1:11434/v1", judge.url).replace("qwen3:4b", "stub") for word in train[2:]]
-    assert f"gym.models.judge_model.base_url={judge.url}" in words
+    assert f"gym.judges.judge_model.base_url={judge.url}" in words
     dry_run(words, desk, monkeypatch)
     assert "dry run: model, files, sizes and servers are in order" in capsys.readouterr().out
 

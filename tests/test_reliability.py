@@ -228,11 +228,11 @@ def test_a_run_in_two_parts_and_its_replay_are_the_same_run(workspace):
     assert saved and "SIGTERM: the run saves what is done and ends" in run.output
     assert list((whole / "wandb").glob("offline-run-*/files/media/table/val/generations_*.table.json"))
     first = tuple((run.folder / "wandb").glob("offline-run-*"))
-    with Living(workspace, "parts", *changes, "env.show_every=7", files=files) as run:
+    with Living(workspace, "parts", *changes, "trainer.print_samples_every=7", files=files) as run:
         run.process.wait(timeout=300)
         run.end(0)
     assert f"resume      from {run.folder.relative_to(workspace)}/checkpoints/global_step_{saved[1]}" in run.output
-    assert "and allowed: env.show_every 10 -> 7" in run.output
+    assert "and allowed: trainer.print_samples_every 10 -> 7" in run.output
     parts = run.folder
     same_steps(whole, parts, range(1, 6))
     assert same_weights(whole / "checkpoints" / "global_step_5", parts / "checkpoints" / "global_step_5") == 7
@@ -409,12 +409,14 @@ def test_a_stage_that_gets_nowhere_ends_the_run(workspace):
         "        return -(advantages * log_prob).sum(), {}\n"
         "    print('asleep', flush=True)\n    time.sleep(600)\n"
     )
-    changes = ["actor_rollout_ref.actor.policy_loss.loss_mode=sleepy.py:loss", "env.stage_deadline_s=100"]
+    changes = ["actor_rollout_ref.actor.policy_loss.loss_mode=sleepy.py:loss", "trainer.stage_timeout_s=100"]
     with Living(workspace, "nowhere", *changes) as run:
         run.until(lambda: "update_actor" in run.output or bool(run.processes("update_actor")))
         seconds = run.end(1)
     print(f"gone after {seconds:.1f} s")
-    assert re.search(r"error: stage update_actor got nowhere in 100 s \(env.stage_deadline_s\); .*asleep", run.output)
+    assert re.search(
+        r"error: stage update_actor got nowhere in 100 s \(trainer.stage_timeout_s\); .*asleep", run.output
+    )
 
 
 def test_ctrl_c_while_starting_leaves_nothing(workspace):

@@ -165,7 +165,7 @@ def test_a_task_that_is_too_hard(stack):
     changes = (*files, "data.max_response_length=24")  # two thirds of the answers end before that
     what, shown, todo = first_finding(train(stack, "hard", *changes))
     assert "all answers earn the same, mostly 0" in what and "too hard" in what
-    assert "rollout/groups_uniform" in shown and "easier rows" in todo
+    assert "rollout/zero_variance_groups" in shown and "easier rows" in todo
 
 
 def fall(a: float, b: float, steps: int = 24) -> list[float]:
@@ -176,7 +176,7 @@ WAVE = [0.02 * (-1) ** i for i in range(24)]  # noise
 QUIET_RUN = {
     "rollout/reward/mean": [0.3 + 0.02 * i + WAVE[i] for i in range(24)],
     "actor/entropy": fall(1.0, 0.1),
-    "rollout/groups_uniform": [1.0] * 24,
+    "rollout/zero_variance_groups": [1.0] * 24,
     "actor/loss": [0.1] * 24,
     "rollout/failed_frac": [0.0] * 24,
     "rollout/episodes": [64.0] * 24,
@@ -191,8 +191,11 @@ QUIET_RUN = {
         ({"rollout/reward/mean": fall(0.8, 0.3), "actor/entropy": [0.5] * 24}, "the reward falls: 0.69"),
         ({"actor/entropy": [3.0, 3.0, 0.5, 0.1] + [0.05] * 20}, "went to pieces: entropy 3"),  # though the reward rises
         ({"rollout/reward/mean": fall(0.8, 0.3), "env.sampler": ["x.py:f"] * 24}, None),  # rows that get harder
-        ({"rollout/groups_uniform": [8.0] * 24}, "100% of the groups all answers earn the same"),
-        ({"rollout/groups_uniform": [8.0] * 24, "algorithm.adv_estimator": ["gae"] * 24}, None),  # which compares none
+        ({"rollout/zero_variance_groups": [8.0] * 24}, "100% of the groups all answers earn the same"),
+        (
+            {"rollout/zero_variance_groups": [8.0] * 24, "algorithm.adv_estimator": ["gae"] * 24},
+            None,
+        ),  # which compares none
         ({"val/loss": [None] * 24, "val-core/s/acc/mean@1": [None] * 24}, None),
         ({"actor/kl_loss": fall(0.001, 0.2)}, None),
         ({"actor/kl_loss": fall(0.01, 3.0)}, r"the KL to the reference runs away: 0.\d+ -> [12].\d+ nats"),
@@ -211,7 +214,10 @@ QUIET_RUN = {
             {"rollout/reward/mean": [0.1 + 0.01 * i for i in range(24)], "actor/entropy": fall(1.0, 0.001)},
             "hardly vary",
         ),
-        ({"training/damaged_steps": [0.0] * 23 + [1.0]}, r"1 steps? had numbers that are not finite.*step 24"),
+        (
+            {"training/skipped_nonfinite_steps": [0.0] * 23 + [1.0]},
+            r"1 steps? had numbers that are not finite.*step 24",
+        ),
         ({"actor/loss": [0.1] * 20 + [None] * 4}, "4 of 24 steps were skipped, steps 21 to 24"),
         ({"actor/loss": [None] * 24}, None),  # an engine that logs none
         ({"val-core/s/reward/mean@1": fall(0.9, 0.2)}, "held-out reward fell from 0.9"),
@@ -254,7 +260,7 @@ def synthetic(folder: Path, steps: int, episodes: int, model: Path, tokens: int 
                 line |= {"rollout/reward/mean": step / steps * 0.8, "rollout/episodes": episodes, "actor/entropy": 1.0}
                 line |= {
                     "rollout/failed_frac": 0.0,
-                    "rollout/groups_uniform": 0,
+                    "rollout/zero_variance_groups": 0,
                     "response_length/mean": 9.0,
                     "actor/loss": 0.1,
                 }

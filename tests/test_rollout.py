@@ -130,7 +130,7 @@ def recipe_of(**rollout) -> OmegaConf:
         {
             "actor_rollout_ref": {"rollout": settings},
             "data": {"max_prompt_length": 123, "max_response_length": 456},
-            "trainer": {"nnodes": 3, "rollout_ahead": 2},
+            "trainer": {"nnodes": 3, "one_step_off": 2},
         }
     )
 

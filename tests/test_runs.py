@@ -32,7 +32,7 @@ def test_the_loop_from_python_and_the_command_are_one_run(workspace):
     folder = workspace / "runs" / name
     assert (folder / "export" / "step.txt").read_text() == "2\n"
 
-    more = ["trainer.total_training_steps=3", "trainer.logger=[tensorboard,file]", "env.show_every=3"]
+    more = ["trainer.total_training_steps=3", "trainer.logger=[tensorboard,file]", "trainer.print_samples_every=3"]
     more += ["trainer.log_val_generations=2"]
     arguments = command(workspace, *settings, f"trainer.experiment_name={name}", *more)
     result = run(arguments, workspace)

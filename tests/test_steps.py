@@ -130,7 +130,7 @@ def test_a_step_of_every_recipe(stack, name):
             metrics = trainer.advance()
             assert math.isfinite(metrics["actor/pg_loss"]) and metrics["actor/grad_norm"] > 0
             assert metrics["training/rollout_probs_diff_max"] < AGREE
-            assert "training/damaged_steps" not in metrics
+            assert "training/skipped_nonfinite_steps" not in metrics
     first = batches[0].batch  # of a new optimiser; later ones move on by the gradients before, too
     gain = (first["advantages"] * (first["after"] - first["old_log_probs"]) * first["response_mask"]).sum()
     print(name, "gain", gain.item())
@@ -371,7 +371,11 @@ def test_damaged_steps_are_skipped_and_kept_and_three_in_a_row_end_the_run(stack
     assert batch["advantages"].isnan().any() and batch["responses"].shape[0] == len(batch["uid"])
     saved = {path.name for path in (folder / "checkpoints").glob("global_step_*")}
     assert saved == {f"global_step_{n}" for n in range(1, 7)}  # the weights are whole, whatever the batch was
-    steps = {m["step"]: m.get("training/damaged_steps", 0) for m in metrics_of(folder) if "rollout/failed_frac" in m}
+    steps = {
+        m["step"]: m.get("training/skipped_nonfinite_steps", 0)
+        for m in metrics_of(folder)
+        if "rollout/failed_frac" in m
+    }
     assert steps == {1: 0, 2: 1, 3: 0, 4: 1, 5: 2}
 
 

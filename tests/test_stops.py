@@ -29,7 +29,7 @@ def started(workspace, tmp_path, monkeypatch):
     """A run in an empty folder; the signals are given back."""
     monkeypatch.chdir(tmp_path)
     config, _ = load(workspace)
-    config.env.stage_deadline_s = 60
+    config.trainer.stage_timeout_s = 60
     kept = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
     with Run(config) as run:
         yield run
@@ -97,8 +97,8 @@ def test_a_stop_in_a_task_that_others_wait_for_is_told_once(started):
 
 
 def test_a_stage_without_progress_ends_the_run(started):
-    started.config.env.stage_deadline_s = 1
-    with pytest.raises(Stop, match=r"stage ref got nowhere in 1 s \(env.stage_deadline_s\)"), started.stage("ref"):
+    started.config.trainer.stage_timeout_s = 1
+    with pytest.raises(Stop, match=r"stage ref got nowhere in 1 s \(trainer.stage_timeout_s\)"), started.stage("ref"):
         time.sleep(20)
     one_more = started.counter(3)
     with started.stage("gen"):

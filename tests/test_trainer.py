@@ -425,7 +425,7 @@ def test_too_many_failures_end_the_run(workspace, recorder):
 
 # --- one step ahead ------------------------------------------------------------------------------
 
-AHEAD = ["trainer.rollout_ahead=1", f"{ROLLOUT}.full_determinism=false", "trainer.total_training_steps=2"]
+AHEAD = ["trainer.one_step_off=1", f"{ROLLOUT}.full_determinism=false", "trainer.total_training_steps=2"]
 
 
 def test_the_next_batch_is_begun_while_this_one_trains(workspace, recorder):
@@ -557,11 +557,11 @@ def test_a_step_whose_tokens_are_all_rejected_is_skipped(workspace, recorder, mo
         return {}
 
     monkeypatch.setattr(training, "correct", reject)
-    with algorithm.train(planned(workspace, *QUIET, "env.old_log_prob_pass=true")) as trainer:
+    with algorithm.train(planned(workspace, *QUIET, "algorithm.recompute_old_log_probs=true")) as trainer:
         trainer.run.damaged = 2
         trainer.advance()
         assert "update_actor" not in recorder.made and recorder.made[-1] == "publish 1"
-        assert trainer.run.damaged == 0 and trainer.metrics["training/damaged_steps"] == 0
+        assert trainer.run.damaged == 0 and trainer.metrics["training/skipped_nonfinite_steps"] == 0
         assert not (trainer.run.folder / "damaged").exists()
     told = capsys.readouterr().out.replace("\n", "")
     assert "step 1 skipped: algorithm.rollout_correction.rollout_rs rejected every token" in told
@@ -609,12 +609,12 @@ def test_three_damaged_steps_in_a_row_end_the_run(workspace, recorder, monkeypat
             for step in (1, 2):
                 recorder.made.clear()
                 found = trainer.advance()
-                assert found["training/damaged_steps"] == trainer.run.damaged == step
+                assert found["training/skipped_nonfinite_steps"] == trainer.run.damaged == step
                 assert recorder.made[-2:] == [f"save {step}", f"publish {step}"]
                 assert (trainer.run.folder / "damaged" / f"step_{step}.pt").is_file()
                 assert trainer.learned["step"] == trainer.state["step"] == step
                 logged = lines_of(trainer)[-1]
-                assert logged["step"] == step and logged["training/damaged_steps"] == step
+                assert logged["step"] == step and logged["training/skipped_nonfinite_steps"] == step
             trainer.advance()
     told = capsys.readouterr().out.replace("\n", "")
     assert "step 1 skipped: actor/grad_norm is nan; the batch is in runs/tiny/damaged/step_1.pt" in told
@@ -626,7 +626,7 @@ def test_a_good_step_between_damaged_ones_starts_the_count_again(workspace, reco
         for function, count in ((broken, 1), (broken, 2), (good, 0), (broken, 1)):
             monkeypatch.setattr(training, "update_actor", function)
             found = trainer.advance()
-            assert trainer.run.damaged == found.get("training/damaged_steps", 0) == count
+            assert trainer.run.damaged == found.get("training/skipped_nonfinite_steps", 0) == count
 
 
 def test_a_skipped_step_counts_as_learned_and_is_evaluated(workspace, recorder):
@@ -657,7 +657,9 @@ def test_what_is_saved_is_of_the_update_that_the_workers_have(workspace, recorde
 
 def test_rollouts_have_the_places_of_their_rows_and_each_step_its_line(workspace, recorder, capsys):
     """The places are those in the files, whatever the order in which the rows were sampled."""
-    with algorithm.train(planned(workspace, "data.train_batch_size=2", "env.show_every=2", *QUIET)) as trainer:
+    with algorithm.train(
+        planned(workspace, "data.train_batch_size=2", "trainer.print_samples_every=2", *QUIET)
+    ) as trainer:
         trainer.advance()
         trainer.advance()
     places = {task.row_id: place for place, task in enumerate(trainer.data.train)}

@@ -310,7 +310,7 @@ def test_damage_is_found_where_the_mask_is_and_named():
     from kit.runs.finite_check import damage
 
     sampling = {"rollout": {"top_p": 1.0, "top_k": -1}}
-    settings = OmegaConf.create({"actor_rollout_ref": sampling, "trainer": {"rollout_ahead": 0}})
+    settings = OmegaConf.create({"actor_rollout_ref": sampling, "trainer": {"one_step_off": 0}})
 
     def damaged(name=None, value=math.nan, where=(0, 0), metrics=None):
         batch = training.to_batch([episode([5, 6], [7, 8]), episode([5], [7])], 0, 1.0)

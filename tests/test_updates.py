@@ -555,7 +555,7 @@ ONE_PASS = [f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.ppo_epochs=1"]
 @pytest.mark.parametrize(
     "change",
     [
-        "env.old_log_prob_pass=true",
+        "algorithm.recompute_old_log_probs=true",
         "algorithm.use_kl_in_reward=true",
         f"{CORRECTION}.bypass_mode=true",
         f"{CORRECTION}.rollout_is=token",

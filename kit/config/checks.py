@@ -44,7 +44,7 @@ NOT_SGLANG = [
 ]
 CHOICES: dict[str, Sequence[Any]] = {f"{ROLLOUT}.pipeline_model_parallel_size": [1]}
 ULYSSES = f"{ACTOR}.ulysses_sequence_parallel_size"
-CHOICES["trainer.rollout_ahead"] = [0, 1]
+CHOICES["trainer.one_step_off"] = [0, 1]
 
 
 def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
@@ -55,10 +55,10 @@ def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
             yield f"{key}={value}: wants 1 or more"
             return
     sleeps = rollout.free_cache_engine and not rollout.nnodes
-    if config.trainer.rollout_ahead and (sleeps or rollout.full_determinism):
+    if config.trainer.one_step_off and (sleeps or rollout.full_determinism):
         why = "sleeps during an update" if sleeps else "cannot know where new weights cut an answer"
         key = "free_cache_engine" if sleeps else "full_determinism"
-        yield f"trainer.rollout_ahead=1: with {ROLLOUT}.{key} the sampler {why}; set one of the two to false"
+        yield f"trainer.one_step_off=1: with {ROLLOUT}.{key} the sampler {why}; set one of the two to false"
     if (kept := config.env.keep_rollouts) is not None and kept < 1:
         yield f"env.keep_rollouts={kept}: wants 1 or more, or null for all"
     limits = config.gym.concurrency if OmegaConf.is_dict(config.gym.concurrency) else {"": config.gym.concurrency}

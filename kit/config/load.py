@@ -26,7 +26,10 @@ from kit.gym.servers import SECRET as VARIABLE  # in the name of an environment 
 ROOT = Path(__file__).resolve().parents[2]
 VERL = Path(importlib.util.find_spec("verl").origin).parent / "trainer" / "config"  # type: ignore[union-attr, arg-type]
 ACTOR, REF, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout", "model"))
-OWN = ("resource_pools", "rollout_ahead")  # keys of trainer that are the kit's
+KIT_KEYS = {  # the kit's own, in verl's sections
+    "trainer": ("resource_pools", "one_step_off", "print_samples_every", "stage_timeout_s"),
+    "algorithm": ("recompute_old_log_probs",),
+}
 ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp")
 MODEL_ENGINES = ("dp", "megatron", "veomni")  # verl's, which it composes its configuration for
 REFUSED = {
@@ -48,7 +51,7 @@ _READ = {
     "distillation": "enabled teacher_models.teacher_model.model_path",
     "trainer": "project_name experiment_name default_local_dir logger device nnodes n_gpus_per_node critic_warmup"
     " total_epochs total_training_steps save_freq test_freq val_before_train resume_mode resume_from_path"
-    " max_actor_ckpt_to_keep log_val_generations ray_wait_register_center_timeout " + " ".join(OWN),
+    " max_actor_ckpt_to_keep log_val_generations ray_wait_register_center_timeout",
 }
 FIELDS = [  # which verl's YAML lacks, but its dataclasses have
     *("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights", f"{MODEL}.target_parameters"),
@@ -57,6 +60,7 @@ FIELDS = [  # which verl's YAML lacks, but its dataclasses have
     *(f"{ACTOR}.checkpoint.save_lora_only", "critic.checkpoint.save_lora_only"),
 ]
 READ = FIELDS + [f"{place}.{key}".strip(".") for place, keys in _READ.items() for key in keys.split()]
+READ += [f"{section}.{key}" for section, keys in KIT_KEYS.items() for key in keys]
 _ROWS: list[tuple[Sequence[str], str, str]] = [  # places, keys below them, what to set instead: * is the key's own name
     (["data"], "train_files val_files", "env.*"),
     (
@@ -111,7 +115,7 @@ SECRET = re.compile(  # names of keys; not verl's prompt_key, reward_fn_key, ...
 DEFAULT = re.compile(r"\$\{oc\.env:(\w+),[^{}]*\}")  # ${oc.env:NAME,what to take without it}
 URL_PASSWORD = re.compile(r"(\b[a-z][\w+.-]*://(?:[^\s/:@]*:(?=[^\s/@])|(?=[^\s/:@]+@)))(?!\$\{)[^\s/]+@", re.I)
 URL_QUERY = re.compile(r"([?&](?:api_?key|key|token|access_token|secret|password)=)(?!\$\{)[^&\s#]+", re.I)
-FREE = ("ray_kwargs.ray_init", "gym.servers", "gym.models", "gym.concurrency")  # what is below is not ours to list
+FREE = ("ray_kwargs.ray_init", "gym.servers", "gym.judges", "gym.concurrency")  # what is below is not ours to list
 
 
 def gpus(config: DictConfig, role: str = "actor") -> int:
@@ -169,7 +173,8 @@ def base_configs(engine: str = "dp") -> tuple[DictConfig, DictConfig]:
     base = read_yaml(str(ROOT / "configs" / "base.yaml"))
     if engine != "dp":  # whose keys others do not have
         del base.actor_rollout_ref.actor.strategy, base.critic.strategy, base.critic.fsdp
-    own = {"gym": base.gym, "env": base.env, "trainer": {name: base.trainer[name] for name in OWN}}
+    own = {section: {name: base[section][name] for name in keys} for section, keys in KIT_KEYS.items()}
+    own |= {"gym": base.gym, "env": base.env}
     merged = (OmegaConf.merge(verl, part) for part in (own, base))
     return cast(tuple[DictConfig, DictConfig], tuple(merged))
 

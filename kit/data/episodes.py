@@ -398,7 +398,7 @@ def rollout_metrics(episodes: Sequence[Episode], kept: Sequence[Episode], step: 
     uniform = sum(len({e.reward for e in group}) == 1 < len(group) for group in groups(ok).values())
     metrics = {"rollout/episodes": float(len(episodes)), "rollout/kept": float(len(kept))}
     metrics |= {"rollout/failed_frac": 1 - len(ok) / len(episodes), "rollout/groups_dropped": float(gone)}
-    metrics["rollout/groups_uniform"] = float(uniform)
+    metrics["rollout/zero_variance_groups"] = float(uniform)
     metrics |= {f"rollout/failed/{status}": float(count) for status, count in failed.items()}
     if ages := [(step - 1 - version, count) for e in kept for count, version in e.versions if version is not None]:
         metrics["rollout/staleness/mean"] = sum(age * count for age, count in ages) / sum(count for _, count in ages)

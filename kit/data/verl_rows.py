@@ -150,7 +150,7 @@ def make(
     tasks, dropped = load([entry], read=lambda _: parsed)
     if dropped:
         long = "over data.max_prompt_length; make shorter prompts, or raise that"
-        why = long if dropped[0].endswith("tokens)") else "env.servers leaves them out; name their server there"
+        why = long if dropped[0].endswith("tokens)") else "env.only_servers leaves them out; name their server there"
         raise DataError(f"{made.key}: {dropped[0]}: {why}")
     return list(tasks)
 

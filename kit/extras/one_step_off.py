@@ -1,4 +1,4 @@
-"""One step ahead (trainer.rollout_ahead: 1): while a batch is trained on, the next one is sampled.
+"""One step ahead (trainer.one_step_off: 1): while a batch is trained on, the next one is sampled.
 
     step k:  collect batch k, begun a step ago | begin k+1 | measure, credit, learn | publish: hold, send, go on | ...
 

@@ -72,7 +72,7 @@ class Player:
         deadline_s: float,
         logs: Path,
     ):
-        client = Client(config, servers, bool(config.trainer.rollout_ahead))
+        client = Client(config, servers, bool(config.trainer.one_step_off))
         self.policy = inference.make_policy(config, client, data, deadline_s)
         count = config.actor_rollout_ref.rollout.agent.num_workers
         self.gym, self.places = client_of_gym(config, urls, data.tokenizer, logs, count)

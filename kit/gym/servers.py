@@ -135,7 +135,9 @@ def discover(head: str) -> tuple[dict[str, str], dict[str, str]]:
         known = yaml.safe_load(answer.json())
         blocks = {name: block for name, block in known.items() if isinstance(block, dict)}
     except (FetchError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise GymStartError(f"gym.head: {head} is no head server of Gym's ({error!r}); ng_run starts one") from None
+        raise GymStartError(
+            f"gym.head_server: {head} is no head server of Gym's ({error!r}); ng_run starts one"
+        ) from None
     servers, agents = {}, {}
     for name, block in blocks.items():
         for server in (block.get("resources_servers") or {}).values():
@@ -253,17 +255,17 @@ def asked_models(name: str, start: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_asked(name: str, start: Mapping[str, Any], models: Collection[str], trust: Collection[str] = ()) -> None:
-    """Whether gym.models has all that a server asks, and it is known what its judges must say. Raises GymStartError."""
+    """Whether gym.judges has all that a server asks, and it is known what its judges must say. Raises GymStartError."""
     known = {*models, POLICY_MODEL} if start.get("agent") else set(models)
     asked, server = asked_models(name, start), folder_of(name, start)
     told = server if start.get("path") else f"nemo-gym's {server}"
     for key, model in asked.items():
         if model not in known:
-            way_out = f"set gym.models.{model}, or another {key} in gym.servers.{name}.start.config"
+            way_out = f"set gym.judges.{model}, or another {key} in gym.servers.{name}.start.config"
             raise GymStartError(f"gym.servers.{name}: {told} asks the model {model} ({key}); {way_out}")
     if asked and server not in verdicts().VERDICTS and name not in trust:
         why = "pays for a judge's text that holds no verdict as for a wrong answer, and the kit cannot tell them apart"
-        raise GymStartError(f"gym.servers.{name}: {told} {why}; gym.trust=[{name}] takes that as it is")
+        raise GymStartError(f"gym.servers.{name}: {told} {why}; gym.unchecked_judges=[{name}] takes that as it is")
 
 
 def interpreter(name: str, start: Mapping[str, Any]) -> str:
@@ -493,7 +495,7 @@ def model_block(model: Block, starts: Sequence[Mapping[str, Any]], log_dir: Path
     python = str(Path(next((s["python"] for s in starts if s.get("python")), PYTHON)).absolute())
     shared = {"host": HOST, "log": str(log_dir / f"gym_{model['name']}.log")}
     if "command" not in model:
-        shared |= {"kind": MODELS, "python": python, "of": "", "where": f"gym.models.{model['name']}.config"}
+        shared |= {"kind": MODELS, "python": python, "of": "", "where": f"gym.judges.{model['name']}.config"}
     return {"port": free_port(), **shared, **model}
 
 

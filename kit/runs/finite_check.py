@@ -29,7 +29,7 @@ def damage(batch: Any, metrics: dict[str, float], config: DictConfig) -> str:
             said.append(f"{name} is {value}")
     rollout, apart = config.actor_rollout_ref.rollout, metrics.get("training/rollout_probs_diff_mean", 0.0)
     same = rollout.top_p == 1 and rollout.top_k <= 0  # else the two are of other sets of tokens
-    if apart > APART and same and not config.trainer.rollout_ahead:  # whose sampler is meant to be behind
+    if apart > APART and same and not config.trainer.one_step_off:  # whose sampler is meant to be behind
         said.append(
             f"the sampler's probabilities are {apart:.2f} from the trainer's in the mean, so its weights are others"
         )

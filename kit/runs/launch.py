@@ -59,15 +59,15 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
 
     sample: False for training without sampling: neither Gym servers nor vLLM.
     """
-    config, door = run.config, run.config.gym.door
+    config, door = run.config, run.config.gym.policy_endpoint
     port = door.port or gym_servers.free_port(door.host)
     key = os.environ.get("POLICY_API_KEY") or secrets.token_hex(16)
     address = {"base_url": f"http://{door.host}:{port}/v1", "api_key": key, "model": "policy"}
     asked = any((spec.get("start") or {}).get("agent") for spec in config.gym.servers.values())
-    asked = asked or "policy" in config.gym.models.values()  # as a judge
+    asked = asked or "policy" in config.gym.judges.values()  # as a judge
     with run.stage("start"):
         urls, judges = start_outside(run, stack, address if sample else None)
-        is_ahead = run.command == "train" and config.trainer.rollout_ahead == 1
+        is_ahead = run.command == "train" and config.trainer.one_step_off == 1
         loop = run.guard.loop = stack.enter_context(ahead.Loop() if is_ahead else asyncio.Runner())
         stack.callback(run.guard.end)  # before the loop is closed
         run.say("starting the workers" + ", and vLLM beside them: about a minute" * sample)
@@ -125,7 +125,7 @@ def start_outside(
     policy: what their agents ask; None: no servers.
     """
     logs, config = run.folder / "logs", run.config
-    servers, specs = (to_plain(config.gym.servers), to_plain(config.gym.models)) if policy else ({}, {})
+    servers, specs = (to_plain(config.gym.servers), to_plain(config.gym.judges)) if policy else ({}, {})
     cpu_dtype = config.actor_rollout_ref.rollout.dtype if config.trainer.device == "cpu" else ""
     judges = stack.enter_context(judge_proxy.Proxy(judge_proxy.judges(specs, config.gym.timeout_s, policy, cpu_dtype)))
     stack.enter_context(judge_proxy.gpus_taken(specs))
@@ -142,7 +142,7 @@ def start_outside(
     named = [*servers, *(f"{name} (a judge)" for name in judges.judges)]
     run.say("starting Ray" + (f", and the Gym servers {', '.join(named)}" if servers else ""))
     restarted = lambda name: run.on_restart(name)  # noqa: E731  (asked when it happens: Gym's client is made later)
-    blocks, trust = judges.blocks(), to_plain(config.gym.trust)
+    blocks, trust = judges.blocks(), to_plain(config.gym.unchecked_judges)
     started = gym_servers.running_servers(
         servers,
         logs,

@@ -56,7 +56,7 @@ def prepare(config: DictConfig, command: str = "train") -> Data:
     gym_client.GymError or gym_servers.GymStartError, before any worker starts.
     """
     tokenizer, stop_ids, ideas = check_recipe(config, command)
-    found, agents = gym_servers.discover(config.gym.head) if config.gym.head else ({}, {})
+    found, agents = gym_servers.discover(config.gym.head_server) if config.gym.head_server else ({}, {})
     aliases = {name: name for name in (*found, *config.gym.servers)}
     aliases = {agent: server for agent, server in agents.items() if server in found} | aliases
     own = verifier_pool.of_recipe(config)
@@ -74,7 +74,7 @@ def prepare(config: DictConfig, command: str = "train") -> Data:
     for name, server in to_plain(config.gym.servers).items():
         if server.get("url"):
             gym_servers.check_server(name, server)
-    for judge in judge_proxy.judges(to_plain(config.gym.models), config.gym.timeout_s).values():
+    for judge in judge_proxy.judges(to_plain(config.gym.judges), config.gym.timeout_s).values():
         if judge.url and not judge.start:
             judge_proxy.reach(judge)
     if own:
@@ -88,7 +88,7 @@ def load_rows(
     """Fill in the tasks of `data`, and the steps that they make. Rows of a file that one of `own` verifies are its,
     whatever server they name. Raises ConfigError, PluginError, env.DataError."""
     limit, size, seed = config.data.max_prompt_length, config.data.train_batch_size, config.data.seed
-    only, of = to_plain(config.env.servers), data.tokenizer
+    only, of = to_plain(config.env.only_servers), data.tokenizer
 
     def load(entries: Sequence[Any], read: Any) -> tuple[list[env.Task], list[str]]:
         tasks, dropped = list[env.Task](), list[str]()
@@ -212,10 +212,10 @@ def check_servers(config: DictConfig) -> Iterator[Exception]:
     """Each server has an address or what it takes to start it, and agents that others start have a key."""
     entries = [entry for key in (TRAIN, VAL) for entry in to_plain(OmegaConf.select(config, key)) or ()]
     own = config.env.verifier or any(isinstance(entry, Mapping) and entry.get("verifier") for entry in entries)
-    if not (config.gym.servers or config.gym.head or own):
-        why = "name those of the rows (as in configs/math.yaml), or set gym.head, or env.verifier to a function"
+    if not (config.gym.servers or config.gym.head_server or own):
+        why = "name those of the rows (as in configs/math.yaml), or set gym.head_server, or env.verifier to a function"
         yield ConfigError(f"gym.servers is not set; {why}")
-    asked, judges, trust = set[str](), to_plain(config.gym.models) or {}, to_plain(config.gym.trust) or []
+    asked, judges, trust = set[str](), to_plain(config.gym.judges) or {}, to_plain(config.gym.unchecked_judges) or []
     for name, server in to_plain(config.gym.servers).items():
         given = [key for key, value in (server or {}).items() if value is not None]
         if given not in (["url"], ["start"]):
@@ -231,13 +231,17 @@ def check_servers(config: DictConfig) -> Iterator[Exception]:
     yield from map(ConfigError, judge_proxy.problems(judges, config.gym.timeout_s, config.trainer.device))
     if idle := [name for name in judges if name not in asked]:
         way_out = f"they ask {', '.join(sorted(asked)) or 'none'}"
-        yield ConfigError(f"gym.models.{idle[0]}: no server that the kit starts asks it; {way_out}; leave it out")
+        yield ConfigError(f"gym.judges.{idle[0]}: no server that the kit starts asks it; {way_out}; leave it out")
     if unknown := [name for name in trust if name not in config.gym.servers]:
-        yield ConfigError(f"gym.trust: {unknown[0]} is none of gym.servers; leave it out")
-    if config.gym.door.port and not gym_servers.is_port(config.gym.door.port):
-        yield ConfigError(f"gym.door.port is {config.gym.door.port!r}; it takes a number up to 65535, or nothing")
-    if config.gym.door.port and not os.environ.get("POLICY_API_KEY"):
-        yield ConfigError("gym.door.port: the environment variable POLICY_API_KEY must hold the key that agents give")
+        yield ConfigError(f"gym.unchecked_judges: {unknown[0]} is none of gym.servers; leave it out")
+    if config.gym.policy_endpoint.port and not gym_servers.is_port(config.gym.policy_endpoint.port):
+        yield ConfigError(
+            f"gym.policy_endpoint.port is {config.gym.policy_endpoint.port!r}; it takes a number up to 65535, or nothing"
+        )
+    if config.gym.policy_endpoint.port and not os.environ.get("POLICY_API_KEY"):
+        yield ConfigError(
+            "gym.policy_endpoint.port: the environment variable POLICY_API_KEY must hold the key that agents give"
+        )
 
 
 def fill_in(config: DictConfig, hf_config: Any, command: str = "train") -> None:
@@ -333,7 +337,7 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
     lines.append(f"servers     {', '.join(f'{name} ({rows} rows)' for name, rows in by_server.items())}")
     if own := verifier_pool.of_recipe(config):
         lines.append(f"verifier    {verifier_pool.told(config, list(own.values()))}")
-    lines += judge_proxy.told(judge_proxy.judges(to_plain(config.gym.models), config.gym.timeout_s))
+    lines += judge_proxy.told(judge_proxy.judges(to_plain(config.gym.judges), config.gym.timeout_s))
     buckets = ""
     if command == "train":
         updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs

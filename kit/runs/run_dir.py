@@ -406,7 +406,7 @@ class Run:
         return Group(*([table] if rows else []), self.bar)
 
     def report(self, step: int, metrics: dict[str, Any], kept: Sequence[Episode]) -> None:
-        """One line a step, and every env.show_every steps the best and the worst answer of the batch.
+        """One line a step, and every trainer.print_samples_every steps the best and the worst answer of the batch.
 
         `reward` is the verifier's, over all that it has verified; `shaped` what env.reward and a KL term make of it.
         """
@@ -418,10 +418,10 @@ class Run:
         values = {label: f"{metrics[name]:.3g}" for label, name in names.items() if name in metrics}
         if metrics["rollout/kept"] < metrics["rollout/episodes"]:
             values["kept"] = f"{metrics['rollout/kept']:.0f}/{metrics['rollout/episodes']:.0f}"
-        if uniform := metrics["rollout/groups_uniform"]:
+        if uniform := metrics["rollout/zero_variance_groups"]:
             values["equal"] = f"{uniform:.0f} groups"
         self.say_line(step, values | {"failed": f"{metrics['rollout/failed_frac']:.0%}"})
-        if kept and self.config.env.show_every > 0 and step % self.config.env.show_every == 0:
+        if kept and self.config.trainer.print_samples_every > 0 and step % self.config.trainer.print_samples_every == 0:
             self.say_examples(kept, 1)
 
     def say_examples(self, episodes: Sequence[Episode], count: int) -> None:

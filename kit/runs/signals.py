@@ -114,14 +114,16 @@ class Guard:
             self.lost = "" if save else lost
             self.stop(f"{where}: {lost}. {AGAIN}", save=save)
             return
-        seconds, last = self.config.env.stage_deadline_s, process_monitor.latest_words(self.logs)
-        self.stop(f"{where} got nowhere in {seconds:g} s (env.stage_deadline_s); raise it if that is only slow; {last}")
+        seconds, last = self.config.trainer.stage_timeout_s, process_monitor.latest_words(self.logs)
+        self.stop(
+            f"{where} got nowhere in {seconds:g} s (trainer.stage_timeout_s); raise it if that is only slow; {last}"
+        )
 
     def progress(self) -> None:
-        """A stage that gets on does not hang: its deadline counts from now (env.stage_deadline_s, in whole seconds)."""
+        """A stage that gets on does not hang: its deadline counts from now (trainer.stage_timeout_s, in whole seconds)."""
         self.begun = time.monotonic()
         if self.current and not self.stopping:
-            signal.alarm(max(1, round(self.config.env.stage_deadline_s)))
+            signal.alarm(max(1, round(self.config.trainer.stage_timeout_s)))
             if self.stopping:  # since it was looked at: this may be the thread of kit/extras/one_step_off.py
                 signal.alarm(BLOCKED_S)
 

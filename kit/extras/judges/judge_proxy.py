@@ -1,4 +1,4 @@
-"""gym.models: the models that Gym's verifiers ask by name (judges), and what stands between the two.
+"""gym.judges: the models that Gym's verifiers ask by name (judges), and what stands between the two.
 
     verifier  ->  Gym's model server (vllm_model, ...)  ->  the proxy here  ->  an OpenAI-compatible address, a vLLM
                                                                                that the kit serves, or the policy
@@ -46,7 +46,7 @@ ROUTES = ("chat/completions", "responses")
 KEPT = ("role", "content", "refusal", "tool_calls")  # of a message: no reasoning, no token ids
 LIST_S = 20.0  # seconds for the list of an address's models
 PAUSE_S = 0.5  # before the second try; doubled for each one more
-SHARE = 0.8  # of gym.timeout_s, that a judge has where gym.models does not say
+SHARE = 0.8  # of gym.timeout_s, that a judge has where gym.judges does not say
 
 
 @dataclass
@@ -88,9 +88,9 @@ class JudgeError(Exception):
 
 
 def problems(specs: Mapping[str, Any], timeout_s: float, device: str = "cpu") -> Iterator[str]:
-    """What is wrong with gym.models, without asking anybody. timeout_s: gym.timeout_s."""
+    """What is wrong with gym.judges, without asking anybody. timeout_s: gym.timeout_s."""
     for name, spec in specs.items():
-        where = f"gym.models.{name}"
+        where = f"gym.judges.{name}"
         if not gym_servers.NAME.fullmatch(str(name)):
             yield f"{where}: {name!r} is no name; take letters, digits, _, - and ., but no . at its begin"
         if spec == "policy":
@@ -146,7 +146,7 @@ def _start_problems(where: str, spec: Mapping[str, Any], device: str) -> Iterato
 def judges(
     specs: Mapping[str, Any], timeout_s: float, policy: Mapping[str, str] | None = None, cpu_dtype: str = ""
 ) -> dict[str, Judge]:
-    """gym.models, which `problems` found to be in order -> {name: Judge}.
+    """gym.judges, which `problems` found to be in order -> {name: Judge}.
 
     timeout_s: gym.timeout_s. policy: {base_url, api_key, model} of the run's own. cpu_dtype: in which a vLLM of the
     kit's computes on a CPU; "": it has GPUs.
@@ -179,7 +179,7 @@ def reach(judge: Judge) -> None:
 
     An address that lists no models, or not all of them, is asked for one short answer, which costs some tokens.
     """
-    where, headers = f"gym.models.{judge.name}", {"Authorization": f"Bearer {judge.key}"} if judge.key else {}
+    where, headers = f"gym.judges.{judge.name}", {"Authorization": f"Bearer {judge.key}"} if judge.key else {}
     request: dict[str, Any] = {"headers": headers, "use_proxy": not judge.is_here}
     try:
         answer = gym_servers.fetch(f"{judge.url}/models", deadline_s=LIST_S, **request)
@@ -334,7 +334,7 @@ class Proxy:
         return found
 
     def blocks(self) -> Iterator[dict[str, Any]]:
-        """The processes behind gym.models, for gym_servers.running_servers: Gym's model servers, and vLLM."""
+        """The processes behind gym.judges, for gym_servers.running_servers: Gym's model servers, and vLLM."""
         for judge in self.judges.values():
             prefix = "openai_" if judge.server == "openai_model" else ""
             address = f"http://{gym_servers.HOST}:{self.port}/{judge.name}/v1"
@@ -451,7 +451,7 @@ def gpus_taken(specs: Mapping[str, Any]) -> Iterator[None]:
         seen = before.split(",") if before else [str(i) for i in range(torch.cuda.device_count())]
         if missing := wanted - set(seen):
             raise ConfigError(
-                f"gym.models: start.gpus names {', '.join(sorted(missing))}, of {', '.join(seen) or 'none'}"
+                f"gym.judges: start.gpus names {', '.join(sorted(missing))}, of {', '.join(seen) or 'none'}"
             )
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for gpu in seen if gpu not in wanted)
     try:

@@ -134,7 +134,7 @@ def leave_out_servers(config: DictConfig) -> None:
     for name in [name for name in config.gym.servers if config.env.verifier and name not in asked]:
         del config.gym.servers[name]
     if config.env.verifier and not config.gym.servers:
-        config.gym.models = {}  # whom nobody asks then
+        config.gym.judges = {}  # whom nobody asks then
 
 
 def check(config: DictConfig) -> Iterator[Exception]:

@@ -74,11 +74,11 @@ def unread(run: Folder) -> Iterator[Finding]:
 
 def damaged(run: Folder) -> Iterator[Finding]:
     """Steps that were left out: numbers that are not finite, or nothing to train on."""
-    bad = run.column("training/damaged_steps") > 0
+    bad = run.column("training/skipped_nonfinite_steps") > 0
     if bad.any():
         yield Finding(
             f"{bad.sum()} steps had numbers that are not finite and taught nothing, {ranges([*run.steps.index[bad]])}",
-            ["training/damaged_steps", "damaged/"],
+            ["training/skipped_nonfinite_steps", "damaged/"],
             f"lower {ACTOR}.optim.lr or {ACTOR}.optim.clip_grad; in half precision try another",
         )
     learned = run.column("actor/loss").notna() | run.column("actor/grad_norm").notna()
@@ -143,7 +143,7 @@ def cut_answers(run: Folder) -> Iterator[Finding]:
 
 def equal_groups(run: Folder) -> Iterator[Finding]:
     """Groups whose answers all earn the same: no advantage, no gradient."""
-    uniform = measured(run, "rollout/groups_uniform", fill=0.0)
+    uniform = measured(run, "rollout/zero_variance_groups", fill=0.0)
     if not len(uniform) or (n := value(run, f"{ROLLOUT}.n")) < 2:
         return
     verified = run.trained["rollout/episodes"] * (1 - run.trained["rollout/failed_frac"])
@@ -168,7 +168,7 @@ def equal_groups(run: Folder) -> Iterator[Finding]:
     yield Finding(
         f"in {late:.0%} of the groups all answers earn the same, mostly {worth:.3g}: no advantage, nothing to learn. "
         f"{kind}.",
-        ["rollout/groups_uniform", "rollout/reward/mean", "actor/grad_norm"],
+        ["rollout/zero_variance_groups", "rollout/reward/mean", "actor/grad_norm"],
         todo,
     )
 
@@ -224,7 +224,7 @@ def sampler_apart(run: Folder) -> Iterator[Finding]:
         yield Finding(
             f"sampler and trainer disagree by {late:.3g} in the probability of a token (rounding to bf16: below 0.02)",
             ["training/rollout_probs_diff_mean", "rollout_corr/kl"],
-            "with trainer.rollout_ahead or a quantised sampler: `--config rollout_correction`; else vLLM's weights "
+            "with trainer.one_step_off or a quantised sampler: `--config rollout_correction`; else vLLM's weights "
             "are not the trainer's: please report it",
         )
 
@@ -239,7 +239,7 @@ def collapsed(run: Folder) -> Iterator[Finding]:
         yield Finding(
             f"the answers hardly vary any more: entropy {entropy.iloc[0]:.3g} -> {late:.3g} nats, at a reward of "
             f"{reward.iloc[-1]:.3g}",
-            ["actor/entropy", "rollout/groups_uniform"],
+            ["actor/entropy", "rollout/zero_variance_groups"],
             f"{ACTOR}.clip_ratio_high=0.28 (DAPO), {ACTOR}.entropy_coeff=0.001, a lower {ACTOR}.optim.lr",
         )
 

@@ -47,7 +47,7 @@ CHARTS: list[tuple[str, list[str], str]] = [  # title, metrics, how: lines or st
     ("KL, nats", ["actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty"], "lines"),
     ("Ratios clipped", ["actor/pg_clipfrac", "actor/pg_clipfrac_lower", "critic/vf_clipfrac"], "lines"),
     ("Gradient norm", ["actor/grad_norm", "critic/grad_norm"], "lines"),
-    ("Groups that teach nothing", ["rollout/groups_uniform", "rollout/groups_dropped"], "lines"),
+    ("Groups that teach nothing", ["rollout/zero_variance_groups", "rollout/groups_dropped"], "lines"),
     ("Sampler against trainer", ["training/rollout_probs_diff_mean", "training/rollout_probs_diff_max"], "lines"),
     ("Failures by reason, episodes", ["rollout/failed/*"], "stacked"),
     ("Advantages", ["critic/advantages/*"], "lines"),

@@ -28,7 +28,7 @@ COLUMNS = {  # short enough for a terminal of 80
     "rollout/ended/length_frac": "cut",
     "actor/entropy": "entropy",
     "actor/grad_norm": "grad",
-    "rollout/groups_uniform": "equal",
+    "rollout/zero_variance_groups": "equal",
     "rollout/failed_frac": "failed",
     "val/loss": "held-out",
     "timing_s/step": "sec",
