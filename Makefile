@@ -49,7 +49,7 @@ algorithms: setup gym
 
 soak: setup gym
 	.venv/bin/python benchmarks/soak.py
-	.venv/bin/python -m pytest -s -m soak tests/test_reliability.py tests/test_models.py tests/test_scale.py tests/test_backends.py tests/test_images.py
+	.venv/bin/python -m pytest -s -m soak tests/runs/test_reliability.py tests/extras/judges/test_judges.py tests/test_scale.py tests/extras/test_backends.py tests/extras/test_images.py
 
 mutate: setup
 	.venv/bin/python benchmarks/mutate.py $(if $(ONLY),--only $(ONLY))

@@ -411,7 +411,7 @@ def with_verifiers(stack: Stack, *changes: str):
             stack.servers.loop.run(pool.close())
 
 
-SESSION = [  # the untied model (tied: test_runs.py), logical GPUs for workers beside the session's, room to talk
+SESSION = [  # the untied model (tied: runs/test_cli.py), logical GPUs for workers beside the session's, room to talk
     "actor_rollout_ref.model.path=untied",
     "ray_kwargs.ray_init.num_gpus=16",
     "ray_kwargs.ray_init.num_cpus=96",

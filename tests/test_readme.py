@@ -187,8 +187,8 @@ def eval_of(row: dict) -> int:
 
 @pytest.mark.parametrize("words", [c[2:] for c in all_commands("") if of_algorithm(c)], ids=" ".join)
 def test_every_command_passes_its_dry_run(words, desk, monkeypatch, capsys):
-    """In this process, since one for each would take 12 s (test_runs.py has one). The model is the tiny one, unless a
-    folder is named, and a character is a token there, so that prompts are longer."""
+    """In this process, since one for each would take 12 s (runs/test_cli.py has one). The model is the tiny one, unless
+    a folder is named, and a character is a token there, so that prompts are longer."""
     dry_run(words, desk, monkeypatch)
     assert "dry run: model, files, sizes and servers are in order; nothing was started" in capsys.readouterr().out
     assert sorted(os.listdir("runs")) == ["math_cpu", "sft"]

@@ -1,7 +1,7 @@
 """Recipes: YAML files over verl's own configuration, merged strictly.
 
 A key that nothing reads is an error: one that verl does not know, and one of verl's that neither this loop nor verl's
-workers read. tests/test_keys.py looks every key of verl's up in the source of both.
+workers read. tests/config/test_verl_keys.py looks every key of verl's up in the source of both.
 """
 
 from __future__ import annotations
@@ -255,6 +255,12 @@ def useless(config: DictConfig, usual: DictConfig, unknown: Sequence[str]) -> It
         elif number and (text or (value is None and _within(key, "data", "trainer", "gym", "env"))):
             OmegaConf.update(config, key, was)
             yield f"{key}={value}: wants a value like {was}"
+
+
+def is_kit_key(key: str) -> bool:
+    """Whether a dotted key is the kit's own rather than verl's."""
+    section, _, rest = key.partition(".")
+    return section in ("gym", "env") or _within(rest, *KIT_KEYS.get(section, ()))
 
 
 @functools.cache

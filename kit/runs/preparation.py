@@ -236,7 +236,7 @@ def check_servers(config: DictConfig) -> Iterator[Exception]:
         yield ConfigError(f"gym.unchecked_judges: {unknown[0]} is none of gym.servers; leave it out")
     if config.gym.policy_endpoint.port and not gym_servers.is_port(config.gym.policy_endpoint.port):
         yield ConfigError(
-            f"gym.policy_endpoint.port is {config.gym.policy_endpoint.port!r}; it takes a number up to 65535, or nothing"
+            f"gym.policy_endpoint.port is {config.gym.policy_endpoint.port!r}; it takes a port up to 65535, or nothing"
         )
     if config.gym.policy_endpoint.port and not os.environ.get("POLICY_API_KEY"):
         yield ConfigError(

@@ -120,7 +120,7 @@ class Guard:
         )
 
     def progress(self) -> None:
-        """A stage that gets on does not hang: its deadline counts from now (trainer.stage_timeout_s, in whole seconds)."""
+        """A stage that makes progress does not hang: its deadline (trainer.stage_timeout_s) starts again."""
         self.begun = time.monotonic()
         if self.current and not self.stopping:
             signal.alarm(max(1, round(self.config.trainer.stage_timeout_s)))

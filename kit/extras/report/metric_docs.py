@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 from omegaconf import OmegaConf
 
-from kit.config.load import OWN, ROOT, base_configs, leaves, read_yaml, unread
+from kit.config.load import ROOT, base_configs, is_kit_key, leaves, read_yaml, unread
 
 VERLS = "https://verl.readthedocs.io/en/latest/examples/config.html"
 
@@ -82,7 +82,7 @@ def most_used() -> dict[str, tuple[str, list[str]]]:
         if path.stem == "base":
             continue
         for key in leaves(OmegaConf.to_container(read_yaml(str(path)), resolve=False)):
-            ours = key.startswith(("gym.", "env.", "ray_kwargs.")) or key.split(".")[1:2] in ([own] for own in OWN)
+            ours = key.startswith("ray_kwargs.") or is_kit_key(key)
             if key in known and not ours and unread(key) is None and OmegaConf.select(base, key) is None:
                 found.setdefault(key, []).append(path.stem)
     return {key: (plain(known[key]), recipes) for key, recipes in sorted(found.items())}

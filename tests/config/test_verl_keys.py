@@ -31,7 +31,7 @@ NOT = re.compile(  # below those: other engines and servers, verl's own data, re
 )
 OTHERS = re.compile(  # keys that are not verl's to read by name
     r"_target_$"  # hydra's, which makes a dataclass of it
-    r"|^model_engine$"  # by which all is composed: tests/test_backends.py
+    r"|^model_engine$"  # by which all is composed: tests/extras/test_backends.py
     r"|engine_kwargs\.vllm\."  # vLLM's
     rf"|^({'|'.join(map(re.escape, FREE))})\."  # ray.init's
 )

@@ -444,5 +444,5 @@ def test_the_prometheus_that_a_run_names_listens_on_this_machine_alone(tmp_path)
         reloaded = Endpoint(say(200, b""), port)
         monitor.serve(Run(), "127.0.0.1", ["127.0.0.1:1"], stack)
         assert "was told to read its file again" in said[1] and reloaded.log[0][0] == "/-/reload"
-    docs = Path(__file__).resolve().parent.parent / "docs" / "monitoring.md"
+    docs = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"
     assert "--web.listen-address=127.0.0.1:9090" in docs.read_text()
