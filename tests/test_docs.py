@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, run
 from test_readme import PAGES, above_main, blocks, dry_run, furnish, write_gsm8k
-from test_report import synthetic
+from test_report_page import synthetic
 
 from kit.config.load import load_config
 from kit.extras.report import metric_docs

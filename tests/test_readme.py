@@ -22,7 +22,7 @@ import pyarrow
 import pytest
 from conftest import GYM_PYTHON, ROOT, make_model, row, run
 from pyarrow import parquet
-from test_models import Judge
+from test_judges import Judge
 
 import env
 import gym_client

@@ -15,7 +15,7 @@ import pandas
 import pytest
 import torch
 from conftest import GYM_PYTHON, ROOT, WORDS, drop, make_pretrained, metrics_of, with_values, with_verifiers, write_rows
-from test_models import SAME, Judge, completion
+from test_judges import SAME, Judge, completion
 
 import gym_client
 import training

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
+from test_chat import tokenizer_of
 from test_gym_client import Scripted
-from test_tool_text import tokenizer_of
 from test_turns import CHATML, STOPS, bytes_tokenizer, call, one_turn_each, policy_of
 
 import env

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from conftest import load, row, write_rows
 from omegaconf import OmegaConf
-from test_functions import Letters, play, say
+from test_verifier_pool import Letters, play, say
 
 import gym_client
 from gym_client import GymError
