@@ -69,7 +69,11 @@ from kit.runs.run_dir import Run
 
 # verl and vLLM take 10 s to import, after the recipe was found to be in order
 inference, training = later("inference"), later("training")
-start, damage, images = later("kit.runs.launch"), later("kit.runs.finite_check"), later("kit.extras.images")
+start, damage, images = (
+    later("kit.runs.launch"),
+    later("kit.runs.finite_check"),
+    later("kit.extras.images"),
+)
 
 
 # --- the loop ------------------------------------------------------------------------------------
@@ -91,7 +95,9 @@ class Trainer:
 
     def __post_init__(self) -> None:
         refill = self.config.algorithm.filter_groups
-        self.rounds = refill.max_num_gen_batches if refill.enable else 1  # batches of prompts for a step, at most
+        self.rounds = (
+            refill.max_num_gen_batches if refill.enable else 1
+        )  # batches of prompts for a step, at most
         self.kl_ctrl = training.kl_controller(self.config, self.state["kl_coef"])
         self.learned = dict(self.state)  # the state that goes with the weights in the workers
 
@@ -126,7 +132,10 @@ class Trainer:
                 self.servers.sleep()
             self.sample_ahead()
             self.reward(kept)
-            pad, temperature = self.data.tokenizer.pad_token_id, self.config.actor_rollout_ref.rollout.temperature
+            pad, temperature = (
+                self.data.tokenizer.pad_token_id,
+                self.config.actor_rollout_ref.rollout.temperature,
+            )
             batch = training.to_batch(kept, pad, temperature)
             images.add(batch, kept, self.data.tokenizer)
             self.measure(batch)  # 5
@@ -149,13 +158,19 @@ class Trainer:
         with self.run.stage("gen"):
             while len({e.group_id for e in kept}) < size and batches < self.rounds:
                 batches, self.state["batches"] = batches + 1, self.state["batches"] + 1
-                fresh = self.rollout(self.tasks(self.state["batches"]), f"step_{self.state['step']}", before=episodes)
+                fresh = self.rollout(
+                    self.tasks(self.state["batches"]), f"step_{self.state['step']}", before=episodes
+                )
                 before = self.state["pass_rates"]
-                self.state["pass_rates"] = before | pass_rates(fresh, before)  # a new one: `learned` has the other
+                self.state["pass_rates"] = before | pass_rates(
+                    fresh, before
+                )  # a new one: `learned` has the other
                 passed, dropped = keep(fresh, members, self.data.filters)
                 episodes, kept = episodes + fresh, first_groups(kept + passed, size)
                 filtered = {name: filtered.get(name, 0) + count for name, count in dropped.items()}
-        self.metrics |= rollout_metrics(episodes, kept, self.state["step"]) | {"rollout/prompt_batches": batches}
+        self.metrics |= rollout_metrics(episodes, kept, self.state["step"]) | {
+            "rollout/prompt_batches": batches
+        }
         self.metrics |= {f"rollout/filtered/{name}": count for name, count in filtered.items()}
         if not kept:
             where = f"{self.run.folder}/rollouts/step_{self.state['step']}.jsonl"
@@ -168,7 +183,9 @@ class Trainer:
             batch = self.state["batches"] + 1
             self.servers.begin(*self.asked(self.tasks(batch), str(batch)))
 
-    def asked(self, tasks: Sequence[env.Task], name: str, validate: bool = False) -> tuple[Any, dict[str, Any], bool]:
+    def asked(
+        self, tasks: Sequence[env.Task], name: str, validate: bool = False
+    ) -> tuple[Any, dict[str, Any], bool]:
         """Of the servers: episodes (`name` is of no other batch), how to sample, one more greedy answer per prompt?"""
         rollout = self.config.actor_rollout_ref.rollout
         requests = inference.in_groups(tasks, rollout.val_kwargs.n if validate else rollout.n, name)
@@ -178,19 +195,29 @@ class Trainer:
     def tasks(self, batch: int) -> list[env.Task]:
         """The prompts of a batch, by its number."""
         data, seed = self.data, self.config.data.seed
-        picked = data.sampler(data.train, self.config.data.train_batch_size, batch, seed, self.state["pass_rates"])
+        picked = data.sampler(
+            data.train, self.config.data.train_batch_size, batch, seed, self.state["pass_rates"]
+        )
         if self.rounds > 1:  # what is over is cut off the end, whatever file it came from
             random.Random(f"{seed} {batch}").shuffle(picked)
         return picked
 
     def rollout(
-        self, tasks: Sequence[env.Task], name: str, validate: bool = False, before: Sequence[Episode] = ()
+        self,
+        tasks: Sequence[env.Task],
+        name: str,
+        validate: bool = False,
+        before: Sequence[Episode] = (),
     ) -> list[Episode]:
         """Episodes for each task at the servers' present weights, also written to rollouts/<name>.jsonl."""
-        requests, sampling, greedy = self.asked(tasks, name if validate else str(self.state["batches"]), validate)
+        requests, sampling, greedy = self.asked(
+            tasks, name if validate else str(self.state["batches"]), validate
+        )
         count = self.run.counter(len(requests) + greedy * len(tasks))
         episodes = self.servers.rollout(requests, sampling, count, baselines=greedy)
-        self.run.write_episodes(name, episodes, self.data.validation if validate else self.data.train, before)
+        self.run.write_episodes(
+            name, episodes, self.data.validation if validate else self.data.train, before
+        )
         check_failures(episodes, self.config.gym.max_failed_frac)
         return episodes
 
@@ -200,7 +227,9 @@ class Trainer:
             with self.run.stage("reward_model"):
                 pad = self.data.tokenizer.pad_token_id
                 training.add_reward_model(self.workers.reward_model, kept, pad, self.config)
-            self.metrics |= {k: v for k, v in component_means(kept).items() if k not in self.metrics}
+            self.metrics |= {
+                k: v for k, v in component_means(kept).items() if k not in self.metrics
+            }
         for episode in kept:
             episode.reward = self.data.reward(episode)
 
@@ -214,7 +243,9 @@ class Trainer:
                 self.metrics |= training.old_log_probs(self.workers.actor, batch, self.config)
         if training.needs_reference(self.config):
             with self.run.stage("ref"):
-                batch.batch["ref_log_prob"] = training.ref_log_probs(self.workers, batch, self.config)
+                batch.batch["ref_log_prob"] = training.ref_log_probs(
+                    self.workers, batch, self.config
+                )
         if self.workers.critic:
             with self.run.stage("values"):
                 batch.batch["values"] = training.values(self.workers.critic, batch, self.config)
@@ -227,7 +258,9 @@ class Trainer:
             if self.config.algorithm.use_kl_in_reward:
                 self.metrics |= training.apply_kl(batch, self.kl_ctrl, self.config)
                 self.state["kl_coef"] = float(self.kl_ctrl.value)
-            bypass = self.config.algorithm.rollout_correction.bypass_mode  # there the loss corrects as it goes
+            bypass = (
+                self.config.algorithm.rollout_correction.bypass_mode
+            )  # there the loss corrects as it goes
             if "old_log_probs" in batch.batch and not bypass:
                 self.metrics |= training.correct(batch, self.config)
             if not batch.batch["response_mask"].any():
@@ -244,7 +277,9 @@ class Trainer:
             with self.run.stage("update_actor"):
                 self.metrics |= training.update_actor(self.workers.actor, batch, self.config)
         self.learned = dict(self.state)
-        self.check(batch)  # verl leaves out a mini-batch whose gradient is not finite, and says so only in its metrics
+        self.check(
+            batch
+        )  # verl leaves out a mini-batch whose gradient is not finite, and says so only in its metrics
 
     def check(self, batch: Any) -> None:
         """Raises DamagedStep where numbers are not finite, or the sampler is not the trainer."""
@@ -285,11 +320,17 @@ class Trainer:
         if not self.data.validation:
             return
         with self.run.stage("testing"):
-            episodes = self.rollout(self.data.validation, f"val_{self.state['step']}", validate=True)
-            self.scores = validation_metrics(episodes, self.config.actor_rollout_ref.rollout.val_kwargs.n)
+            episodes = self.rollout(
+                self.data.validation, f"val_{self.state['step']}", validate=True
+            )
+            self.scores = validation_metrics(
+                episodes, self.config.actor_rollout_ref.rollout.val_kwargs.n
+            )
             warn_of_failures(self.scores, self.run.say)
             self.run.log_answers(self.state["step"], episodes)
-        self.run.log(self.state["step"], self.scores | {"timing_s/testing": self.run.timing["testing"]})
+        self.run.log(
+            self.state["step"], self.scores | {"timing_s/testing": self.run.timing["testing"]}
+        )
         self.run.report_if_due()
 
     def report(self, kept: Sequence[Episode]) -> None:
@@ -324,7 +365,13 @@ def begin(plan: cli.Plan, run: Run, stack: contextlib.ExitStack) -> Trainer:
         run.last = 1 + (checkpoints.step_of(plan.resume_from) if plan.resume_from else 0)
     workers, servers = start.start(run, plan.data, stack, sample=not plan.recorded)
     servers = servers or Recorded(plan.recorded)
-    state: dict[str, Any] = {"command": "train", "step": 0, "batches": 0, "pass_rates": {}, "kl_coef": 0.0}
+    state: dict[str, Any] = {
+        "command": "train",
+        "step": 0,
+        "batches": 0,
+        "pass_rates": {},
+        "kl_coef": 0.0,
+    }
     with run.stage("sleep"):  # before the optimiser's state takes its place
         servers.sleep()
     if plan.resume_from:

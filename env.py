@@ -83,21 +83,39 @@ def raw_rows(path: str | Path, *columns: str) -> Iterator[tuple[str, Any]]:
     path = Path(path)
     if not path.is_file():
         name, _, split = path.stem.rpartition("_") if path.suffix == ".jsonl" else ("", "", "")
-        task = f"examples --server {name}" if name and split == "examples" else name if name in GENERATORS else ""
-        todo = f"run `python env.py {task} --out {path.parent}`" if task else "give one that is there"
+        task = (
+            f"examples --server {name}"
+            if name and split == "examples"
+            else name
+            if name in GENERATORS
+            else ""
+        )
+        todo = (
+            f"run `python env.py {task} --out {path.parent}`" if task else "give one that is there"
+        )
         raise DataError(f"{path}: no such file; {todo}")
     try:
         for number, raw in enumerate(_raws_of(path, columns), 1):
             if not isinstance(raw, str) or raw.strip():  # null is no blank line, and no row either
                 yield f"{path}:{number}", raw
     except Exception as error:  # of the disk, of gzip, of Arrow
-        raise DataError(f"{path}: cannot be read ({error}); it must be JSON (UTF-8), .gz or parquet") from None
+        raise DataError(
+            f"{path}: cannot be read ({error}); it must be JSON (UTF-8), .gz or parquet"
+        ) from None
 
 
 def _raws_of(path: Path, columns: Sequence[str]) -> Iterator[Any]:
     if path.suffix != ".parquet":
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            if path.suffix == ".json" and file.read(4096).lstrip().startswith("[") and path.stat().st_size < 16 * MOST:
+        with (
+            gzip.open(path, "rt", encoding="utf-8")
+            if path.suffix == ".gz"
+            else path.open(encoding="utf-8") as file
+        ):
+            if (
+                path.suffix == ".json"
+                and file.read(4096).lstrip().startswith("[")
+                and path.stat().st_size < 16 * MOST
+            ):
                 yield from json.loads(path.read_text(encoding="utf-8"))
                 return
             file.seek(0)
@@ -121,10 +139,18 @@ def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
     _check_sizes(metadata)
     leaves = [metadata.schema.column(i) for i in range(len(metadata.schema))]
     texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
-    with parquet.ParquetFile(path, metadata=metadata, read_dictionary=texts, buffer_size=2**20) as file:
+    with parquet.ParquetFile(
+        path, metadata=metadata, read_dictionary=texts, buffer_size=2**20
+    ) as file:
         schema = file.schema_arrow
-        kinds = {f.name: f.type.value_type if types.is_dictionary(f.type) else f.type for f in schema}
-        strings = [name for name, kind in kinds.items() if types.is_string(kind) or types.is_large_string(kind)]
+        kinds = {
+            f.name: f.type.value_type if types.is_dictionary(f.type) else f.type for f in schema
+        }
+        strings = [
+            name
+            for name, kind in kinds.items()
+            if types.is_string(kind) or types.is_large_string(kind)
+        ]
         one = [name for name in strings if name == "row" or len(strings) == 1]
         whole = {*columns} & {*schema.names}
         if not whole and not one:
@@ -142,14 +168,18 @@ def _check_sizes(metadata: Any) -> None:
     for group in (metadata.row_group(i) for i in range(metadata.num_row_groups)):
         for index in range(group.num_columns):
             chunk, rows = group.column(index), group.num_rows
-            width = max(metadata.schema.column(index).length, 8)  # bytes of a value that is not text
+            width = max(
+                metadata.schema.column(index).length, 8
+            )  # bytes of a value that is not text
             if chunk.total_uncompressed_size > max(16 * MOST, rows << 16):
                 size = f"{chunk.total_uncompressed_size / 2**20:.1f} MiB in {rows} rows"
             elif chunk.num_values * width > 4 * MOST:
                 size = f"{chunk.num_values} values of {width} bytes in {rows} rows"
             else:
                 continue
-            raise ValueError(f"{chunk.path_in_schema}: {size}: leave such rows out, or make its row groups smaller")
+            raise ValueError(
+                f"{chunk.path_in_schema}: {size}: leave such rows out, or make its row groups smaller"
+            )
 
 
 def _parts(batch: Any) -> Iterator[Any]:
@@ -159,7 +189,9 @@ def _parts(batch: Any) -> Iterator[Any]:
     if size <= MOST:
         yield batch
     elif batch.num_rows == 1:
-        raise ValueError(f"a row of {size / 2**20:.1f} MiB, over {MOST >> 20} MiB: leave such rows out")
+        raise ValueError(
+            f"a row of {size / 2**20:.1f} MiB, over {MOST >> 20} MiB: leave such rows out"
+        )
     else:
         half = batch.num_rows // 2
         yield from _parts(batch.slice(0, half))
@@ -202,10 +234,19 @@ def parse_json(raw: Any, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row must be a JSON object, this is a {type(row).__name__}")
     level: list[Any] = [row]
-    for _ in range(64):  # levels: far more than rows have, and no more than all that reads and writes them can take
-        level = [i for v in level if isinstance(v, dict | list) for i in (v.values() if isinstance(v, dict) else v)]
+    for _ in range(
+        64
+    ):  # levels: far more than rows have, and no more than all that reads and writes them can take
+        level = [
+            i
+            for v in level
+            if isinstance(v, dict | list)
+            for i in (v.values() if isinstance(v, dict) else v)
+        ]
     if level or len(text) > MOST:
-        raise DataError(f"{where}: nested over 64 deep, or over {MOST >> 20} MB; leave such rows out")
+        raise DataError(
+            f"{where}: nested over 64 deep, or over {MOST >> 20} MB; leave such rows out"
+        )
     return row
 
 
@@ -213,7 +254,9 @@ def parse_row(raw: Any, where: str) -> dict[str, Any]:
     """JSON text, or a dict -> a Gym row. Raises DataError."""
     row = parse_json(raw, where)
     if not isinstance(row.get("responses_create_params"), dict):
-        raise DataError(f"{where}: no responses_create_params, so this is not a Gym row; add them (chats go to `sft`)")
+        raise DataError(
+            f"{where}: no responses_create_params, so this is not a Gym row; add them (chats go to `sft`)"
+        )
     return row
 
 
@@ -240,14 +283,26 @@ def render(row: dict[str, Any], where: str) -> tuple[list[dict[str, Any]], list[
     [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': '2 + 2?'}]
     """
     params = {key: value for key, value in row["responses_create_params"].items() if value}
-    items, instructions, metadata = params.get("input", []), params.get("instructions", ""), params.get("metadata", {})
+    items, instructions, metadata = (
+        params.get("input", []),
+        params.get("instructions", ""),
+        params.get("metadata", {}),
+    )
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
-    if not (isinstance(items, list) and isinstance(instructions, str) and isinstance(metadata, dict)):
-        raise DataError(f"{where}: input must be text or a list, instructions text, metadata an object")
+    if not (
+        isinstance(items, list) and isinstance(instructions, str) and isinstance(metadata, dict)
+    ):
+        raise DataError(
+            f"{where}: input must be text or a list, instructions text, metadata an object"
+        )
     for key in metadata:
-        if key.startswith("audio") and metadata[key]:  # Gym hands sound to its model servers in metadata
-            raise Refused(f"{where}: metadata.{key}: the kit trains text models only; leave such rows out")
+        if (
+            key.startswith("audio") and metadata[key]
+        ):  # Gym hands sound to its model servers in metadata
+            raise Refused(
+                f"{where}: metadata.{key}: the kit trains text models only; leave such rows out"
+            )
     messages = render_items(items, where)
     if instructions:
         leading = [instructions]
@@ -260,45 +315,79 @@ def render(row: dict[str, Any], where: str) -> tuple[list[dict[str, Any]], list[
 def render_items(items: Sequence[Any], where: str) -> list[dict[str, Any]]:
     """Responses items -> chat messages. What the assistant says in a row is one message: reasoning (in think tags) and
     text, then its function calls. Raises Refused or DataError."""
-    held = {"message": "content", "reasoning": "summary", "function_call": "", "function_call_output": "output"}
+    held = {
+        "message": "content",
+        "reasoning": "summary",
+        "function_call": "",
+        "function_call_output": "output",
+    }
     messages: list[dict[str, Any]] = []
     functions: dict[str, dict[str, str]] = {}  # call_id -> the function called
     for item in items:
         if not isinstance(item, dict):
-            raise DataError(f"{where}: an input item must be a JSON object, this is a {type(item).__name__}")
+            raise DataError(
+                f"{where}: an input item must be a JSON object, this is a {type(item).__name__}"
+            )
         role, kind = item.get("role"), str(item.get("type") or "message")
         if kind not in held:
-            raise Refused(f"{where}: input item {kind}: the kit takes messages, reasoning and function calls")
+            raise Refused(
+                f"{where}: input item {kind}: the kit takes messages, reasoning and function calls"
+            )
         content = item.get(held[kind])
         if kind == "message" and role == "user" and isinstance(content, list):
             parts = [_part(part, where) for part in content]
             seen = any(part["type"] == "image" for part in parts)
-            messages.append({"role": "user", "content": parts if seen else "".join(part["text"] for part in parts)})
+            messages.append(
+                {
+                    "role": "user",
+                    "content": parts if seen else "".join(part["text"] for part in parts),
+                }
+            )
             continue
         texts = _texts(content, where)
         if kind == "function_call_output":
             call_id = _string(item, "call_id", where)
             answer = {"role": "tool", "tool_call_id": call_id, "content": "".join(texts)}
             messages.append(answer | functions.get(call_id, {}))
-        elif kind == "message" and role in ("user", "system", "developer"):  # no template knows OpenAI's developer
-            messages.append({"role": "user" if role == "user" else "system", "content": "".join(texts)})
+        elif kind == "message" and role in (
+            "user",
+            "system",
+            "developer",
+        ):  # no template knows OpenAI's developer
+            messages.append(
+                {"role": "user" if role == "user" else "system", "content": "".join(texts)}
+            )
         elif kind == "message" and role != "assistant":
-            raise DataError(f"{where}: a message of role {role!r}; use user, system, developer or assistant")
+            raise DataError(
+                f"{where}: a message of role {role!r}; use user, system, developer or assistant"
+            )
         else:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             if kind == "function_call":
-                call_id, name, arguments = (_string(item, key, where) for key in ("call_id", "name", "arguments"))
+                call_id, name, arguments = (
+                    _string(item, key, where) for key in ("call_id", "name", "arguments")
+                )
                 call: dict[str, Any] = {"name": name, "arguments": arguments}
-                with contextlib.suppress(ValueError, RecursionError):  # chat templates expect an object
+                with contextlib.suppress(
+                    ValueError, RecursionError
+                ):  # chat templates expect an object
                     value = json.loads(arguments)
                     call["arguments"] = value if isinstance(value, dict) else arguments
-                messages[-1].setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": call})
+                messages[-1].setdefault("tool_calls", []).append(
+                    {"id": call_id, "type": "function", "function": call}
+                )
                 functions[call_id] = {"name": name}
             else:
-                texts = [f"<think>{text}</think>" for text in texts if text] if kind == "reasoning" else texts
+                texts = (
+                    [f"<think>{text}</think>" for text in texts if text]
+                    if kind == "reasoning"
+                    else texts
+                )
                 messages[-1]["content"] += "".join(texts)
-    return [m for m in messages if m["role"] != "assistant" or m["content"] or "tool_calls" in m]  # as Gym: none empty
+    return [
+        m for m in messages if m["role"] != "assistant" or m["content"] or "tool_calls" in m
+    ]  # as Gym: none empty
 
 
 def render_tools(tools: Any, where: str) -> list[dict[str, Any]]:
@@ -308,10 +397,16 @@ def render_tools(tools: Any, where: str) -> list[dict[str, Any]]:
     rendered = []
     for tool in tools:
         if tool.get("type") != "function":
-            raise Refused(f"{where}: tool of type {tool.get('type')!r}: the kit takes functions only")
+            raise Refused(
+                f"{where}: tool of type {tool.get('type')!r}: the kit takes functions only"
+            )
         function = tool["function"] if isinstance(tool.get("function"), dict) else tool
         _string(function, "name", where)
-        kept = {key: function[key] for key in ("name", "description", "parameters") if function.get(key) is not None}
+        kept = {
+            key: function[key]
+            for key in ("name", "description", "parameters")
+            if function.get(key) is not None
+        }
         rendered.append({"type": "function", "function": kept})
     return rendered
 
@@ -320,11 +415,20 @@ def _texts(content: Any, where: str) -> list[str]:
     """Text, a list of parts, or null -> its texts. Raises Refused for images and the like, DataError."""
     if content is None or isinstance(content, str):
         return [content or ""]
-    if not isinstance(content, list) or not all(isinstance(part, dict) and part.get("type") for part in content):
+    if not isinstance(content, list) or not all(
+        isinstance(part, dict) and part.get("type") for part in content
+    ):
         raise DataError(f"{where}: content must be text, or a list of parts with a type")
-    others = {str(part["type"]) for part in content} - {"input_text", "output_text", "text", "summary_text"}
+    others = {str(part["type"]) for part in content} - {
+        "input_text",
+        "output_text",
+        "text",
+        "summary_text",
+    }
     if others:
-        raise Refused(f"{where}: {', '.join(sorted(others))}: the kit trains text models only; leave such rows out")
+        raise Refused(
+            f"{where}: {', '.join(sorted(others))}: the kit trains text models only; leave such rows out"
+        )
     return [_string(part, "text", where) for part in content]
 
 
@@ -337,30 +441,51 @@ def _part(part: Any, where: str) -> dict[str, str]:
 
 def _string(item: Mapping[str, Any], key: str, where: str) -> str:
     if not isinstance(item.get(key), str):
-        raise DataError(f"{where}: `{key}` of a {item.get('type', 'function')} must be text: {item.get(key)!r}")
+        raise DataError(
+            f"{where}: `{key}` of a {item.get('type', 'function')} must be text: {item.get(key)!r}"
+        )
     return str(item[key])
 
 
-def encode(messages: Sequence[Any], tools: Sequence[Any], tokenizer: Any, where: str = "") -> list[int]:
+def encode(
+    messages: Sequence[Any], tools: Sequence[Any], tokenizer: Any, where: str = ""
+) -> list[int]:
     """Chat messages and tools -> [P] token ids. Raises DataError when the chat template refuses or hides them."""
-    at, options = f"{where}: the chat template".removeprefix(": "), {"add_generation_prompt": True, "return_dict": True}
-    if vision := getattr(tokenizer, "vision", None):  # kit.extras.images.Vision, of a model that sees
+    at, options = (
+        f"{where}: the chat template".removeprefix(": "),
+        {"add_generation_prompt": True, "return_dict": True},
+    )
+    if vision := getattr(
+        tokenizer, "vision", None
+    ):  # kit.extras.images.Vision, of a model that sees
         messages = vision.messages(messages)
-    elif any("image" in p for m in messages if isinstance(m.get("content"), list) for p in m["content"]):
-        raise Refused(f"{where}: input_image: the model sees none; leave such rows out, or take one with a processor")
+    elif any(
+        "image" in p for m in messages if isinstance(m.get("content"), list) for p in m["content"]
+    ):
+        raise Refused(
+            f"{where}: input_image: the model sees none; leave such rows out, or take one with a processor"
+        )
     try:
-        ids = list(tokenizer.apply_chat_template(messages, tools=tools or None, **options)["input_ids"])
+        ids = list(
+            tokenizer.apply_chat_template(messages, tools=tools or None, **options)["input_ids"]
+        )
         # [] for none: a template made for tools may loop over them unasked
-        blind = tools and ids == list(tokenizer.apply_chat_template(messages, tools=[], **options)["input_ids"])
+        blind = tools and ids == list(
+            tokenizer.apply_chat_template(messages, tools=[], **options)["input_ids"]
+        )
     except Exception as error:  # a template is a program, which no row was made for
-        raise DataError(f"{at} does not take these messages: {error}; change them, or {OTHER_TEMPLATE}") from error
+        raise DataError(
+            f"{at} does not take these messages: {error}; change them, or {OTHER_TEMPLATE}"
+        ) from error
     if blind:
         raise DataError(f"{at} does not show tools to the model; {OTHER_TEMPLATE}")
     return vision.expand(ids, messages, where) if vision else ids
 
 
 # --- a run's files -> tasks -> batches -----------------------------------------------------------
-def server_of(row: dict[str, Any], servers: Any, where: str, name: str = "", strict: bool = True) -> str:
+def server_of(
+    row: dict[str, Any], servers: Any, where: str, name: str = "", strict: bool = True
+) -> str:
     """The server of a row: `name` if given; else by agent_ref; else the only one there is. servers: {alias: server}, or
     just servers; agent_ref is one of these, or begins with a server and "_". Raises DataError; if not `strict`: ""."""
     aliases = servers if isinstance(servers, Mapping) else {server: server for server in servers}
@@ -381,7 +506,12 @@ def server_of(row: dict[str, Any], servers: Any, where: str, name: str = "", str
 
 
 def load_tasks(
-    files: Sequence[Any], tokenizer: Any, servers: Any, max_prompt_length: int, only: Any = None, read: Any = read_rows
+    files: Sequence[Any],
+    tokenizer: Any,
+    servers: Any,
+    max_prompt_length: int,
+    only: Any = None,
+    read: Any = read_rows,
 ) -> tuple[list[Task], list[str]]:
     """Read, route, render and tokenise the rows of `files`: paths, or {path, weight: the file's share of every batch,
     server: of all its rows}, by `read`. servers: as for `server_of`. only: those to take. Returns (tasks, dropped):
@@ -389,10 +519,19 @@ def load_tasks(
     tasks, dropped = [], []
     for entry in files:
         given: dict[str, Any] = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
-        path, weight, name, left_out = given.get("path"), given.get("weight"), given.get("server") or "", 0
+        path, weight, name, left_out = (
+            given.get("path"),
+            given.get("weight"),
+            given.get("server") or "",
+            0,
+        )
         known = path and given.keys() <= {"path", "weight", "server"}
-        if not known or not (weight is None or (isinstance(weight, int | float) and 0 < weight < float("inf"))):
-            raise DataError(f"{given}: a file must be a path or {{path, weight: more than 0, server}}, no other key")
+        if not known or not (
+            weight is None or (isinstance(weight, int | float) and 0 < weight < float("inf"))
+        ):
+            raise DataError(
+                f"{given}: a file must be a path or {{path, weight: more than 0, server}}, no other key"
+            )
         for where, row in read(str(path)):
             server = server_of(row, servers, where, name, strict=only is None)
             if only is not None and server not in only:
@@ -422,12 +561,23 @@ def batch(tasks: Sequence[T], size: int, step: int, seed: int, shuffle: bool = T
         raise DataError("no rows to take a batch from; give env.train_files that hold some")
     streams = [(list(tasks), size)]
     if any(task.weight for task in tasks):
-        streams = [([t for t in tasks if t.file == file], quota) for file, quota in quotas(tasks, size).items()]
+        streams = [
+            ([t for t in tasks if t.file == file], quota)
+            for file, quota in quotas(tasks, size).items()
+        ]
     picked: list[T] = []
     for index, (rows, quota) in enumerate(streams):
-        count, start, stop = len(rows), (step - 1) * quota, step * quota  # of this batch, in the stream
+        count, start, stop = (
+            len(rows),
+            (step - 1) * quota,
+            step * quota,
+        )  # of this batch, in the stream
         for epoch in range(start // count, (stop - 1) // count + 1):
-            order = np.random.default_rng([seed, epoch, index]).permutation(count) if shuffle else range(count)
+            order = (
+                np.random.default_rng([seed, epoch, index]).permutation(count)
+                if shuffle
+                else range(count)
+            )
             picked += [rows[i] for i in order[max(start - epoch * count, 0) : stop - epoch * count]]
     return picked
 
@@ -437,12 +587,18 @@ def quotas(tasks: Sequence[Weighted], size: int) -> dict[str, int]:
     weights = {task.file: task.weight or 0.0 for task in tasks}  # in order of appearance
     shares = {file: size * weight / sum(weights.values()) for file, weight in weights.items()}
     counts = {file: int(share) for file, share in shares.items()}
-    for file in sorted(shares, key=lambda file: counts[file] - shares[file])[: size - sum(counts.values())]:
+    for file in sorted(shares, key=lambda file: counts[file] - shares[file])[
+        : size - sum(counts.values())
+    ]:
         counts[file] += 1
     for file, weight in weights.items():
         if counts[file] == 0:
-            more = "raise it" if weight else "beside files with a weight none counts as 0: give it one"
-            raise DataError(f"{file}: weight={weight:g} comes to no row in a batch of {size}; {more}")
+            more = (
+                "raise it" if weight else "beside files with a weight none counts as 0: give it one"
+            )
+            raise DataError(
+                f"{file}: weight={weight:g} comes to no row in a batch of {size}; {more}"
+            )
     return counts
 
 
@@ -462,11 +618,17 @@ def arithmetic(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
     pairs = [(a, b) for a in range(args.low, args.high + 1) for b in range(a, args.high + 1)]
     rng.shuffle(pairs)
     if args.validation >= len(pairs):
-        raise DataError(f"{len(pairs)} pairs, {args.validation} held out; lower --validation, or raise --high")
+        raise DataError(
+            f"{len(pairs)} pairs, {args.validation} held out; lower --validation, or raise --high"
+        )
 
     def row(a: int, b: int) -> dict[str, Any]:
         question, answer = f"Complete the equation: {a} + {b} =", f"{a} + {b} = {a + b}"
-        fields = {"question": question, "answer": answer, "metadata": {"source_dataset": "chain_sum"}}
+        fields = {
+            "question": question,
+            "answer": answer,
+            "metadata": {"source_dataset": "chain_sum"},
+        }
         return _row("reasoning_gym", question, system="You are a calculator.", **fields)
 
     held_out, rest = pairs[: args.validation], pairs[args.validation :]
@@ -480,7 +642,10 @@ def gsm8k(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
     --source. The reference answer is what follows `####`, without thousands commas."""
 
     def row(entry: dict[str, str]) -> dict[str, Any]:
-        question, answer = entry["question"], entry["answer"].rsplit("####", 1)[1].strip().replace(",", "")
+        question, answer = (
+            entry["question"],
+            entry["answer"].rsplit("####", 1)[1].strip().replace(",", ""),
+        )
         prompt = f"{question} Let's think step by step and put the final answer within \\boxed{{}}."
         return _row("math_with_judge", prompt, question=question, expected_answer=answer)
 
@@ -491,11 +656,15 @@ def gsm8k(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
             import datasets
             import huggingface_hub
 
-            if not huggingface_hub.constants.HF_HUB_OFFLINE:  # once: load_dataset would ask for half a minute
+            if (
+                not huggingface_hub.constants.HF_HUB_OFFLINE
+            ):  # once: load_dataset would ask for half a minute
                 huggingface_hub.HfApi().dataset_info("openai/gsm8k", timeout=5)
             return datasets.load_dataset("openai/gsm8k", "main", split=split)
         except Exception as error:  # of the network, the hub, the disk
-            raise DataError(f"openai/gsm8k: {error!r:.200}; give --source, a folder with its JSONL files") from None
+            raise DataError(
+                f"openai/gsm8k: {error!r:.200}; give --source, a folder with its JSONL files"
+            ) from None
 
     return {"train": map(row, entries("train")), "validation": map(row, entries("test"))}
 
@@ -505,10 +674,21 @@ def counter(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
     the counter stands where it should in the end: for one call with the right number."""
     schema = {"type": "object", "properties": {"count": {"type": "integer"}}, "required": ["count"]}
     about = "Add a number to the counter."
-    tool = {"type": "function", "name": "increment_counter", "description": about, "parameters": schema, "strict": True}
+    tool = {
+        "type": "function",
+        "name": "increment_counter",
+        "description": about,
+        "parameters": schema,
+        "strict": True,
+    }
     shown = [  # before the question: a small model copies what it sees
         {"role": "user", "content": "Add 7 to the counter."},
-        {"type": "function_call", "call_id": "call_7", "name": "increment_counter", "arguments": '{"count": 7}'},
+        {
+            "type": "function_call",
+            "call_id": "call_7",
+            "name": "increment_counter",
+            "arguments": '{"count": 7}',
+        },
         {"type": "function_call_output", "call_id": "call_7", "output": '{"success":true}'},
         {"role": "assistant", "content": "Done."},
     ]
@@ -522,7 +702,10 @@ def counter(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
 
     numbers = [number for number in range(1, 100) if number != 7]
     random.Random(args.seed).shuffle(numbers)
-    return {"train": [row(number) for number in numbers[16:]], "validation": [row(number) for number in numbers[:16]]}
+    return {
+        "train": [row(number) for number in numbers[16:]],
+        "validation": [row(number) for number in numbers[:16]],
+    }
 
 
 MORE = ("examples", "check", "from", "from-verl", "to-verl")  # commands of kit/extras/convert.py
@@ -541,11 +724,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write a task's rows in NeMo Gym's format.")
     parser.add_argument("name", choices=[*GENERATORS, *MORE])
     parser.add_argument("--out", default="data", help="folder to write to (default: data)")
-    parser.add_argument("--seed", type=int, default=0, help="arithmetic: which pairs are held out, and the order")
-    parser.add_argument("--low", type=int, default=2, help="arithmetic: smallest number (default: 2)")
-    parser.add_argument("--high", type=int, default=29, help="arithmetic: largest number (default: 29)")
-    parser.add_argument("--validation", type=int, default=128, help="arithmetic: pairs held out (default: 128)")
-    parser.add_argument("--source", help="gsm8k: folder with the original train.jsonl and test.jsonl")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="arithmetic: which pairs are held out, and the order"
+    )
+    parser.add_argument(
+        "--low", type=int, default=2, help="arithmetic: smallest number (default: 2)"
+    )
+    parser.add_argument(
+        "--high", type=int, default=29, help="arithmetic: largest number (default: 29)"
+    )
+    parser.add_argument(
+        "--validation", type=int, default=128, help="arithmetic: pairs held out (default: 128)"
+    )
+    parser.add_argument(
+        "--source", help="gsm8k: folder with the original train.jsonl and test.jsonl"
+    )
     args = parser.parse_args()
     try:
         for split, rows in GENERATORS[args.name](args).items():

@@ -60,7 +60,15 @@ import random
 import time
 import urllib.parse
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -71,20 +79,51 @@ AWAY = NOT_NOW - {408, 429}  # those that come from in front of a server that is
 MAX_ANSWER_BYTES = 8 * 2**20  # of an answer, beyond the size of its request, which verifiers echo
 MAX_RUN_BYTES = 64 * 2**20  # of /run, whose answer holds the token ids of every turn
 MAX_DETAILS_BYTES = 64 * 2**10  # of a verdict's `details` as JSON
-MAX_CONTAINERS = 100_000  # lists and objects in an answer: each takes 50 bytes and more, however short its text
-MAX_FAST_VALUES = 300_000  # values that the parser in C reads within 0.1 s; no other thread runs meanwhile
+MAX_CONTAINERS = (
+    100_000  # lists and objects in an answer: each takes 50 bytes and more, however short its text
+)
+MAX_FAST_VALUES = (
+    300_000  # values that the parser in C reads within 0.1 s; no other thread runs meanwhile
+)
 ASIDE_BYTES = 64 * 2**10  # from this size on an answer is read in a thread
-MAX_PARTS, MAX_DEPTH = 100, 64  # parts of a reward, and characters of a part's name; levels of JSON in JSON
-QUIET_S = 15.0  # of nobody asking, after which an outage may be over; well over the pauses between tries
-RESERVED = {"seed_session", "verify", "reset", "step", "close", "aggregate_metrics", "run", "mcp"}  # never tools
+MAX_PARTS, MAX_DEPTH = (
+    100,
+    64,
+)  # parts of a reward, and characters of a part's name; levels of JSON in JSON
+QUIET_S = (
+    15.0  # of nobody asking, after which an outage may be over; well over the pauses between tries
+)
+RESERVED = {
+    "seed_session",
+    "verify",
+    "reset",
+    "step",
+    "close",
+    "aggregate_metrics",
+    "run",
+    "mcp",
+}  # never tools
 RESERVED |= {"close_session", "end_session"}  # of later servers, and of those that hold a sandbox
-DISOWNED: dict[str, Callable[[Any], bool]] = dict.fromkeys(["_ng_failure_class", "failure_kind", "mask_sample"], bool)
-DISOWNED |= {"proof_status": lambda said: said == "error", "num_steps_total": lambda said: said == 0}
+DISOWNED: dict[str, Callable[[Any], bool]] = dict.fromkeys(
+    ["_ng_failure_class", "failure_kind", "mask_sample"], bool
+)
+DISOWNED |= {
+    "proof_status": lambda said: said == "error",
+    "num_steps_total": lambda said: said == 0,
+}
 # What servers must say: a type, [that of each item], or {key: ...}, where a key with a `?` may be missing or null.
 WORLD = {"observation?": str, "info?": {"tool_outputs?": [{"call_id": str, "output": str}]}}
 STEP = {**WORLD, "reward": float, "terminated?": bool, "truncated?": bool}
-ITEM = {"type": str, "prompt_token_ids?": [int], "generation_token_ids?": [int], "generation_log_probs?": [float]}
-ITEM_OF = {"function_call": {"name": str, "arguments": str}, "function_call_output": {"output": str}}
+ITEM = {
+    "type": str,
+    "prompt_token_ids?": [int],
+    "generation_token_ids?": [int],
+    "generation_log_probs?": [float],
+}
+ITEM_OF = {
+    "function_call": {"name": str, "arguments": str},
+    "function_call_output": {"output": str},
+}
 Json = dict[str, Any]  # an object
 Played = tuple["Verdict", Json]
 T = TypeVar("T")
@@ -110,7 +149,9 @@ class Verdict:
     """What a verifier said. Of `details` that come to over MAX_DETAILS_BYTES, `_cut` has the first 1,000 characters."""
 
     reward: float  # finite
-    components: dict[str, float] = field(default_factory=dict)  # named parts of it, the first MAX_PARTS
+    components: dict[str, float] = field(
+        default_factory=dict
+    )  # named parts of it, the first MAX_PARTS
     latency_s: float = 0.0  # of the call that succeeded
     details: Json = field(default_factory=dict)  # what else it says (extracted_answer, ...)
 
@@ -134,16 +175,27 @@ def printable(text: str) -> str:
 # --- what a policy said, as OpenAI Responses items; `arguments` is JSON text -----------------------
 def message(text: str) -> Json:
     """An assistant message. `annotations` and the id look idle, but Gym's schema answers 422 without them."""
-    head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "status": "completed"}
+    head = {
+        "id": f"msg_{uuid.uuid4().hex}",
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+    }
     return {**head, "content": [{"type": "output_text", "text": text, "annotations": []}]}
 
 
 def reasoning(text: str) -> Json:
-    return {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
+    return {
+        "id": f"rs_{uuid.uuid4().hex}",
+        "type": "reasoning",
+        "summary": [{"type": "summary_text", "text": text}],
+    }
 
 
 def function_call(call_id: str, name: str, arguments: str) -> Json:
-    return _sound({"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments})
+    return _sound(
+        {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
+    )
 
 
 def function_call_output(call_id: str, output: str) -> Json:
@@ -152,8 +204,19 @@ def function_call_output(call_id: str, output: str) -> Json:
 
 def response(output: Sequence[Json], model: str = "policy") -> Json:
     """Items, in the order in which they came, as the Response object that /verify and /step demand."""
-    head = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": time.time(), "model": model}
-    return {**head, "output": list(output), "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+    head = {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": time.time(),
+        "model": model,
+    }
+    return {
+        **head,
+        "output": list(output),
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+    }
 
 
 def message_response(text: str) -> Json:
@@ -165,20 +228,39 @@ def parse_verdict(body: Any, latency_s: float = 0.0, row: Json | None = None) ->
     """The JSON of a 200 answer of /verify or /run -> Verdict. Verifiers echo the request: `details` is what they add to
     `row`, but for names that begin with `_`. Raises GymError('bad_answer' | 'masked')."""
     _check(body, {}, "/verify")
-    for key, disowns in DISOWNED.items():  # what the last two say in math_formal_lean and in scicode
+    for (
+        key,
+        disowns,
+    ) in DISOWNED.items():  # what the last two say in math_formal_lean and in scicode
         if disowns(body.get(key)):
-            why = _sound(body.get("failure_reason") or body.get("_ng_failure_judge_error") or body[key])
+            why = _sound(
+                body.get("failure_reason") or body.get("_ng_failure_judge_error") or body[key]
+            )
             raise GymError("masked", f"/verify disowns its reward by {key}: {why!s:.300}")
     echoed = {"responses_create_params", "response", *(row or {})} - {"reward", "reward_components"}
-    said = _sound({key: value for key, value in body.items() if key not in echoed and not str(key).startswith("_")})
+    said = _sound(
+        {
+            key: value
+            for key, value in body.items()
+            if key not in echoed and not str(key).startswith("_")
+        }
+    )
     _check(said, {"reward": float, "reward_components?": {}}, "/verify")
     reward, parts = float(said.pop("reward")), (said.pop("reward_components", None) or {}).items()
     _check([part for _, part in parts], [float], "/verify[reward_components]")
-    sizes = {key: len(_start_of_json({key: value}, MAX_DETAILS_BYTES + 1)) for key, value in said.items()}
+    sizes = {
+        key: len(_start_of_json({key: value}, MAX_DETAILS_BYTES + 1)) for key, value in said.items()
+    }
     if sum(sizes.values()) > MAX_DETAILS_BYTES:
-        cut = {key: said.pop(key) for key, size in sizes.items() if size > MAX_DETAILS_BYTES // len(sizes)}
+        cut = {
+            key: said.pop(key)
+            for key, size in sizes.items()
+            if size > MAX_DETAILS_BYTES // len(sizes)
+        }
         said["_cut"] = _start_of_json(cut, 1000)
-    return Verdict(reward, {name[:MAX_PARTS]: float(p) for name, p in list(parts)[:MAX_PARTS]}, latency_s, said)
+    return Verdict(
+        reward, {name[:MAX_PARTS]: float(p) for name, p in list(parts)[:MAX_PARTS]}, latency_s, said
+    )
 
 
 def _start_of_json(value: Any, most: int) -> str:
@@ -211,7 +293,9 @@ def _parse(text: bytes, at: str) -> Any:
             return _sound(json.loads(text))
         return _sound(_Decoder().decode(text.decode(json.detect_encoding(text))))
     except (ValueError, RecursionError):
-        raise GymError("bad_answer", f"{at}: HTTP 200 whose body is not JSON: {text[:200]!r}") from None
+        raise GymError(
+            "bad_answer", f"{at}: HTTP 200 whose body is not JSON: {text[:200]!r}"
+        ) from None
 
 
 def _most_bytes(path: str, sent: bytes | None) -> int:
@@ -237,7 +321,10 @@ def _sound(value: Any, depth: int = MAX_DEPTH) -> Any:
     if depth and isinstance(value, dict):
         return {_sound(str(key)): _sound(item, depth - 1) for key, item in value.items()}
     if depth and isinstance(value, list):  # token ids first: there are many
-        return [item if type(item) is int and 0 <= item < 2**31 else _sound(item, depth - 1) for item in value]
+        return [
+            item if type(item) is int and 0 <= item < 2**31 else _sound(item, depth - 1)
+            for item in value
+        ]
     return value if isinstance(value, int | float) and abs(value) < 1e308 else None
 
 
@@ -275,8 +362,13 @@ class Gym:
 
     async def __aenter__(self) -> Gym:
         # One pool for all, without cookies or limit: sessions have theirs. Gym's servers drop idle connections at 30 s.
-        pool, timeout = aiohttp.TCPConnector(limit=0, keepalive_timeout=5.0), aiohttp.ClientTimeout(total=None)
-        self._http = aiohttp.ClientSession(connector=pool, cookie_jar=aiohttp.DummyCookieJar(), timeout=timeout)
+        pool, timeout = (
+            aiohttp.TCPConnector(limit=0, keepalive_timeout=5.0),
+            aiohttp.ClientTimeout(total=None),
+        )
+        self._http = aiohttp.ClientSession(
+            connector=pool, cookie_jar=aiohttp.DummyCookieJar(), timeout=timeout
+        )
         return self
 
     async def __aexit__(self, *_: Any) -> None:
@@ -288,14 +380,25 @@ class Gym:
             self._watches[server].gone = time.monotonic()
 
     def _place(self, server: str, path: str) -> contextlib.AbstractAsyncContextManager[None]:
-        limits = self.concurrency if isinstance(self.concurrency, Mapping) else {server: self.concurrency}
+        limits = (
+            self.concurrency
+            if isinstance(self.concurrency, Mapping)
+            else {server: self.concurrency}
+        )
         limit, kind = limits.get(server, limits.get("default", 8)), (server, path == "/verify")
-        return limit(server, path) if callable(limit) else self._slots.setdefault(kind, asyncio.Semaphore(limit))
+        return (
+            limit(server, path)
+            if callable(limit)
+            else self._slots.setdefault(kind, asyncio.Semaphore(limit))
+        )
 
     async def routes(self, server: str) -> frozenset[str]:
         """The paths that `server` takes POSTs on, read once from its /openapi.json. Raises GymError."""
         if server not in self.urls:
-            raise GymError("no_server", f"no Gym server named {server!r}; configured: {', '.join(self.urls) or 'none'}")
+            raise GymError(
+                "no_server",
+                f"no Gym server named {server!r}; configured: {', '.join(self.urls) or 'none'}",
+            )
         asked = self._routes.get(server)
         if asked is None or (asked.done() and asked.exception()):
             asked = self._routes[server] = asyncio.create_task(self._read_routes(server))
@@ -305,12 +408,20 @@ class Gym:
         described = await self._repeat(server, _Caller(self, server).call, "GET", "/openapi.json")
         _check(described, {"paths": {}}, f"{self.urls[server]}/openapi.json")
         paths = described["paths"].items()
-        return frozenset(path for path, methods in paths if isinstance(methods, dict) and "post" in methods)
+        return frozenset(
+            path for path, methods in paths if isinstance(methods, dict) and "post" in methods
+        )
 
     async def kind(self, server: str) -> str:
         """`verify`, `step` or `agent`, by the routes of `server`. Raises GymError."""
         routes = await self.routes(server)
-        return "agent" if "/run" in routes else "verify" if "/verify" in routes or "/step" not in routes else "step"
+        return (
+            "agent"
+            if "/run" in routes
+            else "verify"
+            if "/verify" in routes or "/step" not in routes
+            else "step"
+        )
 
     @contextlib.asynccontextmanager
     async def session(self, server: str, row: Json) -> AsyncIterator[Session]:
@@ -322,17 +433,25 @@ class Gym:
         finally:
             await session.close()
 
-    async def run(self, server: str, row: Json, timeout_s: float, vocabulary: int | None = None) -> Played:
+    async def run(
+        self, server: str, row: Json, timeout_s: float, vocabulary: int | None = None
+    ) -> Played:
         """POST /run: Gym's agent plays the whole episode, in `timeout_s` seconds -> (verdict, Response with all items,
         whose token ids are below `vocabulary`). Repeated, anew, after connect and "not now". Raises GymError."""
-        return await self._repeat(server, self._run, server, row, timeout_s, vocabulary or 2**31, once_500=False)
+        return await self._repeat(
+            server, self._run, server, row, timeout_s, vocabulary or 2**31, once_500=False
+        )
 
     async def _run(self, server: str, row: Json, timeout_s: float, vocabulary: int) -> Played:
         began, url = time.monotonic(), f"{self.urls[server]}/run"
         read = functools.partial(_played, url=url, row=row, vocabulary=vocabulary)
         verdict, response = await _Caller(self, server).call("POST", "/run", row, timeout_s, read)
-        if self._watches[server].gone > began:  # its resources server knows of nothing that was done before
-            raise GymError("session_lost", f"{url}: the server was started again meanwhile", False, True)
+        if (
+            self._watches[server].gone > began
+        ):  # its resources server knows of nothing that was done before
+            raise GymError(
+                "session_lost", f"{url}: the server was started again meanwhile", False, True
+            )
         return replace(verdict, latency_s=time.monotonic() - began), response
 
     async def aggregate(self, server: str, records: Sequence[Json]) -> Json | None:
@@ -341,10 +460,14 @@ class Gym:
         if "/aggregate_metrics" not in await self.routes(server):
             return None
         body = {"verify_responses": list(records)}
-        answer = await self._repeat(server, _Caller(self, server).call, "POST", "/aggregate_metrics", body)
+        answer = await self._repeat(
+            server, _Caller(self, server).call, "POST", "/aggregate_metrics", body
+        )
         return answer if isinstance(answer, dict) else None
 
-    async def _repeat(self, server: str, call: Call[T], *args: Any, once_500: bool = True, may: bool = True) -> T:
+    async def _repeat(
+        self, server: str, call: Call[T], *args: Any, once_500: bool = True, may: bool = True
+    ) -> T:
         """`call(*args)`, and while its GymError and `may` allow it, again, with exponential backoff and full jitter. A
         try during which the server answered nobody counts only if it is the first: the rest is the outage's. One that
         it answered in part always counts, since what kills a server whenever it is back must come to an end."""
@@ -373,7 +496,9 @@ def _played(body: Any, url: str, row: Json, vocabulary: int) -> Played:
         _check(item, said | ITEM_OF.get(item["type"], {}), f"{url}: {item['type']}")
         ids = [0, *(item.get("prompt_token_ids") or ()), *(item.get("generation_token_ids") or ())]
         if min(ids) < 0 or max(ids) >= vocabulary:
-            raise GymError("bad_answer", f"{url}: token ids from {min(ids)} to {max(ids)}, of {vocabulary}")
+            raise GymError(
+                "bad_answer", f"{url}: token ids from {min(ids)} to {max(ids)}, of {vocabulary}"
+            )
     return verdict, body["response"]
 
 
@@ -389,9 +514,16 @@ class _Caller:
     """HTTP to one server with cookies of its own, over the shared pool."""
 
     def __init__(self, gym: Gym, server: str):
-        self.gym, self.server, self.url, self.watch = gym, server, gym.urls[server], gym._watches[server]
+        self.gym, self.server, self.url, self.watch = (
+            gym,
+            server,
+            gym.urls[server],
+            gym._watches[server],
+        )
         self.cookies: dict[str, str] = {}
-        self.touched = False  # by a tool or a step, so that no new session can stand in for this one
+        self.touched = (
+            False  # by a tool or a step, so that no new session can stand in for this one
+        )
 
     async def call(
         self,
@@ -418,11 +550,24 @@ class _Caller:
         said = f"{self.url}{path}: HTTP {status}: {text[:300].decode(errors='replace')}"
         return GymError(f"http_{status}", said, status in NOT_NOW, self.touched and status in AWAY)
 
-    async def ask(self, method: str, path: str, sent: str, timeout_s: float | None = None) -> tuple[int, bytes]:
+    async def ask(
+        self, method: str, path: str, sent: str, timeout_s: float | None = None
+    ) -> tuple[int, bytes]:
         """(status, body) of one request. Raises GymError for all but statuses that are an answer, of this session."""
-        http, url, seconds, failure = self.gym._http, self.url + path, timeout_s or self.gym.timeout_s, None
-        gone = (not self.touched, self.touched)  # a session that nothing has touched can be replaced, others are lost
-        data, cookie = sent.encode(errors="replace") or None, "; ".join(f"{k}={v}" for k, v in self.cookies.items())
+        http, url, seconds, failure = (
+            self.gym._http,
+            self.url + path,
+            timeout_s or self.gym.timeout_s,
+            None,
+        )
+        gone = (
+            not self.touched,
+            self.touched,
+        )  # a session that nothing has touched can be replaced, others are lost
+        data, cookie = (
+            sent.encode(errors="replace") or None,
+            "; ".join(f"{k}={v}" for k, v in self.cookies.items()),
+        )
         most = _most_bytes(path, data)
         headers = {"Content-Type": "application/json"} | ({"Cookie": cookie} if cookie else {})
         async with self.gym._place(self.server, path):
@@ -433,16 +578,22 @@ class _Caller:
                 raise GymError("session_lost", f"{url} was away since this session began", *gone)
             try:
                 # The deadline covers the whole call: a read timeout alone would let a server trickle for ever.
-                request = http.request(method, url, data=data, headers=headers, allow_redirects=False)
+                request = http.request(
+                    method, url, data=data, headers=headers, allow_redirects=False
+                )
                 async with asyncio.timeout(seconds), request as answer:
                     if answer.status not in AWAY:
                         self.watch.answered = time.monotonic()
                     if 300 <= answer.status < 400:
                         why = _redirect(answer.headers.get("Location", ""))
-                        raise GymError(f"http_{answer.status}", f"{url}: HTTP {answer.status}: {why}")
+                        raise GymError(
+                            f"http_{answer.status}", f"{url}: HTTP {answer.status}: {why}"
+                        )
                     try:
                         await answer.content.readexactly(most + 1)
-                        raise GymError("too_large", f"{url}: an answer of more than {most} bytes; shorten it")
+                        raise GymError(
+                            "too_large", f"{url}: an answer of more than {most} bytes; shorten it"
+                        )
                     except asyncio.IncompleteReadError as whole:
                         text = whole.partial
                 if answer.status in NOT_NOW:
@@ -450,12 +601,19 @@ class _Caller:
             except TimeoutError:
                 failure = GymError("timeout", f"{url}: no answer within {seconds:g} s")
             except (aiohttp.ClientError, OSError) as error:
-                failure = GymError("connect", f"{url}: {type(error).__name__}: {str(error)!a:.300}", True, self.touched)
+                failure = GymError(
+                    "connect",
+                    f"{url}: {type(error).__name__}: {str(error)!a:.300}",
+                    True,
+                    self.touched,
+                )
                 if isinstance(error, aiohttp.ClientConnectorError):
                     self.watch.gone = time.monotonic()
         if failure:
             raise failure if self.watch.answered >= began else await self._silence(failure, began)
-        for header in filter(str.isprintable, answer.headers.getall("Set-Cookie", ())):  # others cannot be sent back
+        for header in filter(
+            str.isprintable, answer.headers.getall("Set-Cookie", ())
+        ):  # others cannot be sent back
             name, _, value = header.partition(";")[0].strip().partition("=")
             if _session_id(self.cookies.get(name, value)) != _session_id(value):
                 raise GymError("session_lost", f"{url} answered out of another session", *gone)
@@ -465,8 +623,12 @@ class _Caller:
     async def _silence(self, error: GymError, began: float) -> GymError:
         """A call failed since whose begin nobody was answered: `error`, or past the outage budget ServerDownError."""
         watch, gym, now = self.watch, self.gym, time.monotonic()
-        begin = began if error.reason == "timeout" else now  # of the silence: until it broke, a call was in work
-        if watch.answered > watch.since or begin > watch.failed + QUIET_S:  # not the outage that is known
+        begin = (
+            began if error.reason == "timeout" else now
+        )  # of the silence: until it broke, a call was in work
+        if (
+            watch.answered > watch.since or begin > watch.failed + QUIET_S
+        ):  # not the outage that is known
             watch.since, watch.calls = begin, 0
         watch.failed, watch.calls, silent_s = now, watch.calls + 1, now - watch.since
         if error.reason == "timeout" and silent_s > gym.outage_budget_s:
@@ -508,16 +670,31 @@ class Session:
     """One episode's conversation with one server. `Gym.session` makes it, opens it and closes it."""
 
     def __init__(self, gym: Gym, server: str, row: Json, routes: frozenset[str], kind: str):
-        self.gym, self.server, self.row, self.kind, self.last_ids = gym, server, row, kind, list[int]()  # answered
+        self.gym, self.server, self.row, self.kind, self.last_ids = (
+            gym,
+            server,
+            row,
+            kind,
+            list[int](),
+        )  # answered
         self.observation: str | None = None  # what a step server says first
-        self.tools = callable_names(tool.get("name") for tool in row["responses_create_params"].get("tools") or [])
-        self.executable = routed(self.tools, routes)  # where no route answers, the call itself is the answer (xlam_fc)
-        self._open_now, self._info = False, Json()  # whether the server knows the session; what it said of it
+        self.tools = callable_names(
+            tool.get("name") for tool in row["responses_create_params"].get("tools") or []
+        )
+        self.executable = routed(
+            self.tools, routes
+        )  # where no route answers, the call itself is the answer (xlam_fc)
+        self._open_now, self._info = (
+            False,
+            Json(),
+        )  # whether the server knows the session; what it said of it
 
     async def open(self) -> None:
         """POST /seed_session, or /reset, with the whole row and no cookies. Raises GymError."""
         self._http = _Caller(self.gym, self.server)
-        body = await self._http.call("POST", "/reset" if self.kind == "step" else "/seed_session", self.row)
+        body = await self._http.call(
+            "POST", "/reset" if self.kind == "step" else "/seed_session", self.row
+        )
         if self.kind == "step":
             _check(body, WORLD, f"{self._http.url}/reset")
             self.observation, self._info = body.get("observation"), body.get("info") or {}
@@ -538,26 +715,36 @@ class Session:
 
     async def verify(self, response: Json) -> Verdict:
         """POST /verify with the row and `response` (see `response`). Raises GymError."""
-        return await self.gym._repeat(self.server, self._verify, response, may=not self._http.touched)
+        return await self.gym._repeat(
+            self.server, self._verify, response, may=not self._http.touched
+        )
 
     async def _verify(self, response: Json) -> Verdict:
         if not self._open_now:  # the session may have died with the call that failed
             await self.open()
         self._open_now, began = False, time.perf_counter()
         read = functools.partial(parse_verdict, row=self.row)
-        verdict = await self._http.call("POST", "/verify", {**self.row, "response": response}, read=read)
+        verdict = await self._http.call(
+            "POST", "/verify", {**self.row, "response": response}, read=read
+        )
         self._open_now = True
         return replace(verdict, latency_s=time.perf_counter() - began)
 
     async def step(self, response: Json) -> Turn:
         """POST /step with the row and `response`, what the policy said in this turn only. Raises GymError."""
         known = bool(self._info.get("supports_step_idempotency"))  # a repeated step, by its id
-        body = {**self.row, "response": response} | ({"_ng_step_request_id": uuid.uuid4().hex} if known else {})
-        answer = await self.gym._repeat(self.server, self._http.call, "POST", "/step", body, once_500=False, may=known)
+        body = {**self.row, "response": response} | (
+            {"_ng_step_request_id": uuid.uuid4().hex} if known else {}
+        )
+        answer = await self.gym._repeat(
+            self.server, self._http.call, "POST", "/step", body, once_500=False, may=known
+        )
         _check(answer, STEP, f"{self._http.url}/step")
         outputs = (answer.get("info") or {}).get("tool_outputs") or []
         terminated, truncated = bool(answer.get("terminated")), bool(answer.get("truncated"))
-        return Turn(answer.get("observation"), float(answer["reward"]), terminated, truncated, outputs)
+        return Turn(
+            answer.get("observation"), float(answer["reward"]), terminated, truncated, outputs
+        )
 
     async def close(self) -> None:
         """POST /close where the server asks for it; others forget a session by themselves, or never."""

@@ -47,7 +47,9 @@ from kit.rollout import chat
 Requests = Sequence[tuple[Task, str]]  # with the id of the task's group
 OnDone = Callable[[int, Episode], None]  # called with the index of an episode that ended
 AT_ONCE = 32  # episodes that begin before the event loop does anything else
-LONGEST_TOKEN = 256  # characters, at most, of any token; so a longer text than this times the room does not fit
+LONGEST_TOKEN = (
+    256  # characters, at most, of any token; so a longer text than this times the room does not fit
+)
 REPLAYS = 3  # times that an episode is played again, after its Gym server went away under it
 
 
@@ -64,15 +66,25 @@ class Policy:
     max_tool_chars: int  # a tool's answer is cut to this for the model, in the middle
     tool_format: str  # how the model writes tool calls: a name of vLLM's tool parsers, or of verl's
     deadline_s: float  # for one answer, from when its episode has a place; then its status is `generate_timeout`
-    sampling: dict[str, Any] = field(default_factory=dict)  # vLLM's parameters of the rollout under way
+    sampling: dict[str, Any] = field(
+        default_factory=dict
+    )  # vLLM's parameters of the rollout under way
     vocabulary: int | None = None  # ids that the model has
-    seed: int | None = None  # rollout.seed, where rollout.full_determinism asks for the same answers in every run
-    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(256))  # for episodes that play at once
-    version: int | None = None  # of the weights that the servers must sample from: the step they were synced at
+    seed: int | None = (
+        None  # rollout.seed, where rollout.full_determinism asks for the same answers in every run
+    )
+    places: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(256)
+    )  # for episodes that play at once
+    version: int | None = (
+        None  # of the weights that the servers must sample from: the step they were synced at
+    )
     ahead: int = 0  # steps that they may be older, or newer (trainer.one_step_off)
 
 
-def make_policy(config: DictConfig, client: LLMServerClient, data: Any, deadline_s: float) -> Policy:
+def make_policy(
+    config: DictConfig, client: LLMServerClient, data: Any, deadline_s: float
+) -> Policy:
     """A Policy from verl's keys: data.max_*_length, rollout.multi_turn.*, and so many episodes at once as its engines
     take (rollout.max_num_seqs each). data: kit.runs.preparation.Data."""
     rollout = config.actor_rollout_ref.rollout
@@ -96,7 +108,11 @@ def make_policy(config: DictConfig, client: LLMServerClient, data: Any, deadline
 
 def sampling_params(config: DictConfig, validate: bool) -> dict[str, Any]:
     """vLLM's sampling parameters from rollout.* (training) or rollout.val_kwargs.* (evaluation)."""
-    source = config.actor_rollout_ref.rollout.val_kwargs if validate else config.actor_rollout_ref.rollout
+    source = (
+        config.actor_rollout_ref.rollout.val_kwargs
+        if validate
+        else config.actor_rollout_ref.rollout
+    )
     return {
         "temperature": source.temperature if source.do_sample else 0.0,
         "top_p": source.top_p,
@@ -116,13 +132,17 @@ async def start_servers(config: DictConfig, actor: Any) -> LLMServerManager:
     (engine_kwargs.vllm.kv_cache_memory_bytes) it does not measure, and both start at once.
     """
     rollout = config.actor_rollout_ref.rollout
-    at_once = rollout.nnodes or (rollout.engine_kwargs.get("vllm") or {}).get("kv_cache_memory_bytes")
+    at_once = rollout.nnodes or (rollout.engine_kwargs.get("vllm") or {}).get(
+        "kv_cache_memory_bytes"
+    )
     manager = LLMServerManager(config, worker_group=None if rollout.nnodes else actor)  # type: ignore[arg-type]
     if not at_once:
         await asyncio.to_thread(actor.init_model)
     servers = asyncio.create_task(manager._initialize_llm_servers())
     if at_once:
-        await asyncio.sleep(0.5)  # for the servers to ask the workers, which answer no one while they load, for devices
+        await asyncio.sleep(
+            0.5
+        )  # for the servers to ask the workers, which answer no one while they load, for devices
         await asyncio.to_thread(actor.init_model)
     await servers
     return manager
@@ -155,14 +175,28 @@ class Servers:
         loop: asyncio.Runner,
         players: Any = None,
     ):
-        self.manager, self.policy, self.gym, self.loop, self.players = manager, policy, gym, loop, players
+        self.manager, self.policy, self.gym, self.loop, self.players = (
+            manager,
+            policy,
+            gym,
+            loop,
+            players,
+        )
         engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
         replicas = manager.get_replicas()
-        self.sync = CheckpointEngineManager(config=engine, actor_wg=actor, replicas=replicas) if actor else None
+        self.sync = (
+            CheckpointEngineManager(config=engine, actor_wg=actor, replicas=replicas)
+            if actor
+            else None
+        )
         self.asleep = False
 
     def rollout(
-        self, requests: Requests, sampling: dict[str, Any], on_done: OnDone = lambda *_: None, baselines: bool = False
+        self,
+        requests: Requests,
+        sampling: dict[str, Any],
+        on_done: OnDone = lambda *_: None,
+        baselines: bool = False,
     ) -> list[Episode]:
         """`rollout` with those sampling parameters; baselines: `rollout_with_baselines`."""
         return self.loop.run(self.play(requests, sampling, on_done, baselines))
@@ -174,7 +208,9 @@ class Servers:
         self.policy.sampling = sampling | images.banned(self.policy.tokenizer)
         if self.players:
             return self.players.rollout(requests, self.policy.sampling, on_done, baselines)
-        return (rollout_with_baselines if baselines else rollout)(requests, self.policy, self.gym, on_done)
+        return (rollout_with_baselines if baselines else rollout)(
+            requests, self.policy, self.gym, on_done
+        )
 
     def sleep(self) -> None:
         """vLLM gives back its GPU memory (free_cache_engine); `publish` wakes it."""
@@ -204,31 +240,44 @@ async def sample(
     another step RunError.
     """
     params = {**policy.sampling, "max_tokens": max_tokens}
-    if policy.seed is not None:  # verl would give all answers to a prompt the same one, so that all are the same
+    if (
+        policy.seed is not None
+    ):  # verl would give all answers to a prompt the same one, so that all are the same
         params["seed"] = zlib.crc32(f"{policy.seed} {request_id}".encode())
     try:
         async with asyncio.timeout(policy.deadline_s):
             # the episode's id keeps its turns on one replica, whose cache holds their prefix
             output = await policy.client.generate(
-                request_id=request_id.partition("#")[0], prompt_ids=prompt_ids, sampling_params=params, **shown
+                request_id=request_id.partition("#")[0],
+                prompt_ids=prompt_ids,
+                sampling_params=params,
+                **shown,
             )
     except TimeoutError:
-        raise GymError("generate_timeout", f"vLLM gave no answer within {policy.deadline_s:g} s") from None
+        raise GymError(
+            "generate_timeout", f"vLLM gave no answer within {policy.deadline_s:g} s"
+        ) from None
     ids, told, now = list(output.token_ids), output.extra_fields, policy.version
     versions: Versions = told.get("versions", [(len(ids), told.get("global_steps", now))])
-    if now is not None and (bad := [v for _, v in versions if v is None or abs(now - v) > policy.ahead]):
+    if now is not None and (
+        bad := [v for _, v in versions if v is None or abs(now - v) > policy.ahead]
+    ):
         raise RunError(
             f"a vLLM server samples from the weights of step {bad[0]}, the trainer's are of step {now}: "
             "the sync did not reach it; see logs/ray of the run, then the same command goes on from the last checkpoint"
         )
     if output.stop_reason in ABORTED or not ids:
-        raise GymError("aborted", f"vLLM ended the request without an answer ({output.stop_reason})")
+        raise GymError(
+            "aborted", f"vLLM ended the request without an answer ({output.stop_reason})"
+        )
     if output.log_probs is None or len(output.log_probs) != len(ids):
         raise GymError("no_log_probs", f"vLLM sent {len(ids)} tokens without a log-prob for each")
     return ids, list(output.log_probs), versions
 
 
-async def play(episode: Episode, task: Task, session: Session, policy: Policy, request_id: str) -> None:
+async def play(
+    episode: Episode, task: Task, session: Session, policy: Policy, request_id: str
+) -> None:
     """Fill `episode`: turns of policy and environment until an answer without calls, a limit, or the world's end.
 
     On a `verify` server the policy's tool calls are run, in order; `judge` then has the last answer verified with all
@@ -238,7 +287,10 @@ async def play(episode: Episode, task: Task, session: Session, policy: Policy, r
     while not episode.ended:
         begin = time.perf_counter()
         room = policy.max_response_length - len(episode.response_ids)
-        seen, turn_id = episode.prompt_ids + episode.response_ids, f"{request_id}#{len(episode.turns)}"
+        seen, turn_id = (
+            episode.prompt_ids + episode.response_ids,
+            f"{request_id}#{len(episode.turns)}",
+        )
         asked, pictures = images.shown(policy.tokenizer, seen, task)
         ids, log_probs, versions = await sample(policy, turn_id, asked, room, **pictures)
         _count(episode, "generate", begin)
@@ -264,7 +316,9 @@ async def play(episode: Episode, task: Task, session: Session, policy: Policy, r
         names = {call["call_id"]: call["name"] for call in calls}
         messages = [chat.observed_message(item, names, policy.max_tool_chars) for item in items]
         room = policy.max_response_length - len(episode.response_ids)
-        if sum(len(m["content"]) for m in messages) > LONGEST_TOKEN * room:  # too long, whatever the tokenizer
+        if (
+            sum(len(m["content"]) for m in messages) > LONGEST_TOKEN * room
+        ):  # too long, whatever the tokenizer
             episode.ended = "length"
             break
         new = chat.observed_ids(messages, policy.tokenizer, policy.stop_ids)
@@ -289,10 +343,17 @@ def _ask(episode: Episode, task: Task, session: Session, policy: Policy) -> None
     if task.prompt_ids and not observation:
         return
     if not task.messages and not observation:
-        raise GymError("no_prompt", f"{task.row_id}: its input is empty, and {task.server} says nothing either")
+        raise GymError(
+            "no_prompt", f"{task.row_id}: its input is empty, and {task.server} says nothing either"
+        )
     limit = f"data.max_prompt_length={policy.max_prompt_length}"
-    if observation and len(observation) > LONGEST_TOKEN * policy.max_prompt_length:  # do not spend seconds on it
-        raise GymError("prompt_too_long", f"{task.row_id}: {len(observation)} characters observed, over {limit}")
+    if (
+        observation and len(observation) > LONGEST_TOKEN * policy.max_prompt_length
+    ):  # do not spend seconds on it
+        raise GymError(
+            "prompt_too_long",
+            f"{task.row_id}: {len(observation)} characters observed, over {limit}",
+        )
     if observation:
         episode.prompt_ids = chat.first_prompt_ids(
             task.messages, observation, task.tools, policy.tokenizer, task.row_id
@@ -315,13 +376,26 @@ async def _react(
         if turn.terminated or turn.truncated:
             episode.ended = "terminated" if turn.terminated else "truncated"
             return []
-        told = [{"role": "user", "type": "message", "content": turn.observation}] if turn.observation else []
-        return [*(gym_client.function_call_output(o["call_id"], o["output"]) for o in turn.tool_outputs), *told]
+        told = (
+            [{"role": "user", "type": "message", "content": turn.observation}]
+            if turn.observation
+            else []
+        )
+        return [
+            *(
+                gym_client.function_call_output(o["call_id"], o["output"])
+                for o in turn.tool_outputs
+            ),
+            *told,
+        ]
     if not episode.ended and (not calls or not session.executable):
         episode.ended = "stop"
     if episode.ended:
         return []
-    answers = [(call["call_id"], await session.call_tool(call["name"], call["arguments"])) for call in calls]
+    answers = [
+        (call["call_id"], await session.call_tool(call["name"], call["arguments"]))
+        for call in calls
+    ]
     return [gym_client.function_call_output(call_id, answer) for call_id, answer in answers]
 
 
@@ -337,7 +411,9 @@ def replay(episode: Episode, response: dict[str, Any], policy: Policy) -> None:
     if response.get("incomplete_details") or episode.response_ids[-1] not in policy.stop_ids:
         episode.ended = "length"
     else:  # an agent that is out of turns comes back with the answer to a call
-        episode.ended = "turns" if episode.output[-1].get("type") == "function_call_output" else "stop"
+        episode.ended = (
+            "turns" if episode.output[-1].get("type") == "function_call_output" else "stop"
+        )
 
 
 def _count(episode: Episode, what: str, begin: float) -> None:
@@ -345,7 +421,11 @@ def _count(episode: Episode, what: str, begin: float) -> None:
 
 
 def _settle(episode: Episode, verdict: gym_client.Verdict) -> None:
-    episode.reward, episode.reward_components, episode.verdict = verdict.reward, verdict.components, verdict.details
+    episode.reward, episode.reward_components, episode.verdict = (
+        verdict.reward,
+        verdict.components,
+        verdict.details,
+    )
     episode.timings["verify_call"] = verdict.latency_s
 
 
@@ -357,7 +437,9 @@ def in_groups(tasks: Iterable[Task], n: int, name: str) -> list[tuple[Task, str]
     return [(task, f"{name}/{i}") for i, task in enumerate(tasks) for _ in range(n)]
 
 
-async def rollout(requests: Requests, policy: Policy, gym: Gym, on_done: OnDone = lambda *_: None) -> list[Episode]:
+async def rollout(
+    requests: Requests, policy: Policy, gym: Gym, on_done: OnDone = lambda *_: None
+) -> list[Episode]:
     """An episode for each (task, group id), in their order; `on_done(index, episode)` sees each as it ends.
 
     Each is verified as it ends, while others generate, the next one in its place. Failures of the environment become a
@@ -374,12 +456,18 @@ async def rollout(requests: Requests, policy: Policy, gym: Gym, on_done: OnDone 
                 async with policy.places:
                     if agent:
                         begun = policy.version
-                        verdict, response = await gym.run(task.server, task.row, policy.deadline_s, policy.vocabulary)
+                        verdict, response = await gym.run(
+                            task.server, task.row, policy.deadline_s, policy.vocabulary
+                        )
                         replay(episode, response, policy)
-                        episode.versions = [(sum(episode.response_mask), begun)]  # the oldest that it can be
+                        episode.versions = [
+                            (sum(episode.response_mask), begun)
+                        ]  # the oldest that it can be
                         _settle(episode, verdict)
                     else:
-                        session = await stack.enter_async_context(gym.session(task.server, task.row))
+                        session = await stack.enter_async_context(
+                            gym.session(task.server, task.row)
+                        )
                         await play(episode, task, session, policy, request_id)
                 if not agent:
                     await judge(episode, session)
@@ -391,14 +479,18 @@ async def rollout(requests: Requests, policy: Policy, gym: Gym, on_done: OnDone 
             episode.lost = error.lost
         except env.DataError as error:  # the chat template does not take what the environment said
             episode.status, episode.error, episode.reward = "template", str(error), None
-        except Exception as error:  # of what a policy, a row or a server said, and nobody thought of
+        except (
+            Exception
+        ) as error:  # of what a policy, a row or a server said, and nobody thought of
             where = traceback.extract_tb(error.__traceback__)[-1]
             why = f"{error!r} at {where.filename}:{where.lineno}, a fault of the kit's: please report it"
             episode.status, episode.error, episode.reward = "unforeseen", why, None
         return episode
 
     async def one(index: int, task: Task, group_id: str, request_id: str) -> Episode:
-        for again in range(REPLAYS + 1):  # the server went away under an open session: a new one may live
+        for again in range(
+            REPLAYS + 1
+        ):  # the server went away under an open session: a new one may live
             episode = await play_once(task, group_id, f"{request_id}{'again-' * again}")
             if not episode.lost:
                 break
@@ -422,7 +514,9 @@ def check_ids(episode: Episode) -> None:
     sampled = sum(end - begin for begin, end, _ in episode.turns)
     if not length or len(episode.response_mask) != length or len(episode.log_probs) != length:
         lists = f"{length} ids, {len(episode.response_mask)} of mask, {len(episode.log_probs)} log-probs"
-        raise GymError("bad_ids", f"{episode.row_id}: the response's lists differ in length: {lists}")
+        raise GymError(
+            "bad_ids", f"{episode.row_id}: the response's lists differ in length: {lists}"
+        )
     if sum(episode.response_mask) != sampled:
         why = f"{sampled} sampled tokens, {sum(episode.response_mask)} in the mask"
         raise GymError("bad_ids", f"{episode.row_id}: {why}")
@@ -434,11 +528,18 @@ async def rollout_with_baselines(
     """`rollout`, and beside it a greedy answer for each group, whose reward becomes its `baseline` (ReMax: Li et al.
     2023, arXiv:2310.10505, algorithm 2). A group without one fails, as `no_baseline`. Raises GymError for an agent.
     """
-    agents = [server for server in {task.server for task, _ in requests} if await gym.kind(server) == "agent"]
+    agents = [
+        server
+        for server in {task.server for task, _ in requests}
+        if await gym.kind(server) == "agent"
+    ]
     if agents:
         why = f"wants greedy answers, which the agent of {agents[0]} cannot give; choose another"
         raise GymError("no_greedy", f"algorithm.adv_estimator {why}")
-    once = [(task, group_id) for group_id, task in {group_id: task for task, group_id in requests}.items()]
+    once = [
+        (task, group_id)
+        for group_id, task in {group_id: task for task, group_id in requests}.items()
+    ]
     greedy = dataclasses.replace(policy, sampling={**policy.sampling, "temperature": 0.0})
     episodes, baselines = await asyncio.gather(
         rollout(requests, policy, gym, on_done), rollout(once, greedy, gym, on_done)
@@ -447,5 +548,9 @@ async def rollout_with_baselines(
     for e in episodes:
         e.baseline = of[e.group_id].reward
         if e.status == "ok" and e.baseline is None:
-            e.status, e.reward, e.error = "no_baseline", None, f"the greedy answer failed: {of[e.group_id].error}"
+            e.status, e.reward, e.error = (
+                "no_baseline",
+                None,
+                f"the greedy answer failed: {of[e.group_id].error}",
+            )
     return episodes

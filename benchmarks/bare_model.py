@@ -34,7 +34,9 @@ _lengths: list[int] = []  # of the rows of the packed batch under way
 def packed_attention(module, query, key, value, attention_mask, scaling=None, **_):
     """Causal attention of each row to itself, as transformers calls it: [1, H, T, D] -> [1, T, H, D]."""
     options = {"is_causal": True, "scale": scaling, "enable_gqa": True}
-    out = F.scaled_dot_product_attention(_grid(query), _grid(key), _grid(value), **options).transpose(1, 2)
+    out = F.scaled_dot_product_attention(
+        _grid(query), _grid(key), _grid(value), **options
+    ).transpose(1, 2)
     return torch.cat([row[:length] for row, length in zip(out, _lengths, strict=True)])[None], None
 
 
@@ -80,7 +82,13 @@ def micro_batches(kind: str, rows: list[Row], most: int) -> Iterator[list[Row]]:
     yield part
 
 
-def update(model: Any, kind: str, rows: list[Row], optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> None:
+def update(
+    model: Any,
+    kind: str,
+    rows: list[Row],
+    optimizer: torch.optim.Optimizer,
+    settings: dict[str, Any],
+) -> None:
     """One optimiser step on the answers. In bf16 the optimiser has weights of its own in fp32, as the kit's has."""
     model.set_attn_implementation(KINDS[kind])
     total = sum(len(answer) for _, answer in rows)
@@ -108,14 +116,20 @@ def copy(model: Any) -> list[torch.Tensor]:
 
 def main() -> None:
     config, steps, rounds = finished_run(__doc__)
-    settings, path = config["actor_rollout_ref"]["actor"], config["actor_rollout_ref"]["model"]["path"]
+    settings, path = (
+        config["actor_rollout_ref"]["actor"],
+        config["actor_rollout_ref"]["model"]["path"],
+    )
     name = (settings["fsdp_config"].get("mixed_precision") or {}).get("param_dtype", "bf16")
     dtype = getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}.get(name, name))
     device, kinds = config["trainer"]["device"], list(KINDS)[config["trainer"]["device"] != "cpu" :]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).train().to(device)
     if config["actor_rollout_ref"]["model"]["enable_gradient_checkpointing"]:
         model.gradient_checkpointing_enable()
-    own = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in model.parameters()]
+    own = [
+        p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
+        for p in model.parameters()
+    ]
     optimizer = torch.optim.AdamW(own, lr=settings["optim"]["lr"], fused=True)
     seconds: dict[str, Any] = {kind: {step: [] for step in steps} for kind in kinds}
     for kind in kinds:  # warms up

@@ -26,7 +26,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # before this folder, which has a gym_client too
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # before this folder, which has a gym_client too
 os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform"}
 
 import numpy as np
@@ -55,14 +57,21 @@ class Sampler:
         rng = np.random.default_rng(0)
         self.waits = rng.uniform(0, count / rate, count).tolist()  # seconds
         self.answers = [
-            ([*rng.integers(3, 150_000, tokens - 1).tolist(), STOP], np.log(rng.random(tokens, np.float32)).tolist())
+            (
+                [*rng.integers(3, 150_000, tokens - 1).tolist(), STOP],
+                np.log(rng.random(tokens, np.float32)).tolist(),
+            )
             for _ in range(count)
         ]
 
-    async def generate(self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any]) -> Any:
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any]
+    ) -> Any:
         await asyncio.sleep(self.waits.pop())
         ids, log_probs = self.answers.pop()
-        return SimpleNamespace(token_ids=ids, log_probs=log_probs, stop_reason="completed", extra_fields={})
+        return SimpleNamespace(
+            token_ids=ids, log_probs=log_probs, stop_reason="completed", extra_fields={}
+        )
 
 
 class Verifier:
@@ -97,21 +106,31 @@ def measure(count: int, tokens: int, rate: float) -> dict[str, float]:
         "trainer.n_gpus_per_node=8",
         f"actor_rollout_ref.rollout.n={MEMBERS}",
     ]
-    config, _ = load_config(["math"], [*sizes, f"actor_rollout_ref.actor.ppo_mini_batch_size={count // MEMBERS}"])
+    config, _ = load_config(
+        ["math"], [*sizes, f"actor_rollout_ref.actor.ppo_mini_batch_size={count // MEMBERS}"]
+    )
     tokenizer = SimpleNamespace(decode=lambda ids, **_: SAID)
     model = SimpleNamespace(vocab_size=150_000)
     data = SimpleNamespace(tokenizer=tokenizer, stop_ids={STOP}, model=model)
     policy = inference.make_policy(config, Sampler(count, tokens, rate), data, 600.0)  # type: ignore[arg-type]
     policy.max_response_length, policy.places = tokens, asyncio.Semaphore(count)
-    row = {"responses_create_params": {"input": [{"role": "user", "content": "What is 6 * 7? " * 10}]}, "answer": "42"}
+    row = {
+        "responses_create_params": {"input": [{"role": "user", "content": "What is 6 * 7? " * 10}]},
+        "answer": "42",
+    }
     prompt = [{"role": "user", "content": "?"}]
-    tasks = [Task(f"rows:{i}", row, "stub", prompt, list(range(3, 3 + PROMPT))) for i in range(count // MEMBERS)]
+    tasks = [
+        Task(f"rows:{i}", row, "stub", prompt, list(range(3, 3 + PROMPT)))
+        for i in range(count // MEMBERS)
+    ]
     requests = inference.in_groups(tasks, MEMBERS, "1")
     run = Run(config)
     (run.folder / "rollouts").mkdir(parents=True, exist_ok=True)
     seconds: dict[str, float] = {}
     stalls: list[float] = []
-    loop = asyncio.new_event_loop()  # asyncio.run would take SIGINT, which a run has, and to that end repr the episodes
+    loop = (
+        asyncio.new_event_loop()
+    )  # asyncio.run would take SIGINT, which a run has, and to that end repr the episodes
     with stage("rollout", seconds):
         watching = loop.create_task(watch(stalls))
         made = loop.run_until_complete(inference.rollout(requests, policy, Verifier()))  # type: ignore[arg-type]
@@ -127,7 +146,9 @@ def measure(count: int, tokens: int, rate: float) -> dict[str, float]:
     with stage("to_batch", seconds):
         batch = training.to_batch(kept, 0, 1.0)
     batch.batch["advantages"] = batch.batch["token_level_scores"]
-    workers = SimpleNamespace(update_actor=lambda data: tu.get_tensordict({}, {"metrics": {"pg_loss": [0.0]}}))
+    workers = SimpleNamespace(
+        update_actor=lambda data: tu.get_tensordict({}, {"metrics": {"pg_loss": [0.0]}})
+    )
     with stage("pack", seconds):
         training.update_actor(workers, batch, config)
     assert len(kept) == count and batch.batch["responses"].shape == torch.Size([count, tokens])
@@ -161,7 +182,9 @@ def main() -> None:
         measure(MEMBERS, 8, 1e6)  # imports, caches
         before = memory_gb()
         print(
-            "episodes" + "".join(f"{name:>10}" for name in (*STAGES, "total")) + "   ms/episode    peak GB   stall, ms"
+            "episodes"
+            + "".join(f"{name:>10}" for name in (*STAGES, "total"))
+            + "   ms/episode    peak GB   stall, ms"
         )
         for count in sorted(args.episodes):  # so that the peak so far is that of the last
             best = min(
@@ -169,9 +192,18 @@ def main() -> None:
                 key=lambda s: sum(s[n] for n in STAGES),
             )
             ms = {name: 1000 * best[name] / count for name in STAGES}
-            ms |= {"total": sum(ms.values()), "peak_gb": memory_gb() - before, "stall": 1000 * best["stall"]}
+            ms |= {
+                "total": sum(ms.values()),
+                "peak_gb": memory_gb() - before,
+                "stall": 1000 * best["stall"],
+            }
             *columns, peak, stall = ms.values()
-            print(f"{count:8d}" + "".join(f"{v:10.3f}" for v in columns) + f"{peak:24.2f}{stall:12.0f}", flush=True)
+            print(
+                f"{count:8d}"
+                + "".join(f"{v:10.3f}" for v in columns)
+                + f"{peak:24.2f}{stall:12.0f}",
+                flush=True,
+            )
             result[str(count)] = {name: round(value, 3) for name, value in ms.items()}
             result["ms_per_episode"] = result[str(count)]["total"]  # of the most
     print(json.dumps(result))

@@ -32,7 +32,9 @@ from typing import Any
 
 import yaml
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # before this folder, which has a gym_client too
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # before this folder, which has a gym_client too
 import env
 from gym_client import Gym, GymError, function_call, message, response, routed
 from kit.extras.judges import judge_proxy
@@ -46,7 +48,9 @@ ANSWERS = {  # that reach the judge
     "proof_judge": "## Solution\nClear.\n## Self Evaluation\n\\boxed{1}",
     "proof_verification": "It holds. \\boxed{1}",
 }
-CALLS = {"finance_sec_search": function_call("call_1", "submit_final_result", '{"final_result": "7"}')}
+CALLS = {
+    "finance_sec_search": function_call("call_1", "submit_final_result", '{"final_result": "7"}')
+}
 JUDGE = {  # what a judge says that finds it right
     "aalcr": "CORRECT",
     "abstention": "A",
@@ -67,8 +71,15 @@ JUDGE = {  # what a judge says that finds it right
     "verifif": '{"verdict": "YES", "reasoning": "It does."} [[YES]]',
 }
 NONSENSE = "Lorem ipsum dolor sit amet."
-SEARCH = {"tavily_api_key": "none", "exclude_domains_file_path": "NOTICES"}  # NOTICES: a file that excludes nothing
-ASKED = {"judge_base_url": "", "judge_api_key": "none", "judge_model": "stub"}  # where judge_server_name is set
+SEARCH = {
+    "tavily_api_key": "none",
+    "exclude_domains_file_path": "NOTICES",
+}  # NOTICES: a file that excludes nothing
+ASKED = {
+    "judge_base_url": "",
+    "judge_api_key": "none",
+    "judge_model": "stub",
+}  # where judge_server_name is set
 SETTINGS = {
     "browsecomp_advanced_harness": SEARCH,
     "finance_sec_search": {"tavily_api_key": None},
@@ -95,7 +106,9 @@ TOO_LARGE = {"vlm_eval_kit"}
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [
+        json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()
+    ]
 
 
 def rendered(rows: list[dict[str, Any]], name: str) -> int:
@@ -136,9 +149,19 @@ class Stub:
                 self.rfile.read(int(self.headers["content-length"]))
                 stub.asked += 1
                 message = {"role": "assistant", "content": stub.text}
-                head = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "stub"}
-                body = {**head, "choices": [{"index": 0, "finish_reason": "stop", "message": message}]}
-                data = json.dumps(body if stub.status == 200 else {"error": {"message": "no"}}).encode()
+                head = {
+                    "id": "chatcmpl-1",
+                    "object": "chat.completion",
+                    "created": 1,
+                    "model": "stub",
+                }
+                body = {
+                    **head,
+                    "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
+                }
+                data = json.dumps(
+                    body if stub.status == 200 else {"error": {"message": "no"}}
+                ).encode()
                 self.send_response(stub.status)
                 self.send_header("content-length", str(len(data)))
                 self.end_headers()
@@ -158,10 +181,14 @@ async def reward_of(gym: Gym, name: str, kind: str, row: dict[str, Any]) -> floa
     async with gym.session(name, row) as session:
         if kind == "step":
             return (await session.step(response([message(MOVE)]))).reward
-        return (await session.verify(response([CALLS[name], said] if name in CALLS else [said]))).reward
+        return (
+            await session.verify(response([CALLS[name], said] if name in CALLS else [said]))
+        ).reward
 
 
-async def ask(name: str, url: str, rows: list[dict[str, Any]], judge: Stub) -> tuple[str, frozenset[str], str]:
+async def ask(
+    name: str, url: str, rows: list[dict[str, Any]], judge: Stub
+) -> tuple[str, frozenset[str], str]:
     """(kind, routes, the verdict on a server that answers), through the kit's own client."""
     kind, routes = "", frozenset[str]()
     judge.text, judge.status, judge.asked = JUDGE.get(name, ""), 200, 0
@@ -205,24 +232,43 @@ def agents_of(name: str, package: Path) -> str:
         for block in (yaml.safe_load(path.read_text()) or {}).values()
         if isinstance(block, dict)
     ]
-    return ", ".join(sorted({agent for block in blocks for agent in block.get("responses_api_agents") or {}}))
+    return ", ".join(
+        sorted({agent for block in blocks for agent in block.get("responses_api_agents") or {}})
+    )
 
 
 def tools_of(rows: list[dict[str, Any]], routes: frozenset[str]) -> str:
     """`routed of offered` over all rows, `offered` of a server that is not there, or nothing."""
-    offered = {t.get("name") for row in rows for t in row["responses_create_params"].get("tools") or []} - {None}
-    return "" if not offered else f"{len(routed(offered, routes))} of {len(offered)}" if routes else str(len(offered))
+    offered = {
+        t.get("name") for row in rows for t in row["responses_create_params"].get("tools") or []
+    } - {None}
+    return (
+        ""
+        if not offered
+        else f"{len(routed(offered, routes))} of {len(offered)}"
+        if routes
+        else str(len(offered))
+    )
 
 
-def examine(name: str, rows: list[dict[str, Any]], python: str, logs: Path, judge: Stub) -> tuple[str, str, str]:
+def examine(
+    name: str, rows: list[dict[str, Any]], python: str, logs: Path, judge: Stub
+) -> tuple[str, str, str]:
     """(kind, tools, verdict) of one server, in an environment of its own where it lacks a module."""
     (logs / "notices.json").write_text('{"notices": []}')
-    settings = {k: str(logs / "notices.json") if v == "NOTICES" else v for k, v in SETTINGS.get(name, {}).items()}
+    settings = {
+        k: str(logs / "notices.json") if v == "NOTICES" else v
+        for k, v in SETTINGS.get(name, {}).items()
+    }
     start: dict[str, Any] = {"python": python, "config": settings}
     kind, tools, verdict = attempt(name, rows, start, logs, judge)
     if "no module" in verdict.lower() and name not in TOO_LARGE:
         kind, tools, verdict = attempt(name, rows, start | {"install": True}, logs, judge)
-        return kind, tools, f"{verdict}; environment of its own" if verdict.startswith("reward") else verdict
+        return (
+            kind,
+            tools,
+            f"{verdict}; environment of its own" if verdict.startswith("reward") else verdict,
+        )
     return kind, tools, verdict
 
 
@@ -234,11 +280,15 @@ def attempt(
     try:
         with (
             judge_proxy.Proxy(judge_proxy.judges(asked, VERIFY_DEADLINE_S)) as proxy,
-            gym_servers.running_servers({name: {"start": start}}, logs, models=proxy.blocks()) as urls,
+            gym_servers.running_servers(
+                {name: {"start": start}}, logs, models=proxy.blocks()
+            ) as urls,
         ):
             kind, routes, verdict = asyncio.run(ask(name, urls[name], rows, judge))
             if verdict.startswith("reward"):
-                verdict += f", by {', '.join(sorted(asked))}" * bool(asked) + f"; {WHY.get(name)}" * (name in WHY)
+                verdict += f", by {', '.join(sorted(asked))}" * bool(
+                    asked
+                ) + f"; {WHY.get(name)}" * (name in WHY)
             return kind, tools_of(rows, routes), verdict
     except gym_servers.GymStartError as error:
         print(f"    {error}", file=sys.stderr)
@@ -253,16 +303,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="one NAME.jsonl for each server")
     parser.add_argument("--only", help="names, separated by commas")
-    parser.add_argument("--python", default=".venv-gym/bin/python", help="interpreter that has nemo-gym")
+    parser.add_argument(
+        "--python", default=".venv-gym/bin/python", help="interpreter that has nemo-gym"
+    )
     args = parser.parse_args()
     gym_servers.START_DEADLINE_S = 40.0
-    names = args.only.split(",") if args.only else sorted(path.stem for path in args.folder.glob("*.jsonl"))
+    names = (
+        args.only.split(",")
+        if args.only
+        else sorted(path.stem for path in args.folder.glob("*.jsonl"))
+    )
     where = "import pathlib, nemo_gym; print(pathlib.Path(nemo_gym.__file__).parent.parent)"
     package = Path(
-        subprocess.run([args.python, "-c", where], capture_output=True, text=True, check=True).stdout.strip()
+        subprocess.run(
+            [args.python, "-c", where], capture_output=True, text=True, check=True
+        ).stdout.strip()
     )
     print(
-        "| server | rows | kind | tools | Gym's agent | verdict |\n| --- | ---: | --- | ---: | --- | --- |", flush=True
+        "| server | rows | kind | tools | Gym's agent | verdict |\n| --- | ---: | --- | ---: | --- | --- |",
+        flush=True,
     )
     verdicts, judge = [], Stub()
     with tempfile.TemporaryDirectory() as logs:
@@ -271,13 +330,22 @@ def main() -> None:
             rows = read(args.folder / f"{name}.jsonl")
             kind, tools, verdict = examine(name, rows, args.python, Path(logs), judge)
             verdicts.append(verdict)
-            cells = [name, f"{rendered(rows, name)} of {len(rows)}", kind, tools, agents_of(name, package), verdict]
+            cells = [
+                name,
+                f"{rendered(rows, name)} of {len(rows)}",
+                kind,
+                tools,
+                agents_of(name, package),
+                verdict,
+            ]
             print(f"| {' | '.join(cells)} |", flush=True)
     paid = sum(verdict.startswith("reward") for verdict in verdicts)
     missing = sum(verdict.startswith("not in") for verdict in verdicts)
     own = sum("environment of its own" in verdict for verdict in verdicts)
     by = sum(", by " in verdict for verdict in verdicts)
-    print(f"\n{paid} of the {len(names) - missing} servers that nemo-gym 0.4.0 has verify, {by} of them by a judge and")
+    print(
+        f"\n{paid} of the {len(names) - missing} servers that nemo-gym 0.4.0 has verify, {by} of them by a judge and"
+    )
     print(f"{own} in an environment of their own; {missing} are not in it.")
 
 

@@ -26,7 +26,17 @@ from measure import ROOT, gpus, machine, run
 from step import measure_limits
 
 FOLDER = ROOT / "runs" / "acceptance"
-ORDER = ("gen", "sleep", "reward_model", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+ORDER = (
+    "gen",
+    "sleep",
+    "reward_model",
+    "old_log_prob",
+    "ref",
+    "values",
+    "adv",
+    "update_critic",
+    "update_actor",
+)
 ORDER += ("save_checkpoint", "update_weights")  # as `Trainer.step` has them
 APART = 0.02  # mean of |probability of the sampler - of the trainer|, in bf16
 
@@ -68,7 +78,9 @@ def stages(steps: list[dict[str, Any]], looks: Looks) -> list[tuple[str, float, 
     for name in ORDER:
         if name in found:
             taken = [gb for _, some in found[name] for gb in some] or [float("nan")]
-            rows.append((name, median(seconds for seconds, _ in found[name]), min(taken), max(taken)))
+            rows.append(
+                (name, median(seconds for seconds, _ in found[name]), min(taken), max(taken))
+            )
     return rows
 
 
@@ -79,7 +91,9 @@ def limits() -> dict[str, float]:
     except SystemExit as why:  # the rest is worth its report
         print(f"no limits: {why}", file=sys.stderr)
         return {}
-    ways = [median(s for [s] in found[way].values()) for way in ("shared", "packed") if way in found]
+    ways = [
+        median(s for [s] in found[way].values()) for way in ("shared", "packed") if way in found
+    ]
     sampling = median(seconds for [seconds] in found["gen"].values())
     return {"gen": sampling, "update_actor": min(ways), "update_weights": median(found["copy"])}
 
@@ -94,9 +108,16 @@ def main() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     looks, half = Looks(), args.steps // 2
     count = "trainer.total_training_steps={}".format
-    first = train("train", looks, recipes, [count(args.steps), f"trainer.save_freq={half}", *args.changes])
+    first = train(
+        "train", looks, recipes, [count(args.steps), f"trainer.save_freq={half}", *args.changes]
+    )
     on = train("train", looks, recipes, [count(args.steps + 1), *args.changes])[args.steps :]
-    small = [count(2), *args.changes, "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    small = [
+        count(2),
+        *args.changes,
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    ]
     small += ["actor_rollout_ref.rollout.n=2", "data.max_response_length=32"]
     small += ["actor_rollout_ref.rollout.max_num_seqs=64"] * bool(about["gpus"])
     same = [train(name, looks, [*recipes, "deterministic"], small) for name in ("once", "again")]
@@ -106,23 +127,42 @@ def main() -> None:
     equal = ("actor/pg_loss", "actor/grad_norm", "rollout/reward/mean", "response_length/mean")
     update, sampling = by_name["update_actor"], by_name["gen"]
     held = {
-        f"{args.steps} steps, whose gradients are finite": all(line["actor/grad_norm"] > 0 for line in first),
+        f"{args.steps} steps, whose gradients are finite": all(
+            line["actor/grad_norm"] > 0 for line in first
+        ),
         f"sampler and trainer agree: {apart:.4f} apart in the mean, of {APART}": apart < APART,
-        f"the same command goes on at step {args.steps + 1}": [line["step"] for line in on] == [args.steps + 1],
+        f"the same command goes on at step {args.steps + 1}": [line["step"] for line in on]
+        == [args.steps + 1],
         "two deterministic runs are one": [[line[k] for k in equal] for line in same[0]]
         == [[line[k] for k in equal] for line in same[1]],
     }
     if about["gpus"]:
         freed = f"an update begins with less taken ({update[1]:.1f} GB) than sampling ({sampling[2]:.1f} GB)"
         held[freed] = update[1] < sampling[2]
-    lines = ["# Acceptance", "", f"`python benchmarks/gpu_acceptance.py {' '.join(sys.argv[1:])}`", ""]
-    lines += [f"{about['date']}: {', '.join(about['gpus']) or about['cpu']}; " + json.dumps(about["versions"]), ""]
-    lines += ["| stage | median, s | at best, s | least, GB | most, GB |", "| --- | ---: | ---: | ---: | ---: |"]
+    lines = [
+        "# Acceptance",
+        "",
+        f"`python benchmarks/gpu_acceptance.py {' '.join(sys.argv[1:])}`",
+        "",
+    ]
+    lines += [
+        f"{about['date']}: {', '.join(about['gpus']) or about['cpu']}; "
+        + json.dumps(about["versions"]),
+        "",
+    ]
+    lines += [
+        "| stage | median, s | at best, s | least, GB | most, GB |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
     for name, seconds, low, high in rows:
         limit = f"{best[name]:.2f}" if name in best else ""
         lines.append(f"| {name} | {seconds:.2f} | {limit} | {low:.1f} | {high:.1f} |")
     rate = median(line["perf/throughput"] for line in first[1:])
-    lines += ["", f"{rate:.0f} tokens a second and GPU; {(time.monotonic() - begin) / 60:.1f} minutes in all.", ""]
+    lines += [
+        "",
+        f"{rate:.0f} tokens a second and GPU; {(time.monotonic() - begin) / 60:.1f} minutes in all.",
+        "",
+    ]
     lines += [f"- {'holds' if good else 'DOES NOT HOLD'}: {what}" for what, good in held.items()]
     (FOLDER / "report.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))

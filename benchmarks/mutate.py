@@ -45,8 +45,21 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 from mutants import Mutant, find_mutants, plant  # noqa: E402
 
 RESULTS = ROOT / "runs" / "mutate"
-PROJECT = ("algorithm", "inference", "training", "env", "gym_client", "kit", "templates", "conftest", "test_")
-KEPT = ("kit.cpu.platform", "kit.rollout.weight_sync")  # which verl imports, and which change verl: once a process
+PROJECT = (
+    "algorithm",
+    "inference",
+    "training",
+    "env",
+    "gym_client",
+    "kit",
+    "templates",
+    "conftest",
+    "test_",
+)
+KEPT = (
+    "kit.cpu.platform",
+    "kit.rollout.weight_sync",
+)  # which verl imports, and which change verl: once a process
 SLOW_TEST_S = 8.0
 REQUIRED = 0.85
 FIXTURES = {"stack", "values", "chromium"}  # tests that use one start the whole stack, or a browser
@@ -65,7 +78,10 @@ def digest(*paths: Path) -> str:
 
 def warm(names: list[str]) -> None:
     """Import what the tests need, then forget the project's own modules."""
-    os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform,kit.rollout.weight_sync"}
+    os.environ |= {
+        "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform,kit.rollout.weight_sync",
+    }
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     import pytest  # noqa: F401
 
@@ -100,7 +116,9 @@ class Plugin:
     def __init__(self, file: str, chosen: dict[str, float] | None):
         self.path = str(ROOT / file)
         self.chosen = chosen
-        self.lines: dict[str, set[int]] = defaultdict(set)  # by test; "" for the import of the module
+        self.lines: dict[str, set[int]] = defaultdict(
+            set
+        )  # by test; "" for the import of the module
         self.seconds: dict[str, float] = defaultdict(float)
         self.failed: list[str] = []
         self.now = ""
@@ -149,7 +167,9 @@ def run_tests(plugin: Plugin, files: list[str], place: Path, *more: str) -> int:
     import pytest
 
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    plugins = [f"-pno:{name}" for name in ("cacheprovider", "unraisableexception", "threadexception")]
+    plugins = [
+        f"-pno:{name}" for name in ("cacheprovider", "unraisableexception", "threadexception")
+    ]
     arguments = ["-q", *plugins, "--assert=plain", "--durations=0", f"--basetemp={place}", *more]
     return int(pytest.main([*arguments, *files], plugins=[plugin]))
 
@@ -176,7 +196,15 @@ def measure(file: str, tests: list[str], folder: Path) -> dict[str, Any]:
         names = [name for name in sys.modules if not is_project(name)]
         seconds = dict(plugin.seconds)
         kept.write_text(
-            json.dumps({"key": key, "lines": lines, "seconds": seconds, "modules": names, "failed": plugin.failed})
+            json.dumps(
+                {
+                    "key": key,
+                    "lines": lines,
+                    "seconds": seconds,
+                    "modules": names,
+                    "failed": plugin.failed,
+                }
+            )
         )
         return code
 
@@ -198,7 +226,11 @@ def tests_of(mutant: Mutant, measured: dict[str, Any]) -> dict[str, float]:
     if not mutant.lines:
         return fast
     wanted = set(mutant.lines)
-    return {name: seconds for name, seconds in fast.items() if wanted & set(measured["lines"].get(name, ()))}
+    return {
+        name: seconds
+        for name, seconds in fast.items()
+        if wanted & set(measured["lines"].get(name, ()))
+    }
 
 
 # --- step 2: the mutants -------------------------------------------------------------------------
@@ -221,7 +253,11 @@ def try_mutants(
                 continue
             folder = tempfile.TemporaryDirectory(prefix="mutate-", ignore_cleanup_errors=True)
             deadline = time.monotonic() + 15 + 4 * sum(tests.values())
-            running[start_mutant(file, mutant, tests, Path(folder.name))] = (mutant, deadline, folder)
+            running[start_mutant(file, mutant, tests, Path(folder.name))] = (
+                mutant,
+                deadline,
+                folder,
+            )
         for pid, (mutant, deadline, folder) in list(running.items()):
             done, status = os.waitpid(pid, os.WNOHANG)
             late = time.monotonic() > deadline
@@ -257,7 +293,9 @@ def known_results(path: Path, source: str, tests: str) -> dict[str, dict[str, An
     found = {}
     for line in path.read_text().splitlines() if path.is_file() else ():
         record = json.loads(line)
-        if record["source"] == source and (record["result"] != "survived" or record["tests"] == tests):
+        if record["source"] == source and (
+            record["result"] != "survived" or record["tests"] == tests
+        ):
             found[record["mutant"]] = record
     return found
 
@@ -276,7 +314,9 @@ def check_file(
     made.sort(key=lambda mutant: mutant.line)
     measured = measure(file, tests, folder)
     if measured["failed"]:
-        print(f"{file}: without {', '.join(measured['failed'])}, which fail in the unchanged source")
+        print(
+            f"{file}: without {', '.join(measured['failed'])}, which fail in the unchanged source"
+        )
     warm(measured["modules"])
     unchanged = Mutant(file, "", 0, [], "no edit", source)
     (control,) = try_mutants(file, [unchanged], measured, 1, math.inf)
@@ -289,7 +329,10 @@ def check_file(
     known = known_results(path, **keys)
     mutants = planted + made
     fresh = [mutant for mutant in mutants if mutant.name not in known]
-    print(f"{file}: {len(made)} of {of} mutants, {len(planted)} planted; {len(fresh)} to try", flush=True)
+    print(
+        f"{file}: {len(made)} of {of} mutants, {len(planted)} planted; {len(fresh)} to try",
+        flush=True,
+    )
     with path.open("a") as out:
         for record in try_mutants(file, fresh, measured, options.jobs, options.end):
             known[record["mutant"]] = record | keys
@@ -297,7 +340,9 @@ def check_file(
             out.flush()
     left = [mutant for mutant in mutants if mutant.name not in known]
     if left:
-        print(f"{file}: {len(left)} mutants were not tried within --minutes; run the same command again")
+        print(
+            f"{file}: {len(left)} mutants were not tried within --minutes; run the same command again"
+        )
     return [known[mutant.name] for mutant in mutants if mutant.name in known], not left
 
 
@@ -319,18 +364,30 @@ def report(file: str, results: list[dict[str, Any]], settings: dict[str, Any]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="plant bugs and list those that the fast tests do not catch")
+    parser = argparse.ArgumentParser(
+        description="plant bugs and list those that the fast tests do not catch"
+    )
     parser.add_argument("--only", help="one file of mutate.yaml, as training.py")
-    parser.add_argument("--planted", action="store_true", help="only the bugs written in mutate.yaml")
-    parser.add_argument("--sample", type=int, default=320, help="mutants of a file, at most; drawn by --seed")
+    parser.add_argument(
+        "--planted", action="store_true", help="only the bugs written in mutate.yaml"
+    )
+    parser.add_argument(
+        "--sample", type=int, default=320, help="mutants of a file, at most; drawn by --seed"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=40.0, help="after which no more mutants are tried")
-    parser.add_argument("--jobs", type=int, default=2, help="mutants that are tried at the same time")
+    parser.add_argument(
+        "--minutes", type=float, default=40.0, help="after which no more mutants are tried"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="mutants that are tried at the same time"
+    )
     options = parser.parse_args()
     settings = yaml.safe_load((ROOT / "benchmarks" / "mutate.yaml").read_text())
     files = [options.only] if options.only else list(settings["files"])
     if unknown := [file for file in files if file not in settings["files"]]:
-        raise SystemExit(f"--only {unknown[0]}: benchmarks/mutate.yaml has no tests of it; add them")
+        raise SystemExit(
+            f"--only {unknown[0]}: benchmarks/mutate.yaml has no tests of it; add them"
+        )
     os.chdir(ROOT)
     RESULTS.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()

@@ -39,9 +39,15 @@ def make_environment() -> None:
     bin = os.path.dirname(sys.executable)
     torch = importlib.metadata.version("torch")
     config = subprocess.run([f"{bin}/pip", "config", "list"], capture_output=True, text=True).stdout
-    folders = [f for f in re.findall(r"find-links='(.*?)'", config) if glob.glob(f"{f}/torch-{torch}-*")]
+    folders = [
+        f for f in re.findall(r"find-links='(.*?)'", config) if glob.glob(f"{f}/torch-{torch}-*")
+    ]
     source = ["--find-links", folders[0]] if folders else ["--torch-backend", "cpu"]
-    wanted = [f"trl=={TRL}", f"torch=={torch}", f"transformers=={importlib.metadata.version('transformers')}"]
+    wanted = [
+        f"trl=={TRL}",
+        f"torch=={torch}",
+        f"transformers=={importlib.metadata.version('transformers')}",
+    ]
     print(f"== .venv-trl: {', '.join(wanted)} (1 GB)", flush=True)
     new = ["venv", "--quiet", "--clear", "--python", sys.executable, str(ready.parent)]
     install = ["pip", "install", "--quiet", "--python", str(PYTHON), *source, *wanted]
@@ -54,12 +60,25 @@ def kit_steps(steps: int, memory: Memory) -> list[Step]:
     """Seconds of each step by stage, and its tokens."""
     folder, rows = demo("bench-peers", steps, memory, Memory.EVERY)
     shutil.rmtree(folder)
-    return [stages(row) | {"tokens": row["perf/total_num_tokens"]} for row in rows if "timing_s/step" in row]
+    return [
+        stages(row) | {"tokens": row["perf/total_num_tokens"]}
+        for row in rows
+        if "timing_s/step" in row
+    ]
 
 
 def trl_steps(steps: int, memory: Memory, dtype: str, micro_batch: int) -> dict[str, Any]:
     """What trl_grpo.py prints: its steps and its versions."""
-    command = [str(PYTHON), "benchmarks/trl_grpo.py", "--model", MODEL, "--rows", ROWS, "--steps", str(steps)]
+    command = [
+        str(PYTHON),
+        "benchmarks/trl_grpo.py",
+        "--model",
+        MODEL,
+        "--rows",
+        ROWS,
+        "--steps",
+        str(steps),
+    ]
     command += ["--dtype", dtype, "--micro-batch", str(micro_batch)]
     log = LOGS / f"trl-{dtype}-{micro_batch}.log"
     run(command, log, memory, Memory.EVERY)
@@ -72,7 +91,10 @@ def best_settings(flags: list[str]) -> dict[str, Any]:
     taken = {}
     for settings in [(dtype, size) for dtype in dtypes for size in (16, 64)]:
         taken[settings] = trl_steps(2, Memory(), *settings)["steps"][1]["step"]
-        print(f"TRL in {settings[0]}, {settings[1]} answers a micro-batch: {taken[settings]:.1f} s a step", flush=True)
+        print(
+            f"TRL in {settings[0]}, {settings[1]} answers a micro-batch: {taken[settings]:.1f} s a step",
+            flush=True,
+        )
     dtype, size = min(taken, key=lambda settings: taken[settings])
     return {"dtype": dtype, "micro_batch": size}
 
@@ -99,23 +121,36 @@ def main() -> None:
             about["trl_versions"] = done["versions"]
         for name, rounds in taken.items():
             if rounds:
-                print(f"round {turn + 1}, {name}: " + ", ".join(f"{s['step']:.1f}" for s in rounds[-1]), flush=True)
+                print(
+                    f"round {turn + 1}, {name}: "
+                    + ", ".join(f"{s['step']:.1f}" for s in rounds[-1]),
+                    flush=True,
+                )
     result: dict[str, Any] = {}
     for name, rounds in taken.items():
         if warm := [step for steps in rounds for step in steps]:
-            middle = {part: round(median(step.get(part, 0.0) for step in warm), 3) for part in warm[-1]}
+            middle = {
+                part: round(median(step.get(part, 0.0) for step in warm), 3) for part in warm[-1]
+            }
             peaks = memory[name].peaks
             result[name] = {
                 **middle,
                 "ms_a_token": round(1000 * middle["step"] / middle["tokens"], 2),
                 "peak_gb": peaks,
             }
-            print(f"{name}: {middle['step']:.1f} s a step, {middle['gen']:.1f} of them sampling, ", end="")
-            print(f"{middle['tokens']:.0f} tokens, {result[name]['ms_a_token']} ms each, {peaks['all']:.1f} GB")
+            print(
+                f"{name}: {middle['step']:.1f} s a step, {middle['gen']:.1f} of them sampling, ",
+                end="",
+            )
+            print(
+                f"{middle['tokens']:.0f} tokens, {result[name]['ms_a_token']} ms each, {peaks['all']:.1f} GB"
+            )
     if len(result) == 2:
         for part in ("step", "ms_a_token"):
             result[f"kit_over_trl_{part}"] = round(result["kit"][part] / result["trl"][part], 3)
-        print(f"kit / TRL: {result['kit_over_trl_step']} of a step, {result['kit_over_trl_ms_a_token']} of a token")
+        print(
+            f"kit / TRL: {result['kit_over_trl_step']} of a step, {result['kit_over_trl_ms_a_token']} of a token"
+        )
     print(json.dumps({"benchmark": "peers", **about, "trl_settings": settings, **result}))
 
 

@@ -46,19 +46,43 @@ def targets(found: Found) -> list[list[str]]:
         rows.append(("generation: raw vLLM's time over the kit's", ratio["gen"], ">=", 0.95, ""))
         packed = best["packed"] / taken["update_actor"]
         rows.append(("update: the bare packed model's time over the kit's", packed, ">=", 0.85, ""))
-        rows.append(("sync: two copies of the weights and vLLM's reload", taken["update_weights"], "<=", sync, " s"))
+        rows.append(
+            (
+                "sync: two copies of the weights and vLLM's reload",
+                taken["update_weights"],
+                "<=",
+                sync,
+                " s",
+            )
+        )
         rows.append(("all else, of the step", 100 * taken["else"] / taken["step"], "<=", 3, " %"))
-        rows += [("memory of all processes", step["peak_gb"]["all"], "<=", 9, " GB")] if step["peak_gb"] else []
+        rows += (
+            [("memory of all processes", step["peak_gb"]["all"], "<=", 9, " GB")]
+            if step["peak_gb"]
+            else []
+        )
     if startup := found.get("startup"):
-        rows.append(("from the command to the first answer", startup["warm"]["first_answer_s"], "<=", 45, " s"))
+        rows.append(
+            (
+                "from the command to the first answer",
+                startup["warm"]["first_answer_s"],
+                "<=",
+                45,
+                " s",
+            )
+        )
     if driver := found.get("driver"):
         rows.append(("the driver, for an episode", driver["ms_per_episode"], "<=", 1, " ms"))
-        stalls = [each["stall"] for each in driver.values() if isinstance(each, dict) and "stall" in each]
+        stalls = [
+            each["stall"] for each in driver.values() if isinstance(each, dict) and "stall" in each
+        ]
         rows.append(("its event loop is late by at most", max(stalls), "<=", 100, " ms"))
     told = []
     for what, measured, sign, wanted, unit in rows:
         met = measured <= wanted if sign == "<=" else measured >= wanted
-        told.append([what, f"{sign} {wanted:.3g}{unit}", f"{measured:.3g}{unit}", "yes" if met else "no"])
+        told.append(
+            [what, f"{sign} {wanted:.3g}{unit}", f"{measured:.3g}{unit}", "yes" if met else "no"]
+        )
     return told
 
 
@@ -72,7 +96,9 @@ def table(head: str, rows: list[list[str]]) -> str:
 def step_part(step: dict[str, Any]) -> str:
     taken, best, ratio = step["stages_s"], step["limits_s"], step["best_over_taken"]
     beside = {name: [f"{best[name]:.2f}", f"{ratio[name]:.2f}"] for name in ratio}
-    rows = [[name, f"{seconds:.2f}", *beside.get(name, ["", ""])] for name, seconds in taken.items()]
+    rows = [
+        [name, f"{seconds:.2f}", *beside.get(name, ["", ""])] for name, seconds in taken.items()
+    ]
     memory = ", ".join(f"{name} {size:.2f}" for name, size in step["peak_gb"].items())
     return f"""## A step, stage by stage
 
@@ -93,7 +119,10 @@ def peers_part(peers: dict[str, Any]) -> str:
     names = ("step", "gen", "tokens", "ms_a_token")
     rows = [
         [label, *(f"{part[name]:.4g}" for name in names), f"{part['peak_gb']['all']:.1f}"]
-        for label, part in (("kit", peers["kit"]), (f"TRL {peers['trl_versions']['trl']}", peers["trl"]))
+        for label, part in (
+            ("kit", peers["kit"]),
+            (f"TRL {peers['trl_versions']['trl']}", peers["trl"]),
+        )
     ]
     settings = peers["trl_settings"]
     return f"""## Beside TRL
@@ -109,7 +138,10 @@ def startup_part(startup: dict[str, Any]) -> str:
     cold, warm = startup["cold"], startup["warm"]
     rows = [
         [line["process"] + (f" x {line['count']}" if line["count"] > 1 else "")]
-        + ["" if line[key] is None else f"{line[key]:.1f}" for key in ("there_s", "cpu_s", "busy_from_s", "busy_to_s")]
+        + [
+            "" if line[key] is None else f"{line[key]:.1f}"
+            for key in ("there_s", "cpu_s", "busy_from_s", "busy_to_s")
+        ]
         for line in warm["processes"]
     ]
     return f"""## To the first answer
@@ -130,7 +162,9 @@ def draw(found: Found) -> None:
         bars.append(("kit", [step["stages_s"][part] for part in (*parts, "else")]))
         bars.append(("at best", [step["limits_s"][part] for part in parts] + [0.0]))
     if "trl" in (peers := found.get("peers", {})):
-        bars.append(("TRL", [peers["trl"]["gen"], peers["trl"]["step"] - peers["trl"]["gen"], 0.0, 0.0]))
+        bars.append(
+            ("TRL", [peers["trl"]["gen"], peers["trl"]["step"] - peers["trl"]["gen"], 0.0, 0.0])
+        )
     figure, axis = plt.subplots(figsize=(8, 0.9 + 0.6 * len(bars)), layout="constrained")
     begins = [0.0] * len(bars)
     for i, label in enumerate(("sampling", "update", "sync", "all else")):
@@ -149,8 +183,14 @@ def main() -> None:
     if not found:
         sys.exit("nothing was measured; make bench")
     about = next(iter(found.values()))
-    versions = ", ".join(f"{package} {version}" for package, version in about.get("versions", {}).items())
-    loads = ", ".join(f"{part['load_before']} before {name}" for name, part in found.items() if "load_before" in part)
+    versions = ", ".join(
+        f"{package} {version}" for package, version in about.get("versions", {}).items()
+    )
+    loads = ", ".join(
+        f"{part['load_before']} before {name}"
+        for name, part in found.items()
+        if "load_before" in part
+    )
     parts = [
         "# Performance",
         f"`make bench`, {about['date']}: {about['cpu']}, {about['cores']} cores ({', '.join(about['flags'])}), "
@@ -158,7 +198,11 @@ def main() -> None:
         f"![the stages of a step: the kit, what they take at best{', TRL' * ('peers' in found)}](performance.png)",
         table("| target | wanted | measured | met |", targets(found)),
     ]
-    parts += [part(found[name]) for name, part in (("step", step_part), ("peers", peers_part)) if name in found]
+    parts += [
+        part(found[name])
+        for name, part in (("step", step_part), ("peers", peers_part))
+        if name in found
+    ]
     parts += [startup_part(found["startup"])] if "startup" in found else []
     by_hand = PAGE.read_text().partition(MARK)[2] if PAGE.is_file() else "\n"
     PAGE.write_text("\n\n".join([*parts, MARK]) + by_hand)

@@ -29,7 +29,9 @@ def main() -> None:
         wide.locator(".open").get_by_role("button", name="log-prob").click()
         wide.locator("#episodes").screenshot(path=args.out / "report_episodes.png")
         size = {"width": 390, "height": 780}
-        phone = opened(browser.new_page(viewport=size, color_scheme="dark", device_scale_factor=1.5), address)
+        phone = opened(
+            browser.new_page(viewport=size, color_scheme="dark", device_scale_factor=1.5), address
+        )
         phone.screenshot(path=args.out / "report_phone.png")
         browser.close()
 

@@ -19,14 +19,24 @@ os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_ge
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 from vllm import LLM, SamplingParams
 
-SAME = ("dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "seed", "logprobs_mode")
+SAME = (
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "enforce_eager",
+    "seed",
+    "logprobs_mode",
+)
 
 
 def generate(llm: LLM, rows: list[Row], temperature: float) -> None:
     """Every answer as long as it was. ignore_eos does that; min_tokens would have vLLM mask its logits as well."""
     asked = {"temperature": temperature, "logprobs": 0, "ignore_eos": True, "detokenize": False}
     sampling = [SamplingParams(max_tokens=len(answer), **asked) for _, answer in rows]
-    done = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in rows], sampling, use_tqdm=False)
+    done = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt, _ in rows], sampling, use_tqdm=False
+    )
     assert [len(d.outputs[0].token_ids) for d in done] == [len(answer) for _, answer in rows]
 
 
@@ -50,7 +60,9 @@ def main() -> None:
     rollout = config["actor_rollout_ref"]["rollout"]
     given = rollout["engine_kwargs"]["vllm"]
     settings = {name: rollout[name] for name in SAME}
-    settings |= {name: given[name] for name in ("block_size", "kv_cache_memory_bytes") if name in given}
+    settings |= {
+        name: given[name] for name in ("block_size", "kv_cache_memory_bytes") if name in given
+    }
     llm = LLM(config["actor_rollout_ref"]["model"]["path"], skip_tokenizer_init=True, **settings)
     generate(llm, next(iter(steps.values())), rollout["temperature"])  # warms it up
     seconds: dict[str, list[float]] = {step: [] for step in steps}

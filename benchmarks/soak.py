@@ -38,7 +38,11 @@ from measure import ROLES  # noqa: E402
 from kit.gym.servers import free_port, running_servers  # noqa: E402
 
 FAULTS = ("reset", "500", "503", "half", "html", "nan", "late")
-LIMITS = {"MB": 20.0, "files": 5, "sockets": 5}  # from step 50 to the end, per process; noise stays well below
+LIMITS = {
+    "MB": 20.0,
+    "files": 5,
+    "sockets": 5,
+}  # from step 50 to the end, per process; noise stays well below
 
 
 def proxy(target: str, port: int, share: float, spoiled: collections.Counter) -> None:
@@ -55,12 +59,18 @@ def proxy(target: str, port: int, share: float, spoiled: collections.Counter) ->
             return web.json_response({"detail": "spoiled"}, status=int(fault))
         if fault == "late":
             await asyncio.sleep(0.3)
-        headers = {k: v for k, v in request.headers.items() if k.lower() in ("cookie", "content-type")}
+        headers = {
+            k: v for k, v in request.headers.items() if k.lower() in ("cookie", "content-type")
+        }
         body = await request.read()
         async with request.app["http"].request(
             request.method, target + request.path, data=body, headers=headers
         ) as answer:
-            text, status, cookies = await answer.read(), answer.status, answer.headers.getall("Set-Cookie", [])
+            text, status, cookies = (
+                await answer.read(),
+                answer.status,
+                answer.headers.getall("Set-Cookie", []),
+            )
         if fault == "half":
             text = text[: len(text) // 2] if len(text) > 2 else b"{"
         if fault == "html":
@@ -90,7 +100,9 @@ def look(root: psutil.Process, extra: list[psutil.Process]) -> dict[str, dict[st
     for process in [root, *root.children(recursive=True), *extra]:
         try:
             title = " ".join(process.cmdline())
-            role = next((name for pattern, name in ROLES.items() if re.search(pattern, title)), None)
+            role = next(
+                (name for pattern, name in ROLES.items() if re.search(pattern, title)), None
+            )
             if role:
                 links = [os.readlink(link.path) for link in os.scandir(f"/proc/{process.pid}/fd")]
                 sockets = sum(link.startswith("socket:") for link in links)
@@ -99,25 +111,43 @@ def look(root: psutil.Process, extra: list[psutil.Process]) -> dict[str, dict[st
         except (psutil.Error, OSError):
             continue
     shared = list(Path("/dev/shm").iterdir())
-    found["/dev/shm"] = {"MB": sum(p.stat().st_size for p in shared if p.exists()) / 2**20, "files": len(shared)}
+    found["/dev/shm"] = {
+        "MB": sum(p.stat().st_size for p in shared if p.exists()) / 2**20,
+        "files": len(shared),
+    }
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--faults", type=float, default=0.1, help="share of the calls that are spoiled")
+    parser.add_argument(
+        "--faults", type=float, default=0.1, help="share of the calls that are spoiled"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "soak.md")
     args = parser.parse_args()
-    folder, spoiled, begin = Path(tempfile.mkdtemp(prefix="soak-")), collections.Counter(), time.monotonic()
+    folder, spoiled, begin = (
+        Path(tempfile.mkdtemp(prefix="soak-")),
+        collections.Counter(),
+        time.monotonic(),
+    )
     conftest.make_model(folder / "tied", tied=True)
     conftest.write_task(folder)
     looks: list[tuple[int, dict[str, dict[str, float]]]] = []
-    with running_servers({"reasoning_gym": {"start": {"python": str(conftest.GYM_PYTHON)}}}, folder) as urls:
+    with running_servers(
+        {"reasoning_gym": {"start": {"python": str(conftest.GYM_PYTHON)}}}, folder
+    ) as urls:
         port = free_port()
         proxy(urls["reasoning_gym"], port, args.faults, spoiled)
-        changes = ["trainer.experiment_name=soak", f"trainer.total_training_steps={args.steps}", "trainer.save_freq=25"]
-        changes += ["gym.servers.reasoning_gym.start=null", f"gym.servers.reasoning_gym.url=http://127.0.0.1:{port}"]
+        changes = [
+            "trainer.experiment_name=soak",
+            f"trainer.total_training_steps={args.steps}",
+            "trainer.save_freq=25",
+        ]
+        changes += [
+            "gym.servers.reasoning_gym.start=null",
+            f"gym.servers.reasoning_gym.url=http://127.0.0.1:{port}",
+        ]
         changes += ["trainer.test_freq=50", "trainer.max_actor_ckpt_to_keep=2"]
         changes += ["gym.concurrency=32", "trainer.print_samples_every=0"]
         # vLLM's cache becomes resident as it is first used: one that is all used by step 50
@@ -126,14 +156,18 @@ def main() -> None:
         changes += ["actor_rollout_ref.actor.optim.lr=0.0001"]
         arguments = [a for a in conftest.tiny(folder, *changes) if "start.python" not in a]
         with (folder / "out.log").open("w") as out:
-            run = subprocess.Popen(conftest.command(folder, *arguments), cwd=folder, stdout=out, stderr=out)
+            run = subprocess.Popen(
+                conftest.command(folder, *arguments), cwd=folder, stdout=out, stderr=out
+            )
         watched, server = psutil.Process(run.pid), psutil.Process().children(recursive=True)
         server = [p for p in server if p.pid != run.pid and "gym_servers" in " ".join(p.cmdline())]
         metrics, last = folder / "runs" / "soak" / "metrics.jsonl", 0
         while run.poll() is None:
             time.sleep(0.5)
             lines = metrics.read_text().splitlines() if metrics.is_file() else []
-            step = max((m["step"] for m in map(json.loads, lines) if "rollout/failed_frac" in m), default=0)
+            step = max(
+                (m["step"] for m in map(json.loads, lines) if "rollout/failed_frac" in m), default=0
+            )
             if step > last and step % 5 == 0:
                 last = step
                 looks.append((step, look(watched, server)))
@@ -144,12 +178,21 @@ def main() -> None:
 
 def report(args, folder: Path, looks: list, spoiled: collections.Counter, seconds: float) -> None:
     """Write the table; exit with 1 if anything grew."""
-    rows = [json.loads(line) for line in (folder / "runs" / "soak" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (folder / "runs" / "soak" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [m for m in rows if "rollout/failed_frac" in m]
     failed = statistics.mean(m["rollout/failed_frac"] for m in steps)
     reasons = collections.Counter()
     for m in steps:
-        reasons.update({k.removeprefix("rollout/failed/"): v for k, v in m.items() if k.startswith("rollout/failed/")})
+        reasons.update(
+            {
+                k.removeprefix("rollout/failed/"): v
+                for k, v in m.items()
+                if k.startswith("rollout/failed/")
+            }
+        )
     early = [found for step, found in looks if 50 <= step < 75]
     late = [found for step, found in looks if step > args.steps - 25]
     calls, bad = sum(spoiled.values()), sum(n for fault, n in spoiled.items() if fault)
@@ -170,9 +213,15 @@ def report(args, folder: Path, looks: list, spoiled: collections.Counter, second
             {kind: statistics.median(f[role][kind] for f in found if role in f) for kind in last}
             for found in (early, late)
         )
-        cells = [f"{before[k]:.0f} → {after[k]:.0f}" if k in before else "" for k in ("files", "sockets")]
+        cells = [
+            f"{before[k]:.0f} → {after[k]:.0f}" if k in before else "" for k in ("files", "sockets")
+        ]
         lines.append(f"| {role} | {before['MB']:.0f} | {after['MB']:.0f} | {' | '.join(cells)} |")
-        grown += [f"{role}: {k} {before[k]:.0f} -> {after[k]:.0f}" for k in before if after[k] - before[k] > LIMITS[k]]
+        grown += [
+            f"{role}: {k} {before[k]:.0f} -> {after[k]:.0f}"
+            for k in before
+            if after[k] - before[k] > LIMITS[k]
+        ]
     args.out.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
     if grown or len(steps) != args.steps:

@@ -28,7 +28,9 @@ class Look:
 
     def __init__(self) -> None:
         self.begin = time.time()
-        self.seen: dict[int, list[tuple[float, float]]] = {}  # pid -> (seconds after the command, its CPU seconds)
+        self.seen: dict[
+            int, list[tuple[float, float]]
+        ] = {}  # pid -> (seconds after the command, its CPU seconds)
         self.roles: dict[int, str] = {}  # the last one, since Ray's workers get theirs late
 
     def __call__(self, processes: list[psutil.Process]) -> None:
@@ -50,9 +52,16 @@ class Look:
                 continue
             pairs = list(zip([(looks[0][0] - EVERY, 0.0), *looks], looks, strict=False))
             busy = [now for (before, had), (now, has) in pairs if has - had > (now - before) / 2]
-            line = {"process": self.roles[pid], "there_s": looks[0][0], "cpu_s": looks[-1][1], "count": 1}
+            line = {
+                "process": self.roles[pid],
+                "there_s": looks[0][0],
+                "cpu_s": looks[-1][1],
+                "count": 1,
+            }
             line |= {"busy_from_s": min(busy, default=None), "busy_to_s": max(busy, default=None)}
-            same = next((x for x in lines if x["process"] == line["process"] and x["cpu_s"] < LEAST), None)
+            same = next(
+                (x for x in lines if x["process"] == line["process"] and x["cpu_s"] < LEAST), None
+            )
             if line["cpu_s"] < LEAST and same:
                 same["count"], same["cpu_s"] = same["count"] + 1, same["cpu_s"] + line["cpu_s"]
             else:
@@ -79,10 +88,15 @@ def measure(label: str, changes: list[str]) -> dict[str, Any]:
         next(row[f"timing_s/{name}"] for row in rows if f"timing_s/{name}" in row)
         for name in ("first_episode", "start")
     )
-    checks = (folder / "config.yaml").stat().st_mtime - look.begin  # until the run is there, whose clock then starts
+    checks = (
+        folder / "config.yaml"
+    ).stat().st_mtime - look.begin  # until the run is there, whose clock then starts
     first = checks + episode
     lines = look.table(first)
-    print(f"\n{label} disk cache: first answer after {first:.1f} s (recipe checked {checks:.1f}, all started", end=" ")
+    print(
+        f"\n{label} disk cache: first answer after {first:.1f} s (recipe checked {checks:.1f}, all started",
+        end=" ",
+    )
     print(f"{checks + start:.1f}), {sum(line['cpu_s'] for line in lines):.1f} CPU seconds\n")
     print(f"{'process':<24}{'there, s':>10}{'CPU, s':>10}{'busy from':>12}{'to':>8}")
     for line in lines:
@@ -91,7 +105,12 @@ def measure(label: str, changes: list[str]) -> dict[str, Any]:
         print(f"{name:<24}{line['there_s']:10.1f}{line['cpu_s']:10.1f}{busy}")
     for line in lines:
         line |= {key: round(value, 2) for key, value in line.items() if isinstance(value, float)}
-    told = {"first_answer_s": first, "checks_s": checks, "start_s": start, "first_episode_s": episode}
+    told = {
+        "first_answer_s": first,
+        "checks_s": checks,
+        "start_s": start,
+        "first_episode_s": episode,
+    }
     return {name: round(value, 1) for name, value in told.items()} | {"processes": lines}
 
 

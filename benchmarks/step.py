@@ -20,14 +20,24 @@ from typing import Any
 
 from measure import ROOT, Memory, demo, last_json, machine, stages
 
-PARTS = ("gen", "update_actor", "update_weights")  # the stages that have a limit; the rest of a step is `else`
+PARTS = (
+    "gen",
+    "update_actor",
+    "update_weights",
+)  # the stages that have a limit; the rest of a step is `else`
 
 
 def measure_limits(folder: Path, rounds: int) -> dict[str, Any]:
     """What raw vLLM takes for a run's steps, then the bare model."""
     found: dict[str, Any] = {}
     for script in ("raw_vllm.py", "bare_model.py"):
-        command = [sys.executable, f"benchmarks/{script}", str(folder.resolve()), "--rounds", str(rounds)]
+        command = [
+            sys.executable,
+            f"benchmarks/{script}",
+            str(folder.resolve()),
+            "--rounds",
+            str(rounds),
+        ]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             sys.exit(f"{script} ended with {done.returncode}")
@@ -60,24 +70,45 @@ def report(rows: list[dict[str, Any]], found: dict[str, Any]) -> dict[str, Any]:
     print("seconds" + "".join(f"{name:>16}" for name in names) + f"{'tokens':>10}")
     for step, taken in steps.items():
         note = "   (warm-up)" if step == min(steps) else ""
-        print(f"step {step:2d}" + "".join(f"{taken.get(n, 0.0):16.3f}" for n in names) + f"{tokens[step]:10.0f}{note}")
+        print(
+            f"step {step:2d}"
+            + "".join(f"{taken.get(n, 0.0):16.3f}" for n in names)
+            + f"{tokens[step]:10.0f}{note}"
+        )
     warm = [step for step in steps if step != min(steps)]
     for step in warm:
-        steps[step]["else"] = steps[step]["step"] - sum(steps[step].get(part, 0.0) for part in PARTS)
+        steps[step]["else"] = steps[step]["step"] - sum(
+            steps[step].get(part, 0.0) for part in PARTS
+        )
     limits = {step: limits_of(step, found) for step in warm}
-    ratios = {part: median(limits[step][part] / steps[step][part] for step in warm) for part in PARTS}
-    ratios["step"] = median(sum(limits[step][part] for part in PARTS) / steps[step]["step"] for step in warm)
+    ratios = {
+        part: median(limits[step][part] / steps[step][part] for step in warm) for part in PARTS
+    }
+    ratios["step"] = median(
+        sum(limits[step][part] for part in PARTS) / steps[step]["step"] for step in warm
+    )
     taken, best = medians([steps[step] for step in warm]), medians([limits[step] for step in warm])
     best["step"] = round(sum(best[part] for part in PARTS), 3)
     print(f"\n{'stage':<16}{'median, s':>12}{'at best, s':>12}{'best / taken':>14}")
     for name in [*names, "else"]:
         limit = f"{best[name]:12.3f}{ratios[name]:14.2f}" if name in ratios else ""
         print(f"{name:<16}{taken[name]:12.3f}{limit}")
-    print(f"\nupdate at best: prompts shared {best['shared']:.2f} s, plain packed batch {best['packed']:.2f} s")
+    print(
+        f"\nupdate at best: prompts shared {best['shared']:.2f} s, plain packed batch {best['packed']:.2f} s"
+    )
     print(f"vLLM takes new weights from memory in {median(found['reload']):.3f} s")
     told = {name: round(ratio, 3) for name, ratio in ratios.items()}
-    counted = {"tokens": median(tokens[step] for step in warm), "reload_s": round(median(found["reload"]), 3)}
-    return {"steps": len(warm), "stages_s": taken, "limits_s": best, "best_over_taken": told, **counted}
+    counted = {
+        "tokens": median(tokens[step] for step in warm),
+        "reload_s": round(median(found["reload"]), 3),
+    }
+    return {
+        "steps": len(warm),
+        "stages_s": taken,
+        "limits_s": best,
+        "best_over_taken": told,
+        **counted,
+    }
 
 
 def main() -> None:

@@ -29,7 +29,9 @@ def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
 def dataset(path: Path) -> Dataset:
     """Prompts as messages, and what is asked for."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return Dataset.from_list([{"prompt": r["responses_create_params"]["input"], "answer": r["answer"]} for r in rows])
+    return Dataset.from_list(
+        [{"prompt": r["responses_create_params"]["input"], "answer": r["answer"]} for r in rows]
+    )
 
 
 class Clock(TrainerCallback):
@@ -52,7 +54,9 @@ class Clock(TrainerCallback):
             begin = time.perf_counter()
             result = function(*args, **kwargs)
             self.steps[-1]["gen"] += time.perf_counter() - begin
-            self.steps[-1]["tokens"] = int(result["prompt_mask"].sum() + result["completion_mask"].sum())
+            self.steps[-1]["tokens"] = int(
+                result["prompt_mask"].sum() + result["completion_mask"].sum()
+            )
             return result
 
         setattr(trainer, name, clocked)
@@ -63,8 +67,15 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of products; weights fp32")
-    parser.add_argument("--micro-batch", type=int, default=64, help="answers at once; an optimiser step has 64")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="of products; weights fp32",
+    )
+    parser.add_argument(
+        "--micro-batch", type=int, default=64, help="answers at once; an optimiser step has 64"
+    )
     args = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
@@ -91,7 +102,12 @@ def main() -> None:
     )
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     clock = Clock()
-    settings = {"args": config, "processing_class": tokenizer, "reward_funcs": reward, "callbacks": [clock]}
+    settings = {
+        "args": config,
+        "processing_class": tokenizer,
+        "reward_funcs": reward,
+        "callbacks": [clock],
+    }
     trainer = trl.GRPOTrainer(model=model, train_dataset=dataset(args.rows), **settings)
     clock.around(trainer, "_generate_and_score_completions")
     trainer.train()

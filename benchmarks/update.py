@@ -49,9 +49,13 @@ def main() -> None:
     seconds = []
     with Run(config) as run, contextlib.ExitStack() as stack:
         workers, _ = launch.start(run, data, stack, sample=False)
-        pid = ray.get(workers.actor.workers[0].__ray_call__.remote(lambda _: __import__("os").getpid()))
+        pid = ray.get(
+            workers.actor.workers[0].__ray_call__.remote(lambda _: __import__("os").getpid())
+        )
         for i in range(args.rounds + 1):
-            batch = training.to_batch(kept, data.tokenizer.pad_token_id, config.actor_rollout_ref.rollout.temperature)
+            batch = training.to_batch(
+                kept, data.tokenizer.pad_token_id, config.actor_rollout_ref.rollout.temperature
+            )
             batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
             training.advantages(batch, config)
             before, began = usage(pid), time.perf_counter()

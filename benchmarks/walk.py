@@ -39,9 +39,14 @@ def main() -> None:
             if found["text"] is None or (found["mark"] or "") not in DONE:
                 continue
             begun = time.monotonic()
-            script = "set -eo pipefail\n[ ! -e .venv/bin/activate ] || source .venv/bin/activate\n" + found["text"]
+            script = (
+                "set -eo pipefail\n[ ! -e .venv/bin/activate ] || source .venv/bin/activate\n"
+                + found["text"]
+            )
             print(f"$ {found['text']}", end="", file=log, flush=True)
-            done = subprocess.run(["bash", "-c", script], cwd=args.folder, stdout=log, stderr=subprocess.STDOUT)
+            done = subprocess.run(
+                ["bash", "-c", script], cwd=args.folder, stdout=log, stderr=subprocess.STDOUT
+            )
             taken[title] = taken.get(title, 0.0) + time.monotonic() - begun
             if done.returncode:
                 failed = f"{title}: status {done.returncode}; see {args.folder}/walk.log\n{found['text']}"
@@ -56,7 +61,9 @@ def main() -> None:
 def files(page: str) -> list[tuple[str, str]]:
     """(name, text) of the blocks whose first line is a file's name."""
     blocks = re.findall(r"^```(?:python|yaml)\n(.*?)^```$", page, re.M | re.S)
-    return [(name[1], text) for text in blocks if (name := re.match(r"# (\w+\.(?:py|yaml))\n", text))]
+    return [
+        (name[1], text) for text in blocks if (name := re.match(r"# (\w+\.(?:py|yaml))\n", text))
+    ]
 
 
 if __name__ == "__main__":

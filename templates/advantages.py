@@ -50,14 +50,21 @@ def turn_grpo(
 
 
 def turn_gae(
-    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, turn: Tensor, gamma: float, lam: float
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    turn: Tensor,
+    gamma: float,
+    lam: float,
 ) -> tuple[Tensor, Tensor]:
     """GAE with a turn as one action (Schulman et al. 2016, arXiv:1506.02438, equation 16): gamma and lam count turns.
 
     The state of a turn is what stands before its first token, so its value is the critic's there. All tokens of a turn
     share its advantage, whitened over the batch as verl does for its own GAE, and its return.
     """
-    first = (turn >= 0) & (turn != torch.nn.functional.pad(turn, (1, 0), value=-1)[:, :-1])  # [B, R]
+    first = (turn >= 0) & (
+        turn != torch.nn.functional.pad(turn, (1, 0), value=-1)[:, :-1]
+    )  # [B, R]
     V, rewards = by_turn(values * first, turn), by_turn(token_level_rewards, turn)  # [B, K]
     exists = torch.arange(V.shape[1]) <= turn.amax(dim=1, keepdim=True)  # [B, K]
     next_value = next_advantage = torch.zeros(len(V))  # [B]
@@ -68,7 +75,9 @@ def turn_gae(
         next_value, next_advantage = V[:, k] * exists[:, k], advantage
         steps.append(advantage)
     advantages = torch.stack(steps[::-1], dim=1)  # [B, K]
-    spread, returns = (x.gather(1, turn.clamp(min=0)) for x in (advantages, advantages + V))  # [B, R]
+    spread, returns = (
+        x.gather(1, turn.clamp(min=0)) for x in (advantages, advantages + V)
+    )  # [B, R]
     return verl_F.masked_whiten(spread, response_mask) * response_mask, returns * response_mask
 
 
@@ -107,7 +116,11 @@ def pairs(
 
 
 def spin(
-    response_mask: Tensor, turn: Tensor, index: Sequence[str], old_log_probs: Tensor, ref_log_prob: Tensor
+    response_mask: Tensor,
+    turn: Tensor,
+    index: Sequence[str],
+    old_log_probs: Tensor,
+    ref_log_prob: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """SPIN (Chen et al. 2024, arXiv:2401.01335, equation 4.7): a row's own answer y against what the policy says, y'.
     The former come from templates/filters.py:with_answer, in no turn of the policy. For the loss
@@ -127,26 +140,35 @@ def spin(
         mine = torch.tensor([name == group for name in index])  # [B]
         y, sampled = mine & own, mine & ~own
         if y.any() and sampled.any():
-            weight = BETA * torch.sigmoid(-BETA * (log_ratio[y] - log_ratio[sampled])) / sampled.sum()  # [n]
+            weight = (
+                BETA * torch.sigmoid(-BETA * (log_ratio[y] - log_ratio[sampled])) / sampled.sum()
+            )  # [n]
             weights[y], weights[sampled], found = weight.sum(), -weight, found + 1
     advantages = weights[:, None] * response_mask * (len(own) / max(found, 1))  # [B, R]
     return advantages, advantages
 
 
-def preference(token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[str]) -> tuple[Tensor, Tensor]:
+def preference(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[str]
+) -> tuple[Tensor, Tensor]:
     """SPPO's target (Wu et al. 2024, arXiv:2405.00675, Algorithm 1): P(y > pi) - 1/2, the fraction of its group that an
     answer y beats, itself included, less 1/2. For the loss templates/losses.py:sppo.
 
     Departs: no preference model is asked. The larger reward wins, and of equals each wins half of the time.
     """
-    rewards, group = token_level_rewards.sum(dim=1), np.unique(np.asarray(index), return_inverse=True)[1]  # [B]
+    rewards, group = (
+        token_level_rewards.sum(dim=1),
+        np.unique(np.asarray(index), return_inverse=True)[1],
+    )  # [B]
     same = torch.from_numpy(group[:, None] == group)  # [B, B]
     beats = torch.sign(rewards[:, None] - rewards) / 2 * same  # [B, B]: P(i > j) - 1/2
     advantages = (beats.sum(dim=1) / same.sum(dim=1))[:, None] * response_mask  # [B, R]
     return advantages, advantages
 
 
-def distill(old_log_probs: Tensor, ref_log_prob: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+def distill(
+    old_log_probs: Tensor, ref_log_prob: Tensor, response_mask: Tensor
+) -> tuple[Tensor, Tensor]:
     """On-policy distillation (Lu 2025, thinkingmachines.ai/blog/on-policy-distillation): over the policy's own answers,
     a token's advantage is -(log pi - log teacher), by verl's kl_penalty; later tokens do not count (discount 0). Its
     mean over tokens, critic/advantages/mean, is minus an estimate of the reverse KL, in nats a token.

@@ -30,10 +30,17 @@ def drop_uniform(episodes: Sequence[Any], metric: str = "reward") -> list[Any]:
             return float(episode.reward if metric == "reward" else episode.reward >= 1.0)
         if metric not in episode.reward_components:
             has = ", ".join(["reward", "acc", *episode.reward_components])
-            raise PluginError(f"env.filters: drop_uniform: metric={metric}; the episode of {episode.row_id} has {has}")
+            raise PluginError(
+                f"env.filters: drop_uniform: metric={metric}; the episode of {episode.row_id} has {has}"
+            )
         return float(episode.reward_components[metric])
 
-    return [e for group in groups(episodes).values() if len({worth(e) for e in group}) > 1 for e in group]
+    return [
+        e
+        for group in groups(episodes).values()
+        if len({worth(e) for e in group}) > 1
+        for e in group
+    ]
 
 
 def drop_ended(episodes: Sequence[Any], reasons: Sequence[str]) -> list[Any]:
@@ -44,7 +51,10 @@ def drop_ended(episodes: Sequence[Any], reasons: Sequence[str]) -> list[Any]:
 def mask_ended(episodes: Sequence[Any], reasons: Sequence[str]) -> list[Any]:
     """As drop_ended, but they stay in their group's baseline (DAPO's overlong filtering, section 3.4)."""
     return [
-        dataclasses.replace(e, response_mask=[0] * len(e.response_mask)) if e.ended in reasons else e for e in episodes
+        dataclasses.replace(e, response_mask=[0] * len(e.response_mask))
+        if e.ended in reasons
+        else e
+        for e in episodes
     ]
 
 
@@ -67,13 +77,28 @@ def with_answer(episodes: Sequence[Any], field: str, model: str, limit: int) -> 
     for group in groups(episodes).values():
         e = group[0]
         if not isinstance(text := e.row.get(field), str):
-            has = ", ".join(name for name, value in e.row.items() if isinstance(value, str)) or "none"
+            has = (
+                ", ".join(name for name, value in e.row.items() if isinstance(value, str)) or "none"
+            )
             raise PluginError(
                 f"env.filters: with_answer: field={field}: the row {e.row_id} has no such text; it has {has}"
             )
         ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-        said = {"response_ids": ids, "response_mask": [1] * len(ids), "log_probs": [0.0] * len(ids), "turns": []}
-        rest = {"output": [gym_client.message(text)], "ended": "stop", "reward": 1.0, "turn_rewards": [], "timings": {}}
-        own = dataclasses.replace(e, **said, **rest, reward_components={}, verdict={}, baseline=None)
+        said = {
+            "response_ids": ids,
+            "response_mask": [1] * len(ids),
+            "log_probs": [0.0] * len(ids),
+            "turns": [],
+        }
+        rest = {
+            "output": [gym_client.message(text)],
+            "ended": "stop",
+            "reward": 1.0,
+            "turn_rewards": [],
+            "timings": {},
+        }
+        own = dataclasses.replace(
+            e, **said, **rest, reward_components={}, verdict={}, baseline=None
+        )
         found += [*group, *([own] if len(ids) <= limit else [])]
     return found

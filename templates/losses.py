@@ -67,8 +67,12 @@ def sppo(
         why = "templates/losses.py:sppo has one loss for an answer; set it to seq-mean-token-mean"
         raise PluginError(f"actor_rollout_ref.actor.loss_agg_mode={loss_agg_mode}: {why}")
     log_ratio = ((log_prob - old_log_prob) * response_mask).sum(dim=1)  # [B]
-    target = ETA * (advantages * response_mask).sum(dim=1) / response_mask.sum(dim=1).clamp(min=1)  # [B]
-    losses = (log_ratio - target).square()[:, None].expand_as(log_prob)  # [B, R]: each token's is its answer's
+    target = (
+        ETA * (advantages * response_mask).sum(dim=1) / response_mask.sum(dim=1).clamp(min=1)
+    )  # [B]
+    losses = (
+        (log_ratio - target).square()[:, None].expand_as(log_prob)
+    )  # [B, R]: each token's is its answer's
     if rollout_is_weights is not None:  # algorithm.rollout_correction
         losses = losses * rollout_is_weights
     return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {}

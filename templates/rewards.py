@@ -29,12 +29,19 @@ def weighted(episode: Any, weights: Mapping[str, float]) -> float:
     for name in weights:
         if name not in episode.reward_components:
             has = ", ".join(episode.reward_components) or "none"
-            raise PluginError(f"env.reward: no reward component {name}; the episode of {episode.row_id} has {has}")
-    return float(episode.reward) + sum(w * episode.reward_components[name] for name, w in weights.items())
+            raise PluginError(
+                f"env.reward: no reward component {name}; the episode of {episode.row_id} has {has}"
+            )
+    return float(episode.reward) + sum(
+        w * episode.reward_components[name] for name, w in weights.items()
+    )
 
 
 def components(episode: Any) -> float:
     """Name two rewards, for advantages that take several (gdpo): verdict, the verifier's word, and finished, 1 where
     the answer came to its own end."""
-    episode.reward_components |= {"verdict": float(episode.reward), "finished": float(episode.ended == "stop")}
+    episode.reward_components |= {
+        "verdict": float(episode.reward),
+        "finished": float(episode.ended == "stop"),
+    }
     return float(episode.reward)

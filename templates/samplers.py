@@ -16,7 +16,12 @@ import env
 
 
 def by_pass_rate(
-    tasks: Sequence[env.Task], size: int, batch: int, seed: int, pass_rates: Mapping[str, float], floor: float = 0.05
+    tasks: Sequence[env.Task],
+    size: int,
+    batch: int,
+    seed: int,
+    pass_rates: Mapping[str, float],
+    floor: float = 0.05,
 ) -> list[env.Task]:
     """A curriculum: rows by chance, without repetition, as p (1 - p) + floor of their recent pass rate p, so what is
     solved half of the time comes most often. Rows not seen yet count as half solved. Files with weights keep them.
@@ -29,7 +34,9 @@ def by_pass_rate(
         rows = [t for t in tasks if file is None or t.file == file]
         rates = np.array([pass_rates.get(t.row_id, 0.5) for t in rows])
         chances = rates * (1 - rates) + floor
-        whole, rest = divmod(quota, len(rows))  # a quota of more rows than there are takes all, and then some
+        whole, rest = divmod(
+            quota, len(rows)
+        )  # a quota of more rows than there are takes all, and then some
         some = random.choice(len(rows), rest, replace=False, p=chances / chances.sum())
         picked += rows * whole + [rows[i] for i in some]
     return picked

@@ -15,12 +15,19 @@ from typing import Any
 
 
 def rows(
-    batch: int, size: int, seed: int, pass_rates: Mapping[int, Mapping[int, float]], highest: int = 99
+    batch: int,
+    size: int,
+    seed: int,
+    pass_rates: Mapping[int, Mapping[int, float]],
+    highest: int = 99,
 ) -> list[dict[str, Any]]:
     """`size` rows, whose range grows by 2 with each earlier batch of which more than half was solved."""
     solved = sum(sum(rates.values()) > len(rates) / 2 for rates in pass_rates.values())
     draw, top = random.Random(f"{seed} {batch}"), min(3 + 2 * solved, highest)
-    return [{"responses_create_params": {"input": []}, "number": draw.randint(1, top), "top": top} for _ in range(size)]
+    return [
+        {"responses_create_params": {"input": []}, "number": draw.randint(1, top), "top": top}
+        for _ in range(size)
+    ]
 
 
 class Guess:
@@ -37,5 +44,7 @@ class Guess:
         said = re.search("[0-9]{1,9}", text)
         if said and int(said[0]) == self.number:
             return None, 1.0, True
-        observation = "Say a number." if not said else "Higher." if int(said[0]) < self.number else "Lower."
+        observation = (
+            "Say a number." if not said else "Higher." if int(said[0]) < self.number else "Lower."
+        )
         return observation, 0.0, self.left == 0

@@ -29,7 +29,10 @@ import torch
 from omegaconf import DictConfig
 
 # verl reads these when it is first imported; a run of algorithm.py takes them from configs/machines/cpu.yaml
-os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform,kit.rollout.weight_sync"}
+os.environ |= {
+    "VERL_PLATFORM": "cpu",
+    "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform,kit.rollout.weight_sync",
+}
 
 from kit.config.load import load_config
 from kit.extras.report.metric_docs import describe
@@ -108,12 +111,31 @@ def make_mixture(folder: Path, source: Path) -> Path:
     from transformers import AutoConfig, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     c, tokenizer = AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source)
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    names += ("num_key_value_heads", "head_dim", "max_position_embeddings", "eos_token_id", "pad_token_id")
+    names = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    )
+    names += (
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "eos_token_id",
+        "pad_token_id",
+    )
     sizes = {name: getattr(c, name) for name in names}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    }
     torch.manual_seed(0)
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, bos_token_id=None)).save_pretrained(folder)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, bos_token_id=None)).save_pretrained(
+        folder
+    )
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -128,14 +150,25 @@ SEES = (  # a chat template of parts; of text among them it says nothing, as LLa
 def make_vision_model(folder: Path, source: Path) -> Path:
     """A random LLaVA with the tokenizer of the tiny Llama in `source`: an image is 16 tokens. Its projector is large,
     so that colours differ by something."""
-    from transformers import AutoConfig, AutoTokenizer, CLIPVisionConfig, LlavaConfig, LlavaProcessor
+    from transformers import (
+        AutoConfig,
+        AutoTokenizer,
+        CLIPVisionConfig,
+        LlavaConfig,
+        LlavaProcessor,
+    )
     from transformers import LlavaForConditionalGeneration as Llava
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     tokenizer, text = AutoTokenizer.from_pretrained(source), AutoConfig.from_pretrained(source)
     tokenizer.add_tokens(["<image>"], special_tokens=True)
     tokenizer.chat_template, text.vocab_size = SEES, len(tokenizer)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     vision = CLIPVisionConfig(**sizes, image_size=32, patch_size=8, projection_dim=64)
     image = tokenizer.convert_tokens_to_ids("<image>")
     torch.manual_seed(0)
@@ -147,14 +180,20 @@ def make_vision_model(folder: Path, source: Path) -> Path:
             if "projector" in name and "weight" in name:
                 weight.mul_(10)
     square = {"height": 32, "width": 32}
-    how = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    how = {
+        "patch_size": 8,
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+    }
     pixels = CLIPImageProcessorPil(size=square, crop_size=square)
     model.save_pretrained(folder)
     LlavaProcessor(pixels, tokenizer, chat_template=SEES, **how).save_pretrained(folder)
     return folder
 
 
-def make_pretrained(folder: Path, source: Path, prompts: list[str], digits: str = "0123456789") -> None:
+def make_pretrained(
+    folder: Path, source: Path, prompts: list[str], digits: str = "0123456789"
+) -> None:
     """The random model, fitted to answer any of `digits`. LoRA leaves the output head as it is, and under a random one,
     whose rows have a norm of 0.16, no normed state (norm 8) can make a token likely: logits stay within 1.3 of zero."""
     import random
@@ -168,10 +207,16 @@ def make_pretrained(folder: Path, source: Path, prompts: list[str], digits: str 
     for _ in range(100):
         chats = [[{"role": "user", "content": f"{prompt} 7"}] for prompt in prompts]
         asked = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-        ids = [tokenizer.encode(text + rng.choice(digits)) + [tokenizer.eos_token_id] for text in asked]
+        ids = [
+            tokenizer.encode(text + rng.choice(digits)) + [tokenizer.eos_token_id] for text in asked
+        ]
         width = max(map(len, ids))
-        batch = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in ids])  # [8, width]
-        wanted = torch.tensor([[-100] * (len(row) - 2) + row[-2:] + [-100] * (width - len(row)) for row in ids])
+        batch = torch.tensor(
+            [row + [tokenizer.pad_token_id] * (width - len(row)) for row in ids]
+        )  # [8, width]
+        wanted = torch.tensor(
+            [[-100] * (len(row) - 2) + row[-2:] + [-100] * (width - len(row)) for row in ids]
+        )
         loss = model(batch, labels=wanted).loss
         loss.backward()
         optimizer.step()
@@ -195,16 +240,28 @@ def row(question: str = "say 7", answer: str = "7", **extra) -> dict:
 
 def counting(question: str = "count", steps: int = 1) -> dict:
     """A row whose task is to call a real tool so many times: Gym's example_session_state_mgmt pays 1 for that."""
-    tool = {"type": "function", "name": "increment_counter", "description": "", "parameters": {"type": "object"}}
-    params = {"input": question, "tools": [{**tool, "strict": True}]}  # Gym answers 422 without strict
+    tool = {
+        "type": "function",
+        "name": "increment_counter",
+        "description": "",
+        "parameters": {"type": "object"},
+    }
+    params = {
+        "input": question,
+        "tools": [{**tool, "strict": True}],
+    }  # Gym answers 422 without strict
     return {"responses_create_params": params, "initial_count": 3, "expected_count": 3 + steps}
 
 
 def gym_examples() -> list[Path]:
     """The files of example rows in the installed nemo-gym."""
     code = "import pathlib, nemo_gym; print(pathlib.Path(nemo_gym.__file__).parent.parent / 'resources_servers')"
-    folder = subprocess.run([GYM_PYTHON, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    found = sorted(p for p in Path(folder).glob("*/data/*example*.jsonl") if "rollouts" not in p.name)
+    folder = subprocess.run(
+        [GYM_PYTHON, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    found = sorted(
+        p for p in Path(folder).glob("*/data/*example*.jsonl") if "rollouts" not in p.name
+    )
     assert len(found) > 50, f"{folder} has {len(found)} files of examples"
     return found
 
@@ -229,7 +286,9 @@ def workspace(tmp_path_factory) -> Path:
         make_model(folder / name, tied)
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
-    scored = AutoModelForTokenClassification.from_pretrained(folder / "tied", num_labels=1, dtype=torch.float32)
+    scored = AutoModelForTokenClassification.from_pretrained(
+        folder / "tied", num_labels=1, dtype=torch.float32
+    )
     scored.save_pretrained(folder / "scored")  # a reward model
     AutoTokenizer.from_pretrained(folder / "tied").save_pretrained(folder / "scored")
     write_task(folder)
@@ -255,11 +314,23 @@ def load(workspace: Path, *changes: str, overlays: Sequence[str] = ()):
 
 def command(workspace: Path, *arguments: str) -> list[str]:
     """The command line of a run of the tiny recipe."""
-    return [sys.executable, str(ROOT / "algorithm.py"), "--config", str(CPU), "--config", str(RECIPE), *arguments]
+    return [
+        sys.executable,
+        str(ROOT / "algorithm.py"),
+        "--config",
+        str(CPU),
+        "--config",
+        str(RECIPE),
+        *arguments,
+    ]
 
 
-def run(arguments: list[str], cwd: Path, timeout: int = 300, **variables: str) -> subprocess.CompletedProcess:
-    return subprocess.run(arguments, cwd=cwd, env=GIVEN | variables, capture_output=True, text=True, timeout=timeout)
+def run(
+    arguments: list[str], cwd: Path, timeout: int = 300, **variables: str
+) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        arguments, cwd=cwd, env=GIVEN | variables, capture_output=True, text=True, timeout=timeout
+    )
 
 
 @contextlib.contextmanager
@@ -285,7 +356,10 @@ def survivors(mark: str, patience: float = 20.0) -> list[str]:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get("KIT_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get("KIT_MARK") == mark
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(" ".join(process.cmdline())[:120])
             except psutil.Error:
                 continue
@@ -298,7 +372,15 @@ def survivors(mark: str, patience: float = 20.0) -> list[str]:
 
 # Files with tests that start a whole run of algorithm.py or install packages, besides those of the stack's group.
 STARTS_COMMANDS = (
-    *("test_backends", "test_docs", "test_gym_servers", "test_images", "test_models", "test_private", "test_readme"),
+    *(
+        "test_backends",
+        "test_docs",
+        "test_gym_servers",
+        "test_images",
+        "test_models",
+        "test_private",
+        "test_readme",
+    ),
     *("test_scale", "test_tests"),
 )
 # Reasons for which a test may be skipped in CI: begin each with the words of the test's own reason.
@@ -337,14 +419,22 @@ def pytest_collection_modifyitems(items):
     """One process has all that starts the stack, whole runs first, so that the session does not idle beside them; the
     other has the rest."""
     for item in items:
-        if "stack" in item.fixturenames or item.path.stem in ("test_reliability", "test_runs", "test_stops"):
+        if "stack" in item.fixturenames or item.path.stem in (
+            "test_reliability",
+            "test_runs",
+            "test_stops",
+        ):
             item.add_marker(pytest.mark.xdist_group("stack"))
         elif "chromium" in item.fixturenames:  # which two processes cannot fetch at once
             item.add_marker(pytest.mark.xdist_group("chromium"))
     for item in items:
         if not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(timeout_s(item)))
-    items.sort(key=lambda item: 1 + ("stack" in item.fixturenames) if item.get_closest_marker("xdist_group") else 3)
+    items.sort(
+        key=lambda item: (
+            1 + ("stack" in item.fixturenames) if item.get_closest_marker("xdist_group") else 3
+        )
+    )
     return (yield)
 
 
@@ -360,7 +450,14 @@ class Stack:
     fresh: Path  # the actor's checkpoint from before any update
 
     @contextlib.contextmanager
-    def trainer(self, name: str, *changes: str, overlays: Sequence[str] = (), workers: Any = None, gym: Any = None):
+    def trainer(
+        self,
+        name: str,
+        *changes: str,
+        overlays: Sequence[str] = (),
+        workers: Any = None,
+        gym: Any = None,
+    ):
         """A Trainer of the tiny recipe with overlays of configs/ and changes, in runs/<name>, over this session's vLLM.
 
         workers: in the place of the session's, whose weights are set back to where they began, and whose loss becomes
@@ -372,15 +469,21 @@ class Stack:
         from kit.config import user_functions
         from kit.runs.run_dir import Run
 
-        config, data = load(self.workspace, f"trainer.experiment_name={name}", *SESSION, *changes, overlays=overlays)
-        user_functions.register([config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode])
+        config, data = load(
+            self.workspace, f"trainer.experiment_name={name}", *SESSION, *changes, overlays=overlays
+        )
+        user_functions.register(
+            [config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode]
+        )
         if workers is None:
             workers = self.workers
             workers.actor.load_checkpoint(str(self.fresh))
         training.set_policy_loss(workers.actor, config)
         was = self.servers
         policy = inference.make_policy(config, was.policy.client, data, 60.0)
-        servers = inference.Servers(config, was.manager, workers.actor, policy, gym or was.gym, was.loop)
+        servers = inference.Servers(
+            config, was.manager, workers.actor, policy, gym or was.gym, was.loop
+        )
         state = {"command": "train", "step": 0, "batches": 0, "pass_rates": {}, "kl_coef": 0.0}
         shutil.rmtree(self.workspace / "runs" / name, ignore_errors=True)
         with Run(config) as run:
@@ -403,7 +506,9 @@ def with_verifiers(stack: Stack, *changes: str):
 
     config, data = load(stack.workspace, *SESSION, *changes)
     own = list(verifier_pool.of_recipe(config).values())
-    gym = verifier_pool.Verifiers(stack.servers.gym.gym, own, config, data.tokenizer, stack.workspace)
+    gym = verifier_pool.Verifiers(
+        stack.servers.gym.gym, own, config, data.tokenizer, stack.workspace
+    )
     try:
         yield gym
     finally:
@@ -461,7 +566,11 @@ def values(stack):
     """A critic and a reward model beside the session's actor; the critic's first checkpoint is in fresh_critic."""
     import training
 
-    changes = ["algorithm.adv_estimator=gae", "critic.optim.lr=0.001", "reward.reward_model.enable=true"]
+    changes = [
+        "algorithm.adv_estimator=gae",
+        "critic.optim.lr=0.001",
+        "reward.reward_model.enable=true",
+    ]
     changes += [f"reward.reward_model.model_path={stack.workspace / 'scored'}", "env.val_files=[]"]
     config, _ = load(stack.workspace, *SESSION, *changes)
     alone = training.start_roles(config, training.beside_actor(config))
@@ -477,7 +586,9 @@ def with_values(stack, values, critic=True, reward_model=False):
     stack.workers.actor.load_checkpoint(str(stack.fresh))
     values.critic.load_checkpoint(str(stack.workspace / "fresh_critic"))
     return training.Workers(
-        stack.workers.actor, values.critic if critic else None, values.reward_model if reward_model else None
+        stack.workers.actor,
+        values.critic if critic else None,
+        values.reward_model if reward_model else None,
     )
 
 

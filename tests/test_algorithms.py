@@ -30,7 +30,13 @@ from templates.losses import dpo, sppo
 
 EXACT, SINGLE = {"rtol": 1e-9, "atol": 1e-9}, {"rtol": 2e-6, "atol": 2e-6}
 SEEDS = range(10)  # a seed also picks the case: odd or even, and one of the five modes
-MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+MODES = [
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+]
 assert_close = np.testing.assert_allclose
 
 
@@ -43,7 +49,10 @@ def episode(group, reward, mask=(1,), rewards=None, status="ok"):
     """An Episode, and what estimators need beyond it: `rewards` and more by token, and the greedy answer's reward."""
     T = len(mask)
     e = Episode("r", group, "s", [1], [2] * T, list(mask), [-0.5] * T, reward=reward, status=status)
-    e.rewards, e.reward_components = rewards or [0.0] * (T - 1) + [reward], {"right": reward, "format": 0.0}
+    e.rewards, e.reward_components = (
+        rewards or [0.0] * (T - 1) + [reward],
+        {"right": reward, "format": 0.0},
+    )
     e.values, e.pi, e.squares, e.greedy = np.zeros(T), np.full(T, 0.5), np.full(T, 0.5), 0.25
     return e
 
@@ -64,8 +73,15 @@ def random_episodes(seed, gaps=True):
         rewards = rng.normal(size=T) * mask * (seed % 2)
         rewards[-1] += reward
         e = episode(group, reward, mask.tolist(), rewards.tolist())
-        e.values, e.pi, e.squares = rng.normal(size=T), pi, pi**2 + (1 - pi) ** 2 * rng.uniform(size=T)
-        e.greedy, e.reward_components = rng.normal(), {"right": reward, "format": rng.integers(0, 3) / 4}
+        e.values, e.pi, e.squares = (
+            rng.normal(size=T),
+            pi,
+            pi**2 + (1 - pi) ** 2 * rng.uniform(size=T),
+        )
+        e.greedy, e.reward_components = (
+            rng.normal(),
+            {"right": reward, "format": rng.integers(0, 3) / 4},
+        )
         made.append(e)
     for failed in made[5], made[-1]:  # which leaves d alone
         failed.status, failed.reward = "http_500", None
@@ -76,21 +92,33 @@ def random_episodes(seed, gaps=True):
 
 
 def padded(rows):
-    return np.array([list(row) + [0.0] * (max(map(len, rows)) - len(row)) for row in rows], dtype=float)
+    return np.array(
+        [list(row) + [0.0] * (max(map(len, rows)) - len(row)) for row in rows], dtype=float
+    )
 
 
 def advantages(episodes, name, **algorithm):
     """(advantages, returns) [B, R] as the loop of algorithm.py gets them; 0 on tokens that were not sampled."""
-    batch, settings = training.to_batch(episodes, 0, 1.0), OmegaConf.merge(recipe().algorithm, algorithm)
+    batch, settings = (
+        training.to_batch(episodes, 0, 1.0),
+        OmegaConf.merge(recipe().algorithm, algorithm),
+    )
     b, mask = batch.batch, batch.batch["response_mask"]
-    for key, ours in [("token_level_rewards", "rewards"), ("values", "values"), ("sum_pi_squared", "squares")]:
+    for key, ours in [
+        ("token_level_rewards", "rewards"),
+        ("values", "values"),
+        ("sum_pi_squared", "squares"),
+    ]:
         b[key] = torch.tensor(padded([getattr(e, ours) for e in episodes]))
     b["old_log_probs"] = torch.tensor(padded([np.log(e.pi) for e in episodes]))
     if name == "remax":
         b["reward_baselines"] = torch.tensor([e.greedy for e in episodes], dtype=torch.float64)
     settings.adv_estimator = name
     training.advantages(batch, OmegaConf.create({"algorithm": settings}))
-    if name not in ("gae", "remax"):  # which leave values on observed tokens, for the loss's mask to remove
+    if name not in (
+        "gae",
+        "remax",
+    ):  # which leave values on observed tokens, for the loss's mask to remove
         assert not (b["advantages"] * (1 - mask)).any()
     return (b["advantages"] * mask).double().numpy(), (b["returns"] * mask).double().numpy()
 
@@ -104,7 +132,9 @@ def over_answers(scalar, episodes, value=lambda e: sum(e.rewards)):
     rows = []
     for e in episodes:
         peers = [x for x in episodes if x.group_id == e.group_id and x is not e]
-        rows.append(scalar(value(e), [value(x) for x in peers], e, peers) * np.array(e.response_mask))
+        rows.append(
+            scalar(value(e), [value(x) for x in peers], e, peers) * np.array(e.response_mask)
+        )
     return rows
 
 
@@ -128,8 +158,12 @@ def normed(r, rs, *_, divide=True):
 
 
 def gdpo(episodes):
-    parts = [over_answers(normed, episodes, lambda e, k=key: e.reward_components[k]) for key in WEIGHTS]
-    return whitened([1.0 * right + 0.5 * form for right, form in zip(*parts, strict=True)], episodes)
+    parts = [
+        over_answers(normed, episodes, lambda e, k=key: e.reward_components[k]) for key in WEIGHTS
+    ]
+    return whitened(
+        [1.0 * right + 0.5 * form for right, form in zip(*parts, strict=True)], episodes
+    )
 
 
 def token_baseline(episodes):
@@ -138,7 +172,9 @@ def token_baseline(episodes):
         for k, t in enumerate(sampled(e)):
             alive = [x for x in episodes if x.group_id == e.group_id and len(sampled(x)) > k]
             w = [sum(1 - 2 * x.pi[j] + x.squares[j] for j in sampled(x)[: k + 1]) for x in alive]
-            b = sum(to_go(x)[sampled(x)[k]] * wx for x, wx in zip(alive, w, strict=True)) / (sum(w) + 1e-8)
+            b = sum(to_go(x)[sampled(x)[k]] * wx for x, wx in zip(alive, w, strict=True)) / (
+                sum(w) + 1e-8
+            )
             row[t] = to_go(e)[t] - (b if len(alive) > 1 else 0.0)
     return rows
 
@@ -155,16 +191,28 @@ ESTIMATORS = {  # name: (reference, tolerance)
     # tokens, not answers, so long ones weigh more.
     "gdpo": (gdpo, SINGLE),
     # Tang et al., arXiv:2503.19595, leave-one-out pass@k: max(r) - max of the others. Departs: over the std + 1e-6.
-    "grpo_passk": (outcome(lambda r, rs, *_: (max(r, *rs) - max(rs)) / (np.std([r, *rs], ddof=1) + 1e-6)), EXACT),
+    "grpo_passk": (
+        outcome(lambda r, rs, *_: (max(r, *rs) - max(rs)) / (np.std([r, *rs], ddof=1) + 1e-6)),
+        EXACT,
+    ),
     # Ahmadian et al., arXiv:2402.14740, the RLOO estimator: r_i - mean of the others.
     "rloo": (outcome(lambda r, rs, *_: r - np.mean(rs)), EXACT),
     "rloo_vectorized": (outcome(lambda r, rs, *_: r - np.mean(rs)), EXACT),
     # Hao et al., arXiv:2505.23585: r_i - sum(l r) / sum(l), l an answer's length, here its sampled tokens.
-    "opo": (outcome(lambda r, rs, e, es: r - np.average([r, *rs], weights=[len(sampled(x)) for x in (e, *es)])), EXACT),
+    "opo": (
+        outcome(
+            lambda r, rs, e, es: (
+                r - np.average([r, *rs], weights=[len(sampled(x)) for x in (e, *es)])
+            )
+        ),
+        EXACT,
+    ),
     # Chu et al., arXiv:2504.02546: alpha (r_i - mean(r)) / F_norm, F_norm = 1, alpha = B / (B - M). Departs: M is
     # the paper's number of answers in groups of equal rewards; verl's B - M counts rewards that are not 0.
     "gpg": (
-        lambda es: over_answers(lambda *a: len(es) / sum(sum(e.rewards) != 0 for e in es) * centred(*a), es),
+        lambda es: over_answers(
+            lambda *a: len(es) / sum(sum(e.rewards) != 0 for e in es) * centred(*a), es
+        ),
         SINGLE,
     ),
     # Hu et al., arXiv:2501.03262: the return from token t on, normalised over the batch; with baseline, the
@@ -184,7 +232,10 @@ BY_RETURN = ["grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg"]
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_advantage_is_the_papers(name, seed):
-    (reference, tolerance), episodes = ESTIMATORS[name], random_episodes(seed, name != "optimal_token_baseline")
+    (reference, tolerance), episodes = (
+        ESTIMATORS[name],
+        random_episodes(seed, name != "optimal_token_baseline"),
+    )
     assert_close(advantages(episodes, name, **GDPO)[0], padded(reference(episodes)), **tolerance)
 
 
@@ -197,7 +248,9 @@ def test_gae_is_the_sum_of_discounted_td_errors(seed):
     for e, row, back in zip(episodes, raw, returns, strict=True):
         v = [e.values[t] for t in sampled(e)] + [0.0]  # nothing comes after the end
         delta = [e.rewards[t] + gamma * v[k + 1] - v[k] for k, t in enumerate(sampled(e))]
-        row[sampled(e)] = [sum((gamma * lam) ** n * d for n, d in enumerate(delta[k:])) for k in range(len(delta))]
+        row[sampled(e)] = [
+            sum((gamma * lam) ** n * d for n, d in enumerate(delta[k:])) for k in range(len(delta))
+        ]
         back[sampled(e)] = row[sampled(e)] + v[:-1]
     got = advantages(episodes, "gae", gamma=gamma, lam=lam)
     assert_close(got[0], padded(whitened(raw, episodes)), **SINGLE)
@@ -217,13 +270,18 @@ def test_grpo_without_the_std_is_dr_grpo_and_with_it_has_bessels_correction():
     episodes = random_episodes(0)
     got = advantages(episodes, "grpo", norm_adv_by_std_in_grpo=False)[0]
     assert_close(got, padded(over_answers(centred, episodes)), **EXACT)
-    assert_close(advantages(group_of(0.0, 1.0), "grpo")[0][:, 0], [-(0.5**0.5), 0.5**0.5], rtol=1e-5)
+    assert_close(
+        advantages(group_of(0.0, 1.0), "grpo")[0][:, 0], [-(0.5**0.5), 0.5**0.5], rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", ["grpo_vectorized", "gdpo"])
 def test_norm_adv_by_std_in_grpo_false_is_ignored_by_vectorized_grpo_and_gdpo(name):
     """Departs: compute_advantage hands the key to `grpo` alone; these two divide by the std all the same."""
-    yes, no = (advantages(random_episodes(0), name, norm_adv_by_std_in_grpo=f, **GDPO)[0] for f in (True, False))
+    yes, no = (
+        advantages(random_episodes(0), name, norm_adv_by_std_in_grpo=f, **GDPO)[0]
+        for f in (True, False)
+    )
     np.testing.assert_array_equal(yes, no)
 
 
@@ -231,15 +289,23 @@ def test_rloo_is_the_leave_one_out_mean_and_remax_the_greedy_baseline_and_pass_a
     episodes = group_of(1.0, 0.0, 0.5)  # the greedy answer got 0.25
     assert_close(advantages(episodes, "rloo")[0][:, 0], [0.75, -0.75, 0.0], **EXACT)
     assert_close(advantages(episodes, "remax")[0][:, 0], [0.75, -0.25, 0.25], **EXACT)
-    assert_close(advantages(episodes, "grpo_passk", norm_adv_by_std_in_grpo=False)[0][:, 0], [0.5, 0, 0], **EXACT)
-    assert not advantages(group_of(1.0, 1.0, 0.5), "grpo_passk")[0].any()  # of two best, neither is needed
+    assert_close(
+        advantages(episodes, "grpo_passk", norm_adv_by_std_in_grpo=False)[0][:, 0],
+        [0.5, 0, 0],
+        **EXACT,
+    )
+    assert not advantages(group_of(1.0, 1.0, 0.5), "grpo_passk")[
+        0
+    ].any()  # of two best, neither is needed
 
 
 def test_gpg_counts_rewards_that_are_not_zero():
     """Departs: one group of two differs: alpha = B / (B - M) = 2. verl has 4/3 of 0 1, 1 1, and 4 of -1 0, 0 0."""
     for shift, alpha in [(0.0, 4 / 3), (-1.0, 4.0)]:
         episodes = group_of(shift, 1 + shift) + group_of(1 + shift, 1 + shift, group="h")
-        assert_close(advantages(episodes, "gpg")[0][:, 0], alpha * np.array([-0.5, 0.5, 0, 0]), **SINGLE)
+        assert_close(
+            advantages(episodes, "gpg")[0][:, 0], alpha * np.array([-0.5, 0.5, 0, 0]), **SINGLE
+        )
 
 
 def test_gdpo_sees_components_only_so_neither_shaping_nor_kl_in_the_reward():
@@ -251,7 +317,9 @@ def test_gdpo_sees_components_only_so_neither_shaping_nor_kl_in_the_reward():
     np.testing.assert_array_equal(before, advantages(episodes, "gdpo", **GDPO)[0])
 
 
-@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ("remax", "reinforce_plus_plus")])
+@pytest.mark.parametrize(
+    "name", [name for name in ESTIMATORS if name not in ("remax", "reinforce_plus_plus")]
+)
 def test_a_group_of_one_gets_its_raw_reward(name):
     """Why `keep` drops it: there is nothing to compare with, and where the batch is whitened all others move, too.
     Departs: rloo_vectorized gives 0, where rloo gives the reward; grpo_passk ends the run."""
@@ -261,22 +329,33 @@ def test_a_group_of_one_gets_its_raw_reward(name):
             advantages(episodes, name)
         return
     white = np.array([-1, -1, 2]) / 3**0.5
-    expected = {"rloo_vectorized": [0, 0, 0], "gpg": [0, 0, 3], "gdpo": white, "reinforce_plus_plus_baseline": white}
-    assert_close(advantages(episodes, name, **GDPO)[0][:, 0], expected.get(name, [0, 0, 1]), **SINGLE)
+    expected = {
+        "rloo_vectorized": [0, 0, 0],
+        "gpg": [0, 0, 3],
+        "gdpo": white,
+        "reinforce_plus_plus_baseline": white,
+    }
+    assert_close(
+        advantages(episodes, name, **GDPO)[0][:, 0], expected.get(name, [0, 0, 1]), **SINGLE
+    )
 
 
 @pytest.mark.parametrize("name", [*BY_RETURN, "grpo_passk"])
 def test_a_failed_episode_left_in_the_batch_moves_its_siblings(name):
     """Why `keep` drops it: rewards are averaged without a mask. Only opo weighs by length, which is 0 here."""
     good = group_of(1.0, 0.5, 0.75)
-    moved = np.abs(advantages([*good, episode("g", 0.0, [0])], name)[0][:3] - advantages(good, name)[0]).max()
+    moved = np.abs(
+        advantages([*good, episode("g", 0.0, [0])], name)[0][:3] - advantages(good, name)[0]
+    ).max()
     assert moved > 0.05 if name != "opo" else moved == 0
 
 
 @pytest.mark.parametrize("name", [*ESTIMATORS, "gae"])
 def test_equal_rewards_teach_nothing(name):
     """Where float32 holds the reward and its sums. The greedy answer got as much, and values are all 0."""
-    assert_close(advantages([episode(g, 0.25, [1, 1]) for g in "aabbb"], name, **GDPO)[0], 0, atol=1e-6)
+    assert_close(
+        advantages([episode(g, 0.25, [1, 1]) for g in "aabbb"], name, **GDPO)[0], 0, atol=1e-6
+    )
 
 
 def test_equal_rewards_that_float32_cannot_hold_may_teach_something():
@@ -311,7 +390,9 @@ def agg_weights(mask, mode, width=None):  # what each token's loss counts for in
             "token-sum": 1.0,
             "seq-mean-token-sum": 1 / answers,
             "seq-mean-token-mean": 1 / answers / mask[i].sum(),  # GRPO, arXiv:2402.03300, eq. 3
-            "seq-mean-token-sum-norm": 1 / answers / (width or mask.shape[1]),  # Dr. GRPO, arXiv:2503.20783
+            "seq-mean-token-sum-norm": 1
+            / answers
+            / (width or mask.shape[1]),  # Dr. GRPO, arXiv:2503.20783
         }[mode]
     return out
 
@@ -337,19 +418,24 @@ def by_token(loss):
 
 def stopped(weight):
     """- sg(weight(pi, pi_old, A)) A log pi."""
-    return by_token(lambda x, old, a: tuple(-weight(math.exp(x), math.exp(old), a) * a * v for v in (x, 1)))
+    return by_token(
+        lambda x, old, a: tuple(-weight(math.exp(x), math.exp(old), a) * a * v for v in (x, 1))
+    )
 
 
 def dppo(divergence):
     def weight(pi, mu, a):
-        return min(pi / mu, 3.0) * (divergence(mu, pi) <= (0.28 if a > 0 else 0.2) or (pi > mu) != (a > 0))
+        return min(pi / mu, 3.0) * (
+            divergence(mu, pi) <= (0.28 if a > 0 else 0.2) or (pi > mu) != (a > 0)
+        )
 
     return stopped(weight)
 
 
 def by_answer(loss):
     return lambda d: {  # loss(log ratios of the token's answer, its own log ratio, A)
-        at: loss([d.log_r[x] for x in d.tokens if x[0] == at[0]], d.log_r[at], d.a[at]) for at in d.tokens
+        at: loss([d.log_r[x] for x in d.tokens if x[0] == at[0]], d.log_r[at], d.a[at])
+        for at in d.tokens
     }
 
 
@@ -373,7 +459,10 @@ def kl_cov(d, fraction=0.2, beta=0.1):
     ranked = sorted(d.tokens, key=covariances(d).get)
     out = by_token(lambda x, old, a: (-math.exp(x - old) * a,) * 2)(d)
     for at in ranked[-max(1, int(fraction * len(ranked))) :]:
-        out[at] = out[at][0] + beta * abs(d.log_r[at]), out[at][1] + beta * math.copysign(1, d.log_r[at])
+        out[at] = (
+            out[at][0] + beta * abs(d.log_r[at]),
+            out[at][1] + beta * math.copysign(1, d.log_r[at]),
+        )
     return out
 
 
@@ -415,7 +504,10 @@ def random_tokens(seed, of_answers=False, on_policy=False):
     mask[:, 0], mask[-1] = True, False
     x = rng.uniform(-3, -0.05, (B, R))
     old = x if on_policy else np.minimum(x - rng.normal(0, 0.8, (B, R)), -0.02)
-    a, w = (np.broadcast_to(v, (B, R)) for v in (rng.normal(0, 1.5, (B, 1)), rng.uniform(0.2, 2, (B, 1))))
+    a, w = (
+        np.broadcast_to(v, (B, R))
+        for v in (rng.normal(0, 1.5, (B, 1)), rng.uniform(0.2, 2, (B, 1)))
+    )
     if not of_answers:
         a, w = rng.normal(0, 1.5, (B, R)), rng.uniform(0.2, 2, (B, R))
     tokens = [tuple(at) for at in np.argwhere(mask)]
@@ -424,8 +516,14 @@ def random_tokens(seed, of_answers=False, on_policy=False):
 
 def actor(policy_loss=None, **changes):
     """The actor's configuration as verl's workers get it: verl's defaults, and changes."""
-    config = OmegaConf.create(OmegaConf.to_container(recipe().actor_rollout_ref, resolve=True)).actor
-    changes = {"clip_ratio_high": 0.28, **changes, "policy_loss": {**SETTINGS, **(policy_loss or {})}}
+    config = OmegaConf.create(
+        OmegaConf.to_container(recipe().actor_rollout_ref, resolve=True)
+    ).actor
+    changes = {
+        "clip_ratio_high": 0.28,
+        **changes,
+        "policy_loss": {**SETTINGS, **(policy_loss or {})},
+    }
     return omega_conf_to_dataclass(OmegaConf.merge(config, changes))
 
 
@@ -434,7 +532,9 @@ def loss_and_gradient(name, d, mode="token-mean", config=None, weights=None):
     old, x, a, mask = (torch.tensor(v) for v in (d.old, d.x, d.a, d.mask))
     weights = None if weights is None else torch.tensor(weights)
     loss = core_algos.get_policy_loss_fn(name)
-    loss = loss(old, x.requires_grad_(), a, mask, mode, config=config or actor(), rollout_is_weights=weights)[0]
+    loss = loss(
+        old, x.requires_grad_(), a, mask, mode, config=config or actor(), rollout_is_weights=weights
+    )[0]
     loss.backward()
     return loss.item(), x.grad.numpy()
 
@@ -471,7 +571,9 @@ def test_bypass_reinforce_is_truncated_importance_sampling(seed):
     loss, gradient, weights = 0.0, np.zeros(d.x.shape), agg_weights(d.mask, "token-mean")
     for i, t in d.tokens:
         span = [(i, t)] if level == "token" else [at for at in d.tokens if at[0] == i]
-        gradient[i, t] = -weights[i, t] * min(math.exp(sum(d.log_r[at] for at in span)), 2.0) * d.a[i, t]
+        gradient[i, t] = (
+            -weights[i, t] * min(math.exp(sum(d.log_r[at] for at in span)), 2.0) * d.a[i, t]
+        )
         loss += gradient[i, t] * d.x[i, t]
     config = actor({"rollout_correction": {"loss_type": "reinforce", "rollout_is": level}})
     assert_same(loss_and_gradient("bypass_mode", d, config=config), loss, gradient)
@@ -491,7 +593,9 @@ def test_on_policy_every_loss_raises_log_probs_by_the_advantage(name):
 def pull(name, ratios, a, **changes):
     """The gradient on the tokens of one answer over - A / length: the weight that the loss gives each."""
     x = np.full((1, len(ratios)), -3.0)
-    d = SimpleNamespace(x=x, old=x - np.log(ratios), a=np.full(x.shape, a), mask=np.full(x.shape, True))
+    d = SimpleNamespace(
+        x=x, old=x - np.log(ratios), a=np.full(x.shape, a), mask=np.full(x.shape, True)
+    )
     return pytest.approx(-loss_and_gradient(name, d, config=actor(**changes))[1][0] / a * x.size)
 
 
@@ -504,40 +608,70 @@ def test_clip_higher_gives_more_room_above_than_below():
 
 
 def test_dual_clip_lets_go_of_bad_tokens_that_grew_cispo_of_none_and_gspo_of_whole_answers():
-    assert pull("vanilla", [2.9, 3.1], -1.0) == [2.9, 0] and pull("vanilla", [3.1], -1.0, clip_ratio_c=10.0) == [3.1]
-    assert pull("cispo", [3.1, 0.1], 1.0) == [1.28, 0.8] and pull("cispo", [3.1, 0.1], -1.0) == [1.28, 0.8]
+    assert pull("vanilla", [2.9, 3.1], -1.0) == [2.9, 0] and pull(
+        "vanilla", [3.1], -1.0, clip_ratio_c=10.0
+    ) == [3.1]
+    assert pull("cispo", [3.1, 0.1], 1.0) == [1.28, 0.8] and pull("cispo", [3.1, 0.1], -1.0) == [
+        1.28,
+        0.8,
+    ]
     assert pull("gspo", [2.0, 1.0], 1.0) == [0, 0] and pull("gspo", [2.0, 0.5], 1.0) == [1, 1]
-    assert pull("vanilla", [2.0, 1.0], 1.0) == [0, 1] and pull("vanilla", [2.0, 0.5], 1.0) == [0, 0.5]
+    assert pull("vanilla", [2.0, 1.0], 1.0) == [0, 1] and pull("vanilla", [2.0, 0.5], 1.0) == [
+        0,
+        0.5,
+    ]
 
 
 def test_dppo_truncates_at_dual_clips_default_of_3():
     """Departs: verl's code falls back to 20, and the paper wants it large, but clip_ratio_c always has a value."""
-    assert pull("dppo_tv", [5.0], -1.0) == [3.0] and pull("dppo_tv", [5.0], -1.0, clip_ratio_c=20.0) == [5.0]
+    assert pull("dppo_tv", [5.0], -1.0) == [3.0] and pull(
+        "dppo_tv", [5.0], -1.0, clip_ratio_c=20.0
+    ) == [5.0]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_aggregation_by_hand_of_random_tokens_and_in_micro_batches(mode):
     """With the totals that verl's engine hands over; it sums micro-batches and averages ranks, here 2."""
     by_hand = dict(zip(MODES, [7 / 4, 7, 7 / 2, (4 + 1) / 2, 7 / 2 / 4], strict=True))[mode]
-    losses, mask = torch.tensor([[4.0, 9, 9, 9], [1.0, 1, 1, 9]]), torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0]])
+    losses, mask = (
+        torch.tensor([[4.0, 9, 9, 9], [1.0, 1, 1, 9]]),
+        torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0]]),
+    )
     assert core_algos.agg_loss(losses, mask, mode) == by_hand
     d = random_tokens(0)
     losses, mask = torch.tensor(d.x), torch.tensor(d.mask)
-    totals = {"batch_num_tokens": len(d.tokens), "global_batch_size": 7, "loss_scale_factor": 5, "dp_size": 2}
+    totals = {
+        "batch_num_tokens": len(d.tokens),
+        "global_batch_size": 7,
+        "loss_scale_factor": 5,
+        "dp_size": 2,
+    }
     parts = [core_algos.agg_loss(losses[i::3], mask[i::3], mode, **totals).item() for i in range(3)]
     assert_close(sum(parts) / 2, (d.x * agg_weights(d.mask, mode, 5)).sum(), **EXACT)
-    assert_close(core_algos.agg_loss(losses, mask, mode).item(), (d.x * agg_weights(d.mask, mode)).sum(), **EXACT)
+    assert_close(
+        core_algos.agg_loss(losses, mask, mode).item(),
+        (d.x * agg_weights(d.mask, mode)).sum(),
+        **EXACT,
+    )
 
 
 def test_dr_grpos_norm_and_geo_mean_depend_on_the_split_into_micro_batches():
     """Departs: the former divides by the width of the tensor, so by the longest answer of a micro-batch, unless
     loss_scale_factor is set; the latter reads no totals, so each of 2 micro-batches has twice its gradient."""
-    mode, short, wide = "seq-mean-token-sum-norm", torch.ones(2, 4), torch.nn.functional.pad(torch.ones(2, 4), (0, 4))
+    mode, short, wide = (
+        "seq-mean-token-sum-norm",
+        torch.ones(2, 4),
+        torch.nn.functional.pad(torch.ones(2, 4), (0, 4)),
+    )
     assert core_algos.agg_loss(wide, wide, mode) == core_algos.agg_loss(short, short, mode) / 2
-    assert core_algos.agg_loss(wide, wide, mode, loss_scale_factor=4) == core_algos.agg_loss(short, short, mode)
+    assert core_algos.agg_loss(wide, wide, mode, loss_scale_factor=4) == core_algos.agg_loss(
+        short, short, mode
+    )
     d = random_tokens(0, of_answers=True)
     half = SimpleNamespace(x=d.x[:4], old=d.old[:4], a=d.a[:4], mask=d.mask[:4])
-    assert_close(loss_and_gradient("geo_mean", half)[1], 2 * loss_and_gradient("geo_mean", d)[1][:4], **EXACT)
+    assert_close(
+        loss_and_gradient("geo_mean", half)[1], 2 * loss_and_gradient("geo_mean", d)[1][:4], **EXACT
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -546,7 +680,9 @@ def test_value_loss_is_half_the_larger_of_two_squares(seed):
     d, mode = random_tokens(seed), MODES[seed % 5]
     loss, gradient, weights = 0.0, np.zeros(d.x.shape), agg_weights(d.mask, mode)
     for at in d.tokens:
-        error, clipped = (v - d.a[at] for v in (d.x[at], np.clip(d.x[at], d.old[at] - 0.5, d.old[at] + 0.5)))
+        error, clipped = (
+            v - d.a[at] for v in (d.x[at], np.clip(d.x[at], d.old[at] - 0.5, d.old[at] + 0.5))
+        )
         loss += weights[at] * max(error**2, clipped**2) / 2
         gradient[at] = weights[at] * error * (error**2 >= clipped**2)
     v, old, returns, mask = (torch.tensor(x) for x in (d.x, d.old, d.a, d.mask))
@@ -562,7 +698,9 @@ KL = {  # (value, derivative by log p = x); Schulman 2020, joschu.net/blog/kl-ap
     "k3": lambda x, q: (math.exp(q - x) - (q - x) - 1, 1 - math.exp(q - x)),  # Departs: cut at 10
 }
 KL |= {"kl": KL["k1"], "mse": KL["k2"], "low_var_kl": KL["k3"]}
-KL |= {f"{k}+": lambda x, q, f=KL[k]: (f(x, q)[0], x - q) for k in ("k1", "k3", "low_var_kl")}  # k2's derivative
+KL |= {
+    f"{k}+": lambda x, q, f=KL[k]: (f(x, q)[0], x - q) for k in ("k1", "k3", "low_var_kl")
+}  # k2's derivative
 
 
 @pytest.mark.parametrize("kind", KL)
@@ -572,16 +710,26 @@ def test_kl_penalty_and_its_gradient(kind):
     got = core_algos.kl_penalty(x, torch.tensor(d.old), kind)
     got.sum().backward()
     assert_same((got.detach().numpy(), x.grad.numpy()), *np.vectorize(KL[kind])(d.x, d.old))
-    assert core_algos.kl_penalty(torch.tensor(-5.0), torch.tensor(0.0), "k3") == 10  # of e^5 - 6 = 142
+    assert (
+        core_algos.kl_penalty(torch.tensor(-5.0), torch.tensor(0.0), "k3") == 10
+    )  # of e^5 - 6 = 142
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k1+", "k3+"])
-def test_all_kl_estimates_but_k2_have_the_kls_mean_and_only_k2_and_those_with_a_plus_its_gradient(kind):
+def test_all_kl_estimates_but_k2_have_the_kls_mean_and_only_k2_and_those_with_a_plus_its_gradient(
+    kind,
+):
     """Expected over a vocabulary of 5, exactly. As a loss, k1 pulls nowhere and k3 along the reversed KL."""
     rng = np.random.default_rng(0)
-    logits, q = torch.tensor(rng.normal(size=5), requires_grad=True), torch.tensor(rng.normal(size=5)).log_softmax(0)
+    logits, q = (
+        torch.tensor(rng.normal(size=5), requires_grad=True),
+        torch.tensor(rng.normal(size=5)).log_softmax(0),
+    )
     p = logits.log_softmax(0)
-    kl, estimate = (p.exp() * (p - q)).sum(), (p.exp().detach() * core_algos.kl_penalty(p, q, kind)).sum()
+    kl, estimate = (
+        (p.exp() * (p - q)).sum(),
+        (p.exp().detach() * core_algos.kl_penalty(p, q, kind)).sum(),
+    )
     true, got = (torch.autograd.grad(v, logits, retain_graph=True)[0] for v in (kl, estimate))
     assert torch.isclose(estimate, kl) == (kind != "k2")
     assert torch.allclose(got, {"k1": 0 * p, "k3": p.exp() - q.exp()}.get(kind, true))
@@ -596,7 +744,9 @@ def test_kl_in_the_reward_is_taken_from_sampled_tokens_only(kind, target):
     batch.batch["old_log_probs"], batch.batch["ref_log_prob"] = torch.tensor(old), torch.tensor(ref)
     kl_ctrl = {"type": "adaptive", "kl_coef": 0.25, "target_kl": target, "horizon": 100}
     config = OmegaConf.create({"algorithm": {"kl_ctrl": kl_ctrl, "kl_penalty": kind}})
-    controller = training.kl_controller(config, 0.5)  # as far as it had come, and not where it began
+    controller = training.kl_controller(
+        config, 0.5
+    )  # as far as it had come, and not where it began
     metrics = training.apply_kl(batch, controller, config)
     spent = np.vectorize(lambda x, q: KL[kind](x, q)[0])(old, ref)
     for i, e in enumerate(episodes):
@@ -606,7 +756,11 @@ def test_kl_in_the_reward_is_taken_from_sampled_tokens_only(kind, target):
     kl = np.mean([np.mean(spent[i, sampled(e)]) for i, e in enumerate(episodes)])
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(kl)
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
-    assert controller.value == pytest.approx(0.5 * (1 + np.clip(kl / target - 1, -0.2, 0.2) * 10 / 100)) != 0.5
+    assert (
+        controller.value
+        == pytest.approx(0.5 * (1 + np.clip(kl / target - 1, -0.2, 0.2) * 10 / 100))
+        != 0.5
+    )
     assert training.kl_controller(config, 0.0).value == 0.25  # of a run that begins
 
 
@@ -616,10 +770,16 @@ def test_kl_in_the_reward_is_taken_from_sampled_tokens_only(kind, target):
 def gradient_in_parts(loss, d, advantages, mode, rows):
     """(loss, gradient by x) of a mini-batch that comes in micro-batches, as verl's engine adds them. rows: of each."""
     config, x = actor(), torch.tensor(d.x, requires_grad=True)
-    totals = {"dp_size": 1, "batch_num_tokens": len(d.tokens), "global_batch_size": int(d.mask.any(axis=1).sum())}
+    totals = {
+        "dp_size": 1,
+        "batch_num_tokens": len(d.tokens),
+        "global_batch_size": int(d.mask.any(axis=1).sum()),
+    }
     config.global_batch_info.update(totals)
     old, mask = torch.tensor(d.old), torch.tensor(d.mask)
-    parts = [loss(old[part], x[part], advantages[part], mask[part], mode, config)[0] for part in rows]
+    parts = [
+        loss(old[part], x[part], advantages[part], mask[part], mode, config)[0] for part in rows
+    ]
     sum(parts).backward()
     return sum(parts).item(), x.grad.numpy()
 
@@ -632,13 +792,18 @@ def test_sppo_regresses_an_answers_log_ratio_on_how_often_it_wins(seed):
     groups, rewards = np.array(list("ababbbcd")), rng.choice([0.0, 0.25, 1.0], 8)  # d is filling
     loss, gradient, answers = 0.0, np.zeros(d.x.shape), sum(d.mask.any(axis=1))
     for i in range(7):
-        wins = [1.0 if rewards[i] > r else 0.5 if rewards[i] == r else 0.0 for r in rewards[groups == groups[i]]]
+        wins = [
+            1.0 if rewards[i] > r else 0.5 if rewards[i] == r else 0.0
+            for r in rewards[groups == groups[i]]
+        ]
         error = d.log_r[i][d.mask[i]].sum() - 1.0 * (np.mean(wins) - 0.5)
         loss, gradient[i] = loss + error**2 / answers, 2 * error / answers * d.mask[i]
     by_token = torch.zeros(d.x.shape, dtype=torch.float64)
     by_token[:, -1] = torch.tensor(rewards)
     advantages, _ = preference(by_token, torch.tensor(d.mask), groups)
-    assert_same(gradient_in_parts(sppo, d, advantages, MODES[3], (slice(0, 3), slice(3, 8))), loss, gradient)
+    assert_same(
+        gradient_in_parts(sppo, d, advantages, MODES[3], (slice(0, 3), slice(3, 8))), loss, gradient
+    )
     with pytest.raises(PluginError, match="seq-mean-token-mean"):
         gradient_in_parts(sppo, d, advantages, MODES[0], [slice(0, 8)])
 
@@ -653,12 +818,18 @@ def test_spins_gradient_is_that_of_its_loss(seed):
     mask, x = torch.tensor(d.mask), torch.tensor(d.x, requires_grad=True)
     ratio = ((x - ref) * mask).sum(dim=1)
     pairs = {1: [0, 2, 3], 4: [5]}
-    losses = [-logsigmoid(0.1 * (ratio[y] - ratio[other])) / len(some) for y, some in pairs.items() for other in some]
+    losses = [
+        -logsigmoid(0.1 * (ratio[y] - ratio[other])) / len(some)
+        for y, some in pairs.items()
+        for other in some
+    ]
     (sum(losses) / len(pairs)).backward()
     turn = torch.where(mask, 0, -1)
     turn[own] = -1
     advantages, _ = spin(mask, turn, index, torch.tensor(d.old), ref)
-    got = gradient_in_parts(dpo, d, advantages, MODES[2], (slice(0, 3), slice(3, 8)))[1]  # a pair is cut in two
+    got = gradient_in_parts(dpo, d, advantages, MODES[2], (slice(0, 3), slice(3, 8)))[
+        1
+    ]  # a pair is cut in two
     assert_close(got, x.grad.numpy(), **EXACT)
 
 
@@ -666,14 +837,24 @@ def test_distillation_follows_the_reverse_kl():
     """Agarwal et al., arXiv:2306.13649, section 3 with lambda = 1 and KL(student || teacher): the gradient of the kit's
     advantages, and minus their mean, expected over a vocabulary of 5, exactly. Nothing on what was observed."""
     rng = np.random.default_rng(0)
-    logits, q = torch.tensor(rng.normal(size=5), requires_grad=True), torch.tensor(rng.normal(size=5)).log_softmax(0)
+    logits, q = (
+        torch.tensor(rng.normal(size=5), requires_grad=True),
+        torch.tensor(rng.normal(size=5)).log_softmax(0),
+    )
     p = logits.log_softmax(0)
     kl = (p.exp() * (p - q)).sum()
-    a = distill(p.detach()[None], q[None], torch.ones(1, 5, dtype=torch.int64))[0][0]  # [5], of each token there is
+    a = distill(p.detach()[None], q[None], torch.ones(1, 5, dtype=torch.int64))[0][
+        0
+    ]  # [5], of each token there is
     assert_close(-(p.exp() * a).sum().item(), kl.item(), **EXACT)
-    got, true = (torch.autograd.grad(v, logits, retain_graph=True)[0] for v in (-(p.exp().detach() * a * p).sum(), kl))
+    got, true = (
+        torch.autograd.grad(v, logits, retain_graph=True)[0]
+        for v in (-(p.exp().detach() * a * p).sum(), kl)
+    )
     assert_close(got.numpy(), true.numpy(), **EXACT)
-    assert distill(p.detach()[None], q[None], torch.tensor([[1, 1, 0, 1, 0]]))[0][0, [2, 4]].tolist() == [0, 0]
+    assert distill(p.detach()[None], q[None], torch.tensor([[1, 1, 0, 1, 0]]))[0][
+        0, [2, 4]
+    ].tolist() == [0, 0]
 
 
 # --- a function in the place of verl's ------------------------------------------------------------
@@ -696,7 +877,9 @@ def test_an_estimator_of_ones_own_gets_each_thing_by_its_name(tmp_path, monkeypa
     batch = training.to_batch(made, 0, 1.0)
     b = batch.batch
     b["token_level_rewards"] = b["token_level_scores"] * 2
-    settings = OmegaConf.merge(recipe().algorithm, {"adv_estimator": "mine.py:by_name", "gamma": 0.9, "lam": 0.5})
+    settings = OmegaConf.merge(
+        recipe().algorithm, {"adv_estimator": "mine.py:by_name", "gamma": 0.9, "lam": 0.5}
+    )
     config = OmegaConf.create({"algorithm": settings})
     training.advantages(batch, config)
     assert_close(b["advantages"], [[0.225, 0, 0]] * 2 + [[0.225, 0, 0.225]], **SINGLE)
@@ -711,9 +894,15 @@ def test_an_estimator_of_ones_own_gets_each_thing_by_its_name(tmp_path, monkeypa
 def test_gamma_lam_and_the_std_are_the_recipes_and_not_verls_defaults():
     """The partner of the tests above: with other numbers the same call gives other advantages."""
     made = random_episodes(0)
-    gae = {(gamma, lam): advantages(made, "gae", gamma=gamma, lam=lam)[1] for gamma in (0.9, 0.5) for lam in (0.9, 0.5)}
+    gae = {
+        (gamma, lam): advantages(made, "gae", gamma=gamma, lam=lam)[1]
+        for gamma in (0.9, 0.5)
+        for lam in (0.9, 0.5)
+    }
     for one, returns in gae.items():
         for other, others in gae.items():
             assert np.allclose(returns, others) == (one == other)
-    divided, not_divided = (advantages(made, "grpo", norm_adv_by_std_in_grpo=by)[0] for by in (True, False))
+    divided, not_divided = (
+        advantages(made, "grpo", norm_adv_by_std_in_grpo=by)[0] for by in (True, False)
+    )
     assert not np.allclose(divided, not_divided)

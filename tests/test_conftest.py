@@ -44,7 +44,14 @@ def run_tests(folder: Path, *arguments: str, **variables: str) -> str:
     paths = [str(ROOT), str(ROOT / "tests"), *sys.path]
     variables |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-rA"]
-    command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), str(folder), *arguments]
+    command += [
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        "--rootdir",
+        str(folder),
+        str(folder),
+        *arguments,
+    ]
     done = subprocess.run(
         command, cwd=folder, env=kept | variables, capture_output=True, text=True, timeout=100,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
@@ -57,7 +64,9 @@ def test_what_is_skipped_has_failed_in_ci_unless_by_design(tmp_path: Path, is_ci
     output = run_tests(tmp_path, "-k", "not test_hangs", **{"CI": "true"} if is_ci else {})
     expected = "1 failed, 1 passed, 1 skipped" if is_ci else "1 passed, 2 skipped"
     assert f"{expected}, 1 deselected, 1 xfailed" in output, output
-    assert ("test_skipped was skipped, which CI does not allow: no such program here" in output) == is_ci
+    assert (
+        "test_skipped was skipped, which CI does not allow: no such program here" in output
+    ) == is_ci
 
 
 def test_a_test_that_hangs_ends_and_says_where(tmp_path: Path) -> None:
@@ -65,7 +74,9 @@ def test_a_test_that_hangs_ends_and_says_where(tmp_path: Path) -> None:
     assert "Timeout" in output and "time.sleep(60)" in output, output
 
 
-def test_every_bug_of_mutate_yaml_can_be_planted_and_its_files_have_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_bug_of_mutate_yaml_can_be_planted_and_its_files_have_tests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """`make mutate` takes most of an hour, and would stop at a bug whose line has changed."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from mutants import plant

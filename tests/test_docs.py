@@ -39,7 +39,9 @@ def test_what_cannot_be_run_here_is_marked_and_counted():
 
 def test_the_reference_is_what_the_code_says():
     path = ROOT / "docs" / "reference.md"
-    assert path.read_text() == metric_docs.page(), "python -m kit.extras.report.metric_docs > docs/reference.md"
+    assert path.read_text() == metric_docs.page(), (
+        "python -m kit.extras.report.metric_docs > docs/reference.md"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,9 @@ def write_python(text: str, folder: Path, _) -> None:
         above_main(folder / "env.py", text)
     elif name := re.fullmatch(r"# (\w[\w/]*\.py)(, continued)?", first):
         path = folder / name[1]
-        assert path.exists() == bool(name[2]), f"{name[1]} is written once, and continued after that"
+        assert path.exists() == bool(name[2]), (
+            f"{name[1]} is written once, and continued after that"
+        )
         with path.open("a") as out:
             out.write(text)
 
@@ -101,7 +105,9 @@ def execute(text: str, folder: Path, monkeypatch) -> None:
             continue
         program = words[0].removeprefix(".venv/bin/")
         if program == "make":
-            done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True)
+            done = subprocess.run(
+                ["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True
+            )
         elif program == "python" and words[1] == "algorithm.py" and words[2] != "show":
             dry_run(words[2:], folder, monkeypatch)
             continue
@@ -119,4 +125,10 @@ def execute(text: str, folder: Path, monkeypatch) -> None:
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
 
 
-KINDS = {"bash": execute, "python": write_python, "yaml": write_yaml, "text": lambda *_: None, "json": lambda *_: None}
+KINDS = {
+    "bash": execute,
+    "python": write_python,
+    "yaml": write_yaml,
+    "text": lambda *_: None,
+    "json": lambda *_: None,
+}

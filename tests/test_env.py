@@ -25,11 +25,23 @@ from kit.extras import convert
 def shipped():
     """[(server, file)] of the example rows in the installed nemo-gym."""
     assert GYM_PYTHON.is_file(), f"{GYM_PYTHON}: no NeMo Gym; `make gym` installs it"
-    done = run([str(GYM_PYTHON), "-c", "import nemo_gym; print(nemo_gym.__file__)"], cwd=ROOT, timeout=60)
+    done = run(
+        [str(GYM_PYTHON), "-c", "import nemo_gym; print(nemo_gym.__file__)"], cwd=ROOT, timeout=60
+    )
     assert done.returncode == 0, done.stderr
-    files = sorted((Path(done.stdout.strip()).parent.parent / "resources_servers").glob("*/data/*example*.jsonl"))
-    no_rows = ("rollouts", "bixbench_example", "example_questions")  # results; questions without a prompt
-    return [(file.parts[-3], file) for file in files if not any(name in file.name for name in no_rows)]
+    files = sorted(
+        (Path(done.stdout.strip()).parent.parent / "resources_servers").glob(
+            "*/data/*example*.jsonl"
+        )
+    )
+    no_rows = (
+        "rollouts",
+        "bixbench_example",
+        "example_questions",
+    )  # results; questions without a prompt
+    return [
+        (file.parts[-3], file) for file in files if not any(name in file.name for name in no_rows)
+    ]
 
 
 def rendered(**params):
@@ -50,12 +62,20 @@ def system(text):
 
 def said(text, *calls):
     """An assistant message; calls: (id, name, arguments)."""
-    functions = [{"id": i, "type": "function", "function": {"name": n, "arguments": a}} for i, n, a in calls]
+    functions = [
+        {"id": i, "type": "function", "function": {"name": n, "arguments": a}} for i, n, a in calls
+    ]
     return {"role": "assistant", "content": text} | ({"tool_calls": functions} if calls else {})
 
 
 def called(call_id, arguments, name="f"):
-    return {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments, "id": None}
+    return {
+        "type": "function_call",
+        "call_id": call_id,
+        "name": name,
+        "arguments": arguments,
+        "id": None,
+    }
 
 
 def returned(call_id, output):
@@ -63,10 +83,18 @@ def returned(call_id, output):
 
 
 def thought(*texts):
-    return {"type": "reasoning", "id": "rs", "summary": [{"type": "summary_text", "text": text} for text in texts]}
+    return {
+        "type": "reasoning",
+        "id": "rs",
+        "summary": [{"type": "summary_text", "text": text} for text in texts],
+    }
 
 
-PARTS = [{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b"}, {"type": "text", "text": "c"}]
+PARTS = [
+    {"type": "input_text", "text": "a"},
+    {"type": "output_text", "text": "b"},
+    {"type": "text", "text": "c"},
+]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +121,12 @@ PARTS = [{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b
         (
             {
                 "instructions": "i",
-                "input": [system("s"), {"role": "developer", "content": "d"}, user("u"), system("t")],
+                "input": [
+                    system("s"),
+                    {"role": "developer", "content": "d"},
+                    user("u"),
+                    system("t"),
+                ],
             },
             [system("i\n\ns\n\nd"), user("u"), system("t")],
         ),
@@ -139,15 +172,33 @@ def test_input_shapes(params, messages):
     assert messages_of(**params) == messages
 
 
-FLAT = {"type": "function", "name": "f", "description": "Does f.", "parameters": {"type": "object"}, "strict": True}
-CHAT = {"type": "function", "function": {"name": "f", "description": "Does f.", "parameters": {"type": "object"}}}
+FLAT = {
+    "type": "function",
+    "name": "f",
+    "description": "Does f.",
+    "parameters": {"type": "object"},
+    "strict": True,
+}
+CHAT = {
+    "type": "function",
+    "function": {"name": "f", "description": "Does f.", "parameters": {"type": "object"}},
+}
 
 
 def test_tools_become_chat_tools():
     assert rendered(input="hi", tools=[FLAT])[1] == [CHAT]
     assert rendered(input="hi", tools=[CHAT])[1] == [CHAT]
-    bare = {"type": "function", "name": "g", "description": None, "parameters": None, "strict": None}
-    assert rendered(input="hi", tools=[FLAT, bare])[1] == [CHAT, {"type": "function", "function": {"name": "g"}}]
+    bare = {
+        "type": "function",
+        "name": "g",
+        "description": None,
+        "parameters": None,
+        "strict": None,
+    }
+    assert rendered(input="hi", tools=[FLAT, bare])[1] == [
+        CHAT,
+        {"type": "function", "function": {"name": "g"}},
+    ]
     assert rendered(input="hi")[1] == []
 
 
@@ -158,8 +209,14 @@ def test_tools_become_chat_tools():
             {"input": [{"role": "system", "content": [{"type": "input_image"}, PARTS[0]]}]},
             "input_image: the kit trains",
         ),
-        ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input_audio: the kit trains text"),
-        ({"input": "hi", "metadata": {"audio_path": "a.wav"}}, r"metadata\.audio_path: the kit trains text"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            "input_audio: the kit trains text",
+        ),
+        (
+            {"input": "hi", "metadata": {"audio_path": "a.wav"}},
+            r"metadata\.audio_path: the kit trains text",
+        ),
         ({"input": [{"type": "web_search_call", "id": "w"}]}, "web_search_call"),
         ({"input": "hi", "tools": [FLAT, {"type": "web_search"}]}, "web_search"),
     ],
@@ -184,10 +241,19 @@ def test_what_the_kit_cannot_ask_is_refused(params, named):
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "`image_url` of a input_image must be text",
         ),
-        ({"input": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "`text` of a text must be text: 3"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "`call_id` of a function_call"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "text", "text": 3}]}]},
+            "`text` of a text must be text: 3",
+        ),
+        (
+            {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
+            "`call_id` of a function_call",
+        ),
         ({"input": [called("c", {"x": 1})]}, "`arguments` of a function_call"),
-        ({"input": [{"type": "function_call_output", "output": "x"}]}, "`call_id` of a function_call_output"),
+        (
+            {"input": [{"type": "function_call_output", "output": "x"}]},
+            "`call_id` of a function_call_output",
+        ),
         ({"input": "hi", "tools": {"name": "f"}}, "tools must be a list"),
         ({"input": "hi", "tools": ["f"]}, "tools must be a list"),
         ({"input": "hi", "tools": [{"type": "function"}]}, "`name` of a function"),
@@ -221,7 +287,9 @@ def test_the_example_rows_of_all_servers_load_or_are_refused(shipped):
                 "circle_count",
                 "vlm_eval_kit",
             }
-            assert all(set(t) == {"type", "function"} and "strict" not in t["function"] for t in offered), where
+            assert all(
+                set(t) == {"type", "function"} and "strict" not in t["function"] for t in offered
+            ), where
             empty |= set() if messages else {server}
             tools |= {server} if offered else set()
     assert {name: {reason} for name, reason in REFUSED.items()} == refused
@@ -252,7 +320,9 @@ def test_rendering_agrees_with_gyms_own_converter(shipped):
         example["responses_create_params"].setdefault("input", [])
     params = [json.dumps(example["responses_create_params"]) + "\n" for _, example in rows]
     arguments = [str(GYM_PYTHON), "-c", CONVERT]
-    done = subprocess.run(arguments, input="".join(params), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        arguments, input="".join(params), capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     theirs = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(theirs) == len(rows) > 300
@@ -260,8 +330,15 @@ def test_rendering_agrees_with_gyms_own_converter(shipped):
     def plain(message):
         content, calls = message.get("content") or "", message.get("tool_calls") or []
         parts = [content] if isinstance(content, str) else [said(part) for part in content]
-        called = [(c["id"], c["function"]["name"], decoded(c["function"]["arguments"])) for c in calls]
-        return message["role"].replace("developer", "system"), "".join(parts), called, message.get("tool_call_id")
+        called = [
+            (c["id"], c["function"]["name"], decoded(c["function"]["arguments"])) for c in calls
+        ]
+        return (
+            message["role"].replace("developer", "system"),
+            "".join(parts),
+            called,
+            message.get("tool_call_id"),
+        )
 
     def said(part):
         return part.get("text") or part.get("image") or part["image_url"]["url"]
@@ -280,11 +357,23 @@ def test_rendering_agrees_with_gyms_own_converter(shipped):
     [
         ('{"responses_create_params": {}}\n{oops\n', r"rows\.jsonl:2: not JSON"),
         ('{"responses_create_params": {}, "x": NaN}\n', r"rows\.jsonl:1: not JSON \(Out of range"),
-        ('{"responses_create_params": {}, "x": 1e999}\n', r"rows\.jsonl:1: not JSON \(Out of range"),
-        ('{"responses_create_params": {}, "x": "\\ud800"}\n', r"rows\.jsonl:1: not JSON .*surrogates not allowed"),
+        (
+            '{"responses_create_params": {}, "x": 1e999}\n',
+            r"rows\.jsonl:1: not JSON \(Out of range",
+        ),
+        (
+            '{"responses_create_params": {}, "x": "\\ud800"}\n',
+            r"rows\.jsonl:1: not JSON .*surrogates not allowed",
+        ),
         ("[" * 5000 + "\n", r"rows\.jsonl:1: not JSON \(maximum recursion depth"),
-        ('\n{"x": ' + "[" * 5000 + "]" * 5000 + "}\n", r"rows\.jsonl:2: not JSON \(maximum recursion depth"),
-        ('{"responses_create_params": ' + '{"x": ' * 64 + "1" + "}" * 65, r"rows\.jsonl:1: nested over 64 deep"),
+        (
+            '\n{"x": ' + "[" * 5000 + "]" * 5000 + "}\n",
+            r"rows\.jsonl:2: not JSON \(maximum recursion depth",
+        ),
+        (
+            '{"responses_create_params": ' + '{"x": ' * 64 + "1" + "}" * 65,
+            r"rows\.jsonl:1: nested over 64 deep",
+        ),
         ("[1]\n", r"rows\.jsonl:1: a row must be a JSON object"),
         ('\n\n{"question": "x"}\n', r"rows\.jsonl:3: no responses_create_params"),
     ],
@@ -297,7 +386,9 @@ def test_malformed_lines_name_file_and_line(tmp_path, text, named):
 
 def test_arguments_nested_too_deep_for_json_stay_text():
     deep = '{"x": ' + "[" * 5000
-    assert messages_of(input=[called("c", deep)])[0]["tool_calls"][0]["function"]["arguments"] == deep
+    assert (
+        messages_of(input=[called("c", deep)])[0]["tool_calls"][0]["function"]["arguments"] == deep
+    )
 
 
 @pytest.mark.parametrize(
@@ -305,7 +396,10 @@ def test_arguments_nested_too_deep_for_json_stay_text():
     [
         ("gsm8k_train.jsonl", "run `python env.py gsm8k --out {}`"),
         ("arithmetic_validation.jsonl", "run `python env.py arithmetic --out {}`"),
-        ("math_with_judge_examples.jsonl", "run `python env.py examples --server math_with_judge --out {}`"),
+        (
+            "math_with_judge_examples.jsonl",
+            "run `python env.py examples --server math_with_judge --out {}`",
+        ),
         ("gsm8k_train.jsonl.gz", "give one that is there"),
         ("gsm8k.jsonl", "give one that is there"),
         ("my_task_train.jsonl", "give one that is there"),
@@ -327,7 +421,9 @@ def test_gzip_reads_as_plain_text_does(tmp_path):
     (tmp_path / "rows.jsonl").write_text(text)
     zipped = tmp_path / "rows.jsonl.gz"
     zipped.write_bytes(gzip.compress(text.encode()))
-    assert list(env.read_rows(zipped)) == [(f"{zipped}:{n}", r) for n, r in zip((1, 3, 4), ROWS, strict=True)]
+    assert list(env.read_rows(zipped)) == [
+        (f"{zipped}:{n}", r) for n, r in zip((1, 3, 4), ROWS, strict=True)
+    ]
     assert [r for _, r in env.read_rows(tmp_path / "rows.jsonl")] == ROWS
 
     zipped.write_bytes(zipped.read_bytes()[:40])
@@ -365,7 +461,9 @@ def test_parquet_holds_rows_as_json(tmp_path):
     with pytest.raises(env.DataError, match=r"none\.parquet: .*'n'"):
         list(env.read_rows(write_parquet(tmp_path / "none.parquet", n=numbers)))
     null = write_parquet(tmp_path / "null.parquet", row=[texts[0], None])
-    with pytest.raises(env.DataError, match=r"null\.parquet:2: a row must be a JSON object, this is a NoneType"):
+    with pytest.raises(
+        env.DataError, match=r"null\.parquet:2: a row must be a JSON object, this is a NoneType"
+    ):
         list(env.read_rows(null))
     only.write_bytes(only.read_bytes()[:100])
     with pytest.raises(env.DataError, match=r"only\.parquet: cannot be read"):
@@ -394,11 +492,18 @@ def test_the_server_of_a_row():
 
 
 def test_an_alias_goes_before_the_longest_server_name():
-    servers = {"math": "math", "math_with_code": "math_with_code", "mcqa": "mcqa", "math_with_code_x": "mcqa"}
+    servers = {
+        "math": "math",
+        "math_with_code": "math_with_code",
+        "mcqa": "mcqa",
+        "math_with_code_x": "mcqa",
+    }
     assert env.server_of(agent("math_with_code_x"), servers, "x:1") == "mcqa"
     assert env.server_of(agent("math_with_code_y"), servers, "x:1") == "math_with_code"
     assert env.server_of(agent("math_with_judge_simple_agent"), servers, "x:1") == "math"
-    assert env.server_of(row(), {"math": "math", "some_agent": "math"}, "x:1") == "math"  # one server, two names
+    assert (
+        env.server_of(row(), {"math": "math", "some_agent": "math"}, "x:1") == "math"
+    )  # one server, two names
     with pytest.raises(env.DataError, match=r"\(math, math_with_code, mcqa\)"):
         env.server_of(agent("other"), servers, "x:1")
 
@@ -430,7 +535,9 @@ def test_long_prompts_are_dropped_counted_and_listed(tmp_path, tokenizer):
 
 
 def test_a_row_without_a_prompt_is_a_task_without_ids(tmp_path, tokenizer):
-    path = write_rows(tmp_path / "rows.jsonl", [{"responses_create_params": {"input": [], "tools": [FLAT]}}])
+    path = write_rows(
+        tmp_path / "rows.jsonl", [{"responses_create_params": {"input": [], "tools": [FLAT]}}]
+    )
     ((task,), dropped) = env.load_tasks([path], tokenizer, ["blackjack"], max_prompt_length=20)
     assert (task.messages, task.prompt_ids, task.tools, dropped) == ([], [], [CHAT], [])
 
@@ -441,20 +548,33 @@ def test_the_template_decides_what_is_asked(with_template):
     )
     ids = env.encode([user("hi")], [], plain)
     assert all(type(i) is int for i in ids) and plain.decode(ids) == "hi ?"
-    with pytest.raises(env.DataError, match=r"^x:1: .*does not show tools.*model\.custom_chat_template"):
+    with pytest.raises(
+        env.DataError, match=r"^x:1: .*does not show tools.*model\.custom_chat_template"
+    ):
         env.encode([user("hi")], [CHAT], plain, "x:1")
 
-    shows = with_template("{% for t in tools %}{{ t.function.name }} {% endfor %}{{ messages[0].content }}")
+    shows = with_template(
+        "{% for t in tools %}{{ t.function.name }} {% endfor %}{{ messages[0].content }}"
+    )
     assert shows.decode(env.encode([user("hi")], [CHAT], shows)) == "f hi"
 
     refuses = with_template("{{ raise_exception('no system here') }}")
     with pytest.raises(env.DataError, match=r"^x:1: the chat template .*no system here"):
         env.encode([system("hi")], [], refuses, "x:1")
-    for broken in ("{{ 1 // 0 }}", "{{ messages[0]['nothing'].x }}", "{{ [].pop() }}", "{% for x in 3 %}{% endfor %}"):
-        with pytest.raises(env.DataError, match=r"^x:1: the chat template does not take these messages: "):
+    for broken in (
+        "{{ 1 // 0 }}",
+        "{{ messages[0]['nothing'].x }}",
+        "{{ [].pop() }}",
+        "{% for x in 3 %}{% endfor %}",
+    ):
+        with pytest.raises(
+            env.DataError, match=r"^x:1: the chat template does not take these messages: "
+        ):
             env.encode([user("hi")], [], with_template(broken), "x:1")
     adds = with_template("{{ 'text' + messages[0].tool_calls[0].function.arguments }}")
-    with pytest.raises(env.DataError, match=r"^the chat template does not take these messages: .*concatenate"):
+    with pytest.raises(
+        env.DataError, match=r"^the chat template does not take these messages: .*concatenate"
+    ):
         env.encode(messages_of(input=[called("c", "{}")]), [], adds)
 
 
@@ -462,7 +582,10 @@ def test_files_with_a_server_and_a_weight(tmp_path, tokenizer):
     a = write_rows(tmp_path / "a.jsonl", [agent("mcqa_simple_agent"), row()])
     b = write_rows(tmp_path / "b.jsonl", [agent("alias"), agent("mcqa")])
     servers = {"mcqa": "mcqa", "math": "math", "alias": "math"}
-    files = [{"path": str(a), "weight": 3, "server": "math"}, {"path": str(b), "weight": 0.5, "server": None}]
+    files = [
+        {"path": str(a), "weight": 3, "server": "math"},
+        {"path": str(b), "weight": 0.5, "server": None},
+    ]
     tasks, dropped = env.load_tasks(files, tokenizer, servers, 20)
     assert [(t.file, t.server, t.weight) for t in tasks] == [
         (str(a), "math", 3),
@@ -471,7 +594,10 @@ def test_files_with_a_server_and_a_weight(tmp_path, tokenizer):
         (str(b), "mcqa", 0.5),
     ]
     assert dropped == [] and tasks[0].row["agent_ref"]["name"] == "mcqa_simple_agent"  # verbatim
-    assert [t.server for t in env.load_tasks([{"path": str(b), "server": "alias"}], tokenizer, servers, 20)[0]] == [
+    assert [
+        t.server
+        for t in env.load_tasks([{"path": str(b), "server": "alias"}], tokenizer, servers, 20)[0]
+    ] == [
         "math",
         "math",
     ]
@@ -485,7 +611,10 @@ def test_files_with_a_server_and_a_weight(tmp_path, tokenizer):
         ({"path": "a.jsonl", "weight": 0}, "more than 0"),
         ({"path": "a.jsonl", "weight": float("nan")}, "more than 0"),
         ({"path": "a.jsonl", "weight": "1"}, "more than 0"),
-        ({"path": "{tmp}/a.jsonl", "server": "mcqa_v2"}, r"a\.jsonl:1: server 'mcqa_v2' matches none .*\(mcqa\)"),
+        (
+            {"path": "{tmp}/a.jsonl", "server": "mcqa_v2"},
+            r"a\.jsonl:1: server 'mcqa_v2' matches none .*\(mcqa\)",
+        ),
         ("{tmp}/other.jsonl", r"other\.jsonl:1: agent_ref 'other' matches none"),
         ("{tmp}/refused.jsonl", r"refused\.jsonl:1: input_file"),
     ],
@@ -502,7 +631,10 @@ def test_files_that_cannot_be_used(tmp_path, tokenizer, entry, named):
 
 def test_only_leaves_the_rows_of_other_servers_out(tmp_path, tokenizer):
     picture = agent("other") | {"responses_create_params": {"input": [{"type": "computer_call"}]}}
-    a = write_rows(tmp_path / "a.jsonl", [agent("mcqa"), agent("math"), picture, agent("mcqa_simple_agent"), row()])
+    a = write_rows(
+        tmp_path / "a.jsonl",
+        [agent("mcqa"), agent("math"), picture, agent("mcqa_simple_agent"), row()],
+    )
     b = write_rows(tmp_path / "b.jsonl", [agent("mcqa")])
     c = write_rows(tmp_path / "c.jsonl", [agent("mcqa")])
     files = [str(a), str(b), {"path": str(c), "server": "mcqa_elsewhere"}]
@@ -532,16 +664,26 @@ def test_batches_are_one_stream_that_shows_each_row_once_an_epoch(count, size):
     stream = [row_id for b in batches for row_id in b]
     epochs = [stream[i : i + count] for i in range(0, len(stream) - count + 1, count)]
     assert len(epochs) >= 2 and all(sorted(epoch) == sorted(ids(tasks)) for epoch in epochs)
-    alone = {step: ids(env.batch(list(tasks), size, step, seed=1)) for step in reversed(range(1, 21))}
+    alone = {
+        step: ids(env.batch(list(tasks), size, step, seed=1)) for step in reversed(range(1, 21))
+    }
     assert [alone[step] for step in range(1, 21)] == batches
 
 
 def test_the_order_of_batches():
     tasks = some_tasks(a=(30, None))
-    first, second, other = (ids(env.batch(tasks, 30, step, seed)) for step, seed in ((1, 1), (2, 1), (1, 2)))
-    assert first != second and first != other and first != ids(tasks)  # seeded, and another order each epoch
+    first, second, other = (
+        ids(env.batch(tasks, 30, step, seed)) for step, seed in ((1, 1), (2, 1), (1, 2))
+    )
+    assert (
+        first != second and first != other and first != ids(tasks)
+    )  # seeded, and another order each epoch
     assert ids(env.batch(tasks, 3, 2, seed=1, shuffle=False)) == ["a:4", "a:5", "a:6"]
-    assert ids(env.batch(some_tasks(a=(4, None)), 3, 2, seed=1, shuffle=False)) == ["a:4", "a:1", "a:2"]
+    assert ids(env.batch(some_tasks(a=(4, None)), 3, 2, seed=1, shuffle=False)) == [
+        "a:4",
+        "a:1",
+        "a:2",
+    ]
     with pytest.raises(env.DataError, match="no rows"):
         env.batch([], 3, 1, seed=1)
 
@@ -584,7 +726,9 @@ def test_quotas_are_by_largest_remainder(weights, size, counts):
 
 
 def test_weights_that_cannot_be_kept():
-    with pytest.raises(env.DataError, match=r"^b: weight=0.05 comes to no row in a batch of 8; raise it$"):
+    with pytest.raises(
+        env.DataError, match=r"^b: weight=0.05 comes to no row in a batch of 8; raise it$"
+    ):
         env.batch(some_tasks(a=(9, 0.95), b=(9, 0.05)), 8, 1, seed=0)
     for files in ({"a": (9, 1.0), "b": (9, None)}, {"b": (9, None), "a": (9, 1.0)}):
         with pytest.raises(env.DataError, match=r"^b: .*beside files with a weight"):
@@ -592,14 +736,19 @@ def test_weights_that_cannot_be_kept():
 
 
 def arguments(**changes):
-    return argparse.Namespace(**{"seed": 0, "low": 2, "high": 29, "validation": 128, "source": None} | changes)
+    return argparse.Namespace(
+        **{"seed": 0, "low": 2, "high": 29, "validation": 128, "source": None} | changes
+    )
 
 
 def test_arithmetic_holds_out_pairs_in_either_order():
     splits = {name: list(rows) for name, rows in env.arithmetic(arguments()).items()}
 
     def pairs(rows):
-        found = [r["question"].removeprefix("Complete the equation: ").removesuffix(" =").split(" + ") for r in rows]
+        found = [
+            r["question"].removeprefix("Complete the equation: ").removesuffix(" =").split(" + ")
+            for r in rows
+        ]
         assert [r["answer"] for r in rows] == [f"{a} + {b} = {int(a) + int(b)}" for a, b in found]
         return {tuple(sorted(map(int, pair))) for pair in found}
 
@@ -630,23 +779,35 @@ def command(*arguments):
 
 def test_check_counts_and_names(tmp_path):
     def picture(kind):
-        return {"responses_create_params": {"input": [{"role": "user", "content": [{"type": kind}]}]}}
+        return {
+            "responses_create_params": {"input": [{"role": "user", "content": [{"type": kind}]}]}
+        }
 
-    good = write_rows(tmp_path / "good.jsonl", [row(), picture("input_audio"), row(), picture("input_audio")])
+    good = write_rows(
+        tmp_path / "good.jsonl", [row(), picture("input_audio"), row(), picture("input_audio")]
+    )
     done = command("check", good)
     why = "the kit trains text models only; leave such rows out"
     text = f"{good}: 2 rows load, 2 refused\n    2 x input_audio: {why} (first {good}:2)\n"
     assert (done.returncode, done.stdout) == (0, text), done.stderr
 
     bad = tmp_path / "bad.jsonl"
-    bad.write_text('{oops\n{"question": "x"}\n' + json.dumps(picture("input_file")) + "\n" + json.dumps(row()) + "\n")
+    bad.write_text(
+        '{oops\n{"question": "x"}\n'
+        + json.dumps(picture("input_file"))
+        + "\n"
+        + json.dumps(row())
+        + "\n"
+    )
     done = command("check", bad, tmp_path / "nowhere.jsonl", good)
     lines = done.stdout.splitlines()
     assert done.returncode == 1
     assert lines[0] == f"{bad}: 1 rows load, 1 refused"
     assert lines[1] == f"    1 x input_file: {why} (first {bad}:3)"
     assert lines[2].startswith(f"    error: {bad}:1: not JSON")
-    assert lines[3].startswith(f"    error: {bad}:2: neither Gym's responses_create_params nor verl's `prompt`")
+    assert lines[3].startswith(
+        f"    error: {bad}:2: neither Gym's responses_create_params nor verl's `prompt`"
+    )
     assert lines[5].startswith(f"    error: {tmp_path}/nowhere.jsonl: no such file")
     assert "\n".join(lines[6:]) + "\n" == text
     assert command("check").returncode == 2
@@ -661,7 +822,10 @@ def test_check_goes_on_after_what_no_one_expected(tmp_path, monkeypatch, capsys)
 
     monkeypatch.setattr(env, "render", broken)
     assert not convert.check(str(file))
-    assert capsys.readouterr().out == f"{file}: 1 rows load, 0 refused\n    error: {file}:1: KeyError('gap')\n"
+    assert (
+        capsys.readouterr().out
+        == f"{file}: 1 rows load, 0 refused\n    error: {file}:1: KeyError('gap')\n"
+    )
 
 
 def test_generators_by_command(tmp_path):
@@ -670,17 +834,25 @@ def test_generators_by_command(tmp_path):
     assert done.stdout.splitlines()[1] == f"{tmp_path}/arithmetic_validation.jsonl: 3 rows"
     assert command("check", *sorted(tmp_path.glob("*.jsonl"))).returncode == 0
     failed = command("arithmetic", "--out", tmp_path, "--high", 5)
-    assert failed.returncode == 1 and failed.stderr.startswith("error: 10 pairs, 128 held out; lower --validation")
+    assert failed.returncode == 1 and failed.stderr.startswith(
+        "error: 10 pairs, 128 held out; lower --validation"
+    )
     assert command("arithmetic", "--server", "mcqa").returncode == 2
 
 
 def test_gsm8k_without_a_hub_is_one_line_at_once(tmp_path, monkeypatch):
-    for name, value in {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}.items():
+    for name, value in {
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": "0",
+    }.items():
         monkeypatch.setenv(name, value)
     begin = time.monotonic()
     failed = command("gsm8k", "--out", tmp_path / "out")
     assert failed.returncode == 1 and not (tmp_path / "out").exists()
-    assert re.fullmatch(r"error: openai/gsm8k: .+; give --source, a folder with its JSONL files\n", failed.stderr)
+    assert re.fullmatch(
+        r"error: openai/gsm8k: .+; give --source, a folder with its JSONL files\n", failed.stderr
+    )
     assert time.monotonic() - begin < 20
 
 
@@ -695,10 +867,14 @@ def test_a_generator_of_ones_own_is_one_line_more(tmp_path):
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for name in ("ones", "counter"):
-        done = subprocess.run([sys.executable, own, name, "--out", tmp_path], env=environment, capture_output=True)
+        done = subprocess.run(
+            [sys.executable, own, name, "--out", tmp_path], env=environment, capture_output=True
+        )
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "counter_train.jsonl").is_file()
-    assert [r["agent_ref"]["name"] for _, r in env.read_rows(tmp_path / "ones_train.jsonl")] == ["mcqa_simple_agent"]
+    assert [r["agent_ref"]["name"] for _, r in env.read_rows(tmp_path / "ones_train.jsonl")] == [
+        "mcqa_simple_agent"
+    ]
 
 
 def test_what_cannot_be_written_is_one_line(tmp_path):
@@ -709,10 +885,16 @@ def test_what_cannot_be_written_is_one_line(tmp_path):
 
 def test_examples_of_a_server(tmp_path):
     done = command("examples", "--server", "mcqa", "--out", tmp_path, "--python", GYM_PYTHON)
-    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/mcqa_examples.jsonl: 10 rows\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/mcqa_examples.jsonl: 10 rows\n"), (
+        done.stderr
+    )
     written = [r for _, r in env.read_rows(tmp_path / "mcqa_examples.jsonl")]
-    shipped = GYM_PYTHON.parent.parent.glob("lib/*/site-packages/resources_servers/mcqa/data/*example*.jsonl")
-    rows = [r for path in sorted(shipped) if "rollouts" not in path.name for _, r in env.read_rows(path)]
+    shipped = GYM_PYTHON.parent.parent.glob(
+        "lib/*/site-packages/resources_servers/mcqa/data/*example*.jsonl"
+    )
+    rows = [
+        r for path in sorted(shipped) if "rollouts" not in path.name for _, r in env.read_rows(path)
+    ]
     reference = {"type": "responses_api_agents", "name": "mcqa_simple_agent"}
     assert written == [{"agent_ref": reference} | r for r in rows]
     assert all(env.server_of(r, ["mcqa", "math"], "x:1") == "mcqa" for r in written)
@@ -720,23 +902,34 @@ def test_examples_of_a_server(tmp_path):
     own = list(convert.examples("blackjack", str(GYM_PYTHON)))
     assert own[0]["agent_ref"]["name"] == "blackjack_gymnasium_agent"
     assert len(own) == 5 and own[0] == own[1]  # as they ship: a game asks the same each time
-    twice = list(convert.examples("structured_outputs", str(GYM_PYTHON)))  # its v4 rows ship in two files
+    twice = list(
+        convert.examples("structured_outputs", str(GYM_PYTHON))
+    )  # its v4 rows ship in two files
     assert len(twice) == 10
 
     failed = command("examples", "--server", "mcqb", "--out", tmp_path, "--python", GYM_PYTHON)
-    assert failed.returncode == 1 and "mcqb/data: no example*.jsonl" in failed.stderr and " mcqa," in failed.stderr
+    assert (
+        failed.returncode == 1
+        and "mcqb/data: no example*.jsonl" in failed.stderr
+        and " mcqa," in failed.stderr
+    )
 
 
 def test_examples_without_gym_or_server(tmp_path):
-    failed = command("examples", "--server", "mcqa", "--out", tmp_path, "--python", tmp_path / "python")
-    assert failed.returncode == 1 and f"--python {tmp_path}/python is no interpreter" in failed.stderr
+    failed = command(
+        "examples", "--server", "mcqa", "--out", tmp_path, "--python", tmp_path / "python"
+    )
+    assert (
+        failed.returncode == 1 and f"--python {tmp_path}/python is no interpreter" in failed.stderr
+    )
     assert command("examples", "--out", tmp_path).returncode == 2
 
 
 def test_the_counters_rows(tmp_path):
     assert command("counter", "--out", tmp_path).returncode == 0
     rows = {
-        split: [r for _, r in env.read_rows(tmp_path / f"counter_{split}.jsonl")] for split in ("train", "validation")
+        split: [r for _, r in env.read_rows(tmp_path / f"counter_{split}.jsonl")]
+        for split in ("train", "validation")
     }
     asked = {split: {r["expected_count"] for r in some} for split, some in rows.items()}
     assert asked["train"] | asked["validation"] == set(range(1, 100)) - {7}  # which is shown
@@ -745,10 +938,19 @@ def test_the_counters_rows(tmp_path):
         messages, tools = env.render(r, "x:1")
         roles = [m["role"] for m in messages]
         assert roles == ["user", "assistant", "tool", "assistant", "user"]
-        assert messages[1]["tool_calls"][0]["function"] == {"name": "increment_counter", "arguments": {"count": 7}}
-        assert messages[-1]["content"] == f"Add {r['expected_count']} to the counter." and r["initial_count"] == 0
+        assert messages[1]["tool_calls"][0]["function"] == {
+            "name": "increment_counter",
+            "arguments": {"count": 7},
+        }
+        assert (
+            messages[-1]["content"] == f"Add {r['expected_count']} to the counter."
+            and r["initial_count"] == 0
+        )
         assert [tool["function"]["name"] for tool in tools] == ["increment_counter"]
-        assert env.server_of(r, ["example_session_state_mgmt", "mcqa"], "x:1") == "example_session_state_mgmt"
+        assert (
+            env.server_of(r, ["example_session_state_mgmt", "mcqa"], "x:1")
+            == "example_session_state_mgmt"
+        )
 
 
 # --- limits --------------------------------------------------------------------------------------
@@ -782,7 +984,10 @@ def test_a_value_that_parquet_stores_once_is_not_held_once_a_row(tmp_path):
     roles = pyarrow.array(["user"] * 512)
     chats = pyarrow.StructArray.from_arrays([roles, texts], ["role", "content"])
     lists = pyarrow.ListArray.from_arrays(pyarrow.array(range(513), pyarrow.int32()), chats)
-    for name, table in (("text", {"row": texts}), ("chats", {"prompt": lists, "n": pyarrow.array(range(512))})):
+    for name, table in (
+        ("text", {"row": texts}),
+        ("chats", {"prompt": lists, "n": pyarrow.array(range(512))}),
+    ):
         path = tmp_path / f"{name}.parquet"
         parquet.write_table(pyarrow.table(table), path, compression="zstd", store_schema=False)
         assert path.stat().st_size < 8192
@@ -795,9 +1000,14 @@ def test_a_row_that_parquet_stores_in_little_and_that_becomes_much_is_refused(tm
     ends = pyarrow.array([0, count], pyarrow.int32())
     repeated = pyarrow.DictionaryArray.from_arrays(np.zeros(count, np.int32), ["so"])
     texts = pyarrow.ListArray.from_arrays(ends, repeated)
-    numbers = pyarrow.ListArray.from_arrays(pyarrow.array([0, 2**26], pyarrow.int32()), np.zeros(2**26, np.int8))
+    numbers = pyarrow.ListArray.from_arrays(
+        pyarrow.array([0, 2**26], pyarrow.int32()), np.zeros(2**26, np.int8)
+    )
     tables = {"texts": ("a row of 256.0 MiB, over 64 MiB", texts)}
-    tables["numbers"] = ("prompt.list.element: 67108864 values of 8 bytes in 1 rows: leave such rows out", numbers)
+    tables["numbers"] = (
+        "prompt.list.element: 67108864 values of 8 bytes in 1 rows: leave such rows out",
+        numbers,
+    )
     for name, (why, column) in tables.items():
         path = tmp_path / f"{name}.parquet"
         table = pyarrow.table({"prompt": column})
@@ -812,11 +1022,19 @@ def test_rows_of_parquet_come_as_they_were_written(tmp_path, kind):
     """In several row groups, whose dictionaries end in the middle (after 1,000 bytes)."""
     kinds = {"string": pyarrow.string(), "large_string": pyarrow.large_string()}
     kinds["dictionary"] = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
-    rows = [{"prompt": f"say {i % 7}", "extra": {"n": i, "of": [str(i), None]}, "x": 0.5 * i} for i in range(600)]
+    rows = [
+        {"prompt": f"say {i % 7}", "extra": {"n": i, "of": [str(i), None]}, "x": 0.5 * i}
+        for i in range(600)
+    ]
     rows[5] |= {"prompt": None, "extra": None, "x": None}
     of = pyarrow.struct({"n": pyarrow.int64(), "of": pyarrow.list_(kinds[kind])})
     schema = pyarrow.schema({"prompt": kinds[kind], "extra": of, "x": pyarrow.float64()})
-    small = {"row_group_size": 250, "data_page_size": 500, "dictionary_pagesize_limit": 1000, "write_batch_size": 10}
+    small = {
+        "row_group_size": 250,
+        "data_page_size": 500,
+        "dictionary_pagesize_limit": 1000,
+        "write_batch_size": 10,
+    }
     parquet.write_table(pyarrow.Table.from_pylist(rows, schema), tmp_path / "r.parquet", **small)
     assert [r for _, r in env.raw_rows(tmp_path / "r.parquet", "prompt")] == rows
     lines = pyarrow.table({"row": pyarrow.array([json.dumps(r) for r in rows], kinds[kind])})
@@ -825,7 +1043,9 @@ def test_rows_of_parquet_come_as_they_were_written(tmp_path, kind):
 
 
 def test_a_batch_of_parquet_is_cut_to_what_memory_may_hold(monkeypatch):
-    batch = pyarrow.RecordBatch.from_pylist([{"t": "x" * 36}] * 5)  # 100 bytes each as objects, with Arrow's offsets
+    batch = pyarrow.RecordBatch.from_pylist(
+        [{"t": "x" * 36}] * 5
+    )  # 100 bytes each as objects, with Arrow's offsets
     sizes = [env._size_of(batch.slice(0, n).column(0)) for n in (1, 2, 4)]
     monkeypatch.setattr(env, "MOST", sizes[1])
     assert [part.num_rows for part in env._parts(batch)] == [2, 1, 2]
@@ -849,18 +1069,31 @@ def test_a_prompt_of_just_the_limit_is_taken_and_one_more_token_is_not(tmp_path)
 
 
 def test_rows_of_other_servers_are_counted_for_each_file(tmp_path):
-    one = write_rows(tmp_path / "one.jsonl", [row("a"), row("b", agent_ref={"name": "b"}), row("c")])
+    one = write_rows(
+        tmp_path / "one.jsonl", [row("a"), row("b", agent_ref={"name": "b"}), row("c")]
+    )
     two = write_rows(tmp_path / "two.jsonl", [row("d", agent_ref={"name": "b"})] * 2)
     files = [{"path": str(one), "weight": 2.0}, str(two)]
     tasks, dropped = env.load_tasks(files, Letters(), ["a", "b"], 20, only=["b"])
     assert [task.row_id for task in tasks] == [f"{one}:2", f"{two}:1", f"{two}:2"]
-    assert [(task.file, task.weight) for task in tasks] == [(str(one), 2.0), (str(two), None), (str(two), None)]
+    assert [(task.file, task.weight) for task in tasks] == [
+        (str(one), 2.0),
+        (str(two), None),
+        (str(two), None),
+    ]
     assert dropped == [f"{one}: 2 rows of other servers"]
     tasks, dropped = env.load_tasks(files, Letters(), ["a", "b"], 20, only=["a"])
-    assert tasks == [] and dropped == [f"{one}: 3 rows of other servers", f"{two}: 2 rows of other servers"]
+    assert tasks == [] and dropped == [
+        f"{one}: 3 rows of other servers",
+        f"{two}: 2 rows of other servers",
+    ]
 
 
-@pytest.mark.parametrize("tool", [{"name": "f"}, {"type": None, "name": "f"}, {"function": {"name": "f"}}])
+@pytest.mark.parametrize(
+    "tool", [{"name": "f"}, {"type": None, "name": "f"}, {"function": {"name": "f"}}]
+)
 def test_a_tool_without_a_type_is_refused(tool):
-    with pytest.raises(env.Refused, match=r"^x:1: tool of type None: the kit takes functions only$"):
+    with pytest.raises(
+        env.Refused, match=r"^x:1: tool of type None: the kit takes functions only$"
+    ):
         env.render_tools([tool], "x:1")

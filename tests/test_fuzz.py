@@ -29,17 +29,29 @@ from kit.data.verl_rows import parse as parse_row
 from kit.extras import convert
 
 set_hypothesis_home_dir(f"{tempfile.gettempdir()}/hypothesis")  # not into the repository
-often = settings(max_examples=150, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+often = settings(
+    max_examples=150, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+)
 seldom = settings(often, max_examples=80)
 
 # --- JSON that is nearly what is asked for -------------------------------------------------------
 texts = st.text(st.sampled_from('aé🙂\ud800\x00\n"\\{[/?%._-'), max_size=6) | st.text(max_size=6)
-numbers = st.integers(-3, 3) | st.floats() | st.sampled_from([10**400, -(10**400), 2**31, 1e308, True])
+numbers = (
+    st.integers(-3, 3) | st.floats() | st.sampled_from([10**400, -(10**400), 2**31, 1e308, True])
+)
 KEYS = """reward reward_components mask_sample failure_kind failure_reason _ng_failure_class _episode info tool_outputs
 call_id output observation terminated truncated supports_step_idempotency supports_explicit_close response type role
 content text name arguments prompt_token_ids generation_token_ids generation_log_probs paths responses_create_params
 input instructions metadata tools function parameters summary agent_ref question audio_path""".split()  # noqa: SIM905
-KINDS = ["message", "reasoning", "function_call", "function_call_output", "function", "input_text", "output_text"]
+KINDS = [
+    "message",
+    "reasoning",
+    "function_call",
+    "function_call_output",
+    "function",
+    "input_text",
+    "output_text",
+]
 ROLES = ["user", "assistant", "system"]
 
 
@@ -54,7 +66,10 @@ def nested(depth: int):
 plain = st.none() | st.booleans() | numbers | texts | st.sampled_from(KINDS + ROLES)
 json_values = st.recursive(
     plain | st.builds(nested, st.sampled_from([70, 700])),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS) | texts, inner, max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(KEYS) | texts, inner, max_size=6)
+    ),
     max_leaves=8,
 )
 
@@ -63,10 +78,14 @@ def nearly(**shape):
     """An object of this shape, of which now and then a value is another, or missing."""
 
     def bend(good, dice, key, other):
-        return good if dice else {name: value for name, value in (good | other).items() if name != key}
+        return (
+            good if dice else {name: value for name, value in (good | other).items() if name != key}
+        )
 
     others = st.dictionaries(st.sampled_from(sorted(shape)), json_values, max_size=1)
-    return st.builds(bend, st.fixed_dictionaries(shape), st.integers(0, 5), st.sampled_from([*shape, ""]), others)
+    return st.builds(
+        bend, st.fixed_dictionaries(shape), st.integers(0, 5), st.sampled_from([*shape, ""]), others
+    )
 
 
 finite = st.floats(-9, 9) | st.integers(-3, 3)
@@ -74,7 +93,11 @@ worth = st.sampled_from([0.0, 1, 0.5]) | numbers
 a_part = nearly(type=st.sampled_from(["output_text", "input_text"]), text=texts)
 parts = st.lists(a_part, max_size=2)
 ids = st.lists(st.integers(0, 8), max_size=3)
-sampled = {"prompt_token_ids": ids, "generation_token_ids": ids, "generation_log_probs": st.lists(finite, max_size=3)}
+sampled = {
+    "prompt_token_ids": ids,
+    "generation_token_ids": ids,
+    "generation_log_probs": st.lists(finite, max_size=3),
+}
 arguments = texts | st.sampled_from(['{"x": 1}', '{"x": "\\ud800"}', "[" * 5000])
 items = st.lists(
     nearly(type=st.just("message"), role=st.just("assistant"), content=parts, **sampled)
@@ -121,7 +144,12 @@ def as_bytes(value) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode(errors="surrogatepass")
 
 
-bodies = answers.map(as_bytes) | json_values.map(as_bytes) | st.binary(max_size=20) | st.just(b"[" * 5000)
+bodies = (
+    answers.map(as_bytes)
+    | json_values.map(as_bytes)
+    | st.binary(max_size=20)
+    | st.just(b"[" * 5000)
+)
 
 
 def is_sound(value) -> bool:
@@ -136,15 +164,28 @@ def test_a_verdict_is_finite_and_bounded_or_an_error(body, row):
     try:
         verdict = parse_verdict(body, row=row)
     except GymError as error:
-        assert error.reason in ("bad_answer", "masked") and is_sound(str(error)) and len(str(error)) < 600
+        assert (
+            error.reason in ("bad_answer", "masked")
+            and is_sound(str(error))
+            and len(str(error)) < 600
+        )
         return
-    assert math.isfinite(verdict.reward) and all(math.isfinite(part) for part in verdict.components.values())
+    assert math.isfinite(verdict.reward) and all(
+        math.isfinite(part) for part in verdict.components.values()
+    )
     assert is_sound(verdict.components) and is_sound(verdict.details)
     assert len(json.dumps(verdict.details)) < 70_000 and not verdict.details.keys() & row.keys()
 
 
-ROW = {"responses_create_params": {"input": "x", "tools": [{"type": "function", "name": "look"}]}, "half": "\ud800"}
-ROUTES = {"verify": ["/verify", "/look"], "step": ["/reset", "/step"], "agent": ["/run", "/aggregate_metrics"]}
+ROW = {
+    "responses_create_params": {"input": "x", "tools": [{"type": "function", "name": "look"}]},
+    "half": "\ud800",
+}
+ROUTES = {
+    "verify": ["/verify", "/look"],
+    "step": ["/reset", "/step"],
+    "agent": ["/run", "/aggregate_metrics"],
+}
 
 
 def converse(kind: str, said: list[tuple[int, bytes]], arguments: str = "{}") -> list:
@@ -170,25 +211,36 @@ def converse(kind: str, said: list[tuple[int, bytes]], arguments: str = "{}") ->
                     if kind == "step":
                         got += [await session.step(message_response("x")) for _ in range(2)]
                     else:
-                        got += [await session.call_tool("look", arguments), await session.verify(message_response("x"))]
+                        got += [
+                            await session.call_tool("look", arguments),
+                            await session.verify(message_response("x")),
+                        ]
             except GymError as error:
                 assert is_sound(str(error)) and error.reason != "server_down"
         return got
 
     no_pause = SimpleNamespace(uniform=lambda *_: 0.0)
-    with mock.patch.object(gym_client._Caller, "ask", ask), mock.patch.object(gym_client, "random", no_pause):
+    with (
+        mock.patch.object(gym_client._Caller, "ask", ask),
+        mock.patch.object(gym_client, "random", no_pause),
+    ):
         return asyncio.run(run())
 
 
 @pytest.mark.parametrize("kind", ROUTES)
 @often
-@given(st.lists(st.tuples(st.sampled_from([200, 200, 200, 422, 500]), bodies), min_size=1, max_size=3), texts)
+@given(
+    st.lists(st.tuples(st.sampled_from([200, 200, 200, 422, 500]), bodies), min_size=1, max_size=3),
+    texts,
+)
 def test_a_server_may_say_anything(kind, said, arguments):
     for got in converse(kind, said, arguments):
         if isinstance(got, Turn):
             assert math.isfinite(got.reward) and is_sound([got.observation, got.tool_outputs])
             assert type(got.terminated) is bool and type(got.truncated) is bool
-            assert all(type(o["call_id"]) is str and type(o["output"]) is str for o in got.tool_outputs)
+            assert all(
+                type(o["call_id"]) is str and type(o["output"]) is str for o in got.tool_outputs
+            )
         elif isinstance(got, Verdict):
             assert math.isfinite(got.reward) and is_sound([got.details, got.components])
         else:
@@ -214,9 +266,30 @@ def test_what_an_agent_says_makes_an_episode_or_an_error(output):
 
 headers = st.lists(
     st.tuples(
-        st.sampled_from([b"Set-Cookie", b"Content-Type", b"Content-Encoding", b"Location", b"Content-Length", b"X"]),
+        st.sampled_from(
+            [
+                b"Set-Cookie",
+                b"Content-Type",
+                b"Content-Encoding",
+                b"Location",
+                b"Content-Length",
+                b"X",
+            ]
+        ),
         st.binary(max_size=9).map(lambda b: b.replace(b"\n", b"").replace(b"\r", b""))
-        | st.sampled_from([b"gzip", b"deflate", b"br", b"chunked", b"/", b"file:///x", b"http://[", b"//\xff", b"9"])
+        | st.sampled_from(
+            [
+                b"gzip",
+                b"deflate",
+                b"br",
+                b"chunked",
+                b"/",
+                b"file:///x",
+                b"http://[",
+                b"//\xff",
+                b"9",
+            ]
+        )
         | st.sampled_from(["[" * 5000, '{"session_id": 1}', "[]"]).map(
             lambda t: b"Gym=" + base64.b64encode(t.encode())
         ),
@@ -226,7 +299,12 @@ headers = st.lists(
 
 
 @seldom
-@given(st.sampled_from([b"200", b"204", b"302", b"307", b"500", b"503", b"999", b"x"]), headers, bodies, st.booleans())
+@given(
+    st.sampled_from([b"200", b"204", b"302", b"307", b"500", b"503", b"999", b"x"]),
+    headers,
+    bodies,
+    st.booleans(),
+)
 def test_a_server_may_send_any_bytes(status, pairs, body, framed):
     """Over a real connection, which the server closes."""
     lines = [b"HTTP/1.1 " + status + b" OK", *(key + b": " + value for key, value in pairs)]
@@ -264,12 +342,19 @@ def to_row(text: str):
 
 
 @often
-@given(rows.map(json.dumps) | json_values.map(json.dumps) | st.sampled_from(["[" * 5000, '{"a":' * 5000, "9" * 5000]))
+@given(
+    rows.map(json.dumps)
+    | json_values.map(json.dumps)
+    | st.sampled_from(["[" * 5000, '{"a":' * 5000, "9" * 5000])
+)
 def test_a_row_is_rendered_or_refused_by_its_line(text):
     if made := to_row(text):
         row, messages, offered = made
         assert is_sound(row)
-        assert all(type(m["content"]) is str and m["role"] in ("system", "user", "assistant", "tool") for m in messages)
+        assert all(
+            type(m["content"]) is str and m["role"] in ("system", "user", "assistant", "tool")
+            for m in messages
+        )
         assert all(type(tool["function"]["name"]) is str for tool in offered)
         session = gym_client.Session(mock.Mock(), "s", row, frozenset(["/look"]), "verify")
         assert all(type(name) is str and "/" not in name for name in session.tools)
@@ -284,7 +369,9 @@ def test_check_takes_any_file(tmp_path_factory, lines):
     with contextlib.redirect_stdout(printed):
         passed = convert.check(str(path))
     told = printed.getvalue()
-    loaded, refused = map(int, re.search(r"fuzz\.jsonl: (\d+) rows load, (\d+) refused\n", told).groups())
+    loaded, refused = map(
+        int, re.search(r"fuzz\.jsonl: (\d+) rows load, (\d+) refused\n", told).groups()
+    )
     errors = len(re.findall("^    error: ", told, re.MULTILINE))
     assert passed == (errors == 0)
     try:
@@ -308,9 +395,19 @@ def kind_of(line: str) -> str:
 
 
 # --- what is written down ------------------------------------------------------------------------
-ITEMS = [gym_client.message, gym_client.reasoning, lambda text: gym_client.function_call("c", text, text)]
+ITEMS = [
+    gym_client.message,
+    gym_client.reasoning,
+    lambda text: gym_client.function_call("c", text, text),
+]
 turns = st.lists(  # (ids observed before it, ids sampled, what it says, its text, a log-prob)
-    st.tuples(ids, st.lists(st.integers(0, 9), min_size=1), st.sampled_from(ITEMS), texts, st.floats(-50, 0, width=32)),
+    st.tuples(
+        ids,
+        st.lists(st.integers(0, 9), min_size=1),
+        st.sampled_from(ITEMS),
+        texts,
+        st.floats(-50, 0, width=32),
+    ),
     min_size=1,
     max_size=3,
 )
@@ -331,9 +428,19 @@ def test_an_episode_that_is_written_is_read_again(tmp_path_factory, said, body, 
         verdict = parse_verdict(body, row=row)
     except GymError:
         verdict = Verdict(0.5)
-    known = {"ended": "stop", "error": text, "status": status, "turn_rewards": [0.5], "timings": {"generate": 0.25}}
+    known = {
+        "ended": "stop",
+        "error": text,
+        "status": status,
+        "turn_rewards": [0.5],
+        "timings": {"generate": 0.25},
+    }
     episode = Episode(text, "train/0/1", "s", [1, 2], row=row, **known)
-    episode.reward, episode.reward_components, episode.verdict = verdict.reward, verdict.components, verdict.details
+    episode.reward, episode.reward_components, episode.verdict = (
+        verdict.reward,
+        verdict.components,
+        verdict.details,
+    )
     for number, (observed, sampled, item, words, log_prob) in enumerate(said):
         if number and observed:
             episode.output.append(gym_client.function_call_output("c", words))

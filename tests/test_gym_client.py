@@ -35,7 +35,15 @@ from gym_client import (
 )
 from kit.data.episodes import uncollected
 from kit.gym import servers as gym_servers
-from kit.gym.servers import GymStartError, check_server, discover, free_port, port_in_use, running_servers, wait_ready
+from kit.gym.servers import (
+    GymStartError,
+    check_server,
+    discover,
+    free_port,
+    port_in_use,
+    running_servers,
+    wait_ready,
+)
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -62,7 +70,16 @@ class Faulty(Answers):
     sessions: ClassVar[list] = []
 
     def do_GET(self):
-        self.answer(200, {"paths": {"/seed_session": {"post": {}}, "/verify": {"post": {}}, "/look": {"post": {}}}})
+        self.answer(
+            200,
+            {
+                "paths": {
+                    "/seed_session": {"post": {}},
+                    "/verify": {"post": {}},
+                    "/look": {"post": {}},
+                }
+            },
+        )
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -72,7 +89,11 @@ class Faulty(Answers):
         if self.path == "/seed_session":
             return self.answer(200, {}, cookie=f"sid={key}-{self.calls[key, self.path]}")
         faults = body["faults"]
-        fault = faults[self.calls[key, self.path] - 1] if self.calls[key, self.path] <= len(faults) else "ok"
+        fault = (
+            faults[self.calls[key, self.path] - 1]
+            if self.calls[key, self.path] <= len(faults)
+            else "ok"
+        )
         if fault == "hang":
             time.sleep(3)
         elif fault == "reset":
@@ -106,7 +127,9 @@ async def verdict_of(url, key, faults, **settings):
             return await session.verify(message_response("7"))
 
 
-@pytest.mark.parametrize("faults", [["reset"], [503, 429], [502, 504], [408], [500], ["truncated"]], ids=str)
+@pytest.mark.parametrize(
+    "faults", [["reset"], [503, 429], [502, 504], [408], [500], ["truncated"]], ids=str
+)
 def test_what_passes_is_retried_in_a_new_session(url, faults):
     key = f"retry {faults}"
     assert asyncio.run(verdict_of(url, key, faults)).reward == 1.0
@@ -152,8 +175,12 @@ def test_what_stays_broken_is_an_error_with_its_reason(url, faults, reason, call
 
 
 def test_nobody_listens():
-    with pytest.raises(ServerDownError, match=r"faulty \(http://\S+\) gave no answer .*Cannot connect .* resume"):
-        asyncio.run(verdict_of(f"http://127.0.0.1:{free_port()}", "nobody", [], outage_budget_s=1.0))
+    with pytest.raises(
+        ServerDownError, match=r"faulty \(http://\S+\) gave no answer .*Cannot connect .* resume"
+    ):
+        asyncio.run(
+            verdict_of(f"http://127.0.0.1:{free_port()}", "nobody", [], outage_budget_s=1.0)
+        )
 
 
 def test_sessions_do_not_share_cookies(url):
@@ -167,7 +194,11 @@ def test_sessions_do_not_share_cookies(url):
             await asyncio.gather(*[one(i) for i in range(32)])
 
     asyncio.run(many())
-    seen = {k: cookie for k, path, cookie in Faulty.sessions if k.startswith("own") and path == "/verify"}
+    seen = {
+        k: cookie
+        for k, path, cookie in Faulty.sessions
+        if k.startswith("own") and path == "/verify"
+    }
     assert seen == {f"own {i}": f"sid=own {i}-1" for i in range(32)}
 
 
@@ -262,23 +293,32 @@ def test_what_the_policy_got_wrong_reaches_no_server(name, arguments):
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"), [("reset", "connect"), ((503, "busy"), "http_503"), ((429, ""), "http_429")]
+    ("answer", "reason"),
+    [("reset", "connect"), ((503, "busy"), "http_503"), ((429, ""), "http_429")],
 )
 def test_a_tool_that_is_down_ends_the_episode_at_once(answer, reason):
     server = Scripted(look=[answer], **SEEDED)
     with pytest.raises(GymError) as caught:
         talk(server.url, lambda session: session.call_tool("look", "{}"))
-    assert (caught.value.reason, caught.value.lost, len(server.paths())) == (reason, reason != "http_429", 2)
+    assert (caught.value.reason, caught.value.lost, len(server.paths())) == (
+        reason,
+        reason != "http_429",
+        2,
+    )
 
 
 def test_a_session_that_a_tool_has_changed_is_not_begun_again():
-    server = Scripted(look=[(200, {})], seed_session=[(200, {})], verify=["reset", (200, {"reward": 0.0})])
+    server = Scripted(
+        look=[(200, {})], seed_session=[(200, {})], verify=["reset", (200, {"reward": 0.0})]
+    )
 
     async def conversation(session):
         await session.call_tool("look", "{}")
         return await session.verify(message_response("x"))
 
-    with pytest.raises(GymError) as caught:  # a new session would not have the tool's doing, and earn less
+    with pytest.raises(
+        GymError
+    ) as caught:  # a new session would not have the tool's doing, and earn less
         talk(server.url, conversation)
     assert (caught.value.reason, caught.value.lost, len(server.paths())) == ("connect", True, 3)
 
@@ -309,7 +349,10 @@ def test_a_step_is_not_repeated_unless_the_server_can_tell():
         talk(server.url, lambda session: session.step(message_response("x")))
     assert server.paths() == ["/reset", "/step"] and caught.value.lost
 
-    opening = {"observation": "go", "info": {"supports_step_idempotency": True, "supports_explicit_close": True}}
+    opening = {
+        "observation": "go",
+        "info": {"supports_step_idempotency": True, "supports_explicit_close": True},
+    }
     server = Scripted(reset=[(200, opening)], step=["reset", (200, end)], close=[(200, {})])
     turn = talk(server.url, lambda session: session.step(message_response("x")))
     assert turn.reward == 1.0 and turn.terminated and not turn.truncated
@@ -329,8 +372,15 @@ def test_a_step_without_a_reward_is_a_failure(answer):
 
 
 def test_a_reset_or_step_that_makes_no_sense_is_a_failure():
-    body = {"observation": None, "reward": 1.0, "info": {"tool_outputs": [{"output": "no call_id"}]}}
-    for routes in ({"reset": [(200, [])], "step": [(200, {})]}, {"reset": [(200, {})], "step": [(200, body)]}):
+    body = {
+        "observation": None,
+        "reward": 1.0,
+        "info": {"tool_outputs": [{"output": "no call_id"}]},
+    }
+    for routes in (
+        {"reset": [(200, [])], "step": [(200, {})]},
+        {"reset": [(200, {})], "step": [(200, body)]},
+    ):
         with pytest.raises(GymError) as caught:
             talk(Scripted(**routes).url, lambda session: session.step(message_response("x")))
         assert caught.value.reason == "bad_answer"
@@ -353,8 +403,13 @@ def test_an_agents_run_is_repeated_only_while_it_says_not_now():
         assert caught.value.reason == reason and server.paths() == ["/run"]
 
 
-def verdict_in(answer, conversation=lambda session: session.verify(message_response("x")), **routes):
-    return talk(Scripted(**{"look": [(200, {})], **SEEDED, "verify": [(200, answer)], **routes}).url, conversation)
+def verdict_in(
+    answer, conversation=lambda session: session.verify(message_response("x")), **routes
+):
+    return talk(
+        Scripted(**{"look": [(200, {})], **SEEDED, "verify": [(200, answer)], **routes}).url,
+        conversation,
+    )
 
 
 def reason_of(call, *args, **routes):
@@ -370,11 +425,16 @@ DEEP = b"[" * 5000 + b"]" * 5000
 def test_nesting_of_any_depth_is_no_crash():
     url, calls = Scripted(look=[(200, {})], **SEEDED), ("[" * 5000, "[" * 5000 + "]" * 5000)
     for arguments in calls:
-        answer = json.loads(talk(url.url, lambda session, a=arguments: session.call_tool("look", a)))
+        answer = json.loads(
+            talk(url.url, lambda session, a=arguments: session.call_tool("look", a))
+        )
         assert answer["error"].startswith("Invalid tool call arguments: ")
     assert set(url.paths()) == {"/seed_session"}
 
-    assert talk(Scripted(look=[(200, DEEP)], **SEEDED).url, lambda s: s.call_tool("look", "{}")) == DEEP.decode()
+    assert (
+        talk(Scripted(look=[(200, DEEP)], **SEEDED).url, lambda s: s.call_tool("look", "{}"))
+        == DEEP.decode()
+    )
     assert reason_of(verdict_in, DEEP) == "bad_answer"
     assert reason_of(verdict_in, {}, seed_session=[(200, DEEP)]) == "bad_answer"
     for paths in (DEEP, b'{"paths": 1}', b'{"paths": {"/verify": ' + DEEP + b"}}", b"[]"):
@@ -386,18 +446,37 @@ def test_nesting_of_any_depth_is_no_crash():
 
 
 def test_what_a_verifier_says_beside_the_reward_is_bounded_and_sound():
-    said = {"reward": 1.0, "extracted": "B", "_ng_x": 1, "judge": "x" * 10**6, "nan": float("nan"), "half": "\ud800a"}
+    said = {
+        "reward": 1.0,
+        "extracted": "B",
+        "_ng_x": 1,
+        "judge": "x" * 10**6,
+        "nan": float("nan"),
+        "half": "\ud800a",
+    }
     deep = b'{"reward": 1.0, "deep": ' + b"[" * 900 + b"]" * 900 + b"}"
     details = verdict_in(said).details
     assert details.pop("_cut").startswith('{"judge": "xxx') and len(json.dumps(details)) < 100
     assert details == {"extracted": "B", "nan": None, "half": "?a"}
-    assert str(verdict_in(deep).details["deep"]).count("[") == 63  # of the 64 levels one is the answer's
-    assert verdict_in({"reward": 1.0, **{f"key {i}": i for i in range(9000)}}).details.keys() == {"_cut"}
+    assert (
+        str(verdict_in(deep).details["deep"]).count("[") == 63
+    )  # of the 64 levels one is the answer's
+    assert verdict_in({"reward": 1.0, **{f"key {i}": i for i in range(9000)}}).details.keys() == {
+        "_cut"
+    }
     parts = verdict_in(
         {"reward": 1, "reward_components": {f"{'x' * 999}": 1, **{str(i): i for i in range(999)}}}
     ).components
-    assert len(parts) == 100 and parts.keys() > {"x" * 100, "0"} and all(type(v) is float for v in parts.values())
-    for answer in ({"reward": 1, "reward_components": [1]}, {"reward": 1, "reward_components": {"a": "1"}}, 7):
+    assert (
+        len(parts) == 100
+        and parts.keys() > {"x" * 100, "0"}
+        and all(type(v) is float for v in parts.values())
+    )
+    for answer in (
+        {"reward": 1, "reward_components": [1]},
+        {"reward": 1, "reward_components": {"a": "1"}},
+        7,
+    ):
         assert reason_of(verdict_in, answer) == "bad_answer"
 
 
@@ -406,13 +485,17 @@ def test_half_a_surrogate_pair_ends_nothing():
     half = '{"q": "\ud83d"}'
 
     async def conversation(session):
-        return await session.call_tool("look", half), await session.verify(message_response("\udc00"))
+        return await session.call_tool("look", half), await session.verify(
+            message_response("\udc00")
+        )
 
     text, verdict = talk(server.url, conversation, {**ASKING, "question": "\ud800 or 🙂"})
     assert text.encode() and verdict.reward == 1.0
     assert server.log[0][1]["question"] == "? or 🙂" and server.log[1][1] == {"q": "?"}
     assert server.log[2][1]["response"]["output"][0]["content"][0]["text"] == "?"
-    assert function_call("c", "f\ud800", half)["name"] == "f?"  # which the chat template shows with the tool's answer
+    assert (
+        function_call("c", "f\ud800", half)["name"] == "f?"
+    )  # which the chat template shows with the tool's answer
 
     outputs = [{"call_id": "c\ud800", "output": "o\ud800"}]
     step = {"observation": "\ud800", "reward": 1, "info": {"tool_outputs": outputs}}
@@ -422,7 +505,11 @@ def test_half_a_surrogate_pair_ends_nothing():
         return session.observation, await session.step(message_response("x"))
 
     first, turn = talk(server.url, play)
-    assert (first, turn.observation, turn.tool_outputs) == ("go?", "?", [{"call_id": "c?", "output": "o?"}])
+    assert (first, turn.observation, turn.tool_outputs) == (
+        "go?",
+        "?",
+        [{"call_id": "c?", "output": "o?"}],
+    )
 
 
 @pytest.mark.parametrize(
@@ -448,7 +535,13 @@ def test_an_environment_that_says_other_than_text_is_a_failure(changes):
     def step(session):
         return session.step(message_response("x"))
 
-    good = {"observation": "go", "reward": 1.0, "terminated": False, "truncated": None, "info": None}
+    good = {
+        "observation": "go",
+        "reward": 1.0,
+        "terminated": False,
+        "truncated": None,
+        "info": None,
+    }
     assert talk(Scripted(reset=[(200, good)], step=[(200, good)]).url, step).observation == "go"
     server = Scripted(reset=[(200, good)], step=[(200, {**good, **changes})])
     assert reason_of(talk, server.url, step) == "bad_answer"
@@ -457,9 +550,19 @@ def test_an_environment_that_says_other_than_text_is_a_failure(changes):
         assert reason_of(talk, server.url, step) == "bad_answer"
 
 
-SAID = {**message_response("hi")["output"][0], "prompt_token_ids": [1, 2], "generation_token_ids": [3]}
+SAID = {
+    **message_response("hi")["output"][0],
+    "prompt_token_ids": [1, 2],
+    "generation_token_ids": [3],
+}
 SAID["generation_log_probs"] = [-0.5]
-CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "prompt_token_ids": None}
+CALL = {
+    "type": "function_call",
+    "call_id": "c",
+    "name": "f",
+    "arguments": "{}",
+    "prompt_token_ids": None,
+}
 RETURNED = {"type": "function_call_output", "call_id": "c", "output": "o"}
 
 
@@ -501,7 +604,11 @@ def test_an_agents_items_are_checked(output):
             return await gym.run("a", ASKING, 1.0, **limits)
 
     def run(output, **limits):
-        return asyncio.run(play(Scripted(run=[(200, {"reward": 1.0, "response": {"output": output}})]).url, **limits))
+        return asyncio.run(
+            play(
+                Scripted(run=[(200, {"reward": 1.0, "response": {"output": output}})]).url, **limits
+            )
+        )
 
     good = [
         {"type": "reasoning", "summary": []},
@@ -521,7 +628,9 @@ def test_an_agents_items_are_checked(output):
 @pytest.mark.parametrize("status", [300, 301, 302, 303, 307, 308])
 def test_a_redirect_is_followed_nowhere(status):
     """The other host would be paid attention, sent the row, and heard as a tool."""
-    other = Scripted(verify=[(200, {"reward": 1.0})], look=[(200, {"found": 1})], run=[(200, PLAYED)])
+    other = Scripted(
+        verify=[(200, {"reward": 1.0})], look=[(200, {"found": 1})], run=[(200, PLAYED)]
+    )
     location = f"Location: http://user:secret@127.0.0.1:{other.server.server_port}"
 
     def headers(path):
@@ -535,7 +644,9 @@ def test_a_redirect_is_followed_nowhere(status):
         "/look": lambda session: session.call_tool("look", "{}"),
     }
     for path, conversation in calls.items():
-        server = Scripted(**{"look": script("/look"), "seed_session": [(200, {})], "verify": script("/verify")})
+        server = Scripted(
+            **{"look": script("/look"), "seed_session": [(200, {})], "verify": script("/verify")}
+        )
         kept = {}
 
         async def talking(session, kept=kept, conversation=conversation):
@@ -546,7 +657,11 @@ def test_a_redirect_is_followed_nowhere(status):
 
         error = talk(server.url, talking)
         assert (error.reason, error.retry) == (f"http_{status}", False), path
-        assert "host 127.0.0.1" in str(error) and "set the final URL" in str(error) and "secret" not in str(error)
+        assert (
+            "host 127.0.0.1" in str(error)
+            and "set the final URL" in str(error)
+            and "secret" not in str(error)
+        )
         assert not kept and server.paths() == ["/seed_session", path]
 
     async def run(url):
@@ -554,7 +669,9 @@ def test_a_redirect_is_followed_nowhere(status):
             return await gym.run("a", ASKING, 1.0)
 
     server = Scripted(run=script("/run"))
-    assert reason_of(lambda: asyncio.run(run(server.url))) == f"http_{status}" and server.paths() == ["/run"]
+    assert reason_of(
+        lambda: asyncio.run(run(server.url))
+    ) == f"http_{status}" and server.paths() == ["/run"]
     assert not other.log
 
 
@@ -610,7 +727,9 @@ def test_no_answer_stops_the_event_loop(answer, reason):
                 return await longest_pause(one(gym))
 
     pauses = []
-    while len(pauses) < 10 and min(pauses, default=1.0) >= 0.15:  # until other processes leave a core free
+    while (
+        len(pauses) < 10 and min(pauses, default=1.0) >= 0.15
+    ):  # until other processes leave a core free
         found.clear()
         pauses.append(asyncio.run(run()))
     print("longest pauses", [f"{pause:.3f} s" for pause in pauses])
@@ -622,11 +741,16 @@ def test_no_answer_stops_the_event_loop(answer, reason):
 def test_an_answer_may_be_as_long_as_its_request_is():
     """Verifiers echo the row, images and all; an agent's answer holds the ids of every turn."""
     text = "x" * (MAX_ANSWER_BYTES + 2**20)
-    assert talk(Scripted(**SEEDED).url, lambda s: s.verify(message_response("x")), {**ASKING, "image": text}).reward
+    assert talk(
+        Scripted(**SEEDED).url, lambda s: s.verify(message_response("x")), {**ASKING, "image": text}
+    ).reward
     assert verdict_in({"reward": 1.0, "said": text[: 2**22]}).reward == 1.0
     assert reason_of(verdict_in, {"reward": 1.0, "said": text}) == "too_large"
     echo = Scripted(**{**SEEDED, "verify": [(200, {"reward": 1.0, "image": text})]})
-    assert talk(echo.url, lambda s: s.verify(message_response("x")), {**ASKING, "image": text}).reward == 1.0
+    assert (
+        talk(echo.url, lambda s: s.verify(message_response("x")), {**ASKING, "image": text}).reward
+        == 1.0
+    )
 
     async def run(url):
         async with Gym({"a": url}) as gym:
@@ -714,21 +838,31 @@ def test_the_pauses_between_tries_grow_to_five_seconds(pauses):
     assert drawn == [(0.0, pause) for pause in wanted] and [s for s in slept if s] == wanted
 
 
-@pytest.mark.parametrize("name", [*sorted(RESERVED), "../look", "a/b", "%76erify", "verify\n", ".", "..", ""])
+@pytest.mark.parametrize(
+    "name", [*sorted(RESERVED), "../look", "a/b", "%76erify", "verify\n", ".", "..", ""]
+)
 def test_no_route_of_the_server_is_a_tool_though_a_row_lists_it(name):
     tools = [{"type": "function", "name": each} for each in (name, "look")]
     row = {"responses_create_params": {"input": "x", "tools": tools}}
     server = Scripted(**{**SEEDED, "{tool_name}": [(200, {})], "look": [(200, {"found": 1})]})
 
     async def conversation(session):
-        return session.executable, await session.call_tool(name, "{}"), await session.call_tool("look", "{}")
+        return (
+            session.executable,
+            await session.call_tool(name, "{}"),
+            await session.call_tool("look", "{}"),
+        )
 
     executable, refused, found = talk(server.url, conversation, row)
-    assert executable == {"look"} and "Unknown tool" in refused and json.loads(found) == {"found": 1}
+    assert (
+        executable == {"look"} and "Unknown tool" in refused and json.loads(found) == {"found": 1}
+    )
     assert server.paths() == ["/seed_session", "/look"]
 
 
-@pytest.mark.parametrize("status", [201, 202, 204, 206, 401, 403, 409, 413, 418, 451, 501, 505, 511, 599])
+@pytest.mark.parametrize(
+    "status", [201, 202, 204, 206, 401, 403, 409, 413, 418, 451, 501, 505, 511, 599]
+)
 def test_no_status_but_200_holds_a_verdict(status):
     """None is repeated: another try would be answered alike."""
     server = Scripted(**{**SEEDED, "verify": [(status, {"reward": 1.0})]})
@@ -755,10 +889,16 @@ def test_a_real_head_server_knows_who_serves_whom(tmp_path):
         serving = int(urls["reasoning_gym"].rpartition(":")[2])
         config = {
             "head_server": {"host": "127.0.0.1", "port": port},
-            "puzzles": {"resources_servers": {"reasoning_gym": {"host": "0.0.0.0", "port": serving}}},
-            "some_agent": {"responses_api_agents": {"simple_agent": {"resources_server": {"name": "puzzles"}}}},
+            "puzzles": {
+                "resources_servers": {"reasoning_gym": {"host": "0.0.0.0", "port": serving}}
+            },
+            "some_agent": {
+                "responses_api_agents": {"simple_agent": {"resources_server": {"name": "puzzles"}}}
+            },
             "not_started": {"resources_servers": {"mcqa": {"entrypoint": "app.py"}}},
-            "policy_model": {"responses_api_models": {"vllm_model": {"base_url": "${policy_base_url}"}}},
+            "policy_model": {
+                "responses_api_models": {"vllm_model": {"base_url": "${policy_base_url}"}}
+            },
             "policy_base_url": "http://127.0.0.1:1/v1",
         }
         with (tmp_path / "head.log").open("wb") as log:
@@ -771,7 +911,9 @@ def test_a_real_head_server_knows_who_serves_whom(tmp_path):
                     servers, agents = discover(url)
                     break
                 time.sleep(0.5)
-            assert agents == {"some_agent": "puzzles"} and servers == {"puzzles": urls["reasoning_gym"]}
+            assert agents == {"some_agent": "puzzles"} and servers == {
+                "puzzles": urls["reasoning_gym"]
+            }
 
             async def ask():
                 async with Gym(servers) as gym, gym.session("puzzles", row()) as session:
@@ -785,8 +927,13 @@ def test_a_real_head_server_knows_who_serves_whom(tmp_path):
 
 def test_real_servers_start_verify_come_back_and_stop(tmp_path, monkeypatch):
     start, started, processes = {"python": str(GYM_PYTHON)}, gym_servers.start_server, []
-    monkeypatch.setattr(gym_servers, "start_server", lambda *a: processes.append(started(*a)) or processes[-1])
-    servers = {"reasoning_gym": {"start": start}, "math": {"start": {**start, "server": "math_with_judge"}}}
+    monkeypatch.setattr(
+        gym_servers, "start_server", lambda *a: processes.append(started(*a)) or processes[-1]
+    )
+    servers = {
+        "reasoning_gym": {"start": start},
+        "math": {"start": {**start, "server": "math_with_judge"}},
+    }
     math_row = row("What is 1/2 + 1/4?", expected_answer="\\frac{3}{4}")
 
     async def ask(urls):
@@ -803,7 +950,9 @@ def test_real_servers_start_verify_come_back_and_stop(tmp_path, monkeypatch):
                 async with gym.session(server, a_row) as session:
                     rewards.append((await session.verify(message_response(text))).reward)
             with pytest.raises(GymError) as caught:
-                async with gym.session("reasoning_gym", {"responses_create_params": {"input": "x"}}) as session:
+                async with gym.session(
+                    "reasoning_gym", {"responses_create_params": {"input": "x"}}
+                ) as session:
                     await session.verify(message_response("7"))
             assert caught.value.reason == "http_422"  # the row lacks what this verifier needs
             return rewards
@@ -824,7 +973,9 @@ def fake(tmp_path, monkeypatch):
     port, broken, processes, start = free_port(), tmp_path / "broken", [], gym_servers.start_server
     serve = f"{sys.executable} -m http.server --bind 127.0.0.1 --directory {tmp_path} {port}"
     (tmp_path / "openapi.json").write_text('{"paths": {}}')
-    (tmp_path / "python").write_text(f"#!/bin/sh\necho begins\ntest -e {broken} && exit 3\n{serve} & wait\n")
+    (tmp_path / "python").write_text(
+        f"#!/bin/sh\necho begins\ntest -e {broken} && exit 3\n{serve} & wait\n"
+    )
     (tmp_path / "python").chmod(0o755)
 
     def slowly(*args):
@@ -839,7 +990,9 @@ def fake(tmp_path, monkeypatch):
 
 def test_a_server_that_dies_is_started_again_but_not_in_a_hurry(fake, tmp_path, caplog):
     (servers, broken, processes), told = fake, queue.Queue()
-    with running_servers(servers, tmp_path, on_restart=lambda name: told.put(time.monotonic()) or name.no) as urls:
+    with running_servers(
+        servers, tmp_path, on_restart=lambda name: told.put(time.monotonic()) or name.no
+    ) as urls:
         broken.touch()
         processes[0].kill()
         first = told.get(timeout=60)
@@ -850,7 +1003,10 @@ def test_a_server_that_dies_is_started_again_but_not_in_a_hurry(fake, tmp_path, 
     assert second - first > 4.5
     assert (tmp_path / "gym_a.log").read_text().count("begins") == 3
     for status in (-9, 3):
-        assert f"a ended with status {status}, and is started again; log {tmp_path}/gym_a.log" in caplog.text
+        assert (
+            f"a ended with status {status}, and is started again; log {tmp_path}/gym_a.log"
+            in caplog.text
+        )
 
 
 def test_nothing_is_left_of_a_server_that_is_being_started_again(fake, tmp_path):
@@ -876,9 +1032,14 @@ def test_what_cannot_start_says_why(tmp_path, url):
     with pytest.raises(GymStartError, match=r"no interpreter at nowhere/python; `make gym`"):
         check_server("x", {"start": {"python": "nowhere/python"}})
     with pytest.raises(GymStartError, match=r"port \d+ on 127.0.0.1 is in use"):
-        check_server("x", {"start": {"python": str(GYM_PYTHON), "port": int(url.rsplit(":", 1)[1])}})
+        check_server(
+            "x", {"start": {"python": str(GYM_PYTHON), "port": int(url.rsplit(":", 1)[1])}}
+        )
     spec = {"start": {"python": str(GYM_PYTHON), "server": "nosuch"}}
-    with pytest.raises(GymStartError, match="no resources server 'nosuch'"), running_servers({"x": spec}, tmp_path):
+    with (
+        pytest.raises(GymStartError, match="no resources server 'nosuch'"),
+        running_servers({"x": spec}, tmp_path),
+    ):
         pass
 
 
@@ -889,9 +1050,15 @@ def test_what_cannot_start_says_why(tmp_path, url):
             {"path": "nowhere"},
             r"start\.path=nowhere: no such folder here .*; it takes a folder like temp",
         ),
-        ({"path": "templates"}, r"start\.path=templates: .*templates has no app\.py; it takes a folder like"),
+        (
+            {"path": "templates"},
+            r"start\.path=templates: .*templates has no app\.py; it takes a folder like",
+        ),
         ({"path": 7}, r"start\.path=7: no such folder"),
-        ({"path": "templates/verifier", "server": "mcqa"}, r"start has path, .*, and server, .*; leave server out"),
+        (
+            {"path": "templates/verifier", "server": "mcqa"},
+            r"start has path, .*, and server, .*; leave server out",
+        ),
         ({"path": "templates/verifier", "install": True}, r"start has path, .*; leave install out"),
     ],
 )
@@ -910,9 +1077,13 @@ def test_a_folder_of_ones_own_has_its_own_settings(tmp_path, monkeypatch):
     (tmp_path / "mcqa" / "configs" / "any.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
     start = {"python": str(GYM_PYTHON), "path": "mcqa"}
-    with pytest.raises(GymStartError, match=r"/mcqa asks the model judge_model .*; set gym\.judges\.judge_model"):
+    with pytest.raises(
+        GymStartError, match=r"/mcqa asks the model judge_model .*; set gym\.judges\.judge_model"
+    ):
         gym_servers.plan("x", start, None)
-    with pytest.raises(GymStartError, match=r"/mcqa pays for .*; gym\.unchecked_judges=\[x\] takes that as it is"):
+    with pytest.raises(
+        GymStartError, match=r"/mcqa pays for .*; gym\.unchecked_judges=\[x\] takes that as it is"
+    ):
         gym_servers.plan("x", start, None, ["judge_model"])
     (block,) = gym_servers.plan("x", start, None, ["judge_model"], ["x"])
     assert block["impl"] == str(tmp_path / "mcqa")
@@ -921,7 +1092,9 @@ def test_a_folder_of_ones_own_has_its_own_settings(tmp_path, monkeypatch):
 
 def test_a_url_nobody_listens_on_says_how_to_start_it():
     begin, port = time.monotonic(), free_port()
-    with pytest.raises(GymStartError, match=f"`python -m kit.gym.servers reasoning_gym --port {port}`"):
+    with pytest.raises(
+        GymStartError, match=f"`python -m kit.gym.servers reasoning_gym --port {port}`"
+    ):
         check_server("reasoning_gym", {"url": f"http://127.0.0.1:{port}"})
     assert time.monotonic() - begin < 10
 
@@ -929,12 +1102,22 @@ def test_a_url_nobody_listens_on_says_how_to_start_it():
 def test_the_ten_lines_of_the_header_work_with_this_file_alone(tmp_path):
     import gym_client
 
-    code = textwrap.dedent(gym_client.__doc__.split("only aiohttp:")[1].split("Three kinds of server")[0])
+    code = textwrap.dedent(
+        gym_client.__doc__.split("only aiohttp:")[1].split("Three kinds of server")[0]
+    )
     shutil.copy(gym_client.__file__, tmp_path)
-    examples = GYM_PYTHON.parent.parent.glob("lib/*/site-packages/resources_servers/mcqa/data/example.jsonl")
+    examples = GYM_PYTHON.parent.parent.glob(
+        "lib/*/site-packages/resources_servers/mcqa/data/example.jsonl"
+    )
     shutil.copy(next(examples), tmp_path / "rows.jsonl")
     with running_servers({"mcqa": {"start": {"python": str(GYM_PYTHON)}}}, tmp_path) as urls:
         program = code.replace("http://127.0.0.1:8001", urls["mcqa"])
         assert program != code
-        done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
     assert (done.stdout, done.stderr) == ("1.0\n", ""), program

@@ -35,13 +35,17 @@ class Client:
         self.most = 0
 
     async def generate(self, request_id, prompt_ids, sampling_params, **more):
-        request = SimpleNamespace(id=request_id, prompt_ids=prompt_ids, params=sampling_params, more=more)
+        request = SimpleNamespace(
+            id=request_id, prompt_ids=prompt_ids, params=sampling_params, more=more
+        )
         self.requests.append(request)
         self.running += 1
         self.most = max(self.most, self.running)
         await asyncio.sleep(self.pause)
         self.running -= 1
-        output = SimpleNamespace(token_ids=[5, STOP], log_probs=[-1.0, -2.0], stop_reason="completed", extra_fields={})
+        output = SimpleNamespace(
+            token_ids=[5, STOP], log_probs=[-1.0, -2.0], stop_reason="completed", extra_fields={}
+        )
         self.change(output, request)
         return output
 
@@ -72,7 +76,9 @@ class World:
         async def verify(response):
             self.responses.append(response)
             details = {"extracted": number}
-            return gym_client.Verdict(self.rewards[number], {"part": 0.5}, latency_s=0.25, details=details)
+            return gym_client.Verdict(
+                self.rewards[number], {"part": 0.5}, latency_s=0.25, details=details
+            )
 
         self.open_now += 1
         yield SimpleNamespace(kind="verify", observation=None, executable=set(), verify=verify)
@@ -81,7 +87,11 @@ class World:
     async def run(self, *arguments):
         self.runs.append(arguments)
         item = gym_client.message("five")
-        item |= {"prompt_token_ids": [2, 3], "generation_token_ids": [5, STOP], "generation_log_probs": [-1.0, -2.0]}
+        item |= {
+            "prompt_token_ids": [2, 3],
+            "generation_token_ids": [5, STOP],
+            "generation_log_probs": [-1.0, -2.0],
+        }
         verdict = gym_client.Verdict(0.75, {"part": 0.5}, latency_s=0.25, details={"extracted": 5})
         return verdict, {"output": [item]}
 
@@ -94,10 +104,15 @@ def policy_of(client, **changes) -> inference.Policy:
 
 def tasks_of(count: int) -> list[env.Task]:
     said = [{"role": "user", "content": "say 7"}]
-    return [env.Task(f"rows:{i}", {"row": i}, f"server {i}", said, [10 + i, 20 + i]) for i in range(count)]
+    return [
+        env.Task(f"rows:{i}", {"row": i}, f"server {i}", said, [10 + i, 20 + i])
+        for i in range(count)
+    ]
 
 
-def roll(client, world, count=1, n=1, on_done=lambda *_: None, baselines=False, **changes) -> list[inference.Episode]:
+def roll(
+    client, world, count=1, n=1, on_done=lambda *_: None, baselines=False, **changes
+) -> list[inference.Episode]:
     function = inference.rollout_with_baselines if baselines else inference.rollout
     requests = inference.in_groups(tasks_of(count), n, "4")
     return asyncio.run(function(requests, policy_of(client, **changes), world, on_done))
@@ -114,7 +129,11 @@ def recipe_of(**rollout) -> OmegaConf:
         "top_p": 0.8,
         "top_k": 40,
         "val_kwargs": {"do_sample": True, "temperature": 0.3, "top_p": 0.4, "top_k": 5},
-        "multi_turn": {"max_assistant_turns": 6, "max_tool_response_length": 99, "format": "llama3_json"},
+        "multi_turn": {
+            "max_assistant_turns": 6,
+            "max_tool_response_length": 99,
+            "format": "llama3_json",
+        },
         "nnodes": 0,
         "n_gpus_per_node": 4,
         "tensor_model_parallel_size": 2,
@@ -123,7 +142,10 @@ def recipe_of(**rollout) -> OmegaConf:
         "seed": 11,
         "load_format": "dummy",
         "engine_kwargs": {"vllm": {}},
-        "checkpoint_engine": {"_target_": "verl.workers.config.CheckpointEngineConfig", "backend": "naive"},
+        "checkpoint_engine": {
+            "_target_": "verl.workers.config.CheckpointEngineConfig",
+            "backend": "naive",
+        },
         **rollout,
     }
     return OmegaConf.create(
@@ -136,18 +158,26 @@ def recipe_of(**rollout) -> OmegaConf:
 
 
 def test_a_policy_has_the_recipes_limits():
-    data = SimpleNamespace(tokenizer="tokenizer", stop_ids={3, 4}, model=SimpleNamespace(vocab_size=1000))
+    data = SimpleNamespace(
+        tokenizer="tokenizer", stop_ids={3, 4}, model=SimpleNamespace(vocab_size=1000)
+    )
     policy = inference.make_policy(recipe_of(), "client", data, 77.0)
     assert (policy.client, policy.tokenizer, policy.stop_ids) == ("client", "tokenizer", {3, 4})
     assert (policy.max_prompt_length, policy.max_response_length) == (123, 456)
     assert (policy.max_turns, policy.max_tool_chars, policy.tool_format) == (6, 99, "llama3_json")
     assert (policy.deadline_s, policy.vocabulary, policy.seed, policy.ahead) == (77.0, 1000, 11, 2)
-    assert policy.places._value == 3 * 4 // 2 * 7  # engines of two GPUs on three nodes of four; 7 sequences each
-    assert inference.make_policy(recipe_of(full_determinism=False), "client", data, 77.0).seed is None
+    assert (
+        policy.places._value == 3 * 4 // 2 * 7
+    )  # engines of two GPUs on three nodes of four; 7 sequences each
+    assert (
+        inference.make_policy(recipe_of(full_determinism=False), "client", data, 77.0).seed is None
+    )
 
 
 def test_sampling_follows_the_recipe_in_training_and_in_evaluation():
-    training, evaluation = (inference.sampling_params(recipe_of(), validate) for validate in (False, True))
+    training, evaluation = (
+        inference.sampling_params(recipe_of(), validate) for validate in (False, True)
+    )
     assert training == {"temperature": 0.7, "top_p": 0.8, "top_k": 40, "logprobs": True}
     assert evaluation == {"temperature": 0.3, "top_p": 0.4, "top_k": 5, "logprobs": True}
     greedy = {"do_sample": False, "temperature": 0.3, "top_p": 0.4, "top_k": 5}
@@ -194,7 +224,9 @@ def manager(monkeypatch):
     ],
     ids=["measures", "no engine arguments", "size of the cache given", "GPUs of their own"],
 )
-def test_servers_and_models_load_side_by_side_only_where_memory_is_not_measured(manager, changes, together, own_gpus):
+def test_servers_and_models_load_side_by_side_only_where_memory_is_not_measured(
+    manager, changes, together, own_gpus
+):
     actor = SimpleNamespace(init_model=lambda: manager.events.append("models loaded"))
     made = asyncio.run(inference.start_servers(recipe_of(**changes), actor))
     assert [made] == manager.made and made.more == {"worker_group": None if own_gpus else actor}
@@ -257,7 +289,10 @@ def test_weights_are_published_under_the_number_of_their_step(monkeypatch):
     players = Players()
     servers = servers_of(monkeypatch, players=players)
     given = servers.sync.given
-    assert given["config"].backend == "naive" and (given["actor_wg"], given["replicas"]) == ("actor", ["replica"])
+    assert given["config"].backend == "naive" and (given["actor_wg"], given["replicas"]) == (
+        "actor",
+        ["replica"],
+    )
     assert not servers.asleep and servers.policy.version is None
     servers.sleep()
     assert servers.asleep
@@ -273,7 +308,12 @@ def test_servers_without_an_actor_keep_their_weights_and_never_sleep(monkeypatch
     servers = servers_of(monkeypatch, actor=None, players=players)
     servers.sleep()
     servers.publish(4)
-    assert (servers.sync, servers.asleep, servers.policy.version, players.calls) == (None, False, None, [])
+    assert (servers.sync, servers.asleep, servers.policy.version, players.calls) == (
+        None,
+        False,
+        None,
+        [],
+    )
 
 
 def test_a_rollout_is_played_here_or_by_the_players_with_the_sampling_of_the_call(monkeypatch):
@@ -287,7 +327,12 @@ def test_a_rollout_is_played_here_or_by_the_players_with_the_sampling_of_the_cal
     sampling = {"temperature": 0.4, "logit_bias": {9: -100.0}}  # the token of images is banned
     servers = servers_of(monkeypatch)
     here = servers.policy, servers.gym
-    assert servers.rollout("requests", {"temperature": 0.4}, print) == ["rollout", "requests", *here, print]
+    assert servers.rollout("requests", {"temperature": 0.4}, print) == [
+        "rollout",
+        "requests",
+        *here,
+        print,
+    ]
     assert servers.policy.sampling == sampling
     found = servers.rollout("requests", {"temperature": 0.4}, print, baselines=True)
     assert found == ["rollout_with_baselines", "requests", *here, print]
@@ -295,7 +340,9 @@ def test_a_rollout_is_played_here_or_by_the_players_with_the_sampling_of_the_cal
 
     players = Players()
     servers = servers_of(monkeypatch, players=players)
-    assert servers.rollout("requests", {"temperature": 0.4}, print, baselines=True) == ["played elsewhere"]
+    assert servers.rollout("requests", {"temperature": 0.4}, print, baselines=True) == [
+        "played elsewhere"
+    ]
     assert players.calls == [("requests", sampling, print, True)]
 
 
@@ -312,7 +359,9 @@ def test_an_answer_is_asked_with_the_room_and_the_sampling_of_its_turn():
     ids, log_probs, versions = sample(client, shown={"image_data": ["picture"]}, version=3)
     assert (ids, log_probs, versions) == ([5, STOP], [-1.0, -2.0], [(2, 3)])
     (request,) = client.requests
-    assert request.id == "4/0-1"  # without the turn: all turns of an episode go to the replica that has their prefix
+    assert (
+        request.id == "4/0-1"
+    )  # without the turn: all turns of an episode go to the replica that has their prefix
     assert request.prompt_ids == [1, 2, 3] and request.more == {"image_data": ["picture"]}
     assert request.params == {"temperature": 0.7, "top_p": 0.9, "max_tokens": 9}
 
@@ -395,7 +444,9 @@ def test_each_episode_has_its_task_its_group_its_request_and_its_verdict():
     asked = {request.id: request.prompt_ids for request in client.requests}
     assert (asked["4/0-1"], asked["4/1-0"]) == ([10, 20], [11, 21])
     assert world.opened[1:3] == [("server 0", {"row": 0}), ("server 1", {"row": 1})]
-    assert sorted(index for index, _ in done) == [0, 1, 2, 3] and all(episodes[index] is e for index, e in done)
+    assert sorted(index for index, _ in done) == [0, 1, 2, 3] and all(
+        episodes[index] is e for index, e in done
+    )
     for number, e in enumerate(episodes):
         assert (e.status, e.error, e.ended, e.reward) == ("ok", "", "stop", 0.25 * number)
         assert (e.reward_components, e.verdict) == ({"part": 0.5}, {"extracted": number})
@@ -471,7 +522,10 @@ def test_a_failure_keeps_no_reward_whoever_failed():
     async def fails_deeper(*_):
         raise_odd()
 
-    for error, status in [(GymError("http_500", "broken"), "http_500"), (env.DataError("odd"), "template")]:
+    for error, status in [
+        (GymError("http_500", "broken"), "http_500"),
+        (env.DataError("odd"), "template"),
+    ]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(inference, "play", fails(error))
             (episode,) = roll(Client(), World(1.0))
@@ -498,7 +552,11 @@ def test_an_agent_plays_the_row_with_its_own_deadline_and_the_version_at_its_sta
     (episode,) = roll(Client(), world, version=6, vocabulary=1000)
     assert world.runs == [("server 0", {"row": 0}, 5.0, 1000)] and not world.opened
     assert (episode.prompt_ids, episode.response_ids, episode.ended) == ([2, 3], [5, STOP], "stop")
-    assert (episode.reward, episode.reward_components, episode.verdict) == (0.75, {"part": 0.5}, {"extracted": 5})
+    assert (episode.reward, episode.reward_components, episode.verdict) == (
+        0.75,
+        {"part": 0.5},
+        {"extracted": 5},
+    )
     assert episode.versions == [(2, 6)] and episode.timings["verify_call"] == 0.25
 
 
@@ -523,7 +581,14 @@ def test_agents_play_in_places_too():
 
 
 def test_each_group_gets_the_reward_of_one_greedy_answer():
-    rewards = {"4/0-0": 0.0, "4/0-1": 0.25, "4/1-0": 0.5, "4/1-1": 0.75, "greedy-4/0-0": 2.0, "greedy-4/1-0": 3.0}
+    rewards = {
+        "4/0-0": 0.0,
+        "4/0-1": 0.25,
+        "4/1-0": 0.5,
+        "4/1-1": 0.75,
+        "greedy-4/0-0": 2.0,
+        "greedy-4/1-0": 3.0,
+    }
     client, world, done = Client(), World(), []
 
     async def judge(episode, session):
@@ -537,12 +602,23 @@ def test_each_group_gets_the_reward_of_one_greedy_answer():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inference, "play", play)
         patch.setattr(inference, "judge", judge)
-        episodes = roll(client, world, count=2, n=2, baselines=True, on_done=lambda *both: done.append(both))
-    assert [(e.reward, e.baseline) for e in episodes] == [(0.0, 2.0), (0.25, 2.0), (0.5, 3.0), (0.75, 3.0)]
+        episodes = roll(
+            client, world, count=2, n=2, baselines=True, on_done=lambda *both: done.append(both)
+        )
+    assert [(e.reward, e.baseline) for e in episodes] == [
+        (0.0, 2.0),
+        (0.25, 2.0),
+        (0.5, 3.0),
+        (0.75, 3.0),
+    ]
     temperatures = {request.id: request.params["temperature"] for request in client.requests}
     assert temperatures == {name: 0.0 if name.startswith("greedy-") else 0.7 for name in rewards}
     assert all(request.params["top_p"] == 0.9 for request in client.requests)
-    assert all(any(e is kept for kept in episodes) for _, e in done if not e.verdict["request"].startswith("greedy-"))
+    assert all(
+        any(e is kept for kept in episodes)
+        for _, e in done
+        if not e.verdict["request"].startswith("greedy-")
+    )
 
 
 def test_a_group_without_a_greedy_answer_fails_and_keeps_its_other_failures():
@@ -554,7 +630,11 @@ def test_a_group_without_a_greedy_answer_fails_and_keeps_its_other_failures():
 
     episodes = roll(Client(change), World(*[1.0] * 9), count=2, n=2, baselines=True)
     found = [(e.status, e.reward, e.baseline) for e in episodes]
-    assert found == [("no_baseline", None, None), ("no_log_probs", None, None), *[("ok", 1.0, 1.0)] * 2]
+    assert found == [
+        ("no_baseline", None, None),
+        ("no_log_probs", None, None),
+        *[("ok", 1.0, 1.0)] * 2,
+    ]
     why = "the greedy answer failed: vLLM ended the request without an answer (aborted)"
     assert episodes[0].error == why and "without a log-prob" in episodes[1].error
 

@@ -27,7 +27,12 @@ OUTSIDE = [rf"(?<![\w.])/{name}/" for name in ("root", "work", "home", "mnt", "U
 ]
 HOST = r"^(?!\s*#).*(https?://|--(extra-)?index-url|--find-links|(^|\s)-[if]\s| @ )"  # comments may name one
 LAZY = ("later", "kit.later", "importlib.import_module", "__import__")
-LITTLE = {"env", "gym_client", "errors", "data.episodes"}  # what templates may import: they are copied elsewhere
+LITTLE = {
+    "env",
+    "gym_client",
+    "errors",
+    "data.episodes",
+}  # what templates may import: they are copied elsewhere
 
 
 def files() -> list[Path]:
@@ -39,7 +44,9 @@ def files() -> list[Path]:
         text=True,
         check=True,
     ).stdout
-    return [ROOT / name for name in sorted(set(listed.split("\0"))) if name and (ROOT / name).is_file()]
+    return [
+        ROOT / name for name in sorted(set(listed.split("\0"))) if name and (ROOT / name).is_file()
+    ]
 
 
 def lines_of(path: Path) -> list[str]:
@@ -85,7 +92,11 @@ def test_at_the_root_are_the_five_files_and_what_belongs_beside_them():
 
 def test_the_five_files_stay_readable_in_one_sitting():
     lines = {path.name: len(lines_of(path)) for path in ours() if path.parent == ROOT}
-    wrong = [f"{name} has {count} lines, over {ONE_LINES}" for name, count in lines.items() if count > ONE_LINES]
+    wrong = [
+        f"{name} has {count} lines, over {ONE_LINES}"
+        for name, count in lines.items()
+        if count > ONE_LINES
+    ]
     wrong += [f"algorithm.py has {lines['algorithm.py']} lines, over {LOOP_LINES}"] * (
         lines["algorithm.py"] > LOOP_LINES
     )
@@ -95,7 +106,11 @@ def test_the_five_files_stay_readable_in_one_sitting():
 def ours() -> list[Path]:
     """The Python files of the root, kit/ and templates/."""
     folders = (ROOT / "kit", ROOT / "templates")
-    return [p for p in files() if p.suffix == ".py" and (p.parent == ROOT or any(f in p.parents for f in folders))]
+    return [
+        p
+        for p in files()
+        if p.suffix == ".py" and (p.parent == ROOT or any(f in p.parents for f in folders))
+    ]
 
 
 def name_of(path: Path) -> str:
@@ -126,7 +141,11 @@ def imported(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}:{node.lineno}: imports are absolute"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in LAZY and isinstance(node.args[0], ast.Constant):
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in LAZY
+            and isinstance(node.args[0], ast.Constant)
+        ):
             yield str(node.args[0].value)
 
 
@@ -162,7 +181,9 @@ def test_every_file_imports_only_from_those_before_it():
         if path.parent == ROOT / "templates":
             wrong += [f"templates/{path.name} imports {n}" for n in sorted(needed - LITTLE)]
         elif name not in places:  # scripts, and the __init__ of packages
-            wrong += [f"{name}, which is not in the list of kit/__init__.py, imports {n}" for n in needed]
+            wrong += [
+                f"{name}, which is not in the list of kit/__init__.py, imports {n}" for n in needed
+            ]
         else:
             later = [n for n in needed if places.get(n, len(places)) >= places[name]]
             wrong += [f"{name} imports {n}" for n in sorted(later)]

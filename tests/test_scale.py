@@ -37,7 +37,11 @@ BY_PART = ("actor/pg_clipfrac", "actor/ppo_kl", "critic/vpred_mean")
 @pytest.fixture(scope="module")
 def recorded(workspace) -> Path:
     """The episodes of one step."""
-    changes = ["trainer.experiment_name=recorded", "trainer.total_training_steps=1", "trainer.val_before_train=false"]
+    changes = [
+        "trainer.experiment_name=recorded",
+        "trainer.total_training_steps=1",
+        "trainer.val_before_train=false",
+    ]
     done = run(command(workspace, *tiny(workspace, *changes)), workspace)
     assert done.returncode == 0, done.stderr[-3000:]
     return workspace / "runs/recorded/rollouts/step_1.jsonl"
@@ -45,7 +49,15 @@ def recorded(workspace) -> Path:
 
 def replayed(workspace: Path, recorded: Path, name: str, *changes: str) -> dict[str, float]:
     """What an update with a critic and a reference, of two optimiser steps, tells of those episodes."""
-    asked = [*PPO, "--replay", str(recorded), f"trainer.experiment_name={name}", *TWO_STEPS, *REFERENCE, *changes]
+    asked = [
+        *PPO,
+        "--replay",
+        str(recorded),
+        f"trainer.experiment_name={name}",
+        *TWO_STEPS,
+        *REFERENCE,
+        *changes,
+    ]
     asked += [f"critic.model.path={workspace / 'scored'}"]  # whose head is given, not drawn
     done = run(command(workspace, *asked, *tiny(workspace)), workspace)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -56,7 +68,9 @@ def replayed(workspace: Path, recorded: Path, name: str, *changes: str) -> dict[
 def same_but_for_rounding(one: dict[str, float], two: dict[str, float]) -> None:
     assert one.keys() == two.keys()
     assert len(one) > 40 and one["actor/grad_norm"] > 0 and one["critic/vf_loss"] > 0
-    close = {key: pytest.approx(one[key], rel=0.05 if key in BY_PART else 1e-4, abs=1e-6) for key in one}
+    close = {
+        key: pytest.approx(one[key], rel=0.05 if key in BY_PART else 1e-4, abs=1e-6) for key in one
+    }
     apart = {key: (one[key], two[key]) for key in one if two[key] != close[key]}
     assert not apart
 
@@ -68,8 +82,12 @@ def of_one(workspace, recorded) -> dict[str, float]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_learn_what_one_does(workspace, recorded, of_one, ranks):
-    same_but_for_rounding(of_one, replayed(workspace, recorded, f"of{ranks}", f"trainer.n_gpus_per_node={ranks}"))
-    episodes = [json.loads(line)["response"]["output"] for line in recorded.read_text().splitlines()]
+    same_but_for_rounding(
+        of_one, replayed(workspace, recorded, f"of{ranks}", f"trainer.n_gpus_per_node={ranks}")
+    )
+    episodes = [
+        json.loads(line)["response"]["output"] for line in recorded.read_text().splitlines()
+    ]
     ids = ("prompt_token_ids", "generation_token_ids")
     lengths = [sum(len(item[key]) for item in output for key in ids) for output in episodes]
     order, filling = arrange(lengths, 1, ranks)
@@ -80,7 +98,12 @@ def test_ranks_learn_what_one_does(workspace, recorded, of_one, ranks):
 
 def run_ten_steps(workspace: Path, name: str, *changes: str, overlays: Sequence[str] = ()) -> Path:
     """The folder of a run of ten steps, whose weights reach the sampler: its log-probs are the trainer's."""
-    changes = (f"trainer.experiment_name={name}", "trainer.total_training_steps=10", "trainer.save_freq=5", *changes)
+    changes = (
+        f"trainer.experiment_name={name}",
+        "trainer.total_training_steps=10",
+        "trainer.save_freq=5",
+        *changes,
+    )
     done = run(command(workspace, *overlays, *tiny(workspace, *changes)), workspace, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-2000:]
     steps = [m for m in metrics_of(workspace / "runs" / name) if "actor/grad_norm" in m]
@@ -101,14 +124,22 @@ def test_an_engine_of_two_parts(workspace):
 def test_servers_on_gpus_of_their_own(workspace):
     """Two of them beside one rank, weights over gloo, episodes driven by two processes; then a step ahead."""
     key, overlays = "actor_rollout_ref.rollout", ["--config", "separate"]
-    own = [f"{key}.checkpoint_engine.backend=gloo", f"{key}.n_gpus_per_node=2", f"{key}.agent.num_workers=2"]
+    own = [
+        f"{key}.checkpoint_engine.backend=gloo",
+        f"{key}.n_gpus_per_node=2",
+        f"{key}.agent.num_workers=2",
+    ]
     folder = run_ten_steps(workspace, "separate", *own, overlays=overlays)
     ahead = ["trainer.experiment_name=separate", "trainer.total_training_steps=13", *own]
     asked = command(workspace, *overlays, "--config", "ahead", *tiny(workspace, *ahead))
     done = run(asked, workspace, timeout=600)
-    assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr[-3000:] + done.stdout[-2000:]
+    assert done.returncode == 0 and "resumed from" in done.stdout, (
+        done.stderr[-3000:] + done.stdout[-2000:]
+    )
     steps = [m for m in metrics_of(folder) if "actor/grad_norm" in m][10:]
-    assert [m["rollout/staleness/max"] for m in steps] == [0, 1, 1] and all(not m["rollout/failed_frac"] for m in steps)
+    assert [m["rollout/staleness/max"] for m in steps] == [0, 1, 1] and all(
+        not m["rollout/failed_frac"] for m in steps
+    )
 
 
 # --- nodes ---------------------------------------------------------------------------------------
@@ -128,7 +159,11 @@ class Cluster:
         host, port = self.address.split(":")
         while socket.socket().connect_ex((host, int(port))):
             time.sleep(0.5)
-        mount = ["unshare", "-rm", "sh", "-c", f'mount -t tmpfs none {unshared} && exec "$@"', "sh"] if unshared else []
+        mount = (
+            ["unshare", "-rm", "sh", "-c", f'mount -t tmpfs none {unshared} && exec "$@"', "sh"]
+            if unshared
+            else []
+        )
         return self.start(f"--address={self.address}", "--node-ip-address=127.0.0.2", before=mount)
 
     def start(self, *arguments: str, before: Sequence[str] = ()) -> subprocess.Popen:
@@ -177,10 +212,13 @@ def test_two_nodes(workspace, recorded, of_one, cluster):
         run.until_step(6)
         os.killpg(cluster.nodes[1].pid, signal.SIGKILL)
         run.end(1, patience=120.0)
-        assert re.search(r"error: stage \w+: the worker \w+ \(pid \d+ on 127\.0\.0\.2\) died: .*node", run.output)
-    assert {path.name for path in (workspace / "runs/nodes/checkpoints/global_step_2/actor").glob("model_*")} == {
-        f"model_world_size_2_rank_{rank}.pt" for rank in range(2)
-    }
+        assert re.search(
+            r"error: stage \w+: the worker \w+ \(pid \d+ on 127\.0\.0\.2\) died: .*node", run.output
+        )
+    assert {
+        path.name
+        for path in (workspace / "runs/nodes/checkpoints/global_step_2/actor").glob("model_*")
+    } == {f"model_world_size_2_rank_{rank}.pt" for rank in range(2)}
     cluster.nodes[1] = cluster.join()
     learned = [*on(cluster), "trainer.total_training_steps=40"]
     with Living(workspace, "nodes", *learned) as run:
@@ -194,4 +232,7 @@ def test_two_nodes(workspace, recorded, of_one, cluster):
     cluster.nodes[1] = cluster.join(unshared)
     with Living(workspace, "unshared", *on(cluster), "trainer.save_freq=1") as run:
         run.end(1, patience=300.0)
-        assert "step 1 could not be written: 3 shards of 2 ranks are not there, as on a file system" in run.output
+        assert (
+            "step 1 could not be written: 3 shards of 2 ranks are not there, as on a file system"
+            in run.output
+        )

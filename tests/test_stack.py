@@ -30,7 +30,9 @@ def session(stack):
 
 def sample(trainer, n=4, servers=None, **changes):
     sampling = inference.sampling_params(trainer.config, validate=False) | changes
-    return (servers or trainer.servers).rollout(inference.in_groups(trainer.data.train, n, "a"), sampling)
+    return (servers or trainer.servers).rollout(
+        inference.in_groups(trainer.data.train, n, "a"), sampling
+    )
 
 
 def disagreement(trainer, episodes) -> float:
@@ -43,7 +45,9 @@ def disagreement(trainer, episodes) -> float:
 
 def with_advantages(trainer, episodes):
     batch = training.to_batch(episodes, trainer.data.tokenizer.pad_token_id, 1.0)
-    batch.batch["old_log_probs"] = training.log_probs(trainer.workers.actor, batch, trainer.config)["log_probs"]
+    batch.batch["old_log_probs"] = training.log_probs(trainer.workers.actor, batch, trainer.config)[
+        "log_probs"
+    ]
     signs = torch.tensor([1.0, -1.0]).repeat(len(episodes) // 2)[:, None]
     batch.batch["advantages"] = signs * batch.batch["response_mask"]
     return batch
@@ -55,7 +59,9 @@ def test_tokens_in_tokens_out(session):
     assert len({e.group_id for e in episodes}) == 8
     for e in episodes:
         assert len(e.response_ids) == len(e.log_probs) == len(e.response_mask) <= 12
-        assert e.ended == ("stop" if e.response_ids[-1] == 1 else "length")  # 1 is <end>, sampled and kept
+        assert e.ended == (
+            "stop" if e.response_ids[-1] == 1 else "length"
+        )  # 1 is <end>, sampled and kept
         assert len(e.response_ids) == 12 or e.ended == "stop"
         assert e.response == session.data.tokenizer.decode(e.response_ids, skip_special_tokens=True)
         assert e.turns == [(0, len(e.response_ids), 1)]
@@ -68,7 +74,9 @@ def test_tokens_in_tokens_out(session):
 
 def test_the_samplers_weights_are_the_trainers(session):
     assert disagreement(session, sample(session)) < AGREE
-    training.update_actor(session.workers.actor, with_advantages(session, sample(session)), session.config)
+    training.update_actor(
+        session.workers.actor, with_advantages(session, sample(session)), session.config
+    )
     stale = disagreement(session, sample(session))
     assert stale > 1000 * AGREE  # without a sync the two are far apart, so this test can fail
     session.servers.publish(1)
@@ -80,14 +88,18 @@ def test_a_server_with_old_weights_ends_the_run(session):
     session.servers.publish(2)
     assert {e.status for e in sample(session, n=1)} == {"ok"}
     session.servers.policy.version = 3  # as after an update whose sync was lost
-    with pytest.raises(RunError, match="samples from the weights of step 2, the trainer's are of step 3"):
+    with pytest.raises(
+        RunError, match="samples from the weights of step 2, the trainer's are of step 3"
+    ):
         sample(session, n=1)
     session.servers.policy.version = 2
 
 
 def test_an_empty_answer_is_verified_like_any_other(session):
     episodes = sample(session, n=2, allowed_token_ids=[1])  # <end> at once
-    assert {e.response for e in episodes} == {""} and {tuple(e.response_ids) for e in episodes} == {(1,)}
+    assert {e.response for e in episodes} == {""} and {tuple(e.response_ids) for e in episodes} == {
+        (1,)
+    }
     assert all(e.status == "ok" and e.reward == 0.0 and e.ended == "stop" for e in episodes)
     batch = training.to_batch(episodes, 1, 1.0)
     assert batch.batch["response_mask"].sum() == 16
@@ -135,21 +147,31 @@ def test_no_verdicts_are_failures_and_no_reward(session):
 @pytest.fixture(scope="module")
 def worlds(stack, session):
     """The session's policy, with room for conversations; it is what the agent's server asks."""
-    session.workers.actor.load_checkpoint(str(stack.fresh))  # says all actions; a trained one may never say some
+    session.workers.actor.load_checkpoint(
+        str(stack.fresh)
+    )  # says all actions; a trained one may never say some
     session.servers.publish(0)
     policy = stack.servers.policy
     policy.max_prompt_length, policy.max_response_length, policy.deadline_s = 500, 500, 60.0
     policy.version = None
-    return inference.Servers(session.config, stack.servers.manager, None, policy, stack.servers.gym, stack.servers.loop)
+    return inference.Servers(
+        session.config, stack.servers.manager, None, policy, stack.servers.gym, stack.servers.loop
+    )
 
 
 def play(session, worlds, row, server, n, *actions, **changes):
     """n episodes of one row, in which the policy can do nothing but `actions` and end its turn."""
     tokenizer = session.data.tokenizer
     allowed = [END, *(tokenizer.convert_tokens_to_ids(ACTIONS[name]) for name in actions)]
-    sampling = inference.sampling_params(session.config, validate=False) | {"allowed_token_ids": allowed} | changes
+    sampling = (
+        inference.sampling_params(session.config, validate=False)
+        | {"allowed_token_ids": allowed}
+        | changes
+    )
     messages, tools = env.render(row, "x:1")
-    task = env.Task("x:1", row, server, messages, env.encode(messages, tools, tokenizer), tools=tools)
+    task = env.Task(
+        "x:1", row, server, messages, env.encode(messages, tools, tokenizer), tools=tools
+    )
     return worlds.rollout([(task, str(i)) for i in range(n)], sampling)
 
 
@@ -170,8 +192,12 @@ def test_a_real_tool_counts_what_the_policy_calls(session, worlds):
         answers = [item["output"] for item in e.output if item["type"] == "function_call_output"]
         ran = calls[: len(answers)]
         assert e.reward == float(ran.count("increment_counter") == 2), (calls, answers)  # 3 + 2 = 5
-        for name, answer in zip(ran, answers, strict=True):  # a name that the row does not offer reaches no server
-            assert json.loads(answer) == ({"success": True} if name != "verify" else {"error": "Unknown tool: verify"})
+        for name, answer in zip(
+            ran, answers, strict=True
+        ):  # a name that the row does not offer reaches no server
+            assert json.loads(answer) == (
+                {"success": True} if name != "verify" else {"error": "Unknown tool: verify"}
+            )
     assert {e.reward for e in episodes} == {0.0, 1.0} and max(len(e.turns) for e in episodes) > 1
     assert any(0 in e.response_mask for e in episodes)
 
@@ -180,7 +206,11 @@ def test_a_real_game_is_played_to_its_end(session, worlds):
     row = {"responses_create_params": {"input": "play"}}
     episodes = play(session, worlds, row, "blackjack", 32, "hit", "stand")
     assert [e.status for e in episodes] == ["ok"] * 32, episodes[0].error
-    assert {e.ended for e in episodes} == {"terminated"} and {e.reward for e in episodes} <= {-1.0, 0.0, 1.0}
+    assert {e.ended for e in episodes} == {"terminated"} and {e.reward for e in episodes} <= {
+        -1.0,
+        0.0,
+        1.0,
+    }
     assert len({tuple(e.prompt_ids) for e in episodes}) > 1  # each was dealt a hand of its own
     assert len({e.reward for e in episodes}) > 1
 
@@ -192,7 +222,8 @@ def test_gyms_own_agent_plays_against_our_sampler(session, worlds):
     assert [e.status for e in episodes] == ["ok"] * 16, episodes[0].error
     end = session.data.tokenizer.convert_tokens_to_ids(ACTIONS["directory"])
     assert all(
-        {ids for ids, m in zip(e.response_ids, e.response_mask, strict=True) if m} <= {END, end} for e in episodes
+        {ids for ids, m in zip(e.response_ids, e.response_mask, strict=True) if m} <= {END, end}
+        for e in episodes
     )
     assert all(e.reward in (0.0, 1.0) for e in episodes)
     assert max(len(e.turns) for e in episodes) > 1 and any(0 in e.response_mask for e in episodes)
@@ -201,7 +232,9 @@ def test_gyms_own_agent_plays_against_our_sampler(session, worlds):
 def test_the_policy_judges_and_what_it_says_is_no_verdict(session, worlds):
     """Gym's abstention asks genrm_model, which is the policy, which can say nothing but its move, or nothing: not 0."""
     episodes = play(session, worlds, row(), "judged", 16, "hit")
-    assert [e.status for e in episodes] == ["masked"] * 16 and {e.reward for e in episodes} == {None}
+    assert [e.status for e in episodes] == ["masked"] * 16 and {e.reward for e in episodes} == {
+        None
+    }
     told = [e.error for e in episodes]
     assert all("genrm_model" in text for text in told), told
     assert any(f"no verdict in its answer: '{ACTIONS['hit']}'" in text for text in told), told

@@ -33,7 +33,18 @@ from templates.task import Guess, rows
 
 def episode(reward=1.0, length=3, group="g", ended="stop", **fields):
     response = list(range(length))
-    return Episode("r", group, "s", [1], response, [1] * length, [-1.0] * length, reward=reward, ended=ended, **fields)
+    return Episode(
+        "r",
+        group,
+        "s",
+        [1],
+        response,
+        [1] * length,
+        [-1.0] * length,
+        reward=reward,
+        ended=ended,
+        **fields,
+    )
 
 
 # --- rewards and filters -------------------------------------------------------------------------
@@ -53,7 +64,9 @@ def test_overlong_is_dapos_equation():
 def test_rewards_of_several_parts():
     e = episode(reward=0.5, ended="length", reward_components={"reward_model": 2.0})
     assert weighted(e, {"reward_model": 0.2}) == pytest.approx(0.9)
-    with pytest.raises(PluginError, match=r"no reward component other; the episode .* has reward_model"):
+    with pytest.raises(
+        PluginError, match=r"no reward component other; the episode .* has reward_model"
+    ):
         weighted(e, {"other": 1.0})
     assert components(e) == 0.5
     for reason in ("stop", "length", "turns", "terminated", "truncated"):
@@ -66,7 +79,9 @@ def test_rewards_of_several_parts():
 
 
 def groups(*rewards, **fields):
-    return [episode(reward=r, group=str(g), **fields) for g, some in enumerate(rewards) for r in some]
+    return [
+        episode(reward=r, group=str(g), **fields) for g, some in enumerate(rewards) for r in some
+    ]
 
 
 def test_groups_all_right_or_all_wrong_are_dropped():
@@ -103,10 +118,15 @@ def test_masked_episodes_count_for_the_baseline_and_carry_no_loss():
     settings = OmegaConf.create({"algorithm": {"adv_estimator": "grpo", **keys}})
     training.advantages(batch, settings)
     advantages = batch.batch["advantages"]
-    assert advantages[1, 0] == pytest.approx((0 - 1 / 3) / (math.sqrt(1 / 3) + 1e-6)) and not advantages[0].any()
+    assert (
+        advantages[1, 0] == pytest.approx((0 - 1 / 3) / (math.sqrt(1 / 3) + 1e-6))
+        and not advantages[0].any()
+    )
     for e in made:
         e.ended = "length"
-    assert keep(made, 2, [lambda some: filters.mask_ended(some, ["length"])])[0] == []  # nothing to learn from
+    assert (
+        keep(made, 2, [lambda some: filters.mask_ended(some, ["length"])])[0] == []
+    )  # nothing to learn from
 
 
 def test_a_rows_own_answer_stands_beside_what_was_sampled(workspace):
@@ -115,15 +135,23 @@ def test_a_rows_own_answer_stands_beside_what_was_sampled(workspace):
         e.row, e.prompt_ids, e.turns = {"answer": text, "n": 1}, [5, int(e.group_id)], [(0, 3, 1)]
     given = {"field": "answer", "model": str(workspace / "tied"), "limit": 4}
     found = filters.with_answer(made, **given)
-    assert [e.group_id for e in found] == ["0", "0", "0", "1", "1"] and [found[i] for i in (0, 1, 3, 4)] == made
+    assert [e.group_id for e in found] == ["0", "0", "0", "1", "1"] and [
+        found[i] for i in (0, 1, 3, 4)
+    ] == made
     own = found[2]
-    assert own.response == "7" and own.response_ids[-1] == END and len(own.response_ids) == 2  # as one samples it
+    assert (
+        own.response == "7" and own.response_ids[-1] == END and len(own.response_ids) == 2
+    )  # as one samples it
     assert own.prompt_ids == made[0].prompt_ids and own.reward == 1.0 and own.turns == []
     b = training.to_batch(found, 0, 1.0).batch
-    assert b["turn"].amax(dim=1).tolist() == [0, 0, -1, 0, 0] and b["response_mask"][2].tolist() == [1, 1, 0]
+    assert b["turn"].amax(dim=1).tolist() == [0, 0, -1, 0, 0] and b["response_mask"][
+        2
+    ].tolist() == [1, 1, 0]
     kept, _ = keep(made, 2, [functools.partial(filters.with_answer, **given)])
     assert [e.response_ids for e in kept] == [e.response_ids for e in found]
-    by_limit = [len(filters.with_answer(made, **{**given, "limit": limit})) for limit in (1, 2, 3, 5, 6)]
+    by_limit = [
+        len(filters.with_answer(made, **{**given, "limit": limit})) for limit in (1, 2, 3, 5, 6)
+    ]
     assert by_limit == [4, 5, 5, 5, 6]  # "7" and EOS are 2 tokens, "7 7 7" and EOS 6
     with pytest.raises(PluginError, match=r"field=n: .* r has no such text; it has answer"):
         filters.with_answer(made, **{**given, "field": "n"})
@@ -144,17 +172,24 @@ def task(i, file="a", weight=None):
 def test_a_curriculum_prefers_what_is_solved_half_of_the_time():
     tasks = [task(i) for i in range(3)]
     rates = {"a:0": 0.0, "a:1": 0.5, "a:2": 1.0}
-    drawn = Counter(t.row_id for b in range(4000) for t in samplers.by_pass_rate(tasks, 1, b, 7, rates))
+    drawn = Counter(
+        t.row_id for b in range(4000) for t in samplers.by_pass_rate(tasks, 1, b, 7, rates)
+    )
     wanted = np.array([0.05, 0.30, 0.05]) / 0.40
     assert np.abs(np.array([drawn[t.row_id] for t in tasks]) / 4000 - wanted).max() < 0.03
     batch = samplers.by_pass_rate(tasks, 2, 5, 7, rates)
-    assert batch == samplers.by_pass_rate(tasks, 2, 5, 7, rates) and len({t.row_id for t in batch}) == 2
+    assert (
+        batch == samplers.by_pass_rate(tasks, 2, 5, 7, rates)
+        and len({t.row_id for t in batch}) == 2
+    )
     mixed = [task(i, "a", 1.0) for i in range(2)] + [task(i, "b", 3.0) for i in range(2)]
     assert Counter(t.file for t in samplers.by_pass_rate(mixed, 8, 1, 7, {})) == {"a": 2, "b": 6}
 
 
 def test_pass_rates_forget():
-    made = [episode(reward=r) for r in (1.0, 0.0, 0.5, 1.0)] + [episode(reward=None, status="timeout")]
+    made = [episode(reward=r) for r in (1.0, 0.0, 0.5, 1.0)] + [
+        episode(reward=None, status="timeout")
+    ]
     rates = pass_rates(made, {})
     assert rates == {"r": 0.5}
     assert pass_rates([episode(reward=1.0)], rates) == {"r": 0.75}
@@ -173,13 +208,21 @@ def played(seed=0, count=12):
             mask += [0] * (rng.randint(1, 3) if k else 0) + [1] * said
             rewards += [0.0] * (len(mask) - len(rewards) - 1) + [round(rng.random(), 2)]
         tail = rng.randint(0, 2)  # what was observed last
-        rows.append((mask + [0] * tail, rewards + [0.0] * tail, [rng.gauss(0, 1) for _ in range(len(mask) + tail)]))
+        rows.append(
+            (
+                mask + [0] * tail,
+                rewards + [0.0] * tail,
+                [rng.gauss(0, 1) for _ in range(len(mask) + tail)],
+            )
+        )
     return rows, [str(i % 3) for i in range(count)]
 
 
 def padded(rows, part):
     width = max(len(r[0]) for r in rows)
-    return torch.tensor([list(r[part]) + [0] * (width - len(r[0])) for r in rows], dtype=torch.float64)
+    return torch.tensor(
+        [list(r[part]) + [0] * (width - len(r[0])) for r in rows], dtype=torch.float64
+    )
 
 
 def turns_of(mask):
@@ -234,7 +277,10 @@ def test_gae_over_turns_is_the_papers(gamma, lam):
         V = [values[a] for a, _ in spans] + [0.0]
         r = [sum(rewards[a:b]) for a, b in spans]
         for k, (a, b) in enumerate(spans):  # equation 16: the sum of (gamma lam)^l delta_{k+l}
-            later = [(gamma * lam) ** (j - k) * (r[j] + gamma * V[j + 1] - V[j]) for j in range(k, len(spans))]
+            later = [
+                (gamma * lam) ** (j - k) * (r[j] + gamma * V[j + 1] - V[j])
+                for j in range(k, len(spans))
+            ]
             raw[i, a:b], targets[i, a:b] = sum(later), sum(later) + V[k]
     live = raw[mask.numpy() > 0]
     wanted = (raw - live.mean()) / math.sqrt(live.var(ddof=1) + 1e-8) * mask.numpy()
@@ -263,7 +309,9 @@ def test_a_reward_on_what_is_observed_is_that_of_the_turn_before():
     for e in made:
         e.response_mask = [1, 1, 0, 1, 0, 0]
     batch = training.to_batch(made, 0, 1.0).batch
-    advantages, _ = turn_grpo(batch["token_level_scores"], batch["response_mask"], batch["turn"], ["a", "a"])
+    advantages, _ = turn_grpo(
+        batch["token_level_scores"], batch["response_mask"], batch["turn"], ["a", "a"]
+    )
     normal = (1.0 - 0.25) / (0.5 + 1e-6)  # rewards of the four turns: 0, 1, 0, 0
     others = -0.25 / (0.5 + 1e-6)
     first, second = advantages.tolist()
@@ -274,13 +322,17 @@ def test_a_reward_on_what_is_observed_is_that_of_the_turn_before():
 # --- a loss of one's own -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("loss", "mode"), [(dpo, "seq-mean-token-sum"), (sppo, "seq-mean-token-mean")])
+@pytest.mark.parametrize(
+    ("loss", "mode"), [(dpo, "seq-mean-token-sum"), (sppo, "seq-mean-token-mean")]
+)
 def test_a_loss_takes_the_weights_of_rollout_correction(loss, mode):
     """Not all the same: on one of two tokens, and on one of two answers."""
     from verl.workers.config import FSDPActorConfig
 
     config = FSDPActorConfig(strategy="fsdp2", rollout_n=2, ppo_micro_batch_size_per_gpu=1)
-    config.global_batch_info.update({"dp_size": 1, "batch_num_tokens": None, "global_batch_size": 2})
+    config.global_batch_info.update(
+        {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": 2}
+    )
     old, advantages = torch.full((2, 2), -1.0), torch.tensor([[1.0, 1.0], [-0.5, -0.5]])
     mask = torch.ones(2, 2)
 
@@ -312,15 +364,21 @@ def test_online_dpos_gradient_is_that_of_dpos_loss():
     ref = torch.randn(B, R, dtype=torch.float64)
 
     ratio = ((log_prob - ref) * mask).sum(dim=1)
-    by_hand = -(F.logsigmoid(0.1 * (ratio[0] - ratio[1])) + F.logsigmoid(0.1 * (ratio[7] - ratio[6]))) / 2
+    by_hand = (
+        -(F.logsigmoid(0.1 * (ratio[0] - ratio[1])) + F.logsigmoid(0.1 * (ratio[7] - ratio[6]))) / 2
+    )
     (wanted,) = torch.autograd.grad(by_hand, log_prob)
 
     advantages, _ = pairs(rewards, mask, index, log_prob.detach(), ref)
     config = FSDPActorConfig(strategy="fsdp2", rollout_n=2, ppo_micro_batch_size_per_gpu=1)
     got = torch.zeros_like(wanted)
     for part in (slice(0, 3), slice(3, 8)):  # a pair may be cut in two
-        config.global_batch_info.update({"dp_size": 1, "batch_num_tokens": None, "global_batch_size": B})
-        loss, _ = dpo(None, log_prob[part], advantages[part], mask[part], "seq-mean-token-sum", config)
+        config.global_batch_info.update(
+            {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": B}
+        )
+        loss, _ = dpo(
+            None, log_prob[part], advantages[part], mask[part], "seq-mean-token-sum", config
+        )
         got += torch.autograd.grad(loss, log_prob)[0]
     torch.testing.assert_close(got, wanted)
     with pytest.raises(ValueError, match="seq-mean-token-sum"):
@@ -340,7 +398,10 @@ def test_the_server_to_copy_passes_its_own_test(tmp_path, monkeypatch):
 def test_what_is_held_out_is_never_trained_on():
     made = runpy.run_path(str(ROOT / "templates" / "verifier" / "rows.py"))["rows"]
     asked = [
-        {r["responses_create_params"]["input"][-1]["content"] for r in made(1, 200, 0, {}, held_out)}
+        {
+            r["responses_create_params"]["input"][-1]["content"]
+            for r in made(1, 200, 0, {}, held_out)
+        }
         for held_out in (False, True)
     ]
     assert [len(some) for some in asked] == [12, 4] and not asked[0] & asked[1]
@@ -371,7 +432,10 @@ def test_a_guess_that_is_none_is_told_so_and_costs_a_turn():
 
 def test_the_task_grows_with_what_was_solved_and_draws_from_its_arguments_alone():
     solved, not_yet = {1: {0: 1.0, 1: 0.5}}, {1: {0: 0.5, 1: 0.5}}
-    tops = [rows(2, 1, 7, rates, highest=4)[0]["top"] for rates in ({}, not_yet, solved, {**solved, 2: {0: 1.0}})]
+    tops = [
+        rows(2, 1, 7, rates, highest=4)[0]["top"]
+        for rates in ({}, not_yet, solved, {**solved, 2: {0: 1.0}})
+    ]
     assert tops == [3, 3, 4, 4]
     assert rows(2, 5, 7, {}) == rows(2, 5, 7, {}) != rows(3, 5, 7, {})
     assert {r["number"] for r in rows(1, 100, 7, {})} == {1, 2, 3}
@@ -390,7 +454,11 @@ def test_the_task_grows_with_what_was_solved_and_draws_from_its_arguments_alone(
 )
 def test_the_score_is_of_the_last_number(said, true, score):
     given = compute_score("sums", said, true, {}, form=0.1)
-    assert given["score"] == score and given["right"] == (score == 1.0) and given["boxed"] == ("boxed" in said)
+    assert (
+        given["score"] == score
+        and given["right"] == (score == 1.0)
+        and given["boxed"] == ("boxed" in said)
+    )
 
 
 def test_a_row_without_an_answer_is_no_wrong_answer():
@@ -398,14 +466,20 @@ def test_a_row_without_an_answer_is_no_wrong_answer():
         compute_score("sums", "42", "forty-two", {})
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "templates").rglob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "templates").rglob("*.py")), ids=lambda path: path.name
+)
 def test_each_header_shows_what_of_a_recipe_names_it(path):
     """A line of YAML, of keys that there are, with functions, or folders, that there are."""
     if path.name.startswith("test_"):
         return
-    (shown,) = re.findall(r"^    (\w.*)$", ast.get_docstring(ast.parse(path.read_text())), re.MULTILINE)
+    (shown,) = re.findall(
+        r"^    (\w.*)$", ast.get_docstring(ast.parse(path.read_text())), re.MULTILINE
+    )
     OmegaConf.merge(load_config([str(CPU)], [])[0], yaml.safe_load(shown))
     named = re.findall(r"(templates/[\w./]+)(?::(\w+))?", shown)
     assert named and all(ROOT / file in (path, path.parent) for file, _ in named)
     text = path.read_text()
-    assert all(re.search(rf"^(def|class) {name}\b", text, re.MULTILINE) for _, name in named if name)
+    assert all(
+        re.search(rf"^(def|class) {name}\b", text, re.MULTILINE) for _, name in named if name
+    )

@@ -41,7 +41,9 @@ class RecordingServers(Servers):
         self.reward = lambda i, group_id: float(i % 3 == 0)
 
     def rollout(self, requests, sampling, on_done, baselines=False):
-        self.asked.append(SimpleNamespace(requests=requests, sampling=sampling, baselines=baselines))
+        self.asked.append(
+            SimpleNamespace(requests=requests, sampling=sampling, baselines=baselines)
+        )
         made = super().rollout(requests, sampling, on_done, baselines)
         for i, e in enumerate(made):
             e.versions = [(3, self.version)]
@@ -53,7 +55,9 @@ class RecordingServers(Servers):
 
     def begin(self, requests, sampling, baselines):
         self.calls.append("begin")
-        self.begun.append(SimpleNamespace(requests=requests, sampling=sampling, baselines=baselines))
+        self.begun.append(
+            SimpleNamespace(requests=requests, sampling=sampling, baselines=baselines)
+        )
 
     def publish(self, step):
         super().publish(step)
@@ -159,7 +163,9 @@ def test_a_run_that_is_not_evaluated_first_is_evaluated_in_the_end(workspace, re
     with algorithm.train(planned(workspace, *changes)) as trainer:
         trainer.fit()
         assert trainer.scores
-    assert recorder.made.count("validate") == 1 and recorder.made.index("validate") > recorder.made.index("publish 2")
+    assert recorder.made.count("validate") == 1 and recorder.made.index(
+        "validate"
+    ) > recorder.made.index("publish 2")
 
 
 def test_a_run_that_does_not_come_to_its_end_exports_nothing(workspace, recorder, capsys):
@@ -174,9 +180,19 @@ def test_a_run_starts_with_servers_and_a_fresh_state(workspace, recorder):
     with algorithm.train(plan) as trainer:
         run, data, _, sample = recorder.started
         assert (run, data, sample) == (trainer.run, plan.data, True)
-        assert trainer.state == {"command": "train", "step": 0, "batches": 0, "pass_rates": {}, "kl_coef": 0.0}
+        assert trainer.state == {
+            "command": "train",
+            "step": 0,
+            "batches": 0,
+            "pass_rates": {},
+            "kl_coef": 0.0,
+        }
         assert trainer.learned == trainer.state and trainer.learned is not trainer.state
-        assert (trainer.config, trainer.data, trainer.workers) == (plan.config, plan.data, recorder.workers)
+        assert (trainer.config, trainer.data, trainer.workers) == (
+            plan.config,
+            plan.data,
+            recorder.workers,
+        )
         assert trainer.servers is recorder.servers
         assert {"sleep", "update_weights"} <= set(trainer.run.timing) and run.last == 40
         assert run.command == "train"
@@ -186,7 +202,11 @@ def test_a_resumed_run_continues_its_checkpoint(workspace, recorder, monkeypatch
     """Its step, its batches, its pass rates and its adaptive coefficient."""
     state = {"command": "train", "step": 5, "batches": 9, "pass_rates": {"x": 1.0}, "kl_coef": 0.75}
     recorder.record(checkpoints, "load", lambda *_: dict(state))
-    changes = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"]
+    changes = [
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.horizon=100",
+    ]
     folder = tmp_path / "global_step_5"
     with algorithm.train(planned(workspace, *QUIET, *changes, resume_from=folder)) as trainer:
         assert recorder.given["load"] == (recorder.workers, folder)
@@ -238,13 +258,19 @@ def test_a_step_hands_its_episodes_on_and_keeps_what_they_gave(workspace, record
         assert {f"timing_s/{name}" for name in stages} <= set(found)
         assert "timing_s/old_log_prob" not in found and "timing_s/ref" not in found
         assert found["training/global_step"] == 1 and found["actor/pg_loss"] == 0.5
-        assert found["perf/throughput"] > 0 and found["rollout/kept"] == found["rollout/episodes"] == 64
+        assert (
+            found["perf/throughput"] > 0
+            and found["rollout/kept"] == found["rollout/episodes"] == 64
+        )
         assert found["rollout/staleness/max"] == 0 and found["rollout/prompt_batches"] == 1
         written = np.load(trainer.run.folder / "advantages" / "step_1.npz")
         assert [tuple(place) for place in written["places"]] == [e.place for e in kept]
         assert lines_of(trainer)[-1]["actor/pg_loss"] == 0.5
         trainer.advance()
-        assert trainer.metrics["training/global_step"] == 2 and trainer.metrics["rollout/staleness/max"] == 0
+        assert (
+            trainer.metrics["training/global_step"] == 2
+            and trainer.metrics["rollout/staleness/max"] == 0
+        )
         assert (trainer.run.folder / "advantages" / "step_2.npz").is_file()
 
 
@@ -263,7 +289,11 @@ def test_the_epoch_counts_batches_of_prompts_not_steps(workspace, recorder, tmp_
 def test_each_task_is_asked_n_times_as_the_recipe_says(workspace, recorder):
     sampling = ["temperature=0.7", "top_p=0.75", "n=2", "val_kwargs.n=3", "val_kwargs.top_k=5"]
     val = ["val_kwargs.do_sample=true", "val_kwargs.temperature=0.5"]
-    changes = [*QUIET, *(f"{ROLLOUT}.{change}" for change in (*sampling, *val)), "trainer.val_before_train=true"]
+    changes = [
+        *QUIET,
+        *(f"{ROLLOUT}.{change}" for change in (*sampling, *val)),
+        "trainer.val_before_train=true",
+    ]
     with algorithm.train(planned(workspace, *changes)) as trainer:
         trainer.state["step"] = 3
         trainer.evaluate()
@@ -271,10 +301,16 @@ def test_each_task_is_asked_n_times_as_the_recipe_says(workspace, recorder):
         tasks = trainer.data.validation
         assert ids(asked.requests) == [task.row_id for task in tasks for _ in range(3)]
         assert groups_of(asked.requests)[:4] == ["val_3/0"] * 3 + ["val_3/1"]
-        assert (asked.sampling["temperature"], asked.sampling["top_k"], asked.baselines) == (0.5, 5, False)
+        assert (asked.sampling["temperature"], asked.sampling["top_k"], asked.baselines) == (
+            0.5,
+            5,
+            False,
+        )
         assert "val-core/reasoning_gym/reward/mean@3" in trainer.scores and trainer.run.open == 0
         written = lines_of(trainer, "rollouts/val_3.jsonl")
-        assert [line["_ng_task_index"] for line in written] == [i for i in range(8) for _ in range(3)]
+        assert [line["_ng_task_index"] for line in written] == [
+            i for i in range(8) for _ in range(3)
+        ]
         logged = lines_of(trainer)[-1]
         assert logged["step"] == 3 and logged["val-core/reasoning_gym/reward/mean@3"] == 8 / 24
         assert logged["timing_s/testing"] == trainer.run.timing["testing"]
@@ -283,7 +319,11 @@ def test_each_task_is_asked_n_times_as_the_recipe_says(workspace, recorder):
         asked = recorder.servers.asked[-1]
         assert ids(asked.requests) == [task.row_id for task in trainer.tasks(1) for _ in range(2)]
         assert groups_of(asked.requests)[:3] == ["1/0", "1/0", "1/1"]
-        assert (asked.sampling["temperature"], asked.sampling["top_p"], asked.baselines) == (0.7, 0.75, False)
+        assert (asked.sampling["temperature"], asked.sampling["top_p"], asked.baselines) == (
+            0.7,
+            0.75,
+            False,
+        )
         assert len(lines_of(trainer, "rollouts/step_4.jsonl")) == 16
 
 
@@ -360,14 +400,18 @@ def test_a_batch_is_filled_up_with_groups_that_teach(workspace, recorder):
         assert found["rollout/filtered/drop_uniform"] == 32 and found["rollout/episodes"] == 128
         assert found["rollout/kept"] == 64 and found["rollout/groups_dropped"] == 8
         written = lines_of(trainer, "rollouts/step_1.jsonl")
-        assert [line["_episode"]["group_id"] for line in written[::64]] == ["1/0", "2/0"] and len(written) == 128
+        assert [line["_episode"]["group_id"] for line in written[::64]] == ["1/0", "2/0"] and len(
+            written
+        ) == 128
 
 
 def test_filling_up_ends_after_so_many_batches(workspace, recorder):
     refill = [f"{REFILL}.enable=true", f"{REFILL}.max_num_gen_batches=3"]
     with algorithm.train(planned(workspace, *QUIET, *refill)) as trainer:
         recorder.servers.reward = lambda i, group_id: 1.0
-        with pytest.raises(SkippedStep, match=r"no group left to train on; see runs/tiny/rollouts/step_1\.jsonl"):
+        with pytest.raises(
+            SkippedStep, match=r"no group left to train on; see runs/tiny/rollouts/step_1\.jsonl"
+        ):
             trainer.step()
         assert trainer.state["batches"] == 3 and len(recorder.servers.asked) == 3
         assert trainer.metrics["rollout/filtered/drop_uniform"] == 3 * 64
@@ -379,7 +423,9 @@ def test_without_filter_groups_one_batch_of_prompts_makes_a_step(workspace, reco
     with algorithm.train(planned(workspace, *QUIET, f"{REFILL}.max_num_gen_batches=3")) as trainer:
         recorder.servers.reward = lambda i, group_id: 1.0
         assert trainer.rounds == 1 and len(trainer.collect()) == 64
-        assert [task.row_id for task in trainer.tasks(1)] == ids(recorder.servers.asked[0].requests)[::8]
+        assert [task.row_id for task in trainer.tasks(1)] == ids(
+            recorder.servers.asked[0].requests
+        )[::8]
 
 
 def test_prompts_of_batches_that_are_cut_come_in_an_order_of_the_seed(workspace, recorder):
@@ -399,7 +445,9 @@ def test_prompts_of_batches_that_are_cut_come_in_an_order_of_the_seed(workspace,
 
 
 @pytest.mark.parametrize(("estimator", "groups"), [("grpo", 7), ("reinforce_plus_plus", 8)])
-def test_a_group_of_one_is_trained_on_unless_answers_are_compared(workspace, recorder, monkeypatch, estimator, groups):
+def test_a_group_of_one_is_trained_on_unless_answers_are_compared(
+    workspace, recorder, monkeypatch, estimator, groups
+):
     changes = [*QUIET, "gym.max_failed_frac=1", f"algorithm.adv_estimator={estimator}"]
     rollout = recorder.servers.rollout
 
@@ -425,7 +473,11 @@ def test_too_many_failures_end_the_run(workspace, recorder):
 
 # --- one step ahead ------------------------------------------------------------------------------
 
-AHEAD = ["trainer.one_step_off=1", f"{ROLLOUT}.full_determinism=false", "trainer.total_training_steps=2"]
+AHEAD = [
+    "trainer.one_step_off=1",
+    f"{ROLLOUT}.full_determinism=false",
+    "trainer.total_training_steps=2",
+]
 
 
 def test_the_next_batch_is_begun_while_this_one_trains(workspace, recorder):
@@ -437,7 +489,11 @@ def test_the_next_batch_is_begun_while_this_one_trains(workspace, recorder):
         assert groups_of(begun.requests) == [f"2/{i}" for i in range(4) for _ in range(8)]
         assert ids(begun.requests)[::8] == [task.row_id for task in trainer.tasks(2)]
         assert begun.sampling["temperature"] == 0.7 and begun.baselines is False
-        assert recorder.made.index("sleep", 2) < recorder.made.index("begin") < recorder.made.index("update_actor")
+        assert (
+            recorder.made.index("sleep", 2)
+            < recorder.made.index("begin")
+            < recorder.made.index("update_actor")
+        )
         trainer.advance()
         assert groups_of(recorder.servers.asked[1].requests) == groups_of(begun.requests)
         assert len(recorder.servers.begun) == 1  # the last step begins none
@@ -452,16 +508,25 @@ def test_nothing_is_begun_without_the_key(workspace, recorder):
 # --- rewards -------------------------------------------------------------------------------------
 
 
-def test_a_learned_reward_is_a_component_that_the_recipes_reward_reads(workspace, recorder, monkeypatch):
+def test_a_learned_reward_is_a_component_that_the_recipes_reward_reads(
+    workspace, recorder, monkeypatch
+):
     """Means of components that the verifier gave stay those of all episodes."""
     recorder.workers = training.Workers("actor", None, "reward model")
     with algorithm.train(planned(workspace, *QUIET)) as trainer:
         trainer.data.reward = lambda e: e.reward + e.reward_components["reward_model"]
         found = trainer.advance()
         model, kept, pad, config = recorder.given["add_reward_model"]
-        assert (model, pad, config) == ("reward model", trainer.data.tokenizer.pad_token_id, trainer.config)
+        assert (model, pad, config) == (
+            "reward model",
+            trainer.data.tokenizer.pad_token_id,
+            trainer.config,
+        )
         assert [e.reward for e in kept] == [4.0 + float(i % 3 == 0) for i in range(64)]
-        assert found["reward/reasoning_gym/reward_model/mean"] == 4.0 and "timing_s/reward_model" in found
+        assert (
+            found["reward/reasoning_gym/reward_model/mean"] == 4.0
+            and "timing_s/reward_model" in found
+        )
         assert found["reward/reasoning_gym/right/mean"] == 0.5
         scores = recorder.given["advantages"][0].batch["token_level_rewards"].sum(dim=1)
         assert scores.tolist() == [e.reward for e in kept]
@@ -482,7 +547,11 @@ def test_without_a_reward_model_the_reward_is_the_verifiers(workspace, recorder)
 def test_the_actor_waits_for_its_critic_for_so_many_steps(workspace, recorder):
     """trainer.critic_warmup=2: steps 1 and 2 measure the old log-probs and train the critic alone."""
     recorder.workers = training.Workers("actor", "critic", None)
-    changes = ["algorithm.adv_estimator=gae", "trainer.critic_warmup=2", "critic.ppo_mini_batch_size=8"]
+    changes = [
+        "algorithm.adv_estimator=gae",
+        "trainer.critic_warmup=2",
+        "critic.ppo_mini_batch_size=8",
+    ]
     with algorithm.train(planned(workspace, *QUIET, *changes)) as trainer:
         for learns in (False, False, True):
             recorder.made.clear()
@@ -493,7 +562,10 @@ def test_the_actor_waits_for_its_critic_for_so_many_steps(workspace, recorder):
             assert made == [*before, "update_critic", *["update_actor"] * learns]
             assert ("actor/pg_loss" in found) == ("timing_s/update_actor" in found) == learns
             assert ("actor/entropy" in found) == ("timing_s/old_log_prob" in found) == (not learns)
-            assert found["critic/vf_loss"] == 0.75 and {"timing_s/values", "timing_s/update_critic"} <= set(found)
+            assert found["critic/vf_loss"] == 0.75 and {
+                "timing_s/values",
+                "timing_s/update_critic",
+            } <= set(found)
         batch = recorder.given["advantages"][0]
         assert recorder.given["values"] == ("critic", batch, trainer.config)
         assert recorder.given["update_critic"] == ("critic", batch, trainer.config)
@@ -504,7 +576,10 @@ def test_the_actor_waits_for_its_critic_for_so_many_steps(workspace, recorder):
 
 def test_a_kl_penalty_is_of_the_reference_and_its_coefficient_is_saved(workspace, recorder):
     ctrl = ["type=adaptive", "horizon=640", "kl_coef=0.4", "target_kl=0.1"]
-    changes = ["algorithm.use_kl_in_reward=true", *(f"algorithm.kl_ctrl.{change}" for change in ctrl)]
+    changes = [
+        "algorithm.use_kl_in_reward=true",
+        *(f"algorithm.kl_ctrl.{change}" for change in ctrl),
+    ]
     with algorithm.train(planned(workspace, *QUIET, *changes)) as trainer:
         found = trainer.advance()
         batch, controller, config = recorder.given["apply_kl"]
@@ -512,7 +587,9 @@ def test_a_kl_penalty_is_of_the_reference_and_its_coefficient_is_saved(workspace
         assert recorder.given["ref_log_probs"] == (recorder.workers, batch, trainer.config)
         assert close(batch.batch["ref_log_prob"], batch.batch["rollout_log_probs"] - 1.0)
         penalty = 0.4 * 0.5 * torch.ones(64, 3)  # old - ref = 0.5 on each token
-        assert close(batch.batch["token_level_rewards"], batch.batch["token_level_scores"] - penalty)
+        assert close(
+            batch.batch["token_level_rewards"], batch.batch["token_level_scores"] - penalty
+        )
         assert found["actor/reward_kl_penalty_coeff"] == 0.4 and "timing_s/ref" in found
         moved = 0.4 * (1 + 0.2 * 64 / 640)
         assert trainer.state["kl_coef"] == trainer.learned["kl_coef"] == pytest.approx(moved)
@@ -524,7 +601,11 @@ def test_without_a_kl_penalty_rewards_are_the_scores(workspace, recorder):
         trainer.advance()
         batch = recorder.given["advantages"][0].batch
         assert torch.equal(batch["token_level_rewards"], batch["token_level_scores"])
-        assert "apply_kl" not in recorder.made and "ref_log_prob" in batch and trainer.state["kl_coef"] == 0.0
+        assert (
+            "apply_kl" not in recorder.made
+            and "ref_log_prob" in batch
+            and trainer.state["kl_coef"] == 0.0
+        )
 
 
 def test_sampler_and_trainer_are_compared_where_both_are_known(workspace, recorder):
@@ -532,7 +613,9 @@ def test_sampler_and_trainer_are_compared_where_both_are_known(workspace, record
     with algorithm.train(planned(workspace, *QUIET, f"{CORRECTION}.rollout_is=token")) as trainer:
         found = trainer.advance()
         batch, config = recorder.given["correct"]
-        assert config is trainer.config and close(batch.batch["rollout_is_weights"], np.full((64, 3), np.exp(-0.5)))
+        assert config is trainer.config and close(
+            batch.batch["rollout_is_weights"], np.full((64, 3), np.exp(-0.5))
+        )
         assert any(name.startswith("rollout_corr/") for name in found)
         assert "timing_s/old_log_prob" in found and found["actor/entropy"] == 0.125
 
@@ -548,7 +631,9 @@ def test_in_bypass_mode_the_sampler_is_the_old_policy_and_the_loss_corrects(work
 def test_old_log_probs_that_the_update_gives_are_not_corrected_before(workspace, recorder):
     with algorithm.train(planned(workspace, *QUIET)) as trainer:
         trainer.advance()
-    assert not {"correct", "old_log_probs", "ref_log_probs", "values", "update_critic"} & set(recorder.made)
+    assert not {"correct", "old_log_probs", "ref_log_probs", "values", "update_critic"} & set(
+        recorder.made
+    )
 
 
 def test_a_step_whose_tokens_are_all_rejected_is_skipped(workspace, recorder, monkeypatch, capsys):
@@ -557,7 +642,9 @@ def test_a_step_whose_tokens_are_all_rejected_is_skipped(workspace, recorder, mo
         return {}
 
     monkeypatch.setattr(training, "correct", reject)
-    with algorithm.train(planned(workspace, *QUIET, "algorithm.recompute_old_log_probs=true")) as trainer:
+    with algorithm.train(
+        planned(workspace, *QUIET, "algorithm.recompute_old_log_probs=true")
+    ) as trainer:
         trainer.run.damaged = 2
         trainer.advance()
         assert "update_actor" not in recorder.made and recorder.made[-1] == "publish 1"
@@ -591,7 +678,9 @@ def break_advantages(batch, _):
         ("update_actor", broken, ["publish 1"]),
     ],
 )
-def test_a_damaged_step_stops_at_once_and_keeps_its_batch(workspace, recorder, monkeypatch, name, function, after):
+def test_a_damaged_step_stops_at_once_and_keeps_its_batch(
+    workspace, recorder, monkeypatch, name, function, after
+):
     recorder.workers = training.Workers("actor", "critic", None)
     monkeypatch.setattr(training, name, function)
     changes = ["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=8"]
@@ -604,7 +693,9 @@ def test_a_damaged_step_stops_at_once_and_keeps_its_batch(workspace, recorder, m
 
 def test_three_damaged_steps_in_a_row_end_the_run(workspace, recorder, monkeypatch, capsys):
     monkeypatch.setattr(training, "update_actor", broken)
-    with pytest.raises(RunError, match=r"3 damaged steps in a row, the last: actor/grad_norm is nan"):
+    with pytest.raises(
+        RunError, match=r"3 damaged steps in a row, the last: actor/grad_norm is nan"
+    ):
         with algorithm.train(planned(workspace, *QUIET, "trainer.save_freq=1")) as trainer:
             for step in (1, 2):
                 recorder.made.clear()
@@ -617,7 +708,10 @@ def test_three_damaged_steps_in_a_row_end_the_run(workspace, recorder, monkeypat
                 assert logged["step"] == step and logged["training/skipped_nonfinite_steps"] == step
             trainer.advance()
     told = capsys.readouterr().out.replace("\n", "")
-    assert "step 1 skipped: actor/grad_norm is nan; the batch is in runs/tiny/damaged/step_1.pt" in told
+    assert (
+        "step 1 skipped: actor/grad_norm is nan; the batch is in runs/tiny/damaged/step_1.pt"
+        in told
+    )
 
 
 def test_a_good_step_between_damaged_ones_starts_the_count_again(workspace, recorder, monkeypatch):
@@ -667,8 +761,12 @@ def test_rollouts_have_the_places_of_their_rows_and_each_step_its_line(workspace
     for step in (1, 2):
         records = lines_of(trainer, f"rollouts/step_{step}.jsonl")
         seen += [record["_ng_task_index"] for record in records]
-        assert all(record["_ng_task_index"] == places[record["_episode"]["row_id"]] for record in records)
-        assert [record["_ng_rollout_index"] for record in records] == [*range(len(records) // 2)] * 2
+        assert all(
+            record["_ng_task_index"] == places[record["_episode"]["row_id"]] for record in records
+        )
+        assert [record["_ng_rollout_index"] for record in records] == [
+            *range(len(records) // 2)
+        ] * 2
     assert seen != sorted(seen)  # the order is not that of the files
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in lines] == ["1", "2"] and "reward" in lines[0]

@@ -35,7 +35,8 @@ CHATML = (
 )
 # ... which drops the thoughts of earlier turns, as Qwen3's does: a conversation rendered anew would differ
 FORGETFUL = CHATML.replace(
-    "{{ m.content or '' }}", "{{ (m.content or '') if loop.last else (m.content or '').split('</think>')[-1] }}"
+    "{{ m.content or '' }}",
+    "{{ (m.content or '') if loop.last else (m.content or '').split('</think>')[-1] }}",
 )
 LLAMA = (
     "<|begin|>{% if tools %}<|start_header|>system<|end_header|>\n\nTools: {{ tools | tojson }}<|eot|>{% endif %}"
@@ -54,7 +55,12 @@ MISTRAL = (
 )
 STOPS = {"chatml": "<|im_end|>", "forgetful": "<|im_end|>", "llama": "<|eot|>", "mistral": "</s>"}
 TEMPLATES = {"chatml": CHATML, "forgetful": FORGETFUL, "llama": LLAMA, "mistral": MISTRAL}
-TOOL = {"type": "function", "name": "look_up", "description": "", "parameters": {"type": "object", "properties": {}}}
+TOOL = {
+    "type": "function",
+    "name": "look_up",
+    "description": "",
+    "parameters": {"type": "object", "properties": {}},
+}
 LETTERS = "abc xyz\n\t{}\"'<>&|éß中🙂0123456789"
 
 
@@ -64,8 +70,18 @@ def bytes_tokenizer(template: str, stop: str) -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=stop, clean_up_tokenization_spaces=False)
-    marks = ["<|im_start|>", "<|begin|>", "<|start_header|>", "<|end_header|>", "<s>", "[INST]", "[/INST]"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token=stop, clean_up_tokenization_spaces=False
+    )
+    marks = [
+        "<|im_start|>",
+        "<|begin|>",
+        "<|start_header|>",
+        "<|end_header|>",
+        "<s>",
+        "[INST]",
+        "[/INST]",
+    ]
     tokenizer.add_special_tokens({"additional_special_tokens": [m for m in marks if m != stop]})
     tokenizer.chat_template = template
     return tokenizer
@@ -81,7 +97,9 @@ class Script:
         self.prompts.append(list(prompt_ids))
         ids = self.answers.pop(0)[: sampling_params["max_tokens"]]
         log_probs = [-0.5 - i for i in range(len(ids))]
-        return SimpleNamespace(token_ids=ids, log_probs=log_probs, stop_reason="completed", extra_fields={})
+        return SimpleNamespace(
+            token_ids=ids, log_probs=log_probs, stop_reason="completed", extra_fields={}
+        )
 
 
 class World:
@@ -101,7 +119,12 @@ class World:
 
 
 def policy_of(script, tokenizer, **changes) -> inference.Policy:
-    defaults = {"max_prompt_length": 4000, "max_response_length": 20000, "max_turns": None, "max_tool_chars": 4096}
+    defaults = {
+        "max_prompt_length": 4000,
+        "max_response_length": 20000,
+        "max_turns": None,
+        "max_tool_chars": 4096,
+    }
     settings = {**defaults, "tool_format": "hermes", "deadline_s": 5.0, **changes}
     return inference.Policy(script, tokenizer, {tokenizer.eos_token_id}, **settings)
 
@@ -144,10 +167,14 @@ def test_an_episode_is_what_was_sampled_and_what_was_observed(family, seed):
         calls = [call(json.dumps({"q": words(0, 9)})) for _ in range(rng.randint(1, 3))]
         thought = f"<think>{words(0, 20)}</think>" if rng.random() < 0.5 else ""
         said.append(
-            tokenizer.encode(thought + words(0, 20).replace("<", "") + "".join(calls), add_special_tokens=False)
+            tokenizer.encode(
+                thought + words(0, 20).replace("<", "") + "".join(calls), add_special_tokens=False
+            )
         )
         heard.append([words(0, 60) for _ in calls])
-    said.append(rng.choices(range(256), k=rng.randint(0, 30)))  # bytes at random: no text would encode to them
+    said.append(
+        rng.choices(range(256), k=rng.randint(0, 30))
+    )  # bytes at random: no text would encode to them
     said = [ids + [stop] for ids in said]
 
     script, world = Script(said), World([text for texts in heard for text in texts])
@@ -162,7 +189,9 @@ def test_an_episode_is_what_was_sampled_and_what_was_observed(family, seed):
         assert episode.log_probs[begin:end] == [-0.5 - i for i in range(end - begin)]
     assert sum(episode.response_mask) == sum(map(len, said))
     assert len(episode.response_ids) == len(episode.response_mask) == len(episode.log_probs)
-    for (_, end, _), (begin, _, _), texts in zip(episode.turns, episode.turns[1:], heard, strict=False):
+    for (_, end, _), (begin, _, _), texts in zip(
+        episode.turns, episode.turns[1:], heard, strict=False
+    ):
         observed = tokenizer.decode(episode.response_ids[end:begin], skip_special_tokens=False)
         position = 0
         for text in texts:  # in order, each once
@@ -179,7 +208,12 @@ def test_a_conversation_reads_as_the_template_writes_it():
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
     task, tool_text = task_of(tokenizer), '{"found": "it"}'
     said = ["I will look." + call(), "Here it is."]
-    script = Script([tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id] for text in said])
+    script = Script(
+        [
+            tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
+            for text in said
+        ]
+    )
     episode = play(task, World([tool_text]), policy_of(script, tokenizer))
     conversation = [
         *task.messages,
@@ -188,16 +222,25 @@ def test_a_conversation_reads_as_the_template_writes_it():
         {"role": "assistant", "content": said[1]},
     ]
     expected = tokenizer.apply_chat_template(conversation, tools=task.tools, tokenize=False)
-    assert tokenizer.decode(episode.prompt_ids + episode.response_ids) == expected.removesuffix("\n")
+    assert tokenizer.decode(episode.prompt_ids + episode.response_ids) == expected.removesuffix(
+        "\n"
+    )
 
 
 def one_turn_each(texts, tokenizer):
-    return Script([tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id] for text in texts])
+    return Script(
+        [
+            tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
+            for text in texts
+        ]
+    )
 
 
 def test_the_verifier_sees_every_item_in_order():
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
-    script = one_turn_each(["<think>hm</think>Wait." + call() + call('{"a": 1}'), call(), "done"], tokenizer)
+    script = one_turn_each(
+        ["<think>hm</think>Wait." + call() + call('{"a": 1}'), call(), "done"], tokenizer
+    )
     world = World(["one", "two", "three"])
     episode = play(task_of(tokenizer), world, policy_of(script, tokenizer))
     output = world.verified["output"]
@@ -210,11 +253,18 @@ def test_the_verifier_sees_every_item_in_order():
     ]
     assert [item["output"] for item in output if "output" in item] == ["one", "two", "three"]
     assert output[0]["summary"][0]["text"] == "hm" and output[1]["content"][0]["text"] == "Wait."
-    assert [item["arguments"] for item in output if item["type"] == "function_call"] == ["{}", '{"a": 1}', "{}"]
+    assert [item["arguments"] for item in output if item["type"] == "function_call"] == [
+        "{}",
+        '{"a": 1}',
+        "{}",
+    ]
     calls = [item["call_id"] for item in output if item["type"] == "function_call"]
     assert calls == [item["call_id"] for item in output if item["type"] == "function_call_output"]
     assert episode.response == "done" and episode.reward_components == {"a": 1.0}
-    assert episode.transcript == 'Wait. look_up({}) look_up({"a": 1}) => one => two look_up({}) => three done'
+    assert (
+        episode.transcript
+        == 'Wait. look_up({}) look_up({"a": 1}) => one => two look_up({}) => three done'
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,23 +285,33 @@ def test_limits(changes, ended, turns):
     assert episode.response_mask[-1] == 1  # nothing observed hangs on the end
     assert len(episode.response_ids) <= changes.get("max_response_length", 20000)
     outputs = [item for item in world.verified["output"] if item["type"] == "function_call_output"]
-    assert len(outputs) == min(turns, 3)  # calls made in the last turn were run, as Gym's agent does
+    assert len(outputs) == min(
+        turns, 3
+    )  # calls made in the last turn were run, as Gym's agent does
 
 
 def test_a_turn_cut_off_runs_no_tools():
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
     world = World([])
-    script = Script([tokenizer.encode(call(), add_special_tokens=False)])  # the call is whole, the stop token missing
+    script = Script(
+        [tokenizer.encode(call(), add_special_tokens=False)]
+    )  # the call is whole, the stop token missing
     episode = play(task_of(tokenizer), world, policy_of(script, tokenizer))
-    assert episode.ended == "length" and [i["type"] for i in world.verified["output"]] == ["function_call"]
+    assert episode.ended == "length" and [i["type"] for i in world.verified["output"]] == [
+        "function_call"
+    ]
 
 
 def test_a_call_is_the_answer_where_no_tool_has_a_route():
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
     world = World([])
     world.executable = set()
-    episode = play(task_of(tokenizer), world, policy_of(one_turn_each([call()], tokenizer), tokenizer))
-    assert episode.ended == "stop" and [i["type"] for i in world.verified["output"]] == ["function_call"]
+    episode = play(
+        task_of(tokenizer), world, policy_of(one_turn_each([call()], tokenizer), tokenizer)
+    )
+    assert episode.ended == "stop" and [i["type"] for i in world.verified["output"]] == [
+        "function_call"
+    ]
 
 
 def test_a_long_tool_answer_is_cut_for_the_model_and_whole_for_the_verifier():
@@ -259,7 +319,9 @@ def test_a_long_tool_answer_is_cut_for_the_model_and_whole_for_the_verifier():
     answer = "a" * 500 + "b" * 500
     world = World([answer])
     episode = play(
-        task_of(tokenizer), world, policy_of(one_turn_each([call(), "ok"], tokenizer), tokenizer, max_tool_chars=100)
+        task_of(tokenizer),
+        world,
+        policy_of(one_turn_each([call(), "ok"], tokenizer), tokenizer, max_tool_chars=100),
     )
     seen = tokenizer.decode(episode.response_ids)
     assert "a" * 50 + "\n... 900 characters ...\n" + "b" * 50 in seen and "a" * 51 not in seen
@@ -278,7 +340,9 @@ class Game:
         self.bodies.append(response["output"])
         self.left -= 1
         done = self.left == 0
-        return gym_client.Turn(None if done else "Next?", 0.5, done and self.how, done and not self.how)
+        return gym_client.Turn(
+            None if done else "Next?", 0.5, done and self.how, done and not self.how
+        )
 
 
 @pytest.mark.parametrize(
@@ -296,7 +360,9 @@ def test_rewards_of_steps_are_summed(steps, terminated, changes, ended, reward):
     script, game = one_turn_each(["move"] * 9, tokenizer), Game(steps, terminated=terminated)
     episode = play(task_of(tokenizer, tools=False), game, policy_of(script, tokenizer, **changes))
     assert (episode.ended, episode.reward) == (ended, reward)
-    assert tokenizer.decode(episode.prompt_ids).endswith("user\nYour move.<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.decode(episode.prompt_ids).endswith(
+        "user\nYour move.<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert all(len(items) == 1 for items in game.bodies)  # a step tells of its own turn only
 
 
@@ -312,7 +378,9 @@ def test_an_empty_row_that_nobody_adds_to_is_a_failure():
     "more", ["{{ loop.length }}", "{% if loop.length > 2 %}{{ raise_exception('no') }}{% endif %}"]
 )
 def test_a_template_that_cannot_go_on_is_a_failure(more):
-    tokenizer = bytes_tokenizer("{% for m in messages %}" + more + "{{ m.content }}{% endfor %}", "<|im_end|>")
+    tokenizer = bytes_tokenizer(
+        "{% for m in messages %}" + more + "{{ m.content }}{% endfor %}", "<|im_end|>"
+    )
     with pytest.raises(gym_client.GymError) as caught:
         chat.observed_ids([{"role": "user", "content": "x"}], tokenizer, {tokenizer.eos_token_id})
     assert caught.value.reason == "template"
@@ -334,15 +402,25 @@ class Recorder(Script):
 
 
 def encoded(texts, tokenizer) -> list[list[int]]:
-    return [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts]
+    return [
+        [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        for text in texts
+    ]
 
 
 def test_later_turns_have_the_room_that_is_left():
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
     script = Recorder(encoded([call(), "y" * 400], tokenizer))
-    episode = play(task_of(tokenizer), World(["x" * 60]), policy_of(script, tokenizer, max_response_length=250))
-    assert len(episode.turns) == 2 and len(episode.response_ids) == 250 and episode.ended == "length"
-    assert [params["max_tokens"] for _, params in script.requests] == [250, 250 - episode.turns[1][0]]
+    episode = play(
+        task_of(tokenizer), World(["x" * 60]), policy_of(script, tokenizer, max_response_length=250)
+    )
+    assert (
+        len(episode.turns) == 2 and len(episode.response_ids) == 250 and episode.ended == "length"
+    )
+    assert [params["max_tokens"] for _, params in script.requests] == [
+        250,
+        250 - episode.turns[1][0],
+    ]
 
 
 @pytest.mark.parametrize(("room", "turns"), [(1, 2), (0, 1)])
@@ -351,7 +429,11 @@ def test_an_observation_must_leave_room_for_an_answer(room, turns):
 
     def conversation(limit):
         script = Script(encoded([call(), "y" * 9], tokenizer))
-        return play(task_of(tokenizer), World(["x" * 60]), policy_of(script, tokenizer, max_response_length=limit))
+        return play(
+            task_of(tokenizer),
+            World(["x" * 60]),
+            policy_of(script, tokenizer, max_response_length=limit),
+        )
 
     whole = conversation(20000)
     begin, _, _ = whole.turns[1]
@@ -380,7 +462,9 @@ def test_calls_are_run_in_order_with_their_names_and_arguments():
     world.call_tool = call_tool
     said = [call('{"a": 1}') + call('{"b": 2}', "other"), "done"]
     task = task_of(tokenizer)
-    task.tools.append({"type": "function", "function": {**task.tools[0]["function"], "name": "other"}})
+    task.tools.append(
+        {"type": "function", "function": {**task.tools[0]["function"], "name": "other"}}
+    )
     episode = play(task, world, policy_of(one_turn_each(said, tokenizer), tokenizer))
     assert asked == [("look_up", '{"a": 1}'), ("other", '{"b": 2}')]
     first, second, one, two, _ = episode.output
@@ -395,12 +479,16 @@ def test_a_step_answers_calls_and_observes_in_order():
         async def step(self, response):
             turn = await super().step(response)
             answered = [{"call_id": f"c{self.left}", "output": f"seen {self.left}"}]
-            return dataclasses.replace(turn, observation="Look." if self.left == 2 else None, tool_outputs=answered)
+            return dataclasses.replace(
+                turn, observation="Look." if self.left == 2 else None, tool_outputs=answered
+            )
 
     script = one_turn_each(["a", "b", "c"], tokenizer)
     episode = play(task_of(tokenizer, tools=False), Tools(3), policy_of(script, tokenizer))
     said = [item for item in episode.output if item.get("role") != "assistant"]
-    assert [(item["type"], item.get("call_id"), item.get("output")) for item in (said[0], said[2])] == [
+    assert [
+        (item["type"], item.get("call_id"), item.get("output")) for item in (said[0], said[2])
+    ] == [
         ("function_call_output", "c2", "seen 2"),
         ("function_call_output", "c1", "seen 1"),
     ]
@@ -421,7 +509,9 @@ def test_a_prompt_that_an_observation_makes_too_long_fails_by_name(over, fails):
     if not fails:
         assert len(play(task, Game(1), policy).prompt_ids) == length
         return
-    with pytest.raises(gym_client.GymError, match=f"{length} tokens .* data.max_prompt_length={length - 1}") as caught:
+    with pytest.raises(
+        gym_client.GymError, match=f"{length} tokens .* data.max_prompt_length={length - 1}"
+    ) as caught:
         play(task, Game(1), policy)
     assert caught.value.reason == "prompt_too_long" and not script.prompts
 
@@ -430,9 +520,14 @@ def test_a_task_without_ids_is_encoded_and_one_with_ids_is_taken_as_it_is():
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
     task = task_of(tokenizer)
     without = dataclasses.replace(task, prompt_ids=[])
-    assert play(without, World([]), policy_of(one_turn_each(["a"], tokenizer), tokenizer)).prompt_ids == task.prompt_ids
+    assert (
+        play(without, World([]), policy_of(one_turn_each(["a"], tokenizer), tokenizer)).prompt_ids
+        == task.prompt_ids
+    )
     given = dataclasses.replace(task, prompt_ids=[7, 8])
-    assert play(given, World([]), policy_of(one_turn_each(["a"], tokenizer), tokenizer)).prompt_ids == [7, 8]
+    assert play(
+        given, World([]), policy_of(one_turn_each(["a"], tokenizer), tokenizer)
+    ).prompt_ids == [7, 8]
 
 
 def test_seconds_are_summed_over_turns(monkeypatch):
@@ -443,13 +538,19 @@ def test_seconds_are_summed_over_turns(monkeypatch):
     world = World(["one", "two"])
     episode = play(task_of(tokenizer), world, policy_of(script, tokenizer))
     assert episode.timings == {"generate": 3.0, "tools": 3.0, "verify": 1.0, "verify_call": 0.0}
-    assert world.last_ids[:-1] == tokenizer.encode("done", add_special_tokens=False)  # for verifiers that read ids
+    assert world.last_ids[:-1] == tokenizer.encode(
+        "done", add_special_tokens=False
+    )  # for verifiers that read ids
 
 
 def test_a_step_server_is_not_asked_to_verify():
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
     game = Game(1)
-    episode = play(task_of(tokenizer, tools=False), game, policy_of(one_turn_each(["move"], tokenizer), tokenizer))
+    episode = play(
+        task_of(tokenizer, tools=False),
+        game,
+        policy_of(one_turn_each(["move"], tokenizer), tokenizer),
+    )
     assert "verify" not in episode.timings and episode.reward == 0.5
 
 
@@ -482,7 +583,9 @@ def test_an_agents_episode_is_put_together_from_its_calls():
     inference.replay(episode, {"output": output}, policy_of(None, tokenizer))
     assert episode.prompt_ids == [1, 2] and episode.response_ids == [3, stop, 7, 8, 9, stop]
     assert episode.response_mask == [1, 1, 0, 0, 1, 1] and episode.turns == [(0, 2, 1), (4, 6, 3)]
-    assert episode.ended == "stop" and not any("token_ids" in key for item in episode.output for key in item)
+    assert episode.ended == "stop" and not any(
+        "token_ids" in key for item in episode.output for key in item
+    )
 
 
 @pytest.mark.parametrize(
@@ -523,10 +626,20 @@ def test_a_break_in_an_agents_ids_is_a_failure(calls, reason):
 def test_the_address_starts_the_next_prompt_with_what_was_sampled():
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
     chat_tools = env.render({"responses_create_params": {"input": "x", "tools": [TOOL]}}, "x:1")[1]
-    odd = [200, 201, 202, *tokenizer.encode(call(), add_special_tokens=False), tokenizer.eos_token_id]
+    odd = [
+        200,
+        201,
+        202,
+        *tokenizer.encode(call(), add_special_tokens=False),
+        tokenizer.eos_token_id,
+    ]
     script = Script([odd, [5, tokenizer.eos_token_id]])
     policy = policy_of(script, tokenizer)
-    first = {"messages": [{"role": "user", "content": "Look it up."}], "tools": chat_tools, "temperature": 9}
+    first = {
+        "messages": [{"role": "user", "content": "Look it up."}],
+        "tools": chat_tools,
+        "temperature": 9,
+    }
     status, answer = asyncio.run(openai_server.complete(first, policy))
     said = answer["choices"][0]["message"]
     assert status == 200 and answer["choices"][0]["finish_reason"] == "tool_calls"
@@ -536,8 +649,15 @@ def test_the_address_starts_the_next_prompt_with_what_was_sampled():
     status, answer = asyncio.run(openai_server.complete(second, policy))
     assert status == 200 and answer["choices"][0]["finish_reason"] == "stop"
     prompt = answer["choices"][0]["message"]["prompt_token_ids"]
-    assert prompt == script.prompts[1] and prompt[: len(script.prompts[0]) + len(odd)] == script.prompts[0] + odd
-    assert tokenizer.decode(prompt[len(script.prompts[0]) + len(odd) :]).strip().startswith("<|im_start|>tool\nseen")
+    assert (
+        prompt == script.prompts[1]
+        and prompt[: len(script.prompts[0]) + len(odd)] == script.prompts[0] + odd
+    )
+    assert (
+        tokenizer.decode(prompt[len(script.prompts[0]) + len(odd) :])
+        .strip()
+        .startswith("<|im_start|>tool\nseen")
+    )
 
 
 def test_the_address_refuses_for_good_what_a_parser_cannot_read():
@@ -554,23 +674,33 @@ def test_the_address_refuses_for_good_what_a_parser_cannot_read():
 def test_the_address_says_when_the_context_is_full():
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
     policy = policy_of(Script([]), tokenizer, max_prompt_length=5, max_response_length=5)
-    status, answer = asyncio.run(openai_server.complete({"messages": [{"role": "user", "content": "x" * 50}]}, policy))
+    status, answer = asyncio.run(
+        openai_server.complete({"messages": [{"role": "user", "content": "x" * 50}]}, policy)
+    )
     assert status == 400 and "context length" in answer["error"]["message"]
 
 
 def test_every_tool_of_gyms_examples_suits_the_parser():
     """vLLM's parsers are handed the row's tools, in vLLM's own schema."""
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
-    said = tokenizer.encode("<tool_call>{broken</tool_call> and " + call(), add_special_tokens=False)
+    said = tokenizer.encode(
+        "<tool_call>{broken</tool_call> and " + call(), add_special_tokens=False
+    )
     rows = 0
     for path in gym_examples():
         for where, text in env.raw_rows(path):
             with contextlib.suppress(env.DataError):  # tests/test_env.py has which
                 tools = env.render(env.parse_row(text, where), where)[1]
                 if tools:
-                    thought, text, calls = asyncio.run(chat.understand(policy_of(None, tokenizer), said, tools))
-                    assert not thought and "broken" in text and not calls  # what cannot be read is text
-                    calls = asyncio.run(chat.understand(policy_of(None, tokenizer), said[31:], tools))[2]
+                    thought, text, calls = asyncio.run(
+                        chat.understand(policy_of(None, tokenizer), said, tools)
+                    )
+                    assert (
+                        not thought and "broken" in text and not calls
+                    )  # what cannot be read is text
+                    calls = asyncio.run(
+                        chat.understand(policy_of(None, tokenizer), said[31:], tools)
+                    )[2]
                     assert [c["name"] for c in calls] == ["look_up"]
                     rows += 1
     assert rows > 50

@@ -84,7 +84,11 @@ class RecordingGroup:
 def recipe(workspace) -> DictConfig:
     """The tiny recipe on two ranks: 4 prompts a batch, 2 a mini-batch, 2 epochs."""
     changes = ["data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=2"]
-    changes += ["actor_rollout_ref.rollout.n=2", "trainer.n_gpus_per_node=2", f"{ACTOR}.data_loader_seed=7"]
+    changes += [
+        "actor_rollout_ref.rollout.n=2",
+        "trainer.n_gpus_per_node=2",
+        f"{ACTOR}.data_loader_seed=7",
+    ]
     return load(workspace, *changes)[0]
 
 
@@ -142,7 +146,11 @@ def shifted(episodes, factor: float) -> list[list[float]]:
 
 def close(found: torch.Tensor, expected: Any) -> bool:
     expected = torch.as_tensor(expected, dtype=torch.float32)
-    return found.dtype == torch.float32 and found.shape == expected.shape and torch.allclose(found, expected, atol=1e-6)
+    return (
+        found.dtype == torch.float32
+        and found.shape == expected.shape
+        and torch.allclose(found, expected, atol=1e-6)
+    )
 
 
 # --- batches -------------------------------------------------------------------------------------
@@ -150,10 +158,15 @@ def close(found: torch.Tensor, expected: Any) -> bool:
 
 def test_a_turns_reward_sits_on_its_last_token_and_the_rest_on_the_response():
     turns = [(0, 2, 1), (3, 5, 3)]
-    paid = said([5, 6], [1, 2, 9, 3, 4, 8], [1, 1, 0, 1, 1, 0], turns, reward=1.0, turn_rewards=[0.25, 0.5])
+    paid = said(
+        [5, 6], [1, 2, 9, 3, 4, 8], [1, 1, 0, 1, 1, 0], turns, reward=1.0, turn_rewards=[0.25, 0.5]
+    )
     unpaid = said([5], [1, 9, 2], [1, 0, 1], [(0, 1, 1), (2, 3, 3)], reward=0.5)
     batch = to_batch([paid, unpaid]).batch
-    assert batch["token_level_scores"].tolist() == [[0, 0.25, 0, 0, 0.5, 0.25], [0, 0, 0.5, 0, 0, 0]]
+    assert batch["token_level_scores"].tolist() == [
+        [0, 0.25, 0, 0, 0.5, 0.25],
+        [0, 0, 0.5, 0, 0, 0],
+    ]
     assert batch["turn"].tolist() == [[0, 0, -1, 1, 1, -1], [0, -1, 1, -1, -1, -1]]
     assert batch["token_level_scores"].dtype == torch.float32
 
@@ -187,9 +200,15 @@ def test_ranks_that_hold_one_model_together_count_once(recipe):
     """Three nodes of two GPUs, the critic on one of its own per node, a sequence cut over two."""
     config = changed(recipe, "trainer.nnodes=3", "trainer.resource_pools.critic=4")
     assert (training.world_size(config), training.world_size(config, "critic")) == (6, 12)
-    assert (training.data_parallel_size(config), training.data_parallel_size(config, "critic")) == (6, 12)
+    assert (training.data_parallel_size(config), training.data_parallel_size(config, "critic")) == (
+        6,
+        12,
+    )
     config = changed(config, f"{ACTOR}.ulysses_sequence_parallel_size=2")
-    assert (training.data_parallel_size(config), training.data_parallel_size(config, "critic")) == (3, 6)
+    assert (training.data_parallel_size(config), training.data_parallel_size(config, "critic")) == (
+        3,
+        6,
+    )
 
 
 # --- forward passes ------------------------------------------------------------------------------
@@ -241,7 +260,9 @@ def test_the_pass_before_the_update_measures_what_the_workers_say(recipe):
     batch = to_batch(made)
     found = training.old_log_probs(actor, batch, recipe)
     assert close(batch.batch["old_log_probs"], shifted(made, -0.01))
-    entropies = [row for i, row in enumerate(shifted(made, 0.02)) if i != 3]  # the fourth row's mask is 0
+    entropies = [
+        row for i, row in enumerate(shifted(made, 0.02)) if i != 3
+    ]  # the fourth row's mask is 0
     assert found["actor/entropy"] == pytest.approx(sum(map(sum, entropies)) / 13)
 
 
@@ -256,7 +277,9 @@ def test_the_pass_before_the_update_measures_what_the_workers_say(recipe):
 def test_the_reference_is_the_teacher_the_frozen_model_or_the_actor_without_its_adapter(
     recipe, lora_rank, apart, method, adapter
 ):
-    config = changed(recipe, f"actor_rollout_ref.model.lora_rank={lora_rank}", "trainer.resource_pools.ref=1")
+    config = changed(
+        recipe, f"actor_rollout_ref.model.lora_rank={lora_rank}", "trainer.resource_pools.ref=1"
+    )
     made, actor, ref = seven(), RecordingGroup(), RecordingGroup()
     workers = training.Workers(actor, None, None, ref if apart else None)
     found = training.ref_log_probs(workers, to_batch(made), config)
@@ -344,7 +367,9 @@ def credited(config, *changes, groups="aabb", rewards=(1.0, 0.0, 0.5, 0.25)) -> 
 
 
 def test_gae_discounts_by_gamma_and_averages_by_lambda(recipe):
-    found = credited(recipe, "algorithm.adv_estimator=gae", "algorithm.gamma=0.9", "algorithm.lam=0.5")
+    found = credited(
+        recipe, "algorithm.adv_estimator=gae", "algorithm.gamma=0.9", "algorithm.lam=0.5"
+    )
     expected = []
     for reward in (2.0, 0.0, 1.0, 0.5):
         last = reward - 0.4
@@ -376,7 +401,9 @@ def test_an_estimator_of_the_recipe_gets_what_it_names(recipe, monkeypatch, weig
         return token_level_rewards + 1, token_level_rewards + 2
 
     monkeypatch.setitem(ADV_ESTIMATOR_REGISTRY, "mine.py:f", mine)
-    config = changed(recipe, "algorithm.adv_estimator=mine.py:f", "algorithm.gamma=0.9", "algorithm.lam=0.5")
+    config = changed(
+        recipe, "algorithm.adv_estimator=mine.py:f", "algorithm.gamma=0.9", "algorithm.lam=0.5"
+    )
     batch = to_batch([said([5], [7], group="a"), said([5], [7], group="b")])
     batch.batch["token_level_rewards"] = torch.tensor([[0.25], [0.5]])
     batch.batch["values"] = torch.tensor([[0.1], [0.2]])
@@ -386,8 +413,14 @@ def test_an_estimator_of_the_recipe_gets_what_it_names(recipe, monkeypatch, weig
     assert (given["gamma"], given["lam"], list(given["index"])) == (0.9, 0.5, ["a", "b"])
     assert given["config"] == config.algorithm
     assert close(given["values"], [[0.1], [0.2]])
-    assert close(given["rollout_is_weights"], [[3.0], [4.0]]) if weighed else given["rollout_is_weights"] is None
-    assert close(batch.batch["advantages"], [[1.25], [1.5]]) and close(batch.batch["returns"], [[2.25], [2.5]])
+    assert (
+        close(given["rollout_is_weights"], [[3.0], [4.0]])
+        if weighed
+        else given["rollout_is_weights"] is None
+    )
+    assert close(batch.batch["advantages"], [[1.25], [1.5]]) and close(
+        batch.batch["returns"], [[2.25], [2.5]]
+    )
 
 
 def test_metrics_of_a_step_are_per_gpu_and_of_its_critic(recipe):
@@ -411,7 +444,10 @@ def test_metrics_of_a_step_are_per_gpu_and_of_its_critic(recipe):
 
 def test_an_update_gets_each_live_row_once_in_whole_mini_batches(recipe):
     """Six live rows of seven on 2 ranks in 2 mini-batches: two rows of filling, which count for nothing."""
-    made, actor = seven(), RecordingGroup({"pg_loss": [1.0, 3.0], "actor/grad_norm": [2.0], "mfu": [0.5]})
+    made, actor = (
+        seven(),
+        RecordingGroup({"pg_loss": [1.0, 3.0], "actor/grad_norm": [2.0], "mfu": [0.5]}),
+    )
     batch = ready(made)
     before = {name: tensor.clone() for name, tensor in batch.batch.items()}
     found = training.update_actor(actor, batch, recipe)
@@ -429,9 +465,13 @@ def test_an_update_gets_each_live_row_once_in_whole_mini_batches(recipe):
         assert mask.tolist() == [1] * live + [0] * (4 - live)
         assert set(advantage.tolist()) == {float(place)}
     assert not {"turn", "token_level_scores", "token_level_rewards"} & set(data.keys())
-    assert close(data["rollout_log_probs"], batch.batch["rollout_log_probs"][[max(p - 1, 0) for p in places]])
+    assert close(
+        data["rollout_log_probs"], batch.batch["rollout_log_probs"][[max(p - 1, 0) for p in places]]
+    )
     assert close(data["old_log_probs"], [[-0.25] * 4] * 8)
-    assert all(torch.equal(batch.batch[name], tensor) for name, tensor in before.items())  # filling is of a copy
+    assert all(
+        torch.equal(batch.batch[name], tensor) for name, tensor in before.items()
+    )  # filling is of a copy
 
 
 def test_a_mini_batch_holds_rows_of_every_part_of_the_batch(recipe):
@@ -449,13 +489,18 @@ def test_a_mini_batch_holds_rows_of_every_part_of_the_batch(recipe):
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_an_update_is_asked_for_as_the_recipe_says(recipe, shuffle):
     actor = RecordingGroup()
-    training.update_actor(actor, ready(seven()), changed(recipe, f"{ACTOR}.shuffle={str(shuffle).lower()}"))
+    training.update_actor(
+        actor, ready(seven()), changed(recipe, f"{ACTOR}.shuffle={str(shuffle).lower()}")
+    )
     data = actor.data
     assert tu.get(data, "mini_batch_size") == 4 and tu.get(data, "global_batch_size") == 3.5
     assert tu.get(data, "epochs") == 2 and tu.get(data, "seed") == 7
     assert tu.get(data, "dataloader_kwargs") == {"shuffle": shuffle}
     assert tu.get(data, "compute_loss") is True and tu.get(data, "temperature") == 0.7
-    assert tu.get(data, "distillation_use_topk") is False and tu.get(data, "distillation_only") is False
+    assert (
+        tu.get(data, "distillation_use_topk") is False
+        and tu.get(data, "distillation_only") is False
+    )
 
 
 @pytest.mark.parametrize(
@@ -464,16 +509,23 @@ def test_an_update_is_asked_for_as_the_recipe_says(recipe, shuffle):
         ([], False),
         ([f"{ACTOR}.entropy_coeff=0.1"], True),
         ([f"{ACTOR}.calculate_entropy=true"], True),
-        ([f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.ppo_epochs=1"], True),  # the pass that gives old log-probs
+        (
+            [f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.ppo_epochs=1"],
+            True,
+        ),  # the pass that gives old log-probs
     ],
 )
 def test_the_entropy_is_computed_where_something_reads_it(recipe, changes, entropy):
     actor = RecordingGroup()
-    training.update_actor(actor, ready(seven()), changed(recipe, f"{ACTOR}.calculate_entropy=false", *changes))
+    training.update_actor(
+        actor, ready(seven()), changed(recipe, f"{ACTOR}.calculate_entropy=false", *changes)
+    )
     assert tu.get(actor.data, "calculate_entropy") is entropy
 
 
-@pytest.mark.parametrize(("rows", "mini_batches", "per_mini_batch"), [(7, 2, 4), (4, 1, 4), (2, 1, 2)])
+@pytest.mark.parametrize(
+    ("rows", "mini_batches", "per_mini_batch"), [(7, 2, 4), (4, 1, 4), (2, 1, 2)]
+)
 def test_a_small_batch_is_cut_into_fewer_mini_batches(recipe, rows, mini_batches, per_mini_batch):
     """Each rank has a row of each mini-batch: 6, 3 and 2 live rows on 2 ranks."""
     actor = RecordingGroup()
@@ -501,10 +553,15 @@ def test_the_critic_learns_by_its_own_settings_on_its_own_ranks(recipe):
     found = training.update_critic(critic, ready(seven()), config)
     assert found == {"critic/vf_loss": 0.75, "critic/lr": 0.1}
     [(method, data)] = critic.calls
-    assert method == "train_mini_batch" and len(data) == 8  # 6 live rows on 4 ranks, in one mini-batch
+    assert (
+        method == "train_mini_batch" and len(data) == 8
+    )  # 6 live rows on 4 ranks, in one mini-batch
     assert tu.get(data, "mini_batch_size") == 8 and tu.get(data, "global_batch_size") == 7
     assert tu.get(data, "epochs") == 3 and tu.get(data, "seed") == 9
-    assert tu.get(data, "dataloader_kwargs") == {"shuffle": True} and tu.get(data, "compute_loss") is True
+    assert (
+        tu.get(data, "dataloader_kwargs") == {"shuffle": True}
+        and tu.get(data, "compute_loss") is True
+    )
 
 
 def test_utilisation_is_a_metric_of_devices_whose_peak_is_known(recipe):
@@ -512,12 +569,16 @@ def test_utilisation_is_a_metric_of_devices_whose_peak_is_known(recipe):
     actor, critic = RecordingGroup({"mfu": [0.25, 0.75]}), RecordingGroup({"mfu": [0.5]})
     assert training.update_actor(actor, ready(seven()), config) == {"perf/mfu/actor": 0.5}
     assert training.update_critic(critic, ready(seven()), config) == {"perf/mfu/critic": 0.5}
-    assert training.update_actor(RecordingGroup({"lr": [0.5]}), ready(seven()), config) == {"actor/lr": 0.5}
+    assert training.update_actor(RecordingGroup({"lr": [0.5]}), ready(seven()), config) == {
+        "actor/lr": 0.5
+    }
 
 
 def test_images_go_with_their_rows(recipe):
     batch, actor = ready(seven()), RecordingGroup()
-    batch.non_tensor_batch["multi_modal_inputs"] = np.array([{"pixels": i} for i in range(7)], dtype=object)
+    batch.non_tensor_batch["multi_modal_inputs"] = np.array(
+        [{"pixels": i} for i in range(7)], dtype=object
+    )
     training.update_actor(actor, batch, recipe)
     images = [image["pixels"] for image in tu.get(actor.data, "multi_modal_inputs")]
     assert images == [max(place - 1, 0) for place in actor.data["row"].tolist()]
@@ -535,7 +596,9 @@ def test_fine_tuning_takes_one_step_on_the_tokens_of_the_response(recipe):
     assert tu.get(data, "global_batch_size") == 7
     assert tu.get(data, "calculate_entropy") is False and tu.get(data, "compute_loss") is True
     assert tu.get(data, "distillation_use_topk") is False
-    for place, mask, ids in zip(data["row"].tolist(), rows_of(data, "loss_mask"), rows_of(data), strict=True):
+    for place, mask, ids in zip(
+        data["row"].tolist(), rows_of(data, "loss_mask"), rows_of(data), strict=True
+    ):
         e = made[place - 1]
         assert mask == [0] * len(e.prompt_ids) + e.response_mask and len(mask) == len(ids)
     assert recipe.actor_rollout_ref.actor.ppo_epochs == 2  # the recipe stays as it is
@@ -572,7 +635,9 @@ def test_what_needs_old_log_probs_before_the_update_has_a_pass_for_them(recipe, 
 
 
 @pytest.mark.parametrize(("name", "one_pass"), [("sum_pi_squared", False), ("response_mask", True)])
-def test_an_estimator_of_squared_probabilities_alone_has_a_pass_for_them(recipe, tmp_path, name, one_pass):
+def test_an_estimator_of_squared_probabilities_alone_has_a_pass_for_them(
+    recipe, tmp_path, name, one_pass
+):
     """verl's estimators that read them read the old log-probs, too; one of the recipe need not."""
     file = tmp_path / "mine.py"
     file.write_text(f"def f({name}):\n    return {name}, {name}\n")
@@ -585,9 +650,19 @@ def test_the_updates_own_pass_gives_old_log_probs_in_the_order_of_the_batch(reci
     config = changed(recipe, *ONE_PASS)
     batch = ready([said([5], [7, 8]), said([5], [7]), said([5], [7, 8])])
     del batch.batch["old_log_probs"]
-    first = (torch.tensor([3, 0]), torch.tensor([[-3.0, -3.5], [-9.0, -9.0]]), torch.tensor([[0.3, 0.4], [9.0, 9.0]]))
-    second = (torch.tensor([2, 1]), torch.tensor([[-2.0, 0.0], [-1.0, -1.5]]), torch.tensor([[0.5, 0.0], [0.1, 0.2]]))
-    found = training.update_actor(RecordingGroup({training.PASS: [first, second], "loss": [1.0]}), batch, config)
+    first = (
+        torch.tensor([3, 0]),
+        torch.tensor([[-3.0, -3.5], [-9.0, -9.0]]),
+        torch.tensor([[0.3, 0.4], [9.0, 9.0]]),
+    )
+    second = (
+        torch.tensor([2, 1]),
+        torch.tensor([[-2.0, 0.0], [-1.0, -1.5]]),
+        torch.tensor([[0.5, 0.0], [0.1, 0.2]]),
+    )
+    found = training.update_actor(
+        RecordingGroup({training.PASS: [first, second], "loss": [1.0]}), batch, config
+    )
     assert close(batch.batch["old_log_probs"], [[-1.0, -1.5], [-2.0, 0.0], [-3.0, -3.5]])
     assert found["actor/entropy"] == pytest.approx((0.1 + 0.2 + 0.5 + 0.3 + 0.4) / 5)
     apart = np.exp(-0.5) - np.exp([-1.0, -1.5, -2.0, -3.0, -3.5])
@@ -600,14 +675,18 @@ def test_the_updates_own_pass_gives_old_log_probs_in_the_order_of_the_batch(reci
 def test_old_log_probs_that_are_there_already_stay(recipe):
     batch = ready([said([5], [7])])
     passed = (torch.tensor([1]), torch.tensor([[-3.0]]), torch.tensor([[0.3]]))
-    found = training.update_actor(RecordingGroup({training.PASS: [passed]}), batch, changed(recipe, *ONE_PASS))
+    found = training.update_actor(
+        RecordingGroup({training.PASS: [passed]}), batch, changed(recipe, *ONE_PASS)
+    )
     assert close(batch.batch["old_log_probs"], [[-0.25]]) and found == {}
 
 
 def test_an_update_without_its_own_pass_measures_nothing(recipe):
     batch = ready([said([5], [7])])
     del batch.batch["old_log_probs"]
-    assert training.update_actor(RecordingGroup({"loss": [1.0]}), batch, recipe) == {"actor/loss": 1.0}
+    assert training.update_actor(RecordingGroup({"loss": [1.0]}), batch, recipe) == {
+        "actor/loss": 1.0
+    }
 
 
 @pytest.mark.parametrize(("computes", "coefficient"), [(False, 0.0), (True, 0.0), (False, 0.1)])
@@ -620,21 +699,34 @@ def test_the_loss_of_one_pass_takes_its_own_log_probs_as_the_old_ones(computes, 
     given = {}
     for name in ("log_probs", "entropy"):
         numbers = (FACTORS[name] * data["input_ids"].values().double()).requires_grad_()
-        given[name] = torch.nested.nested_tensor_from_jagged(numbers, offsets=data["input_ids"].offsets())
+        given[name] = torch.nested.nested_tensor_from_jagged(
+            numbers, offsets=data["input_ids"].offsets()
+        )
     seen = {}
 
     def loss(config, model_output, data, dp_group):
-        seen.update(output=set(model_output), old=data["old_log_probs"], config=config, group=dp_group)
+        seen.update(
+            output=set(model_output), old=data["old_log_probs"], config=config, group=dp_group
+        )
         return "loss", {"pg_loss": 1.0}
 
     config = SimpleNamespace(calculate_entropy=computes, entropy_coeff=coefficient)
     result, metrics = training._one_pass_loss(loss, config, given, data, "ranks")
     rows, log_probs, entropy = metrics.pop(training.PASS)
-    assert result == "loss" and metrics == {"pg_loss": 1.0} and seen["config"] is config and seen["group"] == "ranks"
+    assert (
+        result == "loss"
+        and metrics == {"pg_loss": 1.0}
+        and seen["config"] is config
+        and seen["group"] == "ranks"
+    )
     assert rows.tolist() == [2, 0] and not log_probs.requires_grad and not seen["old"].requires_grad
-    assert close(log_probs, [[-0.05, -0.07], [-0.06, 0.0]]) and close(entropy, [[0.1, 0.14], [0.12, 0.0]])
+    assert close(log_probs, [[-0.05, -0.07], [-0.06, 0.0]]) and close(
+        entropy, [[0.1, 0.14], [0.12, 0.0]]
+    )
     assert close(seen["old"].float(), [[-7.0] * 2] * 2 if known else log_probs)
-    assert seen["output"] == ({"log_probs", "entropy"} if computes or coefficient else {"log_probs"})
+    assert seen["output"] == (
+        {"log_probs", "entropy"} if computes or coefficient else {"log_probs"}
+    )
 
 
 class Losing:
@@ -648,7 +740,9 @@ class Losing:
 @pytest.mark.parametrize("name", ["gspo", "mine.py:loss"])
 def test_the_actors_loss_is_the_recipes(recipe, monkeypatch, changes, name):
     """A worker that has not heard of a loss of the recipe registers it before it asks verl for it."""
-    config = changed(recipe, *changes, f"{ACTOR}.policy_loss.loss_mode={name}", f"{ACTOR}.clip_ratio=0.3")
+    config = changed(
+        recipe, *changes, f"{ACTOR}.policy_loss.loss_mode={name}", f"{ACTOR}.clip_ratio=0.3"
+    )
     asked = []
 
     def ppo_loss(config, model_output, data, dp_group=None):

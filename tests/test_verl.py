@@ -32,7 +32,11 @@ SGD = [f"actor_rollout_ref.actor.optim.{change}" for change in SGD]
 
 def recipe(workspace, *changes, overlays=()):
     """The tiny recipe with overlays of configs/, merged and checked."""
-    words = tiny(workspace, f"actor_rollout_ref.model.path={workspace / 'untied'}", "data.max_response_length=24")
+    words = tiny(
+        workspace,
+        f"actor_rollout_ref.model.path={workspace / 'untied'}",
+        "data.max_response_length=24",
+    )
     config, _ = load_config([str(CPU), str(RECIPE), *overlays], [*words, *changes])
     return config, recipes.prepare(config)
 
@@ -71,7 +75,9 @@ def weights(workers, folder, name="actor") -> dict[str, torch.Tensor]:
     ranks = sorted(folder.glob("model_world_size_*.pt"))
     shards = [torch.load(file, weights_only=False) for file in ranks]
     plain = [{k: getattr(v, "_local_tensor", v) for k, v in shard.items()} for shard in shards]
-    return {k: torch.cat([shard[k] for shard in plain]).clone() for k in plain[0]}  # FSDP cuts the first dimension
+    return {
+        k: torch.cat([shard[k] for shard in plain]).clone() for k in plain[0]
+    }  # FSDP cuts the first dimension
 
 
 def distance(a, b) -> float:
@@ -93,7 +99,9 @@ def verls_batch(made, order, config):
     prompts = torch.tensor([[1] * (P - len(e.prompt_ids)) + e.prompt_ids for e in rows])  # [B, P]
     responses = right([e.response_ids for e in rows], 1)
     seen = [[0] * (P - len(e.prompt_ids)) + [1] * len(e.prompt_ids) for e in rows]
-    attention = torch.cat([torch.tensor(seen), right([[1] * len(e.response_ids) for e in rows])], dim=1)  # [B, P+R]
+    attention = torch.cat(
+        [torch.tensor(seen), right([[1] * len(e.response_ids) for e in rows])], dim=1
+    )  # [B, P+R]
     scores = torch.zeros(len(rows), R)
     for row, e in zip(scores, rows, strict=True):
         row[len(e.response_ids) - 1] = e.reward
@@ -110,7 +118,9 @@ def verls_batch(made, order, config):
     }
     uid = np.array([e.group_id for e in rows], dtype=object)
     meta = {"temperature": 1.0, "global_token_num": attention.sum(dim=1).tolist()}
-    return training.DataProto(batch=TensorDict(tensors, len(rows)), non_tensor_batch={"uid": uid}, meta_info=meta)
+    return training.DataProto(
+        batch=TensorDict(tensors, len(rows)), non_tensor_batch={"uid": uid}, meta_info=meta
+    )
 
 
 def verls_step(made, workers, config):
@@ -139,7 +149,10 @@ def verls_step(made, workers, config):
         batch = batch.union(trainer._compute_ref_log_prob(batch))
     if workers.critic:
         batch = batch.union(trainer._compute_values(batch))
-    settings = {key: config.algorithm[key] for key in ("adv_estimator", "gamma", "lam", "norm_adv_by_std_in_grpo")}
+    settings = {
+        key: config.algorithm[key]
+        for key in ("adv_estimator", "gamma", "lam", "norm_adv_by_std_in_grpo")
+    }
     batch = compute_advantage(batch, config=config.algorithm, **settings)
     metrics = {}
     if workers.critic:
@@ -167,7 +180,9 @@ def our_step(made, workers, config):
 def workers_of(config, stack, values, cuts, name) -> training.Workers:
     """SGD's actor (verl pads to other lengths, and of that rounding AdamW's division by a tiny root mean square would
     make 6e-6), and the session's critic for ppo, as they began, with the recipe's losses."""
-    workers = with_values(stack, values, critic=name == "ppo")._replace(actor=cuts["one rank"][0].actor)
+    workers = with_values(stack, values, critic=name == "ppo")._replace(
+        actor=cuts["one rank"][0].actor
+    )
     training.set_policy_loss(workers.actor, config)
     if workers.critic:
         settings = omega_conf_to_dataclass(config.critic)
@@ -179,11 +194,17 @@ def workers_of(config, stack, values, cuts, name) -> training.Workers:
 def test_a_step_is_verls_own(stack, values, cuts, workspace, tmp_path, name):
     """Same episodes, weights and seed; two mini-batches, KL term, critic, clip-higher as the recipes have them. No
     number of the advantage is at its neutral value."""
-    changes = [*SGD, "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    changes = [
+        *SGD,
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    ]
     changes += ["critic.ppo_mini_batch_size=4", "algorithm.gamma=0.9", "algorithm.lam=0.5"]
     changes += ["algorithm.norm_adv_by_std_in_grpo=false"] if name == "grpo" else []
     config, data = recipe(workspace, *changes, overlays=[name])
-    made, _ = keep(episodes(groups=24), 2, data.filters)  # for dapo: two thirds are left, some masked whole
+    made, _ = keep(
+        episodes(groups=24), 2, data.filters
+    )  # for dapo: two thirds are left, some masked whole
     made = first_groups(made, 8)
     assert len(made) == 32 and all(any(e.response_mask) for e in made) == (name != "dapo")
     for e in made:
@@ -199,11 +220,19 @@ def test_a_step_is_verls_own(stack, values, cuts, workspace, tmp_path, name):
                 getattr(workers, group).load_checkpoint(state)
         before = weights(workers, tmp_path / f"{folder}_before")
         advantages, metrics = step(made, workers, config)
-        after = [weights(workers, tmp_path / f"{folder}_{g}", g) for g in ("actor", "critic") if getattr(workers, g)]
+        after = [
+            weights(workers, tmp_path / f"{folder}_{g}", g)
+            for g in ("actor", "critic")
+            if getattr(workers, g)
+        ]
         results.append((advantages, metrics, before, after))
-    for group in [g for g in ("actor", "critic") if getattr(workers, g)]:  # other tests begin where this one did
+    for group in [
+        g for g in ("actor", "critic") if getattr(workers, g)
+    ]:  # other tests begin where this one did
         getattr(workers, group).load_checkpoint(str(tmp_path / f"start_{group}"))
-    (ours, our_metrics, before, our_weights), (theirs, their_metrics, again, their_weights) = results
+    (ours, our_metrics, before, our_weights), (theirs, their_metrics, again, their_weights) = (
+        results
+    )
     assert distance(before, again) == 0.0 and distance(before, our_weights[0]) > 0.01
     torch.testing.assert_close(ours, theirs[:, : ours.shape[1]], rtol=LOSS, atol=LOSS)
     names = ["actor/pg_loss", "actor/loss", "actor/grad_norm", "actor/pg_clipfrac", "actor/ppo_kl"]
@@ -218,7 +247,9 @@ def test_a_step_is_verls_own(stack, values, cuts, workspace, tmp_path, name):
         assert distance(a, b) < GRADIENT * moved
 
 
-def test_an_update_that_gives_the_old_log_probs_is_that_after_a_pass_for_them(cuts, workspace, tmp_path):
+def test_an_update_that_gives_the_old_log_probs_is_that_after_a_pass_for_them(
+    cuts, workspace, tmp_path
+):
     """One optimiser step a batch: the ratio is 1, so loss, gradient, weights and what is told of it are the same."""
     workers, _ = cuts["one rank"]
     config, _ = recipe(workspace, *SGD, "actor_rollout_ref.rollout.n=4")
@@ -231,14 +262,18 @@ def test_an_update_that_gives_the_old_log_probs_is_that_after_a_pass_for_them(cu
     results = []
     for name in ("two", "one"):
         batch = training.to_batch(made, 1, 1.0)
-        batch.batch["advantages"] = torch.linspace(-1, 1, 31)[:, None] * batch.batch["response_mask"]
+        batch.batch["advantages"] = (
+            torch.linspace(-1, 1, 31)[:, None] * batch.batch["response_mask"]
+        )
         measured = training.old_log_probs(workers.actor, batch, config) if name == "two" else {}
         metrics = measured | training.update_actor(workers.actor, batch, config)
         results.append((batch, metrics, weights(workers, tmp_path / name)))
         workers.actor.load_checkpoint(state)
     (two, metrics_two, weights_two), (one, metrics_one, weights_one) = results
     mask = two.batch["response_mask"].bool()
-    torch.testing.assert_close(one.batch["old_log_probs"][mask], two.batch["old_log_probs"][mask], rtol=LOSS, atol=LOSS)
+    torch.testing.assert_close(
+        one.batch["old_log_probs"][mask], two.batch["old_log_probs"][mask], rtol=LOSS, atol=LOSS
+    )
     names = ["actor/entropy", "actor/pg_loss", "actor/grad_norm", "actor/ppo_kl"]
     names += ["training/rollout_probs_diff_mean", "training/rollout_probs_diff_max"]
     for key in names:
@@ -250,7 +285,13 @@ def test_an_update_that_gives_the_old_log_probs_is_that_after_a_pass_for_them(cu
 
 # --- one batch, cut differently ------------------------------------------------------------------
 
-MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+MODES = [
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-mean-token-mean",
+]
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +305,9 @@ def cuts(stack, workspace):
     for config in with_reference:  # grpo's
         config.actor_rollout_ref.actor.use_kl_loss = True
     with ThreadPoolExecutor() as pool:  # their imports side by side
-        started = dict(zip(variants, zip(pool.map(start, with_reference), configs, strict=True), strict=True))
+        started = dict(
+            zip(variants, zip(pool.map(start, with_reference), configs, strict=True), strict=True)
+        )
     yield started
     for workers, _ in started.values():
         drop(workers)
@@ -290,14 +333,21 @@ def test_the_cut_of_a_batch_changes_nothing(cuts, workspace, tmp_path, mode):
         set_mode(workers, actor)
         batch = training.to_batch(made, 1, 1.0)
         batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        batch.batch["advantages"] = torch.linspace(-1, 1, 31)[:, None] * batch.batch["response_mask"]
+        batch.batch["advantages"] = (
+            torch.linspace(-1, 1, 31)[:, None] * batch.batch["response_mask"]
+        )
         state = str(tmp_path / "start" / name)
         folder = tmp_path / f"{name}_{tokens}"
         workers.actor.save_checkpoint(state, None, 0, None)
         before = weights(workers, folder / "before")
         flags = {"calculate_entropy": False, "compute_loss": True, "max_token_len_per_gpu": tokens}
         metrics = training._update(
-            workers.actor.update_actor, batch, config, config.actor_rollout_ref.actor, "actor", flags
+            workers.actor.update_actor,
+            batch,
+            config,
+            config.actor_rollout_ref.actor,
+            "actor",
+            flags,
         )
         after = weights(workers, folder / "after")
         workers.actor.load_checkpoint(state)
@@ -305,7 +355,9 @@ def test_the_cut_of_a_batch_changes_nothing(cuts, workspace, tmp_path, mode):
         results[name, tokens] = (metrics["actor/loss"], metrics["actor/grad_norm"], gradient)
     loss, norm, gradient = results["one rank", 2048]
     zero = {k: torch.zeros_like(v) for k, v in gradient.items()}
-    assert norm > 0 and distance(gradient, zero) == pytest.approx(norm, rel=1e-3)  # it is the gradient
+    assert norm > 0 and distance(gradient, zero) == pytest.approx(
+        norm, rel=1e-3
+    )  # it is the gradient
     for cut, (other_loss, other_norm, other) in results.items():
         print(mode, cut, other_loss - loss, other_norm / norm - 1, distance(gradient, other) / norm)
         assert other_loss == pytest.approx(loss, rel=LOSS, abs=LOSS * norm), cut
@@ -317,4 +369,6 @@ def set_mode(workers, actor):
     """Give the workers verl's ppo_loss with another configuration than they started with."""
     from verl.workers.utils.losses import ppo_loss
 
-    workers.actor.set_loss_fn(functools.partial(ppo_loss, omega_conf_to_dataclass(OmegaConf.create(actor))))
+    workers.actor.set_loss_fn(
+        functools.partial(ppo_loss, omega_conf_to_dataclass(OmegaConf.create(actor)))
+    )

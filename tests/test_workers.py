@@ -72,13 +72,20 @@ def groups(monkeypatch) -> list[Group]:
 def recipe(workspace) -> DictConfig:
     """The tiny recipe on two nodes of three GPUs."""
     config = load(workspace)[0]
-    sizes = ["trainer.nnodes=2", "trainer.n_gpus_per_node=3", "trainer.ray_wait_register_center_timeout=77"]
+    sizes = [
+        "trainer.nnodes=2",
+        "trainer.n_gpus_per_node=3",
+        "trainer.ray_wait_register_center_timeout=77",
+    ]
     return changed(config, *sizes)
 
 
 @pytest.fixture
 def scored(workspace) -> list[str]:
-    return ["reward.reward_model.enable=true", f"reward.reward_model.model_path={workspace / 'scored'}"]
+    return [
+        "reward.reward_model.enable=true",
+        f"reward.reward_model.model_path={workspace / 'scored'}",
+    ]
 
 
 KL = "algorithm.use_kl_in_reward=true"
@@ -102,7 +109,10 @@ def test_grpo_is_one_group_with_the_actor_alone(recipe, groups):
         ([], "actor_rollout"),
         ([KL], "actor_rollout_ref"),
         (["actor_rollout_ref.actor.use_kl_loss=true"], "actor_rollout_ref"),
-        ([KL, "actor_rollout_ref.model.lora_rank=8"], "actor_rollout"),  # the model below the adapter
+        (
+            [KL, "actor_rollout_ref.model.lora_rank=8"],
+            "actor_rollout",
+        ),  # the model below the adapter
         ([KL, "trainer.resource_pools.ref=1"], "actor_rollout"),
         ([KL, "distillation.enabled=true", f"{TEACHER}=teacher"], "actor_rollout"),
         ([KL, "distillation.enabled=false", f"{TEACHER}=teacher"], "actor_rollout_ref"),
@@ -123,11 +133,18 @@ def test_fine_tuning_starts_the_actor_alone(recipe, groups, scored):
     assert group.part.kwargs == {"config": config.actor_rollout_ref, "role": "actor"}
 
 
-def test_a_process_of_each_gpu_holds_all_that_has_no_gpus_of_its_own(recipe, groups, scored, capsys):
-    config = changed(recipe, GAE, *scored, "trainer.resource_pools.ref=1", "critic.cliprange_value=0.3", KL)
+def test_a_process_of_each_gpu_holds_all_that_has_no_gpus_of_its_own(
+    recipe, groups, scored, capsys
+):
+    config = changed(
+        recipe, GAE, *scored, "trainer.resource_pools.ref=1", "critic.cliprange_value=0.3", KL
+    )
     workers = training.start_workers(config)
     shared, own = groups
-    assert shared.arguments["resource_pool"] == ([3, 3], 1) and own.arguments["resource_pool"] == ([1, 1], 1)
+    assert shared.arguments["resource_pool"] == ([3, 3], 1) and own.arguments["resource_pool"] == (
+        [1, 1],
+        1,
+    )
     assert list(shared.children) == ["actor", "critic", "reward_model"]
     children = shared.children.values()
     assert workers == training.Workers(*children, own)
@@ -165,7 +182,9 @@ def test_roles_may_all_have_gpus_of_their_own(recipe, groups):
 
 def test_nothing_stands_beside_the_actor_of_grpo(recipe):
     assert training.beside_actor(recipe) == {}
-    assert training.beside_actor(changed(recipe, "trainer.resource_pools.ref=1")) == {}  # that nothing compares with
+    assert (
+        training.beside_actor(changed(recipe, "trainer.resource_pools.ref=1")) == {}
+    )  # that nothing compares with
 
 
 def test_the_reward_model_is_a_value_model_that_only_answers(recipe, workspace, scored):
@@ -177,7 +196,9 @@ def test_the_reward_model_is_a_value_model_that_only_answers(recipe, workspace, 
     critic, reward = critic["config"], reward["config"]
     assert (critic.engine_config.forward_only, reward.engine_config.forward_only) == (False, True)
     assert critic.model_config.path == str(workspace / "tied")
-    assert reward.model_config.path == reward.model_config.tokenizer_path == str(workspace / "scored")
+    assert (
+        reward.model_config.path == reward.model_config.tokenizer_path == str(workspace / "scored")
+    )
     assert config.critic.model.path == str(workspace / "tied")  # the recipe stays as it is
 
 
@@ -186,10 +207,15 @@ def test_the_reward_model_is_a_value_model_that_only_answers(recipe, workspace, 
     [
         ([KL, "trainer.resource_pools.ref=1"], "tied"),
         (["distillation.enabled=true", f"{TEACHER}=untied"], "untied"),
-        ([KL, "distillation.enabled=true", f"{TEACHER}=untied", "trainer.resource_pools.ref=1"], "untied"),
+        (
+            [KL, "distillation.enabled=true", f"{TEACHER}=untied", "trainer.resource_pools.ref=1"],
+            "untied",
+        ),
     ],
 )
-def test_a_reference_of_its_own_is_the_teacher_or_the_policys_first_model(recipe, workspace, changes, path):
+def test_a_reference_of_its_own_is_the_teacher_or_the_policys_first_model(
+    recipe, workspace, changes, path
+):
     """Without the policy's adapter."""
     changes = [change.replace("=untied", f"={workspace / 'untied'}") for change in changes]
     config = changed(recipe, *changes, "actor_rollout_ref.model.lora_rank=8")

@@ -18,14 +18,32 @@ from omegaconf import DictConfig, OmegaConf
 
 from env import Task
 from kit.config.load import ACTOR, MODEL, ROLLOUT, base_configs, sampling_gpus
-from kit.config.user_functions import ADVANTAGE, LOSS_MODE, TEACHER, asks_for, is_own, load, needs_reference, teacher
+from kit.config.user_functions import (
+    ADVANTAGE,
+    LOSS_MODE,
+    TEACHER,
+    asks_for,
+    is_own,
+    load,
+    needs_reference,
+    teacher,
+)
 from kit.errors import ConfigError
 from kit.extras import parallelism
 from kit.extras.preflight import memory
 
 # Servers of nemo-gym 0.4 whose app.py runs what the policy writes, in a process beside it or under a filter of imports
 RUNS_CODE = (
-    *("bigcodebench", "code_fim", "code_gen", "evalplus", "math_with_code", "newton_bench", "ns_tools", "nvarc"),
+    *(
+        "bigcodebench",
+        "code_fim",
+        "code_gen",
+        "evalplus",
+        "math_with_code",
+        "newton_bench",
+        "ns_tools",
+        "nvarc",
+    ),
     *("openenv", "scicode"),
 )
 SAMPLERS = {"vllm": "vLLM", "hf": "transformers", "sglang": "SGLang"}
@@ -50,7 +68,12 @@ CHOICES["trainer.one_step_off"] = [0, 1]
 def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
     """Batches, groups and GPUs go into one another."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    for key in ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n", "trainer.n_gpus_per_node"):
+    for key in (
+        "data.train_batch_size",
+        f"{ACTOR}.ppo_mini_batch_size",
+        f"{ROLLOUT}.n",
+        "trainer.n_gpus_per_node",
+    ):
         if (value := OmegaConf.select(config, key)) < 1:
             yield f"{key}={value}: wants 1 or more"
             return
@@ -61,31 +84,47 @@ def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
         yield f"trainer.one_step_off=1: with {ROLLOUT}.{key} the sampler {why}; set one of the two to false"
     if (kept := config.env.keep_rollouts) is not None and kept < 1:
         yield f"env.keep_rollouts={kept}: wants 1 or more, or null for all"
-    limits = config.gym.concurrency if OmegaConf.is_dict(config.gym.concurrency) else {"": config.gym.concurrency}
+    limits = (
+        config.gym.concurrency
+        if OmegaConf.is_dict(config.gym.concurrency)
+        else {"": config.gym.concurrency}
+    )
     for name, limit in limits.items():
         if limit != "auto" and not (isinstance(limit, int) and limit >= 1):
             yield f"gym.concurrency{'.' * bool(name)}{name}={limit}: wants auto, or 1 or more calls"
     epochs = config.trainer.total_epochs
-    if config.trainer.total_training_steps is None and not (isinstance(epochs, int) and epochs >= 1):
+    if config.trainer.total_training_steps is None and not (
+        isinstance(epochs, int) and epochs >= 1
+    ):
         yield f"trainer.total_epochs={epochs}: wants 1 or more, where trainer.total_training_steps is null"
     for role, count in config.trainer.resource_pools.items():
         if count is not None and count < 1:
             yield f"trainer.resource_pools.{role}={count}: wants 1 or more GPUs, or null for the actor's"
     world, servers = config.trainer.n_gpus_per_node * config.trainer.nnodes, sampling_gpus(config)
     prompts, n, mini = config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size
-    for count in sorted({servers, world}):  # verl's actor wants as much where the servers are not on its GPUs
+    for count in sorted(
+        {servers, world}
+    ):  # verl's actor wants as much where the servers are not on its GPUs
         if count % (infer := rollout.tensor_model_parallel_size * rollout.data_parallel_size):
             key = f"{ROLLOUT}.tensor_model_parallel_size * data_parallel_size"
             yield f"{count} GPUs do not divide by {key} = {infer}; lower these, or raise trainer.n_gpus_per_node"
     if command not in ("train", "sft"):
         return
     if world % (split := parallelism.same_rows(config)):
-        key = f"{ACTOR}.{config.model_engine}'s parts of the model" if config.model_engine != "dp" else ULYSSES
+        key = (
+            f"{ACTOR}.{config.model_engine}'s parts of the model"
+            if config.model_engine != "dp"
+            else ULYSSES
+        )
         yield f"{world} GPUs do not divide by {key}={split}; lower it"
     if config.trainer.device == "cpu" and split > 1:
         why = "kit/cpu/cpu_engine.py computes each prompt once, for whole sequences, and verl's Ulysses cuts them"
         yield f"{ULYSSES}={split} on a CPU: {why}; leave it out"
-    tiles = [name for name in ("entropy_checkpointing", "entropy_from_logits_with_chunking") if actor.get(name)]
+    tiles = [
+        name
+        for name in ("entropy_checkpointing", "entropy_from_logits_with_chunking")
+        if actor.get(name)
+    ]
     if config.trainer.device == "cpu" and tiles:
         yield f"{ACTOR}.{tiles[0]} on a CPU: kit/cpu/cpu_engine.py has the entropy in tiles anyway; leave it out"
     if prompts % mini:
@@ -93,7 +132,10 @@ def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
     if mini * n % world:
         episodes = f"{ACTOR}.ppo_mini_batch_size * rollout.n = {mini} * {n} episodes"
         yield f"{episodes} do not divide among {world} GPUs; change one of these"
-    needed = (f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu")
+    needed = (
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
+    )
     if not actor.use_dynamic_bsz and not all(OmegaConf.select(config, key) for key in needed):
         yield f"{ACTOR}.use_dynamic_bsz=false needs {' and '.join(needed)}"
 
@@ -101,7 +143,9 @@ def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
 def check_sampling(config: DictConfig, command: str) -> Iterator[str]:
     """Answers that should differ are sampled, and are not the likeliest one again and again."""
     rollout, val = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
-    greedy, greedy_val = (not sampling.do_sample or sampling.temperature <= 0 for sampling in (rollout, val))
+    greedy, greedy_val = (
+        not sampling.do_sample or sampling.temperature <= 0 for sampling in (rollout, val)
+    )
     way_out = "set {0}.do_sample=true and {0}.temperature=0.8"
     if greedy and (command == "train" or (command == "rollout" and rollout.n > 1)):
         why = f"do_sample={rollout.do_sample}, temperature={rollout.temperature}: all answers to a prompt are equal"
@@ -109,12 +153,17 @@ def check_sampling(config: DictConfig, command: str) -> Iterator[str]:
         yield f"{ROLLOUT}: {why}; {way_out.format(ROLLOUT)}"
     tested = command == "evaluate" or (command == "train" and config.env.val_files)
     if tested and greedy_val and (val.n > 1 or val.do_sample or val.temperature > 0):
-        key, why = f"{ROLLOUT}.val_kwargs", f"do_sample={val.do_sample}, temperature={val.temperature}"
+        key, why = (
+            f"{ROLLOUT}.val_kwargs",
+            f"do_sample={val.do_sample}, temperature={val.temperature}",
+        )
         why += f" take the likeliest token each time, so n={val.n} answers to a row are equal"
         yield f"{key}: {why}; {way_out.format(key)}, or leave all three out"
 
 
-def check_choices(config: DictConfig, choices: Mapping[str, Sequence[Any]] = CHOICES) -> Iterator[str]:
+def check_choices(
+    config: DictConfig, choices: Mapping[str, Sequence[Any]] = CHOICES
+) -> Iterator[str]:
     """These keys have values that there are."""
     for key, allowed in choices.items():
         if (value := OmegaConf.select(config, key)) not in allowed:
@@ -125,7 +174,11 @@ def check_choices(config: DictConfig, choices: Mapping[str, Sequence[Any]] = CHO
 def check_algorithm(config: DictConfig) -> Iterator[str]:
     """What the advantage and the loss need is there, and goes together."""
     actor, settings = config.actor_rollout_ref.actor, config.algorithm
-    loss_mode, estimator, correction = actor.policy_loss.loss_mode, settings.adv_estimator, settings.rollout_correction
+    loss_mode, estimator, correction = (
+        actor.policy_loss.loss_mode,
+        settings.adv_estimator,
+        settings.rollout_correction,
+    )
     corrects = "algorithm.rollout_correction"
     if correction.bypass_mode and loss_mode not in ("vanilla", "bypass_mode"):
         yield f"{corrects}.bypass_mode has a loss of its own, so leave out loss_mode={loss_mode}"
@@ -133,7 +186,10 @@ def check_algorithm(config: DictConfig) -> Iterator[str]:
         yield f"policy_loss.loss_mode=bypass_mode is set by {corrects}.bypass_mode=true; set that alone"
     if loss_mode == "dro" and not actor.policy_loss.dro_beta:
         yield f"policy_loss.loss_mode=dro needs {ACTOR}.policy_loss.dro_beta"
-    weights, keys = settings.get("gdpo_reward_weights") or [], settings.get("gdpo_reward_keys") or []
+    weights, keys = (
+        settings.get("gdpo_reward_weights") or [],
+        settings.get("gdpo_reward_keys") or [],
+    )
     if estimator == "gdpo" and not keys:
         yield "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, the rewards by name"
     if weights and len(weights) != len(keys):
@@ -147,14 +203,24 @@ def check_algorithm(config: DictConfig) -> Iterator[str]:
         yield f"{corrects}.rollout_rs needs rollout_rs_threshold beside it"
     if correction.bypass_mode and str(estimator).endswith("optimal_token_baseline"):
         yield f"algorithm.adv_estimator={estimator} needs the pass that {corrects}.bypass_mode skips; leave that out"
-    model, load_format = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.load_format
-    if model.lora_rank and not model.lora.merge and load_format == "dummy" and config.trainer.device == "cpu":
+    model, load_format = (
+        config.actor_rollout_ref.model,
+        config.actor_rollout_ref.rollout.load_format,
+    )
+    if (
+        model.lora_rank
+        and not model.lora.merge
+        and load_format == "dummy"
+        and config.trainer.device == "cpu"
+    ):
         yield f"a LoRA adapter on a CPU needs {ROLLOUT}.load_format=auto (configs/algorithms/lora.yaml)"
 
 
 def compared(function: Callable[..., Any], name: str) -> list[str]:
     """The words that a function of verl's compares its variable `name` with, read from its source."""
-    tests = re.findall(rf"\b(?:el)?if {re.escape(name)} (?:==|in) (.*):", inspect.getsource(function))
+    tests = re.findall(
+        rf"\b(?:el)?if {re.escape(name)} (?:==|in) (.*):", inspect.getsource(function)
+    )
     return list(dict.fromkeys(re.findall(r'"([^"]+)"', " ".join(tests))))
 
 
@@ -164,9 +230,14 @@ def check_names(config: DictConfig, command: str) -> Iterator[str]:
     from verl.trainer.ppo import rollout_corr_helper as helper
 
     n, corrects = config.actor_rollout_ref.rollout.n, "algorithm.rollout_correction"
-    for key, registry in ((ADVANTAGE, verl.ADV_ESTIMATOR_REGISTRY), (LOSS_MODE, verl.POLICY_LOSS_REGISTRY)):
+    for key, registry in (
+        (ADVANTAGE, verl.ADV_ESTIMATOR_REGISTRY),
+        (LOSS_MODE, verl.POLICY_LOSS_REGISTRY),
+    ):
         name = OmegaConf.select(config, key)
-        theirs = [known for known in registry if not is_own(known)]  # one's own are there once they were used
+        theirs = [
+            known for known in registry if not is_own(known)
+        ]  # one's own are there once they were used
         if not isinstance(name, str):
             yield f"{key}={name}: wants a name of verl's, or path.py:function, without settings"
         elif not is_own(name) and name not in theirs:
@@ -182,12 +253,20 @@ def check_names(config: DictConfig, command: str) -> Iterator[str]:
         yield f"{TEACHER}={teacher(config)}: nothing asks this model for log-probs; set {how}, or leave it out"
     if OmegaConf.select(config, TEACHER) and not config.distillation.enabled:
         yield f"{TEACHER} is read where distillation.enabled=true; set that too, or leave it out"
-    kinds = [kind for kind in compared(verl.kl_penalty_forward, "kl_penalty") if kind != "full"]  # verl raises for that
-    kl, modes = [kind + plus for kind in kinds for plus in ("", "+")], compared(verl.agg_loss, "loss_agg_mode")
+    kinds = [
+        kind for kind in compared(verl.kl_penalty_forward, "kl_penalty") if kind != "full"
+    ]  # verl raises for that
+    kl, modes = (
+        [kind + plus for kind in kinds for plus in ("", "+")],
+        compared(verl.agg_loss, "loss_agg_mode"),
+    )
     choices: dict[str, Sequence[Any]] = {f"{ACTOR}.kl_loss_type": kl, "algorithm.kl_penalty": kl}
     choices |= {f"{ACTOR}.loss_agg_mode": modes, "critic.loss_agg_mode": modes}
     choices["algorithm.kl_ctrl.type"] = compared(verl.get_kl_controller, "kl_ctrl.type")
-    choices[f"{corrects}.rollout_is"] = [None, *compared(helper.compute_rollout_correction_weights, "rollout_is")]
+    choices[f"{corrects}.rollout_is"] = [
+        None,
+        *compared(helper.compute_rollout_correction_weights, "rollout_is"),
+    ]
     choices[f"{corrects}.loss_type"] = compared(verl.compute_policy_loss_bypass_mode, "loss_type")
     yield from check_choices(config, choices)
     options, key = sorted(helper.SUPPORTED_ROLLOUT_RS_OPTIONS), f"{corrects}.rollout_rs"
@@ -215,7 +294,10 @@ def check_servers(config: DictConfig) -> Iterator[str]:
 
 def drafts_of(config: DictConfig) -> dict[str, Any]:
     """vLLM's speculative_config, empty where there is none."""
-    return dict((config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}).get("speculative_config") or {})
+    return dict(
+        (config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}).get("speculative_config")
+        or {}
+    )
 
 
 def check_backend(config: DictConfig) -> Iterator[str]:
@@ -268,7 +350,9 @@ def build(config: DictConfig) -> None:
             cause = error.__cause__ or error
             bare = traceback.extract_tb(cause.__traceback__)[-1].line  # an assert's
             why = str(cause).strip().partition("\n")[0] or bare
-            raise ConfigError(f"{section}: verl does not take it: {why}; see its documentation of these keys") from None
+            raise ConfigError(
+                f"{section}: verl does not take it: {why}; see its documentation of these keys"
+            ) from None
 
 
 def check_quantization(config: DictConfig, c: Any) -> Iterator[str]:
@@ -281,11 +365,19 @@ def check_quantization(config: DictConfig, c: Any) -> Iterator[str]:
     elif config.trainer.device == "cpu":
         cpuinfo = Path("/proc/cpuinfo")
         lacks = "amx_tile" not in (cpuinfo.read_text() if cpuinfo.is_file() else "")
-        why = "this one has no amx_tile, which vLLM's kernel wants" if lacks else "verl's sync would not quantise"
+        why = (
+            "this one has no amx_tile, which vLLM's kernel wants"
+            if lacks
+            else "verl's sync would not quantise"
+        )
         yield f"{key}=fp8 on a CPU: {why}; leave it out"
         return
     queries, keys, *_ = memory.widths(c)
-    mlp = getattr(c, "moe_intermediate_size", c.intermediate_size) if memory.experts_of(c) else c.intermediate_size
+    mlp = (
+        getattr(c, "moe_intermediate_size", c.intermediate_size)
+        if memory.experts_of(c)
+        else c.intermediate_size
+    )
     widths = {"hidden_size": c.hidden_size, "queries": queries, "keys": keys, "of the MLP": mlp}
     if odd := [f"{name} {width}" for name, width in widths.items() if width % 128]:
         yield f"{key}=fp8 goes by blocks of 128, and the model has {', '.join(odd)}; leave it out"
@@ -306,7 +398,9 @@ def pretrained(config: DictConfig, key: str, **settings: Any) -> tuple[Any, Any]
 
     name = OmegaConf.select(config, key)
     try:
-        return AutoConfig.from_pretrained(name, **settings), AutoTokenizer.from_pretrained(name, **settings)
+        return AutoConfig.from_pretrained(name, **settings), AutoTokenizer.from_pretrained(
+            name, **settings
+        )
     except (OSError, ValueError) as error:
         why = f"no model folder, and no model of the hub ({str(error).strip().splitlines()[0]}); give one of the two"
         raise ConfigError(f"{key}={name}: {why}") from None
@@ -324,7 +418,9 @@ def check_reward_model(config: DictConfig, tokenizer: Any) -> None:
 def check_vocabulary(config: DictConfig, key: str, tokenizer: Any) -> Any:
     """The Hugging Face config of the model that the recipe names as `key`, which scores the policy's ids, so that each
     must be the same token to both. Raises ConfigError."""
-    found, theirs = pretrained(config, key, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
+    found, theirs = pretrained(
+        config, key, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code
+    )
     if others := set(theirs.get_vocab().items()) ^ set(tokenizer.get_vocab().items()):
         why = f"its vocabulary is not the policy's, whose ids it would score ({min(others)[0]!r} is another)"
         raise ConfigError(f"{key}={OmegaConf.select(config, key)}: {why}; give one with that")
@@ -336,7 +432,9 @@ def check_tools(tasks: Iterable[Task]) -> None:
     for task in tasks:
         for tool in task.row["responses_create_params"].get("tools") or ():
             if lacks := [key for key in ("name", "parameters", "strict") if key not in tool]:
-                why = f"a tool has no {', '.join(lacks)}, and Gym's server would refuse each episode"
+                why = (
+                    f"a tool has no {', '.join(lacks)}, and Gym's server would refuse each episode"
+                )
                 way_out = '{"type": "function", "name": ..., "description": ..., "parameters": {...}, "strict": true}'
                 raise ConfigError(f"{task.row_id}: {why}; write it as {way_out}")
 

@@ -25,7 +25,9 @@ from kit.gym.servers import SECRET as VARIABLE  # in the name of an environment 
 
 ROOT = Path(__file__).resolve().parents[2]
 VERL = Path(importlib.util.find_spec("verl").origin).parent / "trainer" / "config"  # type: ignore[union-attr, arg-type]
-ACTOR, REF, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout", "model"))
+ACTOR, REF, ROLLOUT, MODEL = (
+    f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout", "model")
+)
 KIT_KEYS = {  # the kit's own, in verl's sections
     "trainer": ("resource_pools", "one_step_off", "print_samples_every", "stage_timeout_s"),
     "algorithm": ("recompute_old_log_probs",),
@@ -59,9 +61,13 @@ FIELDS = [  # which verl's YAML lacks, but its dataclasses have
     *(f"{engine}.mixed_precision" for engine in ENGINES),
     *(f"{ACTOR}.checkpoint.save_lora_only", "critic.checkpoint.save_lora_only"),
 ]
-READ = FIELDS + [f"{place}.{key}".strip(".") for place, keys in _READ.items() for key in keys.split()]
+READ = FIELDS + [
+    f"{place}.{key}".strip(".") for place, keys in _READ.items() for key in keys.split()
+]
 READ += [f"{section}.{key}" for section, keys in KIT_KEYS.items() for key in keys]
-_ROWS: list[tuple[Sequence[str], str, str]] = [  # places, keys below them, what to set instead: * is the key's own name
+_ROWS: list[
+    tuple[Sequence[str], str, str]
+] = [  # places, keys below them, what to set instead: * is the key's own name
     (["data"], "train_files val_files", "env.*"),
     (
         ["reward"],
@@ -71,31 +77,67 @@ _ROWS: list[tuple[Sequence[str], str, str]] = [  # places, keys below them, what
     (["", "reward"], "custom_reward_function", "env.verifier=path.py:name"),
     (["reward", "reward_model"], "reward_manager", "env.verifier=path.py:name"),
     (["reward"], "sandbox_fusion", "env.verifier={function: verl, sandbox_fusion_url: ...}"),
-    (["distillation"], "distillation_loss", "algorithm.adv_estimator (configs/algorithms/distill.yaml)"),
+    (
+        ["distillation"],
+        "distillation_loss",
+        "algorithm.adv_estimator (configs/algorithms/distill.yaml)",
+    ),
     ([ACTOR, "critic"], "rollout_n", f"{ROLLOUT}.n"),
     ([ACTOR, "critic"], "grad_clip", "optim.clip_grad beside it"),
     ([ACTOR], "clip_ratio", "clip_ratio_low and clip_ratio_high beside it"),
     ([ACTOR], "use_torch_compile qat", "fsdp_config.* beside it"),
-    (["actor_rollout_ref"], "actor.ppo_micro_batch_size rollout.log_prob_micro_batch_size", "*_per_gpu"),
-    (["critic"], "enable", "algorithm.adv_estimator: the advantage decides whether there is a critic"),
-    (["critic"], "use_dynamic_bsz ppo_micro_batch_size ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"),
+    (
+        ["actor_rollout_ref"],
+        "actor.ppo_micro_batch_size rollout.log_prob_micro_batch_size",
+        "*_per_gpu",
+    ),
+    (
+        ["critic"],
+        "enable",
+        "algorithm.adv_estimator: the advantage decides whether there is a critic",
+    ),
+    (
+        ["critic"],
+        "use_dynamic_bsz ppo_micro_batch_size ppo_micro_batch_size_per_gpu",
+        "ppo_max_token_len_per_gpu",
+    ),
     (["critic", *ENGINES], "ulysses_sequence_parallel_size", f"{ACTOR}.*"),
     (ENGINES, "dtype", "mixed_precision.param_dtype beside it"),
-    (["actor_rollout_ref"], "ref", "the actor's; the reference reads its own fsdp_config and log_prob_..."),
+    (
+        ["actor_rollout_ref"],
+        "ref",
+        "the actor's; the reference reads its own fsdp_config and log_prob_...",
+    ),
     ([ROLLOUT], "prompt_length response_length", "data.max_*"),
     ([ROLLOUT], "agent multi_turn", "gym.servers: they have the tools and the turns"),
     ([MODEL], "tokenizer_path", f"{MODEL}.path, to a folder that holds the tokenizer, too"),
     ([MODEL, "critic.model"], "lora", "lora_rank, lora_alpha and target_modules beside it"),
     ([MODEL, "critic.model"], "tiled_mlp mtp", ""),
     ([ACTOR, "critic"], "checkpoint.async_save profiler optim.total_training_steps", ""),
-    ([ACTOR], "checkpoint.strict freeze_vision_tower use_prefix_grouper calculate_sum_pi_squared", ""),
+    (
+        [ACTOR],
+        "checkpoint.strict freeze_vision_tower use_prefix_grouper calculate_sum_pi_squared",
+        "",
+    ),
     (["critic"], "forward_micro_batch_size forward_micro_batch_size_per_gpu", ""),
     (ENGINES, "strategy forward_only turbo_config", ""),
-    ([ROLLOUT], "mode calculate_log_probs skip_tokenizer_init over_sample_rate multi_stage_wake_up profiler trace", ""),
+    (
+        [ROLLOUT],
+        "mode calculate_log_probs skip_tokenizer_init over_sample_rate multi_stage_wake_up profiler trace",
+        "",
+    ),
     ([ROLLOUT], "moe_load_balance_metrics_interval router_config_path", ""),
-    ([ROLLOUT], "enable_rollout_routing_replay", "leave it out: verl replays routers with Megatron and VeOmni alone"),
+    (
+        [ROLLOUT],
+        "enable_rollout_routing_replay",
+        "leave it out: verl replays routers with Megatron and VeOmni alone",
+    ),
     ([ROLLOUT], "disaggregation.bootstrap_port disaggregation.ib_device engine_kwargs.trtllm", ""),
-    (["actor_rollout_ref"], "hybrid_engine nccl_timeout actor.use_fused_kernels actor.use_remove_padding", ""),
+    (
+        ["actor_rollout_ref"],
+        "hybrid_engine nccl_timeout actor.use_fused_kernels actor.use_remove_padding",
+        "",
+    ),
 ]
 UNREAD = {
     f"{place}.{key}".strip("."): to.replace("*", key)
@@ -113,9 +155,18 @@ SECRET = re.compile(  # names of keys; not verl's prompt_key, reward_fn_key, ...
     re.IGNORECASE,
 )
 DEFAULT = re.compile(r"\$\{oc\.env:(\w+),[^{}]*\}")  # ${oc.env:NAME,what to take without it}
-URL_PASSWORD = re.compile(r"(\b[a-z][\w+.-]*://(?:[^\s/:@]*:(?=[^\s/@])|(?=[^\s/:@]+@)))(?!\$\{)[^\s/]+@", re.I)
-URL_QUERY = re.compile(r"([?&](?:api_?key|key|token|access_token|secret|password)=)(?!\$\{)[^&\s#]+", re.I)
-FREE = ("ray_kwargs.ray_init", "gym.servers", "gym.judges", "gym.concurrency")  # what is below is not ours to list
+URL_PASSWORD = re.compile(
+    r"(\b[a-z][\w+.-]*://(?:[^\s/:@]*:(?=[^\s/@])|(?=[^\s/:@]+@)))(?!\$\{)[^\s/]+@", re.I
+)
+URL_QUERY = re.compile(
+    r"([?&](?:api_?key|key|token|access_token|secret|password)=)(?!\$\{)[^&\s#]+", re.I
+)
+FREE = (
+    "ray_kwargs.ray_init",
+    "gym.servers",
+    "gym.judges",
+    "gym.concurrency",
+)  # what is below is not ours to list
 
 
 def gpus(config: DictConfig, role: str = "actor") -> int:
@@ -141,7 +192,11 @@ def all_gpus(config: DictConfig, command: str = "train") -> int:
 
 def cores(processes: Any = 1) -> int:
     """${cores:N} of a recipe, in ray_kwargs alone: of those that this process may use, the share of each of N."""
-    return max(1, len(os.sched_getaffinity(0)) // (processes if isinstance(processes, int) and processes > 0 else 1))
+    return max(
+        1,
+        len(os.sched_getaffinity(0))
+        // (processes if isinstance(processes, int) and processes > 0 else 1),
+    )
 
 
 OmegaConf.register_new_resolver("cores", cores, replace=True)
@@ -173,7 +228,9 @@ def base_configs(engine: str = "dp") -> tuple[DictConfig, DictConfig]:
     base = read_yaml(str(ROOT / "configs" / "base.yaml"))
     if engine != "dp":  # whose keys others do not have
         del base.actor_rollout_ref.actor.strategy, base.critic.strategy, base.critic.fsdp
-    own = {section: {name: base[section][name] for name in keys} for section, keys in KIT_KEYS.items()}
+    own = {
+        section: {name: base[section][name] for name in keys} for section, keys in KIT_KEYS.items()
+    }
     own |= {"gym": base.gym, "env": base.env}
     merged = (OmegaConf.merge(verl, part) for part in (own, base))
     return cast(tuple[DictConfig, DictConfig], tuple(merged))
@@ -189,28 +246,56 @@ def load_config(
     ray_kwargs.ray_init.runtime_env.env_vars in this process, so call it before verl is imported.
     """
     overlays = [(file, read_yaml(file)) for file in files]
-    overlays += [(text, OmegaConf.from_dotlist([text.lstrip("+")])) for text in overrides if "=" in text]
-    engine = next((name for _, overlay in reversed(overlays) if (name := overlay.get("model_engine"))), "dp")
+    overlays += [
+        (text, OmegaConf.from_dotlist([text.lstrip("+")])) for text in overrides if "=" in text
+    ]
+    engine = next(
+        (name for _, overlay in reversed(overlays) if (name := overlay.get("model_engine"))), "dp"
+    )
     if engine not in MODEL_ENGINES:
         raise ConfigError(
             f"model_engine={engine}: wants one of {', '.join(MODEL_ENGINES)}; {REFUSED.get(engine, 'no other')}"
         )
-    if engine != "dp" and any(OmegaConf.select(overlay, "trainer.device") == "cpu" for _, overlay in overlays):
-        raise ConfigError(f"model_engine={engine} needs GPUs: verl has it for CUDA alone; leave it out on a CPU")
+    if engine != "dp" and any(
+        OmegaConf.select(overlay, "trainer.device") == "cpu" for _, overlay in overlays
+    ):
+        raise ConfigError(
+            f"model_engine={engine} needs GPUs: verl has it for CUDA alone; leave it out on a CPU"
+        )
     defaults, usual = base_configs(engine)
-    wrong = [f"{t!r} is not key=value, nor one of train, rollout, evaluate, sft" for t in overrides if "=" not in t]
+    wrong = [
+        f"{t!r} is not key=value, nor one of train, rollout, evaluate, sft"
+        for t in overrides
+        if "=" not in t
+    ]
     parts: list[Any] = []
     by_hand = {text.lstrip("+").partition("=")[0] for text in overrides}
-    for source, overlay in overlays:  # another function does not inherit the settings of the one before
+    for (
+        source,
+        overlay,
+    ) in overlays:  # another function does not inherit the settings of the one before
         length, steps = OmegaConf.select(overlay, "trainer") or {}, "total_training_steps"
-        if "total_epochs" in length and steps not in length and (source in files or f"trainer.{steps}" not in by_hand):
-            parts.append({"trainer": {steps: None}})  # nor epochs the steps of another recipe, which would go first
-        given = {name: OmegaConf.select(overlay, f"env.{name}") or "" for name in ("reward", "sampler")}
-        parts += [{"env": {name: None for name, spec in given.items() if "function" in spec}}, overlay]
+        if (
+            "total_epochs" in length
+            and steps not in length
+            and (source in files or f"trainer.{steps}" not in by_hand)
+        ):
+            parts.append(
+                {"trainer": {steps: None}}
+            )  # nor epochs the steps of another recipe, which would go first
+        given = {
+            name: OmegaConf.select(overlay, f"env.{name}") or "" for name in ("reward", "sampler")
+        }
+        parts += [
+            {"env": {name: None for name, spec in given.items() if "function" in spec}},
+            overlay,
+        ]
     config = cast(DictConfig, OmegaConf.merge(usual, *parts))
     config.gym.servers = config.gym.servers or {}
     known = config.gym.servers if OmegaConf.is_dict(config.gym.servers) else {}
-    for name in [name for name, spec in known.items() if spec is None]:  # a recipe's, which a later one leaves out
+    for name in [
+        name for name, spec in known.items() if spec is None
+    ]:  # a recipe's, which a later one leaves out
         del known[name]
     apply_environment(config)
     theirs, unknown = OmegaConf.to_container(defaults), []
@@ -218,11 +303,23 @@ def load_config(
     for source, overlay in overlays:
         for key in unknown_keys(OmegaConf.to_container(overlay), theirs):
             meant = [f"actor_rollout_ref.{leaf}" for leaf in leaves(overlay) if _within(leaf, key)]
-            close = [leaf for leaf in meant if leaf in known] or difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else f"; see configs/base.yaml, and {VERL} for verl's"
-            others = (e for e in MODEL_ENGINES if any(_within(leaf, key) for leaf in leaves(base_configs(e)[0])))
+            close = [leaf for leaf in meant if leaf in known] or difflib.get_close_matches(
+                key, known, n=1
+            )
+            hint = (
+                f"; did you mean {close[0]}?"
+                if close
+                else f"; see configs/base.yaml, and {VERL} for verl's"
+            )
+            others = (
+                e
+                for e in MODEL_ENGINES
+                if any(_within(leaf, key) for leaf in leaves(base_configs(e)[0]))
+            )
             if other := next(others, None):
-                hint = f": it is of model_engine={other}, and this recipe has {engine}; leave it out"
+                hint = (
+                    f": it is of model_engine={other}, and this recipe has {engine}; leave it out"
+                )
             wrong.append(f"{source}: unknown key {key}{hint}")
             unknown.append(key)
     wrong += useless(config, usual, unknown)
@@ -237,13 +334,21 @@ def useless(config: DictConfig, usual: DictConfig, unknown: Sequence[str]) -> It
     """What is wrong with keys that verl knows: nothing reads them, or their value is of another kind. The usual value
     takes its place, so that other checks can go on."""
     expected = leaves(usual)
-    found = {key: value for key, (value, _) in changed(config, expected).items() if not _within(key, *unknown)}
-    idle = {key: to_plain(OmegaConf.select(config, key)) for key in found if unread(key) is not None}
+    found = {
+        key: value
+        for key, (value, _) in changed(config, expected).items()
+        if not _within(key, *unknown)
+    }
+    idle = {
+        key: to_plain(OmegaConf.select(config, key)) for key in found if unread(key) is not None
+    }
     for key in idle.keys() & expected.keys():
         OmegaConf.update(config, key, expected[key], merge=False)
     for key, value in found.items():
         was = expected.get(key)
-        number = isinstance(was, (int, float)) and not key.endswith("rollout_is_threshold")  # which takes "0.8_1.5"
+        number = isinstance(was, (int, float)) and not key.endswith(
+            "rollout_is_threshold"
+        )  # which takes "0.8_1.5"
         text = isinstance(value, (str, list)) and not str(value).startswith("${")
         if key in idle:  # and is not what it would be anyway
             if key not in expected or idle[key] != to_plain(OmegaConf.select(config, key)):
@@ -286,11 +391,19 @@ def read_yaml(file: str) -> DictConfig:
     ours = {path.stem: path for path in sorted((ROOT / "configs").rglob("*.yaml"))}
     path = Path(file) if Path(file).is_file() else ours.get(file, Path(file))
     try:
-        text = path.read_text().replace('"${matmul_dtype:}"', dtype).replace("${matmul_dtype:}", dtype)
+        text = (
+            path.read_text().replace('"${matmul_dtype:}"', dtype).replace("${matmul_dtype:}", dtype)
+        )
         loaded = OmegaConf.create(text)
     except (FileNotFoundError, IsADirectoryError):
-        close = [ours[name].relative_to(ROOT) for name in difflib.get_close_matches(path.stem, ours, n=1)]
-        hint = f"there is {close[0]}, or just {close[0].stem}" if close else "see configs/ for the kit's"
+        close = [
+            ours[name].relative_to(ROOT) for name in difflib.get_close_matches(path.stem, ours, n=1)
+        ]
+        hint = (
+            f"there is {close[0]}, or just {close[0].stem}"
+            if close
+            else "see configs/ for the kit's"
+        )
         raise ConfigError(f"--config {file}: no such file; {hint}") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(
@@ -304,7 +417,9 @@ def read_yaml(file: str) -> DictConfig:
 def apply_environment(config: DictConfig) -> None:
     """Give this process, and through it every worker, the recipe's environment variables and the kit's modules."""
     start = config.ray_kwargs.ray_init
-    variables = {} if start.get("address") else {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # of one: all on loopback
+    variables = (
+        {} if start.get("address") else {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    )  # of one: all on loopback
     variables |= OmegaConf.select(start, "runtime_env.env_vars") or {}
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     variables["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
@@ -319,8 +434,14 @@ def public(config: DictConfig) -> DictConfig:
     A secret is the value of a variable whose name has KEY, TOKEN, SECRET, PASSWORD or CREDENTIAL in it; a literal
     value of a key with such a name; the password of a URL. HIDDEN, or the variable's name, takes its place.
     """
-    variables = {value: name for name, value in os.environ.items() if VARIABLE.search(name) and len(value) >= 8}
-    known = sorted(variables.items(), key=lambda item: -len(item[0]))  # one may be a part of another
+    variables = {
+        value: name
+        for name, value in os.environ.items()
+        if VARIABLE.search(name) and len(value) >= 8
+    }
+    known = sorted(
+        variables.items(), key=lambda item: -len(item[0])
+    )  # one may be a part of another
 
     def walk(raw: Any, resolved: Any, secret: bool) -> Any:
         if isinstance(resolved, dict):
@@ -372,10 +493,16 @@ def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def changed(config: DictConfig, defaults: Mapping[str, Any] | DictConfig) -> dict[str, tuple[Any, Any]]:
+def changed(
+    config: DictConfig, defaults: Mapping[str, Any] | DictConfig
+) -> dict[str, tuple[Any, Any]]:
     """{dotted key: (value, default)} of the leaves in which two configurations differ."""
     now, was = leaves(config), leaves(defaults)
-    return {key: (value, was.get(key)) for key, value in now.items() if key not in was or value != was[key]}
+    return {
+        key: (value, was.get(key))
+        for key, value in now.items()
+        if key not in was or value != was[key]
+    }
 
 
 def unknown_keys(overlay: Any, known: Any, prefix: str = "") -> Iterator[str]:

@@ -46,17 +46,42 @@ from kit.extras.python_verifiers.verifier_process import module_at
 
 TEACHER = "distillation.teacher_models.teacher_model.model_path"
 ROOT = Path(__file__).resolve().parents[2]
-ADVANTAGE, LOSS_MODE = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"  # the keys
+ADVANTAGE, LOSS_MODE = (
+    "algorithm.adv_estimator",
+    "actor_rollout_ref.actor.policy_loss.loss_mode",
+)  # the keys
 # What an advantage estimator may ask for, by name. Tensors are [B, R]; index [B] is the group of each episode. Asking
 # for `values` starts a critic, for `ref_log_prob` the reference; `reward_baselines` [B] are the rewards of greedy
 # answers to the same prompts, sampled for it; `index` says that it compares the answers of a group. `turn` counts the
 # policy's turns from 0, -1 on observed tokens.
 ESTIMATOR = (
-    *("token_level_rewards", "token_level_scores", "response_mask", "turn", "index", "values", "old_log_probs"),
-    *("ref_log_prob", "rollout_log_probs", "rollout_is_weights", "sum_pi_squared", "reward_baselines"),
+    *(
+        "token_level_rewards",
+        "token_level_scores",
+        "response_mask",
+        "turn",
+        "index",
+        "values",
+        "old_log_probs",
+    ),
+    *(
+        "ref_log_prob",
+        "rollout_log_probs",
+        "rollout_is_weights",
+        "sum_pi_squared",
+        "reward_baselines",
+    ),
     *("gamma", "lam", "config"),
 )
-LOSS = ("old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "config", "rollout_is_weights")
+LOSS = (
+    "old_log_prob",
+    "log_prob",
+    "advantages",
+    "response_mask",
+    "loss_agg_mode",
+    "config",
+    "rollout_is_weights",
+)
 CALLS = {
     "env.reward": ("episode",),
     "env.filters": ("episodes",),
@@ -78,10 +103,18 @@ def find(name: str, key: str) -> Path:
     file, _, function = name.rpartition(":")
     found = [p for p in (Path(file), ROOT / file) if p.is_file()]
     if not found:
-        ours = [p for p in (ROOT / "templates").glob("*.py") if f"\ndef {function}(" in p.read_text()]
+        ours = [
+            p for p in (ROOT / "templates").glob("*.py") if f"\ndef {function}(" in p.read_text()
+        ]
         same = f"templates/{ours[0].name}" if ours else ""
-        hint = f"{function} is in {same}: write {same}:{function}" if ours else "give its path from either"
-        raise PluginError(f"{key}={name}: no file {file} here ({Path.cwd()}), nor in the kit's folder; {hint}")
+        hint = (
+            f"{function} is in {same}: write {same}:{function}"
+            if ours
+            else "give its path from either"
+        )
+        raise PluginError(
+            f"{key}={name}: no file {file} here ({Path.cwd()}), nor in the kit's folder; {hint}"
+        )
     return found[0]
 
 
@@ -99,25 +132,39 @@ def load(spec: str | Mapping[str, Any], key: str) -> Callable[..., Any]:
     settings = dict(spec) if isinstance(spec, Mapping) else {"function": spec}
     name = str(settings.pop("function", ""))
     if not is_own(name):
-        raise PluginError(f"{key}={spec}: wants path.py:function, or {{function: path.py:function, its settings}}")
+        raise PluginError(
+            f"{key}={spec}: wants path.py:function, or {{function: path.py:function, its settings}}"
+        )
     module, attribute = _file_of(name, key), name.rpartition(":")[2]
     function = getattr(module, attribute, None)
     if not callable(function):
-        named = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
+        named = [
+            n
+            for n, f in vars(module).items()
+            if inspect.isfunction(f) and f.__module__ == module.__name__
+        ]
         has = f"has no function {attribute}; it has {', '.join(named) or 'none'}"
         raise PluginError(f"{key}={name}: {module.__file__} {has}")
     signature = inspect.signature(function)
     if key == ADVANTAGE:
-        wanted = [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+        wanted = [
+            p.name
+            for p in signature.parameters.values()
+            if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+        ]
         if unknown := [p for p in wanted if p not in ESTIMATOR]:
-            raise PluginError(f"{key}={name} asks for {', '.join(unknown)}; there is {', '.join(ESTIMATOR)}")
+            raise PluginError(
+                f"{key}={name} asks for {', '.join(unknown)}; there is {', '.join(ESTIMATOR)}"
+            )
         return _guarded(function, key, name, str(module.__file__), settings)
     positional, by_name = ((), dict.fromkeys(LOSS)) if key == LOSS_MODE else (CALLS[key], settings)
     try:
         signature.bind(*positional, **by_name)
     except TypeError as error:
         why = f"cannot be called with ({', '.join(CALLS[key])}) and its settings: {error}"
-        raise PluginError(f"{key}={name} {why}; see kit/config/user_functions.py for how it is called") from None
+        raise PluginError(
+            f"{key}={name} {why}; see kit/config/user_functions.py for how it is called"
+        ) from None
     return _guarded(function, key, name, str(module.__file__), settings)
 
 
@@ -156,15 +203,24 @@ def functions(config: DictConfig) -> tuple[Any, Any, Any]:
     given: Any = OmegaConf.to_container(config.env, resolve=True)
     specs, refill = given["filters"], config.algorithm.filter_groups
     if not isinstance(specs, list):
-        raise PluginError(f"env.filters={specs}: wants a list, [templates/filters.py:drop_uniform, ...]")
+        raise PluginError(
+            f"env.filters={specs}: wants a list, [templates/filters.py:drop_uniform, ...]"
+        )
     if refill.enable:
-        specs = [*specs, {"function": f"{ROOT}/templates/filters.py:drop_uniform", "metric": refill.metric}]
+        specs = [
+            *specs,
+            {"function": f"{ROOT}/templates/filters.py:drop_uniform", "metric": refill.metric},
+        ]
     for key in (ADVANTAGE, LOSS_MODE):
         if is_own(name := OmegaConf.select(config, key)):
             load(name, key)
-    in_turn = lambda tasks, size, batch, seed, _: env.batch(tasks, size, batch, seed, config.data.shuffle)  # noqa: E731
+    in_turn = lambda tasks, size, batch, seed, _: env.batch(
+        tasks, size, batch, seed, config.data.shuffle
+    )  # noqa: E731
     return (
-        load(given["reward"], "env.reward") if given["reward"] else lambda episode: float(episode.reward),
+        load(given["reward"], "env.reward")
+        if given["reward"]
+        else lambda episode: float(episode.reward),
         [load(spec, "env.filters") for spec in specs],
         load(given["sampler"], "env.sampler") if given["sampler"] else in_turn,
     )
@@ -179,13 +235,17 @@ def register(names: Sequence[str]) -> None:
     for name, (key, registry) in zip(names, registries.items(), strict=True):
         if is_own(name):
             registry[name] = load(name, key)
-            ray.cloudpickle.register_pickle_by_value(_file_of(name, key))  # workers cannot import it
+            ray.cloudpickle.register_pickle_by_value(
+                _file_of(name, key)
+            )  # workers cannot import it
 
 
 # --- a call, and what comes back -----------------------------------------------------------------
 
 
-def _guarded(function: Callable[..., Any], key: str, name: str, file: str, settings: Mapping[str, Any]) -> Any:
+def _guarded(
+    function: Callable[..., Any], key: str, name: str, file: str, settings: Mapping[str, Any]
+) -> Any:
     """`function` with its settings. What it raises, or returns by mistake, is a PluginError; the kit's own errors pass.
 
     It travels to the workers with the loss: what it calls here they import.
@@ -198,7 +258,11 @@ def _guarded(function: Callable[..., Any], key: str, name: str, file: str, setti
         except (ConfigError, PluginError, RunError, env.DataError, gym_client.GymError):
             raise
         except Exception as error:  # whatever it does
-            lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+            lines = [
+                line
+                for frame, line in walk_tb(error.__traceback__)
+                if frame.f_code.co_filename == file
+            ]
             where = f"{file}:{lines[-1]}" if lines else file
             why = f"failed at {where}: {type(error).__name__}: {error}"
             raise PluginError(f"{key}={name} {why}; mend it there") from error
@@ -232,9 +296,15 @@ def _wanted(key: str, result: Any, given: Sequence[Any]) -> str:
         fine = isinstance(result, list) and _names(result) <= _names(given[0])
     elif key == "env.sampler":
         wanted = f"a list of {given[1]} (its argument `size`) of the tasks that it was given"
-        fine = isinstance(result, list) and len(result) == given[1] and _names(result) <= _names(given[0])
+        fine = (
+            isinstance(result, list)
+            and len(result) == given[1]
+            and _names(result) <= _names(given[0])
+        )
     elif key in ("env.train_files", "env.val_files"):
-        wanted = f"a list of {given[1]} (its argument `size`) rows; one that yields is to be made a list"
+        wanted = (
+            f"a list of {given[1]} (its argument `size`) rows; one that yields is to be made a list"
+        )
         fine = isinstance(result, list) and len(result) == given[1]
     elif key == "--map":
         wanted, fine = "a row, as a dict", isinstance(result, Mapping)
@@ -242,11 +312,17 @@ def _wanted(key: str, result: Any, given: Sequence[Any]) -> str:
         import torch
 
         first, second = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
-        shapes = [list(t.shape) if torch.is_tensor(t) and t.is_floating_point() else None for t in (first, second)]
+        shapes = [
+            list(t.shape) if torch.is_tensor(t) and t.is_floating_point() else None
+            for t in (first, second)
+        ]
         wanted = "(loss, metrics), a floating tensor of shape [] and a dict"
         fine = shapes[0] == [] and isinstance(second, dict)
         if key == ADVANTAGE:
-            shape = next((list(t.shape) for t in (*given, first) if torch.is_tensor(t) and t.dim() == 2), None)
+            shape = next(
+                (list(t.shape) for t in (*given, first) if torch.is_tensor(t) and t.dim() == 2),
+                None,
+            )
             wanted = f"(advantages, returns), floating tensors of shape [B, R] = {shape}"
             fine = shape is not None and shapes == [shape, shape]
     return "" if fine else wanted
@@ -305,7 +381,9 @@ def _made_up(data: Any, n: int) -> list[Any]:
     words = data.tokenizer.encode(text, add_special_tokens=False)
     for group, task in enumerate([*data.train, *data.made][:2]):
         for k in range(n):
-            e = Episode(task.row_id, f"0/{group}", task.server, task.prompt_ids or words, row=task.row)
+            e = Episode(
+                task.row_id, f"0/{group}", task.server, task.prompt_ids or words, row=task.row
+            )
             e.reward, e.baseline, e.ended = k / (n - 1), 0.5, "stop" if k else "length"
             e.reward_components, e.verdict = _Unknown(), _Unknown()
             e.timings = dict.fromkeys(("generate", "tools", "verify", "verify_call"), 1.0)
@@ -323,19 +401,37 @@ def _tensors(config: DictConfig) -> dict[str, Any]:
     """All of ESTIMATOR, as training.advantages hands it over: two groups of two, one of the answers in two turns."""
     import torch
 
-    mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 1, 1], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]])  # [B, R]
+    mask = torch.tensor(
+        [[1, 1, 1, 1, 0], [1, 1, 0, 1, 1], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
+    )  # [B, R]
     turn, rewards = mask - 1, torch.zeros(4, 5)  # [B, R]
     turn[1, 3:], rewards[[0, 1, 2], [3, 4, 4]] = 1, torch.tensor([0.5, 1.0, 0.25])
-    known = {"token_level_rewards": rewards, "token_level_scores": rewards.clone(), "response_mask": mask, "turn": turn}
-    known |= {"values": 0.5 * mask, "sum_pi_squared": 0.5 * mask, "reward_baselines": torch.full((4,), 0.5)}
+    known = {
+        "token_level_rewards": rewards,
+        "token_level_scores": rewards.clone(),
+        "response_mask": mask,
+        "turn": turn,
+    }
+    known |= {
+        "values": 0.5 * mask,
+        "sum_pi_squared": 0.5 * mask,
+        "reward_baselines": torch.full((4,), 0.5),
+    }
     known |= {name: mask * -1.0 for name in ("old_log_probs", "ref_log_prob", "rollout_log_probs")}  # noqa: C420
     settings = config.algorithm
     weights = 1.0 * mask if settings.rollout_correction.rollout_is else None
-    others = {"gamma": settings.gamma, "lam": settings.lam, "config": settings, "rollout_is_weights": weights}
+    others = {
+        "gamma": settings.gamma,
+        "lam": settings.lam,
+        "config": settings,
+        "rollout_is_weights": weights,
+    }
     return {**known, **others, "index": np.array(["0/0", "0/0", "0/1", "0/1"], dtype=object)}
 
 
-def _learn(function: Callable[..., Any], name: str, known: Mapping[str, Any], config: DictConfig) -> None:
+def _learn(
+    function: Callable[..., Any], name: str, known: Mapping[str, Any], config: DictConfig
+) -> None:
     """A loss and its gradient, as a worker asks for them (verl 0.9.1, workers/utils/losses.py, ppo_loss)."""
     from verl.utils.config import omega_conf_to_dataclass
 
@@ -343,7 +439,12 @@ def _learn(function: Callable[..., Any], name: str, known: Mapping[str, Any], co
     sizes = {"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(mask)}
     actor.global_batch_info.update(sizes, loss_scale_factor=actor.loss_scale_factor)
     log_prob = known["old_log_probs"].clone().requires_grad_() + 0.1  # [B, R]
-    tensors = (known["old_log_probs"], log_prob, known["token_level_rewards"] - 0.5, mask.bool())  # [B, R]
+    tensors = (
+        known["old_log_probs"],
+        log_prob,
+        known["token_level_rewards"] - 0.5,
+        mask.bool(),
+    )  # [B, R]
     settings = (actor.loss_agg_mode, actor, known["rollout_is_weights"])
     loss, _ = function(**dict(zip(LOSS, (*tensors, *settings), strict=True)))
     try:

@@ -24,7 +24,9 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.model import extract_multi_modal_inputs
 from verl.workers.engine.base import EngineRegistry
 
-LONGEST = 512  # keys that a grid may have; longer rows go one by one through torch's flash attention
+LONGEST = (
+    512  # keys that a grid may have; longer rows go one by one through torch's flash attention
+)
 SCORES = 2**24  # elements of a grid's scores, at most
 TILE = 16  # rows of logits that are worked on at once, and stay in a core's cache
 
@@ -35,9 +37,13 @@ TILE = 16  # rows of logits that are worked on at once, and stay in a core's cac
 class Grid(NamedTuple):
     """n rows side by side: L queries each, over the P keys of their prompts and their own L."""
 
-    tokens: torch.Tensor  # [n, L] places in the packed row [U]; beyond a row's end that of its last token
+    tokens: (
+        torch.Tensor
+    )  # [n, L] places in the packed row [U]; beyond a row's end that of its last token
     real: torch.Tensor  # [n, L] False beyond a row's end
-    keys: torch.Tensor  # [n, P+L] the same of the rows' prompts, then of the rows; P = 0 where the rows are prompts
+    keys: (
+        torch.Tensor
+    )  # [n, P+L] the same of the rows' prompts, then of the rows; P = 0 where the rows are prompts
     hidden: torch.Tensor  # [n, 1, 1, L, P+L] True where a query does not see a key
 
 
@@ -63,7 +69,9 @@ def lay_out(ids: torch.Tensor, prompts: torch.Tensor, images: torch.Tensor | Non
     first: list[tuple[int, int]] = []  # of each prompt: where in T, its length
     rows: list[tuple[int, int, int]] = []  # of each answer: where in T, its length, its prompt
     spans = list(zip(offsets, offsets[1:], prompts.tolist(), range(len(prompts)), strict=False))
-    for begin, end, length, row in sorted(spans, key=lambda s: (tokens[s[0] : s[1]], seen[s[3]])):  # rounds alike so
+    for begin, end, length, row in sorted(
+        spans, key=lambda s: (tokens[s[0] : s[1]], seen[s[3]])
+    ):  # rounds alike so
         prompt = known.setdefault((seen[row], *tokens[begin : begin + length]), len(known))
         if prompt == len(first):
             first.append((begin, length))
@@ -81,12 +89,17 @@ def lay_out(ids: torch.Tensor, prompts: torch.Tensor, images: torch.Tensor | Non
         place[begin : begin + length] = torch.arange(start, start + length)
         said.append(torch.arange(begin - 1, begin + length - 1))
     grids = _grids([(starts[i], length, 0, 0) for i, (_, length) in enumerate(first)])
-    own = [(starts[len(first) + i], length, starts[p], first[p][1]) for i, (_, length, p) in enumerate(rows)]
+    own = [
+        (starts[len(first) + i], length, starts[p], first[p][1])
+        for i, (_, length, p) in enumerate(rows)
+    ]
     grids += _grids([span for span in own if span[1]])
     back = torch.empty_like(take)
     real = torch.cat([grid.real.flatten() for grid in grids])  # [all rows of all grids]
     back[torch.cat([grid.tokens.flatten() for grid in grids])[real]] = real.nonzero().flatten()
-    return Layout(take, place, torch.cat(said), torch.tensor([row[1] for row in rows]), grids, back, asked)
+    return Layout(
+        take, place, torch.cat(said), torch.tensor([row[1] for row in rows]), grids, back, asked
+    )
 
 
 def _grids(spans: list[tuple[int, int, int, int]]) -> list[Grid]:
@@ -94,12 +107,16 @@ def _grids(spans: list[tuple[int, int, int, int]]) -> list[Grid]:
     grids: list[Grid] = []
     alike: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
     for span in spans:  # by powers of two, of which the first is 64: shorter ones are not worth kernels of their own
-        alike.setdefault((max(6, span[1].bit_length()), max(6, span[3].bit_length())), []).append(span)
+        alike.setdefault((max(6, span[1].bit_length()), max(6, span[3].bit_length())), []).append(
+            span
+        )
     for members in alike.values():
         L, P = (max(span[i] for span in members) for i in (1, 3))
         at_once = 1 if L + P > LONGEST else max(1, SCORES // (16 * L * (L + P)))
         for i in range(0, len(members), at_once):
-            start, length, begin, size = torch.tensor(members[i : i + at_once]).unsqueeze(-1).unbind(1)  # [n, 1] each
+            start, length, begin, size = (
+                torch.tensor(members[i : i + at_once]).unsqueeze(-1).unbind(1)
+            )  # [n, 1] each
             own, before = torch.arange(int(length.max())), torch.arange(int(size.max()))
             outside = (before >= size)[:, None].expand(-1, len(own), -1)  # [n, L, P]
             later = (own > own[:, None]).expand(len(start), -1, -1)  # [n, L, L]
@@ -114,26 +131,40 @@ def _grids(spans: list[tuple[int, int, int, int]]) -> list[Grid]:
 _layout: Layout | None = None  # of the forward pass under way; its backward pass needs none
 
 
-def grid_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **options):
+def grid_attention(
+    module, query, key, value, attention_mask, scaling=None, sliding_window=None, **options
+):
     """Causal attention of the layout's answers to their prompts and to themselves, as transformers calls it.
 
     query [1, H, U, D]; key, value [1, H_kv, U, D]. Returns ([1, U, H, D], None).
     """
     if not getattr(module, "is_causal", True):  # of a part of the model that sees images
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
     if _layout is None:
-        raise ValueError("attn_implementation=cpu_packed wants actor_rollout_ref.model.use_remove_padding=true")
+        raise ValueError(
+            "attn_implementation=cpu_packed wants actor_rollout_ref.model.use_remove_padding=true"
+        )
     longest = max(grid.hidden.shape[-1] for grid in _layout.grids)
     unknown = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
     if unknown or (sliding_window or longest) < longest:
         what = ", ".join(unknown) or f"a window of {sliding_window} tokens, under {longest},"
-        raise NotImplementedError(f"attn_implementation=cpu_packed: the model's attention has {what} which it lacks")
+        raise NotImplementedError(
+            f"attn_implementation=cpu_packed: the model's attention has {what} which it lacks"
+        )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [U, H, D]
     scale = scaling or q.shape[-1] ** -0.5
     outputs = []
     for grid in _layout.grids:
-        outputs.append(_attend(_rows(q, grid.tokens), _rows(k, grid.keys), _rows(v, grid.keys), grid.hidden, scale))
-    return torch.cat([o.flatten(0, 1) for o in outputs]).index_select(0, _layout.back).unsqueeze(0), None
+        outputs.append(
+            _attend(
+                _rows(q, grid.tokens), _rows(k, grid.keys), _rows(v, grid.keys), grid.hidden, scale
+            )
+        )
+    return torch.cat([o.flatten(0, 1) for o in outputs]).index_select(0, _layout.back).unsqueeze(
+        0
+    ), None
 
 
 def _rows(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -146,7 +177,9 @@ def _attend(q, k, v, hidden, scale):
     (n, H, L, D), (heads, keys) = q.shape, k.shape[1:3]
     if keys > LONGEST:
         seen = ~hidden[:, 0]  # [n, 1, L, P+L]
-        return F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(
+            q, k, v, seen, scale=scale, enable_gqa=True
+        ).transpose(1, 2)
     # query heads of one key head side by side, so that keys are not copied
     q = q.reshape(n, heads, -1, D)  # [n, H_kv, H/H_kv * L, D]
     scores = (q @ k.transpose(2, 3)).view(n, heads, -1, L, keys).float() * scale
@@ -169,19 +202,27 @@ class _Said(torch.autograd.Function):
             most = tile.amax(-1, keepdim=True)
             weights = torch.sub(tile, most, out=part[: len(tile)]).exp_()
             total = weights.sum(-1)
-            norm[at], mean[at] = total.log() + most[:, 0], torch.linalg.vecdot(weights, tile) / total
+            norm[at], mean[at] = (
+                total.log() + most[:, 0],
+                torch.linalg.vecdot(weights, tile) / total,
+            )
         ctx.save_for_backward(logits, labels, norm, mean)
         return logits.gather(1, labels[:, None])[:, 0].float() - norm, norm - mean
 
     @staticmethod
     def backward(ctx, of_label, of_entropy):
         logits, labels, norm, mean = ctx.saved_tensors
-        part, looked_at = torch.empty(TILE, logits.shape[1]), not of_entropy.any()  # alone (entropy_coeff: 0)
+        part, looked_at = (
+            torch.empty(TILE, logits.shape[1]),
+            not of_entropy.any(),
+        )  # alone (entropy_coeff: 0)
         for begin in range(0, len(logits), TILE):
             at = slice(begin, begin + TILE)
             tile, down = logits[at].float(), -of_label[at, None]
             weights = torch.sub(tile, norm[at, None], out=part[: len(tile)]).exp_()
-            weights.mul_(down if looked_at else (mean[at, None] - tile) * of_entropy[at, None] + down)
+            weights.mul_(
+                down if looked_at else (mean[at, None] - tile) * of_entropy[at, None] + down
+            )
             logits[at] = weights.scatter_add_(1, labels[at, None], -down)
         return logits, None
 
@@ -221,7 +262,11 @@ class _Scaled(torch.autograd.Function):
 
 
 def _scale(logits, temperature, *, is_unit_temperature):
-    return logits if is_unit_temperature else _Scaled.apply(logits, temperature.clamp(min=1e-8).to(logits.dtype))
+    return (
+        logits
+        if is_unit_temperature
+        else _Scaled.apply(logits, temperature.clamp(min=1e-8).to(logits.dtype))
+    )
 
 
 fsdp.logprobs_from_logits, fsdp._scale_logits_by_temperature = _log_probs, _scale
@@ -276,9 +321,15 @@ class _Packed:
         if "temperature_rmpad" not in args:  # use_remove_padding: false, with attention of torch's
             return inputs, args
         if args.get("pad_size"):
-            raise NotImplementedError("on a CPU: ulysses_sequence_parallel_size > 1, pad_to_length; leave them out")
-        lengths = micro_batch["attention_mask"][:, : micro_batch["prompts"].shape[1]].sum(dim=1)  # [B]
-        _layout = args["layout"] = layout = lay_out(micro_batch["input_ids"], lengths, micro_batch.get("image", None))
+            raise NotImplementedError(
+                "on a CPU: ulysses_sequence_parallel_size > 1, pad_to_length; leave them out"
+            )
+        lengths = micro_batch["attention_mask"][:, : micro_batch["prompts"].shape[1]].sum(
+            dim=1
+        )  # [B]
+        _layout = args["layout"] = layout = lay_out(
+            micro_batch["input_ids"], lengths, micro_batch.get("image", None)
+        )
         if "multi_modal_inputs" in micro_batch:  # each prompt's once, in their order
             given = list(micro_batch.get("multi_modal_inputs"))
             inputs |= extract_multi_modal_inputs([given[row] for row in layout.asked])
@@ -299,26 +350,40 @@ class CPUEngineWithLMHead(_Packed, fsdp.FSDPEngineWithLMHead):
         inputs["logits_to_keep"] = args["layout"].place[said]
         return inputs, args
 
-    def prepare_model_outputs(self, output, output_args, micro_batch: TensorDict, logits_processor_func):
+    def prepare_model_outputs(
+        self, output, output_args, micro_batch: TensorDict, logits_processor_func
+    ):
         global _labels, _found
         if "layout" not in output_args:
-            return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+            return super().prepare_model_outputs(
+                output, output_args, micro_batch, logits_processor_func
+            )
         layout, offsets = output_args["layout"], micro_batch["input_ids"].offsets()
         answers = micro_batch.copy()
         ends = F.pad(layout.answers.cumsum(0), (1, 0))
-        answers["input_ids"] = torch.nested.nested_tensor_from_jagged(torch.empty(int(ends[-1])), ends)
+        answers["input_ids"] = torch.nested.nested_tensor_from_jagged(
+            torch.empty(int(ends[-1])), ends
+        )
         _labels = output_args["input_ids_rmpad_rolled"]
         found = super().prepare_model_outputs(output, output_args, answers, logits_processor_func)
         _labels, _found = None, ()
         for name, nested in found.items():
-            whole = nested.values().new_zeros(len(layout.place)).index_copy(0, layout.said, nested.values())
+            whole = (
+                nested.values()
+                .new_zeros(len(layout.place))
+                .index_copy(0, layout.said, nested.values())
+            )
             found[name] = torch.nested.nested_tensor_from_jagged(whole, offsets)
         return found
 
 
 @EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device="cpu")
 class CPUEngineWithValueHead(_Packed, fsdp.FSDPEngineWithValueHead):
-    def prepare_model_outputs(self, output, output_args, micro_batch: TensorDict, logits_processor_func):
+    def prepare_model_outputs(
+        self, output, output_args, micro_batch: TensorDict, logits_processor_func
+    ):
         if "layout" in output_args:
             output.logits = output.logits[:, output_args["layout"].place]
-        return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+        return super().prepare_model_outputs(
+            output, output_args, micro_batch, logits_processor_func
+        )

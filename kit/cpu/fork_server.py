@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NUMBER = 16  # bytes of a number that goes over the socket
-FORKED = ("default_worker.py", "from multiprocessing.spawn import spawn_main")  # in the arguments of what takes a fork
+FORKED = (
+    "default_worker.py",
+    "from multiprocessing.spawn import spawn_main",
+)  # in the arguments of what takes a fork
 _begun: list[tuple[str, Any]] = []  # the process of the next run, and where it is
 
 
@@ -44,7 +47,15 @@ def begin(modules: str) -> None:
     with open(os.path.join(folder, "log"), "w") as log, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(os.path.join(folder, "socket"))
         listener.listen(64)
-        command = [sys.executable, "-P", here, "serve", str(listener.fileno()), python, *modules.split()]
+        command = [
+            sys.executable,
+            "-P",
+            here,
+            "serve",
+            str(listener.fileno()),
+            python,
+            *modules.split(),
+        ]
         process = subprocess.Popen(  # in a session of its own: Ctrl-C is the driver's
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
             pass_fds=[listener.fileno()], env=os.environ | {"TMPDIR": folder},
@@ -73,7 +84,9 @@ def serving(modules: str, log: Path) -> Iterator[tuple[str, Callable[..., None]]
     folder, process = _begun.pop()
 
     def tell(**environment: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it ended: its log says why, and Python itself does all
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # it ended: its log says why, and Python itself does all
             os.write(process.stdin.fileno(), json.dumps(environment).encode() + b"\n")
 
     try:
@@ -91,14 +104,19 @@ def ask(folder: str, arguments: list[str]) -> int:
     import json
 
     server = socket.socket(socket.AF_UNIX)
-    descriptors = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd != server.fileno() and _is_open(fd)]
+    descriptors = [
+        fd for fd in map(int, os.listdir("/proc/self/fd")) if fd != server.fileno() and _is_open(fd)
+    ]
     mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
     try:
         if not any(name in argument for name in FORKED for argument in arguments):
             raise ConnectionRefusedError("Python itself will do")
         server.connect(os.path.join(folder, "socket"))
         socket.send_fds(server, [b"."], descriptors)
-        server.sendall(json.dumps([arguments, dict(os.environ), os.getcwd(), mask, descriptors]).encode() + b"\n")
+        server.sendall(
+            json.dumps([arguments, dict(os.environ), os.getcwd(), mask, descriptors]).encode()
+            + b"\n"
+        )
         pid = int(server.recv(NUMBER, socket.MSG_WAITALL))
     except (OSError, ValueError):  # nobody serves, or it ended before it forked
         os.execv(sys.executable, [sys.executable, *arguments])
@@ -155,7 +173,9 @@ def serve(listener: socket.socket, python: str, modules: list[str]) -> None:
                 request = asker.makefile().readline()
                 parent = os.getpid()
                 if not (pid := os.fork()):
-                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: who asked may be gone before it
+                    ctypes.CDLL(None).prctl(
+                        1, signal.SIGKILL
+                    )  # PR_SET_PDEATHSIG: who asked may be gone before it
                     if os.getppid() != parent:
                         return None
                     for mine in (look, listener, asker):
@@ -226,12 +246,18 @@ def become(
     os.environ.update(environment)
     os.chdir(folder)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if raylet := sys.modules.get("ray._raylet"):  # setproctitle's own wants an environment that nobody has changed
+    if raylet := sys.modules.get(
+        "ray._raylet"
+    ):  # setproctitle's own wants an environment that nobody has changed
         setproctitle.setproctitle = raylet.setproctitle
     numpy.random.seed()  # as in a process of its own; Python's random does it by itself
     tempfile.tempdir = None  # the one of another environment
     multiprocessing.set_executable(python)
-    at = next(i for i, argument in enumerate(arguments) if argument == "-c" or not argument.startswith("-"))
+    at = next(
+        i
+        for i, argument in enumerate(arguments)
+        if argument == "-c" or not argument.startswith("-")
+    )
     sys.argv = arguments[at:]
     if arguments[at] == "-c":
         del sys.argv[1]

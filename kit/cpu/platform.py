@@ -44,7 +44,9 @@ def _bind(processes: int) -> str:
     return "|".join(",".join(map(str, share)) for share in shares)
 
 
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _bind(int(os.environ.get("TENSOR_PARALLEL", "1"))))
+os.environ.setdefault(
+    "VLLM_CPU_OMP_THREADS_BIND", _bind(int(os.environ.get("TENSOR_PARALLEL", "1")))
+)
 
 # 5. verl asks for the distribution `vllm`; here it is `vllm-cpu`. "+cpu" is what vLLM looks for to pick its platform.
 _installed_version = importlib.metadata.version
@@ -66,9 +68,14 @@ importlib.metadata.version = _version
 # process that it starts to look at the model would know nothing of this. _look_here is a plugin, which vLLM asks first.
 class _WithoutTorchvision(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name != "transformers.models.pixtral.image_processing_pixtral" or importlib.util.find_spec("torchvision"):
+        if (
+            name != "transformers.models.pixtral.image_processing_pixtral"
+            or importlib.util.find_spec("torchvision")
+        ):
             return None
-        return importlib.util.spec_from_file_location(name, f"{next(iter(path))}/image_processing_pil_pixtral.py")
+        return importlib.util.spec_from_file_location(
+            name, f"{next(iter(path))}/image_processing_pil_pixtral.py"
+        )
 
 
 def _look_here():
@@ -97,7 +104,9 @@ def _init_process_group(backend=None, *args, **kwargs):
     # 4. Here a process that trains has imported verl's engines, and has not asked for one yet; others never do.
     if "verl.workers.engine.fsdp.transformer_impl" in sys.modules:
         import kit.cpu.cpu_engine  # noqa: F401
-    return _torch_init_process_group("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
+    return _torch_init_process_group(
+        "gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs
+    )
 
 
 torch.distributed.init_process_group = _init_process_group
@@ -143,9 +152,20 @@ def _device_module() -> types.ModuleType:
     """torch.cpu with the calls that verl makes of torch.cuda: memory figures are 0, the rest does nothing."""
     module = types.ModuleType("torch_cpu")
     module.__dict__.update(vars(torch.cpu))
-    for name in ("empty_cache", "ipc_collect", "set_device", "synchronize", "reset_peak_memory_stats"):
+    for name in (
+        "empty_cache",
+        "ipc_collect",
+        "set_device",
+        "synchronize",
+        "reset_peak_memory_stats",
+    ):
         setattr(module, name, lambda *_: None)
-    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+    for name in (
+        "memory_allocated",
+        "memory_reserved",
+        "max_memory_allocated",
+        "max_memory_reserved",
+    ):
         setattr(module, name, lambda *_: 0)
     module.__dict__.update(
         mem_get_info=lambda *_: (psutil.virtual_memory().available, psutil.virtual_memory().total),
@@ -211,7 +231,9 @@ def _sample(logits):
     # for each answer, looked up in the cumulated probabilities, has the same distribution. [B, V] -> [B]
     cumulated = logits.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)
     drawn = torch.rand(len(logits), 1, dtype=torch.float64) * cumulated[:, -1:]
-    return torch.searchsorted(cumulated, drawn, right=True).view(-1).clamp_(max=logits.shape[-1] - 1)
+    return (
+        torch.searchsorted(cumulated, drawn, right=True).view(-1).clamp_(max=logits.shape[-1] - 1)
+    )
 
 
 def _rank(logprobs, of):
@@ -223,7 +245,9 @@ def _expand(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
     # 16. vLLM's kernel writes into an integer copy of what it should fill, so the temperature at each draft token is
     # what lay in memory: answers of no distribution at all, and log-probs of NaN. [B] -> [num_tokens]
     x = torch.where(x == replace_from, torch.tensor(replace_to, dtype=x.dtype), x)
-    return x.repeat_interleave(cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)), output_size=num_tokens)
+    return x.repeat_interleave(
+        cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)), output_size=num_tokens
+    )
 
 
 def __getattr__(name):
@@ -260,17 +284,23 @@ def __getattr__(name):
         """7. vLLM's CPU layers pack their weights and drop the originals, so they must be rebuilt from a whole set."""
 
         def update_weights_from_ipc(self, peft_config=None, base_sync_done=False, use_shm=False):
-            if peft_config and base_sync_done:  # an adapter beside the packed weights, which stay as they are
+            if (
+                peft_config and base_sync_done
+            ):  # an adapter beside the packed weights, which stay as they are
                 self.device = torch.device("cpu")
                 return super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)
             if peft_config:
-                raise NotImplementedError("LoRA adapters on a CPU: set actor_rollout_ref.rollout.load_format=auto")
+                raise NotImplementedError(
+                    "LoRA adapters on a CPU: set actor_rollout_ref.rollout.load_format=auto"
+                )
             weights, dtype = [], self.model_runner.model_config.dtype
             BucketedWeightReceiver(
                 zmq_handle=self._get_zmq_handle(), device=torch.device("cpu"), use_shm=use_shm
             ).receive_weights(
                 # copies: what arrives are views of a buffer that the next bucket overwrites
-                on_bucket_received=lambda bucket, _: weights.extend((n, w.to(dtype, copy=True)) for n, w in bucket)
+                on_bucket_received=lambda bucket, _: weights.extend(
+                    (n, w.to(dtype, copy=True)) for n, w in bucket
+                )
             )
             self.model_runner.reload_weights(weights_iterator=iter(weights))
             # 8. a tied lm_head keeps its own packed copy, which the reload does not refresh

@@ -28,8 +28,22 @@ from env import Task
 from gym_client import GymError
 from kit.errors import ConfigError, RunError
 
-IDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")  # Gym's, on the last item of a call
-KNOWN = ("row_id", "group_id", "server", "status", "error", "ended", "baseline", "turn_rewards", "timings")
+IDS = (
+    "prompt_token_ids",
+    "generation_token_ids",
+    "generation_log_probs",
+)  # Gym's, on the last item of a call
+KNOWN = (
+    "row_id",
+    "group_id",
+    "server",
+    "status",
+    "error",
+    "ended",
+    "baseline",
+    "turn_rewards",
+    "timings",
+)
 
 FAILED_AS_0 = "_failed_as_0"  # ends the name of a score in which a failed episode counts as 0
 ABORTED = ("aborted", "abort")  # so say vLLM and SGLang of a request that was ended
@@ -60,21 +74,33 @@ class Episode:
     server: str  # the Gym server that verifies it
     prompt_ids: list[int]  # per prompt token
     response_ids: list[int] = field(default_factory=list)
-    response_mask: list[int] = field(default_factory=list)  # 1 = sampled by the policy, 0 = observed
-    log_probs: list[float] = field(default_factory=list)  # the sampler's, at the sampling temperature; 0 if observed
-    turns: list[tuple[int, int, int]] = field(default_factory=list)  # per turn: first token, end, end in `output`
+    response_mask: list[int] = field(
+        default_factory=list
+    )  # 1 = sampled by the policy, 0 = observed
+    log_probs: list[float] = field(
+        default_factory=list
+    )  # the sampler's, at the sampling temperature; 0 if observed
+    turns: list[tuple[int, int, int]] = field(
+        default_factory=list
+    )  # per turn: first token, end, end in `output`
     versions: Versions = field(default_factory=list)  # of the sampled tokens, in order
-    output: list[dict[str, Any]] = field(default_factory=list)  # all that was said, as Responses items
+    output: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # all that was said, as Responses items
     ended: str = ""  # stop | length | turns | terminated | truncated (the environment's own limit)
     reward: float | None = None
-    turn_rewards: list[float] = field(default_factory=list)  # of each turn, where the environment pays turns
+    turn_rewards: list[float] = field(
+        default_factory=list
+    )  # of each turn, where the environment pays turns
     reward_components: dict[str, float] = field(default_factory=dict)
     baseline: float | None = None  # reward of a greedy answer to the same prompt (remax)
     verdict: dict[str, Any] = field(default_factory=dict)  # what else the verifier said
     status: str = "ok"  # or the reason of the failure, as in gym_client
     error: str = ""
     lost: bool = False  # its Gym server went away in the middle
-    timings: dict[str, float] = field(default_factory=dict)  # seconds: generate, tools, verify, verify_call
+    timings: dict[str, float] = field(
+        default_factory=dict
+    )  # seconds: generate, tools, verify, verify_call
     row: dict[str, Any] = field(default_factory=dict)  # the task's, verbatim
     place: tuple[int, int] = (-1, -1)  # in its rollouts file: `_ng_task_index`, `_ng_rollout_index`
 
@@ -83,7 +109,11 @@ class Episode:
         """The last thing that the row says to the model, as text; empty where the environment says it."""
         asked = self.row.get("responses_create_params", {}).get("input") or ""
         content = asked if isinstance(asked, str) else asked[-1].get("content") or ""
-        return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+        return (
+            content
+            if isinstance(content, str)
+            else "".join(part.get("text", "") for part in content)
+        )
 
     @property
     def response(self) -> str:
@@ -106,7 +136,10 @@ class Episode:
 
 
 def append(
-    episode: Episode, ids: list[int], log_probs: list[float] | None = None, versions: Sequence[Version] = ()
+    episode: Episode,
+    ids: list[int],
+    log_probs: list[float] | None = None,
+    versions: Sequence[Version] = (),
 ) -> None:
     """Tokens at the end of the response: sampled with log-probs, observed without."""
     begin = len(episode.response_ids)
@@ -127,11 +160,16 @@ def fill(episode: Episode, output: Sequence[Mapping[str, Any]]) -> None:
     seen: list[int] = []
     for item in output:
         prompt, ids, log_probs = (list(item.get(key) or []) for key in IDS)
-        episode.output.append({key: value for key, value in item.items() if key not in IDS and value is not None})
+        episode.output.append(
+            {key: value for key, value in item.items() if key not in IDS and value is not None}
+        )
         if not ids:
             continue
         if not prompt or prompt[: len(seen)] != seen or len(log_probs) != len(ids):
-            same = next((i for i, (a, b) in enumerate(zip(prompt, seen, strict=False)) if a != b), len(prompt))
+            same = next(
+                (i for i, (a, b) in enumerate(zip(prompt, seen, strict=False)) if a != b),
+                len(prompt),
+            )
             why = f"call {len(episode.turns) + 1}: {len(prompt)} prompt ids part from the {len(seen)} before at {same}"
             raise GymError("not_contiguous", f"{why}; {len(ids)} ids, {len(log_probs)} log-probs")
         if seen:
@@ -149,16 +187,29 @@ def as_record(episode: Episode, task_index: int, rollout_index: int) -> dict[str
     """An episode as a line of a rollouts file. The indices are Gym's: of the row among its files' rows, and of the
     episode among those of the row in this file."""
     text = {"prompt": episode.question, "answer": episode.transcript, "reward": episode.reward}
-    lengths = {"prompt_tokens": len(episode.prompt_ids), "response_tokens": len(episode.response_ids)}
+    lengths = {
+        "prompt_tokens": len(episode.prompt_ids),
+        "response_tokens": len(episode.response_ids),
+    }
     known = {key: getattr(episode, key) for key in (*KNOWN, "versions")}
     output = [dict(item) for item in episode.output]
     for begin, end, last in episode.turns:
-        seen, ids = episode.prompt_ids + episode.response_ids[:begin], episode.response_ids[begin:end]
-        log_probs = np.array(episode.log_probs[begin:end], np.float32)  # as short in the file as 32 bits allow
+        seen, ids = (
+            episode.prompt_ids + episode.response_ids[:begin],
+            episode.response_ids[begin:end],
+        )
+        log_probs = np.array(
+            episode.log_probs[begin:end], np.float32
+        )  # as short in the file as 32 bits allow
         output[last - 1] |= dict(zip(IDS, (seen, ids, log_probs), strict=True))
     wanted = episode.reward_components or "reward_components" in episode.row
     parts = {"reward_components": episode.reward_components} if wanted else {}
-    answer = {"response": gym_client.response(output), "reward": episode.reward, **parts, **episode.verdict}
+    answer = {
+        "response": gym_client.response(output),
+        "reward": episode.reward,
+        **parts,
+        **episode.verdict,
+    }
     places = {"_ng_task_index": task_index, "_ng_rollout_index": rollout_index}
     ours = {"_episode": {**text, **known, **lengths}}  # first, and whatever the row says
     return ours | without_images(episode.row) | answer | places | ours
@@ -175,13 +226,26 @@ def without_images(row: dict[str, Any]) -> dict[str, Any]:
         return {**part, "image_url": f"sha256 {digest}"} if held.startswith("data:") else part
 
     lists = (isinstance(item.get("content"), list) for item in said)
-    shorter = [{**i, "content": [*map(cut, i["content"])]} if some else i for i, some in zip(said, lists, strict=True)]
-    return row if shorter == said else {**row, "responses_create_params": {**params, "input": shorter}}
+    shorter = [
+        {**i, "content": [*map(cut, i["content"])]} if some else i
+        for i, some in zip(said, lists, strict=True)
+    ]
+    return (
+        row if shorter == said else {**row, "responses_create_params": {**params, "input": shorter}}
+    )
 
 
 def from_record(record: dict[str, Any], row: dict[str, Any]) -> Episode:
     """What `as_record` wrote, and the task's row -> the episode. Raises KeyError, TypeError for another format."""
-    told = {"_episode", "response", "reward", "reward_components", "_ng_task_index", "_ng_rollout_index", *row}
+    told = {
+        "_episode",
+        "response",
+        "reward",
+        "reward_components",
+        "_ng_task_index",
+        "_ng_rollout_index",
+        *row,
+    }
     known = {key: record["_episode"][key] for key in KNOWN}
     episode = Episode(prompt_ids=[], reward=record["reward"], row=row, **known)
     episode.reward_components = record.get("reward_components") or {}
@@ -197,13 +261,19 @@ def write(out: IO[bytes], record: dict[str, Any]) -> None:
 
     By orjson, in a tenth of json's time, but for what it refuses, as such a half, or makes null of: NaN, infinity.
     """
-    sums = [float(item[IDS[2]].sum()) for item in record.get("response", {}).get("output", ()) if IDS[2] in item]
+    sums = [
+        float(item[IDS[2]].sum())
+        for item in record.get("response", {}).get("output", ())
+        if IDS[2] in item
+    ]
     try:
         if not math.isfinite(sum(sums, record.get("reward") or 0.0)):
             raise TypeError("not finite")
         line = orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:
-        line = json.dumps(record, ensure_ascii=False, default=short).encode(errors="backslashreplace")
+        line = json.dumps(record, ensure_ascii=False, default=short).encode(
+            errors="backslashreplace"
+        )
     out.write(line + b"\n")
 
 
@@ -226,9 +296,13 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             record = parse(line)
             record["_episode"]["row_id"], record["response"]["output"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            older = "; it is of an older format of the kit's" * (b'"tokens"' in line or b"_ng_task_index" in line)
+            older = "; it is of an older format of the kit's" * (
+                b'"tokens"' in line or b"_ng_task_index" in line
+            )
             why = f"no episode of a rollouts file ({error!r}){older}"
-            raise ConfigError(f"{path}:{number}: {why}; give another trainer.experiment_name, or file") from None
+            raise ConfigError(
+                f"{path}:{number}: {why}; give another trainer.experiment_name, or file"
+            ) from None
         yield number, record
 
 
@@ -252,7 +326,9 @@ def load_replay(path: Path, tasks: Sequence[Task]) -> list[list[Episode]]:
     for number, record in read_records(path):
         row_id = record["_episode"]["row_id"]
         if not (row := record["_episode"].get("row") or rows.get(row_id)):
-            raise ConfigError(f"{path}:{number}: env.train_files have no row {row_id}; give the same recipe")
+            raise ConfigError(
+                f"{path}:{number}: env.train_files have no row {row_id}; give the same recipe"
+            )
         try:
             episode = from_record(record, row)
         except (KeyError, TypeError, GymError) as error:
@@ -295,7 +371,9 @@ def groups(episodes: Sequence[Any], by: str = "group_id") -> dict[str, list[Any]
 
 
 def keep(
-    episodes: Sequence[Any], members: int = 2, filters: Sequence[Callable[[list[Any]], list[Any]]] = ()
+    episodes: Sequence[Any],
+    members: int = 2,
+    filters: Sequence[Callable[[list[Any]], list[Any]]] = (),
 ) -> tuple[list[Any], dict[str, int]]:
     """(the episodes that may be trained on: verified, past the filters, in groups of at least `members`; how many each
     filter dropped or masked, by its name).
@@ -325,15 +403,21 @@ def check_failures(episodes: Sequence[Episode], max_failed_frac: float) -> None:
     """Raises RunError when too many episodes failed: what is left is not a sample of the task any more."""
     failed = [e for e in episodes if e.status != "ok"]
     if len(failed) > max_failed_frac * len(episodes):
-        reasons = ", ".join(f"{count} {status}" for status, count in Counter(e.status for e in failed).most_common())
+        reasons = ", ".join(
+            f"{count} {status}" for status, count in Counter(e.status for e in failed).most_common()
+        )
         why = f"{len(failed)} of {len(episodes)} episodes failed ({reasons}), over gym.{max_failed_frac=:g}"
-        raise RunError(f"{why}; see failures.jsonl of the run; the first: {failed[0].row_id}: {failed[0].error}")
+        raise RunError(
+            f"{why}; see failures.jsonl of the run; the first: {failed[0].row_id}: {failed[0].error}"
+        )
 
 
 # --- metrics -------------------------------------------------------------------------------------
 
 
-def scores(episodes: Sequence[Episode], n: int, server: str, prefix: str = "val-core") -> dict[str, float]:
+def scores(
+    episodes: Sequence[Episode], n: int, server: str, prefix: str = "val-core"
+) -> dict[str, float]:
     """mean@n of the reward and of acc (a reward of 1 or more), and pass@k for k = 1, 2, 4, ... n: some of k are right.
 
     Over the verified episodes of one server, of which each row should have n. pass@k is unbiased (Chen et al. 2021,
@@ -385,11 +469,15 @@ def validation_metrics(episodes: Sequence[Episode], n: int) -> dict[str, float]:
         metrics |= scores_with_failures(mine, n, server)
         if ok := [e for e in mine if e.status == "ok"]:
             metrics |= scores(ok, n, server)
-            metrics[f"val-aux/{server}/response_length/mean"] = float(np.mean([len(e.response_ids) for e in ok]))
+            metrics[f"val-aux/{server}/response_length/mean"] = float(
+                np.mean([len(e.response_ids) for e in ok])
+            )
     return metrics
 
 
-def rollout_metrics(episodes: Sequence[Episode], kept: Sequence[Episode], step: int = 0) -> dict[str, float]:
+def rollout_metrics(
+    episodes: Sequence[Episode], kept: Sequence[Episode], step: int = 0
+) -> dict[str, float]:
     """What verl's metrics do not know: failures by reason, groups not kept, groups whose answers all earn the same, how
     episodes ended, all by server; steps between the weights that sampled a kept token and those that `step` trains."""
     failed = Counter(e.status for e in episodes if e.status != "ok")
@@ -397,11 +485,21 @@ def rollout_metrics(episodes: Sequence[Episode], kept: Sequence[Episode], step: 
     gone = len(groups(episodes)) - len(groups(kept))
     uniform = sum(len({e.reward for e in group}) == 1 < len(group) for group in groups(ok).values())
     metrics = {"rollout/episodes": float(len(episodes)), "rollout/kept": float(len(kept))}
-    metrics |= {"rollout/failed_frac": 1 - len(ok) / len(episodes), "rollout/groups_dropped": float(gone)}
+    metrics |= {
+        "rollout/failed_frac": 1 - len(ok) / len(episodes),
+        "rollout/groups_dropped": float(gone),
+    }
     metrics["rollout/zero_variance_groups"] = float(uniform)
     metrics |= {f"rollout/failed/{status}": float(count) for status, count in failed.items()}
-    if ages := [(step - 1 - version, count) for e in kept for count, version in e.versions if version is not None]:
-        metrics["rollout/staleness/mean"] = sum(age * count for age, count in ages) / sum(count for _, count in ages)
+    if ages := [
+        (step - 1 - version, count)
+        for e in kept
+        for count, version in e.versions
+        if version is not None
+    ]:
+        metrics["rollout/staleness/mean"] = sum(age * count for age, count in ages) / sum(
+            count for _, count in ages
+        )
         metrics["rollout/staleness/max"] = float(max(age for age, _ in ages))
     if ok:
         ended = Counter(e.ended for e in ok)
@@ -415,7 +513,9 @@ def rollout_metrics(episodes: Sequence[Episode], kept: Sequence[Episode], step: 
         metrics[f"rollout/{server}/failed_frac"] = 1 - len(mine) / len(some)
         if mine:
             metrics[f"reward/{server}/mean"] = float(np.mean([e.reward for e in mine]))
-            metrics[f"rollout/{server}/response_length/mean"] = float(np.mean([len(e.response_ids) for e in mine]))
+            metrics[f"rollout/{server}/response_length/mean"] = float(
+                np.mean([len(e.response_ids) for e in mine])
+            )
     return metrics | component_means(ok)
 
 
@@ -431,5 +531,7 @@ def component_means(episodes: Sequence[Episode]) -> dict[str, float]:
 def pass_rates(episodes: Sequence[Episode], before: Mapping[str, float]) -> dict[str, float]:
     """{row id: fraction of its verified episodes with a reward of 1 or more}, halfway from what it was before."""
     rows = groups([e for e in episodes if e.status == "ok"], "row_id")
-    rates = {row: float(np.mean([(e.reward or 0.0) >= 1.0 for e in some])) for row, some in rows.items()}
+    rates = {
+        row: float(np.mean([(e.reward or 0.0) >= 1.0 for e in some])) for row, some in rows.items()
+    }
     return {row: 0.5 * before.get(row, rate) + 0.5 * rate for row, rate in rates.items()}

@@ -27,7 +27,12 @@ from env import DataError, Refused, Task
 from kit.config import user_functions
 from kit.errors import ConfigError, PluginError
 
-OURS = ("function", "weight", "server", "verifier")  # the kit's keys beside a function; all others are its settings
+OURS = (
+    "function",
+    "weight",
+    "server",
+    "verifier",
+)  # the kit's keys beside a function; all others are its settings
 GYM_ROW = "gym_row"  # in extra_info: the Gym row, as JSON, of which a row of verl's was made
 
 
@@ -45,8 +50,12 @@ def parse(raw: Any, where: str, prompt_key: str = "prompt") -> dict[str, Any]:
     if prompt_key in row and "responses_create_params" not in row:
         return from_verl(row, where, prompt_key)
     if "responses_create_params" not in row:
-        needed = f"neither Gym's responses_create_params nor verl's `{prompt_key}` (data.prompt_key)"
-        raise DataError(f"{where}: {needed}; it has {', '.join(row) or 'nothing'} (chats go to `sft`)")
+        needed = (
+            f"neither Gym's responses_create_params nor verl's `{prompt_key}` (data.prompt_key)"
+        )
+        raise DataError(
+            f"{where}: {needed}; it has {', '.join(row) or 'nothing'} (chats go to `sft`)"
+        )
     return env.parse_row(row, where)
 
 
@@ -66,13 +75,17 @@ def from_verl(row: dict[str, Any], where: str, prompt_key: str = "prompt") -> di
         if rest.get(key):
             raise Refused(f"{where}: {key}: the kit trains text models only; leave such rows out")
     if any(isinstance(said, dict) and said.get("tool_calls") for said in prompt):
-        raise Refused(f"{where}: tool_calls in `{prompt_key}`; write them as function_call items of a Gym row")
+        raise Refused(
+            f"{where}: tool_calls in `{prompt_key}`; write them as function_call items of a Gym row"
+        )
     extra = rest.get("extra_info")
     if not isinstance(extra, dict) or not isinstance(extra.get(GYM_ROW), str):
         return {"responses_create_params": {"input": prompt}, **rest}
     made = env.parse_row(extra[GYM_ROW], where)
     if prompt != env.render(made, where)[0]:
-        raise DataError(f"{where}: `{prompt_key}` is not that of extra_info.{GYM_ROW}; take {GYM_ROW} out to use it")
+        raise DataError(
+            f"{where}: `{prompt_key}` is not that of extra_info.{GYM_ROW}; take {GYM_ROW} out to use it"
+        )
     return made
 
 
@@ -83,7 +96,11 @@ def to_verl(row: dict[str, Any], where: str, prompt_key: str = "prompt") -> dict
     Refused for what verl's rows cannot hold.
     """
     rest = {key: value for key, value in row.items() if key != "responses_create_params"}
-    if "agent_ref" not in row and prompt_key not in row and {"data_source", "reward_model"} & {*row}:
+    if (
+        "agent_ref" not in row
+        and prompt_key not in row
+        and {"data_source", "reward_model"} & {*row}
+    ):
         verls = {prompt_key: row["responses_create_params"].get("input"), **rest}
         with contextlib.suppress(DataError):
             if from_verl(verls, where, prompt_key) == row:
@@ -94,12 +111,22 @@ def to_verl(row: dict[str, Any], where: str, prompt_key: str = "prompt") -> dict
     if any(isinstance(said["content"], list) for said in messages):
         raise Refused(f"{where}: images, which verl's rows hold otherwise; leave such rows out")
     if not messages:
-        raise Refused(f"{where}: its environment writes the prompt, which verl has not; leave such rows out")
+        raise Refused(
+            f"{where}: its environment writes the prompt, which verl has not; leave such rows out"
+        )
     agent = row.get("agent_ref") or {}
-    source = str((agent.get("name") if isinstance(agent, dict) else agent) or "gym").removesuffix("_simple_agent")
-    truth = next((row[key] for key in ("expected_answer", "answer") if row.get(key) is not None), "")
+    source = str((agent.get("name") if isinstance(agent, dict) else agent) or "gym").removesuffix(
+        "_simple_agent"
+    )
+    truth = next(
+        (row[key] for key in ("expected_answer", "answer") if row.get(key) is not None), ""
+    )
     truth = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
-    made = {"data_source": source, prompt_key: messages, "reward_model": {"style": "rule", "ground_truth": truth}}
+    made = {
+        "data_source": source,
+        prompt_key: messages,
+        "reward_model": {"style": "rule", "ground_truth": truth},
+    }
     return made | {"extra_info": {GYM_ROW: json.dumps(row, ensure_ascii=False)}}
 
 
@@ -134,7 +161,13 @@ def split(entries: Sequence[Any], key: str) -> tuple[list[Any], list[Made]]:
 
 
 def make(
-    made: Made, batch: int, size: int, seed: int, pass_rates: Mapping[str, float], load: Callable[..., Any], key: str
+    made: Made,
+    batch: int,
+    size: int,
+    seed: int,
+    pass_rates: Mapping[str, float],
+    load: Callable[..., Any],
+    key: str,
 ) -> list[Task]:
     """The function's rows of a batch, as tasks. pass_rates: by row id, of whatever rows. load: env.load_tasks, but for
     the files and `read`. key: verl's prompt_key. Raises PluginError, DataError."""
@@ -150,7 +183,11 @@ def make(
     tasks, dropped = load([entry], read=lambda _: parsed)
     if dropped:
         long = "over data.max_prompt_length; make shorter prompts, or raise that"
-        why = long if dropped[0].endswith("tokens)") else "env.only_servers leaves them out; name their server there"
+        why = (
+            long
+            if dropped[0].endswith("tokens)")
+            else "env.only_servers leaves them out; name their server there"
+        )
         raise DataError(f"{made.key}: {dropped[0]}: {why}")
     return list(tasks)
 
@@ -203,11 +240,17 @@ def draw(
 
 
 def once(
-    made: Sequence[Made], rows: int | None, limit: str, seed: int, tasks_of: Callable[..., list[Task]]
+    made: Sequence[Made],
+    rows: int | None,
+    limit: str,
+    seed: int,
+    tasks_of: Callable[..., list[Task]],
 ) -> list[Task]:
     """Rows of functions where no batches are: `rows` of each. limit: the key that says how many. Raises ConfigError."""
     if made and not rows:
-        raise ConfigError(f"{made[0].key}={made[0].file} makes rows without end; set {limit}, how many to take")
+        raise ConfigError(
+            f"{made[0].key}={made[0].file} makes rows without end; set {limit}, how many to take"
+        )
     return [task for source in made for task in tasks_of(source, 0, rows, seed, {})]
 
 
@@ -215,7 +258,9 @@ def first(
     made: Sequence[Made], counts: Mapping[str, int], seed: int, tasks_of: Callable[..., list[Task]]
 ) -> list[Task]:
     """What the functions make for batch 1, twice the same. Raises PluginError, also where it is not."""
-    batch, again = ([t for m in made for t in tasks_of(m, 1, counts[m.file], seed, {})] for _ in range(2))
+    batch, again = (
+        [t for m in made for t in tasks_of(m, 1, counts[m.file], seed, {})] for _ in range(2)
+    )
     for a, b in zip(batch, again, strict=True):
         if a.row != b.row:
             why = "is another when it is made again, so that no run could resume; draw from its batch and seed alone"

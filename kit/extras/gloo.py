@@ -36,12 +36,18 @@ class GlooCheckpointEngine(CheckpointEngine):
         return {"master": (self.address, self.store.port)} if self.store else {}
 
     @classmethod
-    def build_topology(cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Any]) -> Any:
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Any]
+    ) -> Any:
         """Rank 0 of the actor and all of the servers; the other ranks of the actor have no part in it."""
         size = 1 + rollout_world_size
 
         def arguments(ranks: list[int]) -> dict[str, list[Any]]:
-            return {"rank": ranks, "world_size": [size] * len(ranks), "master": [metadata[0]["master"]] * len(ranks)}
+            return {
+                "rank": ranks,
+                "world_size": [size] * len(ranks),
+                "master": [metadata[0]["master"]] * len(ranks),
+            }
 
         return arguments([0] + [-1] * (actor_wg_world_size - 1)), arguments([*range(1, size)])
 
@@ -49,12 +55,16 @@ class GlooCheckpointEngine(CheckpointEngine):
         self.rank = rank
         if rank >= 0 and not self.group:
             store = self.store or TCPStore(*master, is_master=False)
-            self.group = ProcessGroupGloo(store, rank, world_size, timedelta(minutes=30))  # torch's own
+            self.group = ProcessGroupGloo(
+                store, rank, world_size, timedelta(minutes=30)
+            )  # torch's own
 
     def finalize(self) -> None:
         """The group stays for the next time."""
 
-    async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None) -> None:
+    async def send_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
+    ) -> None:
         for name, tensor in weights:  # to gather one takes every rank
             if self.rank == 0:
                 told = name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
@@ -75,7 +85,11 @@ class GlooCheckpointEngine(CheckpointEngine):
 
     def _announced(self) -> bytes:
         length = int(self._broadcast(torch.zeros(1, dtype=torch.int64)))
-        return bytes(self._broadcast(torch.empty(length, dtype=torch.uint8)).numpy()) if length else b""
+        return (
+            bytes(self._broadcast(torch.empty(length, dtype=torch.uint8)).numpy())
+            if length
+            else b""
+        )
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` of rank 0, in the place of every other rank's."""

@@ -53,7 +53,9 @@ def requirements(folder: Path) -> list[str]:
         path = folder / "requirements.txt"
         lines = path.read_text().splitlines() if path.is_file() else []
     stripped = [line.strip() for line in lines]
-    return [x for x in stripped if x and not x.startswith(("#", "-e nemo-gym", "nemo-gym", "nemo_gym"))]
+    return [
+        x for x in stripped if x and not x.startswith(("#", "-e nemo-gym", "nemo-gym", "nemo_gym"))
+    ]
 
 
 def located(line: str, sources: Mapping[NormalizedName, Any]) -> str:
@@ -68,7 +70,11 @@ def located(line: str, sources: Mapping[NormalizedName, Any]) -> str:
         return line
     keys = source.keys() if isinstance(source, dict) else set()
     revisions = keys & {"rev", "tag", "branch"}
-    if "git" in keys and keys <= {"git", "rev", "tag", "branch", "subdirectory"} and len(revisions) <= 1:
+    if (
+        "git" in keys
+        and keys <= {"git", "rev", "tag", "branch", "subdirectory"}
+        and len(revisions) <= 1
+    ):
         revision = "".join(f"@{source[key]}" for key in revisions)
         folder = f"#subdirectory={source['subdirectory']}" if "subdirectory" in keys else ""
         requirement.url = f"git+{source['git']}{revision}{folder}"
@@ -76,7 +82,9 @@ def located(line: str, sources: Mapping[NormalizedName, Any]) -> str:
         requirement.url = source["url"]
     else:
         problem = f"tool.uv.sources has {requirement.name} = {source!r}, which is not taken"
-        raise InstallError(f"{problem}; install {requirement.name} from there, and set start.python")
+        raise InstallError(
+            f"{problem}; install {requirement.name} from there, and set start.python"
+        )
     requirement.specifier = SpecifierSet()  # a requirement has either versions or a place
     return str(requirement)
 
@@ -85,21 +93,30 @@ def install(server: str, python: str) -> Path:
     """Make the environment of `server`, unless it is there; returns its interpreter. Raises InstallError."""
     base, final = site_packages(python), environment(server, python)
     if base is None:
-        raise InstallError(f"no environment for {server}: {python} has no nemo-gym; `make gym` makes one that has")
+        raise InstallError(
+            f"no environment for {server}: {python} has no nemo-gym; `make gym` makes one that has"
+        )
     if not (base / "resources_servers" / server / "app.py").is_file():
         known = [path.parent.name for path in base.glob("resources_servers/*/app.py")]
         near = ", ".join(difflib.get_close_matches(server, known, 4, 0.0))
-        raise InstallError(f"no environment for {server}: nemo-gym has no such resources server; nearest are {near}")
+        raise InstallError(
+            f"no environment for {server}: nemo-gym has no such resources server; nearest are {near}"
+        )
     uv = find_uv()
     if not uv:
-        raise InstallError(f"no environment for {server}: no uv beside {sys.executable} or on PATH; `pip install uv`")
+        raise InstallError(
+            f"no environment for {server}: no uv beside {sys.executable} or on PATH; `pip install uv`"
+        )
     listed = requirements(base / "resources_servers" / server)
     marker = "\n".join([*sorted(p.name for p in base.glob("nemo_gym-*.dist-info")), *listed]) + "\n"
     if (final / "installed.txt").is_file() and (final / "installed.txt").read_text() == marker:
         return final / "bin" / "python"
     made = final.with_name(f".{server}.{os.getpid()}")
     try:
-        run(server, [uv, "venv", "--quiet", "--relocatable", "--clear", "--python", python, str(made)])
+        run(
+            server,
+            [uv, "venv", "--quiet", "--relocatable", "--clear", "--python", python, str(made)],
+        )
         fill(server, uv, made, python, base, listed)
         (made / "installed.txt").write_text(marker)
         if final.exists():
@@ -135,12 +152,16 @@ def run(server: str, command: list[str], text: str = "") -> str:
     """stdout of uv. Raises InstallError with the last it said."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, env=env, timeout=DEADLINE_S)
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, env=env, timeout=DEADLINE_S
+        )
         said, status = done.stderr.strip(), done.returncode
     except (OSError, subprocess.TimeoutExpired) as error:
         said, status = str(error), 1
     if status:
         told = " ".join(" ".join(said.splitlines()[-12:]).split())[-600:]
         what = " ".join(command[1:3])
-        raise InstallError(f"no environment for {server}: uv {what} failed, and nothing is left of it: {told}")
+        raise InstallError(
+            f"no environment for {server}: uv {what} failed, and nothing is left of it: {told}"
+        )
     return done.stdout

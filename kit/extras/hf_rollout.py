@@ -29,7 +29,12 @@ from transformers.generation import (
 from verl.plugin.platform.platform_manager import get_platform
 from verl.utils.device import get_resource_name
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry, TokenOutput
+from verl.workers.rollout.replica import (
+    RolloutMode,
+    RolloutReplica,
+    RolloutReplicaRegistry,
+    TokenOutput,
+)
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from kit.runs.preparation import stop_token_ids
@@ -58,7 +63,11 @@ class Request:
     def way(self) -> tuple[float, int, float]:
         """Temperature, top_k, top_p; each as if it were not there where it says so."""
         top_k = self.params.get("top_k") or 0
-        return self.params.get("temperature", 1.0) or 1.0, max(top_k, 0), self.params.get("top_p") or 1.0
+        return (
+            self.params.get("temperature", 1.0) or 1.0,
+            max(top_k, 0),
+            self.params.get("top_p") or 1.0,
+        )
 
 
 class Draw(LogitsProcessor):
@@ -84,7 +93,9 @@ class Draw(LogitsProcessor):
             if not request.greedy:
                 drawn[row] = torch.multinomial(told[row].exp(), 1, generator=request.generator)
         self.log_probs.append(told.gather(1, drawn[:, None])[:, 0])
-        return torch.full_like(scores, -torch.inf).scatter_(1, drawn[:, None].to(scores.device), 0.0)
+        return torch.full_like(scores, -torch.inf).scatter_(
+            1, drawn[:, None].to(scores.device), 0.0
+        )
 
 
 def warpers(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList:
@@ -103,9 +114,13 @@ class Ended(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         self.count += 1
-        for row, (request, last) in enumerate(zip(self.requests, input_ids[:, -1].tolist(), strict=True)):
+        for row, (request, last) in enumerate(
+            zip(self.requests, input_ids[:, -1].tolist(), strict=True)
+        ):
             stops = last in self.server.stop_ids and not request.params.get("ignore_eos")
-            self.done[row] |= stops or self.count >= request.params["max_tokens"] or self.server.held
+            self.done[row] |= (
+                stops or self.count >= request.params["max_tokens"] or self.server.held
+            )
         return self.done.to(input_ids.device)
 
 
@@ -122,18 +137,27 @@ class Server:
 
     async def launch(self) -> None:
         """Load the model, and begin to answer."""
-        path, trust = self.settings["path"], {"trust_remote_code": self.settings.get("trust_remote_code", False)}
+        path, trust = (
+            self.settings["path"],
+            {"trust_remote_code": self.settings.get("trust_remote_code", False)},
+        )
         tokenizer = AutoTokenizer.from_pretrained(path, **trust)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         # not the attention that the trainer has, which may be for packed rows alone
         dtype = getattr(torch, self.config.dtype)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", **trust)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="sdpa", **trust
+        )
         self.model: Any = model.to(self.device).eval()  # type: ignore[arg-type]
         self.stop_ids = stop_token_ids(tokenizer, self.model.generation_config)
-        self.model.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id or 0)  # no ways of its own
+        self.model.generation_config = GenerationConfig(
+            pad_token_id=tokenizer.pad_token_id or 0
+        )  # no ways of its own
         self.serving = asyncio.create_task(self.serve())
 
-    async def generate(self, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> TokenOutput:
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
+    ) -> TokenOutput:
         """An answer in tokens, with the log-prob of each."""
         room = self.config.max_model_len - len(prompt_ids)
         params = {**sampling_params, "max_tokens": max(1, min(room, sampling_params["max_tokens"]))}
@@ -167,9 +191,16 @@ class Server:
     @torch.no_grad()
     def sample(self, batch: list[Request]) -> list[TokenOutput]:
         """All answers to a batch, prompts padded on the left."""
-        longest, pad = max(len(r.prompt_ids) for r in batch), self.model.generation_config.pad_token_id
-        ids = torch.tensor([[pad] * (longest - len(r.prompt_ids)) + r.prompt_ids for r in batch])  # [B, T]
-        mask = torch.tensor([[0] * (longest - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in batch])
+        longest, pad = (
+            max(len(r.prompt_ids) for r in batch),
+            self.model.generation_config.pad_token_id,
+        )
+        ids = torch.tensor(
+            [[pad] * (longest - len(r.prompt_ids)) + r.prompt_ids for r in batch]
+        )  # [B, T]
+        mask = torch.tensor(
+            [[0] * (longest - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in batch]
+        )
         draw, ended = Draw(batch), Ended(batch, self)
         out = self.model.generate(
             ids.to(self.device),
@@ -181,7 +212,9 @@ class Server:
         )
         log_probs = torch.stack(draw.log_probs, 1).tolist()  # [B, N]
         rows = out[:, longest:].tolist()
-        return [self.cut(request, *row) for request, *row in zip(batch, rows, log_probs, strict=True)]
+        return [
+            self.cut(request, *row) for request, *row in zip(batch, rows, log_probs, strict=True)
+        ]
 
     def cut(self, request: Request, ids: list[int], log_probs: list[float]) -> TokenOutput:
         """A row's tokens up to where it ended, while the rest of the batch went on."""
@@ -190,7 +223,9 @@ class Server:
         end = next((place for place, token in enumerate(ids[:limit], 1) if token in stops), limit)
         reason = "completed" if end <= len(ids) else "aborted"
         told = {"global_steps": self.step}
-        return TokenOutput(token_ids=ids[:end], log_probs=log_probs[:end], stop_reason=reason, extra_fields=told)
+        return TokenOutput(
+            token_ids=ids[:end], log_probs=log_probs[:end], stop_reason=reason, extra_fields=told
+        )
 
     async def load(self, weights: dict[str, torch.Tensor]) -> None:
         """Some of the trainer's weights in the place of the model's. Raises KeyError for one that it has not."""
@@ -233,7 +268,9 @@ class HFReplica(RolloutReplica):
     """verl's replica: where its server is."""
 
     async def sleep(self) -> None:
-        if self.rollout_mode is not RolloutMode.STANDALONE:  # which has its GPU to itself, and nobody to wake it
+        if (
+            self.rollout_mode is not RolloutMode.STANDALONE
+        ):  # which has its GPU to itself, and nobody to wake it
             await super().sleep()
 
     async def launch_servers(self) -> None:
@@ -243,10 +280,18 @@ class HFReplica(RolloutReplica):
 
         node, device = await self.workers[0].__ray_call__.remote(place)
         platform = get_platform()
-        variables = {platform.visible_devices_envvar(): device, **dict.fromkeys(platform.ray_noset_envvars(), "1")}
-        options = {"name": f"hf_server_{self.replica_rank}", "max_concurrency": self.max_concurrency}
+        variables = {
+            platform.visible_devices_envvar(): device,
+            **dict.fromkeys(platform.ray_noset_envvars(), "1"),
+        }
+        options = {
+            "name": f"hf_server_{self.replica_rank}",
+            "max_concurrency": self.max_concurrency,
+        }
         where = NodeAffinitySchedulingStrategy(node, soft=False)
-        make = ray.remote(Server).options(scheduling_strategy=where, runtime_env={"env_vars": variables}, **options)
+        make = ray.remote(Server).options(
+            scheduling_strategy=where, runtime_env={"env_vars": variables}, **options
+        )
         self._server_handle = make.remote(self.config, self.model_config)
         self.servers = [self._server_handle]
         await self._server_handle.launch.remote()

@@ -30,7 +30,11 @@ from kit.config.load import MODEL, ROLLOUT, gpus
 from kit.config.user_functions import asks_for
 from kit.errors import ConfigError
 
-FAMILIES = {"llava": False, "qwen2_vl": True, "qwen2_5_vl": True}  # model_type: positions in three dimensions (mRoPE)?
+FAMILIES = {
+    "llava": False,
+    "qwen2_vl": True,
+    "qwen2_5_vl": True,
+}  # model_type: positions in three dimensions (mRoPE)?
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # of the 43 that PIL reads
 MOST_PIXELS = 2**24  # of one image; larger ones are refused
 ROW_PIXELS = 2**25  # of all images of a row together; 4 bytes each once they are decoded
@@ -53,13 +57,19 @@ class Vision:
     folder: str  # of the model
     mrope: bool
     hosts: tuple[str, ...] = ()  # from which images may be fetched
-    fetched: dict[str, bytes] = field(default_factory=dict)  # by address: once, before anything starts
+    fetched: dict[str, bytes] = field(
+        default_factory=dict
+    )  # by address: once, before anything starts
 
     def messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Chat messages whose content is parts throughout: of text among them some templates say nothing."""
         texts = [m.get("content") for m in messages]
-        parts = [{"type": "text", "text": text} if isinstance(text, str) else None for text in texts]
-        return [{**m, "content": [part]} if part else m for m, part in zip(messages, parts, strict=True)]
+        parts = [
+            {"type": "text", "text": text} if isinstance(text, str) else None for text in texts
+        ]
+        return [
+            {**m, "content": [part]} if part else m for m, part in zip(messages, parts, strict=True)
+        ]
 
     def expand(self, ids: list[int], messages: Sequence[dict[str, Any]], where: str) -> list[int]:
         """The template's ids with one placeholder for each image -> with as many as it has features. Raises
@@ -70,9 +80,13 @@ class Vision:
                 f"{where}: {len(pictures)} images, {found} placeholders in the prompt; take these out of text"
             )
         counts = iter(self.counts(pictures))
-        return list(itertools.chain(*([i] * next(counts) if i == self.placeholder else [i] for i in ids)))
+        return list(
+            itertools.chain(*([i] * next(counts) if i == self.placeholder else [i] for i in ids))
+        )
 
-    def shrink(self, ids: Sequence[int], messages: Sequence[dict[str, Any]], where: str) -> tuple[list[int], list[Any]]:
+    def shrink(
+        self, ids: Sequence[int], messages: Sequence[dict[str, Any]], where: str
+    ) -> tuple[list[int], list[Any]]:
         """(what `expand` was given, with what came after it; the images)."""
         pictures, kept, place = self.pictures(messages, where), list[int](), 0
         counts = iter(self.counts(pictures))
@@ -94,14 +108,21 @@ class Vision:
     def read(self, source: str, where: str, room: int = ROW_PIXELS) -> Any:
         """An image in RGB, as PIL has it. where: the row; relative paths start at its folder.
         room: pixels that the row has left. Raises DataError."""
-        told, url = f"{where}: image {source[:60]!r}", urlparse(source) if len(source) < 4096 else None
+        told, url = (
+            f"{where}: image {source[:60]!r}",
+            urlparse(source) if len(source) < 4096 else None,
+        )
         try:
             if source.startswith("data:"):
                 raw = base64.b64decode(source.partition(",")[2], validate=True)
             elif url and url.scheme in ("http", "https"):
                 if url.hostname not in self.hosts:
-                    raise DataError(f"{told}: {url.hostname} is not in env.image_hosts; add it, or give files")
-                raw = self.fetched.setdefault(source, self.fetched.get(source) or fetch(source, told))
+                    raise DataError(
+                        f"{told}: {url.hostname} is not in env.image_hosts; add it, or give files"
+                    )
+                raw = self.fetched.setdefault(
+                    source, self.fetched.get(source) or fetch(source, told)
+                )
             else:
                 path = Path(unquote(url.path) if url and url.scheme == "file" else source)
                 raw = read_file(folder_of(where) / path)
@@ -110,14 +131,20 @@ class Vision:
             raise
         except TooLarge as error:
             raise DataError(f"{told}: {error}; make it smaller, or leave the row out") from None
-        except Exception as error:  # of the disk, the network, base64, and whatever PIL makes of a file
-            raise DataError(f"{told} cannot be read ({error!s:.100}); give a data URL or a file of an image") from None
+        except (
+            Exception
+        ) as error:  # of the disk, the network, base64, and whatever PIL makes of a file
+            raise DataError(
+                f"{told} cannot be read ({error!s:.100}); give a data URL or a file of an image"
+            ) from None
 
     def counts(self, pictures: Sequence[Any]) -> list[int]:
         """Features of each."""
         if not pictures:
             return []
-        told = self.processor._get_num_multimodal_tokens([(image.height, image.width) for image in pictures])
+        told = self.processor._get_num_multimodal_tokens(
+            [(image.height, image.width) for image in pictures]
+        )
         return [int(count) for count in told["num_image_tokens"]]
 
     def inputs(self, pictures: Sequence[Any]) -> dict[str, Any]:
@@ -191,7 +218,9 @@ def fetch(source: str, told: str) -> bytes:
     with httpx.stream("GET", source, timeout=FETCH_S, follow_redirects=False) as answer:
         if answer.is_redirect:
             to = f"{answer.headers['location']:.60}"
-            raise DataError(f"{told}: it redirects to {to}, which is refused; give the final address")
+            raise DataError(
+                f"{told}: it redirects to {to}, which is refused; give the final address"
+            )
         answer.raise_for_status()
         for part in answer.iter_raw():  # not unpacked: a few bytes of gzip can become gigabytes
             raw += part
@@ -210,7 +239,9 @@ def vision_of(config: DictConfig, hf_config: Any, tokenizer: Any) -> Vision | No
     tokenizer.chat_template = tokenizer.chat_template or getattr(processor, "chat_template", None)
     placeholder = getattr(hf_config, "image_token_id", None) or hf_config.image_token_index
     placeholders = sorted({placeholder, getattr(hf_config, "video_token_id", None) or placeholder})
-    return Vision(processor, placeholder, placeholders, folder, FAMILIES[kind], tuple(config.env.image_hosts))
+    return Vision(
+        processor, placeholder, placeholders, folder, FAMILIES[kind], tuple(config.env.image_hosts)
+    )
 
 
 def load_processor(folder: str, kind: str) -> Any:
@@ -239,14 +270,24 @@ def check(config: DictConfig, vision: Vision, tasks: Sequence[Any], command: str
     ConfigError."""
     policy, trains = config.actor_rollout_ref, command == "train"
     if drafts_of(config):
-        raise ConfigError(f"{ROLLOUT}.engine_kwargs.vllm.speculative_config: vLLM bans no token then; leave it out")
-    for engine in [policy.actor.fsdp_config, policy.ref.fsdp_config] if trains and config.model_engine == "dp" else []:
+        raise ConfigError(
+            f"{ROLLOUT}.engine_kwargs.vllm.speculative_config: vLLM bans no token then; leave it out"
+        )
+    for engine in (
+        [policy.actor.fsdp_config, policy.ref.fsdp_config]
+        if trains and config.model_engine == "dp"
+        else []
+    ):
         if not engine.wrap_policy.get("transformer_layer_cls_to_wrap"):
             engine.wrap_policy.transformer_layer_cls_to_wrap = layers(vision.folder)
     most = {len(sources(task.messages)) for task in tasks}
     if not max(most, default=0):
         return
-    agents = {name for name, server in config.gym.servers.items() if (server.get("start") or {}).get("agent")}
+    agents = {
+        name
+        for name, server in config.gym.servers.items()
+        if (server.get("start") or {}).get("agent")
+    }
     wrong = {
         f"{ROLLOUT}.name={policy.rollout.name}": policy.rollout.name != "vllm",
         f"{MODEL}.lora_rank": policy.model.lora_rank,
@@ -254,9 +295,14 @@ def check(config: DictConfig, vision: Vision, tasks: Sequence[Any], command: str
         "reward.reward_model": trains and config.reward.reward_model.enable,
         f"model_engine={config.model_engine}": config.model_engine != "dp",
         "ulysses_sequence_parallel_size": policy.actor.get("ulysses_sequence_parallel_size", 1) > 1,
-        "an agent that owns the turns": any(task.server in agents for task in tasks if sources(task.messages)),
-        "rows without any on several GPUs": 0 in most and not vision.mrope and gpus(config) * config.trainer.nnodes > 1,
-        "Qwen's on a CPU, where verl's attention of it does not run": vision.mrope and config.trainer.device == "cpu",
+        "an agent that owns the turns": any(
+            task.server in agents for task in tasks if sources(task.messages)
+        ),
+        "rows without any on several GPUs": 0 in most
+        and not vision.mrope
+        and gpus(config) * config.trainer.nnodes > 1,
+        "Qwen's on a CPU, where verl's attention of it does not run": vision.mrope
+        and config.trainer.device == "cpu",
     }
     if found := [name for name, given in wrong.items() if given]:
         raise ConfigError(f"rows with images do not go with {'; '.join(found)}; leave these out")
@@ -275,7 +321,9 @@ def add(batch: Any, episodes: Sequence[Any], tokenizer: Any) -> None:
     rows: list[tuple[int, dict[str, Any]]] = []
     for e in episodes:
         messages = env.render(e.row, e.row_id)[0]
-        key = tuple((str(folder_of(e.row_id)), source) for source in sources(messages))  # paths are of that folder
+        key = tuple(
+            (str(folder_of(e.row_id)), source) for source in sources(messages)
+        )  # paths are of that folder
         if key not in known:
             known[key] = len(known), vision.inputs(vision.pictures(messages, e.row_id))
         rows.append(known[key])
@@ -284,7 +332,9 @@ def add(batch: Any, episodes: Sequence[Any], tokenizer: Any) -> None:
     given[:] = [inputs for _, inputs in rows]
     batch.non_tensor_batch["multi_modal_inputs"] = given
     if vision.mrope:
-        batch.batch["position_ids"] = torch.stack([positions(vision, batch, i, rows[i][1]) for i in range(len(rows))])
+        batch.batch["position_ids"] = torch.stack(
+            [positions(vision, batch, i, rows[i][1]) for i in range(len(rows))]
+        )
 
 
 def positions(vision: Vision, batch: Any, row: int, inputs: dict[str, Any]) -> Any:
@@ -295,7 +345,10 @@ def positions(vision: Vision, batch: Any, row: int, inputs: dict[str, Any]) -> A
     ids = batch.batch["input_ids"][row][mask.bool()][None]  # [1, n]
     kinds = (ids == vision.placeholder).int()
     found, _ = without_weights(vision.folder).model.get_rope_index(
-        input_ids=ids, mm_token_type_ids=kinds, image_grid_thw=inputs.get("image_grid_thw"), attention_mask=None
+        input_ids=ids,
+        mm_token_type_ids=kinds,
+        image_grid_thw=inputs.get("image_grid_thw"),
+        attention_mask=None,
     )
     whole = plain.new_zeros(3, len(plain))
     whole[:, mask.bool()] = found[:, 0]
@@ -318,7 +371,11 @@ def layers(folder: str) -> list[str]:
     from torch.nn import Embedding
 
     model = without_weights(folder)
-    whole = {type(m).__name__ for m in model.modules() if any(isinstance(part, Embedding) for part in m.modules())}
+    whole = {
+        type(m).__name__
+        for m in model.modules()
+        if any(isinstance(part, Embedding) for part in m.modules())
+    }
     return sorted({*model._no_split_modules} - whole)
 
 
@@ -349,7 +406,9 @@ def ban(workers: Any, tokenizer: Any) -> None:
 
     def hook(worker: Any, name: str) -> None:  # in the worker, to which it travels by value
         def silence(_module: Any, _args: Any, logits: Any) -> Any:
-            logits[..., placeholders] = -1e4  # whose exponential is 0, and which entropy can multiply by that
+            logits[
+                ..., placeholders
+            ] = -1e4  # whose exponential is 0, and which entropy can multiply by that
             return logits
 
         held = getattr(worker, "worker_dict", {name: worker})[name]
@@ -357,4 +416,10 @@ def ban(workers: Any, tokenizer: Any) -> None:
             part.engine.module.get_output_embeddings().register_forward_hook(silence)
 
     groups = {name: getattr(workers, name) for name in ("actor", "ref") if getattr(workers, name)}
-    ray.get([worker.__ray_call__.remote(hook, name) for name, group in groups.items() for worker in group.workers])
+    ray.get(
+        [
+            worker.__ray_call__.remote(hook, name)
+            for name, group in groups.items()
+            for worker in group.workers
+        ]
+    )

@@ -23,7 +23,10 @@ from kit.gym.servers import FetchError, fetch
 from kit.runs.run_dir import Run
 
 # metrics of which the last part of the name becomes a label; the others keep their name, with _ in the place of /
-LABELLED = {"timing_s/": ("stage_seconds", "stage"), "verify/concurrency/": ("verify_concurrency", "server")}
+LABELLED = {
+    "timing_s/": ("stage_seconds", "stage"),
+    "verify/concurrency/": ("verify_concurrency", "server"),
+}
 FAILED = "rollout/failed/"
 DRAFTS = {f"vllm:spec_decode_num_{kind}_tokens_total": kind for kind in ("draft", "accepted")}
 ALERTS = ROOT / "docs" / "monitoring" / "alerts.yml"
@@ -45,16 +48,24 @@ class Page:
             if name.startswith(FAILED):
                 reason = name.removeprefix(FAILED)
                 self.failures[reason] = self.failures.get(reason, 0.0) + count
-        self.latest |= {name: value for name, value in metrics.items() if not name.startswith(FAILED)}
+        self.latest |= {
+            name: value for name, value in metrics.items() if not name.startswith(FAILED)
+        }
         self.latest["step"] = step
 
     def collect(self) -> Iterator[Any]:
         """For prometheus_client, in its own thread."""
-        yield labelled(CounterMetricFamily, "failures", "episodes that failed", "reason", dict(self.failures))
+        yield labelled(
+            CounterMetricFamily, "failures", "episodes that failed", "reason", dict(self.failures)
+        )
         under_way = {self.run.guard.current or "none": time.monotonic() - self.run.guard.begun}
-        yield labelled(GaugeMetricFamily, "stage_running_seconds", "the stage under way", "stage", under_way)
+        yield labelled(
+            GaugeMetricFamily, "stage_running_seconds", "the stage under way", "stage", under_way
+        )
         yield GaugeMetricFamily("kit_damaged_steps", "in a row", self.run.damaged)
-        yield GaugeMetricFamily("kit_episodes_open", "those of the batch under way that have not ended", self.run.open)
+        yield GaugeMetricFamily(
+            "kit_episodes_open", "those of the batch under way that have not ended", self.run.open
+        )
         parts: dict[str, dict[str, float]] = {start: {} for start in LABELLED}
         for name, value in self.latest.copy().items():
             start = next((start for start in LABELLED if name.startswith(start)), None)
@@ -63,7 +74,9 @@ class Page:
             else:
                 yield GaugeMetricFamily(f"kit_{re.sub('[^a-zA-Z0-9_]', '_', name)}", name, value)
         for start, values in parts.items():
-            yield labelled(GaugeMetricFamily, LABELLED[start][0], f"{start}*", LABELLED[start][1], values)
+            yield labelled(
+                GaugeMetricFamily, LABELLED[start][0], f"{start}*", LABELLED[start][1], values
+            )
 
 
 def labelled(kind: Any, name: str, told: str, label: str, values: Mapping[str, float]) -> Any:
@@ -100,7 +113,9 @@ def serve(run: Run, host: str, servers: Sequence[str], stack: contextlib.ExitSta
         told = {"global": every, "rule_files": [str(ALERTS)], "scrape_configs": scraped}
         file.write_text(yaml.safe_dump(told, sort_keys=False))
     except OSError as error:
-        raise RunError(f"actor_rollout_ref.rollout.prometheus.file={file}: {error.strerror}; give another") from None
+        raise RunError(
+            f"actor_rollout_ref.rollout.prometheus.file={file}: {error.strerror}; give another"
+        ) from None
     try:
         ask(f"http://{LOCAL}:{settings.port}/-/reload", "POST")
         how = f"the Prometheus on port {settings.port} was told to read its file again; let that be {file}"

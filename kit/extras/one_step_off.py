@@ -73,12 +73,18 @@ class Servers(inference.Servers):
             self.tell(index, episode)
 
     def rollout(
-        self, requests: Requests, sampling: dict[str, Any], on_done: OnDone = lambda *_: None, baselines: bool = False
+        self,
+        requests: Requests,
+        sampling: dict[str, Any],
+        on_done: OnDone = lambda *_: None,
+        baselines: bool = False,
     ) -> list[Episode]:
         """What was begun with these requests; of others, as inference.Servers.rollout, once that is done."""
         if not self.requests:
             return super().rollout(requests, sampling, on_done, baselines)
-        if self.requests[0][1] != requests[0][1]:  # an evaluation: what is under way stays for later
+        if (
+            self.requests[0][1] != requests[0][1]
+        ):  # an evaluation: what is under way stays for later
             self.under_way.result()
             return super().rollout(requests, sampling, on_done, baselines)
         self.requests = ()

@@ -24,26 +24,46 @@ def sizes(config: DictConfig, section: str = ACTOR) -> dict[str, int]:
     if config.model_engine == "megatron":
         return {name: int(node.megatron[name] or 1) for name in (*SIZES, *MOE_SIZES)}
     if config.model_engine == "veomni":
-        return {name: int(node.veomni[name] or 1) for name in ("ulysses_parallel_size", "expert_parallel_size")}
-    return {"ulysses_sequence_parallel_size": int(config.actor_rollout_ref.actor.ulysses_sequence_parallel_size)}
+        return {
+            name: int(node.veomni[name] or 1)
+            for name in ("ulysses_parallel_size", "expert_parallel_size")
+        }
+    return {
+        "ulysses_sequence_parallel_size": int(
+            config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+        )
+    }
 
 
 def same_rows(config: DictConfig) -> int:
     """GPUs that work on the same rows of a batch; all of them over this is the data-parallel size."""
     found = sizes(config)
-    return math.prod(found[name] for name in SIZES) if config.model_engine == "megatron" else next(iter(found.values()))
+    return (
+        math.prod(found[name] for name in SIZES)
+        if config.model_engine == "megatron"
+        else next(iter(found.values()))
+    )
 
 
 def row_parts(config: DictConfig) -> int:
     """GPUs among which the tokens of a row are cut."""
-    return sizes(config)["context_parallel_size"] if config.model_engine == "megatron" else same_rows(config)
+    return (
+        sizes(config)["context_parallel_size"]
+        if config.model_engine == "megatron"
+        else same_rows(config)
+    )
 
 
 def of_sizes() -> list[str]:
     """Keys that a checkpoint's layout follows from, of every engine."""
     veomni = ("ulysses_parallel_size", "expert_parallel_size", "fsdp_size")
     of = {"megatron": (*SIZES, *MOE_SIZES), "veomni": veomni}
-    return [f"{place}.{engine}.{name}" for engine, names in of.items() for name in names for place in (ACTOR, "critic")]
+    return [
+        f"{place}.{engine}.{name}"
+        for engine, names in of.items()
+        for name in names
+        for place in (ACTOR, "critic")
+    ]
 
 
 def problems(config: DictConfig, critic: bool) -> Iterator[str]:
@@ -65,7 +85,10 @@ def problems(config: DictConfig, critic: bool) -> Iterator[str]:
         yield f"critic.{engine} has {theirs}, the actor {sizes(config)}: one process has both; set them the same"
     if engine == "veomni":
         return
-    if policy.actor.megatron.dynamic_context_parallel or policy.actor.megatron.use_dist_checkpointing:
+    if (
+        policy.actor.megatron.dynamic_context_parallel
+        or policy.actor.megatron.use_dist_checkpointing
+    ):
         yield f"{ACTOR}.megatron: dynamic_context_parallel and use_dist_checkpointing are not taken; leave them out"
     if "model" not in (contents := policy.actor.checkpoint.save_contents):
         yield f"{ACTOR}.checkpoint.save_contents={contents}: the export is of Megatron's `model`; add it"
@@ -76,7 +99,14 @@ def problems(config: DictConfig, critic: bool) -> Iterator[str]:
 def written(engine: str, saved: Sequence[str], ranks: int) -> list[str]:
     """Names, in an actor's or critic's folder, of what so many ranks must have written of these contents."""
     if engine == "megatron":
-        names = {"model": "model/huggingface/config.json", "optimizer": "optimizer/dist_ckpt/.metadata"}
+        names = {
+            "model": "model/huggingface/config.json",
+            "optimizer": "optimizer/dist_ckpt/.metadata",
+        }
         return ["ckpt_contents.json", *(name for kind, name in names.items() if kind in saved)]
     prefixes = [prefix for kind, prefix in SHARDS.items() if kind in saved]
-    return [f"{prefix}_world_size_{ranks}_rank_{rank}.pt" for prefix in prefixes for rank in range(ranks)]
+    return [
+        f"{prefix}_world_size_{ranks}_rank_{rank}.pt"
+        for prefix in prefixes
+        for rank in range(ranks)
+    ]

@@ -38,7 +38,9 @@ def client_of_gym(
     how many such processes this is one."""
     limits, measured = config.gym, Places(share)
     concurrency = measured.limits(to_plain(limits.concurrency))
-    gym = gym_client.Gym(urls, limits.timeout_s, concurrency, limits.attempts, limits.outage_budget_s)
+    gym = gym_client.Gym(
+        urls, limits.timeout_s, concurrency, limits.attempts, limits.outage_budget_s
+    )
     return verifier_pool.Verifiers(
         gym, list(verifier_pool.of_recipe(config).values()), config, tokenizer, logs
     ), measured
@@ -49,7 +51,9 @@ def share(config: DictConfig, count: int) -> DictConfig:
     config = copy.deepcopy(config)
     limits = to_plain(config.gym.concurrency)
     limits = limits if isinstance(limits, dict) else {"default": limits}
-    part = {name: limit if limit == "auto" else -(-limit // count) for name, limit in limits.items()}
+    part = {
+        name: limit if limit == "auto" else -(-limit // count) for name, limit in limits.items()
+    }
     rollout = config.actor_rollout_ref.rollout
     OmegaConf.update(config, "gym.concurrency", part, merge=False)
     config.env.verifier_pool.processes = -(-verifier_pool.processes(config) // count)
@@ -100,10 +104,14 @@ class Player:
 class Players:
     """All of them, as inference.Servers asks."""
 
-    def __init__(self, config: DictConfig, policy: Policy, urls: dict[str, str], data: Any, logs: Path):
+    def __init__(
+        self, config: DictConfig, policy: Policy, urls: dict[str, str], data: Any, logs: Path
+    ):
         count = config.actor_rollout_ref.rollout.agent.num_workers
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        make = ray.remote(Player).options(num_cpus=0, max_concurrency=10_000, scheduling_strategy=here)
+        make = ray.remote(Player).options(
+            num_cpus=0, max_concurrency=10_000, scheduling_strategy=here
+        )
         known = SimpleNamespace(tokenizer=data.tokenizer, stop_ids=data.stop_ids, model=data.model)
         client: Any = policy.client
         given = share(config, count), client.servers, urls, known, policy.deadline_s, logs
@@ -146,4 +154,7 @@ class Players:
     def metrics(self) -> dict[str, float]:
         """What they have in flight together."""
         told = self.told.values()
-        return {name: sum(each.get(name, 0.0) for each in told) for name in {name for each in told for name in each}}
+        return {
+            name: sum(each.get(name, 0.0) for each in told)
+            for name in {name for each in told for name in each}
+        }

@@ -30,7 +30,11 @@ from kit.runs import checkpoints, preparation
 from kit.runs.preparation import Data
 from kit.runs.run_dir import Run
 
-training, start, damage = later("training"), later("kit.runs.launch"), later("kit.runs.finite_check")
+training, start, damage = (
+    later("training"),
+    later("kit.runs.launch"),
+    later("kit.runs.finite_check"),
+)
 
 
 @dataclass
@@ -41,17 +45,24 @@ class Example(Episode):
     weight: float | None = None
 
 
-def read_conversations(path: str, prompt_key: str = "prompt") -> Iterator[tuple[str, dict[str, Any]]]:
+def read_conversations(
+    path: str, prompt_key: str = "prompt"
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (`file:line`, row), each with `messages`: of a prompt and a response, too. Raises env.DataError."""
     for where, raw in env.raw_rows(path, "messages", prompt_key):
         row = env.parse_json(raw, where)
         if row.get("messages") is None and prompt_key in row:
             prompt, response = row[prompt_key], row.get("response")
-            if not (prompt and isinstance(prompt, str | list) and response and isinstance(response, str)):
+            if not (
+                prompt and isinstance(prompt, str | list) and response and isinstance(response, str)
+            ):
                 why = f"`{prompt_key}` must be text or messages, and `response` text; they are"
                 raise env.DataError(f"{where}: {why} {prompt!r:.40} and {response!r:.40}")
             asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            row = {"tools": row.get("tools"), "messages": [*asked, {"role": "assistant", "content": response}]}
+            row = {
+                "tools": row.get("tools"),
+                "messages": [*asked, {"role": "assistant", "content": response}],
+            }
         yield where, row
 
 
@@ -68,32 +79,42 @@ def tokenize(row: Mapping[str, Any], tokenizer: Any, stop_ids: set[int], where: 
         why = "no `messages`, or none of the assistant's in it, nor `prompt` and `response`; add what is to be learned"
         raise env.DataError(f"{where}: {why}")
     if roles[0] == "assistant":
-        raise env.DataError(f"{where}: nothing comes before the assistant's first message; add what it answers")
+        raise env.DataError(
+            f"{where}: nothing comes before the assistant's first message; add what it answers"
+        )
     stops = tokenizer.convert_ids_to_tokens(sorted(stop_ids))
     ids: list[int] = []
     mask: list[int] = []
     done = ""
     for i in [i for i, role in enumerate(roles) if role == "assistant"]:
         try:
-            before = tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, **template)
+            before = tokenizer.apply_chat_template(
+                messages[:i], add_generation_prompt=True, **template
+            )
             after = tokenizer.apply_chat_template(messages[: i + 1], **template)
         except (TemplateError, TypeError) as error:  # TypeError: content that is no text
             why = f"the chat template does not take message {i + 1}: {error}"
-            raise env.DataError(f"{where}: {why}; change the message, or {env.OTHER_TEMPLATE}") from None
+            raise env.DataError(
+                f"{where}: {why}; change the message, or {env.OTHER_TEMPLATE}"
+            ) from None
         if not before.startswith(done) or not after.startswith(before):
             raise env.DataError(
                 f"{where}: the chat template rewrites what comes before message {i + 1}; {env.OTHER_TEMPLATE}"
             )
         answer = after[len(before) :]
         ends = [answer.rfind(stop) + len(stop) for stop in stops if stop in answer]
-        answer = answer[: max(ends)] if ends else answer  # what the template puts after its stop token is not sampled
+        answer = (
+            answer[: max(ends)] if ends else answer
+        )  # what the template puts after its stop token is not sampled
         for text, learned in ((before[len(done) :], 0), (answer, 1)):
             new = tokenizer.encode(text, add_special_tokens=False)
             ids, mask = ids + new, mask + [learned] * len(new)
         done = before + answer
     start = mask.index(1)
     nothing = [0.0] * (len(ids) - start)
-    return Example(where, "", "", ids[:start], ids[start:], mask[start:], log_probs=nothing, reward=0.0)
+    return Example(
+        where, "", "", ids[:start], ids[start:], mask[start:], log_probs=nothing, reward=0.0
+    )
 
 
 def prepare(config: DictConfig) -> Data:
@@ -104,7 +125,9 @@ def prepare(config: DictConfig) -> Data:
     """
     tokenizer, stop_ids, functions = preparation.check_recipe(config, "sft")
     if getattr(tokenizer, "vision", None):
-        raise ConfigError("`sft` of a model that sees is not there: take another model, or train it from rewards")
+        raise ConfigError(
+            "`sft` of a model that sees is not there: take another model, or train it from rewards"
+        )
     found: dict[str, list[Example]] = {"train_files": [], "val_files": []}
     dropped, limits = [], config.data
     for name, examples in found.items():
@@ -118,7 +141,10 @@ def prepare(config: DictConfig) -> Data:
                     examples.append(example)
                 else:
                     dropped.append(where)
-    train, validation = found["train_files"][: config.env.max_rows], found["val_files"][: config.env.val_max_rows]
+    train, validation = (
+        found["train_files"][: config.env.max_rows],
+        found["val_files"][: config.env.val_max_rows],
+    )
     if len(train) < limits.train_batch_size:
         raise ConfigError(
             f"env.train_files hold {len(train)} usable rows, fewer than data.train_batch_size="
@@ -138,7 +164,9 @@ def run_command(config: DictConfig, run: Run, data: Data) -> None:
         from verl.utils.config import omega_conf_to_dataclass  # imported by now; before, 10 s
         from verl.workers.utils.losses import sft_loss
 
-        workers.actor.set_loss_fn(functools.partial(sft_loss, omega_conf_to_dataclass(config.actor_rollout_ref.actor)))
+        workers.actor.set_loss_fn(
+            functools.partial(sft_loss, omega_conf_to_dataclass(config.actor_rollout_ref.actor))
+        )
         state: dict[str, Any] = {"command": "sft", "step": 0}
         if run.checkpoint:
             with run.stage("load_checkpoint"):
@@ -149,16 +177,22 @@ def run_command(config: DictConfig, run: Run, data: Data) -> None:
             while state["step"] < run.last:
                 one_step(config, run, data, workers, state)
         run.export()
-    run.say(f"the model is in {run.folder}/export: actor_rollout_ref.model.path={run.folder}/export")
+    run.say(
+        f"the model is in {run.folder}/export: actor_rollout_ref.model.path={run.folder}/export"
+    )
 
 
 def held_out_loss(config: DictConfig, data: Data, workers: Any) -> dict[str, float]:
     """Mean over all learned tokens of the held-out rows, in nats."""
     total_loss, tokens, size = 0.0, 0.0, config.data.train_batch_size
     for i in range(0, len(data.validation), size):
-        batch = training.to_batch(data.validation[i : i + size], data.tokenizer.pad_token_id, temperature=1.0)
+        batch = training.to_batch(
+            data.validation[i : i + size], data.tokenizer.pad_token_id, temperature=1.0
+        )
         mask = batch.batch["response_mask"]  # [B, R]
-        total_loss -= float((training.log_probs(workers.actor, batch, config)["log_probs"] * mask).sum())
+        total_loss -= float(
+            (training.log_probs(workers.actor, batch, config)["log_probs"] * mask).sum()
+        )
         tokens += float(mask.sum())
     return {"val/loss": total_loss / tokens} if tokens else {}
 
@@ -169,7 +203,9 @@ def one_step(config: DictConfig, run: Run, data: Data, workers: Any, state: dict
     run.begin(step)
     with run.stage("update_actor"):
         settings = config.data
-        rows = env.batch(data.train, settings.train_batch_size, step, settings.seed, settings.shuffle)
+        rows = env.batch(
+            data.train, settings.train_batch_size, step, settings.seed, settings.shuffle
+        )
         batch = training.to_batch(rows, data.tokenizer.pad_token_id, temperature=1.0)
         metrics = training.update_sft(workers.actor, batch, config)
         state["step"] = step
@@ -184,4 +220,6 @@ def one_step(config: DictConfig, run: Run, data: Data, workers: Any, state: dict
             metrics |= held_out_loss(config, data, workers)
     run.log(step, metrics | run.timings())
     names = {"loss": "actor/loss", "val/loss": "val/loss"}
-    run.say_line(step, {label: f"{metrics[name]:.4g}" for label, name in names.items() if name in metrics})
+    run.say_line(
+        step, {label: f"{metrics[name]:.4g}" for label, name in names.items() if name in metrics}
+    )

@@ -29,7 +29,11 @@ class Measured:
         self.limit = self.given = limit
         self.most = most
         self.free, self.round = asyncio.Semaphore(limit), list[float]()
-        self.best, self.slow, self.since = math.inf, math.inf, 0.0  # seconds of rounds; when the present one began
+        self.best, self.slow, self.since = (
+            math.inf,
+            math.inf,
+            0.0,
+        )  # seconds of rounds; when the present one began
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
@@ -57,7 +61,9 @@ class Measured:
             self.best = took
         fast = took < 2 * self.best
         self.best, self.slow = min(took, self.best), math.inf if fast else took
-        self.limit = min(self.most, self.limit + (self.limit + 1) // 2) if fast else max(1, self.limit // 2)
+        self.limit = (
+            min(self.most, self.limit + (self.limit + 1) // 2) if fast else max(1, self.limit // 2)
+        )
 
 
 class Places:
@@ -75,9 +81,16 @@ class Places:
 
     def metrics(self) -> dict[str, float]:
         """verify/concurrency/<server>: verdicts that it gets at once now."""
-        return {f"verify/concurrency/{name}": each.limit for (name, path), each in self.of.items() if path == "/verify"}
+        return {
+            f"verify/concurrency/{name}": each.limit
+            for (name, path), each in self.of.items()
+            if path == "/verify"
+        }
 
     def limits(self, concurrency: Any) -> Any:
         """gym.concurrency as gym_client.Gym takes it: `auto` becomes these places."""
         named = concurrency if isinstance(concurrency, dict) else {"default": concurrency}
-        return {name: self if limit == "auto" else limit for name, limit in ({"default": "auto"} | named).items()}
+        return {
+            name: self if limit == "auto" else limit
+            for name, limit in ({"default": "auto"} | named).items()
+        }

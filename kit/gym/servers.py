@@ -54,9 +54,22 @@ if TYPE_CHECKING:
 START_DEADLINE_S = 90.0  # a Gym server imports for 3 to 30 s before it answers
 END_S = 2.0  # for a process that was killed to give its port back
 RESTART_S = 5.0  # between two restarts of one server, at least
-START_KEYS = {"python", "install", "server", "path", "host", "port", "config", "agent", "agent_config", "env"}
+START_KEYS = {
+    "python",
+    "install",
+    "server",
+    "path",
+    "host",
+    "port",
+    "config",
+    "agent",
+    "agent_config",
+    "env",
+}
 PYTHON = ".venv-gym/bin/python"  # that has nemo-gym; never this one, which it would break
-ENVIRONMENTS = ".venv-gym-servers"  # beside that, with what one server needs (kit/extras/gym_environments.py)
+ENVIRONMENTS = (
+    ".venv-gym-servers"  # beside that, with what one server needs (kit/extras/gym_environments.py)
+)
 MODELS = "responses_api_models"
 JUDGE_PARSING = Path(__file__).parents[1] / "extras" / "judges" / "judge_parsing.py"
 HOST = "127.0.0.1"
@@ -83,7 +96,11 @@ class FetchError(RuntimeError):
 
 
 def fetch(
-    url: str, method: str = "GET", deadline_s: float = ASK_S, use_proxy: bool = False, **request: Any
+    url: str,
+    method: str = "GET",
+    deadline_s: float = ASK_S,
+    use_proxy: bool = False,
+    **request: Any,
 ) -> httpx.Response:
     """Send one request and read the whole answer, within a deadline and a size limit.
 
@@ -95,7 +112,9 @@ def fetch(
         return pool.submit(asyncio.run, answer).result()
 
 
-async def _fetch(url: str, method: str, deadline_s: float, use_proxy: bool, request: dict[str, Any]) -> httpx.Response:
+async def _fetch(
+    url: str, method: str, deadline_s: float, use_proxy: bool, request: dict[str, Any]
+) -> httpx.Response:
     import httpx  # not at the top: the Gym environment runs this file too, and need not have it
 
     # uncompressed, so that a short body cannot become a long one
@@ -117,7 +136,9 @@ async def _fetch(url: str, method: str, deadline_s: float, use_proxy: bool, requ
         raise FetchError(f"{type(error).__name__}: {error}") from None
     if answer.has_redirect_location:
         target = answer.headers["location"]
-        raise FetchError(f"HTTP {answer.status_code} redirects to {target}; set that address instead")
+        raise FetchError(
+            f"HTTP {answer.status_code} redirects to {target}; set that address instead"
+        )
     return httpx.Response(answer.status_code, content=bytes(body))
 
 
@@ -142,7 +163,11 @@ def discover(head: str) -> tuple[dict[str, str], dict[str, str]]:
     for name, block in blocks.items():
         for server in (block.get("resources_servers") or {}).values():
             host = server.get("host") or HOST
-            if host in ("0.0.0.0", HOST, "localhost"):  # as the head sees itself; we may sit elsewhere
+            if host in (
+                "0.0.0.0",
+                HOST,
+                "localhost",
+            ):  # as the head sees itself; we may sit elsewhere
                 host = urlsplit(head).hostname
             if server.get("port"):  # else it is configured, but not started
                 servers[name] = f"http://{host}:{server['port']}"
@@ -177,7 +202,9 @@ def free_port(host: str = HOST) -> int:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return free_port(host)
-            raise GymStartError(f"host {host!r} is not one of this machine's ({error}); use 127.0.0.1") from None
+            raise GymStartError(
+                f"host {host!r} is not one of this machine's ({error}); use 127.0.0.1"
+            ) from None
     return port
 
 
@@ -186,35 +213,55 @@ def check_server(name: str, spec: Mapping[str, Any]) -> None:
     start, where = spec.get("start") or {}, f"gym.servers.{name}.start"
     for key, part in ("gym.servers", name), (f"{where}.agent", start.get("agent") or "none"):
         if not NAME.fullmatch(str(part)):
-            raise GymStartError(f"{key}: {part!r} is no name; take letters, digits, _, - and ., but no . at its begin")
+            raise GymStartError(
+                f"{key}: {part!r} is no name; take letters, digits, _, - and ., but no . at its begin"
+            )
     if spec.get("url"):
         return wait_ready(name, str(spec["url"]).rstrip("/"))
     if unknown := set(start) - START_KEYS:
-        raise GymStartError(f"{where}: unknown key {min(unknown)!r}; it takes {', '.join(sorted(START_KEYS))}")
-    if wrong := [k for k in ("config", "agent_config") if not isinstance(start.get(k) or {}, Mapping)]:
-        raise GymStartError(f"{where}.{wrong[0]} is {start[wrong[0]]!r}; it takes keys and values of Gym's YAML")
+        raise GymStartError(
+            f"{where}: unknown key {min(unknown)!r}; it takes {', '.join(sorted(START_KEYS))}"
+        )
+    if wrong := [
+        k for k in ("config", "agent_config") if not isinstance(start.get(k) or {}, Mapping)
+    ]:
+        raise GymStartError(
+            f"{where}.{wrong[0]} is {start[wrong[0]]!r}; it takes keys and values of Gym's YAML"
+        )
     check_variables(f"{where}.env", start.get("env") or [])
     if start.get("agent_config") and not start.get("agent"):
         raise GymStartError(f"{where}.agent_config is set, but no agent; add agent: simple_agent")
     if name in (POLICY_MODEL, "head_server", "dry_run"):
-        raise GymStartError(f"gym.servers.{name}: Gym uses that name itself; choose another, and set start.server")
+        raise GymStartError(
+            f"gym.servers.{name}: Gym uses that name itself; choose another, and set start.server"
+        )
     host, port, python = start.get("host") or HOST, start.get("port"), start.get("python") or PYTHON
     if not (Path(python).is_file() and os.access(python, os.X_OK)):
-        raise GymStartError(f"gym.servers.{name}: no interpreter at {python}; `make gym` makes that environment")
+        raise GymStartError(
+            f"gym.servers.{name}: no interpreter at {python}; `make gym` makes that environment"
+        )
     if port and not is_port(port):
-        raise GymStartError(f"{where}.port is {port!r}; it takes a number up to 65535, or nothing for a free port")
+        raise GymStartError(
+            f"{where}.port is {port!r}; it takes a number up to 65535, or nothing for a free port"
+        )
     free_port(host)  # which knows a host that is not here
     folder_of(name, start)
     if port and port_in_use(host, int(port)):
-        raise GymStartError(f"gym.servers.{name}: port {port} on {host} is in use; set another one, or give its url")
+        raise GymStartError(
+            f"gym.servers.{name}: port {port} on {host} is in use; set another one, or give its url"
+        )
 
 
 def check_variables(where: str, names: Any) -> None:
     """Check that `names` is a list of environment variables that are set. Raises GymStartError."""
     if not isinstance(names, Sequence) or isinstance(names, str):
-        raise GymStartError(f"{where} is {names!r}; set a list of names of environment variables, as [HF_TOKEN]")
+        raise GymStartError(
+            f"{where} is {names!r}; set a list of names of environment variables, as [HF_TOKEN]"
+        )
     if missing := [name for name in names if str(name) not in os.environ]:
-        raise GymStartError(f"{where}: the environment variable {missing[0]} is not set; export it, or leave it out")
+        raise GymStartError(
+            f"{where}: the environment variable {missing[0]} is not set; export it, or leave it out"
+        )
 
 
 def folder_of(name: str, start: Mapping[str, Any]) -> str:
@@ -225,11 +272,19 @@ def folder_of(name: str, start: Mapping[str, Any]) -> str:
         return str(start.get("server") or name)
     if others := [key for key in ("server", "install") if start.get(key)]:
         todo = f"leave {others[0]} out; what the folder needs goes into the environment of start.python"
-        raise GymStartError(f"{where} has path, a folder of your own, and {others[0]}, of nemo-gym's servers; {todo}")
+        raise GymStartError(
+            f"{where} has path, a folder of your own, and {others[0]}, of nemo-gym's servers; {todo}"
+        )
     folders = [f for f in (Path(str(path)), Path(__file__).parents[2] / str(path)) if f.is_dir()]
     if not (found := [f for f in folders if (f / "app.py").is_file()]):
-        lack = f"{folders[0].absolute()} has no app.py" if folders else f"no such folder here ({Path.cwd()})"
-        raise GymStartError(f"{where}.path={path}: {lack}; it takes a folder like templates/verifier, to be copied")
+        lack = (
+            f"{folders[0].absolute()} has no app.py"
+            if folders
+            else f"no such folder here ({Path.cwd()})"
+        )
+        raise GymStartError(
+            f"{where}.path={path}: {lack}; it takes a folder like templates/verifier, to be copied"
+        )
     return str(found[0].resolve())
 
 
@@ -249,12 +304,21 @@ def asked_models(name: str, start: Mapping[str, Any]) -> dict[str, str]:
     server, python = folder_of(name, start), Path(start.get("python") or PYTHON).absolute()
     for package in python.parents[1].glob("lib/python3*/site-packages"):
         if (package / "resources_servers" / server / "app.py").is_file():
-            block = {"kind": "resources_servers", "impl": server, "of": server, "changes": start.get("config") or {}}
-            return dict(verdicts().asked_models(settings({**block, "host": HOST, "port": 0}, package)))
+            block = {
+                "kind": "resources_servers",
+                "impl": server,
+                "of": server,
+                "changes": start.get("config") or {},
+            }
+            return dict(
+                verdicts().asked_models(settings({**block, "host": HOST, "port": 0}, package))
+            )
     return {}
 
 
-def check_asked(name: str, start: Mapping[str, Any], models: Collection[str], trust: Collection[str] = ()) -> None:
+def check_asked(
+    name: str, start: Mapping[str, Any], models: Collection[str], trust: Collection[str] = ()
+) -> None:
     """Whether gym.judges has all that a server asks, and it is known what its judges must say. Raises GymStartError."""
     known = {*models, POLICY_MODEL} if start.get("agent") else set(models)
     asked, server = asked_models(name, start), folder_of(name, start)
@@ -262,10 +326,14 @@ def check_asked(name: str, start: Mapping[str, Any], models: Collection[str], tr
     for key, model in asked.items():
         if model not in known:
             way_out = f"set gym.judges.{model}, or another {key} in gym.servers.{name}.start.config"
-            raise GymStartError(f"gym.servers.{name}: {told} asks the model {model} ({key}); {way_out}")
+            raise GymStartError(
+                f"gym.servers.{name}: {told} asks the model {model} ({key}); {way_out}"
+            )
     if asked and server not in verdicts().VERDICTS and name not in trust:
         why = "pays for a judge's text that holds no verdict as for a wrong answer, and the kit cannot tell them apart"
-        raise GymStartError(f"gym.servers.{name}: {told} {why}; gym.unchecked_judges=[{name}] takes that as it is")
+        raise GymStartError(
+            f"gym.servers.{name}: {told} {why}; gym.unchecked_judges=[{name}] takes that as it is"
+        )
 
 
 def interpreter(name: str, start: Mapping[str, Any]) -> str:
@@ -300,13 +368,24 @@ def plan(
     """
     check_server(name, {"start": start})
     check_asked(name, start, models, trust)
-    server, host, where = folder_of(name, start), start.get("host") or HOST, f"gym.servers.{name}.start"
-    shared = {"python": interpreter(name, start), "host": host, "of": server, "trusted": name in trust}
+    server, host, where = (
+        folder_of(name, start),
+        start.get("host") or HOST,
+        f"gym.servers.{name}.start",
+    )
+    shared = {
+        "python": interpreter(name, start),
+        "host": host,
+        "of": server,
+        "trusted": name in trust,
+    }
     shared["shown"] = list(start.get("env") or [])
     blocks = [(name, "resources_servers", server, start.get("config") or {}, f"{where}.config")]
     if agent := start.get("agent"):
         if not policy:
-            raise GymStartError(f"{where}.agent={agent} asks a policy and was given none; pass one, or leave out agent")
+            raise GymStartError(
+                f"{where}.agent={agent} asks a policy and was given none; pass one, or leave out agent"
+            )
         model = {"return_token_id_information": True, "uses_reasoning_parser": False, **policy}
         owner = {
             "resources_server": {"type": "resources_servers", "name": name},
@@ -314,18 +393,30 @@ def plan(
             **(start.get("agent_config") or {}),
         }
         blocks.append((POLICY_MODEL, MODELS, "vllm_model", model, "policy"))
-        blocks.append((f"{name}_{agent}", "responses_api_agents", agent, owner, f"{where}.agent_config"))
+        blocks.append(
+            (f"{name}_{agent}", "responses_api_agents", agent, owner, f"{where}.agent_config")
+        )
     keys = ("name", "kind", "impl", "changes", "where")
     ports = [*(free_port(host) for _ in blocks[1:]), int(start.get("port") or free_port(host))]
-    made = [{**dict(zip(keys, b, strict=True)), **shared, "port": p} for b, p in zip(blocks, ports, strict=True)]
-    return [{**b, "shown": []} if b["name"] == POLICY_MODEL else b for b in made]  # which all agents share
+    made = [
+        {**dict(zip(keys, b, strict=True)), **shared, "port": p}
+        for b, p in zip(blocks, ports, strict=True)
+    ]
+    return [
+        {**b, "shown": []} if b["name"] == POLICY_MODEL else b for b in made
+    ]  # which all agents share
 
 
 def start_server(block: Block, blocks: Iterable[Block], mode: str = "wb") -> Popen[bytes]:
     """Start the process of `block`, which finds the others by their names; does not wait for it. mode: of its log."""
     blocks = list(blocks)
     known = [] if "command" in block else [known_to(block, b) for b in blocks if "impl" in b]
-    handover = {"name": block["name"], "parent": os.getpid(), "blocks": known, "command": block.get("command")}
+    handover = {
+        "name": block["name"],
+        "parent": os.getpid(),
+        "blocks": known,
+        "command": block.get("command"),
+    }
     hidden = {name for b in blocks for name in b.get("hidden", ())}
     Path(block["log"]).parent.mkdir(parents=True, exist_ok=True)
     python = block.get("python") or sys.executable
@@ -349,7 +440,11 @@ def known_to(block: Block, other: Block) -> Block:
 
 def without_secrets(shown: Collection[str]) -> dict[str, str]:
     """Return this process's environment variables, without those named like a secret, except `shown` ones."""
-    return {name: value for name, value in os.environ.items() if name in shown or not SECRET.search(name)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in shown or not SECRET.search(name)
+    }
 
 
 def environment(block: Block, hidden: Collection[str]) -> dict[str, str]:
@@ -385,7 +480,11 @@ def is_listening(process: Popen[bytes], port: int) -> bool:
 
 
 def wait_ready(
-    name: str, url: str, process: Popen[bytes] | None = None, log: Path | None = None, deadline_s: float | None = None
+    name: str,
+    url: str,
+    process: Popen[bytes] | None = None,
+    log: Path | None = None,
+    deadline_s: float | None = None,
 ) -> None:
     """Wait until `url` answers GET /openapi.json. Raises GymStartError with the next thing to do.
 
@@ -395,7 +494,9 @@ def wait_ready(
     deadline = time.monotonic() + ((deadline_s or START_DEADLINE_S) if process else ASK_S)
     port = urlsplit(url).port if process else None
     why = "no answer"
-    while (left := deadline - time.monotonic()) > 0 and not (process and process.poll() is not None):
+    while (left := deadline - time.monotonic()) > 0 and not (
+        process and process.poll() is not None
+    ):
         try:
             answer = fetch(f"{url}/openapi.json", deadline_s=min(ASK_S, left))
             if answer.status_code != 200 or not isinstance(answer.json().get("paths"), dict):
@@ -413,9 +514,13 @@ def wait_ready(
             taken = f"; {why}" if "belongs to another process" in why else ""
             why = f"it exited with status {process.returncode}{taken}"
         tail = log.read_text(errors="replace").strip().splitlines()[-5:] if log else []
-        raise GymStartError(f"gym server {name} did not start: {why}; log {log}: " + " | ".join(tail))
+        raise GymStartError(
+            f"gym server {name} did not start: {why}; log {log}: " + " | ".join(tail)
+        )
     command = f"python -m kit.gym.servers {name} --port {url.rpartition(':')[2]}"
-    raise GymStartError(f"gym.servers.{name}.url: {url} does not answer ({why}); run `{command}`, or set start instead")
+    raise GymStartError(
+        f"gym.servers.{name}.url: {url} does not answer ({why}); run `{command}`, or set start instead"
+    )
 
 
 def stop_servers(processes: Collection[Popen[bytes]]) -> None:
@@ -460,14 +565,19 @@ def keep_up(
                     stop_servers([process])  # what it forked may have its port
                 if is_taken(block, process):
                     lost.add(name)
-                    told = f"gym server {name} ended, and another process has its port {block['port']}"
+                    told = (
+                        f"gym server {name} ended, and another process has its port {block['port']}"
+                    )
                     on_lost(f"{told}; stop that process, and start again; log {log}")
                 elif status is not None:
                     due[name] = time.monotonic() + RESTART_S
                     unproved.add(name)
                     started[name] = start_server(block, blocks.values(), "ab")
                     logger.warning(
-                        "gym server %s ended with status %s, and is started again; log %s", name, status, log
+                        "gym server %s ended with status %s, and is started again; log %s",
+                        name,
+                        status,
+                        log,
                     )
                     on_restart(name)
                 elif is_listening(process, block["port"]):
@@ -495,7 +605,12 @@ def model_block(model: Block, starts: Sequence[Mapping[str, Any]], log_dir: Path
     python = str(Path(next((s["python"] for s in starts if s.get("python")), PYTHON)).absolute())
     shared = {"host": HOST, "log": str(log_dir / f"gym_{model['name']}.log")}
     if "command" not in model:
-        shared |= {"kind": MODELS, "python": python, "of": "", "where": f"gym.judges.{model['name']}.config"}
+        shared |= {
+            "kind": MODELS,
+            "python": python,
+            "of": "",
+            "where": f"gym.judges.{model['name']}.config",
+        }
     return {"port": free_port(), **shared, **model}
 
 
@@ -539,8 +654,12 @@ def running_servers(
             continue
         for block in plan(name, spec.get("start") or {}, policy, names, trust):
             if block["name"] in blocks and (block["name"] != POLICY_MODEL or POLICY_MODEL in names):
-                raise GymStartError(f"gym.servers: two servers would be called {block['name']}; rename {name}")
-            blocks.setdefault(block["name"], {**block, "log": str(log_dir / f"gym_{block['name']}.log")})
+                raise GymStartError(
+                    f"gym.servers: two servers would be called {block['name']}; rename {name}"
+                )
+            blocks.setdefault(
+                block["name"], {**block, "log": str(log_dir / f"gym_{block['name']}.log")}
+            )
             urls[name] = f"http://{block['host']}:{block['port']}"
     ended = Event()
     keeper = Thread(target=keep_up, args=(blocks, started, on_restart, on_lost, ended), daemon=True)
@@ -565,9 +684,13 @@ def running_servers(
 # --- inside the Gym environment ------------------------------------------------------------------
 
 
-def serve(name: str, parent: int, blocks: list[dict[str, Any]], command: list[str] | None = None) -> None:
+def serve(
+    name: str, parent: int, blocks: list[dict[str, Any]], command: list[str] | None = None
+) -> None:
     """Become the server `name`: hand Gym the blocks as `ng_run` does, by two environment variables; or `command`."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with the kit, whatever its exit
+    ctypes.CDLL(None).prctl(
+        1, signal.SIGTERM
+    )  # PR_SET_PDEATHSIG: end with the kit, whatever its exit
     if os.getppid() != parent:
         sys.exit("the process that asked for this server is gone")
     if command:
@@ -580,8 +703,12 @@ def serve(name: str, parent: int, blocks: list[dict[str, Any]], command: list[st
     folder = package / block["kind"] / impl
     if not (folder / "app.py").is_file():
         kind = block["kind"].removeprefix("responses_api_").removesuffix("s").replace("_", " ")
-        near = difflib.get_close_matches(impl, [path.parent.name for path in folder.parent.glob("*/app.py")], 4, 0.0)
-        sys.exit(f"nemo-gym has no {kind} {impl!r}; nearest are {', '.join(near)}; all are in {folder.parent}")
+        near = difflib.get_close_matches(
+            impl, [path.parent.name for path in folder.parent.glob("*/app.py")], 4, 0.0
+        )
+        sys.exit(
+            f"nemo-gym has no {kind} {impl!r}; nearest are {', '.join(near)}; all are in {folder.parent}"
+        )
     import pydantic
     import yaml
 
@@ -592,9 +719,14 @@ def serve(name: str, parent: int, blocks: list[dict[str, Any]], command: list[st
         config[b["name"]] = {b["kind"]: {Path(b["impl"]).name: entry}}
     # `???`, or `${name}` of a file that the kit does not read
     if unset := re.findall(r"(\w+): .*(?:\?\?\?|\$\{\w+\})", yaml.safe_dump(config[name])):
-        sys.exit(f"the YAML for {impl} leaves {', '.join(unset)} to you; set it in {block['where']}")
+        sys.exit(
+            f"the YAML for {impl} leaves {', '.join(unset)} to you; set it in {block['where']}"
+        )
     config |= {"head_server": {"host": block["host"], "port": block["port"]}, "dry_run": False}
-    os.environ["NEMO_GYM_CONFIG_DICT"], os.environ["NEMO_GYM_CONFIG_PATH"] = yaml.safe_dump(config), name
+    os.environ["NEMO_GYM_CONFIG_DICT"], os.environ["NEMO_GYM_CONFIG_PATH"] = (
+        yaml.safe_dump(config),
+        name,
+    )
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     try:
@@ -634,23 +766,42 @@ def settings(block: Block, package: Path) -> dict[str, Any]:
     import yaml
 
     kind, impl, of = block["kind"], Path(block["impl"]).name, Path(block["of"]).name
-    folders = [package / "resources_servers" / block["of"] / "configs", package / kind / block["impl"] / "configs"]
+    folders = [
+        package / "resources_servers" / block["of"] / "configs",
+        package / kind / block["impl"] / "configs",
+    ]
     if kind == MODELS:
         folders = []  # these files describe judges and ${policy_base_url}; the changes say all of it
-    files = (path for d in folders for path in sorted(d.glob("*.yaml"), key=lambda p: (p.stem != of, p.name)))
-    entries = (entry for path in files for entry in (yaml.safe_load(path.read_text()) or {}).values())
+    files = (
+        path
+        for d in folders
+        for path in sorted(d.glob("*.yaml"), key=lambda p: (p.stem != of, p.name))
+    )
+    entries = (
+        entry for path in files for entry in (yaml.safe_load(path.read_text()) or {}).values()
+    )
     kinds = (e[kind] for e in entries if isinstance(e, dict) and isinstance(e.get(kind), dict))
     found = {"domain": "other"} if kind == "resources_servers" else {}
     found |= next((servers[impl] for servers in kinds if servers.get(impl)), {})
-    return {"entrypoint": "app.py", **found, **block["changes"], "host": block["host"], "port": block["port"]}
+    return {
+        "entrypoint": "app.py",
+        **found,
+        **block["changes"],
+        "host": block["host"],
+        "port": block["port"],
+    }
 
 
 def main() -> None:
     """Serve one resources server in the foreground until Ctrl-C or SIGTERM."""
-    parser = argparse.ArgumentParser(description="Start one resources server of the installed nemo-gym package.")
+    parser = argparse.ArgumentParser(
+        description="Start one resources server of the installed nemo-gym package."
+    )
     what = "folder under resources_servers, for example reasoning_gym; `install NAME`: an environment for it, no start"
     parser.add_argument("name", nargs="+", help=what)
-    parser.add_argument("--path", help="folder of a server of your own, with app.py; NAME is then any")
+    parser.add_argument(
+        "--path", help="folder of a server of your own, with app.py; NAME is then any"
+    )
     parser.add_argument("--port", type=int, default=8001)
     parser.add_argument("--python", help=f"interpreter that has nemo-gym ({PYTHON})")
     start = {key: value for key, value in vars(parser.parse_args()).items() if value is not None}
@@ -661,7 +812,10 @@ def main() -> None:
         signal.signal(sig, lambda *_: sys.exit(0))
     try:
         if words:
-            print(f"{name}: {interpreter(name, {**start, 'install': True})}; `start: {{}}` now uses it", flush=True)
+            print(
+                f"{name}: {interpreter(name, {**start, 'install': True})}; `start: {{}}` now uses it",
+                flush=True,
+            )
             return
         with running_servers({name: {"start": start}}, Path("runs/gym")) as urls:
             print(f"{name} serves on {urls[name]}; Ctrl-C stops it", flush=True)

@@ -36,11 +36,22 @@ class TimedPattern:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.pattern, name)
-        timed = name in ("search", "match", "fullmatch", "findall", "finditer", "sub", "subn", "split")
+        timed = name in (
+            "search",
+            "match",
+            "fullmatch",
+            "findall",
+            "finditer",
+            "sub",
+            "subn",
+            "split",
+        )
         return functools.partial(value, timeout=PARSE_S) if timed else value
 
 
-async def understand(policy: Any, ids: list[int], tools: list[dict[str, Any]]) -> tuple[str, str, list[dict[str, Any]]]:
+async def understand(
+    policy: Any, ids: list[int], tools: list[dict[str, Any]]
+) -> tuple[str, str, list[dict[str, Any]]]:
     """An answer's ids -> (thought, text, function calls), as the verifier and the tools read it.
 
     Calls are found by vLLM's parser for the model's format, or by verl's where vLLM is not installed; what it cannot
@@ -51,19 +62,30 @@ async def understand(policy: Any, ids: list[int], tools: list[dict[str, Any]]) -
         said = ids[:-1] if ids[-1] in policy.stop_ids else ids
         try:
             rest, found = await parse(policy, said, tools)
-        except Exception as error:  # forty parsers, and whatever a policy writes: none may end the run
+        except (
+            Exception
+        ) as error:  # forty parsers, and whatever a policy writes: none may end the run
             why = f"the {policy.tool_format} parser failed on {policy.tokenizer.decode(said)[:200]!r}: {error!r}"
             raise GymError("tool_parser", why) from error
         if found:
             text = rest or ""
             # nine letters or digits, since some chat templates (Mistral's) take nothing else
             named = [(uuid.uuid4().hex[:9], call) for call in found]
-            calls = [gym_client.function_call(call_id, call.name, call.arguments) for call_id, call in named]
+            calls = [
+                gym_client.function_call(call_id, call.name, call.arguments)
+                for call_id, call in named
+            ]
     thought, mark, answer = text.rpartition("</think>")
-    return (thought.removeprefix("<think>").strip(), answer.lstrip("\n"), calls) if mark else ("", text, calls)
+    return (
+        (thought.removeprefix("<think>").strip(), answer.lstrip("\n"), calls)
+        if mark
+        else ("", text, calls)
+    )
 
 
-async def parse(policy: Any, ids: list[int], tools: list[dict[str, Any]]) -> tuple[str | None, Sequence[Any]]:
+async def parse(
+    policy: Any, ids: list[int], tools: list[dict[str, Any]]
+) -> tuple[str | None, Sequence[Any]]:
     """(what is said beside the calls, the calls: each a name and its arguments as JSON)."""
     try:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -73,25 +95,44 @@ async def parse(policy: Any, ids: list[int], tools: list[dict[str, Any]]) -> tup
         from verl.tools.schemas import OpenAIFunctionToolSchema
 
         parser = ToolParser.get_tool_parser(policy.tool_format, policy.tokenizer)
-        schemas = [OpenAIFunctionToolSchema.model_validate(schema(tool["function"])) for tool in tools]
+        schemas = [
+            OpenAIFunctionToolSchema.model_validate(schema(tool["function"])) for tool in tools
+        ]
         return await parser.extract_tool_calls(ids, schemas)
-    raw = policy.tokenizer.decode(ids, skip_special_tokens=False)  # some formats mark their calls with special tokens
-    request: Any = ChatCompletionRequest.model_validate({"messages": [], "model": "policy", "tools": tools})
+    raw = policy.tokenizer.decode(
+        ids, skip_special_tokens=False
+    )  # some formats mark their calls with special tokens
+    request: Any = ChatCompletionRequest.model_validate(
+        {"messages": [], "model": "policy", "tools": tools}
+    )
     found = ToolParserManager.get_tool_parser(policy.tool_format)(policy.tokenizer, request.tools)
     for key in dir(found):
         if isinstance(getattr(found, key, None), regex.Pattern):
             setattr(found, key, TimedPattern(getattr(found, key)))
     parsed = await asyncio.to_thread(found.extract_tool_calls, raw, request)
-    return parsed.content, [call.function for call in parsed.tool_calls] if parsed.tools_called else []
+    return parsed.content, [
+        call.function for call in parsed.tool_calls
+    ] if parsed.tools_called else []
 
 
 def schema(function: dict[str, Any]) -> dict[str, Any]:
     """A tool as verl's schema takes it, which knows less of JSON schema than tools use."""
     asked = function.get("parameters") or {}
-    kinds = {name: told.get("type") for name, told in (asked.get("properties") or {}).items() if isinstance(told, dict)}
+    kinds = {
+        name: told.get("type")
+        for name, told in (asked.get("properties") or {}).items()
+        if isinstance(told, dict)
+    }
     properties = {name: {"type": kind or "string"} for name, kind in kinds.items()}
-    parameters = {"type": "object", "properties": properties, "required": list(asked.get("required") or [])}
-    return {"type": "function", "function": {"name": function["name"], "description": "", "parameters": parameters}}
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": list(asked.get("required") or []),
+    }
+    return {
+        "type": "function",
+        "function": {"name": function["name"], "description": "", "parameters": parameters},
+    }
 
 
 def control_tokens(tokenizer: Any) -> dict[str, int]:
@@ -102,7 +143,10 @@ def control_tokens(tokenizer: Any) -> dict[str, int]:
     template = str(tokenizer.chat_template or "")
     added = tokenizer.added_tokens_decoder
     tokens = {token.content: i for i, token in added.items() if token.content.strip()}
-    special = {*tokenizer.all_special_tokens, *(token.content for token in added.values() if token.special)}
+    special = {
+        *tokenizer.all_special_tokens,
+        *(token.content for token in added.values() if token.special),
+    }
     special.discard(tokenizer.unk_token)
     return {text: i for text, i in tokens.items() if text in special or text in template}
 
@@ -114,19 +158,30 @@ def mark_tokens(value: Any, tokens: Iterable[str], mark: str) -> Any:
     """
     if isinstance(value, dict):
         return {
-            key: item if key in ("role", "type") else mark_tokens(item, tokens, mark) for key, item in value.items()
+            key: item if key in ("role", "type") else mark_tokens(item, tokens, mark)
+            for key, item in value.items()
         }
     if isinstance(value, list):
         return [mark_tokens(item, tokens, mark) for item in value]
     if not isinstance(value, str):
         return value
-    present = [token for token in tokens if token in value]  # few texts have any, and a search for overlaps is slow
+    present = [
+        token for token in tokens if token in value
+    ]  # few texts have any, and a search for overlaps is slow
     if short := [token for token in present if len(token) == 1]:
         why = f"the environment's text has {short[0]!r}, one of the tokenizer's control tokens"
         raise GymError("template", f"{why}; remove it from the server's answer")
-    places = {found.start() + 1 for token in present for found in re.finditer(f"(?={re.escape(token)})", value)}
+    places = {
+        found.start() + 1
+        for token in present
+        for found in re.finditer(f"(?={re.escape(token)})", value)
+    }
     borders = [0, *sorted(places), len(value)]
-    return mark.join(value[begin:end] for begin, end in itertools.pairwise(borders)) if places else value
+    return (
+        mark.join(value[begin:end] for begin, end in itertools.pairwise(borders))
+        if places
+        else value
+    )
 
 
 def encode_marked(text: str, tokens: dict[str, int], mark: str, tokenizer: Any) -> list[int]:
@@ -148,7 +203,11 @@ def encode_marked(text: str, tokens: dict[str, int], mark: str, tokenizer: Any) 
 
 
 def first_prompt_ids(
-    messages: list[dict[str, Any]], observation: str, tools: list[dict[str, Any]], tokenizer: Any, where: str
+    messages: list[dict[str, Any]],
+    observation: str,
+    tools: list[dict[str, Any]],
+    tokenizer: Any,
+    where: str,
 ) -> list[int]:
     """The ids of a row's messages and of what its environment observes first, as a user message.
 
@@ -161,11 +220,18 @@ def first_prompt_ids(
     if marked == observation:
         return env.encode(messages, tools, tokenizer, where)
     if getattr(tokenizer, "vision", None):
-        raise GymError("template", f"{where}: the first observation has control tokens; remove them on the server")
+        raise GymError(
+            "template",
+            f"{where}: the first observation has control tokens; remove them on the server",
+        )
     try:
-        text = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools or None, tokenize=False, add_generation_prompt=True
+        )
     except TemplateError as error:
-        raise GymError("template", f"the chat template does not take the first observation: {error}") from error
+        raise GymError(
+            "template", f"the chat template does not take the first observation: {error}"
+        ) from error
     return encode_marked(text, tokens, mark, tokenizer)
 
 
@@ -178,34 +244,55 @@ def observed_ids(messages: list[dict[str, Any]], tokenizer: Any, stop_ids: set[i
     Raises GymError where the template cannot continue a conversation.
     """
     vision, mark = getattr(tokenizer, "vision", None), uuid.uuid4().hex
-    refused = {*vision.placeholders} if vision else set()  # tokens that stand for an image: see below
+    refused = (
+        {*vision.placeholders} if vision else set()
+    )  # tokens that stand for an image: see below
     tokens = {text: i for text, i in control_tokens(tokenizer).items() if i not in refused}
     messages = mark_tokens(messages, tokens, mark)
     calls = [
-        {"id": m["tool_call_id"], "type": "function", "function": {"name": m["name"], "arguments": {}}}
+        {
+            "id": m["tool_call_id"],
+            "type": "function",
+            "function": {"name": m["name"], "arguments": {}},
+        }
         for m in messages
         if m["role"] == "tool"
     ]
-    answer = {"role": "assistant", "content": "An answer.", **({"tool_calls": calls} if calls else {})}
+    answer = {
+        "role": "assistant",
+        "content": "An answer.",
+        **({"tool_calls": calls} if calls else {}),
+    }
     start: list[dict[str, Any]] = [{"role": "user", "content": "A question."}, answer]
     if vision:
         start, messages = vision.messages(start), vision.messages(messages)
     try:
         ended = tokenizer.apply_chat_template(start, tokenize=False)
-        whole = tokenizer.apply_chat_template(start + messages, tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template(
+            start + messages, tokenize=False, add_generation_prompt=True
+        )
     except TemplateError as error:
-        raise GymError("template", f"the chat template does not take what the environment said: {error}") from error
-    stops = [s for s in tokenizer.convert_ids_to_tokens(sorted(stop_ids)) if ended.rstrip().endswith(s)]
+        raise GymError(
+            "template", f"the chat template does not take what the environment said: {error}"
+        ) from error
+    stops = [
+        s for s in tokenizer.convert_ids_to_tokens(sorted(stop_ids)) if ended.rstrip().endswith(s)
+    ]
     if stops:  # whole, after as many stop tokens as `ended` has
         turns = ended.count(stops[0])
         new = "".join(whole.split(stops[0], turns)[turns:])
     else:
         new = whole[len(ended) :] if whole.startswith(ended) else ""
     if not new:
-        raise GymError("template", f"the chat template does not go on where its last answer ended; {OTHER_TEMPLATE}")
+        raise GymError(
+            "template",
+            f"the chat template does not go on where its last answer ended; {OTHER_TEMPLATE}",
+        )
     ids = encode_marked(new, tokens, mark, tokenizer)
     if refused & {*ids}:
-        raise GymError("template", "the environment says what stands for an image in the model's ids")
+        raise GymError(
+            "template", "the environment says what stands for an image in the model's ids"
+        )
     return ids
 
 
@@ -216,4 +303,9 @@ def observed_message(item: dict[str, Any], names: dict[str, str], limit: int) ->
     call_id, answer, half = item["call_id"], item["output"], limit // 2
     if len(answer) > limit:  # its beginning and end
         answer = f"{answer[:half]}\n... {len(answer) - 2 * half} characters ...\n{answer[len(answer) - half :]}"
-    return {"role": "tool", "tool_call_id": call_id, "name": names.get(call_id, ""), "content": answer}
+    return {
+        "role": "tool",
+        "tool_call_id": call_id,
+        "name": names.get(call_id, ""),
+        "content": answer,
+    }

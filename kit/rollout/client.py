@@ -30,25 +30,35 @@ class Client(LLMServerClient):
         self.router = GlobalRequestLoadBalancer(servers, full_determinism=deterministic)
 
     async def _acquire_server(self, request_id: str, **_: Any) -> tuple[str, Any]:
-        key: Any = zlib.crc32(request_id.encode())  # the hash of a text differs from process to process
+        key: Any = zlib.crc32(
+            request_id.encode()
+        )  # the hash of a text differs from process to process
         return self.router.acquire_server(key)
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
         self.router.release_server(server_id)
 
-    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: dict, **other: Any) -> Any:
+    async def generate(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict, **other: Any
+    ) -> Any:
         ids, log_probs, versions = list[int](), list[float](), Versions()
         limit = sampling_params["max_tokens"]
         while True:
             asked = {**sampling_params, "max_tokens": limit - len(ids)}
-            output = await super().generate(request_id, prompt_ids=prompt_ids + ids, sampling_params=asked, **other)
+            output = await super().generate(
+                request_id, prompt_ids=prompt_ids + ids, sampling_params=asked, **other
+            )
             if not self.ahead:
                 return output
             ids += output.token_ids
             log_probs += output.log_probs or []
             versions.append((len(output.token_ids), output.extra_fields.get("global_steps")))
             if output.stop_reason not in ABORTED or len(ids) == limit:
-                output.token_ids, output.log_probs, output.extra_fields["versions"] = ids, log_probs, versions
+                output.token_ids, output.log_probs, output.extra_fields["versions"] = (
+                    ids,
+                    log_probs,
+                    versions,
+                )
                 output.stop_reason = "completed"
                 return output
             await asyncio.sleep(PAUSE_S)

@@ -23,13 +23,18 @@ from inference import Policy, sample
 from kit.rollout.chat import observed_ids, understand
 
 
-def prompt_of(messages: list[dict[str, Any]], tools: list[dict[str, Any]], policy: Policy) -> list[int]:
+def prompt_of(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], policy: Policy
+) -> list[int]:
     """The prompt ids of a chat request: what the policy saw and said before, id for id, and what came since.
 
     The ids on the last answer's message cover all that precedes it. Raises GymError, env.DataError.
     """
     if any(
-        part.get("type") == "image_url" for m in messages if isinstance(m.get("content"), list) for part in m["content"]
+        part.get("type") == "image_url"
+        for m in messages
+        if isinstance(m.get("content"), list)
+        for part in m["content"]
     ):
         raise env.Refused("images that an agent shows are not taken; leave such rows out")
     known = [i for i, m in enumerate(messages) if m.get("generation_token_ids")]
@@ -42,14 +47,20 @@ def prompt_of(messages: list[dict[str, Any]], tools: list[dict[str, Any]], polic
     return [*last["prompt_token_ids"], *last["generation_token_ids"], *new]
 
 
-def split_calls(calls: list[dict[str, Any]], tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+def split_calls(
+    calls: list[dict[str, Any]], tools: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[str]]:
     """(the calls of tools that the request offers, the text of all other calls).
 
     Gym's agents post a call to the route of its name, whatever that route does. A call of `seed_session` would begin
     the session anew, with an answer that the policy wrote. Agents do not quote a name: `verify?x` would reach /verify.
     """
     functions = [tool.get("function") or {} for tool in tools]
-    names = {n for n in callable_names(function.get("name") for function in functions) if not set(n) & set("?#")}
+    names = {
+        n
+        for n in callable_names(function.get("name") for function in functions)
+        if not set(n) & set("?#")
+    }
     allowed = [call for call in calls if call["name"] in names]
     refused = [call for call in calls if call["name"] not in names]
     texts = [json.dumps({"name": call["name"], "arguments": call["arguments"]}) for call in refused]
@@ -62,8 +73,14 @@ async def complete(body: dict[str, Any], policy: Policy) -> tuple[int, dict[str,
     try:
         prompt = prompt_of(body["messages"], tools, policy)
         longest = policy.max_prompt_length + policy.max_response_length
-        if len(prompt) >= longest:  # the words by which Gym's model server knows an episode that ran out of room
-            return 400, {"error": {"message": f"the maximum context length is {longest}, the prompt {len(prompt)}"}}
+        if (
+            len(prompt) >= longest
+        ):  # the words by which Gym's model server knows an episode that ran out of room
+            return 400, {
+                "error": {
+                    "message": f"the maximum context length is {longest}, the prompt {len(prompt)}"
+                }
+            }
         ids, log_probs, _ = await sample(policy, uuid.uuid4().hex, prompt, longest - len(prompt))
         thought, text, found = await understand(policy, ids, tools)
     except (GymError, env.DataError) as error:  # a status that Gym does not ask again for
@@ -74,7 +91,10 @@ async def complete(body: dict[str, Any], policy: Policy) -> tuple[int, dict[str,
     message = {
         "role": "assistant",
         "content": f"<think>{thought}</think>{text}" if thought else text,
-        "tool_calls": [{"id": call_id, "type": "function", "function": function} for call_id, function in called],
+        "tool_calls": [
+            {"id": call_id, "type": "function", "function": function}
+            for call_id, function in called
+        ],
         "prompt_token_ids": prompt,
         "generation_token_ids": ids,
         "generation_log_probs": log_probs,
@@ -86,7 +106,11 @@ async def complete(body: dict[str, Any], policy: Policy) -> tuple[int, dict[str,
         "created": int(time.time()),
         "model": "policy",
         "choices": [{"index": 0, "finish_reason": reason, "message": message}],
-        "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt + ids)},
+        "usage": {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(ids),
+            "total_tokens": len(prompt + ids),
+        },
     }
 
 
@@ -98,10 +122,15 @@ async def serve(policy: Policy, host: str, port: int, api_key: str) -> AsyncIter
         if request.headers.get("Authorization") == f"Bearer {api_key}":
             status, answer = await complete(await request.json(), policy)
         else:
-            status, answer = 401, {"error": {"message": "wrong or missing API key; give the run's POLICY_API_KEY"}}
+            status, answer = (
+                401,
+                {"error": {"message": "wrong or missing API key; give the run's POLICY_API_KEY"}},
+            )
         return web.json_response(answer, status=status)
 
-    app = web.Application(client_max_size=2**28)  # bytes; a request carries all ids of its conversation
+    app = web.Application(
+        client_max_size=2**28
+    )  # bytes; a request carries all ids of its conversation
     app.router.add_post("/v1/chat/completions", chat)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()

@@ -44,7 +44,9 @@ def keep_rendezvous_on_loopback() -> None:
     if getattr(make_store, "on_loopback", False):
         return
 
-    def create(host: str, port: int, rank: int, world_size: int, timeout: Any, use_libuv: bool = True) -> Any:
+    def create(
+        host: str, port: int, rank: int, world_size: int, timeout: Any, use_libuv: bool = True
+    ) -> Any:
         is_served_elsewhere = rank != 0 or rendezvous._torchelastic_use_agent_store()
         if not is_served_elsewhere and is_loopback(host):
             settings = {"multi_tenant": True, "use_libuv": use_libuv}

@@ -15,7 +15,9 @@ from verl.workers.rollout import base
 from kit.rollout import stores
 
 stores.keep_rendezvous_on_loopback()  # verl imports this file in each worker
-base._ROLLOUT_REGISTRY["vllm", "async"] = "kit.rollout.weight_sync.ServerAdapter"  # of the trainer's ranks, which send
+base._ROLLOUT_REGISTRY["vllm", "async"] = (
+    "kit.rollout.weight_sync.ServerAdapter"  # of the trainer's ranks, which send
+)
 base._ROLLOUT_REGISTRY["hf", "async"] = "kit.extras.hf_rollout.ServerAdapter"
 
 

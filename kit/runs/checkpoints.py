@@ -40,13 +40,17 @@ RANKS = ("trainer.n_gpus_per_node", "trainer.nnodes")  # whose product they are
 # What a checkpoint cannot go on with otherwise, and why. All else may change, and is said.
 FIXED = {
     **dict.fromkeys(RANKS, "each rank loads the shard that it wrote"),
-    **dict.fromkeys(["model_engine", "actor_rollout_ref.actor.strategy", "critic.strategy"], LAYOUT),
+    **dict.fromkeys(
+        ["model_engine", "actor_rollout_ref.actor.strategy", "critic.strategy"], LAYOUT
+    ),
     **dict.fromkeys(parallelism.of_sizes(), LAYOUT),
     "actor_rollout_ref.model.lora_rank": "the adapters have other shapes",
     "actor_rollout_ref.model.target_modules": "the adapters sit elsewhere",
 }
 # These come back with the optimizer's state, whatever the recipe says; without that (load_contents) they may change.
-OPTIMIZER = re.compile(r"(actor_rollout_ref\.actor|critic)\.optim\.(lr|betas|weight_decay|optimizer|override_.*)$")
+OPTIMIZER = re.compile(
+    r"(actor_rollout_ref\.actor|critic)\.optim\.(lr|betas|weight_decay|optimizer|override_.*)$"
+)
 # How it is started, and what follows from trainer.total_training_steps.
 UNTOLD = re.compile(
     r"trainer\.(resume_|default_local_dir)|.*(experiment_name|optim\.total_training_steps)$|ray_kwargs\."
@@ -62,14 +66,18 @@ def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) 
     import torch  # not at the top: a second, which a recipe that is refused need not wait
 
     target, partial = folder / f"global_step_{state['step']}", folder / f"saving_{state['step']}"
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while it saved, maybe with more ranks
+    shutil.rmtree(
+        partial, ignore_errors=True
+    )  # of a run that was killed while it saved, maybe with more ranks
     try:
         for name, group in {"actor": workers.actor, "critic": workers.critic}.items():
             if group is not None:
                 group.save_checkpoint(str((partial / name).absolute()), None, state["step"], None)
                 if missing := unseen(partial / name, group.world_size, config):
                     lost = f"{len(missing)} shards of {group.world_size} ranks are not there"
-                    raise OSError(f"{lost}, as on a file system that not all nodes share: {missing[0]}, ...")
+                    raise OSError(
+                        f"{lost}, as on a file system that not all nodes share: {missing[0]}, ..."
+                    )
         partial.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(public(config), partial / "config.yaml")
         torch.save(state, partial / "data.pt")
@@ -99,7 +107,9 @@ def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) 
 def unseen(folder: Path, ranks: int, config: DictConfig) -> list[str]:
     """The shards that so many ranks must have written into `folder` (actor or critic), and that are not there."""
     section = "actor_rollout_ref.actor" if folder.name == "actor" else "critic"
-    saved = OmegaConf.select(config, f"{section}.checkpoint.save_contents") or list(parallelism.SHARDS)
+    saved = OmegaConf.select(config, f"{section}.checkpoint.save_contents") or list(
+        parallelism.SHARDS
+    )
     names = parallelism.written(config.model_engine, saved, ranks)
     return sorted(name for name in names if not (folder / name).is_file())
 
@@ -113,15 +123,39 @@ def not_finite(workers: Any) -> list[str]:
 
         held = getattr(worker, "worker_dict", {name: worker})[name]
         engine = getattr(held, "actor", held).engine
-        modules = engine.module if isinstance(engine.module, list) else [engine.module]  # Megatron's, of stages
-        tensors = [item for module in modules for item in module.named_parameters() if item[1].untyped_storage().size()]
+        modules = (
+            engine.module if isinstance(engine.module, list) else [engine.module]
+        )  # Megatron's, of stages
+        tensors = [
+            item
+            for module in modules
+            for item in module.named_parameters()
+            if item[1].untyped_storage().size()
+        ]
         for state in getattr(engine.optimizer, "state", {}).values():
-            tensors += [(f"the optimizer's {name}", value) for name, value in state.items() if torch.is_tensor(value)]
-        local = ((name, value.to_local() if hasattr(value, "to_local") else value) for name, value in tensors)
+            tensors += [
+                (f"the optimizer's {name}", value)
+                for name, value in state.items()
+                if torch.is_tensor(value)
+            ]
+        local = (
+            (name, value.to_local() if hasattr(value, "to_local") else value)
+            for name, value in tensors
+        )
         return [name for name, value in local if not torch.isfinite(value).all()]
 
-    groups = [(name, group) for name in ("actor", "critic") if (group := getattr(workers, name)) is not None]
-    found = ray.get([worker.__ray_call__.remote(look, name) for name, group in groups for worker in group.workers])
+    groups = [
+        (name, group)
+        for name in ("actor", "critic")
+        if (group := getattr(workers, name)) is not None
+    ]
+    found = ray.get(
+        [
+            worker.__ray_call__.remote(look, name)
+            for name, group in groups
+            for worker in group.workers
+        ]
+    )
     return sorted({name for names in found for name in names})
 
 
@@ -130,7 +164,9 @@ def set_aside(folder: Path, step: int) -> list[str]:
     lines = []
     for checkpoint in found(folder):
         if step_of(checkpoint) > step and not broken(checkpoint):
-            aside = checkpoint.with_name(f"abandoned_{time.strftime('%Y%m%d-%H%M%S')}_{checkpoint.name}")
+            aside = checkpoint.with_name(
+                f"abandoned_{time.strftime('%Y%m%d-%H%M%S')}_{checkpoint.name}"
+            )
             os.replace(checkpoint, aside)
             lines.append(f"{checkpoint} is of steps that are trained again: it is now {aside.name}")
     return lines
@@ -154,7 +190,9 @@ def broken(checkpoint: Path) -> str:
     """What is wrong with a checkpoint; empty if it is whole."""
     if not checkpoint.is_dir():
         return "there is no such folder"
-    if odd := next((path for path in checkpoint.rglob("*") if not (path.is_file() or path.is_dir())), None):
+    if odd := next(
+        (path for path in checkpoint.rglob("*") if not (path.is_file() or path.is_dir())), None
+    ):
         return f"{odd.relative_to(checkpoint)} is not a regular file"  # to read a FIFO would wait forever
     try:
         sizes = json.loads((checkpoint / MANIFEST).read_text())["files"]
@@ -175,13 +213,17 @@ def step_of(checkpoint: Path) -> int:
     """The step in a checkpoint's name. Raises ConfigError for another name."""
     if match := NAME.fullmatch(checkpoint.name):
         return int(match[1])
-    raise ConfigError(f"{checkpoint} is not called as checkpoints are; give a folder global_step_<N>")
+    raise ConfigError(
+        f"{checkpoint} is not called as checkpoints are; give a folder global_step_<N>"
+    )
 
 
 def found(folder: Path) -> list[Path]:
     """The checkpoints in a folder, the newest first, whole or not."""
     named = [path for path in folder.glob("*_*") if path.is_dir() and NAME.fullmatch(path.name)]
-    return sorted(named, key=lambda path: (step_of(path), path.name.startswith("global")), reverse=True)
+    return sorted(
+        named, key=lambda path: (step_of(path), path.name.startswith("global")), reverse=True
+    )
 
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
@@ -212,12 +254,19 @@ def resume_point(config: DictConfig) -> tuple[Path | None, list[str]]:
     elif config.trainer.resume_mode == "auto":
         checkpoint, lines = newest(folder)
         if lines and not checkpoint and (folder / POINTER).is_file():
-            raise ConfigError(f"{lines[0]}; there is no other. trainer.resume_mode=disable begins again at step 0")
+            raise ConfigError(
+                f"{lines[0]}; there is no other. trainer.resume_mode=disable begins again at step 0"
+            )
     if not checkpoint or step_of(checkpoint) < total:
         return checkpoint, lines
     exported = Path("runs") / config.trainer.experiment_name / "export" / EXPORTED
-    if step_of(checkpoint) == total and not (exported.is_file() and exported.read_text().strip() == str(total)):
-        return checkpoint, [*lines, f"all {total} steps are done; what is left is the last evaluation and the export"]
+    if step_of(checkpoint) == total and not (
+        exported.is_file() and exported.read_text().strip() == str(total)
+    ):
+        return checkpoint, [
+            *lines,
+            f"all {total} steps are done; what is left is the last evaluation and the export",
+        ]
     more = "raise trainer.total_training_steps, or give the run another trainer.experiment_name"
     raise ConfigError(f"nothing left to train: {checkpoint} is the last of {total} steps; {more}")
 
@@ -227,7 +276,9 @@ def before_replay(config: DictConfig, rollouts: Path) -> Path | None:
     run of this one step, in a folder of its own. Raises ConfigError."""
     match = re.fullmatch(r"step_(\d+)\.jsonl", rollouts.name)
     if not match or not rollouts.is_file():
-        raise ConfigError(f"--replay {rollouts} is no rollouts file of a run; give runs/<name>/rollouts/step_<N>.jsonl")
+        raise ConfigError(
+            f"--replay {rollouts} is no rollouts file of a run; give runs/<name>/rollouts/step_<N>.jsonl"
+        )
     step = int(match[1])
     checkpoint: Path | None = None
     if config.trainer.resume_mode == "resume_path":
@@ -243,7 +294,10 @@ def before_replay(config: DictConfig, rollouts: Path) -> Path | None:
             "trainer.resume_mode=resume_path and another trainer.resume_from_path"
         )
     name = f"{config.trainer.experiment_name}_replay_{step}"
-    config.trainer.experiment_name, config.trainer.default_local_dir = name, f"runs/{name}/checkpoints"
+    config.trainer.experiment_name, config.trainer.default_local_dir = (
+        name,
+        f"runs/{name}/checkpoints",
+    )
     config.env.val_files, config.trainer.val_before_train = [], False
     return checkpoint
 
@@ -256,15 +310,23 @@ def check(checkpoint: Path, config: DictConfig, command: str) -> list[str]:
     anything but tensors and plain values in it."""
     made = read(checkpoint / "data.pt").get("command")
     if made != command:
-        raise RunError(f"{checkpoint} is of `{made}`, not of `{command}`: give another trainer.experiment_name")
+        raise RunError(
+            f"{checkpoint} is of `{made}`, not of `{command}`: give another trainer.experiment_name"
+        )
     then, now = leaves(OmegaConf.load(checkpoint / "config.yaml")), leaves(public(config))
-    keys = [key for key in {**then, **now} if then.get(key) != now.get(key) and not UNTOLD.match(key)]
+    keys = [
+        key for key in {**then, **now} if then.get(key) != now.get(key) and not UNTOLD.match(key)
+    ]
     changed = {key: f"{key} {then.get(key)} -> {now.get(key)}" for key in keys}
     ranks = [math.prod(recipe[key] for key in RANKS) for recipe in (then, now)]
     free = RANKS if ranks[0] == ranks[1] else ()  # as many, on other nodes
     fixed = {key: why for key in keys if key not in free and (why := why_fixed(key, config))}
     refused = [f"{changed[key]} ({why})" for key, why in fixed.items()]
-    if command == "train" and user_functions.asks_for(config, "values") and not (checkpoint / "critic").is_dir():
+    if (
+        command == "train"
+        and user_functions.asks_for(config, "values")
+        and not (checkpoint / "critic").is_dir()
+    ):
         refused.append("a critic, which that run did not have")
     allowed = [text for key, text in changed.items() if key not in fixed]
     said = [f"changed since {checkpoint}, and allowed: {', '.join(allowed)}"] if allowed else []
@@ -278,7 +340,9 @@ def check(checkpoint: Path, config: DictConfig, command: str) -> list[str]:
         if path.parent.name == "actor" and path.name.startswith("model_"):
             check_shapes(path, tensors, Path(config.actor_rollout_ref.model.path))
     if now["model_engine"] == "megatron":  # by pickle, in its own reader
-        said.append(f"{checkpoint} is read by Megatron, which would run what is in it: go on from your own alone")
+        said.append(
+            f"{checkpoint} is read by Megatron, which would run what is in it: go on from your own alone"
+        )
     return said
 
 
@@ -304,7 +368,9 @@ def read(path: Path) -> Any:
             return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     except Exception as error:  # zip, pickle and torch each have their own
         text = str(error).strip() or repr(error)
-        line = (re.findall(r".*unsupported .*", text, re.IGNORECASE) or text.splitlines())[0].strip()
+        line = (re.findall(r".*unsupported .*", text, re.IGNORECASE) or text.splitlines())[
+            0
+        ].strip()
         raise RunError(
             f"{path} is not loaded, as it is not tensors and plain values alone: {line}; go on from another checkpoint "
             "(trainer.resume_mode=resume_path)"
@@ -319,7 +385,9 @@ def check_shapes(path: Path, tensors: dict[str, Any], model: Path) -> None:
     """
     from safetensors import safe_open
 
-    theirs = {re.sub(r"base_model\.model\.|base_layer\.", "", name): t for name, t in tensors.items()}
+    theirs = {
+        re.sub(r"base_model\.model\.|base_layer\.", "", name): t for name, t in tensors.items()
+    }
     for file in sorted(model.glob("*.safetensors")):
         with safe_open(file, framework="pt") as weights:
             for name in sorted(theirs.keys() & set(weights.keys())):
@@ -381,20 +449,30 @@ def merge(checkpoint: Path, target: Path) -> None:
         "merge", "fsdp", str(target), local_dir=actor, hf_model_config_path=f"{actor}/huggingface"
     )
     FSDPModelMerger(config).merge_and_save()
-    if (target / "lora_adapter").is_dir():  # verl writes the base model beside the adapter; the policy is both
+    if (
+        target / "lora_adapter"
+    ).is_dir():  # verl writes the base model beside the adapter; the policy is both
         from peft import PeftModel
         from transformers import AutoModelForCausalLM
 
         base = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
-        PeftModel.from_pretrained(base, target / "lora_adapter").merge_and_unload().save_pretrained(target)
+        PeftModel.from_pretrained(base, target / "lora_adapter").merge_and_unload().save_pretrained(
+            target
+        )
     if "vision_config" in json.loads((target / "config.json").read_text()):
-        keep_processor(OmegaConf.load(checkpoint / "config.yaml").actor_rollout_ref.model.path, target)
+        keep_processor(
+            OmegaConf.load(checkpoint / "config.yaml").actor_rollout_ref.model.path, target
+        )
 
 
 def keep_processor(model: str, target: Path) -> None:
     """What a model that sees has beside weights and tokenizer, which verl does not save."""
     from transformers.utils import cached_file
 
-    for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
+    for name in (
+        "processor_config.json",
+        "preprocessor_config.json",
+        "video_preprocessor_config.json",
+    ):
         if file := cached_file(model, name, _raise_exceptions_for_missing_entries=False):
             shutil.copy(file, target / name)

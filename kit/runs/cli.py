@@ -69,11 +69,16 @@ def plan(
     if replay:
         resume_from = checkpoints.before_replay(config, Path(replay))
     data = sft.prepare(config) if command == "sft" else preparation.prepare(config, command)
-    if command in ("train", "sft") and not replay:  # after the rows, which may say how many steps there are
+    if (
+        command in ("train", "sft") and not replay
+    ):  # after the rows, which may say how many steps there are
         resume_from, told = checkpoints.resume_point(config)
     recorded = load_replay(Path(replay), data.train) if replay else []
     if resume_from:
-        told += [*checkpoints.check(resume_from, config, command), f"resume      from {resume_from}"]
+        told += [
+            *checkpoints.check(resume_from, config, command),
+            f"resume      from {resume_from}",
+        ]
     if command == "train":
         user_functions.try_out(config, data)
     return Plan(config, defaults, data, resume_from, recorded, told)
@@ -84,12 +89,16 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"verl\.")
     for name in ("ray", "torch.fx", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)  # a traceback for each call that cannot be read
+    logging.getLogger("vllm.tool_parsers").setLevel(
+        logging.CRITICAL
+    )  # a traceback for each call that cannot be read
     # ours show although model_hosting_container_standards, which vLLM imports, sets the root logger to ERROR
     for name in ("gym_client", "kit"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.WARNING)
-        logger.handlers = [logging.lastResort or logging.StreamHandler()]  # prints above the progress bar
+        logger.handlers = [
+            logging.lastResort or logging.StreamHandler()
+        ]  # prints above the progress bar
         logger.propagate = False
 
 
@@ -104,11 +113,23 @@ def main(train: Callable[[Plan], AbstractContextManager[Any]]) -> None:
         description="RL on NeMo Gym tasks with verl and vLLM.",
         epilog="Of a run that is there: python algorithm.py show runs/NAME [--worst 10]",
     )
-    parser.add_argument("--config", action="append", required=True, help="recipe; later ones override earlier ones")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
-    parser.add_argument("--replay", metavar="STEP.jsonl", default="", help="a rollouts file: its update again")
-    parser.add_argument("--quiet", action="store_true", help="a line a step at a terminal too, for logs")
-    parser.add_argument("words", nargs="*", metavar="[train|rollout|evaluate|sft] key=value", help="default: train")
+    parser.add_argument(
+        "--config", action="append", required=True, help="recipe; later ones override earlier ones"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything, print what would run, start nothing",
+    )
+    parser.add_argument(
+        "--replay", metavar="STEP.jsonl", default="", help="a rollouts file: its update again"
+    )
+    parser.add_argument(
+        "--quiet", action="store_true", help="a line a step at a terminal too, for logs"
+    )
+    parser.add_argument(
+        "words", nargs="*", metavar="[train|rollout|evaluate|sft] key=value", help="default: train"
+    )
     args = parser.parse_intermixed_args()
     named = [word for word in args.words if word in COMMANDS] or ["train"]
     overrides = [word for word in args.words if word not in COMMANDS]
@@ -116,14 +137,20 @@ def main(train: Callable[[Plan], AbstractContextManager[Any]]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if args.replay and named != ["train"]:
-            raise ConfigError(f"--replay makes an update of `train` again, not of `{named[0]}`; leave that word out")
+            raise ConfigError(
+                f"--replay makes an update of `train` again, not of `{named[0]}`; leave that word out"
+            )
         if len(named) > 1:
             raise ConfigError(f"one command at a time, not {' and '.join(named)}; choose one")
-        merged = (lambda config: None) if args.dry_run else (lambda config: start.begin_imports(config))
+        merged = (
+            (lambda config: None) if args.dry_run else (lambda config: start.begin_imports(config))
+        )
         planned = plan(args.config, overrides, named[0], args.replay, merged)
         texts = [preparation.summary(planned.config, planned.data, named[0]), *planned.told]
         if args.dry_run:
-            texts.append(preparation.shown(planned.config, planned.defaults, planned.data, named[0]))
+            texts.append(
+                preparation.shown(planned.config, planned.defaults, planned.data, named[0])
+            )
         console.print(printable("\n".join(texts)), markup=False, highlight=False, soft_wrap=True)
         if args.dry_run:
             return
@@ -131,7 +158,9 @@ def main(train: Callable[[Plan], AbstractContextManager[Any]]) -> None:
             with train(planned) as trainer:
                 if args.replay:
                     trainer.advance()
-                    trainer.run.say(f"the same update again: its weights are in {trainer.run.checkpoint}")
+                    trainer.run.say(
+                        f"the same update again: its weights are in {trainer.run.checkpoint}"
+                    )
                 else:
                     trainer.fit()
         else:
@@ -143,7 +172,9 @@ def main(train: Callable[[Plan], AbstractContextManager[Any]]) -> None:
     except OSError as error:
         if error.errno not in files.DISK:
             raise
-        where = error.filename or f"the folder of the run, {planned.config.trainer.experiment_name},"
+        where = (
+            error.filename or f"the folder of the run, {planned.config.trainer.experiment_name},"
+        )
         sys.exit(f"error: {printable(files.describe_failure(where, error))}")
     except Stop as stop:
         print(printable(f"error: {stop}" if stop.status == 1 else str(stop)), file=sys.stderr)

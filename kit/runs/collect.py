@@ -70,9 +70,14 @@ def run_command(config: DictConfig, run: Run, data: Data) -> None:
         failed = [e for e in fresh if e.status != "ok"]
         for server in sorted({e.server for e in [*failed, *(e for e, _ in done.values())]}):
             mine = [done[place] for place in sorted(done) if done[place][0].server == server]
-            found = scores_of([e for e, _ in mine], [e for e in failed if e.server == server], n, validate)
+            found = scores_of(
+                [e for e, _ in mine], [e for e in failed if e.server == server], n, validate
+            )
             if validate and mine:
-                theirs = servers.loop.run(servers.gym.aggregate(server, [record for _, record in mine])) or {}
+                theirs = (
+                    servers.loop.run(servers.gym.aggregate(server, [record for _, record in mine]))
+                    or {}
+                )
                 found |= plain_numbers(theirs.get("agent_metrics") or {}, f"val-gym/{server}/")
             for name, value in found.items():
                 run.say(f"    {name}: {value:.4g}")
@@ -84,17 +89,29 @@ def run_command(config: DictConfig, run: Run, data: Data) -> None:
     episodes.check_failures(fresh, config.gym.max_failed_frac)
 
 
-def scores_of(verified: Sequence[Episode], failed: Sequence[Episode], n: int, validate: bool) -> dict[str, float]:
+def scores_of(
+    verified: Sequence[Episode], failed: Sequence[Episode], n: int, validate: bool
+) -> dict[str, float]:
     """The scores of one server, which has episodes of at least one kind; of an evaluation also those in which a failed
     episode counts as 0."""
     server = (*verified, *failed)[0].server
-    found = episodes.scores(verified, n, server, "val-core" if validate else "rollout") if verified else {}
-    return found | (episodes.scores_with_failures([*verified, *failed], n, server) if validate else {})
+    found = (
+        episodes.scores(verified, n, server, "val-core" if validate else "rollout")
+        if verified
+        else {}
+    )
+    return found | (
+        episodes.scores_with_failures([*verified, *failed], n, server) if validate else {}
+    )
 
 
 def light(record: dict[str, Any]) -> dict[str, Any]:
     """A record without the conversation: what /aggregate_metrics gets, as from Gym's own collector."""
-    return {k: v for k, v in record.items() if k not in ("_episode", "response", "responses_create_params")}
+    return {
+        k: v
+        for k, v in record.items()
+        if k not in ("_episode", "response", "responses_create_params")
+    }
 
 
 def read_done(path: Path, tasks: Sequence[env.Task]) -> Done:
@@ -103,12 +120,19 @@ def read_done(path: Path, tasks: Sequence[env.Task]) -> Done:
     if not path.is_file():
         return done
     whole = path.read_bytes().rpartition(b"\n")[0]
-    os.truncate(path, len(whole) + 1 if whole else 0)  # a line that a kill cut short is collected again
+    os.truncate(
+        path, len(whole) + 1 if whole else 0
+    )  # a line that a kill cut short is collected again
     for _, record in episodes.read_records(path):
         i, k = (record.get(name, -1) for name in ("_ng_task_index", "_ng_rollout_index"))
         asked = record.get("responses_create_params")
-        if not 0 <= i < len(tasks) or asked != episodes.without_images(tasks[i].row)["responses_create_params"]:
-            raise ConfigError(f"{path} holds episodes of other rows; give another trainer.experiment_name")
+        if (
+            not 0 <= i < len(tasks)
+            or asked != episodes.without_images(tasks[i].row)["responses_create_params"]
+        ):
+            raise ConfigError(
+                f"{path} holds episodes of other rows; give another trainer.experiment_name"
+            )
         done[i, k] = episodes.from_record(record, tasks[i].row), light(record)
     return done
 
@@ -119,6 +143,8 @@ def plain_numbers(tree: dict[str, Any], prefix: str) -> dict[str, float]:
     for name, value in tree.items():
         if isinstance(value, dict):
             flat |= plain_numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        elif (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        ):
             flat[prefix + name] = float(value)
     return flat

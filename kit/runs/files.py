@@ -26,7 +26,12 @@ PART = ".part"  # ends the name of a file that is not whole yet
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 DISK = (*NO_ROOM, *DENIED, errno.EIO, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EMFILE)
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # a file system that has no flock
+NO_LOCKS = (
+    errno.ENOLCK,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EINVAL,
+)  # a file system that has no flock
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +163,9 @@ class Lock:
             file = os.fdopen(os.open(self.path, flags, 0o644), "r+", errors="replace")
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             file.close()
-            raise RunError(f"{self.path} is not a regular file; remove it, then run the same command again")
+            raise RunError(
+                f"{self.path} is not a regular file; remove it, then run the same command again"
+            )
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -179,7 +186,9 @@ class Lock:
             return
         self.file = file
         _held.add(self)
-        with contextlib.suppress(OSError):  # a full disk: the lock holds, only its holder's pid is not written down
+        with contextlib.suppress(
+            OSError
+        ):  # a full disk: the lock holds, only its holder's pid is not written down
             file.truncate(0)
             file.seek(0)
             file.write(f"pid {os.getpid()} on {os.uname().nodename}\n")

@@ -43,7 +43,10 @@ openai_server, ahead, players = (
 monitor = later("kit.extras.monitor")
 
 JOIN_S = 120.0  # that nodes of a cluster may come later than the run
-ANSWER_S, TOKEN_S = 1800.0, 0.25  # an answer, or what Gym's agent plays, has so long, and so long a token at least
+ANSWER_S, TOKEN_S = (
+    1800.0,
+    0.25,
+)  # an answer, or what Gym's agent plays, has so long, and so long a token at least
 
 
 class Started(NamedTuple):
@@ -71,7 +74,9 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
         loop = run.guard.loop = stack.enter_context(ahead.Loop() if is_ahead else asyncio.Runner())
         stack.callback(run.guard.end)  # before the loop is closed
         run.say("starting the workers" + ", and vLLM beside them: about a minute" * sample)
-        user_functions.register([config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode])
+        user_functions.register(
+            [config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode]
+        )
         workers: Any = None
         if run.trains:  # the actor's models are loaded beside vLLM
             workers = training.start_workers(config, sft=run.command == "sft")
@@ -81,10 +86,19 @@ def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True
             images.ban(workers, data.tokenizer)
             watch_servers(run, [], stack)
             return Started(workers, None)
-        verifiers, measured = players.client_of_gym(config, urls, data.tokenizer, run.folder / "logs")
+        verifiers, measured = players.client_of_gym(
+            config, urls, data.tokenizer, run.folder / "logs"
+        )
         enter(verifiers, loop, stack)
-        run.on_restart, run.gauges = verifiers.gym.restarted, lambda: measured.metrics() | judges.metrics()
-        start_vllm = inference.start_servers(config, workers.actor) if workers else inference.start_sampler(config)
+        run.on_restart, run.gauges = (
+            verifiers.gym.restarted,
+            lambda: measured.metrics() | judges.metrics(),
+        )
+        start_vllm = (
+            inference.start_servers(config, workers.actor)
+            if workers
+            else inference.start_sampler(config)
+        )
         vllm = loop.run(start_vllm)
         deadline = max(ANSWER_S, TOKEN_S * config.data.max_response_length)
         addresses = dict(zip(vllm.server_addresses, vllm.server_handles, strict=True))
@@ -125,12 +139,18 @@ def start_outside(
     policy: what their agents ask; None: no servers.
     """
     logs, config = run.folder / "logs", run.config
-    servers, specs = (to_plain(config.gym.servers), to_plain(config.gym.judges)) if policy else ({}, {})
+    servers, specs = (
+        (to_plain(config.gym.servers), to_plain(config.gym.judges)) if policy else ({}, {})
+    )
     cpu_dtype = config.actor_rollout_ref.rollout.dtype if config.trainer.device == "cpu" else ""
-    judges = stack.enter_context(judge_proxy.Proxy(judge_proxy.judges(specs, config.gym.timeout_s, policy, cpu_dtype)))
+    judges = stack.enter_context(
+        judge_proxy.Proxy(judge_proxy.judges(specs, config.gym.timeout_s, policy, cpu_dtype))
+    )
     stack.enter_context(judge_proxy.gpus_taken(specs))
     checkpoints = Path(config.trainer.default_local_dir)
-    look = run.guard.watch = stack.enter_context(process_monitor.Watch(logs, checkpoints, run.guard.lose))
+    look = run.guard.watch = stack.enter_context(
+        process_monitor.Watch(logs, checkpoints, run.guard.lose)
+    )
     modules, fork_from = to_preload(config), None
     if modules:
         fork_from = stack.enter_context(fork_server.serving(modules, logs / "fork.log"))
@@ -175,12 +195,16 @@ def start_ray(run: Run, fork_from: Any, sample: bool) -> None:
 
     fork_from: what kit/cpu/fork_server.py gives, for workers that fork; None: they import what they need.
     """
-    imports = threading.Thread(target=_import_all, args=[run.config.actor_rollout_ref.rollout.name if sample else None])
+    imports = threading.Thread(
+        target=_import_all, args=[run.config.actor_rollout_ref.rollout.name if sample else None]
+    )
     imports.start()
     assert run.guard.watch
     asked = to_plain(run.config.ray_kwargs.ray_init)
     if asked.get("address"):
-        asked = {key: value for key, value in asked.items() if key not in ("num_cpus", "num_gpus")}  # `ray start` said
+        asked = {
+            key: value for key, value in asked.items() if key not in ("num_cpus", "num_gpus")
+        }  # `ray start` said
     else:
         # a folder that outlasts the run, for the logs; without "local" Ray joins whatever cluster runs here
         asked |= {"_temp_dir": private.make_ray_folder(asked.get("_temp_dir")), "address": "local"}
@@ -225,7 +249,9 @@ def lacking(config: DictConfig, found: Mapping[str, float], command: str) -> str
             "(`ray start`, ray_kwargs.ray_init.address=auto), or without a GPU add --config configs/machines/cpu.yaml"
         )
     if cpus < shares:
-        why = f"one goes to the process on each of {wanted} GPUs" + ", two where vLLM is alone" * (shares > wanted)
+        why = f"one goes to the process on each of {wanted} GPUs" + ", two where vLLM is alone" * (
+            shares > wanted
+        )
         way_out = f"let them share by ray_kwargs.ray_init.num_cpus={shares}, or join other nodes"
         return f"Ray has {cpus:g} CPUs, and {why}: {way_out}"
     return ""

@@ -19,7 +19,16 @@ from omegaconf import DictConfig, OmegaConf
 
 import env
 from kit.config import checks, user_functions
-from kit.config.load import MICRO_BATCH_TOKENS, MODEL, ROLLOUT, changed, public, raise_all, sampling_gpus, to_plain
+from kit.config.load import (
+    MICRO_BATCH_TOKENS,
+    MODEL,
+    ROLLOUT,
+    changed,
+    public,
+    raise_all,
+    sampling_gpus,
+    to_plain,
+)
 from kit.data import verl_rows
 from kit.errors import ConfigError
 from kit.extras import images, parallelism
@@ -29,7 +38,12 @@ from kit.extras.python_verifiers import verifier_pool
 from kit.gym import servers as gym_servers
 
 TRAIN, VAL = "env.train_files", "env.val_files"
-FILES = {"train": [TRAIN, VAL], "sft": [TRAIN, VAL], "rollout": [TRAIN], "evaluate": [VAL]}  # the first must be given
+FILES = {
+    "train": [TRAIN, VAL],
+    "sft": [TRAIN, VAL],
+    "rollout": [TRAIN],
+    "evaluate": [VAL],
+}  # the first must be given
 
 
 @dataclasses.dataclass
@@ -42,10 +56,14 @@ class Data:
     tokenizer: Any
     stop_ids: set[int]
     reward: Callable[[Any], float]  # what an episode is worth: the verifier's word, or env.reward
-    filters: list[Callable[[list[Any]], list[Any]]]  # env.filters, and verl's algorithm.filter_groups
+    filters: list[
+        Callable[[list[Any]], list[Any]]
+    ]  # env.filters, and verl's algorithm.filter_groups
     sampler: Callable[..., list[env.Task]]  # (tasks, size, batch, seed, pass_rates) -> tasks
     model: Any  # the Hugging Face config of the model's text part
-    made: list[env.Task] = dataclasses.field(default_factory=list)  # of batch 1, what functions of env.train_files make
+    made: list[env.Task] = dataclasses.field(
+        default_factory=list
+    )  # of batch 1, what functions of env.train_files make
     per_epoch: float = math.inf  # prompts of an epoch of the files' rows; infinite without files
 
 
@@ -56,7 +74,9 @@ def prepare(config: DictConfig, command: str = "train") -> Data:
     gym_client.GymError or gym_servers.GymStartError, before any worker starts.
     """
     tokenizer, stop_ids, ideas = check_recipe(config, command)
-    found, agents = gym_servers.discover(config.gym.head_server) if config.gym.head_server else ({}, {})
+    found, agents = (
+        gym_servers.discover(config.gym.head_server) if config.gym.head_server else ({}, {})
+    )
     aliases = {name: name for name in (*found, *config.gym.servers)}
     aliases = {agent: server for agent, server in agents.items() if server in found} | aliases
     own = verifier_pool.of_recipe(config)
@@ -83,11 +103,19 @@ def prepare(config: DictConfig, command: str = "train") -> Data:
 
 
 def load_rows(
-    config: DictConfig, command: str, data: Data, aliases: Mapping[str, str], own: Mapping[str, verifier_pool.Function]
+    config: DictConfig,
+    command: str,
+    data: Data,
+    aliases: Mapping[str, str],
+    own: Mapping[str, verifier_pool.Function],
 ) -> None:
     """Fill in the tasks of `data`, and the steps that they make. Rows of a file that one of `own` verifies are its,
     whatever server they name. Raises ConfigError, PluginError, env.DataError."""
-    limit, size, seed = config.data.max_prompt_length, config.data.train_batch_size, config.data.seed
+    limit, size, seed = (
+        config.data.max_prompt_length,
+        config.data.train_batch_size,
+        config.data.seed,
+    )
     only, of = to_plain(config.env.only_servers), data.tokenizer
 
     def load(entries: Sequence[Any], read: Any) -> tuple[list[env.Task], list[str]]:
@@ -101,14 +129,22 @@ def load_rows(
 
     read = functools.partial(verl_rows.read, prompt_key=config.data.prompt_key)
     tasks_of = functools.partial(verl_rows.make, load=load, key=config.data.prompt_key)
-    given = {key: [entry for entry, _ in verifier_pool.of_files(config, key)] for key in FILES[command]}
-    (files, made), (val_files, val_made) = (verl_rows.split(given.get(key, []), key) for key in (TRAIN, VAL))
+    given = {
+        key: [entry for entry, _ in verifier_pool.of_files(config, key)] for key in FILES[command]
+    }
+    (files, made), (val_files, val_made) = (
+        verl_rows.split(given.get(key, []), key) for key in (TRAIN, VAL)
+    )
     (train, dropped), (validation, over) = load(files, read=read), load(val_files, read=read)
     most, val_most = config.env.max_rows, config.env.val_max_rows
     validation += verl_rows.once(val_made, val_most, "env.val_max_rows", seed, tasks_of)
     if command == "rollout":
         train, made = train + verl_rows.once(made, most, "env.max_rows", seed, tasks_of), []
-    data.train, data.validation, data.dropped = train[:most], validation[:val_most], [*dropped, *over]
+    data.train, data.validation, data.dropped = (
+        train[:most],
+        validation[:val_most],
+        [*dropped, *over],
+    )
     held, lost = len(data.train), f"dropped: {', '.join(data.dropped[:3]) or 'none'}"
     if not (data.validation if command == "evaluate" else data.train) and (files or not made):
         way_out = f"add some, or raise data.max_prompt_length={limit}"
@@ -121,9 +157,13 @@ def load_rows(
         raise ConfigError(f"{few}; add some, or lower it; {lost}")
     if made:
         if config.env.sampler and not files:
-            raise ConfigError(f"env.sampler picks rows of files, and {TRAIN} has functions only; leave it out")
+            raise ConfigError(
+                f"env.sampler picks rows of files, and {TRAIN} has functions only; leave it out"
+            )
         data.made = verl_rows.first(made, counts, seed, tasks_of)
-        data.sampler = functools.partial(verl_rows.draw, made=made, sampler=data.sampler, tasks_of=tasks_of)
+        data.sampler = functools.partial(
+            verl_rows.draw, made=made, sampler=data.sampler, tasks_of=tasks_of
+        )
     data.per_epoch = held * size / share if share else math.inf
     set_steps(config, command, held // size, endless=bool(made))
 
@@ -141,27 +181,39 @@ def set_steps(config: DictConfig, command: str, batches: int, endless: bool = Fa
         optim.total_training_steps = trainer.total_training_steps or -1
 
 
-def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception] = ()) -> tuple[Any, set[int], Any]:
+def check_recipe(
+    config: DictConfig, command: str, problems: Sequence[Exception] = ()
+) -> tuple[Any, set[int], Any]:
     """What every command checks and fills in -> (tokenizer, stop ids, the last four of Data).
 
     What takes no time is checked first, and all that is wrong there is told at once, with `problems`: what load_config
     found. Then what takes 7 s to import; then the model, which may be on the hub. Raises as `prepare`.
     """
     verifier_pool.leave_out_servers(config)
-    texts = [*checks.check_choices(config), *checks.check_sizes(config, command), *checks.check_algorithm(config)]
+    texts = [
+        *checks.check_choices(config),
+        *checks.check_sizes(config, command),
+        *checks.check_algorithm(config),
+    ]
     texts += [*checks.check_sampling(config, command), *checks.check_backend(config)]
     texts += checks.check_servers(config) if command == "train" else ()
     raise_all([*problems, *check_files(config, command), *map(ConfigError, texts)])
     if library := config.actor_rollout_ref.model.external_lib:
         try:
-            importlib.import_module(library)  # for its names in verl's registries; the workers import it by themselves
+            importlib.import_module(
+                library
+            )  # for its names in verl's registries; the workers import it by themselves
         except ImportError as error:
             way_out = "install it, or add its folder to PYTHONPATH"
-            raise ConfigError(f"{MODEL}.external_lib={library} cannot be imported: {error}; {way_out}") from None
+            raise ConfigError(
+                f"{MODEL}.external_lib={library} cannot be imported: {error}; {way_out}"
+            ) from None
     ideas = user_functions.functions(config)
     raise_all([ConfigError(text) for text in checks.check_names(config, command)])
     texts = [*checks.check_pools(config)] if command == "train" else []
-    texts += parallelism.problems(config, critic=command == "train" and user_functions.asks_for(config, "values"))
+    texts += parallelism.problems(
+        config, critic=command == "train" and user_functions.asks_for(config, "values")
+    )
     raise_all([ConfigError(text) for text in texts])
     checks.build(config)
     tokenizer, hf_config, stop_ids = load_model_files(config)
@@ -170,7 +222,12 @@ def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception]
     if command == "train" and user_functions.teacher(config):
         checks.check_vocabulary(config, user_functions.TEACHER, tokenizer)
     fill_in(config, hf_config, command)
-    raise_all([ConfigError(text) for text in checks.check_quantization(config, hf_config.get_text_config())])
+    raise_all(
+        [
+            ConfigError(text)
+            for text in checks.check_quantization(config, hf_config.get_text_config())
+        ]
+    )
     return tokenizer, stop_ids, (*ideas, hf_config.get_text_config())
 
 
@@ -181,7 +238,9 @@ def check_files(config: DictConfig, command: str) -> Iterator[Exception]:
         if isinstance(given, str):
             yield ConfigError(f"{key}={given}: wants a list, '{key}=[{given}]'")
         elif not given and key == FILES[command][0]:
-            yield ConfigError(f"{key} is not set: name a task, like --config math_cpu, before other overlays")
+            yield ConfigError(
+                f"{key} is not set: name a task, like --config math_cpu, before other overlays"
+            )
         for entry in given if isinstance(given, list) else ():
             path = str(entry.get("path", entry) if isinstance(entry, Mapping) else entry)
             columns = [config.data.prompt_key, *["messages"] * (command == "sft")]
@@ -189,13 +248,18 @@ def check_files(config: DictConfig, command: str) -> Iterator[Exception]:
                 if not verl_rows.split([entry], key)[1]:
                     next(env.raw_rows(path, *columns), None)
                 elif command == "sft":
-                    yield ConfigError(f"{key}={path}: `sft` takes files; write the function's rows to one")
+                    yield ConfigError(
+                        f"{key}={path}: `sft` takes files; write the function's rows to one"
+                    )
             except (env.DataError, user_functions.PluginError) as error:
                 yield error
     if command != "sft":
         yield from verifier_pool.check(config)
         yield from check_servers(config)
-    paths = {f"{MODEL}.path": True, "reward.reward_model.model_path": config.reward.reward_model.enable}
+    paths = {
+        f"{MODEL}.path": True,
+        "reward.reward_model.model_path": config.reward.reward_model.enable,
+    }
     paths[user_functions.TEACHER] = config.distillation.enabled
     for key in [key for key, wanted in paths.items() if wanted]:
         name = str(OmegaConf.select(config, key) or "")
@@ -203,19 +267,31 @@ def check_files(config: DictConfig, command: str) -> Iterator[Exception]:
             yield ConfigError(f"this recipe needs {key}")
         elif (folder := Path(name).expanduser()).is_dir():
             OmegaConf.update(config, key, str(folder.resolve()))  # for workers elsewhere
-        elif name.startswith((".", "/", "~")) or ("/" in name and folder.parent.is_dir()) or len(folder.parts) > 2:
+        elif (
+            name.startswith((".", "/", "~"))
+            or ("/" in name and folder.parent.is_dir())
+            or len(folder.parts) > 2
+        ):
             where = "give one that is there, or a name of the hub (`make model` fetches the demo's)"
             yield ConfigError(f"{key}={name}: no model folder; {where}")
 
 
 def check_servers(config: DictConfig) -> Iterator[Exception]:
     """Each server has an address or what it takes to start it, and agents that others start have a key."""
-    entries = [entry for key in (TRAIN, VAL) for entry in to_plain(OmegaConf.select(config, key)) or ()]
-    own = config.env.verifier or any(isinstance(entry, Mapping) and entry.get("verifier") for entry in entries)
+    entries = [
+        entry for key in (TRAIN, VAL) for entry in to_plain(OmegaConf.select(config, key)) or ()
+    ]
+    own = config.env.verifier or any(
+        isinstance(entry, Mapping) and entry.get("verifier") for entry in entries
+    )
     if not (config.gym.servers or config.gym.head_server or own):
         why = "name those of the rows (as in configs/math.yaml), or set gym.head_server, or env.verifier to a function"
         yield ConfigError(f"gym.servers is not set; {why}")
-    asked, judges, trust = set[str](), to_plain(config.gym.judges) or {}, to_plain(config.gym.unchecked_judges) or []
+    asked, judges, trust = (
+        set[str](),
+        to_plain(config.gym.judges) or {},
+        to_plain(config.gym.unchecked_judges) or [],
+    )
     for name, server in to_plain(config.gym.servers).items():
         given = [key for key, value in (server or {}).items() if value is not None]
         if given not in (["url"], ["start"]):
@@ -228,12 +304,18 @@ def check_servers(config: DictConfig) -> Iterator[Exception]:
                 gym_servers.check_asked(name, server["start"], judges, trust)
             except gym_servers.GymStartError as error:
                 yield error
-    yield from map(ConfigError, judge_proxy.problems(judges, config.gym.timeout_s, config.trainer.device))
+    yield from map(
+        ConfigError, judge_proxy.problems(judges, config.gym.timeout_s, config.trainer.device)
+    )
     if idle := [name for name in judges if name not in asked]:
         way_out = f"they ask {', '.join(sorted(asked)) or 'none'}"
-        yield ConfigError(f"gym.judges.{idle[0]}: no server that the kit starts asks it; {way_out}; leave it out")
+        yield ConfigError(
+            f"gym.judges.{idle[0]}: no server that the kit starts asks it; {way_out}; leave it out"
+        )
     if unknown := [name for name in trust if name not in config.gym.servers]:
-        yield ConfigError(f"gym.unchecked_judges: {unknown[0]} is none of gym.servers; leave it out")
+        yield ConfigError(
+            f"gym.unchecked_judges: {unknown[0]} is none of gym.servers; leave it out"
+        )
     if config.gym.policy_endpoint.port and not gym_servers.is_port(config.gym.policy_endpoint.port):
         yield ConfigError(
             f"gym.policy_endpoint.port is {config.gym.policy_endpoint.port!r}; it takes a port up to 65535, or nothing"
@@ -250,30 +332,46 @@ def fill_in(config: DictConfig, hf_config: Any, command: str = "train") -> None:
     longest = config.data.max_prompt_length + config.data.max_response_length
     # verl's SGLang server leaves one token free
     rollout.max_model_len = rollout.max_model_len or longest + (rollout.name == "sglang")
-    rollout.prometheus.file = os.path.abspath(rollout.prometheus.file)  # verl writes it in a process of Ray's
+    rollout.prometheus.file = os.path.abspath(
+        rollout.prometheus.file
+    )  # verl writes it in a process of Ray's
     if checks.drafts_of(config):
         rollout.disable_log_stats = False  # for rollout/drafts_accepted_frac
     text_config = hf_config.get_text_config()
     # verl sends each expert by itself, transformers has them as one
     if rollout.name == "hf" and memory.experts_of(text_config):
-        raise ConfigError(f"{ROLLOUT}.name=hf takes no mixture of experts from verl; leave it out, for vLLM")
+        raise ConfigError(
+            f"{ROLLOUT}.name=hf takes no mixture of experts from verl; leave it out, for vLLM"
+        )
     most = getattr(text_config, "max_position_embeddings", None) or rollout.max_model_len
     if command != "sft" and rollout.max_model_len > most:
         key = f"data.max_prompt_length + max_response_length = {longest}, rollout.max_model_len={rollout.max_model_len}"
         raise ConfigError(f"{key}: the model has no more than {most} positions; lower these")
     share = math.ceil(longest / parallelism.row_parts(config))
-    for key in MICRO_BATCH_TOKENS:  # verl packs whole episodes, so the longest must fit, each GPU holding its share
+    for key in (
+        MICRO_BATCH_TOKENS
+    ):  # verl packs whole episodes, so the longest must fit, each GPU holding its share
         OmegaConf.update(config, key, max(OmegaConf.select(config, key), share))
     if actor.loss_agg_mode == "seq-mean-token-sum-norm" and not actor.loss_scale_factor:
-        actor.loss_scale_factor = config.data.max_response_length  # else verl divides by each micro-batch's own width
-    if config.algorithm.rollout_correction.bypass_mode:  # verl's apply_bypass_mode, before the workers start
+        actor.loss_scale_factor = (
+            config.data.max_response_length
+        )  # else verl divides by each micro-batch's own width
+    if (
+        config.algorithm.rollout_correction.bypass_mode
+    ):  # verl's apply_bypass_mode, before the workers start
         actor.policy_loss.loss_mode = "bypass_mode"
         actor.policy_loss.rollout_correction = config.algorithm.rollout_correction
     if config.trainer.device == "cpu" and rollout.tensor_model_parallel_size > 1:
-        rollout.engine_kwargs.vllm.pop("distributed_executor_backend", None)  # verl's: a process of each part
-    largest_mb = math.ceil(text_config.vocab_size * text_config.hidden_size * 4 / 2**20) + 1  # the embedding, fp32
+        rollout.engine_kwargs.vllm.pop(
+            "distributed_executor_backend", None
+        )  # verl's: a process of each part
+    largest_mb = (
+        math.ceil(text_config.vocab_size * text_config.hidden_size * 4 / 2**20) + 1
+    )  # the embedding, fp32
     sync = rollout.checkpoint_engine
-    if command != "train":  # nobody sends weights, and verl makes an engine of that name all the same
+    if (
+        command != "train"
+    ):  # nobody sends weights, and verl makes an engine of that name all the same
         sync.backend = "naive"
     sync.update_weights_bucket_megabytes = max(sync.update_weights_bucket_megabytes, largest_mb)
 
@@ -289,13 +387,17 @@ def load_model_files(config: DictConfig) -> tuple[Any, Any, set[int]]:
     from transformers import GenerationConfig
 
     model = config.actor_rollout_ref.model
-    hf_config, tokenizer = checks.pretrained(config, f"{MODEL}.path", trust_remote_code=model.trust_remote_code)
+    hf_config, tokenizer = checks.pretrained(
+        config, f"{MODEL}.path", trust_remote_code=model.trust_remote_code
+    )
     try:
         generation = GenerationConfig.from_pretrained(model.path)
     except OSError:
         generation = None  # a model without generation_config.json stops at the tokenizer's EOS
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # padding is known by the attention mask, so any id will do
+        tokenizer.pad_token = (
+            tokenizer.eos_token
+        )  # padding is known by the attention mask, so any id will do
     if model.custom_chat_template:
         tokenizer.chat_template = model.custom_chat_template
     if vision := images.vision_of(config, hf_config, tokenizer):
@@ -313,14 +415,27 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     prompts, steps = config.data.train_batch_size, config.trainer.total_training_steps
     world = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    replicas = sampling_gpus(config) // (rollout.tensor_model_parallel_size * rollout.data_parallel_size)
+    replicas = sampling_gpus(config) // (
+        rollout.tensor_model_parallel_size * rollout.data_parallel_size
+    )
     longest = f"{config.data.max_prompt_length} + {config.data.max_response_length} tokens"
-    apart = {role: count * config.trainer.nnodes for role, count in config.trainer.resource_pools.items() if count}
+    apart = {
+        role: count * config.trainer.nnodes
+        for role, count in config.trainer.resource_pools.items()
+        if count
+    }
     apart |= {"sampler": sampling_gpus(config)} if rollout.nnodes else {}
     pools = "".join(f" + {count} for the {role.replace('_', ' ')}" for role, count in apart.items())
-    over = f"over {longest}" if command == "sft" else f"prompt over {config.data.max_prompt_length} tokens"
+    over = (
+        f"over {longest}"
+        if command == "sft"
+        else f"prompt over {config.data.max_prompt_length} tokens"
+    )
     dropped = f"{len(data.dropped)} dropped ({over})"
-    lacking = [*memory.report(config, data.model, command)[1], *node.lacks(config, data.model, command)]
+    lacking = [
+        *memory.report(config, data.model, command)[1],
+        *node.lacks(config, data.model, command),
+    ]
     made = Counter(task.file for task in data.made)
     lines = [
         f"model       {config.actor_rollout_ref.model.path}",
@@ -328,13 +443,22 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
         *(f"            made by {name}: {count} of each batch" for name, count in made.items()),
         *(f"            dropped {row}" for row in data.dropped[:5]),
     ]
-    epochs = f" = {steps * prompts / data.per_epoch:.2f} epochs" if data.train and command in ("train", "sft") else ""
+    epochs = (
+        f" = {steps * prompts / data.per_epoch:.2f} epochs"
+        if data.train and command in ("train", "sft")
+        else ""
+    )
     if command == "sft":
         size = f"{prompts} conversations of at most {longest}, one optimiser step"
-        lines += [f"step        {size}", f"training    {steps} steps{epochs}; lr {actor.optim.lr:g}"]
+        lines += [
+            f"step        {size}",
+            f"training    {steps} steps{epochs}; lr {actor.optim.lr:g}",
+        ]
         return "\n".join([*lines, *(f"WARNING     {text}" for text in lacking)])
     by_server = Counter(task.server for task in [*data.train, *data.made, *data.validation])
-    lines.append(f"servers     {', '.join(f'{name} ({rows} rows)' for name, rows in by_server.items())}")
+    lines.append(
+        f"servers     {', '.join(f'{name} ({rows} rows)' for name, rows in by_server.items())}"
+    )
     if own := verifier_pool.of_recipe(config):
         lines.append(f"verifier    {verifier_pool.told(config, list(own.values()))}")
     lines += judge_proxy.told(judge_proxy.judges(to_plain(config.gym.judges), config.gym.timeout_s))
@@ -349,18 +473,30 @@ def summary(config: DictConfig, data: Data, command: str) -> str:
             f"{config.algorithm.adv_estimator}, {actor.policy_loss.loss_mode} loss; "
             f"micro-batches of {actor.ppo_max_token_len_per_gpu} tokens",
         ]
-        buckets = f", sync buckets of {rollout.checkpoint_engine.update_weights_bucket_megabytes} MB"
+        buckets = (
+            f", sync buckets of {rollout.checkpoint_engine.update_weights_bucket_megabytes} MB"
+        )
     else:
-        tasks, n = (data.train, rollout.n) if command == "rollout" else (data.validation, rollout.val_kwargs.n)
+        tasks, n = (
+            (data.train, rollout.n)
+            if command == "rollout"
+            else (data.validation, rollout.val_kwargs.n)
+        )
         lines.append(f"{command:11} {len(tasks)} rows x {n} episodes of at most {longest}")
-    parts = ", ".join(f"{name} {count}" for name, count in parallelism.sizes(config).items() if count > 1)
-    cut = f" of {config.model_engine} ({parts or 'each with the whole model'})" * (config.model_engine != "dp")
+    parts = ", ".join(
+        f"{name} {count}" for name, count in parallelism.sizes(config).items() if count > 1
+    )
+    cut = f" of {config.model_engine} ({parts or 'each with the whole model'})" * (
+        config.model_engine != "dp"
+    )
     engine = checks.SAMPLERS[rollout.name] + f" replica{'s' * (replicas > 1)}"
     lines += [
         f"devices     {world} {config.trainer.device}{cut}{pools}, {replicas} {engine}{buckets}",
         f"stop ids    {sorted(data.stop_ids)}, pad id {data.tokenizer.pad_token_id}",
     ]
-    return "\n".join([*lines, *(f"WARNING     {text}" for text in [*lacking, *cautions(config, data)])])
+    return "\n".join(
+        [*lines, *(f"WARNING     {text}" for text in [*lacking, *cautions(config, data)])]
+    )
 
 
 def named(config: DictConfig) -> str:
@@ -371,7 +507,10 @@ def named(config: DictConfig) -> str:
         for spec in given if isinstance(given, list) else [given]:
             settings = dict(spec) if isinstance(spec, Mapping) else {"function": spec}
             texts.append(settings.pop("function"))
-            texts[-1] += f" {yaml.safe_dump(settings, default_flow_style=True, width=1000).strip()}" * bool(settings)
+            texts[-1] += (
+                f" {yaml.safe_dump(settings, default_flow_style=True, width=1000).strip()}"
+                * bool(settings)
+            )
         parts += [f"{key if parts else f'{key:11}'} {', '.join(texts)}"] if texts else []
     return "; ".join(parts)
 
@@ -400,7 +539,9 @@ def check_sandbox(config: DictConfig, data: Data) -> None:
     for name in (name for name, is_here in unsandboxed(config, data).items() if is_here):
         way_out = "start it in a container and give its url"
         if name in own:
-            way_out = "set env.verifier_pool.sandbox=bwrap, give it a sandbox_fusion_url (programs only)"
+            way_out = (
+                "set env.verifier_pool.sandbox=bwrap, give it a sandbox_fusion_url (programs only)"
+            )
         raise ConfigError(
             f"{name} runs the policy's code on this machine, as you, without a sandbox: {way_out}, or accept "
             "that by env.allow_unsandboxed_code=true"
@@ -419,7 +560,9 @@ def cautions(config: DictConfig, data: Data) -> Iterator[str]:
         where = "on this machine, as you" if is_here else "where it was started"
         why = "it may read keys and delete your files. Run all of this in a container without them"
         yield f"{name} RUNS THE MODEL'S CODE {where}, WITHOUT A SANDBOX: {why}"
-    for name in dict.fromkeys(task.server for task in tasks if task.server not in own and "reward_model" in task.row):
+    for name in dict.fromkeys(
+        task.server for task in tasks if task.server not in own and "reward_model" in task.row
+    ):
         why = "its verifier must read reward_model as it is; verl's own reward functions are for `verifier:` of a file"
         yield f"rows of verl's go to the server {name}: {why}"
     seen = {json.dumps(task.messages) for task in [*data.train, *data.made] if task.messages}
@@ -436,9 +579,17 @@ def shown(config: DictConfig, defaults: DictConfig, data: Data, command: str) ->
         if not key.startswith(("gym.", "env.")):
             lines.append(f"    {key}: {value} (was {default})")
     for section in ("gym", "env"):
-        lines.append(f"{section}:\n{textwrap.indent(OmegaConf.to_yaml(public(config)[section]).strip(), '    ')}")
+        lines.append(
+            f"{section}:\n{textwrap.indent(OmegaConf.to_yaml(public(config)[section]).strip(), '    ')}"
+        )
     tasks = [*data.train, *data.made, *data.validation]
     for task in {getattr(t, "server", "sft"): t for t in reversed(tasks)}.values():
         lines.append(f"first prompt ({task.row_id}, {len(task.prompt_ids)} tokens):")
-        lines.append(data.tokenizer.decode(task.prompt_ids) if task.prompt_ids else "(the environment writes it)")
-    return "\n".join([*lines, "dry run: model, files, sizes and servers are in order; nothing was started"])
+        lines.append(
+            data.tokenizer.decode(task.prompt_ids)
+            if task.prompt_ids
+            else "(the environment writes it)"
+        )
+    return "\n".join(
+        [*lines, "dry run: model, files, sizes and servers are in order; nothing was started"]
+    )

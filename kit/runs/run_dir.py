@@ -23,7 +23,13 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from safetensors import SafetensorError
 
@@ -47,7 +53,11 @@ class Run:
     """
 
     def __init__(self, config: DictConfig, command: str = "train", resume_from: Path | None = None):
-        self.config, self.command, self.folder = config, command, Path("runs") / config.trainer.experiment_name
+        self.config, self.command, self.folder = (
+            config,
+            command,
+            Path("runs") / config.trainer.experiment_name,
+        )
         self.checkpoint = resume_from  # the last one
         self.last: int = config.trainer.total_training_steps
         self.started, self.first_episode = time.monotonic(), 0.0  # seconds; seconds since `started`
@@ -55,18 +65,35 @@ class Run:
         self.damaged = 0  # steps in a row
         self.lent: list[str] = []  # environment variables
         self.locks: list[files.Lock] = []  # of the folders that no other run may use
-        self.on_restart: Callable[[str], None] = lambda name: None  # what else is to know of a restarted server
-        self.gauges: Callable[[], dict[str, float]] = dict  # what stands now, for every line of metrics.jsonl
-        self.on_log: Callable[[int, dict[str, float]], None] = lambda *_: None  # who else reads these lines
+        self.on_restart: Callable[[str], None] = lambda name: (
+            None
+        )  # what else is to know of a restarted server
+        self.gauges: Callable[[], dict[str, float]] = (
+            dict  # what stands now, for every line of metrics.jsonl
+        )
+        self.on_log: Callable[[int, dict[str, float]], None] = lambda *_: (
+            None
+        )  # who else reads these lines
         self.open = 0  # episodes of the batch under way that have not ended
         self.trains = command in ("train", "sft")
-        columns = ("{task.description}", BarColumn(bar_width=30), MofNCompleteColumn(), "{task.fields[stage]}")
+        columns = (
+            "{task.description}",
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            "{task.fields[stage]}",
+        )
         times = (TimeElapsedColumn(), "left", TimeRemainingColumn(elapsed_when_finished=True))
-        self.bar = Progress(*columns, *times, speed_estimate_period=math.inf)  # steps are long: the mean of all
-        self.recent: deque[dict[str, str]] = deque(maxlen=RECENT)  # steps, by what the table's columns are called
+        self.bar = Progress(
+            *columns, *times, speed_estimate_period=math.inf
+        )  # steps are long: the mean of all
+        self.recent: deque[dict[str, str]] = deque(
+            maxlen=RECENT
+        )  # steps, by what the table's columns are called
         self.live = Live(self, console=console) if console.is_interactive else None
         done = checkpoints.step_of(resume_from) if resume_from else 0
-        self.task = self.bar.add_task(command, total=self.last if self.trains else 1, completed=done, stage="starting")
+        self.task = self.bar.add_task(
+            command, total=self.last if self.trains else 1, completed=done, stage="starting"
+        )
         self.guard = Guard(config, self.folder / "logs", self.say, self.show)
         self.stage, self.saving = self.guard.stage, self.guard.saving
         self.timing = self.guard.timing  # seconds by stage, of the step under way
@@ -138,7 +165,9 @@ class Run:
             return
         try:
             self.tracking.finish(exit_code=status)
-            if writer := getattr(self.tables, "writer", None):  # of tensorboard, which nothing else closes
+            if writer := getattr(
+                self.tables, "writer", None
+            ):  # of tensorboard, which nothing else closes
                 writer.close()
         except OSError as error:
             self.say(files.describe_failure(f"a tracker of {self.folder}", error))
@@ -152,7 +181,9 @@ class Run:
     def forget_after(self, step: int) -> None:
         """What an earlier run left of the steps that are now trained again gets another name: lines of metrics.jsonl go
         to metrics.abandoned.jsonl, as does one that a kill cut short; checkpoints are renamed."""
-        for line in checkpoints.set_aside(Path(self.config.trainer.default_local_dir), max(step, 0)):
+        for line in checkpoints.set_aside(
+            Path(self.config.trainer.default_local_dir), max(step, 0)
+        ):
             self.say(line)
         path = self.folder / "metrics.jsonl"
         if not path.is_file():
@@ -183,9 +214,15 @@ class Run:
                 partial.write_text(uuid.uuid4().hex[:12])
         self.lend(WANDB_RUN_ID=path.read_text(), WANDB_RESUME="allow")
         self.lend(SWANLAB_RUN_ID=path.read_text(), SWANLAB_RESUME="allow")
-        from verl.utils.tracking import Tracking, ValidationGenerationsLogger  # 10 s, which only those pay who track
+        from verl.utils.tracking import (
+            Tracking,
+            ValidationGenerationsLogger,
+        )  # 10 s, which only those pay who track
 
-        names, told = self.config.trainer, OmegaConf.to_container(public(self.config), resolve=False)
+        names, told = (
+            self.config.trainer,
+            OmegaConf.to_container(public(self.config), resolve=False),
+        )
         self.tables = ValidationGenerationsLogger(names.project_name, names.experiment_name)
         return Tracking(names.project_name, names.experiment_name, to_plain(names.logger), told)
 
@@ -228,7 +265,9 @@ class Run:
             with self.stage("save_checkpoint"):
                 folder = Path(self.config.trainer.default_local_dir)
                 if bad := checkpoints.not_finite(workers):
-                    self.say(f"not saved: NaN or infinite in {', '.join(bad[:3])} ({len(bad)} tensors)")
+                    self.say(
+                        f"not saved: NaN or infinite in {', '.join(bad[:3])} ({len(bad)} tensors)"
+                    )
                 else:
                     self.checkpoint = checkpoints.save(workers, folder, state, self.config)
         return self.checkpoint
@@ -241,7 +280,9 @@ class Run:
             return
         plain = {name: float(value) for name, value in (metrics | self.gauges()).items()}
         finite = {name: value if math.isfinite(value) else None for name, value in plain.items()}
-        of = {} if self.trains else {"command": self.command}  # of a folder in which another may have trained
+        of = (
+            {} if self.trains else {"command": self.command}
+        )  # of a folder in which another may have trained
         line = json.dumps({"step": step, "time": time.time(), **of, **finite}) + "\n"
         with files.appending(self.folder / "metrics.jsonl") as out:
             out.write(line.encode())
@@ -257,7 +298,11 @@ class Run:
             self.tables.log(to_plain(self.config.trainer.logger), rows, step)
 
     def write_episodes(
-        self, name: str, episodes: Sequence[Episode], tasks: Sequence[Task], before: Sequence[Episode] = ()
+        self,
+        name: str,
+        episodes: Sequence[Episode],
+        tasks: Sequence[Task],
+        before: Sequence[Episode] = (),
     ) -> None:
         """rollouts/<name>.jsonl with every episode, and a line in failures.jsonl for each that failed. Of the files of
         steps the last env.keep_rollouts stay.
@@ -265,7 +310,9 @@ class Run:
         tasks: of the files, since a row is known by its place there. before: those that the file holds already.
         """
         places = {task.row_id: i for i, task in enumerate(tasks)}
-        for i, e in enumerate([*before, *episodes]):  # rows made on the fly come after those of the files
+        for i, e in enumerate(
+            [*before, *episodes]
+        ):  # rows made on the fly come after those of the files
             places.setdefault(e.row_id, len(tasks) + i)
         counts = Counter(e.row_id for e in before)
         with contextlib.ExitStack() as stack:
@@ -304,7 +351,10 @@ class Run:
 
     def write_advantages(self, step: int, kept: Sequence[Episode], batch: Any) -> None:
         """advantages/step_N.npz: of the batch's [B, R] those of sampled tokens; one where all of an answer have it."""
-        rows = [row[turn >= 0].float().numpy() for row, turn in zip(batch["advantages"], batch["turn"], strict=True)]
+        rows = [
+            row[turn >= 0].float().numpy()
+            for row, turn in zip(batch["advantages"], batch["turn"], strict=True)
+        ]
         rows = [row[:1] if (row == row[:1]).all() else row for row in rows]
         path = self.folder / "advantages" / f"step_{step}.npz"
         lengths = np.array([len(row) for row in rows])
@@ -323,16 +373,22 @@ class Run:
 
     def write_report(self) -> None:
         """report.html, of all that the run has so far (report_page.py). What it cannot show ends no run: it is told."""
-        if not (self.folder / "metrics.jsonl").is_file() and not any((self.folder / "rollouts").iterdir()):
+        if not (self.folder / "metrics.jsonl").is_file() and not any(
+            (self.folder / "rollouts").iterdir()
+        ):
             return
         begun = time.monotonic()
         try:
-            from kit.extras.report import report_page  # a second, which a recipe that does not start need not wait
+            from kit.extras.report import (
+                report_page,
+            )  # a second, which a recipe that does not start need not wait
 
             report_page.write([self.folder], self.folder / "report.html")
             self.reported = time.monotonic(), time.monotonic() - begun
         except Exception as error:
-            self.say(f"report.html was not written ({error!r:.200}); {self.folder}/logs/report.log says where")
+            self.say(
+                f"report.html was not written ({error!r:.200}); {self.folder}/logs/report.log says where"
+            )
             with contextlib.suppress(OSError):  # the disk may be full
                 (self.folder / "logs" / "report.log").write_text(traceback.format_exc())
 
@@ -346,7 +402,9 @@ class Run:
         with files.writing(path.parent):
             path.parent.mkdir(exist_ok=True)
         with files.replacing(path) as partial, partial.open("wb") as out:
-            torch.save({"damage": damage, "uid": list(batch.non_tensor_batch["uid"]), **tensors}, out)
+            torch.save(
+                {"damage": damage, "uid": list(batch.non_tensor_batch["uid"]), **tensors}, out
+            )
         # Megatron's optimiser takes the step all the same, which verl's others leave out
         if self.damaged == (DAMAGED if self.config.model_engine != "megatron" else 1):
             raise RunError(
@@ -364,8 +422,16 @@ class Run:
                 f"every step up to {self.last} was damaged or skipped, so there is nothing to save; look into "
                 f"{self.folder}/rollouts and {self.folder}/damaged for why"
             )
-        self.guard.ends, self.guard.owed, self.guard.watch = False, "", None  # a deadline is the export's now
-        with self.stage("export"), files.writing(self.folder / "export"), contextlib.ExitStack() as stack:
+        self.guard.ends, self.guard.owed, self.guard.watch = (
+            False,
+            "",
+            None,
+        )  # a deadline is the export's now
+        with (
+            self.stage("export"),
+            files.writing(self.folder / "export"),
+            contextlib.ExitStack() as stack,
+        ):
             log = stack.enter_context((self.folder / "logs" / "export.log").open("w"))
             stack.enter_context(contextlib.redirect_stdout(log))
             stack.enter_context(contextlib.redirect_stderr(log))
@@ -390,7 +456,9 @@ class Run:
     def say_line(self, step: int, values: dict[str, str]) -> None:
         """The step's line on the console, or in its table: its numbers and the seconds of its stages."""
         self.bar.update(self.task, completed=step)
-        told = {k: v for k, v in self.timing.items() if k not in ("step", "first_episode") and v >= 0.05}
+        told = {
+            k: v for k, v in self.timing.items() if k not in ("step", "first_episode") and v >= 0.05
+        }
         seconds = " ".join(f"{k} {v:.1f}" for k, v in told.items())
         self.recent.append({"step": str(step), **values, "seconds": seconds})
         if not self.live:
@@ -400,7 +468,9 @@ class Run:
     def __rich__(self) -> Group:
         """What moves at a terminal: the last steps, and the bar."""
         rows = list(self.recent)  # as it is now: another thread draws
-        table = Table(*dict.fromkeys(name for row in rows for name in row), box=None, header_style="bold")
+        table = Table(
+            *dict.fromkeys(name for row in rows for name in row), box=None, header_style="bold"
+        )
         for row in rows:
             table.add_row(*(row.get(str(column.header), "") for column in table.columns))
         return Group(*([table] if rows else []), self.bar)
@@ -410,7 +480,9 @@ class Run:
 
         `reward` is the verifier's, over all that it has verified; `shaped` what env.reward and a KL term make of it.
         """
-        changed = self.config.env.reward or self.config.algorithm.use_kl_in_reward  # from the verifier's
+        changed = (
+            self.config.env.reward or self.config.algorithm.use_kl_in_reward
+        )  # from the verifier's
         names = {"reward": "rollout/reward/mean"}
         if changed and "critic/rewards/mean" in metrics:
             names = {"verifier": "rollout/reward/mean", "shaped": "critic/rewards/mean"}
@@ -421,7 +493,11 @@ class Run:
         if uniform := metrics["rollout/zero_variance_groups"]:
             values["equal"] = f"{uniform:.0f} groups"
         self.say_line(step, values | {"failed": f"{metrics['rollout/failed_frac']:.0%}"})
-        if kept and self.config.trainer.print_samples_every > 0 and step % self.config.trainer.print_samples_every == 0:
+        if (
+            kept
+            and self.config.trainer.print_samples_every > 0
+            and step % self.config.trainer.print_samples_every == 0
+        ):
             self.say_examples(kept, 1)
 
     def say_examples(self, episodes: Sequence[Episode], count: int) -> None:
@@ -443,4 +519,6 @@ class Run:
             self.say(f"    {name}: {told} before (step {before['step']}), {after[name]:.3f} after")
         self.say(f"    checkpoint {self.checkpoint}, Hugging Face folder {self.folder}/export")
         again = f"trainer.total_training_steps={2 * self.last}"
-        self.say(f"next: look at {self.folder}/report.html, or train on with the same command and {again}")
+        self.say(
+            f"next: look at {self.folder}/report.html, or train on with the same command and {again}"
+        )

@@ -21,21 +21,42 @@ from kit.extras.supervisor import process_monitor
 PEER_S = 30  # seconds until Ray knows of a node that it is lost
 END_S = 60  # seconds for the processes to end in, before they are killed
 BLOCKED_S = 5  # seconds for an event loop to stop in
-WHOLE = ("update_critic", "update_actor", "update_weights", "save_checkpoint")  # stages that are not left half done
+WHOLE = (
+    "update_critic",
+    "update_actor",
+    "update_weights",
+    "save_checkpoint",
+)  # stages that are not left half done
 AGAIN = "The same command goes on from the last checkpoint"
 
 
 class Guard:
     """A run's stages. `say` prints a line, `show` the stage under way; `timing` holds their seconds, of this step."""
 
-    def __init__(self, config: DictConfig, logs: Path, say: Callable[[str], None], show: Callable[[str], None]):
+    def __init__(
+        self,
+        config: DictConfig,
+        logs: Path,
+        say: Callable[[str], None],
+        show: Callable[[str], None],
+    ):
         self.config, self.logs, self.say, self.show = config, logs, say, show
         self.timing: dict[str, float] = {}
-        self.current, self.failed, self.ends = "", "", False  # the stage; that in which an error was; all is closing
+        self.current, self.failed, self.ends = (
+            "",
+            "",
+            False,
+        )  # the stage; that in which an error was; all is closing
         self.begun = time.monotonic()  # when the stage under way did, or last got on
-        self.asked, self.asked_at, self.lost = 0, 0.0, ""  # the signal that asked to stop, when; what was lost
+        self.asked, self.asked_at, self.lost = (
+            0,
+            0.0,
+            "",
+        )  # the signal that asked to stop, when; what was lost
         self.ending: Stop | None = None
-        self.stopping: asyncio.Handle | None = None  # the call that stops the event loop of this thread
+        self.stopping: asyncio.Handle | None = (
+            None  # the call that stops the event loop of this thread
+        )
         self.stopped_at = 0.0  # when it was made
         self.notebook_loop = running_loop()  # in which a notebook calls all of this
         self.owed = ""  # what is to be done once the processes have ended
@@ -45,7 +66,11 @@ class Guard:
 
     def listen(self) -> None:
         """Take the signals by which a run is stopped; again after ray.init, which takes SIGTERM for a crash."""
-        handlers = {signal.SIGINT: self.asked_to_stop, signal.SIGTERM: self.asked_to_stop, signal.SIGALRM: self.alarmed}
+        handlers = {
+            signal.SIGINT: self.asked_to_stop,
+            signal.SIGTERM: self.asked_to_stop,
+            signal.SIGALRM: self.alarmed,
+        }
         for signum, handler in handlers.items():
             present = signal.getsignal(signum)
             # a shell gives a command in the background (&) an ignored SIGINT, which must stay so
@@ -66,7 +91,9 @@ class Guard:
         if self.asked:
             process_monitor.end_now(128 + signum, self.watch)
         self.asked, self.asked_at = signum, time.monotonic()
-        self.say(f"{signal.Signals(signum).name}: the run saves what is done and ends; once more ends it at once")
+        self.say(
+            f"{signal.Signals(signum).name}: the run saves what is done and ends; once more ends it at once"
+        )
         if self.current and self.current not in WHOLE:
             self.stop_asked()
 
@@ -96,14 +123,17 @@ class Guard:
             error = sys.exc_info()[1]
             lost = f"; {self.owed}" * bool(self.owed and not error)
             print(
-                f"error: {error or 'the processes of the run'} (they did not end in {END_S} s){lost}", file=sys.stderr
+                f"error: {error or 'the processes of the run'} (they did not end in {END_S} s){lost}",
+                file=sys.stderr,
             )
             status = error.status if isinstance(error, Stop) else int(bool(error or self.owed))
             process_monitor.end_now(status, self.watch)
         if not self.current:
             return  # between two stages; the next one sees what is lost
         if self.stopping and self.ending:
-            if time.monotonic() > self.stopped_at + BLOCKED_S - 1:  # a call inside the event loop does not return
+            if (
+                time.monotonic() > self.stopped_at + BLOCKED_S - 1
+            ):  # a call inside the event loop does not return
                 signal.alarm(BLOCKED_S)  # again, in case this exception is swallowed
                 raise self.ending
             return
@@ -124,7 +154,9 @@ class Guard:
         self.begun = time.monotonic()
         if self.current and not self.stopping:
             signal.alarm(max(1, round(self.config.trainer.stage_timeout_s)))
-            if self.stopping:  # since it was looked at: this may be the thread of kit/extras/one_step_off.py
+            if (
+                self.stopping
+            ):  # since it was looked at: this may be the thread of kit/extras/one_step_off.py
                 signal.alarm(BLOCKED_S)
 
     def lose(self, what: str) -> None:
@@ -140,7 +172,9 @@ class Guard:
         if self.watch:
             self.watch.rest()
         runner, self.loop = self.loop, None
-        if runner and (loop := runner.get_loop()).is_running():  # in a thread of its own, which no signal stops
+        if (
+            runner and (loop := runner.get_loop()).is_running()
+        ):  # in a thread of its own, which no signal stops
             runner.run(drop_tasks())
         elif runner:
             # a loop that was stopped in the round in which its work ended still has the callback that stops it
@@ -148,7 +182,9 @@ class Guard:
             with contextlib.suppress(KeyboardInterrupt):
                 loop.run_forever()
             dropped = loop.create_task(drop_tasks())
-            while not dropped.done():  # who waits for a task that the stop ended has asyncio raise it once more
+            while (
+                not dropped.done()
+            ):  # who waits for a task that the stop ended has asyncio raise it once more
                 with contextlib.suppress(KeyboardInterrupt):
                     loop.run_until_complete(dropped)
 
@@ -179,7 +215,9 @@ class Guard:
             if type(error).__module__.split(".")[0] != "ray":
                 raise
             cause = process_monitor.root_cause(error, self.logs)
-            if re.search("(closed|reset) by peer|NCCL", cause):  # so says who lives on: the watch finds who died
+            if re.search(
+                "(closed|reset) by peer|NCCL", cause
+            ):  # so says who lives on: the watch finds who died
                 time.sleep(PEER_S)
             raise RunError(f"stage {name}: {cause}. {AGAIN}, once that is mended") from error
         finally:
@@ -200,7 +238,9 @@ class Guard:
                 self.stop_asked()
         except (Stop, Exception) as error:
             # true of a Gym server that is gone or a reward that raises; not of half an update, or a worker that is lost
-            whole = self.failed not in WHOLE and type(error.__cause__).__module__.split(".")[0] != "ray"
+            whole = (
+                self.failed not in WHOLE and type(error.__cause__).__module__.split(".")[0] != "ray"
+            )
             wanted = error.save if isinstance(error, Stop) else whole
             if wanted:
                 self.say(f"the last checkpoint is {save() or 'none: no step was done'}")

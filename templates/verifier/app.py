@@ -22,7 +22,9 @@ class Question(BaseModel):  # the tool's arguments; others are a 422, which the 
     item: str
 
 
-class Asked(gym.BaseVerifyRequest):  # the row again, and `response`: what the policy wrote and was answered
+class Asked(
+    gym.BaseVerifyRequest
+):  # the row again, and `response`: what the policy wrote and was answered
     answer: int
 
 
@@ -50,10 +52,19 @@ class Shop(gym.SimpleResourcesServer):
     async def verify(self, request: Request, body: Asked) -> Verdict:
         session = self.sessions.pop(request.session[SESSION_ID_KEY], None)
         if session is None:
-            raise HTTPException(409, "no such session: POST /seed_session first, and send its cookie")
-        said = [part.text for item in body.response.output if item.type == "message" for part in item.content]
+            raise HTTPException(
+                409, "no such session: POST /seed_session first, and send its cookie"
+            )
+        said = [
+            part.text
+            for item in body.response.output
+            if item.type == "message"
+            for part in item.content
+        ]
         right = re.findall(r"\d+", " ".join(said[-1:]))[-1:] == [str(body.answer)]
-        return Verdict(**body.model_dump(), reward=float(right), reward_components={"calls": session["calls"]})
+        return Verdict(
+            **body.model_dump(), reward=float(right), reward_components={"calls": session["calls"]}
+        )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ async def play(urls: dict[str, str], row: dict, answer: str | None = None) -> Ve
         assert session.kind == "verify" and session.executable == {"price"}
         assert "Field required" in await session.call_tool("price", "{}")  # which the policy reads
         told = await session.call_tool("price", f'{{"item": "{item}"}}')
-        return await session.verify(message_response(f"It says {told}." if answer is None else answer))
+        return await session.verify(
+            message_response(f"It says {told}." if answer is None else answer)
+        )
 
 
 async def without_a_session(urls: dict[str, str], row: dict) -> None:
@@ -39,7 +41,9 @@ def test_the_verifier(tmp_path: Path) -> None:
     with running_servers({"shop": {"start": {"path": str(HERE)}}}, tmp_path) as urls:
         right = asyncio.run(play(urls, row))
         assert (right.reward, right.components) == (1.0, {"calls": 1.0})
-        assert asyncio.run(play(urls, row, f"{row['answer']}, no, {row['answer'] + 1}")).reward == 0.0
+        assert (
+            asyncio.run(play(urls, row, f"{row['answer']}, no, {row['answer'] + 1}")).reward == 0.0
+        )
         assert asyncio.run(play(urls, row, "")).reward == 0.0
         with pytest.raises(GymError, match=r"HTTP 409.*no such session"):
             asyncio.run(without_a_session(urls, row))

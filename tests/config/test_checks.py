@@ -29,12 +29,16 @@ def test_all_that_verl_has_is_taken_and_group_estimators_need_groups(tiny_recipe
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, AdvantageEstimator
 
     estimators = [f"{ADVANTAGE}={estimator.value}" for estimator in AdvantageEstimator]
-    losses = [f"{LOSS_MODE}={name}" for name in POLICY_LOSS_REGISTRY if not user_functions.is_own(name)]
+    losses = [
+        f"{LOSS_MODE}={name}" for name in POLICY_LOSS_REGISTRY if not user_functions.is_own(name)
+    ]
     assert len(estimators) >= 13 and len(losses) >= 12
     for change in estimators + losses:
         assert not list(checks.check_names(changed(tiny_recipe, change), "train")), change
     one = changed(tiny_recipe, "actor_rollout_ref.rollout.n=1")
-    alone = {name for name in estimators if not list(checks.check_names(changed(one, name), "train"))}
+    alone = {
+        name for name in estimators if not list(checks.check_names(changed(one, name), "train"))
+    }
     assert alone == {f"{ADVANTAGE}={name}" for name in ("gae", "reinforce_plus_plus", "remax")}
 
 
@@ -46,40 +50,64 @@ def test_all_that_verl_has_is_taken_and_group_estimators_need_groups(tiny_recipe
         (["algorithm.adv_estimator=gdpo"], "needs algorithm.gdpo_reward_keys"),
         ([f"{LOSS_MODE}=dro"], "needs actor_rollout_ref.actor.policy_loss.dro_beta"),
         ([f"{LOSS_MODE}=bypass_mode"], "set by algorithm.rollout_correction.bypass_mode=true"),
-        (["algorithm.rollout_correction.bypass_mode=true", f"{LOSS_MODE}=gspo"], "has a loss of its own"),
+        (
+            ["algorithm.rollout_correction.bypass_mode=true", f"{LOSS_MODE}=gspo"],
+            "has a loss of its own",
+        ),
         (["algorithm.filter_groups.enable=true"], "needs max_num_gen_batches"),
         (
             ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=2"]
             + ["actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=remax"],
             r"rollout\.n=1: drop_uniform would drop",
         ),
-        (["trainer.resource_pools.critic=1"], "resource_pools.critic=1: this recipe has none; leave it out"),
+        (
+            ["trainer.resource_pools.critic=1"],
+            "resource_pools.critic=1: this recipe has none; leave it out",
+        ),
         (
             ["trainer.one_step_off=1", "actor_rollout_ref.rollout.full_determinism=true"],
             "rollout.full_determinism the sampler cannot know where new weights cut an answer",
         ),
-        (["trainer.one_step_off=1", "actor_rollout_ref.rollout.free_cache_engine=true"], "sleeps during an update"),
-        (["actor_rollout_ref.rollout.nnodes=1"], r"rollout.nnodes=1: weights go there over gloo; set .*\.backend"),
+        (
+            ["trainer.one_step_off=1", "actor_rollout_ref.rollout.free_cache_engine=true"],
+            "sleeps during an update",
+        ),
+        (
+            ["actor_rollout_ref.rollout.nnodes=1"],
+            r"rollout.nnodes=1: weights go there over gloo; set .*\.backend",
+        ),
         (
             ["actor_rollout_ref.rollout.checkpoint_engine.backend=gloo"],
             "for servers on GPUs of their own; set .*nnodes",
         ),
-        (["actor_rollout_ref.rollout.n_gpus_per_node=2"], "n_gpus_per_node is of servers on GPUs of their own; set"),
         (
-            ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo"]
+            ["actor_rollout_ref.rollout.n_gpus_per_node=2"],
+            "n_gpus_per_node is of servers on GPUs of their own; set",
+        ),
+        (
+            [
+                "actor_rollout_ref.rollout.nnodes=1",
+                "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo",
+            ]
             + ["actor_rollout_ref.model.lora_rank=4"],
             "verl sends no adapter there; set actor_rollout_ref.model.lora.merge=true",
         ),
         (["algorithm.rollout_correction.rollout_is=tokens"], "one of null, token, sequence"),
         (["algorithm.rollout_correction.rollout_rs=token_k1"], "needs rollout_rs_threshold"),
         (
-            ["algorithm.adv_estimator=optimal_token_baseline", "algorithm.rollout_correction.bypass_mode=true"],
+            [
+                "algorithm.adv_estimator=optimal_token_baseline",
+                "algorithm.rollout_correction.bypass_mode=true",
+            ],
             "optimal_token_baseline needs the pass",
         ),
         (["algorithm.kl_ctrl.type=adaptve"], "one of fixed, adaptive"),
         (["algorithm.adv_estimator=vtrace"], "one of your own is path.py:function"),
         (
-            ["algorithm.rollout_correction.rollout_rs=foo", "algorithm.rollout_correction.rollout_rs_threshold=2.0"],
+            [
+                "algorithm.rollout_correction.rollout_rs=foo",
+                "algorithm.rollout_correction.rollout_rs_threshold=2.0",
+            ],
             r"rollout_rs=foo: wants one of .*token_k1",
         ),
         (["actor_rollout_ref.actor.loss_agg_mode=token_mean"], "one of token-mean"),
@@ -89,13 +117,23 @@ def test_all_that_verl_has_is_taken_and_group_estimators_need_groups(tiny_recipe
             r"actor: verl does not take it: assert self\.lr_scheduler_type in .*cosine",
         ),
         (
-            ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]", "algorithm.gdpo_reward_weights=[1,2]"],
+            [
+                "algorithm.adv_estimator=gdpo",
+                "algorithm.gdpo_reward_keys=[a]",
+                "algorithm.gdpo_reward_weights=[1,2]",
+            ],
             "gdpo_reward_weights are 2, .* 1; give one weight for each key",
         ),
         (["actor_rollout_ref.model.lora_rank=8"], r"configs/algorithms/lora\.yaml"),
         (["reward.reward_model.enable=true"], "needs reward.reward_model.model_path"),
-        (["reward.reward_model.enable=true", "reward.reward_model.model_path=./no"], "no model folder"),
-        (["reward.reward_model.enable=true", "reward.reward_model.model_path=tied"], "has no scalar head"),
+        (
+            ["reward.reward_model.enable=true", "reward.reward_model.model_path=./no"],
+            "no model folder",
+        ),
+        (
+            ["reward.reward_model.enable=true", "reward.reward_model.model_path=tied"],
+            "has no scalar head",
+        ),
         (["distillation.enabled=true"], f"needs {TEACHER}"),
         (["distillation.enabled=true", f"{TEACHER}=./no"], "no model folder"),
         (
@@ -103,9 +141,15 @@ def test_all_that_verl_has_is_taken_and_group_estimators_need_groups(tiny_recipe
             "nothing asks this model .*=templates/advantages.py:distill",
         ),
         ([f"{TEACHER}=tied"], r"read where distillation\.enabled=true"),
-        (["algorithm.adv_estimator={function: templates/advantages.py:turn_grpo}"], "without settings"),
         (
-            ["actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=templates/advantages.py:turn_grpo"],
+            ["algorithm.adv_estimator={function: templates/advantages.py:turn_grpo}"],
+            "without settings",
+        ),
+        (
+            [
+                "actor_rollout_ref.rollout.n=1",
+                "algorithm.adv_estimator=templates/advantages.py:turn_grpo",
+            ],
             "at least two answers",
         ),
     ],
@@ -125,7 +169,9 @@ def test_a_teacher_of_another_vocabulary_is_refused(tiny_recipe, workspace, tmp_
     shutil.copy(workspace / "tied" / "config.json", tmp_path)
     estimator = f"{ADVANTAGE}=templates/advantages.py:distill"
     config = changed(tiny_recipe, estimator, "distillation.enabled=true", f"{TEACHER}={tmp_path}")
-    with pytest.raises(ConfigError, match=rf"{TEACHER}={tmp_path}: its vocabulary is not the policy's.*'stranger'"):
+    with pytest.raises(
+        ConfigError, match=rf"{TEACHER}={tmp_path}: its vocabulary is not the policy's.*'stranger'"
+    ):
         preparation.check_recipe(config, "train")
 
 
@@ -139,7 +185,9 @@ def test_rows_of_verls_for_a_server_of_gyms_are_warned_of(workspace):
     made = {"prompt": "say 7", "data_source": "mine", "reward_model": {"ground_truth": "7"}}
     rows = write_rows(workspace / "verls.jsonl", [made] * 8)
     for more, warned in (("", True), (", verifier: templates/reward.py:compute_score", False)):
-        text = preparation.summary(*load(workspace, f"env.train_files=[{{path: {rows}{more}}}]"), "train")
+        text = preparation.summary(
+            *load(workspace, f"env.train_files=[{{path: {rows}{more}}}]"), "train"
+        )
         assert ("WARNING     rows of verl's go to the server reasoning_gym" in text) == warned
 
 
@@ -147,7 +195,9 @@ def test_a_tool_that_gyms_schema_refuses_is_told_before_anything_starts(workspac
     row = counting()
     del row["responses_create_params"]["tools"][0]["strict"]
     rows = write_rows(workspace / "lax.jsonl", [row] * 8)
-    with pytest.raises(ConfigError, match=r"lax\.jsonl:1: a tool has no strict, .*\"strict\": true"):
+    with pytest.raises(
+        ConfigError, match=r"lax\.jsonl:1: a tool has no strict, .*\"strict\": true"
+    ):
         load(workspace, f"env.train_files=[{{path: {rows}, server: reasoning_gym}}]")
 
 
@@ -164,7 +214,10 @@ def test_another_reward_does_not_inherit_settings(workspace):
         "weights": {"reward_model": 0.2},
     }
     assert reward(dapo, "env.reward=x.py:f") == "x.py:f"
-    assert reward(dapo, "env.reward={function: x.py:f, per_token: 1}") == {"function": "x.py:f", "per_token": 1}
+    assert reward(dapo, "env.reward={function: x.py:f, per_token: 1}") == {
+        "function": "x.py:f",
+        "per_token": 1,
+    }
     assert reward(dapo, "env.reward.penalty=0.5") == {
         "function": "templates/rewards.py:overlong",
         "limit": 12,
@@ -172,7 +225,9 @@ def test_another_reward_does_not_inherit_settings(workspace):
     }
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "algorithms").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs" / "algorithms").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_an_overlay_is_fifteen_lines_and_goes_over_either_recipe(workspace, path):
     assert len(path.read_text().splitlines()) <= 15
     for over in ("math.yaml", "math_cpu.yaml"):
@@ -186,9 +241,16 @@ def test_an_overlay_is_fifteen_lines_and_goes_over_either_recipe(workspace, path
         changes.append(f"{TEACHER}={workspace / 'tied'}")
     if path.stem == "sft":
         changes = [c for c in changes if not c.startswith("env.")]
-        chat = {"messages": [{"role": "user", "content": "say 7"}, {"role": "assistant", "content": "7"}]}
+        chat = {
+            "messages": [
+                {"role": "user", "content": "say 7"},
+                {"role": "assistant", "content": "7"},
+            ]
+        }
         changes.append(f"env.train_files=[{write_rows(workspace / 'eight.jsonl', [chat] * 8)}]")
-    config, _ = load_config([str(CPU), str(RECIPE), str(path)], [*changes, "data.train_batch_size=8"])
+    config, _ = load_config(
+        [str(CPU), str(RECIPE), str(path)], [*changes, "data.train_batch_size=8"]
+    )
     data = sft.prepare(config) if path.stem == "sft" else preparation.prepare(config)
     user_functions.try_out(config, data)
 

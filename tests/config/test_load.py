@@ -41,7 +41,10 @@ def merged(*changes, files=(str(CPU), str(RECIPE))):
             "data.train_files=x",
             r"data\.train_files is verl's, but this loop does not read it, .*; set env\.train_files",
         ),
-        ("rollout.temperature=1", r"unknown key rollout; did you mean actor_rollout_ref\.rollout\.temperature"),
+        (
+            "rollout.temperature=1",
+            r"unknown key rollout; did you mean actor_rollout_ref\.rollout\.temperature",
+        ),
         ("actor_rollout_ref.actor.clip_ratio=0.1", "set clip_ratio_low and clip_ratio_high"),
         (f"{ROLLOUT}.multi_turn.enable=true", r"set gym\.servers"),
         ("actor_rollout_ref.actor.rollout_n=4", r"set actor_rollout_ref\.rollout\.n$"),
@@ -58,18 +61,27 @@ def test_a_key_that_nothing_reads_is_an_error(change, named):
 
 def test_what_comes_to_verls_default_is_taken():
     """Recipes from elsewhere write down what is so anyway; rollout.n is 8, and the rest follows from it."""
-    merged("actor_rollout_ref.actor.rollout_n=8", f"{ROLLOUT}.mode=async", "actor_rollout_ref.actor.grad_clip=1.0")
+    merged(
+        "actor_rollout_ref.actor.rollout_n=8",
+        f"{ROLLOUT}.mode=async",
+        "actor_rollout_ref.actor.grad_clip=1.0",
+    )
 
 
 def test_what_verl_knows_beyond_its_yaml_is_taken():
-    config = merged("+actor_rollout_ref.model.override_config.attn_implementation=eager", "data.seed=7")
+    config = merged(
+        "+actor_rollout_ref.model.override_config.attn_implementation=eager", "data.seed=7"
+    )
     assert config.actor_rollout_ref.model.override_config.attn_implementation == "eager"
-    config = merged("actor_rollout_ref.rollout.enable_sleep_mode=false")  # a field of verl's RolloutConfig only
+    config = merged(
+        "actor_rollout_ref.rollout.enable_sleep_mode=false"
+    )  # a field of verl's RolloutConfig only
     assert config.actor_rollout_ref.rollout.enable_sleep_mode is False
 
 
 @pytest.mark.parametrize(
-    ("text", "named"), [("a: [", "not valid YAML"), ("- 1\n", "is a YAML mapping"), (None, "no such file")]
+    ("text", "named"),
+    [("a: [", "not valid YAML"), ("- 1\n", "is a YAML mapping"), (None, "no such file")],
 )
 def test_bad_recipe_files_are_named(tmp_path, text, named):
     if text is not None:
@@ -82,15 +94,24 @@ def test_a_recipe_is_found_by_its_name_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = merged(files=["math_cpu", "dapo", "cpu"])
     assert (config.trainer.device, config.actor_rollout_ref.actor.clip_ratio_high) == ("cpu", 0.28)
-    for old, now in (("cpu.yaml", "machines/cpu"), ("dapo.yaml", "algorithms/dapo"), ("smollm.yaml", "models/smollm2")):
-        with pytest.raises(ConfigError, match=rf"configs/{old}: no such file; there is configs/{now}\.yaml, or just"):
+    for old, now in (
+        ("cpu.yaml", "machines/cpu"),
+        ("dapo.yaml", "algorithms/dapo"),
+        ("smollm.yaml", "models/smollm2"),
+    ):
+        with pytest.raises(
+            ConfigError,
+            match=rf"configs/{old}: no such file; there is configs/{now}\.yaml, or just",
+        ):
             merged(files=[f"configs/{old}"])
     (tmp_path / "dapo").write_text("trainer: {save_freq: 3}")  # a file of one's own comes first
     assert merged(files=["dapo"]).trainer.save_freq == 3
 
 
 def test_names_of_recipes_are_unique():
-    assert Counter(path.stem for path in (ROOT / "configs").rglob("*.yaml")).most_common(1)[0][1] == 1
+    assert (
+        Counter(path.stem for path in (ROOT / "configs").rglob("*.yaml")).most_common(1)[0][1] == 1
+    )
 
 
 # --- what cannot run -----------------------------------------------------------------------------
@@ -99,31 +120,83 @@ def test_names_of_recipes_are_unique():
 @pytest.mark.parametrize(
     ("change", "error", "named"),
     [
-        ("actor_rollout_ref.actor.ppo_mini_batch_size=3", ConfigError, "train_batch_size=8 does not divide"),
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", ConfigError, "1 GPUs do not divide by .*=2"),
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", ConfigError, "=2 on a CPU: kit/cpu/cpu_engine.py"),
-        ("actor_rollout_ref.actor.entropy_checkpointing=true", ConfigError, "entropy_checkpointing on a CPU: .* tiles"),
+        (
+            "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+            ConfigError,
+            "train_batch_size=8 does not divide",
+        ),
+        (
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+            ConfigError,
+            "1 GPUs do not divide by .*=2",
+        ),
+        (
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+            ConfigError,
+            "=2 on a CPU: kit/cpu/cpu_engine.py",
+        ),
+        (
+            "actor_rollout_ref.actor.entropy_checkpointing=true",
+            ConfigError,
+            "entropy_checkpointing on a CPU: .* tiles",
+        ),
         (
             "actor_rollout_ref.actor.use_dynamic_bsz=false",
             ConfigError,
             "false needs .*ppo_micro_batch_size_per_gpu and",
         ),
-        ("actor_rollout_ref.actor.strategy=megatron", ConfigError, "strategy=megatron: wants one of fsdp, fsdp2"),
+        (
+            "actor_rollout_ref.actor.strategy=megatron",
+            ConfigError,
+            "strategy=megatron: wants one of fsdp, fsdp2",
+        ),
         ("trainer.n_gpus_per_node=3", ConfigError, "do not divide among 3 GPUs"),
         ("trainer.n_gpus_per_node=0", ConfigError, "n_gpus_per_node=0: wants 1 or more"),
-        ("gym.concurrency=many", ConfigError, "gym.concurrency=many: wants auto, or 1 or more calls"),
+        (
+            "gym.concurrency=many",
+            ConfigError,
+            "gym.concurrency=many: wants auto, or 1 or more calls",
+        ),
         ("gym.concurrency.x=0", ConfigError, "gym.concurrency.x=0: wants auto"),
         ("trainer.one_step_off=2", ConfigError, "trainer.one_step_off=2: wants one of 0, 1"),
-        ("trainer.resource_pools.ref=0", ConfigError, "trainer.resource_pools.ref=0: wants 1 or more GPUs, or null"),
-        ("trainer.resource_pools.critc=1", ConfigError, "did you mean trainer.resource_pools.critic"),
-        ("reward.reward_model.enable_resource_pool=true", ConfigError, "set trainer.resource_pools.reward_model"),
-        ("env.keep_rollouts=0", ConfigError, "env.keep_rollouts=0: wants 1 or more, or null for all"),
+        (
+            "trainer.resource_pools.ref=0",
+            ConfigError,
+            "trainer.resource_pools.ref=0: wants 1 or more GPUs, or null",
+        ),
+        (
+            "trainer.resource_pools.critc=1",
+            ConfigError,
+            "did you mean trainer.resource_pools.critic",
+        ),
+        (
+            "reward.reward_model.enable_resource_pool=true",
+            ConfigError,
+            "set trainer.resource_pools.reward_model",
+        ),
+        (
+            "env.keep_rollouts=0",
+            ConfigError,
+            "env.keep_rollouts=0: wants 1 or more, or null for all",
+        ),
         (f"{ROLLOUT}.tensor_model_parallel_size=2", ConfigError, "1 GPUs do not divide"),
         (f"{ROLLOUT}.name=tgi", ConfigError, "name=tgi: wants one of vllm, hf, sglang"),
         (f"{ROLLOUT}.n=1", ConfigError, "at least two answers"),
-        ("data.max_response_length=5000", ConfigError, "the model has no more than 2048 positions; lower these"),
-        ("actor_rollout_ref.model.path=./nowhere", ConfigError, "model.path=./nowhere: no model folder; give one"),
-        ("actor_rollout_ref.model.external_lib=no_such_module", ConfigError, "No module named 'no_such_module'"),
+        (
+            "data.max_response_length=5000",
+            ConfigError,
+            "the model has no more than 2048 positions; lower these",
+        ),
+        (
+            "actor_rollout_ref.model.path=./nowhere",
+            ConfigError,
+            "model.path=./nowhere: no model folder; give one",
+        ),
+        (
+            "actor_rollout_ref.model.external_lib=no_such_module",
+            ConfigError,
+            "No module named 'no_such_module'",
+        ),
         ("env.train_files=[nowhere.jsonl]", env.DataError, r"nowhere\.jsonl: no such file"),
         ("env.train_files=[]", ConfigError, "env.train_files is not set"),
         ("env.train_files=x.jsonl", ConfigError, r"wants a list, 'env\.train_files=\[x\.jsonl\]'"),
@@ -139,7 +212,9 @@ def test_what_cannot_run_is_an_error_before_anything_starts(workspace, change, e
 
 
 def test_all_that_is_wrong_is_told_at_once_and_without_the_network(workspace, monkeypatch):
-    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.setattr(
+        "transformers.AutoConfig.from_pretrained", lambda *_, **__: pytest.fail("asked the hub")
+    )
     wrong = {
         "trainr.save_freq=3": "unknown key trainr",
         f"{ROLLOUT}.trace.backend=mlflow": "trace.backend is verl's, but this loop does not read it",
@@ -163,15 +238,17 @@ def test_all_that_is_wrong_is_told_at_once_and_without_the_network(workspace, mo
         assert sum(named in line for line in lines) == 1 or not named, named
 
 
-GREEDY = (
-    r"take the likeliest token each time, so n=4 answers .*; set .*\.val_kwargs\.do_sample=true and .*temperature=0\.8"
-)
+GREEDY = r"take the likeliest token each time, so n=4 answers .*; set .*\.val_kwargs\.do_sample=true and .*temperature=0\.8"
 
 
 @pytest.mark.parametrize(
     ("command", "changes", "named"),
     [
-        ("train", ["temperature=0"], r"and the trainer divides by the temperature; set .*rollout\.do_sample=true"),
+        (
+            "train",
+            ["temperature=0"],
+            r"and the trainer divides by the temperature; set .*rollout\.do_sample=true",
+        ),
         ("train", ["do_sample=false"], "all answers to a prompt are equal"),
         ("rollout", ["temperature=0"], "all answers to a prompt are equal; set"),
         ("rollout", ["temperature=0", "n=1"], ""),
@@ -179,9 +256,21 @@ GREEDY = (
         ("evaluate", ["val_kwargs.n=4"], GREEDY),
         ("train", ["val_kwargs.n=4"], GREEDY),
         ("rollout", ["val_kwargs.n=4"], ""),  # which evaluates nothing
-        ("evaluate", ["val_kwargs.n=4", "val_kwargs.do_sample=true"], GREEDY),  # verl's temperature is 0
-        ("evaluate", ["val_kwargs.temperature=0.8"], "do_sample=False, temperature=0.8 take the likeliest"),
-        ("evaluate", ["val_kwargs.n=4", "val_kwargs.do_sample=true", "val_kwargs.temperature=0.8"], ""),
+        (
+            "evaluate",
+            ["val_kwargs.n=4", "val_kwargs.do_sample=true"],
+            GREEDY,
+        ),  # verl's temperature is 0
+        (
+            "evaluate",
+            ["val_kwargs.temperature=0.8"],
+            "do_sample=False, temperature=0.8 take the likeliest",
+        ),
+        (
+            "evaluate",
+            ["val_kwargs.n=4", "val_kwargs.do_sample=true", "val_kwargs.temperature=0.8"],
+            "",
+        ),
     ],
 )
 def test_answers_that_should_differ_are_sampled(command, changes, named):
@@ -203,12 +292,17 @@ def test_what_verl_knows_is_what_is_taken():
     kinds = checks.compared(core_algos.kl_penalty_forward, "kl_penalty")
     assert kinds.pop() == "full" and len(kinds) == 7  # which verl has not
     assert all(
-        core_algos.kl_penalty(ones, ones, f"{kind}{plus}").shape == (2, 2) for kind in kinds for plus in ("", "+")
+        core_algos.kl_penalty(ones, ones, f"{kind}{plus}").shape == (2, 2)
+        for kind in kinds
+        for plus in ("", "+")
     )
     assert checks.compared(core_algos.get_kl_controller, "kl_ctrl.type") == ["fixed", "adaptive"]
     weigh = rollout_corr_helper.compute_rollout_correction_weights
     assert checks.compared(weigh, "rollout_is") == ["token", "sequence"]
-    assert set(checks.compared(core_algos.compute_policy_loss_bypass_mode, "loss_type")) == {"ppo_clip", "reinforce"}
+    assert set(checks.compared(core_algos.compute_policy_loss_bypass_mode, "loss_type")) == {
+        "ppo_clip",
+        "reinforce",
+    }
 
 
 # --- what follows --------------------------------------------------------------------------------
@@ -219,21 +313,34 @@ def test_derived_sizes(workspace):
     rollout = config.actor_rollout_ref.rollout
     assert rollout.max_model_len == 32 + 12
     assert config.actor_rollout_ref.actor.optim.total_training_steps == 40
-    assert rollout.checkpoint_engine.update_weights_bucket_megabytes == 64  # the floor: the model is tiny
+    assert (
+        rollout.checkpoint_engine.update_weights_bucket_megabytes == 64
+    )  # the floor: the model is tiny
     assert data.stop_ids == {1} and len(data.validation) == 3
-    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 1024  # as configs/machines/cpu.yaml says
+    assert (
+        config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 1024
+    )  # as configs/machines/cpu.yaml says
     small = [f"{key}=100" for key in MICRO_BATCH_TOKENS]
-    longer, _ = load(workspace, "data.max_prompt_length=1000", *small)  # a whole episode must fit a micro-batch
+    longer, _ = load(
+        workspace, "data.max_prompt_length=1000", *small
+    )  # a whole episode must fit a micro-batch
     assert [OmegaConf.select(longer, key) for key in MICRO_BATCH_TOKENS] == [1012] * 4
     longer.actor_rollout_ref.actor.ulysses_sequence_parallel_size = 2  # on GPUs
     for key in MICRO_BATCH_TOKENS:
         OmegaConf.update(longer, key, 100)
     preparation.fill_in(longer, data.model)
     assert [OmegaConf.select(longer, key) for key in MICRO_BATCH_TOKENS] == [506] * 4
-    parts, _ = load(workspace, "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+    parts, _ = load(
+        workspace,
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    )
     assert "distributed_executor_backend" not in parts.actor_rollout_ref.rollout.engine_kwargs.vllm
     threads = parts.ray_kwargs.ray_init.runtime_env.env_vars
-    assert str(max(1, len(os.sched_getaffinity(0)) // 2)) == threads.OMP_NUM_THREADS and threads.TENSOR_PARALLEL == "2"
+    assert (
+        str(max(1, len(os.sched_getaffinity(0)) // 2)) == threads.OMP_NUM_THREADS
+        and threads.TENSOR_PARALLEL == "2"
+    )
     assert "8 prompts x 8 answers = 64 episodes" in preparation.summary(config, data, "train")
     overlap = load(workspace, f"env.val_files=[{workspace / 'train.jsonl'}]")
     assert "WARNING     8 of the held-out prompts" in preparation.summary(*overlap, "train")
@@ -244,7 +351,10 @@ def test_the_summary_names_functions_of_ones_own(workspace):
     usual = preparation.summary(config, data, "train").splitlines()
     config.env.sampler = "templates/samplers.py:by_pass_rate"
     config.env.reward = {"function": "templates/rewards.py:overlong", "limit": 48}
-    config.env.filters = ["templates/filters.py:drop_uniform", {"function": "x.py:f", "reasons": ["length"]}]
+    config.env.filters = [
+        "templates/filters.py:drop_uniform",
+        {"function": "x.py:f", "reasons": ["length"]},
+    ]
     (line,) = set(preparation.summary(config, data, "train").splitlines()) - set(usual)
     filters = "templates/filters.py:drop_uniform, x.py:f {reasons: [length]}"
     functions = f"templates/rewards.py:overlong {{limit: 48}}; filters {filters}"
@@ -254,14 +364,18 @@ def test_the_summary_names_functions_of_ones_own(workspace):
     assert "filters     x.py:f" in preparation.summary(config, data, "train").splitlines()
 
 
-@pytest.mark.parametrize(("command", "rows"), [("train", (4, 8)), ("rollout", (4, 0)), ("evaluate", (0, 8))])
+@pytest.mark.parametrize(
+    ("command", "rows"), [("train", (4, 8)), ("rollout", (4, 0)), ("evaluate", (0, 8))]
+)
 def test_the_rows_of_a_command(workspace, command, rows):
     config = merged(*tiny(workspace, "env.max_rows=4", "data.train_batch_size=4"))
     data = preparation.prepare(config, command)
     assert (len(data.train), len(data.validation)) == rows
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem
+)
 def test_every_recipe_is_short_and_merges(path):
     assert len(path.read_text().splitlines()) <= 125
     config, defaults = load_config([str(path)], [])
@@ -277,10 +391,14 @@ class Head(BaseHTTPRequestHandler):
         known = {
             "puzzles": {"resources_servers": {"reasoning_gym": here}},
             "unused": {"resources_servers": {"mcqa": {**here, "port": 1}}},
-            "odd_agent": {"responses_api_agents": {"simple_agent": {"resources_server": {"name": "puzzles"}}}},
+            "odd_agent": {
+                "responses_api_agents": {"simple_agent": {"resources_server": {"name": "puzzles"}}}
+            },
         }
         routes = {"paths": {"/verify": {"post": {}}}}
-        data = json.dumps(routes if self.path == "/openapi.json" else yaml.safe_dump(known)).encode()
+        data = json.dumps(
+            routes if self.path == "/openapi.json" else yaml.safe_dump(known)
+        ).encode()
         self.send_response(200)
         self.send_header("content-length", str(len(data)))
         self.end_headers()
@@ -293,20 +411,34 @@ class Head(BaseHTTPRequestHandler):
 def test_a_head_server_fills_in_what_the_recipe_does_not_name(workspace):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Head)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    rows = [row(f"say {i}", agent_ref={"name": "odd_agent" if i % 2 else "reasoning_gym_agent"}) for i in range(8)]
+    rows = [
+        row(f"say {i}", agent_ref={"name": "odd_agent" if i % 2 else "reasoning_gym_agent"})
+        for i in range(8)
+    ]
     files = f"env.train_files=[{write_rows(workspace / 'odd.jsonl', rows)}]"
     head = f"http://127.0.0.1:{server.server_port}"
     config, data = load(workspace, files, "env.val_files=[]", f"gym.head_server={head}")
     assert [task.server for task in data.train] == ["reasoning_gym", "puzzles"] * 4
-    assert config.gym.servers.puzzles.url == head  # and `unused`, where nobody listens, is not asked for
+    assert (
+        config.gym.servers.puzzles.url == head
+    )  # and `unused`, where nobody listens, is not asked for
     assert set(config.gym.servers) == {"reasoning_gym", "puzzles"}
-    with pytest.raises(env.DataError, match=r"'reasoning_gym_agent' matches none of gym.servers \(puzzles, unused\)"):
+    with pytest.raises(
+        env.DataError,
+        match=r"'reasoning_gym_agent' matches none of gym.servers \(puzzles, unused\)",
+    ):
         load(
-            workspace, files, "env.val_files=[]", f"gym.head_server={head}", "gym.servers.reasoning_gym=null"
+            workspace,
+            files,
+            "env.val_files=[]",
+            f"gym.head_server={head}",
+            "gym.servers.reasoning_gym=null",
         )  # left out
     with pytest.raises(env.DataError, match="agent_ref 'odd_agent' matches none"):
         load(workspace, files, "env.val_files=[]")
-    with pytest.raises(gym_servers.GymStartError, match=r"gym\.head: http://127.0.0.1:9 is no head server of Gym's"):
+    with pytest.raises(
+        gym_servers.GymStartError, match=r"gym\.head: http://127.0.0.1:9 is no head server of Gym's"
+    ):
         load(workspace, files, "gym.head_server=http://127.0.0.1:9")
 
 
@@ -318,18 +450,25 @@ def test_an_address_for_the_agents_of_others_wants_a_key(workspace, monkeypatch)
 
 def test_an_unknown_format_of_tool_calls_is_named(workspace):
     files = f"env.train_files=[{workspace / 'tools.jsonl'}]"
-    with pytest.raises(ConfigError, match=r"multi_turn\.format=hermess: vLLM has no such tool parser; it has .*hermes"):
+    with pytest.raises(
+        ConfigError,
+        match=r"multi_turn\.format=hermess: vLLM has no such tool parser; it has .*hermes",
+    ):
         load(workspace, files, "actor_rollout_ref.rollout.multi_turn.format=hermess")
 
 
 # --- secrets -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["HF_TOKEN", "JUDGE_KEY", "MY_SECRET_2", "DB_PASSWORD", "aws_credential"])
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "JUDGE_KEY", "MY_SECRET_2", "DB_PASSWORD", "aws_credential"]
+)
 def test_a_variable_with_a_secrets_name_is_written_nowhere(workspace, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(name, "planted8")  # the shortest that is taken for a secret
-    config, _ = load(workspace, "gym.servers.reasoning_gym.start.config.url=http://planted8.example/v1")
+    config, _ = load(
+        workspace, "gym.servers.reasoning_gym.start.config.url=http://planted8.example/v1"
+    )
     for command in ("train", "evaluate"):
         with Run(config, command) as run:
             pass
@@ -379,7 +518,12 @@ def test_a_literal_secret_is_hidden(name, value):
 
 def test_what_is_no_secret_stays():
     """Keys of verl's with `key` or `token` in their names, and the name of the variable that holds a key."""
-    stays = {"eos_token": "<end>", "api_key_env": "JUDGE_KEY", "prompt_key": "question", "token": None}
+    stays = {
+        "eos_token": "<end>",
+        "api_key_env": "JUDGE_KEY",
+        "prompt_key": "question",
+        "token": None,
+    }
     config = merged("data.prompt_key=question")
     OmegaConf.update(config, "gym.servers.judge.start.config", stays, force_add=True)
     assert public(config).gym.servers.judge.start.config == stays

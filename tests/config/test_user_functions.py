@@ -50,7 +50,9 @@ NOT_A_FUNCTION = 3
 
 def episode(reward=1.0, length=3, group="g"):
     response = list(range(length))
-    return Episode("r", group, "s", [1], response, [1] * length, [-1.0] * length, reward=reward, ended="stop")
+    return Episode(
+        "r", group, "s", [1], response, [1] * length, [-1.0] * length, reward=reward, ended="stop"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -78,22 +80,48 @@ def named(tiny_recipe):
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("env.reward", "nowhere.py:f", r"env\.reward=nowhere\.py:f: no file nowhere\.py here .*; give its path"),
+        (
+            "env.reward",
+            "nowhere.py:f",
+            r"env\.reward=nowhere\.py:f: no file nowhere\.py here .*; give its path",
+        ),
         ("env.reward", "verdict", r"env\.reward=verdict: wants path\.py:function"),
         ("env.reward", "good.py:longer", "has no function longer; it has shorter, flat"),
         ("env.reward", "good.py:NOT_A_FUNCTION", "has no function NOT_A_FUNCTION"),
-        ("env.reward", {"function": "good.py:shorter", "per_word": 1}, r"called with \(episode\) .*per_word"),
+        (
+            "env.reward",
+            {"function": "good.py:shorter", "per_word": 1},
+            r"called with \(episode\) .*per_word",
+        ),
         ("env.filters", "good.py:none", "env.filters=good.py:none: wants a list"),
-        ("env.filters", ["good.py:shorter", "good.py:first"], r"cannot be called with \(episodes\)"),
-        ("env.sampler", "good.py:none", r"cannot be called with \(tasks, size, batch, seed, pass_rates\)"),
+        (
+            "env.filters",
+            ["good.py:shorter", "good.py:first"],
+            r"cannot be called with \(episodes\)",
+        ),
+        (
+            "env.sampler",
+            "good.py:none",
+            r"cannot be called with \(tasks, size, batch, seed, pass_rates\)",
+        ),
         ("env.reward", "broken.py:f", "cannot be imported: ModuleNotFoundError.*not_there_at_all"),
-        ("env.filters", ["pieces.py:drop_uniform"], "is in templates/filters.py: write templates/filters.py:drop_uni"),
+        (
+            "env.filters",
+            ["pieces.py:drop_uniform"],
+            "is in templates/filters.py: write templates/filters.py:drop_uni",
+        ),
         (ADVANTAGE, "docs/examples/online_dpo.py:pairs", "write templates/advantages.py:pairs"),
-        (ADVANTAGE, "good.py:greedy_baseline", r"asks for answer_key; there is token_level_rewards, "),
+        (
+            ADVANTAGE,
+            "good.py:greedy_baseline",
+            r"asks for answer_key; there is token_level_rewards, ",
+        ),
         (LOSS_MODE, "good.py:flat", r"cannot be called with \(old_log_prob, log_prob"),
     ],
 )
-def test_what_cannot_be_called_is_an_error_before_anything_starts(named, tmp_path, monkeypatch, key, value, said):
+def test_what_cannot_be_called_is_an_error_before_anything_starts(
+    named, tmp_path, monkeypatch, key, value, said
+):
     (tmp_path / "good.py").write_text(GOOD)
     (tmp_path / "broken.py").write_text(BROKEN)
     monkeypatch.chdir(tmp_path)
@@ -114,12 +142,17 @@ def test_functions_of_ones_own_are_taken_with_their_settings(workspace, tmp_path
     )
     assert data.reward(episode(length=3)) == 1.0 - 1.5
     assert [f([]) for f in data.filters] == [[], []] and data.filters[0]([episode()]) == []
-    assert [f.__name__ for f in data.filters] == ["none", "drop_uniform"]  # as rollout/filtered/<name> says
+    assert [f.__name__ for f in data.filters] == [
+        "none",
+        "drop_uniform",
+    ]  # as rollout/filtered/<name> says
     assert data.sampler(data.train, 2, 1, 0, {}) == data.train[:2]
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
 
     for _ in range(2):  # as often as one likes
-        user_functions.register([config.algorithm.adv_estimator, OmegaConf.select(config, LOSS_MODE)])
+        user_functions.register(
+            [config.algorithm.adv_estimator, OmegaConf.select(config, LOSS_MODE)]
+        )
     user_functions.try_out(config, data)
     assert get_adv_estimator_fn("good.py:flat").__name__ == "flat"
     assert get_policy_loss_fn("good.py:loss").__name__ == "loss"
@@ -131,7 +164,10 @@ def test_functions_of_ones_own_are_taken_with_their_settings(workspace, tmp_path
     name = get_policy_loss_fn("good.py:loss").__module__
     module = sys.modules.pop(name)
     try:
-        assert ray.cloudpickle.loads(travels)(None, torch.ones(2), torch.ones(2), None, "", None)[0] == 2
+        assert (
+            ray.cloudpickle.loads(travels)(None, torch.ones(2), torch.ones(2), None, "", None)[0]
+            == 2
+        )
     finally:
         sys.modules[name] = module
 
@@ -157,9 +193,9 @@ def test_verls_filter_groups_comes_after_the_filters_of_the_recipe(named):
     made[2].ended = "length"
     filters = named({"env.filters": [drop], "algorithm.filter_groups": refill})[1].filters
     assert keep(made, 2, filters) == ([], {"drop_ended": 1, "drop_uniform": 2})
-    filters = named({"env.filters": [drop], "algorithm.filter_groups": {"enable": False, "metric": "reward"}})[
-        1
-    ].filters
+    filters = named(
+        {"env.filters": [drop], "algorithm.filter_groups": {"enable": False, "metric": "reward"}}
+    )[1].filters
     assert keep(made, 2, filters) == (made[:2], {"drop_ended": 1})
 
 
@@ -167,9 +203,13 @@ def test_rows_are_shuffled_if_data_shuffle_says_so(named):
     orders = {}
     for shuffle in (True, False):
         _, data = named({"data.shuffle": shuffle})
-        orders[shuffle] = [data.train.index(task) for task in data.sampler(data.train, len(data.train), 1, 3, {})]
+        orders[shuffle] = [
+            data.train.index(task) for task in data.sampler(data.train, len(data.train), 1, 3, {})
+        ]
     assert orders[False] == list(range(len(data.train))) != orders[True]
-    assert orders[True] == [data.train.index(task) for task in env.batch(data.train, len(data.train), 1, 3)]
+    assert orders[True] == [
+        data.train.index(task) for task in env.batch(data.train, len(data.train), 1, 3)
+    ]
 
 
 def test_a_teacher_is_used_only_if_distillation_is_enabled(named):
@@ -279,7 +319,11 @@ MISTAKES = [  # key, function, what is said
     (ADVANTAGE, "whole_numbers", r"returned \(torch.int64 of shape .* floating tensors"),
     (ADVANTAGE, "one", r"must return \(advantages, returns\)"),
     (ADVANTAGE, "late", r"failed at .*bad\.py:55: KeyError: 'of'"),
-    (LOSS_MODE, "per_token", r"returned \(torch.float32 of shape \[4, 5\], .* of shape \[\] and a dict"),
+    (
+        LOSS_MODE,
+        "per_token",
+        r"returned \(torch.float32 of shape \[4, 5\], .* of shape \[\] and a dict",
+    ),
     (LOSS_MODE, "alone", r"must return \(loss, metrics\)"),
     (LOSS_MODE, "constant", "its loss has no gradient: .*; compute it from log_prob"),
     (LOSS_MODE, "in_place", "its loss has no gradient: .*modified by an inplace operation"),
@@ -292,8 +336,12 @@ def bad(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize(("key", "function", "said"), MISTAKES, ids=[function for _, function, _ in MISTAKES])
-def test_a_mistake_is_told_before_anything_starts_with_its_key_and_function(named, bad, key, function, said):
+@pytest.mark.parametrize(
+    ("key", "function", "said"), MISTAKES, ids=[function for _, function, _ in MISTAKES]
+)
+def test_a_mistake_is_told_before_anything_starts_with_its_key_and_function(
+    named, bad, key, function, said
+):
     name = f"bad.py:{function}"
     config, data = named({key: [name] if key == "env.filters" else name})
     with pytest.raises(PluginError, match=f"{re.escape(key)}=bad.py:{function}:? .*{said}") as told:
@@ -317,8 +365,14 @@ def test_a_mistake_in_a_run_is_told_alike(bad):
             call(user_functions.load(f"bad.py:{function}", key))
     with pytest.raises(PluginError, match=r"^env\.filters=bad\.py:invents returned a list"):
         user_functions.load({"function": "bad.py:invents", "count": 3}, "env.filters")(made)
-    for function, kind in (("refuses", PluginError), ("ends", RunError), ("stops", Stop)):  # what is the kit's passes
-        with pytest.raises(kind, match=r"^(env\.reward: refuses: as it says|no judge at http://x; start it|lost)$"):
+    for function, kind in (
+        ("refuses", PluginError),
+        ("ends", RunError),
+        ("stops", Stop),
+    ):  # what is the kit's passes
+        with pytest.raises(
+            kind, match=r"^(env\.reward: refuses: as it says|no judge at http://x; start it|lost)$"
+        ):
             user_functions.load(f"bad.py:{function}", "env.reward")(made[0])
 
 
@@ -382,16 +436,26 @@ def test_what_is_made_up_is_like_what_a_run_makes(workspace, named, tmp_path, mo
     user_functions.try_out(config, data)
     worth, made = sys.modules[data.filters[0].__module__].seen
     assert worth.row == data.train[1].row and worth.reward == 1.0
-    assert len(made) == 8 and len({e.group_id for e in made}) == 2 and len({e.reward for e in made[:4]}) == 4
-    assert {e.ended for e in made} == {"stop", "length"} and made[0].prompt_ids == data.train[0].prompt_ids
+    assert (
+        len(made) == 8
+        and len({e.group_id for e in made}) == 2
+        and len({e.reward for e in made[:4]}) == 4
+    )
+    assert {e.ended for e in made} == {"stop", "length"} and made[0].prompt_ids == data.train[
+        0
+    ].prompt_ids
     assert data.tokenizer.decode(made[0].response_ids) and all(len(e.turns) == 1 for e in made)
     training.to_batch(made, 0, 1.0)  # they are whole
     user_functions.try_out(*named({ADVANTAGE: "looks.py:open_handed"}))
     user_functions.try_out(*named({"env.reward": "looks.py:words"}))
-    with pytest.raises(PluginError, match=r"looks\.py:wrong_row failed at .*looks\.py:15: KeyError: 'questoin'"):
+    with pytest.raises(
+        PluginError, match=r"looks\.py:wrong_row failed at .*looks\.py:15: KeyError: 'questoin'"
+    ):
         user_functions.try_out(*named({"env.reward": "looks.py:wrong_row"}))
 
-    config, data = load(workspace, "env.filters=[looks.py:everything]", f"env.train_files=[{workspace}/tools.jsonl]")
+    config, data = load(
+        workspace, "env.filters=[looks.py:everything]", f"env.train_files=[{workspace}/tools.jsonl]"
+    )
     user_functions.try_out(config, data)
     made = sys.modules[data.filters[0].__module__].seen[-1]
     assert all(len(e.turns) == 2 and 0 in e.response_mask and "=> " in e.transcript for e in made)
@@ -406,10 +470,17 @@ def test_without_training_tasks_there_is_nothing_to_try(named, bad):
 
 def test_readmes_functions_pass(named, tmp_path, monkeypatch):
     """Those of README's my_ideas.py, each under the key that its first parameter tells."""
-    blocks = re.findall(r"```python\n(# my_ideas\.py.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(# my_ideas\.py.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )
     (tmp_path / "my_ideas.py").write_text("\n".join(blocks))
     monkeypatch.chdir(tmp_path)
-    keys = {"episode": "env.reward", "episodes": "env.filters", "tasks": "env.sampler", "old_log_prob": LOSS_MODE}
+    keys = {
+        "episode": "env.reward",
+        "episodes": "env.filters",
+        "tasks": "env.sampler",
+        "old_log_prob": LOSS_MODE,
+    }
     found = re.findall(r"^def (\w+)\((\w+)", "\n".join(blocks), re.MULTILINE)
     changes = {keys.get(first, ADVANTAGE): f"my_ideas.py:{function}" for function, first in found}
     assert {*keys.values(), ADVANTAGE} == set(changes)

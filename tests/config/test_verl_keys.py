@@ -22,8 +22,20 @@ from kit.config.load import FIELDS, FREE, READ, UNREAD, base_configs, leaves, lo
 
 THEIRS = Path(verl.__file__).parent
 RUNS = (  # of verl, by the kit: FSDP's workers beside vLLM, and some of its trainer's functions
-    *("base_config.py", "protocol.py", "checkpoint_engine", "models", "single_controller", "utils", "workers"),
-    *("trainer/ppo/core_algos.py", "trainer/ppo/rollout_corr_helper.py", "trainer/ppo/metric_utils.py"),
+    *(
+        "base_config.py",
+        "protocol.py",
+        "checkpoint_engine",
+        "models",
+        "single_controller",
+        "utils",
+        "workers",
+    ),
+    *(
+        "trainer/ppo/core_algos.py",
+        "trainer/ppo/rollout_corr_helper.py",
+        "trainer/ppo/metric_utils.py",
+    ),
 )
 NOT = re.compile(  # below those: other engines and servers, verl's own data, rewards and agent loops, profilers
     r"megatron|mcore|mindspeed|torchtitan|veomni|automodel|turbo|sglang|trtllm|modelopt|hf_rollout|naive|tinker|npu|hccl"
@@ -40,9 +52,18 @@ OTHERS = re.compile(  # keys that are not verl's to read by name
 @functools.cache
 def names_read() -> frozenset[str]:
     """Every name that the source of the kit and of verl's workers asks something for."""
-    ours = [path for pattern in ("*.py", "kit/**/*.py", "templates/*.py") for path in ROOT.glob(pattern)]
-    ours = [path for path in ours if path.name not in ("load.py", "checks.py")]  # to check a key is not to use it
-    theirs = [path for part in RUNS for path in [THEIRS / part, *(THEIRS / part).rglob("*.py")] if path.is_file()]
+    ours = [
+        path for pattern in ("*.py", "kit/**/*.py", "templates/*.py") for path in ROOT.glob(pattern)
+    ]
+    ours = [
+        path for path in ours if path.name not in ("load.py", "checks.py")
+    ]  # to check a key is not to use it
+    theirs = [
+        path
+        for part in RUNS
+        for path in [THEIRS / part, *(THEIRS / part).rglob("*.py")]
+        if path.is_file()
+    ]
     theirs = [path for path in theirs if not NOT.search(str(path.relative_to(THEIRS)))]
     assert len(theirs) > 80 and len(ours) > 15
     return frozenset(name for path in ours + theirs for name in names_in(path.read_text()))
@@ -56,7 +77,11 @@ def names_in(source: str) -> Iterator[str]:
         elif isinstance(node, ast.Subscript):
             words = [node.slice]
         elif isinstance(node, ast.Call):
-            asked = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            asked = (
+                node.func.attr
+                if isinstance(node.func, ast.Attribute)
+                else getattr(node.func, "id", "")
+            )
             words = node.args if asked in ("get", "getattr", "_get_attr", "pop", "select") else []
         for word in words:
             if isinstance(word, ast.Constant) and isinstance(word.value, str):
@@ -64,7 +89,9 @@ def names_in(source: str) -> Iterator[str]:
 
 
 def idle(keys: list[str]) -> list[str]:
-    return [key for key in keys if key.split(".")[-1] not in names_read() and not OTHERS.search(key)]
+    return [
+        key for key in keys if key.split(".")[-1] not in names_read() and not OTHERS.search(key)
+    ]
 
 
 @functools.cache
@@ -83,7 +110,11 @@ def dataclass_fields() -> list[str]:
                 yield f"{prefix}{field.name}"
         for name in node:
             child = node._get_node(name)
-            if isinstance(child, DictConfig) and not child._is_none() and not child._is_interpolation():
+            if (
+                isinstance(child, DictConfig)
+                and not child._is_none()
+                and not child._is_interpolation()
+            ):
                 yield from walk(child, f"{prefix}{name}.")
 
     return list(walk(base_configs()[0], ""))
@@ -114,7 +145,11 @@ def test_every_key_that_a_recipe_may_set_is_read():
 
 
 def test_the_names_find_half_of_what_is_idle():
-    keys = [key for key in known() if unread(key) is not None and key.startswith(("actor_rollout_ref.", "critic."))]
+    keys = [
+        key
+        for key in known()
+        if unread(key) is not None and key.startswith(("actor_rollout_ref.", "critic."))
+    ]
     assert len(idle(keys)) > 80
     for name in (
         "over_sample_rate",
@@ -128,12 +163,18 @@ def test_the_names_find_half_of_what_is_idle():
 
 def test_a_key_is_taken_or_refused_as_the_tables_say(tmp_path):
     refused = {
-        key: other(value) for key, value in known().items() if unread(key) is not None and not OTHERS.search(key)
+        key: other(value)
+        for key, value in known().items()
+        if unread(key) is not None and not OTHERS.search(key)
     }
     lines = told(tmp_path, refused).splitlines()
     assert {line.split()[0] for line in lines} == set(refused) and len(lines) == len(refused) > 400
     assert all("this loop does not read it" in line for line in lines)
-    taken = {key: other(value) for key, value in known().items() if unread(key) is None and not OTHERS.search(key)}
+    taken = {
+        key: other(value)
+        for key, value in known().items()
+        if unread(key) is None and not OTHERS.search(key)
+    }
     assert told(tmp_path, taken) == "" and len(taken) > 200
 
 
@@ -141,10 +182,14 @@ def test_a_field_of_verls_dataclasses_is_read_or_refused(tmp_path):
     fields = dataclass_fields()
     assert set(FIELDS) <= set(fields)
     lines = told(tmp_path, dict.fromkeys(fields, 1)).splitlines()
-    assert {line.split("unknown key ")[1].split(";")[0] for line in lines} == set(fields) - set(FIELDS)
+    assert {line.split("unknown key ")[1].split(";")[0] for line in lines} == set(fields) - set(
+        FIELDS
+    )
 
 
 def test_the_tables_name_what_verl_has():
     for name in [*READ, *UNREAD]:
         others = name.endswith((".megatron", ".veomni"))  # which are there with these engines
-        assert others or name in FIELDS or any(f"{key}.".startswith(f"{name}.") for key in known()), name
+        assert (
+            others or name in FIELDS or any(f"{key}.".startswith(f"{name}.") for key in known())
+        ), name

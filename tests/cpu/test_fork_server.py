@@ -24,7 +24,9 @@ SPAWN = "from multiprocessing.spawn import spawn_main\n"  # what kit/cpu/fork_se
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("fork") / "fork.log"
-    fork_server.begin("json wave ray ray.util.collective.util")  # which has a class that is ray.remote
+    fork_server.begin(
+        "json wave ray ray.util.collective.util"
+    )  # which has a class that is ray.remote
     with fork_server.serving("nothing", log) as (python, tell):
         tell(GIVEN="of all")
         yield python
@@ -57,7 +59,13 @@ def test_a_fork_is_what_python_would_be(python: str, tmp_path: Path) -> None:
     command = [python, "-B", "-c", code, "--multiprocessing-fork", str(pipe)]
     environment = {"MINE": "set", "TMPDIR": str(Path(python).parent), "PATH": os.environ["PATH"]}
     done = subprocess.run(
-        command, input="read", capture_output=True, text=True, cwd=tmp_path, env=environment, pass_fds=[pipe]
+        command,
+        input="read",
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        pass_fds=[pipe],
     )
     assert done.stdout.splitlines() == [
         f"['--multiprocessing-fork', '{pipe}'] {tmp_path} set False",
@@ -68,9 +76,15 @@ def test_a_fork_is_what_python_would_be(python: str, tmp_path: Path) -> None:
 
 
 def test_forks_are_told_apart_and_draw_their_own_numbers(python: str) -> None:
-    code = SPAWN + "import numpy, os, random, ray; print(os.getpid(), numpy.random.rand(), random.random(), end=' ')\n"
+    code = (
+        SPAWN
+        + "import numpy, os, random, ray; print(os.getpid(), numpy.random.rand(), random.random(), end=' ')\n"
+    )
     code += "print(ray.NodeID.from_random().hex())"
-    said = [subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout for _ in range(2)]
+    said = [
+        subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    ]
     assert all(a != b for a, b in zip(*(text.split() for text in said), strict=True))
 
 
@@ -105,7 +119,10 @@ def test_all_else_becomes_python_itself(python: str, tmp_path: Path) -> None:
     elsewhere = tmp_path / "python"  # where nobody serves
     elsewhere.write_text(Path(python).read_text().replace(str(Path(python).parent), str(tmp_path)))
     elsewhere.chmod(0o700)
-    assert subprocess.run([elsewhere, "-c", SPAWN + code], capture_output=True, text=True).stdout == itself
+    assert (
+        subprocess.run([elsewhere, "-c", SPAWN + code], capture_output=True, text=True).stdout
+        == itself
+    )
 
 
 def test_no_part_of_its_path_is_a_command(
@@ -126,12 +143,18 @@ def test_no_part_of_its_path_is_a_command(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fork.log"]
 
 
-def test_where_it_cannot_import_python_itself_does_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_cannot_import_python_itself_does_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "late.py").write_text("import time; time.sleep(0.5); raise ImportError('no such library')")
+    (tmp_path / "late.py").write_text(
+        "import time; time.sleep(0.5); raise ImportError('no such library')"
+    )
     with fork_server.serving("json late", tmp_path / "fork.log") as (python, tell):
         for _ in range(2):  # while it imports, and when it has ended
-            done = subprocess.run([python, "-c", SPAWN + "print(1)"], capture_output=True, text=True)
+            done = subprocess.run(
+                [python, "-c", SPAWN + "print(1)"], capture_output=True, text=True
+            )
             assert done.stdout == "1\n"
         tell(GIVEN="to nobody")
     assert "no such library" in (tmp_path / "fork.log").read_text()

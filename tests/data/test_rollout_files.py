@@ -26,11 +26,20 @@ from kit.errors import ConfigError, RunError
 
 def episode(group_id="3/0", **changes) -> Episode:
     """Two turns with an observation between them; log-probs of 32 bits, as the sampler's are."""
-    said = [gym_client.message("one"), gym_client.function_call_output("c", "seen"), gym_client.message("two")]
+    said = [
+        gym_client.message("one"),
+        gym_client.function_call_output("c", "seen"),
+        gym_client.message("two"),
+    ]
     fields = {
         "response_ids": [5, 6, 7, 8],
         "response_mask": [1, 1, 0, 1],
-        "log_probs": [float(np.float32(-1 / 3)), float(np.float32(-1e-7)), 0.0, float(np.float32(-20.123457))],
+        "log_probs": [
+            float(np.float32(-1 / 3)),
+            float(np.float32(-1e-7)),
+            0.0,
+            float(np.float32(-20.123457)),
+        ],
         "turns": [(0, 2, 1), (3, 4, 3)],
         "output": said,
         "ended": "stop",
@@ -45,7 +54,9 @@ def episode(group_id="3/0", **changes) -> Episode:
 
 
 def task(row_id: str) -> env.Task:
-    return env.Task(row_id, row(), "reasoning_gym", [{"role": "user", "content": "say 7"}], [1, 2, 3])
+    return env.Task(
+        row_id, row(), "reasoning_gym", [{"role": "user", "content": "say 7"}], [1, 2, 3]
+    )
 
 
 def written(path, *given) -> list[list[Episode]]:
@@ -59,11 +70,21 @@ def test_what_is_written_is_read_to_the_last_bit(tmp_path):
     one = episode()
     ((again,),) = written(tmp_path / "step_1.jsonl", one)
     assert again == one
-    failed = episode(status="timeout", error="no answer", reward=None, response_ids=[], response_mask=[], log_probs=[])
+    failed = episode(
+        status="timeout",
+        error="no answer",
+        reward=None,
+        response_ids=[],
+        response_mask=[],
+        log_probs=[],
+    )
     failed = dataclasses.replace(failed, turns=[], output=[], turn_rewards=[], prompt_ids=[])
     ((again,),) = written(tmp_path / "step_1.jsonl", failed)
     assert again == failed and (again.status, again.reward) == ("timeout", None)
-    for odd in ({"verdict": {"said": "half a pair \ud800"}, "error": "\udfff"}, {"verdict": {"n": 2**70}}):
+    for odd in (
+        {"verdict": {"said": "half a pair \ud800"}, "error": "\udfff"},
+        {"verdict": {"n": 2**70}},
+    ):
         one = episode(**odd)
         ((again,),) = written(tmp_path / "step_1.jsonl", one)
         assert again == one
@@ -87,7 +108,9 @@ def test_a_number_that_is_not_finite_and_any_alphabet_stay_readable(tmp_path):
         with episodes.open_records(tmp_path / "x.jsonl", "w") as out:
             episodes.write(out, {"reward": reward, "text": said})
         line = (tmp_path / "x.jsonl").read_bytes()
-        assert (b"Infinity" in line) == (reward == math.inf) and ("\u00e9".encode() in line) == (reward == 1.0)
+        assert (b"Infinity" in line) == (reward == math.inf) and ("\u00e9".encode() in line) == (
+            reward == 1.0
+        )
 
 
 def test_an_image_in_a_row_is_written_as_its_hash():
@@ -108,7 +131,12 @@ def test_an_image_in_a_row_is_written_as_its_hash():
 
 
 def test_the_question_is_the_last_thing_that_the_row_says():
-    said = [{"role": "user", "content": [{"type": "input_image"}, {"type": "input_text", "text": "what?"}]}]
+    said = [
+        {
+            "role": "user",
+            "content": [{"type": "input_image"}, {"type": "input_text", "text": "what?"}],
+        }
+    ]
     assert episode(row={"responses_create_params": {"input": said}}).question == "what?"
     assert episode(row={}).question == "" and episode().place == (-1, -1)
 
@@ -128,29 +156,46 @@ def test_log_probs_of_32_bits_are_written_with_few_digits_and_read_to_the_last_b
     bits = np.random.default_rng(0).integers(0, 2**32, 20_000, dtype=np.uint32).view(np.float32)
     sampled = [float(p) for p in bits if np.isfinite(p)]
     ids = list(range(len(sampled)))
-    said = {"response_ids": ids, "response_mask": [1] * len(ids), "turns": [(0, len(ids), 1)], "log_probs": sampled}
+    said = {
+        "response_ids": ids,
+        "response_mask": [1] * len(ids),
+        "turns": [(0, len(ids), 1)],
+        "log_probs": sampled,
+    }
     ((again,),) = written(tmp_path / "step_1.jsonl", episode(**said))
     assert again.log_probs == sampled and again.response_ids == ids
     (_, record), *_ = episodes.read_records(tmp_path / "step_1.jsonl")
-    found = next(item for item in record["response"]["output"] if episodes.IDS[2] in item)[episodes.IDS[2]]
+    found = next(item for item in record["response"]["output"] if episodes.IDS[2] in item)[
+        episodes.IDS[2]
+    ]
     assert found == [float(str(np.float32(p))) for p in sampled]  # of 32 bits each
 
 
 def test_a_line_is_gyms_and_begins_with_what_people_look_for():
     record = episodes.as_record(episode(), 3, 5)
-    assert next(iter(record)) == "_episode" and list(record["_episode"])[:3] == ["prompt", "answer", "reward"]
+    assert next(iter(record)) == "_episode" and list(record["_episode"])[:3] == [
+        "prompt",
+        "answer",
+        "reward",
+    ]
     assert record["_episode"]["prompt"] == "say 7" and record["_episode"]["prompt_tokens"] == 3
     assert record["_episode"]["response_tokens"] == 4
     other = episode(row={**row(), "_episode": "of the row", "reward": 9.0})
     theirs = episodes.as_record(other, 0, 0)
     assert theirs["_episode"]["reward"] == theirs["reward"] == 0.1 + 0.2
-    assert record["reward"] == 0.1 + 0.2 and record["extracted"] == "7" and record["question"] == "say 7"
+    assert (
+        record["reward"] == 0.1 + 0.2
+        and record["extracted"] == "7"
+        and record["question"] == "say 7"
+    )
     assert (record["_ng_task_index"], record["_ng_rollout_index"]) == (3, 5)
     first, seen, second = record["response"]["output"]
     assert first["prompt_token_ids"] == [1, 2, 3] and first["generation_token_ids"] == [5, 6]
     assert first["generation_log_probs"][0] == -0.33333334  # no longer than 32 bits
     assert "generation_token_ids" not in seen
-    assert second["prompt_token_ids"] == [1, 2, 3, 5, 6, 7] and second["generation_token_ids"] == [8]
+    assert second["prompt_token_ids"] == [1, 2, 3, 5, 6, 7] and second["generation_token_ids"] == [
+        8
+    ]
 
 
 def test_the_batches_of_a_refilled_step_stay_apart(tmp_path):
@@ -162,7 +207,10 @@ def test_the_batches_of_a_refilled_step_stay_apart(tmp_path):
     ("line", "why"),
     [
         ("{oops", r"step_1.jsonl:1: no episode of a rollouts file \(JSONDecodeError"),
-        ('{"row_id": "rows.jsonl:1", "tokens": {}}', "step_1.jsonl:1: no episode .*; it is of an older format"),
+        (
+            '{"row_id": "rows.jsonl:1", "tokens": {}}',
+            "step_1.jsonl:1: no episode .*; it is of an older format",
+        ),
         (
             '{"_episode": {"row_id": "other.jsonl:9"}, "response": {"output": []}}',
             "step_1.jsonl:1: env.train_files have no row other.jsonl:9; give the same recipe",
@@ -185,7 +233,10 @@ def test_what_is_no_rollouts_file_is_said(tmp_path, line, why):
     [
         ({"response_mask": [1, 1, 0]}, "lists differ in length: 4 ids, 3 of mask, 4 log-probs"),
         ({"log_probs": [0.0] * 5}, "lists differ in length: 4 ids, 4 of mask, 5 log-probs"),
-        ({"response_ids": [], "response_mask": [], "log_probs": [], "turns": []}, "lists differ in length: 0 ids"),
+        (
+            {"response_ids": [], "response_mask": [], "log_probs": [], "turns": []},
+            "lists differ in length: 0 ids",
+        ),
         ({"response_mask": [1, 1, 1, 1]}, "3 sampled tokens, 4 in the mask"),
     ],
 )
@@ -231,7 +282,9 @@ class Sampler:
 
 def roll(world, groups=1, n=1, **changes) -> tuple[list[Episode], Sampler]:
     tokenizer = SimpleNamespace(decode=lambda ids, **_: "five")
-    policy = inference.Policy(Sampler(), tokenizer, {1}, 32, 12, None, 100, "hermes", 5.0, **changes)
+    policy = inference.Policy(
+        Sampler(), tokenizer, {1}, 32, 12, None, 100, "hermes", 5.0, **changes
+    )
     tasks = [task(f"rows.jsonl:{i}") for i in range(groups)]
     done = asyncio.run(inference.rollout(inference.in_groups(tasks, n, "4"), policy, world))
     return done, policy.client
@@ -246,7 +299,10 @@ def lost(reason="connect") -> GymError:
 def test_an_episode_whose_server_went_away_is_played_again():
     world = World(lost(), lost("session_lost"), None)
     (done,), _ = roll(world)
-    assert (done.status, done.reward, world.sessions) == ("ok", 1.0, 3) and done.response_ids == [5, 1]
+    assert (done.status, done.reward, world.sessions) == ("ok", 1.0, 3) and done.response_ids == [
+        5,
+        1,
+    ]
     world = World(*[lost() for _ in range(9)])
     (done,), _ = roll(world)
     assert (done.status, done.reward, world.sessions) == ("connect", None, 1 + inference.REPLAYS)
@@ -272,7 +328,9 @@ def test_every_answer_has_its_own_seed_and_the_same_one_in_every_run():
 
 def test_weights_of_another_step_end_the_run():
     roll(World(None), version=7)
-    with pytest.raises(RunError, match=r"samples from the weights of step 7, the trainer's are of step 8"):
+    with pytest.raises(
+        RunError, match=r"samples from the weights of step 7, the trainer's are of step 8"
+    ):
         roll(World(None), version=8)
 
 

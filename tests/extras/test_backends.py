@@ -19,7 +19,19 @@ import httpx
 import numpy as np
 import pytest
 import ray
-from conftest import GIVEN, GYM_PYTHON, ROOT, SESSION, command, drop, load, make_mixture, metrics_of, run, tiny
+from conftest import (
+    GIVEN,
+    GYM_PYTHON,
+    ROOT,
+    SESSION,
+    command,
+    drop,
+    load,
+    make_mixture,
+    metrics_of,
+    run,
+    tiny,
+)
 from test_steps import AGREE, UNTRAINED, learn
 from test_turns import CHATML, STOPS, bytes_tokenizer, call, policy_of
 
@@ -41,9 +53,13 @@ def trainer_over(stack, name, workers, manager, *changes):
     workers.actor.load_checkpoint(str(stack.fresh))
     with stack.trainer(name, *changes, overlays=[name], workers=workers) as trainer:
         addresses = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
-        policy = inference.make_policy(trainer.config, Client(trainer.config, addresses), trainer.data, 60.0)
+        policy = inference.make_policy(
+            trainer.config, Client(trainer.config, addresses), trainer.data, 60.0
+        )
         was = trainer.servers
-        trainer.servers = inference.Servers(trainer.config, manager, workers.actor, policy, was.gym, was.loop)
+        trainer.servers = inference.Servers(
+            trainer.config, manager, workers.actor, policy, was.gym, was.loop
+        )
         trainer.publish()
         yield trainer
 
@@ -80,7 +96,11 @@ def test_greedy_answers_of_transformers_are_those_of_vllm(stack, hf):
         ours = trainer.rollout(trainer.data.train, "greedy", validate=True)
     assert len(ours) == len(theirs) > 7
     for one, two in zip(ours, theirs, strict=True):
-        assert (one.status, one.response_ids, one.reward) == (two.status, two.response_ids, two.reward)
+        assert (one.status, one.response_ids, one.reward) == (
+            two.status,
+            two.response_ids,
+            two.reward,
+        )
         assert one.log_probs == pytest.approx(two.log_probs, abs=AGREE)
 
 
@@ -96,7 +116,9 @@ def test_transformers_sample_from_weights_that_were_learned_and_by_seeds(stack, 
     """With top_k, top_p and a seed for each request."""
     with trainer_over(stack, "hf", *hf, "actor_rollout_ref.actor.optim.lr=0.01") as trainer:
         steps = [dict(trainer.advance()) for _ in range(3)]
-    assert all(m["training/rollout_probs_diff_max"] < AGREE and m["actor/grad_norm"] > 0 for m in steps)
+    assert all(
+        m["training/rollout_probs_diff_max"] < AGREE and m["actor/grad_norm"] > 0 for m in steps
+    )
     ways = ["actor_rollout_ref.rollout.full_determinism=true", "actor_rollout_ref.rollout.top_k=3"]
     with trainer_over(stack, "hf", *hf, *ways, "actor_rollout_ref.rollout.top_p=0.9") as trainer:
         tasks = trainer.data.train
@@ -114,24 +136,37 @@ def test_transformers_end_answers_for_new_weights(stack, hf):
         """Answers of other lengths in one batch."""
         limits = [2, 9, 4, 9, 3]
         free = {**asked, "ignore_eos": False}
-        both = [server.generate.remote(prompt_ids=[5], sampling_params=free | {"max_tokens": n}) for n in limits * 40]
+        both = [
+            server.generate.remote(prompt_ids=[5], sampling_params=free | {"max_tokens": n})
+            for n in limits * 40
+        ]
         return [(n, await answer) for n, answer in zip(limits * 40, both, strict=True)]
 
     with trainer_over(stack, "hf", *hf):  # weights that say any token, a stop token too
         found = stack.servers.loop.run(unequal())
-    assert all(0 < len(a.token_ids) == len(a.log_probs) <= n and a.stop_reason == "completed" for n, a in found)
+    assert all(
+        0 < len(a.token_ids) == len(a.log_probs) <= n and a.stop_reason == "completed"
+        for n, a in found
+    )
     assert any(len(a.token_ids) < n for n, a in found)  # by a stop token
 
     async def cut():
-        under_way = [server.generate.remote(prompt_ids=[5, 6], sampling_params=asked, request_id="x") for _ in range(2)]
+        under_way = [
+            server.generate.remote(prompt_ids=[5, 6], sampling_params=asked, request_id="x")
+            for _ in range(2)
+        ]
         await asyncio.sleep(0.3)
         await server.abort_all_requests.remote()
         answers = [await each for each in under_way]
         await server.resume_generation.remote()
-        return answers, await server.generate.remote(prompt_ids=[5, 6], sampling_params=asked | {"max_tokens": 3})
+        return answers, await server.generate.remote(
+            prompt_ids=[5, 6], sampling_params=asked | {"max_tokens": 3}
+        )
 
     answers, after = stack.servers.loop.run(cut())
-    assert {a.stop_reason for a in answers} == {"aborted"} and all(0 < len(a.token_ids) < 500 for a in answers)
+    assert {a.stop_reason for a in answers} == {"aborted"} and all(
+        0 < len(a.token_ids) < 500 for a in answers
+    )
     assert len(after.token_ids) == len(after.log_probs) == 3
 
 
@@ -145,21 +180,34 @@ def test_draft_tokens_change_no_answer(stack):
         accepted = monitor.acceptance(manager.server_addresses)
         with stack.trainer("drafted", *longer, overlays=["drafts"]) as trainer:
             addresses = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
-            policy = inference.make_policy(trainer.config, Client(trainer.config, addresses), trainer.data, 60.0)
+            policy = inference.make_policy(
+                trainer.config, Client(trainer.config, addresses), trainer.data, 60.0
+            )
             was = trainer.servers
-            trainer.servers = inference.Servers(trainer.config, manager, None, policy, was.gym, was.loop)
+            trainer.servers = inference.Servers(
+                trainer.config, manager, None, policy, was.gym, was.loop
+            )
             drafted = trainer.rollout(trainer.data.validation, "val", validate=True)
             of_greedy = accepted()["rollout/drafts_accepted_frac"]
             metrics = trainer.advance()
             of_sampled, none_since = accepted()["rollout/drafts_accepted_frac"], accepted()
     assert [e.response_ids for e in drafted] == [e.response_ids for e in without]
     assert max(len(e.response_ids) for e in drafted) > 20 and of_greedy > 0.1
-    assert metrics["training/rollout_probs_diff_max"] < AGREE and metrics["rollout/failed_frac"] == 0
-    told = [json.loads(line) for line in (trainer.run.folder / "rollouts/step_1.jsonl").read_text().splitlines()]
-    log_probs = np.concatenate([item["generation_log_probs"] for e in told for item in e["response"]["output"]])
+    assert (
+        metrics["training/rollout_probs_diff_max"] < AGREE and metrics["rollout/failed_frac"] == 0
+    )
+    told = [
+        json.loads(line)
+        for line in (trainer.run.folder / "rollouts/step_1.jsonl").read_text().splitlines()
+    ]
+    log_probs = np.concatenate(
+        [item["generation_log_probs"] for e in told for item in e["response"]["output"]]
+    )
     # in the mean a token tells as much as the distribution that it is drawn from, within four standard errors
     error = log_probs.std() / len(log_probs) ** 0.5
-    assert error < 0.05 and -log_probs.mean() == pytest.approx(metrics["actor/entropy"], abs=4 * error)
+    assert error < 0.05 and -log_probs.mean() == pytest.approx(
+        metrics["actor/entropy"], abs=4 * error
+    )
     assert 0 < of_sampled < 1 and none_since == {}
 
 
@@ -182,7 +230,11 @@ def test_prometheus_reads_the_run_and_its_servers(stack, prometheus, tmp_path):
     key = "actor_rollout_ref.rollout.prometheus"
     changes = [f"{key}.port={port}", f"{key}.file={file}", "gym.max_failed_frac=1"]
     file.write_text("")
-    arguments = [f"--config.file={file}", "--web.enable-lifecycle", f"--web.listen-address=127.0.0.1:{port}"]
+    arguments = [
+        f"--config.file={file}",
+        "--web.enable-lifecycle",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
     arguments += [f"--storage.tsdb.path={tmp_path}"]  # Debian's would be of the whole machine
     with contextlib.ExitStack() as exits:
         running = exits.enter_context(
@@ -192,7 +244,11 @@ def test_prometheus_reads_the_run_and_its_servers(stack, prometheus, tmp_path):
         http = exits.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}"))
 
         def asked(query: str) -> list[dict]:
-            return http.get("/api/v1/query", params={"query": query}).raise_for_status().json()["data"]["result"]
+            return (
+                http.get("/api/v1/query", params={"query": query})
+                .raise_for_status()
+                .json()["data"]["result"]
+            )
 
         def until(query: str, count: int = 1) -> list[dict]:
             deadline = time.monotonic() + 40
@@ -206,24 +262,40 @@ def test_prometheus_reads_the_run_and_its_servers(stack, prometheus, tmp_path):
         monitor.serve(trainer.run, "127.0.0.1", stack.servers.manager.server_addresses, exits)
         lost = trainer.servers.play
         trainer.servers.play = partial(fail_some, lost)
-        trainer.run.gauges = lambda: {"verify/concurrency/reasoning_gym": 64.0}  # which `start` takes of Gym's client
+        trainer.run.gauges = lambda: {
+            "verify/concurrency/reasoning_gym": 64.0
+        }  # which `start` takes of Gym's client
         metrics = trainer.advance()
         assert trainer.scores == {} and metrics["rollout/failed/http_500"] == 16
         trainer.evaluate()
         with trainer.run.stage("gen"):
             [reward] = until("kit_rollout_reward_mean")
             until("up == 1", 2)
-        assert reward["metric"] == {"__name__": "kit_rollout_reward_mean", "job": "kit", "run": "monitored"} | {
-            "instance": reward["metric"]["instance"]
-        }
+        assert reward["metric"] == {
+            "__name__": "kit_rollout_reward_mean",
+            "job": "kit",
+            "run": "monitored",
+        } | {"instance": reward["metric"]["instance"]}
         assert float(reward["value"][1]) == pytest.approx(metrics["rollout/reward/mean"])
         [failed] = asked('kit_failures_total{reason="http_500"}')
         assert failed["value"][1] == "16" and asked('kit_stage_running_seconds{stage="gen"}')
         panels = json.loads((ROOT / "docs/monitoring/grafana.json").read_text())["panels"]
-        shown = [target["expr"].replace("$run", "monitored") for panel in panels for target in panel["targets"]]
-        silent = [query for query in shown if not asked(query) and "increase(" not in query and "rate(" not in query]
+        shown = [
+            target["expr"].replace("$run", "monitored")
+            for panel in panels
+            for target in panel["targets"]
+        ]
+        silent = [
+            query
+            for query in shown
+            if not asked(query) and "increase(" not in query and "rate(" not in query
+        ]
         alerts = http.get("/api/v1/rules").json()["data"]["groups"][0]["rules"]
-        asks = {name for rule in alerts for name in re.findall(r"\b(?:kit_|vllm:|up\b)\w*", rule["query"])}
+        asks = {
+            name
+            for rule in alerts
+            for name in re.findall(r"\b(?:kit_|vllm:|up\b)\w*", rule["query"])
+        }
         silent += [name for name in asks if not asked(name)]
         assert not silent and len(shown) > 20 and len(alerts) > 10
         until('ALERTS{alertname="EpisodesFail",alertstate="pending"}')
@@ -253,8 +325,14 @@ async def fail_some(play, requests, *settings):
 def test_a_mixture_of_experts_learns(workspace):
     """And vLLM samples from the experts that it learned, which it packs anew after each sync."""
     path = make_mixture(workspace / "mixture", workspace / "untied")
-    changes = [f"actor_rollout_ref.model.path={path}", "trainer.experiment_name=mixture", "trainer.save_freq=-1"]
-    done = run(command(workspace, *tiny(workspace, *changes, "trainer.total_training_steps=30")), workspace)
+    changes = [
+        f"actor_rollout_ref.model.path={path}",
+        "trainer.experiment_name=mixture",
+        "trainer.save_freq=-1",
+    ]
+    done = run(
+        command(workspace, *tiny(workspace, *changes, "trainer.total_training_steps=30")), workspace
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     steps = [m for m in metrics_of(workspace / "runs" / "mixture") if "actor/grad_norm" in m]
     print("rewards", [round(m["rollout/reward/mean"], 2) for m in steps])
@@ -269,7 +347,11 @@ TRACKERS = {
         {"MLFLOW_TRACKING_URI": "file:mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"},
         "mlruns/**/loss",
     ),
-    "swanlab": ("swanlab", {"SWANLAB_MODE": "offline", "SWANLAB_SAVE_DIR": "swanlog"}, "swanlog/run-*"),
+    "swanlab": (
+        "swanlab",
+        {"SWANLAB_MODE": "offline", "SWANLAB_SAVE_DIR": "swanlog"},
+        "swanlog/run-*",
+    ),
     "trackio": ("trackio", {"TRACKIO_DIR": "trackio"}, "trackio/*.db"),
 }
 TRACKED = """
@@ -291,13 +373,24 @@ with Run(config) as run:
 def test_trackers_start_offline(name, tmp_path):
     """Each installed beside the environment."""
     package, variables, left = TRACKERS[name]
-    uv = [Path(sys.executable).with_name("uv"), "pip", "install", "--quiet", "--python", sys.executable]
+    uv = [
+        Path(sys.executable).with_name("uv"),
+        "pip",
+        "install",
+        "--quiet",
+        "--python",
+        sys.executable,
+    ]
     subprocess.run([*uv, "--target", tmp_path / "packages", package], check=True)
     told = [sys.executable, "-c", TRACKED % name]
     environment = {**GIVEN, **variables, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(told, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        told, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert [*tmp_path.glob(left)], [str(path) for path in tmp_path.rglob("*") if "packages" not in path.parts]
+    assert [*tmp_path.glob(left)], [
+        str(path) for path in tmp_path.rglob("*") if "packages" not in path.parts
+    ]
 
 
 # --- what does not run here ----------------------------------------------------------------------
@@ -309,14 +402,21 @@ PROMISED = {  # by recipe of configs/: what the summary says of it
     "fp8": "8 cuda, 8 vLLM replicas",
     "drafts": "8 cuda, 8 vLLM replicas",
 }
-SMALL = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "data.max_prompt_length=32"]
+SMALL = [
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "data.max_prompt_length=32",
+]
 
 
 @pytest.fixture(scope="module")
 def wide(workspace) -> Path:
     """The tiny model's files, with a config of 128 in each way."""
     folder = shutil.copytree(workspace / "tied", workspace / "wide")
-    config = json.loads((folder / "config.json").read_text()) | {"hidden_size": 256, "num_key_value_heads": 2}
+    config = json.loads((folder / "config.json").read_text()) | {
+        "hidden_size": 256,
+        "num_key_value_heads": 2,
+    }
     config |= {"intermediate_size": 512, "head_dim": 128}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -327,7 +427,8 @@ def dry(workspace, *overlays: str, changes: Sequence[str] = ()) -> str:
     model = f"actor_rollout_ref.model.path={workspace / 'wide'}"
     gym = f"gym.servers.math_with_judge.start.python={GYM_PYTHON}"
     rows = [
-        f"env.{kind}_files=[{{path: {workspace / kind}.jsonl, server: reasoning_gym}}]" for kind in ("train", "val")
+        f"env.{kind}_files=[{{path: {workspace / kind}.jsonl, server: reasoning_gym}}]"
+        for kind in ("train", "val")
     ]
     given = [*tiny(workspace, model, *SMALL), *rows, gym, "data.max_response_length=1024", *changes]
     config, defaults = load_config(["math", *overlays], given)
@@ -353,10 +454,18 @@ ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
         ([], ["model_engine=mindspeed"], "wants one of dp, megatron, veomni"),
         (["megatron", "cpu"], [], "model_engine=megatron needs GPUs"),
         (["megatron"], [f"{ACTOR}.fsdp_config.param_offload=true"], "it is of model_engine=dp"),
-        ([], [f"{ACTOR}.megatron.param_offload=true"], "it is of model_engine=megatron, and this recipe has dp"),
+        (
+            [],
+            [f"{ACTOR}.megatron.param_offload=true"],
+            "it is of model_engine=megatron, and this recipe has dp",
+        ),
         (["megatron"], [f"{ACTOR}.strategy=fsdp2"], "wants one of megatron"),
         (["megatron"], ["actor_rollout_ref.model.lora_rank=8"], "verl reads it with FSDP alone"),
-        (["megatron", "ppo"], ["critic.megatron.tensor_model_parallel_size=4"], "set them the same"),
+        (
+            ["megatron", "ppo"],
+            ["critic.megatron.tensor_model_parallel_size=4"],
+            "set them the same",
+        ),
         (["megatron"], [f"{ACTOR}.megatron.context_parallel_size=8"], "8 GPUs do not divide by"),
         (["megatron"], [f"{ACTOR}.megatron.router_replay.mode=R2"], "hold no router's choices"),
         (["megatron"], [f"{ACTOR}.megatron.dtype=float32"], "verl does not take it: "),
@@ -370,9 +479,17 @@ ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
         (["fp8", "cpu"], [], "quantization=fp8 on a CPU"),
         (["fp8"], ["actor_rollout_ref.model.path=tied"], "the model has hidden_size 64"),
         ([], [f"{ROLLOUT}.quantization=torchao"], "there is fp8 alone"),
-        ([], ["actor_rollout_ref.model.override_config.quantization_config.load_in_4bit=true"], "QLoRA"),
+        (
+            [],
+            ["actor_rollout_ref.model.override_config.quantization_config.load_in_4bit=true"],
+            "QLoRA",
+        ),
         (["drafts", "hf"], [], "takes no draft tokens"),
-        (["drafts"], [f"{ROLLOUT}.engine_kwargs.vllm.speculative_config.method=eagle"], "no sync reaches"),
+        (
+            ["drafts"],
+            [f"{ROLLOUT}.engine_kwargs.vllm.speculative_config.method=eagle"],
+            "no sync reaches",
+        ),
         (["drafts"], [f"{ROLLOUT}.full_determinism=true"], "by other numbers"),
         (["monitoring"], [f"{ROLLOUT}.disable_log_stats=true"], "disable_log_stats=false"),
     ],
@@ -393,7 +510,11 @@ def test_without_vllm_calls_are_read_by_verl(monkeypatch):
         ids = tokenizer.encode(said, add_special_tokens=False)
         return asyncio.run(chat.understand(policy_of(None, tokenizer), ids, tools))
 
-    assert understood("<tool_call>{broken</tool_call>") == ("", "<tool_call>{broken</tool_call>", [])
+    assert understood("<tool_call>{broken</tool_call>") == (
+        "",
+        "<tool_call>{broken</tool_call>",
+        [],
+    )
     assert [c["name"] for c in understood("<think>so</think>" + call())[2]] == ["look_up"]
     checks.check_tool_format("qwen3_coder")
     with pytest.raises(ConfigError, match="verl has no such tool parser"):

@@ -58,7 +58,10 @@ def url(raw: bytes) -> str:
 
 def picture(source: str, text: str = "which", answer: str = "r") -> dict:
     """A row that asks for the colour of an image."""
-    parts = [{"type": "input_image", "image_url": source, "detail": "auto"}, {"type": "input_text", "text": text}]
+    parts = [
+        {"type": "input_image", "image_url": source, "detail": "auto"},
+        {"type": "input_text", "text": text},
+    ]
     asked = row(text, answer)
     asked["responses_create_params"]["input"] = [{"role": "user", "content": parts}]
     return asked
@@ -72,14 +75,18 @@ def seeing(workspace) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(seeing):
     keys = {"path": str(seeing), "trust_remote_code": False, "custom_chat_template": None}
-    config = OmegaConf.create({"actor_rollout_ref": {"model": keys}, "env": {"image_hosts": ["127.0.0.1"]}})
+    config = OmegaConf.create(
+        {"actor_rollout_ref": {"model": keys}, "env": {"image_hosts": ["127.0.0.1"]}}
+    )
     return load_model_files(config)[0]
 
 
 def test_an_image_is_as_many_tokens_as_the_model_has_features(tokenizer, workspace):
     vision = tokenizer.vision
     both = picture(url(png(COLOURS["r"])))
-    both["responses_create_params"]["input"][0]["content"].insert(1, {"type": "input_image", "image_url": "b.png"})
+    both["responses_create_params"]["input"][0]["content"].insert(
+        1, {"type": "input_image", "image_url": "b.png"}
+    )
     (workspace / "b.png").write_bytes(png(COLOURS["b"], (70, 90)))
     where = f"{workspace / 'rows.jsonl'}:1"
     messages, _ = env.render(both, where)
@@ -88,10 +95,16 @@ def test_an_image_is_as_many_tokens_as_the_model_has_features(tokenizer, workspa
     assert ids.count(vision.placeholder) == 32 and tokenizer.decode(ids).endswith("which ")
     task = env.Task(where, both, "", messages, ids)
     asked, shown = images.shown(tokenizer, [*ids, 5, 6], task)
-    assert asked.count(vision.placeholder) == 2 and asked[-2:] == [5, 6] and len(asked) == len(ids) - 30 + 2
+    assert (
+        asked.count(vision.placeholder) == 2
+        and asked[-2:] == [5, 6]
+        and len(asked) == len(ids) - 30 + 2
+    )
     assert [image.getpixel((0, 0)) for image in shown["image_data"]] == list(COLOURS.values())
     assert vision.inputs(shown["image_data"])["pixel_values"].shape == (2, 3, 32, 32)
-    assert images.shown(tokenizer, [5], env.Task("", row(), "", [{"role": "user", "content": "x"}], [5])) == ([5], {})
+    assert images.shown(
+        tokenizer, [5], env.Task("", row(), "", [{"role": "user", "content": "x"}], [5])
+    ) == ([5], {})
     assert images.banned(tokenizer) == {"logit_bias": {vision.placeholder: -100.0}}
 
 
@@ -115,7 +128,12 @@ def test_what_cannot_be_read_names_the_row(tokenizer, workspace):
         (workspace / "c.png").write_bytes(png(COLOURS["r"]))
         os.mkfifo(workspace / "pipe.png")  # to which nobody writes
         vision = tokenizer.vision
-        for source in (f"{here}/ok", str(workspace / "c.png"), (workspace / "c.png").as_uri(), "c.png"):
+        for source in (
+            f"{here}/ok",
+            str(workspace / "c.png"),
+            (workspace / "c.png").as_uri(),
+            "c.png",
+        ):
             assert vision.read(source, where).size == (40, 30)
         wrong = {
             f"{here}/gone": "404",
@@ -145,7 +163,9 @@ def test_five_formats_are_read(tokenizer, name):
         red, green, blue = tokenizer.vision.read(url(out.getvalue()), "x:1").getpixel((9, 9))
         assert red > 230 and green < 40 and blue < 40
         return
-    with pytest.raises(env.DataError, match=r"x:1: image .* cannot be read \(cannot identify image file"):
+    with pytest.raises(
+        env.DataError, match=r"x:1: image .* cannot be read \(cannot identify image file"
+    ):
         tokenizer.vision.read(url(out.getvalue()), "x:1")
 
 
@@ -157,11 +177,17 @@ def test_a_file_is_read_up_to_the_limit(tokenizer, tmp_path, monkeypatch):
         assert tokenizer.vision.read(source, f"{tmp_path}/rows.jsonl:1").size == (40, 30)
     (tmp_path / "a.png").write_bytes(raw + b"0")
     for source in ("a.png", url(raw + b"0")):
-        with pytest.raises(env.DataError, match=r"rows\.jsonl:1: image .*: its file is over 0 MiB; make it smaller"):
+        with pytest.raises(
+            env.DataError, match=r"rows\.jsonl:1: image .*: its file is over 0 MiB; make it smaller"
+        ):
             tokenizer.vision.read(source, f"{tmp_path}/rows.jsonl:1")
     asked = []
-    monkeypatch.setattr(images.os, "fstat", lambda number: asked.append(number) or os.stat("/dev/null"))
-    with pytest.raises(env.DataError, match="not a regular file"):  # one that became a device after it was looked at
+    monkeypatch.setattr(
+        images.os, "fstat", lambda number: asked.append(number) or os.stat("/dev/null")
+    )
+    with pytest.raises(
+        env.DataError, match="not a regular file"
+    ):  # one that became a device after it was looked at
         tokenizer.vision.read("a.png", f"{tmp_path}/rows.jsonl:1")
     assert asked
 
@@ -276,7 +302,9 @@ def test_a_model_that_sees_none_refuses_images(workspace):
 
     rows = write_rows(workspace / "pictures.jsonl", [picture(url(png(COLOURS["r"])))])
     with pytest.raises(env.Refused, match=r"pictures\.jsonl:1: input_image: the model sees none"):
-        env.load_tasks([rows], AutoTokenizer.from_pretrained(workspace / "tied"), ["reasoning_gym"], 100)
+        env.load_tasks(
+            [rows], AutoTokenizer.from_pretrained(workspace / "tied"), ["reasoning_gym"], 100
+        )
 
 
 def test_paths_are_of_the_rows_own_folder(tokenizer, workspace):
@@ -287,20 +315,41 @@ def test_paths_are_of_the_rows_own_folder(tokenizer, workspace):
         (workspace / name / "1.png").write_bytes(png(colour))
         where, given = f"{workspace / name / 'rows.jsonl'}:1", picture("1.png")
         prompt = env.encode(env.render(given, where)[0], [], tokenizer, where)
-        asked += [Episode(where, f"1/{name}", "s", prompt, [5], [1], [-1.0], [(0, 1, 0)], reward=1.0, row=given)] * 2
+        asked += [
+            Episode(
+                where,
+                f"1/{name}",
+                "s",
+                prompt,
+                [5],
+                [1],
+                [-1.0],
+                [(0, 1, 0)],
+                reward=1.0,
+                row=given,
+            )
+        ] * 2
     batch = training.to_batch(asked, 0, 1.0)
     images.add(batch, asked, tokenizer)
     assert batch.batch["image"].tolist() == [1, 1, 2, 2]
-    first, again, other, _ = (inputs["pixel_values"] for inputs in batch.non_tensor_batch["multi_modal_inputs"])
-    assert first is again and (first[0, 0] > first[0, 2]).all() and (other[0, 0] < other[0, 2]).all()
+    first, again, other, _ = (
+        inputs["pixel_values"] for inputs in batch.non_tensor_batch["multi_modal_inputs"]
+    )
+    assert (
+        first is again and (first[0, 0] > first[0, 2]).all() and (other[0, 0] < other[0, 2]).all()
+    )
 
 
 def test_it_reads_what_the_environment_says(tokenizer):
     """Its template takes parts alone."""
-    ids = chat.observed_ids([{"role": "user", "content": "count 7"}], tokenizer, {tokenizer.eos_token_id})
+    ids = chat.observed_ids(
+        [{"role": "user", "content": "count 7"}], tokenizer, {tokenizer.eos_token_id}
+    )
     assert tokenizer.decode(ids).strip() == "count 7"
     with pytest.raises(GymError, match="stands for an image"):
-        chat.observed_ids([{"role": "user", "content": "so <image>"}], tokenizer, {tokenizer.eos_token_id})
+        chat.observed_ids(
+            [{"role": "user", "content": "so <image>"}], tokenizer, {tokenizer.eos_token_id}
+        )
     shown = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     with pytest.raises(env.Refused, match="images that an agent shows"):
         openai_server.prompt_of(shown, [], SimpleNamespace(tokenizer=tokenizer))
@@ -316,14 +365,22 @@ def test_processes_that_drive_episodes_ban_it_too(tokenizer):
 
 
 def test_sft_of_a_model_that_sees_is_refused(workspace, seeing):
-    (workspace / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
-    chats = ["env.train_files=[chats.jsonl]", "env.val_files=[]", f"actor_rollout_ref.model.path={seeing}"]
+    (workspace / "chats.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n"
+    )
+    chats = [
+        "env.train_files=[chats.jsonl]",
+        "env.val_files=[]",
+        f"actor_rollout_ref.model.path={seeing}",
+    ]
     done = run(command(workspace, "--config", "sft", "sft", *tiny(workspace, *chats)), workspace)
     assert done.returncode == 1 and "`sft` of a model that sees is not there" in done.stderr
 
 
 def test_what_images_do_not_go_with(tokenizer):
-    task = env.Task("", {}, "s", [{"role": "user", "content": [{"type": "image", "image": "x"}]}], [1])
+    task = env.Task(
+        "", {}, "s", [{"role": "user", "content": [{"type": "image", "image": "x"}]}], [1]
+    )
     policy = {"rollout": {"name": "hf", "limit_images": None}, "model": {"lora_rank": 8}}
     policy["actor"] = {"ulysses_sequence_parallel_size": 1, "policy_loss": {"loss_mode": "vanilla"}}
     policy["rollout"]["engine_kwargs"] = {"vllm": {}}
@@ -333,7 +390,9 @@ def test_what_images_do_not_go_with(tokenizer):
         "model_engine": "dp",
     }
     config = OmegaConf.create({"actor_rollout_ref": policy, **rest})
-    with pytest.raises(ConfigError, match=r"do not go with .*rollout\.name=hf; .*lora_rank; an agent that"):
+    with pytest.raises(
+        ConfigError, match=r"do not go with .*rollout\.name=hf; .*lora_rank; an agent that"
+    ):
         images.check(config, tokenizer.vision, [task], "evaluate")
     config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.model.lora_rank = "vllm", 0
     config.gym.servers.s.start.agent = None
@@ -350,9 +409,15 @@ def run_colours(workspace, seeing, steps: int) -> list[float]:
     Rows of Gym's circle_click, whose tool it never calls, are in the same batches. Sampler and trainer agree
     throughout: neither says <image>, which would take the probability that other tokens lose.
     """
-    rows = [picture(url(png(colour)), answer=name) for name, colour in COLOURS.items() for _ in range(3)]
+    rows = [
+        picture(url(png(colour)), answer=name) for name, colour in COLOURS.items() for _ in range(3)
+    ]
     write_rows(workspace / "colours.jsonl", rows)
-    [clicks] = [path for path in gym_examples() if path.parts[-3] == "circle_click" and path.name == "example.jsonl"]
+    [clicks] = [
+        path
+        for path in gym_examples()
+        if path.parts[-3] == "circle_click" and path.name == "example.jsonl"
+    ]
     changes = [
         f"actor_rollout_ref.model.path={seeing}",
         f"env.train_files=[{{path: colours.jsonl, server: reasoning_gym, weight: 6}}, "
@@ -374,7 +439,9 @@ def run_colours(workspace, seeing, steps: int) -> list[float]:
     assert len(trained) == steps and all(m["actor/grad_norm"] > 0 for m in trained)
     assert all(m["training/rollout_probs_diff_max"] < 1e-3 for m in trained)
     assert all(m["rollout/failed_frac"] == 0 for m in trained)
-    told = [json.loads(line) for line in (folder / "rollouts" / "step_1.jsonl").read_text().splitlines()]
+    told = [
+        json.loads(line) for line in (folder / "rollouts" / "step_1.jsonl").read_text().splitlines()
+    ]
     assert {len(record["response"]["output"]) for record in told} == {1}
     assert max(map(len, (folder / "rollouts" / "step_1.jsonl").read_text().splitlines())) < 20_000
     assert (folder / "export" / "processor_config.json").is_file()
@@ -400,15 +467,29 @@ def qwen(workspace) -> Path:
 
     folder = workspace / "qwen"
     tokenizer = AutoTokenizer.from_pretrained(workspace / "untied")
-    tokenizer.add_tokens(["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"], special_tokens=True)
+    tokenizer.add_tokens(
+        ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"], special_tokens=True
+    )
     pad, start, end = (
-        tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "vision_start", "vision_end")
+        tokenizer.convert_tokens_to_ids(f"<|{name}|>")
+        for name in ("image_pad", "vision_start", "vision_end")
     )
     tokenizer.chat_template = SEES.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
-    text = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+    }
     text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8192}
     text |= {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
-    vision = {"hidden_size": 32, "intermediate_size": 64, "depth": 2, "num_heads": 2, "out_hidden_size": 64}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "depth": 2,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+    }
     ids = {"image_token_id": pad, "vision_start_token_id": start, "vision_end_token_id": end}
     Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids).save_pretrained(folder)
     Qwen2VLImageProcessorPil().save_pretrained(folder)
@@ -418,7 +499,11 @@ def qwen(workspace) -> Path:
 
 def test_a_recipe_for_qwens_eyes_is_in_order(workspace, qwen):
     """Without torchvision; over an image its positions go in three dimensions, by the model's own get_rope_index."""
-    [clicks] = [path for path in gym_examples() if path.parts[-3] == "circle_click" and path.name == "example.jsonl"]
+    [clicks] = [
+        path
+        for path in gym_examples()
+        if path.parts[-3] == "circle_click" and path.name == "example.jsonl"
+    ]
     changes = [f"actor_rollout_ref.model.path={qwen}", f"env.train_files=[{clicks}]"]
     changes += [f"gym.servers.circle_click.start.python={ROOT / '.venv-gym' / 'bin' / 'python'}"]
     config, _ = load_config(["circle_click"], changes)
@@ -428,16 +513,29 @@ def test_a_recipe_for_qwens_eyes_is_in_order(workspace, qwen):
     layers = config.actor_rollout_ref.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
     assert layers == ["Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock"]
     task = data.train[0]
-    assert task.prompt_ids.count(data.tokenizer.vision.placeholder) == 35 * 35  # of 14 x 14 pixels, four to a token
-    episode = Episode(task.row_id, "1/0", task.server, task.prompt_ids, [5, 6], [1, 1], [-1.0, -1.0], [(0, 2, 0)])
+    assert (
+        task.prompt_ids.count(data.tokenizer.vision.placeholder) == 35 * 35
+    )  # of 14 x 14 pixels, four to a token
+    episode = Episode(
+        task.row_id, "1/0", task.server, task.prompt_ids, [5, 6], [1, 1], [-1.0, -1.0], [(0, 2, 0)]
+    )
     episode.row, episode.reward = task.row, 1.0
     batch = training.to_batch([episode, episode], 0, 1.0)
     images.add(batch, [episode, episode], data.tokenizer)
     positions, ids = batch.batch["position_ids"], batch.batch["input_ids"][0]
     assert positions.shape == (2, 4, len(ids))
     seen = positions[0][:, ids == data.tokenizer.vision.placeholder]
-    assert len(set(seen[1].tolist())) == 1 and len(set(seen[2].tolist())) == len(set(seen[3].tolist())) == 35
-    assert positions[0, 1, -1] == positions[0, 2, -1] == positions[0, 3, -1] < positions[0, 0, -1] == len(ids) - 1
+    assert (
+        len(set(seen[1].tolist())) == 1
+        and len(set(seen[2].tolist())) == len(set(seen[3].tolist())) == 35
+    )
+    assert (
+        positions[0, 1, -1]
+        == positions[0, 2, -1]
+        == positions[0, 3, -1]
+        < positions[0, 0, -1]
+        == len(ids) - 1
+    )
     given = batch.non_tensor_batch["multi_modal_inputs"]
     assert given[0] is given[1] and given[0]["image_grid_thw"].tolist() == [[1, 70, 70]]
     with pytest.raises(ConfigError, match="Qwen's on a CPU"):

@@ -54,12 +54,18 @@ async def drop(servers):
 def test_tokens_know_which_weights_sampled_them(stack, monkeypatch):
     """Answers that new weights cut go on under them. The trainer agrees with the sampler where they are the same."""
     sampling_params = inference.sampling_params  # every answer to its end
-    monkeypatch.setattr(inference, "sampling_params", lambda *args: {**sampling_params(*args), "ignore_eos": True})
+    monkeypatch.setattr(
+        inference, "sampling_params", lambda *args: {**sampling_params(*args), "ignore_eos": True}
+    )
     seen = []
     with stepping_ahead(stack, *LONG, "actor_rollout_ref.actor.optim.lr=0.02") as trainer:
-        trainer.servers.policy.places = asyncio.Semaphore(2)  # of 16 episodes: longer than an update
+        trainer.servers.policy.places = asyncio.Semaphore(
+            2
+        )  # of 16 episodes: longer than an update
         reward, learn = trainer.reward, trainer.learn
-        monkeypatch.setattr(trainer, "reward", lambda kept: (seen.append([kept, None, None]), reward(kept)))
+        monkeypatch.setattr(
+            trainer, "reward", lambda kept: (seen.append([kept, None, None]), reward(kept))
+        )
 
         def look(batch):
             seen[-1][1:] = batch.batch["old_log_probs"].exp(), trainer.servers.under_way.done()
@@ -69,7 +75,9 @@ def test_tokens_know_which_weights_sampled_them(stack, monkeypatch):
         metrics = [trainer.advance() for _ in range(3)]
     assert [m["rollout/staleness/max"] for m in metrics] == [0, 1, 1]
     assert 0 < metrics[1]["rollout/staleness/mean"] < 1
-    assert all(m["rollout/failed_frac"] == 0 for m in metrics) and not any(done for *_, done in seen[:2])
+    assert all(m["rollout/failed_frac"] == 0 for m in metrics) and not any(
+        done for *_, done in seen[:2]
+    )
     cut, apart = 0, {0: [], 1: []}
     for step, (kept, trainers, _) in enumerate(seen, 1):
         for row, episode in enumerate(kept):
@@ -88,7 +96,10 @@ def test_it_learns_a_step_ahead(stack):
     with stepping_ahead(stack, "env.val_files=[]", "actor_rollout_ref.rollout.n=16") as trainer:
         while len(rewards) < PATIENCE and (len(rewards) < 3 or sum(rewards[-3:]) / 3 < 0.5):
             metrics = trainer.advance()
-            assert metrics["rollout/failed_frac"] == 0 and "training/skipped_nonfinite_steps" not in metrics
+            assert (
+                metrics["rollout/failed_frac"] == 0
+                and "training/skipped_nonfinite_steps" not in metrics
+            )
             rewards.append(metrics["rollout/reward/mean"])
     print("rewards", [round(r, 2) for r in rewards])
     assert sum(rewards[:3]) / 3 < UNTRAINED and sum(rewards[-3:]) / 3 >= 0.5
@@ -98,16 +109,25 @@ def test_evaluations_and_checkpoints_leave_the_batch_under_way(stack):
     """Whose answers stay sampled; a checkpoint does not count it, so a resumed run asks the same prompts again."""
     with stepping_ahead(stack, "trainer.total_training_steps=3") as trainer:
         learn = trainer.learn
-        trainer.learn = lambda batch: (trainer.servers.under_way.result(), learn(batch))  # an update that takes long
+        trainer.learn = lambda batch: (
+            trainer.servers.under_way.result(),
+            learn(batch),
+        )  # an update that takes long
         trainer.advance()
         trainer.learn, begun = learn, trainer.servers.requests
         assert {group.split("/")[0] for _, group in begun} == {"2"}
         trainer.evaluate()
-        assert trainer.scores and trainer.servers.requests is begun and trainer.servers.under_way.done()
+        assert (
+            trainer.scores
+            and trainer.servers.requests is begun
+            and trainer.servers.under_way.done()
+        )
         folder = trainer.save()
         under_way = trainer.servers.under_way.result()
         trainer.advance()
-        assert trainer.metrics["rollout/staleness/max"] == 1  # all of it from before the update, and trained on
+        assert (
+            trainer.metrics["rollout/staleness/max"] == 1
+        )  # all of it from before the update, and trained on
         answers = {tuple(e.response_ids) for e in under_way}
         assert len(answers) > len(begun) / 4  # not the evaluation's greedy ones
         trainer.advance()

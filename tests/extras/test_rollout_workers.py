@@ -13,20 +13,31 @@ from kit.errors import RunError
 from kit.extras import rollout_workers
 from kit.gym.servers import free_port
 
-TWO = ["actor_rollout_ref.rollout.agent.num_workers=2", "actor_rollout_ref.rollout.full_determinism=true"]
+TWO = [
+    "actor_rollout_ref.rollout.agent.num_workers=2",
+    "actor_rollout_ref.rollout.full_determinism=true",
+]
 
 
 @contextlib.contextmanager
 def playing(stack, *changes, urls=None):
     """(Servers of this process, Servers with two others), over the session's vLLM, with seeds for every request."""
-    config, data = load(stack.workspace, *SESSION, *TWO, "trainer.experiment_name=players", *changes)
+    config, data = load(
+        stack.workspace, *SESSION, *TWO, "trainer.experiment_name=players", *changes
+    )
     was = stack.servers
     policy = inference.make_policy(config, was.policy.client, data, 60.0)
     policy.sampling = inference.sampling_params(config, False)
-    others = rollout_workers.Players(config, policy, urls or was.gym.gym.urls, data, stack.workspace)
+    others = rollout_workers.Players(
+        config, policy, urls or was.gym.gym.urls, data, stack.workspace
+    )
     alone = inference.Servers(config, was.manager, None, policy, was.gym, was.loop)
     try:
-        yield alone, inference.Servers(config, was.manager, None, policy, was.gym, was.loop, others), data
+        yield (
+            alone,
+            inference.Servers(config, was.manager, None, policy, was.gym, was.loop, others),
+            data,
+        )
     finally:
         for actor in others.actors:
             ray.kill(actor)
@@ -42,10 +53,17 @@ def test_whoever_drives_them_the_tokens_are_the_same(stack):
         )
         assert {e.status for e in one} == {"ok"} and len({tuple(e.response_ids) for e in one}) > 5
         for a, b in zip(one, two, strict=True):
-            assert (a.row_id, a.group_id, a.response_ids, a.reward) == (b.row_id, b.group_id, b.response_ids, b.reward)
+            assert (a.row_id, a.group_id, a.response_ids, a.reward) == (
+                b.row_id,
+                b.group_id,
+                b.response_ids,
+                b.reward,
+            )
             assert b.versions == a.versions
         assert sorted(i for i, _ in told) == list(range(20)) and all(two[i] is e for i, e in told)
-        assert together.players.metrics()["verify/concurrency/reasoning_gym"] >= 2  # of one at least, each
+        assert (
+            together.players.metrics()["verify/concurrency/reasoning_gym"] >= 2
+        )  # of one at least, each
         # not their tokens: vLLM on a CPU leaves seeds out where a batch has greedy answers too
         greedy = together.rollout(requests, sampling, baselines=True)
         assert {e.status for e in greedy} == {"ok"} and all(e.baseline is not None for e in greedy)

@@ -36,7 +36,8 @@ def test_every_word_of_the_assistant_is_learned_and_nothing_else(tokenizer):
 
 def test_conversations_come_from_jsonl_and_parquet(tmp_path):
     rows = [
-        {"messages": [{"role": "user", "content": str(i)}, {"role": "assistant", "content": "7"}]} for i in range(3)
+        {"messages": [{"role": "user", "content": str(i)}, {"role": "assistant", "content": "7"}]}
+        for i in range(3)
     ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chats.parquet")

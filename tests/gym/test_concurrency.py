@@ -59,13 +59,20 @@ class Http:
         if path == "/verify":
             async with self.cores:
                 await asyncio.sleep(self.verify_s)
-        answer = {"paths": {"/seed_session": {"post": {}}, "/verify": {"post": {}}}} if method == "GET" else {}
+        answer = (
+            {"paths": {"/seed_session": {"post": {}}, "/verify": {"post": {}}}}
+            if method == "GET"
+            else {}
+        )
         text = json.dumps({"reward": 1.0} if path == "/verify" else answer).encode()
 
         async def readexactly(count):
             raise asyncio.IncompleteReadError(text, count)
 
-        headers, content = SimpleNamespace(getall=lambda *_: ()), SimpleNamespace(readexactly=readexactly)
+        headers, content = (
+            SimpleNamespace(getall=lambda *_: ()),
+            SimpleNamespace(readexactly=readexactly),
+        )
         yield SimpleNamespace(status=200, headers=headers, content=content)
 
 
@@ -79,21 +86,38 @@ class Sampler:
     """Answers in a time that its seed draws for each."""
 
     def __init__(self, low_s: float, high_s: float):
-        self.draw, self.low_s, self.high_s, self.now, self.most = random.Random(0), low_s, high_s, 0, 0
+        self.draw, self.low_s, self.high_s, self.now, self.most = (
+            random.Random(0),
+            low_s,
+            high_s,
+            0,
+            0,
+        )
 
     async def generate(self, request_id, prompt_ids, sampling_params):
         self.now += 1
         self.most = max(self.most, self.now)
         await asyncio.sleep(self.draw.uniform(self.low_s, self.high_s))
         self.now -= 1
-        return SimpleNamespace(token_ids=[5, 1], log_probs=[-1.0, -2.0], stop_reason="completed", extra_fields={})
+        return SimpleNamespace(
+            token_ids=[5, 1], log_probs=[-1.0, -2.0], stop_reason="completed", extra_fields={}
+        )
 
 
 def rollout(count, sampler, gym, at_once, deadline_s=100.0):
     """(episodes, seconds) of so many, with places for `at_once`."""
     tokenizer = SimpleNamespace(decode=lambda ids, **_: "five")
     policy = inference.Policy(
-        sampler, tokenizer, {1}, 32, 12, None, 100, "hermes", deadline_s, places=asyncio.Semaphore(at_once)
+        sampler,
+        tokenizer,
+        {1},
+        32,
+        12,
+        None,
+        100,
+        "hermes",
+        deadline_s,
+        places=asyncio.Semaphore(at_once),
     )
     task = Task("x:1", ROW, "x", [{"role": "user", "content": "x"}], [1, 2])
     return run(inference.rollout([(task, str(i)) for i in range(count)], policy, gym))
@@ -103,7 +127,9 @@ def seconds(concurrency, verify_s: float) -> float:
     """Of a step on eight GPUs, of which this is an eighth: 1,024 of 8,192 episodes, places for 256 of 2,048. A verdict
     of 112 ms takes eight times as long, so that the verifier, which has 96 cores, has as much to do."""
     sampler = Sampler(4.0, 12.0)
-    episodes, took = rollout(1024, sampler, gym_of(Http(verify_s, cores=96), concurrency), at_once=256)
+    episodes, took = rollout(
+        1024, sampler, gym_of(Http(verify_s, cores=96), concurrency), at_once=256
+    )
     assert {e.status for e in episodes} == {"ok"} and sampler.most == 256
     return took
 
@@ -125,7 +151,9 @@ def test_a_deadline_counts_from_the_place_and_not_in_the_queue():
 
 def test_who_waits_for_a_verdict_has_given_its_place_back():
     _, took = rollout(10, Sampler(1.0, 1.0), gym_of(Http(20.0), 100), at_once=1)
-    assert took == pytest.approx(30.0, abs=0.1)  # ten answers one by one, and the last one's verdict
+    assert took == pytest.approx(
+        30.0, abs=0.1
+    )  # ten answers one by one, and the last one's verdict
 
 
 def test_a_deadline_of_a_call_counts_from_its_place_too():
@@ -174,7 +202,9 @@ def test_a_measured_limit_settles_at_what_the_server_can_do():
         settled = limits(cores, 6000, lambda _: 0.1)[2000:]
         assert 0.5 * cores < min(settled) and max(settled) < 3 * cores
     draw = random.Random(0)
-    settled = limits(64, 6000, lambda _: draw.lognormvariate(-2.0, 1.0))[2000:]  # tasks differ by far
+    settled = limits(64, 6000, lambda _: draw.lognormvariate(-2.0, 1.0))[
+        2000:
+    ]  # tasks differ by far
     assert min(settled) > 0.3 * 64 and max(settled) < 3 * 64
 
 

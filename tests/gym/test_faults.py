@@ -105,7 +105,9 @@ class FaultServer:
             self.sessions[session]["looked"] += 1
         elif request.path == "/verify":
             state = self.sessions[session]
-            right = state["row"] == body["question"] and state["looked"] == (1 if body["with_tool"] else 0)
+            right = state["row"] == body["question"] and state["looked"] == (
+                1 if body["with_tool"] else 0
+            )
             text = body["response"]["output"][-1]["content"][0]["text"]
             answer = {**body, "reward": float(text) if right else -1.0}
         if way == "nan":
@@ -126,7 +128,9 @@ class FaultServer:
         return web.Response(text=text, content_type="application/json", headers=headers)
 
     def open(self) -> str:
-        name = base64.b64encode(json.dumps({"session_id": f"{len(self.sessions):08d}"}).encode()).decode()
+        name = base64.b64encode(
+            json.dumps({"session_id": f"{len(self.sessions):08d}"}).encode()
+        ).decode()
         self.sessions[name] = {"row": "", "looked": 0}
         return name
 
@@ -146,7 +150,11 @@ class Server:
         return self
 
     def __init__(self, way: str = "", faults: FaultServer | None = None, port: int = 0):
-        self.faults, self.loop, ready = faults or FaultServer(way), asyncio.new_event_loop(), threading.Event()
+        self.faults, self.loop, ready = (
+            faults or FaultServer(way),
+            asyncio.new_event_loop(),
+            threading.Event(),
+        )
 
         async def start():
             app = web.Application(middlewares=[self.faults.before])
@@ -193,7 +201,9 @@ class Says:
         looked = "<|im_start|>tool" in text
         said = call() if task.tools and not looked else str(task.row["worth"])
         ids = self.tokenizer.encode(said, add_special_tokens=False) + [self.tokenizer.eos_token_id]
-        return SimpleNamespace(token_ids=ids, log_probs=[-1.0] * len(ids), stop_reason="completed", extra_fields={})
+        return SimpleNamespace(
+            token_ids=ids, log_probs=[-1.0] * len(ids), stop_reason="completed", extra_fields={}
+        )
 
 
 def requests_of(tokenizer, with_tool: bool):
@@ -206,7 +216,14 @@ def requests_of(tokenizer, with_tool: bool):
             row = {"responses_create_params": params, "question": name, "with_tool": with_tool}
             row["worth"] = worth.choice([0.0, 0.25, 1.0])
             messages, tools = env.render(row, name)
-            task = env.Task(name, row, "faulty", messages, env.encode(messages, tools, tokenizer, name), tools=tools)
+            task = env.Task(
+                name,
+                row,
+                "faulty",
+                messages,
+                env.encode(messages, tools, tokenizer, name),
+                tools=tools,
+            )
             requests.append((task, str(group)))
     return requests
 
@@ -240,7 +257,9 @@ def advantages(episodes) -> dict[str, torch.Tensor]:
 def faultless():
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
     chat_tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
-    asyncio.run(understand(policy_of(None, tokenizer), [0], [chat_tool]))  # imports vLLM's parsers, for seconds
+    asyncio.run(
+        understand(policy_of(None, tokenizer), [0], [chat_tool])
+    )  # imports vLLM's parsers, for seconds
     return {with_tool: run("", with_tool)[0] for with_tool in (False, True)}
 
 
@@ -257,11 +276,21 @@ def test_no_failed_call_becomes_a_reward(way, with_tool, faultless):
     assert {e.status for e in failed} <= allowed, Counter(e.status for e in failed)
     assert all(e.reward is None and e.error for e in failed)
     assert all(e.reward == honest[e.row_id].reward for e in episodes if e.status == "ok")
-    paths = {"/seed_session", "/verify", *(("/look_up",) if with_tool and way not in ("500", "404") else ())}
+    paths = {
+        "/seed_session",
+        "/verify",
+        *(("/look_up",) if with_tool and way not in ("500", "404") else ()),
+    }
     assert set(server.faults) == paths  # the server did fail at each of them
     assert bool(failed) == (way != "delay")
-    if way in ("reset", "truncated json", "503"):  # what is sent again: fewer episodes fail than calls
-        assert server.calls["/seed_session"] > len(episodes) and len(failed) < sum(server.faults.values())
+    if way in (
+        "reset",
+        "truncated json",
+        "503",
+    ):  # what is sent again: fewer episodes fail than calls
+        assert server.calls["/seed_session"] > len(episodes) and len(failed) < sum(
+            server.faults.values()
+        )
 
     kept, _ = keep(episodes)
     groups = defaultdict(list)
@@ -269,11 +298,18 @@ def test_no_failed_call_becomes_a_reward(way, with_tool, faultless):
         groups[e.group_id].append(e)
     assert kept and all(len(members) > 1 for members in groups.values())
     ours, theirs = advantages(kept), advantages(list(honest.values()))
-    whole = [e for group, members in groups.items() if len(members) == MEMBERS[int(group)] for e in members]
+    whole = [
+        e
+        for group, members in groups.items()
+        if len(members) == MEMBERS[int(group)]
+        for e in members
+    ]
     assert whole
     for e in whole:
         assert torch.equal(ours[e.row_id], theirs[e.row_id]), e.row_id
-    without = advantages([honest[e.row_id] for e in kept])  # what is left of a group, as if the rest had never been
+    without = advantages(
+        [honest[e.row_id] for e in kept]
+    )  # what is left of a group, as if the rest had never been
     assert all(torch.equal(ours[e.row_id], without[e.row_id]) for e in kept)
 
 
@@ -293,7 +329,9 @@ def test_an_episode_is_verified_while_others_still_generate():
 
     async def collect(url):
         async with Gym({"faulty": url}) as gym:
-            return await inference.rollout(requests, policy, gym, lambda index, _: index or verified.set())
+            return await inference.rollout(
+                requests, policy, gym, lambda index, _: index or verified.set()
+            )
 
     with Server("") as server:
         episodes = asyncio.run(collect(server.url))
@@ -334,7 +372,11 @@ def test_a_server_that_is_away_for_a_while_costs_no_episode(way, with_tool, faul
 
 
 SAID = message_response("1.0")
-ROW = {"responses_create_params": {"input": "x", "tools": [TOOL]}, "question": "x", "with_tool": False}
+ROW = {
+    "responses_create_params": {"input": "x", "tools": [TOOL]},
+    "question": "x",
+    "with_tool": False,
+}
 
 
 def converse(conversation, **limits):
@@ -368,10 +410,14 @@ def test_a_server_that_stays_away_ends_the_run():
         return ends, time.monotonic() - begin
 
     ends, seconds = converse(conversation, concurrency=64, outage_budget_s=1.0)
-    assert {(type(e), e.reason, e.retry, e.lost) for e in ends} == {(ServerDownError, "server_down", False, False)}
+    assert {(type(e), e.reason, e.retry, e.lost) for e in ends} == {
+        (ServerDownError, "server_down", False, False)
+    }
     said = r"gym server s \(http://\S+\) gave no answer for \d+ s, while (\d+) calls failed, the last with http\S+"
     todo = ": HTTP 503: ; see its log, start it again and resume .*gym.outage_budget_s"
-    assert 1.0 < seconds < 30.0 and max(int(re.match(said + todo, str(end))[1]) for end in ends) > 64
+    assert (
+        1.0 < seconds < 30.0 and max(int(re.match(said + todo, str(end))[1]) for end in ends) > 64
+    )
 
 
 @pytest.fixture
@@ -395,7 +441,9 @@ def test_an_answer_ends_an_outage_and_so_does_silence_on_our_side(between, later
         return end
 
     end = converse(conversation, outage_budget_s=15.0)
-    assert (end.reason, end.lost) == (("server_down", False) if between == 503 else ("http_503", True))
+    assert (end.reason, end.lost) == (
+        ("server_down", False) if between == 503 else ("http_503", True)
+    )
 
 
 async def hangs(gym, server, later, *paths):
@@ -452,8 +500,12 @@ def test_a_restart_that_gym_is_told_of_loses_sessions_too():
         async with gym.session("s", ROW) as touched, gym.session("s", ROW) as untouched:
             await touched.call_tool("look_up", "{}")
             gym.restarted("s")
-            repeated = gym._repeat("s", lambda: touched.call_tool("look_up", "{}"))  # as steps may be: not for ever
-            return (await untouched.verify(SAID)).reward, await failure(asyncio.wait_for(repeated, 5))
+            repeated = gym._repeat(
+                "s", lambda: touched.call_tool("look_up", "{}")
+            )  # as steps may be: not for ever
+            return (await untouched.verify(SAID)).reward, await failure(
+                asyncio.wait_for(repeated, 5)
+            )
 
     reward, end = converse(conversation)
     assert reward == 1.0 and (end.reason, end.lost) == ("session_lost", True)
@@ -468,7 +520,9 @@ def test_an_endless_answer_is_not_read_to_its_end(declared):
 
     async def endless(_, writer):
         nonlocal sent
-        writer.write(b"HTTP/1.1 200 OK\r\n" + b"Content-Length: 999999999999\r\n" * declared + b"\r\n")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\n" + b"Content-Length: 999999999999\r\n" * declared + b"\r\n"
+        )
         while sent < 2**28:  # which is endless enough
             writer.write(b" " * 2**16)
             await writer.drain()
@@ -485,7 +539,21 @@ def test_an_endless_answer_is_not_read_to_its_end(declared):
 
 
 def test_no_tool_is_called_by_another_route():
-    names = [".", "..", "/", "../verify", "verify/", "a/b", "%2e", "\\verify", "verify\n", "", None, 7, "close"]
+    names = [
+        ".",
+        "..",
+        "/",
+        "../verify",
+        "verify/",
+        "a/b",
+        "%2e",
+        "\\verify",
+        "verify\n",
+        "",
+        None,
+        7,
+        "close",
+    ]
     tools = [{"type": "function", "name": name} for name in [*names, "what is it?#"]]
     row = {**ROW, "responses_create_params": {"input": "x", "tools": tools}}
 
@@ -496,12 +564,19 @@ def test_no_tool_is_called_by_another_route():
         return answers, server.faults.paths
 
     answers, paths = converse(conversation)
-    assert [json.loads(answer) for answer in answers[:-1]] == [{"error": f"Unknown tool: {name}"} for name in names]
-    assert json.loads(answers[-1]) == {"found": "it"} and paths[1:] == ["/seed_session", "/what%20is%20it%3F%23"]
+    assert [json.loads(answer) for answer in answers[:-1]] == [
+        {"error": f"Unknown tool: {name}"} for name in names
+    ]
+    assert json.loads(answers[-1]) == {"found": "it"} and paths[1:] == [
+        "/seed_session",
+        "/what%20is%20it%3F%23",
+    ]
 
 
 def test_no_server_is_called_by_a_name_that_leaves_the_log_folder():
     names = ("../x", "a/b", ".x", "", "a b", "a\n", "x" * 101)
     for name, spec in [*((name, {}) for name in names), ("x", {"start": {"agent": "../y"}})]:
-        with pytest.raises(GymStartError, match=r"^gym.servers(.x.start.agent)?: '.* is no name; take letters"):
+        with pytest.raises(
+            GymStartError, match=r"^gym.servers(.x.start.agent)?: '.* is no name; take letters"
+        ):
             check_server(name, spec)

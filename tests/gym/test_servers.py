@@ -125,7 +125,9 @@ def of_process(pid):
     return (folder / "environ").read_bytes() + (folder / "cmdline").read_bytes()
 
 
-def test_a_server_sees_its_own_settings_and_no_secret_that_its_recipe_does_not_name(tmp_path, monkeypatch):
+def test_a_server_sees_its_own_settings_and_no_secret_that_its_recipe_does_not_name(
+    tmp_path, monkeypatch
+):
     """Real servers: one of a folder, Gym's agent before it, the policy's model server, and a judge's."""
     for name, value in {**SECRETS, "SHOP_TOKEN": "shown-1", "PLAIN": "shown-2"}.items():
         monkeypatch.setenv(name, value)
@@ -135,10 +137,14 @@ def test_a_server_sees_its_own_settings_and_no_secret_that_its_recipe_does_not_n
     start |= {"config": {"shop_key": "own-key"}, "env": ["SHOP_TOKEN"]}
     endpoint = Endpoint(say(500, {}))
     policy = {"base_url": f"{endpoint.url}/v1", "api_key": "policy-key", "model": "policy"}
-    judges = judge_proxy.judges({"judge": {"base_url": endpoint.url, "model": "m", "api_key_env": "JUDGE_WORD"}}, 60.0)
+    judges = judge_proxy.judges(
+        {"judge": {"base_url": endpoint.url, "model": "m", "api_key_env": "JUDGE_WORD"}}, 60.0
+    )
     with judge_proxy.Proxy(judges) as proxy:
         blocks = list(proxy.blocks())
-        running = gym_servers.running_servers({"shop": {"start": start}}, tmp_path, policy=policy, models=blocks)
+        running = gym_servers.running_servers(
+            {"shop": {"start": start}}, tmp_path, policy=policy, models=blocks
+        )
         with running as urls:
             children = psutil.Process().children(recursive=True)
             outside = {child.pid: of_process(child.pid) for child in children}
@@ -146,7 +152,9 @@ def test_a_server_sees_its_own_settings_and_no_secret_that_its_recipe_does_not_n
             assert "/run" in own, own  # the agent's
             looked = look(tmp_path)
             model = address(looked["config"]["policy_model"]["responses_api_models"]["vllm_model"])
-            httpx.post(f"{model}/v1/chat/completions", json={"messages": [], "model": "x"}, timeout=60.0)
+            httpx.post(
+                f"{model}/v1/chat/completions", json={"messages": [], "model": "x"}, timeout=60.0
+            )
         key = proxy.key
     assert len(outside) >= 4
     for pid, text in outside.items():
@@ -158,10 +166,17 @@ def test_a_server_sees_its_own_settings_and_no_secret_that_its_recipe_does_not_n
     environment, config = looked["environment"], looked["config"]
     assert environment["SHOP_TOKEN"] == "shown-1" and environment["PLAIN"] == "shown-2"
     assert config["shop"]["resources_servers"]["shop"]["shop_key"] == "own-key"
-    assert config["judge"]["responses_api_models"]["vllm_model"].keys() == {"entrypoint", "host", "port"}
+    assert config["judge"]["responses_api_models"]["vllm_model"].keys() == {
+        "entrypoint",
+        "host",
+        "port",
+    }
     assert looked["stdin"] == "" and len(looked["arguments"]) == 1
     # and the one that needs it has it
-    assert endpoint.log[0][0] == "/v1/chat/completions" and endpoint.log[0][1]["Authorization"] == "Bearer policy-key"
+    assert (
+        endpoint.log[0][0] == "/v1/chat/completions"
+        and endpoint.log[0][1]["Authorization"] == "Bearer policy-key"
+    )
 
 
 def address(settings):
@@ -182,7 +197,9 @@ def look(folder):
 def test_the_policys_model_server_is_shown_no_secret_of_one_agent(monkeypatch):
     monkeypatch.setenv("SHOP_TOKEN", "x")
     start = {"python": str(GYM_PYTHON), "agent": "simple_agent", "env": ["SHOP_TOKEN"]}
-    blocks = gym_servers.plan("mcqa", start, {"base_url": "http://x/v1", "api_key": "k", "model": "m"})
+    blocks = gym_servers.plan(
+        "mcqa", start, {"base_url": "http://x/v1", "api_key": "k", "model": "m"}
+    )
     assert {block["name"]: block["shown"] for block in blocks} == {
         "mcqa": ["SHOP_TOKEN"],
         "policy_model": [],
@@ -204,11 +221,14 @@ def test_variables_of_a_recipe_that_are_none_are_told(names, told):
 
 
 @pytest.mark.parametrize(
-    "name", ["A_KEY", "hf_token", "My_Secret", "DB_PASSWORD", "CREDENTIALS", "KEYS", "A_NAME", "PATH"]
+    "name",
+    ["A_KEY", "hf_token", "My_Secret", "DB_PASSWORD", "CREDENTIALS", "KEYS", "A_NAME", "PATH"],
 )
 def test_a_recipe_and_a_server_agree_on_what_a_secret_is_called(name, monkeypatch):
     monkeypatch.setenv(name, "a-long-value")
-    is_written = "a-long-value" in OmegaConf.to_yaml(public(OmegaConf.create({"x": "a-long-value"})))
+    is_written = "a-long-value" in OmegaConf.to_yaml(
+        public(OmegaConf.create({"x": "a-long-value"}))
+    )
     is_shown = name in gym_servers.environment({}, ())
     assert is_written == is_shown == (name in ("A_NAME", "PATH"))
 
@@ -247,7 +267,14 @@ def block_of(folder, how="child"):
     port = gym_servers.free_port()
     command = [sys.executable, str(folder / "server.py"), str(port), str(folder / "flag"), how]
     log = str(folder / "log")
-    return {"name": "s", "kind": "command", "command": command, "host": "127.0.0.1", "port": port, "log": log}
+    return {
+        "name": "s",
+        "kind": "command",
+        "command": command,
+        "host": "127.0.0.1",
+        "port": port,
+        "log": log,
+    }
 
 
 @pytest.mark.parametrize("how", ["child", "parent"])
@@ -255,7 +282,9 @@ def test_a_server_that_listens_itself_or_by_a_child_is_ready(tmp_path, how):
     block = block_of(tmp_path, how)
     process = gym_servers.start_server(block, [block])
     try:
-        gym_servers.wait_ready("s", f"http://127.0.0.1:{block['port']}", process, tmp_path / "log", 30.0)
+        gym_servers.wait_ready(
+            "s", f"http://127.0.0.1:{block['port']}", process, tmp_path / "log", 30.0
+        )
     finally:
         gym_servers.stop_servers([process])
 
@@ -263,11 +292,17 @@ def test_a_server_that_listens_itself_or_by_a_child_is_ready(tmp_path, how):
 def test_a_strangers_answer_is_not_taken_for_a_servers():
     """The port was free when it was chosen; the stranger is quicker than the server."""
     stranger = Endpoint(say(200, {"paths": {}}))
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True
+    )
     try:
-        with pytest.raises(GymStartError, match=rf"port {stranger.port} belongs to another process; stop that"):
+        with pytest.raises(
+            GymStartError, match=rf"port {stranger.port} belongs to another process; stop that"
+        ):
             gym_servers.wait_ready("s", stranger.url, process, deadline_s=2.0)
-        gym_servers.wait_ready("s", stranger.url)  # a url of the recipe's, which nobody started here
+        gym_servers.wait_ready(
+            "s", stranger.url
+        )  # a url of the recipe's, which nobody started here
     finally:
         gym_servers.stop_servers([process])
         stranger.close()
@@ -277,7 +312,9 @@ def test_a_strangers_answer_is_not_taken_for_a_servers():
 def test_a_stranger_on_the_port_of_a_server_that_died_is_told(tmp_path, moment):
     block, restarts, lost = block_of(tmp_path), [], []
     started = {"s": gym_servers.start_server(block, [block])}
-    gym_servers.wait_ready("s", f"http://127.0.0.1:{block['port']}", started["s"], tmp_path / "log", 30.0)
+    gym_servers.wait_ready(
+        "s", f"http://127.0.0.1:{block['port']}", started["s"], tmp_path / "log", 30.0
+    )
     (tmp_path / "flag").write_text("")  # the next one takes long to start
     ended = threading.Event()
     arguments = ({"s": block}, started, restarts.append, lost.append, ended)
@@ -302,7 +339,10 @@ def test_a_stranger_on_the_port_of_a_server_that_died_is_told(tmp_path, moment):
         gym_servers.stop_servers(started.values())
         if stranger:
             stranger.close()
-    assert len(lost) == 1 and f"server s ended, and another process has its port {block['port']}" in lost[0]
+    assert (
+        len(lost) == 1
+        and f"server s ended, and another process has its port {block['port']}" in lost[0]
+    )
     assert restarts == ([] if moment == "before the restart" else ["s"])
 
 
@@ -314,7 +354,8 @@ def test_a_server_that_died_is_started_again_and_is_no_stranger(tmp_path):
     gym_servers.wait_ready("s", url, started["s"], tmp_path / "log", 30.0)
     ended = threading.Event()
     keeper = threading.Thread(
-        target=gym_servers.keep_up, args=({"s": block}, started, restarts.append, lost.append, ended)
+        target=gym_servers.keep_up,
+        args=({"s": block}, started, restarts.append, lost.append, ended),
     )
     try:
         os.killpg(started["s"].pid, signal.SIGKILL)
@@ -421,7 +462,9 @@ def test_a_redirect_is_told_and_not_followed(ask, status, monkeypatch):
     monkeypatch.setattr(gym_servers, "ASK_S", 1.0)
     other = Endpoint(say(200, {"paths": {}, "data": [{"id": "m"}]}))
     endpoint = Endpoint(say(status, {}, Location=f"{other.url}/x"))
-    with pytest.raises((FetchError, GymStartError, ConfigError), match=f"HTTP {status} redirects to {other.url}/x"):
+    with pytest.raises(
+        (FetchError, GymStartError, ConfigError), match=f"HTTP {status} redirects to {other.url}/x"
+    ):
         ask(endpoint.url)
     assert other.log == [] and endpoint.log
 
@@ -432,7 +475,10 @@ def test_a_redirect_is_told_and_not_followed(ask, status, monkeypatch):
 def test_the_prometheus_that_a_run_names_listens_on_this_machine_alone(tmp_path):
     said, port = [], gym_servers.free_port()
     settings = {"file": str(tmp_path / "prometheus.yml"), "port": port}
-    config = {"actor_rollout_ref": {"rollout": {"prometheus": settings}}, "trainer": {"experiment_name": "x"}}
+    config = {
+        "actor_rollout_ref": {"rollout": {"prometheus": settings}},
+        "trainer": {"experiment_name": "x"},
+    }
 
     class Run:
         def __init__(self):

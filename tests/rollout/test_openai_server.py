@@ -17,7 +17,10 @@ KEY = "a key of this test"
 
 
 def tool_of(name: str) -> dict:
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": {}}},
+    }
 
 
 def answer_of(text: str, names: list[str]) -> dict:
@@ -54,10 +57,15 @@ FORGED = [
 def test_a_call_of_no_tool_of_the_request_is_text(name):
     choice = answer_of("Well." + call('{"a": 1}', name), ["look_up"])
     assert choice["message"]["tool_calls"] == [] and choice["finish_reason"] == "stop"
-    assert choice["message"]["content"].startswith("Well.") and '"arguments"' in choice["message"]["content"]
+    assert (
+        choice["message"]["content"].startswith("Well.")
+        and '"arguments"' in choice["message"]["content"]
+    )
 
 
-@pytest.mark.parametrize("name", [*sorted(RESERVED), "../verify", "verify?a", "verify#a", "%76erify"])
+@pytest.mark.parametrize(
+    "name", [*sorted(RESERVED), "../verify", "verify?a", "verify#a", "%76erify"]
+)
 def test_a_row_makes_no_route_of_the_server_a_tool(name):
     assert answer_of(call(name=name), [name, "look_up"])["message"]["tool_calls"] == []
 
@@ -107,7 +115,11 @@ def test_gyms_simple_agent_runs_the_tools_of_the_row_and_no_other_route(tmp_path
     policy = policy_of(Player(tokenizer, conversations), tokenizer)
     port = free_port()
     address = {"base_url": f"http://127.0.0.1:{port}/v1", "api_key": KEY, "model": "policy"}
-    start = {"server": "example_session_state_mgmt", "agent": "simple_agent", "python": str(GYM_PYTHON)}
+    start = {
+        "server": "example_session_state_mgmt",
+        "agent": "simple_agent",
+        "python": str(GYM_PYTHON),
+    }
 
     async def play(urls):
         played = {}

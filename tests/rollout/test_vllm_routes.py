@@ -80,9 +80,16 @@ def judge():
 
 def statuses(app, **headers):
     """{(method, path): status} of every route of an app and some that it lacks, asked with `headers`."""
-    asked = routes_of(app) | {("GET", "/"), ("POST", "/no/such"), ("OPTIONS", "/v1/completions"), ("GET", "/docs")}
+    asked = routes_of(app) | {
+        ("GET", "/"),
+        ("POST", "/no/such"),
+        ("OPTIONS", "/v1/completions"),
+        ("GET", "/docs"),
+    }
     http = TestClient(app, raise_server_exceptions=False)
-    return {(m, path): http.request(m, path, headers=headers, json={}).status_code for m, path in asked}
+    return {
+        (m, path): http.request(m, path, headers=headers, json={}).status_code for m, path in asked
+    }
 
 
 def test_the_policys_server_answers_health_and_metrics_alone(policy):
@@ -91,12 +98,18 @@ def test_the_policys_server_answers_health_and_metrics_alone(policy):
     answered = {route for route, status in found.items() if status != 403}
     assert answered == {("GET", "/health"), ("GET", "/metrics")}
     assert found["GET", "/health"] == found["GET", "/metrics"] == 200
-    for path in ("/invocations", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"):
+    for path in (
+        "/invocations",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/inference/v1/generate",
+    ):
         assert found["POST", path] == 403, path
 
 
 @pytest.mark.parametrize(
-    "path", ["/metrics/%2e%2e/v1/completions", "//v1/completions", "/metrics/", "/health/x", "/METRICS"]
+    "path",
+    ["/metrics/%2e%2e/v1/completions", "//v1/completions", "/metrics/", "/health/x", "/METRICS"],
 )
 def test_no_spelling_of_a_path_leads_elsewhere(policy, path):
     http = TestClient(policy)
@@ -129,14 +142,18 @@ def test_a_judges_server_answers_its_run_alone(judge):
         assert {route for route, status in found.items() if status == 401} == asked
         assert set(found.values()) == {200, 401, 403}
     found = statuses(judge, Authorization=f"Bearer {KEY}")
-    assert {route for route, status in found.items() if status == 403} == found.keys() - allowed - asked
+    assert {
+        route for route, status in found.items() if status == 403
+    } == found.keys() - allowed - asked
     # past the key: there is no engine
     assert not {found[route] for route in asked} & {401, 403, 404}
     assert found["POST", "/invocations"] == 403
 
 
 def test_a_recipe_may_change_what_guards_its_judge():
-    spec = {"start": {"model": "a/b", "args": {"allowed_origins": '["https://x"]', "max_model_len": 64}}}
+    spec = {
+        "start": {"model": "a/b", "args": {"allowed_origins": '["https://x"]', "max_model_len": 64}}
+    }
     parsed = judge_arguments(judge_proxy.judges({"j": spec}, 60.0)["j"])
     assert isinstance(parsed, argparse.Namespace) and parsed.allowed_origins == ["https://x"]
     assert parsed.middleware == ["kit.rollout.vllm_routes.JudgeRoutes"]

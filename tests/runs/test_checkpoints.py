@@ -52,15 +52,26 @@ def config_of(folder: Path, **trainer):
         "max_actor_ckpt_to_keep": None,
         "experiment_name": "checked",
     }
-    actor = {"optim": {"lr": 0.1}, "strategy": "fsdp2", "checkpoint": {"save_contents": ["model", "extra"]}}
+    actor = {
+        "optim": {"lr": 0.1},
+        "strategy": "fsdp2",
+        "checkpoint": {"save_contents": ["model", "extra"]},
+    }
     model = {"path": str(folder / "model"), "lora_rank": 0}
-    sections = {"trainer": settings | trainer, "actor_rollout_ref": {"actor": actor, "model": model}}
-    return OmegaConf.create({**sections, "algorithm": {"adv_estimator": "grpo"}, "model_engine": "dp"})
+    sections = {
+        "trainer": settings | trainer,
+        "actor_rollout_ref": {"actor": actor, "model": model},
+    }
+    return OmegaConf.create(
+        {**sections, "algorithm": {"adv_estimator": "grpo"}, "model_engine": "dp"}
+    )
 
 
 def save(folder: Path, step: int, group=None, **trainer) -> Path:
     workers = SimpleNamespace(actor=group or Group(), critic=None)
-    return checkpoints.save(workers, folder, {"step": step, "command": "train"}, config_of(folder, **trainer))
+    return checkpoints.save(
+        workers, folder, {"step": step, "command": "train"}, config_of(folder, **trainer)
+    )
 
 
 def test_killed_at_every_moment_of_a_save_the_newest_whole_one_is_found(tmp_path):
@@ -77,7 +88,15 @@ def test_killed_at_every_moment_of_a_save_the_newest_whole_one_is_found(tmp_path
 
             def die(event, _):
                 nonlocal left
-                if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "os.replace"):
+                if event in (
+                    "open",
+                    "os.rename",
+                    "os.remove",
+                    "os.mkdir",
+                    "os.rmdir",
+                    "shutil.rmtree",
+                    "os.replace",
+                ):
                     left -= 1
                     if not left:
                         os.kill(os.getpid(), signal.SIGKILL)
@@ -88,11 +107,17 @@ def test_killed_at_every_moment_of_a_save_the_newest_whole_one_is_found(tmp_path
         _, status = os.waitpid(child, 0)
         last, lines = checkpoints.newest(folder)
         assert last is not None and not checkpoints.broken(last)
-        width = checkpoints.read(last / "actor" / "model_world_size_2_rank_1.pt")["layer.weight"].shape[0]
+        width = checkpoints.read(last / "actor" / "model_world_size_2_rank_1.pt")[
+            "layer.weight"
+        ].shape[0]
         state = checkpoints.read(last / "data.pt")
         moments.add((last.name, width, state["step"]))
         # the old step 2 until it is taken away, by when the new one is whole under another name, then the new one
-        assert (last.name, width) in {("global_step_2", 4), ("saving_2", 5), ("global_step_2", 5)}, (n, moments)
+        assert (last.name, width) in {
+            ("global_step_2", 4),
+            ("saving_2", 5),
+            ("global_step_2", 5),
+        }, (n, moments)
         assert all("left alone" in line and "_2 is not whole" in line for line in lines)
         again = save(folder, 2, Group(width=6))  # what the kill left is no obstacle
         assert checkpoints.newest(folder)[0] == again and not (folder / "saving_2").exists()
@@ -102,10 +127,16 @@ def test_killed_at_every_moment_of_a_save_the_newest_whole_one_is_found(tmp_path
     else:
         raise AssertionError("the save never came through")
     print(f"killed at {n - 1} moments")
-    assert n > 20 and moments == {("global_step_2", 4, 2), ("saving_2", 5, 2), ("global_step_2", 5, 2)}
+    assert n > 20 and moments == {
+        ("global_step_2", 4, 2),
+        ("saving_2", 5, 2),
+        ("global_step_2", 5, 2),
+    }
 
 
-@pytest.mark.parametrize("name", ["data.pt", "actor/model_world_size_2_rank_1.pt", "actor/fsdp_config.json"])
+@pytest.mark.parametrize(
+    "name", ["data.pt", "actor/model_world_size_2_rank_1.pt", "actor/fsdp_config.json"]
+)
 def test_a_file_cut_short_is_named_and_the_one_before_is_taken(tmp_path, name):
     save(tmp_path, 1)
     last = save(tmp_path, 2)
@@ -115,11 +146,19 @@ def test_a_file_cut_short_is_named_and_the_one_before_is_taken(tmp_path, name):
     assert found == tmp_path / "global_step_1"
     assert lines == [f"{last} is not whole, and left alone: {name} has {size // 2} bytes of {size}"]
     (last / name).unlink()
-    assert checkpoints.newest(tmp_path)[1] == [f"{last} is not whole, and left alone: {name} is missing"]
-    with pytest.raises(ConfigError, match=f"resume_from_path={last} is not a whole checkpoint: {name} is missing"):
-        checkpoints.resume_point(config_of(tmp_path, resume_mode="resume_path", resume_from_path=str(last)))
+    assert checkpoints.newest(tmp_path)[1] == [
+        f"{last} is not whole, and left alone: {name} is missing"
+    ]
+    with pytest.raises(
+        ConfigError, match=f"resume_from_path={last} is not a whole checkpoint: {name} is missing"
+    ):
+        checkpoints.resume_point(
+            config_of(tmp_path, resume_mode="resume_path", resume_from_path=str(last))
+        )
     shutil.rmtree(tmp_path / "global_step_1")
-    with pytest.raises(ConfigError, match=r"there is no other. trainer.resume_mode=disable begins again at step 0"):
+    with pytest.raises(
+        ConfigError, match=r"there is no other. trainer.resume_mode=disable begins again at step 0"
+    ):
         checkpoints.resume_point(config_of(tmp_path))
 
 
@@ -133,11 +172,15 @@ def test_a_full_disk_ends_the_save_with_what_to_do_and_keeps_what_was_there(tmp_
                 out.write("x" * 100_000)
 
     with pytest.raises(
-        RunError, match=r"step 2 could not be written: .*No space left on device; see that there is room in"
+        RunError,
+        match=r"step 2 could not be written: .*No space left on device; see that there is room in",
     ) as caught:
         save(tmp_path, 2, Full())
     assert f"the same command goes on from {first}" in str(caught.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", "latest_checkpointed_iteration.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "global_step_1",
+        "latest_checkpointed_iteration.txt",
+    ]
     assert not checkpoints.broken(first)
 
 
@@ -148,7 +191,9 @@ def test_the_shards_of_half_the_ranks_are_no_checkpoint(tmp_path):
     class Half(Group):
         world_size = 4
 
-    with pytest.raises(RunError, match=r"4 shards of 4 ranks are not there, .* all nodes share: extra_"):
+    with pytest.raises(
+        RunError, match=r"4 shards of 4 ranks are not there, .* all nodes share: extra_"
+    ):
         save(tmp_path, 2, Half())
     assert checkpoints.newest(tmp_path) == (first, [])
 
@@ -161,7 +206,9 @@ def test_old_ones_are_deleted_but_never_the_last_good_one(tmp_path):
     save(tmp_path, 5, max_actor_ckpt_to_keep=1)  # the broken one does not count, nor is it touched
     assert [path.name for path in checkpoints.found(tmp_path)] == ["global_step_5", "global_step_4"]
     assert checkpoints.newest(tmp_path)[0] == tmp_path / "global_step_5"
-    assert save(tmp_path, 2, max_actor_ckpt_to_keep=1).is_dir()  # of a run that began again: never the one just written
+    assert save(
+        tmp_path, 2, max_actor_ckpt_to_keep=1
+    ).is_dir()  # of a run that began again: never the one just written
 
 
 def test_checkpoints_after_the_step_that_a_run_begins_at_are_set_aside(tmp_path):
@@ -169,7 +216,10 @@ def test_checkpoints_after_the_step_that_a_run_begins_at_are_set_aside(tmp_path)
         save(tmp_path, step)
     os.truncate(tmp_path / "global_step_3" / "data.pt", 3)
     lines = checkpoints.set_aside(tmp_path, 1)
-    assert len(lines) == 1 and "global_step_2 is of steps that are trained again: it is now abandoned_" in lines[0]
+    assert (
+        len(lines) == 1
+        and "global_step_2 is of steps that are trained again: it is now abandoned_" in lines[0]
+    )
     assert checkpoints.newest(tmp_path)[0] == tmp_path / "global_step_1"
     assert not checkpoints.broken(next(tmp_path.glob("abandoned_*_global_step_2")))
     assert (tmp_path / "global_step_3").is_dir()  # broken ones are left alone
@@ -181,12 +231,17 @@ def test_a_file_with_code_in_it_is_not_loaded(tmp_path):
             return os.system, (f"touch {tmp_path}/sprung",)
 
     checkpoint = save(tmp_path, 1)
-    for name in ("data.pt", "actor/extra_state_world_size_2_rank_1.pt", "actor/model_world_size_2_rank_0.pt"):
+    for name in (
+        "data.pt",
+        "actor/extra_state_world_size_2_rank_1.pt",
+        "actor/model_world_size_2_rank_0.pt",
+    ):
         path = checkpoint / name
         whole = path.read_bytes()
         torch.save({"step": Trap()}, path)
         with pytest.raises(
-            RunError, match=f"{name} is not loaded, as it is not tensors and plain values alone: .*system"
+            RunError,
+            match=f"{name} is not loaded, as it is not tensors and plain values alone: .*system",
         ):
             checkpoints.check(checkpoint, config_of(tmp_path), "train")
         path.write_bytes(pickle.dumps({"step": Trap()}))
@@ -203,7 +258,9 @@ def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(tmp_path):
     save_file({"layer.weight": torch.ones(4, 3)}, tmp_path / "model" / "model.safetensors")
     assert checkpoints.check(checkpoint, config_of(tmp_path), "train") == []
     save_file({"layer.weight": torch.ones(7, 3)}, tmp_path / "model" / "model.safetensors")
-    with pytest.raises(RunError, match=r"its layer.weight is \(4, 3\), that of .*model is \(7, 3\)"):
+    with pytest.raises(
+        RunError, match=r"its layer.weight is \(4, 3\), that of .*model is \(7, 3\)"
+    ):
         checkpoints.check(checkpoint, config_of(tmp_path), "train")
 
 
@@ -219,18 +276,28 @@ def test_what_changed_is_said_and_what_cannot_change_is_refused(tmp_path):
         checkpoints.check(checkpoint, faster, "train")
     OmegaConf.update(faster, contents, ["model"], force_add=True)
     assert "optim.lr 0.1 -> 0.2" in checkpoints.check(checkpoint, faster, "train")[0]
-    with pytest.raises(RunError, match=r"is of `train`, not of `sft`: give another trainer.experiment_name"):
+    with pytest.raises(
+        RunError, match=r"is of `train`, not of `sft`: give another trainer.experiment_name"
+    ):
         checkpoints.check(checkpoint, config, "sft")
     with pytest.raises(RunError, match="cannot go on with a critic, which that run did not have"):
         changed = OmegaConf.merge(config, {"algorithm": {"adv_estimator": "gae"}})
         checkpoints.check(checkpoint, changed, "train")
-    spread = OmegaConf.merge(config, {"trainer": {"n_gpus_per_node": 1, "nnodes": 2}})  # as many ranks
-    assert "trainer.n_gpus_per_node 2 -> 1, trainer.nnodes 1 -> 2" in checkpoints.check(checkpoint, spread, "train")[0]
+    spread = OmegaConf.merge(
+        config, {"trainer": {"n_gpus_per_node": 1, "nnodes": 2}}
+    )  # as many ranks
+    assert (
+        "trainer.n_gpus_per_node 2 -> 1, trainer.nnodes 1 -> 2"
+        in checkpoints.check(checkpoint, spread, "train")[0]
+    )
     config.trainer.n_gpus_per_node = 4
     with pytest.raises(RunError) as caught:
         checkpoints.check(checkpoint, config, "train")
     said = f"{checkpoint} cannot go on with trainer.n_gpus_per_node 2 -> 4 (each rank loads the shard that it wrote). "
-    assert str(caught.value) == f"{said}Set these back, or give the run another trainer.experiment_name; {allowed}"
+    assert (
+        str(caught.value)
+        == f"{said}Set these back, or give the run another trainer.experiment_name; {allowed}"
+    )
 
 
 def test_nothing_left_to_train_is_an_error(tmp_path, monkeypatch):
@@ -238,14 +305,18 @@ def test_nothing_left_to_train_is_an_error(tmp_path, monkeypatch):
     save(tmp_path, 100)
     (tmp_path / "runs" / "checked" / "export").mkdir(parents=True)
     (tmp_path / "runs" / "checked" / "export" / checkpoints.EXPORTED).write_text("100")
-    with pytest.raises(ConfigError, match=r"nothing left to train: .*global_step_100 is the last of 100 steps"):
+    with pytest.raises(
+        ConfigError, match=r"nothing left to train: .*global_step_100 is the last of 100 steps"
+    ):
         checkpoints.resume_point(config_of(tmp_path))
 
 
 def test_no_key_of_the_environment_is_written_down(workspace, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "sk-planted-judge")
     monkeypatch.setenv("SECRET_HOST", "planted.example")
-    monkeypatch.setenv("JUDGE_ADDRESS", "planted.elsewhere")  # not called a secret, but from the environment
+    monkeypatch.setenv(
+        "JUDGE_ADDRESS", "planted.elsewhere"
+    )  # not called a secret, but from the environment
     changes = [
         "gym.servers.judge.start.config.judge={key: '${oc.env:JUDGE_API_KEY}', url: 'http://planted.example/v1', "
         "address: '${oc.env:JUDGE_ADDRESS}'}"
@@ -254,14 +325,20 @@ def test_no_key_of_the_environment_is_written_down(workspace, monkeypatch):
     config, _ = load_config([str(CPU), str(RECIPE)], tiny(workspace, *changes))
     written = OmegaConf.to_yaml(public(config))
     assert "planted" not in written
-    assert "key: ${oc.env:JUDGE_API_KEY}" in written and "http://${oc.env:SECRET_HOST}/v1" in written
-    assert public(config).gym.servers.judge.start.config.judge.key == "sk-planted-judge"  # and it still loads
+    assert (
+        "key: ${oc.env:JUDGE_API_KEY}" in written and "http://${oc.env:SECRET_HOST}/v1" in written
+    )
+    assert (
+        public(config).gym.servers.judge.start.config.judge.key == "sk-planted-judge"
+    )  # and it still loads
 
 
 def test_a_manifest_lists_every_file(tmp_path):
     checkpoint = save(tmp_path, 1)
     listed = set(json.loads((checkpoint / "manifest.json").read_text())["files"])
-    present = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
+    present = {
+        str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()
+    }
     assert listed == present - {"manifest.json"}
 
 
@@ -271,19 +348,24 @@ def test_the_bare_command_says_which_checkpoint_is_broken(tmp_path):
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-@pytest.mark.parametrize("name", ["lr", "betas", "weight_decay", "optimizer", "override_optimizer_config"])
+@pytest.mark.parametrize(
+    "name", ["lr", "betas", "weight_decay", "optimizer", "override_optimizer_config"]
+)
 @pytest.mark.parametrize("part", ["actor_rollout_ref.actor", "critic"])
 def test_what_the_saved_optimizer_holds_may_not_change(tmp_path, name, part):
     checkpoint, config = save(tmp_path, 1), config_of(tmp_path)
     OmegaConf.update(config, f"{part}.optim.{name}", [0.5, 0.6], force_add=True)
-    with pytest.raises(RunError, match=rf"{part}\.optim\.{name} .* \(the saved optimizer has its own"):
+    with pytest.raises(
+        RunError, match=rf"{part}\.optim\.{name} .* \(the saved optimizer has its own"
+    ):
         checkpoints.check(checkpoint, config, "train")
     OmegaConf.update(config, f"{part}.checkpoint.load_contents", ["model"], force_add=True)
     assert f"{part}.optim.{name}" in checkpoints.check(checkpoint, config, "train")[0]
 
 
 @pytest.mark.parametrize(
-    "name", ["layer.weight", "base_model.model.layer.weight", "base_model.model.layer.base_layer.weight"]
+    "name",
+    ["layer.weight", "base_model.model.layer.weight", "base_model.model.layer.base_layer.weight"],
 )
 def test_shapes_are_checked_by_the_models_names_with_loras_too(tmp_path, name):
     save_file({"layer.weight": torch.ones(7, 3)}, tmp_path / "model.safetensors")
@@ -301,12 +383,16 @@ def test_a_replay_starts_from_the_step_before(tmp_path):
 
     def asked(**trainer):
         config = config_of(tmp_path / "none", **trainer)
-        return OmegaConf.merge(config, {"env": {"val_files": ["x"]}, "trainer": {"val_before_train": True}})
+        return OmegaConf.merge(
+            config, {"env": {"val_files": ["x"]}, "trainer": {"val_before_train": True}}
+        )
 
     assert checkpoints.before_replay(asked(), rollouts) == made[2]
     for step in (1, 3):
         named = asked(resume_mode="resume_path", resume_from_path=str(made[step]))
-        with pytest.raises(ConfigError, match=rf"weights after step 2, but .*global_step_{step} is of another step"):
+        with pytest.raises(
+            ConfigError, match=rf"weights after step 2, but .*global_step_{step} is of another step"
+        ):
             checkpoints.before_replay(named, rollouts)
     shutil.rmtree(made[2])
     with pytest.raises(ConfigError, match=r"global_step_2 is not whole: there is no such folder"):

@@ -20,7 +20,9 @@ def test_the_loop_from_python_and_the_command_are_one_run(workspace):
     name, files = "annealed", ["cpu", str(ROOT / "tests" / "tiny.yaml")]
     settings = tiny(workspace, "trainer.total_training_steps=2")
     block = python_block("with train(plan(").replace('["math_cpu", "cpu"]', repr(files))
-    block = re.sub(r"\[\"trainer\.experiment_name=(\w+)\"\]", lambda m: repr([m[0][2:-2], *settings]), block)
+    block = re.sub(
+        r"\[\"trainer\.experiment_name=(\w+)\"\]", lambda m: repr([m[0][2:-2], *settings]), block
+    )
     assert repr(files) in block and f"experiment_name={name}" in block and "entropy_coeff" in block
     block += "\nprint(sorted(metrics), trainer.config.actor_rollout_ref.actor.entropy_coeff)\n"
     done = subprocess.run(
@@ -32,12 +34,18 @@ def test_the_loop_from_python_and_the_command_are_one_run(workspace):
     folder = workspace / "runs" / name
     assert (folder / "export" / "step.txt").read_text() == "2\n"
 
-    more = ["trainer.total_training_steps=3", "trainer.logger=[tensorboard,file]", "trainer.print_samples_every=3"]
+    more = [
+        "trainer.total_training_steps=3",
+        "trainer.logger=[tensorboard,file]",
+        "trainer.print_samples_every=3",
+    ]
     more += ["trainer.log_val_generations=2"]
     arguments = command(workspace, *settings, f"trainer.experiment_name={name}", *more)
     result = run(arguments, workspace)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    assert "resumed from" in result.stdout and re.search(r"mean@1: \S+ before \(step 2\)", result.stdout)
+    assert "resumed from" in result.stdout and re.search(
+        r"mean@1: \S+ before \(step 2\)", result.stdout
+    )
     outputs_are_all_there(folder, result.stdout)
     again = run(arguments, workspace, timeout=120)
     assert again.returncode == 1 and "nothing left to train" in again.stderr.splitlines()[-1]
@@ -48,7 +56,9 @@ def outputs_are_all_there(folder, stdout):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert OmegaConf.load(folder / "config.yaml").actor_rollout_ref.actor.optim.lr == 0.003
-    episodes = [json.loads(line) for line in (folder / "rollouts" / "step_3.jsonl").read_text().splitlines()]
+    episodes = [
+        json.loads(line) for line in (folder / "rollouts" / "step_3.jsonl").read_text().splitlines()
+    ]
     told = [e["_episode"] for e in episodes]
     assert len(episodes) == 64 and len({e["group_id"] for e in told}) == 8
     assert all(e["status"] == "ok" and e["prompt"].endswith("7") and e["reward"] >= 0 for e in told)
@@ -64,55 +74,89 @@ def outputs_are_all_there(folder, stdout):
     wanted = "actor/pg_loss actor/grad_norm actor/entropy response_length/mean timing_s/gen timing_s/update_actor "
     wanted += "timing_s/update_weights perf/throughput rollout/failed_frac rollout/groups_dropped "
     wanted += "reward/reasoning_gym/mean verify/latency_s/p50 verify/latency_s/p95 training/rollout_probs_diff_mean"
-    assert not [name for name in wanted.split() if name not in step] and "perf/mfu/actor" not in step
-    assert step["training/rollout_probs_diff_max"] < 1e-3  # tied embeddings; untied ones in test_stack.py
+    assert (
+        not [name for name in wanted.split() if name not in step] and "perf/mfu/actor" not in step
+    )
+    assert (
+        step["training/rollout_probs_diff_max"] < 1e-3
+    )  # tied embeddings; untied ones in test_stack.py
     checkpoints = folder / "checkpoints"
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "3"
     for n in (2, 3):
-        assert (checkpoints / f"global_step_{n}" / "actor" / "model_world_size_1_rank_0.pt").is_file()
+        assert (
+            checkpoints / f"global_step_{n}" / "actor" / "model_world_size_1_rank_0.pt"
+        ).is_file()
         assert (checkpoints / f"global_step_{n}" / "data.pt").is_file()
-    assert re.search(r"step +3 +reward [01]", stdout) and len(re.findall(r"' -> '.*reward \d\.\d\d", stdout)) == 2
+    assert (
+        re.search(r"step +3 +reward [01]", stdout)
+        and len(re.findall(r"' -> '.*reward \d\.\d\d", stdout)) == 2
+    )
     assert "device_mesh" not in stdout and "Writing model shards" not in stdout
 
     model = AutoModelForCausalLM.from_pretrained(folder / "export")
     tokenizer = AutoTokenizer.from_pretrained(folder / "export")
     chat = [{"role": "user", "content": "say 7"}]
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    prompt = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)[
+        0, prompt["input_ids"].shape[1] :
+    ]
     assert len(answer)
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["actor_rollout_ref.rollout.temprature=1"], "did you mean actor_rollout_ref.rollout.temperature"),
+        (
+            ["actor_rollout_ref.rollout.temprature=1"],
+            "did you mean actor_rollout_ref.rollout.temperature",
+        ),
         (["env.train_files=[nowhere.jsonl]"], "nowhere.jsonl: no such file"),
         (
-            ["gym.servers.reasoning_gym.start=null", "gym.servers.reasoning_gym.url=http://127.0.0.1:9"],
+            [
+                "gym.servers.reasoning_gym.start=null",
+                "gym.servers.reasoning_gym.url=http://127.0.0.1:9",
+            ],
             "python -m kit.gym.servers reasoning_gym --port 9",
         ),
     ],
     ids=["key", "file", "url"],
 )
 def test_bad_input_is_one_line_and_a_status(workspace, arguments, named):
-    result = run(command(workspace, *tiny(workspace, *arguments), "--dry-run"), workspace, timeout=120)
+    result = run(
+        command(workspace, *tiny(workspace, *arguments), "--dry-run"), workspace, timeout=120
+    )
     assert result.returncode == 1
-    assert result.stderr.strip().splitlines()[-1].startswith("error: ") and named in result.stderr.splitlines()[-1]
+    assert (
+        result.stderr.strip().splitlines()[-1].startswith("error: ")
+        and named in result.stderr.splitlines()[-1]
+    )
     assert "Traceback" not in result.stderr
 
 
 def test_supervised_warm_up_learns_saves_and_resumes(workspace):
     chats = [
-        [{"role": "user", "content": f"{w} 7"}, {"role": "assistant", "content": "7"}] for w in ("say", "give") * 4
+        [{"role": "user", "content": f"{w} 7"}, {"role": "assistant", "content": "7"}]
+        for w in ("say", "give") * 4
     ]
-    (workspace / "chats.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in chats))
+    (workspace / "chats.jsonl").write_text(
+        "".join(json.dumps({"messages": m}) + "\n" for m in chats)
+    )
     files = [f"env.{name}=[{workspace / 'chats.jsonl'}]" for name in ("train_files", "val_files")]
-    changes = [*files, "data.train_batch_size=8", "actor_rollout_ref.actor.optim.lr=0.003", "trainer.save_freq=10"]
+    changes = [
+        *files,
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.optim.lr=0.003",
+        "trainer.save_freq=10",
+    ]
     steps, folder, said = sft(workspace, *changes, "trainer.total_training_steps=20")
     losses = [m["actor/loss"] for m in steps if "actor/loss" in m]
     assert len(losses) == 20 and losses[0] > 3 and losses[-1] < 0.3, losses
     held = [m["val/loss"] for m in metrics_of(folder) if "val/loss" in m]
-    assert held[0] == pytest.approx(losses[0], rel=1e-4)  # the same rows, before the first step: one definition
+    assert held[0] == pytest.approx(
+        losses[0], rel=1e-4
+    )  # the same rows, before the first step: one definition
     assert (folder / "export" / "model.safetensors").is_file() and "path=runs/sft/export" in said
     steps, _, _ = sft(workspace, *changes, "trainer.total_training_steps=21")
     assert steps[-1]["step"] == 21 and steps[-1]["actor/loss"] < 0.3
@@ -140,14 +184,18 @@ def test_evaluation_says_mean_and_pass_at_k_and_what_the_server_says(workspace):
     metrics = {name: value for m in metrics_of(folder) for name, value in m.items()}
     mean = sum(r["reward"] for r in records) / 32
     assert metrics["val-core/reasoning_gym/reward/mean@4"] == pytest.approx(mean)
-    assert metrics["val-gym/reasoning_gym/mean/reward"] == pytest.approx(mean)  # /aggregate_metrics agrees
+    assert metrics["val-gym/reasoning_gym/mean/reward"] == pytest.approx(
+        mean
+    )  # /aggregate_metrics agrees
     right = Counter(r["_ng_task_index"] for r in records if r["reward"] == 1.0)
     rates = [metrics[f"val-core/reasoning_gym/acc/pass@{k}"] for k in (1, 2, 4)]
     for k, rate in zip((1, 2, 4), rates, strict=True):  # Chen et al. 2021, equation 1
         chances = [1 - math.comb(4 - right[index], k) / math.comb(4, k) for index in range(8)]
         assert rate == pytest.approx(sum(chances) / 8)
     assert f"pass@4: {rates[2]:.4g}" in result.stdout
-    assert len(re.findall(r"' -> '.*reward \d\.\d\d", result.stdout)) == 6  # the three best and the three worst
+    assert (
+        len(re.findall(r"' -> '.*reward \d\.\d\d", result.stdout)) == 6
+    )  # the three best and the three worst
 
 
 def test_dry_run_checks_everything_and_starts_nothing(workspace):
@@ -171,11 +219,27 @@ def test_the_gpu_recipe_passes_its_dry_run_but_for_the_model(workspace):
     source.mkdir()
     for split in ("train", "test"):
         (source / f"{split}.jsonl").write_text((json.dumps(entry) + "\n") * 1024)
-    env_py = [command(workspace)[0], str(ROOT / "env.py"), "gsm8k", "--source", str(source), "--out", "data"]
+    env_py = [
+        command(workspace)[0],
+        str(ROOT / "env.py"),
+        "gsm8k",
+        "--source",
+        str(source),
+        "--out",
+        "data",
+    ]
     assert run(env_py, workspace).returncode == 0
-    arguments = [command(workspace)[0], str(ROOT / "algorithm.py"), "--config", str(ROOT / "configs" / "math.yaml")]
+    arguments = [
+        command(workspace)[0],
+        str(ROOT / "algorithm.py"),
+        "--config",
+        str(ROOT / "configs" / "math.yaml"),
+    ]
     arguments += [f"actor_rollout_ref.model.path={workspace / 'tied'}", "--dry-run"]
     arguments += [f"gym.servers.math_with_judge.start.python={GYM_PYTHON}"]
     result = run(arguments, workspace, timeout=120)
     assert result.returncode == 0, result.stderr
-    assert "1024 prompts x 5 answers = 5120 episodes" in result.stdout and "8 cuda, 8 vLLM replicas" in result.stdout
+    assert (
+        "1024 prompts x 5 answers = 5120 episodes" in result.stdout
+        and "8 cuda, 8 vLLM replicas" in result.stdout
+    )

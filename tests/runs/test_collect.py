@@ -15,14 +15,21 @@ from kit.runs.launch import Started
 from kit.runs.run_dir import Run
 
 MIX = "env.train_files=[{path: tools.jsonl, server: counter},{path: train.jsonl, server: reasoning_gym}]"
-CHANGES = [MIX, "actor_rollout_ref.rollout.n=2", "data.max_response_length=32", "trainer.experiment_name=collect"]
+CHANGES = [
+    MIX,
+    "actor_rollout_ref.rollout.n=2",
+    "data.max_response_length=32",
+    "trainer.experiment_name=collect",
+]
 
 
 def collected(stack, monkeypatch, *changes):
     """What the command prints over the session's servers, and its file's lines."""
     import inference
 
-    config, _ = load_config([str(CPU), str(RECIPE)], tiny(stack.workspace, *SESSION, *CHANGES, *changes))
+    config, _ = load_config(
+        [str(CPU), str(RECIPE)], tiny(stack.workspace, *SESSION, *CHANGES, *changes)
+    )
     data = preparation.prepare(config, "rollout")
     was = stack.servers
     policy = inference.make_policy(config, was.policy.client, data, 60.0)
@@ -40,7 +47,9 @@ def test_rollouts_without_training_go_on_where_they_stopped(stack, monkeypatch, 
     assert keys == {(i, k) for i in range(16) for k in range(2)} and len(records) == 32
     for record in records:
         assert isinstance(record["reward"], float) and record["response"]["object"] == "response"
-        assert ("expected_count" in record) != ("question" in record)  # the row, verbatim, is all there
+        assert ("expected_count" in record) != (
+            "question" in record
+        )  # the row, verbatim, is all there
         seen: list[int] = []
         for item in record["response"]["output"]:
             if "generation_token_ids" in item:
@@ -63,8 +72,13 @@ def test_rollouts_without_training_go_on_where_they_stopped(stack, monkeypatch, 
 
     with pytest.raises(ConfigError, match="holds episodes of other rows"):
         collected(stack, monkeypatch, "env.train_files=[{path: val.jsonl, server: reasoning_gym}]")
-    path.write_text('{"responses_create_params": {}, "reward": 1.0, "_ng_task_index": 0, "_ng_rollout_index": 0}\n')
-    with pytest.raises(ConfigError, match=r"rollouts\.jsonl:1: no episode .*older format .*another trainer.experiment"):
+    path.write_text(
+        '{"responses_create_params": {}, "reward": 1.0, "_ng_task_index": 0, "_ng_rollout_index": 0}\n'
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"rollouts\.jsonl:1: no episode .*older format .*another trainer.experiment",
+    ):
         collected(stack, monkeypatch)
 
 

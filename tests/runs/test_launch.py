@@ -24,7 +24,11 @@ class Manager:
     made: list[Manager]
 
     def __init__(self, config: Any, worker_group: Any = None, start_rank: int = 0):
-        self.rollout, self.worker_group, self.start_rank = config.actor_rollout_ref.rollout, worker_group, start_rank
+        self.rollout, self.worker_group, self.start_rank = (
+            config.actor_rollout_ref.rollout,
+            worker_group,
+            start_rank,
+        )
         self.made.append(self)
 
     async def _initialize_llm_servers(self) -> None:
@@ -45,8 +49,12 @@ APART = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "expected"), [(APART, 2), (APART[:1], 4)], ids=["apart", "together"])
-def test_a_sampler_has_the_nodes_of_its_recipe(workspace: Path, managers: list[Manager], changes, expected) -> None:
+@pytest.mark.parametrize(
+    ("changes", "expected"), [(APART, 2), (APART[:1], 4)], ids=["apart", "together"]
+)
+def test_a_sampler_has_the_nodes_of_its_recipe(
+    workspace: Path, managers: list[Manager], changes, expected
+) -> None:
     config, _ = load(workspace, *changes)
     before = config.actor_rollout_ref.rollout.nnodes
     asyncio.run(inference.start_sampler(config, first=4))
@@ -55,7 +63,9 @@ def test_a_sampler_has_the_nodes_of_its_recipe(workspace: Path, managers: list[M
     assert config.actor_rollout_ref.rollout.nnodes == before  # the recipe stays as it was
 
 
-@pytest.mark.parametrize(("changes", "shares_gpus"), [(APART, False), (APART[:1], True)], ids=["apart", "together"])
+@pytest.mark.parametrize(
+    ("changes", "shares_gpus"), [(APART, False), (APART[:1], True)], ids=["apart", "together"]
+)
 def test_servers_apart_do_not_take_the_gpus_of_the_actor(
     workspace: Path, managers: list[Manager], changes, shares_gpus
 ) -> None:
@@ -65,11 +75,17 @@ def test_servers_apart_do_not_take_the_gpus_of_the_actor(
     assert (managers[0].worker_group is actor) == shares_gpus
 
 
-def test_the_pythonpath_of_the_user_reaches_every_process(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pythonpath_of_the_user_reaches_every_process(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["mine", str(ROOT), "theirs"]))
     config, _ = load(workspace)
     expected = os.pathsep.join([str(ROOT), "mine", "theirs"])
-    assert config.ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH == os.environ["PYTHONPATH"] == expected
+    assert (
+        config.ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH
+        == os.environ["PYTHONPATH"]
+        == expected
+    )
 
 
 @pytest.mark.parametrize("executable", [None, "/opt/my $(touch x)/python"])
@@ -96,7 +112,9 @@ def test_a_python_with_an_odd_path_is_quoted_for_ray(
     assert asked[0]["_temp_dir"] == "/tmp/mine made private"
 
 
-def test_a_long_tmpdir_ends_a_run_before_anything_starts(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_tmpdir_ends_a_run_before_anything_starts(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, _ = load(workspace)
     monkeypatch.setattr(private.tempfile, "tempdir", "/tmp/" + "x" * 80)
     with pytest.raises(RunError, match="set TMPDIR to a shorter path"):

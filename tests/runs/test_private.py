@@ -35,7 +35,9 @@ def short() -> Iterator[Path]:
 
 def run_as_nobody(*command: str | Path) -> str:
     """Return the error output of a command that another user runs; empty if it succeeds."""
-    done = subprocess.run(command, user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, text=True, cwd="/")
+    done = subprocess.run(
+        command, user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, text=True, cwd="/"
+    )
     return done.stderr
 
 
@@ -64,7 +66,9 @@ def test_a_folder_of_another_user_is_refused(short: Path) -> None:
     folder = short / "theirs"
     folder.mkdir(mode=0o700)
     os.chown(folder, NOBODY, NOBODY)
-    with pytest.raises(RunError, match=rf"{folder} belongs to user {NOBODY}, not to you \(0\), .*; set ray_kwargs"):
+    with pytest.raises(
+        RunError, match=rf"{folder} belongs to user {NOBODY}, not to you \(0\), .*; set ray_kwargs"
+    ):
         private.make_ray_folder(str(folder))
 
 
@@ -76,17 +80,23 @@ def test_a_folder_that_others_may_enter_or_replace_is_refused(short: Path) -> No
         with pytest.raises(RunError, match=f"{name} is a symbolic link or a file, so other users"):
             private.make_ray_folder(str(short / name))
     (short / "mine").chmod(0o711)
-    with pytest.raises(RunError, match=r"mine is open to other users \(mode 0711\), .*; run `chmod 700 /tmp/"):
+    with pytest.raises(
+        RunError, match=r"mine is open to other users \(mode 0711\), .*; run `chmod 700 /tmp/"
+    ):
         private.make_ray_folder(str(short / "mine"))
     (short / "mine").chmod(0o700)
     short.chmod(0o777)
-    with pytest.raises(RunError, match=rf"mine can be replaced by other users, who can write to {short}"):
+    with pytest.raises(
+        RunError, match=rf"mine can be replaced by other users, who can write to {short}"
+    ):
         private.make_ray_folder(str(short / "mine"))
     short.chmod(0o1777)
     private.make_ray_folder(str(short / "mine"))
 
 
-def test_a_long_path_is_refused_before_a_socket_is_made(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_path_is_refused_before_a_socket_is_made(
+    short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     longest = str(short / ("x" * 40))[: private.SOCKET_PATH_LIMIT - len(private.RAY_SOCKET)]
     assert private.make_ray_folder(longest) == longest + "/ray"
     with pytest.raises(RunError, match=r"_temp_dir=\S+x has 40 bytes, over 39: .*; set ray_kwargs"):
@@ -142,7 +152,11 @@ def join(address: str, home: Path, **variables: str) -> str:
     kept = {name: value for name, value in GIVEN.items() if not name.startswith("RAY_")}
     kept |= {"HOME": str(home), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", **variables}
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER, address], env=kept, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", DRIVER, address],
+        env=kept,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     return done.stdout + done.stderr
 
@@ -153,7 +167,9 @@ def files_with(text: str, *folders: Path) -> list[Path]:
 
 
 @pytest.mark.timeout(600)
-def test_only_who_has_the_token_uses_the_ray_of_a_run(workspace: Path, tmp_path: Path, short: Path) -> None:
+def test_only_who_has_the_token_uses_the_ray_of_a_run(
+    workspace: Path, tmp_path: Path, short: Path
+) -> None:
     """Also where TMPDIR and the folder of Ray have names that a shell would take apart."""
     odd, home = short / "a $(touch x)", tmp_path / "home"
     odd.mkdir()
@@ -170,18 +186,30 @@ def test_only_who_has_the_token_uses_the_ray_of_a_run(workspace: Path, tmp_path:
         line = next(line for line in driver.stdout if line.startswith("{"))
         told = json.loads(line)
         address, token = told["address"], told["token"]
-        assert told["script"].endswith("default_worker.py") and told["temporary"].startswith(str(odd))
-        assert Path(told["logs"]).is_relative_to(short / "r y" / "ray") and list(Path(told["logs"]).iterdir())
+        assert told["script"].endswith("default_worker.py") and told["temporary"].startswith(
+            str(odd)
+        )
+        assert Path(told["logs"]).is_relative_to(short / "r y" / "ray") and list(
+            Path(told["logs"]).iterdir()
+        )
         if os.getuid() == 0:
             assert "Permission denied" in run_as_nobody("ls", told["logs"])
-        strangers = [{"RAY_AUTH_TOKEN": "0" * 64, "RAY_AUTH_MODE": "token"}, {"RAY_AUTH_MODE": "disabled"}, {}]
+        strangers = [
+            {"RAY_AUTH_TOKEN": "0" * 64, "RAY_AUTH_MODE": "token"},
+            {"RAY_AUTH_MODE": "disabled"},
+            {},
+        ]
         with ThreadPoolExecutor() as pool:
             allowed = pool.submit(join, address, home, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
             refused = [pool.submit(join, address, home, **variables) for variables in strangers]
         assert "joined 7" in allowed.result()
         for variables, output in zip(strangers, refused, strict=True):
-            assert "joined" not in output.result() and "AuthenticationError" in output.result(), variables
-        assert not files_with(token, tmp_path, short) and not (home / ".ray" / "auth_token").exists()
+            assert "joined" not in output.result() and "AuthenticationError" in output.result(), (
+                variables
+            )
+        assert (
+            not files_with(token, tmp_path, short) and not (home / ".ray" / "auth_token").exists()
+        )
         for process in psutil.Process(driver.pid).children(recursive=True):
             assert token not in " ".join(process.cmdline())
     finally:
@@ -197,10 +225,14 @@ def test_only_who_has_the_token_uses_the_ray_of_a_run(workspace: Path, tmp_path:
 def listens_at(port: int) -> list[str]:
     """Return the addresses at which this process listens on a port."""
     connections = psutil.Process().net_connections("inet")
-    return [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+    return [
+        c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN and c.laddr.port == port
+    ]
 
 
-def test_the_store_of_weights_over_gloo_listens_on_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_of_weights_over_gloo_listens_on_one_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import ray
 
     from kit.extras import gloo
@@ -228,7 +260,13 @@ def test_the_rendezvous_of_torch_on_one_machine_listens_on_the_loopback() -> Non
 
 @pytest.mark.parametrize(
     ("host", "expected"),
-    [("127.0.0.2", True), ("::1", True), ("localhost", True), ("10.0.0.7", False), ("node-7", False)],
+    [
+        ("127.0.0.2", True),
+        ("::1", True),
+        ("localhost", True),
+        ("10.0.0.7", False),
+        ("node-7", False),
+    ],
 )
 def test_a_cluster_is_not_kept_on_the_loopback(host: str, expected: bool) -> None:
     assert stores.is_loopback(host) == expected

@@ -43,7 +43,9 @@ def leftovers() -> set[Path]:
 class Living:
     """A run that a test may watch and hurt. `with Living(...) as run`: what is left of it is killed at the end."""
 
-    def __init__(self, workspace: Path, name: str, *changes: str, files: tuple[str, ...] = (), arguments=None):
+    def __init__(
+        self, workspace: Path, name: str, *changes: str, files: tuple[str, ...] = (), arguments=None
+    ):
         self.mark, self.folder = uuid.uuid4().hex, workspace / "runs" / name
         self.before, self.temporary = (
             leftovers(),
@@ -52,8 +54,14 @@ class Living:
         self.told = workspace / f"{name}-{self.mark}.out"
         words = arguments or tiny(workspace, f"trainer.experiment_name={name}", *changes)
         own = {"KIT_MARK": self.mark, "PYTHONPATH": str(workspace), "TMPDIR": str(self.temporary)}
-        own["TORCHINDUCTOR_CACHE_DIR"] = str(workspace / "inductor")  # torch's, in the temporary folder; made to last
-        own |= {"JUDGE_API_KEY": SECRET, "POLICY_API_KEY": SECRET + "-policy", "WANDB_MODE": "offline"}
+        own["TORCHINDUCTOR_CACHE_DIR"] = str(
+            workspace / "inductor"
+        )  # torch's, in the temporary folder; made to last
+        own |= {
+            "JUDGE_API_KEY": SECRET,
+            "POLICY_API_KEY": SECRET + "-policy",
+            "WANDB_MODE": "offline",
+        }
         with self.told.open("w") as out:
             self.process = subprocess.Popen(
                 [*command(workspace), *files, *words],
@@ -62,7 +70,9 @@ class Living:
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # the tests may run in the background
+                preexec_fn=lambda: signal.signal(
+                    signal.SIGINT, signal.SIG_DFL
+                ),  # the tests may run in the background
             )
 
     def __enter__(self) -> Living:
@@ -89,9 +99,15 @@ class Living:
 
     def steps(self) -> list[int]:
         path = self.folder / "metrics.jsonl"
-        return [m["step"] for m in metrics_of(self.folder) if "rollout/failed_frac" in m] if path.is_file() else []
+        return (
+            [m["step"] for m in metrics_of(self.folder) if "rollout/failed_frac" in m]
+            if path.is_file()
+            else []
+        )
 
-    def until(self, there: Callable[[], bool], patience: float = 240.0, ended: bool = False) -> None:
+    def until(
+        self, there: Callable[[], bool], patience: float = 240.0, ended: bool = False
+    ) -> None:
         deadline = time.monotonic() + patience
         while not there():
             assert ended or self.process.poll() is None, self.output[-3000:]
@@ -115,7 +131,11 @@ class Living:
         for process in self.processes():
             with contextlib.suppress(psutil.Error):  # one that was just killed
                 mine[process.pid] = (process.cmdline() or [""])[0].partition(".")[0]
-        found = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid in mine]
+        found = [
+            c
+            for c in psutil.net_connections("tcp")
+            if c.status == psutil.CONN_LISTEN and c.pid in mine
+        ]
         return {(mine[c.pid], tuple(c.laddr)) for c in found}
 
     def end(self, status: int, patience: float = 120.0) -> float:
@@ -124,17 +144,25 @@ class Living:
         try:
             self.process.wait(timeout=patience)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still there after {patience:g} s: {self.output[-3000:]}") from None
+            raise AssertionError(
+                f"still there after {patience:g} s: {self.output[-3000:]}"
+            ) from None
         seconds = time.monotonic() - begin
         assert self.process.returncode == status, self.output[-4000:]
         assert survivors(self.mark, patience=10.0) == []
         used = process_monitor.in_use()  # by another run on this machine
-        left = [path for path in leftovers() - self.before if path.exists() and path.lstat().st_ino not in used]
+        left = [
+            path
+            for path in leftovers() - self.before
+            if path.exists() and path.lstat().st_ino not in used
+        ]
         assert left == []
         assert list(self.temporary.iterdir()) == []
         for _, (host, port) in ports:
             with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-                assert probe.connect_ex((host, port)) != 0, f"somebody still listens on {host} {port}"
+                assert probe.connect_ex((host, port)) != 0, (
+                    f"somebody still listens on {host} {port}"
+                )
         return seconds
 
 
@@ -173,9 +201,14 @@ def same_steps(one: Path, two: Path, steps: range) -> None:
             for run in (one, two)
         ]
         for name in ("row_id", "group_id"):
-            assert [e["_episode"][name] for e in told[0]] == [e["_episode"][name] for e in told[1]], (step, name)
+            assert [e["_episode"][name] for e in told[0]] == [
+                e["_episode"][name] for e in told[1]
+            ], (step, name)
         for key in ("prompt_token_ids", "generation_token_ids", "generation_log_probs"):
-            ids = [[[item.get(key) for item in e["response"]["output"]] for e in lines] for lines in told]
+            ids = [
+                [[item.get(key) for item in e["response"]["output"]] for e in lines]
+                for lines in told
+            ]
             assert ids[0] == ids[1], (step, key)
         assert [e["reward"] for e in told[0]] == [e["reward"] for e in told[1]], step
     numbers = []
@@ -202,7 +235,11 @@ def test_a_run_in_two_parts_and_its_replay_are_the_same_run(workspace):
     a SIGTERM between; then step 4 from its rollouts file. Beside it: what a stop leaves, what is written of keys, and
     which keys may change."""
     changes = ["trainer.total_training_steps=5", "trainer.save_freq=1", "data.train_batch_size=3"]
-    changes += ["actor_rollout_ref.rollout.n=4", "algorithm.filter_groups.enable=true", "trainer.logger=[wandb]"]
+    changes += [
+        "actor_rollout_ref.rollout.n=4",
+        "algorithm.filter_groups.enable=true",
+        "trainer.logger=[wandb]",
+    ]
     changes += ["trainer.log_val_generations=2"]
     changes += ["algorithm.filter_groups.max_num_gen_batches=3", "trainer.max_actor_ckpt_to_keep=4"]
     changes += ["gym.servers.reasoning_gym.start.config.judge_key='${oc.env:JUDGE_API_KEY}'"]
@@ -212,12 +249,18 @@ def test_a_run_in_two_parts_and_its_replay_are_the_same_run(workspace):
     files = ("--config", "ppo", *DETERMINISTIC)
     with Living(workspace, "whole", *changes, files=files) as run:
         run.until_step(1)
-        outside = {name for name, (host, _) in run.ports() if host not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")}
+        outside = {
+            name
+            for name, (host, _) in run.ports()
+            if host not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+        }
         run.process.wait(timeout=300)
         run.end(0)
     whole = run.folder
     assert not outside, "these listen beyond this machine"
-    assert (whole / "checkpoints" / "global_step_2").is_dir() and not (whole / "checkpoints" / "global_step_1").exists()
+    assert (whole / "checkpoints" / "global_step_2").is_dir() and not (
+        whole / "checkpoints" / "global_step_1"
+    ).exists()
 
     with Living(workspace, "parts", *changes, files=files) as run:
         run.until_step(2)
@@ -226,27 +269,50 @@ def test_a_run_in_two_parts_and_its_replay_are_the_same_run(workspace):
     print(f"stopped, saved and gone {seconds:.1f} s after SIGTERM")
     saved = re.search(r"the last checkpoint is .*global_step_(\d)", run.output)
     assert saved and "SIGTERM: the run saves what is done and ends" in run.output
-    assert list((whole / "wandb").glob("offline-run-*/files/media/table/val/generations_*.table.json"))
+    assert list(
+        (whole / "wandb").glob("offline-run-*/files/media/table/val/generations_*.table.json")
+    )
     first = tuple((run.folder / "wandb").glob("offline-run-*"))
     with Living(workspace, "parts", *changes, "trainer.print_samples_every=7", files=files) as run:
         run.process.wait(timeout=300)
         run.end(0)
-    assert f"resume      from {run.folder.relative_to(workspace)}/checkpoints/global_step_{saved[1]}" in run.output
+    assert (
+        f"resume      from {run.folder.relative_to(workspace)}/checkpoints/global_step_{saved[1]}"
+        in run.output
+    )
     assert "and allowed: trainer.print_samples_every 10 -> 7" in run.output
     parts = run.folder
     same_steps(whole, parts, range(1, 6))
-    assert same_weights(whole / "checkpoints" / "global_step_5", parts / "checkpoints" / "global_step_5") == 7
+    assert (
+        same_weights(
+            whole / "checkpoints" / "global_step_5", parts / "checkpoints" / "global_step_5"
+        )
+        == 7
+    )
     ids = [path.name.rpartition("-")[2] for path in (parts / "wandb").glob("offline-run-*")]
     assert len(first) == 1 and len(ids) == 2 and len(set(ids)) == 1
 
     replay = ["--replay", str(whole / "rollouts" / "step_4.jsonl")]
-    again = tiny(workspace, "trainer.experiment_name=again", *[c for c in changes if "logger" not in c])
+    again = tiny(
+        workspace, "trainer.experiment_name=again", *[c for c in changes if "logger" not in c]
+    )
     with Living(workspace, "again_replay_4", files=files, arguments=[*again, *replay]) as run:
         run.process.wait(timeout=300)
         run.end(0)
-    assert same_weights(whole / "checkpoints" / "global_step_4", run.folder / "checkpoints" / "global_step_4") == 7
+    assert (
+        same_weights(
+            whole / "checkpoints" / "global_step_4", run.folder / "checkpoints" / "global_step_4"
+        )
+        == 7
+    )
     live, made = (
-        {k: v for m in metrics_of(f) if m["step"] == 4 for k, v in m.items() if not k.startswith((*UNEQUAL, "val-"))}
+        {
+            k: v
+            for m in metrics_of(f)
+            if m["step"] == 4
+            for k, v in m.items()
+            if not k.startswith((*UNEQUAL, "val-"))
+        }
         for f in (whole, run.folder)
     )
     assert live == made and "actor/pg_loss" in made
@@ -258,34 +324,63 @@ def test_a_run_in_two_parts_and_its_replay_are_the_same_run(workspace):
 
 
 def test_a_gym_server_may_die_but_a_stopped_engine_ends_the_run(workspace):
-    with Living(workspace, "lost", "trainer.total_training_steps=500", "trainer.save_freq=1") as run:
+    with Living(
+        workspace, "lost", "trainer.total_training_steps=500", "trainer.save_freq=1"
+    ) as run:
         run.until_step(2)
         run.signal(r"gym_servers\.py", signal.SIGKILL)
         last = max(run.steps())
         run.until_step(last + 3)
-        assert "gym server reasoning_gym ended with status -9, and is started again; log" in run.output
-        assert max(m["rollout/failed_frac"] for m in metrics_of(run.folder) if "rollout/failed_frac" in m) == 0
+        assert (
+            "gym server reasoning_gym ended with status -9, and is started again; log" in run.output
+        )
+        assert (
+            max(
+                m["rollout/failed_frac"]
+                for m in metrics_of(run.folder)
+                if "rollout/failed_frac" in m
+            )
+            == 0
+        )
         run.signal("^VLLM::EngineCore", signal.SIGSTOP)
         seconds = run.end(1)
     print(f"gone {seconds:.1f} s after SIGSTOP of vLLM's engine")
     told = run.output.splitlines()[-1]
-    assert re.match(r"error: stage \w+: vLLM's EngineCore \(pid \d+\) is stopped \(SIGSTOP\?\); ", told), told
+    assert re.match(
+        r"error: stage \w+: vLLM's EngineCore \(pid \d+\) is stopped \(SIGSTOP\?\); ", told
+    ), told
     assert "The same command goes on from the last checkpoint" in told
     assert (run.folder / "checkpoints" / f"global_step_{last + 2}").is_dir()
 
 
 LOST = {  # title of the process, signal -> what the last line says
-    "engine killed": ("^VLLM::EngineCore", signal.SIGKILL, r"EngineCore|vLLM's engine died, and does not say why"),
+    "engine killed": (
+        "^VLLM::EngineCore",
+        signal.SIGKILL,
+        r"EngineCore|vLLM's engine died, and does not say why",
+    ),
     "actor killed": ("^ray::ActorRolloutRefWorker", signal.SIGKILL, "ActorRolloutRefWorker"),
-    "actor stopped": ("^ray::ActorRolloutRefWorker", signal.SIGSTOP, r"ActorRolloutRefWorker \(pid \d+\) is stopped"),
-    "server stopped": ("^ray::vLLMHttpServer", signal.SIGSTOP, r"vLLMHttpServer \(pid \d+\) is stopped"),
+    "actor stopped": (
+        "^ray::ActorRolloutRefWorker",
+        signal.SIGSTOP,
+        r"ActorRolloutRefWorker \(pid \d+\) is stopped",
+    ),
+    "server stopped": (
+        "^ray::vLLMHttpServer",
+        signal.SIGSTOP,
+        r"vLLMHttpServer \(pid \d+\) is stopped",
+    ),
     "GCS killed": ("gcs_server ", signal.SIGKILL, r"gcs_server \(pid \d+\) died"),
     "raylet killed": (
         "raylet/raylet ",
         signal.SIGKILL,
         r"Ray's raylet \(pid \d+\) died, and the run with it; the last",
     ),
-    "driver killed": (r"algorithm\.py ", signal.SIGKILL, r"the driver \(pid \d+\) died, and the run with it; the last"),
+    "driver killed": (
+        r"algorithm\.py ",
+        signal.SIGKILL,
+        r"the driver \(pid \d+\) died, and the run with it; the last",
+    ),
 }
 
 
@@ -302,7 +397,10 @@ def test_a_lost_process_ends_the_run_with_its_name(workspace, case):
         seconds = run.end(-signum if case == "driver killed" else 1)
         run.until(lambda: "error: " in run.output, 20.0, ended=True)  # the keeper's word
     last = run.output.splitlines()[-1]
-    saved = max(int(path.name.removeprefix("global_step_")) for path in (run.folder / "checkpoints").glob("global_*"))
+    saved = max(
+        int(path.name.removeprefix("global_step_"))
+        for path in (run.folder / "checkpoints").glob("global_*")
+    )
     assert saved >= 3 if case == "GCS killed" else saved >= 2
     print(f"{case}: gone after {seconds:.1f} s: {last[:300]}")
     assert last.startswith("error: ") and re.search(told, last), run.output[-2000:]
@@ -313,7 +411,10 @@ def test_two_runs_at_once_do_not_meet(workspace):
     """Started at the same moment, with weights of their own: each learns, each sampler agrees with its own trainer, and
     when one is killed the other does not notice."""
     changes = ["trainer.total_training_steps=60", "env.val_files=[]"]
-    with Living(workspace, "one", *changes) as one, Living(workspace, "two", *changes, "data.seed=2") as two:
+    with (
+        Living(workspace, "one", *changes) as one,
+        Living(workspace, "two", *changes, "data.seed=2") as two,
+    ):
         one.until_step(40)
         two.until_step(10)
         one.process.kill()
@@ -332,7 +433,10 @@ def test_an_engine_that_dies_in_the_weight_sync_does_not_hang_the_run(workspace)
     """The sender waits for a receiver that is gone, for ever; so does the driver for the sender."""
     with Living(workspace, "sync", "trainer.total_training_steps=500") as run:
         run.until_step(1)
-        actor, receiver = run.processes("^ray::ActorRolloutRefWorker")[0], run.processes("^VLLM::EngineCore")[0]
+        actor, receiver = (
+            run.processes("^ray::ActorRolloutRefWorker")[0],
+            run.processes("^VLLM::EngineCore")[0],
+        )
         run.until(lambda: "update_actor" in actor.cmdline()[0])
         receiver.suspend()  # else the sync is over before it is hit
         run.until(lambda: "update_weights" in actor.cmdline()[0])
@@ -374,14 +478,23 @@ def test_a_verifier_that_never_answers_ends_the_run(workspace):
     listener = ThreadingHTTPServer(("127.0.0.1", 0), Hanging)
     listener.daemon_threads = True
     threading.Thread(target=listener.serve_forever, daemon=True).start()
-    changes = ["gym.servers.reasoning_gym.start=null", "trainer.val_before_train=false", "gym.timeout_s=20"]
-    changes += [f"gym.servers.reasoning_gym.url=http://127.0.0.1:{listener.server_port}", "gym.outage_budget_s=30"]
+    changes = [
+        "gym.servers.reasoning_gym.start=null",
+        "trainer.val_before_train=false",
+        "gym.timeout_s=20",
+    ]
+    changes += [
+        f"gym.servers.reasoning_gym.url=http://127.0.0.1:{listener.server_port}",
+        "gym.outage_budget_s=30",
+    ]
     with Living(workspace, "unpaid", *changes) as run:
         run.until(lambda: "LLMServerManager" in run.output)
         seconds = run.end(1)
     listener.shutdown()
     print(f"gone {seconds:.1f} s after the engine stood: {run.output.splitlines()[-1][:300]}")
-    assert re.search("error: .*gym server reasoning_gym .* gave no answer for", run.output), run.output[-2000:]
+    assert re.search("error: .*gym server reasoning_gym .* gave no answer for", run.output), (
+        run.output[-2000:]
+    )
 
 
 @pytest.mark.soak
@@ -392,10 +505,19 @@ def test_a_gym_server_that_is_stopped_is_waited_for_and_then_ends_the_run(worksp
         time.sleep(10)
         run.signal(r"gym_servers\.py", signal.SIGCONT)
         run.until_step(max(run.steps()) + 3)
-        assert max(m["rollout/failed_frac"] for m in metrics_of(run.folder) if "rollout/failed_frac" in m) == 0
+        assert (
+            max(
+                m["rollout/failed_frac"]
+                for m in metrics_of(run.folder)
+                if "rollout/failed_frac" in m
+            )
+            == 0
+        )
         run.signal(r"gym_servers\.py", signal.SIGSTOP)
         seconds = run.end(1)
-    print(f"gone {seconds:.1f} s after SIGSTOP of the Gym server: {run.output.splitlines()[-1][:300]}")
+    print(
+        f"gone {seconds:.1f} s after SIGSTOP of the Gym server: {run.output.splitlines()[-1][:300]}"
+    )
     assert "gave no answer for" in run.output
 
 
@@ -409,13 +531,17 @@ def test_a_stage_that_gets_nowhere_ends_the_run(workspace):
         "        return -(advantages * log_prob).sum(), {}\n"
         "    print('asleep', flush=True)\n    time.sleep(600)\n"
     )
-    changes = ["actor_rollout_ref.actor.policy_loss.loss_mode=sleepy.py:loss", "trainer.stage_timeout_s=100"]
+    changes = [
+        "actor_rollout_ref.actor.policy_loss.loss_mode=sleepy.py:loss",
+        "trainer.stage_timeout_s=100",
+    ]
     with Living(workspace, "nowhere", *changes) as run:
         run.until(lambda: "update_actor" in run.output or bool(run.processes("update_actor")))
         seconds = run.end(1)
     print(f"gone after {seconds:.1f} s")
     assert re.search(
-        r"error: stage update_actor got nowhere in 100 s \(trainer.stage_timeout_s\); .*asleep", run.output
+        r"error: stage update_actor got nowhere in 100 s \(trainer.stage_timeout_s\); .*asleep",
+        run.output,
     )
 
 
@@ -433,7 +559,9 @@ def test_a_second_ctrl_c_is_immediate(workspace):
         run.until(lambda: bool(run.processes("raylet")))
         run.signal(r"gym_servers\.py", signal.SIGSTOP)  # for which the end in order waits
         run.process.send_signal(signal.SIGINT)
-        time.sleep(2.0)  # at once, and a busy driver hears the first one late, it would be taken for the same one
+        time.sleep(
+            2.0
+        )  # at once, and a busy driver hears the first one late, it would be taken for the same one
         run.process.send_signal(signal.SIGINT)
         seconds = run.end(130, patience=10.0)
     print(f"gone {seconds:.1f} s after the second Ctrl-C")
@@ -447,7 +575,11 @@ def test_killed_while_it_saves_it_goes_on_from_a_whole_checkpoint(workspace):
     for moment in (r"saving_2$", r"saving_4/actor$", r"saving_6/actor/optim.*"):
         with Living(workspace, "killed", *changes) as run:
             pattern = re.compile(moment)
-            run.until(lambda p=pattern: any(p.search(str(f)) for f in (run.folder / "checkpoints").rglob("*")))
+            run.until(
+                lambda p=pattern: any(
+                    p.search(str(f)) for f in (run.folder / "checkpoints").rglob("*")
+                )
+            )
             for process in run.processes():
                 with contextlib.suppress(psutil.NoSuchProcess):  # with those before it
                     process.kill()
@@ -464,7 +596,10 @@ def test_no_memory_for_the_kv_cache_is_one_clear_line(workspace):
     change = "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=10000000000000"
     with Living(workspace, "kv", change) as run:
         run.end(1, patience=240.0)
-    assert re.match(r"error: stage start: vLLM did not start: ValueError: .*kv", run.output.strip().splitlines()[-1])
+    assert re.match(
+        r"error: stage start: vLLM did not start: ValueError: .*kv",
+        run.output.strip().splitlines()[-1],
+    )
 
 
 @pytest.mark.soak
@@ -477,12 +612,18 @@ def test_a_lora_adapter_reaches_the_sampler_alone_and_the_export(workspace):
         run.process.wait(timeout=300)
         run.end(0)
     steps = [m for m in metrics_of(run.folder) if "critic/rewards/mean" in m]
-    assert all(m["actor/grad_norm"] > 0 and m["training/rollout_probs_diff_max"] < 1e-3 for m in steps)
-    base, tuned = (AutoModelForCausalLM.from_pretrained(f) for f in (workspace / "tied", run.folder / "export"))
+    assert all(
+        m["actor/grad_norm"] > 0 and m["training/rollout_probs_diff_max"] < 1e-3 for m in steps
+    )
+    base, tuned = (
+        AutoModelForCausalLM.from_pretrained(f) for f in (workspace / "tied", run.folder / "export")
+    )
     assert (run.folder / "export" / "lora_adapter" / "adapter_model.safetensors").is_file()
     weight = "model.layers.0.mlp.up_proj.weight"
     change = tuned.state_dict()[weight] - base.state_dict()[weight]
     singular = torch.linalg.svdvals(change.float())
-    assert singular[7] > 0.05 * singular[0] and singular[8] < 0.02 * singular[0]  # of rank 8, and bf16's rounding
+    assert (
+        singular[7] > 0.05 * singular[0] and singular[8] < 0.02 * singular[0]
+    )  # of rank 8, and bf16's rounding
     untouched = base.state_dict()["model.embed_tokens.weight"]
     assert torch.equal(untouched.to(tuned.dtype), tuned.state_dict()["model.embed_tokens.weight"])

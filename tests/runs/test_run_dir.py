@@ -40,13 +40,17 @@ class Disk:
                 disk.take(lambda: super(File, self).write(bytes(data)[: len(data) // 2]))
                 return super().write(data)
 
-        def opened(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, **others):
+        def opened(
+            file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, **others
+        ):
             ours = isinstance(file, int) or Path(file).absolute().is_relative_to(folder)
             if not ours or not set(mode) & set("wax+"):
                 return usual(file, mode, buffering, encoding, errors, newline, **others)
             raw = File(file, mode.replace("b", "").replace("t", ""))
             buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
-            return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding, errors, newline)
+            return (
+                buffered if "b" in mode else io.TextIOWrapper(buffered, encoding, errors, newline)
+            )
 
         monkeypatch.setattr(builtins, "open", opened)
         monkeypatch.setattr(io, "open", opened)
@@ -90,10 +94,15 @@ def command(workspace, tmp_path, monkeypatch):
     config, data = load(workspace, *changes)
     workers = training.Workers(Group(), None, None)
     monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Started(workers, Servers([])))
-    monkeypatch.setattr(training, "update_actor", lambda *_: {"actor/grad_norm": 1.0, "actor/pg_loss": 0.5})
+    monkeypatch.setattr(
+        training, "update_actor", lambda *_: {"actor/grad_norm": 1.0, "actor/pg_loss": 0.5}
+    )
     monkeypatch.setattr(checkpoints, "not_finite", lambda _: [])
     monkeypatch.setattr("kit.extras.report.report_page.render", lambda _: "page")
-    for module in ("kit.runs.run_dir", "kit.runs.checkpoints"):  # the whole recipe takes 0.3 s to write down
+    for module in (
+        "kit.runs.run_dir",
+        "kit.runs.checkpoints",
+    ):  # the whole recipe takes 0.3 s to write down
         monkeypatch.setattr(f"{module}.public", lambda _: OmegaConf.create({"short": True}))
     monkeypatch.setattr(sys, "argv", ["algorithm.py", "--config", "tiny", "--quiet"])
 
@@ -131,7 +140,9 @@ def check_lines(folder: Path) -> None:
         assert all(files.parse_line(line) for line in text.splitlines()), path
 
 
-def test_a_full_disk_at_every_write_ends_in_one_message_and_loses_nothing(command, tmp_path, monkeypatch):
+def test_a_full_disk_at_every_write_ends_in_one_message_and_loses_nothing(
+    command, tmp_path, monkeypatch
+):
     disk, folder = Disk(tmp_path, monkeypatch), tmp_path / "runs" / "tiny"
     ended = set()
     for room in range(1, 1000):
@@ -145,16 +156,26 @@ def test_a_full_disk_at_every_write_ends_in_one_message_and_loses_nothing(comman
             assert "\n" not in message and "Traceback" not in message, message
             ended.add(message.partition(" cannot be")[0])
         check_lines(folder)
-        saved = [path for path in (folder / "checkpoints").glob("global_step_*") if not checkpoints.broken(path)]
+        saved = [
+            path
+            for path in (folder / "checkpoints").glob("global_step_*")
+            if not checkpoints.broken(path)
+        ]
         last, _ = checkpoints.newest(folder / "checkpoints")
         assert not saved or last, (room, saved)
         if room % 4 == 0 and not (folder / "export" / checkpoints.EXPORTED).exists():
-            kept = [line for line in lines_of(folder) if line["step"] <= (checkpoints.step_of(last) if last else -1)]
+            kept = [
+                line
+                for line in lines_of(folder)
+                if line["step"] <= (checkpoints.step_of(last) if last else -1)
+            ]
             assert command() == "", room  # there is room again
             assert lines_of(folder)[: len(kept)] == kept, room
             steps = [line["step"] for line in lines_of(folder) if "training/global_step" in line]
             # the line of step 1 is missing if the disk was full between its checkpoint and this line
-            assert steps in ([1, 2], [2], [1]) and (folder / "export" / checkpoints.EXPORTED).is_file(), (room, steps)
+            assert (
+                steps in ([1, 2], [2], [1]) and (folder / "export" / checkpoints.EXPORTED).is_file()
+            ), (room, steps)
             check_lines(folder)
         subprocess.run(["rm", "-r", folder], check=False)
     else:
@@ -163,7 +184,9 @@ def test_a_full_disk_at_every_write_ends_in_one_message_and_loses_nothing(comman
     assert room > 40 and any("metrics.jsonl" in text for text in ended), ended
 
 
-@pytest.mark.parametrize("cut", [b'{"step": 2, "rollout/rew', b'{"step": 2, "ti{"step": 2, "time": 1}\n', b"\x00\xff}"])
+@pytest.mark.parametrize(
+    "cut", [b'{"step": 2, "rollout/rew', b'{"step": 2, "ti{"step": 2, "time": 1}\n', b"\x00\xff}"]
+)
 def test_a_cut_line_is_kept_aside_and_ends_no_resume(command, tmp_path, capsys, cut):
     assert command() == ""
     folder = tmp_path / "runs" / "tiny"
@@ -183,7 +206,9 @@ def test_a_cut_line_is_kept_aside_and_ends_no_resume(command, tmp_path, capsys, 
         assert cut.endswith(b"\n") or (folder / f"{name}.jsonl.cut").read_bytes() == cut + b"\n"
 
 
-@pytest.mark.parametrize(("code", "path"), [(errno.ENOSPC, None), (errno.EROFS, "runs/tiny/rollouts.jsonl")])
+@pytest.mark.parametrize(
+    ("code", "path"), [(errno.ENOSPC, None), (errno.EROFS, "runs/tiny/rollouts.jsonl")]
+)
 def test_a_failed_write_anywhere_in_a_run_is_one_message(command, monkeypatch, code, path):
     """As of a library's, or of a command's own file."""
 
@@ -192,7 +217,9 @@ def test_a_failed_write_anywhere_in_a_run_is_one_message(command, monkeypatch, c
 
     monkeypatch.setattr("kit.runs.launch.start", fail)
     message = command()
-    assert message.startswith(f"error: {path or 'the folder of the run, tiny,'} cannot be written: {os.strerror(code)}")
+    assert message.startswith(
+        f"error: {path or 'the folder of the run, tiny,'} cannot be written: {os.strerror(code)}"
+    )
 
     def refuse(*_, **__):
         raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
@@ -216,7 +243,9 @@ def test_an_export_on_a_full_disk_is_one_message(command, tmp_path, monkeypatch)
     usual = checkpoints.export
     monkeypatch.setattr(checkpoints, "export", too_large)
     message = command()
-    assert message.startswith("error: runs/tiny/export cannot be written") and "free space" in message, message
+    assert (
+        message.startswith("error: runs/tiny/export cannot be written") and "free space" in message
+    ), message
     assert "File too large" in message and "\n" not in message
     monkeypatch.setattr(checkpoints, "export", usual)
     assert command() == "" and (tmp_path / "runs/tiny/export/step.txt").read_text() == "2"
@@ -242,7 +271,13 @@ def test_an_export_that_fails_leaves_the_earlier_one_whole(tmp_path, monkeypatch
     monkeypatch.setattr(checkpoints, "merge", fill_the_disk)
     with pytest.raises(OSError, match="full"):
         checkpoints.export(checkpoint, target)
-    names = ["README.md", "config.json", "model.safetensors", "model.safetensors.index.json", checkpoints.EXPORTED]
+    names = [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        checkpoints.EXPORTED,
+    ]
     assert [path.name for path in sorted(target.iterdir())] == names
     assert {path.read_text().strip() for path in target.iterdir()} == {"of step 5", "5"}
     monkeypatch.setattr(checkpoints, "merge", merge)
@@ -263,7 +298,9 @@ def test_a_whole_last_line_without_its_end_stays(tmp_path):
 def test_a_file_that_is_not_whole_replaces_none(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     path.write_text("whole")
-    with pytest.raises(RunError, match=r"rollouts\.jsonl cannot be written: No space left on device; free space"):
+    with pytest.raises(
+        RunError, match=r"rollouts\.jsonl cannot be written: No space left on device; free space"
+    ):
         with files.replacing(path) as partial:
             partial.write_text("ha")
             raise OSError(errno.ENOSPC, "full")
@@ -289,18 +326,24 @@ time.sleep(60)
 """
 
 
-def test_a_second_run_is_refused_until_the_first_ends_even_by_kill(workspace, tmp_path, monkeypatch):
+def test_a_second_run_is_refused_until_the_first_ends_even_by_kill(
+    workspace, tmp_path, monkeypatch
+):
     """The holder is killed while a child that it forked and one that it executed live on."""
     monkeypatch.chdir(tmp_path)
     config, _ = load(workspace)
     folder = Path("runs/tiny")
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE, text=True, env=path_of())
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE, text=True, env=path_of()
+    )
     children = [int(pid) for pid in holder.stdout.readline().split()]
     try:
         for command in ("train", "evaluate", "rollout", "sft"):
-            with pytest.raises(RunError, match=rf"runs/tiny is in use by another run \(pid {holder.pid} on .*wait"):
+            with pytest.raises(
+                RunError, match=rf"runs/tiny is in use by another run \(pid {holder.pid} on .*wait"
+            ):
                 with Run(config, command):
                     pytest.fail("two runs of one name")
         assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
@@ -325,7 +368,9 @@ def path_of() -> dict[str, str]:
 def test_checkpoints_in_one_folder_are_of_one_run(workspace, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shared = f"trainer.default_local_dir={tmp_path / 'shared'}"
-    first, second = (load(workspace, f"trainer.experiment_name={name}", shared)[0] for name in ("one", "two"))
+    first, second = (
+        load(workspace, f"trainer.experiment_name={name}", shared)[0] for name in ("one", "two")
+    )
     with Run(first):
         with pytest.raises(RunError, match="shared is in use by another run"):
             with Run(second):
@@ -339,7 +384,9 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", unsupported)
-    monkeypatch.setattr(files.logger.parent, "propagate", True)  # commands.quiet has the loggers of kit print
+    monkeypatch.setattr(
+        files.logger.parent, "propagate", True
+    )  # commands.quiet has the loggers of kit print
     caplog.set_level("WARNING", "kit")
     files.Lock(tmp_path).take()
     assert "start no second run of this name" in caplog.text
@@ -371,7 +418,9 @@ def test_a_checkpoint_with_a_fifo_is_not_whole(tmp_path):
 # --- what is written down, and what a terminal gets ----------------------------------------------
 
 
-def test_terminal_commands_in_texts_of_others_reach_no_terminal(workspace, tmp_path, monkeypatch, capsys):
+def test_terminal_commands_in_texts_of_others_reach_no_terminal(
+    workspace, tmp_path, monkeypatch, capsys
+):
     import pandas as pd
     from rich.console import Console
 
@@ -384,7 +433,9 @@ def test_terminal_commands_in_texts_of_others_reach_no_terminal(workspace, tmp_p
     config, _ = load(workspace)
     with Run(config) as run:
         run.say(f"a server answered {escapes}")
-    shown = pd.DataFrame([{"reward": float("nan"), "prompt": escapes, "answer": escapes, "status": escapes}])
+    shown = pd.DataFrame(
+        [{"reward": float("nan"), "prompt": escapes, "answer": escapes, "status": escapes}]
+    )
     Console().print(show.examples(show.escape(escapes), shown))
     out = capsys.readouterr().out
     assert "a server answered" in out and "title" in out

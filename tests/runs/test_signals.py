@@ -30,11 +30,17 @@ def started(workspace, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config, _ = load(workspace)
     config.trainer.stage_timeout_s = 60
-    kept = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    kept = {
+        signum: signal.getsignal(signum)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+    }
     with Run(config) as run:
         yield run
     # the signals are given back, and what trackers were told: the next run in this process has another folder
-    assert kept == {signum: signal.getsignal(signum) for signum in kept} and "TENSORBOARD_DIR" not in os.environ
+    assert (
+        kept == {signum: signal.getsignal(signum) for signum in kept}
+        and "TENSORBOARD_DIR" not in os.environ
+    )
 
 
 def test_a_stop_leaves_a_stage_at_once_but_lets_an_update_end(started):
@@ -52,13 +58,19 @@ def test_a_stop_leaves_a_stage_at_once_but_lets_an_update_end(started):
     assert (caught.value.status, str(caught.value)) == (143, "interrupted")
 
     started.guard.asked = 0
-    with pytest.raises(Stop) as caught, started.saving(lambda: saved.append(2)), started.stage("gen"):
+    with (
+        pytest.raises(Stop) as caught,
+        started.saving(lambda: saved.append(2)),
+        started.stage("gen"),
+    ):
         os.kill(os.getpid(), signal.SIGINT)
         done.append("never")
     assert done == ["update", "sync"] and saved == [1, 2] and caught.value.status == 130
 
 
-def test_a_run_in_the_background_of_a_shell_leaves_ctrl_c_to_others(workspace, tmp_path, monkeypatch):
+def test_a_run_in_the_background_of_a_shell_leaves_ctrl_c_to_others(
+    workspace, tmp_path, monkeypatch
+):
     """Such a shell has it ignore SIGINT; SIGTERM stops it all the same."""
     monkeypatch.chdir(tmp_path)
     config, _ = load(workspace)
@@ -98,7 +110,10 @@ def test_a_stop_in_a_task_that_others_wait_for_is_told_once(started):
 
 def test_a_stage_without_progress_ends_the_run(started):
     started.config.trainer.stage_timeout_s = 1
-    with pytest.raises(Stop, match=r"stage ref got nowhere in 1 s \(trainer.stage_timeout_s\)"), started.stage("ref"):
+    with (
+        pytest.raises(Stop, match=r"stage ref got nowhere in 1 s \(trainer.stage_timeout_s\)"),
+        started.stage("ref"),
+    ):
         time.sleep(20)
     one_more = started.counter(3)
     with started.stage("gen"):
@@ -138,7 +153,11 @@ def test_an_error_outside_of_an_update_saves_too(started):
     with pytest.raises(ValueError), started.saving(lambda: saved.append(1)), started.stage("gen"):
         raise ValueError("of a reward")
     assert saved == [1]
-    with pytest.raises(ValueError), started.saving(lambda: saved.append(2)), started.stage("update_actor"):
+    with (
+        pytest.raises(ValueError),
+        started.saving(lambda: saved.append(2)),
+        started.stage("update_actor"),
+    ):
         raise ValueError("half done")
     with pytest.raises(ValueError), started.saving(lambda: saved.append(3)):
         with started.stage("step"), started.stage("update_actor"):  # as the loop has them
@@ -157,7 +176,9 @@ def test_rays_word_on_a_death_is_read():
 
     died = common_pb2.ActorDeathCause()
     died.actor_died_error_context.error_message = "connection  error code 2"
-    died.actor_died_error_context.reason = common_pb2.ActorDiedErrorContext.Reason.Value("WORKER_DIED")
+    died.actor_died_error_context.reason = common_pb2.ActorDiedErrorContext.Reason.Value(
+        "WORKER_DIED"
+    )
     assert process_monitor.why_it_died(died) == "connection error code 2"
     died.actor_died_error_context.reason = common_pb2.ActorDiedErrorContext.Reason.Value("RAY_KILL")
     assert process_monitor.why_it_died(died) == ""
@@ -177,20 +198,33 @@ def test_rays_word_on_a_death_is_read():
 @pytest.mark.parametrize(
     ("log", "told"),
     [
-        ("Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down", "died: Worker proc VllmWorker-0"),
-        ("EngineCore hit an error\ntorch.OutOfMemoryError: CUDA\n", "died: torch.OutOfMemoryError: "),
-        ("EngineDeadError: EngineCore encountered an issue\nRuntimeError: cancelled\n", "died, and does not say why"),
+        (
+            "Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down",
+            "died: Worker proc VllmWorker-0",
+        ),
+        (
+            "EngineCore hit an error\ntorch.OutOfMemoryError: CUDA\n",
+            "died: torch.OutOfMemoryError: ",
+        ),
+        (
+            "EngineDeadError: EngineCore encountered an issue\nRuntimeError: cancelled\n",
+            "died, and does not say why",
+        ),
     ],
 )
 def test_a_dead_engines_own_cause_is_told(tmp_path, log, told, error):
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "worker-abc-01000000-7.err").write_text(log)
-    assert process_monitor.root_cause(RuntimeError(error), tmp_path).startswith(f"vLLM's engine {told}")
+    assert process_monitor.root_cause(RuntimeError(error), tmp_path).startswith(
+        f"vLLM's engine {told}"
+    )
 
 
 def test_the_log_that_was_written_last_is_told(tmp_path):
     (tmp_path / "ray").mkdir()
-    for age, (name, text) in enumerate({"8.out": "", "7.out": "asleep\n", "7.err": "a\nlonger\nlog\n"}.items()):
+    for age, (name, text) in enumerate(
+        {"8.out": "", "7.out": "asleep\n", "7.err": "a\nlonger\nlog\n"}.items()
+    ):
         path = tmp_path / "ray" / f"worker-abc-01000000-{name}"
         path.write_text(text)
         os.utime(path, (1e9 - age, 1e9 - age))
@@ -219,13 +253,17 @@ def test_what_the_dead_left_is_swept_and_what_the_living_hold_stays():
     began = time.time()
     code = "import os, signal; from multiprocessing import shared_memory as s; b = s.SharedMemory(create=True, size=9)"
     code += "; print(b.name, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
-    dead = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+    dead = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True
+    ).stdout.strip()
     # its resource tracker outlives it for a moment, and may tidy up by itself: what it misses is ours to sweep
     names = {"psm_left_by_a_test", "torch_1_2_0", "nccl-aB3dEf"}
     for name in names:
         (process_monitor.SHARED / name).touch()
     mine = shared_memory.SharedMemory(create=True, size=9)
-    lock = multiprocessing.get_context("spawn").Lock()  # a semaphore, which a child opens by its name
+    lock = multiprocessing.get_context(
+        "spawn"
+    ).Lock()  # a semaphore, which a child opens by its name
     other = process_monitor.SHARED / "not_of_a_run"
     other.touch()
     held = process_monitor.SHARED / f"torch_{os.getpid()}_7_1"  # of another run of the same user
@@ -259,7 +297,9 @@ def test_the_watch_names_who_died_and_who_is_stopped(tmp_path, monkeypatch):
     problems: list[str] = []
     looker = process_monitor.Watch(tmp_path, tmp_path, problems.append)
     with looker:
-        child = subprocess.Popen(["VLLM::EngineCore", "-c", "import time; time.sleep(60)"], executable=sys.executable)
+        child = subprocess.Popen(
+            ["VLLM::EngineCore", "-c", "import time; time.sleep(60)"], executable=sys.executable
+        )
         (tmp_path / "ray").mkdir()
         log = tmp_path / "ray" / f"worker-abc-01000000-{child.pid}.err"
         log.write_text("one\ntwo\nthe cause\nthe end\n")
@@ -268,14 +308,20 @@ def test_the_watch_names_who_died_and_who_is_stopped(tmp_path, monkeypatch):
         deadline = time.monotonic() + 5
         while not (told := looker.look()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert told.startswith(f"vLLM's EngineCore (pid {child.pid}) is stopped (SIGSTOP?); the last lines of ")
+        assert told.startswith(
+            f"vLLM's EngineCore (pid {child.pid}) is stopped (SIGSTOP?); the last lines of "
+        )
         assert told.endswith("two | the cause | the end")
-        log.rename(log.with_stem(f"worker-abc-01000000-{os.getpid()}"))  # vLLM's have no log but their parent's
+        log.rename(
+            log.with_stem(f"worker-abc-01000000-{os.getpid()}")
+        )  # vLLM's have no log but their parent's
         child.kill()
         child.wait()
         assert looker.look() == looker.look() == ""  # for vLLM's own word on it
         told = looker.look()
-        assert told.startswith(f"vLLM's EngineCore (pid {child.pid}) died; ") and told.endswith("the cause | the end")
+        assert told.startswith(f"vLLM's EngineCore (pid {child.pid}) died; ") and told.endswith(
+            "the cause | the end"
+        )
         orphan = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         temporary = Path(os.environ["TMPDIR"])
         assert temporary.is_dir() and str(temporary) == looker.temporary
@@ -285,7 +331,9 @@ def test_the_watch_names_who_died_and_who_is_stopped(tmp_path, monkeypatch):
 
 def test_a_silent_node_is_named(monkeypatch, tmp_path):
     address = {"NodeID": "n", "IPAddress": "10.0.0.7"}
-    actors = {"a": {"ActorID": "a", "ActorClassName": "A", "State": "ALIVE", "Pid": 1, "Address": address}}
+    actors = {
+        "a": {"ActorID": "a", "ActorClassName": "A", "State": "ALIVE", "Pid": 1, "Address": address}
+    }
     monkeypatch.setattr(node_monitor.ray, "wait", lambda *_, **__: ([], []))
     looker = process_monitor.Watch(tmp_path, tmp_path, print)
     lookouts = node_monitor.Lookouts()
@@ -321,7 +369,11 @@ def test_who_died_is_told_when_the_driver_cannot_and_all_is_cleared(tmp_path, wh
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("7")
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER], cwd=tmp_path, env=GIVEN | {"PYTHONPATH": str(ROOT)}, text=True, **pipes
+        [sys.executable, "-c", DRIVER],
+        cwd=tmp_path,
+        env=GIVEN | {"PYTHONPATH": str(ROOT)},
+        text=True,
+        **pipes,
     )
     folder, worker, raylet = driver.stdout.readline().split()
     assert Path(folder).is_dir()
@@ -330,10 +382,17 @@ def test_who_died_is_told_when_the_driver_cannot_and_all_is_cleared(tmp_path, wh
     else:
         os.kill(driver.pid if who == "driver" else int(raylet), signal.SIGKILL)
     told = driver.communicate()[1]  # till the keeper has ended too
-    name = {"raylet": f"Ray's raylet (pid {raylet})", "driver": f"the driver (pid {driver.pid})"}.get(who)
+    name = {
+        "raylet": f"Ray's raylet (pid {raylet})",
+        "driver": f"the driver (pid {driver.pid})",
+    }.get(who)
     saved = "the last checkpoint is checkpoints/global_step_7, from which the same command goes on"
     assert told == (f"error: {name} died, and the run with it; {saved}\n" if name else "")
-    assert not psutil.pid_exists(int(worker)) and not psutil.pid_exists(int(raylet)) and not Path(folder).exists()
+    assert (
+        not psutil.pid_exists(int(worker))
+        and not psutil.pid_exists(int(raylet))
+        and not Path(folder).exists()
+    )
     assert driver.returncode == {"raylet": 1, "driver": -signal.SIGKILL, "nobody": 0}[who]
 
 
@@ -342,4 +401,7 @@ def test_a_server_that_runs_code_is_said_loudly(workspace):
     assert "SANDBOX" not in preparation.summary(config, data, "train")
     config.gym.servers.reasoning_gym.start = {"server": "code_gen"}
     text = preparation.summary(config, data, "train")
-    assert "WARNING     reasoning_gym RUNS THE MODEL'S CODE on this machine, as you, WITHOUT A SANDBOX" in text
+    assert (
+        "WARNING     reasoning_gym RUNS THE MODEL'S CODE on this machine, as you, WITHOUT A SANDBOX"
+        in text
+    )

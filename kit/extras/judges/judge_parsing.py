@@ -21,7 +21,9 @@ from collections.abc import Awaitable, Callable, Collection
 from contextvars import ContextVar
 from typing import Any
 
-_LABELS = r"\[\[[^\[\]]+\]\]"  # [[A=B]], [[SAFE]]; of most, labels that their YAML can name otherwise
+_LABELS = (
+    r"\[\[[^\[\]]+\]\]"  # [[A=B]], [[SAFE]]; of most, labels that their YAML can name otherwise
+)
 _GRADE = r"(\A|\n)\s*[ABCD]\s*\Z"  # their parsers find an A in "As an AI ..." too
 _BOXED = r"\\boxed\{\s*(0|0?\.5|1)(\.0*)?\s*\}(?!(.|\n)*\\boxed\{)"
 # What a judge's text must hold, by the server that asks, as its app.py reads it; flags: IGNORECASE.
@@ -57,21 +59,34 @@ VERDICTS = {
 }
 # What a verifier says beside the reward where it found no verdict.
 TELLS = {"invalid_judge_response": True, "invalid_gen_base": True, "no_judge_score": 1.0}
-EVALUATIONS = ("judge_evaluation", "quality_judge_evaluation", "judge_evaluations")  # each with a verdict_label
-UNREADABLE = (
-    r"Error parsing LLM Judge|Validation error|No \[\[YES\]\]/\[\[NO\]\]|LLM (validator|judge) error|Judge returned"
-)
-SETTLED = ("/verify", "/step")  # routes whose answer is a reward; a tool is answered 429, which ends its episode
+EVALUATIONS = (
+    "judge_evaluation",
+    "quality_judge_evaluation",
+    "judge_evaluations",
+)  # each with a verdict_label
+UNREADABLE = r"Error parsing LLM Judge|Validation error|No \[\[YES\]\]/\[\[NO\]\]|LLM (validator|judge) error|Judge returned"
+SETTLED = (
+    "/verify",
+    "/step",
+)  # routes whose answer is a reward; a tool is answered 429, which ends its episode
 ASKED = "responses_api_models"
 App = Callable[..., Awaitable[None]]
-_failures: ContextVar[dict[str, str] | None] = ContextVar("failures", default=None)  # of this request: asked -> why
+_failures: ContextVar[dict[str, str] | None] = ContextVar(
+    "failures", default=None
+)  # of this request: asked -> why
 
 
 def asked_models(config: dict[str, Any]) -> dict[str, str]:
     """{key: name} of the models that a resources server asks, by its settings; none where these switch it off."""
-    if any(config.get(key) is False for key in ("should_use_judge", "use_judge", "enable_llm_judge")):
+    if any(
+        config.get(key) is False for key in ("should_use_judge", "use_judge", "enable_llm_judge")
+    ):
         return {}
-    named = {key: value["name"] for key, value in config.items() if isinstance(value, dict) and _is_model(value)}
+    named = {
+        key: value["name"]
+        for key, value in config.items()
+        if isinstance(value, dict) and _is_model(value)
+    }
     if config.get("judge_server_name"):  # verifif
         named["judge_server_name"] = config["judge_server_name"]
     return named
@@ -85,7 +100,9 @@ def texts(body: Any) -> list[str]:
     """The texts of a chat completion or of a Responses object. Raises KeyError, TypeError, ... for what is neither."""
     if "choices" in body:
         return ["" + (choice["message"].get("content") or "") for choice in body["choices"]]
-    parts = [part for item in body["output"] if item.get("type") == "message" for part in item["content"]]
+    parts = [
+        part for item in body["output"] if item.get("type") == "message" for part in item["content"]
+    ]
     return ["".join(part.get("text") or "" for part in parts)]
 
 
@@ -101,7 +118,10 @@ def fault(status: int, said: bytes, verdict: str = "") -> str:
         answers = texts(json.loads(text))
     except (ValueError, TypeError, KeyError, AttributeError):
         return f"its answer is no completion: {text[:200]!r}"
-    spoken = [re.sub(r"<think(ing)?>.*?</think(ing)?>", "", answer, flags=re.DOTALL).strip() for answer in answers]
+    spoken = [
+        re.sub(r"<think(ing)?>.*?</think(ing)?>", "", answer, flags=re.DOTALL).strip()
+        for answer in answers
+    ]
     if not any(spoken):
         return "its answer is empty"
     if verdict and not any(re.search(verdict, answer, re.IGNORECASE) for answer in spoken):
@@ -114,15 +134,32 @@ def disowned(said: Any) -> str:
     if not isinstance(said, dict):
         return ""
     told = [f"{key}: {said[key]}" for key, value in TELLS.items() if said.get(key) == value]
-    entries = [(key, said[key] if isinstance(said[key], list) else [said[key]]) for key in EVALUATIONS if key in said]
+    entries = [
+        (key, said[key] if isinstance(said[key], list) else [said[key]])
+        for key in EVALUATIONS
+        if key in said
+    ]
     labels = [
-        (key, each.get("verdict_label", "")) for key, list_ in entries for each in list_ if isinstance(each, dict)
+        (key, each.get("verdict_label", ""))
+        for key, list_ in entries
+        for each in list_
+        if isinstance(each, dict)
     ]
     labels += list((said.get("verifier_labels") or {}).items())  # jailbreak_detection, by policy
-    told += [f"{key}: {label}" for key, label in labels if label in (None, "judge_error", "judge_parsing_error")]
-    if said.get("judge_output") is not None and said.get("verdict", "") is None:  # frontierscience_judge
+    told += [
+        f"{key}: {label}"
+        for key, label in labels
+        if label in (None, "judge_error", "judge_parsing_error")
+    ]
+    if (
+        said.get("judge_output") is not None and said.get("verdict", "") is None
+    ):  # frontierscience_judge
         told.append("verdict: None")
-    messages = [each.get("message") for each in said.get("validation_results") or [] if isinstance(each, dict)]
+    messages = [
+        each.get("message")
+        for each in said.get("validation_results") or []
+        if isinstance(each, dict)
+    ]
     told += [text[:200] for text in map(str, messages) if re.match(UNREADABLE, text)]  # verifif
     return "; ".join(told)
 
@@ -134,7 +171,9 @@ def note(sent: Any, why: str) -> None:
         return
     if hasattr(sent, "model_dump"):
         sent = sent.model_dump(exclude_unset=True)
-    key = repr([sent.get(name) for name in ("input", "messages")] if isinstance(sent, dict) else sent)
+    key = repr(
+        [sent.get(name) for name in ("input", "messages")] if isinstance(sent, dict) else sent
+    )
     failures.pop(key, None)
     if why:
         failures[key] = why
@@ -165,11 +204,20 @@ def watched(app: App, models: str) -> App:
     return asgi
 
 
-def withheld(held: list[dict[str, Any]], failures: dict[str, str], path: str) -> list[dict[str, Any]]:
+def withheld(
+    held: list[dict[str, Any]], failures: dict[str, str], path: str
+) -> list[dict[str, Any]]:
     """Instead of an answer: that there is none, with its cookies."""
-    told = {"_ng_failure_class": "judge_failed", "_ng_failure_judge_error": "; ".join(failures.values())[:2000]}
+    told = {
+        "_ng_failure_class": "judge_failed",
+        "_ng_failure_judge_error": "; ".join(failures.values())[:2000],
+    }
     body = json.dumps({"reward": None, **told}).encode()
-    kept = [(k, v) for k, v in held[0]["headers"] if k.lower() not in (b"content-length", b"content-type")]
+    kept = [
+        (k, v)
+        for k, v in held[0]["headers"]
+        if k.lower() not in (b"content-length", b"content-type")
+    ]
     kept += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     status = 200 if path in SETTLED else 429
     return [
@@ -187,12 +235,18 @@ def watch(models: Collection[str], places: Collection[str], verdict: str) -> Non
     import httpx
     from nemo_gym import openai_utils, server_utils
 
-    client, direct, send = server_utils.ServerClient.request, openai_utils.request, httpx.AsyncClient.send
+    client, direct, send = (
+        server_utils.ServerClient.request,
+        openai_utils.request,
+        httpx.AsyncClient.send,
+    )
 
     async def looked_at(name: str, sent: Any, call: Awaitable[Any], read: str) -> Any:
         try:
             answer = await call
-            said = await getattr(answer, read)()  # kept by the answer, so that the server reads it, too
+            said = await getattr(
+                answer, read
+            )()  # kept by the answer, so that the server reads it, too
         except BaseException as error:  # the server's own patience with a judge, too, which cancels
             note(sent, f"model {name}: {type(error).__name__}: {error}")
             raise
@@ -202,11 +256,20 @@ def watch(models: Collection[str], places: Collection[str], verdict: str) -> Non
         return answer
 
     async def by_name(self: Any, server_name: str, url_path: str, method: str, **rest: Any) -> Any:
-        if server_name in self.global_config_dict and ASKED not in self.global_config_dict[server_name]:
-            return await client(self, server_name, url_path, method, **rest)  # another resources server
-        if isinstance(sent := rest.get("json"), dict):  # without nulls (proof_judge), over which vllm_model 0.4.0 falls
+        if (
+            server_name in self.global_config_dict
+            and ASKED not in self.global_config_dict[server_name]
+        ):
+            return await client(
+                self, server_name, url_path, method, **rest
+            )  # another resources server
+        if isinstance(
+            sent := rest.get("json"), dict
+        ):  # without nulls (proof_judge), over which vllm_model 0.4.0 falls
             rest["json"] = {key: value for key, value in sent.items() if value is not None}
-        return await looked_at(server_name, sent, client(self, server_name, url_path, method, **rest), "read")
+        return await looked_at(
+            server_name, sent, client(self, server_name, url_path, method, **rest), "read"
+        )
 
     async def by_url(method: str, url: str, _internal: bool = False, **rest: Any) -> Any:
         call = direct(method, url, _internal, **rest)
@@ -216,7 +279,9 @@ def watch(models: Collection[str], places: Collection[str], verdict: str) -> Non
         call = send(self, request, **rest)
         if f"{request.url.host}:{request.url.port}" not in places:
             return await call
-        return await looked_at(str(request.url), json.loads(request.content or b"{}"), call, "aread")
+        return await looked_at(
+            str(request.url), json.loads(request.content or b"{}"), call, "aread"
+        )
 
     server_utils.ServerClient.request = by_name
     openai_utils.request = by_url
@@ -225,7 +290,9 @@ def watch(models: Collection[str], places: Collection[str], verdict: str) -> Non
 
     def run_watched(app: Any, **settings: Any) -> None:
         if isinstance(app, str):
-            sys.exit("num_workers over 1: each would ask its judge unseen; leave it at 1 in start.config")
+            sys.exit(
+                "num_workers over 1: each would ask its judge unseen; leave it at 1 in start.config"
+            )
         run(watched(app, ", ".join(sorted(models))), **settings)
 
     server_utils.uvicorn.run = run_watched

@@ -38,9 +38,23 @@ from kit.extras.judges import judge_parsing
 from kit.gym import servers as gym_servers
 
 KINDS = ("base_url", "start")
-KEYS = {"model", "api_key_env", "parameters", "timeout_s", "attempts", "concurrency", "server", "config"}
+KEYS = {
+    "model",
+    "api_key_env",
+    "parameters",
+    "timeout_s",
+    "attempts",
+    "concurrency",
+    "server",
+    "config",
+}
 START_KEYS = {"model", "gpus", "args", "deadline_s"}
-SERVERS = ("vllm_model", "openai_model", "inference_provider", "genrm_model")  # of Gym's, which ask an address
+SERVERS = (
+    "vllm_model",
+    "openai_model",
+    "inference_provider",
+    "genrm_model",
+)  # of Gym's, which ask an address
 NOT_NOW = {408, 409, 425, 429, 500, 502, 503, 504, 520, 529}
 ROUTES = ("chat/completions", "responses")
 KEPT = ("role", "content", "refusal", "tool_calls")  # of a message: no reasoning, no token ids
@@ -58,7 +72,9 @@ class Judge:
     model: str  # as that API calls it
     key: str = field(default="", repr=False)
     key_name: str = ""  # of the environment variable that holds it
-    parameters: dict[str, Any] = field(default_factory=dict)  # over what a verifier asks for: temperature, ...
+    parameters: dict[str, Any] = field(
+        default_factory=dict
+    )  # over what a verifier asks for: temperature, ...
     timeout_s: float = 48.0  # for one answer, all tries and pauses, but for the wait for a place
     attempts: int = 3
     concurrency: int = 64  # requests at once
@@ -135,16 +151,23 @@ def _start_problems(where: str, spec: Mapping[str, Any], device: str) -> Iterato
     if unknown := start.keys() - START_KEYS:
         yield f"{where}.start: unknown key {min(unknown)!r}; it takes {', '.join(sorted(START_KEYS))}"
     model = str(start.get("model") or "")
-    if not model or (model.startswith((".", "/", "~", "models/")) and not Path(model).expanduser().is_dir()):
+    if not model or (
+        model.startswith((".", "/", "~", "models/")) and not Path(model).expanduser().is_dir()
+    ):
         yield f"{where}.start.model={model or 'null'}: no model folder; give one that is there, or a name of the hub"
     if device != "cpu" and not start.get("gpus"):
         yield f"{where}.start.gpus is not set: a judge needs GPUs of its own, as [7], counted as nvidia-smi counts them"
-    if not isinstance(start.get("gpus") or [], list) or not isinstance(start.get("args") or {}, Mapping):
+    if not isinstance(start.get("gpus") or [], list) or not isinstance(
+        start.get("args") or {}, Mapping
+    ):
         yield f"{where}.start: gpus takes a list of numbers, args the options of `vllm serve`, {{max_model_len: 8192}}"
 
 
 def judges(
-    specs: Mapping[str, Any], timeout_s: float, policy: Mapping[str, str] | None = None, cpu_dtype: str = ""
+    specs: Mapping[str, Any],
+    timeout_s: float,
+    policy: Mapping[str, str] | None = None,
+    cpu_dtype: str = "",
 ) -> dict[str, Judge]:
     """gym.judges, which `problems` found to be in order -> {name: Judge}.
 
@@ -153,19 +176,35 @@ def judges(
     """
     made = {}
     for name, spec in specs.items():
-        given = {} if spec == "policy" else {k: v for k, v in spec.items() if k != "base_url" and v is not None}
+        given = (
+            {}
+            if spec == "policy"
+            else {k: v for k, v in spec.items() if k != "base_url" and v is not None}
+        )
         given = {"timeout_s": SHARE * timeout_s, **given}
         variable = given.pop("api_key_env", None)
         places: dict[str, Any]
         if spec == "policy":
             address = policy or {"base_url": "", "api_key": "", "model": "policy"}
-            places = {"url": address["base_url"], "key": address["api_key"], "model": address["model"]}
+            places = {
+                "url": address["base_url"],
+                "key": address["api_key"],
+                "model": address["model"],
+            }
             places["key_name"] = "POLICY_API_KEY"
         elif given.get("start"):
             port, start = gym_servers.free_port(), dict(given["start"])
-            cpu = {"dtype": cpu_dtype, "enforce_eager": True, "kv_cache_memory_bytes": 2**30} if cpu_dtype else {}
+            cpu = (
+                {"dtype": cpu_dtype, "enforce_eager": True, "kv_cache_memory_bytes": 2**30}
+                if cpu_dtype
+                else {}
+            )
             start["args"] = cpu | dict(start.get("args") or {})
-            places = {"url": f"http://{gym_servers.HOST}:{port}/v1", "model": name, "key": secrets.token_hex(16)}
+            places = {
+                "url": f"http://{gym_servers.HOST}:{port}/v1",
+                "model": name,
+                "key": secrets.token_hex(16),
+            }
             given |= {"start": start}
         else:
             places = {"url": str(spec["base_url"]).rstrip("/")}
@@ -179,7 +218,10 @@ def reach(judge: Judge) -> None:
 
     An address that lists no models, or not all of them, is asked for one short answer, which costs some tokens.
     """
-    where, headers = f"gym.judges.{judge.name}", {"Authorization": f"Bearer {judge.key}"} if judge.key else {}
+    where, headers = (
+        f"gym.judges.{judge.name}",
+        {"Authorization": f"Bearer {judge.key}"} if judge.key else {},
+    )
     request: dict[str, Any] = {"headers": headers, "use_proxy": not judge.is_here}
     try:
         answer = gym_servers.fetch(f"{judge.url}/models", deadline_s=LIST_S, **request)
@@ -197,14 +239,24 @@ def reach(judge: Judge) -> None:
         try:
             answer = gym_servers.fetch(url, "POST", judge.timeout_s, **request)
         except gym_servers.FetchError as error:
-            raise ConfigError(f"{where}.base_url: {judge.url} does not answer ({error}); start it again") from None
+            raise ConfigError(
+                f"{where}.base_url: {judge.url} does not answer ({error}); start it again"
+            ) from None
     said = f"{judge.url} answers HTTP {answer.status_code}: {judge.clean(answer.text[:200])}"
     if answer.status_code in (401, 403):
-        key = f"the key in {judge.key_name}" if judge.key else "without a key; name its variable in api_key_env"
+        key = (
+            f"the key in {judge.key_name}"
+            if judge.key
+            else "without a key; name its variable in api_key_env"
+        )
         raise ConfigError(f"{where}: {said} ({key})")
     if answer.status_code in (400, 404, 422):
         near = difflib.get_close_matches(judge.model, known, 4, 0.0)
-        hint = f"; nearest of its {len(known)} models are {', '.join(near)}" if near else "; give one that it has"
+        hint = (
+            f"; nearest of its {len(known)} models are {', '.join(near)}"
+            if near
+            else "; give one that it has"
+        )
         raise ConfigError(f"{where}.model={judge.model}: {said}{hint}")
 
 
@@ -218,7 +270,9 @@ def _completion(text: bytes, judge: Judge) -> dict[str, Any]:
         said = judge_parsing.texts(body)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         cut = judge.clean(text[:200].decode(errors="replace"))
-        raise JudgeError("bad_answer", f"HTTP 200 that is no completion: {cut!r}", retry=True) from None
+        raise JudgeError(
+            "bad_answer", f"HTTP 200 that is no completion: {cut!r}", retry=True
+        ) from None
     choices = body.get("choices") or []
     for choice in choices:
         choice["message"] = {k: v for k, v in choice["message"].items() if k in KEPT}
@@ -228,7 +282,9 @@ def _completion(text: bytes, judge: Judge) -> dict[str, Any]:
         if "content_filter" in ends or any(choice["message"].get("refusal") for choice in choices):
             raise JudgeError("refused", "it refuses to answer")
         no_room = "length" in ends or body.get("status") == "incomplete"
-        hint = ": its tokens went before it wrote any; raise parameters.max_tokens" if no_room else ""
+        hint = (
+            ": its tokens went before it wrote any; raise parameters.max_tokens" if no_room else ""
+        )
         raise JudgeError("empty", f"an empty answer{hint}")
     return dict(body)
 
@@ -249,19 +305,27 @@ async def _read(answer: aiohttp.ClientResponse) -> bytes:
     async for part in answer.content.iter_any():
         body += part
         if len(body) > gym_servers.MOST_BYTES:
-            raise JudgeError("bad_answer", f"an answer longer than {gym_servers.MOST_BYTES:,} bytes")
+            raise JudgeError(
+                "bad_answer", f"an answer longer than {gym_servers.MOST_BYTES:,} bytes"
+            )
     return bytes(body)
 
 
-async def _try(judge: Judge, http: aiohttp.ClientSession, route: str, body: dict[str, Any]) -> dict[str, Any]:
+async def _try(
+    judge: Judge, http: aiohttp.ClientSession, route: str, body: dict[str, Any]
+) -> dict[str, Any]:
     """One request. Raises JudgeError."""
     headers = {"Authorization": f"Bearer {judge.key}"} if judge.key else {}
     try:
         # a redirect would give the row, and the judge's word, to another host
-        async with http.post(f"{judge.url}/{route}", json=body, headers=headers, allow_redirects=False) as answer:
+        async with http.post(
+            f"{judge.url}/{route}", json=body, headers=headers, allow_redirects=False
+        ) as answer:
             text = await _read(answer)
     except (aiohttp.ClientError, OSError) as error:
-        raise JudgeError("connect", f"{type(error).__name__}: {judge.clean(str(error))[:200]}", retry=True) from None
+        raise JudgeError(
+            "connect", f"{type(error).__name__}: {judge.clean(str(error))[:200]}", retry=True
+        ) from None
     if 300 <= answer.status < 400:
         target = judge.clean(answer.headers.get("Location", "")[:200])
         said = f"HTTP {answer.status} redirects to {target!r}, which is not followed; set that base_url if you trust it"
@@ -274,7 +338,11 @@ async def _try(judge: Judge, http: aiohttp.ClientSession, route: str, body: dict
 
 
 async def ask(
-    judge: Judge, http: aiohttp.ClientSession, route: str, body: Mapping[str, Any], count: Counter[str]
+    judge: Judge,
+    http: aiohttp.ClientSession,
+    route: str,
+    body: Mapping[str, Any],
+    count: Counter[str],
 ) -> Any:
     """The judge's answer to a chat completion or a Responses request, tried again as far as tries and deadline go.
 
@@ -295,7 +363,9 @@ async def ask(
             if not error.retry or tried >= judge.attempts:
                 raise
             if time.monotonic() + wait >= deadline:
-                more = f"{error}; again in {wait:g} s would be past {judge.timeout_s:g} s (timeout_s)"
+                more = (
+                    f"{error}; again in {wait:g} s would be past {judge.timeout_s:g} s (timeout_s)"
+                )
                 raise JudgeError(error.reason, more) from None
         count["retries"] += 1
         await asyncio.sleep(wait)
@@ -328,7 +398,11 @@ class Proxy:
     def metrics(self) -> dict[str, float]:
         """judge/<name>/asked, prompt_tokens, completion_tokens, retries, failed/<reason>: since the last call."""
         with self._lock:
-            found = {f"judge/{name}/{k}": float(v) for name, count in self.counts.items() for k, v in count.items()}
+            found = {
+                f"judge/{name}/{k}": float(v)
+                for name, count in self.counts.items()
+                for k, v in count.items()
+            }
             for count in self.counts.values():
                 count.clear()
         return found
@@ -345,7 +419,12 @@ class Proxy:
             if judge.start:
                 yield vllm_block(judge)
             hidden = [judge.key_name] if judge.key_name else []
-            yield {"name": judge.name, "impl": judge.server, "changes": settings | judge.config, "hidden": hidden}
+            yield {
+                "name": judge.name,
+                "impl": judge.server,
+                "changes": settings | judge.config,
+                "hidden": hidden,
+            }
 
     async def _serve(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
@@ -367,17 +446,25 @@ class Proxy:
             clients = {}
             for name, judge in self.judges.items():
                 pool = aiohttp.TCPConnector(limit=0)
-                session = aiohttp.ClientSession(connector=pool, timeout=timeout, trust_env=not judge.is_here)
+                session = aiohttp.ClientSession(
+                    connector=pool, timeout=timeout, trust_env=not judge.is_here
+                )
                 clients[name] = await stack.enter_async_context(session)
 
             async def answer(request: web.Request) -> web.Response:
                 name, route = request.match_info["name"], request.match_info["route"]
                 if request.headers.get("Authorization") != f"Bearer {self.key}":
-                    return web.json_response({"error": {"message": "wrong or missing key"}}, status=401)
+                    return web.json_response(
+                        {"error": {"message": "wrong or missing key"}}, status=401
+                    )
                 if name not in self.judges or route not in ROUTES:
-                    return web.json_response({"error": {"message": f"no such route: {request.path}"}}, status=404)
+                    return web.json_response(
+                        {"error": {"message": f"no such route: {request.path}"}}, status=404
+                    )
                 async with limit[name]:
-                    status, body = await self._answer(self.judges[name], clients[name], route, await request.json())
+                    status, body = await self._answer(
+                        self.judges[name], clients[name], route, await request.json()
+                    )
                 return web.json_response(body, status=status)
 
             app = web.Application(client_max_size=2**28)  # bytes
@@ -388,22 +475,34 @@ class Proxy:
             await web.TCPSite(runner, gym_servers.HOST, self.port).start()
             yield
 
-    async def _answer(self, judge: Judge, http: aiohttp.ClientSession, route: str, body: Any) -> tuple[int, Any]:
+    async def _answer(
+        self, judge: Judge, http: aiohttp.ClientSession, route: str, body: Any
+    ) -> tuple[int, Any]:
         """(status, JSON) for Gym's model server. A failure is 422: Gym asks no second time, and calls it no answer."""
         count: Counter[str] = Counter(asked=1)
         try:
             said = await ask(judge, http, route, body, count)
             used = said.get("usage")
-            for ours, theirs in ("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens"):
+            for ours, theirs in (
+                ("prompt_tokens", "input_tokens"),
+                ("completion_tokens", "output_tokens"),
+            ):
                 tokens = (used.get(ours) or used.get(theirs)) if isinstance(used, dict) else 0
                 count[ours] += tokens if isinstance(tokens, int) else 0
             return 200, said
         except JudgeError as error:
             count[f"failed/{error.reason}"] += 1
             # a 400 or the words `context length` would become an empty answer; quotes would end the message (verdicts)
-            told = f"judge {judge.name} ({judge.url}): {error.reason}: {error}".replace("context length", "context")
+            told = f"judge {judge.name} ({judge.url}): {error.reason}: {error}".replace(
+                "context length", "context"
+            )
             return 422, {
-                "error": {"message": told.replace('"', "").replace("'", "").replace("\\", "").replace("}", "")}
+                "error": {
+                    "message": told.replace('"', "")
+                    .replace("'", "")
+                    .replace("\\", "")
+                    .replace("}", "")
+                }
             }
         finally:
             with self._lock:
@@ -421,18 +520,37 @@ def vllm_block(judge: Judge) -> dict[str, Any]:
     if devices:
         args = {"tensor_parallel_size": len(devices), **args}
     model = Path(start["model"]).expanduser()
-    options = [str(model.resolve()) if model.is_dir() else str(start["model"]), "--served-model-name", judge.model]
+    options = [
+        str(model.resolve()) if model.is_dir() else str(start["model"]),
+        "--served-model-name",
+        judge.model,
+    ]
     guards = {"allowed_origins": "[]", "middleware": "kit.rollout.vllm_routes.JudgeRoutes"}
     for key, value in {"host": gym_servers.HOST, "port": port, **guards, **args}.items():
         flag = f"--{key.replace('_', '-')}"
-        options += [] if value is False or value is None else [flag] if value is True else [flag, str(value)]
-    env = {"VLLM_API_KEY": judge.key, "PYTHONPATH": str(Path(__file__).parents[3])}  # for the middleware
+        options += (
+            []
+            if value is False or value is None
+            else [flag]
+            if value is True
+            else [flag, str(value)]
+        )
+    env = {
+        "VLLM_API_KEY": judge.key,
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+    }  # for the middleware
     if devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
     return {
         "name": f"{judge.name}_vllm",
         "kind": "vllm",
-        "command": [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *options],
+        "command": [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            *options,
+        ],
         "env": env,
         "shown": ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"],  # its model may be one of the hub's
         "port": port,
@@ -443,7 +561,12 @@ def vllm_block(judge: Judge) -> dict[str, Any]:
 @contextlib.contextmanager
 def gpus_taken(specs: Mapping[str, Any]) -> Iterator[None]:
     """While it runs, this process and what it starts see no GPU of a judge's. Raises ConfigError for one not there."""
-    wanted = {str(gpu) for s in specs.values() if s != "policy" for gpu in (s.get("start") or {}).get("gpus") or []}
+    wanted = {
+        str(gpu)
+        for s in specs.values()
+        if s != "policy"
+        for gpu in (s.get("start") or {}).get("gpus") or []
+    }
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted:
         import torch
@@ -465,7 +588,11 @@ def gpus_taken(specs: Mapping[str, Any]) -> Iterator[None]:
 def told(made: Mapping[str, Judge]) -> Iterator[str]:
     """A line for each judge, for the dry run."""
     for judge in made.values():
-        kind = f"vLLM of {judge.start['model']}" if judge.start else f"{judge.model} at {judge.url or 'this run'}"
+        kind = (
+            f"vLLM of {judge.start['model']}"
+            if judge.start
+            else f"{judge.model} at {judge.url or 'this run'}"
+        )
         key = f", key in {judge.key_name}" if judge.key_name and judge.url else ""
         limits = f"{judge.timeout_s:g} s, {judge.attempts} tries, {judge.concurrency} at once"
         yield f"judge       {judge.name}: {kind}{key}; {limits}"

@@ -27,7 +27,10 @@ def lacks(config: DictConfig, c: Any, command: str) -> Iterator[str]:
     ):
         yield from _disk(config, c)
     bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20
-    wanted, shared = max(GIB, 2 * bucket * settings.n_gpus_per_node), shutil.disk_usage("/dev/shm").free
+    wanted, shared = (
+        max(GIB, 2 * bucket * settings.n_gpus_per_node),
+        shutil.disk_usage("/dev/shm").free,
+    )
     if shared < wanted:
         why = "weights and NCCL's messages go through it; start the container with a larger --shm-size"
         yield f"/dev/shm has {shared / GIB:.2f} GiB free, of {wanted / GIB:.1f}: {why}"
@@ -50,9 +53,17 @@ def _disk(config: DictConfig, c: Any) -> Iterator[str]:
 
 
 def _gpus(config: DictConfig, command: str) -> Iterator[str]:
-    settings, model, trains = config.trainer, config.actor_rollout_ref.model, command in ("train", "sft")
-    found = len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines())
-    if not config.ray_kwargs.ray_init.get("address") and found != (taken := all_gpus(config, command)):
+    settings, model, trains = (
+        config.trainer,
+        config.actor_rollout_ref.model,
+        command in ("train", "sft"),
+    )
+    found = len(
+        subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines()
+    )
+    if not config.ray_kwargs.ray_init.get("address") and found != (
+        taken := all_gpus(config, command)
+    ):
         yield f"this node has {found} GPUs, and the run takes {taken}: set trainer.n_gpus_per_node"
     if trains and (cores := len(os.sched_getaffinity(0))) < settings.n_gpus_per_node:
         asked = f"Ray gives one to each of {settings.n_gpus_per_node} processes"

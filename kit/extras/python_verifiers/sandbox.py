@@ -38,7 +38,9 @@ def why_unavailable() -> str:
         return f"bubblewrap does not start: {error}"
     if tried.returncode:
         why = tried.stderr.strip()[-200:]
-        return f"bubblewrap does not start ({why}); allow unprivileged user namespaces on this machine"
+        return (
+            f"bubblewrap does not start ({why}); allow unprivileged user namespaces on this machine"
+        )
     return ""
 
 
@@ -47,14 +49,27 @@ def wrap(command: Sequence[str], readable: Sequence[Path]) -> list[str]:
 
     readable: folders below the home or /tmp that the command must read. Everything else there is hidden.
     """
-    options = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    options = [
+        "--unshare-all",
+        "--unshare-user",
+        "--die-with-parent",
+        "--new-session",
+        "--cap-drop",
+        "ALL",
+    ]
     options += ["--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev"]
-    sockets = Path(tempfile.gettempdir()).resolve()  # of vLLM and Ray, which a read-only mount does not close
-    hidden = {Path("/tmp"), Path("/var/tmp"), Path("/run"), Path.home(), Path("/root"), sockets} - {Path("/")}
+    sockets = Path(
+        tempfile.gettempdir()
+    ).resolve()  # of vLLM and Ray, which a read-only mount does not close
+    hidden = {Path("/tmp"), Path("/var/tmp"), Path("/run"), Path.home(), Path("/root"), sockets} - {
+        Path("/")
+    }
     for folder in (folder for folder in sorted(hidden) if folder.is_dir()):
         options += ["--tmpfs", str(folder)]
     python = [Path(prefix) for prefix in dict.fromkeys((sys.prefix, sys.base_prefix))]
-    for folder in dict.fromkeys(path.resolve() for path in (*python, ROOT, *readable) if path.is_dir()):
+    for folder in dict.fromkeys(
+        path.resolve() for path in (*python, ROOT, *readable) if path.is_dir()
+    ):
         options += ["--ro-bind", str(folder), str(folder)]
     return ["bwrap", *options, "--setenv", "TMPDIR", "/tmp", "--", *command]
 

@@ -91,7 +91,9 @@ def read(spec: Any, key: str) -> Function:
         return Function(VERL, VERL, key, "", settings)
     attribute = name.rpartition(":")[2]
     if not (user_functions.is_own(name) and attribute.isidentifier()):
-        wanted = f"path.py:function, path.py:Class, {VERL}, or {{function: one of these, its settings}}"
+        wanted = (
+            f"path.py:function, path.py:Class, {VERL}, or {{function: one of these, its settings}}"
+        )
         raise PluginError(f"{key}={spec}: wants {wanted}")
     return Function(attribute, name, key, str(user_functions.find(name, key).resolve()), settings)
 
@@ -106,8 +108,12 @@ def of_files(config: DictConfig, key: str) -> list[tuple[Any, Function | None]]:
         given = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
         own = given.pop("verifier", None)
         if own and given.get("server"):
-            raise ConfigError(f"{key}: {given.get('path')} has a server and a verifier; give it one of them")
-        function = read(own, f"{key}: verifier") if own else None if given.get("server") else default
+            raise ConfigError(
+                f"{key}: {given.get('path')} has a server and a verifier; give it one of them"
+            )
+        function = (
+            read(own, f"{key}: verifier") if own else None if given.get("server") else default
+        )
         found.append((given | {"server": function.name} if function else entry, function))
     return found
 
@@ -120,10 +126,16 @@ def of_recipe(config: DictConfig) -> dict[str, Function]:
     for function in functions:
         other = named.setdefault(function.name, function)
         if (other.path, other.settings) != (function.path, function.settings):
-            both = f"{other.spec} {other.settings or ''} and {function.spec} {function.settings or ''}"
-            raise ConfigError(f"two verifiers are called {function.name} in the metrics: {both}; rename one")
+            both = (
+                f"{other.spec} {other.settings or ''} and {function.spec} {function.settings or ''}"
+            )
+            raise ConfigError(
+                f"two verifiers are called {function.name} in the metrics: {both}; rename one"
+            )
         if function.name in config.gym.servers:
-            raise ConfigError(f"{function.key}={function.spec}: gym.servers has a {function.name} too; rename one")
+            raise ConfigError(
+                f"{function.key}={function.spec}: gym.servers has a {function.name} too; rename one"
+            )
     return named
 
 
@@ -147,8 +159,12 @@ def check(config: DictConfig) -> Iterator[Exception]:
     for key, least in (("processes", 1), ("timeout_s", 0), ("memory_gb", 0)):
         value, whole = pool[key], key == "processes"
         number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-        if not (whole and value is None) and not (number and (value >= least if whole else value > least)):
-            yield ConfigError(f"env.verifier_pool.{key}={value}: wants {'1 or more' if whole else 'more than 0'}")
+        if not (whole and value is None) and not (
+            number and (value >= least if whole else value > least)
+        ):
+            yield ConfigError(
+                f"env.verifier_pool.{key}={value}: wants {'1 or more' if whole else 'more than 0'}"
+            )
     if pool.get("sandbox") not in SANDBOXES:
         yield ConfigError(f"env.verifier_pool.sandbox={pool.sandbox}: choose null or bwrap")
     elif pool.get("sandbox") and (why := sandbox.why_unavailable()):
@@ -157,7 +173,9 @@ def check(config: DictConfig) -> Iterator[Exception]:
 
 def runs_code(function: Function, data_sources: Iterable[Any]) -> bool:
     """Whether it has verl run what the policy wrote on this machine."""
-    return not function.path and any(runs_policy_code(source, function.settings) for source in data_sources)
+    return not function.path and any(
+        runs_policy_code(source, function.settings) for source in data_sources
+    )
 
 
 def told(config: DictConfig, functions: Sequence[Function]) -> str:
@@ -195,7 +213,13 @@ class Worker:
         function = self.function
         code = f"import sys; sys.path.insert(0, {str(user_functions.ROOT)!r}); "
         code += "from kit.extras.python_verifiers.verifier_process import serve; "
-        command = [sys.executable, "-u", "-P", "-c", code + f"serve({int(self.pool.memory_gb * 2**30)})"]
+        command = [
+            sys.executable,
+            "-u",
+            "-P",
+            "-c",
+            code + f"serve({int(self.pool.memory_gb * 2**30)})",
+        ]
         variables = environment(self.pool)
         if self.pool.get("sandbox"):
             folders = [Path.cwd(), Path(function.path).parent] if function.path else [Path.cwd()]
@@ -203,10 +227,18 @@ class Worker:
         with self.log.open("ab") as log:
             try:
                 self.process = self.last = await asyncio.create_subprocess_exec(
-                    *command, stdin=PIPE, stdout=PIPE, stderr=log, limit=MOST, env=variables, start_new_session=True
+                    *command,
+                    stdin=PIPE,
+                    stdout=PIPE,
+                    stderr=log,
+                    limit=MOST,
+                    env=variables,
+                    start_new_session=True,
                 )
             except OSError as error:
-                raise GymError("died", f"{function.spec}: no process could be started for it: {error}") from None
+                raise GymError(
+                    "died", f"{function.spec}: no process could be started for it: {error}"
+                ) from None
         answer, _ = await self.ask(LOAD_S, "load", function.path, function.name, function.settings)
         self.kind = answer["kind"]
 
@@ -231,17 +263,27 @@ class Worker:
         except TimeoutError:
             todo = "mend that" + ", or raise env.verifier_pool.timeout_s" * (what != "load")
             did = "was not imported" if what == "load" else "gave no answer"
-            raise GymError("timeout", f"{name} {did} within {seconds:g} s{self.where(begin)}; {todo}") from None
-        except (asyncio.IncompleteReadError, OSError, ValueError):  # the last: no JSON, so not of the worker's own
+            raise GymError(
+                "timeout", f"{name} {did} within {seconds:g} s{self.where(begin)}; {todo}"
+            ) from None
+        except (
+            asyncio.IncompleteReadError,
+            OSError,
+            ValueError,
+        ):  # the last: no JSON, so not of the worker's own
             self.kill()
             how = f"{status(await gone(process))}{self.where(begin)}"
-            raise GymError("died", f"{name}: its process ended with {how}; its log is {self.log}") from None
+            raise GymError(
+                "died", f"{name}: its process ended with {how}; its log is {self.log}"
+            ) from None
         finally:
             if not whole:
                 self.kill()
         if why := answer.get("failed"):
             self.kill() if why == "memory" or what == "load" else None
-            lack = f"; a process has {self.pool.memory_gb:g} GiB (env.verifier_pool.memory_gb)" * (why == "memory")
+            lack = f"; a process has {self.pool.memory_gb:g} GiB (env.verifier_pool.memory_gb)" * (
+                why == "memory"
+            )
             raise GymError(why, f"{name}{':' * (what == 'load')} {answer['why']}{lack}")
         return answer, world
 
@@ -303,8 +345,13 @@ class Pool:
     def __init__(self, function: Function, config: DictConfig, logs: Path):
         count = processes(config)
         self.function, self.places = function, asyncio.Semaphore(count)
-        self.may_run_code = bool(config.env.verifier_pool.get("sandbox") or config.env.get("allow_unsandboxed_code"))
-        self.workers = [Worker(function, config, logs / f"verifier_{function.name}_{k}.log") for k in range(count)]
+        self.may_run_code = bool(
+            config.env.verifier_pool.get("sandbox") or config.env.get("allow_unsandboxed_code")
+        )
+        self.workers = [
+            Worker(function, config, logs / f"verifier_{function.name}_{k}.log")
+            for k in range(count)
+        ]
         self.idle, self.known = self.workers[::-1], ""
 
     @contextlib.asynccontextmanager
@@ -366,10 +413,16 @@ class Session:
         function = self.pool.function
         called_with = arguments(self.row, self.text, function.name)
         is_code = runs_code(function, [called_with["data_source"]])
-        if is_code and not self.pool.may_run_code:  # rows that a function makes are not all known before the run
-            why = f"data_source={called_with['data_source']} runs code of the policy on this machine"
+        if (
+            is_code and not self.pool.may_run_code
+        ):  # rows that a function makes are not all known before the run
+            why = (
+                f"data_source={called_with['data_source']} runs code of the policy on this machine"
+            )
             fix = "set env.verifier_pool.sandbox=bwrap, or env.allow_unsandboxed_code=true"
-            raise GymError("raised", f"{function.spec}: {why}, which the recipe does not allow; {fix}")
+            raise GymError(
+                "raised", f"{function.spec}: {why}, which the recipe does not allow; {fix}"
+            )
         said, _world = await self.pool.call("score", called_with)
         verdict = gym_client.parse_verdict(said, said["_seconds"], self.row)
         if is_code and not 0 <= verdict.reward <= 1:
@@ -387,11 +440,17 @@ def arguments(row: Json, text: str, name: str) -> Json:
     """What a function is called with, as by verl 0.9.1 (experimental/reward_loop/reward_manager/naive.py)."""
     model, extra = row.get("reward_model"), row.get("extra_info")
     truth = next((row[key] for key in TRUTHS if key in row), None)
-    extra = {"row": row} | (extra if isinstance(extra, dict) else {}) | {"num_turns": 2, "rollout_reward_scores": {}}
+    extra = (
+        {"row": row}
+        | (extra if isinstance(extra, dict) else {})
+        | {"num_turns": 2, "rollout_reward_scores": {}}
+    )
     return {
         "data_source": row.get("data_source") or name,
         "solution_str": text,
-        "ground_truth": model["ground_truth"] if isinstance(model, dict) and "ground_truth" in model else truth,
+        "ground_truth": model["ground_truth"]
+        if isinstance(model, dict) and "ground_truth" in model
+        else truth,
         "extra_info": extra,
     }
 
@@ -401,7 +460,12 @@ class Verifiers:
     the rest of the kit. Use as `async with Verifiers(...)`."""
 
     def __init__(
-        self, gym: gym_client.Gym, functions: Sequence[Function], config: DictConfig, tokenizer: Any, logs: Path
+        self,
+        gym: gym_client.Gym,
+        functions: Sequence[Function],
+        config: DictConfig,
+        tokenizer: Any,
+        logs: Path,
     ):
         self.gym, self.tokenizer = gym, tokenizer
         self.pools = {function.name: Pool(function, config, logs) for function in functions}
@@ -418,7 +482,9 @@ class Verifiers:
 
     async def kind(self, server: str) -> str:
         """`verify`, `step` or `agent`. Raises GymError."""
-        return await self.pools[server].kind() if server in self.pools else await self.gym.kind(server)
+        return (
+            await self.pools[server].kind() if server in self.pools else await self.gym.kind(server)
+        )
 
     @contextlib.asynccontextmanager
     async def session(self, server: str, row: Json) -> AsyncIterator[Session | gym_client.Session]:
@@ -439,25 +505,38 @@ class Verifiers:
 # --- tried out -----------------------------------------------------------------------------------
 
 
-def try_out(functions: Mapping[str, Function], tasks: Sequence[Task], config: DictConfig, tokenizer: Any) -> None:
+def try_out(
+    functions: Mapping[str, Function], tasks: Sequence[Task], config: DictConfig, tokenizer: Any
+) -> None:
     """Have each function verify a made-up answer to its first row (and to that of each other data_source): a mistake
     should not wait for the workers. Raises PluginError."""
-    with tempfile.TemporaryDirectory() as logs, asyncio.Runner(loop_factory=asyncio.new_event_loop) as loop:
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        asyncio.Runner(loop_factory=asyncio.new_event_loop) as loop,
+    ):
         loop.run(_try_all(functions, tasks, config, tokenizer, Path(logs)))
 
 
 async def _try_all(
-    functions: Mapping[str, Function], tasks: Sequence[Task], config: DictConfig, tokenizer: Any, logs: Path
+    functions: Mapping[str, Function],
+    tasks: Sequence[Task],
+    config: DictConfig,
+    tokenizer: Any,
+    logs: Path,
 ) -> None:
     ids = tokenizer.encode(MADE_UP, add_special_tokens=False)
     rows = {(task.server, str(task.row.get("data_source"))): task for task in reversed(tasks)}
-    async with Verifiers(gym_client.Gym({}), list(functions.values()), config, tokenizer, logs) as verifiers:
+    async with Verifiers(
+        gym_client.Gym({}), list(functions.values()), config, tokenizer, logs
+    ) as verifiers:
         for name, function in functions.items():
             where = ""
             try:
                 await verifiers.kind(name)
                 for task in [task for (server, _), task in rows.items() if server == name]:
-                    where = f" (tried on {task.row_id} and the answer {MADE_UP!r}; nothing was started)"
+                    where = (
+                        f" (tried on {task.row_id} and the answer {MADE_UP!r}; nothing was started)"
+                    )
                     async with verifiers.session(name, task.row) as session:
                         session.last_ids = ids
                         await (session.verify({}) if session.kind == "verify" else session.step({}))

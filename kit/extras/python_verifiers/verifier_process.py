@@ -40,18 +40,31 @@ from typing import Any
 
 MOST = 64 * 2**20  # bytes of an answer
 REQUEST = struct.Struct("!QQ")  # number of a request, and its bytes
-ANSWER = struct.Struct("!QQQ")  # number of the request, bytes of the answer's JSON, of the instance after it
-MAX_RESULT, MAX_FILE = 2**16, 64 * 2**20  # bytes: of an isolated call's result; of a file that such a call writes
-SANDBOX_PROCESSES = 256  # of a call's program, in a sandbox, which counts them apart from the user's others
+ANSWER = struct.Struct(
+    "!QQQ"
+)  # number of the request, bytes of the answer's JSON, of the instance after it
+MAX_RESULT, MAX_FILE = (
+    2**16,
+    64 * 2**20,
+)  # bytes: of an isolated call's result; of a file that such a call writes
+SANDBOX_PROCESSES = (
+    256  # of a call's program, in a sandbox, which counts them apart from the user's others
+)
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36  # of prctl(2)
-SCORE = ("data_source", "solution_str", "ground_truth", "extra_info")  # verl's names; by these a function is called
+SCORE = (
+    "data_source",
+    "solution_str",
+    "ground_truth",
+    "extra_info",
+)  # verl's names; by these a function is called
 SCORED = "a finite number, or a dict with `score`, which is one"
 STEPPED = "(observation, reward, done): text or None, a finite number, True or False"
 # Data sources whose answers verl's own scorer runs as programs, and those whose answers it evaluates as Python:
 # math_equal in verl/utils/reward_score/prime_math/grader.py calls eval and sympy's parse_expr.
 PROGRAMS = ("codecontests", "apps", "codeforces", "taco")
 EVALUATED = tuple(
-    f"numina_{name}" for name in ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
+    f"numina_{name}"
+    for name in ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
 )
 SANDBOX_SAID = (  # of a program; all else that verl 0.9.1 notes of a test is no verdict
     *("success", "wrong_answer", "runtime_error", "timeout", "compile_error", "compile_timeout"),
@@ -98,7 +111,9 @@ def verls_own() -> Callable[..., Any]:
         for number, case in enumerate(cases):  # verl's makes 0 of a sandbox that is down
             if case.get("status", case.get("error")) not in SANDBOX_SAID:
                 why = case.get("api_request_error") or case.get("error") or case["status"]
-                raise RuntimeError(f"the sandbox at {sandbox_fusion_url} has no verdict on test {number}: {why}")
+                raise RuntimeError(
+                    f"the sandbox at {sandbox_fusion_url} has no verdict on test {number}: {why}"
+                )
         return value
 
     return compute_score
@@ -119,8 +134,14 @@ def load(path: str, attribute: str, settings: Mapping[str, Any]) -> Any:
             raise Unusable(f"{path} cannot be imported: {why}") from error
         found = getattr(module, attribute, None)
     if not callable(found):
-        own = [n for n, f in vars(module).items() if getattr(f, "__module__", "") == module.__name__ and callable(f)]
-        raise Unusable(f"{path} has no function or class {attribute}; it has {', '.join(own) or 'none'}")
+        own = [
+            n
+            for n, f in vars(module).items()
+            if getattr(f, "__module__", "") == module.__name__ and callable(f)
+        ]
+        raise Unusable(
+            f"{path} has no function or class {attribute}; it has {', '.join(own) or 'none'}"
+        )
     try:
         if not inspect.isclass(found):
             inspect.signature(found).bind(**dict.fromkeys(SCORE), **settings)
@@ -128,26 +149,42 @@ def load(path: str, attribute: str, settings: Mapping[str, Any]) -> Any:
         for method in ("reset", "step"):
             if not callable(getattr(found, method, None)):
                 wanted = f"reset(row) -> text or None, and step(text) -> {STEPPED}"
-                raise Unusable(f"the class {attribute} of {path} has no {method}; an environment has {wanted}")
-            inspect.signature(getattr(found, method)).bind(None, None)  # itself, and the row or the text
+                raise Unusable(
+                    f"the class {attribute} of {path} has no {method}; an environment has {wanted}"
+                )
+            inspect.signature(getattr(found, method)).bind(
+                None, None
+            )  # itself, and the row or the text
         inspect.signature(found).bind(**settings)
     except TypeError as error:
-        how = "reset(row) and step(text)" if inspect.isclass(found) else f"{', '.join(SCORE)}, by these names,"
+        how = (
+            "reset(row) and step(text)"
+            if inspect.isclass(found)
+            else f"{', '.join(SCORE)}, by these names,"
+        )
         where = f" of {path}" if path else ""
-        raise Unusable(f"{attribute}{where} cannot be called with {how} and its settings: {error}") from None
+        raise Unusable(
+            f"{attribute}{where} cannot be called with {how} and its settings: {error}"
+        ) from None
     return functools.partial(found, **settings)
 
 
 # --- a call, and what comes back -----------------------------------------------------------------
 
 
-def score(function: Callable[..., Any], runner: asyncio.Runner, arguments: Json) -> tuple[Json, bytes]:
+def score(
+    function: Callable[..., Any], runner: asyncio.Runner, arguments: Json
+) -> tuple[Json, bytes]:
     """What compute_score says, as the JSON of a verdict: the other numbers of its dict (a bool is 0 or 1) are parts of
     the reward, the rest is told as it is, or as its repr. Raises Unusable for what is no score."""
     value = awaited(function(**arguments), runner)
     parts = dict(value) if isinstance(value, Mapping) else {"score": value}
     reward = number(parts.pop("score", None))
-    numeric = {str(n): float(p) if isinstance(p, bool) else number(p) for n, p in parts.items() if is_number(p)}
+    numeric = {
+        str(n): float(p) if isinstance(p, bool) else number(p)
+        for n, p in parts.items()
+        if is_number(p)
+    }
     if reward is None or None in numeric.values():
         raise Unusable(f"returned {reprlib.repr(value)}; it must return {SCORED}")
     told = {str(name): plain(part) for name, part in parts.items() if not is_number(part)}
@@ -167,11 +204,21 @@ def step(_: Any, runner: asyncio.Runner, world: bytes, text: str) -> tuple[Json,
     """What an environment makes of the policy's words, and the environment as it is then. Raises Unusable."""
     alive = pickle.loads(world)
     value = awaited(alive.step(text), runner)
-    observation, reward, done = value if isinstance(value, tuple) and len(value) == 3 else (0, None, None)
-    done = bool(done) if isinstance(done, bool) or str(getattr(done, "dtype", "")) == "bool" else None
-    if not isinstance(observation, str | None) or (reward := number(reward)) is None or done is None:
+    observation, reward, done = (
+        value if isinstance(value, tuple) and len(value) == 3 else (0, None, None)
+    )
+    done = (
+        bool(done) if isinstance(done, bool) or str(getattr(done, "dtype", "")) == "bool" else None
+    )
+    if (
+        not isinstance(observation, str | None)
+        or (reward := number(reward)) is None
+        or done is None
+    ):
         raise Unusable(f"step returned {reprlib.repr(value)}; it must return {STEPPED}")
-    return {"observation": observation, "reward": reward, "done": done}, b"" if done else pickled(alive)
+    return {"observation": observation, "reward": reward, "done": done}, b"" if done else pickled(
+        alive
+    )
 
 
 def awaited(value: Any, runner: asyncio.Runner) -> Any:
@@ -190,7 +237,9 @@ def pickled(world: Any) -> bytes:
     except Exception as error:  # of its own __reduce__, too
         why = f"{type(error).__name__}: {error}"
         way_out = "keep numbers, text, lists and arrays in it, since its next step may run in another process"
-        raise Unusable(f"an instance of {type(world).__name__} cannot be pickled ({why}); {way_out}") from error
+        raise Unusable(
+            f"an instance of {type(world).__name__} cannot be pickled ({why}); {way_out}"
+        ) from error
 
 
 def is_number(value: Any) -> bool:
@@ -217,13 +266,18 @@ def failure(error: BaseException, path: str) -> Json:
     """Why there is no answer, with the line of the function's own file."""
     if isinstance(error, Unusable):
         return {"failed": "bad_answer", "why": str(error)}
-    lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == path]
+    lines = [
+        line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == path
+    ]
     try:
         said = f"{type(error).__name__}: {error}".removesuffix(": ")
     except Exception:  # of its own __str__
         said = type(error).__name__
     where = f"failed at {path}:{lines[-1]}" if lines else "failed"
-    return {"failed": "memory" if isinstance(error, MemoryError) else "raised", "why": f"{where}: {said:.500}"}
+    return {
+        "failed": "memory" if isinstance(error, MemoryError) else "raised",
+        "why": f"{where}: {said:.500}",
+    }
 
 
 # --- programs of the policy ----------------------------------------------------------------------
@@ -274,7 +328,9 @@ def isolated(call: Callable[[], tuple[Json, bytes]], memory: int) -> Json:
         return {"failed": answer["failed"], "why": str(answer.get("why"))}
     reward = number(answer.get("reward")) if isinstance(answer, dict) else None
     if reward is None or not 0 <= reward <= 1:
-        raise Unusable(f"the scorer of a program returned {reprlib.repr(answer)}; its score is between 0 and 1")
+        raise Unusable(
+            f"the scorer of a program returned {reprlib.repr(answer)}; its score is between 0 and 1"
+        )
     return {"reward": reward, "reward_components": {}}
 
 
@@ -334,8 +390,12 @@ def _disconnect(*descriptors: int) -> None:
 
 def protect_process(memory: int) -> None:
     """End with the driver; bound memory (bytes); adopt orphans; keep others of the user out of this process."""
-    Path("/proc/self/oom_score_adj").write_text("1000")  # before the driver, if the machine runs out of memory
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))  # not of addresses: libraries reserve many
+    Path("/proc/self/oom_score_adj").write_text(
+        "1000"
+    )  # before the driver, if the machine runs out of memory
+    resource.setrlimit(
+        resource.RLIMIT_DATA, (memory, memory)
+    )  # not of addresses: libraries reserve many
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -348,10 +408,16 @@ def serve(memory: int) -> None:
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # a function may print; that is no answer
-    os.register_at_fork(after_in_child=functools.partial(_disconnect, asked.fileno(), answers.fileno()))
+    os.register_at_fork(
+        after_in_child=functools.partial(_disconnect, asked.fileno(), answers.fileno())
+    )
     protect_process(memory)
     faulthandler.enable()
-    calls: dict[str, Callable[..., tuple[Json, bytes]]] = {"score": score, "reset": reset, "step": step}
+    calls: dict[str, Callable[..., tuple[Json, bytes]]] = {
+        "score": score,
+        "reset": reset,
+        "step": step,
+    }
     function, path = None, ""
     with asyncio.Runner() as runner:
         while head := asked.read(REQUEST.size):
@@ -375,9 +441,7 @@ def serve(memory: int) -> None:
             faulthandler.cancel_dump_traceback_later()
             text = json.dumps({**answer, "_seconds": time.perf_counter() - began}).encode()
             if len(text) + len(world) > MOST:
-                why = (
-                    f"leaves {len(text) + len(world)} bytes after {what} (a verdict, an instance pickled), over {MOST}"
-                )
+                why = f"leaves {len(text) + len(world)} bytes after {what} (a verdict, an instance pickled), over {MOST}"
                 text, world = json.dumps({"failed": "too_large", "why": why}).encode(), b""
             answers.write(ANSWER.pack(request, len(text), len(world)) + text + world)
             answers.flush()

@@ -17,7 +17,10 @@ from kit.extras.report.metric_docs import of_status
 from kit.extras.report.run_data import Folder
 
 FAILED = 0.02  # of all episodes
-CUT, NEARLY_ALL = 0.25, 0.9  # of the answers: a cause where whole ones earn more, or where there are hardly any
+CUT, NEARLY_ALL = (
+    0.25,
+    0.9,
+)  # of the answers: a cause where whole ones earn more, or where there are hardly any
 UNIFORM = 0.7  # of the groups: the rest is too small a batch to learn from
 SIGMAS = 2.5  # by which two parts of a run differ before it is said that they do
 BROKEN = 4.0  # factor by which the entropy leaves where it was, without a reward for it
@@ -46,22 +49,39 @@ def failures(run: Folder) -> Iterator[Finding]:
     if not every or total < FAILED * every:
         return
     prefix, suffix = "rollout/failed/", "/failed_frac"
-    reasons = {name.removeprefix(prefix): run.steps[name].sum() for name in run.steps if name.startswith(prefix)}
+    reasons = {
+        name.removeprefix(prefix): run.steps[name].sum()
+        for name in run.steps
+        if name.startswith(prefix)
+    }
     first = max(reasons, key=lambda reason: reasons[reason], default="")
-    told = ", ".join(f"{count:.0f} {reason}" for reason, count in sorted(reasons.items(), key=lambda r: -r[1])[:4])
+    told = ", ".join(
+        f"{count:.0f} {reason}"
+        for reason, count in sorted(reasons.items(), key=lambda r: -r[1])[:4]
+    )
     by_server = [
-        name for name in run.steps if name.startswith("rollout/") and name.endswith(suffix) and name.count("/") == 2
+        name
+        for name in run.steps
+        if name.startswith("rollout/") and name.endswith(suffix) and name.count("/") == 2
     ]
-    servers = {name.split("/")[1]: frac for name in by_server if (frac := run.steps[name].mean()) > 0}
+    servers = {
+        name.split("/")[1]: frac for name in by_server if (frac := run.steps[name].mean()) > 0
+    }
     server = max(servers, key=lambda name: servers[name], default="")
     where = f", {'all' if len(servers) == 1 else 'most'} of the server {server}" if server else ""
-    bad = run.trained.index[(failed / run.column("rollout/episodes")).reindex(run.trained.index) > FAILED]
+    bad = run.trained.index[
+        (failed / run.column("rollout/episodes")).reindex(run.trained.index) > FAILED
+    ]
     when = "in every step" if len(bad) == len(run.trained) else f"in {ranges(list(bad))}"
     what, todo = of_status(first)
     yield Finding(
         f"{total / every:.0%} of the episodes failed ({told}){where}, {when}: they have no reward, and taught nothing. "
         f"{first}: {what}.",
-        [f"{prefix}{first}", f"rollout/{server}{suffix}" if server else "rollout/failed_frac", "failures.jsonl"],
+        [
+            f"{prefix}{first}",
+            f"rollout/{server}{suffix}" if server else "rollout/failed_frac",
+            "failures.jsonl",
+        ],
         todo,
     )
 
@@ -69,7 +89,11 @@ def failures(run: Folder) -> Iterator[Finding]:
 def unread(run: Folder) -> Iterator[Finding]:
     """Files that a kill cut short, which a resumed run writes again."""
     if len(run.steps) + len(run.records) and run.broken:  # which are read by then
-        yield Finding(f"not all could be read: {'; '.join(run.broken[:3])}", run.broken[:1], "the rest is below")
+        yield Finding(
+            f"not all could be read: {'; '.join(run.broken[:3])}",
+            run.broken[:1],
+            "the rest is below",
+        )
 
 
 def damaged(run: Folder) -> Iterator[Finding]:
@@ -99,19 +123,29 @@ def broken_policy(run: Folder) -> Iterator[Finding]:
         return
     first, last = entropy.iloc[0], entropy.iloc[-third(entropy) :].median()
     part = third(reward)
-    before, best, after = reward.iloc[:part].mean(), smooth(reward).max(), reward.iloc[-part:].mean()
+    before, best, after = (
+        reward.iloc[:part].mean(),
+        smooth(reward).max(),
+        reward.iloc[-part:].mean(),
+    )
     error = noise(reward) * np.sqrt(2 / part)
     paid = after > before + SIGMAS * error or after > near_top(run)
     ratio = max(last, 1e-6) / max(first, 1e-6)
     moved = max(ratio, 1 / ratio)
     lost = best - after > max(0.3 * spread(run), SIGMAS * error) and not curriculum(run)
     harder = curriculum(run) and ratio < 1  # pays no more, and is well
-    two_steps = np.log(entropy.clip(lower=1e-6)).diff(2).where(entropy.shift(2) > first / 2).abs().max()
+    two_steps = (
+        np.log(entropy.clip(lower=1e-6)).diff(2).where(entropy.shift(2) > first / 2).abs().max()
+    )
     abrupt = two_steps > np.log(BROKEN) and after < near_top(run)  # whatever that happens to pay
     if (moved > BROKEN and not paid and not harder) or (moved > 2 and lost) or abrupt:
         rate = value(run, f"{ACTOR}.optim.lr")
         gradient = measured(run, "actor/grad_norm")
-        norm = f", gradients up to {gradient.max():.3g} before they are clipped" if len(gradient) else ""
+        norm = (
+            f", gradients up to {gradient.max():.3g} before they are clipped"
+            if len(gradient)
+            else ""
+        )
         yield Finding(
             f"the policy went to pieces: entropy {first:.3g} -> {last:.3g} nats, reward {before:.3g} -> {after:.3g} "
             f"(at best {best:.3g}){norm}. The learning rate, {rate:.3g}, is too high, or nothing holds the policy.",
@@ -130,9 +164,15 @@ def cut_answers(run: Folder) -> Iterator[Finding]:
     of = run.episodes[(run.episodes.status == "ok") & run.episodes.file.str.startswith("step")]
     paid = of.groupby(of.ended == "length")["reward"].agg(["mean", "sem"])
     both = len(paid) == 2 and not paid.isna().any(axis=None)
-    if late < NEARLY_ALL and not (both and paid["mean"][False] - paid["mean"][True] > SIGMAS * paid["sem"].max()):
+    if late < NEARLY_ALL and not (
+        both and paid["mean"][False] - paid["mean"][True] > SIGMAS * paid["sem"].max()
+    ):
         return
-    worth = f" They earn {paid['mean'][True]:.3g}, whole ones {paid['mean'][False]:.3g}." if both else ""
+    worth = (
+        f" They earn {paid['mean'][True]:.3g}, whole ones {paid['mean'][False]:.3g}."
+        if both
+        else ""
+    )
     yield Finding(
         f"{late:.0%} of the answers are cut at data.max_response_length={most:g}.{worth}",
         ["rollout/ended/length_frac", "response_length/mean"],
@@ -201,7 +241,11 @@ def flat_reward(run: Folder) -> Iterator[Finding]:
 def running_kl(run: Folder) -> Iterator[Finding]:
     """A policy that runs away from the reference, or within a step from the one that sampled."""
     for name, what, todo in (
-        ("actor/kl_loss", "the reference", f"raise {ACTOR}.kl_loss_coef, or lower {ACTOR}.optim.lr"),
+        (
+            "actor/kl_loss",
+            "the reference",
+            f"raise {ACTOR}.kl_loss_coef, or lower {ACTOR}.optim.lr",
+        ),
         ("actor/reward_kl_penalty", "the reference", "raise algorithm.kl_ctrl.kl_coef"),
         (
             "actor/ppo_kl",
@@ -214,7 +258,9 @@ def running_kl(run: Folder) -> Iterator[Finding]:
             continue
         early, late = kl.iloc[: third(kl)].median(), kl.iloc[-third(kl) :].median()
         if (late > FAR and late > 4 * early) or (late > SHIFT and name == "actor/ppo_kl"):
-            yield Finding(f"the KL to {what} runs away: {early:.3g} -> {late:.3g} nats a token", [name], todo)
+            yield Finding(
+                f"the KL to {what} runs away: {early:.3g} -> {late:.3g} nats a token", [name], todo
+            )
 
 
 def sampler_apart(run: Folder) -> Iterator[Finding]:
@@ -235,7 +281,11 @@ def collapsed(run: Folder) -> Iterator[Finding]:
     if len(entropy) < 8 or any(broken_policy(run)):
         return
     late = entropy.iloc[-third(entropy) :].median()
-    if late < 0.03 and late < entropy.iloc[0] / 10 and reward.iloc[-third(reward) :].mean() < near_top(run):
+    if (
+        late < 0.03
+        and late < entropy.iloc[0] / 10
+        and reward.iloc[-third(reward) :].mean() < near_top(run)
+    ):
         yield Finding(
             f"the answers hardly vary any more: entropy {entropy.iloc[0]:.3g} -> {late:.3g} nats, at a reward of "
             f"{reward.iloc[-1]:.3g}",
@@ -251,10 +301,19 @@ def held_out_apart(run: Folder) -> Iterator[Finding]:
         held = run.steps[name].dropna()
         if len(held) < 3 or len(reward) < 6:
             continue
-        of = run.episodes[(run.episodes.file == f"val_{held.index[-1]}") & (run.episodes.server == name.split("/")[1])]
+        of = run.episodes[
+            (run.episodes.file == f"val_{held.index[-1]}")
+            & (run.episodes.server == name.split("/")[1])
+        ]
         rows, best = of.row_id.nunique(), smooth(reward).loc[: held.idxmax()]
-        rises = smooth(reward).iloc[-1] > (best.max() if len(best) else reward.iloc[0]) - noise(reward)
-        if rows and rises and held.max() - held.iloc[-1] > SIGMAS * np.sqrt(2 * of.reward.var() / rows):
+        rises = smooth(reward).iloc[-1] > (best.max() if len(best) else reward.iloc[0]) - noise(
+            reward
+        )
+        if (
+            rows
+            and rises
+            and held.max() - held.iloc[-1] > SIGMAS * np.sqrt(2 * of.reward.var() / rows)
+        ):
             yield Finding(
                 f"held-out reward fell from {held.max():.3g} (step {held.idxmax()}) to {held.iloc[-1]:.3g}, that of "
                 "training did not",
@@ -275,13 +334,25 @@ def headline(run: Folder) -> str:
     steps = steps if len(steps) else run.steps[run.column("actor/loss").notna()]  # supervised
     if len(steps):
         between = run.column("time").diff()
-        minutes = between[between <= 20 * between.median()].sum() / 60  # without the pause before a resume
+        minutes = (
+            between[between <= 20 * between.median()].sum() / 60
+        )  # without the pause before a resume
         parts.append(f"{len(steps)} steps to {steps.index[-1]}, {minutes:.1f} min")
         if len(reward := measured(run, "rollout/reward/mean")):
-            parts.append(f"reward {reward.iloc[0]:.3g} -> {reward.iloc[-third(reward) :].mean():.3g}")
-    for name in [c for c in run.steps if ("/acc/mean@" in c and not c.endswith(FAILED_AS_0)) or c == "val/loss"]:
+            parts.append(
+                f"reward {reward.iloc[0]:.3g} -> {reward.iloc[-third(reward) :].mean():.3g}"
+            )
+    for name in [
+        c
+        for c in run.steps
+        if ("/acc/mean@" in c and not c.endswith(FAILED_AS_0)) or c == "val/loss"
+    ]:
         if len(held := run.steps[name].dropna()):
-            path = f"{held.iloc[0]:.3g} -> {held.iloc[-1]:.3g}" if len(held) > 1 else f"{held.iloc[-1]:.3g}"
+            path = (
+                f"{held.iloc[0]:.3g} -> {held.iloc[-1]:.3g}"
+                if len(held) > 1
+                else f"{held.iloc[-1]:.3g}"
+            )
             parts.append(f"{'held-out ' * name.startswith('val')}{name.split('/', 1)[1]} {path}")
     return "; ".join(parts) or "nothing yet"
 
@@ -303,19 +374,26 @@ def value(run: Folder, key: str) -> float:
 
 def shaped(run: Folder) -> bool:
     """Whether something else than the verifier's word is trained on."""
-    return any(run.setting(key) for key in ("env.reward", "reward.reward_model.enable", "distillation.enabled"))
+    return any(
+        run.setting(key)
+        for key in ("env.reward", "reward.reward_model.enable", "distillation.enabled")
+    )
 
 
 def compares(run: Folder) -> bool:
     """Whether the advantage compares the verifier's words on the answers to a prompt, and has nothing else."""
     estimator = str(run.setting("algorithm.adv_estimator") or "grpo")
-    return not shaped(run) and any(name in estimator for name in ("grpo", "rloo", "opo", "gpg", "gdpo", "baseline"))
+    return not shaped(run) and any(
+        name in estimator for name in ("grpo", "rloo", "opo", "gpg", "gdpo", "baseline")
+    )
 
 
 def curriculum(run: Folder) -> bool:
     """Whether rows may get harder."""
     files = run.setting("env.train_files") or []
-    return bool(run.setting("env.sampler")) or any(isinstance(file, dict) and "function" in file for file in files)
+    return bool(run.setting("env.sampler")) or any(
+        isinstance(file, dict) and "function" in file for file in files
+    )
 
 
 def spread(run: Folder) -> float:
@@ -347,7 +425,13 @@ def smooth(series: pd.Series) -> pd.Series:
 
 def noise(series: pd.Series) -> float:
     """The standard deviation of one value, from the differences of neighbours, which a trend hardly touches."""
-    return float(series.diff().std() / np.sqrt(2)) if len(series) > 3 else float("inf") if len(series) < 2 else 0.0
+    return (
+        float(series.diff().std() / np.sqrt(2))
+        if len(series) > 3
+        else float("inf")
+        if len(series) < 2
+        else 0.0
+    )
 
 
 def ranges(steps: list[int]) -> str:

@@ -38,12 +38,21 @@ ENDED, EXITS, FILES = (_told[part] for part in ("ended", "exits", "files"))  # w
 
 def describe(name: str) -> Metric | None:
     """What a metric is, by its name."""
-    return next((m for m in METRICS if any(fnmatch.fnmatchcase(name, pattern) for pattern in m.names.split())), None)
+    return next(
+        (
+            m
+            for m in METRICS
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in m.names.split())
+        ),
+        None,
+    )
 
 
 def of_status(status: str) -> list[str]:
     """[what happened, what to do] of a failed episode."""
-    return next((told for name, told in STATUSES.items() if fnmatch.fnmatchcase(status, name)), ["", ""])
+    return next(
+        (told for name, told in STATUSES.items() if fnmatch.fnmatchcase(status, name)), ["", ""]
+    )
 
 
 # --- the page ------------------------------------------------------------------------------------
@@ -63,7 +72,9 @@ def keys() -> Iterator[tuple[str, str, str]]:
             found[next(reversed(found))].append(more[1])
     base = OmegaConf.to_container(read_yaml("base"), resolve=False)
     for key, value in leaves(base).items():
-        parents = [key.rsplit(".", i)[0] for i in range(key.count(".") + 1)]  # a comment may be the whole mapping's
+        parents = [
+            key.rsplit(".", i)[0] for i in range(key.count(".") + 1)
+        ]  # a comment may be the whole mapping's
         said = next((words for name in parents if any(words := found.get(name, []))), [])
         yield key, plain(value), " ".join(filter(None, said))
 
@@ -83,7 +94,12 @@ def most_used() -> dict[str, tuple[str, list[str]]]:
             continue
         for key in leaves(OmegaConf.to_container(read_yaml(str(path)), resolve=False)):
             ours = key.startswith("ray_kwargs.") or is_kit_key(key)
-            if key in known and not ours and unread(key) is None and OmegaConf.select(base, key) is None:
+            if (
+                key in known
+                and not ours
+                and unread(key) is None
+                and OmegaConf.select(base, key) is None
+            ):
                 found.setdefault(key, []).append(path.stem)
     return {key: (plain(known[key]), recipes) for key, recipes in sorted(found.items())}
 
@@ -96,7 +112,9 @@ what a recipe changes: its `--dry-run`."""
 OF_METRICS = """Of `metrics.jsonl`, trackers and Prometheus. `*` stands for a server or a stage, or is mean, max, min.
 Healthy is what runs of the kit's recipes look like."""
 OF_FILES = "In `runs/<trainer.experiment_name>/`."
-OF_STATUS = "`status` is `ok`, or one of these; then the episode has no reward, and is not trained on."
+OF_STATUS = (
+    "`status` is `ok`, or one of these; then the episode has no reward, and is not trained on."
+)
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -109,14 +127,29 @@ def page() -> str:
     """docs/reference.md."""
     code = "`{}`".format
     own = [[code(key), code(default), told] for key, default, told in keys()]
-    theirs = [[code(key), code(value), ", ".join(recipes)] for key, (value, recipes) in most_used().items()]
-    metrics = [[" ".join(map(code, m.names.split())), m.unit, m.meaning, m.healthy] for m in METRICS]
+    theirs = [
+        [code(key), code(value), ", ".join(recipes)]
+        for key, (value, recipes) in most_used().items()
+    ]
+    metrics = [
+        [" ".join(map(code, m.names.split())), m.unit, m.meaning, m.healthy] for m in METRICS
+    ]
     sections = [
         ("Keys", OWN_KEYS, ["key", "default", "meaning"], own),
         ("Keys of verl's", VERLS_KEYS, ["key", "verl's default", "set by"], theirs),
         ("Metrics", OF_METRICS, ["metric", "unit", "meaning", "a healthy run"], metrics),
-        ("Files of a run", OF_FILES, ["file", "what it holds"], [[code(name), told] for name, told in FILES.items()]),
-        ("How an episode ends", "", ["`ended`", "meaning"], [[code(k), v] for k, v in ENDED.items()]),
+        (
+            "Files of a run",
+            OF_FILES,
+            ["file", "what it holds"],
+            [[code(name), told] for name, told in FILES.items()],
+        ),
+        (
+            "How an episode ends",
+            "",
+            ["`ended`", "meaning"],
+            [[code(k), v] for k, v in ENDED.items()],
+        ),
         (
             "How an episode fails",
             OF_STATUS,

@@ -17,7 +17,9 @@ import yaml
 from kit.data.episodes import IDS, read_records
 from kit.errors import ConfigError
 
-MOST_BYTES = 64 * 2**20  # of rollouts files that are read, but for the last step's and the last evaluation's: 3 s
+MOST_BYTES = (
+    64 * 2**20
+)  # of rollouts files that are read, but for the last step's and the last evaluation's: 3 s
 MOST_EPISODES = 20_000  # of all files, and a quarter of them of one
 
 
@@ -33,7 +35,9 @@ class Folder:
         found = [path / f"{name}.yaml" for name in ("config", "evaluate", "rollout")]
         written = next((file for file in found if file.is_file()), None)
         if written is None:
-            raise ConfigError(f"{path}: no folder of a run; give one of runs/, which holds config.yaml")
+            raise ConfigError(
+                f"{path}: no folder of a run; give one of runs/, which holds config.yaml"
+            )
         self.text = written.read_text()
         self.config: dict[str, Any] = yaml.safe_load(self.text)
         self.broken: list[str] = []  # lines and files that could not be read, in words
@@ -58,7 +62,9 @@ class Folder:
             except (ValueError, AttributeError):
                 self.broken.append(f"metrics.jsonl:{number} is cut short")
                 continue
-            other = read.pop("command", None)  # `evaluate` or `rollout`, in the folder of a run that trained
+            other = read.pop(
+                "command", None
+            )  # `evaluate` or `rollout`, in the folder of a run that trained
             if not (other and (self.path / "config.yaml").is_file()):
                 lines.append(read)
         frame = pd.DataFrame(lines or [{"step": 0}])
@@ -90,11 +96,19 @@ class Folder:
             except ConfigError as error:  # a line that a kill cut short ends the file
                 self.broken.append(str(error).partition("; give another")[0])
         failures = self.path / "failures.jsonl"
-        if not any((self.path / "rollouts").glob("*")) and failures.is_file():  # of `rollout` and `evaluate`
+        if (
+            not any((self.path / "rollouts").glob("*")) and failures.is_file()
+        ):  # of `rollout` and `evaluate`
             for line in failures.read_bytes().splitlines():
                 try:
                     episode = json.loads(line)
-                    found.append((episode.pop("rollout"), -1, {"_episode": episode, "response": {"output": []}}))
+                    found.append(
+                        (
+                            episode.pop("rollout"),
+                            -1,
+                            {"_episode": episode, "response": {"output": []}},
+                        )
+                    )
                 except (ValueError, KeyError):
                     self.broken.append("failures.jsonl is cut short")
         return sorted(found[:MOST_EPISODES], key=lambda each: each[1])
@@ -104,7 +118,9 @@ class Folder:
         last = int(self.steps.index.max()) + 1
 
         def numbered(kind: str) -> list[Path]:
-            files = filter(Path.is_file, (self.path / "rollouts").glob(f"{kind}_*.jsonl"))  # a FIFO would hang
+            files = filter(
+                Path.is_file, (self.path / "rollouts").glob(f"{kind}_*.jsonl")
+            )  # a FIFO would hang
             found = {int(path.stem[len(kind) + 1 :]): path for path in files}
             return [found[number] for number in sorted(found) if number <= last]
 
@@ -117,9 +133,14 @@ class Folder:
     @cached_property
     def episodes(self) -> pd.DataFrame:
         """A row an episode of `records`, in their order; `best`, `worst`: ranks by reward in its file, or NaN."""
-        frame = pd.DataFrame([row(file, step, record) for file, step, record in self.records], columns=COLUMNS)
+        frame = pd.DataFrame(
+            [row(file, step, record) for file, step, record in self.records], columns=COLUMNS
+        )
         by_file = frame.groupby("file")["reward"]
-        frame["best"], frame["worst"] = by_file.rank(ascending=False, method="first"), by_file.rank(method="first")
+        frame["best"], frame["worst"] = (
+            by_file.rank(ascending=False, method="first"),
+            by_file.rank(method="first"),
+        )
         return frame
 
     def advantages(self, step: int) -> dict[tuple[int, int], np.ndarray]:
@@ -137,7 +158,20 @@ class Folder:
 
 
 COLUMNS = [
-    *("file", "step", "place", "row_id", "group", "server", "prompt", "answer", "reward", "parts", "status", "error"),
+    *(
+        "file",
+        "step",
+        "place",
+        "row_id",
+        "group",
+        "server",
+        "prompt",
+        "answer",
+        "reward",
+        "parts",
+        "status",
+        "error",
+    ),
     *("ended", "prompt_tokens", "tokens", "turns", "tools", "seconds"),
 ]
 
@@ -150,9 +184,28 @@ def row(file: str, step: int, record: dict[str, Any]) -> tuple[Any, ...]:
     tools = sum(item.get("type") == "function_call" for item in output)
     reward = np.nan if told["reward"] is None else told["reward"]
     who = told["row_id"], told["group_id"], told["server"]
-    texts, lengths = (utf8(told["prompt"]), utf8(told["answer"])), (told["prompt_tokens"], told["response_tokens"])
-    parts, why = record.get("reward_components") or {}, (told["status"], utf8(told["error"]), told["ended"])
-    return file, step, place, *who, *texts, reward, parts, *why, *lengths, turns, tools, sum(told["timings"].values())
+    texts, lengths = (
+        (utf8(told["prompt"]), utf8(told["answer"])),
+        (told["prompt_tokens"], told["response_tokens"]),
+    )
+    parts, why = (
+        record.get("reward_components") or {},
+        (told["status"], utf8(told["error"]), told["ended"]),
+    )
+    return (
+        file,
+        step,
+        place,
+        *who,
+        *texts,
+        reward,
+        parts,
+        *why,
+        *lengths,
+        turns,
+        tools,
+        sum(told["timings"].values()),
+    )
 
 
 def utf8(text: str) -> str:
@@ -172,4 +225,6 @@ def halves(files: Sequence[Path]) -> Iterator[Path]:
 
 def sampled(record: dict[str, Any]) -> list[tuple[list[int], list[float]]]:
     """(token ids, log-probs) of each call of the model."""
-    return [(item[IDS[1]], item[IDS[2]]) for item in record["response"]["output"] if item.get(IDS[1])]
+    return [
+        (item[IDS[1]], item[IDS[2]]) for item in record["response"]["output"] if item.get(IDS[1])
+    ]

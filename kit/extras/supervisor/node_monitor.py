@@ -44,16 +44,23 @@ class Lookouts:
         """What each said last, which is not waited for. actors: Ray's records. Raises TimeoutError naming a node that
         says nothing for SILENT_S."""
         records = [actor for actor in actors.values() if actor["State"] == "ALIVE"]
-        alive = [(actor["Address"]["NodeID"], actor["Address"]["IPAddress"], actor["Pid"]) for actor in records]
+        alive = [
+            (actor["Address"]["NodeID"], actor["Address"]["IPAddress"], actor["Pid"])
+            for actor in records
+        ]
         for node, address in {(node, address) for node, address, _ in alive}:
             question, since = self.asked.get(node, (None, 0.0))
             if question and not ray.wait([question], timeout=0)[0]:
                 if time.monotonic() > since + SILENT_S:
-                    raise TimeoutError(f"the node {address} has not answered for {SILENT_S:g} s: hung, or cut off")
+                    raise TimeoutError(
+                        f"the node {address} has not answered for {SILENT_S:g} s: hung, or cut off"
+                    )
             else:
                 try:
                     self.told[node] = ray.get(question) if question else []
-                except ray.exceptions.RayError:  # with its node, as Ray will tell; or alone, for another
+                except (
+                    ray.exceptions.RayError
+                ):  # with its node, as Ray will tell; or alone, for another
                     self.of.pop(node)
                 pids = [pid for place, _, pid in alive if place == node]
                 self.asked[node] = self._at(node).look.remote(address, pids), time.monotonic()
@@ -62,5 +69,7 @@ class Lookouts:
     def _at(self, node: str) -> Any:
         if node not in self.of:
             place = NodeAffinitySchedulingStrategy(node, soft=False)
-            self.of[node] = ray.remote(Lookout).options(num_cpus=0, scheduling_strategy=place).remote()
+            self.of[node] = (
+                ray.remote(Lookout).options(num_cpus=0, scheduling_strategy=place).remote()
+            )
         return self.of[node]

@@ -30,7 +30,9 @@ import psutil
 from kit.runs import private
 
 LOOK_S = 2.0  # seconds between two looks
-GONE = 3  # looks: an engine that fails by itself has its cause told by vLLM meanwhile, which says more
+GONE = (
+    3  # looks: an engine that fails by itself has its cause told by vLLM meanwhile, which says more
+)
 STOPPED_S = 15.0  # a process that was stopped (SIGSTOP, a debugger) for so long does not come back by itself
 SHARED = Path("/dev/shm")
 OUT = re.compile(r"-(\d+)\.out$")  # a log of Ray's, with its process
@@ -47,7 +49,9 @@ class Seen(NamedTuple):
     status: str  # psutil's
 
 
-Elsewhere = Callable[[Mapping[str, Any]], Iterable[Seen]]  # Ray's records of a job's actors -> processes on its nodes
+Elsewhere = Callable[
+    [Mapping[str, Any]], Iterable[Seen]
+]  # Ray's records of a job's actors -> processes on its nodes
 
 
 class Watch:
@@ -63,11 +67,15 @@ class Watch:
         self.others: set[int] = set()  # a tracker's, which end after the run
         self.usual = os.environ.get("TMPDIR")
         self.temporary = ""  # for the sockets, locks and caches of every process; other nodes lack it, and take /tmp
-        self.seen: dict[int, psutil.Process] = {}  # every descendant so far; those that lost their parent too
+        self.seen: dict[
+            int, psutil.Process
+        ] = {}  # every descendant so far; those that lost their parent too
         self.parents: dict[int, int] = {}  # of each, since the dead have none
         self.elsewhere: Elsewhere | None = None  # on a cluster that is not the run's own
         self.met: set[tuple[str, int, str]] = set()  # node, pid and title at the last look
-        self.engines: dict[Place, str] = {}  # vLLM's processes, which Ray does not know, and its own GCS
+        self.engines: dict[
+            Place, str
+        ] = {}  # vLLM's processes, which Ray does not know, and its own GCS
         self.gone: dict[Place, int] = {}  # of the engines: looks in a row without it
         self.actors: set[str] = set()  # the ids of this job's of Ray's that were alive
         self.stopped: dict[Place, float] = {}  # since when
@@ -78,7 +86,9 @@ class Watch:
     def __enter__(self) -> Watch:
         me, keeper = os.pidfd_open(os.getpid()), str(Path(__file__).with_name("reaper.py"))
         command = [sys.executable, "-P", keeper, str(me), str(os.getpid()), str(self.checkpoints)]
-        self.keeper = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[me], start_new_session=True)
+        self.keeper = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=[me], start_new_session=True
+        )
         os.close(me)
         self.others = set(descendants(()))
         private.check_temporary_folder()
@@ -123,11 +133,16 @@ class Watch:
                 if (problem := self.look()) and not self.resting.is_set():
                     return self.fail(problem)
             except Exception:  # Ray's register may not answer for a moment; the run must not lose its watch over it
-                logger.exception("the watch could not look at the run's processes; see %s if it goes on so", self.logs)
+                logger.exception(
+                    "the watch could not look at the run's processes; see %s if it goes on so",
+                    self.logs,
+                )
 
     def look(self) -> str:
         """What is wrong; empty if nothing."""
-        if problem := self._judge([*self._here()], here=True):  # without its GCS Ray does not answer
+        if problem := self._judge(
+            [*self._here()], here=True
+        ):  # without its GCS Ray does not answer
             return problem
         actors = self._actors()
         try:
@@ -140,11 +155,15 @@ class Watch:
         """What is wrong with processes, or with those that are no longer `seen`; empty if nothing."""
         alive = set()
         for node, pid, title, status in seen:
-            if status == psutil.STATUS_ZOMBIE or not re.search("^(ray|VLLM|sglang)::|raylet$|gcs_server$", title):
+            if status == psutil.STATUS_ZOMBIE or not re.search(
+                "^(ray|VLLM|sglang)::|raylet$|gcs_server$", title
+            ):
                 continue
             alive.add(place := (node, pid))
             if re.search("^(VLLM|sglang)::|gcs_server$", title) and (*place, title) in self.met:
-                self.engines[place] = title  # at second sight: a fork has its parent's title for a moment
+                self.engines[place] = (
+                    title  # at second sight: a fork has its parent's title for a moment
+                )
             if status != psutil.STATUS_STOPPED:
                 self.stopped.pop(place, None)
             elif time.monotonic() - self.stopped.setdefault(place, time.monotonic()) > STOPPED_S:
@@ -164,8 +183,13 @@ class Watch:
             with contextlib.suppress(psutil.Error, OSError):  # it ended meanwhile
                 title = (process.cmdline() or [""])[0]
                 if self.seen.get(pid) != process:
-                    self.seen[pid], self.parents[pid] = process, process.ppid()  # now: an orphan gets another
-                elif title.startswith(("VLLM::", "sglang::")) and (log := OUT.search(os.readlink(f"/proc/{pid}/fd/1"))):
+                    self.seen[pid], self.parents[pid] = (
+                        process,
+                        process.ppid(),
+                    )  # now: an orphan gets another
+                elif title.startswith(("VLLM::", "sglang::")) and (
+                    log := OUT.search(os.readlink(f"/proc/{pid}/fd/1"))
+                ):
                     self.parents[pid] = int(
                         log[1]
                     )  # whose log it writes; a fork's parent is another (kit/cpu/fork_server.py)
@@ -182,10 +206,19 @@ class Watch:
 
     def _dead_actor(self, actors: Mapping[str, Mapping[str, Any]]) -> str:
         for actor in actors.values():
-            known, name, pid = actor["ActorID"] in self.actors, actor["ActorClassName"], actor["Pid"]
+            known, name, pid = (
+                actor["ActorID"] in self.actors,
+                actor["ActorClassName"],
+                actor["Pid"],
+            )
             if actor["State"] == "ALIVE":
                 self.actors.add(actor["ActorID"])
-            elif name != "Lookout" and known and actor["State"] == "DEAD" and (why := why_it_died(actor["DeathCause"])):
+            elif (
+                name != "Lookout"
+                and known
+                and actor["State"] == "DEAD"
+                and (why := why_it_died(actor["DeathCause"]))
+            ):
                 node = actor["Address"]["IPAddress"] if self.elsewhere else ""
                 where = f"{name} (pid {pid}{f' on {node}' if node else ''})"
                 return f"the worker {where} died: {why}; {self._last_words(pid, node)}"
@@ -205,7 +238,9 @@ def worker_logs(logs: Path) -> list[Path]:
 def last_words(logs: Path, pid: int, parents: Mapping[int, int]) -> str:
     """The end of the log of a process, or of the nearest of its `parents` (child -> parent) that has one."""
     while pid:
-        for path in sorted(logs.glob(f"ray/worker-*-{pid}.*"), key=lambda p: p.stat().st_size, reverse=True):
+        for path in sorted(
+            logs.glob(f"ray/worker-*-{pid}.*"), key=lambda p: p.stat().st_size, reverse=True
+        ):
             if words := end_of(path):
                 return words
         pid = parents.get(pid, 0)
@@ -214,7 +249,9 @@ def last_words(logs: Path, pid: int, parents: Mapping[int, int]) -> str:
 
 def latest_words(logs: Path) -> str:
     """The end of the log that was written last."""
-    return next((words for path in worker_logs(logs) if (words := end_of(path))), f"see the logs in {logs}")
+    return next(
+        (words for path in worker_logs(logs) if (words := end_of(path))), f"see the logs in {logs}"
+    )
 
 
 def end_of(log: Path) -> str:
@@ -234,14 +271,24 @@ def root_cause(error: BaseException, logs: Path) -> str:
         why = re.search(r"The actor is dead because (.+?\.)\s", text + " ", re.DOTALL)
         because = f" because {' '.join(why[1].split()).rstrip('.')}" if why else ""
         return f"the worker {died[1]} (pid {died[2]}) died{because}; {last_words(logs, int(died[2]), {})}"
-    if engine := re.search("(EngineDeadError|method failed: cancelled)|Engine core initialization failed", text):
+    if engine := re.search(
+        "(EngineDeadError|method failed: cancelled)|Engine core initialization failed", text
+    ):
         what = "vLLM's engine died" if engine[1] else "vLLM did not start"
         for path in worker_logs(logs):
-            causes = re.findall(rf"({kinds}: .+|\w+ proc \S+ died.*)", path.read_text(errors="replace"))
-            causes = [c for c in causes if not re.search("Engine ?[Cc]ore|WorkerProc|stack trace|cancelled", c)]
+            causes = re.findall(
+                rf"({kinds}: .+|\w+ proc \S+ died.*)", path.read_text(errors="replace")
+            )
+            causes = [
+                c
+                for c in causes
+                if not re.search("Engine ?[Cc]ore|WorkerProc|stack trace|cancelled", c)
+            ]
             if causes:
                 return f"{what}: {causes[0].rstrip('.')}; {where}"
-        return f"{what}, and does not say why, as when it is killed (SIGKILL, out of memory); {where}"
+        return (
+            f"{what}, and does not say why, as when it is killed (SIGKILL, out of memory); {where}"
+        )
     found = re.findall(rf"^\W*({kinds}: .+)$", text, re.MULTILINE)
     return f"{found[-1] if found else ' '.join(text.split()) or repr(error)}; {where}"
 
@@ -251,7 +298,11 @@ def why_it_died(cause: Any) -> str:
     kind, died = cause.WhichOneof("context"), cause.actor_died_error_context
     text = str(getattr(cause, kind)) if kind else ""
     if kind == "actor_died_error_context":
-        text = died.error_message if died.Reason.Name(died.reason) in ("WORKER_DIED", "NODE_DIED") else ""
+        text = (
+            died.error_message
+            if died.Reason.Name(died.reason) in ("WORKER_DIED", "NODE_DIED")
+            else ""
+        )
     return " ".join(text.split())[:300]
 
 
@@ -281,7 +332,9 @@ def sweep(began: float) -> None:
     used = in_use() if left else set()
     for path in left:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-            if path.lstat().st_ino not in used and probe.connect_ex(str(path)) != 0:  # no socket, or nobody answers
+            if (
+                path.lstat().st_ino not in used and probe.connect_ex(str(path)) != 0
+            ):  # no socket, or nobody answers
                 path.unlink()
 
 
@@ -293,7 +346,11 @@ def in_use() -> set[int]:
         with contextlib.suppress(OSError):
             maps = (process / "maps").read_text().splitlines()
             found |= {int(line.split()[4]) for line in maps if "/dev/shm/" in line}
-            links = [link.path for link in os.scandir(process / "fd") if os.readlink(link.path).startswith("/dev/shm/")]
+            links = [
+                link.path
+                for link in os.scandir(process / "fd")
+                if os.readlink(link.path).startswith("/dev/shm/")
+            ]
             found |= {os.stat(link).st_ino for link in links}
     return found
 

@@ -61,7 +61,9 @@ def keep(driver: int, pid: int, checkpoints: Path) -> None:
                     look.register(fd, select.POLLIN)
         for fd in ready - {0}:
             look.unregister(fd)
-            died.append(names[driver if is_exiting(pid) else fd])  # the kernel ends Ray's while the driver exits
+            died.append(
+                names[driver if is_exiting(pid) else fd]
+            )  # the kernel ends Ray's while the driver exits
     clear(folders, began)
     saved, pointer = "nothing was saved", checkpoints / "latest_checkpointed_iteration.txt"
     if pointer.is_file():
@@ -91,7 +93,10 @@ def of_run(folders: Sequence[str]) -> dict[int, psutil.Process]:
     found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get("TMPDIR") in folders and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                process.environ().get("TMPDIR") in folders
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found[process.pid] = process
     return found
 

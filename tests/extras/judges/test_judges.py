@@ -62,7 +62,11 @@ SAID = {  # a verdict of each server's judge, as its app.py reads it
 
 
 def completion(text, **message):
-    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text, **message}}
+    choice = {
+        "index": 0,
+        "finish_reason": "stop",
+        "message": {"role": "assistant", "content": text, **message},
+    }
     usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
     head = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "stub"}
     return {**head, "choices": [choice], "usage": usage}
@@ -93,7 +97,9 @@ class Judge:
 
             def do_GET(self):
                 known = self.headers.get("authorization") in (None, "Bearer right-key")
-                self.answer(200, {"data": [{"id": "stub"}]}) if known else self.answer(401, {"error": "who?"})
+                self.answer(200, {"data": [{"id": "stub"}]}) if known else self.answer(
+                    401, {"error": "who?"}
+                )
 
             def do_POST(self):
                 sent = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -111,11 +117,17 @@ class Judge:
 def through(judge, path="chat/completions", bearer=None, **settings):
     """(status, answer, metrics, seconds) of one request through the proxy."""
     with judge_proxy.Proxy(
-        {"judge_model": judge_proxy.Judge("judge_model", judge, "stub", **{"timeout_s": 2.0, **settings})}
+        {
+            "judge_model": judge_proxy.Judge(
+                "judge_model", judge, "stub", **{"timeout_s": 2.0, **settings}
+            )
+        }
     ) as proxy:
         url, began = f"http://127.0.0.1:{proxy.port}/judge_model/v1/{path}", time.monotonic()
         headers = {"Authorization": f"Bearer {bearer or proxy.key}"}
-        answer = httpx.post(url, json={"messages": [], "temperature": 1}, headers=headers, timeout=30.0)
+        answer = httpx.post(
+            url, json={"messages": [], "temperature": 1}, headers=headers, timeout=30.0
+        )
         return answer.status_code, answer.json(), proxy.metrics(), time.monotonic() - began
 
 
@@ -135,10 +147,18 @@ GOOD = (200, completion("[[A=B]]"))
 )
 def test_a_judge_that_comes_round_is_asked_again_within_its_deadline(script, asked):
     judge = Judge(*script)
-    status, answer, metrics, seconds = through(judge.url, parameters={"temperature": 0}, timeout_s=10.0)
+    status, answer, metrics, seconds = through(
+        judge.url, parameters={"temperature": 0}, timeout_s=10.0
+    )
     assert status == 200 and answer["choices"][0]["message"]["content"] == "[[A=B]]"
-    assert len(judge.log) == asked and judge.log[-1][2]["temperature"] == 0 and judge.log[-1][2]["model"] == "stub"
-    told = {"asked": 1, "prompt_tokens": 5, "completion_tokens": 2} | ({"retries": asked - 1} if asked > 1 else {})
+    assert (
+        len(judge.log) == asked
+        and judge.log[-1][2]["temperature"] == 0
+        and judge.log[-1][2]["model"] == "stub"
+    )
+    told = {"asked": 1, "prompt_tokens": 5, "completion_tokens": 2} | (
+        {"retries": asked - 1} if asked > 1 else {}
+    )
     assert metrics == {f"judge/judge_model/{name}": value for name, value in told.items()}
     assert seconds > (4.0 if asked == 5 else 0.0)
 
@@ -164,21 +184,37 @@ def test_a_judge_that_fails_is_a_failure_with_its_name_and_never_its_key(script,
     judge, began = Judge(*script), time.monotonic()
     status, answer, metrics, _ = through(judge.url, key="right-key", key_name="THE_KEY", attempts=2)
     told = answer["error"]["message"]
-    assert status == 422 and f"judge judge_model ({judge.url}): {reason}" in told and len(judge.log) == asked
+    assert (
+        status == 422
+        and f"judge judge_model ({judge.url}): {reason}" in told
+        and len(judge.log) == asked
+    )
     assert metrics[f"judge/judge_model/failed/{reason}"] == 1 and time.monotonic() < began + 5.0
-    assert judge.log[0][1] == "Bearer right-key" and "right-key" not in told and "context length" not in told
+    assert (
+        judge.log[0][1] == "Bearer right-key"
+        and "right-key" not in told
+        and "context length" not in told
+    )
     wrapped = f"Hit an exception in VLLMModel calling an inner server: {json.dumps(answer).encode()!r}"  # as Gym says
     assert judge_parsing.fault(500, json.dumps(wrapped).encode()) == told.partition("\n")[0][:600]
 
 
 def test_a_judge_that_is_down_is_a_failure_too():
     status, answer, metrics, _ = through("http://127.0.0.1:9/v1", attempts=2)
-    assert status == 422 and "connect: " in answer["error"]["message"] and metrics["judge/judge_model/retries"] == 1
+    assert (
+        status == 422
+        and "connect: " in answer["error"]["message"]
+        and metrics["judge/judge_model/retries"] == 1
+    )
 
 
 def test_the_proxy_is_for_the_runs_own_servers():
     judge = Judge(GOOD)
-    assert through(judge.url, bearer="stolen")[0] == 401 and through(judge.url, "models")[0] == 404 and not judge.log
+    assert (
+        through(judge.url, bearer="stolen")[0] == 401
+        and through(judge.url, "models")[0] == 404
+        and not judge.log
+    )
 
 
 def test_no_more_requests_at_once_than_concurrency():
@@ -199,12 +235,16 @@ def test_no_more_requests_at_once_than_concurrency():
     judge.script = Counting([GOOD])
 
     async def many(port, key):
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {key}"}, timeout=30.0) as http:
+        async with httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {key}"}, timeout=30.0
+        ) as http:
             url = f"http://127.0.0.1:{port}/j/v1/chat/completions"
             return await asyncio.gather(*[http.post(url, json={"messages": []}) for _ in range(12)])
 
     # twelve share two places for 2.4 s, and the deadline of 1.5 s counts from a place on
-    with judge_proxy.Proxy({"j": judge_proxy.Judge("j", judge.url, "stub", concurrency=2, timeout_s=1.5)}) as proxy:
+    with judge_proxy.Proxy(
+        {"j": judge_proxy.Judge("j", judge.url, "stub", concurrency=2, timeout_s=1.5)}
+    ) as proxy:
         answers = asyncio.run(many(proxy.port, proxy.key))
     assert {answer.status_code for answer in answers} == {200} and most[0] == 2
 
@@ -232,14 +272,20 @@ def test_a_judge_that_redirects_is_a_failure_and_nobody_else_is_asked():
     status, answer, _, _ = through(judge.url, key="right-key", key_name="THE_KEY")
     assert status == 422 and other.log == [] and len(judge.log) == 1
     told = answer["error"]["message"]
-    assert f"HTTP 307 redirects to {other.url}/chat/completions, which is not followed; set that base_url" in told
+    assert (
+        f"HTTP 307 redirects to {other.url}/chat/completions, which is not followed; set that base_url"
+        in told
+    )
 
 
 def test_an_answer_that_does_not_end_is_a_failure_and_not_asked_again(monkeypatch):
     monkeypatch.setattr(gym_servers, "MOST_BYTES", 100)
     judge = Judge((200, completion("[[A=B]]" * 100)))
     status, answer, _, _ = through(judge.url, timeout_s=10.0)
-    assert status == 422 and "bad_answer: an answer longer than 100 bytes" in answer["error"]["message"]
+    assert (
+        status == 422
+        and "bad_answer: an answer longer than 100 bytes" in answer["error"]["message"]
+    )
     assert len(judge.log) == 1
 
 
@@ -253,17 +299,36 @@ def test_an_answer_that_does_not_end_is_a_failure_and_not_asked_again(monkeypatc
         ("nan", 0.0),
         (lambda: email.utils.formatdate(time.time() + 30, usegmt=True), 30.0),
         (lambda: email.utils.formatdate(time.time() - 30, usegmt=True), 0.0),
-        (lambda: email.utils.format_datetime(datetime.now(timezone(timedelta(hours=5))) + timedelta(seconds=30)), 30.0),
+        (
+            lambda: email.utils.format_datetime(
+                datetime.now(timezone(timedelta(hours=5))) + timedelta(seconds=30)
+            ),
+            30.0,
+        ),
     ],
-    ids=["seconds", "negative", "words", "none", "nan", "a date to come", "a date that was", "another time zone"],
+    ids=[
+        "seconds",
+        "negative",
+        "words",
+        "none",
+        "nan",
+        "a date to come",
+        "a date that was",
+        "another time zone",
+    ],
 )
 def test_retry_after_is_seconds_or_a_date(header, seconds):
     header = header() if callable(header) else header
-    assert judge_proxy._wait_s(header) == pytest.approx(seconds, abs=2.0) and judge_proxy._wait_s(header) >= 0.0
+    assert (
+        judge_proxy._wait_s(header) == pytest.approx(seconds, abs=2.0)
+        and judge_proxy._wait_s(header) >= 0.0
+    )
 
 
 def test_a_judge_that_names_a_date_is_waited_for():
-    judge = Judge((429, {}, [("Retry-After", email.utils.formatdate(time.time() + 3, usegmt=True))]), GOOD)
+    judge = Judge(
+        (429, {}, [("Retry-After", email.utils.formatdate(time.time() + 3, usegmt=True))]), GOOD
+    )
     status, _, _, seconds = through(judge.url, timeout_s=10.0, attempts=1)
     assert status == 200 and 1.5 < seconds < 5.0
 
@@ -275,7 +340,9 @@ def test_pauses_between_tries_grow():
 
 def test_the_metrics_of_a_step_are_of_that_step():
     judge = Judge((200, completion("[[A=B]]")))
-    judged = {name: judge_proxy.Judge(name, judge.url, "stub", timeout_s=5.0) for name in ("one", "two")}
+    judged = {
+        name: judge_proxy.Judge(name, judge.url, "stub", timeout_s=5.0) for name in ("one", "two")
+    }
     with judge_proxy.Proxy(judged) as proxy:
 
         def ask(name):
@@ -284,7 +351,11 @@ def test_the_metrics_of_a_step_are_of_that_step():
             assert httpx.post(url, json={"messages": []}, headers=headers).status_code == 200
             return proxy.metrics()
 
-        of_one = {"judge/one/asked": 1.0, "judge/one/prompt_tokens": 5.0, "judge/one/completion_tokens": 2.0}
+        of_one = {
+            "judge/one/asked": 1.0,
+            "judge/one/prompt_tokens": 5.0,
+            "judge/one/completion_tokens": 2.0,
+        }
         assert ask("one") == of_one and proxy.metrics() == {}
         assert ask("two") == {key.replace("one", "two"): value for key, value in of_one.items()}
         assert ask("one") == of_one
@@ -307,7 +378,9 @@ def test_the_metrics_of_a_step_are_of_that_step():
 )
 def test_an_answer_that_says_nothing_is_none(body, reason):
     with pytest.raises(judge_proxy.JudgeError) as caught:
-        judge_proxy._completion(json.dumps(body).encode(), judge_proxy.Judge("j", "http://x/v1", "m"))
+        judge_proxy._completion(
+            json.dumps(body).encode(), judge_proxy.Judge("j", "http://x/v1", "m")
+        )
     assert caught.value.reason == reason and caught.value.retry == (reason == "bad_answer")
     no_room = "length" in str(body) or "incomplete" in str(body)
     assert ("raise parameters.max_tokens" in str(caught.value)) == no_room
@@ -320,7 +393,12 @@ def test_a_verifier_gets_the_judges_text_and_none_of_its_thoughts():
     judge = Judge((200, body))
     _, answer, _, _ = through(judge.url)
     (choice,) = answer["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "[[A=B]]", "tool_calls": [], "refusal": None}
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "[[A=B]]",
+        "tool_calls": [],
+        "refusal": None,
+    }
     assert "logprobs" not in choice and judge.log[0][2]["stream"] is False
 
 
@@ -329,7 +407,10 @@ def test_responses_are_counted_and_passed_on():
     judge = Judge((200, {"output": output, "usage": {"input_tokens": 7, "output_tokens": 3}}))
     status, answer, metrics, _ = through(judge.url, "responses")
     assert status == 200 and answer["output"] == output and judge.log[0][0] == "/v1/responses"
-    assert metrics["judge/judge_model/prompt_tokens"] == 7 and metrics["judge/judge_model/completion_tokens"] == 3
+    assert (
+        metrics["judge/judge_model/prompt_tokens"] == 7
+        and metrics["judge/judge_model/completion_tokens"] == 3
+    )
 
 
 # --- what a judge's text must hold ---------------------------------------------------------------
@@ -339,7 +420,11 @@ def test_responses_are_counted_and_passed_on():
     ("status", "body", "told"),
     [
         (200, completion("[[A=B]]"), ""),
-        (200, {"choices": [{"message": {"content": None}}, {"message": {"content": "[[A=B]]"}}]}, ""),
+        (
+            200,
+            {"choices": [{"message": {"content": None}}, {"message": {"content": "[[A=B]]"}}]},
+            "",
+        ),
         (200, completion("<think>[[A=B]]</think>"), "its answer is empty"),
         (200, completion("<thinking>x</thinking> no"), "no verdict in its answer: 'no'"),
         (200, completion(""), "its answer is empty"),
@@ -357,7 +442,9 @@ def test_responses_are_counted_and_passed_on():
     ids=str,
 )
 def test_only_a_text_with_a_verdict_is_an_answer(status, body, told):
-    why = judge_parsing.fault(status, json.dumps(body).encode(), judge_parsing.VERDICTS["math_with_judge"])
+    why = judge_parsing.fault(
+        status, json.dumps(body).encode(), judge_parsing.VERDICTS["math_with_judge"]
+    )
     assert told in why and bool(told) == bool(why)
 
 
@@ -377,38 +464,93 @@ def test_the_models_that_a_server_asks_are_those_that_its_settings_name():
         "unnamed": {"type": "responses_api_models"},
         "judge_server_name": "v",
     }
-    assert judge_parsing.asked_models(settings) == {"one": "j", "two": "k", "judge_server_name": "v"}
+    assert judge_parsing.asked_models(settings) == {
+        "one": "j",
+        "two": "k",
+        "judge_server_name": "v",
+    }
 
 
 def test_every_verdict_is_of_a_server_that_is_there():
     assert SAID.keys() == {name for name, verdict in judge_parsing.VERDICTS.items() if verdict}
-    assert not [name for name in judge_parsing.VERDICTS if not (SITE / "resources_servers" / name / "app.py").is_file()]
+    assert not [
+        name
+        for name in judge_parsing.VERDICTS
+        if not (SITE / "resources_servers" / name / "app.py").is_file()
+    ]
 
 
 @pytest.mark.parametrize("name", SAID)
 def test_a_text_without_a_verdict_is_none(name):
     answer = lambda text: json.dumps(completion(text)).encode()  # noqa: E731
     assert judge_parsing.fault(200, answer(SAID[name]), judge_parsing.VERDICTS[name]) == ""
-    for text in (NONSENSE, "As an AI I Cannot Be Asked.", f"<think>{SAID[name]}</think> {NONSENSE}"):
-        assert "no verdict" in judge_parsing.fault(200, answer(text), judge_parsing.VERDICTS[name]), text
-    responses = {"output": [{"type": "message", "content": [{"type": "output_text", "text": SAID[name]}]}]}
-    assert judge_parsing.fault(200, json.dumps(responses).encode(), judge_parsing.VERDICTS[name]) == ""
+    for text in (
+        NONSENSE,
+        "As an AI I Cannot Be Asked.",
+        f"<think>{SAID[name]}</think> {NONSENSE}",
+    ):
+        assert "no verdict" in judge_parsing.fault(
+            200, answer(text), judge_parsing.VERDICTS[name]
+        ), text
+    responses = {
+        "output": [{"type": "message", "content": [{"type": "output_text", "text": SAID[name]}]}]
+    }
+    assert (
+        judge_parsing.fault(200, json.dumps(responses).encode(), judge_parsing.VERDICTS[name]) == ""
+    )
 
 
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ({"reward": 0.0, "invalid_judge_response": True}, "invalid_judge_response: True"),  # aalcr, gdpval
+        (
+            {"reward": 0.0, "invalid_judge_response": True},
+            "invalid_judge_response: True",
+        ),  # aalcr, gdpval
         ({"reward": 0.0, "invalid_gen_base": True}, "invalid_gen_base"),  # arena_judge
         ({"reward": 0.0, "no_judge_score": 1.0}, "no_judge_score"),  # imo_proofbench_judge
-        ({"reward": 0.0, "verdict": None, "judge_output": "hm"}, "verdict: None"),  # frontierscience_judge
+        (
+            {"reward": 0.0, "verdict": None, "judge_output": "hm"},
+            "verdict: None",
+        ),  # frontierscience_judge
         ({"reward": 0.0, "judge_evaluation": {"verdict_label": None}}, "judge_evaluation: None"),
-        ({"reward": 0.0, "judge_evaluations": [{"verdict_label": "judge_parsing_error"}]}, "judge_parsing_error"),
-        ({"reward": 0.0, "verifier_labels": {"safety_check": None}}, "safety_check: None"),  # jailbreak_detection
-        ({"reward": 0.0, "validation_results": [{"message": "Error parsing LLM Judge response: x"}]}, "Error parsing"),
-        ({"reward": 0.0, "invalid_judge_response": False, "no_judge_score": 0.0, "verdict": "NO"}, ""),
-        ({"reward": 1.0, "judge_evaluations": [{"verdict_label": "[[A=B]]"}, {"response": {}}]}, ""),
-        ({"reward": 0.0, "judge_evaluation": None, "judge_evaluations": None, "validation_results": None}, ""),
+        (
+            {"reward": 0.0, "judge_evaluations": [{"verdict_label": "judge_parsing_error"}]},
+            "judge_parsing_error",
+        ),
+        (
+            {"reward": 0.0, "verifier_labels": {"safety_check": None}},
+            "safety_check: None",
+        ),  # jailbreak_detection
+        (
+            {
+                "reward": 0.0,
+                "validation_results": [{"message": "Error parsing LLM Judge response: x"}],
+            },
+            "Error parsing",
+        ),
+        (
+            {
+                "reward": 0.0,
+                "invalid_judge_response": False,
+                "no_judge_score": 0.0,
+                "verdict": "NO",
+            },
+            "",
+        ),
+        (
+            {"reward": 1.0, "judge_evaluations": [{"verdict_label": "[[A=B]]"}, {"response": {}}]},
+            "",
+        ),
+        (
+            {
+                "reward": 0.0,
+                "judge_evaluation": None,
+                "judge_evaluations": None,
+                "validation_results": None,
+            },
+            "",
+        ),
         ([], ""),
     ],
     ids=str,
@@ -422,15 +564,21 @@ def test_a_failure_is_of_the_request_for_which_the_judge_was_asked():
     both = asyncio.Event()
 
     async def app(scope, receive, send):
-        why = {"bad": "no", "good": "", "again": "no", "other": "no"}[scope["query_string"].decode()]
-        await asyncio.gather(*[asyncio.create_task(asked(why))])  # in a task of its own, as verifiers do
+        why = {"bad": "no", "good": "", "again": "no", "other": "no"}[
+            scope["query_string"].decode()
+        ]
+        await asyncio.gather(
+            *[asyncio.create_task(asked(why))]
+        )  # in a task of its own, as verifiers do
         if scope["query_string"] == b"again":
             judge_parsing.note({"messages": [1], "temperature": 0.5}, "")
         if scope["query_string"] == b"other":  # another question, which is answered
             judge_parsing.note({"messages": [2], "temperature": 0}, "")
             judge_parsing.note({"input": [1]}, "")
         body = json.dumps({"reward": 0.0}).encode()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"set-cookie", b"a=b")]})
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"set-cookie", b"a=b")]}
+        )
         await send({"type": "http.response.body", "body": body})
 
     async def asked(why):
@@ -453,12 +601,19 @@ def test_a_failure_is_of_the_request_for_which_the_judge_was_asked():
 
     async def run():
         found = await asyncio.gather(call("bad"), call("good"), call("again"), call("bad", "/look"))
-        step, other, page = await call("bad", "/step"), await call("other"), await call("bad", method="GET")
+        step, other, page = (
+            await call("bad", "/step"),
+            await call("other"),
+            await call("bad", method="GET"),
+        )
         assert step == other == found[0] and page == found[1]
         return found
 
     bad, good, again, tool = asyncio.run(run())
-    assert bad == (200, {"reward": None, "_ng_failure_class": "judge_failed", "_ng_failure_judge_error": "no"})
+    assert bad == (
+        200,
+        {"reward": None, "_ng_failure_class": "judge_failed", "_ng_failure_judge_error": "no"},
+    )
     assert good == again == (200, {"reward": 0.0}) and tool[0] == 429
 
 
@@ -576,7 +731,11 @@ print(json.dumps({"found": found, "sent": sent, "wrapped": ran[0] is not print})
 def test_every_way_of_asking_a_judge_is_looked_at_and_nothing_else(tmp_path):
     """In Gym's own interpreter, around its clients; the judge's answer, over which they disagree, has no verdict."""
     (tmp_path / "watching.py").write_text(WATCHING)
-    command = [GYM_PYTHON, tmp_path / "watching.py", ROOT / "kit" / "extras" / "judges" / "judge_parsing.py"]
+    command = [
+        GYM_PYTHON,
+        tmp_path / "watching.py",
+        ROOT / "kit" / "extras" / "judges" / "judge_parsing.py",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
@@ -599,8 +758,14 @@ SAME = {"judge_model_server": {"type": "responses_api_models", "name": "judge_mo
 ASKING = {  # the server: its start, and an answer that it asks its judge about
     "abstention": ({"config": SAME}, "Paris"),
     "physics_judge": ({"config": SAME}, "The answer is \\boxed{-1}"),
-    "math_with_judge": ({"config": {**SAME, "should_use_judge": True}}, "The answer is \\boxed{-1}"),
-    "arena_judge": ({"config": SAME, "install": True}, "Paris"),  # which needs scikit-learn; RIGHT is a draw: 0
+    "math_with_judge": (
+        {"config": {**SAME, "should_use_judge": True}},
+        "The answer is \\boxed{-1}",
+    ),
+    "arena_judge": (
+        {"config": SAME, "install": True},
+        "Paris",
+    ),  # which needs scikit-learn; RIGHT is a draw: 0
 }
 RIGHT = "[[A=B]] [Correct]\nA"
 
@@ -631,10 +796,14 @@ def asking(judge, folder, names):
 def judged(tmp_path_factory):
     """(judge, urls, proxy): four of Gym's judge servers and what they ask."""
     judge, folder = Judge((200, completion(RIGHT))), tmp_path_factory.mktemp("judged")
-    asked = judge_proxy.Judge("judge_model", judge.url, "stub", "right-key", "THE_KEY", timeout_s=3.0, attempts=2)
+    asked = judge_proxy.Judge(
+        "judge_model", judge.url, "stub", "right-key", "THE_KEY", timeout_s=3.0, attempts=2
+    )
     with asking(asked, folder, ASKING) as (urls, proxy):
         yield judge, urls, proxy
-        assert not [path for path in folder.iterdir() if "right-key" in path.read_text()]  # in no log
+        assert not [
+            path for path in folder.iterdir() if "right-key" in path.read_text()
+        ]  # in no log
 
 
 @pytest.mark.parametrize("name", ASKING)
@@ -684,7 +853,10 @@ def test_a_real_model_judges(tmp_path, monkeypatch):
     spec["parameters"] = {"allowed_token_ids": ids, "max_tokens": 1, "temperature": 1.0}
     assert list(judge_proxy.problems({"judge_model": spec}, 60.0)) == []
     judge = judge_proxy.judges({"judge_model": spec}, 60.0, cpu_dtype="float32")["judge_model"]
-    with asking(judge, tmp_path / "logs", ["abstention", "physics_judge", "math_with_judge"]) as (urls, proxy):
+    with asking(judge, tmp_path / "logs", ["abstention", "physics_judge", "math_with_judge"]) as (
+        urls,
+        proxy,
+    ):
         rewards = [verdict_of(urls, name, 60.0).reward for name in urls for _ in range(4)]
         metrics = proxy.metrics()
     assert set(rewards) <= {0.0, 1.0} and metrics["judge/judge_model/completion_tokens"] >= 12
@@ -702,15 +874,24 @@ def test_a_real_model_judges(tmp_path, monkeypatch):
         ("me", "or is the word policy"),
         ({"base_url": "x/v1", "model": "m"}, "base_url is 'x/v1'"),
         ({"base_url": "https://x/v1"}, "model is not set"),
-        ({"base_url": "https://x/v1", "model": "m", "api_key": "sk-1"}, "a key stands in no recipe"),
+        (
+            {"base_url": "https://x/v1", "model": "m", "api_key": "sk-1"},
+            "a key stands in no recipe",
+        ),
         (
             {"base_url": "https://x/v1", "model": "m", "api_key_env": "NO_SUCH"},
             "the environment variable NO_SUCH is",
         ),
         ({"base_url": "https://x/v1", "model": "m", "timeout": 3}, "unknown key 'timeout'"),
-        ({"base_url": "https://x/v1", "model": "m", "timeout_s": 60}, "no less than gym.timeout_s=60"),
+        (
+            {"base_url": "https://x/v1", "model": "m", "timeout_s": 60},
+            "no less than gym.timeout_s=60",
+        ),
         ({"base_url": "https://x/v1", "model": "m", "attempts": 0}, "a number over 0"),
-        ({"base_url": "https://x/v1", "model": "m", "server": "local_vllm_model"}, "none of vllm_model"),
+        (
+            {"base_url": "https://x/v1", "model": "m", "server": "local_vllm_model"},
+            "none of vllm_model",
+        ),
         ({"start": {"model": "models/none"}}, "no model folder"),
         ({"start": {"model": "a/b", "gpu": 1}}, "unknown key 'gpu'"),
         ({"start": {"model": "a/b", "gpus": 1}}, "gpus takes a list"),
@@ -723,8 +904,12 @@ def test_what_is_wrong_with_a_judge_is_told_by_its_key(spec, told):
 
 
 def test_a_judge_on_a_gpu_has_one_of_its_own(monkeypatch):
-    spec = {"judge_model": {"start": {"model": "a/b", "gpus": [2, 3], "args": {"max_model_len": 64}}}}
-    assert "gpus is not set" in next(judge_proxy.problems({"j": {"start": {"model": "a/b"}}}, 60.0, "cuda"))
+    spec = {
+        "judge_model": {"start": {"model": "a/b", "gpus": [2, 3], "args": {"max_model_len": 64}}}
+    }
+    assert "gpus is not set" in next(
+        judge_proxy.problems({"j": {"start": {"model": "a/b"}}}, 60.0, "cuda")
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     judges = judge_proxy.judges(spec, 60.0)
     with judge_proxy.gpus_taken(spec):
@@ -744,12 +929,23 @@ def test_an_address_is_asked_for_its_model_before_anything_starts():
     judge = Judge((404, {"error": {"message": "The model stab does not exist."}}))
     judge_proxy.reach(judge_proxy.Judge("j", judge.url, "stub"))
     for changes, told in (
-        ({"model": "stab"}, r"gym\.judges\.j\.model=stab: .*404: .*nearest of its 1 models are stub"),
-        ({"key": "wrong", "key_name": "THE_KEY"}, r"gym\.judges\.j: .*401.* \(the key in THE_KEY\)"),
-        ({"url": "http://127.0.0.1:9/v1"}, r"gym\.judges\.j\.base_url: http://127.0.0.1:9/v1 does not answer"),
+        (
+            {"model": "stab"},
+            r"gym\.judges\.j\.model=stab: .*404: .*nearest of its 1 models are stub",
+        ),
+        (
+            {"key": "wrong", "key_name": "THE_KEY"},
+            r"gym\.judges\.j: .*401.* \(the key in THE_KEY\)",
+        ),
+        (
+            {"url": "http://127.0.0.1:9/v1"},
+            r"gym\.judges\.j\.base_url: http://127.0.0.1:9/v1 does not answer",
+        ),
     ):
         with pytest.raises(ConfigError, match=told):
-            judge_proxy.reach(judge_proxy.Judge(**{"name": "j", "url": judge.url, "model": "stub", **changes}))
+            judge_proxy.reach(
+                judge_proxy.Judge(**{"name": "j", "url": judge.url, "model": "stub", **changes})
+            )
 
 
 def test_a_key_is_in_nothing_that_is_written_or_handed_on(monkeypatch, tmp_path):
@@ -757,23 +953,42 @@ def test_a_key_is_in_nothing_that_is_written_or_handed_on(monkeypatch, tmp_path)
     spec = {"base_url": "https://x/v1", "model": "m", "api_key_env": "JUDGE_KEY"}
     judges = judge_proxy.judges({"judge_model": spec}, 60.0)
     assert judges["judge_model"].key == "sk-very-secret" and "sk-very-secret" not in repr(judges)
-    assert "sk-very-secret" not in repr(list(judge_proxy.Proxy(judges).blocks())) + "".join(judge_proxy.told(judges))
+    assert "sk-very-secret" not in repr(list(judge_proxy.Proxy(judges).blocks())) + "".join(
+        judge_proxy.told(judges)
+    )
     config, _ = load_config([], [f"gym.judges={{judge_model: {json.dumps(spec)}}}"])
     (block,), seen = judge_proxy.Proxy(judges).blocks(), {}
     monkeypatch.setattr(gym_servers, "Popen", lambda command, env, **_: seen.update(env))
     gym_servers.start_server({**block, "log": str(tmp_path / "log"), "python": "python"}, [block])
     assert "JUDGE_KEY" not in seen and "sk-very-secret" not in repr(seen)
-    assert config.gym.judges.judge_model.api_key_env == "JUDGE_KEY" and "sk-very-secret" not in str(public(config))
+    assert config.gym.judges.judge_model.api_key_env == "JUDGE_KEY" and "sk-very-secret" not in str(
+        public(config)
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "start", "known", "told"),
     [
-        ("physics_judge", {}, [], r"asks the model judge_model \(judge_model_server\); set gym\.judges\.judge_model"),
+        (
+            "physics_judge",
+            {},
+            [],
+            r"asks the model judge_model \(judge_model_server\); set gym\.judges\.judge_model",
+        ),
         ("physics_judge", {"config": {"should_use_judge": False}}, [], ""),
         ("physics_judge", {}, ["judge_model"], ""),
-        ("multichallenge", {"agent": "simple_agent"}, [], ""),  # asks policy_model, which an agent's run has
-        ("genrm_compare", {}, ["genrm_model"], r"cannot tell them apart; gym\.unchecked_judges=\[genrm_compare\]"),
+        (
+            "multichallenge",
+            {"agent": "simple_agent"},
+            [],
+            "",
+        ),  # asks policy_model, which an agent's run has
+        (
+            "genrm_compare",
+            {},
+            ["genrm_model"],
+            r"cannot tell them apart; gym\.unchecked_judges=\[genrm_compare\]",
+        ),
         ("xstest", {}, ["allenai_wildguard_model_server"], ""),
         ("reasoning_gym", {}, [], ""),
     ],
@@ -788,7 +1003,9 @@ def test_what_a_server_asks_is_known_before_it_starts(name, start, known, told):
 
 @pytest.mark.parametrize("port", [70000, 0.5, "x", -1])
 def test_a_port_that_is_none_is_told(port):
-    with pytest.raises(GymStartError, match=r"gym\.servers\.mcqa\.start\.port is .*; it takes a number up to 65535"):
+    with pytest.raises(
+        GymStartError, match=r"gym\.servers\.mcqa\.start\.port is .*; it takes a number up to 65535"
+    ):
         gym_servers.check_server("mcqa", {"start": {"python": str(GYM_PYTHON), "port": port}})
 
 
@@ -805,16 +1022,27 @@ def test_an_install_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
     def run(command, **settings):
         calls.append(command[1:3])
         if command[1:3] == ["pip", "install"] and "--no-deps" not in command:
-            return subprocess.CompletedProcess(command, 1, "", "No solution found\nbecause of a reason")
-        return real(command, **settings) if command[1] == "venv" else subprocess.CompletedProcess(command, 0, "", "")
+            return subprocess.CompletedProcess(
+                command, 1, "", "No solution found\nbecause of a reason"
+            )
+        return (
+            real(command, **settings)
+            if command[1] == "venv"
+            else subprocess.CompletedProcess(command, 0, "", "")
+        )
 
     monkeypatch.setattr(gym_environments.subprocess, "run", run)
     with pytest.raises(
-        GymStartError, match=r"gym\.servers\.x\.start\.install: no environment for asr_with_pc: .*because of a reason"
+        GymStartError,
+        match=r"gym\.servers\.x\.start\.install: no environment for asr_with_pc: .*because of a reason",
     ):
-        gym_servers.interpreter("x", {"python": str(python), "server": "asr_with_pc", "install": True})
+        gym_servers.interpreter(
+            "x", {"python": str(python), "server": "asr_with_pc", "install": True}
+        )
     assert calls[-1] == ["pip", "install"] and not list((tmp_path / ".venv-gym-servers").iterdir())
-    with pytest.raises(gym_environments.InstallError, match=r"no such resources server; nearest are .*mcqa"):
+    with pytest.raises(
+        gym_environments.InstallError, match=r"no such resources server; nearest are .*mcqa"
+    ):
         gym_environments.install("mcqaa", str(python))
 
 
@@ -841,8 +1069,12 @@ def test_what_pypi_has_by_the_name_of_a_git_repository_is_not_installed():
     ],
     ids=str,
 )
-def test_a_package_comes_from_the_place_and_the_revision_that_its_server_names(source, line, tmp_path):
-    dependencies = 'dependencies = ["nemo-gym[dev]", "My_Pkg[fast]>=1", "other==2; python_version > \'3\'"]'
+def test_a_package_comes_from_the_place_and_the_revision_that_its_server_names(
+    source, line, tmp_path
+):
+    dependencies = (
+        'dependencies = ["nemo-gym[dev]", "My_Pkg[fast]>=1", "other==2; python_version > \'3\'"]'
+    )
     sources = f'[tool.uv.sources]\nmy-pkg = {source}\nnemo-gym = {{path = "../.."}}'
     (tmp_path / "pyproject.toml").write_text(f"[project]\n{dependencies}\n{sources}\n")
     if "not taken" in line:
@@ -866,7 +1098,11 @@ def test_a_package_comes_from_the_place_and_the_revision_that_its_server_names(s
         ),
         ({"judges": {"judge_model": "policy"}}, []),
         (
-            {"judges": {"judge_model": {"base_url": "https://x/v1", "model": "m", "api_key_env": "NO"}}},
+            {
+                "judges": {
+                    "judge_model": {"base_url": "https://x/v1", "model": "m", "api_key_env": "NO"}
+                }
+            },
             ["variable NO is"],
         ),
     ],
@@ -874,6 +1110,10 @@ def test_a_package_comes_from_the_place_and_the_revision_that_its_server_names(s
 )
 def test_a_recipe_with_judges_is_checked_before_anything_starts(gym, told):
     start = {"physics_judge": {"start": {"python": str(GYM_PYTHON)}}}
-    config, _ = load_config([], [f"gym.{key}={json.dumps(value)}" for key, value in ({"servers": start} | gym).items()])
+    config, _ = load_config(
+        [], [f"gym.{key}={json.dumps(value)}" for key, value in ({"servers": start} | gym).items()]
+    )
     errors = [str(error) for error in preparation.check_servers(config)]
-    assert len(errors) == len(told) and all(re.search(*pair) for pair in zip(told, errors, strict=True)), errors
+    assert len(errors) == len(told) and all(
+        re.search(*pair) for pair in zip(told, errors, strict=True)
+    ), errors

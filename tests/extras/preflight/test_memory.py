@@ -5,7 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from kit.config.load import load_config
 from kit.extras.preflight import memory, node
@@ -17,11 +23,19 @@ QWEN = {  # Qwen2.5, as their config.json has them: parameters as published, siz
     "1.5B": (1.54e9, (1536, 8960, 28, 12, 2, 151936, True)),
     "32B": (32.5e9, (5120, 27648, 64, 40, 8, 152064, False)),
 }
-NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+NAMES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 
 
 def qwen(name: str) -> Qwen2Config:
-    return Qwen2Config(**dict(zip((*NAMES, "vocab_size", "tie_word_embeddings"), QWEN[name][1], strict=True)))
+    return Qwen2Config(
+        **dict(zip((*NAMES, "vocab_size", "tie_word_embeddings"), QWEN[name][1], strict=True))
+    )
 
 
 def planned(model: str, *changes: str):
@@ -36,21 +50,27 @@ def stages(model: str, *changes: str):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("heads", [{"num_attention_heads": 4}, {"num_attention_heads": 4, "num_key_value_heads": 2}])
+@pytest.mark.parametrize(
+    "heads", [{"num_attention_heads": 4}, {"num_attention_heads": 4, "num_key_value_heads": 2}]
+)
 @pytest.mark.parametrize("head", [{}, {"head_dim": 64}])
 def test_parameters_are_those_of_a_real_model(tied, heads, head):
     config = LlamaConfig(**TINY, **heads, **head, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     assert memory.parameters(config)[0] == model.num_parameters()
-    assert memory.parameters(config)[1] == sum(p.numel() for p in model.model.layers[0].parameters())
+    assert memory.parameters(config)[1] == sum(
+        p.numel() for p in model.model.layers[0].parameters()
+    )
 
 
 def test_parameters_of_experts_and_of_published_models():
     config = Qwen3MoeConfig(**TINY, num_attention_heads=4, moe_intermediate_size=64, num_experts=8)
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(config)
-    assert memory.parameters(config)[0] == pytest.approx(model.num_parameters(), rel=0.02)  # routers, q's and k's norms
+    assert memory.parameters(config)[0] == pytest.approx(
+        model.num_parameters(), rel=0.02
+    )  # routers, q's and k's norms
     for name, (published, _) in QWEN.items():
         assert memory.parameters(qwen(name))[0] == pytest.approx(published, rel=0.01)
 
@@ -76,12 +96,16 @@ def test_activations_are_what_autograd_keeps(keys, dtype):
 
 
 def test_the_cache_of_a_token_by_hand():
-    assert memory.kv_bytes(qwen("1.5B"), 2) == 2 * 28 * 2 * 128 * 2  # key and value, layers, heads, width, bytes
+    assert (
+        memory.kv_bytes(qwen("1.5B"), 2) == 2 * 28 * 2 * 128 * 2
+    )  # key and value, layers, heads, width, bytes
     config = planned("1.5B")
     lines, wrong = memory.report(config, qwen("1.5B"), "evaluate")
     cache = 0.6 * 80 * GIB - 2 * memory.parameters(qwen("1.5B"))[0]
     assert (
-        lines[-1] == f"KV cache    28 KiB a token: {int(cache / 28672 / 1536)} episodes of 1536 at once" and not wrong
+        lines[-1]
+        == f"KV cache    28 KiB a token: {int(cache / 28672 / 1536)} episodes of 1536 at once"
+        and not wrong
     )
 
 
@@ -110,11 +134,17 @@ def test_what_does_not_fit_one_gpu_is_told_with_its_keys(monkeypatch):
     assert not wrong and len(lines) == 6
     _, wrong = memory.report(planned("32B"), qwen("32B"), "train")
     assert [text.split()[0] for text in wrong] == ["generate", "log-probs", "update", "sync", "the"]
-    assert all("a GPU has 80.0 GiB" in text and "trainer.n_gpus_per_node" in text for text in wrong[:4])
-    assert "holds no episode of 1536 tokens" in wrong[4] and "tensor_model_parallel_size" in wrong[4]
+    assert all(
+        "a GPU has 80.0 GiB" in text and "trainer.n_gpus_per_node" in text for text in wrong[:4]
+    )
+    assert (
+        "holds no episode of 1536 tokens" in wrong[4] and "tensor_model_parallel_size" in wrong[4]
+    )
     assert "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu" in wrong[2]
     spread = ["trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.tensor_model_parallel_size=8"]
-    spread += [f"actor_rollout_ref.actor.fsdp_config.{key}_offload=true" for key in ("param", "optimizer")]
+    spread += [
+        f"actor_rollout_ref.actor.fsdp_config.{key}_offload=true" for key in ("param", "optimizer")
+    ]
     spread += ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"]
     assert not memory.report(planned("32B", *spread), qwen("32B"), "train")[1]
 
@@ -126,7 +156,9 @@ def test_the_device(monkeypatch):
     config, _ = load_config(["math", "cpu"], ["trainer.n_gpus_per_node=2"])
     assert memory.device(config)[0] == memory.psutil.virtual_memory().total // 2
     config, _ = load_config(["math"], [])
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="81559\n143771\n"))
+    monkeypatch.setattr(
+        subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="81559\n143771\n")
+    )
     assert memory.device(config) == (81559 * 2**20, "")
     monkeypatch.setattr(subprocess, "run", nowhere)
     assert memory.device(config)[0] == 80 * GIB and "assumed" in memory.device(config)[1]
@@ -139,8 +171,14 @@ def test_a_model_of_another_form_is_not_estimated():
 
 def test_what_this_node_has_too_little_of(monkeypatch, tmp_path):
     """Room for checkpoints and shared memory anywhere; GPUs, cores and a flash attention where there are GPUs."""
-    changes = ["trainer.n_gpus_per_node=4", "algorithm.adv_estimator=gae", "trainer.max_actor_ckpt_to_keep=2"]
-    config = planned("1.5B", *changes, f"trainer.default_local_dir={tmp_path}/new", "trainer.save_freq=10")
+    changes = [
+        "trainer.n_gpus_per_node=4",
+        "algorithm.adv_estimator=gae",
+        "trainer.max_actor_ckpt_to_keep=2",
+    ]
+    config = planned(
+        "1.5B", *changes, f"trainer.default_local_dir={tmp_path}/new", "trainer.save_freq=10"
+    )
     assert list(node.lacks(config, qwen("1.5B"), "train")) == []  # no GPU, so it will run elsewhere
 
     def free(folder):
@@ -149,17 +187,28 @@ def test_what_this_node_has_too_little_of(monkeypatch, tmp_path):
     monkeypatch.setattr(node.shutil, "disk_usage", free)
     monkeypatch.setattr(node.os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(node.importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: SimpleNamespace(stdout="81559\n143771\n"))
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **_: SimpleNamespace(stdout="81559\n143771\n")
+    )
     disk, shared, gpus, cores, sampler, attention = node.lacks(config, qwen("1.5B"), "train")
-    size = 3 * 12 * memory.parameters(qwen("1.5B"))[0] / GIB  # two stay while the third is written; fp32, two moments
-    assert disk.startswith(f"3 checkpoints take {size:.1f} GiB, and {tmp_path}/new has 50.0: lower trainer.max_actor")
+    size = (
+        3 * 12 * memory.parameters(qwen("1.5B"))[0] / GIB
+    )  # two stay while the third is written; fp32, two moments
+    assert disk.startswith(
+        f"3 checkpoints take {size:.1f} GiB, and {tmp_path}/new has 50.0: lower trainer.max_actor"
+    )
     assert shared.startswith("/dev/shm has 0.06 GiB free, of ")
     assert gpus.startswith("this node has 2 GPUs, and the run takes 4: set trainer.n_gpus_per_node")
     assert cores.startswith("this node has 2 cores, and Ray gives one to each of 4 processes: set ")
     assert sampler.startswith("vllm is not installed: docs/backends.md")
     assert attention.startswith("flash_attention_2 is not installed: install flash-attn")
-    assert len(list(node.lacks(planned("1.5B"), qwen("1.5B"), "rollout"))) == 3  # which trains nothing
+    assert (
+        len(list(node.lacks(planned("1.5B"), qwen("1.5B"), "rollout"))) == 3
+    )  # which trains nothing
     config.actor_rollout_ref.rollout.nnodes = 1
     config.actor_rollout_ref.rollout.checkpoint_engine.backend = "nccl"
     *_, gpus, _, cupy, _, _ = node.lacks(config, qwen("1.5B"), "train")
-    assert "the run takes 8" in gpus and "by cupy, which is not installed: uv pip install cupy-cuda13x, or set" in cupy
+    assert (
+        "the run takes 8" in gpus
+        and "by cupy, which is not installed: uv pip install cupy-cuda13x, or set" in cupy
+    )

@@ -26,9 +26,27 @@ from gym_client import RESERVED, Gym
 from kit.data.episodes import Episode
 
 LOOK_UP = {"type": "function", "name": "look_up", "parameters": {}}
-HONEST = {"seed_session": [(200, {})], "look_up": [(200, {"found": 1})], "verify": [(200, {"reward": 0.25})]}
-HONEST |= {name: [(200, {"reward": 1.0})] for name in (*RESERVED - {"run"}, "pay", "Verify") if name not in HONEST}
-PATHS = ["look_up/../verify", "/verify", "verify/", "%76erify", "verify?", "verify#", "verify\n", "Verify", ".."]
+HONEST = {
+    "seed_session": [(200, {})],
+    "look_up": [(200, {"found": 1})],
+    "verify": [(200, {"reward": 0.25})],
+}
+HONEST |= {
+    name: [(200, {"reward": 1.0})]
+    for name in (*RESERVED - {"run"}, "pay", "Verify")
+    if name not in HONEST
+}
+PATHS = [
+    "look_up/../verify",
+    "/verify",
+    "verify/",
+    "%76erify",
+    "verify?",
+    "verify#",
+    "verify\n",
+    "Verify",
+    "..",
+]
 
 
 def play_rows(url, texts, tokenizer, **changes):
@@ -63,11 +81,17 @@ def test_what_the_policy_says_of_its_reward_is_text_for_the_verifier():
     episode = play_rows(server.url, [call(claims), claims], tokenizer)
     assert (episode.status, episode.reward, episode.reward_components) == ("ok", 0.25, {})
     verified = server.log[-1][1]
-    assert "reward" not in verified and verified["response"]["output"][-1]["content"][0]["text"] == claims
+    assert (
+        "reward" not in verified
+        and verified["response"]["output"][-1]["content"][0]["text"] == claims
+    )
 
 
 def test_a_redirect_pays_nothing_and_the_other_host_is_not_asked():
-    tokenizer, other = bytes_tokenizer(CHATML, STOPS["chatml"]), Scripted(verify=[(200, {"reward": 1.0})])
+    tokenizer, other = (
+        bytes_tokenizer(CHATML, STOPS["chatml"]),
+        Scripted(verify=[(200, {"reward": 1.0})]),
+    )
     location = ("Location", f"{other.url}/verify")
     server = Scripted(**HONEST | {"verify": [(307, {"reward": 1.0}, location)]})
     server.server.RequestHandlerClass.answer = answer_with_header
@@ -89,7 +113,8 @@ def test_a_verdict_out_of_another_session_is_none():
     """A tool's answer sets the cookie of another session, each time that the episode is played again."""
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
     one, two = (
-        f"session={cookie}" for cookie in ("eyJzZXNzaW9uX2lkIjogImEifQ==.x.y", "eyJzZXNzaW9uX2lkIjogImIifQ==.x.y")
+        f"session={cookie}"
+        for cookie in ("eyJzZXNzaW9uX2lkIjogImEifQ==.x.y", "eyJzZXNzaW9uX2lkIjogImIifQ==.x.y")
     )
     script = HONEST | {"seed_session": [(200, {}, one)], "look_up": [(200, {"found": 1}, two)]}
     server = Scripted(**script)
@@ -138,11 +163,15 @@ def test_an_observation_that_cannot_fit_is_not_tokenized():
 
 def test_no_part_of_a_reward_stands_on_a_token_that_was_observed_or_is_padding():
     """The reward of an episode is at its last token; those of turns at the ends of what the policy sampled."""
-    sampled = Episode("r", "g", "s", [5, 6], [7, 7, 9, 7], [1, 1, 0, 1], [-0.5] * 4, turns=[(0, 2, 1), (3, 4, 1)])
+    sampled = Episode(
+        "r", "g", "s", [5, 6], [7, 7, 9, 7], [1, 1, 0, 1], [-0.5] * 4, turns=[(0, 2, 1), (3, 4, 1)]
+    )
     sampled.reward, sampled.turn_rewards = 1.0, [0.25, 0.75]
     short = Episode("r", "g", "s", [5], [7], [1], [-0.5], turns=[(0, 1, 1)], reward=0.5)
     batch = training.to_batch([sampled, short], 0, 1.0)
-    assert torch.equal(batch.batch["token_level_scores"], torch.tensor([[0, 0.25, 0, 0.75], [0.5, 0, 0, 0]]))
+    assert torch.equal(
+        batch.batch["token_level_scores"], torch.tensor([[0, 0.25, 0, 0.75], [0.5, 0, 0, 0]])
+    )
 
 
 def test_each_path_of_the_list_has_its_tests():
@@ -166,4 +195,6 @@ def test_each_path_of_the_list_has_its_tests():
         named = re.findall(r"`(test_\w+)\.py::(test_\w+)`", row[-1])
         assert named, row
         for module, function in named:
-            assert hasattr(importlib.import_module(module), function), f"{module}.py has no {function}"
+            assert hasattr(importlib.import_module(module), function), (
+                f"{module}.py has no {function}"
+            )

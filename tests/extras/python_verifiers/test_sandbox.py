@@ -22,7 +22,9 @@ from gym_client import GymError
 from kit.errors import ConfigError
 from kit.extras.python_verifiers import sandbox, verifier_pool
 
-bubblewrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap, an optional package")
+bubblewrap = pytest.mark.skipif(
+    not shutil.which("bwrap"), reason="needs bubblewrap, an optional package"
+)
 
 # Write an answer that pays 1,000,000 to every pipe in reach: the own ones, and by /proc those of all ancestors. The
 # request's number is looked for in all frames; if it is not there, 0 to 3 are tried.
@@ -143,8 +145,16 @@ def looks_around(solution_str, **_):
     return {"score": 1.0, "seen": json.dumps(seen)}
 '''
 TESTS = json.dumps({"inputs": ["1 2", "3 4"], "outputs": ["7", "7"]})
-MATH = {"data_source": "numina_olympiads", "reward_model": {"ground_truth": "x+y"}, "responses_create_params": {}}
-TASK = {"data_source": "taco", "reward_model": {"ground_truth": TESTS}, "responses_create_params": {}}
+MATH = {
+    "data_source": "numina_olympiads",
+    "reward_model": {"ground_truth": "x+y"},
+    "responses_create_params": {},
+}
+TASK = {
+    "data_source": "taco",
+    "reward_model": {"ground_truth": TESTS},
+    "responses_create_params": {},
+}
 
 
 def in_fences(program: str) -> str:
@@ -159,7 +169,13 @@ def pool_of(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "mine")
 
     def make(verifier, allowed=True, **keys):
-        pool = {"processes": 1, "timeout_s": 60.0, "memory_gb": 2.0, "sandbox": None, "env": []} | keys
+        pool = {
+            "processes": 1,
+            "timeout_s": 60.0,
+            "memory_gb": 2.0,
+            "sandbox": None,
+            "env": [],
+        } | keys
         env = {"verifier": verifier, "verifier_pool": pool, "train_files": [], "val_files": []}
         env["allow_unsandboxed_code"] = allowed
         config = OmegaConf.create({"env": env, "gym": {"servers": {}}})
@@ -173,7 +189,11 @@ def running(*command: str) -> list[int]:
     """Processes with this command line, 2 seconds after they should have ended at the latest."""
     deadline = time.monotonic() + 2
     while True:
-        found = [p.pid for p in psutil.process_iter(["cmdline", "status"]) if p.info["cmdline"] == [*command]]
+        found = [
+            p.pid
+            for p in psutil.process_iter(["cmdline", "status"])
+            if p.info["cmdline"] == [*command]
+        ]
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.05)
@@ -192,7 +212,9 @@ def test_a_program_is_paid_by_its_tests_and_forges_nobodys_reward(pool_of, kind)
     found = rewards(said)
     assert [found[i] for i in (0, 1, 3, 4, 6, 7)] == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
     attacks = [found[2], found[5]]
-    allowed = {0.0} if kind else {0.0, "bad_answer", "died"}  # root may write to any pipe; it is noticed
+    allowed = (
+        {0.0} if kind else {0.0, "bad_answer", "died"}
+    )  # root may write to any pipe; it is noticed
     assert set(attacks) <= allowed, said
 
 
@@ -209,9 +231,13 @@ def test_code_of_rows_that_were_not_known_before_the_run_is_refused(pool_of):
     """A function makes rows batch by batch: a later one may bring the first program."""
     for answered, source in ((TASK, "taco"), (MATH, "numina_olympiads")):
         (error,) = play(pool_of("verl", allowed=False), "print(7)", row=answered)
-        assert error.reason == "raised" and f"data_source={source} runs code of the policy" in str(error)
+        assert error.reason == "raised" and f"data_source={source} runs code of the policy" in str(
+            error
+        )
     list_as_source = {**TASK, "data_source": ["taco"]}
-    assert rewards(play(pool_of("verl", allowed=False), "print(7)", row=list_as_source)) == ["raised"]
+    assert rewards(play(pool_of("verl", allowed=False), "print(7)", row=list_as_source)) == [
+        "raised"
+    ]
 
 
 def test_a_sandbox_hides_the_folder_of_temporary_files_wherever_it_is(monkeypatch, tmp_path):
@@ -221,9 +247,14 @@ def test_a_sandbox_hides_the_folder_of_temporary_files_wherever_it_is(monkeypatc
     assert {"/tmp", str(tmp_path)} <= hidden
 
 
-@pytest.mark.parametrize("program", ["import sys\nsys.exit(0)", "import posix\nposix._exit(0)", "raise SystemExit"])
+@pytest.mark.parametrize(
+    "program", ["import sys\nsys.exit(0)", "import posix\nposix._exit(0)", "raise SystemExit"]
+)
 def test_an_exit_status_of_0_is_no_right_answer(pool_of, program):
-    assert rewards(play(pool_of("verl"), in_fences(program), in_fences("print(7)"), row=TASK)) == [0.0, 1.0]
+    assert rewards(play(pool_of("verl"), in_fences(program), in_fences("print(7)"), row=TASK)) == [
+        0.0,
+        1.0,
+    ]
 
 
 def test_a_program_that_prints_without_end_is_wrong_and_costs_no_memory(pool_of):
@@ -281,7 +312,10 @@ def test_an_answer_that_claims_to_be_long_is_not_read(pool_of):
 
 
 def test_an_answer_in_advance_counts_for_nobody(pool_of):
-    assert rewards(play(pool_of("my.py:answers_in_advance"), "x", "y")) == ["bad_answer", "bad_answer"]
+    assert rewards(play(pool_of("my.py:answers_in_advance"), "x", "y")) == [
+        "bad_answer",
+        "bad_answer",
+    ]
 
 
 @bubblewrap
@@ -312,7 +346,9 @@ def test_a_sandbox_that_is_not_installed_is_an_error_before_the_run(workspace, m
     monkeypatch.setenv("PATH", os.devnull)
     sandbox.why_unavailable.cache_clear()
     try:
-        with pytest.raises(ConfigError, match=r"sandbox=bwrap: bubblewrap is not installed; install it"):
+        with pytest.raises(
+            ConfigError, match=r"sandbox=bwrap: bubblewrap is not installed; install it"
+        ):
             load(workspace, "env.verifier_pool.sandbox=bwrap")
     finally:
         sandbox.why_unavailable.cache_clear()
@@ -343,6 +379,8 @@ def test_a_recipe_whose_rows_run_programs_says_so_or_is_refused(workspace):
 
 def test_a_server_that_runs_programs_is_started_only_if_the_recipe_allows_it(workspace):
     start = "gym.servers.reasoning_gym.start.server=code_gen"
-    with pytest.raises(ConfigError, match=r"reasoning_gym runs the policy's code .* container and give its url"):
+    with pytest.raises(
+        ConfigError, match=r"reasoning_gym runs the policy's code .* container and give its url"
+    ):
         load(workspace, start)
     load(workspace, start, "env.allow_unsandboxed_code=true")

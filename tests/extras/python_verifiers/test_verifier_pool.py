@@ -165,7 +165,9 @@ async def say(verifiers, *texts, row=None):
         for text in texts:
             session.last_ids = list(map(ord, text))
             try:
-                said.append(await (session.verify({}) if session.kind == "verify" else session.step({})))
+                said.append(
+                    await (session.verify({}) if session.kind == "verify" else session.step({}))
+                )
             except GymError as error:
                 said.append(error)
     return said
@@ -186,7 +188,11 @@ def test_a_function_is_called_as_verl_calls_it(named):
     right, wrong = play(named("my.py:compute_score"), "it is 7", "it is 8")
     assert (right.reward, wrong.reward, right.components) == (1.0, 0.0, {})
     verdict = play(named("my.py:by_name"), "x")[0]
-    assert verdict.reward == 0.5 and verdict.components == {"acc": 1.0, "length": 1.0} and verdict.latency_s < 1
+    assert (
+        verdict.reward == 0.5
+        and verdict.components == {"acc": 1.0, "length": 1.0}
+        and verdict.latency_s < 1
+    )
     assert verdict.details == {"pred": "x", "who": "by_name", "odd": "{1, 2}"}
     assert play(named({"function": "my.py:later", "strict": True}), "x")[0].reward == 1.0
 
@@ -201,12 +207,20 @@ def test_a_function_is_called_as_verl_calls_it(named):
     ],
 )
 def test_where_the_ground_truth_is(given, truth):
-    asked = verifier_pool.arguments({**given, "extra_info": {"index": 3, "row": "its own"}}, "text", "name")
-    assert asked["ground_truth"] == truth and asked["data_source"] == "name" and asked["solution_str"] == "text"
+    asked = verifier_pool.arguments(
+        {**given, "extra_info": {"index": 3, "row": "its own"}}, "text", "name"
+    )
+    assert (
+        asked["ground_truth"] == truth
+        and asked["data_source"] == "name"
+        and asked["solution_str"] == "text"
+    )
     own = {"index": 3, "row": "its own", "num_turns": 2, "rollout_reward_scores": {}}
     assert asked["extra_info"] == own
     assert (
-        verifier_pool.arguments({"data_source": "openai/gsm8k", "extra_info": None}, "", "")["data_source"]
+        verifier_pool.arguments({"data_source": "openai/gsm8k", "extra_info": None}, "", "")[
+            "data_source"
+        ]
         == "openai/gsm8k"
     )
 
@@ -218,19 +232,35 @@ def test_verls_own_needs_neither_torch_nor_ray(named):
     async def both():
         async with verifiers:
             said = await say(verifiers, "so\n#### 72", "#### 7", row=gsm8k)
-            memory = psutil.Process(verifiers.pools["verl"].workers[0].process.pid).memory_info().rss
+            memory = (
+                psutil.Process(verifiers.pools["verl"].workers[0].process.pid).memory_info().rss
+            )
             return said, memory, await say(verifiers, "x", row={"data_source": "mine"})
 
     (right, wrong), memory, (unknown,) = asyncio.run(both())
     assert (right.reward, wrong.reward) == (1.0, 0.0) and memory < 100 * 2**20
-    assert "NotImplementedError: Reward function is not implemented for data_source='mine'" in str(unknown)
+    assert "NotImplementedError: Reward function is not implemented for data_source='mine'" in str(
+        unknown
+    )
 
 
 @pytest.mark.parametrize(
     ("answer", "reward"),
     [
-        ({"status": "Success", "run_result": {"status": "Finished", "stdout": "3\n", "return_code": 0}}, 0.5),
-        ({"status": "Failed", "run_result": {"status": "Error", "stderr": "no", "return_code": 1}}, 0.0),
+        (
+            {
+                "status": "Success",
+                "run_result": {"status": "Finished", "stdout": "3\n", "return_code": 0},
+            },
+            0.5,
+        ),
+        (
+            {
+                "status": "Failed",
+                "run_result": {"status": "Error", "stderr": "no", "return_code": 1},
+            },
+            0.0,
+        ),
         ({"status": "SandboxError", "message": "no disk"}, "no verdict on test 0: sandbox_error"),
         ("busy", "no verdict on test 0: .*API Request Error: 500 Server Error"),
     ],
@@ -253,7 +283,9 @@ def test_verls_own_runs_programs_in_a_sandbox_and_its_outage_is_no_reward(named,
         said, prose = play(verifiers, "```python\nprint(3)\n```", "no program", row=row)
         server.shutdown()
     if isinstance(reward, str):
-        assert isinstance(said, GymError) and re.search(f"RuntimeError: the sandbox at {url} has {reward}", str(said))
+        assert isinstance(said, GymError) and re.search(
+            f"RuntimeError: the sandbox at {url} has {reward}", str(said)
+        )
     else:
         assert said.reward == reward
     assert prose.reward == 0.0 and {call["stdin"] for call in asked} == {"1 2", "3 4"}
@@ -270,11 +302,17 @@ def test_a_game_travels_between_processes(named):
 
     async def three():
         async with verifiers:
-            return await asyncio.gather(*(say(verifiers, str(first), "3", "7") for first in (1, 2, 7)))
+            return await asyncio.gather(
+                *(say(verifiers, str(first), "3", "7") for first in (1, 2, 7))
+            )
 
     games = asyncio.run(three())
     turns = [(t.observation, t.reward, t.terminated, t.truncated) for t in games[0]]
-    assert turns == [("No, 1 of 3.", 0.0, False, False), ("No, 2 of 3.", 0.0, False, False), (None, 1.0, True, False)]
+    assert turns == [
+        ("No, 1 of 3.", 0.0, False, False),
+        ("No, 2 of 3.", 0.0, False, False),
+        (None, 1.0, True, False),
+    ]
     assert games[1] == games[0] and games[2][0].reward == 1.0
 
 
@@ -282,7 +320,9 @@ def test_a_game_speaks_first_or_not(named):
     async def observations():
         async with named("my.py:Game") as verifiers:
             for question in ("say 7", "other"):
-                async with verifiers.session("Game", {"question": question, "answer": "7"}) as session:
+                async with verifiers.session(
+                    "Game", {"question": question, "answer": "7"}
+                ) as session:
                     yield session.observation
 
     async def listed():
@@ -295,12 +335,25 @@ def test_a_game_speaks_first_or_not(named):
 
 
 def test_what_is_no_score_is_a_failure_that_names_it(named):
-    kinds = {"none": "None", "nan": "nan", "text": "'1.0'", "bool": "True", "infinite": "inf", "list": "[1.0]"}
-    kinds |= {"without": "{'acc': 1.0}", "part": "{'acc': nan, 'score': 1.0}", "huge": "1000000000000000"}
+    kinds = {
+        "none": "None",
+        "nan": "nan",
+        "text": "'1.0'",
+        "bool": "True",
+        "infinite": "inf",
+        "list": "[1.0]",
+    }
+    kinds |= {
+        "without": "{'acc': 1.0}",
+        "part": "{'acc': nan, 'score': 1.0}",
+        "huge": "1000000000000000",
+    }
     said = play(named("my.py:wrong"), *kinds)
     for error, shown in zip(said, kinds.values(), strict=True):
         assert isinstance(error, GymError) and error.reason == "bad_answer" and not error.retry
-        assert str(error).startswith(f"my.py:wrong returned {shown}") and "a finite number, or a dict" in str(error)
+        assert str(error).startswith(
+            f"my.py:wrong returned {shown}"
+        ) and "a finite number, or a dict" in str(error)
 
 
 DIED, SLOW = r"my.py:bad: its process ended with", r"my.py:bad gave no answer within 1 s at"
@@ -309,24 +362,38 @@ DIED, SLOW = r"my.py:bad: its process ended with", r"my.py:bad gave no answer wi
 @pytest.mark.parametrize(
     ("text", "reason", "why", "line"),
     [
-        ("raise", "raised", "my.py:bad failed at FILE:LINE: ValueError: no such answer", "raise ValueError("),
+        (
+            "raise",
+            "raised",
+            "my.py:bad failed at FILE:LINE: ValueError: no such answer",
+            "raise ValueError(",
+        ),
         ("rude", "raised", "my.py:bad failed at FILE:LINE: Rude", "raise Rude"),
         ("sys.exit", "raised", "my.py:bad failed at FILE:LINE: SystemExit: 0", "sys.exit(0)"),
         ("os._exit", "died", f"{DIED} exit status 0; its log is .*/verifier_bad_0.log", ""),
         ("crash", "died", f"{DIED} SIGSEGV at FILE:LINE;", "ctypes.string_at"),
-        ("memory", "memory", r"FILE:LINE: MemoryError; a process has 1 GiB \(env.verifier_pool.memory_gb", "2**30))"),
+        (
+            "memory",
+            "memory",
+            r"FILE:LINE: MemoryError; a process has 1 GiB \(env.verifier_pool.memory_gb",
+            "2**30))",
+        ),
         ("loop", "timeout", f"{SLOW} FILE:.* env.verifier_pool.timeout_s", ""),
         ("regex", "timeout", f"{SLOW} FILE:LINE; ", "re.match("),
         ("child", "timeout", f"{SLOW} FILE:LINE; ", "subprocess.run("),
     ],
 )
-def test_what_a_function_does_wrong_fails_by_name_and_the_pool_heals(named, tmp_path, text, reason, why, line):
+def test_what_a_function_does_wrong_fails_by_name_and_the_pool_heals(
+    named, tmp_path, text, reason, why, line
+):
     began, others = time.monotonic(), psutil.Process().children(recursive=True)
     before, error, after = play(named("my.py:bad", timeout_s=1.0), "fine", text, "fine")
     assert (before.reward, after.reward) == (1.0, 1.0) and time.monotonic() - began < 10
     numbers = [str(n) for n, source in enumerate(FILE.splitlines(), 1) if line in source]
     why = why.replace("FILE", str(tmp_path / "my.py")).replace("LINE", numbers[0])
-    assert isinstance(error, GymError) and error.reason == reason and re.search(why, str(error)), str(error)
+    assert isinstance(error, GymError) and error.reason == reason and re.search(why, str(error)), (
+        str(error)
+    )
     assert "\n" not in str(error)
     started = set(psutil.Process().children(recursive=True)) - set(others)
     assert not [p for p in started if "sleep" in p.name() or "worker" in str(p.cmdline())]
@@ -352,7 +419,9 @@ def test_a_crash_costs_one_episode_of_many(named):
 
     async def many():
         async with verifiers:
-            return await asyncio.gather(*(say(verifiers, "1", "crash" if k == 3 else "2", "7") for k in range(8)))
+            return await asyncio.gather(
+                *(say(verifiers, "1", "crash" if k == 3 else "2", "7") for k in range(8))
+            )
 
     games = asyncio.run(many())
     assert [g[1].reason for g in games if isinstance(g[1], GymError)] == ["died"]
@@ -360,7 +429,9 @@ def test_a_crash_costs_one_episode_of_many(named):
 
 
 def test_waiting_in_the_queue_is_not_the_calls_time(named, tmp_path):
-    (tmp_path / "slow.py").write_text("import time\ndef score(**_):\n    time.sleep(0.4)\n    return 1\n")
+    (tmp_path / "slow.py").write_text(
+        "import time\ndef score(**_):\n    time.sleep(0.4)\n    return 1\n"
+    )
     verifiers = named("slow.py:score", timeout_s=1.0)
 
     async def many():
@@ -425,9 +496,18 @@ asyncio.run(main())
             r"two of \S+/my.py cannot be called with data_source, solution_str, ground_truth, extra_info, by",
         ),
         ("my.py:absent", r"my.py has no function or class absent; it has .*compute_score"),
-        ("my.py:NoStep", r"the class NoStep of \S+/my.py has no step; an environment has reset\(row\)"),
-        ("my.py:Unpicklable", r"an instance of Unpicklable cannot be pickled \(TypeError: cannot pickle 'generator'"),
-        ("my.py:Wrong", r"my.py:Wrong step returned \('only', 1.0\); it must return \(observation, reward, done\)"),
+        (
+            "my.py:NoStep",
+            r"the class NoStep of \S+/my.py has no step; an environment has reset\(row\)",
+        ),
+        (
+            "my.py:Unpicklable",
+            r"an instance of Unpicklable cannot be pickled \(TypeError: cannot pickle 'generator'",
+        ),
+        (
+            "my.py:Wrong",
+            r"my.py:Wrong step returned \('only', 1.0\); it must return \(observation, reward, done\)",
+        ),
         ("my.py:Large", r"my.py:Large leaves 134217\d+ bytes after reset .*, over 67108864"),
         (
             "my.py:wrong",
@@ -466,17 +546,29 @@ CHECKED = [
     ("env.verifier_pool.processes=0", "env.verifier_pool.processes=0: wants 1 or more"),
     ("env.verifier_pool.timeout_s=0", "env.verifier_pool.timeout_s=0: wants more than 0"),
     ("env.verifier_pool.memory_gb=true", "env.verifier_pool.memory_gb=True: wants more than 0"),
-    ("env.train_files=[{path: train.jsonl, server: a, verifier: verl}]", "has a server and a verifier"),
-    ("gym.servers.verl={url: http://127.0.0.1:9} env.train_files=[{path: val.jsonl, server: verl}]", "has a verl too"),
-    ("env.val_files=[{path: val.jsonl, verifier: {function: verl, other: 1}}]", "two verifiers are called verl"),
+    (
+        "env.train_files=[{path: train.jsonl, server: a, verifier: verl}]",
+        "has a server and a verifier",
+    ),
+    (
+        "gym.servers.verl={url: http://127.0.0.1:9} env.train_files=[{path: val.jsonl, server: verl}]",
+        "has a verl too",
+    ),
+    (
+        "env.val_files=[{path: val.jsonl, verifier: {function: verl, other: 1}}]",
+        "two verifiers are called verl",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("change", "said"), CHECKED)
-def test_what_a_recipe_gets_wrong_is_told_before_anything_is_loaded(workspace, monkeypatch, change, said):
+def test_what_a_recipe_gets_wrong_is_told_before_anything_is_loaded(
+    workspace, monkeypatch, change, said
+):
     monkeypatch.chdir(workspace)
     config, _ = load_config(
-        [str(ROOT / "tests" / "tiny.yaml")], tiny(workspace, "env.verifier=verl", *re.split(" (?=env)", change))
+        [str(ROOT / "tests" / "tiny.yaml")],
+        tiny(workspace, "env.verifier=verl", *re.split(" (?=env)", change)),
     )
     with pytest.raises((ConfigError, PluginError), match=re.escape(said)):
         preparation.prepare(config)
@@ -490,13 +582,20 @@ def test_a_recipe_without_servers(workspace, tmp_path, monkeypatch):
     OmegaConf.save(whole, tmp_path / "alone.yaml")
     changes = [change for change in tiny(workspace) if not change.startswith("gym.")]
     config, _ = load_config([str(tmp_path / "alone.yaml"), str(CPU)], changes)
-    with pytest.raises(ConfigError, match=r"gym.servers is not set; .* or env.verifier to a function"):
+    with pytest.raises(
+        ConfigError, match=r"gym.servers is not set; .* or env.verifier to a function"
+    ):
         preparation.prepare(config)
     config.env.verifier = f"{tmp_path}/my.py:compute_score"
     data = preparation.prepare(config)
-    assert {task.server for task in [*data.train, *data.validation]} == {"compute_score"} and len(data.train) == 8
+    assert {task.server for task in [*data.train, *data.validation]} == {"compute_score"} and len(
+        data.train
+    ) == 8
     told = preparation.summary(config, data, "train")
-    assert "servers     compute_score (16 rows)" in told and f"verifier    {tmp_path}/my.py:compute_score: " in told
+    assert (
+        "servers     compute_score (16 rows)" in told
+        and f"verifier    {tmp_path}/my.py:compute_score: " in told
+    )
     (tmp_path / "my.py").write_text(FILE.replace("float(ground_truth in solution_str)", "None"))
     with pytest.raises(PluginError, match=r"my.py:compute_score returned None; it must return"):
         preparation.prepare(config)
@@ -533,7 +632,9 @@ def trainer(stack, name, *changes):
 
 
 def records(folder):
-    return [json.loads(line) for line in (folder / "rollouts" / "step_1.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "rollouts" / "step_1.jsonl").read_text().splitlines()
+    ]
 
 
 def test_a_step_with_a_function_and_no_server(stack):
@@ -541,11 +642,16 @@ def test_a_step_with_a_function_and_no_server(stack):
     with trainer(stack, "function", "env.verifier=my.py:picky", "gym.max_failed_frac=1") as made:
         metrics = dict(made.advance())
         said = records(made.run.folder)
-        failures = [json.loads(line) for line in (made.run.folder / "failures.jsonl").read_text().splitlines()]
+        failures = [
+            json.loads(line)
+            for line in (made.run.folder / "failures.jsonl").read_text().splitlines()
+        ]
     assert metrics["actor/grad_norm"] > 0 and metrics["training/rollout_probs_diff_max"] < 1e-3
     decode = made.data.tokenizer.decode
     for record in said:
-        text = decode(record["response"]["output"][-1]["generation_token_ids"], skip_special_tokens=True)
+        text = decode(
+            record["response"]["output"][-1]["generation_token_ids"], skip_special_tokens=True
+        )
         failed = record["_episode"]["status"] == "raised"
         assert failed == ("?" in text) and record["reward"] == (None if failed else text.count("7"))
         assert failed or record["reward_components"] == {"length": len(text)}
@@ -566,7 +672,9 @@ def test_a_step_with_a_game_of_ones_own(stack):
         said = records(made.run.folder)
     assert metrics["actor/grad_norm"] > 0 and metrics["rollout/failed_frac"] == 0
     turns = [record["_episode"]["turn_rewards"] for record in said]
-    assert max(map(len, turns)) == 2 and all(sum(turn) == r["reward"] for turn, r in zip(turns, said, strict=True))
+    assert max(map(len, turns)) == 2 and all(
+        sum(turn) == r["reward"] for turn, r in zip(turns, said, strict=True)
+    )
     assert metrics["rollout/turns/mean"] > 1 and "reward/Sevens/mean" in metrics
     ended = {(len(turn), r["_episode"]["ended"]) for turn, r in zip(turns, said, strict=True)}
     assert ended <= {(2, "terminated"), (1, "length"), (2, "length")} and (2, "terminated") in ended

@@ -17,7 +17,10 @@ from kit.extras.report.run_data import Folder
 def folder_of(path, columns, episodes=()) -> Folder:
     """A run's folder with metrics, {name: values by step from 1}, and the episodes of its last step."""
     count = len(next(iter(columns.values())))
-    lines = [{"step": i + 1} | {name: values[i] for name, values in columns.items()} for i in range(count)]
+    lines = [
+        {"step": i + 1} | {name: values[i] for name, values in columns.items()}
+        for i in range(count)
+    ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (path / "config.yaml").write_text(json.dumps({"data": {"max_response_length": 100}}))
     (path / "rollouts").mkdir()
@@ -28,7 +31,10 @@ def folder_of(path, columns, episodes=()) -> Folder:
 
 
 def ended(reason, rewards, status="ok"):
-    return [Episode("x:1", "1/0", "s", [5], row=row(), reward=r, ended=reason, status=status) for r in rewards]
+    return [
+        Episode("x:1", "1/0", "s", [5], row=row(), reward=r, ended=reason, status=status)
+        for r in rewards
+    ]
 
 
 @pytest.mark.parametrize(
@@ -41,25 +47,38 @@ def ended(reason, rewards, status="ok"):
         ([0.9, 1.0], [0.0, 0.1], 0.9, True),  # so many that it matters in any case
     ],
 )
-def test_cut_answers_are_a_finding_if_they_earn_less_than_whole_ones(tmp_path, cut, whole, frac, found):
+def test_cut_answers_are_a_finding_if_they_earn_less_than_whole_ones(
+    tmp_path, cut, whole, frac, found
+):
     episodes = [*ended("length", cut), *ended("stop", whole), *ended("stop", [None], "timeout")]
-    run = folder_of(tmp_path, {"rollout/ended/length_frac": [frac] * 6, "rollout/episodes": [5.0] * 6}, episodes)
+    run = folder_of(
+        tmp_path, {"rollout/ended/length_frac": [frac] * 6, "rollout/episodes": [5.0] * 6}, episodes
+    )
     told = list(diagnosis.cut_answers(run))
     assert len(told) == found
     if found:
         worth = f"They earn {np.mean(cut):.3g}, whole ones {np.mean(whole):.3g}."
-        assert told[0].what == f"{frac:.0%} of the answers are cut at data.max_response_length=100. {worth}"
+        assert (
+            told[0].what
+            == f"{frac:.0%} of the answers are cut at data.max_response_length=100. {worth}"
+        )
 
 
 def test_the_pause_before_a_resume_is_not_counted_as_time(tmp_path):
     """Six steps of 60 s, and two days between the third and the fourth."""
     times = [0.0, 60.0, 120.0, 172920.0, 172980.0, 173040.0]
-    run = folder_of(tmp_path, {"time": times, "rollout/episodes": [8.0] * 6, "rollout/reward/mean": [0.5] * 6})
+    run = folder_of(
+        tmp_path, {"time": times, "rollout/episodes": [8.0] * 6, "rollout/reward/mean": [0.5] * 6}
+    )
     assert diagnosis.headline(run) == "6 steps to 6, 4.0 min; reward 0.5 -> 0.5"
 
 
 def test_a_headline_names_each_score_once(tmp_path):
-    columns = {"time": [0.0, 60.0], "rollout/episodes": [8.0] * 2, "val-core/s/acc/mean@1": [0.5, 1.0]}
+    columns = {
+        "time": [0.0, 60.0],
+        "rollout/episodes": [8.0] * 2,
+        "val-core/s/acc/mean@1": [0.5, 1.0],
+    }
     run = folder_of(tmp_path, {**columns, "val-aux/s/acc/mean@1_failed_as_0": [0.25, 0.5]})
     assert diagnosis.headline(run) == "2 steps to 2, 1.0 min; held-out s/acc/mean@1 0.5 -> 1"
 

@@ -19,9 +19,18 @@ from kit.extras.report.run_data import Folder
 def folder_of(path: Path, model: Path, text: str = "seven", tokens: int = 3) -> Folder:
     """A run's folder with one step of one episode."""
     (path / "rollouts").mkdir(parents=True)
-    (path / "config.yaml").write_text(json.dumps({"actor_rollout_ref": {"model": {"path": str(model)}}}))
+    (path / "config.yaml").write_text(
+        json.dumps({"actor_rollout_ref": {"model": {"path": str(model)}}})
+    )
     (path / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "rollout/reward/mean": 0.5}\n')
-    e = Episode("rows.jsonl:1", "1/0", "s", [5], row={"responses_create_params": {"input": "?"}}, ended="stop")
+    e = Episode(
+        "rows.jsonl:1",
+        "1/0",
+        "s",
+        [5],
+        row={"responses_create_params": {"input": "?"}},
+        ended="stop",
+    )
     e.output.append(gym_client.message(text))
     append(e, [6] * tokens, [-1.0] * tokens)
     e.reward = 1.0
@@ -31,7 +40,9 @@ def folder_of(path: Path, model: Path, text: str = "seven", tokens: int = 3) -> 
 
 
 def test_a_tokenizer_with_code_in_its_folder_is_not_run(workspace, tmp_path, monkeypatch):
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked whether to run a stranger's code"))
+    monkeypatch.setattr(
+        "builtins.input", lambda *_: pytest.fail("asked whether to run a stranger's code")
+    )
     model = shutil.copytree(workspace / "tied", tmp_path / "model")
     settings = json.loads((model / "tokenizer_config.json").read_text())
     auto = {"auto_map": {"AutoTokenizer": ["trap.Trap", None]}, "tokenizer_class": "Trap"}
@@ -52,7 +63,10 @@ def test_of_a_huge_episode_the_page_has_the_beginning_and_a_note(workspace, tmp_
     opened = report_page.detail(record, None, True)
     assert len(json.dumps(opened)) < 300_000
     said = opened["items"][-1]
-    assert said["text"].startswith("x" * 1000) and "9900000 more characters are not in this page" in said["text"]
+    assert (
+        said["text"].startswith("x" * 1000)
+        and "9900000 more characters are not in this page" in said["text"]
+    )
     assert "ids" not in said
     page = report_page.write([tmp_path / "run"], tmp_path / "page.html")
     assert page.is_file()
@@ -63,7 +77,9 @@ def test_of_a_huge_episode_the_page_has_the_beginning_and_a_note(workspace, tmp_
 def test_tokens_are_shown_of_the_best_and_worst_of_the_latest_steps_first(monkeypatch):
     """An episode that is neither has its tokens in the page only if there is room after those."""
     rewards = [0.0, 0.1, 0.2, 0.5, 0.8, 0.9, 1.0]
-    frame = pd.DataFrame({"status": "ok", "tokens": 10, "reward": rewards * 2, "file": ["a"] * 7 + ["b"] * 7})
+    frame = pd.DataFrame(
+        {"status": "ok", "tokens": 10, "reward": rewards * 2, "file": ["a"] * 7 + ["b"] * 7}
+    )
     by_file = frame.groupby("file")["reward"]
     frame["best"] = by_file.rank(ascending=False, method="first")
     frame["worst"] = by_file.rank(method="first")

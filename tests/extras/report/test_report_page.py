@@ -32,7 +32,13 @@ from kit.runs import cli
 from kit.runs import run_dir as runs
 
 CHROMIUM = [  # a sandbox wants a user that is not root; the others keep it from asking for hosts
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *(
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+    ),
     *("--disable-component-update", "--disable-sync"),
 ]
 STEPS = 9
@@ -63,7 +69,9 @@ def train(stack, name: str, *changes: str, before=lambda trainer: None, **others
 @pytest.fixture(scope="module")
 def healthy(stack) -> Path:
     """A run that learns, with an evaluation before and after."""
-    with stack.trainer("healthy", "trainer.total_training_steps=24", "data.max_response_length=16") as trainer:
+    with stack.trainer(
+        "healthy", "trainer.total_training_steps=24", "data.max_response_length=16"
+    ) as trainer:
         trainer.evaluate()
         for _ in range(24):
             trainer.advance()
@@ -73,7 +81,9 @@ def healthy(stack) -> Path:
 def test_of_a_run_that_learns_nothing_is_said(healthy):
     told = Folder(healthy)
     # but that a policy that was random a minute ago does not know yet how to end an answer
-    assert [finding for finding in diagnosis.findings(told) if "are cut at" not in finding.what] == []
+    assert [
+        finding for finding in diagnosis.findings(told) if "are cut at" not in finding.what
+    ] == []
     line = diagnosis.headline(told)
     reward = told.steps["rollout/reward/mean"].dropna()
     assert "24 steps to 24" in line and reward.iloc[-3:].mean() > 3 * reward.iloc[:3].mean(), line
@@ -127,7 +137,10 @@ def test_a_verifier_that_was_down_for_a_third(stack):
     with verified_by(stack, Broken) as gym:
         folder = train(stack, "down", gym=gym, before=before)
     what, shown, todo = first_finding(folder)
-    assert "33% of the episodes failed (192 http_500), all of the server reasoning_gym, in steps 4 to 6" in what
+    assert (
+        "33% of the episodes failed (192 http_500), all of the server reasoning_gym, in steps 4 to 6"
+        in what
+    )
     assert "failures.jsonl" in shown and "rollout/failed/http_500" in shown and "logs/gym_" in todo
 
 
@@ -148,7 +161,9 @@ def test_a_learning_rate_a_hundred_times_too_high(stack):
 
 
 def test_answers_that_are_cut_at_the_limit(stack):
-    rows = write_rows(stack.workspace / "long.jsonl", [row(f"{word} it", "7777777777") for word in WORDS])
+    rows = write_rows(
+        stack.workspace / "long.jsonl", [row(f"{word} it", "7777777777") for word in WORDS]
+    )
     changes = (
         "data.max_response_length=3",
         f"env.train_files=[{{path: {rows}, server: reasoning_gym}}]",
@@ -160,7 +175,9 @@ def test_answers_that_are_cut_at_the_limit(stack):
 
 
 def test_a_task_that_is_too_hard(stack):
-    rows = write_rows(stack.workspace / "hard.jsonl", [row(f"{word} it", "q9x8z7k6") for word in WORDS])
+    rows = write_rows(
+        stack.workspace / "hard.jsonl", [row(f"{word} it", "q9x8z7k6") for word in WORDS]
+    )
     files = (f"env.train_files=[{{path: {rows}, server: reasoning_gym}}]", "env.val_files=[]")
     changes = (*files, "data.max_response_length=24")  # two thirds of the answers end before that
     what, shown, todo = first_finding(train(stack, "hard", *changes))
@@ -187,18 +204,36 @@ QUIET_RUN = {
     ("changes", "said"),
     [
         ({}, None),
-        ({"rollout/reward/mean": [0.95 + w for w in WAVE]}, None),  # solved, and surer of it with each step
-        ({"rollout/reward/mean": fall(0.8, 0.3), "actor/entropy": [0.5] * 24}, "the reward falls: 0.69"),
-        ({"actor/entropy": [3.0, 3.0, 0.5, 0.1] + [0.05] * 20}, "went to pieces: entropy 3"),  # though the reward rises
-        ({"rollout/reward/mean": fall(0.8, 0.3), "env.sampler": ["x.py:f"] * 24}, None),  # rows that get harder
-        ({"rollout/zero_variance_groups": [8.0] * 24}, "100% of the groups all answers earn the same"),
+        (
+            {"rollout/reward/mean": [0.95 + w for w in WAVE]},
+            None,
+        ),  # solved, and surer of it with each step
+        (
+            {"rollout/reward/mean": fall(0.8, 0.3), "actor/entropy": [0.5] * 24},
+            "the reward falls: 0.69",
+        ),
+        (
+            {"actor/entropy": [3.0, 3.0, 0.5, 0.1] + [0.05] * 20},
+            "went to pieces: entropy 3",
+        ),  # though the reward rises
+        (
+            {"rollout/reward/mean": fall(0.8, 0.3), "env.sampler": ["x.py:f"] * 24},
+            None,
+        ),  # rows that get harder
+        (
+            {"rollout/zero_variance_groups": [8.0] * 24},
+            "100% of the groups all answers earn the same",
+        ),
         (
             {"rollout/zero_variance_groups": [8.0] * 24, "algorithm.adv_estimator": ["gae"] * 24},
             None,
         ),  # which compares none
         ({"val/loss": [None] * 24, "val-core/s/acc/mean@1": [None] * 24}, None),
         ({"actor/kl_loss": fall(0.001, 0.2)}, None),
-        ({"actor/kl_loss": fall(0.01, 3.0)}, r"the KL to the reference runs away: 0.\d+ -> [12].\d+ nats"),
+        (
+            {"actor/kl_loss": fall(0.01, 3.0)},
+            r"the KL to the reference runs away: 0.\d+ -> [12].\d+ nats",
+        ),
         ({"actor/ppo_kl": [0.2] * 24}, "the KL to the policy that sampled runs away"),
         ({"training/rollout_probs_diff_mean": [0.01] * 24}, None),
         ({"training/rollout_probs_diff_mean": [0.2] * 24}, "sampler and trainer disagree by 0.2"),
@@ -211,7 +246,10 @@ QUIET_RUN = {
             "went to pieces: entropy 0.2",
         ),
         (
-            {"rollout/reward/mean": [0.1 + 0.01 * i for i in range(24)], "actor/entropy": fall(1.0, 0.001)},
+            {
+                "rollout/reward/mean": [0.1 + 0.01 * i for i in range(24)],
+                "actor/entropy": fall(1.0, 0.001),
+            },
             "hardly vary",
         ),
         (
@@ -229,15 +267,28 @@ def test_what_numbers_say(tmp_path, changes, said):
     recipe: dict = {"actor_rollout_ref": {"rollout": {"n": 8}, "actor": {"optim": {"lr": 1e-3}}}}
     for key in [key for key in changes if key.startswith(("env.", "algorithm."))]:
         recipe[key.split(".")[0]] = {key.split(".")[1]: changes[key][0]}
-    columns = QUIET_RUN | {key: values for key, values in changes.items() if "." not in key.split("/")[0]}
-    lines = [{"step": i + 1, "time": i} | {name: values[i] for name, values in columns.items()} for i in range(24)]
+    columns = QUIET_RUN | {
+        key: values for key, values in changes.items() if "." not in key.split("/")[0]
+    }
+    lines = [
+        {"step": i + 1, "time": i} | {name: values[i] for name, values in columns.items()}
+        for i in range(24)
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "config.yaml").write_text(json.dumps(recipe))
     (tmp_path / "rollouts").mkdir()
     for name in ("step_24", "val_24"):
         with open_records(tmp_path / "rollouts" / f"{name}.jsonl", "w") as out:
             for i in range(64):
-                e = Episode(f"rows.jsonl:{i}", f"1/{i}", "s", [5], row=row("say 7"), reward=i % 2, ended="stop")
+                e = Episode(
+                    f"rows.jsonl:{i}",
+                    f"1/{i}",
+                    "s",
+                    [5],
+                    row=row("say 7"),
+                    reward=i % 2,
+                    ended="stop",
+                )
                 write(out, as_record(e, 0, i))
     found = [finding.what for finding in diagnosis.findings(Folder(tmp_path))]
     assert (re.search(said, found[0]) if found else None) if said else not found, found
@@ -255,9 +306,17 @@ def synthetic(folder: Path, steps: int, episodes: int, model: Path, tokens: int 
     (folder / "config.yaml").write_text(runs.OmegaConf.to_yaml(public(config)))
     with (folder / "metrics.jsonl").open("w") as out:
         for step in range(steps + 1):
-            line = {"step": step, "time": 1.0e9 + step, "val-core/s/reward/mean@1": 0.1 + step / steps / 2}
+            line = {
+                "step": step,
+                "time": 1.0e9 + step,
+                "val-core/s/reward/mean@1": 0.1 + step / steps / 2,
+            }
             if step:
-                line |= {"rollout/reward/mean": step / steps * 0.8, "rollout/episodes": episodes, "actor/entropy": 1.0}
+                line |= {
+                    "rollout/reward/mean": step / steps * 0.8,
+                    "rollout/episodes": episodes,
+                    "actor/entropy": 1.0,
+                }
                 line |= {
                     "rollout/failed_frac": 0.0,
                     "rollout/zero_variance_groups": 0,
@@ -271,21 +330,44 @@ def synthetic(folder: Path, steps: int, episodes: int, model: Path, tokens: int 
             for i in range(episodes):
                 asked = row(f"what is {i % 50} plus {i} in {name}?")
                 e = Episode(f"rows.jsonl:{i % 50}", f"{name}/{i % 8}", "s", [5, 6, 7], row=asked)
-                e.output.append(gym_client.function_call(f"call_{i}", "look", json.dumps({"at": i})))
-                append(e, draw.integers(2, 38, tokens).tolist(), (-draw.exponential(0.7, tokens)).tolist())
+                e.output.append(
+                    gym_client.function_call(f"call_{i}", "look", json.dumps({"at": i}))
+                )
+                append(
+                    e,
+                    draw.integers(2, 38, tokens).tolist(),
+                    (-draw.exponential(0.7, tokens)).tolist(),
+                )
                 append(e, [9, 9])
                 e.output.append(gym_client.function_call_output(f"call_{i}", f"seen <b>{i}</b>"))
-                e.output.append(gym_client.message(f"the answer to {i} is {'seven ' * 20}{SCRIPT if i < 40 else ''}"))
-                append(e, draw.integers(2, 38, tokens).tolist(), (-draw.exponential(0.7, tokens)).tolist())
-                e.reward, e.ended, e.reward_components = round(i / episodes, 4), "stop", {"form": 0.5}
+                e.output.append(
+                    gym_client.message(
+                        f"the answer to {i} is {'seven ' * 20}{SCRIPT if i < 40 else ''}"
+                    )
+                )
+                append(
+                    e,
+                    draw.integers(2, 38, tokens).tolist(),
+                    (-draw.exponential(0.7, tokens)).tolist(),
+                )
+                e.reward, e.ended, e.reward_components = (
+                    round(i / episodes, 4),
+                    "stop",
+                    {"form": 0.5},
+                )
                 if i % 97 == 5:
                     e.status, e.reward, e.error = "timeout", None, "no answer within 60 s"
                 write(out, as_record(e, i % 50, i // 50))
         if name.startswith("step"):
             places = [(i % 50, i // 50) for i in range(episodes)]
-            values = np.concatenate([[i / episodes - 0.5] for i in range(episodes)]).astype(np.float32)
+            values = np.concatenate([[i / episodes - 0.5] for i in range(episodes)]).astype(
+                np.float32
+            )
             np.savez_compressed(
-                folder / "advantages" / f"{name}.npz", places=places, lengths=np.ones(episodes, int), values=values
+                folder / "advantages" / f"{name}.npz",
+                places=places,
+                lengths=np.ones(episodes, int),
+                values=values,
             )
     return folder
 
@@ -310,7 +392,9 @@ def chromium(tmp_path_factory) -> Iterator[object]:
         libraries = ":".join(sorted({str(path.parent) for path in folder.rglob("*.so*")}))
     with sync_playwright() as playwright:
         environment = os.environ | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
-        browser = playwright.chromium.launch(executable_path=str(program), args=CHROMIUM, env=environment)
+        browser = playwright.chromium.launch(
+            executable_path=str(program), args=CHROMIUM, env=environment
+        )
         yield browser
         browser.close()
 
@@ -321,8 +405,12 @@ def opened(browser, path: Path, **settings):
     page = browser.new_page(**settings)
     faults: list[str] = []
     page.on("pageerror", lambda error: faults.append(str(error)))
-    page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
-    page.on("request", lambda asked: faults.append(asked.url) if asked.url.startswith("http") else None)
+    page.on(
+        "console", lambda message: faults.append(message.text) if message.type == "error" else None
+    )
+    page.on(
+        "request", lambda asked: faults.append(asked.url) if asked.url.startswith("http") else None
+    )
     page.goto(path.as_uri())
     page.wait_for_selector("html[data-ready]", timeout=30_000)
     yield page
@@ -342,7 +430,9 @@ def made(tmp_path_factory) -> Path:
 
 def test_twenty_thousand_episodes_open_in_two_seconds(chromium, made):
     taken = [float("inf")]
-    while min(taken) >= 2000 and len(taken) < 20:  # ms; another process may have the cores for a while
+    while (
+        min(taken) >= 2000 and len(taken) < 20
+    ):  # ms; another process may have the cores for a while
         with opened(chromium, made) as page:
             taken.append(float(page.get_attribute("html", "data-ready")))
             assert "of 20,000 entries" in page.locator("#episodes_info").inner_text()
@@ -368,7 +458,9 @@ def test_the_table_sorts_searches_filters_and_opens(chromium, made):
         reward, prompt, origin = (heads.index(name) for name in ("reward", "prompt", "from"))
         order = page.locator("#episodes > thead .dtcc-button_order").nth(reward)
         order.click()
-        rows_of(page, lambda rows: [r[reward] for r in rows] == [""] * 10)  # what failed has none, and comes first
+        rows_of(
+            page, lambda rows: [r[reward] for r in rows] == [""] * 10
+        )  # what failed has none, and comes first
         order.click()
         rows_of(page, lambda rows: [r[reward] for r in rows] == ["0.999"] * 10)
         page.locator("#episodes_wrapper input[type=search]").fill("what is 11 plus 611 in step_7")
@@ -376,15 +468,35 @@ def test_the_table_sorts_searches_filters_and_opens(chromium, made):
         page.locator("#episodes > tbody > tr").first.click()
         opened_row = page.locator(".open")
         text = opened_row.inner_text()
-        assert "look(" in text and "seen <b>611</b>" in text and "the answer to 611" in text and "form" not in heads
+        assert (
+            "look(" in text
+            and "seen <b>611</b>" in text
+            and "the answer to 611" in text
+            and "form" not in heads
+        )
         opened_row.get_by_role("button", name="log-prob").click()
         tokens = opened_row.locator(".token")
         told = [tokens.nth(i).get_attribute("title") for i in range(24)]
-        assert tokens.count() == 24 and all(re.match(r"log-prob -\d", t) for t in told) and "advantage 0.111" in told[0]
-        shades = {tokens.nth(i).evaluate("node => getComputedStyle(node).backgroundColor") for i in range(24)}
+        assert (
+            tokens.count() == 24
+            and all(re.match(r"log-prob -\d", t) for t in told)
+            and "advantage 0.111" in told[0]
+        )
+        shades = {
+            tokens.nth(i).evaluate("node => getComputedStyle(node).backgroundColor")
+            for i in range(24)
+        }
         assert len(shades) > 5
         opened_row.get_by_role("button", name="advantage").click()
-        assert len({tokens.nth(i).evaluate("node => getComputedStyle(node).backgroundColor") for i in range(24)}) == 1
+        assert (
+            len(
+                {
+                    tokens.nth(i).evaluate("node => getComputedStyle(node).backgroundColor")
+                    for i in range(24)
+                }
+            )
+            == 1
+        )
         page.locator("#episodes_wrapper input[type=search]").fill("")
         page.get_by_role("button", name="failed").click()
         rows_of(page, lambda rows: "timeout" in rows[0])
@@ -403,7 +515,9 @@ def test_charts_are_drawn_and_a_step_of_one_shows_its_episodes(chromium, made):
         assert chart.evaluate("node => node.data[0].y.length") == 18
         assert "what the verifier says" in chart.evaluate("node => node.data[0].hovertemplate")
         chart.evaluate("node => node.emit('plotly_click', {points: [{x: 7}]})")
-        page.wait_for_function("document.querySelector('#episodes > tbody').innerText.includes('step_7')")
+        page.wait_for_function(
+            "document.querySelector('#episodes > tbody').innerText.includes('step_7')"
+        )
         page.locator("#metric").select_option("actor/entropy")
         page.wait_for_function("document.getElementById('any').data?.[0].y[0] === 1")
         page.locator("#pairs").scroll_into_view_if_needed()
@@ -412,10 +526,19 @@ def test_charts_are_drawn_and_a_step_of_one_shows_its_episodes(chromium, made):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_reads_on_a_phone_and_in_the_dark(chromium, made, scheme):
-    with opened(chromium, made, viewport={"width": 390, "height": 844}, color_scheme=scheme) as page:
+    with opened(
+        chromium, made, viewport={"width": 390, "height": 844}, color_scheme=scheme
+    ) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         ink, paper = (
-            sum(map(int, re.findall(r"\d+", page.evaluate(f"getComputedStyle(document.body).{name}"))[:3]))
+            sum(
+                map(
+                    int,
+                    re.findall(r"\d+", page.evaluate(f"getComputedStyle(document.body).{name}"))[
+                        :3
+                    ],
+                )
+            )
             for name in ("color", "backgroundColor")
         )
         assert (ink > paper + 300) if scheme == "dark" else (paper > ink + 300)
@@ -445,7 +568,9 @@ def test_runs_lie_side_by_side_with_what_differs(chromium, made, tmp_path):
     ]
     done = run(command_line, tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0 and done.stdout == "report.html\n", done.stderr
-    with opened(chromium, tmp_path / "report.html", viewport={"width": 1400, "height": 1000}) as page:
+    with opened(
+        chromium, tmp_path / "report.html", viewport={"width": 1400, "height": 1000}
+    ) as page:
         assert "actor_rollout_ref.actor.optim.lr" in page.locator("#difference").inner_text()
         assert len(page.locator("#difference tbody tr").all()) == 1
         page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length >= 2")
@@ -464,13 +589,18 @@ def test_runs_lie_side_by_side_with_what_differs(chromium, made, tmp_path):
 def test_what_cannot_be_read_is_said_and_the_rest_is_shown(made, tmp_path):
     folder = synthetic(tmp_path / "run", 3, 60, made.parent.parent.parent / "model")
     path = folder / "rollouts" / "step_2.jsonl"
-    path.write_bytes(path.read_bytes()[:-300].replace(b"seen <b>7</b>", b"seen \\ud800"))  # half of a pair
+    path.write_bytes(
+        path.read_bytes()[:-300].replace(b"seen <b>7</b>", b"seen \\ud800")
+    )  # half of a pair
     path = folder / "advantages" / "step_1.npz"
     path.write_bytes(path.read_bytes()[:-100])
     with (folder / "metrics.jsonl").open("a") as out:
         out.write('{"step": 4, "rollout/')
     told = Folder(folder)
-    assert any("step_2.jsonl:60" in f.what and "metrics.jsonl:5" in f.what for f in diagnosis.findings(told))
+    assert any(
+        "step_2.jsonl:60" in f.what and "metrics.jsonl:5" in f.what
+        for f in diagnosis.findings(told)
+    )
     assert (told.episodes["file"] == "step_2").sum() == 59
     assert report_page.write([folder], tmp_path / "page.html").is_file()
     with pytest.raises(ConfigError, match="no folder of a run"):
@@ -481,7 +611,13 @@ def test_of_many_files_those_are_read_that_say_most(made, tmp_path, monkeypatch)
     folder = synthetic(tmp_path / "run", 9, 20, made.parent.parent.parent / "model")
     monkeypatch.setattr("kit.extras.report.run_data.MOST_EPISODES", 100)
     told = Folder(folder)
-    assert {file for file, _, _ in told.records} == {"val_0", "val_9", "step_9", "step_1", "step_5"} | {"step_9"}
+    assert {file for file, _, _ in told.records} == {
+        "val_0",
+        "val_9",
+        "step_9",
+        "step_1",
+        "step_5",
+    } | {"step_9"}
     assert told.left_out == 6 and list(halves(list("abcdefg")))[:3] == ["a", "a", "e"]
 
 
@@ -491,7 +627,11 @@ def test_a_run_at_a_terminal(made, tmp_path, capsys):
     assert "18 steps to 18" in told and "reward" in told and "best of step_18" in told
     assert told.count("what is") == 8 and "report.html" in told
     done = run([sys.executable, str(ROOT / "algorithm.py"), "show", str(tmp_path)], tmp_path)
-    assert done.returncode == 1 and done.stderr.startswith("error: ") and "no folder of a run" in done.stderr
+    assert (
+        done.returncode == 1
+        and done.stderr.startswith("error: ")
+        and "no folder of a run" in done.stderr
+    )
 
 
 def test_steps_are_a_table_at_a_terminal_and_lines_elsewhere(monkeypatch, tmp_path, workspace):
@@ -500,7 +640,9 @@ def test_steps_are_a_table_at_a_terminal_and_lines_elsewhere(monkeypatch, tmp_pa
     for interactive in (True, False):
         out = io.StringIO()
         monkeypatch.setattr(
-            runs, "console", Console(file=out, force_terminal=interactive, force_interactive=interactive, width=120)
+            runs,
+            "console",
+            Console(file=out, force_terminal=interactive, force_interactive=interactive, width=120),
         )
         config, _ = load(workspace, f"trainer.experiment_name=shown{interactive}")
         with runs.Run(config) as one:
@@ -519,7 +661,9 @@ def test_steps_are_a_table_at_a_terminal_and_lines_elsewhere(monkeypatch, tmp_pa
             last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", told).rpartition("step ")[2]
             assert "0.10" in last and "0.3" in last and "0.2 " not in last and "left" in last
         else:
-            assert told.splitlines()[0].startswith("step    1  reward 0.1 loss 0.1  | seconds: gen 2.0")
+            assert told.splitlines()[0].startswith(
+                "step    1  reward 0.1 loss 0.1  | seconds: gen 2.0"
+            )
             assert "left" not in told and "\x1b" not in told
 
 
@@ -538,11 +682,15 @@ def test_quiet_is_for_logs_at_a_terminal_too(monkeypatch):
 
 def test_every_status_is_described_and_none_is_made_up():
     source = "".join(
-        path.read_text() for path in [*ROOT.glob("*.py"), *ROOT.glob("kit/**/*.py")] if path.stem != "metric_docs"
+        path.read_text()
+        for path in [*ROOT.glob("*.py"), *ROOT.glob("kit/**/*.py")]
+        if path.stem != "metric_docs"
     )
     raised = set(re.findall(r"""(?:GymError|ServerDownError)\(\s*"(\w+)\"""", source))
     raised |= set(re.findall(r'\.status, \S+, \S+ = "(\w+)"|\.status, \S+ = "(\w+)"', source)[0])
-    assert len(raised) > 15 and [name for name in raised - {""} if of_status(name) == ["", ""]] == []
+    assert (
+        len(raised) > 15 and [name for name in raised - {""} if of_status(name) == ["", ""]] == []
+    )
     assert [name for name in STATUSES if f'"{name}"' not in source and name != "http_*"] == []
 
 
@@ -550,20 +698,41 @@ def test_every_file_of_a_run_is_described(healthy):
     """Those of the healthy run, and those that other commands write by the names in the source."""
     known = {name.replace("_N", "_*") for name in FILES}
     found = [path.relative_to(healthy) for path in healthy.rglob("*") if "ray" not in path.parts]
-    assert {"report.html", "metrics.jsonl", "advantages/step_24.npz", "rollouts/val_0.jsonl"} <= set(map(str, found))
-    unknown = [path for path in found if not any(path.match(n) or n in map(str, path.parents) for n in known)]
+    assert {
+        "report.html",
+        "metrics.jsonl",
+        "advantages/step_24.npz",
+        "rollouts/val_0.jsonl",
+    } <= set(map(str, found))
+    unknown = [
+        path
+        for path in found
+        if not any(path.match(n) or n in map(str, path.parents) for n in known)
+    ]
     folders = {name.partition("/")[0] for name in known}
-    unknown = [path for path in unknown if str(path) not in folders and "global_step" not in str(path)]
+    unknown = [
+        path for path in unknown if str(path) not in folders and "global_step" not in str(path)
+    ]
     assert unknown == []
 
 
-def test_evaluating_in_a_runs_folder_and_a_resume_change_nothing_of_what_was_trained(tmp_path, made):
+def test_evaluating_in_a_runs_folder_and_a_resume_change_nothing_of_what_was_trained(
+    tmp_path, made
+):
     folder = synthetic(tmp_path / "run", 4, 20, made.parent.parent.parent / "model")
     before = diagnosis.headline(Folder(folder))
     with (folder / "metrics.jsonl").open("ab") as out:
-        other = {"step": 0, "time": 5e9, "command": "evaluate", "rollout/episodes": 9.0, "rollout/reward/mean": 0.9}
+        other = {
+            "step": 0,
+            "time": 5e9,
+            "command": "evaluate",
+            "rollout/episodes": 9.0,
+            "rollout/reward/mean": 0.9,
+        }
         out.write(json.dumps(other).encode() + b'\n12\n{"step": 9, "text": "\xc3')
-    shutil.copy(folder / "rollouts" / "step_4.jsonl", folder / "rollouts" / "step_7.jsonl")  # of an abandoned part
+    shutil.copy(
+        folder / "rollouts" / "step_4.jsonl", folder / "rollouts" / "step_7.jsonl"
+    )  # of an abandoned part
     told = Folder(folder)
     assert diagnosis.headline(told) == before and "step_7" not in set(told.episodes["file"])
     assert [f.what.partition(":")[0] for f in diagnosis.findings(told)] == ["not all could be read"]
@@ -573,10 +742,16 @@ def test_a_page_of_a_run_without_episodes(tmp_path, made):
     """As supervised training leaves it, and one that ended before its first step."""
     folder = synthetic(tmp_path / "run", 3, 10, made.parent.parent.parent / "model")
     shutil.rmtree(folder / "rollouts")
-    lines = [{"step": step, "time": step, "actor/loss": 1 / step, "val/loss": 2.0 / step} for step in (1, 2, 3)]
+    lines = [
+        {"step": step, "time": step, "actor/loss": 1 / step, "val/loss": 2.0 / step}
+        for step in (1, 2, 3)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert report_page.write([folder], tmp_path / "sft.html").is_file()
     assert diagnosis.headline(Folder(folder)) == "3 steps to 3, 0.0 min; held-out loss 2 -> 0.667"
     (folder / "metrics.jsonl").unlink()
     assert report_page.write([folder], tmp_path / "nothing.html").is_file()
-    assert diagnosis.findings(Folder(folder)) == [] and diagnosis.headline(Folder(folder)) == "nothing yet"
+    assert (
+        diagnosis.findings(Folder(folder)) == []
+        and diagnosis.headline(Folder(folder)) == "nothing yet"
+    )
