@@ -1,206 +1,205 @@
-"""RL on NeMo Gym tasks with verl and vLLM: the loop, and the command.
+"""RL on NeMo Gym tasks with verl and vLLM: the training loop and the command line.
 
     python algorithm.py --config configs/math.yaml [--config more.yaml] [key=value ...] [--dry-run]
-    python algorithm.py --config configs/math.yaml rollout      # collect episodes, as Gym's own collector does
-    python algorithm.py --config configs/math.yaml evaluate     # mean@k and pass@k on the held-out rows
+    python algorithm.py --config configs/math.yaml rollout      # collect episodes, without training
+    python algorithm.py --config configs/math.yaml evaluate     # mean@k and pass@k on held-out rows
     python algorithm.py --config configs/math.yaml --config sft sft 'env.train_files=[chats.jsonl]'
-    python algorithm.py --config configs/math.yaml --replay runs/math/rollouts/step_12.jsonl    # that update again
-    python algorithm.py show runs/math                          # what became of it (and runs/math/report.html)
+    python algorithm.py --config configs/math.yaml --replay runs/math/rollouts/step_12.jsonl
+    python algorithm.py show runs/math                          # also runs/math/report.html
 
 One step of GRPO, in the order of `Trainer.step` (Shao et al. 2024, arXiv:2402.03300, section 4.1):
 
- 1. take the next `data.train_batch_size` prompts (env.py);
- 2. sample `rollout.n` answers to each from vLLM, with the log-prob of every token (inference.py): in one
-    turn, or in many with the tools and observations of the row's Gym server;
- 3. as each answer ends, its Gym server says the reward (gym_client.py);
- 4. drop failed episodes and groups of fewer than two: a failure is never a reward; then what `env.filters` drop;
-    with `algorithm.filter_groups`, sample more prompts until the batch is full again (DAPO);
- 5. recompute the log-probs with the trainer (`old_log_probs`), unless the update's own pass gives them, since it is at
-    the same weights (one optimiser step a batch: the ratio is 1); and the reference's if a KL term is on;
- 6. shape the rewards (`env.reward`), weigh or reject tokens on which trainer and sampler differ
-    (`algorithm.rollout_correction`); advantage of an answer = its reward - the mean of its group, over the group's
-    standard deviation (`algorithm.adv_estimator`);
- 7. PPO's clipped loss on the answer's tokens, `ppo_epochs` over mini-batches, AdamW (training.py);
- 8. a checkpoint if one is due, while vLLM still sleeps; then the new weights go to vLLM.
+ 1. Take the next `data.train_batch_size` prompts (env.py).
+ 2. Sample `rollout.n` responses to each from vLLM, with the log-prob of every token (inference.py):
+    in one turn, or in several with the tools and observations of the row's Gym server.
+ 3. When an episode ends, its Gym server computes the reward (gym_client.py).
+ 4. Drop failed episodes, and groups of fewer than two: a failure is never a reward. Then apply
+    `env.filters`. With `algorithm.filter_groups`, sample more prompts until the batch is full (DAPO).
+ 5. Compute the old log-probs with the trainer. If one optimizer step uses the whole batch, the update
+    computes them itself: the weights are the same. Compute the reference's if a KL term is on.
+ 6. Shape the rewards (`env.reward`), and correct for differences between rollout engine and trainer
+    (`algorithm.rollout_correction`). Compute the advantages (`algorithm.adv_estimator`).
+ 7. Minimize PPO's clipped loss on the response tokens with AdamW (training.py): `ppo_epochs` over
+    mini-batches.
+ 8. Save a checkpoint if one is due. Send the new weights to vLLM.
 
-Departures from the paper: no KL term unless configured (`actor.use_kl_loss`); the loss is averaged over all tokens of a
-mini-batch (verl's `loss_agg_mode: token-mean`, DAPO's choice), not per answer first. Other algorithms differ in 4 to 7
-and are overlays of a few lines over any recipe (docs/algorithms.md): advantages and losses are verl's
-(verl.trainer.ppo.core_algos), picked by verl's own keys.
+Differences from the paper: there is no KL term unless configured (`actor.use_kl_loss`), and the loss
+is the mean over all tokens of a mini-batch (verl's `loss_agg_mode: token-mean`, DAPO's choice), not
+over each response first. Other algorithms change steps 4 to 7. They are overrides of a few lines for
+any recipe (docs/algorithms.md): their advantages and losses are verl's
+(verl.trainer.ppo.core_algos), selected by verl's keys.
 
-Where to change what. Without an edit, by a function of your own that the recipe names (templates/ has some to copy):
-  the sampler of rows    env.sampler                                     called in `collect`
-  the verifier           env.verifier, in the place of a Gym server      called in `collect`
-  what is dropped        env.filters                                     called in `collect`
-  the reward             env.reward                                      called in `reward`
-  the baseline           algorithm.adv_estimator                         called in `credit`
-  the loss               actor_rollout_ref.actor.policy_loss.loss_mode   called in the workers, by `learn`
-By an edit: tasks in env.py, turns in `inference.play`, the order of things in `Trainer.step`.
+To change the algorithm without editing a file, name a custom function in the recipe (templates/):
+
+    the sampler of rows    env.sampler                                     in `collect`
+    the verifier           env.verifier, instead of a Gym server           in `collect`
+    the filters            env.filters                                     in `collect`
+    the reward             env.reward                                      in `shape_rewards`
+    the advantage          algorithm.adv_estimator                         in `compute_advantages`
+    the loss               actor_rollout_ref.actor.policy_loss.loss_mode   in `update`, in the workers
+
+To change it by an edit: tasks in env.py, turns in `inference.run_turns`, the stages in `Trainer.step`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
 import env
-from kit import later
-from kit.data.episodes import (
-    Episode,
-    Recorded,
-    check_failures,
-    component_means,
-    first_groups,
-    keep,
-    pass_rates,
-    rollout_metrics,
-    validation_metrics,
-    warn_of_failures,
+from kit.config.user_functions import needs, needs_reference
+from kit.data.episode import Episode
+from kit.data.metrics import (
+    compute_component_means,
+    compute_rollout_metrics,
+    compute_validation_metrics,
+    update_pass_rates,
+    warn_about_failures,
 )
-from kit.errors import DamagedStep, SkippedStep
-from kit.runs import checkpoints, cli, preparation
+from kit.data.rollout_files import ReplayServers, assign_record_indices
+from kit.data.selection import check_failures, select_trainable, take_groups
+from kit.errors import NonFiniteStep, SkippedStep
+from kit.rollout.sampler import build_sampling_params
+from kit.runs import checkpoints, cli
+from kit.runs.prepare import RunInputs
 from kit.runs.run_dir import Run
 
-# verl and vLLM take 10 s to import, after the recipe was found to be in order
-inference, training = later("inference"), later("training")
-start, damage, images = (
-    later("kit.runs.launch"),
-    later("kit.runs.finite_check"),
-    later("kit.extras.images"),
-)
+# training.py and inference.py are imported inside functions: they import verl and vLLM, which takes
+# 10 s. A recipe with an error fails before that, and a run imports them while Ray starts.
 
 
-# --- the loop ------------------------------------------------------------------------------------
+class RolloutArgs(NamedTuple):
+    """The arguments of `Servers.rollout`."""
+
+    requests: Sequence[tuple[env.Task, str]]  # with the id of the task's group
+    sampling: dict[str, Any]  # vLLM's sampling parameters
+    baselines: bool  # whether to add one greedy response a prompt
 
 
 @dataclass
 class Trainer:
-    """The loop over a running stack. `train` opens one; `fit` is the whole run, `advance` a step of it."""
+    """The loop over running processes. `train` makes one; `fit` is a whole run."""
 
     config: DictConfig
-    data: preparation.Data
+    inputs: RunInputs
     run: Run
     workers: Any  # training.Workers
-    servers: Any  # inference.Servers, kit.extras.one_step_off.Servers or Recorded
-    # all that the driver has to remember; batches: of prompts, so far; pass_rates: of rows, by id
+    servers: Any  # inference.Servers, or ReplayServers
+    # what a checkpoint must restore. batches: of prompts, so far; pass_rates: {row id: fraction}
     state: dict[str, Any]
-    metrics: dict[str, float] = field(default_factory=dict)  # of the step under way
+    metrics: dict[str, float] = field(default_factory=dict)  # of the current step
     scores: dict[str, float] = field(default_factory=dict)  # of the last evaluation
 
     def __post_init__(self) -> None:
-        refill = self.config.algorithm.filter_groups
-        self.rounds = (
-            refill.max_num_gen_batches if refill.enable else 1
-        )  # batches of prompts for a step, at most
-        self.kl_ctrl = training.kl_controller(self.config, self.state["kl_coef"])
-        self.learned = dict(self.state)  # the state that goes with the weights in the workers
+        import training
+
+        filter_groups = self.config.algorithm.filter_groups
+        self.max_gen_batches = 1  # batches of prompts for one step
+        if filter_groups.enable:
+            self.max_gen_batches = filter_groups.max_num_gen_batches
+        self.kl_controller = training.make_kl_controller(self.config, self.state["kl_coef"])
+        self.saved_state = dict(self.state)  # the state that belongs to the workers' weights
 
     def fit(self) -> None:
-        """Train to the last step, evaluating and saving as the recipe says."""
+        """Train to the last step; evaluate and save as the recipe says."""
         if self.config.trainer.val_before_train:
             self.evaluate()
         self.run.log(self.state["step"], self.run.timings())
         while self.state["step"] < self.run.last:
-            self.advance()
-        if not self.scores:  # of a run that was stopped after its last step
+            self.step_or_skip()
+        if not self.scores:  # the run resumed after its last step
             self.evaluate()
-        self.finish()
+        self.run.guard.pending_export = "Rerun the same command to export the model"
 
-    def advance(self) -> dict[str, float]:
-        """The next step, told and counted also if it cannot be trained on; an evaluation if one is due. Its metrics."""
+    def step_or_skip(self) -> dict[str, float]:
+        """One step, which may end without an update, and an evaluation if due -> its metrics."""
         try:
             self.step()
-        except SkippedStep as why:
-            self.skip(why)
-        if self.run.due(self.state["step"], self.config.trainer.test_freq):
+        except SkippedStep as skipped:
+            self.skip(skipped)
+        if self.run.is_due(self.state["step"], self.config.trainer.test_freq):
             self.evaluate()
         return self.metrics
 
+    # --- the step: change it here ----------------------------------------------------------------
+
     def step(self) -> None:
-        """The next step, 1 to 8 of the header. Raises SkippedStep, DamagedStep."""
-        self.state["step"], self.metrics = self.state["step"] + 1, {}
-        self.run.begin(self.state["step"])
+        """One step, 1 to 8 of the header. Raises SkippedStep and NonFiniteStep.
+
+        The order of the stages keeps the trainer and the rollout engine from holding GPU memory
+        together. The engine sleeps before the first forward pass and wakes with the new weights,
+        when the trainer has released its memory. So the checkpoint comes before the weights: it
+        needs the trainer's memory. With one_step_off the next batch starts as early as possible,
+        when this one is complete.
+        """
+        import training
+
+        self.state["step"] += 1
+        self.metrics = {}
+        self.run.begin_step(self.state["step"])
         with self.run.stage("step"):
-            kept = self.collect()  # 1 to 4
-            with self.run.stage("sleep"):
-                self.servers.sleep()
-            self.sample_ahead()
-            self.reward(kept)
-            pad, temperature = (
-                self.data.tokenizer.pad_token_id,
-                self.config.actor_rollout_ref.rollout.temperature,
-            )
-            batch = training.to_batch(kept, pad, temperature)
-            images.add(batch, kept, self.data.tokenizer)
-            self.measure(batch)  # 5
-            self.credit(batch)  # 6
-            self.run.write_advantages(self.state["step"], kept, batch.batch)
-            self.learn(batch)  # 7
-            self.save_if_due()
-            self.publish()  # 8
-        self.metrics |= training.step_metrics(batch, self.run.timing, self.config)
-        self.run.damaged = 0
-        self.report(kept)
+            episodes = self.collect()  # 1 to 4
+            self.sleep()
+            self.start_next_rollout()
+            self.shape_rewards(episodes)
+            batch = training.to_batch(episodes, self.inputs, self.config)
+            self.compute_log_probs(batch)  # 5
+            self.compute_advantages(batch)  # 6
+            self.run.write_advantages(self.state["step"], episodes, batch.batch)
+            self.update(batch)  # 7
+            self.save_if_due()  # 8
+            self.update_weights()
+        self.metrics |= training.compute_step_metrics(batch, self.run.timing, self.config)
+        self.run.nonfinite_steps = 0
+        self.log_step(episodes)
 
     def collect(self) -> list[Episode]:
-        """Episodes to train on: of one batch of prompts, or of as many as fill one after the filters."""
+        """Sample and verify batches of prompts until the filters leave a whole batch.
+
+        Returns the episodes of at most data.train_batch_size groups. Raises SkippedStep if no
+        group is left after max_gen_batches.
+        """
         size = self.config.data.train_batch_size
-        members = 2 if training.asks_for(self.config, "index") else 1  # that a group needs
+        min_group = 2 if needs(self.config, "index") else 1  # episodes; index: of the group
         episodes: list[Episode] = []
         kept: list[Episode] = []
-        batches, filtered = 0, dict[str, int]()
+        filtered = Counter[str]()
+        batches = 0
         with self.run.stage("gen"):
-            while len({e.group_id for e in kept}) < size and batches < self.rounds:
-                batches, self.state["batches"] = batches + 1, self.state["batches"] + 1
-                fresh = self.rollout(
-                    self.tasks(self.state["batches"]), f"step_{self.state['step']}", before=episodes
-                )
-                before = self.state["pass_rates"]
-                self.state["pass_rates"] = before | pass_rates(
-                    fresh, before
-                )  # a new one: `learned` has the other
-                passed, dropped = keep(fresh, members, self.data.filters)
-                episodes, kept = episodes + fresh, first_groups(kept + passed, size)
-                filtered = {name: filtered.get(name, 0) + count for name, count in dropped.items()}
-        self.metrics |= rollout_metrics(episodes, kept, self.state["step"]) | {
-            "rollout/prompt_batches": batches
-        }
-        self.metrics |= {f"rollout/filtered/{name}": count for name, count in filtered.items()}
+            while len({e.group_id for e in kept}) < size and batches < self.max_gen_batches:
+                batches += 1
+                self.state["batches"] += 1
+                tasks = self.take_tasks(self.state["batches"])
+                new = self.rollout(tasks, f"step_{self.state['step']}", before=episodes)
+                # a new dict each time: saved_state still holds the old one
+                pass_rates = self.state["pass_rates"]
+                self.state["pass_rates"] = pass_rates | update_pass_rates(new, pass_rates)
+                trainable, dropped = select_trainable(new, min_group, self.inputs.filters)
+                episodes = episodes + new
+                kept = take_groups(kept + trainable, size)
+                filtered.update(dropped)
+        self.metrics |= compute_rollout_metrics(episodes, kept, self.state["step"])
+        self.metrics["rollout/prompt_batches"] = batches
+        self.metrics |= {f"rollout/filtered/{name}": n for name, n in filtered.items()}
         if not kept:
-            where = f"{self.run.folder}/rollouts/step_{self.state['step']}.jsonl"
-            raise SkippedStep(f"no group left to train on; see {where}")
+            path = f"{self.run.folder}/rollouts/step_{self.state['step']}.jsonl"
+            raise SkippedStep(f"no group is left to train on. See {path}")
         return kept
 
-    def sample_ahead(self) -> None:
-        """With trainer.one_step_off the next batch of prompts is begun, while this one is trained on."""
-        if self.config.trainer.one_step_off and self.state["step"] < self.run.last:
-            batch = self.state["batches"] + 1
-            self.servers.begin(*self.asked(self.tasks(batch), str(batch)))
-
-    def asked(
-        self, tasks: Sequence[env.Task], name: str, validate: bool = False
-    ) -> tuple[Any, dict[str, Any], bool]:
-        """Of the servers: episodes (`name` is of no other batch), how to sample, one more greedy answer per prompt?"""
-        rollout = self.config.actor_rollout_ref.rollout
-        requests = inference.in_groups(tasks, rollout.val_kwargs.n if validate else rollout.n, name)
-        greedy = not validate and training.asks_for(self.config, "reward_baselines")
-        return requests, inference.sampling_params(self.config, validate), greedy
-
-    def tasks(self, batch: int) -> list[env.Task]:
+    def take_tasks(self, batch: int) -> list[env.Task]:
         """The prompts of a batch, by its number."""
-        data, seed = self.data, self.config.data.seed
-        picked = data.sampler(
-            data.train, self.config.data.train_batch_size, batch, seed, self.state["pass_rates"]
-        )
-        if self.rounds > 1:  # what is over is cut off the end, whatever file it came from
-            random.Random(f"{seed} {batch}").shuffle(picked)
-        return picked
+        size = self.config.data.train_batch_size
+        tasks = self.inputs.source.batch(batch, size, self.state["pass_rates"])
+        if self.max_gen_batches > 1:  # `collect` cuts off the end, whichever file it came from
+            random.Random(f"{self.config.data.seed} {batch}").shuffle(tasks)
+        return tasks
 
     def rollout(
         self,
@@ -209,177 +208,222 @@ class Trainer:
         validate: bool = False,
         before: Sequence[Episode] = (),
     ) -> list[Episode]:
-        """Episodes for each task at the servers' present weights, also written to rollouts/<name>.jsonl."""
-        requests, sampling, greedy = self.asked(
-            tasks, name if validate else str(self.state["batches"]), validate
+        """Sample and verify episodes for each task, and write them to rollouts/<name>.jsonl.
+
+        before: episodes of the same file. Raises RunError if too many episodes failed.
+        """
+        batch_name = name if validate else str(self.state["batches"])
+        args = self.rollout_args(tasks, batch_name, validate)
+        count = len(args.requests) + (len(tasks) if args.baselines else 0)
+        on_done = self.run.count_episodes(count)
+        episodes = self.servers.rollout(
+            args.requests, args.sampling, on_done, baselines=args.baselines
         )
-        count = self.run.counter(len(requests) + greedy * len(tasks))
-        episodes = self.servers.rollout(requests, sampling, count, baselines=greedy)
-        self.run.write_episodes(
-            name, episodes, self.data.validation if validate else self.data.train, before
-        )
+        file_tasks = self.inputs.validation if validate else self.inputs.train
+        assign_record_indices(episodes, file_tasks, before)
+        self.run.write_episodes(name, episodes, file_tasks, before)
         check_failures(episodes, self.config.gym.max_failed_frac)
         return episodes
 
-    def reward(self, kept: Sequence[Episode]) -> None:
-        """What each episode is worth: the verifier's word, or what a reward model and env.reward make of it."""
+    def rollout_args(
+        self, tasks: Sequence[env.Task], batch_name: str, validate: bool = False
+    ) -> RolloutArgs:
+        """The episodes to sample, and how. batch_name: no other batch of the run has it."""
+        import inference
+
+        rollout = self.config.actor_rollout_ref.rollout
+        n = rollout.val_kwargs.n if validate else rollout.n
+        return RolloutArgs(
+            inference.repeat_per_group(tasks, n, batch_name),
+            build_sampling_params(self.config, validate),
+            baselines=not validate and needs(self.config, "reward_baselines"),
+        )
+
+    def sleep(self) -> None:
+        """Release the rollout engine's GPU memory."""
+        with self.run.stage("sleep"):
+            self.servers.sleep()
+
+    def start_next_rollout(self) -> None:
+        """With trainer.one_step_off, sample the next batch while this one is trained on."""
+        if self.config.trainer.one_step_off and self.state["step"] < self.run.last:
+            batch = self.state["batches"] + 1
+            self.servers.start_rollout(*self.rollout_args(self.take_tasks(batch), str(batch)))
+
+    def shape_rewards(self, episodes: Sequence[Episode]) -> None:
+        """Set each episode's reward: the verifier's, or what a reward model and env.reward give."""
+        import training
+
         if self.workers.reward_model:
             with self.run.stage("reward_model"):
-                pad = self.data.tokenizer.pad_token_id
-                training.add_reward_model(self.workers.reward_model, kept, pad, self.config)
-            self.metrics |= {
-                k: v for k, v in component_means(kept).items() if k not in self.metrics
-            }
-        for episode in kept:
-            episode.reward = self.data.reward(episode)
+                training.add_reward_model_scores(
+                    self.workers.reward_model, episodes, self.inputs, self.config
+                )
+            means = compute_component_means(episodes)
+            self.metrics = means | self.metrics
+        for episode in episodes:
+            episode.reward = self.inputs.reward(episode)
 
-    def measure(self, batch: Any) -> None:
-        """Log-probs of the trainer and of the reference, values, all [B, R], at the weights that sampled the batch."""
-        learns = self.state["step"] > self.config.trainer.critic_warmup
-        if self.config.algorithm.rollout_correction.bypass_mode:  # the sampler is the old policy
+    def compute_log_probs(self, batch: Any) -> None:
+        """Add log-probs of the trainer and the reference, and values, each [B, R].
+
+        The trainer has the weights that sampled the batch.
+        """
+        import training
+
+        updates_actor = self.state["step"] > self.config.trainer.critic_warmup
+        if self.config.algorithm.rollout_correction.bypass_mode:  # the rollout engine is pi_old
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        elif not (learns and training.one_pass(self.config)):  # else they come with the update
+        elif not (updates_actor and training.fuses_old_log_probs(self.config)):
             with self.run.stage("old_log_prob"):
-                self.metrics |= training.old_log_probs(self.workers.actor, batch, self.config)
-        if training.needs_reference(self.config):
+                self.metrics |= training.add_old_log_probs(self.workers.actor, batch, self.config)
+        if needs_reference(self.config):
             with self.run.stage("ref"):
-                batch.batch["ref_log_prob"] = training.ref_log_probs(
+                batch.batch["ref_log_prob"] = training.compute_ref_log_probs(
                     self.workers, batch, self.config
                 )
         if self.workers.critic:
             with self.run.stage("values"):
-                batch.batch["values"] = training.values(self.workers.critic, batch, self.config)
-        self.check(batch)
+                batch.batch["values"] = training.compute_values(
+                    self.workers.critic, batch, self.config
+                )
+        self.raise_if_nonfinite(batch)
 
-    def credit(self, batch: Any) -> None:
-        """From rewards to advantages [B, R]: KL penalty, correction between sampler and trainer, baseline."""
+    def compute_advantages(self, batch: Any) -> None:
+        """Turn rewards into advantages [B, R]: KL penalty, rollout correction, advantage.
+
+        GRPO, the default: all tokens of response i of a group with rewards r_1, ..., r_n have
+            A_i = (r_i - mean(r)) / (std(r) + 1e-6)
+        """
+        import training
+
+        correction = self.config.algorithm.rollout_correction
         with self.run.stage("adv"):
             batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
             if self.config.algorithm.use_kl_in_reward:
-                self.metrics |= training.apply_kl(batch, self.kl_ctrl, self.config)
-                self.state["kl_coef"] = float(self.kl_ctrl.value)
-            bypass = (
-                self.config.algorithm.rollout_correction.bypass_mode
-            )  # there the loss corrects as it goes
-            if "old_log_probs" in batch.batch and not bypass:
-                self.metrics |= training.correct(batch, self.config)
+                self.metrics |= training.apply_kl_penalty(batch, self.kl_controller, self.config)
+                self.state["kl_coef"] = float(self.kl_controller.value)
+            # in bypass mode the loss corrects
+            if "old_log_probs" in batch.batch and not correction.bypass_mode:
+                self.metrics |= training.apply_rollout_correction(batch, self.config)
             if not batch.batch["response_mask"].any():
                 raise SkippedStep("algorithm.rollout_correction.rollout_rs rejected every token")
-            training.advantages(batch, self.config)
-        self.check(batch)
+            training.compute_advantages(batch, self.config)
+        self.raise_if_nonfinite(batch)
 
-    def learn(self, batch: Any) -> None:
-        """ppo_epochs of critic and actor; in the first trainer.critic_warmup steps of the critic alone."""
+    def update(self, batch: Any) -> None:
+        """Update critic and actor; in the first trainer.critic_warmup steps only the critic."""
+        import training
+
         if self.workers.critic:
             with self.run.stage("update_critic"):
                 self.metrics |= training.update_critic(self.workers.critic, batch, self.config)
         if self.state["step"] > self.config.trainer.critic_warmup:
             with self.run.stage("update_actor"):
                 self.metrics |= training.update_actor(self.workers.actor, batch, self.config)
-        self.learned = dict(self.state)
-        self.check(
-            batch
-        )  # verl leaves out a mini-batch whose gradient is not finite, and says so only in its metrics
+        self.saved_state = dict(self.state)
+        # verl skips a mini-batch with a non-finite gradient, and only its metrics show that
+        self.raise_if_nonfinite(batch)
 
-    def check(self, batch: Any) -> None:
-        """Raises DamagedStep where numbers are not finite, or the sampler is not the trainer."""
-        if found := damage.damage(batch, self.metrics, self.config):
-            raise DamagedStep(found, batch)
-
-    def skip(self, why: SkippedStep) -> None:
-        """The end of a step that could not be trained on. Raises RunError at the third damaged one in a row."""
-        self.learned = dict(self.state)
-        told = str(why)
-        if isinstance(why, DamagedStep):
-            told = self.run.keep_damaged(self.state["step"], told, why.batch)
-        else:
-            self.run.damaged = 0
-        self.run.say(f"step {self.state['step']} skipped: {told}")
-        self.metrics["training/skipped_nonfinite_steps"] = self.run.damaged
-        self.save_if_due()
-        if self.servers.asleep:
-            self.publish()
-        self.report([])
-
-    def publish(self) -> None:
-        """From now on vLLM samples from the trainer's weights."""
+    def update_weights(self) -> None:
+        """Send the trainer's weights to the rollout engine."""
         with self.run.stage("update_weights"):
-            self.servers.publish(self.state["step"])
+            self.servers.update_weights(self.state["step"])
+
+    # --- checks, checkpoints, evaluation, metrics ------------------------------------------------
+
+    def raise_if_nonfinite(self, batch: Any) -> None:
+        """Raise NonFiniteStep for NaN, infinity, or a rollout engine with other weights."""
+        from kit.runs import finite_check
+
+        reason = finite_check.find_reason_to_skip(batch, self.metrics, self.config)
+        if reason:
+            raise NonFiniteStep(reason, batch)
+
+    def skip(self, skipped: SkippedStep) -> None:
+        """End a step without an update. Raises RunError at the third non-finite one in a row."""
+        self.saved_state = dict(self.state)
+        reason = str(skipped)
+        if isinstance(skipped, NonFiniteStep):
+            reason = self.run.keep_nonfinite(self.state["step"], reason, skipped.batch)
+        else:
+            self.run.nonfinite_steps = 0
+        self.run.say(f"step {self.state['step']} skipped: {reason}")
+        self.metrics["training/skipped_nonfinite_steps"] = self.run.nonfinite_steps
+        self.save_if_due()
+        if self.servers.is_asleep:
+            self.update_weights()
+        self.log_step([])
 
     def save_if_due(self) -> None:
-        """A checkpoint after every trainer.save_freq steps, and after the last."""
-        if self.run.due(self.state["step"], self.config.trainer.save_freq):
+        """Save after every trainer.save_freq steps, and after the last one."""
+        if self.run.is_due(self.state["step"], self.config.trainer.save_freq):
             self.save()
 
     def save(self) -> Path | None:
-        """A checkpoint of the weights in the workers, if they are finite. The last one."""
-        return self.run.save(self.workers, self.learned)
+        """Save the workers' weights if they are finite -> the last checkpoint."""
+        return self.run.save(self.workers, self.saved_state)
 
     def evaluate(self) -> None:
-        """The held-out rows, greedily unless rollout.val_kwargs says otherwise."""
-        if not self.data.validation:
+        """Score the held-out rows, greedily unless rollout.val_kwargs says otherwise."""
+        if not self.inputs.validation:
             return
+        step = self.state["step"]
         with self.run.stage("testing"):
-            episodes = self.rollout(
-                self.data.validation, f"val_{self.state['step']}", validate=True
-            )
-            self.scores = validation_metrics(
-                episodes, self.config.actor_rollout_ref.rollout.val_kwargs.n
-            )
-            warn_of_failures(self.scores, self.run.say)
-            self.run.log_answers(self.state["step"], episodes)
-        self.run.log(
-            self.state["step"], self.scores | {"timing_s/testing": self.run.timing["testing"]}
-        )
+            episodes = self.rollout(self.inputs.validation, f"val_{step}", validate=True)
+            n = self.config.actor_rollout_ref.rollout.val_kwargs.n
+            self.scores = compute_validation_metrics(episodes, n)
+            warn_about_failures(self.scores, self.run.say)
+            self.run.log_responses(step, episodes)
+        self.run.log(step, self.scores | {"timing_s/testing": self.run.timing["testing"]})
         self.run.report_if_due()
 
-    def report(self, kept: Sequence[Episode]) -> None:
-        """The step's metrics, into metrics.jsonl and onto the console."""
-        step, size = self.state["step"], self.config.data.train_batch_size
-        epoch = self.state["batches"] * size / self.data.per_epoch
-        self.metrics |= self.run.timings() | {"training/global_step": step, "training/epoch": epoch}
+    def log_step(self, episodes: Sequence[Episode]) -> None:
+        """Write the step's metrics to metrics.jsonl and the console."""
+        step = self.state["step"]
+        prompts = self.state["batches"] * self.config.data.train_batch_size
+        self.metrics |= self.run.timings()
+        self.metrics["training/global_step"] = step
+        self.metrics["training/epoch"] = prompts / self.inputs.per_epoch
         self.run.log(step, self.metrics)
-        self.run.report(step, self.metrics, kept)
-
-    def finish(self) -> None:
-        """Have `train` export the model once the processes are gone, with their memory, and tell the result."""
-        self.run.guard.owed = "the same command exports the model"
+        self.run.print_step(step, self.metrics, episodes)
 
 
 @contextlib.contextmanager
 def train(plan: cli.Plan) -> Iterator[Trainer]:
-    """A Trainer over a stack that runs until the end of the block. Ctrl-C, SIGTERM and errors save what was learned."""
+    """Yield a Trainer over started processes, which end with the block.
+
+    Ctrl-C, SIGTERM and errors save the last complete update. After `fit` the model is exported.
+    """
     with Run(plan.config, "train", plan.resume_from) as run:
         with contextlib.ExitStack() as stack:
-            trainer = begin(plan, run, stack)
-            with run.saving(trainer.save):
+            trainer = start_trainer(plan, run, stack)
+            with run.save_on_stop(trainer.save):
                 yield trainer
-        if run.guard.owed:
+        if run.guard.pending_export:
             run.export()
-            run.finish(trainer.scores)
+            run.print_result(trainer.scores)
 
 
-def begin(plan: cli.Plan, run: Run, stack: contextlib.ExitStack) -> Trainer:
-    """Start what a run needs, load the checkpoint that it goes on from, and give vLLM the weights."""
-    if plan.recorded:  # that step alone; the schedule keeps the run's length
-        run.last = 1 + (checkpoints.step_of(plan.resume_from) if plan.resume_from else 0)
-    workers, servers = start.start(run, plan.data, stack, sample=not plan.recorded)
-    servers = servers or Recorded(plan.recorded)
-    state: dict[str, Any] = {
-        "command": "train",
-        "step": 0,
-        "batches": 0,
-        "pass_rates": {},
-        "kl_coef": 0.0,
-    }
-    with run.stage("sleep"):  # before the optimiser's state takes its place
+def start_trainer(plan: cli.Plan, run: Run, stack: contextlib.ExitStack) -> Trainer:
+    """Start all processes, load the checkpoint to resume from, and send its weights to vLLM."""
+    from kit.runs import launch
+
+    is_replay = bool(plan.replayed)
+    if is_replay:  # one step; the learning-rate schedule keeps the run's length
+        first = checkpoints.step_of(plan.resume_from) if plan.resume_from else 0
+        run.last = first + 1
+    workers, servers = launch.start(run, plan.inputs, stack, samples=not is_replay)
+    servers = servers or ReplayServers(plan.replayed)
+    state = {"command": "train", "step": 0, "batches": 0, "pass_rates": {}, "kl_coef": 0.0}
+    with run.stage("sleep"):  # before the optimizer's state needs the memory
         servers.sleep()
     if plan.resume_from:
         with run.stage("load_checkpoint"):
             state = checkpoints.load(workers, plan.resume_from)
-        run.say(f"resumed from {plan.resume_from}")
-    trainer = Trainer(plan.config, plan.data, run, workers, servers, state)
-    trainer.publish()
+        run.say(f"Resumed from {plan.resume_from}")
+    trainer = Trainer(plan.config, plan.inputs, run, workers, servers, state)
+    trainer.update_weights()
     return trainer
 
 

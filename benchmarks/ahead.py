@@ -37,6 +37,7 @@ from env import Task
 from kit.config.load import load_config
 from kit.extras import one_step_off
 from kit.rollout.client import Client
+from kit.rollout.sampler import make_sampler_context
 from kit.runs.cli import quiet
 
 PROMPTS, MEMBERS, LONGEST, SYNC_S = 16, 8, 1000, 1.0  # LONGEST: tokens of the longest answer
@@ -138,28 +139,28 @@ def simulate(case: str, steps: int, speed: float) -> tuple[Gpus, list[float]]:
     model, tokenizer = SimpleNamespace(vocab_size=100), SimpleNamespace(decode=lambda ids, **_: "")
     data = SimpleNamespace(tokenizer=tokenizer, stop_ids={5}, model=model)
     client = Client(config, {"stub": None}, bool(is_ahead))
-    policy = inference.make_policy(config, client, data, 1e6)  # type: ignore[arg-type]
-    policy.max_response_length, policy.version = LONGEST, 0
+    policy = make_sampler_context(config, client, data, 1e6)  # type: ignore[arg-type]
+    policy.max_response_length, policy.policy_version = LONGEST, 0
     LLMServerClient.generate = lambda _, request_id, **asked: gpus.generate(**asked)  # type: ignore[assignment, method-assign]
     with (
-        one_step_off.Loop() if is_ahead else asyncio.Runner() as loop,
+        one_step_off.BackgroundLoop() if is_ahead else asyncio.Runner() as loop,
         contextlib.suppress(KeyboardInterrupt),
     ):
         servers: Any = object.__new__(one_step_off.Servers if is_ahead else inference.Servers)
         vars(servers).update(
-            policy=policy, gym=Verifier(), loop=loop, sync=gpus, players=None, asleep=False
+            context=policy, gym=Verifier(), loop=loop, checkpoint_manager=gpus, rollout_workers=None, is_asleep=False
         )
         gpus.begin, ended = time.perf_counter(), [0.0]
-        requests = inference.in_groups(gpus.tasks(1), MEMBERS, "1")
+        requests = inference.repeat_per_group(gpus.tasks(1), MEMBERS, "1")
         for step in range(1, steps + 1):
             episodes = servers.rollout(requests, {})
             assert {e.status for e in episodes} == {"ok"}, episodes[0].error
             servers.sleep()
-            requests = inference.in_groups(gpus.tasks(step + 1), MEMBERS, str(step + 1))
+            requests = inference.repeat_per_group(gpus.tasks(step + 1), MEMBERS, str(step + 1))
             if is_ahead and step < steps:
-                servers.begin(requests, {})
+                servers.start_rollout(requests, {})
             gpus.train()
-            servers.publish(step)
+            servers.update_weights(step)
             ended.append(gpus.now())
     return gpus, ended
 

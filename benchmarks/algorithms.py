@@ -156,10 +156,10 @@ def prepare(folder: Path, seed: int) -> Path:
 @contextlib.contextmanager
 def own_workers(stack: Stack, overlays: list[str], changes: list[str]) -> Iterator:
     """The workers that a recipe asks for, beside the session's."""
-    import training
+    from kit.runs.workers import start_workers
 
     config, _ = load(stack.workspace, *SESSION, *changes, overlays=overlays)
-    workers = training.start_workers(config)
+    workers = start_workers(config)
     try:
         workers.actor.init_model()
         yield workers
@@ -181,7 +181,7 @@ def run(stack: Stack, name: str, seed: int, steps: int) -> dict:
                 len(rewards) < OVER or statistics.mean(rewards[-OVER:]) < GOAL
             ):
                 begin = time.perf_counter()
-                metrics = trainer.advance()
+                metrics = trainer.step_or_skip()
                 seconds.append(round(time.perf_counter() - begin, 2))
                 rewards.append(round(metrics[f"reward/{server}/mean"], 4))
                 batches += metrics["rollout/prompt_batches"]

@@ -3,9 +3,9 @@
     python benchmarks/bare_model.py RUN [--rounds 3]     RUN: a run's folder; benchmarks/step.py asks
 
 One forward and backward pass, and torch's fused AdamW, in two ways: `shared` computes prompts once for their answers,
-by the layout, attention and log-probs of cpu_engine.py (on a CPU alone); `packed` is a plain packed batch, every
-answer behind its prompt, torch's own attention and cross entropy. And `copy`, of all weights in memory. Prints one JSON
-line last: seconds, of each step a list, one for each round.
+by packed_layout.py and the attention and log-probs of cpu_engine.py (on a CPU alone); `packed` is a plain packed
+batch, every answer behind its prompt, torch's own attention and cross entropy. And `copy`, of all weights in memory.
+Prints one JSON line last: seconds, of each step a list, one for each round.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from kit.cpu import cpu_engine
+from kit.cpu import cpu_engine, packed_layout
 
 KINDS = {"shared": "cpu_packed", "packed": "packed"}  # and their attention
 _lengths: list[int] = []  # of the rows of the packed batch under way
@@ -55,17 +55,18 @@ def log_probs(model: Any, kind: str, rows: list[Row]) -> torch.Tensor:
     ids = torch.tensor([token for prompt, answer in rows for token in prompt + answer])  # [T]
     positions = torch.cat([torch.arange(length) for length in _lengths])  # [T]
     nested = torch.nested.nested_tensor_from_jagged(ids, torch.tensor([0, *_lengths]).cumsum(0))
-    layout = cpu_engine.lay_out(nested, torch.tensor([len(prompt) for prompt, _ in rows]))
-    labels = ids.roll(-1)[layout.said].to(device)  # [A]
+    layout = packed_layout.lay_out(nested, torch.tensor([len(prompt) for prompt, _ in rows]))
+    labels = ids.roll(-1)[layout.response_positions].to(device)  # [A]
     if kind == "packed":
         inputs = {"input_ids": ids[None].to(device), "position_ids": positions[None].to(device)}
-        inputs["logits_to_keep"] = layout.said.to(device)
+        inputs["logits_to_keep"] = layout.response_positions.to(device)
         logits = model(**inputs, use_cache=False).logits[0]  # [A, vocabulary]
         return -F.cross_entropy(logits.float(), labels, reduction="none")
-    cpu_engine._layout, take = layout, layout.take
+    cpu_engine._layout, take = layout, layout.gather_index
     inputs = {"input_ids": ids[None, take], "position_ids": positions[None, take]}
-    logits = model(**inputs, logits_to_keep=layout.place[layout.said], use_cache=False).logits[0]
-    return cpu_engine._Said.apply(logits, labels)[0]
+    kept = layout.packed_positions[layout.response_positions]
+    logits = model(**inputs, logits_to_keep=kept, use_cache=False).logits[0]
+    return cpu_engine.LogProbEntropy.apply(logits, labels)[0]
 
 
 def micro_batches(kind: str, rows: list[Row], most: int) -> Iterator[list[Row]]:

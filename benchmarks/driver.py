@@ -41,7 +41,8 @@ import inference
 import training
 from env import Task
 from kit.config.load import load_config
-from kit.data import episodes
+from kit.data import metrics, rollout_files, selection
+from kit.rollout.sampler import make_sampler_context
 from kit.runs.cli import quiet
 from kit.runs.run_dir import Run
 
@@ -86,10 +87,12 @@ class Verifier:
     async def session(self, server: str, row: dict[str, Any]) -> AsyncIterator[Any]:
         yield SimpleNamespace(kind="verify", observation=None, executable=set(), verify=self.verify)
 
-    async def verify(self, response: dict[str, Any]) -> gym_client.Verdict:
+    async def verify(
+        self, response: dict[str, Any], token_ids: list[int]
+    ) -> gym_client.VerifyResult:
         await asyncio.sleep(0)
         self.verdicts += 1
-        return gym_client.Verdict(float(self.verdicts % 2), {}, 0.1, {"extracted_answer": "42"})
+        return gym_client.VerifyResult(float(self.verdicts % 2), {}, 0.1, {"extracted_answer": "42"})
 
 
 @contextlib.contextmanager
@@ -112,8 +115,8 @@ def measure(count: int, tokens: int, rate: float) -> dict[str, float]:
     tokenizer = SimpleNamespace(decode=lambda ids, **_: SAID)
     model = SimpleNamespace(vocab_size=150_000)
     data = SimpleNamespace(tokenizer=tokenizer, stop_ids={STOP}, model=model)
-    policy = inference.make_policy(config, Sampler(count, tokens, rate), data, 600.0)  # type: ignore[arg-type]
-    policy.max_response_length, policy.places = tokens, asyncio.Semaphore(count)
+    policy = make_sampler_context(config, Sampler(count, tokens, rate), data, 600.0)  # type: ignore[arg-type]
+    policy.max_response_length, policy.episode_slots = tokens, asyncio.Semaphore(count)
     row = {
         "responses_create_params": {"input": [{"role": "user", "content": "What is 6 * 7? " * 10}]},
         "answer": "42",
@@ -123,7 +126,7 @@ def measure(count: int, tokens: int, rate: float) -> dict[str, float]:
         Task(f"rows:{i}", row, "stub", prompt, list(range(3, 3 + PROMPT)))
         for i in range(count // MEMBERS)
     ]
-    requests = inference.in_groups(tasks, MEMBERS, "1")
+    requests = inference.repeat_per_group(tasks, MEMBERS, "1")
     run = Run(config)
     (run.folder / "rollouts").mkdir(parents=True, exist_ok=True)
     seconds: dict[str, float] = {}
@@ -133,18 +136,19 @@ def measure(count: int, tokens: int, rate: float) -> dict[str, float]:
     )  # asyncio.run would take SIGINT, which a run has, and to that end repr the episodes
     with stage("rollout", seconds):
         watching = loop.create_task(watch(stalls))
-        made = loop.run_until_complete(inference.rollout(requests, policy, Verifier()))  # type: ignore[arg-type]
+        made = loop.run_until_complete(inference.rollout(requests, {}, policy, Verifier()))  # type: ignore[arg-type]
         watching.cancel()
     loop.close()
     with stage("write", seconds):
+        rollout_files.assign_record_indices(made, tasks)
         run.write_episodes("step_1", made, tasks)
     with stage("keep", seconds):
-        episodes.check_failures(made, 0.5)
-        episodes.pass_rates(made, {})
-        kept, _ = episodes.keep(made)
-        episodes.rollout_metrics(made, kept)
+        selection.check_failures(made, 0.5)
+        metrics.update_pass_rates(made, {})
+        kept, _ = selection.select_trainable(made)
+        metrics.compute_rollout_metrics(made, kept)
     with stage("to_batch", seconds):
-        batch = training.to_batch(kept, 0, 1.0)
+        batch = training.build_batch(kept, 0, 1.0)
     batch.batch["advantages"] = batch.batch["token_level_scores"]
     workers = SimpleNamespace(
         update_actor=lambda data: tu.get_tensordict({}, {"metrics": {"pg_loss": [0.0]}})

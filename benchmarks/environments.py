@@ -10,7 +10,7 @@ says what a judge should (JUDGE); each such server is asked twice more, of a jud
 refuses the key: a reward then would be a fault of the kit's, and is told as one. `NEEDS` says what a server still
 lacks, as read in its source: some pay 0 for that instead of failing.
 
-The table, on stdout, is docs/environments.md's. `rows` counts those that env.render accepts; `kind` is who owns
+The table, on stdout, is docs/environments.md's. `rows` counts those that env.render_row accepts; `kind` is who owns
 the turns (gym_client.py); `tools` are those that the rows offer, of which some have a route (or a catch-all) on the
 server, while the others are only compared; `Gym's agent` is what the server's own YAML names.
 """
@@ -36,8 +36,9 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parent.parent)
 )  # before this folder, which has a gym_client too
 import env
-from gym_client import Gym, GymError, function_call, message, response, routed
-from kit.extras.judges import judge_proxy
+from gym_client import Gym, GymError, find_routed_tools, function_call, message, response
+from kit.extras.judges import judge_proxy, judge_settings
+from kit.gym import network, process_specs
 from kit.gym import servers as gym_servers
 
 VERIFY_DEADLINE_S = 10.0
@@ -116,7 +117,7 @@ def rendered(rows: list[dict[str, Any]], name: str) -> int:
     count = 0
     for number, row in enumerate(rows, 1):
         try:
-            env.render(row, f"{name}.jsonl:{number}")
+            env.render_row(row, f"{name}.jsonl:{number}")
             count += 1
         except env.DataError as error:
             print(f"    {error}", file=sys.stderr)
@@ -170,9 +171,9 @@ class Stub:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer((gym_servers.HOST, 0), Handler)
+        self.server = ThreadingHTTPServer((network.HOST, 0), Handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        self.url = f"http://{gym_servers.HOST}:{self.server.server_port}/v1"
+        self.url = f"http://{network.HOST}:{self.server.server_port}/v1"
 
 
 async def reward_of(gym: Gym, name: str, kind: str, row: dict[str, Any]) -> float:
@@ -245,7 +246,7 @@ def tools_of(rows: list[dict[str, Any]], routes: frozenset[str]) -> str:
     return (
         ""
         if not offered
-        else f"{len(routed(offered, routes))} of {len(offered)}"
+        else f"{len(find_routed_tools(offered, routes))} of {len(offered)}"
         if routes
         else str(len(offered))
     )
@@ -275,13 +276,13 @@ def examine(
 def attempt(
     name: str, rows: list[dict[str, Any]], start: dict[str, Any], logs: Path, judge: Stub
 ) -> tuple[str, str, str]:
-    names = gym_servers.asked_models(name, start).values()
+    names = process_specs.find_judges(name, start).values()
     asked = {model: {"base_url": judge.url, "model": "stub"} for model in names}
     try:
         with (
-            judge_proxy.Proxy(judge_proxy.judges(asked, VERIFY_DEADLINE_S)) as proxy,
+            judge_proxy.JudgeProxy(judge_settings.build_judges(asked, VERIFY_DEADLINE_S)) as proxy,
             gym_servers.running_servers(
-                {name: {"start": start}}, logs, models=proxy.blocks()
+                {name: {"start": start}}, logs, judge_specs=proxy.process_specs()
             ) as urls,
         ):
             kind, routes, verdict = asyncio.run(ask(name, urls[name], rows, judge))
@@ -290,12 +291,12 @@ def attempt(
                     asked
                 ) + f"; {WHY.get(name)}" * (name in WHY)
             return kind, tools_of(rows, routes), verdict
-    except gym_servers.GymStartError as error:
+    except network.GymStartError as error:
         print(f"    {error}", file=sys.stderr)
         if "has no resources server" in str(error):
             also = f"; {WHY[name]}" if name in WHY else ""
             return "", tools_of(rows, frozenset()), f"not in nemo-gym 0.4.0{also}"
-        said = re.split(r"; log \S+: | \| ", str(error))[-1]  # the last line of its log
+        said = re.split(r"See its log \S+: | \| ", str(error))[-1]  # the last line of its log
         return "", tools_of(rows, frozenset()), because(name, said)
 
 
@@ -307,7 +308,7 @@ def main() -> None:
         "--python", default=".venv-gym/bin/python", help="interpreter that has nemo-gym"
     )
     args = parser.parse_args()
-    gym_servers.START_DEADLINE_S = 40.0
+    network.START_TIMEOUT_S = 40.0
     names = (
         args.only.split(",")
         if args.only

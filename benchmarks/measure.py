@@ -33,8 +33,8 @@ ROLES = {
     r"ray::vLLMHttpServer": "vLLM server",
     r"VLLM::EngineCore": "vLLM engine",
     r"VLLM::Worker": "vLLM worker",
-    r"gym_servers\.py": "Gym server",
-    r"fork\.py serve": "imports (fork.py)",
+    r"server_process\.py": "Gym server",
+    r"fork_server\.py serve": "imports (fork server)",
     r"raylet$|raylet ": "raylet",
     r"gcs_server": "GCS",
 }

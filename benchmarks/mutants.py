@@ -40,7 +40,7 @@ TALK = {
     "RunError",
     "ConfigError",
     "SkippedStep",
-    "DamagedStep",
+    "NonFiniteStep",
     "DataError",
 }
 

@@ -51,6 +51,7 @@ PROJECT = (
     "training",
     "env",
     "gym_client",
+    "gym_messages",
     "kit",
     "templates",
     "conftest",
@@ -58,7 +59,7 @@ PROJECT = (
 )
 KEPT = (
     "kit.cpu.platform",
-    "kit.rollout.weight_sync",
+    "kit.rollout.verl_patches",
 )  # which verl imports, and which change verl: once a process
 SLOW_TEST_S = 8.0
 REQUIRED = 0.85
@@ -80,7 +81,7 @@ def warm(names: list[str]) -> None:
     """Import what the tests need, then forget the project's own modules."""
     os.environ |= {
         "VERL_PLATFORM": "cpu",
-        "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform,kit.rollout.weight_sync",
+        "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform,kit.rollout.verl_patches",
     }
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     import pytest  # noqa: F401

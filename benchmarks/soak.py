@@ -35,7 +35,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import conftest  # noqa: E402  (the tiny model and its task)
 from measure import ROLES  # noqa: E402
 
-from kit.gym.servers import free_port, running_servers  # noqa: E402
+from kit.gym.servers import running_servers  # noqa: E402
+from kit.gym.network import find_free_port  # noqa: E402
 
 FAULTS = ("reset", "500", "503", "half", "html", "nan", "late")
 LIMITS = {
@@ -137,7 +138,7 @@ def main() -> None:
     with running_servers(
         {"reasoning_gym": {"start": {"python": str(conftest.GYM_PYTHON)}}}, folder
     ) as urls:
-        port = free_port()
+        port = find_free_port()
         proxy(urls["reasoning_gym"], port, args.faults, spoiled)
         changes = [
             "trainer.experiment_name=soak",
@@ -160,7 +161,7 @@ def main() -> None:
                 conftest.command(folder, *arguments), cwd=folder, stdout=out, stderr=out
             )
         watched, server = psutil.Process(run.pid), psutil.Process().children(recursive=True)
-        server = [p for p in server if p.pid != run.pid and "gym_servers" in " ".join(p.cmdline())]
+        server = [p for p in server if p.pid != run.pid and "server_process.py" in " ".join(p.cmdline())]
         metrics, last = folder / "runs" / "soak" / "metrics.jsonl", 0
         while run.poll() is None:
             time.sleep(0.5)

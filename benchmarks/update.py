@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 import ray
 
 from kit.config.load import load_config
-from kit.data.episodes import load_replay
+from kit.data.rollout_files import load_replay
 from kit.runs import launch, preparation
 from kit.runs.run_dir import Run
 
@@ -42,7 +42,7 @@ def main() -> None:
     settings = ["trainer.experiment_name=bench-update", "env.val_files=[]", *args.changes]
     config, _ = load_config(["math_cpu", "cpu"], settings)
     launch.begin_imports(config)
-    data = preparation.prepare(config)
+    data = prepare.prepare(config)
     import training
 
     kept = load_replay(args.rollouts, data.train)[0]
@@ -53,11 +53,11 @@ def main() -> None:
             workers.actor.workers[0].__ray_call__.remote(lambda _: __import__("os").getpid())
         )
         for i in range(args.rounds + 1):
-            batch = training.to_batch(
+            batch = training.build_batch(
                 kept, data.tokenizer.pad_token_id, config.actor_rollout_ref.rollout.temperature
             )
             batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
-            training.advantages(batch, config)
+            training.compute_advantages(batch, config)
             before, began = usage(pid), time.perf_counter()
             training.update_actor(workers.actor, batch, config)
             taken, after = time.perf_counter() - began, usage(pid)

@@ -1,9 +1,19 @@
-"""What the kit raises, and what becomes of it. The message of each names what failed, where, and the way out.
+"""The kit's exceptions. Each message says what failed, where, and how to fix it.
 
-Some errors end a run: a recipe that cannot work (ConfigError, PluginError; before anything starts, but for a function
-of one's own that fails at work), what a running one cannot go on without (RunError), a lost process, a signal or a
-deadline (Stop). Some end a step: there is nothing to learn from it (SkippedStep), or its numbers are worthless
-(DamagedStep). One that ends an episode is a GymError (gym_client.py): a status, and never a reward.
+These end a run:
+
+- ConfigError: the recipe cannot work. Raised before anything starts.
+- UserFunctionError: a custom function cannot be loaded, or it failed. Raised before anything
+  starts, except if the function fails later, at work.
+- RunError: a running run cannot continue.
+- Stop: a signal, a timeout or a lost process.
+
+These end a step:
+
+- SkippedStep: there is nothing to train on.
+- NonFiniteStep: the numbers of the step cannot be used.
+
+An episode ends with a GymError (gym_client.py): a status, never a reward.
 """
 
 from __future__ import annotations
@@ -12,23 +22,26 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A recipe that cannot run; the message names the key and the way out."""
+    """A recipe that cannot run. The message names the key and the fix."""
 
 
-class PluginError(ValueError):
-    """A function of one's own that cannot be used, or failed; the message names its key, its file and what is wrong."""
+class UserFunctionError(ValueError):
+    """A custom function that cannot be used. The message names the key, the file and the reason."""
 
 
 class RunError(RuntimeError):
-    """A run that must end; the message says what failed, where, and what to do."""
+    """A run that must end. The message says what failed, where, and what to do."""
 
 
-class SkippedStep(Exception):  # noqa: N818  (no error: the run goes on)
+class SkippedStep(Exception):  # noqa: N818  (not an error: the run continues)
     """A step without anything to train on. The message is the reason."""
 
 
-class DamagedStep(SkippedStep):
-    """A step whose numbers are not finite, or whose sampler is far from the trainer. batch: of it, to be kept."""
+class NonFiniteStep(SkippedStep):
+    """A step with NaN or infinite numbers, or whose rollout engine had different weights.
+
+    batch: the step's batch, which the run saves for inspection.
+    """
 
     def __init__(self, reason: str, batch: Any):
         super().__init__(reason)
@@ -36,12 +49,13 @@ class DamagedStep(SkippedStep):
 
 
 class Stop(KeyboardInterrupt):
-    """The run must end now. No Exception, so that no event loop, library or retry keeps it to itself.
+    """The run must end now. Not an Exception, so no event loop, library or retry can catch it.
 
-    status: of the process; 130 or 143 where a signal asked for it, 1 where something is lost. save: whether the workers
-    hold whole weights.
+    status: the exit status: 130 or 143 for a signal, 1 for a loss or a timeout.
+    save: whether the workers hold complete weights, so that the run can save them.
     """
 
     def __init__(self, message: str, status: int = 1, save: bool = False):
         super().__init__(message)
-        self.status, self.save = status, save
+        self.status = status
+        self.save = save

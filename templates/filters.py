@@ -1,10 +1,15 @@
-"""Filters: which episodes are trained on. A recipe names a list, applied in order:
+"""Filters: choose the episodes to train on.
 
-    env: {filters: [templates/filters.py:drop_uniform, {function: templates/filters.py:mask_ended, reasons: [length]}]}
+    env: {filters: [{function: templates/filters.py:mask_ended, reasons: [length]}]}
 
-Copy one into a file of your own, change it, name that. function(episodes) -> some of them, or copies with a mask of
-zeros: those carry no loss, and count for the baseline of their group where that is a mean of rewards (not for opo and
-the token baselines, which weigh by the mask). Failures are gone before; rewards are the verifier's, not yet shaped.
+To use your own: copy a function to your file, change it, and name it in the recipe. Other keys next
+to `function` become arguments. Filters run in the order of the list. Each is called as
+function(episodes) -> the episodes to keep. Failed episodes were dropped before. Rewards are the
+verifier's, before env.reward.
+
+A filter may also return copies with a mask of zeros. They have no loss, but they still count for
+the baseline of their group if that is a mean of rewards. (opo and the token baselines use the mask,
+so they ignore such episodes.)
 """
 
 from __future__ import annotations
@@ -15,90 +20,112 @@ from collections.abc import Sequence
 from typing import Any
 
 import gym_client
-from kit.data.episodes import groups
-from kit.errors import PluginError
+from kit.data.selection import group_episodes
+from kit.errors import UserFunctionError
 
 
 def drop_uniform(episodes: Sequence[Any], metric: str = "reward") -> list[Any]:
-    """Groups whose episodes are all worth the same teach nothing: drop them (DAPO, section 3.2; rejection sampling).
+    """Drop zero-variance groups: if all episodes have the same reward, the advantage is 0.
 
-    metric: reward (the verifier's), acc (whether that is 1 or more), or one of its components.
+    Yu et al. 2025 (DAPO, arXiv:2503.14476), section 3.2. metric: "reward"; "acc", whether the
+    reward is 1 or more; or the name of a reward component.
     """
+    kept: list[Any] = []
+    for group in group_episodes(episodes).values():
+        values = {get_metric(episode, metric) for episode in group}
+        if len(values) > 1:
+            kept += group
+    return kept
 
-    def worth(episode: Any) -> float:
-        if metric in ("reward", "acc"):
-            return float(episode.reward if metric == "reward" else episode.reward >= 1.0)
-        if metric not in episode.reward_components:
-            has = ", ".join(["reward", "acc", *episode.reward_components])
-            raise PluginError(
-                f"env.filters: drop_uniform: metric={metric}; the episode of {episode.row_id} has {has}"
-            )
-        return float(episode.reward_components[metric])
 
-    return [
-        e
-        for group in groups(episodes).values()
-        if len({worth(e) for e in group}) > 1
-        for e in group
-    ]
+def get_metric(episode: Any, metric: str) -> float:
+    """Return the reward, the accuracy or a reward component. Raises UserFunctionError."""
+    if metric == "reward":
+        return float(episode.reward)
+    if metric == "acc":
+        return float(episode.reward >= 1.0)
+    if metric not in episode.reward_components:
+        names = ", ".join(["reward", "acc", *episode.reward_components])
+        raise UserFunctionError(
+            f"env.filters: drop_uniform: the episode of {episode.row_id} has no metric={metric}. "
+            f"Use one of {names}."
+        )
+    return float(episode.reward_components[metric])
 
 
 def drop_ended(episodes: Sequence[Any], reasons: Sequence[str]) -> list[Any]:
-    """Compact filtering: no episode that ended for one of `reasons` (length, turns, truncated, ...)."""
-    return [e for e in episodes if e.ended not in reasons]
+    """Drop the episodes that ended for one of `reasons` (length, turns, truncated, ...)."""
+    return [episode for episode in episodes if episode.ended not in reasons]
 
 
 def mask_ended(episodes: Sequence[Any], reasons: Sequence[str]) -> list[Any]:
-    """As drop_ended, but they stay in their group's baseline (DAPO's overlong filtering, section 3.4)."""
-    return [
-        dataclasses.replace(e, response_mask=[0] * len(e.response_mask))
-        if e.ended in reasons
-        else e
-        for e in episodes
-    ]
+    """Mask the episodes that ended for one of `reasons`. They still count for the baseline.
+
+    With `length` this is DAPO's overlong filtering (section 3.4).
+    """
+    return [mask(episode) if episode.ended in reasons else episode for episode in episodes]
+
+
+def mask(episode: Any) -> Any:
+    """Copy an episode, with a mask of zeros."""
+    return dataclasses.replace(episode, response_mask=[0] * len(episode.response_mask))
+
+
+def with_answer(episodes: Sequence[Any], field: str, model: str, limit: int) -> list[Any]:
+    """Add an episode to each group: the row's own answer, as a response with a reward of 1.
+
+    For SPIN (templates/advantages.py:spin). The trainer's log-probs replace those of the rollout
+    engine. The new episode has no turn: this marks it. `rollout/filtered/with_answer` counts it
+    as -1.
+
+    field: the text of the row that follows the prompt. model: its tokenizer encodes the text, and
+    its EOS token ends it. limit: longer answers are not added. Raises UserFunctionError.
+    """
+    tokenizer = load_tokenizer(model)
+    extended: list[Any] = []
+    for group in group_episodes(episodes).values():
+        extended += group
+        text = get_text(group[0], field)
+        ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        if len(ids) <= limit:
+            extended.append(make_answer_episode(group[0], text, ids))
+    return extended
 
 
 @functools.cache
-def _tokenizer(model: str) -> Any:
-    from transformers import AutoTokenizer  # takes seconds, which other filters need not wait for
+def load_tokenizer(model: str) -> Any:
+    """Load the tokenizer of a model."""
+    from transformers import AutoTokenizer  # takes seconds, and only one filter needs it
 
     return AutoTokenizer.from_pretrained(model)
 
 
-def with_answer(episodes: Sequence[Any], field: str, model: str, limit: int) -> list[Any]:
-    """Each group, and beside what was sampled one more episode: the row's own answer, as if the policy had said it,
-    with a reward of 1. For SPIN (templates/advantages.py:spin). The trainer's log-probs stand in for the sampler's.
-
-    field: of the row, what is to follow the prompt, as text; the tokenizer of `model` and its EOS end it. An answer of
-    more than `limit` tokens is left out. It has no turn, by which one knows it, and `rollout/filtered/with_answer`
-    counts it as -1.
-    """
-    tokenizer, found = _tokenizer(model), []
-    for group in groups(episodes).values():
-        e = group[0]
-        if not isinstance(text := e.row.get(field), str):
-            has = (
-                ", ".join(name for name, value in e.row.items() if isinstance(value, str)) or "none"
-            )
-            raise PluginError(
-                f"env.filters: with_answer: field={field}: the row {e.row_id} has no such text; it has {has}"
-            )
-        ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-        said = {
-            "response_ids": ids,
-            "response_mask": [1] * len(ids),
-            "log_probs": [0.0] * len(ids),
-            "turns": [],
-        }
-        rest = {
-            "output": [gym_client.message(text)],
-            "ended": "stop",
-            "reward": 1.0,
-            "turn_rewards": [],
-            "timings": {},
-        }
-        own = dataclasses.replace(
-            e, **said, **rest, reward_components={}, verdict={}, baseline=None
+def get_text(episode: Any, field: str) -> str:
+    """Return a text field of an episode's row. Raises UserFunctionError."""
+    text = episode.row.get(field)
+    if not isinstance(text, str):
+        names = [name for name, value in episode.row.items() if isinstance(value, str)]
+        raise UserFunctionError(
+            f"env.filters: with_answer: the row {episode.row_id} has no text field={field}. "
+            f"Use one of its texts: {', '.join(names) or 'none'}."
         )
-        found += [*group, *([own] if len(ids) <= limit else [])]
-    return found
+    return text
+
+
+def make_answer_episode(episode: Any, text: str, ids: list[int]) -> Any:
+    """Copy an episode, with another response."""
+    return dataclasses.replace(
+        episode,
+        response_ids=ids,
+        response_mask=[1] * len(ids),
+        log_probs=[0.0] * len(ids),
+        turns=[],
+        output=[gym_client.message(text)],
+        ended="stop",
+        reward=1.0,
+        turn_rewards=[],
+        reward_components={},
+        verify_result={},
+        baseline=None,
+        timings={},
+    )

@@ -1,78 +1,87 @@
-"""Losses: what an optimiser step minimises. A recipe names one:
+"""Losses: what an optimizer step minimizes.
 
-    actor_rollout_ref: {actor: {policy_loss: {loss_mode: "templates/losses.py:dpo"}, loss_agg_mode: seq-mean-token-sum}}
+    actor_rollout_ref: {actor: {policy_loss: {loss_mode: "templates/losses.py:dpo"}}}
 
-Copy one into a file of your own, change it, name that. It is called as verl calls its own (PolicyLossFn), in the
-workers, to which it travels by value. Tensors are [B, R]: B episodes of a micro-batch, R response tokens.
-`config.global_batch_info` is what agg_loss needs, so that a mean is one over the whole mini-batch, on all GPUs.
+To use your own: copy a function to your file, change it, and name it in the recipe. It is called as
+verl calls its own losses (PolicyLossFn), in the workers. They get the function by value. Tensors
+are [B, R]: B episodes of a micro-batch, R response tokens. agg_loss needs
+`config.global_batch_info`: then a mean is over the whole mini-batch, on all GPUs.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch import Tensor
 from verl.trainer.ppo.core_algos import agg_loss
 
-from kit.errors import PluginError
+from kit.errors import UserFunctionError
 
 ETA = 1.0  # of SPPO
 
 
 def dpo(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     loss_agg_mode: str,
     config: Any,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Online DPO: the mean over answers of -advantage * log pi, summed over an answer's tokens.
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """Online DPO: the mean over responses of the sum over tokens of -advantage * log pi.
 
-    With the advantages of templates/advantages.py:pairs, which has the derivation, its gradient is that of DPO's loss
-    (Rafailov et al. 2023, arXiv:2305.18290, equation 7); with those of `spin` it is SPIN's. Needs
-    loss_agg_mode=seq-mean-token-sum.
+    Use it with the advantages of templates/advantages.py:pairs, which has the derivation. Then its
+    gradient is that of DPO's loss (Rafailov et al. 2023, arXiv:2305.18290, equation 7). With the
+    advantages of `spin` it is SPIN's. Needs loss_agg_mode=seq-mean-token-sum.
     """
-    if loss_agg_mode != "seq-mean-token-sum":
-        why = "templates/losses.py:dpo sums over an answer's tokens; set it to seq-mean-token-sum"
-        raise PluginError(f"actor_rollout_ref.actor.loss_agg_mode={loss_agg_mode}: {why}")
+    check_agg_mode("dpo", loss_agg_mode, "seq-mean-token-sum")
     losses = -advantages * log_prob  # [B, R]
-    if rollout_is_weights is not None:  # algorithm.rollout_correction
+    if rollout_is_weights is not None:  # of algorithm.rollout_correction
         losses = losses * rollout_is_weights
     return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {}
 
 
 def sppo(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     loss_agg_mode: str,
     config: Any,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """SPPO (Wu et al. 2024, arXiv:2405.00675, Algorithm 1): the mean over answers y of
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """SPPO (Wu et al. 2024, arXiv:2405.00675, Algorithm 1): the mean over responses y of
 
         (log pi(y)/pi_t(y) - ETA * (P(y > pi_t) - 1/2))^2
 
-    with P - 1/2 from templates/advantages.py:preference; pi_t is the policy that sampled the batch. In a batch's first
-    optimiser step this is a policy gradient: more of them (actor.ppo_epochs) make it a regression. Needs
+    pi_t is the policy that sampled the batch. P - 1/2 is the advantage of
+    templates/advantages.py:preference. The first optimizer step of a batch is a policy gradient.
+    With more of them (actor.ppo_epochs) it is a regression. Needs
     loss_agg_mode=seq-mean-token-mean.
 
-    Departs: an iteration is a batch, not a data set, so ETA is 1 where the paper's is 1,000; all answers of a group are
-    learned, where its experiments take the best and the worst of five.
+    Departures from the paper: an iteration is a batch, not a data set, so ETA is 1 instead of
+    1,000. All responses of a group are used. The paper's experiments use the best and the worst of
+    five.
     """
-    if loss_agg_mode != "seq-mean-token-mean":
-        why = "templates/losses.py:sppo has one loss for an answer; set it to seq-mean-token-mean"
-        raise PluginError(f"actor_rollout_ref.actor.loss_agg_mode={loss_agg_mode}: {why}")
+    check_agg_mode("sppo", loss_agg_mode, "seq-mean-token-mean")
     log_ratio = ((log_prob - old_log_prob) * response_mask).sum(dim=1)  # [B]
-    target = (
-        ETA * (advantages * response_mask).sum(dim=1) / response_mask.sum(dim=1).clamp(min=1)
-    )  # [B]
-    losses = (
-        (log_ratio - target).square()[:, None].expand_as(log_prob)
-    )  # [B, R]: each token's is its answer's
-    if rollout_is_weights is not None:  # algorithm.rollout_correction
+    token_count = response_mask.sum(dim=1).clamp(min=1)  # [B]
+    target = ETA * (advantages * response_mask).sum(dim=1) / token_count  # [B]
+    response_losses = (log_ratio - target).square()  # [B]
+    losses = response_losses[:, None].expand_as(log_prob)  # [B, R]
+    if rollout_is_weights is not None:  # of algorithm.rollout_correction
         losses = losses * rollout_is_weights
     return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {}
+
+
+def check_agg_mode(loss: str, mode: str, required: str) -> None:
+    """Check loss_agg_mode, since these losses are defined per response.
+
+    Raises UserFunctionError.
+    """
+    if mode != required:
+        raise UserFunctionError(
+            f"templates/losses.py:{loss} needs actor_rollout_ref.actor.loss_agg_mode={required}, "
+            f"not {mode}. Change it."
+        )

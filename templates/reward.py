@@ -1,9 +1,11 @@
-"""A verifier as verl has it, for verl's rows or Gym's; no server. A recipe names it, with its settings:
+"""A verifier as a function, as in verl. It needs no server, and takes rows of verl or Gym.
 
-    env: {verifier: {function: templates/reward.py:compute_score, form: 0.1}, train_files: [data/gsm8k/train.parquet]}
+    env: {verifier: {function: templates/reward.py:compute_score, form: 0.1}}
 
-Copy it into a file of your own, change it, name that. It says what an answer is worth, in a process of its own
-(kit/extras/python_verifiers/verifier_pool.py); templates/rewards.py has what changes that afterwards.
+To use your own: copy this file, change it, and name your copy in the recipe. Other keys next to
+`function` become arguments. env.train_files name the rows, for example [data/gsm8k/train.parquet].
+The function runs in a separate process (kit/extras/python_verifiers/__init__.py has the details).
+To change rewards after the verification, see templates/rewards.py.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-NUMBER = r"-?\d+(?:\.\d+)?"  # its thousands commas are gone
+NUMBER = r"-?\d+(?:\.\d+)?"
 
 
 def compute_score(
@@ -21,22 +23,29 @@ def compute_score(
     extra_info: dict[str, Any],
     form: float = 0.0,
 ) -> dict[str, Any]:
-    """1 where the last number of an answer is the last of the ground truth, else `form` where it is in \\boxed{}.
+    """Return 1 if the last number of the response is the last number of the ground truth.
 
-    `score` is the reward; other numbers become metrics, and text is kept in the rollouts. An answer that cannot be read
-    is worth 0; an exception would be a failed episode, which earns nothing and is not trained on.
+    Otherwise return `form` if the response has \\boxed{}, else 0. In the dict, `score` is the
+    reward. Other numbers become metrics, and text is saved in the rollouts.
+
+    A response that cannot be parsed has the reward 0. Raise only if the row is invalid: then the
+    episode fails, and it is not trained on.
     """
-    said, true = (
-        re.findall(NUMBER, str(text).replace(",", ""))[-1:] for text in (solution_str, ground_truth)
-    )
-    if not true:
-        raise ValueError(
-            f"no number in the ground truth {ground_truth!r}: the row is at fault, not the answer"
-        )
-    right, boxed = bool(said) and float(said[0]) == float(true[0]), "\\boxed{" in solution_str
-    return {
-        "score": 1.0 if right else form * boxed,
-        "right": right,
-        "boxed": boxed,
-        "said": "".join(said),
-    }
+    true_number = find_last_number(str(ground_truth))
+    if true_number is None:
+        raise ValueError(f"the ground truth {ground_truth!r} has no number: the row is at fault")
+    number = find_last_number(solution_str)
+    is_right = number is not None and float(number) == float(true_number)
+    is_boxed = "\\boxed{" in solution_str
+    score = 0.0
+    if is_right:
+        score = 1.0
+    elif is_boxed:
+        score = form
+    return {"score": score, "right": is_right, "boxed": is_boxed, "number": number or ""}
+
+
+def find_last_number(text: str) -> str | None:
+    """Find the last number in a text, without thousands separators."""
+    numbers = re.findall(NUMBER, text.replace(",", ""))
+    return numbers[-1] if numbers else None

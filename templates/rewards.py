@@ -1,9 +1,11 @@
-"""Rewards: what an episode is worth. A recipe names one, with its settings:
+"""Rewards: compute the reward to train on from a verified episode.
 
     env: {reward: {function: templates/rewards.py:overlong, limit: 1024, buffer: 0.2}}
 
-Copy one into a file of your own, change it, name that. function(episode) -> float; it sees every kept episode, after
-the filters, and its own word replaces the verifier's (`episode.reward`). What an episode has: user_functions.py.
+To use your own: copy a function to your file, change it, and name it in the recipe. Other keys next
+to `function` become arguments. It is called as function(episode) -> float for each episode that
+passed the filters. Its result replaces the verifier's reward, `episode.reward`.
+kit/data/episode.py lists the attributes of an episode.
 """
 
 from __future__ import annotations
@@ -11,37 +13,46 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kit.errors import PluginError
+from kit.errors import UserFunctionError
 
 
 def overlong(episode: Any, limit: int, buffer: float = 0.2, penalty: float = 1.0) -> float:
-    """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, equation 13): the last part, `buffer`, of
-    `limit` tokens (data.max_response_length) costs up to `penalty`, linearly; the paper's are 4,096 of 20,480 tokens.
+    """Subtract DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, equation 13).
 
-    With a limit of 100, a right answer of 80 tokens is worth 1, of 90 tokens 0.5, of 100 tokens 0.
+    The punishment grows linearly, from 0 to `penalty`, over the last part of `limit` tokens. The
+    size of this part is `buffer`, a fraction. The paper has 4,096 of 20,480 tokens.
+
+    limit: data.max_response_length. With a limit of 100, a right response has the reward 1 at 80
+    tokens, 0.5 at 90 tokens, and 0 at 100 tokens.
     """
-    over = len(episode.response_ids) - limit * (1 - buffer)  # tokens
-    return float(episode.reward) - penalty * min(max(over / (limit * buffer), 0.0), 1.0)
+    buffer_start = limit * (1 - buffer)  # tokens
+    excess = len(episode.response_ids) - buffer_start  # tokens
+    fraction = min(max(excess / (limit * buffer), 0.0), 1.0)
+    return float(episode.reward) - penalty * fraction
 
 
 def weighted(episode: Any, weights: Mapping[str, float]) -> float:
-    """The reward plus weights[name] * reward_components[name]. Raises PluginError for a component that it lacks."""
-    for name in weights:
+    """Return the reward plus weights[name] * reward_components[name], for each name.
+
+    Raises UserFunctionError if the episode does not have a component.
+    """
+    bonus = 0.0
+    for name, weight in weights.items():
         if name not in episode.reward_components:
-            has = ", ".join(episode.reward_components) or "none"
-            raise PluginError(
-                f"env.reward: no reward component {name}; the episode of {episode.row_id} has {has}"
+            names = ", ".join(episode.reward_components) or "none"
+            raise UserFunctionError(
+                f"env.reward: the episode of {episode.row_id} has no reward component {name}. "
+                f"Use one of its components: {names}."
             )
-    return float(episode.reward) + sum(
-        w * episode.reward_components[name] for name, w in weights.items()
-    )
+        bonus += weight * episode.reward_components[name]
+    return float(episode.reward) + bonus
 
 
 def components(episode: Any) -> float:
-    """Name two rewards, for advantages that take several (gdpo): verdict, the verifier's word, and finished, 1 where
-    the answer came to its own end."""
-    episode.reward_components |= {
-        "verdict": float(episode.reward),
-        "finished": float(episode.ended == "stop"),
-    }
+    """Name two reward components, for an advantage that takes several rewards (gdpo).
+
+    verifier: the verifier's reward. finished: 1 if the policy ended its response.
+    """
+    episode.reward_components["verifier"] = float(episode.reward)
+    episode.reward_components["finished"] = float(episode.ended == "stop")
     return float(episode.reward)

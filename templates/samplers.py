@@ -1,9 +1,10 @@
-"""Samplers: which rows make the next batch. A recipe names one:
+"""Samplers: choose the rows of the next batch.
 
     env: {sampler: templates/samplers.py:by_pass_rate}
 
-Copy one into a file of your own, change it, name that. function(tasks, size, batch, seed, pass_rates) -> `size` tasks;
-of its arguments alone, so that a resumed run draws what it would have drawn.
+To use your own: copy the function to your file, change it, and name it in the recipe. It is called
+as function(tasks, size, batch, seed, pass_rates) -> a list of `size` of the tasks. It must depend
+on its arguments alone. Then a resumed run draws the same rows.
 """
 
 from __future__ import annotations
@@ -23,20 +24,35 @@ def by_pass_rate(
     pass_rates: Mapping[str, float],
     floor: float = 0.05,
 ) -> list[env.Task]:
-    """A curriculum: rows by chance, without repetition, as p (1 - p) + floor of their recent pass rate p, so what is
-    solved half of the time comes most often. Rows not seen yet count as half solved. Files with weights keep them.
+    """Draw rows with a probability that is highest if half of the responses are right.
 
-    pass_rates: row_id -> p, an average over the row's last groups in which each counts twice the one before.
+    This is a curriculum: the probability of a row is proportional to p (1 - p) + floor, where p is
+    its recent pass rate. A new row has p = 0.5. No row is drawn twice in one batch. If files have
+    weights, each file gets its quota.
+
+    pass_rates: {row_id: p}, an average in which each batch counts twice as much as the one before.
     """
-    quotas = env.quotas(tasks, size) if any(t.weight for t in tasks) else {None: size}
-    random, picked = np.random.default_rng([seed, batch]), []
-    for file, quota in quotas.items():
-        rows = [t for t in tasks if file is None or t.file == file]
-        rates = np.array([pass_rates.get(t.row_id, 0.5) for t in rows])
-        chances = rates * (1 - rates) + floor
-        whole, rest = divmod(
-            quota, len(rows)
-        )  # a quota of more rows than there are takes all, and then some
-        some = random.choice(len(rows), rest, replace=False, p=chances / chances.sum())
-        picked += rows * whole + [rows[i] for i in some]
-    return picked
+    rng = np.random.default_rng([seed, batch])
+    if not any(task.weight for task in tasks):
+        return draw(tasks, size, pass_rates, floor, rng)
+    drawn: list[env.Task] = []
+    for file, quota in env.compute_quotas(tasks, size).items():
+        file_tasks = [task for task in tasks if task.file == file]
+        drawn += draw(file_tasks, quota, pass_rates, floor, rng)
+    return drawn
+
+
+def draw(
+    tasks: Sequence[env.Task],
+    size: int,
+    pass_rates: Mapping[str, float],
+    floor: float,
+    rng: np.random.Generator,
+) -> list[env.Task]:
+    """Draw `size` tasks by their pass rates."""
+    rates = np.array([pass_rates.get(task.row_id, 0.5) for task in tasks])
+    scores = rates * (1 - rates) + floor
+    # If there are fewer tasks than `size`, take all of them first.
+    repeats, rest = divmod(size, len(tasks))
+    indices = rng.choice(len(tasks), rest, replace=False, p=scores / scores.sum())
+    return [*tasks] * repeats + [tasks[index] for index in indices]

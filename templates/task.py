@@ -1,9 +1,11 @@
-"""A task from nothing but an idea: a function that makes rows, and a game that plays them, without any server:
+"""A new task in one file: a function that generates rows, and a game to play. It needs no server.
 
-    env: {train_files: [{function: templates/task.py:rows, highest: 50}], verifier: templates/task.py:Guess}
+    env: {train_files: [{function: "templates/task.py:rows"}], verifier: "templates/task.py:Guess"}
 
-Copy it into a file of your own, change it, name that. rows is called for each batch (verl_rows.py), a Guess is made for
-each episode (verifier_pool.py); what both must not do is draw from more than they are given.
+To use your own: copy this file, change it, and name your copy in the recipe. `rows` is called for
+each batch (kit/extras/generated_rows.py). A `Guess` is made for each episode
+(kit/extras/python_verifiers/__init__.py). For randomness, use only the arguments of `rows`, and the
+row: then a resumed run is the same run.
 """
 
 from __future__ import annotations
@@ -21,30 +23,43 @@ def rows(
     pass_rates: Mapping[int, Mapping[int, float]],
     highest: int = 99,
 ) -> list[dict[str, Any]]:
-    """`size` rows, whose range grows by 2 with each earlier batch of which more than half was solved."""
-    solved = sum(sum(rates.values()) > len(rates) / 2 for rates in pass_rates.values())
-    draw, top = random.Random(f"{seed} {batch}"), min(3 + 2 * solved, highest)
-    return [
-        {"responses_create_params": {"input": []}, "number": draw.randint(1, top), "top": top}
-        for _ in range(size)
-    ]
+    """Generate `size` rows. The range of numbers grows as the policy gets better.
+
+    It starts with 1 to 3. Each earlier batch with a pass rate of over one half adds 2, up to
+    `highest`.
+    """
+    solved_batches = 0
+    for rates in pass_rates.values():
+        if sum(rates.values()) > len(rates) / 2:
+            solved_batches += 1
+    top = min(3 + 2 * solved_batches, highest)
+    rng = random.Random(f"{seed} {batch}")
+    return [make_row(rng.randint(1, top), top) for _ in range(size)]
+
+
+def make_row(number: int, top: int) -> dict[str, Any]:
+    """Make a row without a prompt: the game writes it."""
+    return {"responses_create_params": {"input": []}, "number": number, "top": top}
 
 
 class Guess:
-    """A number from 1 to `top` in as many turns as halving takes; pays 1, in the turn in which it is found."""
+    """Guess a number from 1 to `top`, in as many turns as bisection needs. The reward is 0 or 1."""
 
     def reset(self, row: dict[str, Any]) -> str:
-        """What is asked; joins the row's `input`, which is empty here."""
-        self.number, self.left = row["number"], int(row["top"]).bit_length()
+        """Start an episode, and return the prompt. It is added to `input` of the row."""
+        self.number: int = row["number"]
+        self.turns_left = int(row["top"]).bit_length()
         return f"Guess a number from 1 to {row['top']}."
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
-        """What the policy wrote in this turn, whatever that is -> (observation, reward, done)."""
-        self.left -= 1
-        said = re.search("[0-9]{1,9}", text)
-        if said and int(said[0]) == self.number:
+        """Play a turn with any text of the policy. Returns (observation, reward, done)."""
+        self.turns_left -= 1
+        is_done = self.turns_left == 0
+        match = re.search("[0-9]{1,9}", text)
+        if match is None:
+            return "Say a number.", 0.0, is_done
+        guess = int(match[0])
+        if guess == self.number:
             return None, 1.0, True
-        observation = (
-            "Say a number." if not said else "Higher." if int(said[0]) < self.number else "Lower."
-        )
-        return observation, 0.0, self.left == 0
+        observation = "Higher." if guess < self.number else "Lower."
+        return observation, 0.0, is_done

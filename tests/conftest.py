@@ -31,12 +31,13 @@ from omegaconf import DictConfig
 # verl reads these when it is first imported; a run of algorithm.py takes them from configs/machines/cpu.yaml
 os.environ |= {
     "VERL_PLATFORM": "cpu",
-    "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform,kit.rollout.weight_sync",
+    "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform,kit.rollout.verl_patches",
 }
 
 from kit.config.load import load_config
-from kit.extras.report.metric_docs import describe
-from kit.runs import preparation
+from kit.extras.report.metric_docs import find_metric
+from kit.rollout.sampler import make_sampler_context
+from kit.runs import prepare
 
 # a shell that starts the tests in the background has them ignore SIGINT, and all that they start inherits it
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -56,7 +57,7 @@ ACTIONS = {
 }
 END = 1  # the id of <end>
 GYM_PYTHON = ROOT / ".venv-gym" / "bin" / "python"
-# settings of `algorithm` for training.advantages, none at the value at which it has no effect
+# settings of `algorithm` for training.compute_advantages, none at the value at which it has no effect
 ALGORITHM = {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False, "gamma": 0.9, "lam": 0.5}
 
 
@@ -309,7 +310,7 @@ def tiny(workspace: Path, *changes: str) -> list[str]:
 def load(workspace: Path, *changes: str, overlays: Sequence[str] = ()):
     """The tiny recipe with overlays of configs/, merged and checked: (config, data)."""
     config, _ = load_config([str(CPU), str(RECIPE), *overlays], tiny(workspace, *changes))
-    return config, preparation.prepare(config)
+    return config, prepare.prepare(config)
 
 
 def command(workspace: Path, *arguments: str) -> list[str]:
@@ -372,16 +373,21 @@ def survivors(mark: str, patience: float = 20.0) -> list[str]:
 
 # Files with tests that start a whole run of algorithm.py or install packages, besides those of the stack's group.
 STARTS_COMMANDS = (
-    *(
-        "test_backends",
-        "test_docs",
-        "test_gym_servers",
-        "test_images",
-        "test_models",
-        "test_private",
-        "test_readme",
-    ),
-    *("test_scale", "test_tests"),
+    "test_backends",
+    "test_conftest",
+    "test_docs",
+    "test_draft_tokens",
+    "test_extras_deleted",
+    "test_gym_environments",
+    "test_hf_rollout",
+    "test_images",
+    "test_isolation",
+    "test_judge_servers",
+    "test_prometheus",
+    "test_readme",
+    "test_scale",
+    "test_servers",
+    "test_trackers",
 )
 # Reasons for which a test may be skipped in CI: begin each with the words of the test's own reason.
 SKIPS_IN_CI = ("needs root: ", "needs bubblewrap")
@@ -421,8 +427,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "stack" in item.fixturenames or item.path.stem in (
             "test_reliability",
-            "test_runs",
-            "test_stops",
+            "test_cli",
+            "test_signals",
         ):
             item.add_marker(pytest.mark.xdist_group("stack"))
         elif "chromium" in item.fixturenames:  # which two processes cannot fetch at once
@@ -443,7 +449,7 @@ class Stack:
     """One session of the stack, which tests share: Gym servers of every kind, Ray, an FSDP actor and vLLM."""
 
     config: DictConfig
-    data: preparation.Data
+    data: prepare.RunInputs
     workspace: Path
     workers: Any  # training.Workers
     servers: Any  # inference.Servers
@@ -472,15 +478,15 @@ class Stack:
         config, data = load(
             self.workspace, f"trainer.experiment_name={name}", *SESSION, *changes, overlays=overlays
         )
-        user_functions.register(
-            [config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode]
+        user_functions.register_in_verl(
+            config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode
         )
         if workers is None:
             workers = self.workers
             workers.actor.load_checkpoint(str(self.fresh))
         training.set_policy_loss(workers.actor, config)
         was = self.servers
-        policy = inference.make_policy(config, was.policy.client, data, 60.0)
+        policy = make_sampler_context(config, was.context.client, data, 60.0)
         servers = inference.Servers(
             config, was.manager, workers.actor, policy, gym or was.gym, was.loop
         )
@@ -488,12 +494,12 @@ class Stack:
         shutil.rmtree(self.workspace / "runs" / name, ignore_errors=True)
         with Run(config) as run:
             trainer = Trainer(config, data, run, workers, servers, state)
-            trainer.publish()
-            with run.saving(trainer.save):
+            trainer.update_weights()
+            with run.save_on_stop(trainer.save):
                 yield trainer
         lines = metrics_of(run.folder) if (run.folder / "metrics.jsonl").is_file() else []
         logged = {name for line in lines for name in line}
-        unknown = sorted(name for name in logged - {"step", "time"} if not describe(name))
+        unknown = sorted(name for name in logged - {"step", "time"} if not find_metric(name))
         assert not unknown, (
             f"docs/reference.md is made of kit/extras/report/metric_docs.yaml, which does not know {unknown}"
         )
@@ -503,12 +509,11 @@ class Stack:
 def with_verifiers(stack: Stack, *changes: str):
     """The functions of a recipe beside the session's servers."""
     from kit.extras.python_verifiers import verifier_pool
+    from kit.gym.verifiers import VerifierRouter
 
     config, data = load(stack.workspace, *SESSION, *changes)
-    own = list(verifier_pool.of_recipe(config).values())
-    gym = verifier_pool.Verifiers(
-        stack.servers.gym.gym, own, config, data.tokenizer, stack.workspace
-    )
+    pools = verifier_pool.make_pools(config, stack.workspace)
+    gym = VerifierRouter(stack.servers.gym.gym, pools, data.tokenizer)
     try:
         yield gym
     finally:
@@ -550,7 +555,7 @@ def session(workspace: Path, *changes: str) -> Iterator[Stack]:
         fresh = workspace / "fresh"
         workers.actor.save_checkpoint(str(fresh), None, 0, None)
         servers.sleep()
-        servers.publish(0)
+        servers.update_weights(0)
         yield Stack(config, data, workspace, workers, servers, fresh)
 
 
@@ -564,7 +569,7 @@ def stack(workspace) -> Iterator[Stack]:
 @pytest.fixture(scope="session")
 def values(stack):
     """A critic and a reward model beside the session's actor; the critic's first checkpoint is in fresh_critic."""
-    import training
+    from kit.runs.workers import optional_roles, start_roles
 
     changes = [
         "algorithm.adv_estimator=gae",
@@ -573,7 +578,7 @@ def values(stack):
     ]
     changes += [f"reward.reward_model.model_path={stack.workspace / 'scored'}", "env.val_files=[]"]
     config, _ = load(stack.workspace, *SESSION, *changes)
-    alone = training.start_roles(config, training.beside_actor(config))
+    alone = start_roles(config, optional_roles(config))
     alone.critic.save_checkpoint(str(stack.workspace / "fresh_critic"), None, 0, None)
     yield alone
     drop(alone)

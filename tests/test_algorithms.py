@@ -1,4 +1,4 @@
-"""The kit's advantages and KL terms (training.advantages, apply_kl), and verl's losses, against their papers.
+"""The kit's advantages and KL terms (training.compute_advantages, apply_kl), and verl's losses, against their papers.
 
 A reference is the paper's equation as loops over episodes and tokens. Where verl does otherwise, the text says
 "Departs:" and the test holds verl to what it does. Tolerances: float64 goes in, and rewards are multiples of 1/4, so
@@ -23,8 +23,9 @@ from verl.utils.config import omega_conf_to_dataclass
 import training
 from kit.config import user_functions
 from kit.config.load import load_config
-from kit.data.episodes import Episode, keep
-from kit.errors import PluginError
+from kit.data.episode import Episode, TurnSpan
+from kit.data.selection import select_trainable
+from kit.errors import UserFunctionError
 from templates.advantages import distill, preference, spin
 from templates.losses import dpo, sppo
 
@@ -86,7 +87,7 @@ def random_episodes(seed, gaps=True):
     for failed in made[5], made[-1]:  # which leaves d alone
         failed.status, failed.reward = "http_500", None
     rng.shuffle(made)
-    kept, _ = keep(made)
+    kept, _ = select_trainable(made)
     assert sorted(e.group_id for e in kept) == list("aabbbccccc")
     return kept
 
@@ -100,7 +101,7 @@ def padded(rows):
 def advantages(episodes, name, **algorithm):
     """(advantages, returns) [B, R] as the loop of algorithm.py gets them; 0 on tokens that were not sampled."""
     batch, settings = (
-        training.to_batch(episodes, 0, 1.0),
+        training.build_batch(episodes, 0, 1.0),
         OmegaConf.merge(recipe().algorithm, algorithm),
     )
     b, mask = batch.batch, batch.batch["response_mask"]
@@ -114,7 +115,7 @@ def advantages(episodes, name, **algorithm):
     if name == "remax":
         b["reward_baselines"] = torch.tensor([e.greedy for e in episodes], dtype=torch.float64)
     settings.adv_estimator = name
-    training.advantages(batch, OmegaConf.create({"algorithm": settings}))
+    training.compute_advantages(batch, OmegaConf.create({"algorithm": settings}))
     if name not in (
         "gae",
         "remax",
@@ -361,9 +362,9 @@ def test_equal_rewards_teach_nothing(name):
 def test_equal_rewards_that_float32_cannot_hold_may_teach_something():
     """to_batch makes float32 scores. The mean of three 0.9 is a rounding off, its std no larger: each gets 0.056."""
     for reward, low, high in [(1.0, 0, 0), (0.25, 0, 0), (0.9, 0.01, 0.1), (170.72, 0.1, 1)]:
-        batch = training.to_batch(group_of(reward, reward, reward), 0, 1.0)
+        batch = training.build_batch(group_of(reward, reward, reward), 0, 1.0)
         batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
-        training.advantages(batch, recipe())
+        training.compute_advantages(batch, recipe())
         assert low <= batch.batch["advantages"].abs().max() <= high
 
 
@@ -739,15 +740,15 @@ def test_all_kl_estimates_but_k2_have_the_kls_mean_and_only_k2_and_those_with_a_
 def test_kl_in_the_reward_is_taken_from_sampled_tokens_only(kind, target):
     """Ziegler et al., arXiv:1909.08593, section 2.2: R - beta log(pi / ref), and the controller of beta."""
     episodes, rng = random_episodes(0), np.random.default_rng(0)
-    batch, expected = training.to_batch(episodes, 0, 1.0), padded([e.rewards for e in episodes])
+    batch, expected = training.build_batch(episodes, 0, 1.0), padded([e.rewards for e in episodes])
     old, ref = rng.normal(size=(2, *expected.shape))
     batch.batch["old_log_probs"], batch.batch["ref_log_prob"] = torch.tensor(old), torch.tensor(ref)
     kl_ctrl = {"type": "adaptive", "kl_coef": 0.25, "target_kl": target, "horizon": 100}
     config = OmegaConf.create({"algorithm": {"kl_ctrl": kl_ctrl, "kl_penalty": kind}})
-    controller = training.kl_controller(
+    controller = training.make_kl_controller(
         config, 0.5
     )  # as far as it had come, and not where it began
-    metrics = training.apply_kl(batch, controller, config)
+    metrics = training.apply_kl_penalty(batch, controller, config)
     spent = np.vectorize(lambda x, q: KL[kind](x, q)[0])(old, ref)
     for i, e in enumerate(episodes):
         expected[i, sampled(e)] -= 0.5 * spent[i, sampled(e)]
@@ -761,7 +762,7 @@ def test_kl_in_the_reward_is_taken_from_sampled_tokens_only(kind, target):
         == pytest.approx(0.5 * (1 + np.clip(kl / target - 1, -0.2, 0.2) * 10 / 100))
         != 0.5
     )
-    assert training.kl_controller(config, 0.0).value == 0.25  # of a run that begins
+    assert training.make_kl_controller(config, 0.0).value == 0.25  # of a run that begins
 
 
 # --- of templates/ -------------------------------------------------------------------------------
@@ -804,7 +805,7 @@ def test_sppo_regresses_an_answers_log_ratio_on_how_often_it_wins(seed):
     assert_same(
         gradient_in_parts(sppo, d, advantages, MODES[3], (slice(0, 3), slice(3, 8))), loss, gradient
     )
-    with pytest.raises(PluginError, match="seq-mean-token-mean"):
+    with pytest.raises(UserFunctionError, match="seq-mean-token-mean"):
         gradient_in_parts(sppo, d, advantages, MODES[0], [slice(0, 8)])
 
 
@@ -873,20 +874,20 @@ def test_an_estimator_of_ones_own_gets_each_thing_by_its_name(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     user_functions.register(["mine.py:by_name", "vanilla"])
     made = [*group_of(1.0, 0.5), episode("h", 0.25, [1, 0, 1])]
-    made[2].turns = [(0, 1, 1), (2, 3, 3)]
-    batch = training.to_batch(made, 0, 1.0)
+    made[2].turns = [TurnSpan(0, 1, 1), TurnSpan(2, 3, 3)]
+    batch = training.build_batch(made, 0, 1.0)
     b = batch.batch
     b["token_level_rewards"] = b["token_level_scores"] * 2
     settings = OmegaConf.merge(
         recipe().algorithm, {"adv_estimator": "mine.py:by_name", "gamma": 0.9, "lam": 0.5}
     )
     config = OmegaConf.create({"algorithm": settings})
-    training.advantages(batch, config)
+    training.compute_advantages(batch, config)
     assert_close(b["advantages"], [[0.225, 0, 0]] * 2 + [[0.225, 0, 0.225]], **SINGLE)
     assert_close(b["returns"], [[1.0, 0, 0], [0.5, 0, 0], [0, 0, 0.25]], **SINGLE)
     b["rollout_is_weights"] = torch.full((3, 3), 2.0)
     config.algorithm.extra = 3
-    training.advantages(batch, config)
+    training.compute_advantages(batch, config)
     assert_close(b["advantages"], [[1.8, 0, 0]] * 2 + [[1.8, 0, 1.8]], **SINGLE)
     assert_close(b["returns"], [[1.0, 0, 0], [0.5, 0, 0], [0, 0, 3.25]], **SINGLE)
 

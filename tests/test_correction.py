@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 import training
 from kit.config.load import load_config
-from kit.data.episodes import Episode
+from kit.data.episode import Episode
 
 
 def batch_of(seed):
@@ -42,7 +42,7 @@ def batch_of(seed):
     ratios = [
         [rng.gauss(0, 0.5) for _ in e.response_ids] for e in made
     ]  # log trainer - log sampler
-    batch = training.to_batch(made, 0, 1.0)
+    batch = training.build_batch(made, 0, 1.0)
     b = batch.batch
     b["old_log_probs"] = torch.zeros_like(b["rollout_log_probs"])
     for i, (e, row) in enumerate(zip(made, ratios, strict=True)):
@@ -61,7 +61,7 @@ def corrected(batch, **settings):
     config = OmegaConf.create(
         {"algorithm": {"rollout_correction": OmegaConf.merge(defaults(), settings)}}
     )
-    metrics = training.correct(batch, config)
+    metrics = training.apply_rollout_correction(batch, config)
     return batch.batch.get("rollout_is_weights"), batch.batch["response_mask"], metrics
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, run
 from test_readme import PAGES, above_main, blocks, dry_run, furnish, write_gsm8k
-from test_report_page import synthetic
+from test_report_page import write_synthetic_run
 
 from kit.config.load import load_config
 from kit.extras.report import metric_docs
@@ -39,7 +39,7 @@ def test_what_cannot_be_run_here_is_marked_and_counted():
 
 def test_the_reference_is_what_the_code_says():
     path = ROOT / "docs" / "reference.md"
-    assert path.read_text() == metric_docs.page(), (
+    assert path.read_text() == metric_docs.render_reference(), (
         "python -m kit.extras.report.metric_docs > docs/reference.md"
     )
 
@@ -53,7 +53,7 @@ def clone(tmp_path_factory) -> Path:
     for words in (["arithmetic"], ["gsm8k", "--source", "."]):
         done = run([sys.executable, "env.py", *words], folder)
         assert done.returncode == 0, done.stderr
-    (synthetic(folder / "runs" / "math_cpu", 3, 64, model) / "export").symlink_to(model)
+    (write_synthetic_run(folder / "runs" / "math_cpu", 3, 64, model) / "export").symlink_to(model)
     return folder
 
 

@@ -1,42 +1,64 @@
-"""The repository stands alone, and stays the house that it is: nothing outside is named, and sizes and order hold."""
+"""The repository stands alone, and its packages import each other in one direction only."""
 
 from __future__ import annotations
 
 import ast
 import fnmatch
+import graphlib
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import GIVEN, ROOT, row, write_rows
 
-FIVE = ("algorithm", "inference", "training", "env", "gym_client")
-TOP = (  # what may stand at the root
-    *(f"{name}.py" for name in FIVE),
-    *(".ci", ".gitignore", "LICENSE", "Makefile", "README.md", "pyproject.toml", "requirements*"),
-    *("benchmarks", "configs", "docs", "kit", "templates", "tests"),
+# The five files; gym_messages.py is the part of gym_client.py that is copied with it.
+ROOT_MODULES = ("algorithm", "inference", "training", "env", "gym_client", "gym_messages")
+TOP = (  # the names that may stand at the root
+    *(f"{name}.py" for name in ROOT_MODULES),
+    ".ci",
+    ".gitignore",
+    "LICENSE",
+    "Makefile",
+    "README.md",
+    "pyproject.toml",
+    "requirements*",
+    "benchmarks",
+    "configs",
+    "docs",
+    "kit",
+    "templates",
+    "tests",
 )
-ONE_LINES, LOOP_LINES = 600, 400  # of each of the five; of algorithm.py
-FUNCTION_LINES = 60
-# Of one machine or another folder; written so that this file does not name them itself.
-OUTSIDE = [rf"(?<![\w.])/{name}/" for name in ("root", "work", "home", "mnt", "Users")] + [
-    r"(?<![\w.])\.\./\w+/",  # a folder beside it
-    r"ROOT" + r"\.parent",
-]
-HOST = r"^(?!\s*#).*(https?://|--(extra-)?index-url|--find-links|(^|\s)-[if]\s| @ )"  # comments may name one
-LAZY = ("later", "kit.later", "importlib.import_module", "__import__")
-LITTLE = {
-    "env",
-    "gym_client",
-    "errors",
-    "data.episodes",
-}  # what templates may import: they are copied elsewhere
+# A part imports only from the parts before it, and from its own folder. `extras` is the table.
+PARTS = (
+    ("env",),
+    ("gym_messages",),
+    ("gym_client",),
+    ("kit.errors",),
+    ("kit.extras",),
+    ("kit.config",),
+    ("kit.data",),
+    ("kit.gym",),
+    ("kit.rollout",),
+    ("training", "inference"),
+    ("kit.runs",),
+    ("algorithm",),
+)
+# Templates are copied to other projects, so they import little.
+TEMPLATE_IMPORTS = {"env", "gym_client", "kit.errors", "kit.data.episode", "kit.data.selection"}
+# Paths of one machine, or of another folder; written so that this file does not contain them.
+FOREIGN_PATHS = [rf"(?<![\w.])/{name}/" for name in ("root", "work", "home", "mnt", "Users")]
+FOREIGN_PATHS += [r"(?<![\w.])\.\./\w+/", r"ROOT" + r"\.parent"]
+# an address or a local path in a requirements file; comments may name one
+HOST = r"^(?!\s*#).*(https?://|--(extra-)?index-url|--find-links|(^|\s)-[if]\s| @ )"
+MAX_CORE_MODULES = 26
 
 
-def files() -> list[Path]:
-    """All files of the repository, those not yet committed too."""
+def list_files() -> list[Path]:
+    """All files of the repository, also those that are not committed yet."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -44,159 +66,204 @@ def files() -> list[Path]:
         text=True,
         check=True,
     ).stdout
-    return [
-        ROOT / name for name in sorted(set(listed.split("\0"))) if name and (ROOT / name).is_file()
-    ]
+    paths = [ROOT / name for name in sorted(set(listed.split("\0"))) if name]
+    return [path for path in paths if path.is_file()]
 
 
-def lines_of(path: Path) -> list[str]:
+def read_lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines()
 
 
-def test_no_file_names_a_path_outside_of_the_repository():
-    found = [
-        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
-        for path in files()
-        if path.suffix != ".png"
-        for number, line in enumerate(lines_of(path), 1)
-        if any(re.search(pattern, within(line, path)) for pattern in OUTSIDE)
-    ]
-    assert not found, "\n".join(found)
+def list_sources() -> list[Path]:
+    """The Python files of the root, kit/ and templates/."""
+    folders = (ROOT, *(ROOT / "kit").rglob("*"), ROOT / "kit", ROOT / "templates")
+    return [path for path in list_files() if path.suffix == ".py" and path.parent in folders]
 
 
-def within(line: str, path: Path) -> str:
+# --- alone ---------------------------------------------------------------------------------------
+
+
+def without_local_links(line: str, path: Path) -> str:
     """A line without the links of a page to other files of the repository."""
     links = re.findall(r"\]\(([^)#]+)", line) if path.suffix == ".md" else []
     for link in links:
-        if (target := (path.parent / link).resolve()).exists() and target.is_relative_to(ROOT):
+        target = (path.parent / link).resolve()
+        if target.exists() and target.is_relative_to(ROOT):
             line = line.replace(link, "")
     return line
 
 
+def test_no_file_names_a_path_outside_the_repository():
+    problems = []
+    for path in list_files():
+        if path.suffix == ".png":
+            continue
+        for number, line in enumerate(read_lines(path), 1):
+            text = without_local_links(line, path)
+            if any(re.search(pattern, text) for pattern in FOREIGN_PATHS):
+                problems.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
+    assert not problems, "\n".join(problems)
+
+
 def test_requirements_name_no_host():
-    found = [
-        f"{path.name}: {line}"
-        for path in files()
-        if path.name.startswith("requirements")
-        for line in lines_of(path)
-        if re.search(HOST, line)
-    ]
-    assert not found, found
+    problems = []
+    for path in list_files():
+        if path.name.startswith("requirements"):
+            lines = [line for line in read_lines(path) if re.search(HOST, line)]
+            problems += [f"{path.name}: {line}" for line in lines]
+    assert not problems, problems
 
 
-def test_at_the_root_are_the_five_files_and_what_belongs_beside_them():
-    top = {path.relative_to(ROOT).parts[0] for path in files()}
-    assert not [name for name in top if not any(fnmatch.fnmatch(name, allowed) for allowed in TOP)]
-    assert {name for name in top if name.endswith(".py")} == {f"{name}.py" for name in FIVE}
+def test_the_root_holds_the_five_files_and_known_folders():
+    top = {path.relative_to(ROOT).parts[0] for path in list_files()}
+    unknown = [name for name in top if not any(fnmatch.fnmatch(name, known) for known in TOP)]
+    assert not unknown
+    files = {name for name in top if name.endswith(".py")}
+    assert files == {f"{name}.py" for name in ROOT_MODULES}
 
 
-def test_the_five_files_stay_readable_in_one_sitting():
-    lines = {path.name: len(lines_of(path)) for path in ours() if path.parent == ROOT}
-    wrong = [
-        f"{name} has {count} lines, over {ONE_LINES}"
-        for name, count in lines.items()
-        if count > ONE_LINES
-    ]
-    wrong += [f"algorithm.py has {lines['algorithm.py']} lines, over {LOOP_LINES}"] * (
-        lines["algorithm.py"] > LOOP_LINES
-    )
-    assert not wrong, "\n".join(wrong)
+# --- one direction -------------------------------------------------------------------------------
 
 
-def ours() -> list[Path]:
-    """The Python files of the root, kit/ and templates/."""
-    folders = (ROOT / "kit", ROOT / "templates")
-    return [
-        p
-        for p in files()
-        if p.suffix == ".py" and (p.parent == ROOT or any(f in p.parents for f in folders))
-    ]
-
-
-def name_of(path: Path) -> str:
-    """The dotted name of a file, within kit/ without `kit.`: env, errors, data.episodes, ..."""
+def module_name(path: Path) -> str:
+    """The dotted name of a file: env, kit.data.episode, kit.extras, ..."""
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[1:] if parts[0] == "kit" else parts)
+    return ".".join(parts).removesuffix(".__init__")
 
 
-def test_no_function_is_long():
-    long = [
-        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {node.end_lineno - node.lineno + 1} lines"
-        for path in ours()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and node.end_lineno - node.lineno + 1 > FUNCTION_LINES
-    ]
-    assert not long, "\n".join(long)
-
-
-# --- one way -------------------------------------------------------------------------------------
-
-
-def imported(path: Path) -> Iterator[str]:
-    """Dotted names of all that a file imports, whenever and however: at its top, in a function, for types, `later`."""
+def list_imports(path: Path) -> Iterator[str]:
+    """Dotted names of all that a file imports, at its top and in functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path}:{node.lineno}: imports are absolute"
+            assert not node.level, f"{path}:{node.lineno}: imports must be absolute"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif (
-            isinstance(node, ast.Call)
-            and ast.unparse(node.func) in LAZY
-            and isinstance(node.args[0], ast.Constant)
-        ):
-            yield str(node.args[0].value)
+            yield str(node.module)
 
 
-def of_ours(path: Path) -> set[str]:
-    """The modules of the root and of kit/ that a file imports: env, recipe, ..."""
-    kit = {name_of(p) for p in (ROOT / "kit").rglob("*.py") if p.stem != "__init__"}
-    found = set()
-    for name in imported(path):
-        first, _, rest = name.partition(".")
-        if first == "kit":  # of `from kit.x.y import z`, kit.x.y is the module
-            found |= {rest, rest.rpartition(".")[0]} & kit
-        elif first in (*FIVE, "templates"):
-            found.add(first)
-    return found
+MODULES = {module_name(path): path for path in list_sources()}
 
 
-def order() -> list[str]:
-    """The modules in the order of the list in kit/__init__.py; env and gym_client come first, and know none of them."""
-    text = ast.get_docstring(ast.parse((ROOT / "kit" / "__init__.py").read_text())) or ""
-    listed, end, _ = text.partition("env and gym_client")
-    assert end, "the list of kit/__init__.py ends with `env and gym_client`"
-    known = {name_of(p) for p in ours() if p.parent != ROOT / "templates"} - {"env", "gym_client"}
-    names = [word for word in re.findall(r"[\w.]*\w", listed.partition(":")[2]) if word in known]
-    assert len(names) == len(set(names)), f"twice in the list of kit/__init__.py: {names}"
-    return ["env", "gym_client", *names]
+def list_project_imports(path: Path) -> set[str]:
+    """The modules of this repository that a file imports, without the packages above them."""
+    names = {name for name in list_imports(path) if name in MODULES}
+    is_package = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
+    # `from kit.extras.judges import judge_proxy` names the package only as a part of the path
+    return {name for name in names - is_package if name not in ("kit", module_name(path))}
 
 
-def test_every_file_imports_only_from_those_before_it():
-    places = {name: place for place, name in enumerate(order())}
-    wrong = []
-    for path in ours():
-        name, needed = name_of(path), of_ours(path)
-        if path.parent == ROOT / "templates":
-            wrong += [f"templates/{path.name} imports {n}" for n in sorted(needed - LITTLE)]
-        elif name not in places:  # scripts, and the __init__ of packages
-            wrong += [
-                f"{name}, which is not in the list of kit/__init__.py, imports {n}" for n in needed
-            ]
-        else:
-            later = [n for n in needed if places.get(n, len(places)) >= places[name]]
-            wrong += [f"{name} imports {n}" for n in sorted(later)]
-    assert not wrong, "\n".join(wrong)
+def part_of(name: str) -> int | None:
+    """The position of a module in PARTS; None for extras and cpu."""
+    for position, members in enumerate(PARTS):
+        for member in members:
+            if name == member or (member != "kit.extras" and name.startswith(f"{member}.")):
+                return position
+    return None
+
+
+def test_core_modules_import_only_from_parts_before_them():
+    problems = []
+    for name, path in MODULES.items():
+        position = part_of(name)
+        if position is None or name == "kit":
+            continue
+        for other in list_project_imports(path):
+            other_position = part_of(other)
+            is_same_folder = position == other_position and name.startswith("kit.")
+            is_before = other_position is not None and other_position < position
+            if not (is_before or is_same_folder):
+                problems.append(f"{name} imports {other}")
+    # the table of extras makes the processor of text models
+    allowed = {"kit.extras imports kit.data.processor"}
+    assert sorted(set(problems) - allowed) == []
+
+
+def test_no_modules_import_each_other():
+    graph = {name: list_project_imports(path) for name, path in MODULES.items()}
+    graph["kit.extras"] -= {"kit.data.processor"}
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_extras_do_not_import_each_other():
+    problems = []
+    for name, path in MODULES.items():
+        if not name.startswith(("kit.extras.", "kit.cpu.")):
+            continue
+        folder = ".".join(name.split(".")[:3])
+        for other in list_project_imports(path):
+            if other.startswith("kit.extras.") and not f"{other}.".startswith(f"{folder}."):
+                problems.append(f"{name} imports {other}")
+    assert problems == []
+
+
+def test_templates_import_little():
+    for path in (ROOT / "templates").glob("*.py"):
+        assert list_project_imports(path) <= TEMPLATE_IMPORTS, path
 
 
 @pytest.mark.parametrize(
-    ("name", "never"),
+    ("name", "forbidden"),
     [
-        ("env", ("torch", "verl", "ray", "vllm", "kit", "gym_client")),
+        ("env", ("torch", "verl", "ray", "vllm", "gym_client")),
         ("gym_client", ("torch", "verl", "ray", "vllm", "kit", "env")),
+        ("gym_messages", ("torch", "verl", "ray", "vllm", "kit", "env", "gym_client", "aiohttp")),
         ("training", ("aiohttp", "httpx", "vllm", "gym_client", "inference")),
+        ("inference", ("training",)),
     ],
 )
-def test_what_can_be_lifted_out_alone_knows_nothing_of_the_rest(name, never):
-    assert not {module.partition(".")[0] for module in imported(ROOT / f"{name}.py")} & set(never)
+def test_a_file_that_can_be_copied_alone_does_not_import_the_rest(name, forbidden):
+    imported = {module.partition(".")[0] for module in list_imports(ROOT / f"{name}.py")}
+    assert not imported & set(forbidden)
+
+
+def test_env_imports_the_kit_only_for_its_other_commands():
+    """`python env.py check` and the like are in kit/; the tasks and their rendering are not."""
+    tree = ast.parse((ROOT / "env.py").read_text())
+    for node in tree.body:
+        names = [alias.name for alias in getattr(node, "names", [])]
+        assert not any(name.startswith("kit") for name in [*names, getattr(node, "module", "")])
+
+
+# --- core and extras -----------------------------------------------------------------------------
+
+DRY_RUN = """
+import runpy, sys
+sys.argv = ["algorithm.py", *sys.argv[1:]]
+try:
+    runpy.run_path("algorithm.py", run_name="__main__")
+finally:
+    print("MODULES", *sorted(name for name in sys.modules if name.startswith("kit")))
+"""
+
+
+@pytest.fixture(scope="module")
+def gsm8k_arguments(workspace) -> list[str]:
+    """configs/math.yaml with a tiny model and rows, since no hub can be reached here."""
+    rows = write_rows(workspace / "gsm8k.jsonl", [row(f"say {i}") for i in range(8)])
+    return [
+        "--config=configs/math.yaml",
+        f"actor_rollout_ref.model.path={workspace / 'untied'}",
+        f"env.train_files=[{{path: {rows}, server: math_with_judge}}]",
+        "env.val_files=[]",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "trainer.n_gpus_per_node=1",
+    ]
+
+
+def test_a_dry_run_of_math_imports_few_modules_of_the_kit(gsm8k_arguments):
+    done = subprocess.run(
+        [sys.executable, "-c", DRY_RUN, *gsm8k_arguments, "--dry-run"],
+        cwd=ROOT,
+        env=GIVEN,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "nothing was started" in done.stdout
+    line = next(line for line in done.stdout.splitlines() if line.startswith("MODULES"))
+    modules = [name for name in line.split()[1:] if MODULES[name].stem != "__init__"]
+    assert not [name for name in modules if name.startswith(("kit.extras.", "kit.cpu."))]
+    assert len(modules) <= MAX_CORE_MODULES, modules

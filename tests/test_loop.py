@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 import algorithm
 import gym_client
 import training
-from kit.data.episodes import Episode, append
-from kit.errors import ConfigError, DamagedStep, SkippedStep
+from kit.data.episode import Episode, append_tokens
+from kit.errors import ConfigError, NonFiniteStep, SkippedStep
 from kit.runs import checkpoints, cli
 from kit.runs.launch import Started
 
@@ -19,7 +19,7 @@ from kit.runs.launch import Started
 class Servers:
     """Episodes of 3 tokens whose rewards differ; or all of them failed."""
 
-    asleep, fails = False, False
+    is_asleep, fails = False, False
 
     def __init__(self, calls):
         self.calls = calls
@@ -32,7 +32,7 @@ class Servers:
                 task.row_id, group_id, task.server, task.prompt_ids, row=task.row, ended="stop"
             )
             e.output.append(gym_client.message("six"))
-            append(e, [5, 6, 1], [-1.0, -2.0, -3.0])
+            append_tokens(e, [5, 6, 1], [-1.0, -2.0, -3.0])
             e.status, e.reward = ("timeout", None) if self.fails else ("ok", float(i % 3 == 0))
             made.append(e)
             on_done(i, e)
@@ -40,11 +40,11 @@ class Servers:
 
     def sleep(self):
         self.calls.append("sleep")
-        self.asleep = True
+        self.is_asleep = True
 
-    def publish(self, step):
+    def update_weights(self, step):
         self.calls.append(f"publish {step}")
-        self.asleep = False
+        self.is_asleep = False
 
 
 @pytest.fixture
@@ -87,8 +87,8 @@ def calls(workspace, tmp_path, monkeypatch):
     # A second of each run that no test of the loop looks at: its config.yaml and its report.html.
     monkeypatch.setattr("kit.runs.run_dir.public", lambda _: OmegaConf.create())
     monkeypatch.setattr("kit.runs.run_dir.Run.write_report", lambda _: None)
-    monkeypatch.setattr(training, "old_log_probs", measured)
-    monkeypatch.setattr(training, "ref_log_probs", referred)
+    monkeypatch.setattr(training, "add_old_log_probs", measured)
+    monkeypatch.setattr(training, "compute_ref_log_probs", referred)
     monkeypatch.setattr(training, "update_actor", updated)
     for name, function in {"save": saved, "export": exported, "load": loaded}.items():
         monkeypatch.setattr(checkpoints, name, function)
@@ -122,7 +122,7 @@ def test_vllm_sleeps_while_the_trainer_measures_learns_and_saves(
     with algorithm.train(planned(workspace, "trainer.save_freq=1", *changes)) as trainer:
         assert made == ["sleep", "publish 0"]
         made.clear()
-        trainer.advance()
+        trainer.step_or_skip()
     learned = [] if "trainer.critic_warmup=1" in changes else ["update_actor"]
     assert made == ["rollout", "sleep", *measured, *learned, "save 1", "publish 1"]
 
@@ -151,7 +151,7 @@ def test_steps_that_are_done_are_finished(workspace, calls, tmp_path, monkeypatc
     folder = tmp_path / plan.config.trainer.default_local_dir
     (folder / "global_step_5").mkdir(parents=True)
     monkeypatch.setattr(checkpoints, "broken", lambda _: "")
-    found, told = checkpoints.resume_point(plan.config)
+    found, told = checkpoints.find_resume_point(plan.config)
     assert (
         found == folder.relative_to(tmp_path) / "global_step_5"
         and "what is left is the last evaluation" in told[-1]
@@ -159,10 +159,10 @@ def test_steps_that_are_done_are_finished(workspace, calls, tmp_path, monkeypatc
     export = tmp_path / "runs" / plan.config.trainer.experiment_name / "export"
     export.mkdir(parents=True)
     (export / checkpoints.EXPORTED).write_text("4\n")
-    assert checkpoints.resume_point(plan.config)[0] == found  # the export is of an earlier step
+    assert checkpoints.find_resume_point(plan.config)[0] == found  # the export is of an earlier step
     (export / checkpoints.EXPORTED).write_text("5\n")
     with pytest.raises(ConfigError, match="nothing left to train"):
-        checkpoints.resume_point(plan.config)
+        checkpoints.find_resume_point(plan.config)
 
 
 def test_a_batch_that_failed_is_skipped_before_anybody_sleeps(workspace, calls):
@@ -174,7 +174,7 @@ def test_a_batch_that_failed_is_skipped_before_anybody_sleeps(workspace, calls):
         ):
             trainer.step()
         made.clear()
-        trainer.advance()
+        trainer.step_or_skip()
     assert made == ["rollout"]
 
 
@@ -188,7 +188,7 @@ def test_damage_is_an_exception_that_carries_its_reason(workspace, calls, monkey
 
     monkeypatch.setattr(training, name, damaged)
     with algorithm.train(planned(workspace, "algorithm.recompute_old_log_probs=true")) as trainer:
-        with pytest.raises(DamagedStep, match=r"NaN or infinite|actor/grad_norm is nan") as caught:
+        with pytest.raises(NonFiniteStep, match=r"NaN or infinite|actor/grad_norm is nan") as caught:
             trainer.step()
         assert "responses" in caught.value.batch.batch
 
@@ -198,17 +198,17 @@ def test_what_a_stop_saves_is_of_the_last_update(workspace, calls, monkeypatch):
     made, servers = calls
     with pytest.raises(ValueError, match="a server's"):
         with algorithm.train(planned(workspace)) as trainer:
-            trainer.advance()
-            known = dict(trainer.learned["pass_rates"])
-            trainer.data.sampler = lambda tasks, size, *_: tasks[:1] * size
+            trainer.step_or_skip()
+            known = dict(trainer.saved_state["pass_rates"])
+            trainer.inputs.source.sampler = lambda tasks, size, *_: tasks[:1] * size
             trainer.collect()
-            assert trainer.learned["pass_rates"] == known != trainer.state["pass_rates"]
+            assert trainer.saved_state["pass_rates"] == known != trainer.state["pass_rates"]
 
             def broken(*_, **__):
                 raise ValueError("a server's")
 
             monkeypatch.setattr(servers, "rollout", broken)
-            trainer.advance()
+            trainer.step_or_skip()
     assert (
-        made[-1] == "save 1" and trainer.learned["batches"] == 1 and trainer.state["batches"] == 3
+        made[-1] == "save 1" and trainer.saved_state["batches"] == 1 and trainer.state["batches"] == 3
     )

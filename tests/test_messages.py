@@ -9,7 +9,7 @@ from conftest import ROOT
 
 ENDS = {
     "ConfigError",
-    "PluginError",
+    "UserFunctionError",
     "RunError",
     "DataError",
     "Refused",
@@ -18,9 +18,12 @@ ENDS = {
 }
 FILES = [*ROOT.glob("*.py"), *ROOT.glob("kit/**/*.py"), *ROOT.glob("templates/*.py")]
 WAY_OUT = re.compile(
-    r"\b(add|change|choose|free|give|install|join|keep|leave|let|look|lower|make|makes|mend|must|name|needs|pass|put|"
-    r"raise|rename|return|run|save|see|set|start|starts|take|takes|try|use|wants|write|did you mean|it has|there is|"
-    r"go(es)? on from|nearest are|nor one of|has|tried on|problems with)\b"
+    r"\b(accept|add|change|check|choose|convert|correct|fix|free|give|install|join|keep|leave|"
+    r"let|look|lower|make|makes|mend|must|name|needs|pass|put|raise|remove|rename|rerun|"
+    r"restart|resume|return|run|save|see|set|start|starts|take|takes|try|use|wants|write|"
+    r"did you mean|it has|there is|go(es)? on from|nearest are|nor one of|has|tried on|"
+    r"problems with)\b",
+    re.IGNORECASE,
 )
 
 

@@ -21,14 +21,16 @@ from unittest import mock
 import pyarrow
 import pytest
 from conftest import GYM_PYTHON, ROOT, make_model, row, run
+from judge_doubles import StubJudge
 from pyarrow import parquet
-from test_judges import Judge
 
 import env
 import gym_client
 from kit.config.load import read_yaml
-from kit.data.episodes import Episode, append, as_record, open_records, write
-from kit.gym import servers as gym_servers
+from kit.data.episode import Episode, append_tokens
+from kit.data.rollout_files import open_records, to_record, write_record
+from kit.data.verl_rows import read_rows
+from kit.gym import network
 from kit.runs import cli
 
 MARKS = {
@@ -94,6 +96,7 @@ def furnish(folder: Path) -> Path:
         "templates",
         "configs",
         "gym_client.py",
+        "gym_messages.py",
         "algorithm.py",
         "inference.py",
         "training.py",
@@ -200,20 +203,20 @@ def test_make_has_what_readme_asks_it_for():
 
 def test_a_task_is_added_beside_the_others(desk):
     """The block of env.py: its rows are there, the demo's are written as before, and the kit can ask them."""
-    rows = [r for _, r in env.read_rows(desk / "data" / "differences_train.jsonl")]
+    rows = [r for _, r in read_rows(desk / "data" / "differences_train.jsonl")]
     assert (
         rows[0]["answer"]
         == f"{rows[0]['question'].removeprefix('Complete the equation: ')} {eval_of(rows[0])}"
     )
-    assert env.render(rows[0], "x:1")[0][0] == {
+    assert env.render_row(rows[0], "x:1")[0][0] == {
         "role": "system",
         "content": "You are a calculator.",
     }
     held_out = {
-        r["question"] for _, r in env.read_rows(desk / "data" / "differences_validation.jsonl")
+        r["question"] for _, r in read_rows(desk / "data" / "differences_validation.jsonl")
     }
     assert len(held_out) == 128 and not held_out & {r["question"] for r in rows}
-    assert len(list(env.read_rows(desk / "data" / "arithmetic_train.jsonl"))) == 537
+    assert len(list(read_rows(desk / "data" / "arithmetic_train.jsonl"))) == 537
 
 
 def eval_of(row: dict) -> int:
@@ -249,7 +252,7 @@ def dry_run(words, desk, monkeypatch):
 
 def test_a_server_of_ones_own_is_two_routes(desk, monkeypatch, capsys):
     """Started by README's command, asked over HTTP, and taken by a run; on a port that is free."""
-    (serve, train), port = all_commands("needs a server"), str(gym_servers.free_port())
+    (serve, train), port = all_commands("needs a server"), str(network.find_free_port())
     command = [word.replace("8001", port) for word in serve]
     assert command[0] == "uvicorn" and port in command
     with (desk / "uvicorn.log").open("w") as log:
@@ -266,7 +269,7 @@ def test_a_server_of_ones_own_is_two_routes(desk, monkeypatch, capsys):
             return (await session.verify(gym_client.message_response(text))).reward
 
     try:
-        gym_servers.wait_ready("mine", urls["mine"], server, desk / "uvicorn.log")
+        network.wait_ready("mine", urls["mine"], server, desk / "uvicorn.log")
         assert [asyncio.run(ask(text)) for text in ("It is 7", "It is 8", "")] == [1.0, 0.0, 0.0]
         dry_run([word.replace("8001", port) for word in train[2:]], desk, monkeypatch)
         assert "dry run: model, files, sizes and servers are in order" in capsys.readouterr().out
@@ -277,7 +280,7 @@ def test_a_server_of_ones_own_is_two_routes(desk, monkeypatch, capsys):
 
 def test_a_judge_by_its_address(desk, monkeypatch, capsys):
     """README's rows, and its run up to the dry run, which asks the address for its model; Ollama's is the stub here."""
-    judge = Judge()
+    judge = StubJudge()
     rows, _, train = all_commands("needs a judge")
     assert run([sys.executable, "env.py", *rows[2:]], desk).returncode == 0
     words = [
@@ -318,7 +321,7 @@ def write_records(path: Path) -> Path:
                     f"rows.jsonl:{task + 1}", f"1/{task}", "reasoning_gym", [5, 6], row=asked
                 )
                 episode.output.append(gym_client.message(f"the answer is {k}"))
-                append(episode, [7, 8], [-0.5, -0.25])
+                append_tokens(episode, [7, 8], [-0.5, -0.25])
                 episode.reward, episode.ended, episode.timings = float(k), "stop", {"verify": 0.1}
                 if k == 2:
                     episode.status, episode.reward, episode.error = (
@@ -326,7 +329,7 @@ def write_records(path: Path) -> Path:
                         None,
                         "no answer within 1 s",
                     )
-                write(out, as_record(episode, task, k))
+                write_record(out, to_record(episode, task, k))
     return path
 
 

@@ -22,8 +22,8 @@ import ray
 from conftest import GIVEN, command, metrics_of, run, tiny
 from test_reliability import UNEQUAL, Living
 
-from kit.gym.servers import free_port
-from training import arrange
+from kit.gym.network import find_free_port
+from training import balance_rows
 
 pytestmark = pytest.mark.soak
 RAY = Path(sys.executable).with_name("ray")
@@ -90,7 +90,8 @@ def test_ranks_learn_what_one_does(workspace, recorded, of_one, ranks):
     ]
     ids = ("prompt_token_ids", "generation_token_ids")
     lengths = [sum(len(item[key]) for item in output for key in ids) for output in episodes]
-    order, filling = arrange(lengths, 1, ranks)
+    order = balance_rows(lengths, 1, ranks)
+    filling = len(order) - len(lengths)
     parts = np.array(lengths)[order].reshape(ranks, -1)
     tokens = parts.sum(axis=1)
     assert not filling and tokens.max() <= 1.1 * tokens.min()
@@ -149,7 +150,7 @@ class Cluster:
     """Two nodes of Ray, as docs/cluster.md starts them, by `ray start`; each with one logical GPU."""
 
     def __init__(self) -> None:
-        own, port = ray.util.get_node_ip_address(), free_port("127.0.0.1")
+        own, port = ray.util.get_node_ip_address(), find_free_port("127.0.0.1")
         self.address = f"{own}:{port}"
         self.nodes = [self.start("--head", f"--port={port}", "--include-dashboard=false")]
         self.nodes += [self.join()]

@@ -12,10 +12,12 @@ import env
 import inference
 import training
 from gym_client import Gym, ServerDownError
-from kit.data.episodes import check_failures, keep, rollout_metrics
+from kit.data.metrics import compute_rollout_metrics
+from kit.data.selection import check_failures, select_trainable
 from kit.errors import RunError
 from kit.extras import convert
-from kit.gym.servers import free_port
+from kit.gym.network import find_free_port
+from kit.rollout.sampler import build_sampling_params
 
 # Bound on the mean |log-prob difference| of a sampled token: rounding, as both sides compute in float32.
 AGREE = 4e-5
@@ -29,23 +31,23 @@ def session(stack):
 
 
 def sample(trainer, n=4, servers=None, **changes):
-    sampling = inference.sampling_params(trainer.config, validate=False) | changes
+    sampling = build_sampling_params(trainer.config, is_validation=False) | changes
     return (servers or trainer.servers).rollout(
-        inference.in_groups(trainer.data.train, n, "a"), sampling
+        inference.repeat_per_group(trainer.inputs.train, n, "a"), sampling
     )
 
 
 def disagreement(trainer, episodes) -> float:
     """Mean |trainer - sampler| log-prob of the sampled tokens."""
-    batch = training.to_batch(episodes, trainer.data.tokenizer.pad_token_id, 1.0)
-    ours = training.log_probs(trainer.workers.actor, batch, trainer.config)["log_probs"]
+    batch = training.build_batch(episodes, trainer.inputs.tokenizer.pad_token_id, 1.0)
+    ours = training.compute_log_probs(trainer.workers.actor, batch, trainer.config)["log_probs"]
     mask = batch.batch["response_mask"]
     return float(((ours - batch.batch["rollout_log_probs"]).abs() * mask).sum() / mask.sum())
 
 
 def with_advantages(trainer, episodes):
-    batch = training.to_batch(episodes, trainer.data.tokenizer.pad_token_id, 1.0)
-    batch.batch["old_log_probs"] = training.log_probs(trainer.workers.actor, batch, trainer.config)[
+    batch = training.build_batch(episodes, trainer.inputs.tokenizer.pad_token_id, 1.0)
+    batch.batch["old_log_probs"] = training.compute_log_probs(trainer.workers.actor, batch, trainer.config)[
         "log_probs"
     ]
     signs = torch.tensor([1.0, -1.0]).repeat(len(episodes) // 2)[:, None]
@@ -79,20 +81,20 @@ def test_the_samplers_weights_are_the_trainers(session):
     )
     stale = disagreement(session, sample(session))
     assert stale > 1000 * AGREE  # without a sync the two are far apart, so this test can fail
-    session.servers.publish(1)
+    session.servers.update_weights(1)
     assert disagreement(session, sample(session)) < AGREE
 
 
 def test_a_server_with_old_weights_ends_the_run(session):
     """A sync that did not reach a server: it still says the step of the one before."""
-    session.servers.publish(2)
+    session.servers.update_weights(2)
     assert {e.status for e in sample(session, n=1)} == {"ok"}
-    session.servers.policy.version = 3  # as after an update whose sync was lost
+    session.servers.context.policy_version = 3  # as after an update whose sync was lost
     with pytest.raises(
         RunError, match="samples from the weights of step 2, the trainer's are of step 3"
     ):
         sample(session, n=1)
-    session.servers.policy.version = 2
+    session.servers.context.policy_version = 2
 
 
 def test_an_empty_answer_is_verified_like_any_other(session):
@@ -101,9 +103,9 @@ def test_an_empty_answer_is_verified_like_any_other(session):
         (1,)
     }
     assert all(e.status == "ok" and e.reward == 0.0 and e.ended == "stop" for e in episodes)
-    batch = training.to_batch(episodes, 1, 1.0)
+    batch = training.build_batch(episodes, 1, 1.0)
     assert batch.batch["response_mask"].sum() == 16
-    log_probs = training.log_probs(session.workers.actor, batch, session.config)["log_probs"]
+    log_probs = training.compute_log_probs(session.workers.actor, batch, session.config)["log_probs"]
     assert torch.isfinite(log_probs).all()
 
 
@@ -116,7 +118,7 @@ def test_an_answer_cut_off_is_marked(session):
 def with_gym(session, gym, n=2):
     """Episodes with other Gym servers than the run's."""
     was = session.servers
-    servers = inference.Servers(session.config, was.manager, None, was.policy, gym, was.loop)
+    servers = inference.Servers(session.config, was.manager, None, was.context, gym, was.loop)
     was.loop.run(gym.__aenter__())
     try:
         return sample(session, n, servers)
@@ -125,7 +127,7 @@ def with_gym(session, gym, n=2):
 
 
 def test_a_dead_verifier_ends_the_run_after_its_budget(session):
-    dead = {"reasoning_gym": f"http://127.0.0.1:{free_port()}"}
+    dead = {"reasoning_gym": f"http://127.0.0.1:{find_free_port()}"}
     with pytest.raises(ServerDownError, match="reasoning_gym"):
         with_gym(session, Gym(dead, attempts=1, outage_budget_s=2.0))
 
@@ -133,8 +135,8 @@ def test_a_dead_verifier_ends_the_run_after_its_budget(session):
 def test_no_verdicts_are_failures_and_no_reward(session):
     episodes = with_gym(session, Gym({}))
     assert {e.status for e in episodes} == {"no_server"} and {e.reward for e in episodes} == {None}
-    assert keep(episodes) == ([], {})
-    metrics = rollout_metrics(episodes, [])
+    assert select_trainable(episodes) == ([], {})
+    metrics = compute_rollout_metrics(episodes, [])
     assert metrics["rollout/failed/no_server"] == 16 and metrics["rollout/failed_frac"] == 1.0
     assert metrics["rollout/groups_dropped"] == 8 and "reward/reasoning_gym/mean" not in metrics
     with pytest.raises(RunError, match=r"16 of 16 episodes failed \(16 no_server\)"):
@@ -150,9 +152,9 @@ def worlds(stack, session):
     session.workers.actor.load_checkpoint(
         str(stack.fresh)
     )  # says all actions; a trained one may never say some
-    session.servers.publish(0)
-    policy = stack.servers.policy
-    policy.max_prompt_length, policy.max_response_length, policy.deadline_s = 500, 500, 60.0
+    session.servers.update_weights(0)
+    policy = stack.servers.context
+    policy.max_prompt_length, policy.max_response_length, policy.timeout_s = 500, 500, 60.0
     policy.version = None
     return inference.Servers(
         session.config, stack.servers.manager, None, policy, stack.servers.gym, stack.servers.loop
@@ -164,13 +166,13 @@ def play(session, worlds, row, server, n, *actions, **changes):
     tokenizer = session.data.tokenizer
     allowed = [END, *(tokenizer.convert_tokens_to_ids(ACTIONS[name]) for name in actions)]
     sampling = (
-        inference.sampling_params(session.config, validate=False)
+        build_sampling_params(session.config, is_validation=False)
         | {"allowed_token_ids": allowed}
         | changes
     )
-    messages, tools = env.render(row, "x:1")
+    messages, tools = env.render_row(row, "x:1")
     task = env.Task(
-        "x:1", row, server, messages, env.encode(messages, tools, tokenizer), tools=tools
+        "x:1", row, server, messages, env.encode_messages(messages, tools, tokenizer), tools=tools
     )
     return worlds.rollout([(task, str(i)) for i in range(n)], sampling)
 
@@ -217,7 +219,7 @@ def test_a_real_game_is_played_to_its_end(session, worlds):
 
 def test_gyms_own_agent_plays_against_our_sampler(session, worlds):
     """nemo-gym's simple_agent, vllm_model and workplace_assistant; the ids come back as vLLM sampled them."""
-    row = next(convert.examples("workplace_assistant", str(GYM_PYTHON)))
+    row = next(convert.read_examples("workplace_assistant", str(GYM_PYTHON)))
     episodes = play(session, worlds, row, "office", 16, "directory")
     assert [e.status for e in episodes] == ["ok"] * 16, episodes[0].error
     end = session.data.tokenizer.convert_tokens_to_ids(ACTIONS["directory"])
@@ -237,4 +239,4 @@ def test_the_policy_judges_and_what_it_says_is_no_verdict(session, worlds):
     }
     told = [e.error for e in episodes]
     assert all("genrm_model" in text for text in told), told
-    assert any(f"no verdict in its answer: '{ACTIONS['hit']}'" in text for text in told), told
+    assert any(f"no verdict in its reply: '{ACTIONS['hit']}'" in text for text in told), told

@@ -25,15 +25,16 @@ from conftest import (
     with_verifiers,
     write_rows,
 )
-from test_judges import SAME, Judge, completion
+from judge_doubles import JUDGE_CONFIG, StubJudge, completion
 
 import gym_client
 import training
 from kit.config import user_functions
-from kit.errors import DamagedStep, RunError, SkippedStep
-from kit.extras.judges import judge_proxy
+from kit.errors import NonFiniteStep, RunError, SkippedStep
+from kit.extras.judges import judge_proxy, judge_settings
 from kit.gym import servers as gym_servers
 from kit.runs import checkpoints
+from kit.runs.workers import optional_roles, start_roles, start_workers
 
 AGREE = 1e-3  # bound on any one probability of the sampler against the trainer's, in float32
 UNTRAINED = 0.1  # mean reward; chance is below
@@ -46,7 +47,7 @@ def learn(trainer, bound, over=3):
     """Rewards of the steps until the mean of the last `over` is above `bound`."""
     rewards = []
     while len(rewards) < PATIENCE and (len(rewards) < over or sum(rewards[-over:]) / over < bound):
-        metrics = trainer.advance()
+        metrics = trainer.step_or_skip()
         assert (
             metrics["training/rollout_probs_diff_max"] < AGREE
             and metrics["rollout/failed_frac"] == 0
@@ -101,7 +102,7 @@ def test_it_learns_a_game_from_rows_made_on_the_fly(stack):
 
 def test_it_learns_from_what_a_judge_says(stack, tmp_path):
     """Gym's equivalence_llm_judge asks it about each answer, by an address; it is pleased by a 7 anywhere."""
-    judge = Judge((200, lambda asked: completion("[[A=B]]" if "7" in str(asked) else "[[A!=B]]")))
+    judge = StubJudge((200, lambda asked: completion("[[A=B]]" if "7" in str(asked) else "[[A!=B]]")))
     name = "equivalence_llm_judge"
     asked = [[{"role": "user", "content": f"{word} it"}] for word in WORDS]
     made = [
@@ -112,14 +113,14 @@ def test_it_learns_from_what_a_judge_says(stack, tmp_path):
     start = {
         "start": {
             "python": str(GYM_PYTHON),
-            "config": {"judge_model_server": SAME["judge_model_server"]},
+            "config": JUDGE_CONFIG,
         }
     }
     changes = [f"env.train_files=[{{path: judged.jsonl, server: {name}}}]", QUIET]
-    with judge_proxy.Proxy(
-        {"judge_model": judge_proxy.Judge("judge_model", judge.url, "stub", timeout_s=10.0)}
+    with judge_proxy.JudgeProxy(
+        {"judge_model": judge_settings.Judge("judge_model", judge.url, "stub", timeout_s=10.0)}
     ) as proxy:
-        with gym_servers.running_servers({name: start}, tmp_path, models=proxy.blocks()) as urls:
+        with gym_servers.running_servers({name: start}, tmp_path, judge_specs=proxy.process_specs()) as urls:
             gym = stack.servers.loop.run(gym_client.Gym(urls).__aenter__())
             with stack.trainer(
                 "judged", *changes, f"gym.servers.{name}.url={urls[name]}", gym=gym
@@ -178,13 +179,13 @@ def test_a_step_of_every_recipe(stack, name):
         def learn(batch):
             batches.append(batch)
             learn_from(batch)
-            batch.batch["after"] = training.log_probs(trainer.workers.actor, batch, trainer.config)[
+            batch.batch["after"] = training.compute_log_probs(trainer.workers.actor, batch, trainer.config)[
                 "log_probs"
             ]
 
         trainer.learn = learn
         for _ in range(2):
-            metrics = trainer.advance()
+            metrics = trainer.step_or_skip()
             assert math.isfinite(metrics["actor/pg_loss"]) and metrics["actor/grad_norm"] > 0
             assert metrics["training/rollout_probs_diff_max"] < AGREE
             assert "training/skipped_nonfinite_steps" not in metrics
@@ -201,7 +202,7 @@ def test_a_critic_warms_up_alone_saves_and_loads(stack, values, name):
     changes = ["trainer.critic_warmup=1", "critic.optim.lr=0.001", "actor_rollout_ref.rollout.n=2"]
     workers = with_values(stack, values)
     with stack.trainer(name, QUIET, *changes, overlays=[name], workers=workers) as trainer:
-        steps = [trainer.advance() for _ in range(3)]
+        steps = [trainer.step_or_skip() for _ in range(3)]
         folder = trainer.save()
         assert (folder / "critic" / "model_world_size_1_rank_0.pt").is_file() and (
             folder / "actor"
@@ -236,7 +237,7 @@ def test_a_greedy_baseline_a_learned_reward_kl_and_correction_at_once(stack, val
     overlays = ["remax", "reward_model", "rollout_correction"]
     workers = with_values(stack, values, critic=False, reward_model=True)
     with stack.trainer("all", *changes, overlays=overlays, workers=workers) as trainer:
-        steps = [dict(trainer.advance()) for _ in range(2)]
+        steps = [dict(trainer.step_or_skip()) for _ in range(2)]
         state = torch.load(trainer.run.checkpoint / "data.pt", weights_only=True)
         lines = (trainer.run.folder / "rollouts" / "step_2.jsonl").read_text().splitlines()
     for m in steps:
@@ -270,7 +271,7 @@ def test_dapo_refills_the_batch_and_says_what_it_spent(stack, capsys):
     ]
     changes.append("env.sampler=templates/samplers.py:by_pass_rate")
     with stack.trainer("dapo", *changes, overlays=["dapo"]) as trainer:
-        steps = [dict(trainer.advance()) for _ in range(3)]
+        steps = [dict(trainer.step_or_skip()) for _ in range(3)]
         files = [
             (trainer.run.folder / "rollouts" / f"step_{n}.jsonl").read_text().splitlines()
             for n in (1, 2, 3)
@@ -310,7 +311,7 @@ def test_a_batch_of_two_servers_by_weight(stack):
     files = "env.train_files=[{path: tools.jsonl, server: counter, weight: 1},"
     files += "{path: train.jsonl, server: reasoning_gym, weight: 1}]"
     with stack.trainer("mix", files, QUIET, "data.max_response_length=32") as trainer:
-        metrics = trainer.advance()
+        metrics = trainer.step_or_skip()
         lines = (trainer.run.folder / "rollouts" / "step_1.jsonl").read_text().splitlines()
     told = Counter(json.loads(line)["_episode"]["server"] for line in lines)
     assert told == {"counter": 32, "reasoning_gym": 32}
@@ -329,12 +330,12 @@ def test_lora_reaches_the_sampler_merged(stack):
         QUIET,
     ]
     with stack.trainer("lora", *changes, overlays=["lora"]) as trainer:
-        workers = training.start_workers(trainer.config)
+        workers = start_workers(trainer.config)
         workers.actor.init_model()
     try:
         with stack.trainer("lora", *changes, overlays=["lora"], workers=workers) as trainer:
             for _ in range(2):
-                metrics = trainer.advance()
+                metrics = trainer.step_or_skip()
                 assert (
                     metrics["actor/grad_norm"] > 0
                     and metrics["training/rollout_probs_diff_max"] < AGREE
@@ -355,7 +356,7 @@ def test_weights_reach_the_sampler_over_a_socket_of_the_runs_own(stack):
     with stack.trainer("sockets", QUIET) as trainer:
         looker.start()
         for _ in range(5):
-            trainer.publish()
+            trainer.update_weights()
         ended.set()
         looker.join()
     folders = {Path(name).parent for name in seen}
@@ -375,10 +376,10 @@ def test_a_teacher_is_learned_from_by_its_log_probs_alone(stack):
     )
     teacher = f"{user_functions.TEACHER}=teacher"
     with stack.trainer("distill", QUIET, teacher, overlays=["distill"]) as trainer:
-        alone = training.start_roles(trainer.config, training.beside_actor(trainer.config))
+        alone = start_roles(trainer.config, optional_roles(trainer.config))
         trainer.workers = trainer.workers._replace(ref=alone.ref)
         try:
-            steps = [dict(trainer.advance()) for _ in range(10)]
+            steps = [dict(trainer.step_or_skip()) for _ in range(10)]
         finally:
             drop([trainer.workers.ref])
     kl = [-m["critic/advantages/mean"] for m in steps]  # nats a token
@@ -405,22 +406,22 @@ def test_critic_and_reference_on_gpus_of_their_own(stack):
     with stack.trainer(
         "pools", *pools, "critic.optim.lr=0.001", QUIET, overlays=["ppo"]
     ) as trainer:
-        alone = training.start_roles(trainer.config, training.beside_actor(trainer.config))
+        alone = start_roles(trainer.config, optional_roles(trainer.config))
         shared, trainer.workers = (
             trainer.workers,
             trainer.workers._replace(critic=alone.critic, ref=alone.ref),
         )
         try:
-            first = trainer.advance()
-            batch = training.to_batch(
-                trainer.collect()[:37], trainer.data.tokenizer.pad_token_id, 1.0
+            first = trainer.step_or_skip()
+            batch = training.build_batch(
+                trainer.collect()[:37], trainer.inputs.tokenizer.pad_token_id, 1.0
             )
             ours, theirs = (
-                training.ref_log_probs(workers, batch, trainer.config)
+                training.compute_ref_log_probs(workers, batch, trainer.config)
                 for workers in (alone, shared)
             )
             assert torch.equal(ours != 0, theirs != 0) and torch.allclose(ours, theirs, atol=1e-4)
-            second, folder = trainer.advance(), trainer.save()
+            second, folder = trainer.step_or_skip(), trainer.save()
         finally:
             drop([alone.critic, alone.ref])
     assert (alone.critic.world_size, alone.ref.world_size) == (2, 2)
@@ -445,7 +446,7 @@ def test_ideas_of_ones_own_from_the_readme(stack):
     ideas += ["actor_rollout_ref.actor.policy_loss.loss_mode=my_ideas.py:plain_ratio"]
     ideas += ["env.filters=[my_ideas.py:finished]", "env.sampler=my_ideas.py:hardest"]
     with stack.trainer("ideas", *ideas) as trainer:
-        metrics = trainer.advance()
+        metrics = trainer.step_or_skip()
         told = (trainer.run.folder / "rollouts" / "step_1.jsonl").read_text().splitlines()
     ended = [r for r in map(json.loads, told) if r["_episode"]["ended"] == "stop"]
     assert metrics["actor/grad_norm"] > 0 and metrics["rollout/filtered/finished"] == 64 - len(
@@ -466,7 +467,7 @@ def test_ideas_of_ones_own_from_the_readme(stack):
 
 def test_a_batch_without_verdicts_is_skipped_and_said_so(stack, capsys):
     with stack.trainer("nobody", QUIET, "gym.max_failed_frac=1", gym=gym_client.Gym({})) as trainer:
-        trainer.advance()
+        trainer.step_or_skip()
         failures = (trainer.run.folder / "failures.jsonl").read_text().splitlines()
     assert "step 1 skipped: no group left to train on" in capsys.readouterr().out.replace("\n", " ")
     step = next(m for m in metrics_of(trainer.run.folder) if "rollout/failed_frac" in m)
@@ -521,7 +522,7 @@ def test_damaged_steps_are_skipped_and_kept_and_three_in_a_row_end_the_run(stack
     with pytest.raises(RunError, match="3 damaged steps in a row, the last: actor/"):
         with stack.trainer("damaged", *changes) as trainer:
             while True:
-                trainer.advance()
+                trainer.step_or_skip()
     folder = trainer.run.folder
     told = capsys.readouterr().out.replace("\n", " ")
     assert re.search(
@@ -568,14 +569,14 @@ def test_weights_that_are_not_finite_are_never_saved(stack, capsys, bypass):
             ray.get(
                 [worker.__ray_call__.remote(poison) for worker in trainer.workers.actor.workers]
             )
-            trainer.publish()
-            with pytest.raises((DamagedStep, SkippedStep)):
+            trainer.update_weights()
+            with pytest.raises((NonFiniteStep, SkippedStep)):
                 trainer.step()
-            trainer.learned["step"] = trainer.state["step"]
+            trainer.saved_state["step"] = trainer.state["step"]
             assert trainer.save() is None
             assert "not saved: NaN or infinite in " in capsys.readouterr().out.replace("\n", " ")
             assert not list((trainer.run.folder / "checkpoints").glob("*"))
     finally:
         stack.workers.actor.load_checkpoint(str(stack.fresh))
         shutil.rmtree(stack.workspace / "runs" / f"poisoned_{bypass}")
-    assert checkpoints.not_finite(stack.workers) == []
+    assert checkpoints.find_nonfinite(stack.workers) == []

@@ -21,10 +21,12 @@ from omegaconf import OmegaConf
 import env
 import training
 from kit.config.load import load_config
-from kit.data.episodes import Episode, first_groups, keep, pass_rates
-from kit.errors import PluginError
+from kit.data.episode import Episode, TurnSpan
+from kit.data.metrics import update_pass_rates
+from kit.data.selection import select_trainable, take_groups
+from kit.errors import UserFunctionError
 from templates import filters, samplers
-from templates.advantages import by_turn, pairs, turn_gae, turn_grpo
+from templates.advantages import pairs, sum_by_turn, turn_gae, turn_grpo
 from templates.losses import dpo, sppo
 from templates.reward import compute_score
 from templates.rewards import components, overlong, weighted
@@ -65,7 +67,8 @@ def test_rewards_of_several_parts():
     e = episode(reward=0.5, ended="length", reward_components={"reward_model": 2.0})
     assert weighted(e, {"reward_model": 0.2}) == pytest.approx(0.9)
     with pytest.raises(
-        PluginError, match=r"no reward component other; the episode .* has reward_model"
+        UserFunctionError,
+        match=r"no reward component other\. Use one of its components: reward_model",
     ):
         weighted(e, {"other": 1.0})
     assert components(e) == 0.5
@@ -75,7 +78,7 @@ def test_rewards_of_several_parts():
         assert e.reward_components["finished"] == (reason == "stop")
     e = episode(reward=0.5, ended="length", reward_components={"reward_model": 2.0})
     components(e)
-    assert e.reward_components == {"reward_model": 2.0, "verdict": 0.5, "finished": 0.0}
+    assert e.reward_components == {"reward_model": 2.0, "verifier": 0.5, "finished": 0.0}
 
 
 def groups(*rewards, **fields):
@@ -99,24 +102,31 @@ def test_filters_apply_in_order_and_leave_no_group_of_one():
     made[0].ended = made[5].ended = "length"
     drop = lambda some: filters.drop_ended(some, ["length"])  # noqa: E731
     # of group 0 two wrong ones are left, of group 1 two right ones: uniform only after the first filter
-    assert keep(made, 2, [drop, filters.drop_uniform])[0] == []
-    assert keep(made, 2, [filters.drop_uniform, drop])[0] == [made[1], made[2], made[3], made[4]]
+    assert select_trainable(made, 2, [drop, filters.drop_uniform])[0] == []
+    assert select_trainable(made, 2, [filters.drop_uniform, drop])[0] == [
+        made[1],
+        made[2],
+        made[3],
+        made[4],
+    ]
     made[1].ended = "length"
-    assert keep(made, 2, [drop])[0] == made[3:5]  # group 0 was left with one
-    assert len(keep(made, 1, [drop])[0]) == 3  # which an estimator that compares none may have
+    assert select_trainable(made, 2, [drop])[0] == made[3:5]  # group 0 was left with one
+    assert (
+        len(select_trainable(made, 1, [drop])[0]) == 3
+    )  # which an estimator that compares none may have
 
 
 def test_masked_episodes_count_for_the_baseline_and_carry_no_loss():
     made = groups([1.0, 0.0, 0.0])
     made[0].ended = "length"
-    kept, _ = keep(made, 2, [lambda some: filters.mask_ended(some, ["length"])])
+    kept, _ = select_trainable(made, 2, [lambda some: filters.mask_ended(some, ["length"])])
     assert made[0].response_mask == [1, 1, 1]  # a copy was masked
-    batch = training.to_batch(kept, 0, 1.0)
+    batch = training.build_batch(kept, 0, 1.0)
     assert batch.batch["response_mask"].tolist() == [[0, 0, 0], [1, 1, 1], [1, 1, 1]]
     batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
     keys = {"gamma": 1.0, "lam": 1.0, "norm_adv_by_std_in_grpo": True}
     settings = OmegaConf.create({"algorithm": {"adv_estimator": "grpo", **keys}})
-    training.advantages(batch, settings)
+    training.compute_advantages(batch, settings)
     advantages = batch.batch["advantages"]
     assert (
         advantages[1, 0] == pytest.approx((0 - 1 / 3) / (math.sqrt(1 / 3) + 1e-6))
@@ -125,14 +135,18 @@ def test_masked_episodes_count_for_the_baseline_and_carry_no_loss():
     for e in made:
         e.ended = "length"
     assert (
-        keep(made, 2, [lambda some: filters.mask_ended(some, ["length"])])[0] == []
+        select_trainable(made, 2, [lambda some: filters.mask_ended(some, ["length"])])[0] == []
     )  # nothing to learn from
 
 
 def test_a_rows_own_answer_stands_beside_what_was_sampled(workspace):
     made = groups([0.0, 1.0], [0.0, 0.5])
     for e, text in zip(made, ["7", "7", "7 7 7", "7 7 7"], strict=True):
-        e.row, e.prompt_ids, e.turns = {"answer": text, "n": 1}, [5, int(e.group_id)], [(0, 3, 1)]
+        e.row, e.prompt_ids, e.turns = (
+            {"answer": text, "n": 1},
+            [5, int(e.group_id)],
+            [TurnSpan(0, 3, 1)],
+        )
     given = {"field": "answer", "model": str(workspace / "tied"), "limit": 4}
     found = filters.with_answer(made, **given)
     assert [e.group_id for e in found] == ["0", "0", "0", "1", "1"] and [
@@ -143,23 +157,25 @@ def test_a_rows_own_answer_stands_beside_what_was_sampled(workspace):
         own.response == "7" and own.response_ids[-1] == END and len(own.response_ids) == 2
     )  # as one samples it
     assert own.prompt_ids == made[0].prompt_ids and own.reward == 1.0 and own.turns == []
-    b = training.to_batch(found, 0, 1.0).batch
+    b = training.build_batch(found, 0, 1.0).batch
     assert b["turn"].amax(dim=1).tolist() == [0, 0, -1, 0, 0] and b["response_mask"][
         2
     ].tolist() == [1, 1, 0]
-    kept, _ = keep(made, 2, [functools.partial(filters.with_answer, **given)])
+    kept, _ = select_trainable(made, 2, [functools.partial(filters.with_answer, **given)])
     assert [e.response_ids for e in kept] == [e.response_ids for e in found]
     by_limit = [
         len(filters.with_answer(made, **{**given, "limit": limit})) for limit in (1, 2, 3, 5, 6)
     ]
     assert by_limit == [4, 5, 5, 5, 6]  # "7" and EOS are 2 tokens, "7 7 7" and EOS 6
-    with pytest.raises(PluginError, match=r"field=n: .* r has no such text; it has answer"):
+    with pytest.raises(
+        UserFunctionError, match=r"row r has no text field=n\. Use one of its texts: answer"
+    ):
         filters.with_answer(made, **{**given, "field": "n"})
 
 
 def test_first_groups():
     made = groups([1, 0], [1, 0], [1, 0])
-    assert first_groups(made, 2) == made[:4]
+    assert take_groups(made, 2) == made[:4]
 
 
 # --- samplers ------------------------------------------------------------------------------------
@@ -190,9 +206,9 @@ def test_pass_rates_forget():
     made = [episode(reward=r) for r in (1.0, 0.0, 0.5, 1.0)] + [
         episode(reward=None, status="timeout")
     ]
-    rates = pass_rates(made, {})
+    rates = update_pass_rates(made, {})
     assert rates == {"r": 0.5}
-    assert pass_rates([episode(reward=1.0)], rates) == {"r": 0.75}
+    assert update_pass_rates([episode(reward=1.0)], rates) == {"r": 0.75}
 
 
 # --- turns ---------------------------------------------------------------------------------------
@@ -289,26 +305,31 @@ def test_gae_over_turns_is_the_papers(gamma, lam):
 
 
 def test_rewards_of_turns_sit_on_their_turns_and_what_is_added_on_the_last_token():
-    e = episode(reward=0.7, length=7, turns=[(0, 2, 1), (4, 6, 3)], turn_rewards=[0.5, 0.25])
+    e = episode(
+        reward=0.7, length=7, turns=[TurnSpan(0, 2, 1), TurnSpan(4, 6, 3)], turn_rewards=[0.5, 0.25]
+    )
     e.response_mask = [1, 1, 0, 0, 1, 1, 0]
-    scores = training.to_batch([e], 0, 1.0).batch["token_level_scores"][0]
+    scores = training.build_batch([e], 0, 1.0).batch["token_level_scores"][0]
     assert scores.tolist() == pytest.approx([0, 0.5, 0, 0, 0, 0.25, -0.05])
-    assert training.to_batch([e], 0, 1.0).batch["turn"].tolist() == [[0, 0, -1, -1, 1, 1, -1]]
+    assert training.build_batch([e], 0, 1.0).batch["turn"].tolist() == [[0, 0, -1, -1, 1, 1, -1]]
 
 
 def test_values_of_what_is_observed_go_to_the_turn_before():
     """Of [B, R] = [2, 6]; what is observed before the first turn goes to that."""
     turn = torch.tensor([[0, 0, -1, 1, -1, -1], [-1, 0, 1, 2, -1, -1]])
     values = torch.tensor([[1.0, 2.0, 4.0, 8.0, 16.0, 32.0], [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]])
-    assert by_turn(values, turn).tolist() == [[7.0, 56.0, 0.0], [3.0, 4.0, 56.0]]
+    assert sum_by_turn(values, turn).tolist() == [[7.0, 56.0, 0.0], [3.0, 4.0, 56.0]]
 
 
 def test_a_reward_on_what_is_observed_is_that_of_the_turn_before():
     """As the kit pays it: what the reward has over the turns' goes to the last token, an observed one here."""
-    made = [episode(reward=r, length=6, turns=[(0, 2, 1), (3, 4, 3)]) for r in (1.0, 0.0)]
+    made = [
+        episode(reward=r, length=6, turns=[TurnSpan(0, 2, 1), TurnSpan(3, 4, 3)])
+        for r in (1.0, 0.0)
+    ]
     for e in made:
         e.response_mask = [1, 1, 0, 1, 0, 0]
-    batch = training.to_batch(made, 0, 1.0).batch
+    batch = training.build_batch(made, 0, 1.0).batch
     advantages, _ = turn_grpo(
         batch["token_level_scores"], batch["response_mask"], batch["turn"], ["a", "a"]
     )

@@ -12,13 +12,14 @@ import pytest
 import torch
 from conftest import row, write_rows
 from test_loop import Servers, calls, planned  # noqa: F401  (a fixture)
-from test_updates import close
+from worker_doubles import close
 
 import algorithm
 import gym_client
 import training
-from kit.data.episodes import Episode, Recorded, append
-from kit.errors import DamagedStep, RunError, SkippedStep
+from kit.data.episode import Episode, append_tokens
+from kit.data.rollout_files import ReplayServers
+from kit.errors import NonFiniteStep, RunError, SkippedStep
 from kit.extras import images
 from kit.runs import checkpoints
 from kit.runs.launch import Started
@@ -46,21 +47,21 @@ class RecordingServers(Servers):
         )
         made = super().rollout(requests, sampling, on_done, baselines)
         for i, e in enumerate(made):
-            e.versions = [(3, self.version)]
+            e.policy_versions = [(3, self.version)]
             e.reward_components = {"right": 0.5}
             e.baseline = 0.25 if baselines else None
             if e.status == "ok":
                 e.reward = self.reward(i, e.group_id)
         return made
 
-    def begin(self, requests, sampling, baselines):
+    def start_rollout(self, requests, sampling, baselines):
         self.calls.append("begin")
         self.begun.append(
             SimpleNamespace(requests=requests, sampling=sampling, baselines=baselines)
         )
 
-    def publish(self, step):
-        super().publish(step)
+    def update_weights(self, step):
+        super().update_weights(step)
         self.version = step
 
 
@@ -109,13 +110,13 @@ def recorder(calls, monkeypatch) -> Recorder:  # noqa: F811
         for e in episodes:
             e.reward_components["reward_model"] = 4.0
 
-    found.record(training, "old_log_probs", measured)
-    found.record(training, "ref_log_probs", referred)
-    found.record(training, "values", valued)
-    found.record(training, "add_reward_model", rewarded)
+    found.record(training, "add_old_log_probs", measured)
+    found.record(training, "compute_ref_log_probs", referred)
+    found.record(training, "compute_values", valued)
+    found.record(training, "add_reward_model_scores", rewarded)
     found.record(training, "update_actor", lambda *_: {"actor/pg_loss": 0.5})
     found.record(training, "update_critic", lambda *_: {"critic/vf_loss": 0.75})
-    for name in ("to_batch", "apply_kl", "correct", "advantages", "step_metrics"):
+    for name in ("to_batch", "apply_kl_penalty", "apply_rollout_correction", "compute_advantages", "compute_step_metrics"):
         found.record(training, name)
     return found
 
@@ -141,7 +142,7 @@ def test_a_run_evaluates_and_saves_when_it_is_due(workspace, recorder, capsys):
     with algorithm.train(planned(workspace, *sizes)) as trainer:
         assert trainer.scores == {}
         trainer.fit()
-        assert trainer.run.guard.owed == "the same command exports the model"
+        assert trainer.run.guard.pending_export == "the same command exports the model"
     kinds = ("validate", "rollout", "save", "publish", "export")
     made = [name for name in recorder.made if name.startswith(kinds)]
     assert made == [
@@ -170,7 +171,7 @@ def test_a_run_that_is_not_evaluated_first_is_evaluated_in_the_end(workspace, re
 
 def test_a_run_that_does_not_come_to_its_end_exports_nothing(workspace, recorder, capsys):
     with algorithm.train(planned(workspace, *QUIET)) as trainer:
-        trainer.advance()
+        trainer.step_or_skip()
     assert not any(name.startswith("export") for name in recorder.made)
     assert "finished in" not in capsys.readouterr().out
 
@@ -179,7 +180,7 @@ def test_a_run_starts_with_servers_and_a_fresh_state(workspace, recorder):
     plan = planned(workspace, *QUIET)
     with algorithm.train(plan) as trainer:
         run, data, _, sample = recorder.started
-        assert (run, data, sample) == (trainer.run, plan.data, True)
+        assert (run, data, sample) == (trainer.run, plan.inputs, True)
         assert trainer.state == {
             "command": "train",
             "step": 0,
@@ -187,10 +188,10 @@ def test_a_run_starts_with_servers_and_a_fresh_state(workspace, recorder):
             "pass_rates": {},
             "kl_coef": 0.0,
         }
-        assert trainer.learned == trainer.state and trainer.learned is not trainer.state
-        assert (trainer.config, trainer.data, trainer.workers) == (
+        assert trainer.saved_state == trainer.state and trainer.saved_state is not trainer.state
+        assert (trainer.config, trainer.inputs, trainer.workers) == (
             plan.config,
-            plan.data,
+            plan.inputs,
             recorder.workers,
         )
         assert trainer.servers is recorder.servers
@@ -213,7 +214,7 @@ def test_a_resumed_run_continues_its_checkpoint(workspace, recorder, monkeypatch
         assert trainer.state == state and trainer.kl_ctrl.value == 0.75
         assert trainer.run.checkpoint == folder and "load_checkpoint" in trainer.run.timing
         assert f"resumed from {folder}" in capsys.readouterr().out.replace("\n", "")
-        trainer.advance()
+        trainer.step_or_skip()
         assert (trainer.state["step"], trainer.state["batches"]) == (6, 10)
         assert groups_of(recorder.servers.asked[0].requests)[0] == "10/0"
 
@@ -223,16 +224,16 @@ def test_a_replay_trains_on_recorded_episodes_for_one_step(workspace, recorder, 
     folder = tmp_path / "global_step_5" if resumed else None
     sizes = ["data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2", "env.val_files=[]"]
     plan = planned(workspace, *QUIET, *sizes, resume_from=folder)
-    task, made = plan.data.train[0], []
+    task, made = plan.inputs.train[0], []
     for group_id, reward in (("1/0", 0.0), ("1/0", 1.0), ("1/1", 0.0), ("1/1", 1.0)):
         e = Episode(task.row_id, group_id, task.server, [5], row=task.row, reward=reward)
         e.output.append(gym_client.message("six"))
-        append(e, [7, 8], [-1.0, -1.0])
+        append_tokens(e, [7, 8], [-1.0, -1.0])
         made.append(e)
     with algorithm.train(plan._replace(recorded=[made])) as trainer:
-        assert recorder.started[3] is False and isinstance(trainer.servers, Recorded)
+        assert recorder.started[3] is False and isinstance(trainer.servers, ReplayServers)
         assert trainer.run.last == (6 if resumed else 1)
-        trainer.advance()
+        trainer.step_or_skip()
         assert recorder.given["to_batch"][0] == made and "update_actor" in recorder.made
 
 
@@ -243,16 +244,16 @@ def test_a_step_hands_its_episodes_on_and_keeps_what_they_gave(workspace, record
     recorder.record(images, "add")
     changes = [*QUIET, f"{ROLLOUT}.temperature=0.7", "trainer.test_freq=-1"]
     with algorithm.train(planned(workspace, *changes)) as trainer:
-        trainer.metrics["stale"], trainer.run.timing["stale"], trainer.run.damaged = 1.0, 1.0, 2
-        found = trainer.advance()
+        trainer.metrics["stale"], trainer.run.timing["stale"], trainer.run.nonfinite_steps = 1.0, 1.0, 2
+        found = trainer.step_or_skip()
         kept, pad, temperature = recorder.given["to_batch"]
-        assert len(kept) == 64 and (pad, temperature) == (trainer.data.tokenizer.pad_token_id, 0.7)
+        assert len(kept) == 64 and (pad, temperature) == (trainer.inputs.tokenizer.pad_token_id, 0.7)
         batch, episodes, tokenizer = recorder.given["add"]
-        assert episodes == kept and tokenizer is trainer.data.tokenizer
+        assert episodes == kept and tokenizer is trainer.inputs.tokenizer
         assert recorder.given["update_actor"] == ("actor", batch, trainer.config)
-        assert recorder.given["advantages"] == (batch, trainer.config)
-        assert recorder.given["step_metrics"] == (batch, trainer.run.timing, trainer.config)
-        assert found is trainer.metrics and trainer.run.damaged == 0
+        assert recorder.given["compute_advantages"] == (batch, trainer.config)
+        assert recorder.given["compute_step_metrics"] == (batch, trainer.run.timing, trainer.config)
+        assert found is trainer.metrics and trainer.run.nonfinite_steps == 0
         assert not {"stale", "timing_s/stale"} & set(found)
         stages = ("step", "gen", "sleep", "adv", "update_actor", "update_weights")
         assert {f"timing_s/{name}" for name in stages} <= set(found)
@@ -264,9 +265,9 @@ def test_a_step_hands_its_episodes_on_and_keeps_what_they_gave(workspace, record
         )
         assert found["rollout/staleness/max"] == 0 and found["rollout/prompt_batches"] == 1
         written = np.load(trainer.run.folder / "advantages" / "step_1.npz")
-        assert [tuple(place) for place in written["places"]] == [e.place for e in kept]
+        assert [tuple(place) for place in written["places"]] == [e.record_index for e in kept]
         assert lines_of(trainer)[-1]["actor/pg_loss"] == 0.5
-        trainer.advance()
+        trainer.step_or_skip()
         assert (
             trainer.metrics["training/global_step"] == 2
             and trainer.metrics["rollout/staleness/max"] == 0
@@ -283,7 +284,7 @@ def test_the_epoch_counts_batches_of_prompts_not_steps(workspace, recorder, tmp_
         rows = [task.row_id for batch in (1, 2, 3) for task in trainer.tasks(batch)]
         assert sum(name.startswith(str(more)) for name in rows) == 4 and len(set(rows)) == 12
         trainer.state["step"], trainer.state["batches"] = 1, 6
-        assert trainer.advance()["training/epoch"] == 7 * 4 / 12
+        assert trainer.step_or_skip()["training/epoch"] == 7 * 4 / 12
 
 
 def test_each_task_is_asked_n_times_as_the_recipe_says(workspace, recorder):
@@ -298,7 +299,7 @@ def test_each_task_is_asked_n_times_as_the_recipe_says(workspace, recorder):
         trainer.state["step"] = 3
         trainer.evaluate()
         [asked] = recorder.servers.asked
-        tasks = trainer.data.validation
+        tasks = trainer.inputs.validation
         assert ids(asked.requests) == [task.row_id for task in tasks for _ in range(3)]
         assert groups_of(asked.requests)[:4] == ["val_3/0"] * 3 + ["val_3/1"]
         assert (asked.sampling["temperature"], asked.sampling["top_k"], asked.baselines) == (
@@ -315,7 +316,7 @@ def test_each_task_is_asked_n_times_as_the_recipe_says(workspace, recorder):
         assert logged["step"] == 3 and logged["val-core/reasoning_gym/reward/mean@3"] == 8 / 24
         assert logged["timing_s/testing"] == trainer.run.timing["testing"]
 
-        trainer.advance()
+        trainer.step_or_skip()
         asked = recorder.servers.asked[-1]
         assert ids(asked.requests) == [task.row_id for task in trainer.tasks(1) for _ in range(2)]
         assert groups_of(asked.requests)[:3] == ["1/0", "1/0", "1/1"]
@@ -329,10 +330,10 @@ def test_each_task_is_asked_n_times_as_the_recipe_says(workspace, recorder):
 
 def test_an_evaluation_writes_its_answers_to_trackers_and_report(workspace, recorder, monkeypatch):
     with algorithm.train(planned(workspace, *QUIET)) as trainer:
-        recorder.record(trainer.run, "log_answers")
+        recorder.record(trainer.run, "log_responses")
         recorder.record(trainer.run, "report_if_due")
         trainer.evaluate()
-        step, episodes = recorder.given["log_answers"]
+        step, episodes = recorder.given["log_responses"]
         assert step == 0 and len(episodes) == 8 and "report_if_due" in recorder.made
 
 
@@ -347,10 +348,10 @@ def test_greedy_answers_are_asked_for_where_the_advantage_reads_them(workspace, 
     """In training alone; the count of a batch includes them."""
     with algorithm.train(planned(workspace, *QUIET, f"algorithm.adv_estimator={name}")) as trainer:
         trainer.evaluate()
-        trainer.advance()
+        trainer.step_or_skip()
         assert [asked.baselines for asked in recorder.servers.asked] == [False, name == "remax"]
         assert trainer.run.open == (8 if name == "remax" else 0)
-        batch = recorder.given["advantages"][0].batch
+        batch = recorder.given["compute_advantages"][0].batch
         if name == "remax":
             rewards = torch.tensor([float(i % 3 == 0) for i in range(64)])
             assert close(batch["advantages"], (rewards - 0.25)[:, None].expand(64, 3))
@@ -361,16 +362,16 @@ def test_a_sampler_is_given_the_recipes_sizes_and_the_pass_rates(workspace, reco
     with algorithm.train(planned(workspace, *changes)) as trainer:
         trainer.state["pass_rates"] = {"x": 0.5}
         order = [task.row_id for task in trainer.tasks(3)]
-        recorder.record(trainer.data, "sampler")
+        recorder.record(trainer.inputs.source, "sampler")
         assert [task.row_id for task in trainer.tasks(3)] == order
-        assert recorder.given["sampler"] == (trainer.data.train, 4, 3, 7, {"x": 0.5})
+        assert recorder.given["sampler"] == (trainer.inputs.train, 4, 3, 7, {"x": 0.5})
     with algorithm.train(planned(workspace, *changes, "data.seed=8")) as trainer:
         assert [task.row_id for task in trainer.tasks(3)] != order
 
 
 def test_pass_rates_move_halfway_and_rows_that_were_not_asked_keep_theirs(workspace, recorder):
     with algorithm.train(planned(workspace, *QUIET)) as trainer:
-        rows = [task.row_id for task in trainer.data.train]
+        rows = [task.row_id for task in trainer.inputs.train]
         before = dict.fromkeys(rows, 1.0) | {"other": 0.25}
         trainer.state["pass_rates"] = before
         recorder.servers.reward = lambda i, group_id: float(i % 8 < 2)
@@ -392,7 +393,7 @@ def test_a_batch_is_filled_up_with_groups_that_teach(workspace, recorder):
     refill = [f"{REFILL}.enable=true", f"{REFILL}.max_num_gen_batches=5"]
     with algorithm.train(planned(workspace, *QUIET, *refill)) as trainer:
         recorder.servers.reward = half_equal
-        found = trainer.advance()
+        found = trainer.step_or_skip()
         kept = recorder.given["to_batch"][0]
         places = [f"1/{i}" for i in range(4, 8)] + [f"2/{i}" for i in range(4)]
         assert [e.group_id for e in kept] == [place for place in places for _ in range(8)]
@@ -422,7 +423,7 @@ def test_filling_up_ends_after_so_many_batches(workspace, recorder):
 def test_without_filter_groups_one_batch_of_prompts_makes_a_step(workspace, recorder):
     with algorithm.train(planned(workspace, *QUIET, f"{REFILL}.max_num_gen_batches=3")) as trainer:
         recorder.servers.reward = lambda i, group_id: 1.0
-        assert trainer.rounds == 1 and len(trainer.collect()) == 64
+        assert trainer.max_gen_batches == 1 and len(trainer.collect()) == 64
         assert [task.row_id for task in trainer.tasks(1)] == ids(
             recorder.servers.asked[0].requests
         )[::8]
@@ -433,7 +434,7 @@ def test_prompts_of_batches_that_are_cut_come_in_an_order_of_the_seed(workspace,
     orders = []
     for seed in (1, 2):
         with algorithm.train(planned(workspace, *QUIET, *refill, f"data.seed={seed}")) as trainer:
-            in_file = [task.row_id for task in trainer.data.train]
+            in_file = [task.row_id for task in trainer.inputs.train]
             for batch in (1, 2):
                 order = [task.row_id for task in trainer.tasks(batch)]
                 assert order == [task.row_id for task in trainer.tasks(batch)]
@@ -467,7 +468,7 @@ def test_too_many_failures_end_the_run(workspace, recorder):
     recorder.servers.fails = True
     with pytest.raises(RunError, match=r"64 of 64 episodes failed"):
         with algorithm.train(planned(workspace, *QUIET, "gym.max_failed_frac=0.5")) as trainer:
-            trainer.advance()
+            trainer.step_or_skip()
     assert len(lines_of(trainer, "failures.jsonl")) == 64
 
 
@@ -484,7 +485,7 @@ def test_the_next_batch_is_begun_while_this_one_trains(workspace, recorder):
     sizes = ["data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4"]
     changes = [*QUIET, *AHEAD, *sizes, f"{ROLLOUT}.temperature=0.7"]
     with algorithm.train(planned(workspace, *changes)) as trainer:
-        trainer.advance()
+        trainer.step_or_skip()
         [begun] = recorder.servers.begun
         assert groups_of(begun.requests) == [f"2/{i}" for i in range(4) for _ in range(8)]
         assert ids(begun.requests)[::8] == [task.row_id for task in trainer.tasks(2)]
@@ -494,14 +495,14 @@ def test_the_next_batch_is_begun_while_this_one_trains(workspace, recorder):
             < recorder.made.index("begin")
             < recorder.made.index("update_actor")
         )
-        trainer.advance()
+        trainer.step_or_skip()
         assert groups_of(recorder.servers.asked[1].requests) == groups_of(begun.requests)
         assert len(recorder.servers.begun) == 1  # the last step begins none
 
 
 def test_nothing_is_begun_without_the_key(workspace, recorder):
     with algorithm.train(planned(workspace, *QUIET)) as trainer:
-        trainer.advance()
+        trainer.step_or_skip()
     assert recorder.servers.begun == []
 
 
@@ -514,12 +515,12 @@ def test_a_learned_reward_is_a_component_that_the_recipes_reward_reads(
     """Means of components that the verifier gave stay those of all episodes."""
     recorder.workers = training.Workers("actor", None, "reward model")
     with algorithm.train(planned(workspace, *QUIET)) as trainer:
-        trainer.data.reward = lambda e: e.reward + e.reward_components["reward_model"]
-        found = trainer.advance()
-        model, kept, pad, config = recorder.given["add_reward_model"]
+        trainer.inputs.reward = lambda e: e.reward + e.reward_components["reward_model"]
+        found = trainer.step_or_skip()
+        model, kept, pad, config = recorder.given["add_reward_model_scores"]
         assert (model, pad, config) == (
             "reward model",
-            trainer.data.tokenizer.pad_token_id,
+            trainer.inputs.tokenizer.pad_token_id,
             trainer.config,
         )
         assert [e.reward for e in kept] == [4.0 + float(i % 3 == 0) for i in range(64)]
@@ -528,7 +529,7 @@ def test_a_learned_reward_is_a_component_that_the_recipes_reward_reads(
             and "timing_s/reward_model" in found
         )
         assert found["reward/reasoning_gym/right/mean"] == 0.5
-        scores = recorder.given["advantages"][0].batch["token_level_rewards"].sum(dim=1)
+        scores = recorder.given["compute_advantages"][0].batch["token_level_rewards"].sum(dim=1)
         assert scores.tolist() == [e.reward for e in kept]
         trainer.metrics = {"reward/reasoning_gym/right/mean": 0.75}
         trainer.reward(kept)
@@ -537,8 +538,8 @@ def test_a_learned_reward_is_a_component_that_the_recipes_reward_reads(
 
 def test_without_a_reward_model_the_reward_is_the_verifiers(workspace, recorder):
     with algorithm.train(planned(workspace, *QUIET)) as trainer:
-        found = trainer.advance()
-        assert "add_reward_model" not in recorder.made and "timing_s/reward_model" not in found
+        found = trainer.step_or_skip()
+        assert "add_reward_model_scores" not in recorder.made and "timing_s/reward_model" not in found
 
 
 # --- what the trainer measures -------------------------------------------------------------------
@@ -555,10 +556,10 @@ def test_the_actor_waits_for_its_critic_for_so_many_steps(workspace, recorder):
     with algorithm.train(planned(workspace, *QUIET, *changes)) as trainer:
         for learns in (False, False, True):
             recorder.made.clear()
-            found = trainer.advance()
-            names = ("old_log_probs", "values", "update_critic", "update_actor")
+            found = trainer.step_or_skip()
+            names = ("add_old_log_probs", "compute_values", "update_critic", "update_actor")
             made = [name for name in recorder.made if name in names]
-            before = ["values"] if learns else ["old_log_probs", "values"]
+            before = ["compute_values"] if learns else ["add_old_log_probs", "compute_values"]
             assert made == [*before, "update_critic", *["update_actor"] * learns]
             assert ("actor/pg_loss" in found) == ("timing_s/update_actor" in found) == learns
             assert ("actor/entropy" in found) == ("timing_s/old_log_prob" in found) == (not learns)
@@ -566,10 +567,10 @@ def test_the_actor_waits_for_its_critic_for_so_many_steps(workspace, recorder):
                 "timing_s/values",
                 "timing_s/update_critic",
             } <= set(found)
-        batch = recorder.given["advantages"][0]
-        assert recorder.given["values"] == ("critic", batch, trainer.config)
+        batch = recorder.given["compute_advantages"][0]
+        assert recorder.given["compute_values"] == ("critic", batch, trainer.config)
         assert recorder.given["update_critic"] == ("critic", batch, trainer.config)
-        assert recorder.given["old_log_probs"][::2] == ("actor", trainer.config)
+        assert recorder.given["add_old_log_probs"][::2] == ("actor", trainer.config)
         assert set(batch.batch["values"].flatten().tolist()) == {0.25}
         assert found["critic/values/mean"] == 0.25
 
@@ -581,10 +582,10 @@ def test_a_kl_penalty_is_of_the_reference_and_its_coefficient_is_saved(workspace
         *(f"algorithm.kl_ctrl.{change}" for change in ctrl),
     ]
     with algorithm.train(planned(workspace, *QUIET, *changes)) as trainer:
-        found = trainer.advance()
-        batch, controller, config = recorder.given["apply_kl"]
-        assert controller is trainer.kl_ctrl and config is trainer.config
-        assert recorder.given["ref_log_probs"] == (recorder.workers, batch, trainer.config)
+        found = trainer.step_or_skip()
+        batch, controller, config = recorder.given["apply_kl_penalty"]
+        assert controller is trainer.kl_controller and config is trainer.config
+        assert recorder.given["compute_ref_log_probs"] == (recorder.workers, batch, trainer.config)
         assert close(batch.batch["ref_log_prob"], batch.batch["rollout_log_probs"] - 1.0)
         penalty = 0.4 * 0.5 * torch.ones(64, 3)  # old - ref = 0.5 on each token
         assert close(
@@ -592,17 +593,17 @@ def test_a_kl_penalty_is_of_the_reference_and_its_coefficient_is_saved(workspace
         )
         assert found["actor/reward_kl_penalty_coeff"] == 0.4 and "timing_s/ref" in found
         moved = 0.4 * (1 + 0.2 * 64 / 640)
-        assert trainer.state["kl_coef"] == trainer.learned["kl_coef"] == pytest.approx(moved)
+        assert trainer.state["kl_coef"] == trainer.saved_state["kl_coef"] == pytest.approx(moved)
         assert type(trainer.state["kl_coef"]) is float
 
 
 def test_without_a_kl_penalty_rewards_are_the_scores(workspace, recorder):
     with algorithm.train(planned(workspace, *QUIET, f"{ACTOR}.use_kl_loss=true")) as trainer:
-        trainer.advance()
-        batch = recorder.given["advantages"][0].batch
+        trainer.step_or_skip()
+        batch = recorder.given["compute_advantages"][0].batch
         assert torch.equal(batch["token_level_rewards"], batch["token_level_scores"])
         assert (
-            "apply_kl" not in recorder.made
+            "apply_kl_penalty" not in recorder.made
             and "ref_log_prob" in batch
             and trainer.state["kl_coef"] == 0.0
         )
@@ -611,8 +612,8 @@ def test_without_a_kl_penalty_rewards_are_the_scores(workspace, recorder):
 def test_sampler_and_trainer_are_compared_where_both_are_known(workspace, recorder):
     """old - sampled = -0.5 on each token."""
     with algorithm.train(planned(workspace, *QUIET, f"{CORRECTION}.rollout_is=token")) as trainer:
-        found = trainer.advance()
-        batch, config = recorder.given["correct"]
+        found = trainer.step_or_skip()
+        batch, config = recorder.given["apply_rollout_correction"]
         assert config is trainer.config and close(
             batch.batch["rollout_is_weights"], np.full((64, 3), np.exp(-0.5))
         )
@@ -622,16 +623,16 @@ def test_sampler_and_trainer_are_compared_where_both_are_known(workspace, record
 
 def test_in_bypass_mode_the_sampler_is_the_old_policy_and_the_loss_corrects(workspace, recorder):
     with algorithm.train(planned(workspace, *QUIET, f"{CORRECTION}.bypass_mode=true")) as trainer:
-        trainer.advance()
+        trainer.step_or_skip()
         batch = recorder.given["update_actor"][1].batch
         assert torch.equal(batch["old_log_probs"], batch["rollout_log_probs"])
-        assert not {"correct", "old_log_probs"} & set(recorder.made)
+        assert not {"apply_rollout_correction", "add_old_log_probs"} & set(recorder.made)
 
 
 def test_old_log_probs_that_the_update_gives_are_not_corrected_before(workspace, recorder):
     with algorithm.train(planned(workspace, *QUIET)) as trainer:
-        trainer.advance()
-    assert not {"correct", "old_log_probs", "ref_log_probs", "values", "update_critic"} & set(
+        trainer.step_or_skip()
+    assert not {"apply_rollout_correction", "add_old_log_probs", "compute_ref_log_probs", "compute_values", "update_critic"} & set(
         recorder.made
     )
 
@@ -641,14 +642,14 @@ def test_a_step_whose_tokens_are_all_rejected_is_skipped(workspace, recorder, mo
         batch.batch["response_mask"][:] = 0
         return {}
 
-    monkeypatch.setattr(training, "correct", reject)
+    monkeypatch.setattr(training, "apply_rollout_correction", reject)
     with algorithm.train(
         planned(workspace, *QUIET, "algorithm.recompute_old_log_probs=true")
     ) as trainer:
-        trainer.run.damaged = 2
-        trainer.advance()
+        trainer.run.nonfinite_steps = 2
+        trainer.step_or_skip()
         assert "update_actor" not in recorder.made and recorder.made[-1] == "publish 1"
-        assert trainer.run.damaged == 0 and trainer.metrics["training/skipped_nonfinite_steps"] == 0
+        assert trainer.run.nonfinite_steps == 0 and trainer.metrics["training/skipped_nonfinite_steps"] == 0
         assert not (trainer.run.folder / "damaged").exists()
     told = capsys.readouterr().out.replace("\n", "")
     assert "step 1 skipped: algorithm.rollout_correction.rollout_rs rejected every token" in told
@@ -673,8 +674,8 @@ def break_advantages(batch, _):
 @pytest.mark.parametrize(
     ("name", "function", "after"),
     [
-        ("values", break_values, ["advantages", "update_critic", "update_actor"]),
-        ("advantages", break_advantages, ["update_critic", "update_actor"]),
+        ("compute_values", break_values, ["compute_advantages", "update_critic", "update_actor"]),
+        ("compute_advantages", break_advantages, ["update_critic", "update_actor"]),
         ("update_actor", broken, ["publish 1"]),
     ],
 )
@@ -685,7 +686,7 @@ def test_a_damaged_step_stops_at_once_and_keeps_its_batch(
     monkeypatch.setattr(training, name, function)
     changes = ["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=8"]
     with algorithm.train(planned(workspace, *QUIET, *changes)) as trainer:
-        with pytest.raises(DamagedStep) as caught:
+        with pytest.raises(NonFiniteStep) as caught:
             trainer.step()
         assert not set(after) & set(recorder.made)
         assert caught.value.batch.batch["responses"].tolist() == [[5, 6, 1]] * 64
@@ -699,14 +700,14 @@ def test_three_damaged_steps_in_a_row_end_the_run(workspace, recorder, monkeypat
         with algorithm.train(planned(workspace, *QUIET, "trainer.save_freq=1")) as trainer:
             for step in (1, 2):
                 recorder.made.clear()
-                found = trainer.advance()
-                assert found["training/skipped_nonfinite_steps"] == trainer.run.damaged == step
+                found = trainer.step_or_skip()
+                assert found["training/skipped_nonfinite_steps"] == trainer.run.nonfinite_steps == step
                 assert recorder.made[-2:] == [f"save {step}", f"publish {step}"]
                 assert (trainer.run.folder / "damaged" / f"step_{step}.pt").is_file()
-                assert trainer.learned["step"] == trainer.state["step"] == step
+                assert trainer.saved_state["step"] == trainer.state["step"] == step
                 logged = lines_of(trainer)[-1]
                 assert logged["step"] == step and logged["training/skipped_nonfinite_steps"] == step
-            trainer.advance()
+            trainer.step_or_skip()
     told = capsys.readouterr().out.replace("\n", "")
     assert (
         "step 1 skipped: actor/grad_norm is nan; the batch is in runs/tiny/damaged/step_1.pt"
@@ -719,8 +720,8 @@ def test_a_good_step_between_damaged_ones_starts_the_count_again(workspace, reco
     with algorithm.train(planned(workspace, *QUIET)) as trainer:
         for function, count in ((broken, 1), (broken, 2), (good, 0), (broken, 1)):
             monkeypatch.setattr(training, "update_actor", function)
-            found = trainer.advance()
-            assert trainer.run.damaged == found.get("training/skipped_nonfinite_steps", 0) == count
+            found = trainer.step_or_skip()
+            assert trainer.run.nonfinite_steps == found.get("training/skipped_nonfinite_steps", 0) == count
 
 
 def test_a_skipped_step_counts_as_learned_and_is_evaluated(workspace, recorder):
@@ -728,17 +729,17 @@ def test_a_skipped_step_counts_as_learned_and_is_evaluated(workspace, recorder):
     changes = ["gym.max_failed_frac=1", "trainer.save_freq=1", "trainer.test_freq=1"]
     with algorithm.train(planned(workspace, *QUIET, *changes)) as trainer:
         recorder.made.clear()
-        found = trainer.advance()
+        found = trainer.step_or_skip()
         assert recorder.made == ["rollout", "save 1", "validate"]
-        assert trainer.learned == trainer.state and trainer.learned is not trainer.state
+        assert trainer.saved_state == trainer.state and trainer.saved_state is not trainer.state
         assert found["rollout/failed_frac"] == 1.0 and found["training/epoch"] == 1.0
 
 
 def test_what_is_saved_is_of_the_update_that_the_workers_have(workspace, recorder):
     """The state is copied with the update; what changes later is not in it."""
     with algorithm.train(planned(workspace, *QUIET)) as trainer:
-        trainer.advance()
-        assert trainer.learned == trainer.state and trainer.learned is not trainer.state
+        trainer.step_or_skip()
+        assert trainer.saved_state == trainer.state and trainer.saved_state is not trainer.state
         recorder.record(trainer.run, "save")
         trainer.state["step"] = 9
         assert trainer.save() == trainer.run.checkpoint
@@ -754,9 +755,9 @@ def test_rollouts_have_the_places_of_their_rows_and_each_step_its_line(workspace
     with algorithm.train(
         planned(workspace, "data.train_batch_size=2", "trainer.print_samples_every=2", *QUIET)
     ) as trainer:
-        trainer.advance()
-        trainer.advance()
-    places = {task.row_id: place for place, task in enumerate(trainer.data.train)}
+        trainer.step_or_skip()
+        trainer.step_or_skip()
+    places = {task.row_id: place for place, task in enumerate(trainer.inputs.train)}
     seen = []
     for step in (1, 2):
         records = lines_of(trainer, f"rollouts/step_{step}.jsonl")

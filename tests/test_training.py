@@ -17,11 +17,12 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import left_right_2_no_padding
 
 import training
-from kit.data.episodes import Episode, keep
+from kit.data.episode import Episode
+from kit.data.selection import select_trainable
 from kit.extras import gloo
 from kit.rollout.client import Client
 from kit.runs import launch
-from kit.runs.preparation import stop_token_ids
+from kit.runs.prepare import stop_token_ids
 
 
 def episode(prompt, response, reward=1.0, mask=None, group="g", status="ok"):
@@ -137,7 +138,7 @@ def test_an_episodes_turns_stay_on_the_replica_of_its_first(workspace):
 
 def test_to_batch_pads_by_mask_not_by_id():
     PAD = 2  # also the id of EOS, which is sampled
-    batch = training.to_batch(
+    batch = training.build_batch(
         [episode([5, 6, 7], [8, PAD]), episode([9], [PAD], reward=0.5)], PAD, temperature=0.7
     )
     b = batch.batch
@@ -154,7 +155,7 @@ def test_to_batch_pads_by_mask_not_by_id():
 
 
 def test_observed_tokens_are_seen_but_carry_no_loss():
-    batch = training.to_batch([episode([5], [6, 7, 8], mask=[1, 0, 1])], 0, 1.0)
+    batch = training.build_batch([episode([5], [6, 7, 8], mask=[1, 0, 1])], 0, 1.0)
     assert batch.batch["attention_mask"].tolist() == [[1, 1, 1, 1]]
     assert batch.batch["response_mask"].tolist() == [[1, 0, 1]]
 
@@ -162,18 +163,18 @@ def test_observed_tokens_are_seen_but_carry_no_loss():
 def test_keep_drops_failures_and_groups_of_one():
     ok = [episode([1], [1], group=g) for g in "aab"]
     failed = [episode([1], [1], reward=None, group=g, status="timeout") for g in "abc"]
-    kept, _ = keep([ok[0], failed[0], ok[1], ok[2], *failed[1:]])
+    kept, _ = select_trainable([ok[0], failed[0], ok[1], ok[2], *failed[1:]])
     assert kept == ok[:2]
-    assert keep(failed) == ([], {})
+    assert select_trainable(failed) == ([], {})
 
 
 def test_advantages_of_survivors_are_those_of_a_run_without_failures():
     config = OmegaConf.create({"algorithm": ALGORITHM})
 
     def advantages(episodes):
-        batch = training.to_batch(keep(episodes)[0], 0, 1.0)
+        batch = training.build_batch(select_trainable(episodes)[0], 0, 1.0)
         batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
-        training.advantages(batch, config)
+        training.compute_advantages(batch, config)
         return batch.batch["advantages"][:, 0].tolist()
 
     good = [episode([1], [1], reward=r, group="a") for r in (0.0, 1.0, 1.0)]
@@ -236,21 +237,22 @@ def test_attention_on_grids_is_that_of_each_sequence_by_itself(groups, monkeypat
     H, H_kv, D = 4, 2, 8
     ids, prompts = packed(groups)
     layout = cpu_engine.lay_out(ids, prompts)
-    assert len(layout.take) == sum(
+    assert len(layout.gather_index) == sum(
         size + sum(answers) for size, answers in groups
     )  # every prompt once
-    assert torch.equal(ids.values()[layout.take][layout.place], ids.values())
+    assert torch.equal(ids.values()[layout.gather_index][layout.packed_positions], ids.values())
     monkeypatch.setattr(cpu_engine, "_layout", layout)
     given = [
-        torch.randn(1, heads, len(layout.take), D, requires_grad=True) for heads in (H, H_kv, H_kv)
+        torch.randn(1, heads, len(layout.gather_index), D, requires_grad=True)
+        for heads in (H, H_kv, H_kv)
     ]
-    weight = torch.randn(len(layout.place), H, D)
+    weight = torch.randn(len(layout.packed_positions), H, D)
     found = cpu_engine.grid_attention(None, *given, None, scaling=0.3)[0][0][
-        layout.place
+        layout.packed_positions
     ]  # [T, H, D]
     expected = []
     for begin, end in zip(ids.offsets(), ids.offsets()[1:], strict=False):
-        q, k, v = (x[0][:, layout.place[begin:end]] for x in given)  # [heads, t, D]
+        q, k, v = (x[0][:, layout.packed_positions[begin:end]] for x in given)  # [heads, t, D]
         k, v = (x.repeat_interleave(H // H_kv, dim=0) for x in (k, v))
         later = torch.ones(len(q[0]), len(q[0])).triu(1).bool()
         expected.append(
@@ -271,7 +273,8 @@ def test_attention_refuses_what_it_would_leave_out(monkeypatch):
         cpu_engine.grid_attention(None, *given, None)
     monkeypatch.setattr(cpu_engine, "_layout", cpu_engine.lay_out(*packed([(2, [2])])))
     cpu_engine.grid_attention(None, *given, None, sliding_window=4)
-    with pytest.raises(NotImplementedError, match="a window of 3 tokens, under 4"):
+    message = r"a sliding window of 3 tokens \(the longest row: 4\)"
+    with pytest.raises(NotImplementedError, match=message):
         cpu_engine.grid_attention(None, *given, None, sliding_window=3)
     with pytest.raises(NotImplementedError, match="softcap"):
         cpu_engine.grid_attention(None, *given, None, softcap=50.0)
@@ -287,8 +290,8 @@ def test_log_probs_and_entropy_in_tiles_are_torchs():
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     a, b = torch.randn(2, 300)
     for weights in ((a, b), (a, 0 * b)):
-        found = cpu_engine._Said.apply(
-            cpu_engine._scale(1.0 * logits, temperature, is_unit_temperature=False), labels
+        found = cpu_engine.LogProbEntropy.apply(
+            cpu_engine.scale_logits(1.0 * logits, temperature, is_unit_temperature=False), labels
         )
         expected = log_probs.gather(1, labels[:, None])[:, 0], entropy
         torch.testing.assert_close(found, expected)
@@ -304,23 +307,23 @@ def test_log_probs_and_entropy_in_tiles_are_torchs():
 
 
 def test_words_are_drawn_with_their_probabilities():
-    from kit.cpu import platform
+    from kit.cpu import vllm_patches
 
     torch.manual_seed(0)
     probs = torch.tensor([[0.5, 0.0, 0.3, 1e-4, 0.2, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0, 1.0]])
     probs[0] /= probs[0].sum()
     n = 100_000
-    drawn = platform._sample(probs.log().repeat(n, 1)).view(n, 2)
+    drawn = vllm_patches.sample_tokens(probs.log().repeat(n, 1)).view(n, 2)
     seen = torch.stack([row.bincount(minlength=6) for row in drawn.T]) / n
     assert torch.all((seen - probs).abs() <= 4 * (probs * (1 - probs) / n).sqrt()), (
         seen
     )  # none that cannot be
-    broken = platform._sample(
+    broken = vllm_patches.sample_tokens(
         torch.full((3, 6), torch.nan)
     )  # of weights that are not finite: the step tells, not the engine
     assert torch.all((broken >= 0) & (broken < 6))
     of = probs.log().gather(1, torch.tensor([[4], [5]]))
-    assert platform._rank(probs.log(), of).tolist() == [3, 1]
+    assert vllm_patches.count_at_least(probs.log(), of).tolist() == [3, 1]
 
 
 def test_micro_batches_keep_answers_to_a_prompt_together(monkeypatch):
@@ -331,9 +334,9 @@ def test_micro_batches_keep_answers_to_a_prompt_together(monkeypatch):
     made = [episode([5 + g] * 6, [7 + m] * (1 + 3 * m)) for g in range(4) for m in range(4)]
     cuts = []
     for order in (made, made[::-1], made[1::2] + made[::2]):
-        data = left_right_2_no_padding(training.to_batch(order, 0, 1.0).to_tensordict())
+        data = left_right_2_no_padding(training.build_batch(order, 0, 1.0).to_tensordict())
         tu.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=60)
-        parts, places = cpu_engine._micro_batches(data)
+        parts, places = cpu_engine.prepare_micro_batches(data)
         assert sorted(place for part in places for place in part) == list(range(16))
         assert (
             len(parts) == 2
@@ -356,12 +359,12 @@ def test_components_of_the_reward_reach_verls_multi_reward_advantage():
     episodes = [episode([1], [2, 3], reward=1.0) for _ in parts]
     for e, part in zip(episodes, parts, strict=True):
         e.reward_components = part
-    batch = training.to_batch(episodes, 0, 1.0)
+    batch = training.build_batch(episodes, 0, 1.0)
     assert list(batch.non_tensor_batch["right"]) == [1.0, 0.0, 1.0]
     batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
     weights = {"gdpo_reward_keys": ["right", "format"], "gdpo_reward_weights": [1.0, 0.1]}
     algorithm = ALGORITHM | {"adv_estimator": "gdpo"} | weights
-    training.advantages(batch, OmegaConf.create({"algorithm": algorithm}))
+    training.compute_advantages(batch, OmegaConf.create({"algorithm": algorithm}))
     advantages = batch.batch["advantages"]  # [3, 2]
     assert advantages[0, 0] > 0 > advantages[1, 0] and torch.equal(advantages[0], advantages[2])
 
@@ -370,23 +373,23 @@ def test_components_that_not_all_episodes_have_are_left_out():
     one, two = episode([1], [2]), episode([1], [2])
     one.reward_components = {"a": 1.0, "b": 0.0}
     two.reward_components = {"b": 1.0}
-    batch = training.to_batch([one, two], 0, 1.0)
+    batch = training.build_batch([one, two], 0, 1.0)
     assert list(batch.non_tensor_batch["b"]) == [0.0, 1.0] and "a" not in batch.non_tensor_batch
 
 
 def test_damage_is_found_where_the_mask_is_and_named():
-    from kit.runs.finite_check import damage
+    from kit.runs.finite_check import find_reason_to_skip
 
     sampling = {"rollout": {"top_p": 1.0, "top_k": -1}}
     settings = OmegaConf.create({"actor_rollout_ref": sampling, "trainer": {"one_step_off": 0}})
 
     def damaged(name=None, value=math.nan, where=(0, 0), metrics=None):
-        batch = training.to_batch([episode([5, 6], [7, 8]), episode([5], [7])], 0, 1.0)
+        batch = training.build_batch([episode([5, 6], [7, 8]), episode([5], [7])], 0, 1.0)
         batch.batch["old_log_probs"] = torch.zeros(2, 2)
         batch.batch["advantages"] = torch.zeros(2, 2)
         for each in name.split() if name else ():
             batch.batch[each][where] = value
-        return damage(batch, metrics or {}, settings)
+        return find_reason_to_skip(batch, metrics or {}, settings)
 
     assert (
         damaged() == ""
@@ -403,7 +406,7 @@ def test_damage_is_found_where_the_mask_is_and_named():
     )
     assert damaged(metrics={"actor/grad_norm": math.inf}) == "actor/grad_norm is inf"
     assert damaged(metrics={"critic/vf_loss": math.nan}) == "critic/vf_loss is nan"
-    assert "the sampler's probabilities are 0.30 from" in damaged(
+    assert "the rollout engine's probabilities differ from the trainer's by 0.30" in damaged(
         metrics={"training/rollout_probs_diff_mean": 0.3}
     )
     settings.actor_rollout_ref.rollout.top_p = 0.5  # the sampler's are of other tokens
@@ -416,7 +419,7 @@ def test_forward_passes_are_balanced_over_ranks_and_come_back_in_order():
     rows = [
         episode([1] * 4, [2] * rng.choice([1024, 100, 100, 100]), group=str(i)) for i in range(61)
     ]
-    batch = training.to_batch(rows, 0, 1.0)
+    batch = training.build_batch(rows, 0, 1.0)
     seen = {}
 
     def call(data):

@@ -22,8 +22,9 @@ from verl.utils.config import omega_conf_to_dataclass
 
 import training
 from kit.config.load import load_config
-from kit.data.episodes import Episode, first_groups, keep
-from kit.runs import preparation as recipes
+from kit.data.episode import Episode
+from kit.data.selection import select_trainable, take_groups
+from kit.runs import prepare as recipes
 
 LOSS, GRADIENT = 1e-6, 1e-6
 SGD = ["optimizer=SGD", "lr=1.0", "weight_decay=0.0", "clip_grad=1e9"]
@@ -164,14 +165,14 @@ def verls_step(made, workers, config):
 
 def our_step(made, workers, config):
     """(advantages, metrics) of a step, in the order of algorithm.py."""
-    batch = training.to_batch(made, 1, 1.0)
-    batch.batch["old_log_probs"] = training.log_probs(workers.actor, batch, config)["log_probs"]
+    batch = training.build_batch(made, 1, 1.0)
+    batch.batch["old_log_probs"] = training.compute_log_probs(workers.actor, batch, config)["log_probs"]
     if training.needs_reference(config):
-        batch.batch["ref_log_prob"] = training.ref_log_probs(workers, batch, config)
+        batch.batch["ref_log_prob"] = training.compute_ref_log_probs(workers, batch, config)
     if workers.critic:
-        batch.batch["values"] = training.values(workers.critic, batch, config)
+        batch.batch["values"] = training.compute_values(workers.critic, batch, config)
     batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
-    training.advantages(batch, config)
+    training.compute_advantages(batch, config)
     metrics = training.update_critic(workers.critic, batch, config) if workers.critic else {}
     metrics |= training.update_actor(workers.actor, batch, config)
     return batch.batch["advantages"], metrics
@@ -202,10 +203,10 @@ def test_a_step_is_verls_own(stack, values, cuts, workspace, tmp_path, name):
     changes += ["critic.ppo_mini_batch_size=4", "algorithm.gamma=0.9", "algorithm.lam=0.5"]
     changes += ["algorithm.norm_adv_by_std_in_grpo=false"] if name == "grpo" else []
     config, data = recipe(workspace, *changes, overlays=[name])
-    made, _ = keep(
+    made, _ = select_trainable(
         episodes(groups=24), 2, data.filters
     )  # for dapo: two thirds are left, some masked whole
-    made = first_groups(made, 8)
+    made = take_groups(made, 8)
     assert len(made) == 32 and all(any(e.response_mask) for e in made) == (name != "dapo")
     for e in made:
         e.reward = data.reward(e)
@@ -253,7 +254,7 @@ def test_an_update_that_gives_the_old_log_probs_is_that_after_a_pass_for_them(
     """One optimiser step a batch: the ratio is 1, so loss, gradient, weights and what is told of it are the same."""
     workers, _ = cuts["one rank"]
     config, _ = recipe(workspace, *SGD, "actor_rollout_ref.rollout.n=4")
-    assert training.one_pass(config)
+    assert training.fuses_old_log_probs(config)
     training.set_policy_loss(workers.actor, config)
     made = episodes()[:31]
     made[7].response_mask = [0] * len(made[7].response_mask)
@@ -261,11 +262,11 @@ def test_an_update_that_gives_the_old_log_probs_is_that_after_a_pass_for_them(
     workers.actor.save_checkpoint(state, None, 0, None)
     results = []
     for name in ("two", "one"):
-        batch = training.to_batch(made, 1, 1.0)
+        batch = training.build_batch(made, 1, 1.0)
         batch.batch["advantages"] = (
             torch.linspace(-1, 1, 31)[:, None] * batch.batch["response_mask"]
         )
-        measured = training.old_log_probs(workers.actor, batch, config) if name == "two" else {}
+        measured = training.add_old_log_probs(workers.actor, batch, config) if name == "two" else {}
         metrics = measured | training.update_actor(workers.actor, batch, config)
         results.append((batch, metrics, weights(workers, tmp_path / name)))
         workers.actor.load_checkpoint(state)
@@ -331,7 +332,7 @@ def test_the_cut_of_a_batch_changes_nothing(cuts, workspace, tmp_path, mode):
         recipes.fill_in(config, recipes.load_model_files(config)[1])
         actor = OmegaConf.to_container(config.actor_rollout_ref.actor, resolve=True)
         set_mode(workers, actor)
-        batch = training.to_batch(made, 1, 1.0)
+        batch = training.build_batch(made, 1, 1.0)
         batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         batch.batch["advantages"] = (
             torch.linspace(-1, 1, 31)[:, None] * batch.batch["response_mask"]

@@ -1,18 +1,24 @@
-"""verl's FSDP engines on a CPU, without the work that a CPU feels most. platform.py puts them into verl's registry.
+"""verl's FSDP engines for a CPU, without the work that costs a CPU most.
 
-    prompts    computed once for all their answers in a micro-batch, since attention is causal: [p1 p2 | a1 a2 a3 a4];
-               micro-batches keep answers to a prompt together, and count it once
-    attention  answers of like lengths side by side on a grid, in two matmuls. One call for each sequence would have
-               oneDNN compile kernels for each length, in each layer, for a batch whose lengths never come again
-    logits     of the answers' tokens alone
-    log-probs  and entropy in one pass over tiles of rows, in fp32; their gradient takes the logits' place
+    prompts      each distinct prompt is computed once for all its responses in a micro-batch
+                 (packed_layout.py); micro-batches keep the responses to a prompt together
+    attention    responses of similar length on a grid, in two matmuls
+    logits       only where they predict a token of a response
+    log-probs    and entropy in one pass over tiles of rows, in fp32; their gradient overwrites the
+                 logits
 
-What comes out is what verl's engines put out: the same numbers to rounding, packed as verl packs them, with zeros
-where log-probs are of prompt tokens, which nobody reads.
+The results are those of verl's engines: the same numbers up to rounding, packed as verl packs them.
+Log-probs of prompt tokens, which nothing reads, are zeros.
+
+kit/cpu/platform.py imports this file in each process that trains. The import registers the engines
+with verl and patches verl's functions of logits and micro-batches.
 """
 
+from __future__ import annotations
+
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,366 +30,382 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.model import extract_multi_modal_inputs
 from verl.workers.engine.base import EngineRegistry
 
-LONGEST = (
-    512  # keys that a grid may have; longer rows go one by one through torch's flash attention
-)
-SCORES = 2**24  # elements of a grid's scores, at most
-TILE = 16  # rows of logits that are worked on at once, and stay in a core's cache
+from kit.cpu.packed_layout import MAX_GRID_KEYS, Layout, lay_out
 
-
-# --- where the tokens of a micro-batch stand ------------------------------------------------------
-
-
-class Grid(NamedTuple):
-    """n rows side by side: L queries each, over the P keys of their prompts and their own L."""
-
-    tokens: (
-        torch.Tensor
-    )  # [n, L] places in the packed row [U]; beyond a row's end that of its last token
-    real: torch.Tensor  # [n, L] False beyond a row's end
-    keys: (
-        torch.Tensor
-    )  # [n, P+L] the same of the rows' prompts, then of the rows; P = 0 where the rows are prompts
-    hidden: torch.Tensor  # [n, 1, 1, L, P+L] True where a query does not see a key
-
-
-class Layout(NamedTuple):
-    """A packed row [U]: prompts, each once, then answers. T tokens as verl packs them, every prompt with its answer."""
-
-    take: torch.Tensor  # [U] the token of T that stands at each place
-    place: torch.Tensor  # [T] where each token of T stands
-    said: torch.Tensor  # [A] tokens of T whose next token is of an answer
-    answers: torch.Tensor  # [B] lengths of the answers; their sum is A
-    grids: list[Grid]
-    back: torch.Tensor  # [U] where each place is found in the grids' rows, one grid after another
-    asked: list[int]  # of each prompt, the row of B where it comes first
-
-
-def lay_out(ids: torch.Tensor, prompts: torch.Tensor, images: torch.Tensor | None = None) -> Layout:
-    """ids: nested [B, t], every prompt with its answer. prompts: [B], lengths, of at least 1. images: [B], rows of one
-    number have the same."""
-    offsets, tokens = ids.offsets().tolist(), ids.values().tolist()
-    seen = [0] * len(prompts) if images is None else images.tolist()
-    known: dict[tuple[int, ...], int] = {}  # a prompt's images and ids -> its index
-    asked: list[int] = []
-    first: list[tuple[int, int]] = []  # of each prompt: where in T, its length
-    rows: list[tuple[int, int, int]] = []  # of each answer: where in T, its length, its prompt
-    spans = list(zip(offsets, offsets[1:], prompts.tolist(), range(len(prompts)), strict=False))
-    for begin, end, length, row in sorted(
-        spans, key=lambda s: (tokens[s[0] : s[1]], seen[s[3]])
-    ):  # rounds alike so
-        prompt = known.setdefault((seen[row], *tokens[begin : begin + length]), len(known))
-        if prompt == len(first):
-            first.append((begin, length))
-            asked.append(row)
-        rows.append((begin + length, end - begin - length, prompt))
-    starts = [0]  # of all prompts, then of all answers, in U
-    for _, length, *_ in [*first, *rows]:
-        starts.append(starts[-1] + length)
-    take = torch.cat([torch.arange(begin, begin + length) for begin, length, *_ in [*first, *rows]])
-    place = torch.empty(len(tokens), dtype=torch.long)
-    said = []
-    for (begin, length, prompt), start in zip(rows, starts[len(first) :], strict=False):
-        size = first[prompt][1]
-        place[begin - size : begin] = torch.arange(starts[prompt], starts[prompt] + size)
-        place[begin : begin + length] = torch.arange(start, start + length)
-        said.append(torch.arange(begin - 1, begin + length - 1))
-    grids = _grids([(starts[i], length, 0, 0) for i, (_, length) in enumerate(first)])
-    own = [
-        (starts[len(first) + i], length, starts[p], first[p][1])
-        for i, (_, length, p) in enumerate(rows)
-    ]
-    grids += _grids([span for span in own if span[1]])
-    back = torch.empty_like(take)
-    real = torch.cat([grid.real.flatten() for grid in grids])  # [all rows of all grids]
-    back[torch.cat([grid.tokens.flatten() for grid in grids])[real]] = real.nonzero().flatten()
-    return Layout(
-        take, place, torch.cat(said), torch.tensor([row[1] for row in rows]), grids, back, asked
-    )
-
-
-def _grids(spans: list[tuple[int, int, int, int]]) -> list[Grid]:
-    """spans: (start and length of a row, start and length of its prompt) in U. Rows of a grid are of like lengths."""
-    grids: list[Grid] = []
-    alike: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
-    for span in spans:  # by powers of two, of which the first is 64: shorter ones are not worth kernels of their own
-        alike.setdefault((max(6, span[1].bit_length()), max(6, span[3].bit_length())), []).append(
-            span
-        )
-    for members in alike.values():
-        L, P = (max(span[i] for span in members) for i in (1, 3))
-        at_once = 1 if L + P > LONGEST else max(1, SCORES // (16 * L * (L + P)))
-        for i in range(0, len(members), at_once):
-            start, length, begin, size = (
-                torch.tensor(members[i : i + at_once]).unsqueeze(-1).unbind(1)
-            )  # [n, 1] each
-            own, before = torch.arange(int(length.max())), torch.arange(int(size.max()))
-            outside = (before >= size)[:, None].expand(-1, len(own), -1)  # [n, L, P]
-            later = (own > own[:, None]).expand(len(start), -1, -1)  # [n, L, L]
-            hidden = torch.cat([outside, later], dim=2)[:, None, None]
-            tokens, prompts = start + own.minimum(length - 1), begin + before.minimum(size - 1)
-            grids.append(Grid(tokens, own < length, torch.cat([prompts, tokens], dim=1), hidden))
-    return grids
-
+TILE_ROWS = 16  # rows of logits that are computed together, and fit into a core's cache
 
 # --- attention -----------------------------------------------------------------------------------
 
-_layout: Layout | None = None  # of the forward pass under way; its backward pass needs none
+# Of the forward pass that runs: transformers has no argument for it. The backward pass needs none.
+_layout: Layout | None = None
 
 
 def grid_attention(
-    module, query, key, value, attention_mask, scaling=None, sliding_window=None, **options
-):
-    """Causal attention of the layout's answers to their prompts and to themselves, as transformers calls it.
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention of each response to its prompt and itself, by transformers' interface.
 
-    query [1, H, U, D]; key, value [1, H_kv, U, D]. Returns ([1, U, H, D], None).
+    query [1, H, U, D]; key, value [1, H_kv, U, D]. Returns [1, U, H, D], and no weights.
+    Raises ValueError without a packed micro-batch, NotImplementedError for other attention.
     """
-    if not getattr(module, "is_causal", True):  # of a part of the model that sees images
+    if not getattr(module, "is_causal", True):  # the part of a model that sees images
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
     if _layout is None:
         raise ValueError(
-            "attn_implementation=cpu_packed wants actor_rollout_ref.model.use_remove_padding=true"
+            "attn_implementation=cpu_packed works only on packed batches. "
+            "Set actor_rollout_ref.model.use_remove_padding=true."
         )
-    longest = max(grid.hidden.shape[-1] for grid in _layout.grids)
-    unknown = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
-    if unknown or (sliding_window or longest) < longest:
-        what = ", ".join(unknown) or f"a window of {sliding_window} tokens, under {longest},"
-        raise NotImplementedError(
-            f"attn_implementation=cpu_packed: the model's attention has {what} which it lacks"
-        )
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [U, H, D]
+    raise_if_unsupported(_layout, sliding_window, options)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [U, heads, D]
     scale = scaling or q.shape[-1] ** -0.5
     outputs = []
     for grid in _layout.grids:
-        outputs.append(
-            _attend(
-                _rows(q, grid.tokens), _rows(k, grid.keys), _rows(v, grid.keys), grid.hidden, scale
-            )
+        output = attend(
+            select_rows(q, grid.query_index),
+            select_rows(k, grid.key_index),
+            select_rows(v, grid.key_index),
+            grid.attn_mask,
+            scale,
         )
-    return torch.cat([o.flatten(0, 1) for o in outputs]).index_select(0, _layout.back).unsqueeze(
-        0
-    ), None
+        outputs.append(output.flatten(0, 1))  # [n * L, H, D]
+    return torch.cat(outputs).index_select(0, _layout.inverse_index).unsqueeze(0), None
 
 
-def _rows(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """[n, heads, length, D] out of [U, heads, D]. By index_select, whose backward pass is faster than indexing's."""
-    return x.index_select(0, places.flatten()).view(*places.shape, *x.shape[1:]).transpose(1, 2)
+def raise_if_unsupported(
+    layout: Layout, sliding_window: int | None, options: dict[str, Any]
+) -> None:
+    """Raise NotImplementedError if the model's attention has a feature that grids lack."""
+    features = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
+    longest = max(grid.attn_mask.shape[-1] for grid in layout.grids)
+    if sliding_window and sliding_window < longest:
+        features.append(f"a sliding window of {sliding_window} tokens (the longest row: {longest})")
+    if features:
+        raise NotImplementedError(
+            f"attn_implementation=cpu_packed does not support {', '.join(features)}, which the "
+            "model's attention has. Set actor_rollout_ref.model.override_config."
+            "attn_implementation=sdpa and actor_rollout_ref.model.use_remove_padding=false."
+        )
 
 
-def _attend(q, k, v, hidden, scale):
-    """q [n, H, L, D]; k, v [n, H_kv, P+L, D] -> [n, L, H, D]."""
-    (n, H, L, D), (heads, keys) = q.shape, k.shape[1:3]
-    if keys > LONGEST:
-        seen = ~hidden[:, 0]  # [n, 1, L, P+L]
-        return F.scaled_dot_product_attention(
-            q, k, v, seen, scale=scale, enable_gqa=True
-        ).transpose(1, 2)
-    # query heads of one key head side by side, so that keys are not copied
-    q = q.reshape(n, heads, -1, D)  # [n, H_kv, H/H_kv * L, D]
-    scores = (q @ k.transpose(2, 3)).view(n, heads, -1, L, keys).float() * scale
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(v.dtype)
-    return (weights.view(n, heads, -1, keys) @ v).view(n, H, L, D).transpose(1, 2)
+def select_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return rows of a grid: x [U, heads, D], index [n, length] -> [n, heads, length, D]."""
+    # index_select has a faster backward pass than indexing
+    rows = x.index_select(0, index.flatten())
+    return rows.view(*index.shape, *x.shape[1:]).transpose(1, 2)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention of a grid: q [n, H, L, D]; k, v [n, H_kv, P+L, D] -> [n, L, H, D]."""
+    n, H, L, D = q.shape
+    H_kv, keys = k.shape[1:3]
+    if keys > MAX_GRID_KEYS:
+        is_seen = ~attn_mask[:, 0]  # [n, 1, L, P+L]
+        output = F.scaled_dot_product_attention(q, k, v, is_seen, scale=scale, enable_gqa=True)
+        return output.transpose(1, 2)
+    # The query heads that share a key head form one matrix, so that keys are not copied.
+    q = q.reshape(n, H_kv, -1, D)  # [n, H_kv, H/H_kv * L, D]
+    scores = (q @ k.transpose(2, 3)).view(n, H_kv, -1, L, keys).float() * scale
+    weights = scores.masked_fill(attn_mask, -torch.inf).softmax(-1).to(v.dtype)
+    return (weights.view(n, H_kv, -1, keys) @ v).view(n, H, L, D).transpose(1, 2)
 
 
 # --- log-probs and entropy -----------------------------------------------------------------------
 
 
-class _Said(torch.autograd.Function):
-    """Of logits [T, V]: log softmax at labels [T], and entropy, both fp32 [T]. The gradient takes the logits' place."""
+class LogProbEntropy(torch.autograd.Function):
+    """Log-probs of labels, and entropies: logits [A, V], labels [A] -> two of [A], in fp32.
+
+    The gradient overwrites the logits, so that nothing may read these after the backward pass.
+    """
 
     @staticmethod
-    def forward(ctx, logits, labels):
-        (norm, mean), part = torch.empty(2, len(logits)), torch.empty(TILE, logits.shape[1])
-        for begin in range(0, len(logits), TILE):
-            at = slice(begin, begin + TILE)
-            tile = logits[at].float()
-            most = tile.amax(-1, keepdim=True)
-            weights = torch.sub(tile, most, out=part[: len(tile)]).exp_()
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        log_norm = torch.empty(len(logits))  # log of the sum of exp(logits)
+        mean = torch.empty(len(logits))  # of the logits, by their probabilities
+        buffer = torch.empty(TILE_ROWS, logits.shape[1])
+        for start in range(0, len(logits), TILE_ROWS):
+            rows = slice(start, start + TILE_ROWS)
+            tile = logits[rows].float()
+            maximum = tile.amax(-1, keepdim=True)
+            weights = torch.sub(tile, maximum, out=buffer[: len(tile)]).exp_()
             total = weights.sum(-1)
-            norm[at], mean[at] = (
-                total.log() + most[:, 0],
-                torch.linalg.vecdot(weights, tile) / total,
-            )
-        ctx.save_for_backward(logits, labels, norm, mean)
-        return logits.gather(1, labels[:, None])[:, 0].float() - norm, norm - mean
+            log_norm[rows] = total.log() + maximum[:, 0]
+            mean[rows] = torch.linalg.vecdot(weights, tile) / total
+        ctx.save_for_backward(logits, labels, log_norm, mean)
+        log_probs = logits.gather(1, labels[:, None])[:, 0].float() - log_norm
+        return log_probs, log_norm - mean
 
     @staticmethod
-    def backward(ctx, of_label, of_entropy):
-        logits, labels, norm, mean = ctx.saved_tensors
-        part, looked_at = (
-            torch.empty(TILE, logits.shape[1]),
-            not of_entropy.any(),
-        )  # alone (entropy_coeff: 0)
-        for begin in range(0, len(logits), TILE):
-            at = slice(begin, begin + TILE)
-            tile, down = logits[at].float(), -of_label[at, None]
-            weights = torch.sub(tile, norm[at, None], out=part[: len(tile)]).exp_()
-            weights.mul_(
-                down if looked_at else (mean[at, None] - tile) * of_entropy[at, None] + down
-            )
-            logits[at] = weights.scatter_add_(1, labels[at, None], -down)
+    def backward(ctx: Any, log_prob_grad: torch.Tensor, entropy_grad: torch.Tensor) -> Any:
+        logits, labels, log_norm, mean = ctx.saved_tensors
+        buffer = torch.empty(TILE_ROWS, logits.shape[1])
+        is_entropy_used = bool(entropy_grad.any())  # not with entropy_coeff: 0
+        for start in range(0, len(logits), TILE_ROWS):
+            rows = slice(start, start + TILE_ROWS)
+            tile = logits[rows].float()
+            probs = torch.sub(tile, log_norm[rows, None], out=buffer[: len(tile)]).exp_()
+            factor = -log_prob_grad[rows, None]
+            if is_entropy_used:
+                factor = (mean[rows, None] - tile) * entropy_grad[rows, None] + factor
+            probs.mul_(factor)
+            logits[rows] = probs.scatter_add_(1, labels[rows, None], log_prob_grad[rows, None])
         return logits, None
 
 
-# Of the forward pass under way, since verl asks for the entropy first, without labels; logits, and what _Said says.
-_labels: torch.Tensor | None = None
-_found: tuple[torch.Tensor, ...] = ()
-_verls = verl_F.entropy_from_logits, fsdp.logprobs_from_logits
-
-
-def _said(logits):
-    global _found
-    if not _found or _found[0] is not logits:
-        _found = (logits, *_Said.apply(logits, _labels))
-    return _found
-
-
-def _entropy(logits):
-    return _verls[0](logits) if _labels is None else _said(logits)[2]
-
-
-def _log_probs(logits, labels, inplace_backward=True):
-    return _verls[1](logits, labels, inplace_backward) if _labels is None else _said(logits)[1]
-
-
-class _Scaled(torch.autograd.Function):
-    """logits / temperature [T, 1] in the place of logits, which are a view: autograd would copy them for that."""
+class ScaleInPlace(torch.autograd.Function):
+    """Divide logits [A, V] by temperature [A, 1] in place. Autograd would copy them, as a view."""
 
     @staticmethod
-    def forward(ctx, logits, temperature):
+    def forward(ctx: Any, logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(temperature)
         return logits.detach().div_(temperature)
 
     @staticmethod
-    def backward(ctx, gradient):
-        return gradient.div_(*ctx.saved_tensors), None  # which _Said has made for this
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (temperature,) = ctx.saved_tensors
+        return gradient.div_(temperature), None  # the tensor is LogProbEntropy's, and used once
 
 
-def _scale(logits, temperature, *, is_unit_temperature):
-    return (
-        logits
-        if is_unit_temperature
-        else _Scaled.apply(logits, temperature.clamp(min=1e-8).to(logits.dtype))
-    )
+class LogitsResult(NamedTuple):
+    """A result of LogProbEntropy, and the logits that it belongs to."""
+
+    logits: torch.Tensor
+    log_probs: torch.Tensor
+    entropy: torch.Tensor
 
 
-fsdp.logprobs_from_logits, fsdp._scale_logits_by_temperature = _log_probs, _scale
-verl_F.entropy_from_logits = _entropy
+# Both of the forward pass that runs. verl computes the entropy first, by a function without labels.
+_labels: torch.Tensor | None = None
+_result: LogitsResult | None = None
+
+verl_entropy_from_logits = verl_F.entropy_from_logits
+verl_logprobs_from_logits = fsdp.logprobs_from_logits
+
+
+def compute_once(logits: torch.Tensor) -> LogitsResult:
+    """Return the log-probs and entropies of logits [A, V], computed at the first call."""
+    global _result
+    if _result is None or _result.logits is not logits:
+        _result = LogitsResult(logits, *LogProbEntropy.apply(logits, _labels))
+    return _result
+
+
+def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
+    """Return entropies [A]; verl's function if the micro-batch is not packed."""
+    if _labels is None:
+        return verl_entropy_from_logits(logits)
+    return compute_once(logits).entropy
+
+
+def logprobs_from_logits(
+    logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = True
+) -> torch.Tensor:
+    """Return log-probs of labels [A]; verl's function if the micro-batch is not packed."""
+    if _labels is None:
+        return verl_logprobs_from_logits(logits, labels, inplace_backward)
+    return compute_once(logits).log_probs
+
+
+def scale_logits(
+    logits: torch.Tensor, temperature: torch.Tensor, *, is_unit_temperature: bool
+) -> torch.Tensor:
+    """Divide logits [A, V] by temperature [A, 1] in place, as verl does with a copy."""
+    if is_unit_temperature:
+        return logits
+    return ScaleInPlace.apply(logits, temperature.clamp(min=1e-8).to(logits.dtype))
+
+
+def monkey_patch_logits() -> None:
+    """Have verl's engine compute log-probs and entropy together, in tiles and in place."""
+    fsdp.logprobs_from_logits = logprobs_from_logits
+    fsdp._scale_logits_by_temperature = scale_logits
+    verl_F.entropy_from_logits = entropy_from_logits
 
 
 # --- micro-batches -------------------------------------------------------------------------------
 
-_verls_micro_batches = fsdp.prepare_micro_batches
+verl_prepare_micro_batches = fsdp.prepare_micro_batches
 
 
-def _micro_batches(data: TensorDict, dp_group=None, **options):
-    """verl's, but answers to a prompt stay together, and it counts once. As many on every rank."""
+def prepare_micro_batches(
+    data: TensorDict, dp_group: Any = None, **options: Any
+) -> tuple[list[TensorDict], list[list[int]]]:
+    """Split a batch by its tokens as verl does, but keep the responses to a prompt together.
+
+    A prompt counts once for its neighboring responses. Every rank has the same number of
+    micro-batches. Returns these, and their row indices.
+    """
     if not tu.get_non_tensor_data(data, "use_dynamic_bsz", True) or "prompts" not in data:
-        return _verls_micro_batches(data, dp_group, **options)
+        return verl_prepare_micro_batches(data, dp_group, **options)
     rows = [row.tolist() for row in data["input_ids"].unbind()]
-    prompts = data["attention_mask"][:, : data["prompts"].shape[1]].sum(dim=1).tolist()
+    prompt_lengths = count_prompt_tokens(data).tolist()
     images = data["image"].tolist() if "image" in data else [0] * len(rows)
-    order = sorted(range(len(rows)), key=lambda i: (rows[i], images[i]))  # alike however they come
-    known: set[tuple[int, ...]] = set()
-    costs = []  # in this order
+    # Sorted, so that the same rows in another order have the same micro-batches.
+    order = sorted(range(len(rows)), key=lambda i: (rows[i], images[i]))
+    costs = []  # tokens to compute, in this order
+    prompts = set()
     for i in order:
-        asked = (images[i], *rows[i][: prompts[i]])
-        costs.append(len(rows[i]) - prompts[i] * (asked in known))
-        known.add(asked)
-    total = sum(costs)
-    count = torch.tensor(min(len(rows), math.ceil(total / data["max_token_len_per_gpu"])))
+        prompt = (images[i], *rows[i][: prompt_lengths[i]])
+        is_repeated = prompt in prompts
+        costs.append(len(rows[i]) - (prompt_lengths[i] if is_repeated else 0))
+        prompts.add(prompt)
+    needed = math.ceil(sum(costs) / data["max_token_len_per_gpu"])
+    count = torch.tensor(min(len(rows), needed))
     torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX, group=dp_group)
-    parts: list[list[int]] = [[] for _ in range(int(count))]
-    k = done = 0
-    for place, (i, cost) in enumerate(zip(order, costs, strict=True)):
-        full = done + cost / 2 > (k + 1) * total / len(parts)
-        if parts[k] and k + 1 < len(parts) and (full or len(rows) - place < len(parts) - k):
-            k += 1
-        parts[k].append(i)
-        done += cost
+    parts = split_by_cost(order, costs, int(count))
     return [tu.index_select_tensor_dict(data, part) for part in parts], parts
 
 
-fsdp.prepare_micro_batches = _micro_batches
+def count_prompt_tokens(data: TensorDict) -> torch.Tensor:
+    """Return the lengths of the prompts [B]: verl's mask covers prompts first, then responses."""
+    width = data["prompts"].shape[1]
+    return data["attention_mask"][:, :width].sum(dim=1)
+
+
+def split_by_cost(rows: Sequence[int], costs: Sequence[int], count: int) -> list[list[int]]:
+    """Split rows, in their order, into `count` parts of about the same cost.
+
+    No part is empty if there are at least as many rows as parts.
+    """
+    total = sum(costs)
+    parts: list[list[int]] = [[] for _ in range(count)]
+    current = 0
+    cost_before = 0
+    for index, (row, cost) in enumerate(zip(rows, costs, strict=True)):
+        is_full = cost_before + cost / 2 > (current + 1) * total / count
+        is_rest_short = len(rows) - index < count - current  # each later part needs a row
+        if parts[current] and current + 1 < count and (is_full or is_rest_short):
+            current += 1
+        parts[current].append(row)
+        cost_before += cost
+    return parts
+
+
+def monkey_patch_micro_batches() -> None:
+    """Have verl's engine split batches so that shared prompts stay together."""
+    fsdp.prepare_micro_batches = prepare_micro_batches  # type: ignore[assignment]
 
 
 # --- verl's engines ------------------------------------------------------------------------------
 
 
-class _Packed:
-    """What both engines do to a micro-batch before and after the model."""
+class PackedInputs:
+    """The inputs of both engines: a mixin before verl's class."""
 
-    def prepare_model_inputs(self, micro_batch: TensorDict):
+    def prepare_model_inputs(
+        self, micro_batch: TensorDict
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the model's inputs in the packed order, and the layout among the other values."""
         global _layout
         inputs, args = super().prepare_model_inputs(micro_batch)  # type: ignore[misc]
-        if "temperature_rmpad" not in args:  # use_remove_padding: false, with attention of torch's
+        if "temperature_rmpad" not in args:  # use_remove_padding: false, with torch's attention
             return inputs, args
         if args.get("pad_size"):
             raise NotImplementedError(
-                "on a CPU: ulysses_sequence_parallel_size > 1, pad_to_length; leave them out"
+                f"A CPU's engine does not support padded packed batches ({args['pad_size']} "
+                "tokens). Remove ulysses_sequence_parallel_size and pad_to_length."
             )
-        lengths = micro_batch["attention_mask"][:, : micro_batch["prompts"].shape[1]].sum(
-            dim=1
-        )  # [B]
-        _layout = args["layout"] = layout = lay_out(
-            micro_batch["input_ids"], lengths, micro_batch.get("image", None)
+        layout = lay_out(
+            micro_batch["input_ids"],
+            count_prompt_tokens(micro_batch),
+            micro_batch.get("image", None),
         )
-        if "multi_modal_inputs" in micro_batch:  # each prompt's once, in their order
-            given = list(micro_batch.get("multi_modal_inputs"))
-            inputs |= extract_multi_modal_inputs([given[row] for row in layout.asked])
+        _layout = layout
+        args["layout"] = layout
+        if "multi_modal_inputs" in micro_batch:
+            images_of_rows = list(micro_batch.get("multi_modal_inputs"))
+            images = [images_of_rows[row] for row in layout.prompt_rows]
+            inputs |= extract_multi_modal_inputs(images)
         for name in ("input_ids", "position_ids"):
-            inputs[name] = inputs[name][..., layout.take]
+            inputs[name] = inputs[name][..., layout.gather_index]
         return inputs, args
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cpu")
-class CPUEngineWithLMHead(_Packed, fsdp.FSDPEngineWithLMHead):
-    def prepare_model_inputs(self, micro_batch: TensorDict):
+class CPUEngineWithLMHead(PackedInputs, fsdp.FSDPEngineWithLMHead):
+    """The engine of the actor and the reference."""
+
+    def prepare_model_inputs(
+        self, micro_batch: TensorDict
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the model's inputs, with logits only where they predict a response's token."""
         inputs, args = super().prepare_model_inputs(micro_batch)
         if "layout" not in args:
             return inputs, args
-        said = args["layout"].said
+        layout = args["layout"]
         for name in ("input_ids_rmpad_rolled", "temperature_rmpad"):
-            args[name] = args[name][said]
-        inputs["logits_to_keep"] = args["layout"].place[said]
+            args[name] = args[name][layout.response_positions]
+        inputs["logits_to_keep"] = layout.packed_positions[layout.response_positions]
         return inputs, args
 
     def prepare_model_outputs(
-        self, output, output_args, micro_batch: TensorDict, logits_processor_func
-    ):
-        global _labels, _found
+        self,
+        output: Any,
+        output_args: dict[str, Any],
+        micro_batch: TensorDict,
+        logits_processor_func: Any,
+    ) -> dict[str, torch.Tensor]:
+        """Return log-probs and entropies as verl does, with zeros where prompts are predicted."""
+        global _labels, _result
         if "layout" not in output_args:
             return super().prepare_model_outputs(
                 output, output_args, micro_batch, logits_processor_func
             )
-        layout, offsets = output_args["layout"], micro_batch["input_ids"].offsets()
-        answers = micro_batch.copy()
-        ends = F.pad(layout.answers.cumsum(0), (1, 0))
-        answers["input_ids"] = torch.nested.nested_tensor_from_jagged(
-            torch.empty(int(ends[-1])), ends
-        )
+        layout = output_args["layout"]
+        offsets = F.pad(layout.response_lengths.cumsum(0), (1, 0))  # [B+1]
+        # verl reads the lengths of the rows from the ids, and the logits are of responses alone
+        responses = micro_batch.copy()
+        responses["input_ids"] = nest(torch.empty(int(offsets[-1])), offsets)
         _labels = output_args["input_ids_rmpad_rolled"]
-        found = super().prepare_model_outputs(output, output_args, answers, logits_processor_func)
-        _labels, _found = None, ()
-        for name, nested in found.items():
-            whole = (
-                nested.values()
-                .new_zeros(len(layout.place))
-                .index_copy(0, layout.said, nested.values())
+        outputs = super().prepare_model_outputs(
+            output, output_args, responses, logits_processor_func
+        )
+        _labels = None
+        _result = None
+        row_offsets = micro_batch["input_ids"].offsets()
+        for name, nested in outputs.items():
+            values = nested.values()  # [A]
+            zeros = values.new_zeros(len(layout.packed_positions))  # [T]
+            outputs[name] = nest(
+                zeros.index_copy(0, layout.response_positions, values), row_offsets
             )
-            found[name] = torch.nested.nested_tensor_from_jagged(whole, offsets)
-        return found
+        return outputs
 
 
 @EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device="cpu")
-class CPUEngineWithValueHead(_Packed, fsdp.FSDPEngineWithValueHead):
+class CPUEngineWithValueHead(PackedInputs, fsdp.FSDPEngineWithValueHead):
+    """The engine of the critic."""
+
     def prepare_model_outputs(
-        self, output, output_args, micro_batch: TensorDict, logits_processor_func
-    ):
+        self,
+        output: Any,
+        output_args: dict[str, Any],
+        micro_batch: TensorDict,
+        logits_processor_func: Any,
+    ) -> dict[str, torch.Tensor]:
+        """Return values as verl does, of all tokens in verl's order."""
         if "layout" in output_args:
-            output.logits = output.logits[:, output_args["layout"].place]
+            output.logits = output.logits[:, output_args["layout"].packed_positions]
         return super().prepare_model_outputs(
             output, output_args, micro_batch, logits_processor_func
         )
+
+
+def nest(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return packed values as a nested tensor. offsets: [B+1]."""
+    return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+
+monkey_patch_logits()
+monkey_patch_micro_batches()

@@ -1,13 +1,18 @@
-"""Processes that fork from one that has imported, instead of importing torch, verl and vLLM each for itself.
+"""Fork worker processes from one process that has imported their modules.
 
-    FOLDER/python ARGUMENTS         what stands in for Python: has the process below fork, and the fork gets its
-                                    arguments, environment, folder, signal mask and descriptors. It lives as long as the
-                                    fork, hands it SIGTERM, ends as it ends; killed, it takes the fork along
-    fork.py serve FD PYTHON MODULE  a process that forks: imports the modules, then waits to be asked, till stdin ends
-                                    It waits before `ray`, which reads of which raylet it is when it is imported
+Importing torch, verl and vLLM takes each worker 10 s or more on a CPU. Here one process imports
+them, and workers are forks of it. Three processes take part:
 
-Ray starts its workers by the first one (runtime_env.py_executable), and these vLLM's engine (multiprocessing's
-set_executable). All else, and all where nobody serves, as on other nodes, becomes Python itself.
+    server    `fork_server.py serve FD WRAPPER MODULE...`: imports the modules, then forks a child
+              for each request. It ends when its stdin does, that is with the run
+    client    FOLDER/python, a wrapper that is started instead of Python. It sends its arguments,
+              environment, folder, signal mask and file descriptors to the server, and waits for
+              the child. It passes SIGTERM on and ends as the child ends
+    child     the fork. It runs as `python ARGUMENTS` would, and dies with its client or the server
+
+Ray starts its workers by the wrapper (py_executable in runtime_env.py), and these start vLLM's
+engine by it (multiprocessing.set_executable). The wrapper runs Python itself for any other command,
+and if there is no server, as on other nodes.
 """
 
 from __future__ import annotations
@@ -17,258 +22,414 @@ import os
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    import selectors
+    import subprocess
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-NUMBER = 16  # bytes of a number that goes over the socket
-FORKED = (
-    "default_worker.py",
-    "from multiprocessing.spawn import spawn_main",
-)  # in the arguments of what takes a fork
-_begun: list[tuple[str, Any]] = []  # the process of the next run, and where it is
+NUMBER_BYTES = 16  # of a number that is sent over the socket
+MAX_DESCRIPTORS = 253  # in one message over a Unix socket (Linux: SCM_MAX_FD)
+PR_SET_PDEATHSIG = 1  # prctl: the signal that a process gets when its parent dies
+STDIN = 0
+# A command is forked if one of its arguments contains one of these: Ray's workers, vLLM's engine.
+FORKED_COMMANDS = ("default_worker.py", "from multiprocessing.spawn import spawn_main")
 
 
-def begin(modules: str) -> None:
-    """Have a process import `modules`, names with spaces between, for the run that comes: `serving` takes it over."""
+# --- the driver ----------------------------------------------------------------------------------
+
+
+class ServerProcess(NamedTuple):
+    """A server that was started."""
+
+    folder: str  # temporary: the wrapper, the socket and the log
+    process: subprocess.Popen[bytes]
+
+
+class ForkServer(NamedTuple):
+    """A server, as the run uses it."""
+
+    python: str  # path of the wrapper. If it is run while the server imports, it waits
+    set_env: Callable[..., None]  # sends NAME=value, the variables that all workers of Ray share
+
+
+_started: list[ServerProcess] = []  # servers that no run has taken over yet
+
+
+def start(modules: str) -> None:
+    """Start a server that imports `modules`, separated by spaces. `running` takes it over."""
     import atexit
-    import shlex
-    import subprocess
     import tempfile
 
     folder = tempfile.mkdtemp(prefix="kit-fork-")
-    python, here = os.path.join(folder, "python"), os.path.abspath(__file__)
-    asker = shlex.join([sys.executable, "-I", "-S", here, "ask", folder])
-    with open(python, "w") as script:
-        script.write(f'#!/bin/sh\nexec {asker} "$@"\n')
-    os.chmod(python, 0o700)
-    with open(os.path.join(folder, "log"), "w") as log, socket.socket(socket.AF_UNIX) as listener:
+    wrapper = write_wrapper(folder)
+    with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(os.path.join(folder, "socket"))
         listener.listen(64)
-        command = [
-            sys.executable,
-            "-P",
-            here,
-            "serve",
-            str(listener.fileno()),
-            python,
-            *modules.split(),
-        ]
-        process = subprocess.Popen(  # in a session of its own: Ctrl-C is the driver's
-            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
-            pass_fds=[listener.fileno()], env=os.environ | {"TMPDIR": folder},
-        )  # fmt: skip
-    _begun.append((folder, process))
-    atexit.register(_end, folder, process)
+        server = start_process(folder, wrapper, listener.fileno(), modules.split())
+    _started.append(server)
+    atexit.register(stop, server)
 
 
-def _end(folder: str, process: Any) -> None:
+def write_wrapper(folder: str) -> str:
+    """Write the shell script that is started instead of Python. Returns its path."""
+    import shlex
+
+    command = [sys.executable, "-I", "-S", os.path.abspath(__file__), "request", folder]
+    path = os.path.join(folder, "python")
+    with open(path, "w") as script:
+        script.write(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    os.chmod(path, 0o700)
+    return path
+
+
+def start_process(folder: str, wrapper: str, listener: int, modules: list[str]) -> ServerProcess:
+    """Start the server's process. listener: the descriptor of its socket."""
+    import subprocess
+
+    serve_command = ["serve", str(listener), wrapper, *modules]
+    with open(os.path.join(folder, "log"), "w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", os.path.abspath(__file__), *serve_command],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C is for the driver
+            pass_fds=[listener],
+            env=os.environ | {"TMPDIR": folder},
+        )
+    return ServerProcess(folder, process)
+
+
+def stop(server: ServerProcess) -> None:
+    """End the server and remove its folder. It does nothing the second time, when Python exits."""
     import shutil
 
-    process.terminate()  # stdin's end alone would wait for its imports
-    process.communicate()
-    shutil.rmtree(folder, ignore_errors=True)  # at exit it is gone
+    server.process.terminate()  # if only stdin ended, the server would finish its imports first
+    server.process.communicate()
+    shutil.rmtree(server.folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def serving(modules: str, log: Path) -> Iterator[tuple[str, Callable[..., None]]]:
-    """A process that imports `modules`, unless one has begun to, and forks. What stands in for Python, by whom asking
-    waits for the imports; and what to call with the environment that Ray's workers share, once Ray is there."""
+def running(modules: str, log: Path) -> Iterator[ForkServer]:
+    """Take over the server that was started, or start one that imports `modules`; stop it at exit.
+
+    log: where to copy the server's output.
+    """
     import json
     import shutil
 
-    if not _begun:
-        begin(modules)
-    folder, process = _begun.pop()
+    if not _started:
+        start(modules)
+    server = _started.pop()
+    stdin = server.process.stdin
+    assert stdin
 
-    def tell(**environment: str) -> None:
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # it ended: its log says why, and Python itself does all
-            os.write(process.stdin.fileno(), json.dumps(environment).encode() + b"\n")
+    def set_env(**environment: str) -> None:
+        # If the server has ended, its log has the reason, and Python itself starts every process.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(stdin.fileno(), json.dumps(environment).encode() + b"\n")
 
     try:
-        yield os.path.join(folder, "python"), tell
+        yield ForkServer(os.path.join(server.folder, "python"), set_env)
     finally:
-        shutil.copy(os.path.join(folder, "log"), log)
-        _end(folder, process)
+        shutil.copy(os.path.join(server.folder, "log"), log)
+        stop(server)
 
 
-# --- who asks: it stands before every process, and so imports little ------------------------------
+# --- the client ----------------------------------------------------------------------------------
+# It starts before every process, so that it imports only light modules of the standard library.
 
 
-def ask(folder: str, arguments: list[str]) -> int:
-    """Have a fork do what `python ARGUMENTS` would, and wait for its end. Its status."""
+class Request(NamedTuple):
+    """A command to run in a fork. It is sent as a line of JSON, after the descriptors."""
+
+    arguments: list[str]  # of Python
+    environment: dict[str, str]
+    folder: str
+    signal_mask: list[int]
+    descriptors: list[int]  # the numbers that the received descriptors have in the client
+
+
+def request_fork(folder: str, arguments: list[str]) -> int:
+    """Run `python ARGUMENTS` in a fork and return its exit status, or replace this process by it.
+
+    folder: the server's. Python itself replaces this process for commands that are not forked, and
+    if no server answers. If a signal ended the fork, this process ends by the same signal.
+    """
+    server = socket.socket(socket.AF_UNIX)
+    descriptors = open_descriptors(server)
+    pid = None
+    if is_forked(arguments):
+        # no server, or it ended before it forked
+        with contextlib.suppress(OSError, ValueError):
+            pid = send_request(server, folder, arguments, descriptors)
+    if pid is None:
+        os.execv(sys.executable, [sys.executable, *arguments])
+    return wait_for_child(server, pid, descriptors)
+
+
+def is_forked(arguments: list[str]) -> bool:
+    """Return whether the arguments are of a command that is forked."""
+    command = "\n".join(arguments)
+    return any(name in command for name in FORKED_COMMANDS)
+
+
+def open_descriptors(server: socket.socket) -> list[int]:
+    """Return the numbers of this process's open descriptors, without the server's socket."""
+    # The list also contains the descriptor by which the folder is read, closed by now.
+    listed = [int(name) for name in os.listdir("/proc/self/fd")]
+    return [fd for fd in listed if fd != server.fileno() and is_open(fd)]
+
+
+def is_open(fd: int) -> bool:
+    """Return whether a descriptor is open."""
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def send_request(
+    server: socket.socket, folder: str, arguments: list[str], descriptors: list[int]
+) -> int:
+    """Send a request and return the child's process id. Raises OSError and ValueError."""
     import json
 
-    server = socket.socket(socket.AF_UNIX)
-    descriptors = [
-        fd for fd in map(int, os.listdir("/proc/self/fd")) if fd != server.fileno() and _is_open(fd)
-    ]
-    mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
-    try:
-        if not any(name in argument for name in FORKED for argument in arguments):
-            raise ConnectionRefusedError("Python itself will do")
-        server.connect(os.path.join(folder, "socket"))
-        socket.send_fds(server, [b"."], descriptors)
-        server.sendall(
-            json.dumps([arguments, dict(os.environ), os.getcwd(), mask, descriptors]).encode()
-            + b"\n"
-        )
-        pid = int(server.recv(NUMBER, socket.MSG_WAITALL))
-    except (OSError, ValueError):  # nobody serves, or it ended before it forked
-        os.execv(sys.executable, [sys.executable, *arguments])
+    signal_mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+    request = Request(arguments, dict(os.environ), os.getcwd(), signal_mask, descriptors)
+    server.connect(os.path.join(folder, "socket"))
+    socket.send_fds(server, [b"."], descriptors)
+    server.sendall(json.dumps(request).encode() + b"\n")
+    return int(server.recv(NUMBER_BYTES, socket.MSG_WAITALL))
+
+
+def wait_for_child(server: socket.socket, pid: int, descriptors: list[int]) -> int:
+    """Wait until the child ends, and return its exit status or end by its signal."""
     signal.signal(signal.SIGTERM, lambda number, _: os.kill(pid, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     for fd in descriptors:
-        os.close(fd)  # a pipe is to end when the fork closes it
-    status = int(server.recv(NUMBER, socket.MSG_WAITALL) or -signal.SIGKILL)
+        os.close(fd)  # a pipe has to end when the child closes it
+    # If the server was killed, nothing comes, and the child was killed too.
+    status = int(server.recv(NUMBER_BYTES, socket.MSG_WAITALL) or -signal.SIGKILL)
     if status < 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     return status
 
 
-def _is_open(fd: int) -> bool:
-    with contextlib.suppress(OSError):
-        return bool(os.fstat(fd))
-    return False
+# --- the server ----------------------------------------------------------------------------------
 
 
-# --- who forks ------------------------------------------------------------------------------------
+class Connection(NamedTuple):
+    """A client's connection, and the parts of its request."""
+
+    client: socket.socket
+    descriptors: list[int]  # copies of the client's, under the numbers of this process
+    request: str  # JSON
 
 
-def serve(listener: socket.socket, python: str, modules: list[str]) -> None:
-    """Fork for whoever asks, until stdin ends, which is when the process that started this one does.
+class Child(NamedTuple):
+    """A fork that runs. Both descriptors are readable when it has to be reaped."""
 
-    python: what stands in for it.
+    pid: int
+    pid_fd: int  # readable when the child has ended
+    client: socket.socket  # readable when the client has ended: it sends nothing more
+
+
+def serve(listener: socket.socket, wrapper: str, modules: list[str]) -> None:
+    """Import the modules, then fork for each client until stdin ends.
+
+    wrapper: path of the script that is started instead of Python.
     """
     import atexit
-    import ctypes
     import gc
+    import selectors
+
+    import_modules(modules)
+    gc.freeze()  # else each fork's first garbage collection writes to, and so copies, every page
+    atexit.register(gc.unfreeze)  # else libraries report objects that were not collected
+    selector = selectors.DefaultSelector()
+    selector.register(STDIN, selectors.EVENT_READ)
+    selector.register(listener, selectors.EVENT_READ)
+    children: set[Child] = set()
+    while True:
+        for key, _ in selector.select():
+            if key.fd == STDIN:
+                return
+            if key.fileobj is listener:
+                child = spawn(accept_request(listener), listener, selector, wrapper)
+                children.add(child)
+                selector.register(child.pid_fd, selectors.EVENT_READ, child)
+                selector.register(child.client, selectors.EVENT_READ, child)
+            elif key.data in children:  # else it was reaped in this round, for its other descriptor
+                children.remove(key.data)
+                reap(key.data, selector, kill=key.fileobj is key.data.client)
+
+
+def import_modules(modules: list[str]) -> None:
+    """Import the modules. Before `ray`, wait for the environment that `set_env` sends.
+
+    When ray is imported, it reads from the environment to which raylet the process belongs.
+    """
     import importlib
     import json
-    import selectors
 
     for module in modules:
         if module == "ray":
-            os.environ.update(json.loads(sys.stdin.readline() or sys.exit()))
+            line = sys.stdin.readline()
+            if not line:
+                sys.exit()
+            os.environ.update(json.loads(line))
         importlib.import_module(module)
         if module == "ray":
-            draw_no_ids()
-    gc.freeze()  # else the first collection of each fork copies every page
-    atexit.register(gc.unfreeze)  # else libraries complain of what was not collected
-    look = selectors.DefaultSelector()
-    look.register(0, selectors.EVENT_READ)
-    look.register(listener, selectors.EVENT_READ)
-    while True:
-        for key, _ in look.select():
-            if key.fd == 0:
-                return None
-            if key.fileobj is listener:
-                asker = listener.accept()[0]
-                received = socket.recv_fds(asker, 1, 253)[1]
-                request = asker.makefile().readline()
-                parent = os.getpid()
-                if not (pid := os.fork()):
-                    ctypes.CDLL(None).prctl(
-                        1, signal.SIGKILL
-                    )  # PR_SET_PDEATHSIG: who asked may be gone before it
-                    if os.getppid() != parent:
-                        return None
-                    for mine in (look, listener, asker):
-                        mine.close()
-                    return become(python, received, *json.loads(request))
-                for fd in received:
-                    os.close(fd)
-                asker.sendall(f"{pid:{NUMBER}}".encode())
-                ended = os.pidfd_open(pid)
-                for each in (ended, asker):
-                    look.register(each, selectors.EVENT_READ, (pid, ended, asker))
-            elif key.fd in look.get_map():
-                pid, ended, asker = key.data
-                if key.fileobj is asker:
-                    os.kill(pid, signal.SIGKILL)  # who asked for it is gone
-                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                with contextlib.suppress(OSError):
-                    asker.sendall(f"{status:{NUMBER}}".encode())
-                for each in (ended, asker):
-                    look.unregister(each)
-                os.close(ended)
-                asker.close()
+            monkey_patch_actor_class_ids()
 
 
-def draw_no_ids() -> None:
-    """Ray draws ids from a generator of C++, which is seeded when it first draws. Were that before the forks, as where
-    a module has a class that is ray.remote, all would draw the same: two actors give their calls to a third the same
-    ids, and Ray ends that. So classes get theirs from somebody else."""
+def monkey_patch_actor_class_ids() -> None:
+    """Have ray draw the ids of actor classes from the operating system.
+
+    Ray draws all ids from a generator in C++ that is seeded at the first draw, and a module with a
+    `ray.remote` class draws one when it is imported. If that happened before the forks, every fork
+    would draw the same ids. Calls of two actors to a third one would then have the same ids, and
+    Ray aborts.
+    """
     import ray.actor
 
-    theirs = ray.ActorClassID
+    class_id: Any = ray.ActorClassID
 
-    class Ids:
+    class RandomActorClassID:
         @staticmethod
         def from_random() -> Any:
-            return theirs(os.urandom(theirs.size()))
+            return class_id(os.urandom(class_id.size()))
 
-    vars(ray.actor)["ActorClassID"] = Ids
+    ray.actor.ActorClassID = RandomActorClassID  # type: ignore[misc,assignment,attr-defined]
 
 
-def become(
-    python: str,
-    received: list[int],
-    arguments: list[str],
-    environment: dict[str, str],
-    folder: str,
-    mask: list[int],
-    descriptors: list[int],
-) -> None:
-    """In the fork: be what `python ARGUMENTS` would be. `received` are the `descriptors` of who asked."""
+def accept_request(listener: socket.socket) -> Connection:
+    """Accept a client's connection and read its request."""
+    client, _ = listener.accept()
+    _, descriptors, _, _ = socket.recv_fds(client, 1, MAX_DESCRIPTORS)
+    return Connection(client, descriptors, client.makefile().readline())
+
+
+def spawn(
+    connection: Connection,
+    listener: socket.socket,
+    selector: selectors.BaseSelector,
+    wrapper: str,
+) -> Child:
+    """Fork a child that runs the request, and send its process id to the client.
+
+    It returns in the server alone: the child runs its command, and exits.
+    """
+    import ctypes
+    import json
+
+    server_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server_pid:  # it ended before the call
+            sys.exit()
+        for resource in (selector, listener, connection.client):
+            resource.close()
+        exec_as(Request(*json.loads(connection.request)), connection.descriptors, wrapper)
+        sys.exit()
+    for fd in connection.descriptors:
+        os.close(fd)
+    connection.client.sendall(f"{pid:{NUMBER_BYTES}}".encode())
+    return Child(pid, os.pidfd_open(pid), connection.client)
+
+
+def reap(child: Child, selector: selectors.BaseSelector, kill: bool) -> None:
+    """Wait for the end of a child, send its exit status to the client, and close both.
+
+    kill: kill the child first, since its client has ended.
+    """
+    if kill:
+        os.kill(child.pid, signal.SIGKILL)
+    _, wait_status = os.waitpid(child.pid, 0)
+    status = os.waitstatus_to_exitcode(wait_status)
+    with contextlib.suppress(OSError):  # the client has ended
+        child.client.sendall(f"{status:{NUMBER_BYTES}}".encode())
+    selector.unregister(child.pid_fd)
+    selector.unregister(child.client)
+    os.close(child.pid_fd)
+    child.client.close()
+
+
+# --- the child -----------------------------------------------------------------------------------
+
+
+def exec_as(request: Request, received: list[int], wrapper: str) -> None:
+    """Run what `python ARGUMENTS` would run, in the state of the client.
+
+    received: the client's descriptors, in the order of request.descriptors.
+    """
+    os.setpgid(0, 0)  # Ray's raylet kills the whole process group of a worker
+    renumber(received, request.descriptors)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    os.chdir(request.folder)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request.signal_mask)
+    reset_libraries(wrapper)
+    run_main(request.arguments)
+
+
+def renumber(received: list[int], numbers: list[int]) -> None:
+    """Give the received descriptors the numbers that they have in the client."""
     import fcntl
+
+    # First above all numbers in use, so that none is overwritten before it is copied.
+    copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 512) for fd in received]
+    for fd in received:
+        os.close(fd)
+    for fd, number in zip(copies, numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+
+
+def reset_libraries(wrapper: str) -> None:
+    """Set the state of libraries that a new process would have."""
     import multiprocessing
-    import runpy
     import tempfile
-    import types
 
     import numpy
     import setproctitle
 
-    os.setpgid(0, 0)  # Ray's raylet ends a worker's whole group
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 512) for fd in received]
-    for fd in received:
-        os.close(fd)
-    for fd, number in zip(high, descriptors, strict=True):
-        os.dup2(fd, number)
-        os.close(fd)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if raylet := sys.modules.get(
-        "ray._raylet"
-    ):  # setproctitle's own wants an environment that nobody has changed
+    raylet = sys.modules.get("ray._raylet")
+    if raylet:  # setproctitle's own function needs the memory of an unchanged environment
         setproctitle.setproctitle = raylet.setproctitle
-    numpy.random.seed()  # as in a process of its own; Python's random does it by itself
-    tempfile.tempdir = None  # the one of another environment
-    multiprocessing.set_executable(python)
-    at = next(
-        i
-        for i, argument in enumerate(arguments)
-        if argument == "-c" or not argument.startswith("-")
-    )
-    sys.argv = arguments[at:]
-    if arguments[at] == "-c":
-        del sys.argv[1]
-        main = sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(arguments[at + 1], vars(main))
+    numpy.random.seed()  # Python's random seeds itself again after a fork
+    tempfile.tempdir = None  # it was read from the server's environment
+    multiprocessing.set_executable(wrapper)
+
+
+def run_main(arguments: list[str]) -> None:
+    """Run Python's arguments: options, then `-c CODE` or the path of a script, then its own."""
+    import runpy
+    import types
+
+    first = 0
+    while arguments[first].startswith("-") and arguments[first] != "-c":
+        first += 1
+    sys.argv = arguments[first:]
+    if arguments[first] == "-c":
+        code = sys.argv.pop(1)
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
+        exec(code, vars(main))
     else:
-        runpy.run_path(arguments[at], run_name="__main__")
+        runpy.run_path(arguments[first], run_name="__main__")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["serve"]:
-        serve(socket.socket(fileno=int(sys.argv[2])), sys.argv[3], sys.argv[4:])
+    role, *parameters = sys.argv[1:]
+    if role == "serve":
+        serve(socket.socket(fileno=int(parameters[0])), parameters[1], parameters[2:])
     else:
-        sys.exit(ask(sys.argv[2], sys.argv[3:]))
+        sys.exit(request_fork(parameters[0], parameters[1:]))

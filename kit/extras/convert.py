@@ -1,292 +1,423 @@
-"""Files of rows, made of others: the commands of env.py that need more than env.py.
+"""Check row files, and make them from others: the commands of env.py that need the kit.
 
-    python env.py check FILES [--prompt-key prompt]                   which rows load, which not, and why
-    python env.py to-verl FILES --out DIR                             Gym's rows as verl's, <DIR>/<name>.parquet
-    python env.py from-verl FILES --out DIR                           verl's as Gym's, <DIR>/<name>.jsonl
-    python env.py from --data FILE-or-hub-name --map my_map.py:row --out DIR [--subset main] [--split train]
-    python env.py examples --server mcqa --out DIR                    what nemo-gym ships for a server
+    python env.py check FILES [--prompt-key prompt]    # which rows load, which do not, and why
+    python env.py to-verl FILES --out DIR              # Gym rows as verl's: <DIR>/<name>.parquet
+    python env.py from-verl FILES --out DIR            # verl's rows as Gym rows: <DIR>/<name>.jsonl
+    python env.py from --data FILE-or-hub-name --map my_map.py:row --out DIR \\
+        [--subset main] [--split train]                # rows from any table
+    python env.py examples --server mcqa --out DIR     # rows that nemo-gym ships for a server
 
-to-verl writes parquet where that holds the rows as they are, and else <name>_verl.jsonl, which verl reads as well:
-Arrow gives each row the keys of all others, and no column two types. from-verl after to-verl, and the other way, gives
-what was there.
+to-verl writes parquet if that gives the same rows back. Otherwise it writes <name>_verl.jsonl,
+which verl reads as well: in Arrow each row has the keys of all rows, and a column has one type.
+to-verl and from-verl undo each other.
 
-`--map` names function(entry) -> a row, Gym's or verl's, of one entry of a table: CSV, JSON, parquet, or a data set of
-the hub, read by Hugging Face's datasets, a part at a time. Nothing is written unless all of a file is in order.
+`--map` names function(entry) -> a row of Gym or verl. An entry is one row of a table: CSV, JSON,
+parquet, or a data set of the hub, which Hugging Face's datasets reads in parts. A command writes a
+file only if all of its rows are valid.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import env
-from env import DataError, Refused
-from kit import later
-from kit.data import verl_rows
-from kit.errors import PluginError
-
-plugins = later("kit.config.user_functions")
+from env import DataError, UnsupportedRowError
+from kit.data.row_files import parse_object, read_raw_rows
+from kit.data.verl_rows import GYM_ROW, from_verl, parse_row, read_rows
+from kit.errors import UserFunctionError
 
 TABLES = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+FIND_EXAMPLES = (
+    "import pathlib, nemo_gym; "
+    "print(pathlib.Path(nemo_gym.__file__).parent.parent / 'resources_servers')"
+)
+GROUND_TRUTH_KEYS = ("expected_answer", "answer")
+
+
+class WrittenFile(NamedTuple):
+    """A file that a command wrote."""
+
+    path: Path
+    rows: int
+    note: str = ""
+
+
+# --- check ----------------------------------------------------------------------------------------
 
 
 def check(path: str, prompt_key: str = "prompt") -> bool:
-    """Print which rows of a file load, which are refused, and why. False if there are errors beside these."""
-    loaded, refused, errors = 0, dict[str, list[str]](), list[str]()
+    """Print which rows of a file load, and why others do not. Returns False if there are errors.
+
+    An unsupported row is not an error.
+    """
+    loaded = 0
+    unsupported: dict[str, list[str]] = {}  # {reason: row ids}
+    errors: list[str] = []
     try:
-        for where, raw in env.raw_rows(path, prompt_key):
+        for row_id, raw in read_raw_rows(path, prompt_key):
             try:
-                env.render(verl_rows.parse(raw, where, prompt_key), where)
+                env.render_row(parse_row(raw, row_id, prompt_key), row_id)
                 loaded += 1
-            except Refused as error:
-                refused.setdefault(str(error).removeprefix(f"{where}: "), []).append(where)
-            except Exception as error:  # whatever it is, the rows after it are wanted too
-                errors.append(str(error) if isinstance(error, DataError) else f"{where}: {error!r}")
+            except UnsupportedRowError as error:
+                reason = str(error).removeprefix(f"{row_id}: ")
+                unsupported.setdefault(reason, []).append(row_id)
+            except DataError as error:
+                errors.append(str(error))
+            except Exception as error:  # whatever it is, the rows after this one are checked too
+                errors.append(f"{row_id}: {error!r}")
     except DataError as error:
         errors.append(str(error))
-    print(f"{path}: {loaded} rows load, {sum(map(len, refused.values()))} refused")
-    report = [f"{len(some)} x {reason} (first {some[0]})" for reason, some in refused.items()]
-    print(
-        "".join(f"    {line}\n" for line in report + [f"error: {error}" for error in errors]),
-        end="",
-    )
+    unsupported_count = sum(len(row_ids) for row_ids in unsupported.values())
+    print(f"{path}: {loaded} rows load, {unsupported_count} refused")
+    for reason, row_ids in unsupported.items():
+        print(f"    {len(row_ids)} x {reason} (first {row_ids[0]})")
+    for text in errors:
+        print(f"    error: {text}")
     return not errors
 
 
-def examples(server: str, python: str) -> Iterator[dict[str, Any]]:
-    """The example rows that nemo-gym ships for a server, agent_ref added where there is none. Raises DataError."""
-    code = "import pathlib, nemo_gym; print(pathlib.Path(nemo_gym.__file__).parent.parent / 'resources_servers')"
-    try:
-        found = subprocess.run(
-            [python, "-c", code], capture_output=True, text=True, timeout=60, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise DataError(
-            f"--python {python} is no interpreter with nemo_gym: {error}; `make gym` makes one"
-        ) from None
-    folder = Path(found.strip()) / server / "data"
+# --- examples -------------------------------------------------------------------------------------
+
+
+def read_examples(server: str, python: str) -> Iterator[dict[str, Any]]:
+    """Yield the example rows that nemo-gym ships for a server. Raises DataError.
+
+    A row without agent_ref gets that of the server. python: an interpreter that has nemo-gym.
+    """
+    folder = find_servers(python) / server / "data"
     files = [file for file in sorted(folder.glob("*example*.jsonl")) if "rollouts" not in file.name]
     if not files:
-        have = sorted(
-            {file.parts[-3] for file in folder.parent.parent.glob("*/data/example*.jsonl")}
+        all_files = folder.parent.parent.glob("*/data/example*.jsonl")
+        servers = sorted({file.parts[-3] for file in all_files})
+        raise DataError(
+            f"{folder}: no example*.jsonl. Set --server to one of {', '.join(servers)}."
         )
-        raise DataError(f"{folder}: no example*.jsonl; choose --server of {', '.join(have)}")
-    agent = {"agent_ref": {"type": "responses_api_agents", "name": f"{server}_simple_agent"}}
-    seen: list[dict[str, Any]] = []
-    for file in files:  # some rows ship twice, in two files
-        seen += [
-            row for _, row in env.read_rows(file) if row not in seen
-        ]  # within one file, all are kept
-    return (row if row.get("agent_ref") else row | agent for row in seen)
+    agent_ref = {"type": "responses_api_agents", "name": f"{server}_simple_agent"}
+    rows: list[dict[str, Any]] = []
+    for file in files:
+        # some rows are in two files; within one file, all are kept
+        rows += [row for _, row in read_rows(str(file)) if row not in rows]
+    for row in rows:
+        yield row if row.get("agent_ref") else row | {"agent_ref": agent_ref}
 
 
-# --- verl's files --------------------------------------------------------------------------------
+def find_servers(python: str) -> Path:
+    """Find the folder of nemo-gym's servers. Raises DataError."""
+    command = [python, "-c", FIND_EXAMPLES]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise DataError(
+            f"--python {python} cannot import nemo_gym: {error}. Run `make gym` to install it."
+        ) from None
+    return Path(done.stdout.strip())
 
 
-def targets(files: Sequence[str], out: str, suffix: str) -> list[Path]:
-    """Where each file's rows go. Raises DataError where one would be written over, or over another."""
-    names = [
-        Path(file).name.removesuffix(".gz").rpartition(".")[0] or Path(file).name for file in files
-    ]
-    found = [Path(out) / f"{name}{suffix}" for name in names]
-    for file, target in zip(files, found, strict=True):
-        if target.exists() and Path(file).exists() and target.samefile(file):
-            raise DataError(f"{target}: would be written over itself; give another --out")
-        if found.count(target) > 1:
-            raise DataError(
-                f"{target}: more than one of the files would go there; give one at a time, and --out"
-            )
-    return found
+# --- Gym rows <-> verl's rows ---------------------------------------------------------------------
 
 
-def gym_rows(file: str, prompt_key: str) -> Iterator[dict[str, Any]]:
-    """The rows of a file of verl's as Gym's, each such as can be asked. Raises DataError, Refused."""
-    for where, row in verl_rows.read(file, prompt_key):
-        env.render(row, where)
+def to_verl(row: dict[str, Any], row_id: str, prompt_key: str = "prompt") -> dict[str, Any]:
+    """Convert a Gym row to a row of verl.
+
+    If the Gym row came from a row of verl, this is that row. Otherwise extra_info.gym_row holds the
+    Gym row. Then data_source is its server, and the ground truth is its expected_answer or answer.
+    Raises DataError, and UnsupportedRowError if verl has no such rows.
+    """
+    original = find_verl_row(row, row_id, prompt_key)
+    if original is not None:
+        return original
+    messages, tools = env.render_row(row, row_id)
+    check_for_verl(messages, tools, row_id)
+    agent = row.get("agent_ref") or {}
+    name = agent.get("name") if isinstance(agent, dict) else agent
+    return {
+        "data_source": str(name or "gym").removesuffix("_simple_agent"),
+        prompt_key: messages,
+        "reward_model": {"style": "rule", "ground_truth": find_ground_truth(row)},
+        "extra_info": {GYM_ROW: json.dumps(row, ensure_ascii=False)},
+    }
+
+
+def find_verl_row(row: dict[str, Any], row_id: str, prompt_key: str) -> dict[str, Any] | None:
+    """Find the row of verl that `from_verl` made this Gym row of, if there is one."""
+    if "agent_ref" in row or prompt_key in row or not {"data_source", "reward_model"} & {*row}:
+        return None
+    fields = {key: value for key, value in row.items() if key != "responses_create_params"}
+    verl_row = {prompt_key: row["responses_create_params"].get("input"), **fields}
+    with contextlib.suppress(DataError):
+        if from_verl(verl_row, row_id, prompt_key) == row:
+            return verl_row
+    return None
+
+
+def check_for_verl(messages: Sequence[Any], tools: Sequence[Any], row_id: str) -> None:
+    """Check that a row of verl can hold a prompt. Raises UnsupportedRowError."""
+    reason = ""
+    if tools or any(message.keys() != {"role", "content"} for message in messages):
+        reason = "verl's rows have no tools"
+    elif any(isinstance(message["content"], list) for message in messages):
+        reason = "verl's rows have images in another form"
+    elif not messages:
+        reason = "its environment writes the prompt, and verl's rows need one"
+    if reason:
+        raise UnsupportedRowError(f"{row_id}: {reason}. Remove such rows.")
+
+
+def find_ground_truth(row: dict[str, Any]) -> str:
+    """Find the ground truth of a Gym row, as text. It is empty if the row has none."""
+    for key in GROUND_TRUTH_KEYS:
+        value = row.get(key)
+        if value is not None:
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return ""
+
+
+def read_supported_rows(file: str, prompt_key: str) -> Iterator[dict[str, Any]]:
+    """Yield the Gym rows of a file, after a check of each prompt.
+
+    Raises DataError, UnsupportedRowError.
+    """
+    for row_id, row in read_rows(file, prompt_key):
+        env.render_row(row, row_id)
         yield row
 
 
-def write_verl(path: Path, made: list[dict[str, Any]], prompt_key: str) -> Path:
-    """Write verl's rows as parquet where that gives them back as they are, else as JSONL. Returns what was written."""
-    import pyarrow
-    from pyarrow import parquet
+def write_verl(path: Path, rows: list[dict[str, Any]], prompt_key: str) -> Path:
+    """Write rows of verl as parquet, or as JSONL if parquet does not give the same rows back.
 
+    Returns the path of the written file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.stem}.part.parquet")
+    partial = path.with_name(f"{path.stem}.part.parquet")
     try:
-        columns = {
-            key: [row.get(key) for row in made]
-            for key in dict.fromkeys(key for row in made for key in row)
-        }
-        parquet.write_table(pyarrow.table(columns), part, row_group_size=1000)
-        back = [env.parse_json(raw, where) for where, raw in env.raw_rows(part, prompt_key)]
-        if same(back, made):
-            part.replace(path)
+        if is_parquet_exact(partial, rows, prompt_key):
+            partial.replace(path)
             return path
-    except (
-        pyarrow.ArrowException,
-        OverflowError,
-        DataError,
-    ):  # no column has two types, no struct is empty, ...
-        pass
     finally:
-        part.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
     path = path.with_name(f"{path.stem}_verl.jsonl")
-    env.write_rows(path, made)
+    env.write_rows(path, rows)
     return path
 
 
-def same(some: list[Any], others: list[Any]) -> bool:
-    """Whether rows are equal as JSON, which has 1, 1.0 and true apart."""
-    return len(some) == len(others) and all(
-        json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
-        for a, b in zip(some, others, strict=True)
-    )
+def is_parquet_exact(path: Path, rows: list[dict[str, Any]], prompt_key: str) -> bool:
+    """Write rows to a parquet file. Returns whether the file gives the same rows back."""
+    import pyarrow
+    from pyarrow import parquet
 
-
-# --- any table -----------------------------------------------------------------------------------
-
-
-def entries(data: str, subset: str | None, split: str) -> Iterator[tuple[str, Any]]:
-    """Yield (`data:row`, entry) of a file, or of a data set of the hub. Raises DataError."""
-    path = Path(data)
-    kind = TABLES.get(path.suffix)
-    if not path.is_file() and (kind or data.startswith((".", "/", "~")) or data.count("/") > 1):
-        raise DataError(
-            f"{data}: no such file; give one that is there, or a name of the hub (owner/name)"
-        )
-    if path.is_file() and not kind:
-        raise DataError(f"{data}: a table of another kind; give one of {', '.join(TABLES)}")
-    number = 0
+    keys: dict[str, None] = {}  # in order of appearance
+    for row in rows:
+        keys |= dict.fromkeys(row)
+    columns = {key: [row.get(key) for row in rows] for key in keys}
     try:
-        import datasets
-        import huggingface_hub
-
-        offline = huggingface_hub.constants.HF_HUB_OFFLINE
-        if path.is_file():
-            separator = {"sep": "\t"} if path.suffix == ".tsv" else {}
-            table = datasets.load_dataset(
-                kind, data_files=data, split="train", streaming=True, **separator
-            )
-        else:
-            if not offline:  # once: load_dataset would ask for half a minute
-                huggingface_hub.HfApi().dataset_info(data, timeout=5)
-            table = datasets.load_dataset(data, subset, split=split, streaming=not offline)
-        for number, entry in enumerate(table, 1):
-            yield f"{data}:{number}", entry
-    except Exception as error:  # of the network, the hub, the disk, a parser
-        why = " ".join(str(error).split())[:200] or repr(error)
-        if path.is_file():
-            raise DataError(
-                f"{data}: cannot be read after row {number} ({why}); mend it, or give another"
-            ) from None
-        way_out = (
-            "where the hub cannot be reached, give --data a file of it that was fetched elsewhere"
-        )
-        raise DataError(
-            f"{data}: no file here, and not to be had of the hub ({why}); {way_out}"
-        ) from None
+        parquet.write_table(pyarrow.table(columns), path, row_group_size=1000)
+        read_back = [parse_object(raw, row_id) for row_id, raw in read_raw_rows(path, prompt_key)]
+    except (pyarrow.ArrowException, OverflowError, DataError):
+        return False  # a column has two types, a struct is empty, ...
+    return are_same_json(read_back, rows)
 
 
-def mapped(data: str, function: str, subset: str | None, split: str) -> Iterator[dict[str, Any]]:
-    """The rows that a function of one's own makes of a table's entries. Raises DataError, Refused, PluginError."""
-    call = plugins.load(function, "--map")
-    for where, entry in entries(data, subset, split):
+def are_same_json(some: list[Any], others: list[Any]) -> bool:
+    """Whether two lists of rows are equal as JSON, where 1, 1.0 and true differ."""
+    return to_json_lines(some) == to_json_lines(others)
+
+
+def to_json_lines(rows: list[Any]) -> list[str]:
+    """Convert rows to JSON with sorted keys."""
+    return [json.dumps(row, sort_keys=True) for row in rows]
+
+
+# --- any table ------------------------------------------------------------------------------------
+
+
+def read_mapped_rows(
+    data: str, function: str, subset: str | None, split: str
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows that a custom function makes from the entries of a table.
+
+    Raises DataError, UnsupportedRowError, UserFunctionError.
+    """
+    from kit.config import user_functions
+
+    make_row = user_functions.load_function(function, "--map")
+    for row_id, entry in read_table(data, subset, split):
         try:
-            row = verl_rows.parse(call(entry), where)
-        except PluginError as error:
-            raise PluginError(f"{where}: {error}") from error
-        env.render(row, where)
+            row = parse_row(make_row(entry), row_id)
+        except UserFunctionError as error:
+            raise UserFunctionError(f"{row_id}: {error}") from error
+        env.render_row(row, row_id)
         yield row
 
 
-# --- the command ---------------------------------------------------------------------------------
+def read_table(data: str, subset: str | None, split: str) -> Iterator[tuple[str, Any]]:
+    """Yield (`data:row`, entry) of a file, or of a data set of the hub. Raises DataError."""
+    path = Path(data)
+    kind = TABLES.get(path.suffix)
+    is_file = path.is_file()
+    is_path = kind or data.startswith((".", "/", "~")) or data.count("/") > 1
+    if not is_file and is_path:
+        raise DataError(
+            f"{data}: no such file. Name one that exists, or a data set of the hub (owner/name)."
+        )
+    if is_file and not kind:
+        raise DataError(f"{data}: this is no known table. Use one of {', '.join(TABLES)}.")
+    number = 0
+    try:
+        table = open_file_table(path) if is_file else open_hub_table(data, subset, split)
+        for number, entry in enumerate(table, 1):
+            yield f"{data}:{number}", entry
+    except Exception as error:  # from the network, the hub, the disk or a parser
+        reason = " ".join(str(error).split())[:200] or repr(error)
+        if is_file:
+            raise DataError(
+                f"{data}: cannot be read after row {number} ({reason}). Correct the file."
+            ) from None
+        raise DataError(
+            f"{data}: no such file, and it cannot be loaded from the hub ({reason}). Download it "
+            "on another machine, and set --data to its file."
+        ) from None
 
 
-def parser() -> argparse.ArgumentParser:
-    """The commands' options."""
-    top = argparse.ArgumentParser(prog="env.py", description="Files of rows, made of others.")
-    commands = top.add_subparsers(dest="name", required=True)
-    for name, told in (
-        ("check", "which rows load, which not, and why"),
-        ("to-verl", "Gym's rows as verl's"),
-        ("from-verl", "verl's rows as Gym's"),
-        ("from", "rows of any table, by a function"),
-        ("examples", "what nemo-gym ships for a server"),
+def open_file_table(path: Path) -> Any:
+    """Open a table file as a stream of entries."""
+    import datasets
+
+    separator = {"sep": "\t"} if path.suffix == ".tsv" else {}
+    return datasets.load_dataset(
+        TABLES[path.suffix], data_files=str(path), split="train", streaming=True, **separator
+    )
+
+
+def open_hub_table(name: str, subset: str | None, split: str) -> Any:
+    """Open a data set of the hub, as a stream if the hub can be reached."""
+    import datasets
+    import huggingface_hub
+
+    is_offline = huggingface_hub.constants.HF_HUB_OFFLINE
+    if not is_offline:
+        # fails after 5 s without a network; load_dataset would try for half a minute
+        huggingface_hub.HfApi().dataset_info(name, timeout=5)
+    return datasets.load_dataset(name, subset, split=split, streaming=not is_offline)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the commands and their options."""
+    parser = argparse.ArgumentParser(prog="env.py", description="Check and convert row files.")
+    commands = parser.add_subparsers(dest="name", required=True)
+    for name, description in (
+        ("check", "which rows load, which do not, and why"),
+        ("to-verl", "Gym rows as verl's"),
+        ("from-verl", "verl's rows as Gym rows"),
     ):
-        command = commands.add_parser(name, help=told, description=told)
-        if name in ("check", "to-verl", "from-verl"):
-            command.add_argument("files", nargs="+", metavar="FILE")
-            command.add_argument(
-                "--prompt-key", default="prompt", help="where verl's rows have it (default: prompt)"
-            )
+        command = commands.add_parser(name, help=description, description=description)
+        command.add_argument("files", nargs="+", metavar="FILE")
+        command.add_argument(
+            "--prompt-key", default="prompt", help="key of the prompt in verl's rows (prompt)"
+        )
         if name != "check":
-            command.add_argument("--out", default="data", help="folder to write to (default: data)")
-        if name == "from":
-            command.add_argument(
-                "--data", required=True, help=f"a file ({', '.join(TABLES)}), or a name of the hub"
-            )
-            command.add_argument("--map", required=True, help="path.py:function(entry) -> a row")
-            command.add_argument(
-                "--subset", help="of a data set of the hub that has some, e.g. main"
-            )
-            command.add_argument(
-                "--split", default="train", help="of a data set of the hub (default: train)"
-            )
-        if name == "examples":
-            command.add_argument(
-                "--server", required=True, help="a resources server of Gym's, e.g. mcqa"
-            )
-            command.add_argument(
-                "--python", default=".venv-gym/bin/python", help="interpreter that has nemo-gym"
-            )
-    return top
+            add_out(command)
+
+    description = "rows from any table, by a function"
+    command = commands.add_parser("from", help=description, description=description)
+    command.add_argument(
+        "--data", required=True, help=f"a file ({', '.join(TABLES)}), or a name of the hub"
+    )
+    command.add_argument("--map", required=True, help="path.py:function(entry) -> a row")
+    command.add_argument("--subset", help="of a data set of the hub, e.g. main")
+    command.add_argument("--split", default="train", help="of a data set of the hub (train)")
+    add_out(command)
+
+    description = "rows that nemo-gym ships for a server"
+    command = commands.add_parser("examples", help=description, description=description)
+    command.add_argument("--server", required=True, help="a resources server of Gym, e.g. mcqa")
+    command.add_argument(
+        "--python", default=".venv-gym/bin/python", help="interpreter that has nemo-gym"
+    )
+    add_out(command)
+    return parser
 
 
-def write(args: argparse.Namespace) -> Iterator[tuple[Path, int]]:
-    """Do what a command asks for: yield each file that was written, and its rows. Raises DataError, PluginError,
-    OSError."""
+def add_out(command: argparse.ArgumentParser) -> None:
+    """Add the option --out to a command."""
+    command.add_argument("--out", default="data", help="folder to write to (default: data)")
+
+
+def choose_targets(files: Sequence[str], out: str, suffix: str) -> list[Path]:
+    """Choose the file to write for each input file. Raises DataError.
+
+    No input file is overwritten, and no two inputs have the same target.
+    """
+    names = [Path(file).name for file in files]
+    stems = [name.removesuffix(".gz").rpartition(".")[0] or name for name in names]
+    targets = [Path(out) / f"{stem}{suffix}" for stem in stems]
+    for file, target in zip(files, targets, strict=True):
+        if target.exists() and Path(file).exists() and target.samefile(file):
+            raise DataError(f"{target}: the command would overwrite its input. Set another --out.")
+        if targets.count(target) > 1:
+            raise DataError(
+                f"{target}: more than one of the files would be written there. Convert one file at "
+                "a time, each with its --out."
+            )
+    return targets
+
+
+def run_command(args: argparse.Namespace) -> Iterator[WrittenFile]:
+    """Run a command, and yield each file that it writes.
+
+    Raises DataError, UserFunctionError, OSError.
+    """
     if args.name == "examples":
         path = Path(args.out) / f"{args.server}_examples.jsonl"
-        yield path, env.write_rows(path, examples(args.server, args.python))
+        examples = read_examples(args.server, args.python)
+        yield WrittenFile(path, env.write_rows(path, examples))
     elif args.name == "from":
-        (path,) = targets([args.data], args.out, ".jsonl")
-        path = (
-            path
-            if Path(args.data).is_file()
-            else path.with_name(f"{Path(args.data).name}_{args.split}.jsonl")
-        )
-        yield path, env.write_rows(path, mapped(args.data, args.map, args.subset, args.split))
+        (path,) = choose_targets([args.data], args.out, ".jsonl")
+        if not Path(args.data).is_file():  # a data set of the hub
+            path = path.with_name(f"{Path(args.data).name}_{args.split}.jsonl")
+        rows = read_mapped_rows(args.data, args.map, args.subset, args.split)
+        yield WrittenFile(path, env.write_rows(path, rows))
     elif args.name == "from-verl":
-        for file, path in zip(args.files, targets(args.files, args.out, ".jsonl"), strict=True):
-            yield path, env.write_rows(path, gym_rows(file, args.prompt_key))
+        targets = choose_targets(args.files, args.out, ".jsonl")
+        for file, path in zip(args.files, targets, strict=True):
+            rows = read_supported_rows(file, args.prompt_key)
+            yield WrittenFile(path, env.write_rows(path, rows))
     else:
-        for file, path in zip(args.files, targets(args.files, args.out, ".parquet"), strict=True):
-            made = [
-                verl_rows.to_verl(row, where, args.prompt_key)
-                for where, row in verl_rows.read(file, args.prompt_key)
-            ]
-            yield write_verl(path, made, args.prompt_key), len(made)
+        targets = choose_targets(args.files, args.out, ".parquet")
+        for file, path in zip(args.files, targets, strict=True):
+            yield convert_to_verl(file, path, args.prompt_key)
+
+
+def convert_to_verl(file: str, path: Path, prompt_key: str) -> WrittenFile:
+    """Write the rows of a file as verl's."""
+    rows = [to_verl(row, row_id, prompt_key) for row_id, row in read_rows(file, prompt_key)]
+    written = write_verl(path, rows, prompt_key)
+    note = "" if written == path else " (as JSONL, since parquet would change them)"
+    return WrittenFile(written, len(rows), note)
 
 
 def main() -> None:
-    """A command of env.py; exit status 0, 1 for what is wrong with files or rows, 2 for the command line."""
-    args = parser().parse_args()
+    """Run a command of env.py.
+
+    The exit status is 0, 1 if a file or row is invalid, or 2 if the command line is.
+    """
+    args = make_parser().parse_args()
     if args.name == "check":
-        fine = [check(file, args.prompt_key) for file in args.files]
-        sys.exit(0 if all(fine) else 1)
+        are_valid = [check(file, args.prompt_key) for file in args.files]
+        sys.exit(0 if all(are_valid) else 1)
     try:
-        for path, count in write(args):
-            print(
-                f"{path}: {count} rows"
-                + ", which no parquet would give back as they are" * ("_verl." in path.name)
-            )
-    except (DataError, PluginError, OSError) as error:
+        for file in run_command(args):
+            print(f"{file.path}: {file.rows} rows{file.note}")
+    except (DataError, UserFunctionError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -1,8 +1,9 @@
-"""The weights of a run whose vLLM servers are on GPUs of their own (rollout.nnodes), over gloo: one more of verl's
-checkpoint engines, for CPUs, and for GPUs without the cupy that verl's own `nccl` wants (configs/separate.yaml).
+"""A checkpoint engine for verl that sends weights to separate vLLM servers by gloo.
 
-Rank 0 of the actor broadcasts to every part of every server. Names and shapes go as JSON: what comes over a socket that
-others on the network may reach is never unpickled.
+Use it if the servers are on separate GPUs (rollout.nnodes, configs/separate.yaml): on CPUs, and on
+GPUs without cupy, which verl's `nccl` engine needs. Rank 0 of the actor broadcasts to every worker
+of every server. Names and shapes are sent as JSON: data from a socket that others on the network
+may reach is never unpickled.
 """
 
 from __future__ import annotations
@@ -14,32 +15,41 @@ from typing import Any
 
 import ray
 import torch
+from omegaconf import DictConfig
 from torch.distributed import ProcessGroupGloo, TCPStore
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 from kit.rollout import stores
 
+TIMEOUT = timedelta(minutes=30)  # torch's default
+
 
 @CheckpointEngineRegistry.register("gloo")
 class GlooCheckpointEngine(CheckpointEngine):
-    """verl 0.9.1's interface, whose docstrings say when each method is called. Nothing here is as large as a bucket."""
+    """verl 0.9.1's interface; its docstrings say when verl calls each method.
+
+    Tensors are sent one by one, so that bucket_size is not used.
+    """
 
     def __init__(self, bucket_size: int, is_master: bool = False):
         self.store: TCPStore | None = None
         self.group: Any = None
         if is_master:
             self.address = ray.util.get_node_ip_address()
-            self.store = stores.listen_on(self.address, wait_for_workers=False)
+            self.store = stores.create_store(self.address, wait_for_workers=False)
 
     def prepare(self) -> dict[str, Any]:
-        """Where all meet, of the one who knows."""
+        """Return the address of the store where all processes meet, from the one that has it."""
         return {"master": (self.address, self.store.port)} if self.store else {}
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Any]
     ) -> Any:
-        """Rank 0 of the actor and all of the servers; the other ranks of the actor have no part in it."""
+        """Return the arguments of init_process_group for the actor's ranks and for the servers.
+
+        The group has rank 0 of the actor and all workers of servers. Rank -1 is not in it.
+        """
         size = 1 + rollout_world_size
 
         def arguments(ranks: list[int]) -> dict[str, list[Any]]:
@@ -49,49 +59,57 @@ class GlooCheckpointEngine(CheckpointEngine):
                 "master": [metadata[0]["master"]] * len(ranks),
             }
 
-        return arguments([0] + [-1] * (actor_wg_world_size - 1)), arguments([*range(1, size)])
+        actor_ranks = [0] + [-1] * (actor_wg_world_size - 1)
+        return arguments(actor_ranks), arguments(list(range(1, size)))
 
     def init_process_group(self, rank: int, world_size: int, master: tuple[str, int]) -> None:  # type: ignore[override]
+        """Join the group at the first call; it stays for later weight syncs."""
         self.rank = rank
         if rank >= 0 and not self.group:
             store = self.store or TCPStore(*master, is_master=False)
-            self.group = ProcessGroupGloo(
-                store, rank, world_size, timedelta(minutes=30)
-            )  # torch's own
+            self.group = ProcessGroupGloo(store, rank, world_size, TIMEOUT)
 
     def finalize(self) -> None:
-        """The group stays for the next time."""
+        """Do nothing: the group stays."""
 
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> None:
-        for name, tensor in weights:  # to gather one takes every rank
+        """Broadcast all weights, each after its name, shape and type, and an empty message last."""
+        for name, tensor in weights:  # on every rank, since all ranks gather each tensor
             if self.rank == 0:
-                told = name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-                self._announce(json.dumps(told).encode())
+                header = (name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+                self._broadcast_message(json.dumps(header).encode())
                 self._broadcast(tensor.detach().cpu().contiguous())
         if self.rank == 0:
-            self._announce(b"")
+            self._broadcast_message(b"")
 
     async def receive_weights(self, global_steps: int | None = None) -> Any:
-        while told := self._announced():
-            name, shape, dtype = json.loads(told)
+        """Yield (name, tensor) of all weights that rank 0 sends."""
+        while message := self._receive_message():
+            name, shape, dtype = json.loads(message)
             yield name, self._broadcast(torch.empty(shape, dtype=getattr(torch, dtype)))
 
-    def _announce(self, text: bytes) -> None:
-        self._broadcast(torch.tensor([len(text)]))
-        if text:
-            self._broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    def _broadcast_message(self, message: bytes) -> None:
+        """Broadcast the length of a message, and the message if it is not empty."""
+        self._broadcast(torch.tensor([len(message)]))
+        if message:
+            self._broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8))
 
-    def _announced(self) -> bytes:
+    def _receive_message(self) -> bytes:
+        """Return the message that rank 0 broadcasts."""
         length = int(self._broadcast(torch.zeros(1, dtype=torch.int64)))
-        return (
-            bytes(self._broadcast(torch.empty(length, dtype=torch.uint8)).numpy())
-            if length
-            else b""
-        )
+        if not length:
+            return b""
+        return bytes(self._broadcast(torch.empty(length, dtype=torch.uint8)).numpy())
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` of rank 0, in the place of every other rank's."""
+        """Replace the tensor by rank 0's. Returns it."""
         self.group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait()
         return tensor
+
+
+def set_sizes(config: DictConfig, hf_config: Any, command: str) -> None:
+    """Make verl import this module in every process. A hook of kit/extras/__init__.py."""
+    engine = config.actor_rollout_ref.rollout.checkpoint_engine
+    engine.custom_backend_module = __name__

@@ -1,10 +1,11 @@
-"""An environment for one server of nemo-gym's, with what that server asks for beyond what `make gym` installs.
+"""Make an environment for one Gym server that requires more packages than `make gym` installs.
 
-    python -m kit.gym.servers install NAME        or in a recipe: gym.servers.NAME.start.install: true
+    python -m kit.gym.servers install NAME    or in a recipe: gym.servers.NAME.start.install: true
 
-It is .venv-gym-servers/NAME beside the environment that has nemo-gym: that one's packages, by uv's hard links, its
-nemo-gym, linked, and on top what the server's requirements.txt or pyproject.toml lists, as Gym itself does it. It is
-made under another name and renamed when it is whole; one that is there is used again while the list stays the same.
+The environment is .venv-gym-servers/NAME, next to the environment that has nemo-gym. It has the
+packages of that one (uv uses hard links) and a link to its nemo-gym. It also has the packages that
+the server's requirements.txt or pyproject.toml lists, as Gym installs them. It is built under a
+temporary name and renamed when it is complete. It is reused until the list changes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -24,144 +26,187 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import NormalizedName, canonicalize_name
 
 ENVIRONMENTS = ".venv-gym-servers"
-DEADLINE_S = 3600.0  # for one call of uv, which may fetch gigabytes
+TIMEOUT_S = 3600.0  # for one call of uv, which may download gigabytes
 
 
 class InstallError(RuntimeError):
-    """An environment that could not be made; the message says what of it, and what to do."""
+    """An environment cannot be made. The message names the server, the cause and the fix."""
 
 
-def environment(server: str, python: str) -> Path:
-    """Where the environment of `server` is, or would be. python: the interpreter that has nemo-gym."""
+def environment_folder(server: str, python: str) -> Path:
+    """Return the folder of the server's environment. python: the interpreter that has nemo-gym."""
     return Path(python).absolute().parents[2] / ENVIRONMENTS / server
 
 
-def site_packages(python: str) -> Path | None:
-    """The folder in which the interpreter of an environment has nemo-gym, without asking it."""
-    found = Path(python).absolute().parents[1].glob("lib/python3*/site-packages")
-    return next((folder for folder in found if (folder / "nemo_gym").is_dir()), None)
+def find_site_packages(python: str) -> Path | None:
+    """Return the site-packages folder with nemo-gym of an interpreter, without running it."""
+    for folder in Path(python).absolute().parents[1].glob("lib/python3*/site-packages"):
+        if (folder / "nemo_gym").is_dir():
+            return folder
+    return None
 
 
-def requirements(folder: Path) -> list[str]:
-    """What a server of the package lists, but for nemo-gym itself. folder: resources_servers/NAME."""
-    if (folder / "pyproject.toml").is_file():
-        project = tomllib.loads((folder / "pyproject.toml").read_text())
-        sources = project.get("tool", {}).get("uv", {}).get("sources", {})
-        named = {canonicalize_name(name): source for name, source in sources.items()}
-        lines = [located(line, named) for line in project["project"].get("dependencies", [])]
-    else:
-        path = folder / "requirements.txt"
-        lines = path.read_text().splitlines() if path.is_file() else []
-    stripped = [line.strip() for line in lines]
-    return [
-        x for x in stripped if x and not x.startswith(("#", "-e nemo-gym", "nemo-gym", "nemo_gym"))
-    ]
+def install_environment(server: str, python: str) -> Path:
+    """Make the environment of `server` if necessary, and return its interpreter.
 
-
-def located(line: str, sources: Mapping[NormalizedName, Any]) -> str:
-    """Return a requirement at the place that `sources` (tool.uv.sources) gives for its name.
-
-    Without that place, another package of the same name on PyPI would be installed. Raises
-    InstallError for kinds of places that it does not know.
+    python: the interpreter that has nemo-gym. Raises InstallError.
     """
-    requirement = Requirement(line)
-    source = sources.get(canonicalize_name(requirement.name))
-    if source is None or canonicalize_name(requirement.name) == "nemo-gym":
-        return line
-    keys = source.keys() if isinstance(source, dict) else set()
-    revisions = keys & {"rev", "tag", "branch"}
-    if (
-        "git" in keys
-        and keys <= {"git", "rev", "tag", "branch", "subdirectory"}
-        and len(revisions) <= 1
-    ):
-        revision = "".join(f"@{source[key]}" for key in revisions)
-        folder = f"#subdirectory={source['subdirectory']}" if "subdirectory" in keys else ""
-        requirement.url = f"git+{source['git']}{revision}{folder}"
-    elif keys == {"url"}:
-        requirement.url = source["url"]
-    else:
-        problem = f"tool.uv.sources has {requirement.name} = {source!r}, which is not taken"
-        raise InstallError(
-            f"{problem}; install {requirement.name} from there, and set start.python"
-        )
-    requirement.specifier = SpecifierSet()  # a requirement has either versions or a place
-    return str(requirement)
-
-
-def install(server: str, python: str) -> Path:
-    """Make the environment of `server`, unless it is there; returns its interpreter. Raises InstallError."""
-    base, final = site_packages(python), environment(server, python)
-    if base is None:
-        raise InstallError(
-            f"no environment for {server}: {python} has no nemo-gym; `make gym` makes one that has"
-        )
-    if not (base / "resources_servers" / server / "app.py").is_file():
-        known = [path.parent.name for path in base.glob("resources_servers/*/app.py")]
-        near = ", ".join(difflib.get_close_matches(server, known, 4, 0.0))
-        raise InstallError(
-            f"no environment for {server}: nemo-gym has no such resources server; nearest are {near}"
-        )
+    final = environment_folder(server, python)
+    base = check_base(server, python)
     uv = find_uv()
     if not uv:
         raise InstallError(
-            f"no environment for {server}: no uv beside {sys.executable} or on PATH; `pip install uv`"
+            f"no environment for {server}: found no uv next to {sys.executable} or on PATH. "
+            "Run `pip install uv`."
         )
-    listed = requirements(base / "resources_servers" / server)
-    marker = "\n".join([*sorted(p.name for p in base.glob("nemo_gym-*.dist-info")), *listed]) + "\n"
-    if (final / "installed.txt").is_file() and (final / "installed.txt").read_text() == marker:
+    packages = read_requirements(base / "resources_servers" / server)
+    versions = sorted(path.name for path in base.glob("nemo_gym-*.dist-info"))
+    contents = "\n".join([*versions, *packages]) + "\n"
+    marker = final / "installed.txt"
+    if marker.is_file() and marker.read_text() == contents:
         return final / "bin" / "python"
-    made = final.with_name(f".{server}.{os.getpid()}")
+    folder = final.with_name(f".{server}.{os.getpid()}")
+    create = ["venv", "--quiet", "--relocatable", "--clear", "--python", python, str(folder)]
     try:
-        run(
-            server,
-            [uv, "venv", "--quiet", "--relocatable", "--clear", "--python", python, str(made)],
-        )
-        fill(server, uv, made, python, base, listed)
-        (made / "installed.txt").write_text(marker)
+        run_uv(server, [uv, *create])
+        install_packages(server, uv, folder, python, base, packages)
+        (folder / "installed.txt").write_text(contents)
         if final.exists():
             shutil.rmtree(final)
-        made.rename(final)
+        folder.rename(final)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     return final / "bin" / "python"
 
 
-def fill(server: str, uv: str, made: Path, python: str, base: Path, listed: list[str]) -> None:
-    """The packages of the environment `base`, its nemo-gym, and `listed` into `made`. Raises InstallError."""
-    into = [uv, "pip", "install", "--quiet", "--python", str(made / "bin" / "python")]
-    frozen = run(server, [uv, "pip", "freeze", "--quiet", "--python", python]).splitlines()
+def check_base(server: str, python: str) -> Path:
+    """Return the site-packages folder that has nemo-gym and the server. Raises InstallError."""
+    base = find_site_packages(python)
+    if base is None:
+        raise InstallError(
+            f"no environment for {server}: {python} has no nemo-gym. To install it, run `make gym`."
+        )
+    if not (base / "resources_servers" / server / "app.py").is_file():
+        servers = [path.parent.name for path in base.glob("resources_servers/*/app.py")]
+        nearest = ", ".join(difflib.get_close_matches(server, servers, 4, 0.0))
+        raise InstallError(
+            f"no environment for {server}: nemo-gym has no such resources server; "
+            f"nearest are {nearest}"
+        )
+    return base
+
+
+def install_packages(
+    server: str, uv: str, folder: Path, python: str, base: Path, packages: list[str]
+) -> None:
+    """Install the packages of the environment `base`, its nemo-gym and `packages` into `folder`.
+
+    Raises InstallError.
+    """
+    install = [uv, "pip", "install", "--quiet", "--python", str(folder / "bin" / "python")]
+    frozen = run_uv(server, [uv, "pip", "freeze", "--quiet", "--python", python]).splitlines()
     pins = [line for line in frozen if "==" in line and not line.startswith("nemo-gym")]
-    run(server, [*into, "--no-deps", "--requirement", "-"], "\n".join(pins))
-    site = next(made.glob("lib/python3*/site-packages"))
+    run_uv(server, [*install, "--no-deps", "--requirement", "-"], "\n".join(pins))
+    site_packages = next(folder.glob("lib/python3*/site-packages"))
     for record in base.glob("nemo_gym-*.dist-info/RECORD"):
-        tops = {line.partition("/")[0] for line in record.read_text().splitlines() if "/" in line}
-        for top in tops - {".."}:
-            (site / top).symlink_to((base / top).resolve())
-    if listed:
-        run(server, [*into, "--requirement", "-"], "\n".join(listed))
+        lines = record.read_text().splitlines()
+        names = {line.partition("/")[0] for line in lines if "/" in line}
+        for name in names - {".."}:
+            (site_packages / name).symlink_to((base / name).resolve())
+    if packages:
+        run_uv(server, [*install, "--requirement", "-"], "\n".join(packages))
+
+
+# --- requirements of a server --------------------------------------------------------------------
+
+
+def read_requirements(folder: Path) -> list[str]:
+    """Return the packages that a server lists, without nemo-gym. Raises InstallError.
+
+    folder: resources_servers/NAME of the package.
+    """
+    if (folder / "pyproject.toml").is_file():
+        project = tomllib.loads((folder / "pyproject.toml").read_text())
+        sources = project.get("tool", {}).get("uv", {}).get("sources", {})
+        by_name = {canonicalize_name(name): source for name, source in sources.items()}
+        lines = [add_source(line, by_name) for line in project["project"].get("dependencies", [])]
+    else:
+        path = folder / "requirements.txt"
+        lines = path.read_text().splitlines() if path.is_file() else []
+    lines = [line.strip() for line in lines]
+    skipped = ("#", "-e nemo-gym", "nemo-gym", "nemo_gym")
+    return [line for line in lines if line and not line.startswith(skipped)]
+
+
+def add_source(line: str, sources: Mapping[NormalizedName, Any]) -> str:
+    """Return a requirement with the source that tool.uv.sources lists for its name.
+
+    Without the source, pip would install another package of the same name from PyPI. Raises
+    InstallError for unsupported kinds of sources.
+    """
+    requirement = Requirement(line)
+    name = canonicalize_name(requirement.name)
+    source = sources.get(name)
+    if source is None or name == "nemo-gym":
+        return line
+    keys = source.keys() if isinstance(source, dict) else set()
+    if is_git_source(keys):
+        requirement.url = git_url(source)
+    elif keys == {"url"}:
+        requirement.url = source["url"]
+    else:
+        raise InstallError(
+            f"tool.uv.sources has {requirement.name} = {source!r}, which is not supported. "
+            f"Install {requirement.name} from there and set start.python."
+        )
+    requirement.specifier = SpecifierSet()  # a requirement has either versions or a source
+    return str(requirement)
+
+
+def is_git_source(keys: AbstractSet[str]) -> bool:
+    """Return whether these are the keys of a git source with at most one revision."""
+    revisions = keys & {"rev", "tag", "branch"}
+    is_supported = keys <= {"git", "rev", "tag", "branch", "subdirectory"}
+    return "git" in keys and is_supported and len(revisions) <= 1
+
+
+def git_url(source: Mapping[str, str]) -> str:
+    """Return the URL of a git source, with its revision and folder, as pip reads it."""
+    url = f"git+{source['git']}"
+    for key in ("rev", "tag", "branch"):
+        if key in source:
+            url += f"@{source[key]}"
+    if "subdirectory" in source:
+        url += f"#subdirectory={source['subdirectory']}"
+    return url
+
+
+# --- uv ------------------------------------------------------------------------------------------
 
 
 def find_uv() -> str | None:
-    """uv, beside this interpreter or on PATH."""
-    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return shutil.which("uv", path=beside)
+    """Return the path of uv: next to this interpreter, or on PATH."""
+    folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    return shutil.which("uv", path=os.pathsep.join(folders))
 
 
-def run(server: str, command: list[str], text: str = "") -> str:
-    """stdout of uv. Raises InstallError with the last it said."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
+def run_uv(server: str, command: list[str], text: str = "") -> str:
+    """Run uv with `text` as its standard input; return its standard output. Raises InstallError."""
+    skipped = ("PYTHON", "VIRTUAL_ENV")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(skipped)}
     try:
-        done = subprocess.run(
-            command, input=text, capture_output=True, text=True, env=env, timeout=DEADLINE_S
+        process = subprocess.run(
+            command, input=text, capture_output=True, text=True, env=env, timeout=TIMEOUT_S
         )
-        said, status = done.stderr.strip(), done.returncode
+        error_text = process.stderr.strip() if process.returncode else ""
+        has_failed = process.returncode != 0
     except (OSError, subprocess.TimeoutExpired) as error:
-        said, status = str(error), 1
-    if status:
-        told = " ".join(" ".join(said.splitlines()[-12:]).split())[-600:]
-        what = " ".join(command[1:3])
+        error_text = str(error)
+        has_failed = True
+    if has_failed:
+        last_lines = " ".join(error_text.splitlines()[-12:])
         raise InstallError(
-            f"no environment for {server}: uv {what} failed, and nothing is left of it: {told}"
+            f"no environment for {server}: `uv {' '.join(command[1:3])}` failed, and its files are "
+            f"removed: {' '.join(last_lines.split())[-600:]}"
         )
-    return done.stdout
+    return process.stdout

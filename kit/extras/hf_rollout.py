@@ -1,9 +1,11 @@
-"""Answers by transformers' own `generate`, as one more of verl's rollout backends (rollout.name: hf, configs/hf.yaml):
-for debugging, for models that vLLM lacks, and for machines that it does not install on. Slower: a batch begins when the
-one before it has ended.
+"""A rollout engine that samples by transformers' `generate` (rollout.name: hf, configs/hf.yaml).
 
-Beside each of the trainer's ranks, or on a GPU of its own, is a server (an actor of Ray) with the whole model. It draws
-tokens as vLLM does (temperature, top_k, top_p, seed) and tells the log-prob of each after these.
+Use it to debug, for models that vLLM lacks, and on machines where vLLM does not install. It is
+slower than vLLM: a batch begins when the previous one has ended.
+
+Each rank of the trainer has a server (a Ray actor with the whole model) on its GPU, or on a
+separate one. It samples tokens as vLLM does (temperature, top_k, top_p, seed) and returns the
+log-prob of each token after these settings.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import torch
@@ -26,9 +28,10 @@ from transformers.generation import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from verl.checkpoint_engine import CheckpointEngineWorker
 from verl.plugin.platform.platform_manager import get_platform
 from verl.utils.device import get_resource_name
-from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import (
     RolloutMode,
     RolloutReplica,
@@ -37,298 +40,361 @@ from verl.workers.rollout.replica import (
 )
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from kit.runs.preparation import stop_token_ids
+from kit.config.model_files import stop_token_ids
 
-GATHER_S = 0.02  # for more requests to come, before a batch begins
+GATHER_S = 0.02  # how long to wait for more requests before a batch begins
+
+
+class SamplingKey(NamedTuple):
+    """Settings that change the logits. Rows with the same settings are processed together."""
+
+    temperature: float  # 1.0: unchanged
+    top_k: int  # 0: all tokens
+    top_p: float  # 1.0: all tokens
 
 
 @dataclass
 class Request:
-    """An answer that somebody waits for."""
+    """A response to sample."""
 
     prompt_ids: list[int]
     params: dict[str, Any]  # vLLM's: max_tokens, temperature, top_p, top_k, seed, ignore_eos
-    answer: asyncio.Future[TokenOutput]
+    output: asyncio.Future[TokenOutput]
     generator: torch.Generator | None = field(init=False)
 
     def __post_init__(self) -> None:
+        self.generator = None
         seed = self.params.get("seed")
-        self.generator = None if seed is None else torch.Generator().manual_seed(seed)
+        if seed is not None:
+            self.generator = torch.Generator().manual_seed(seed)
 
     @property
-    def greedy(self) -> bool:
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken."""
         return not self.params.get("temperature", 1.0)
 
     @property
-    def way(self) -> tuple[float, int, float]:
-        """Temperature, top_k, top_p; each as if it were not there where it says so."""
-        top_k = self.params.get("top_k") or 0
-        return (
-            self.params.get("temperature", 1.0) or 1.0,
-            max(top_k, 0),
-            self.params.get("top_p") or 1.0,
+    def sampling_key(self) -> SamplingKey:
+        """The settings, with neutral values for those that are missing or turned off."""
+        return SamplingKey(
+            temperature=self.params.get("temperature", 1.0) or 1.0,
+            top_k=max(self.params.get("top_k") or 0, 0),
+            top_p=self.params.get("top_p") or 1.0,
         )
 
+    @property
+    def ignores_stop_tokens(self) -> bool:
+        """Whether only max_tokens ends the response."""
+        return bool(self.params.get("ignore_eos"))
 
-class Draw(LogitsProcessor):
-    """Draws the next token of each row, and has `generate` take that: so its log-prob is known, and a row has its own
-    way and seed."""
+
+def make_logits_processors(key: SamplingKey) -> LogitsProcessorList:
+    """Return transformers' processors for the settings, in vLLM's order."""
+    processors: list[Any] = []
+    if key.temperature != 1.0:
+        processors.append(TemperatureLogitsWarper(key.temperature))
+    if key.top_k:
+        processors.append(TopKLogitsWarper(key.top_k))
+    if key.top_p < 1.0:
+        processors.append(TopPLogitsWarper(key.top_p))
+    return LogitsProcessorList(processors)
+
+
+class RecordingSampler(LogitsProcessor):
+    """Sample the next token of each row, record its log-prob, and have `generate` take it.
+
+    `generate` itself returns no such log-probs, and has one seed and one set of settings per batch.
+    """
 
     def __init__(self, requests: list[Request]):
         self.requests = requests
         self.log_probs: list[torch.Tensor] = []  # of each token [B], on the host
-        ways: dict[tuple[float, int, float], list[int]] = {}
+        rows_by_key: dict[SamplingKey, list[int]] = {}
         for row, request in enumerate(requests):
-            ways.setdefault(request.way, []).append(row)
-        self.ways = [(rows, warpers(*way)) for way, rows in ways.items()]
+            rows_by_key.setdefault(request.sampling_key, []).append(row)
+        self.groups = [(rows, make_logits_processors(key)) for key, rows in rows_by_key.items()]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """[B, T], [B, V] -> [B, V], 0 at what was drawn and -inf elsewhere."""
+        """Return scores that leave one token: [B, T], [B, V] -> [B, V], 0 at it, else -inf."""
         logits = scores.float()
-        for rows, warp in self.ways:
-            logits[rows] = warp(input_ids[rows], logits[rows])  # type: ignore[arg-type]
-        told = logits.log_softmax(-1).cpu()
-        drawn = told.argmax(-1)  # [B]
+        for rows, processors in self.groups:
+            logits[rows] = processors(input_ids[rows], logits[rows])  # type: ignore[arg-type]
+        log_probs = logits.log_softmax(-1).cpu()
+        tokens = log_probs.argmax(-1)  # [B]
         for row, request in enumerate(self.requests):
-            if not request.greedy:
-                drawn[row] = torch.multinomial(told[row].exp(), 1, generator=request.generator)
-        self.log_probs.append(told.gather(1, drawn[:, None])[:, 0])
-        return torch.full_like(scores, -torch.inf).scatter_(
-            1, drawn[:, None].to(scores.device), 0.0
-        )
+            if not request.is_greedy:
+                probs = log_probs[row].exp()
+                tokens[row] = torch.multinomial(probs, 1, generator=request.generator)
+        self.log_probs.append(log_probs.gather(1, tokens[:, None])[:, 0])
+        chosen = torch.full_like(scores, -torch.inf)
+        return chosen.scatter_(1, tokens[:, None].to(scores.device), 0.0)
 
 
-def warpers(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList:
-    """What changes the logits of a row before one is drawn; transformers', in vLLM's order."""
-    found: list[Any] = [TemperatureLogitsWarper(temperature)] if temperature != 1.0 else []
-    found += [TopKLogitsWarper(top_k)] if top_k else []
-    return LogitsProcessorList(found + ([TopPLogitsWarper(top_p)] if top_p < 1.0 else []))
-
-
-class Ended(StoppingCriteria):
-    """A row ends at a stop token or its max_tokens, all of them where the server is held."""
+class StopCriteria(StoppingCriteria):
+    """End a row at a stop token or its max_tokens, and all rows if the server is paused."""
 
     def __init__(self, requests: list[Request], server: Server):
-        self.requests, self.server, self.count = requests, server, 0
-        self.done = torch.zeros(len(requests), dtype=torch.bool)
+        self.requests = requests
+        self.server = server
+        self.token_count = 0
+        self.is_done = torch.zeros(len(requests), dtype=torch.bool)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        self.count += 1
-        for row, (request, last) in enumerate(
-            zip(self.requests, input_ids[:, -1].tolist(), strict=True)
-        ):
-            stops = last in self.server.stop_ids and not request.params.get("ignore_eos")
-            self.done[row] |= (
-                stops or self.count >= request.params["max_tokens"] or self.server.held
-            )
-        return self.done.to(input_ids.device)
+        self.token_count += 1
+        last_tokens = input_ids[:, -1].tolist()
+        for row, (request, token) in enumerate(zip(self.requests, last_tokens, strict=True)):
+            is_stopped = token in self.server.stop_ids and not request.ignores_stop_tokens
+            is_full = self.token_count >= request.params["max_tokens"]
+            self.is_done[row] |= is_stopped or is_full or self.server.paused
+        return self.is_done.to(input_ids.device)
 
 
 class Server:
-    """A model that answers, as verl asks its servers."""
+    """A model that samples responses, with the methods that verl calls on its servers."""
 
     def __init__(self, config: Any, model_config: Any):
-        self.config, self.settings = config, model_config
-        self.waiting: list[Request] = []
-        self.asked, self.idle = asyncio.Event(), asyncio.Event()
-        self.idle.set()
-        self.held = False
-        self.step: int | None = None
+        self.config = config
+        self.model_config = model_config
+        self.queue: list[Request] = []
+        self.has_requests = asyncio.Event()
+        self.is_idle = asyncio.Event()
+        self.is_idle.set()
+        self.paused = False
+        self.step: int | None = None  # of the weights
 
-    async def launch(self) -> None:
-        """Load the model, and begin to answer."""
-        path, trust = (
-            self.settings["path"],
-            {"trust_remote_code": self.settings.get("trust_remote_code", False)},
-        )
+    async def start(self) -> None:
+        """Load the model, and start to sample."""
+        path = self.model_config["path"]
+        trust = {"trust_remote_code": self.model_config.get("trust_remote_code", False)}
         tokenizer = AutoTokenizer.from_pretrained(path, **trust)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        # not the attention that the trainer has, which may be for packed rows alone
         dtype = getattr(torch, self.config.dtype)
+        # The trainer's attention may be for packed batches alone.
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation="sdpa", **trust
         )
         self.model: Any = model.to(self.device).eval()  # type: ignore[arg-type]
         self.stop_ids = stop_token_ids(tokenizer, self.model.generation_config)
-        self.model.generation_config = GenerationConfig(
-            pad_token_id=tokenizer.pad_token_id or 0
-        )  # no ways of its own
-        self.serving = asyncio.create_task(self.serve())
+        # The model's sampling settings do not apply.
+        self.model.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id or 0)
+        self.batches = asyncio.create_task(self.run_batches())
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
     ) -> TokenOutput:
-        """An answer in tokens, with the log-prob of each."""
+        """Return a response's tokens, with the log-prob of each."""
         room = self.config.max_model_len - len(prompt_ids)
-        params = {**sampling_params, "max_tokens": max(1, min(room, sampling_params["max_tokens"]))}
-        request = Request(list(prompt_ids), params, asyncio.get_running_loop().create_future())
-        self.waiting.append(request)
-        self.asked.set()
-        return await request.answer
+        max_tokens = max(1, min(room, sampling_params["max_tokens"]))
+        params = {**sampling_params, "max_tokens": max_tokens}
+        output = asyncio.get_running_loop().create_future()
+        self.queue.append(Request(list(prompt_ids), params, output))
+        self.has_requests.set()
+        return await output
 
-    async def serve(self) -> None:
-        """Batch after batch, for ever."""
+    async def run_batches(self) -> None:
+        """Sample one batch after another, until the process ends."""
         while True:
-            await self.asked.wait()
+            await self.has_requests.wait()
             await asyncio.sleep(GATHER_S)
-            size = self.config.max_num_seqs
-            batch, self.waiting = self.waiting[:size], self.waiting[size:]
-            if self.held:
-                self.waiting, batch = [*batch, *self.waiting], []
-            if self.held or not self.waiting:
-                self.asked.clear()
+            batch = self.take_batch()
             if batch:
-                self.idle.clear()
-                try:
-                    answers = await asyncio.to_thread(self.sample, batch)
-                    for request, answer in zip(batch, answers, strict=True):
-                        request.answer.set_result(answer)
-                except Exception as error:  # who waits is told
-                    for request in batch:
-                        request.answer.set_exception(error)
-                self.idle.set()
+                await self.run_batch(batch)
+
+    def take_batch(self) -> list[Request]:
+        """Take requests from the queue: max_num_seqs at most, none if the server is paused."""
+        size = 0 if self.paused else self.config.max_num_seqs
+        batch = self.queue[:size]
+        self.queue = self.queue[size:]
+        if self.paused or not self.queue:
+            self.has_requests.clear()
+        return batch
+
+    async def run_batch(self, batch: list[Request]) -> None:
+        """Sample a batch, and set the requests' outputs, or the exception that it raised."""
+        self.is_idle.clear()
+        try:
+            outputs = await asyncio.to_thread(self.generate_batch, batch)
+            for request, output in zip(batch, outputs, strict=True):
+                request.output.set_result(output)
+        except Exception as error:
+            for request in batch:
+                request.output.set_exception(error)
+        self.is_idle.set()
 
     @torch.no_grad()
-    def sample(self, batch: list[Request]) -> list[TokenOutput]:
-        """All answers to a batch, prompts padded on the left."""
-        longest, pad = (
-            max(len(r.prompt_ids) for r in batch),
-            self.model.generation_config.pad_token_id,
-        )
-        ids = torch.tensor(
-            [[pad] * (longest - len(r.prompt_ids)) + r.prompt_ids for r in batch]
-        )  # [B, T]
-        mask = torch.tensor(
-            [[0] * (longest - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in batch]
-        )
-        draw, ended = Draw(batch), Ended(batch, self)
-        out = self.model.generate(
-            ids.to(self.device),
-            attention_mask=mask.to(self.device),
-            max_new_tokens=max(r.params["max_tokens"] for r in batch),
+    def generate_batch(self, batch: list[Request]) -> list[TokenOutput]:
+        """Sample a batch. Prompts are padded on the left."""
+        width = max(len(request.prompt_ids) for request in batch)
+        pad_id = self.model.generation_config.pad_token_id
+        ids = []
+        mask = []
+        for request in batch:
+            padding = width - len(request.prompt_ids)
+            ids.append([pad_id] * padding + request.prompt_ids)
+            mask.append([0] * padding + [1] * len(request.prompt_ids))
+        sampler = RecordingSampler(batch)
+        generated = self.model.generate(
+            torch.tensor(ids).to(self.device),  # [B, T]
+            attention_mask=torch.tensor(mask).to(self.device),
+            max_new_tokens=max(request.params["max_tokens"] for request in batch),
             do_sample=False,
-            logits_processor=LogitsProcessorList([draw]),
-            stopping_criteria=StoppingCriteriaList([ended]),
+            logits_processor=LogitsProcessorList([sampler]),
+            stopping_criteria=StoppingCriteriaList([StopCriteria(batch, self)]),
         )
-        log_probs = torch.stack(draw.log_probs, 1).tolist()  # [B, N]
-        rows = out[:, longest:].tolist()
-        return [
-            self.cut(request, *row) for request, *row in zip(batch, rows, log_probs, strict=True)
-        ]
+        responses = generated[:, width:].tolist()  # [B, N]
+        log_probs = torch.stack(sampler.log_probs, 1).tolist()  # [B, N]
+        rows = zip(batch, responses, log_probs, strict=True)
+        return [self.trim(request, tokens, values) for request, tokens, values in rows]
 
-    def cut(self, request: Request, ids: list[int], log_probs: list[float]) -> TokenOutput:
-        """A row's tokens up to where it ended, while the rest of the batch went on."""
-        stops = () if request.params.get("ignore_eos") else self.stop_ids
-        limit = request.params["max_tokens"]
-        end = next((place for place, token in enumerate(ids[:limit], 1) if token in stops), limit)
-        reason = "completed" if end <= len(ids) else "aborted"
-        told = {"global_steps": self.step}
+    def trim(self, request: Request, ids: list[int], log_probs: list[float]) -> TokenOutput:
+        """Return a row's tokens up to its end. `generate` adds padding until the batch ends."""
+        stop_ids = set() if request.ignores_stop_tokens else self.stop_ids
+        end = request.params["max_tokens"]
+        for index, token in enumerate(ids[:end]):
+            if token in stop_ids:
+                end = index + 1
+                break
         return TokenOutput(
-            token_ids=ids[:end], log_probs=log_probs[:end], stop_reason=reason, extra_fields=told
+            token_ids=ids[:end],
+            log_probs=log_probs[:end],
+            stop_reason="completed" if end <= len(ids) else "aborted",
+            extra_fields={"global_steps": self.step},
         )
 
-    async def load(self, weights: dict[str, torch.Tensor]) -> None:
-        """Some of the trainer's weights in the place of the model's. Raises KeyError for one that it has not."""
-        own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        tied = getattr(self.model, "_tied_weights_keys", None) or ()
+    async def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        """Replace some of the model's weights. Raises KeyError for a name that it does not have."""
+        tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        tied_names = getattr(self.model, "_tied_weights_keys", None) or ()
         for name, tensor in weights.items():
-            if name in own or name not in tied:
-                own[name].data.copy_(tensor)
+            if name in tensors or name not in tied_names:
+                tensors[name].data.copy_(tensor)
 
     async def set_step(self, step: int | None) -> None:
-        """The weights are those after `step` now."""
+        """Set the step that the weights are of."""
         self.step = step
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """End the batch under way as it is, and begin no other."""
-        self.held = True
-        await self.idle.wait()
+        """Pause: end the responses of the running batch where they are, and start no other."""
+        self.paused = True
+        await self.is_idle.wait()
 
     async def resume_generation(self) -> None:
-        self.held = False
-        self.asked.set()
+        """Sample again."""
+        self.paused = False
+        self.has_requests.set()
 
     async def sleep(self) -> None:
-        """Give the GPU's memory back (rollout.free_cache_engine)."""
+        """Release the GPU's memory if rollout.free_cache_engine is set."""
         if self.config.free_cache_engine:
-            await self.idle.wait()
+            await self.is_idle.wait()
             self.model.to("cpu")
             get_platform().empty_cache()
 
     async def wake_up(self, tags: Any = None) -> None:
+        """Load the weights onto the GPU again."""
         self.model.to(self.device)
 
     async def release_kv_cache(self) -> None:
-        """There is none between two batches."""
+        """Do nothing: there is no cache between two batches."""
 
     resume_kv_cache = clear_kv_cache = release_kv_cache
 
 
+def import_engine(config: Any) -> None:
+    """Import this module, which registers the engine in verl. A hook of kit/extras/__init__.py."""
+
+
+def find_device(_: Any) -> tuple[str, str]:
+    """Return the Ray node and the device of the worker that runs this."""
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_accelerator_ids()[get_resource_name()][0]
+
+
+def server_name(replica_rank: int) -> str:
+    """Return the name of a replica's server in Ray."""
+    return f"hf_server_{replica_rank}"
+
+
+class WeightReceiver(CheckpointEngineWorker):
+    """verl's worker on a separate GPU.
+
+    Since the class is in this module, its process imports the module, which registers the engine.
+    """
+
+
 class HFReplica(RolloutReplica):
-    """verl's replica: where its server is."""
+    """verl's replica: it starts the server next to its worker."""
+
+    def get_ray_class_with_init_args(self) -> Any:
+        """Return the class of the worker on a separate GPU, with its arguments."""
+        worker = super().get_ray_class_with_init_args()
+        worker.cls = ray.remote(WeightReceiver)
+        return worker
 
     async def sleep(self) -> None:
-        if (
-            self.rollout_mode is not RolloutMode.STANDALONE
-        ):  # which has its GPU to itself, and nobody to wake it
+        """Have the server release its GPU. On a separate GPU nothing would wake it up again."""
+        if self.rollout_mode is not RolloutMode.STANDALONE:
             await super().sleep()
 
     async def launch_servers(self) -> None:
-        def place(_: Any) -> tuple[str, str]:
-            context = ray.get_runtime_context()
-            return context.get_node_id(), context.get_accelerator_ids()[get_resource_name()][0]
-
-        node, device = await self.workers[0].__ray_call__.remote(place)
+        """Start the server on the worker's node and device."""
+        node, device = await self.workers[0].__ray_call__.remote(find_device)
         platform = get_platform()
-        variables = {
-            platform.visible_devices_envvar(): device,
-            **dict.fromkeys(platform.ray_noset_envvars(), "1"),
-        }
-        options = {
-            "name": f"hf_server_{self.replica_rank}",
-            "max_concurrency": self.max_concurrency,
-        }
-        where = NodeAffinitySchedulingStrategy(node, soft=False)
-        make = ray.remote(Server).options(
-            scheduling_strategy=where, runtime_env={"env_vars": variables}, **options
+        env_vars = dict.fromkeys(platform.ray_noset_envvars(), "1")
+        env_vars[platform.visible_devices_envvar()] = device
+        actor_class = ray.remote(Server).options(
+            name=server_name(self.replica_rank),
+            max_concurrency=self.max_concurrency,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            runtime_env={"env_vars": env_vars},
         )
-        self._server_handle = make.remote(self.config, self.model_config)
+        self._server_handle = actor_class.remote(self.config, self.model_config)
+        self._server_address = server_name(self.replica_rank)
         self.servers = [self._server_handle]
-        await self._server_handle.launch.remote()
-        self._server_address = options["name"]
+        await self._server_handle.start.remote()
 
 
 class ServerAdapter(BaseRollout):
-    """The trainer's side of a server: of the rank beside it, or of its own process on a GPU of its own."""
+    """The trainer's side of a server, in a rank of the actor or in a worker that receives weights.
+
+    replica_rank: -1 for a rank of the actor, which has the number of its server.
+    """
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1):
         super().__init__(config, model_config, device_mesh)
-        self.replica = int(os.environ["RANK"]) if replica_rank < 0 else replica_rank
+        self.replica_rank = int(os.environ["RANK"]) if replica_rank < 0 else replica_rank
 
     @property
     def server(self) -> Any:
-        return ray.get_actor(f"hf_server_{self.replica}")
+        """The server's handle."""
+        return ray.get_actor(server_name(self.replica_rank))
 
     async def resume(self, tags: list[str]) -> None:
+        """Have the server load its weights onto the GPU again."""
         await self.server.wake_up.remote(tags)
 
     async def release(self) -> None:
+        """Have the server release its GPU's memory."""
         await self.server.sleep.remote()
 
     async def update_weights(  # type: ignore[override]
         self, weights: Any, global_steps: int | None = None, **_: Any
     ) -> None:
-        """All of them, as many at once as checkpoint_engine.update_weights_bucket_megabytes holds."""
-        size, held = self.config.checkpoint_engine.update_weights_bucket_megabytes * 2**20, 0
+        """Send all weights, in buckets of update_weights_bucket_megabytes."""
+        bucket_size = self.config.checkpoint_engine.update_weights_bucket_megabytes * 2**20
         bucket: dict[str, torch.Tensor] = {}
+        used = 0
         async for name, tensor in ensure_async_iterator(weights):
-            if bucket and held + tensor.nbytes > size:
-                await self.server.load.remote(bucket)
-                bucket, held = {}, 0
+            if bucket and used + tensor.nbytes > bucket_size:
+                await self.server.load_weights.remote(bucket)
+                bucket = {}
+                used = 0
             bucket[name] = tensor.detach().cpu()
-            held += tensor.nbytes
-        await self.server.load.remote(bucket)
+            used += tensor.nbytes
+        await self.server.load_weights.remote(bucket)
         await self.server.set_step.remote(global_steps)
 
 
+# In the driver, and by model.external_lib (configs/hf.yaml) in the trainer's workers
 RolloutReplicaRegistry.register("hf", lambda: HFReplica)
+_ROLLOUT_REGISTRY["hf", "async"] = f"{__name__}.ServerAdapter"

@@ -1,5 +1,7 @@
-"""What Prometheus reads (rollout.prometheus.enable, docs/monitoring.md): the run's own page beside vLLM's, both in the
-scrape file that verl writes; and what vLLM's pages say of draft tokens.
+"""Serve a run's metrics to Prometheus, and read vLLM's speculative-decoding metrics.
+
+The recipe key `rollout.prometheus.enable` turns the page on: docs/monitoring.md. verl writes the
+scrape file for vLLM's pages; this module adds the page of the run.
 """
 
 from __future__ import annotations
@@ -7,151 +9,246 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import ray
 import yaml
+from omegaconf import DictConfig
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
-from kit.config.load import ROOT
+from kit.config.load import ROLLOUT, ROOT
 from kit.errors import RunError
-from kit.gym.servers import HOST as LOCAL
-from kit.gym.servers import FetchError, fetch
+from kit.gym.network import HOST as LOCAL
+from kit.gym.network import FetchError, fetch
 from kit.runs.run_dir import Run
 
-# metrics of which the last part of the name becomes a label; the others keep their name, with _ in the place of /
-LABELLED = {
-    "timing_s/": ("stage_seconds", "stage"),
-    "verify/concurrency/": ("verify_concurrency", "server"),
+
+class Label(NamedTuple):
+    """A Prometheus metric with a label: its name, and the name of the label."""
+
+    metric: str
+    name: str
+
+
+# The rest of these metrics' names becomes a label. The other metrics keep their names, with _ for /
+LABELS = {
+    "timing_s/": Label("stage_seconds", "stage"),
+    "verify/concurrency/": Label("verify_concurrency", "server"),
 }
 FAILED = "rollout/failed/"
-DRAFTS = {f"vllm:spec_decode_num_{kind}_tokens_total": kind for kind in ("draft", "accepted")}
+DRAFT_COUNTERS = {
+    "vllm:spec_decode_num_draft_tokens_total": "draft",
+    "vllm:spec_decode_num_accepted_tokens_total": "accepted",
+}
 ALERTS = ROOT / "docs" / "monitoring" / "alerts.yml"
-ASK_S = 5.0  # seconds for one page
+PAGE_TIMEOUT_S = 5.0  # for one page
 
 
-class Page:
-    """The run's numbers as Prometheus takes them: the last of each metric, what was counted, and what is under way."""
+def check_recipe(config: DictConfig, command: str) -> Iterator[str]:
+    """Yield a problem if vLLM does not publish the metrics that Prometheus reads."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.prometheus.enable and rollout.disable_log_stats:
+        yield (
+            f"{ROLLOUT}.prometheus.enable needs {ROLLOUT}.disable_log_stats=false "
+            "(configs/monitoring.yaml). Set it."
+        )
+
+
+def after_start(launch: Any, addresses: Sequence[str]) -> None:
+    """Serve the run's metrics, and read the draft tokens that vLLM accepted.
+
+    launch: kit.runs.launch.Launch. addresses: of vLLM's pages; empty if nothing is sampled.
+    """
+    rollout = launch.config.actor_rollout_ref.rollout
+    engine_kwargs = rollout.engine_kwargs.get("vllm") or {}
+    if addresses and engine_kwargs.get("speculative_config"):
+        launch.run.gauges.append(track_draft_acceptance(addresses))
+    if rollout.prometheus.enable:
+        pages = addresses if rollout.name == "vllm" else []
+        serve_metrics(launch.run, ray.util.get_node_ip_address(), pages, launch.stack)
+
+
+class RunCollector:
+    """Collects the run's metrics for prometheus_client.
+
+    These are the last value of each metric, the failures since the process started, and the
+    progress of the current stage.
+    """
 
     def __init__(self, run: Run):
         self.run = run
         self.latest: dict[str, float] = {}
-        self.failures: dict[str, float] = {}  # by reason, since this process began
-        run.on_log = self.take
+        self.failures: dict[str, float] = {}  # by reason
+        run.log_readers.append(self.record)
 
-    def take(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A line of metrics.jsonl."""
-        for name, count in metrics.items():
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one line of metrics.jsonl."""
+        for name, value in metrics.items():
             if name.startswith(FAILED):
                 reason = name.removeprefix(FAILED)
-                self.failures[reason] = self.failures.get(reason, 0.0) + count
-        self.latest |= {
-            name: value for name, value in metrics.items() if not name.startswith(FAILED)
-        }
+                self.failures[reason] = self.failures.get(reason, 0.0) + value
+            else:
+                self.latest[name] = value
         self.latest["step"] = step
 
     def collect(self) -> Iterator[Any]:
-        """For prometheus_client, in its own thread."""
-        yield labelled(
-            CounterMetricFamily, "failures", "episodes that failed", "reason", dict(self.failures)
+        """Yield all metrics. prometheus_client calls this in its own thread."""
+        failures = dict(self.failures)
+        yield make_family(
+            CounterMetricFamily, "failures", "failed episodes by reason", "reason", failures
         )
-        under_way = {self.run.guard.current or "none": time.monotonic() - self.run.guard.begun}
-        yield labelled(
-            GaugeMetricFamily, "stage_running_seconds", "the stage under way", "stage", under_way
+        stage = self.run.guard.current_stage or "none"
+        seconds = time.monotonic() - self.run.guard.last_progress_at
+        yield make_family(
+            GaugeMetricFamily,
+            "stage_running_seconds",
+            "seconds since the current stage made progress",
+            "stage",
+            {stage: seconds},
         )
-        yield GaugeMetricFamily("kit_damaged_steps", "in a row", self.run.damaged)
         yield GaugeMetricFamily(
-            "kit_episodes_open", "those of the batch under way that have not ended", self.run.open
+            "kit_damaged_steps",
+            "consecutive steps skipped for non-finite numbers",
+            self.run.nonfinite_steps,
         )
-        parts: dict[str, dict[str, float]] = {start: {} for start in LABELLED}
+        yield GaugeMetricFamily(
+            "kit_episodes_open", "unfinished episodes of the current batch", self.run.open_episodes
+        )
+        yield from self._collect_latest()
+
+    def _collect_latest(self) -> Iterator[Any]:
+        """Yield the last value of each metric of metrics.jsonl."""
+        labeled: dict[str, dict[str, float]] = {prefix: {} for prefix in LABELS}
         for name, value in self.latest.copy().items():
-            start = next((start for start in LABELLED if name.startswith(start)), None)
-            if start:
-                parts[start][name.removeprefix(start)] = value
+            prefix = next((prefix for prefix in LABELS if name.startswith(prefix)), None)
+            if prefix:
+                labeled[prefix][name.removeprefix(prefix)] = value
             else:
                 yield GaugeMetricFamily(f"kit_{re.sub('[^a-zA-Z0-9_]', '_', name)}", name, value)
-        for start, values in parts.items():
-            yield labelled(
-                GaugeMetricFamily, LABELLED[start][0], f"{start}*", LABELLED[start][1], values
-            )
+        for prefix, values in labeled.items():
+            metric, label = LABELS[prefix]
+            yield make_family(GaugeMetricFamily, metric, f"{prefix}*", label, values)
 
 
-def labelled(kind: Any, name: str, told: str, label: str, values: Mapping[str, float]) -> Any:
-    """A metric with a value for each of a label's."""
-    family = kind(f"kit_{name}", told, labels=[label])
-    for of, value in values.items():
-        family.add_metric([of], value)
+def make_family(
+    kind: Any, name: str, description: str, label: str, values: Mapping[str, float]
+) -> Any:
+    """Make a Prometheus metric with one value for each value of a label."""
+    family = kind(f"kit_{name}", description, labels=[label])
+    for label_value, value in values.items():
+        family.add_metric([label_value], value)
     return family
 
 
-def serve(run: Run, host: str, servers: Sequence[str], stack: contextlib.ExitStack) -> None:
-    """Open the run's page on `host`, add it to the file that verl has written (rollout.prometheus.file), and have a
-    Prometheus at rollout.prometheus.port here read that again. servers: addresses of vLLM's pages, or none.
+def serve_metrics(run: Run, host: str, servers: Sequence[str], stack: contextlib.ExitStack) -> None:
+    """Serve the run's metrics on `host`, and add the page to the scrape file that verl wrote.
 
-    Raises RunError where the file cannot be written.
+    The file is rollout.prometheus.file. A Prometheus on this machine at rollout.prometheus.port
+    then reloads it. `servers` are the addresses of vLLM's pages. `stack` stops the page.
+
+    Raises RunError if the file cannot be written.
     """
-    settings, registry = run.config.actor_rollout_ref.rollout.prometheus, CollectorRegistry()
-    registry.register(Page(run))
+    settings = run.config.actor_rollout_ref.rollout.prometheus
+    registry = CollectorRegistry()
+    registry.register(RunCollector(run))
     server, thread = start_http_server(0, host, registry)
     stack.callback(thread.join)
     stack.callback(server.server_close)
     stack.callback(server.shutdown)
     address = f"{host}:{server.server_port}"
-    file, label = Path(settings.file), {"run": run.config.trainer.experiment_name}
-    jobs = {"kit": [address], "rollout": list(servers)}
-    scraped = [
-        {"job_name": job, "static_configs": [{"targets": targets, "labels": label}]}
-        for job, targets in jobs.items()
-        if targets
-    ]
-    every = {"scrape_interval": "10s", "evaluation_interval": "10s"}  # verl's
+    file = Path(settings.file)
+    write_scrape_file(file, run.config.trainer.experiment_name, address, servers)
+    run.say(f"Prometheus metrics: http://{address}/metrics. {reload_prometheus(settings, file)}")
+
+
+def write_scrape_file(file: Path, run_name: str, address: str, servers: Sequence[str]) -> None:
+    """Write Prometheus' configuration for one run. Raises RunError if that fails."""
+    jobs = [scrape_job("kit", [address], run_name)]
+    if servers:
+        jobs.append(scrape_job("rollout", list(servers), run_name))
+    configuration = {
+        "global": {"scrape_interval": "10s", "evaluation_interval": "10s"},  # verl's intervals
+        "rule_files": [str(ALERTS)],
+        "scrape_configs": jobs,
+    }
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        told = {"global": every, "rule_files": [str(ALERTS)], "scrape_configs": scraped}
-        file.write_text(yaml.safe_dump(told, sort_keys=False))
+        file.write_text(yaml.safe_dump(configuration, sort_keys=False))
     except OSError as error:
         raise RunError(
-            f"actor_rollout_ref.rollout.prometheus.file={file}: {error.strerror}; give another"
+            f"actor_rollout_ref.rollout.prometheus.file={file} cannot be written: "
+            f"{error.strerror}. Set another file."
         ) from None
+
+
+def scrape_job(name: str, addresses: list[str], run_name: str) -> dict[str, Any]:
+    """Make a job of the scrape file."""
+    targets = {"targets": addresses, "labels": {"run": run_name}}
+    return {"job_name": name, "static_configs": [targets]}
+
+
+def reload_prometheus(settings: Any, file: Path) -> str:
+    """Reload the Prometheus on this machine; return a message: the result, or how to start one."""
     try:
-        ask(f"http://{LOCAL}:{settings.port}/-/reload", "POST")
-        how = f"the Prometheus on port {settings.port} was told to read its file again; let that be {file}"
+        fetch_page(f"http://{LOCAL}:{settings.port}/-/reload", "POST")
     except FetchError:
-        # on this machine alone: whoever reaches a Prometheus with this option can stop it
+        # Only on this machine: with --web.enable-lifecycle anyone who reaches it can stop it.
         listen = f"--web.enable-lifecycle --web.listen-address={LOCAL}:{settings.port}"
-        how = f"prometheus --config.file={file} {listen}"
-    run.say(f"metrics at http://{address}/metrics; {how}")
+        return f"Start Prometheus: prometheus --config.file={file} {listen}"
+    return (
+        f"The Prometheus on port {settings.port} reloaded its configuration. "
+        f"It must be started with {file}."
+    )
 
 
-def ask(url: str, method: str = "GET") -> str:
-    """The text of a page. Raises FetchError for every status but 200."""
-    answer = fetch(url, method, ASK_S)
-    if answer.status_code != 200:
-        raise FetchError(f"HTTP {answer.status_code} from {url}")
-    return answer.text
+def fetch_page(url: str, method: str = "GET") -> str:
+    """Fetch the text of a page. Raises FetchError for every status except 200."""
+    response = fetch(url, method, PAGE_TIMEOUT_S)
+    if response.status_code != 200:
+        raise FetchError(f"HTTP {response.status_code} from {url}")
+    return response.text
 
 
-def acceptance(servers: Sequence[str]) -> Callable[[], dict[str, float]]:
-    """A function that asks vLLM's pages which part of the draft tokens since the last call was accepted, as the metric
-    `rollout/drafts_accepted_frac`; nothing where there were none, or a page does not answer."""
-    before = dict.fromkeys(DRAFTS.values(), 0.0)
+def track_draft_acceptance(servers: Sequence[str]) -> Callable[[], dict[str, float]]:
+    """Return a function that measures how many draft tokens vLLM accepted since its last call.
 
-    def measure() -> dict[str, float]:
-        now = dict.fromkeys(DRAFTS.values(), 0.0)
+    The function returns the metric `rollout/drafts_accepted_frac`. It returns no metric if there
+    were no draft tokens, or if a page of vLLM does not answer.
+    """
+    last = {"draft": 0.0, "accepted": 0.0}
+
+    def measure_acceptance() -> dict[str, float]:
         try:
-            pages = [ask(f"http://{server}/metrics") for server in servers]
+            now = count_drafts(servers)
         except FetchError:
             return {}
-        for page in pages:
-            for family in text_string_to_metric_families(page):
-                for sample in family.samples:
-                    if sample.name in DRAFTS:
-                        now[DRAFTS[sample.name]] += sample.value
-        drafted, accepted = (now[kind] - before[kind] for kind in ("draft", "accepted"))
-        before.update(now)
+        drafted = now["draft"] - last["draft"]
+        accepted = now["accepted"] - last["accepted"]
+        last.update(now)
         return {"rollout/drafts_accepted_frac": accepted / drafted} if drafted else {}
 
-    return measure
+    return measure_acceptance
+
+
+def count_drafts(servers: Sequence[str]) -> Counter[str]:
+    """Sum the draft tokens and the accepted ones over the pages of vLLM. Raises FetchError."""
+    counts = Counter(draft=0, accepted=0)
+    for server in servers:
+        page = fetch_page(f"http://{server}/metrics")
+        for family in text_string_to_metric_families(page):
+            counts.update(sum_drafts(family.samples))
+    return counts
+
+
+def sum_drafts(samples: Sequence[Any]) -> Counter[str]:
+    """Sum the counters of draft tokens among the samples of a metric."""
+    counts: Counter[str] = Counter()
+    for sample in samples:
+        if sample.name in DRAFT_COUNTERS:
+            counts[DRAFT_COUNTERS[sample.name]] += sample.value
+    return counts

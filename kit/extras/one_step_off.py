@@ -1,31 +1,37 @@
-"""One step ahead (trainer.one_step_off: 1): while a batch is trained on, the next one is sampled.
+"""One-step off-policy training (trainer.one_step_off: 1): sample the next batch during an update.
 
-    step k:  collect batch k, begun a step ago | begin k+1 | measure, credit, learn | publish: hold, send, go on | ...
+    step k: collect batch k, started a step ago | start batch k+1 | update | update_weights | ...
 
-The servers stay awake, and answers that are under way when new weights come go on with them from where they were: vLLM
-ends the requests, the weights change, and what was sampled goes back as the beginning of the same answer. So a token is
-at most one step older than the weights that it trains, and `Episode.versions` says of each which ones sampled it.
-`rollout/staleness/*` counts that; configs/ahead.yaml corrects for it by importance weights of tokens. Evaluations wait
-for the batch under way. A checkpoint knows nothing of it: a resumed run samples the same prompts once more.
+The servers stay awake. `update_weights` interrupts the responses in progress: vLLM aborts their
+requests, loads the new weights, and receives the sampled tokens back as the beginning of the same
+responses (kit/rollout/client.py). So a token is at most one step older than the weights that it
+trains, and `Episode.policy_versions` records which weights sampled it. `rollout/staleness/*` counts
+this, and configs/ahead.yaml corrects for it with importance weights of tokens. An evaluation waits
+for the batch in progress. Checkpoints do not contain that batch: a resumed run samples its prompts
+again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import inference
-from inference import OnDone, Requests
-from kit.data.episodes import Episode
+from inference import EpisodeRequest, OnDone, ignore_episode
+from kit.data.episode import Episode
+from kit.rollout.sampler import Sampling
 
 
-class Loop:
-    """asyncio.Runner's calls, of a loop that runs in a thread of its own: also while the driver waits for an update."""
+class BackgroundLoop:
+    """An event loop in a thread, with the methods of asyncio.Runner.
 
-    def __enter__(self) -> Loop:
+    It also runs while the driver waits for an update.
+    """
+
+    def __enter__(self) -> BackgroundLoop:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="episodes", daemon=True)
         self.thread.start()
@@ -40,11 +46,11 @@ class Loop:
         return self.loop
 
     def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Have it done, and go on."""
+        """Run a coroutine in the thread, and return immediately."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Have it done, and wait for it; a signal's exception ends the wait and the work."""
+        """Run a coroutine and wait for it. The exception of a signal ends the wait and the work."""
         future = self.start(work)
         try:
             return future.result()
@@ -54,56 +60,72 @@ class Loop:
 
 
 class Servers(inference.Servers):
-    """inference.Servers with a batch under way: `begin` has it sampled, `rollout` of the same requests waits for it."""
+    """inference.Servers with one batch in progress.
 
-    loop: Loop  # type: ignore[assignment]
-    requests: Requests = ()  # under way
-    under_way: Future[list[Episode]]
-    ended: list[tuple[int, Episode]]  # of them
-    tell: OnDone | None  # who wants to know of the others
+    `start_rollout` starts it, and `rollout` with the same requests waits for it.
+    """
 
-    def begin(self, requests: Requests, sampling: dict[str, Any], baselines: bool = False) -> None:
-        """Have episodes sampled for these requests, from now on."""
-        self.requests, self.ended, self.tell = requests, [], None
-        self.under_way = self.loop.start(self.play(requests, sampling, self._on_done, baselines))
+    loop: BackgroundLoop  # type: ignore[assignment]
+    pending_requests: Sequence[EpisodeRequest] = ()  # of the batch in progress
+    pending: Future[list[Episode]]  # its episodes
+    ended: list[tuple[int, Episode]]  # those that ended before `rollout` was called
+    on_done: OnDone | None  # receives the others
 
-    def _on_done(self, index: int, episode: Episode) -> None:
+    def start_rollout(
+        self, requests: Sequence[EpisodeRequest], sampling: Sampling, baselines: bool = False
+    ) -> None:
+        """Start to sample episodes for these requests."""
+        self.pending_requests = requests
+        self.ended = []
+        self.on_done = None
+        work = self.rollout_async(requests, sampling, self._receive, baselines)
+        self.pending = self.loop.start(work)
+
+    def _receive(self, index: int, episode: Episode) -> None:
         self.ended.append((index, episode))
-        if self.tell:
-            self.tell(index, episode)
+        if self.on_done:
+            self.on_done(index, episode)
 
     def rollout(
         self,
-        requests: Requests,
-        sampling: dict[str, Any],
-        on_done: OnDone = lambda *_: None,
+        requests: Sequence[EpisodeRequest],
+        sampling: Sampling,
+        on_done: OnDone = ignore_episode,
         baselines: bool = False,
     ) -> list[Episode]:
-        """What was begun with these requests; of others, as inference.Servers.rollout, once that is done."""
-        if not self.requests:
+        """Return the episodes of the batch in progress, or of other requests after that batch."""
+        if not self.pending_requests:
             return super().rollout(requests, sampling, on_done, baselines)
-        if (
-            self.requests[0][1] != requests[0][1]
-        ):  # an evaluation: what is under way stays for later
-            self.under_way.result()
+        if self.pending_requests[0].group_id != requests[0].group_id:  # an evaluation
+            self.pending.result()
             return super().rollout(requests, sampling, on_done, baselines)
-        self.requests = ()
-        self.loop.run(self._listen(on_done))
-        return self.under_way.result()
+        self.pending_requests = ()
+        self.loop.run(self._subscribe(on_done))
+        return self.pending.result()
 
-    async def _listen(self, on_done: OnDone) -> None:
-        """To be told of each that ends, and of those that have."""
+    async def _subscribe(self, on_done: OnDone) -> None:
+        """Pass the episodes that ended to `on_done`, and from now on each that ends."""
         for index, episode in self.ended:
             on_done(index, episode)
-        self.tell = on_done
+        self.on_done = on_done
 
     def sleep(self) -> None:
-        """They stay awake, and sample from weights that will soon be older."""
-        self.asleep = True
+        """Stay awake. As after a sleep, new weights must follow, also if the step is skipped."""
+        self.is_asleep = True
 
-    def publish(self, step: int) -> None:
-        """From now on vLLM samples from the actor's weights after `step`, the rest of what is under way, too."""
-        assert self.sync
-        self.sync.abort_replicas()
-        super().publish(step)
-        self.sync.resume_generation_replicas()
+    def update_weights(self, step: int) -> None:
+        """Give vLLM the actor's weights after `step`, also for the responses in progress."""
+        assert self.checkpoint_manager, "one_step_off is for training, which has an actor"
+        self.checkpoint_manager.abort_replicas()
+        super().update_weights(step)
+        self.checkpoint_manager.resume_generation_replicas()
+
+
+def make_loop(config: Any) -> BackgroundLoop:
+    """Return the event loop of the run: a hook of kit/runs/launch.py."""
+    return BackgroundLoop()
+
+
+def servers_class(config: Any) -> type[Servers]:
+    """Return the class of the run's servers: a hook of kit/runs/launch.py."""
+    return Servers

@@ -1,5 +1,6 @@
-"""What differs between verl's training engines (`model_engine`: dp, which is FSDP, megatron or veomni); of the last two
-no line has run (docs/backends.md).
+"""verl's training engines other than FSDP (`model_engine`: megatron or veomni): checks and sizes.
+
+No line of this file has run with these engines (docs/backends.md).
 """
 
 from __future__ import annotations
@@ -10,103 +11,113 @@ from collections.abc import Iterator, Sequence
 from omegaconf import DictConfig, OmegaConf
 
 from kit.config.load import ACTOR, MODEL
+from kit.config.user_functions import needs
 
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 MOE_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
-STRATEGIES = {"dp": ["fsdp", "fsdp2"], "megatron": ["megatron"], "veomni": ["veomni"]}
-# of verl's save_contents: how FSDP's files begin
-SHARDS = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
+PARALLEL_SIZES = {
+    "megatron": (*SIZES, *MOE_SIZES),
+    "veomni": ("ulysses_parallel_size", "expert_parallel_size"),
+}
+DEFAULT_BETAS = [0.9, 0.999]
 
 
-def sizes(config: DictConfig, section: str = ACTOR) -> dict[str, int]:
-    """By how many GPUs a model is cut, in each way, of the actor or the critic."""
-    node = OmegaConf.select(config, section)
+def parallel_sizes(config: DictConfig, section: str = ACTOR) -> dict[str, int]:
+    """GPUs for each kind of parallelism, of the actor or the critic."""
+    engine = config.model_engine
+    settings = OmegaConf.select(config, f"{section}.{engine}")
+    return {name: int(settings[name] or 1) for name in PARALLEL_SIZES[engine]}
+
+
+def model_parallel_size(config: DictConfig) -> int:
+    """GPUs that work on the same rows of a batch."""
+    sizes = parallel_sizes(config)
     if config.model_engine == "megatron":
-        return {name: int(node.megatron[name] or 1) for name in (*SIZES, *MOE_SIZES)}
-    if config.model_engine == "veomni":
-        return {
-            name: int(node.veomni[name] or 1)
-            for name in ("ulysses_parallel_size", "expert_parallel_size")
-        }
-    return {
-        "ulysses_sequence_parallel_size": int(
-            config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
-        )
-    }
+        return math.prod(sizes[name] for name in SIZES)
+    return sizes["ulysses_parallel_size"]
 
 
-def same_rows(config: DictConfig) -> int:
-    """GPUs that work on the same rows of a batch; all of them over this is the data-parallel size."""
-    found = sizes(config)
-    return (
-        math.prod(found[name] for name in SIZES)
-        if config.model_engine == "megatron"
-        else next(iter(found.values()))
-    )
+def sequence_parallel_size(config: DictConfig) -> int:
+    """GPUs that share the tokens of one row."""
+    sizes = parallel_sizes(config)
+    if config.model_engine == "megatron":
+        return sizes["context_parallel_size"]
+    return sizes["ulysses_parallel_size"]
 
 
-def row_parts(config: DictConfig) -> int:
-    """GPUs among which the tokens of a row are cut."""
-    return (
-        sizes(config)["context_parallel_size"]
-        if config.model_engine == "megatron"
-        else same_rows(config)
-    )
-
-
-def of_sizes() -> list[str]:
-    """Keys that a checkpoint's layout follows from, of every engine."""
-    veomni = ("ulysses_parallel_size", "expert_parallel_size", "fsdp_size")
-    of = {"megatron": (*SIZES, *MOE_SIZES), "veomni": veomni}
-    return [
-        f"{place}.{engine}.{name}"
-        for engine, names in of.items()
-        for name in names
-        for place in (ACTOR, "critic")
-    ]
-
-
-def problems(config: DictConfig, critic: bool) -> Iterator[str]:
-    """What an engine does not go together with. critic: whether the recipe has one."""
-    engine, policy = config.model_engine, config.actor_rollout_ref
-    for place in [ACTOR, *["critic"] * critic]:
-        if (value := OmegaConf.select(config, f"{place}.strategy")) not in STRATEGIES[engine]:
-            yield f"{place}.strategy={value}: wants one of {', '.join(STRATEGIES[engine])} with model_engine={engine}"
-    if engine == "dp":
-        return
+def check_workers(config: DictConfig, command: str) -> Iterator[str]:
+    """The engine fits the rest of the recipe."""
+    engine = config.model_engine
+    policy = config.actor_rollout_ref
+    has_critic = command == "train" and needs(config, "values")
+    for section in [ACTOR, "critic"] if has_critic else [ACTOR]:
+        strategy = OmegaConf.select(config, f"{section}.strategy")
+        if strategy != engine:
+            yield f"{section}.strategy={strategy} must be {engine}, as model_engine. Change it."
     if policy.model.lora_rank:
-        yield f"{MODEL}.lora_rank with model_engine={engine}: verl reads it with FSDP alone; leave one of the two out"
+        yield (
+            f"{MODEL}.lora_rank with model_engine={engine}: verl reads it with FSDP only. Remove "
+            "one of the two."
+        )
     if config.reward.reward_model.enable:
-        yield f"reward.reward_model with model_engine={engine}: its head may not be loaded; take an env.reward"
-    if (mode := policy.actor[engine].router_replay.mode) != "disabled":
-        why = "this loop's batches hold no router's choices to replay"
-        yield f"{ACTOR}.{engine}.router_replay.mode={mode}: {why}; leave it out"
-    if critic and sizes(config) != (theirs := sizes(config, "critic")):
-        yield f"critic.{engine} has {theirs}, the actor {sizes(config)}: one process has both; set them the same"
-    if engine == "veomni":
-        return
-    if (
-        policy.actor.megatron.dynamic_context_parallel
-        or policy.actor.megatron.use_dist_checkpointing
-    ):
-        yield f"{ACTOR}.megatron: dynamic_context_parallel and use_dist_checkpointing are not taken; leave them out"
-    if "model" not in (contents := policy.actor.checkpoint.save_contents):
-        yield f"{ACTOR}.checkpoint.save_contents={contents}: the export is of Megatron's `model`; add it"
-    if list(policy.actor.optim.betas) != [0.9, 0.999]:
-        yield f"{ACTOR}.optim.betas: Megatron does not read it; set {ACTOR}.optim.override_optimizer_config"
-
-
-def written(engine: str, saved: Sequence[str], ranks: int) -> list[str]:
-    """Names, in an actor's or critic's folder, of what so many ranks must have written of these contents."""
+        yield (
+            f"reward.reward_model with model_engine={engine}: its head may not be loaded. Use "
+            "env.reward instead."
+        )
+    replay = policy.actor[engine].router_replay.mode
+    if replay != "disabled":
+        yield (
+            f"{ACTOR}.{engine}.router_replay.mode={replay}: batches of this trainer hold no expert "
+            "routing to replay. Remove it."
+        )
+    if has_critic:
+        sizes = parallel_sizes(config)
+        critic_sizes = parallel_sizes(config, "critic")
+        if sizes != critic_sizes:
+            yield (
+                f"critic.{engine} has {critic_sizes}, the actor {sizes}, and one process has both. "
+                "Set them to the same values."
+            )
     if engine == "megatron":
-        names = {
-            "model": "model/huggingface/config.json",
-            "optimizer": "optimizer/dist_ckpt/.metadata",
-        }
-        return ["ckpt_contents.json", *(name for kind, name in names.items() if kind in saved)]
-    prefixes = [prefix for kind, prefix in SHARDS.items() if kind in saved]
-    return [
-        f"{prefix}_world_size_{ranks}_rank_{rank}.pt"
-        for prefix in prefixes
-        for rank in range(ranks)
-    ]
+        yield from check_megatron(config)
+
+
+def check_megatron(config: DictConfig) -> Iterator[str]:
+    """Options of Megatron that this trainer cannot use are off."""
+    actor = config.actor_rollout_ref.actor
+    for name in ("dynamic_context_parallel", "use_dist_checkpointing"):
+        if actor.megatron[name]:
+            yield f"{ACTOR}.megatron.{name} is not supported. Remove it."
+    contents = actor.checkpoint.save_contents
+    if "model" not in contents:
+        yield (
+            f"{ACTOR}.checkpoint.save_contents={contents} must contain `model`, which the export "
+            "needs with Megatron. Add it."
+        )
+    if list(actor.optim.betas) != DEFAULT_BETAS:
+        yield (
+            f"{ACTOR}.optim.betas is not read by Megatron. Set "
+            f"{ACTOR}.optim.override_optimizer_config instead."
+        )
+
+
+def layout_keys() -> list[str]:
+    """Keys that the layout of a checkpoint depends on, for both engines."""
+    names = {**PARALLEL_SIZES, "veomni": (*PARALLEL_SIZES["veomni"], "fsdp_size")}
+    keys = []
+    for section in (ACTOR, "critic"):
+        for engine, engine_names in names.items():
+            keys += [f"{section}.{engine}.{name}" for name in engine_names]
+    return keys
+
+
+def checkpoint_files(config: DictConfig, contents: Sequence[str], ranks: int) -> list[str] | None:
+    """Files that the ranks write into an actor's or a critic's folder; None if they are FSDP's."""
+    if config.model_engine != "megatron":
+        return None
+    names = ["ckpt_contents.json"]
+    if "model" in contents:
+        names.append("model/huggingface/config.json")
+    if "optimizer" in contents:
+        names.append("optimizer/dist_ckpt/.metadata")
+    return names

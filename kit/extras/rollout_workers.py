@@ -1,9 +1,10 @@
-"""Episodes driven by N actors of Ray (rollout.agent.num_workers), for batches that one process is too slow for.
+"""Run episodes in N Ray actors (rollout.agent.num_workers), for batches too large for one process.
 
-Each has its own clients of vLLM and of Gym, its own verifiers that are functions, and a share of what the recipe allows
-at once; a group of episodes goes to one of them whole. Requests carry the same ids as without, so that with
-rollout.full_determinism the tokens are the same for any N. The address that agents ask (openai_server.py) stays the
-driver's, and they run on its node, since Gym's servers listen to nobody else.
+Each worker has separate clients of vLLM and of the Gym servers, separate Python verifiers, and an
+equal part of all limits of the recipe. A group of episodes goes to one worker. Requests have the
+same ids as without workers, so with rollout.full_determinism the tokens are the same for any N. The
+policy endpoint for agents (openai_server.py) stays in the driver. The workers run on the driver's
+node, since the Gym servers listen on its loopback address only.
 """
 
 from __future__ import annotations
@@ -11,150 +12,203 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from omegaconf import DictConfig, OmegaConf
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-import gym_client
 import inference
-from inference import OnDone, Policy, Requests
-from kit.config.load import to_plain
-from kit.data.episodes import Episode
+from gym_client import GymError
+from inference import EpisodeRequest, OnDone
+from kit import extras
+from kit.config.keys import to_plain
+from kit.config.resources import cores
+from kit.data.episode import Episode
 from kit.errors import RunError
-from kit.extras.python_verifiers import verifier_pool
-from kit.gym.concurrency import Places
+from kit.gym.verifiers import make_verifiers
 from kit.rollout.client import Client
+from kit.rollout.sampler import SamplerContext, Sampling, make_sampler_context
+
+MAX_CALLS = 10_000  # concurrent calls of one actor; a call is a group of episodes
 
 
-def client_of_gym(
-    config: DictConfig, urls: Mapping[str, str], tokenizer: Any, logs: Path, share: int = 1
-) -> tuple[verifier_pool.Verifiers, Places]:
-    """(what verifies the rows, its places that are measured), as gym.* and env.verifier* of the recipe ask. share: of
-    how many such processes this is one."""
-    limits, measured = config.gym, Places(share)
-    concurrency = measured.limits(to_plain(limits.concurrency))
-    gym = gym_client.Gym(
-        urls, limits.timeout_s, concurrency, limits.attempts, limits.outage_budget_s
-    )
-    return verifier_pool.Verifiers(
-        gym, list(verifier_pool.of_recipe(config).values()), config, tokenizer, logs
-    ), measured
+def start_rollout_workers(
+    launch: Any, context: SamplerContext, urls: Mapping[str, str]
+) -> RolloutWorkers:
+    """Start the workers: the hook of kit/runs/launch.py."""
+    return RolloutWorkers(launch.config, context, urls, launch.inputs, launch.logs)
 
 
-def share(config: DictConfig, count: int) -> DictConfig:
-    """The recipe of one of `count` that share what it allows at once: calls to a server, processes, answers."""
+def split_limits(config: DictConfig, count: int) -> DictConfig:
+    """Return the recipe of one of `count` workers, with its part of the limits, rounded up.
+
+    The limits are those of calls to a server, verifier processes and concurrent responses.
+    """
     config = copy.deepcopy(config)
-    limits = to_plain(config.gym.concurrency)
-    limits = limits if isinstance(limits, dict) else {"default": limits}
-    part = {
-        name: limit if limit == "auto" else -(-limit // count) for name, limit in limits.items()
-    }
     rollout = config.actor_rollout_ref.rollout
-    OmegaConf.update(config, "gym.concurrency", part, merge=False)
-    config.env.verifier_pool.processes = -(-verifier_pool.processes(config) // count)
-    rollout.max_num_seqs = -(-rollout.max_num_seqs // count)
+    pool = config.env.verifier_pool
+    limits = to_plain(config.gym.concurrency)
+    if not isinstance(limits, dict):
+        limits = {"default": limits}
+    for name, limit in limits.items():
+        if limit != "auto":
+            limits[name] = divide_up(limit, count)
+    OmegaConf.update(config, "gym.concurrency", limits, merge=False)
+    pool.processes = divide_up(pool.processes or cores(), count)
+    rollout.max_num_seqs = divide_up(rollout.max_num_seqs, count)
     return config
 
 
-Played = tuple[list[Episode], dict[str, float]]  # and what stands at this process's places now
+def divide_up(number: int, divisor: int) -> int:
+    """Divide and round up."""
+    return -(-number // divisor)
 
 
-class Player:
-    """One of them: an actor."""
+class WorkerResult(NamedTuple):
+    """The episodes of one call, and the worker's metrics after it."""
+
+    episodes: list[Episode]
+    metrics: dict[str, float]
+
+
+class RolloutWorker:
+    """One worker: a Ray actor."""
 
     def __init__(
         self,
         config: DictConfig,
         servers: dict[str, Any],
-        urls: dict[str, str],
-        data: Any,
-        deadline_s: float,
+        urls: Mapping[str, str],
+        inputs: Any,
+        timeout_s: float,
         logs: Path,
     ):
         client = Client(config, servers, bool(config.trainer.one_step_off))
-        self.policy = inference.make_policy(config, client, data, deadline_s)
+        self.context = make_sampler_context(config, client, inputs, timeout_s)
         count = config.actor_rollout_ref.rollout.agent.num_workers
-        self.gym, self.places = client_of_gym(config, urls, data.tokenizer, logs, count)
+        pools = extras.first("make_pools", config, "train", config, logs, default={})
+        self.verifiers, self.limits = make_verifiers(config, urls, inputs.tokenizer, pools, count)
 
     async def open(self) -> None:
-        await self.gym.__aenter__()
-
-    async def play(self, requests: Requests, sampling: dict[str, Any], baselines: bool) -> Played:
-        """Raises RunError where the run has to end, and what vLLM's servers raise."""
-        self.policy.sampling = sampling
-        play_all = inference.rollout_with_baselines if baselines else inference.rollout
-        try:
-            return await play_all(requests, self.policy, self.gym), self.places.metrics()  # type: ignore[arg-type]
-        except gym_client.GymError as error:
-            raise RunError(str(error)) from None
-
-    async def set_version(self, step: int) -> None:
-        """The servers have the weights of that step now."""
-        self.policy.version = step
-
-    async def restarted(self, server: str) -> None:
-        self.gym.gym.restarted(server)
-
-
-class Players:
-    """All of them, as inference.Servers asks."""
-
-    def __init__(
-        self, config: DictConfig, policy: Policy, urls: dict[str, str], data: Any, logs: Path
-    ):
-        count = config.actor_rollout_ref.rollout.agent.num_workers
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        make = ray.remote(Player).options(
-            num_cpus=0, max_concurrency=10_000, scheduling_strategy=here
-        )
-        known = SimpleNamespace(tokenizer=data.tokenizer, stop_ids=data.stop_ids, model=data.model)
-        client: Any = policy.client
-        given = share(config, count), client.servers, urls, known, policy.deadline_s, logs
-        self.actors: list[Any] = [make.remote(*given) for _ in range(count)]
-        self.told: dict[Any, dict[str, float]] = {}  # by actor, what stood at its places last
-        ray.get([actor.open.remote() for actor in self.actors])
+        """Open the client of the Gym servers, in the actor's event loop."""
+        await self.verifiers.__aenter__()
 
     async def rollout(
-        self, requests: Requests, sampling: dict[str, Any], on_done: OnDone, baselines: bool = False
+        self, requests: Sequence[EpisodeRequest], sampling: Sampling, baselines: bool
+    ) -> WorkerResult:
+        """Run episodes as inference.rollout does.
+
+        Raises RunError if the run has to end, and the errors of vLLM's servers.
+        """
+        rollout = inference.rollout_with_baselines if baselines else inference.rollout
+        verifiers: Any = self.verifiers
+        try:
+            episodes = await rollout(requests, sampling, self.context, verifiers)
+        except GymError as error:
+            raise RunError(str(error)) from None
+        return WorkerResult(episodes, self.limits.metrics())
+
+    async def set_policy_version(self, step: int) -> None:
+        """Record that the vLLM servers have the weights of a step."""
+        self.context.policy_version = step
+
+    async def mark_restarted(self, server: str) -> None:
+        """Record that a Gym server was restarted."""
+        self.verifiers.gym.mark_restarted(server)
+
+
+class RolloutWorkers:
+    """All workers, as inference.Servers calls them."""
+
+    def __init__(
+        self,
+        config: DictConfig,
+        context: SamplerContext,
+        urls: Mapping[str, str],
+        inputs: Any,
+        logs: Path,
+    ):
+        count = config.actor_rollout_ref.rollout.agent.num_workers
+        this_node = ray.get_runtime_context().get_node_id()
+        worker_class = ray.remote(RolloutWorker).options(
+            num_cpus=0,
+            max_concurrency=MAX_CALLS,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(this_node, soft=False),
+        )
+        worker_inputs = SimpleNamespace(
+            tokenizer=inputs.tokenizer,
+            processor=inputs.processor,
+            stop_ids=inputs.stop_ids,
+            model=inputs.model,
+        )
+        arguments = (
+            split_limits(config, count),
+            context.client.servers,
+            urls,
+            worker_inputs,
+            context.timeout_s,
+            logs,
+        )
+        self.workers: list[Any] = [worker_class.remote(*arguments) for _ in range(count)]
+        self.worker_metrics: dict[Any, dict[str, float]] = {}  # of each, as last reported
+        ray.get([worker.open.remote() for worker in self.workers])
+
+    async def rollout(
+        self,
+        requests: Sequence[EpisodeRequest],
+        sampling: Sampling,
+        on_done: OnDone,
+        baselines: bool = False,
     ) -> list[Episode]:
-        """inference.rollout, or rollout_with_baselines, by groups; `on_done` sees the episodes of a group together."""
-        groups: dict[str, list[int]] = {}
+        """Run episodes as inference.rollout does, or rollout_with_baselines.
+
+        `on_done` receives all episodes of a group when the last of them ends.
+        """
+        group_indices: dict[str, list[int]] = {}
         for index, (_, group_id) in enumerate(requests):
-            groups.setdefault(group_id, []).append(index)
+            group_indices.setdefault(group_id, []).append(index)
         episodes: list[Any] = [None] * len(requests)
 
-        async def one(actor: Any, members: list[int]) -> None:
-            try:
-                asked = [requests[index] for index in members]
-                played, self.told[actor] = await actor.play.remote(asked, sampling, baselines)
-            except ray.exceptions.RayTaskError as error:
-                raise error.cause from None
-            for index, episode in zip(members, played, strict=True):
+        async def run_group(worker: Any, indices: list[int]) -> None:
+            group = [requests[index] for index in indices]
+            result = await self._call(worker, group, sampling, baselines)
+            for index, episode in zip(indices, result.episodes, strict=True):
                 episodes[index] = episode
                 on_done(index, episode)
 
-        dealt = zip(itertools.cycle(self.actors), groups.values(), strict=False)
-        await asyncio.gather(*(one(actor, members) for actor, members in dealt))
+        workers = itertools.cycle(self.workers)
+        calls = [run_group(next(workers), indices) for indices in group_indices.values()]
+        await asyncio.gather(*calls)
         return episodes
 
-    def set_version(self, step: int) -> None:
-        """The servers have the weights of that step now; all of them know it."""
-        ray.get([actor.set_version.remote(step) for actor in self.actors])
+    async def _call(
+        self, worker: Any, group: list[EpisodeRequest], sampling: Sampling, baselines: bool
+    ) -> WorkerResult:
+        """Run one group in a worker. Raises the worker's own exceptions, not Ray's."""
+        try:
+            result = await worker.rollout.remote(group, sampling, baselines)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        self.worker_metrics[worker] = result.metrics
+        return result
 
-    def restarted(self, server: str) -> None:
-        """A Gym server was started again; they will know it. From any thread."""
-        for actor in self.actors:
-            actor.restarted.remote(server)
+    def set_policy_version(self, step: int) -> None:
+        """Record in all workers that the vLLM servers have the weights of a step."""
+        ray.get([worker.set_policy_version.remote(step) for worker in self.workers])
+
+    def mark_restarted(self, server: str) -> None:
+        """Report a restarted Gym server to all workers. Call it from any thread."""
+        for worker in self.workers:
+            worker.mark_restarted.remote(server)
 
     def metrics(self) -> dict[str, float]:
-        """What they have in flight together."""
-        told = self.told.values()
-        return {
-            name: sum(each.get(name, 0.0) for each in told)
-            for name in {name for each in told for name in each}
-        }
+        """Return the sums of the workers' metrics: calls in progress, limits."""
+        totals: dict[str, float] = {}
+        for metrics in self.worker_metrics.values():
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, 0.0) + value
+        return totals

@@ -1,13 +1,14 @@
-"""Supervised fine-tuning on conversations, with the workers of the loop: the `sft` command, a warm-up before RL.
+"""Supervised fine-tuning on conversations, with the workers of the loop: the command `sft`.
 
-    python algorithm.py --config math_cpu --config sft --config cpu sft 'env.train_files=[chats.jsonl]'
-    python algorithm.py --config math_cpu --config cpu actor_rollout_ref.model.path=runs/sft/export
+    python algorithm.py --config math --config sft sft 'env.train_files=[chats.jsonl]'
+    python algorithm.py --config math actor_rollout_ref.model.path=runs/sft/export
 
-Rows of env.train_files, JSON (a row a line, also .gz) or parquet: `messages`, chat messages of which every one of the
-assistant is learned, stop token included, and `tools` where there are any; or `prompt` (data.prompt_key: text, or
-messages) and `response`, text. Loss: verl's sft_loss, the mean over all learned tokens
-of a batch of data.train_batch_size rows, one optimiser step each. Held out: env.val_files, the same mean at
-trainer.test_freq. Checkpoints, resume and export are those of `train`.
+A row of env.train_files (kit/data/row_files.py) has either `messages`, chat messages whose
+assistant messages are trained on, each with its stop token, and maybe `tools`; or `prompt`
+(data.prompt_key: text or messages) and `response`, text. The loss is verl's sft_loss: the mean over
+all trained tokens of a batch of data.train_batch_size rows, with one optimizer step for each. On
+env.val_files the same mean is measured every trainer.test_freq steps. Checkpoints, resume and
+export are those of `train`.
 """
 
 from __future__ import annotations
@@ -16,210 +17,286 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from omegaconf import DictConfig
 
 import env
-from kit import later
-from kit.config.load import to_plain
-from kit.data.episodes import Episode
+from kit.config.keys import to_plain
+from kit.data.episode import Episode
+from kit.data.row_files import parse_object, read_raw_rows
 from kit.errors import ConfigError
-from kit.runs import checkpoints, preparation
-from kit.runs.preparation import Data
+from kit.runs import checkpoints, prepare
+from kit.runs.console import format_value
+from kit.runs.prepare import RunInputs
 from kit.runs.run_dir import Run
 
-training, start, damage = (
-    later("training"),
-    later("kit.runs.launch"),
-    later("kit.runs.finite_check"),
-)
+IS_TRAINED = 1  # in the mask of a conversation
+IS_CONTEXT = 0
 
 
 @dataclass
 class Example(Episode):
-    """A conversation in tokens: its prompt goes up to the assistant's first word, its mask is 1 on the assistant's."""
+    """A conversation in tokens. Its prompt ends where the first assistant message begins.
+
+    The response mask is 1 on the tokens of the assistant.
+    """
 
     file: str = ""
     weight: float | None = None
 
 
+class Segment(NamedTuple):
+    """A piece of a conversation as the chat template writes it."""
+
+    text: str
+    mask: int
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
 def read_conversations(
     path: str, prompt_key: str = "prompt"
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (`file:line`, row), each with `messages`: of a prompt and a response, too. Raises env.DataError."""
-    for where, raw in env.raw_rows(path, "messages", prompt_key):
-        row = env.parse_json(raw, where)
+    """Yield (`file:line`, row), each with `messages`. Raises env.DataError."""
+    for row_id, raw in read_raw_rows(path, "messages", prompt_key):
+        row = parse_object(raw, row_id)
         if row.get("messages") is None and prompt_key in row:
-            prompt, response = row[prompt_key], row.get("response")
-            if not (
-                prompt and isinstance(prompt, str | list) and response and isinstance(response, str)
-            ):
-                why = f"`{prompt_key}` must be text or messages, and `response` text; they are"
-                raise env.DataError(f"{where}: {why} {prompt!r:.40} and {response!r:.40}")
-            asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            row = {
-                "tools": row.get("tools"),
-                "messages": [*asked, {"role": "assistant", "content": response}],
-            }
-        yield where, row
+            row = from_prompt_and_response(row, row_id, prompt_key)
+        yield row_id, row
 
 
-def tokenize(row: Mapping[str, Any], tokenizer: Any, stop_ids: set[int], where: str) -> Example:
-    """A conversation -> its ids, split where the assistant begins and ends. Raises env.DataError.
-
-    What the assistant says is encoded by itself, as it is sampled in RL: prompt, answer, what comes between, answer.
-    """
-    messages, template = row.get("messages"), {"tools": row.get("tools") or None, "tokenize": False}
-    if not isinstance(messages, list) or not all(isinstance(said, dict) for said in messages):
-        messages = []
-    roles = [said.get("role") for said in messages]
-    if "assistant" not in roles:
-        why = "no `messages`, or none of the assistant's in it, nor `prompt` and `response`; add what is to be learned"
-        raise env.DataError(f"{where}: {why}")
-    if roles[0] == "assistant":
+def from_prompt_and_response(row: dict[str, Any], row_id: str, prompt_key: str) -> dict[str, Any]:
+    """A row with `messages` from one with a prompt and a response. Raises env.DataError."""
+    prompt = row[prompt_key]
+    response = row.get("response")
+    is_valid = prompt and isinstance(prompt, str | list) and response and isinstance(response, str)
+    if not is_valid:
         raise env.DataError(
-            f"{where}: nothing comes before the assistant's first message; add what it answers"
+            f"{row_id}: `{prompt_key}` must be text or messages, and `response` text. They are "
+            f"{prompt!r:.40} and {response!r:.40}. Correct the row."
         )
-    stops = tokenizer.convert_ids_to_tokens(sorted(stop_ids))
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    answer = {"role": "assistant", "content": response}
+    return {"tools": row.get("tools"), "messages": [*messages, answer]}
+
+
+def tokenize(row: Mapping[str, Any], tokenizer: Any, stop_ids: set[int], row_id: str) -> Example:
+    """Turn a conversation into token ids, split where the assistant begins and ends.
+
+    Each assistant message is encoded separately, as it is sampled in RL. Raises env.DataError.
+    """
+    messages = check_messages(row, row_id)
     ids: list[int] = []
     mask: list[int] = []
+    for segment in split_conversation(messages, row, tokenizer, stop_ids, row_id):
+        segment_ids = tokenizer.encode(segment.text, add_special_tokens=False)
+        ids += segment_ids
+        mask += [segment.mask] * len(segment_ids)
+    start = mask.index(IS_TRAINED)
+    no_log_probs = [0.0] * (len(ids) - start)
+    return Example(
+        row_id,
+        "",
+        "",
+        ids[:start],
+        ids[start:],
+        mask[start:],
+        log_probs=no_log_probs,
+        reward=0.0,
+    )
+
+
+def check_messages(row: Mapping[str, Any], row_id: str) -> list[dict[str, Any]]:
+    """The messages of a row, which must train something. Raises env.DataError."""
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        messages = []
+    roles = [message.get("role") for message in messages]
+    if "assistant" not in roles:
+        raise env.DataError(
+            f"{row_id}: there are no `messages` with one of the assistant, and no `prompt` and "
+            "`response`. Add the text to train on."
+        )
+    if roles[0] == "assistant":
+        raise env.DataError(
+            f"{row_id}: nothing comes before the assistant's first message. Add what it answers."
+        )
+    return messages
+
+
+def split_conversation(
+    messages: list[dict[str, Any]],
+    row: Mapping[str, Any],
+    tokenizer: Any,
+    stop_ids: set[int],
+    row_id: str,
+) -> Iterator[Segment]:
+    """Split a conversation as the template writes it into context and assistant messages.
+
+    Text that the template writes after a stop token is context: the policy does not sample it.
+    Raises env.DataError.
+    """
+    stops = tokenizer.convert_ids_to_tokens(sorted(stop_ids))
+    render = functools.partial(
+        tokenizer.apply_chat_template, tools=row.get("tools") or None, tokenize=False
+    )
     done = ""
-    for i in [i for i, role in enumerate(roles) if role == "assistant"]:
+    for i, message in enumerate(messages):
+        if message.get("role") != "assistant":
+            continue
         try:
-            before = tokenizer.apply_chat_template(
-                messages[:i], add_generation_prompt=True, **template
-            )
-            after = tokenizer.apply_chat_template(messages[: i + 1], **template)
+            before = render(messages[:i], add_generation_prompt=True)
+            after = render(messages[: i + 1])
         except (TemplateError, TypeError) as error:  # TypeError: content that is no text
-            why = f"the chat template does not take message {i + 1}: {error}"
             raise env.DataError(
-                f"{where}: {why}; change the message, or {env.OTHER_TEMPLATE}"
+                f"{row_id}: the chat template does not take message {i + 1}: {error}. Change the "
+                f"message, or {env.TEMPLATE_HINT}."
             ) from None
         if not before.startswith(done) or not after.startswith(before):
             raise env.DataError(
-                f"{where}: the chat template rewrites what comes before message {i + 1}; {env.OTHER_TEMPLATE}"
+                f"{row_id}: the chat template changes the text before message {i + 1}. Please "
+                f"{env.TEMPLATE_HINT}."
             )
-        answer = after[len(before) :]
-        ends = [answer.rfind(stop) + len(stop) for stop in stops if stop in answer]
-        answer = (
-            answer[: max(ends)] if ends else answer
-        )  # what the template puts after its stop token is not sampled
-        for text, learned in ((before[len(done) :], 0), (answer, 1)):
-            new = tokenizer.encode(text, add_special_tokens=False)
-            ids, mask = ids + new, mask + [learned] * len(new)
+        answer = cut_after_stop(after[len(before) :], stops)
+        yield Segment(before[len(done) :], IS_CONTEXT)
+        yield Segment(answer, IS_TRAINED)
         done = before + answer
-    start = mask.index(1)
-    nothing = [0.0] * (len(ids) - start)
-    return Example(
-        where, "", "", ids[:start], ids[start:], mask[start:], log_probs=nothing, reward=0.0
-    )
 
 
-def prepare(config: DictConfig) -> Data:
-    """As recipe.prepare, for the conversations of env.train_files and env.val_files: paths, or {path, weight}.
+def cut_after_stop(text: str, stops: list[str]) -> str:
+    """The text up to its last stop token; all of it if there is none."""
+    ends = [text.rfind(stop) + len(stop) for stop in stops if stop in text]
+    return text[: max(ends)] if ends else text
 
-    What does not fit the recipe's lengths is dropped. Raises ConfigError, also where fewer rows are left than a batch
-    takes, and env.DataError.
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def prepare_inputs(config: DictConfig) -> RunInputs:
+    """As kit.runs.prepare.prepare, for conversations. Entries of the files: path, or {path,
+    weight}.
+
+    Rows over the recipe's lengths are dropped. Raises ConfigError, also if fewer rows are left than
+    a batch needs, and env.DataError.
     """
-    tokenizer, stop_ids, functions = preparation.check_recipe(config, "sft")
-    if getattr(tokenizer, "vision", None):
+    inputs = prepare.check_recipe(config, "sft")
+    if inputs.processor.reads_images:
         raise ConfigError(
-            "`sft` of a model that sees is not there: take another model, or train it from rewards"
+            "`sft` does not support models that read images. Use another model, or train it from "
+            "rewards."
         )
-    found: dict[str, list[Example]] = {"train_files": [], "val_files": []}
-    dropped, limits = [], config.data
-    for name, examples in found.items():
-        for entry in to_plain(config.env[name]):
-            given = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
-            for where, row in read_conversations(str(given["path"]), limits.prompt_key):
-                example = tokenize(row, tokenizer, stop_ids, where)
-                example.file, example.weight = str(given["path"]), given.get("weight")
-                fits = len(example.prompt_ids) <= limits.max_prompt_length
-                if fits and len(example.response_ids) <= limits.max_response_length:
-                    examples.append(example)
-                else:
-                    dropped.append(where)
-    train, validation = (
-        found["train_files"][: config.env.max_rows],
-        found["val_files"][: config.env.val_max_rows],
-    )
-    if len(train) < limits.train_batch_size:
+    inputs.train = load_examples(config, inputs, "train_files")[: config.env.max_rows]
+    inputs.validation = load_examples(config, inputs, "val_files")[: config.env.val_max_rows]
+    limits = config.data
+    if len(inputs.train) < limits.train_batch_size:
         raise ConfigError(
-            f"env.train_files hold {len(train)} usable rows, fewer than data.train_batch_size="
-            f"{limits.train_batch_size}; add some, or lower it; {len(dropped)} were over data.max_prompt_length="
-            f"{limits.max_prompt_length}, max_response_length={limits.max_response_length} tokens"
+            f"env.train_files have {len(inputs.train)} usable rows, fewer than "
+            f"data.train_batch_size={limits.train_batch_size}. {len(inputs.dropped)} were over "
+            f"data.max_prompt_length={limits.max_prompt_length}, max_response_length="
+            f"{limits.max_response_length} tokens. Add rows, or change these."
         )
-    preparation.set_steps(config, "sft", len(train) // limits.train_batch_size)
-    data = Data(train, validation, dropped, tokenizer, stop_ids, *functions)
-    data.per_epoch = len(train)
-    return data
+    prepare.set_steps(config, "sft", len(inputs.train) // limits.train_batch_size)
+    inputs.per_epoch = len(inputs.train)
+    return inputs
 
 
-def run_command(config: DictConfig, run: Run, data: Data) -> None:
-    """Train on data.train to trainer.total_training_steps, from the checkpoint that `run` goes on from."""
+def load_examples(config: DictConfig, inputs: RunInputs, key: str) -> list[Example]:
+    """The conversations of env.train_files or env.val_files that fit the recipe's lengths."""
+    limits = config.data
+    examples = []
+    for entry in to_plain(config.env[key]):
+        file = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
+        path = str(file["path"])
+        for row_id, row in read_conversations(path, limits.prompt_key):
+            example = tokenize(row, inputs.tokenizer, inputs.stop_ids, row_id)
+            example.file = path
+            example.weight = file.get("weight")
+            is_prompt_short = len(example.prompt_ids) <= limits.max_prompt_length
+            if is_prompt_short and len(example.response_ids) <= limits.max_response_length:
+                examples.append(example)
+            else:
+                inputs.dropped.append(row_id)
+    return examples
+
+
+def run_command(config: DictConfig, run: Run, inputs: RunInputs) -> None:
+    """Train to trainer.total_training_steps, from the checkpoint that `run` resumes from."""
+    from kit.runs import launch
+
     with contextlib.ExitStack() as stack:
-        workers = start.start(run, data, stack, sample=False).workers
-        from verl.utils.config import omega_conf_to_dataclass  # imported by now; before, 10 s
-        from verl.workers.utils.losses import sft_loss
-
-        workers.actor.set_loss_fn(
-            functools.partial(sft_loss, omega_conf_to_dataclass(config.actor_rollout_ref.actor))
-        )
+        workers = launch.start(run, inputs, stack, samples=False).workers
+        set_loss(config, workers)
         state: dict[str, Any] = {"command": "sft", "step": 0}
         if run.checkpoint:
             with run.stage("load_checkpoint"):
                 state = checkpoints.load(workers, run.checkpoint)
-        with run.saving(lambda: run.save(workers, state)):
+        with run.save_on_stop(functools.partial(run.save, workers, state)):
             with run.stage("testing"):
-                run.log(state["step"], held_out_loss(config, data, workers))
+                run.log(state["step"], compute_validation_loss(config, inputs, workers))
             while state["step"] < run.last:
-                one_step(config, run, data, workers, state)
+                train_step(config, run, inputs, workers, state)
         run.export()
-    run.say(
-        f"the model is in {run.folder}/export: actor_rollout_ref.model.path={run.folder}/export"
-    )
+    run.say(f"The model is in {run.folder}/export. Train it with RL by")
+    run.say(f"    actor_rollout_ref.model.path={run.folder}/export")
 
 
-def held_out_loss(config: DictConfig, data: Data, workers: Any) -> dict[str, float]:
-    """Mean over all learned tokens of the held-out rows, in nats."""
-    total_loss, tokens, size = 0.0, 0.0, config.data.train_batch_size
-    for i in range(0, len(data.validation), size):
-        batch = training.to_batch(
-            data.validation[i : i + size], data.tokenizer.pad_token_id, temperature=1.0
-        )
+def set_loss(config: DictConfig, workers: Any) -> None:
+    """Give the workers verl's sft_loss."""
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.utils.losses import sft_loss
+
+    settings = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    workers.actor.set_loss_fn(functools.partial(sft_loss, settings))
+
+
+def compute_validation_loss(
+    config: DictConfig, inputs: RunInputs, workers: Any
+) -> dict[str, float]:
+    """The mean loss over all trained tokens of the held-out rows, in nats."""
+    import training
+
+    total = 0.0
+    tokens = 0.0
+    size = config.data.train_batch_size
+    for start in range(0, len(inputs.validation), size):
+        rows = inputs.validation[start : start + size]
+        batch = training.build_batch(rows, inputs.tokenizer.pad_token_id, temperature=1.0)
         mask = batch.batch["response_mask"]  # [B, R]
-        total_loss -= float(
-            (training.log_probs(workers.actor, batch, config)["log_probs"] * mask).sum()
-        )
+        log_probs = training.compute_log_probs(workers.actor, batch, config)["log_probs"]  # [B, R]
+        total -= float((log_probs * mask).sum())
         tokens += float(mask.sum())
-    return {"val/loss": total_loss / tokens} if tokens else {}
+    return {"val/loss": total / tokens} if tokens else {}
 
 
-def one_step(config: DictConfig, run: Run, data: Data, workers: Any, state: dict[str, Any]) -> None:
-    """One optimiser step, and what is due after it."""
+def train_step(
+    config: DictConfig, run: Run, inputs: RunInputs, workers: Any, state: dict[str, Any]
+) -> None:
+    """One optimizer step, and the checkpoint and the evaluation that are due after it."""
+    import training
+    from kit.runs import finite_check
+
     step = state["step"] + 1
-    run.begin(step)
+    run.begin_step(step)
     with run.stage("update_actor"):
-        settings = config.data
-        rows = env.batch(
-            data.train, settings.train_batch_size, step, settings.seed, settings.shuffle
-        )
-        batch = training.to_batch(rows, data.tokenizer.pad_token_id, temperature=1.0)
+        data = config.data
+        rows = env.take_batch(inputs.train, data.train_batch_size, step, data.seed, data.shuffle)
+        batch = training.build_batch(rows, inputs.tokenizer.pad_token_id, temperature=1.0)
         metrics = training.update_sft(workers.actor, batch, config)
         state["step"] = step
-    if found := damage.damage(batch, metrics, config):
-        run.say(f"step {step} skipped: {run.keep_damaged(step, found, batch)}")
+    reason = finite_check.find_reason_to_skip(batch, metrics, config)
+    if reason:
+        run.say(f"step {step} skipped: {run.keep_nonfinite(step, reason, batch)}")
     else:
-        run.damaged = 0
-    if run.due(step, config.trainer.save_freq):
+        run.nonfinite_steps = 0
+    if run.is_due(step, config.trainer.save_freq):
         run.save(workers, state)
-    if run.due(step, config.trainer.test_freq):
+    if run.is_due(step, config.trainer.test_freq):
         with run.stage("testing"):
-            metrics |= held_out_loss(config, data, workers)
+            metrics |= compute_validation_loss(config, inputs, workers)
     run.log(step, metrics | run.timings())
-    names = {"loss": "actor/loss", "val/loss": "val/loss"}
-    run.say_line(
-        step, {label: f"{metrics[name]:.4g}" for label, name in names.items() if name in metrics}
-    )
+    names = {"loss": "actor/loss", "val loss": "val/loss"}
+    values = {label: format_value(metrics[n]) for label, n in names.items() if n in metrics}
+    run.display.print_step(step, values, run.timing)

@@ -1,11 +1,18 @@
-"""How many calls a Gym server gets at once, where `gym.concurrency` is `auto`: as many as do not slow each other down.
+"""Adaptive limits of concurrent calls to Gym servers, for `gym.concurrency: auto`.
 
-Each path of a server (/verify, /seed_session, a tool) has a limit of its own, which begins with the cores of this
-machine, BEGIN at most (of several processes that ask, each has a share of that and of MOST). Calls that found every
-place taken are looked at in rounds, of at least ROUND: where their median time is under twice that of the best round,
-the limit grows by half, up to MOST; else it falls to half. If half as many then take as long, it was not their number:
-the tasks take longer now, and this round is the best one. An agent's call (/run) is an episode, as long as its answers
-are, and is not measured: it gets MOST.
+A limit grows while more concurrent calls do not slow each other down. Each path of a server
+(/verify, /seed_session, a tool) has a separate limit:
+
+1. It starts at the number of cores, but at most START_LIMIT.
+2. Latencies are collected in rounds of at least MIN_ROUND calls. A call counts only if all slots
+   are in use when it ends.
+3. The baseline is the lowest median so far. If the median of a round is below twice the baseline,
+   the limit grows by half, up to MAX_LIMIT. Otherwise it is halved.
+4. If the next round is still slow, concurrency was not the cause: the tasks take longer now. Its
+   median becomes the baseline.
+
+/run is an exception: its latency is that of a whole episode. Its limit is always MAX_LIMIT. If
+several processes call the same servers, each gets an equal share of all limits.
 """
 
 from __future__ import annotations
@@ -19,78 +26,92 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-MOST, BEGIN, ROUND = 256, 16, 32  # calls
+MAX_LIMIT = 256  # calls
+START_LIMIT = 16
+MIN_ROUND = 32
+SLOWDOWN = 2.0  # a round is slow from this multiple of the baseline
+STILL_SLOW = 0.75  # share of the last slow median above which half the calls were as slow
 
 
-class Measured:
-    """Places for calls of one kind to one server: `limit` of them, by the rule above."""
+class ConcurrencyLimit:
+    """The limit of concurrent calls to one path of one server."""
 
-    def __init__(self, limit: int, most: int = MOST):
-        self.limit = self.given = limit
-        self.most = most
-        self.free, self.round = asyncio.Semaphore(limit), list[float]()
-        self.best, self.slow, self.since = (
-            math.inf,
-            math.inf,
-            0.0,
-        )  # seconds of rounds; when the present one began
+    def __init__(self, limit: int, max_limit: int = MAX_LIMIT):
+        self.limit = limit
+        self.max_limit = max_limit
+        self.slots = limit  # free ones and those in use; follows `limit` as calls end
+        self._free = asyncio.Semaphore(limit)
+        self._latencies: list[float] = []  # of this round, in seconds
+        self._round_began = 0.0  # by the clock of the event loop
+        self._baseline_s = math.inf
+        self._slow_median_s = math.inf  # of the last round, if it was slow
 
     @contextlib.asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """For the time of one call, in its turn."""
-        await self.free.acquire()
+    async def slot(self) -> AsyncIterator[None]:
+        """Wait for a free slot, and hold it during one call."""
+        await self._free.acquire()
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
             yield
         finally:
-            if began >= self.since and self.free.locked():
-                self.look(clock() - began, clock())
-            self.given -= 1
-            while self.given < self.limit:
-                self.given += 1
-                self.free.release()
+            if began >= self._round_began and self._free.locked():
+                self.record_latency(clock() - began, clock())
+            self.slots -= 1
+            while self.slots < self.limit:
+                self.slots += 1
+                self._free.release()
 
-    def look(self, seconds: float, now: float) -> None:
-        """A call took so long, with every place taken."""
-        self.round.append(seconds)
-        if len(self.round) < max(ROUND, 2 * self.limit):
+    def record_latency(self, seconds: float, now: float) -> None:
+        """Add the latency of a call; at the end of a round, adapt the limit.
+
+        now: by the clock of the event loop, in seconds.
+        """
+        self._latencies.append(seconds)
+        if len(self._latencies) < max(MIN_ROUND, 2 * self.limit):
             return
-        took, self.round, self.since = statistics.median(self.round), [], now
-        if took > 0.75 * self.slow:
-            self.best = took
-        fast = took < 2 * self.best
-        self.best, self.slow = min(took, self.best), math.inf if fast else took
-        self.limit = (
-            min(self.most, self.limit + (self.limit + 1) // 2) if fast else max(1, self.limit // 2)
-        )
+        median_s = statistics.median(self._latencies)
+        self._latencies = []
+        self._round_began = now
+        if median_s > STILL_SLOW * self._slow_median_s:
+            self._baseline_s = median_s
+        is_fast = median_s < SLOWDOWN * self._baseline_s
+        self._baseline_s = min(median_s, self._baseline_s)
+        if is_fast:
+            self._slow_median_s = math.inf
+            self.limit = min(self.max_limit, self.limit + (self.limit + 1) // 2)
+        else:
+            self._slow_median_s = median_s
+            self.limit = max(1, self.limit // 2)
 
 
-class Places:
-    """Those of all servers that are measured, as gym_client.Gym asks for them: `places(server, path)`."""
+class ConcurrencyLimits:
+    """The adaptive limits of all servers. gym_client calls it with (server, path) to get a slot.
+
+    share: the number of processes that share the limits.
+    """
 
     def __init__(self, share: int = 1) -> None:
-        self.of: dict[tuple[str, str], Measured] = {}
-        self.begin = max(1, min(BEGIN, os.cpu_count() or 1) // share)
-        self.most = max(1, MOST // share)
+        self.limits: dict[tuple[str, str], ConcurrencyLimit] = {}
+        self.start_limit = max(1, min(START_LIMIT, os.cpu_count() or 1) // share)
+        self.max_limit = max(1, MAX_LIMIT // share)
 
     def __call__(self, server: str, path: str) -> AbstractAsyncContextManager[None]:
-        if (server, path) not in self.of:
-            self.of[server, path] = Measured(self.most if path == "/run" else self.begin, self.most)
-        return self.of[server, path].place()
+        if (server, path) not in self.limits:
+            start = self.max_limit if path == "/run" else self.start_limit
+            self.limits[server, path] = ConcurrencyLimit(start, self.max_limit)
+        return self.limits[server, path].slot()
 
     def metrics(self) -> dict[str, float]:
-        """verify/concurrency/<server>: verdicts that it gets at once now."""
+        """Return verify/concurrency/<server>: the present limit of concurrent calls of /verify."""
         return {
-            f"verify/concurrency/{name}": each.limit
-            for (name, path), each in self.of.items()
+            f"verify/concurrency/{server}": each.limit
+            for (server, path), each in self.limits.items()
             if path == "/verify"
         }
 
-    def limits(self, concurrency: Any) -> Any:
-        """gym.concurrency as gym_client.Gym takes it: `auto` becomes these places."""
-        named = concurrency if isinstance(concurrency, dict) else {"default": concurrency}
-        return {
-            name: self if limit == "auto" else limit
-            for name, limit in ({"default": "auto"} | named).items()
-        }
+    def resolve(self, concurrency: Any) -> dict[str, Any]:
+        """Return the value of gym.concurrency for gym_client.Gym: `auto` becomes this object."""
+        by_server = concurrency if isinstance(concurrency, dict) else {"default": concurrency}
+        by_server = {"default": "auto", **by_server}
+        return {server: self if limit == "auto" else limit for server, limit in by_server.items()}

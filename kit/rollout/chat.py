@@ -1,6 +1,7 @@
-"""Text and ids: what an answer's ids say, and the ids of what the environment says, by the model's own template.
+"""Chat formats: parse a sampled response, and encode prompts and observations as token ids.
 
-Nothing that was sampled is ever encoded again.
+Sampled tokens are never encoded again. Text of an environment is encoded with the model's own chat
+template, and never becomes one of the template's control tokens.
 """
 
 from __future__ import annotations
@@ -11,24 +12,141 @@ import itertools
 import re
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import regex
 from jinja2 import TemplateError
 
 import env
 import gym_client
-from env import OTHER_TEMPLATE
+from env import TEMPLATE_HINT
 from gym_client import GymError
+from kit.rollout.sampler import SamplerContext
 
-PARSE_S = 5.0  # CPU seconds of this process for one search of a tool parser in an answer
+PARSE_TIMEOUT_S = 5.0  # for one search of a tool parser, in CPU seconds of this process
+END_OF_THOUGHT = "</think>"
+CALL_ID_LENGTH = 9  # letters and digits: Mistral's chat templates raise for all other ids
+SEARCHES = frozenset(
+    ("search", "match", "fullmatch", "findall", "finditer", "sub", "subn", "split")
+)
+
+
+# --- responses -----------------------------------------------------------------------------------
+
+
+class ParsedResponse(NamedTuple):
+    """A response of the policy as text and function calls."""
+
+    reasoning: str
+    text: str
+    calls: list[dict[str, Any]]  # function_call items
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """Return the response as Responses items. Without calls there always is a message."""
+        items: list[dict[str, Any]] = []
+        if self.reasoning:
+            items.append(gym_client.reasoning(self.reasoning))
+        if self.text or not self.calls:
+            items.append(gym_client.message(self.text))
+        return items + self.calls
+
+
+async def parse_response(
+    context: SamplerContext, ids: list[int], tools: list[dict[str, Any]]
+) -> ParsedResponse:
+    """Parse the ids of a response into reasoning, text and function calls.
+
+    Text before `</think>` is reasoning. A call that the parser cannot read stays text.
+    Raises GymError('tool_parser').
+    """
+    text = context.tokenizer.decode(ids, skip_special_tokens=True)
+    calls: list[dict[str, Any]] = []
+    if tools:
+        without_stop = ids[:-1] if ids[-1] in context.stop_ids else ids
+        try:
+            parsed = await extract_tool_calls(context, without_stop, tools)
+        except Exception as error:  # of any of vLLM's forty parsers
+            start = context.tokenizer.decode(without_stop)[:200]
+            problem = f"the {context.tool_format} parser failed on {start!r}: {error!r}"
+            raise GymError("tool_parser", problem) from error
+        if parsed.calls:
+            text = parsed.text or ""
+        for call in parsed.calls:
+            call_id = uuid.uuid4().hex[:CALL_ID_LENGTH]
+            calls.append(gym_client.function_call(call_id, call.name, call.arguments))
+    reasoning, end, answer = text.rpartition(END_OF_THOUGHT)
+    if not end:
+        return ParsedResponse("", text, calls)
+    reasoning = reasoning.removeprefix("<think>").strip()
+    return ParsedResponse(reasoning, answer.lstrip("\n"), calls)
+
+
+class ExtractedCalls(NamedTuple):
+    """The output of a tool parser."""
+
+    text: str | None  # outside of the calls
+    calls: Sequence[Any]  # each with `name` and `arguments`, which is JSON text
+
+
+async def extract_tool_calls(
+    context: SamplerContext, ids: list[int], tools: list[dict[str, Any]]
+) -> ExtractedCalls:
+    """Find the tool calls in the ids of a response with vLLM's parser, or verl's without vLLM."""
+    try:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tool_parsers import ToolParserManager
+    except ImportError:
+        return await extract_tool_calls_by_verl(context, ids, tools)
+    # Some formats mark their calls with special tokens.
+    text = context.tokenizer.decode(ids, skip_special_tokens=False)
+    body = {"messages": [], "model": "policy", "tools": tools}
+    request: Any = ChatCompletionRequest.model_validate(body)
+    parser_class = ToolParserManager.get_tool_parser(context.tool_format)
+    parser = parser_class(context.tokenizer, request.tools)
+    limit_search_time(parser)
+    result = await asyncio.to_thread(parser.extract_tool_calls, text, request)
+    calls = [call.function for call in result.tool_calls] if result.tools_called else []
+    return ExtractedCalls(result.content, calls)
+
+
+async def extract_tool_calls_by_verl(
+    context: SamplerContext, ids: list[int], tools: list[dict[str, Any]]
+) -> ExtractedCalls:
+    """Find the tool calls in the ids of a response with verl's parser of the format."""
+    from verl.experimental.agent_loop.tool_parser import ToolParser
+    from verl.tools.schemas import OpenAIFunctionToolSchema
+
+    parser = ToolParser.get_tool_parser(context.tool_format, context.tokenizer)
+    schemas = [
+        OpenAIFunctionToolSchema.model_validate(to_verl_tool(tool["function"])) for tool in tools
+    ]
+    return ExtractedCalls(*await parser.extract_tool_calls(ids, schemas))
+
+
+def to_verl_tool(function: dict[str, Any]) -> dict[str, Any]:
+    """Reduce a tool to the part of JSON schema that verl's schema accepts."""
+    parameters = function.get("parameters") or {}
+    properties = {}
+    for name, schema in (parameters.get("properties") or {}).items():
+        if isinstance(schema, dict):
+            properties[name] = {"type": schema.get("type") or "string"}
+    verl_parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": list(parameters.get("required") or []),
+    }
+    return {
+        "type": "function",
+        "function": {"name": function["name"], "description": "", "parameters": verl_parameters},
+    }
 
 
 class TimedPattern:
-    """A compiled pattern whose searches raise TimeoutError after PARSE_S seconds.
+    """A compiled pattern whose searches raise TimeoutError after PARSE_TIMEOUT_S.
 
-    Some of vLLM's patterns take time in the cube of the text's length. vLLM uses the package `regex`, which takes a
-    timeout, and lets other threads run meanwhile.
+    Some patterns of vLLM's parsers take time cubic in the length of the text. vLLM uses the package
+    `regex`, whose searches accept a timeout and let other threads run.
     """
 
     def __init__(self, pattern: regex.Pattern[str]):
@@ -36,125 +154,47 @@ class TimedPattern:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.pattern, name)
-        timed = name in (
-            "search",
-            "match",
-            "fullmatch",
-            "findall",
-            "finditer",
-            "sub",
-            "subn",
-            "split",
-        )
-        return functools.partial(value, timeout=PARSE_S) if timed else value
+        if name in SEARCHES:
+            return functools.partial(value, timeout=PARSE_TIMEOUT_S)
+        return value
 
 
-async def understand(
-    policy: Any, ids: list[int], tools: list[dict[str, Any]]
-) -> tuple[str, str, list[dict[str, Any]]]:
-    """An answer's ids -> (thought, text, function calls), as the verifier and the tools read it.
-
-    Calls are found by vLLM's parser for the model's format, or by verl's where vLLM is not installed; what it cannot
-    read is text. A thought is what precedes `</think>`, where the model writes one. Raises GymError('tool_parser').
-    """
-    text, calls = policy.tokenizer.decode(ids, skip_special_tokens=True), []
-    if tools:
-        said = ids[:-1] if ids[-1] in policy.stop_ids else ids
-        try:
-            rest, found = await parse(policy, said, tools)
-        except (
-            Exception
-        ) as error:  # forty parsers, and whatever a policy writes: none may end the run
-            why = f"the {policy.tool_format} parser failed on {policy.tokenizer.decode(said)[:200]!r}: {error!r}"
-            raise GymError("tool_parser", why) from error
-        if found:
-            text = rest or ""
-            # nine letters or digits, since some chat templates (Mistral's) take nothing else
-            named = [(uuid.uuid4().hex[:9], call) for call in found]
-            calls = [
-                gym_client.function_call(call_id, call.name, call.arguments)
-                for call_id, call in named
-            ]
-    thought, mark, answer = text.rpartition("</think>")
-    return (
-        (thought.removeprefix("<think>").strip(), answer.lstrip("\n"), calls)
-        if mark
-        else ("", text, calls)
-    )
+def limit_search_time(parser: Any) -> None:
+    """Replace the patterns of a tool parser by patterns with a timeout."""
+    for name in dir(parser):
+        value = getattr(parser, name, None)
+        if isinstance(value, regex.Pattern):
+            setattr(parser, name, TimedPattern(value))
 
 
-async def parse(
-    policy: Any, ids: list[int], tools: list[dict[str, Any]]
-) -> tuple[str | None, Sequence[Any]]:
-    """(what is said beside the calls, the calls: each a name and its arguments as JSON)."""
-    try:
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.tool_parsers import ToolParserManager
-    except ImportError:
-        from verl.experimental.agent_loop.tool_parser import ToolParser
-        from verl.tools.schemas import OpenAIFunctionToolSchema
-
-        parser = ToolParser.get_tool_parser(policy.tool_format, policy.tokenizer)
-        schemas = [
-            OpenAIFunctionToolSchema.model_validate(schema(tool["function"])) for tool in tools
-        ]
-        return await parser.extract_tool_calls(ids, schemas)
-    raw = policy.tokenizer.decode(
-        ids, skip_special_tokens=False
-    )  # some formats mark their calls with special tokens
-    request: Any = ChatCompletionRequest.model_validate(
-        {"messages": [], "model": "policy", "tools": tools}
-    )
-    found = ToolParserManager.get_tool_parser(policy.tool_format)(policy.tokenizer, request.tools)
-    for key in dir(found):
-        if isinstance(getattr(found, key, None), regex.Pattern):
-            setattr(found, key, TimedPattern(getattr(found, key)))
-    parsed = await asyncio.to_thread(found.extract_tool_calls, raw, request)
-    return parsed.content, [
-        call.function for call in parsed.tool_calls
-    ] if parsed.tools_called else []
+# --- control tokens ------------------------------------------------------------------------------
+# An environment's text may contain the text of a control token, for example `<|im_start|>`. Encoded
+# as it is, it would open a turn of another role. So a random mark is put into such text before the
+# template is rendered, and the rendered text is encoded in pieces between the marks.
 
 
-def schema(function: dict[str, Any]) -> dict[str, Any]:
-    """A tool as verl's schema takes it, which knows less of JSON schema than tools use."""
-    asked = function.get("parameters") or {}
-    kinds = {
-        name: told.get("type")
-        for name, told in (asked.get("properties") or {}).items()
-        if isinstance(told, dict)
-    }
-    properties = {name: {"type": kind or "string"} for name, kind in kinds.items()}
-    parameters = {
-        "type": "object",
-        "properties": properties,
-        "required": list(asked.get("required") or []),
-    }
-    return {
-        "type": "function",
-        "function": {"name": function["name"], "description": "", "parameters": parameters},
-    }
+def find_control_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return {text: id} of the special tokens and of the added tokens that the template writes.
 
-
-def control_tokens(tokenizer: Any) -> dict[str, int]:
-    """{text: id} of the tokens that structure a conversation: the special ones, and those that the template writes.
-
-    Not among them is the token for unknown text, which any text may become.
+    The token for unknown text is not among them: any text may become it.
     """
     template = str(tokenizer.chat_template or "")
-    added = tokenizer.added_tokens_decoder
-    tokens = {token.content: i for i, token in added.items() if token.content.strip()}
-    special = {
-        *tokenizer.all_special_tokens,
-        *(token.content for token in added.values() if token.special),
-    }
+    special = set(tokenizer.all_special_tokens)
+    added: dict[str, int] = {}
+    for token_id, token in tokenizer.added_tokens_decoder.items():
+        if token.special:
+            special.add(token.content)
+        if token.content.strip():
+            added[token.content] = token_id
     special.discard(tokenizer.unk_token)
-    return {text: i for text, i in tokens.items() if text in special or text in template}
+    return {text: i for text, i in added.items() if text in special or text in template}
 
 
 def mark_tokens(value: Any, tokens: Iterable[str], mark: str) -> Any:
-    """`value` with `mark` after the first character of each token in its texts, also where tokens overlap.
+    """Return messages, or a text, with `mark` inside each text that equals one of `tokens`.
 
-    Raises GymError('template') for a token of one character, which cannot be cut.
+    The mark is after the first character, also where two tokens overlap. `role` and `type` stay.
+    Raises GymError('template') for a token of one character, which cannot be divided.
     """
     if isinstance(value, dict):
         return {
@@ -165,147 +205,179 @@ def mark_tokens(value: Any, tokens: Iterable[str], mark: str) -> Any:
         return [mark_tokens(item, tokens, mark) for item in value]
     if not isinstance(value, str):
         return value
-    present = [
-        token for token in tokens if token in value
-    ]  # few texts have any, and a search for overlaps is slow
-    if short := [token for token in present if len(token) == 1]:
-        why = f"the environment's text has {short[0]!r}, one of the tokenizer's control tokens"
-        raise GymError("template", f"{why}; remove it from the server's answer")
-    places = {
-        found.start() + 1
-        for token in present
-        for found in re.finditer(f"(?={re.escape(token)})", value)
-    }
-    borders = [0, *sorted(places), len(value)]
-    return (
-        mark.join(value[begin:end] for begin, end in itertools.pairwise(borders))
-        if places
-        else value
-    )
+    positions: set[int] = set()
+    for token in tokens:
+        if token not in value:  # faster than the search for overlaps, which few texts need
+            continue
+        if len(token) == 1:
+            problem = f"the environment's text contains the control token {token!r}"
+            raise GymError("template", f"{problem}. Remove it from the server's answer.")
+        overlapping = re.finditer(f"(?={re.escape(token)})", value)
+        positions.update(match.start() + 1 for match in overlapping)
+    borders = [0, *sorted(positions), len(value)]
+    return mark.join(value[start:end] for start, end in itertools.pairwise(borders))
 
 
-def encode_marked(text: str, tokens: dict[str, int], mark: str, tokenizer: Any) -> list[int]:
-    """The ids of a rendered conversation, of which `mark` cuts tokens in two, so that they stay text.
+def encode_marked_text(text: str, tokens: dict[str, int], mark: str, tokenizer: Any) -> list[int]:
+    """Encode a rendered conversation in pieces, so that tokens divided by `mark` stay text.
 
-    Raises GymError('template') if there are more control tokens in the ids than the template wrote.
+    Raises GymError('template') if the ids have more control tokens than the template wrote.
     """
     pieces = text.split(mark)
-    ids = [i for piece in pieces for i in tokenizer.encode(piece, add_special_tokens=False)]
-    longest_first = sorted(tokens, key=len, reverse=True)
-    written = re.compile("|".join(map(re.escape, longest_first))) if tokens else None
-    expected = sum(len(written.findall(piece)) for piece in pieces) if written else 0
-    control = {*tokens.values()}
-    found = sum(i in control for i in ids)
-    if found > expected:
-        why = f"the environment's text becomes {found - expected} control tokens of the tokenizer"
-        raise GymError("template", f"{why}; remove them from the server's answer")
+    ids: list[int] = []
+    for piece in pieces:
+        ids += tokenizer.encode(piece, add_special_tokens=False)
+    control_ids = set(tokens.values())
+    count = sum(i in control_ids for i in ids)
+    surplus = count - count_tokens(pieces, tokens)
+    if surplus > 0:
+        problem = f"the environment's text becomes {surplus} control tokens of the tokenizer"
+        raise GymError("template", f"{problem}. Remove their text from the server's answer.")
     return ids
 
 
-def first_prompt_ids(
+def count_tokens(pieces: Sequence[str], tokens: Iterable[str]) -> int:
+    """Return how often the texts of `tokens` occur in all pieces, without overlaps."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    if not longest_first:
+        return 0
+    pattern = re.compile("|".join(map(re.escape, longest_first)))
+    return sum(len(pattern.findall(piece)) for piece in pieces)
+
+
+# --- prompts and observations --------------------------------------------------------------------
+
+
+def encode_first_prompt(
     messages: list[dict[str, Any]],
     observation: str,
     tools: list[dict[str, Any]],
-    tokenizer: Any,
-    where: str,
+    processor: Any,
+    row_id: str,
 ) -> list[int]:
-    """The ids of a row's messages and of what its environment observes first, as a user message.
+    """Encode a row's messages, then the environment's first observation as a user message.
 
-    A control token in the observation is encoded as text; the row's own messages are trusted. Raises env.DataError,
-    GymError('template').
+    Control tokens in the observation stay text. Those in the row's own messages count, since its
+    author is trusted. processor: kit.data.processor. Raises env.DataError, GymError('template').
     """
-    mark, tokens = uuid.uuid4().hex, control_tokens(tokenizer)
+    tokenizer = processor.tokenizer
+    mark = uuid.uuid4().hex
+    tokens = find_control_tokens(tokenizer)
     marked = mark_tokens(observation, tokens, mark)
     messages = [*messages, {"role": "user", "content": marked}]
     if marked == observation:
-        return env.encode(messages, tools, tokenizer, where)
-    if getattr(tokenizer, "vision", None):
-        raise GymError(
-            "template",
-            f"{where}: the first observation has control tokens; remove them on the server",
-        )
+        return env.encode_messages(messages, tools, tokenizer, row_id, processor)
+    if processor.reads_images:
+        problem = f"{row_id}: the first observation contains control tokens"
+        raise GymError("template", f"{problem}. Remove them on the server.")
     try:
         text = tokenizer.apply_chat_template(
             messages, tools=tools or None, tokenize=False, add_generation_prompt=True
         )
     except TemplateError as error:
-        raise GymError(
-            "template", f"the chat template does not take the first observation: {error}"
-        ) from error
-    return encode_marked(text, tokens, mark, tokenizer)
+        problem = f"the chat template does not take the first observation: {error}"
+        raise GymError("template", problem) from error
+    return encode_marked_text(text, tokens, mark, tokenizer)
 
 
-def observed_ids(messages: list[dict[str, Any]], tokenizer: Any, stop_ids: set[int]) -> list[int]:
-    """The ids between a sampled answer and the next one: [rest of the answer's turn, `messages`, next opening].
+def encode_observation(
+    messages: list[dict[str, Any]], processor: Any, stop_ids: set[int]
+) -> list[int]:
+    """Return the ids between the stop token of a response and the next response.
 
-    messages: what the environment said (role tool or user). The chat template is asked for a conversation that ends in
-    an answer and for the same one continued; what it adds after the answer's stop token, which was sampled, is new.
-    A control token in a message is encoded as the text that it is, in pieces: no server writes a turn of another role.
-    Raises GymError where the template cannot continue a conversation.
+    They are the template's end of the response's turn, `messages`, and the next opening.
+    messages: of the environment, with role tool or user. Control tokens in them stay text, so no
+    server writes a turn of another role. Raises GymError('template').
+
+    verl's ContinuousTokenBuilder (verl/utils/tokenizer/continuous_token.py) does not replace this.
+    It encodes control tokens in messages as such. It also chooses the family by model_type, so that
+    a Llama with ChatML (SmolLM2) loses the line feed after `<|im_end|>`. And it renders two user
+    messages in a row, for which templates with alternating roles raise.
     """
-    vision, mark = getattr(tokenizer, "vision", None), uuid.uuid4().hex
-    refused = (
-        {*vision.placeholders} if vision else set()
-    )  # tokens that stand for an image: see below
-    tokens = {text: i for text, i in control_tokens(tokenizer).items() if i not in refused}
+    tokenizer = processor.tokenizer
+    placeholders = set(processor.placeholder_ids())
+    mark = uuid.uuid4().hex
+    tokens = find_control_tokens(tokenizer)
+    tokens = {text: i for text, i in tokens.items() if i not in placeholders}
     messages = mark_tokens(messages, tokens, mark)
-    calls = [
-        {
-            "id": m["tool_call_id"],
-            "type": "function",
-            "function": {"name": m["name"], "arguments": {}},
-        }
-        for m in messages
-        if m["role"] == "tool"
-    ]
-    answer = {
-        "role": "assistant",
-        "content": "An answer.",
-        **({"tool_calls": calls} if calls else {}),
-    }
-    start: list[dict[str, Any]] = [{"role": "user", "content": "A question."}, answer]
-    if vision:
-        start, messages = vision.messages(start), vision.messages(messages)
-    try:
-        ended = tokenizer.apply_chat_template(start, tokenize=False)
-        whole = tokenizer.apply_chat_template(
-            start + messages, tokenize=False, add_generation_prompt=True
-        )
-    except TemplateError as error:
-        raise GymError(
-            "template", f"the chat template does not take what the environment said: {error}"
-        ) from error
-    stops = [
-        s for s in tokenizer.convert_ids_to_tokens(sorted(stop_ids)) if ended.rstrip().endswith(s)
-    ]
-    if stops:  # whole, after as many stop tokens as `ended` has
-        turns = ended.count(stops[0])
-        new = "".join(whole.split(stops[0], turns)[turns:])
-    else:
-        new = whole[len(ended) :] if whole.startswith(ended) else ""
-    if not new:
-        raise GymError(
-            "template",
-            f"the chat template does not go on where its last answer ended; {OTHER_TEMPLATE}",
-        )
-    ids = encode_marked(new, tokens, mark, tokenizer)
-    if refused & {*ids}:
-        raise GymError(
-            "template", "the environment says what stands for an image in the model's ids"
-        )
+    conversation = processor.template_messages(make_conversation(messages))
+    messages = processor.template_messages(messages)
+    text = render_continuation(conversation, messages, tokenizer, stop_ids)
+    ids = encode_marked_text(text, tokens, mark, tokenizer)
+    if placeholders & set(ids):
+        problem = "the environment's text contains a token that stands for an image"
+        raise GymError("template", f"{problem}. Remove it from the server's answer.")
     return ids
 
 
-def observed_message(item: dict[str, Any], names: dict[str, str], limit: int) -> dict[str, Any]:
-    """What the environment said, a Responses item, as a chat message; a tool's answer is cut to `limit` characters."""
+def make_conversation(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation that ends where `messages` may follow: with the calls they answer."""
+    calls = []
+    for message in messages:
+        if message["role"] == "tool":
+            function = {"name": message["name"], "arguments": {}}
+            call = {"id": message["tool_call_id"], "type": "function", "function": function}
+            calls.append(call)
+    answer: dict[str, Any] = {"role": "assistant", "content": "An answer."}
+    if calls:
+        answer["tool_calls"] = calls
+    return [{"role": "user", "content": "A question."}, answer]
+
+
+def render_continuation(
+    conversation: list[dict[str, Any]],
+    messages: list[dict[str, Any]],
+    tokenizer: Any,
+    stop_ids: set[int],
+) -> str:
+    """Return what the chat template writes for `messages`, after the conversation's stop token.
+
+    The template renders the conversation alone and with `messages`; the difference is new. If the
+    template writes no stop token, the continuation starts where the conversation ends.
+    Raises GymError('template').
+    """
+    try:
+        before = tokenizer.apply_chat_template(conversation, tokenize=False)
+        after = tokenizer.apply_chat_template(
+            conversation + messages, tokenize=False, add_generation_prompt=True
+        )
+    except TemplateError as error:
+        problem = f"the chat template does not take what the environment returned: {error}"
+        raise GymError("template", problem) from error
+    stop_tokens = tokenizer.convert_ids_to_tokens(sorted(stop_ids))
+    final_stops = [token for token in stop_tokens if before.rstrip().endswith(token)]
+    continuation = ""
+    if final_stops:
+        stop_count = before.count(final_stops[0])
+        parts = after.split(final_stops[0], stop_count)
+        continuation = "".join(parts[stop_count:])
+    elif after.startswith(before):
+        continuation = after[len(before) :]
+    if not continuation:
+        problem = "the chat template does not continue a conversation where its last answer ended"
+        raise GymError("template", f"{problem}. To use it, {TEMPLATE_HINT}.")
+    return continuation
+
+
+def observation_message(
+    item: dict[str, Any], names: dict[str, str], max_chars: int
+) -> dict[str, Any]:
+    """Turn a Responses item of the environment into a chat message.
+
+    names: {call_id: name of the tool}. A tool output of more than `max_chars` characters keeps its
+    beginning and its end.
+    """
     if item["type"] != "function_call_output":
         return {"role": "user", "content": item["content"]}
-    call_id, answer, half = item["call_id"], item["output"], limit // 2
-    if len(answer) > limit:  # its beginning and end
-        answer = f"{answer[:half]}\n... {len(answer) - 2 * half} characters ...\n{answer[len(answer) - half :]}"
+    output = item["output"]
+    if len(output) > max_chars:
+        half = max_chars // 2
+        end = output[len(output) - half :]
+        output = f"{output[:half]}\n... {len(output) - 2 * half} characters ...\n{end}"
+    call_id = item["call_id"]
     return {
         "role": "tool",
         "tool_call_id": call_id,
         "name": names.get(call_id, ""),
-        "content": answer,
+        "content": output,
     }

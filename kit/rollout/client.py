@@ -1,4 +1,4 @@
-"""What asks vLLM's servers for answers, in the process that wants them."""
+"""The client of the rollout engine, in the process that runs the episodes."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from omegaconf import DictConfig
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from kit.data.episodes import ABORTED, Versions
+from kit.data.episode import ABORTED, PolicyVersion, PolicyVersions
 
-PAUSE_S = 0.1  # before the rest of an answer is asked for
+RESUME_PAUSE_S = 0.1  # before the rest of an aborted response is requested
 
 
 class Client(LLMServerClient):
-    """verl's client, and its router in the same process, since this one alone asks it: as a Ray actor, which verl makes
-    of it, it imports verl for 15 s while the first request waits, and takes 0.8 GB.
+    """verl's client, with verl's router in the same process.
 
-    servers: handles by address. ahead: of a request that the servers ended for new weights, the rest is asked for once
-    they have them (as by verl's FullyAsyncLLMServerClient, which keeps the first and the last version alone).
+    verl runs the router as a Ray actor. That actor imports verl for 15 s while the first request
+    waits, and takes 0.8 GB. No other process uses the router here.
+
+    servers: {address: Ray handle}. is_one_step_off: the servers abort requests to load new weights,
+    and this client then requests the rest of the response. verl's FullyAsyncLLMServerClient does
+    the same, but it keeps only the first and the last version.
     """
 
-    def __init__(self, config: DictConfig, servers: dict[str, Any], ahead: bool = False):
+    def __init__(self, config: DictConfig, servers: dict[str, Any], is_one_step_off: bool = False):
         super().__init__(config)
-        deterministic = config.actor_rollout_ref.rollout.full_determinism
-        self.servers, self.ahead = servers, ahead
-        self.router = GlobalRequestLoadBalancer(servers, full_determinism=deterministic)
+        self.servers = servers
+        self.is_one_step_off = is_one_step_off
+        is_deterministic = config.actor_rollout_ref.rollout.full_determinism
+        self.router = GlobalRequestLoadBalancer(servers, full_determinism=is_deterministic)
 
     async def _acquire_server(self, request_id: str, **_: Any) -> tuple[str, Any]:
-        key: Any = zlib.crc32(
-            request_id.encode()
-        )  # the hash of a text differs from process to process
+        key: Any = zlib.crc32(request_id.encode())  # hash() differs from process to process
         return self.router.acquire_server(key)
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
@@ -41,24 +43,30 @@ class Client(LLMServerClient):
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict, **other: Any
     ) -> Any:
-        ids, log_probs, versions = list[int](), list[float](), Versions()
-        limit = sampling_params["max_tokens"]
-        while True:
-            asked = {**sampling_params, "max_tokens": limit - len(ids)}
-            output = await super().generate(
-                request_id, prompt_ids=prompt_ids + ids, sampling_params=asked, **other
+        """Sample one response, in parts if it is aborted. Returns verl's TokenOutput."""
+        if not self.is_one_step_off:
+            return await super().generate(
+                request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **other
             )
-            if not self.ahead:
-                return output
+        ids: list[int] = []
+        log_probs: list[float] = []
+        versions: PolicyVersions = []
+        max_tokens = sampling_params["max_tokens"]
+        while True:
+            output = await super().generate(
+                request_id,
+                prompt_ids=prompt_ids + ids,
+                sampling_params={**sampling_params, "max_tokens": max_tokens - len(ids)},
+                **other,
+            )
             ids += output.token_ids
             log_probs += output.log_probs or []
-            versions.append((len(output.token_ids), output.extra_fields.get("global_steps")))
-            if output.stop_reason not in ABORTED or len(ids) == limit:
-                output.token_ids, output.log_probs, output.extra_fields["versions"] = (
-                    ids,
-                    log_probs,
-                    versions,
-                )
+            step = output.extra_fields.get("global_steps")
+            versions.append(PolicyVersion(len(output.token_ids), step))
+            if output.stop_reason not in ABORTED or len(ids) == max_tokens:
+                output.token_ids = ids
+                output.log_probs = log_probs
+                output.extra_fields["versions"] = versions
                 output.stop_reason = "completed"
                 return output
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(RESUME_PAUSE_S)

@@ -1,9 +1,9 @@
-"""An OpenAI-compatible address in front of the policy, for Gym agents that own the turns.
+"""The policy endpoint: an OpenAI-compatible server for Gym agents, which run the turns themselves.
 
-    Gym's agent (/run) -> Gym's model server (vllm_model) -> POST /v1/chat/completions here -> vLLM, in tokens
+    Gym's agent (/run) -> Gym's model server (vllm_model) -> POST /v1/chat/completions here -> vLLM
 
-Each answer carries its token ids and log-probs. Gym sends them back on the assistant's message with the next
-request, and the next prompt starts with exactly those ids: nothing that was sampled is tokenised again.
+Each response has its token ids and log-probs. Gym returns them with the assistant's message in the
+next request, and the next prompt starts with exactly these ids: no sampled token is encoded again.
 """
 
 from __future__ import annotations
@@ -13,125 +13,159 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
 import env
-from gym_client import GymError, callable_names
-from inference import Policy, sample
-from kit.rollout.chat import observed_ids, understand
+from gym_client import GymError, find_callable_tools
+from kit.rollout.chat import ParsedResponse, encode_observation, parse_response
+from kit.rollout.sampler import SampledResponse, SamplerContext, sample
+
+MAX_BODY_BYTES = 2**28  # a request has all token ids of its conversation
 
 
-def prompt_of(
-    messages: list[dict[str, Any]], tools: list[dict[str, Any]], policy: Policy
+class Reply(NamedTuple):
+    """An HTTP response: its status and its JSON."""
+
+    status: int
+    body: dict[str, Any]
+
+
+def error_reply(status: int, message: str) -> Reply:
+    return Reply(status, {"error": {"message": message}})
+
+
+def has_images(messages: list[dict[str, Any]]) -> bool:
+    """Return whether a message of a chat request has an image."""
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list) and any(p.get("type") == "image_url" for p in content):
+            return True
+    return False
+
+
+def build_prompt_ids(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], context: SamplerContext
 ) -> list[int]:
-    """The prompt ids of a chat request: what the policy saw and said before, id for id, and what came since.
+    """Return the prompt ids of a chat request.
 
-    The ids on the last answer's message cover all that precedes it. Raises GymError, env.DataError.
+    The last message with ids covers everything before it, id for id. Only the messages after it are
+    encoded. Raises GymError, env.DataError.
     """
-    if any(
-        part.get("type") == "image_url"
-        for m in messages
-        if isinstance(m.get("content"), list)
-        for part in m["content"]
-    ):
-        raise env.Refused("images that an agent shows are not taken; leave such rows out")
-    known = [i for i, m in enumerate(messages) if m.get("generation_token_ids")]
-    if not known:
-        return env.encode(messages, tools, policy.tokenizer)
-    last = messages[known[-1]]
-    names = {call["id"]: call["function"]["name"] for call in last.get("tool_calls") or []}
-    since = [{"name": names.get(m.get("tool_call_id"), ""), **m} for m in messages[known[-1] + 1 :]]
-    new = observed_ids(since, policy.tokenizer, policy.stop_ids)
-    return [*last["prompt_token_ids"], *last["generation_token_ids"], *new]
+    if has_images(messages):
+        raise env.UnsupportedRowError(
+            "images that an agent shows are not supported. Remove such rows."
+        )
+    sampled = [i for i, message in enumerate(messages) if message.get("generation_token_ids")]
+    if not sampled:
+        return env.encode_messages(messages, tools, context.tokenizer, processor=context.processor)
+    last = messages[sampled[-1]]
+    calls = last.get("tool_calls") or []
+    names = {call["id"]: call["function"]["name"] for call in calls}
+    observations = [
+        {"name": names.get(message.get("tool_call_id"), ""), **message}
+        for message in messages[sampled[-1] + 1 :]
+    ]
+    new_ids = encode_observation(observations, context.processor, context.stop_ids)
+    return [*last["prompt_token_ids"], *last["generation_token_ids"], *new_ids]
 
 
-def split_calls(
-    calls: list[dict[str, Any]], tools: list[dict[str, Any]]
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """(the calls of tools that the request offers, the text of all other calls).
+def refuse_other_calls(response: ParsedResponse, tools: list[dict[str, Any]]) -> ParsedResponse:
+    """Return the response with its calls of tools that the request does not offer as text.
 
-    Gym's agents post a call to the route of its name, whatever that route does. A call of `seed_session` would begin
-    the session anew, with an answer that the policy wrote. Agents do not quote a name: `verify?x` would reach /verify.
+    Gym's agents post a call to the route with the name of the tool, without a check. A call of
+    `seed_session` would start the session again, with an answer that the policy wrote. Agents do
+    not quote the name either: `verify?x` would reach /verify.
     """
     functions = [tool.get("function") or {} for tool in tools]
-    names = {
-        n
-        for n in callable_names(function.get("name") for function in functions)
-        if not set(n) & set("?#")
-    }
-    allowed = [call for call in calls if call["name"] in names]
-    refused = [call for call in calls if call["name"] not in names]
-    texts = [json.dumps({"name": call["name"], "arguments": call["arguments"]}) for call in refused]
-    return allowed, texts
+    names = find_callable_tools(function.get("name") for function in functions)
+    offered = {name for name in names if not set(name) & set("?#")}
+    calls: list[dict[str, Any]] = []
+    texts = [response.text]
+    for call in response.calls:
+        if call["name"] in offered:
+            calls.append(call)
+        else:
+            texts.append(json.dumps({"name": call["name"], "arguments": call["arguments"]}))
+    return ParsedResponse(response.reasoning, "\n".join(texts), calls)
 
 
-async def complete(body: dict[str, Any], policy: Policy) -> tuple[int, dict[str, Any]]:
-    """POST /v1/chat/completions: (status, JSON). The sampling is the run's, whatever the request says: on-policy."""
+async def complete_chat(body: dict[str, Any], context: SamplerContext) -> Reply:
+    """Answer a POST to /v1/chat/completions.
+
+    The sampling parameters are those of the run, not of the request, so that tokens are on-policy.
+    """
     tools = body.get("tools") or []
+    max_length = context.max_prompt_length + context.max_response_length
     try:
-        prompt = prompt_of(body["messages"], tools, policy)
-        longest = policy.max_prompt_length + policy.max_response_length
-        if (
-            len(prompt) >= longest
-        ):  # the words by which Gym's model server knows an episode that ran out of room
-            return 400, {
-                "error": {
-                    "message": f"the maximum context length is {longest}, the prompt {len(prompt)}"
-                }
-            }
-        ids, log_probs, _ = await sample(policy, uuid.uuid4().hex, prompt, longest - len(prompt))
-        thought, text, found = await understand(policy, ids, tools)
-    except (GymError, env.DataError) as error:  # a status that Gym does not ask again for
-        return 422, {"error": {"message": str(error)}}
-    calls, refused = split_calls(found, tools)
-    text = "\n".join([text, *refused]) if refused else text
-    called = [(c["call_id"], {"name": c["name"], "arguments": c["arguments"]}) for c in calls]
+        prompt_ids = build_prompt_ids(body["messages"], tools, context)
+        room = max_length - len(prompt_ids)
+        if room <= 0:  # Gym's model server recognizes "context length": the episode is too long
+            problem = f"the maximum context length is {max_length}, the prompt {len(prompt_ids)}"
+            return error_reply(400, problem)
+        request_id = uuid.uuid4().hex
+        sampled = await sample(context, context.endpoint_sampling, request_id, prompt_ids, room)
+        response = await parse_response(context, sampled.ids, tools)
+    except (GymError, env.DataError) as error:
+        return error_reply(422, str(error))  # for 5xx Gym would repeat the request
+    response = refuse_other_calls(response, tools)
+    if sampled.ids[-1] not in context.stop_ids:
+        finish_reason = "length"
+    elif response.calls:
+        finish_reason = "tool_calls"
+    else:
+        finish_reason = "stop"
+    return Reply(200, make_completion(prompt_ids, sampled, response, finish_reason))
+
+
+def make_completion(
+    prompt_ids: list[int], sampled: SampledResponse, response: ParsedResponse, finish_reason: str
+) -> dict[str, Any]:
+    """Return a chat completion of OpenAI's API, with Gym's fields for token ids and log-probs."""
+    content = response.text
+    if response.reasoning:
+        content = f"<think>{response.reasoning}</think>{content}"
+    tool_calls = []
+    for call in response.calls:
+        function = {"name": call["name"], "arguments": call["arguments"]}
+        tool_calls.append({"id": call["call_id"], "type": "function", "function": function})
     message = {
         "role": "assistant",
-        "content": f"<think>{thought}</think>{text}" if thought else text,
-        "tool_calls": [
-            {"id": call_id, "type": "function", "function": function}
-            for call_id, function in called
-        ],
-        "prompt_token_ids": prompt,
-        "generation_token_ids": ids,
-        "generation_log_probs": log_probs,
+        "content": content,
+        "tool_calls": tool_calls,
+        "prompt_token_ids": prompt_ids,
+        "generation_token_ids": sampled.ids,
+        "generation_log_probs": sampled.log_probs,
     }
-    reason = "length" if ids[-1] not in policy.stop_ids else "tool_calls" if calls else "stop"
-    return 200, {
+    return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": "policy",
-        "choices": [{"index": 0, "finish_reason": reason, "message": message}],
+        "choices": [{"index": 0, "finish_reason": finish_reason, "message": message}],
         "usage": {
-            "prompt_tokens": len(prompt),
-            "completion_tokens": len(ids),
-            "total_tokens": len(prompt + ids),
+            "prompt_tokens": len(prompt_ids),
+            "completion_tokens": len(sampled.ids),
+            "total_tokens": len(prompt_ids) + len(sampled.ids),
         },
     }
 
 
 @contextlib.asynccontextmanager
-async def serve(policy: Policy, host: str, port: int, api_key: str) -> AsyncIterator[None]:
-    """Answer POST /v1/chat/completions on host:port, for whoever bears `api_key`, while the loop runs."""
+async def serve(context: SamplerContext, host: str, port: int, api_key: str) -> AsyncIterator[None]:
+    """Serve POST /v1/chat/completions on host:port to clients with `api_key`."""
 
-    async def chat(request: web.Request) -> web.Response:
+    async def answer(request: web.Request) -> web.Response:
         if request.headers.get("Authorization") == f"Bearer {api_key}":
-            status, answer = await complete(await request.json(), policy)
+            reply = await complete_chat(await request.json(), context)
         else:
-            status, answer = (
-                401,
-                {"error": {"message": "wrong or missing API key; give the run's POLICY_API_KEY"}},
-            )
-        return web.json_response(answer, status=status)
+            problem = "wrong or missing API key. Use the key in POLICY_API_KEY of the run."
+            reply = error_reply(401, problem)
+        return web.json_response(reply.body, status=reply.status)
 
-    app = web.Application(
-        client_max_size=2**28
-    )  # bytes; a request carries all ids of its conversation
-    app.router.add_post("/v1/chat/completions", chat)
+    app = web.Application(client_max_size=MAX_BODY_BYTES)
+    app.router.add_post("/v1/chat/completions", answer)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:

@@ -1,6 +1,7 @@
-"""Have torch's TCPStore, where processes meet, listen on one address and not on every interface.
+"""Make torch's TCPStore listen on one address only, not on every network interface.
 
-torch is imported when a store is made: a run reads its recipe before it imports torch.
+Processes of torch.distributed find each other through this store. torch is imported when a store is
+created: a run checks its recipe before it imports torch.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ import socket
 from typing import Any
 
 
-def listen_on(host: str, port: int = 0, **settings: Any) -> Any:
-    """Return a TCPStore that listens on `host` alone. port: 0 for a free one."""
+def create_store(host: str, port: int = 0, **settings: Any) -> Any:
+    """Return a TCPStore that listens on `host` only. port: 0 for a free one."""
     from torch.distributed import TCPStore
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=2048)
     port = listener.getsockname()[1]
-    listening = listener.detach()  # the store closes it
-    return TCPStore(host, port, is_master=True, master_listen_fd=listening, **settings)
+    listen_fd = listener.detach()  # the store closes it
+    return TCPStore(host, port, is_master=True, master_listen_fd=listen_fd, **settings)
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is reached from this machine alone."""
+    """Return whether only this machine can reach `host`."""
     if host == "localhost":
         return True
     try:
@@ -33,29 +34,31 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def keep_rendezvous_on_loopback() -> None:
-    """Have torch's own rendezvous (`env://`, `tcp://`) on one machine listen on that machine alone.
+def monkey_patch_rendezvous() -> None:
+    """Make torch's rendezvous (`env://`, `tcp://`) of one machine listen on loopback only.
 
-    torch.distributed.rendezvous makes the store of rank 0 without a way to say where it listens.
+    torch.distributed.rendezvous creates the store of rank 0 and has no option for its address.
+    https://github.com/pytorch/pytorch/issues/173909
     """
-    # a function of torch.distributed has the name of this module
+    # `torch.distributed.rendezvous` is also the name of a function, which `import` would return.
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
-    make_store = rendezvous._create_c10d_store
-    if getattr(make_store, "on_loopback", False):
+    create_torch_store = rendezvous._create_c10d_store
+    if getattr(create_torch_store, "is_patched", False):
         return
 
-    def create(
+    def create_c10d_store(
         host: str, port: int, rank: int, world_size: int, timeout: Any, use_libuv: bool = True
     ) -> Any:
         is_served_elsewhere = rank != 0 or rendezvous._torchelastic_use_agent_store()
         if not is_served_elsewhere and is_loopback(host):
             settings = {"multi_tenant": True, "use_libuv": use_libuv}
             try:
-                return listen_on(host, port, world_size=world_size, timeout=timeout, **settings)
+                return create_store(host, port, world_size=world_size, timeout=timeout, **settings)
             except OSError as error:
-                if error.errno != errno.EADDRINUSE:  # else this process may serve it already
+                # This process may have a store on that port already, which torch then shares.
+                if error.errno != errno.EADDRINUSE:
                     raise
-        return make_store(host, port, rank, world_size, timeout, use_libuv)
+        return create_torch_store(host, port, rank, world_size, timeout, use_libuv)
 
-    create.on_loopback = True  # type: ignore[attr-defined]
-    rendezvous._create_c10d_store = create
+    create_c10d_store.is_patched = True  # type: ignore[attr-defined]
+    rendezvous._create_c10d_store = create_c10d_store

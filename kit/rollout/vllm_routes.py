@@ -15,7 +15,7 @@ from starlette.websockets import WebSocketClose
 
 
 class PolicyRoutes:
-    """For the policy's server, which the run asks through Ray: health and metrics."""
+    """For the policy's server, whose samples go through Ray: only health and metrics."""
 
     ALLOWED: ClassVar[set[tuple[str, str]]] = {("GET", "/health"), ("GET", "/metrics")}
 
@@ -36,7 +36,7 @@ class PolicyRoutes:
 
 
 class JudgeRoutes(PolicyRoutes):
-    """For a judge's server: also its API, which asks for the key, and the page that says it is ready."""
+    """For a judge's server: also its API, which checks the key, and its description (readiness)."""
 
     ALLOWED = PolicyRoutes.ALLOWED | {
         ("GET", "/openapi.json"),

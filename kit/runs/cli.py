@@ -1,4 +1,4 @@
-"""From a command line, or a notebook, to a recipe that is in order and the run that it asks for."""
+"""The command line: check a recipe and run a command on it. Notebooks use `plan`."""
 
 from __future__ import annotations
 
@@ -10,175 +10,230 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 import env
 import gym_client
-from kit import later
-from kit.config import user_functions
+from kit import extras
 from kit.config.load import load_config
-from kit.data.episodes import Episode, load_replay
-from kit.errors import ConfigError, PluginError, RunError, Stop
-from kit.extras import sft
-from kit.gym import servers as gym_servers
-from kit.runs import checkpoints, collect, files, preparation
-from kit.runs.run_dir import Run, console
-from kit.runs.text import printable
+from kit.data.episode import Episode
+from kit.data.rollout_files import load_replay
+from kit.errors import ConfigError, RunError, Stop, UserFunctionError
+from kit.gym import network
+from kit.runs import checkpoints, files, prepare, summary, trial
+from kit.runs.console import console
+from kit.runs.text import remove_control_characters
 
-start = later("kit.runs.launch")  # Ray, which reads the recipe's environment when it is imported
-show = later("kit.extras.report.show")  # pandas
-
-GYM_ERRORS = (env.DataError, gym_client.GymError, gym_servers.GymStartError)
-OUR_ERRORS = (ConfigError, RunError, PluginError, *GYM_ERRORS)  # a few lines each
+EXPECTED_ERRORS = (  # printed as a message, without a traceback
+    ConfigError,
+    RunError,
+    UserFunctionError,
+    env.DataError,
+    gym_client.GymError,
+    network.GymStartError,
+)
 COMMANDS = ("train", "rollout", "evaluate", "sft")
+DESCRIPTION = "Quintet: RL post-training on NeMo Gym tasks with verl and vLLM."
+EXAMPLES = """commands, with an example each:
+  train       python algorithm.py --config configs/math.yaml trainer.total_training_steps=100
+  rollout     python algorithm.py --config math rollout        collect episodes, without training
+  evaluate    python algorithm.py --config math evaluate       mean@k and pass@k on held-out rows
+  sft         python algorithm.py --config math --config sft sft 'env.train_files=[chats.jsonl]'
+  show        python algorithm.py show runs/math               metrics and episodes of a run
+"""
 
 
 class Plan(NamedTuple):
-    """A recipe that was found to be in order."""
+    """A recipe that passed every check."""
 
     config: DictConfig
-    defaults: DictConfig  # verl's
-    data: preparation.Data
+    defaults: DictConfig  # verl's, with the kit's keys
+    inputs: prepare.RunInputs
     resume_from: Path | None  # a checkpoint
-    recorded: list[list[Episode]]  # of a replay: episodes of one step, by batch of prompts
-    told: list[str]  # what there is to say of it
+    replayed: list[list[Episode]]  # of --replay: the episodes of one step, by batch of prompts
+    notes: list[str]  # lines to print
+
+
+def do_nothing(config: DictConfig) -> None:
+    """The default of `on_merged`."""
 
 
 def plan(
-    files: Sequence[str],
+    recipe_files: Sequence[str],
     overrides: Sequence[str] = (),
     command: str = "train",
     replay: str = "",
-    merged: Callable[[DictConfig], None] = lambda config: None,
+    on_merged: Callable[[DictConfig], None] = do_nothing,
 ) -> Plan:
-    """Merge recipe files and key=value, and check all that can be checked without starting anything.
+    """Merge recipe files and key=value, and check all that can be checked without a worker.
 
-    merged: called between the two, with the recipe. Raises OUR_ERRORS.
+    on_merged: called with the recipe between the two. Raises EXPECTED_ERRORS.
     """
-    quiet()
+    silence_libraries()
     problems: list[Exception] = []
-    config, defaults = load_config(files, overrides, problems)
+    config, defaults = load_config(recipe_files, overrides, problems)
     if problems:
-        preparation.check_recipe(config, command, problems)  # raises, with all else that is wrong
-    merged(config)
+        prepare.check_recipe(config, command, problems)  # raises them, with all others
+    on_merged(config)
     resume_from: Path | None = None
-    told: list[str] = []
+    notes: list[str] = []
     if replay:
-        resume_from = checkpoints.before_replay(config, Path(replay))
-    data = sft.prepare(config) if command == "sft" else preparation.prepare(config, command)
-    if (
-        command in ("train", "sft") and not replay
-    ):  # after the rows, which may say how many steps there are
-        resume_from, told = checkpoints.resume_point(config)
-    recorded = load_replay(Path(replay), data.train) if replay else []
+        resume_from = checkpoints.prepare_replay(config, Path(replay))
+    if command == "sft":
+        inputs = extras.load_command("sft").prepare_inputs(config)
+    else:
+        inputs = prepare.prepare(config, command)
+    if command in ("train", "sft") and not replay:  # the rows may determine the number of steps
+        resume_from, notes = checkpoints.find_resume_point(config)
+    replayed = load_replay(Path(replay), inputs.train) if replay else []
     if resume_from:
-        told += [
-            *checkpoints.check(resume_from, config, command),
-            f"resume      from {resume_from}",
-        ]
+        notes += checkpoints.check(resume_from, config, command)
+        notes.append(f"resume      from {resume_from}")
     if command == "train":
-        user_functions.try_out(config, data)
-    return Plan(config, defaults, data, resume_from, recorded, told)
+        trial.try_functions(config, inputs)
+    return Plan(config, defaults, inputs, resume_from, replayed, notes)
 
 
-def quiet() -> None:
-    """Keep libraries' notices about what is not installed or not used off the console; errors and our warnings show."""
+def silence_libraries() -> None:
+    """Hide notices of libraries about packages that are missing or unused. Errors still show."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"verl\.")
     for name in ("ray", "torch.fx", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("vllm.tool_parsers").setLevel(
-        logging.CRITICAL
-    )  # a traceback for each call that cannot be read
-    # ours show although model_hosting_container_standards, which vLLM imports, sets the root logger to ERROR
+    # it logs a traceback for each tool call that cannot be parsed
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+    # model_hosting_container_standards, which vLLM imports, sets the root logger to ERROR
     for name in ("gym_client", "kit"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.WARNING)
-        logger.handlers = [
-            logging.lastResort or logging.StreamHandler()
-        ]  # prints above the progress bar
+        logger.handlers = [logging.lastResort or logging.StreamHandler()]  # above the progress bar
         logger.propagate = False
 
 
 def main(train: Callable[[Plan], AbstractContextManager[Any]]) -> None:
-    """Parse the command line, check the recipe, run it: by algorithm.train, or sft.py, or collect.py.
+    """Parse the command line, check the recipe and run it.
 
-    Exit status: 0, 1 error, 130 Ctrl-C, 143 SIGTERM.
+    train: algorithm.train. Exit status: 0, 1 for an error, 130 for Ctrl-C, 143 for SIGTERM.
     """
     if sys.argv[1:2] == ["show"]:
-        return show.main(sys.argv[2:])
-    parser = argparse.ArgumentParser(
-        description="RL on NeMo Gym tasks with verl and vLLM.",
-        epilog="Of a run that is there: python algorithm.py show runs/NAME [--worst 10]",
-    )
-    parser.add_argument(
-        "--config", action="append", required=True, help="recipe; later ones override earlier ones"
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check everything, print what would run, start nothing",
-    )
-    parser.add_argument(
-        "--replay", metavar="STEP.jsonl", default="", help="a rollouts file: its update again"
-    )
-    parser.add_argument(
-        "--quiet", action="store_true", help="a line a step at a terminal too, for logs"
-    )
-    parser.add_argument(
-        "words", nargs="*", metavar="[train|rollout|evaluate|sft] key=value", help="default: train"
-    )
-    args = parser.parse_intermixed_args()
-    named = [word for word in args.words if word in COMMANDS] or ["train"]
-    overrides = [word for word in args.words if word not in COMMANDS]
+        try:
+            return extras.load_command("show").main(sys.argv[2:])
+        except ConfigError as error:
+            exit_with(str(error))
+    args = parse_arguments()
     console.is_interactive = console.is_interactive and not args.quiet
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, exit_on_sigterm)
     try:
-        if args.replay and named != ["train"]:
-            raise ConfigError(
-                f"--replay makes an update of `train` again, not of `{named[0]}`; leave that word out"
-            )
-        if len(named) > 1:
-            raise ConfigError(f"one command at a time, not {' and '.join(named)}; choose one")
-        merged = (
-            (lambda config: None) if args.dry_run else (lambda config: start.begin_imports(config))
-        )
-        planned = plan(args.config, overrides, named[0], args.replay, merged)
-        texts = [preparation.summary(planned.config, planned.data, named[0]), *planned.told]
-        if args.dry_run:
-            texts.append(
-                preparation.shown(planned.config, planned.defaults, planned.data, named[0])
-            )
-        console.print(printable("\n".join(texts)), markup=False, highlight=False, soft_wrap=True)
-        if args.dry_run:
-            return
-        if named == ["train"]:
-            with train(planned) as trainer:
-                if args.replay:
-                    trainer.advance()
-                    trainer.run.say(
-                        f"the same update again: its weights are in {trainer.run.checkpoint}"
-                    )
-                else:
-                    trainer.fit()
-        else:
-            command = sft.run_command if named == ["sft"] else collect.run_command
-            with Run(planned.config, named[0], planned.resume_from) as run:
-                command(planned.config, run, planned.data)
-    except (*OUR_ERRORS, OmegaConfBaseException) as error:
-        sys.exit(f"error: {printable(str(error))}")
+        run(args, train)
+    except (*EXPECTED_ERRORS, OmegaConfBaseException) as error:
+        exit_with(str(error))
     except OSError as error:
-        if error.errno not in files.DISK:
+        if error.errno not in files.WRITE_FAILED:
             raise
-        where = (
-            error.filename or f"the folder of the run, {planned.config.trainer.experiment_name},"
-        )
-        sys.exit(f"error: {printable(files.describe_failure(where, error))}")
+        exit_with(files.describe_write_error(error.filename or "the run's folder", error))
     except Stop as stop:
-        print(printable(f"error: {stop}" if stop.status == 1 else str(stop)), file=sys.stderr)
+        text = f"error: {stop}" if stop.status == 1 else str(stop)
+        print(remove_control_characters(text), file=sys.stderr)
         sys.exit(stop.status)
     except KeyboardInterrupt:
         console.print("interrupted", highlight=False)
         sys.exit(130)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The arguments of the command line."""
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--config",
+        action="append",
+        required=True,
+        help="a recipe; later ones override earlier ones",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything and print it; start nothing"
+    )
+    parser.add_argument(
+        "--replay", metavar="STEP.jsonl", default="", help="repeat the update of a rollouts file"
+    )
+    parser.add_argument(
+        "--quiet", action="store_true", help="one line a step instead of a progress bar"
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="[train|rollout|evaluate|sft] key=value",
+        help="a command (default: train) and values that override the recipes",
+    )
+    return parser.parse_intermixed_args()
+
+
+def run(args: argparse.Namespace, train: Callable[[Plan], AbstractContextManager[Any]]) -> None:
+    """Check the recipe, print its summary and run the command. Raises EXPECTED_ERRORS."""
+    commands = [word for word in args.words if word in COMMANDS] or ["train"]
+    overrides = [word for word in args.words if word not in COMMANDS]
+    if len(commands) > 1:
+        raise ConfigError(f"{' and '.join(commands)} are two commands. Choose one.")
+    command = commands[0]
+    if args.replay and command != "train":
+        raise ConfigError(f"--replay repeats an update of `train`. Remove `{command}`.")
+    on_merged = do_nothing if args.dry_run else begin_imports
+    planned = plan(args.config, overrides, command, args.replay, on_merged)
+    texts = [summary.summarize(planned.config, planned.inputs, command), *planned.notes]
+    if args.dry_run:
+        texts.append(
+            summary.describe_dry_run(planned.config, planned.defaults, planned.inputs, command)
+        )
+    text = remove_control_characters("\n".join(texts))
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    if args.dry_run:
+        return
+    if command == "train":
+        run_training(planned, train, bool(args.replay))
+    else:
+        run_other(planned, command)
+
+
+def begin_imports(config: DictConfig) -> None:
+    """Let a process import the workers' modules while the recipe is checked, if it uses one."""
+    from kit.runs import isolation
+
+    isolation.check_tmpdir_length()
+    extras.call("begin_imports", config, "train", config)
+
+
+def run_training(
+    planned: Plan, train: Callable[[Plan], AbstractContextManager[Any]], is_replay: bool
+) -> None:
+    """Train to the last step, or repeat one update."""
+    with train(planned) as trainer:
+        if is_replay:
+            trainer.step_or_skip()
+            trainer.run.say(f"Repeated the update. Its weights are in {trainer.run.checkpoint}.")
+        else:
+            trainer.fit()
+
+
+def run_other(planned: Plan, command: str) -> None:
+    """Run sft, rollout or evaluate."""
+    from kit.runs import collect
+    from kit.runs.run_dir import Run
+
+    module = extras.load_command("sft") if command == "sft" else collect
+    with Run(planned.config, command, planned.resume_from) as run_folder:
+        module.run_command(planned.config, run_folder, planned.inputs)
+
+
+def exit_with(message: str) -> NoReturn:
+    """Print an error and exit with status 1."""
+    sys.exit(f"error: {remove_control_characters(message)}")
+
+
+def exit_on_sigterm(*_: Any) -> NoReturn:
+    """End a process that has started nothing yet."""
+    sys.exit(143)

@@ -1,12 +1,14 @@
-"""Episodes without training: the `rollout` and `evaluate` commands.
+"""Episodes without training: the commands `rollout` and `evaluate`.
 
-    python algorithm.py --config X rollout     rollout.n episodes of each row of env.train_files, sampled as in
-                                               training -> runs/<name>/rollouts.jsonl
-    python algorithm.py --config X evaluate    rollout.val_kwargs.n episodes of each row of env.val_files
-                                               -> runs/<name>/evaluation.jsonl, mean@k and pass@k by server
+    python algorithm.py --config X rollout
+        rollout.n episodes of each row of env.train_files, sampled as in training
+        -> runs/<name>/rollouts.jsonl
+    python algorithm.py --config X evaluate
+        rollout.val_kwargs.n episodes of each row of env.val_files, with mean@k and pass@k
+        -> runs/<name>/evaluation.jsonl
 
-One line per verified episode (kit/data/episodes.py). What failed goes to failures.jsonl. The same command again goes on
-where it stopped, and tries again what failed.
+Each verified episode is one line (kit/data/rollout_files.py). Failed episodes go to failures.jsonl.
+The same command resumes: it collects what is missing, and retries what failed.
 """
 
 from __future__ import annotations
@@ -16,135 +18,205 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 from omegaconf import DictConfig
 
 import env
-from kit import later
-from kit.data import episodes
-from kit.data.episodes import Episode
+from kit.data import metrics as episode_metrics
+from kit.data import rollout_files
+from kit.data.episode import Episode, RecordIndex
+from kit.data.selection import check_failures, select_trainable
 from kit.errors import ConfigError
-from kit.runs.preparation import Data
+from kit.rollout.sampler import build_sampling_params
+from kit.rollout.sampler import build_sampling_params
+from kit.runs.console import print_examples
+from kit.runs.prepare import RunInputs
 from kit.runs.run_dir import Run
 
-inference, start = later("inference"), later("kit.runs.launch")
+PRINTED_EXAMPLES = 3  # best and worst episodes
+# large fields of a record, which Gym's /aggregate_metrics does not get
+LARGE_FIELDS = ("_episode", "response", "responses_create_params")
 
-# an episode by its place (of the row among the files' rows, of the episode among those of its row), with its record
-Done = dict[tuple[int, int], tuple[Episode, dict[str, Any]]]
+
+class Collected(NamedTuple):
+    """A verified episode, and its record without LARGE_FIELDS."""
+
+    episode: Episode
+    record: dict[str, Any]
 
 
-def run_command(config: DictConfig, run: Run, data: Data) -> None:
-    """Collect what is missing of the episodes, and say what they are worth.
+class Collector:
+    """Samples the episodes that a file does not hold yet.
 
-    Raises ConfigError for a file of other rows, RunError when too many episodes failed.
+    validate: True for `evaluate`, False for `rollout`.
     """
-    settings, validate = config.actor_rollout_ref.rollout, run.command == "evaluate"
-    tasks, n = (data.validation, settings.val_kwargs.n) if validate else (data.train, settings.n)
-    path = run.folder / ("evaluation.jsonl" if validate else "rollouts.jsonl")
-    done = read_done(path, tasks)
-    missing = [(i, k) for i in range(len(tasks)) for k in range(n) if (i, k) not in done]
-    run.say(f"{len(tasks) * n - len(missing)} of {len(tasks) * n} episodes are in {path}")
-    with contextlib.ExitStack() as stack:
-        _, servers = start.start(run, data, stack)
-        count = run.counter(len(missing))
-        out = stack.enter_context(episodes.open_records(path, "a"))
-        failures = stack.enter_context(episodes.open_records(run.folder / "failures.jsonl", "a"))
 
-        def save(index: int, episode: Episode) -> None:
-            record = episodes.as_record(episode, *missing[index])
-            if episode.status == "ok":
-                done[missing[index]] = episode, light(record)
-                episodes.write(out, record)
-                out.flush()
-            else:
-                episodes.write(failures, {"rollout": run.command, **record["_episode"]})
-            count(index, episode)
+    def __init__(self, config: DictConfig, run: Run, inputs: RunInputs, validate: bool):
+        rollout = config.actor_rollout_ref.rollout
+        self.config = config
+        self.run = run
+        self.inputs = inputs
+        self.validate = validate
+        self.tasks = inputs.validation if validate else inputs.train
+        self.n = rollout.val_kwargs.n if validate else rollout.n
+        name = "evaluation" if validate else "rollouts"
+        self.path = run.folder / f"{name}.jsonl"
+        self.done = read_collected(self.path, self.tasks)
+        self.missing = [
+            index for index in all_indices(len(self.tasks), self.n) if index not in self.done
+        ]
 
-        with run.stage("gen"):
-            requests = [(tasks[i], f"{i}/{k}") for i, k in missing]
-            fresh = servers.rollout(requests, inference.sampling_params(config, validate), save)
-        metrics = run.timings()
-        if fresh:
-            metrics |= episodes.rollout_metrics(fresh, episodes.keep(fresh, members=1)[0])
-        failed = [e for e in fresh if e.status != "ok"]
-        for server in sorted({e.server for e in [*failed, *(e for e, _ in done.values())]}):
-            mine = [done[place] for place in sorted(done) if done[place][0].server == server]
-            found = scores_of(
-                [e for e, _ in mine], [e for e in failed if e.server == server], n, validate
+    def report_count(self) -> None:
+        """Print how many episodes the file holds."""
+        self.run.say(f"{len(self.done)} of {len(self.tasks) * self.n} episodes are in {self.path}")
+
+    def sample(self, servers: Any) -> list[Episode]:
+        """Sample the missing episodes, and write each when it ends."""
+        on_done = self.run.count_episodes(len(self.missing))
+        requests = [(self.tasks[row], f"{row}/{k}") for row, k in self.missing]
+        sampling = build_sampling_params(self.config, self.validate)
+        with contextlib.ExitStack() as stack:
+            out = stack.enter_context(rollout_files.open_records(self.path, "a"))
+            failures_path = self.run.folder / "failures.jsonl"
+            failures = stack.enter_context(rollout_files.open_records(failures_path, "a"))
+
+            def save(index: int, episode: Episode) -> None:
+                self.save(out, failures, self.missing[index], episode)
+                on_done(index, episode)
+
+            with self.run.stage("gen"):
+                episodes: list[Episode] = servers.rollout(requests, sampling, save)
+        return episodes
+
+    def save(
+        self, out: IO[bytes], failures: IO[bytes], index: RecordIndex, episode: Episode
+    ) -> None:
+        """Write one episode to its file."""
+        record = rollout_files.to_record(episode, *index)
+        if episode.status == "ok":
+            self.done[index] = Collected(episode, without_large_fields(record))
+            rollout_files.write_record(out, record)
+            out.flush()
+        else:
+            summary = {"rollout": self.run.command, **record["_episode"]}
+            rollout_files.write_record(failures, summary)
+
+    def score(self, servers: Any, failed: Sequence[Episode]) -> dict[str, float]:
+        """Compute the scores of each server, and print them."""
+        scores: dict[str, float] = {}
+        verified = [collected.episode for collected in self.done.values()]
+        for server in sorted({episode.server for episode in [*failed, *verified]}):
+            indices = sorted(i for i, c in self.done.items() if c.episode.server == server)
+            collected = [self.done[index] for index in indices]
+            server_scores = compute_scores(
+                [item.episode for item in collected],
+                [episode for episode in failed if episode.server == server],
+                self.n,
+                self.validate,
             )
-            if validate and mine:
-                theirs = (
-                    servers.loop.run(servers.gym.aggregate(server, [record for _, record in mine]))
-                    or {}
-                )
-                found |= plain_numbers(theirs.get("agent_metrics") or {}, f"val-gym/{server}/")
-            for name, value in found.items():
-                run.say(f"    {name}: {value:.4g}")
-            metrics |= found
-        episodes.warn_of_failures(metrics, run.say)
+            if self.validate and collected:
+                records = [item.record for item in collected]
+                aggregated = servers.loop.run(servers.gym.aggregate(server, records)) or {}
+                agent_metrics = aggregated.get("agent_metrics") or {}
+                server_scores |= flatten_numbers(agent_metrics, f"val-gym/{server}/")
+            for name, value in server_scores.items():
+                self.run.say(f"    {name}: {value:.4g}")
+            scores |= server_scores
+        return scores
+
+
+def run_command(config: DictConfig, run: Run, inputs: RunInputs) -> None:
+    """Collect the missing episodes and print their scores.
+
+    Raises ConfigError for a file of other rows, RunError if too many episodes failed.
+    """
+    from kit.runs import launch
+
+    collector = Collector(config, run, inputs, validate=run.command == "evaluate")
+    collector.report_count()
+    with contextlib.ExitStack() as stack:
+        servers = launch.start(run, inputs, stack).servers
+        episodes = collector.sample(servers)
+        metrics = run.timings()
+        if episodes:
+            kept, _ = select_trainable(episodes, 1)
+            metrics |= episode_metrics.compute_rollout_metrics(episodes, kept)
+        failed = [episode for episode in episodes if episode.status != "ok"]
+        metrics |= collector.score(servers, failed)
+        episode_metrics.warn_about_failures(metrics, run.say)
         run.log(0, metrics)
-    run.say_examples([e for e, _ in done.values()], 3)
-    run.say(f"{len(done)} of {len(tasks) * n} episodes are in {path}")
-    episodes.check_failures(fresh, config.gym.max_failed_frac)
+    print_examples([item.episode for item in collector.done.values()], PRINTED_EXAMPLES)
+    collector.report_count()
+    check_failures(episodes, config.gym.max_failed_frac)
 
 
-def scores_of(
+def all_indices(rows: int, n: int) -> list[RecordIndex]:
+    """The indices of n episodes of each row, row by row."""
+    indices = []
+    for row in range(rows):
+        indices += [RecordIndex(row, k) for k in range(n)]
+    return indices
+
+
+def compute_scores(
     verified: Sequence[Episode], failed: Sequence[Episode], n: int, validate: bool
 ) -> dict[str, float]:
-    """The scores of one server, which has episodes of at least one kind; of an evaluation also those in which a failed
-    episode counts as 0."""
+    """The scores of one server; of an evaluation also those that count a failure as 0."""
     server = (*verified, *failed)[0].server
-    found = (
-        episodes.scores(verified, n, server, "val-core" if validate else "rollout")
-        if verified
-        else {}
-    )
-    return found | (
-        episodes.scores_with_failures([*verified, *failed], n, server) if validate else {}
-    )
+    scores: dict[str, float] = {}
+    if verified:
+        prefix = "val-core" if validate else "rollout"
+        scores |= episode_metrics.compute_scores(verified, n, server, prefix)
+    if validate:
+        every = [*verified, *failed]
+        scores |= episode_metrics.compute_scores_with_failures(every, n, server)
+    return scores
 
 
-def light(record: dict[str, Any]) -> dict[str, Any]:
-    """A record without the conversation: what /aggregate_metrics gets, as from Gym's own collector."""
-    return {
-        k: v
-        for k, v in record.items()
-        if k not in ("_episode", "response", "responses_create_params")
-    }
+def without_large_fields(record: dict[str, Any]) -> dict[str, Any]:
+    """A record as Gym's collector passes it to /aggregate_metrics."""
+    return {name: value for name, value in record.items() if name not in LARGE_FIELDS}
 
 
-def read_done(path: Path, tasks: Sequence[env.Task]) -> Done:
-    """What an earlier run of these rows collected, with light records. Raises ConfigError for a file of other rows."""
-    done: Done = {}
+def read_collected(path: Path, tasks: Sequence[env.Task]) -> dict[RecordIndex, Collected]:
+    """Read what an earlier run of these rows collected. Raises ConfigError for other rows."""
+    collected: dict[RecordIndex, Collected] = {}
     if not path.is_file():
-        return done
-    whole = path.read_bytes().rpartition(b"\n")[0]
-    os.truncate(
-        path, len(whole) + 1 if whole else 0
-    )  # a line that a kill cut short is collected again
-    for _, record in episodes.read_records(path):
-        i, k = (record.get(name, -1) for name in ("_ng_task_index", "_ng_rollout_index"))
-        asked = record.get("responses_create_params")
-        if (
-            not 0 <= i < len(tasks)
-            or asked != episodes.without_images(tasks[i].row)["responses_create_params"]
-        ):
+        return collected
+    complete = path.read_bytes().rpartition(b"\n")[0]
+    # a line that a kill cut short is collected again
+    os.truncate(path, len(complete) + 1 if complete else 0)
+    for _, record in rollout_files.read_records(path):
+        row = record.get("_ng_task_index", -1)
+        if not 0 <= row < len(tasks) or not is_of_task(record, tasks[row]):
             raise ConfigError(
-                f"{path} holds episodes of other rows; give another trainer.experiment_name"
+                f"{path} holds episodes of other rows. Set another trainer.experiment_name."
             )
-        done[i, k] = episodes.from_record(record, tasks[i].row), light(record)
-    return done
+        index = RecordIndex(row, record.get("_ng_rollout_index", -1))
+        episode = rollout_files.from_record(record, tasks[row].row)
+        collected[index] = Collected(episode, without_large_fields(record))
+    return collected
 
 
-def plain_numbers(tree: dict[str, Any], prefix: str) -> dict[str, float]:
+def is_of_task(record: dict[str, Any], task: env.Task) -> bool:
+    """Whether a record was collected from this row."""
+    key = "responses_create_params"
+    return bool(record.get(key) == rollout_files.replace_images_by_hash(task.row)[key])
+
+
+def flatten_numbers(tree: dict[str, Any], prefix: str) -> dict[str, float]:
     """The finite numbers of a nested mapping, by path."""
-    flat: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in tree.items():
         if isinstance(value, dict):
-            flat |= plain_numbers(value, f"{prefix}{name}/")
-        elif (
-            isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        ):
-            flat[prefix + name] = float(value)
-    return flat
+            numbers |= flatten_numbers(value, f"{prefix}{name}/")
+        elif is_finite_number(value):
+            numbers[prefix + name] = float(value)
+    return numbers
+
+
+def is_finite_number(value: Any) -> bool:
+    """Whether a JSON value is a finite number."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)

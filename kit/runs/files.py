@@ -1,8 +1,11 @@
-"""The files of a run's folder: locked by one run, written whole or not at all, read up to a line that was cut.
+"""Files of a run's folder: locked by one run, written completely or not at all, readable if cut.
 
-The disk may be full at any write. A file that is replaced is written under another name and renamed. A file that grows
-gets its old length back if a line does not fit. A killed process may still leave a cut last line: the next command on
-the folder moves it to <name>.cut.
+The disk may be full at any write:
+
+- A file that is replaced is written under another name, then renamed.
+- A file that grows gets its old length back if a line does not fit.
+- If a process is killed, the last line of a file may be cut. The next command on the folder moves
+  that line to <name>.cut.
 """
 
 from __future__ import annotations
@@ -21,50 +24,55 @@ from typing import IO, Any
 
 from kit.errors import RunError
 
-LOCK = "run.lock"
-PART = ".part"  # ends the name of a file that is not whole yet
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
-DISK = (*NO_ROOM, *DENIED, errno.EIO, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EMFILE)
-NO_LOCKS = (
-    errno.ENOLCK,
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-    errno.EINVAL,
-)  # a file system that has no flock
+LOCK_NAME = "run.lock"
+PARTIAL_SUFFIX = ".part"  # ends the name of a file that is not complete yet
+READ_BLOCK = 1 << 20  # bytes
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+PERMISSION_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+WRITE_FAILED = (
+    *DISK_FULL,
+    *PERMISSION_DENIED,
+    errno.EIO,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.EMFILE,
+)
+# of flock(2) on a file system without locks
+LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 logger = logging.getLogger(__name__)
 
 
-def describe_failure(path: Path | str, error: OSError) -> str:
-    """Say which file failed, why, and what to do, in one line."""
-    reason = os.strerror(error.errno) if error.errno else str(error)
-    if error.errno in NO_ROOM:
-        way_out = "free space there"
-    elif error.errno in DENIED:
-        way_out = "make it writable"
+def describe_write_error(path: Path | str, error: OSError) -> str:
+    """Return one line: which file could not be written, why, and how to fix it."""
+    reason = os.strerror(error.errno) if error.errno else str(error).rstrip(".")
+    if error.errno in DISK_FULL:
+        hint = "Free space there"
+    elif error.errno in PERMISSION_DENIED:
+        hint = "Make it writable"
     else:
-        way_out = "look into that disk"
-    return f"{path} cannot be written: {reason}; {way_out}, then run the same command again"
+        hint = "Check that disk"
+    return f"{path} cannot be written: {reason}. {hint}, then rerun the same command"
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Around writes to `path`: an OSError becomes a RunError that names it."""
+def explain_write_errors(path: Path) -> Iterator[None]:
+    """Raise RunError with the path in place of an OSError of the block."""
     try:
         yield
     except OSError as error:
-        raise RunError(describe_failure(path, error)) from error
+        raise RunError(describe_write_error(path, error)) from error
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield another name to write to; after the block the file gets the name `path`. Raises RunError.
+def replace_atomically(path: Path) -> Iterator[Path]:
+    """Yield another path to write to; after the block, rename that file to `path`.
 
-    If the block fails, what it wrote is deleted, and the file that had the name `path` stays.
+    If the block fails, delete the new file and keep the old one. Raises RunError.
     """
-    partial = path.with_name(path.name + PART)
-    with writing(path):
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    with explain_write_errors(path):
         try:
             yield partial
             os.replace(partial, path)
@@ -75,16 +83,19 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def appending(path: Path) -> Iterator[IO[bytes]]:
-    """Yield the file, opened at its end. If the block fails, it gets its old length back. Raises RunError."""
-    with writing(path):
-        before = path.stat().st_size if path.exists() else 0
+def append_or_restore(path: Path) -> Iterator[IO[bytes]]:
+    """Yield the file, opened at its end. If the block fails, restore the old length.
+
+    Raises RunError.
+    """
+    with explain_write_errors(path):
+        old_size = path.stat().st_size if path.exists() else 0
         try:
-            with path.open("ab") as out:
-                yield out
+            with path.open("ab") as file:
+                yield file
         except BaseException:
             with contextlib.suppress(OSError):
-                os.truncate(path, before)
+                os.truncate(path, old_size)
             raise
 
 
@@ -92,124 +103,133 @@ def appending(path: Path) -> Iterator[IO[bytes]]:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The JSON object of a line; None if the line was cut or is not an object."""
+    """Return the JSON object of a line, or None if the line was cut or is not an object."""
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """The lines of a file without their ends, also a last one that has none; no lines if there is no such file."""
+    """Return a file's lines without line ends, the last one even if it has none.
+
+    Return [] if the file does not exist.
+    """
     return path.read_bytes().splitlines() if path.is_file() else []
 
 
 def set_cut_line_aside(path: Path) -> str:
-    """Move a cut last line of a JSONL file to <name>.cut, so that the next line begins on its own. Raises RunError.
+    """Move a cut last line of a JSONL file to <name>.cut, so that new lines start on a new line.
 
-    Returns what to tell; empty if the last line is whole.
+    Return a message for the user, or "" if the last line is complete. Raises RunError.
     """
     if not path.is_file():
         return ""
-    with writing(path), path.open("rb+") as file:
-        rest = _unfinished_line(file)
+    with explain_write_errors(path), path.open("rb+") as file:
+        rest = _read_unfinished_line(file)
         if not rest:
             return ""
-        if parse_line(rest) is not None:  # only its end is missing
-            file.seek(0, os.SEEK_END)
+        size = file.seek(0, os.SEEK_END)
+        if parse_line(rest) is not None:  # only the line end is missing
             file.write(b"\n")
             return ""
         aside = path.with_name(f"{path.name}.cut")
-        with appending(aside) as out:
+        with append_or_restore(aside) as out:
             out.write(rest + b"\n")
-        size = file.seek(0, os.SEEK_END)
         file.truncate(size - len(rest))
-    return f"the last line of {path} was cut short; it is now in {aside.name}, and all lines before it are kept"
+    return f"Moved the last line of {path}, which was cut, to {aside.name}. All other lines stay."
 
 
-def _unfinished_line(file: IO[bytes]) -> bytes:
-    """What stands after the last line end of a file; read from its end, since files of episodes are large."""
-    rest, position = b"", file.seek(0, os.SEEK_END)
+def _read_unfinished_line(file: IO[bytes]) -> bytes:
+    """Return the bytes after the last line end. Read from the end, since files may be large."""
+    rest = b""
+    position = file.seek(0, os.SEEK_END)
     while position and b"\n" not in rest:
-        step = min(position, 1 << 20)
-        position -= step
+        size = min(position, READ_BLOCK)
+        position -= size
         file.seek(position)
-        rest = file.read(step) + rest
+        rest = file.read(size) + rest
     return rest.rpartition(b"\n")[2]
 
 
-# --- one run a folder ----------------------------------------------------------------------------
+# --- one run per folder --------------------------------------------------------------------------
 
 
-class Lock:
-    """Keeps other runs out of a folder until `release`, or until this process ends however it ends.
+class FolderLock:
+    """Locks a folder for this run until `release`, or until this process ends for any reason.
 
-    flock(2) on <folder>/run.lock. Children do not keep it: those that are executed do not inherit the descriptor, and
-    those that Python forks close it.
+    Uses flock(2) on <folder>/run.lock. Child processes do not keep the lock. If they are executed,
+    they do not inherit the descriptor. If Python forks them, they close it.
     """
 
     def __init__(self, folder: Path):
-        self.path = folder / LOCK
+        self.path = folder / LOCK_NAME
         self.file: IO[str] | None = None
 
-    def take(self) -> None:
-        """Lock the folder. Raises RunError with the pid of the run that has it.
+    def acquire(self) -> None:
+        """Lock the folder. Raises RunError with the pid of the run that holds the lock.
 
-        On a file system without flock there is a warning, and no lock.
+        On a file system without flock, print a warning and do not lock.
         """
-        with writing(self.path):
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            file = os.fdopen(os.open(self.path, flags, 0o644), "r+", errors="replace")
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            file.close()
-            raise RunError(
-                f"{self.path} is not a regular file; remove it, then run the same command again"
-            )
+        file = self._open()
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = file.read(200).strip() or "unknown pid"
             file.close()
             raise RunError(
-                f"{self.path.parent} is in use by another run ({holder}); wait until it ends or stop it, or give this "
-                "run another trainer.experiment_name"
+                f"{self.path.parent} is in use by another run ({holder}). Wait until it ends, "
+                "stop it, or give this run another trainer.experiment_name"
             ) from None
         except OSError as error:
             file.close()
-            if error.errno not in NO_LOCKS:
-                raise RunError(describe_failure(self.path, error)) from error
+            if error.errno not in LOCKS_UNSUPPORTED:
+                raise RunError(describe_write_error(self.path, error)) from error
             logger.warning(
-                "%s cannot be locked (%s): start no second run of this name while this one runs",
-                *(self.path.parent, os.strerror(error.errno)),
+                "%s cannot be locked (%s): do not start a second run with this name",
+                self.path.parent,
+                os.strerror(error.errno),
             )
             return
         self.file = file
-        _held.add(self)
-        with contextlib.suppress(
-            OSError
-        ):  # a full disk: the lock holds, only its holder's pid is not written down
+        _held_locks.add(self)
+        self._write_holder(file)
+
+    def _open(self) -> IO[str]:
+        """Open the lock file. Raises RunError if it cannot be opened or is not a regular file."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with explain_write_errors(self.path):
+            file = os.fdopen(os.open(self.path, flags, 0o644), "r+", errors="replace")
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return file
+        file.close()
+        raise RunError(f"{self.path} is not a regular file. Remove it, then rerun the same command")
+
+    def _write_holder(self, file: IO[str]) -> None:
+        """Write this process's pid to the lock file. On a full disk only the pid is missing."""
+        with contextlib.suppress(OSError):
             file.truncate(0)
             file.seek(0)
             file.write(f"pid {os.getpid()} on {os.uname().nodename}\n")
             file.flush()
 
     def release(self) -> None:
-        """Let other runs in. The file stays: to delete it would let two runs lock two files of one name."""
+        """Unlock the folder. Keep the file: else two runs could lock two files of one name."""
         if self.file:
-            _held.discard(self)
+            _held_locks.discard(self)
             with contextlib.suppress(OSError):
                 self.file.close()
             self.file = None
 
 
-_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+_held_locks: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
-def _close_in_child() -> None:
-    """After a fork: the child must not keep its parent's locks, since it may live longer."""
-    for lock in list(_held):
+def _release_in_child() -> None:
+    """Close a forked child's copies of the locks, since the child may outlive its parent."""
+    for lock in list(_held_locks):
         lock.release()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(after_in_child=_release_in_child)

@@ -1,48 +1,97 @@
-"""What makes a batch, or the update that was made of it, worthless."""
+"""Check a batch for NaN, infinity, and samples from weights that are not the trainer's."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
-APART = 0.1  # mean distance of the sampler's probabilities from the trainer's, over which it samples from other weights
+# Mean difference between the token probabilities of the rollout engine and the trainer.
+# Above it, the engine samples from different weights.
+MAX_PROBS_DIFF = 0.1
+CHECKED_TENSORS = (  # of verl's DataProto, each [B, R]
+    "rollout_log_probs",
+    "old_log_probs",
+    "ref_log_prob",
+    "values",
+    "token_level_scores",
+    "advantages",
+    "returns",
+)
 
 
-def damage(batch: Any, metrics: dict[str, float], config: DictConfig) -> str:
-    """All that makes a batch (verl's DataProto) or its update worthless; empty if nothing does.
+def find_reason_to_skip(batch: Any, metrics: Mapping[str, float], config: DictConfig) -> str:
+    """Return all reasons not to use a batch or its update; "" if there is none.
 
-    Looked at where the mask is 1: padding may hold anything. A gradient is known by its norm in verl's metrics.
+    batch: verl's DataProto.
+    metrics: they contain the gradient norms and losses.
     """
-    mask, found = batch.batch["response_mask"].bool(), []  # [B, R]
-    names = (
-        "rollout_log_probs",
-        "old_log_probs",
-        "ref_log_prob",
-        "values",
-        "token_level_scores",
-        "advantages",
-    )
-    for name in (*names, "returns"):
-        if name in batch.batch:
-            live = batch.batch[name][mask]  # [tokens]
-            if bad := int((~torch.isfinite(live)).sum()):
-                found.append(f"{bad} of {len(live)} {name}")
-    said = [f"{', '.join(found)} are NaN or infinite"] if found else []
+    reasons = []
+    nonfinite = list_nonfinite_tensors(batch)
+    if nonfinite:
+        reasons.append(f"{', '.join(nonfinite)} are NaN or infinite")
     for name, value in metrics.items():
         if name.startswith(("actor/", "critic/")) and not math.isfinite(value):
-            said.append(f"{name} is {value}")
-    rollout, apart = (
-        config.actor_rollout_ref.rollout,
-        metrics.get("training/rollout_probs_diff_mean", 0.0),
-    )
-    same = rollout.top_p == 1 and rollout.top_k <= 0  # else the two are of other sets of tokens
-    if (
-        apart > APART and same and not config.trainer.one_step_off
-    ):  # whose sampler is meant to be behind
-        said.append(
-            f"the sampler's probabilities are {apart:.2f} from the trainer's in the mean, so its weights are others"
+            reasons.append(f"{name} is {value}")
+    diff = metrics.get("training/rollout_probs_diff_mean", 0.0)
+    if diff > MAX_PROBS_DIFF and requires_same_probs(config):
+        reasons.append(
+            f"the rollout engine's probabilities differ from the trainer's by {diff:.2f} on "
+            "average, so it has different weights"
         )
-    return "; ".join(said)
+    return "; ".join(reasons)
+
+
+def list_nonfinite_tensors(batch: Any) -> list[str]:
+    """Return "COUNT of TOTAL NAME" for each tensor with NaN or infinity where the mask is 1.
+
+    Padding may hold anything.
+    """
+    mask = batch.batch["response_mask"].bool()  # [B, R]
+    problems = []
+    for name in CHECKED_TENSORS:
+        if name not in batch.batch:
+            continue
+        values = batch.batch[name][mask]  # [tokens]
+        count = int((~torch.isfinite(values)).sum())
+        if count:
+            problems.append(f"{count} of {len(values)} {name}")
+    return problems
+
+
+def requires_same_probs(config: DictConfig) -> bool:
+    """Return whether the rollout engine and the trainer should compute the same probabilities.
+
+    With top_p or top_k they are over different sets of tokens. With one_step_off, the engine has
+    older weights by design.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    samples_from_all_tokens = rollout.top_p == 1 and rollout.top_k <= 0
+    return samples_from_all_tokens and not config.trainer.one_step_off
+
+
+def list_nonfinite(worker: Any, name: str) -> list[str]:
+    """The names of non-finite tensors of one worker. Runs in the worker."""
+    import torch
+
+    role = getattr(worker, "worker_dict", {name: worker})[name]
+    engine = getattr(role, "actor", role).engine
+    # with Megatron, one module for each pipeline stage
+    modules = engine.module if isinstance(engine.module, list) else [engine.module]
+    tensors = []
+    for module in modules:
+        parameters = module.named_parameters()
+        tensors += [item for item in parameters if item[1].untyped_storage().size()]
+    for state in getattr(engine.optimizer, "state", {}).values():
+        for key, value in state.items():
+            if torch.is_tensor(value):
+                tensors.append((f"the optimizer's {key}", value))
+    nonfinite = []
+    for key, value in tensors:
+        local = value.to_local() if hasattr(value, "to_local") else value
+        if not torch.isfinite(local).all():
+            nonfinite.append(key)
+    return nonfinite

@@ -1,13 +1,24 @@
-"""What a run starts, in which order, and how it all ends: Gym servers beside Ray, workers, vLLM, what agents ask.
+"""Start the processes of a run in their order: Gym servers and Ray, workers, the rollout engine.
 
-Each thing is closed by the run's ExitStack, the last one first.
+The run's ExitStack closes each of them, the last one first. Functions import verl and vLLM where
+they need them, since that takes 10 s, while Ray starts. Optional features take part by hooks
+(kit/extras/__init__.py), most with a Launch:
+
+    before_ray(launch)                       processes or settings that Ray or the Gym servers need
+    after_ray(launch, raylet_pid)            raylet_pid: of a local Ray, or None
+    import_engine(config)                    modules of another rollout engine, while Ray starts
+    make_loop(config)                        -> an event loop to use in place of asyncio.Runner
+    make_pools(config, logs)                 -> {name: pool of processes with a Python verifier}
+    start_rollout_workers(launch, context, urls)    -> processes that run the episodes
+    servers_class(config)                    -> a class to use in place of inference.Servers
+    after_start(launch, addresses)           addresses: of the rollout engine's HTTP servers
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
+import dataclasses
 import os
 import secrets
 import shlex
@@ -21,255 +32,319 @@ from typing import Any, NamedTuple
 import ray
 from omegaconf import DictConfig
 
-from kit import later
-from kit.config import checks, user_functions
-from kit.config.load import all_gpus, sampling_gpus, to_plain
-from kit.cpu import fork_server
+from kit import extras
+from kit.config import user_functions
+from kit.config.keys import to_plain
+from kit.config.resources import all_gpus, rollout_gpus
 from kit.errors import RunError
-from kit.extras import images
-from kit.extras.judges import judge_proxy
-from kit.extras.supervisor import node_monitor, process_monitor
-from kit.gym import servers as gym_servers
-from kit.runs import private
-from kit.runs.preparation import Data
+from kit.gym import network
+from kit.gym.servers import GymServers
+from kit.gym.verifiers import make_verifiers
+from kit.rollout import sampler
+from kit.runs import isolation
+from kit.runs.prepare import RunInputs
 from kit.runs.run_dir import Run
 
-inference, training = later("inference"), later("training")
-openai_server, ahead, players = (
-    later("kit.rollout.openai_server"),
-    later("kit.extras.one_step_off"),
-    later("kit.extras.rollout_workers"),
-)
-monitor = later("kit.extras.monitor")
-
-JOIN_S = 120.0  # that nodes of a cluster may come later than the run
-ANSWER_S, TOKEN_S = (
-    1800.0,
-    0.25,
-)  # an answer, or what Gym's agent plays, has so long, and so long a token at least
+JOIN_S = 120.0  # seconds that nodes of a cluster may join later than the run starts
+MIN_RESPONSE_S = 1800.0  # timeout of one response, or of an agent's episode
+TOKEN_S = 0.25  # and at least so much for each token of it
 
 
-class Started(NamedTuple):
-    """What a run works with: workers (training.Workers) where something is trained, servers (inference.Servers) where
-    something is sampled, else None."""
+class Stack(NamedTuple):
+    """The started parts of a run."""
 
-    workers: Any
-    servers: Any
+    workers: Any  # training.Workers; None if nothing is trained
+    servers: Any  # inference.Servers; None if nothing is sampled
 
 
-def start(run: Run, data: Data, stack: contextlib.ExitStack, sample: bool = True) -> Started:
-    """Start what the command needs of Gym servers, Ray, vLLM and training workers; `stack` stops it all.
+class PolicyEndpoint(NamedTuple):
+    """The address at which agents and judges reach the policy (OpenAI-compatible)."""
 
-    sample: False for training without sampling: neither Gym servers nor vLLM.
+    host: str
+    port: int
+    api_key: str
+
+    def as_server(self) -> dict[str, str]:
+        """The endpoint in the form of Gym's configuration."""
+        base_url = f"http://{self.host}:{self.port}/v1"
+        return {"base_url": base_url, "api_key": self.api_key, "model": "policy"}
+
+
+@dataclasses.dataclass
+class Launch:
+    """A run while it starts, for the hooks of optional features."""
+
+    run: Run
+    inputs: RunInputs
+    stack: contextlib.ExitStack
+    policy: dict[str, str] | None  # the policy endpoint; None if nothing is sampled
+    # further processes to start with the Gym servers, and their names for the console
+    gym_processes: list[Any] = dataclasses.field(default_factory=list)
+    gym_process_names: list[str] = dataclasses.field(default_factory=list)
+    python: str = sys.executable  # the interpreter of Ray's workers
+    # what a feature keeps from one hook to the next
+    state: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def config(self) -> DictConfig:
+        """The recipe."""
+        return self.run.config
+
+    @property
+    def logs(self) -> Path:
+        """The folder for logs."""
+        return self.run.folder / "logs"
+
+    def call(self, hook: str, *args: Any) -> None:
+        """Call a hook of every active feature with this launch."""
+        extras.call(hook, self.config, self.run.command, self, *args)
+
+    def first(self, hook: str, *args: Any, default: Any = None) -> Any:
+        """The result of the first active feature that has a hook, or `default`."""
+        return extras.first(hook, self.config, self.run.command, *args, default=default)
+
+
+def start(run: Run, inputs: RunInputs, stack: contextlib.ExitStack, samples: bool = True) -> Stack:
+    """Start the Gym servers, Ray, the rollout engine and the training workers that a command needs.
+
+    samples: False to train without sampling, so without Gym servers and rollout engine. `stack`
+    stops everything.
     """
-    config, door = run.config, run.config.gym.policy_endpoint
-    port = door.port or gym_servers.free_port(door.host)
-    key = os.environ.get("POLICY_API_KEY") or secrets.token_hex(16)
-    address = {"base_url": f"http://{door.host}:{port}/v1", "api_key": key, "model": "policy"}
-    asked = any((spec.get("start") or {}).get("agent") for spec in config.gym.servers.values())
-    asked = asked or "policy" in config.gym.judges.values()  # as a judge
+    config = run.config
+    endpoint = make_policy_endpoint(config)
+    launch = Launch(run, inputs, stack, endpoint.as_server() if samples else None)
     with run.stage("start"):
-        urls, judges = start_outside(run, stack, address if sample else None)
-        is_ahead = run.command == "train" and config.trainer.one_step_off == 1
-        loop = run.guard.loop = stack.enter_context(ahead.Loop() if is_ahead else asyncio.Runner())
-        stack.callback(run.guard.end)  # before the loop is closed
-        run.say("starting the workers" + ", and vLLM beside them: about a minute" * sample)
-        user_functions.register(
-            [config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode]
+        urls = start_servers_and_ray(launch)
+        loop = stack.enter_context(launch.first("make_loop", config) or asyncio.Runner())
+        run.guard.loop = loop
+        stack.callback(run.guard.begin_shutdown)  # before the loop is closed
+        engine_note = " and the rollout engine (about 1 min)" if samples else ""
+        run.say(f"Starting training workers{engine_note}")
+        user_functions.register_in_verl(
+            config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode
         )
         workers: Any = None
-        if run.trains:  # the actor's models are loaded beside vLLM
-            workers = training.start_workers(config, sft=run.command == "sft")
-        if not sample:
+        if run.trains:  # their models are loaded while the rollout engine starts
+            from kit.runs.workers import start_workers
+
+            workers = start_workers(config, run.command)
+        if not samples:
             workers.actor.init_model()
-            training.set_policy_loss(workers.actor, config)
-            images.ban(workers, data.tokenizer)
-            watch_servers(run, [], stack)
-            return Started(workers, None)
-        verifiers, measured = players.client_of_gym(
-            config, urls, data.tokenizer, run.folder / "logs"
-        )
-        enter(verifiers, loop, stack)
-        run.on_restart, run.gauges = (
-            verifiers.gym.restarted,
-            lambda: measured.metrics() | judges.metrics(),
-        )
-        start_vllm = (
-            inference.start_servers(config, workers.actor)
-            if workers
-            else inference.start_sampler(config)
-        )
-        vllm = loop.run(start_vllm)
-        deadline = max(ANSWER_S, TOKEN_S * config.data.max_response_length)
-        addresses = dict(zip(vllm.server_addresses, vllm.server_handles, strict=True))
-        client = players.Client(config, addresses, is_ahead)
-        policy = inference.make_policy(config, client, data, deadline)
-        if asked or door.port:
-            enter(openai_server.serve(policy, door.host, port, key), loop, stack)
-        if workers:
-            training.set_policy_loss(workers.actor, config)
-            images.ban(workers, data.tokenizer)
-        stack.callback(run.guard.end)  # and before all that was opened since
-        others = None
-        if config.actor_rollout_ref.rollout.agent.num_workers:
-            others = players.Players(config, policy, urls, data, run.folder / "logs")
-            run.on_restart = others.restarted
-            run.gauges = lambda: others.metrics() | judges.metrics()
-        watch_servers(run, vllm.server_addresses, stack)
-        actor, kind = workers.actor if workers else None, ahead if is_ahead else inference
-        return Started(workers, kind.Servers(config, vllm, actor, policy, verifiers, loop, others))
+            finish_workers(launch, workers)
+            launch.call("after_start", [])
+            return Stack(workers, None)
+        servers = start_sampling(launch, workers, loop, urls, endpoint)
+        return Stack(workers, servers)
 
 
-def watch_servers(run: Run, addresses: list[str], stack: contextlib.ExitStack) -> None:
-    """What is read of the servers' own pages, and where the run's are read."""
-    rollout = run.config.actor_rollout_ref.rollout
-    if addresses and checks.drafts_of(run.config):
-        others, accepted = run.gauges, monitor.acceptance(addresses)
-        run.gauges = lambda: others() | accepted()
-    if rollout.prometheus.enable:
-        pages = addresses if rollout.name == "vllm" else []
-        monitor.serve(run, ray.util.get_node_ip_address(), pages, stack)
+def start_sampling(
+    launch: Launch,
+    workers: Any,
+    loop: Any,
+    urls: Mapping[str, str],
+    endpoint: PolicyEndpoint,
+) -> Any:
+    """Start the verifiers' clients and the rollout engine -> inference.Servers."""
+    import inference
+    from kit.rollout import openai_server
+
+    run = launch.run
+    config = launch.config
+    pools = launch.first("make_pools", config, launch.logs, default={})
+    verifiers, limits = make_verifiers(config, urls, launch.inputs.tokenizer, pools)
+    enter(verifiers, loop, launch.stack)
+    actor = workers.actor if workers else None
+    if actor:
+        manager = loop.run(inference.start_servers(config, actor))
+    else:
+        manager = loop.run(inference.start_standalone_servers(config))
+    context = connect_to_engine(launch, manager)
+    if serves_agents(config):
+        server = openai_server.serve(context, endpoint.host, endpoint.port, endpoint.api_key)
+        enter(server, loop, launch.stack)
+    if workers:
+        finish_workers(launch, workers)
+    launch.stack.callback(run.guard.begin_shutdown)  # before everything opened since
+    rollout_workers = launch.first("start_rollout_workers", launch, context, urls)
+    if rollout_workers:
+        run.on_restart = rollout_workers.mark_restarted
+        run.gauges.append(rollout_workers.metrics)
+    else:
+        run.on_restart = verifiers.gym.mark_restarted
+        run.gauges.append(limits.metrics)
+    launch.call("after_start", manager.server_addresses)
+    servers_class = launch.first("servers_class", config, default=inference.Servers)
+    return servers_class(config, manager, actor, context, verifiers, loop, rollout_workers)
 
 
-def start_outside(
-    run: Run, stack: contextlib.ExitStack, policy: dict[str, str] | None
-) -> tuple[dict[str, str], judge_proxy.Proxy]:
-    """Ray and, beside it, the Gym servers and judges: ({name: url}, what asks the judges).
+def make_policy_endpoint(config: DictConfig) -> PolicyEndpoint:
+    """The address and the key of the policy endpoint: given ones, or a free port and a new key."""
+    settings = config.gym.policy_endpoint
+    port = settings.port or network.find_free_port(settings.host)
+    key = os.environ.get("POLICY_API_KEY") or secrets.token_hex(16)
+    return PolicyEndpoint(settings.host, port, key)
 
-    policy: what their agents ask; None: no servers.
-    """
-    logs, config = run.folder / "logs", run.config
-    servers, specs = (
-        (to_plain(config.gym.servers), to_plain(config.gym.judges)) if policy else ({}, {})
-    )
-    cpu_dtype = config.actor_rollout_ref.rollout.dtype if config.trainer.device == "cpu" else ""
-    judges = stack.enter_context(
-        judge_proxy.Proxy(judge_proxy.judges(specs, config.gym.timeout_s, policy, cpu_dtype))
-    )
-    stack.enter_context(judge_proxy.gpus_taken(specs))
-    checkpoints = Path(config.trainer.default_local_dir)
-    look = run.guard.watch = stack.enter_context(
-        process_monitor.Watch(logs, checkpoints, run.guard.lose)
-    )
-    modules, fork_from = to_preload(config), None
-    if modules:
-        fork_from = stack.enter_context(fork_server.serving(modules, logs / "fork.log"))
-        look.tell_keeper(folder=os.path.dirname(fork_from[0]))
+
+def serves_agents(config: DictConfig) -> bool:
+    """Whether anything calls the policy endpoint: an agent, a judge, or a client of the user's."""
+    starts = [server.get("start") or {} for server in config.gym.servers.values()]
+    has_agent = any(start.get("agent") for start in starts)
+    is_judge = "policy" in config.gym.judges.values()
+    return bool(has_agent or is_judge or config.gym.policy_endpoint.port)
+
+
+def connect_to_engine(launch: Launch, manager: Any) -> Any:
+    """The client of the rollout engine, with its timeouts."""
+    from kit.rollout.client import Client
+    from kit.rollout.sampler import make_sampler_context
+
+    config = launch.config
+    addresses = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
+    one_step_off = launch.run.command == "train" and config.trainer.one_step_off == 1
+    client = Client(config, addresses, one_step_off)
+    timeout_s = max(MIN_RESPONSE_S, TOKEN_S * config.data.max_response_length)
+    return sampler.make_sampler_context(config, client, launch.inputs, timeout_s)
+
+
+def finish_workers(launch: Launch, workers: Any) -> None:
+    """Give the workers, whose models are loaded, the loss and the masked placeholders."""
+    import training
+
+    training.set_policy_loss(workers.actor, launch.config)
+    launch.inputs.processor.mask_placeholders(workers)
+
+
+# --- Gym servers and Ray -------------------------------------------------------------------------
+
+
+def start_servers_and_ray(launch: Launch) -> Mapping[str, str]:
+    """Start the Gym servers, and Ray while they import their packages -> {server: url}."""
+    run = launch.run
+    config = launch.config
+    servers = to_plain(config.gym.servers) if launch.policy else {}
+    tmpdir = launch.stack.enter_context(isolation.use_own_tmpdir())
+    launch.call("before_ray")
+    if run.guard.monitor:
+        run.guard.monitor.register_folder(tmpdir)
     if not config.ray_kwargs.ray_init.get("address"):
-        stack.enter_context(private.ray_token())
-    stack.callback(ray.shutdown)
-    stack.callback(run.guard.end)
-    named = [*servers, *(f"{name} (a judge)" for name in judges.judges)]
-    run.say("starting Ray" + (f", and the Gym servers {', '.join(named)}" if servers else ""))
-    restarted = lambda name: run.on_restart(name)  # noqa: E731  (asked when it happens: Gym's client is made later)
-    blocks, trust = judges.blocks(), to_plain(config.gym.unchecked_judges)
-    started = gym_servers.running_servers(
+        launch.stack.enter_context(isolation.set_ray_token())
+    launch.stack.callback(ray.shutdown)
+    launch.stack.callback(run.guard.begin_shutdown)
+    names = ", ".join([*servers, *launch.gym_process_names])
+    run.say(f"Starting Ray and the Gym servers {names}" if servers else "Starting Ray")
+    group = GymServers(
         servers,
-        logs,
-        lambda: start_ray(run, fork_from, bool(policy)),
-        policy,
-        restarted,
-        blocks,
-        trust,
-        run.guard.lose,
+        launch.logs,
+        launch.policy,
+        launch.gym_processes,
+        to_plain(config.gym.unchecked_judges),
+        on_restart=run.report_restart,
+        on_lost=run.guard.report_lost,
     )
-    return stack.enter_context(started), judges
+    launch.stack.callback(group.close)
+    group.start()
+    start_ray(launch)
+    return group.wait_ready()
 
 
-def to_preload(config: DictConfig) -> str:
-    """What a process is to import that the workers fork from (kit/cpu/fork_server.py); "": they are no forks."""
-    elsewhere = config.ray_kwargs.ray_init.get("address")
-    return "" if elsewhere else os.environ.get("PRELOAD_MODULES", "")
+def start_ray(launch: Launch) -> None:
+    """Start Ray, or connect to a cluster, and import verl and the rollout engine while it starts.
 
-
-def begin_imports(config: DictConfig) -> None:
-    """Have that process begin, while the recipe is checked."""
-    private.check_temporary_folder()
-    if modules := to_preload(config):
-        fork_server.begin(modules)
-
-
-def start_ray(run: Run, fork_from: Any, sample: bool) -> None:
-    """Ray, and beside its 6 seconds the 10 that importing verl and, to sample, vLLM takes. Raises RunError where it has
-    less than is asked for.
-
-    fork_from: what kit/cpu/fork_server.py gives, for workers that fork; None: they import what they need.
+    Ray takes 6 s, the imports 10 s. Raises RunError if Ray has less than the run needs.
     """
-    imports = threading.Thread(
-        target=_import_all, args=[run.config.actor_rollout_ref.rollout.name if sample else None]
-    )
+    run = launch.run
+    imports = threading.Thread(target=import_engine, args=[launch])
     imports.start()
-    assert run.guard.watch
-    asked = to_plain(run.config.ray_kwargs.ray_init)
-    if asked.get("address"):
-        asked = {
-            key: value for key, value in asked.items() if key not in ("num_cpus", "num_gpus")
-        }  # `ray start` said
-    else:
-        # a folder that outlasts the run, for the logs; without "local" Ray joins whatever cluster runs here
-        asked |= {"_temp_dir": private.make_ray_folder(asked.get("_temp_dir")), "address": "local"}
-        python = fork_from[0] if fork_from else sys.executable
-        python = shlex.quote(python)  # Ray starts its workers by a shell
-        asked["runtime_env"] = {**asked["runtime_env"], "py_executable": python}
-    session = ray.init(**asked).address_info["session_dir"]  # type: ignore[attr-defined]
-    own = ray._private.worker._global_node.all_processes  # type: ignore[attr-defined]
-    if started := own.get("raylet"):  # here, and by this one
-        raylet = started[0].process.pid
-        run.guard.watch.tell_keeper(name="Ray's raylet", pid=raylet)
-        if fork_from:
-            job = ray.get_runtime_context().get_job_id()
-            secret = {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
-            fork_from[1](RAY_JOB_ID=job, RAY_RAYLET_PID=str(raylet), **secret)
-    else:
-        run.guard.watch.elsewhere = node_monitor.Lookouts().look
-    run.guard.listen()
-    link = run.folder / "logs" / "ray"
+    settings = ray_settings(launch)
+    session = ray.init(**settings).address_info["session_dir"]  # type: ignore[attr-defined]
+    processes = ray._private.worker._global_node.all_processes  # type: ignore[attr-defined]
+    raylets = processes.get("raylet")  # of a Ray that this process started
+    raylet_pid = raylets[0].process.pid if raylets else None
+    launch.call("after_ray", raylet_pid)
+    run.guard.install_handlers()  # Ray replaced them
+    link = launch.logs / "ray"
     link.unlink(missing_ok=True)
     link.symlink_to(Path(session) / "logs")
     imports.join()
-    patience = JOIN_S if run.guard.watch.elsewhere else 0.0
-    while (lack := lacking(run.config, ray.cluster_resources(), run.command)) and patience > 0:
-        patience -= 1.0
+    wait_for_resources(launch.config, run.command, 0.0 if raylets else JOIN_S)
+
+
+def ray_settings(launch: Launch) -> dict[str, Any]:
+    """The arguments of ray.init."""
+    settings = to_plain(launch.config.ray_kwargs.ray_init)
+    if settings.get("address"):
+        # `ray start` has set these
+        return {name: settings[name] for name in settings if name not in ("num_cpus", "num_gpus")}
+    settings["_temp_dir"] = isolation.make_ray_folder(settings.get("_temp_dir"))
+    settings["address"] = "local"  # otherwise Ray joins any cluster that runs on this machine
+    python = shlex.quote(launch.python)  # Ray starts its workers through a shell
+    settings["runtime_env"] = {**settings["runtime_env"], "py_executable": python}
+    return settings
+
+
+def import_engine(launch: Launch) -> None:
+    """Import the modules that the run needs next, which takes 10 s."""
+    from verl.workers.rollout.replica import get_rollout_replica_class
+
+    import training  # noqa: F401
+
+    if launch.policy:
+        import inference  # noqa: F401
+
+        launch.first("import_engine", launch.config)
+        get_rollout_replica_class(launch.config.actor_rollout_ref.rollout.name)
+
+
+def wait_for_resources(config: DictConfig, command: str, patience_s: float) -> None:
+    """Wait until Ray has the GPUs and CPUs that the workers need. Raises RunError."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        problem = find_missing_resources(config, ray.cluster_resources(), command)
+        if not problem:
+            return
+        if time.monotonic() >= deadline:
+            raise RunError(problem)
         time.sleep(1.0)
-    if lack:
-        raise RunError(lack)
 
 
-def lacking(config: DictConfig, found: Mapping[str, float], command: str) -> str:
-    """What Ray has less of than the workers ask for, so that the run would wait for ever; empty if nothing. found: what
-    it has of each kind."""
-    gpus, cpus, wanted = found.get("GPU", 0), found.get("CPU", 0), all_gpus(config, command)
-    alone = config.actor_rollout_ref.rollout.nnodes or command in ("rollout", "evaluate")
-    shares = wanted + sampling_gpus(config) * bool(alone and command != "sft")
-    if gpus < wanted:
-        own = " with trainer.resource_pools and rollout.nnodes"
-        own *= wanted > config.trainer.n_gpus_per_node * config.trainer.nnodes
+def find_missing_resources(config: DictConfig, resources: Mapping[str, float], command: str) -> str:
+    """The resources that Ray lacks, for which the workers would wait forever; empty if none.
+
+    resources: {"GPU": count, "CPU": count} of the cluster.
+    """
+    gpus = resources.get("GPU", 0)
+    needed = all_gpus(config, command)
+    if gpus < needed:
         return (
-            f"Ray has {gpus:g} GPUs, trainer.n_gpus_per_node * nnodes{own} = {wanted}: set these, join the other nodes "
-            "(`ray start`, ray_kwargs.ray_init.address=auto), or without a GPU add --config configs/machines/cpu.yaml"
+            f"Config needs {needed} GPUs (trainer.n_gpus_per_node * nnodes, and separate pools), "
+            f"Ray has {gpus:g}. Lower trainer.n_gpus_per_node, join more nodes (`ray start`, "
+            "ray_kwargs.ray_init.address=auto), or add --config cpu."
         )
-    if cpus < shares:
-        why = f"one goes to the process on each of {wanted} GPUs" + ", two where vLLM is alone" * (
-            shares > wanted
+    rollout_is_separate = config.actor_rollout_ref.rollout.nnodes or not_training(command)
+    processes = needed
+    note = ""
+    if rollout_is_separate and command != "sft":
+        processes += rollout_gpus(config)
+        note = ", two where the rollout engine is alone"
+    cpus = resources.get("CPU", 0)
+    if cpus < processes:
+        return (
+            f"Ray has {cpus:g} CPUs, and the process of each of {needed} GPUs takes one{note}. Set "
+            f"ray_kwargs.ray_init.num_cpus={processes} to share them, or join more nodes."
         )
-        way_out = f"let them share by ray_kwargs.ray_init.num_cpus={shares}, or join other nodes"
-        return f"Ray has {cpus:g} CPUs, and {why}: {way_out}"
     return ""
 
 
-def _import_all(engine: str | None) -> None:
-    """What the run asks for next. engine: rollout.name, or None where nothing is sampled."""
-    from verl.workers.rollout.replica import get_rollout_replica_class
-
-    assert training.Workers
-    if engine == "hf":
-        importlib.import_module("kit.extras.hf_rollout")  # which registers it
-    if engine:
-        assert inference.rollout
-        get_rollout_replica_class(engine)
+def not_training(command: str) -> bool:
+    """Whether a command samples only."""
+    return command in ("rollout", "evaluate")
 
 
-def enter(context: Any, loop: asyncio.Runner, stack: contextlib.ExitStack) -> None:
+def enter(context: Any, loop: Any, stack: contextlib.ExitStack) -> None:
     """Open an asynchronous context now, and close it with the run."""
     loop.run(context.__aenter__())
-    stack.callback(lambda: loop.run(context.__aexit__(None, None, None)))
+
+    def leave() -> None:
+        loop.run(context.__aexit__(None, None, None))
+
+    stack.callback(leave)

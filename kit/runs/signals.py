@@ -1,9 +1,10 @@
-"""What ends a run that hangs, has lost a process or was asked to stop: stages, deadlines, signals."""
+"""Stop a run in order: stage timeouts, Ctrl-C and SIGTERM, and lost processes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import os
 import re
 import signal
@@ -16,22 +17,32 @@ from typing import Any
 from omegaconf import DictConfig
 
 from kit.errors import RunError, Stop
-from kit.extras.supervisor import process_monitor
+from kit.runs import log_files, processes
 
-PEER_S = 30  # seconds until Ray knows of a node that it is lost
-END_S = 60  # seconds for the processes to end in, before they are killed
-BLOCKED_S = 5  # seconds for an event loop to stop in
-WHOLE = (
-    "update_critic",
-    "update_actor",
-    "update_weights",
-    "save_checkpoint",
-)  # stages that are not left half done
-AGAIN = "The same command goes on from the last checkpoint"
+PEER_LOSS_S = 30  # seconds until Ray notices that a node is lost
+SHUTDOWN_TIMEOUT_S = 60  # seconds for the processes to end, before they are killed
+BLOCKED_LOOP_S = 5  # seconds for a stopped event loop to return
+SAME_SIGNAL_S = 1.0  # a second signal within this time is a copy of the first
+# stages that a stop lets finish, since half an update is worthless
+UNINTERRUPTIBLE = ("update_critic", "update_actor", "update_weights", "save_checkpoint")
+OUTER_STAGE = "step"  # contains the other stages; it is only timed
+RESUME_HINT = "Rerun the same command to resume from the last checkpoint"
+
+
+class StopReason(enum.Enum):
+    """Why a run ends before its work is done."""
+
+    SIGNAL = enum.auto()  # Ctrl-C or SIGTERM
+    LOST_PROCESS = enum.auto()  # a process or a Gym server is lost
+    STAGE_TIMEOUT = enum.auto()  # a stage made no progress for trainer.stage_timeout_s
+    SHUTDOWN_TIMEOUT = enum.auto()  # the processes did not end in SHUTDOWN_TIMEOUT_S
 
 
 class Guard:
-    """A run's stages. `say` prints a line, `show` the stage under way; `timing` holds their seconds, of this step."""
+    """Times the stages of a run, and stops the run if one hangs, a signal comes or a process dies.
+
+    say: prints a line. show: shows the current stage.
+    """
 
     def __init__(
         self,
@@ -40,224 +51,301 @@ class Guard:
         say: Callable[[str], None],
         show: Callable[[str], None],
     ):
-        self.config, self.logs, self.say, self.show = config, logs, say, show
-        self.timing: dict[str, float] = {}
-        self.current, self.failed, self.ends = (
-            "",
-            "",
-            False,
-        )  # the stage; that in which an error was; all is closing
-        self.begun = time.monotonic()  # when the stage under way did, or last got on
-        self.asked, self.asked_at, self.lost = (
-            0,
-            0.0,
-            "",
-        )  # the signal that asked to stop, when; what was lost
-        self.ending: Stop | None = None
-        self.stopping: asyncio.Handle | None = (
-            None  # the call that stops the event loop of this thread
-        )
-        self.stopped_at = 0.0  # when it was made
-        self.notebook_loop = running_loop()  # in which a notebook calls all of this
-        self.owed = ""  # what is to be done once the processes have ended
-        self.watch: process_monitor.Watch | None = None
-        self.loop: Any = None  # asyncio.Runner, or kit.extras.one_step_off.Loop
-        self.before: dict[int, Any] = {}  # whose signals these are: signal -> handler
+        self.config = config
+        self.logs = logs
+        self.say = say
+        self.show = show
+        self.timing: dict[str, float] = {}  # seconds by stage, of the current step
+        self.current_stage = ""
+        self.failed_stage = ""
+        self.last_progress_at = time.monotonic()  # of the current stage
+        self.stop_signal = 0  # the signal that requested a stop
+        self.stop_signal_at = 0.0
+        self.lost_process = ""  # a message about it
+        self.is_closing = False  # between begin_shutdown and end_shutdown
+        self.pending_export = ""  # a hint, if the model is exported once the processes have ended
+        self.ending: Stop | None = None  # the exception that ends the run
+        self.loop_stop: asyncio.Handle | None = None  # a call that stops this thread's event loop
+        self.loop_stop_at = 0.0  # time of that call
+        self.notebook_loop = get_running_loop()  # a notebook calls all of this inside its loop
+        # An optional process monitor. Methods used here: stop_watching(), kill_all().
+        self.monitor: Any = None
+        self.loop: Any = None  # asyncio.Runner, or an object with its `run` and `get_loop`
+        self.previous_handlers: dict[int, Any] = {}  # by signal
 
-    def listen(self) -> None:
-        """Take the signals by which a run is stopped; again after ray.init, which takes SIGTERM for a crash."""
+    # --- signals ---
+
+    def install_handlers(self) -> None:
+        """Handle SIGINT, SIGTERM and SIGALRM.
+
+        Call it again after ray.init, which installs a SIGTERM handler of Ray.
+        """
         handlers = {
-            signal.SIGINT: self.asked_to_stop,
-            signal.SIGTERM: self.asked_to_stop,
-            signal.SIGALRM: self.alarmed,
+            signal.SIGINT: self.handle_stop_signal,
+            signal.SIGTERM: self.handle_stop_signal,
+            signal.SIGALRM: self.handle_alarm,
         }
         for signum, handler in handlers.items():
-            present = signal.getsignal(signum)
-            # a shell gives a command in the background (&) an ignored SIGINT, which must stay so
-            if signum == signal.SIGALRM or present is not signal.SIG_IGN:
+            previous = signal.getsignal(signum)
+            # A shell starts a command in the background (&) with SIGINT ignored: keep that.
+            if signum == signal.SIGALRM or previous is not signal.SIG_IGN:
                 signal.signal(signum, handler)
-            self.before.setdefault(signum, present)
+            self.previous_handlers.setdefault(signum, previous)
 
-    def give_back(self) -> None:
-        """The signals are whose they were: a notebook goes on after the run."""
+    def restore_handlers(self) -> None:
+        """Restore the previous signal handlers: a notebook continues after the run."""
         signal.alarm(0)
-        for signum, handler in self.before.items():
+        for signum, handler in self.previous_handlers.items():
             signal.signal(signum, handler)
 
-    def asked_to_stop(self, signum: int, _frame: Any) -> None:
-        """Ctrl-C or SIGTERM: once, to save what is done and end in order; twice, to end at once."""
-        if self.asked and time.monotonic() < self.asked_at + 1.0:
-            return  # once, from a wrapper that passes it on and a terminal that sends it to the whole group
-        if self.asked:
-            process_monitor.end_now(128 + signum, self.watch)
-        self.asked, self.asked_at = signum, time.monotonic()
-        self.say(
-            f"{signal.Signals(signum).name}: the run saves what is done and ends; once more ends it at once"
-        )
-        if self.current and self.current not in WHOLE:
-            self.stop_asked()
+    def handle_stop_signal(self, signum: int, _frame: Any) -> None:
+        """Handle Ctrl-C or SIGTERM: the first saves and exits, the second exits immediately."""
+        if self.stop_signal:
+            # A wrapper may forward a signal that the terminal sends to the whole group.
+            if time.monotonic() < self.stop_signal_at + SAME_SIGNAL_S:
+                return
+            exit_now(128 + signum, self.monitor)
+        self.stop_signal_at = time.monotonic()
+        self.stop_signal = signum
+        name = signal.Signals(signum).name
+        repeat = "Press Ctrl-C" if signum == signal.SIGINT else f"Send {name}"
+        self.say(f"{name}: saving and exiting. {repeat} again to exit immediately.")
+        if self.current_stage and self.current_stage not in UNINTERRUPTIBLE:
+            self.stop(StopReason.SIGNAL)
 
-    def stop(self, why: str, status: int = 1, save: bool = False) -> None:
-        """Raise Stop, or stop the event loop that runs in this thread; `stage` then raises Stop.
+    def handle_alarm(self, *_: Any) -> None:
+        """Handle SIGALRM: a timeout has passed, or `report_lost` was called."""
+        if self.is_closing:
+            self.stop(StopReason.SHUTDOWN_TIMEOUT)
+        if not self.current_stage:
+            return  # the next stage checks `lost_process`
+        if self.loop_stop:
+            self._raise_in_blocked_loop()
+        elif self.lost_process:
+            self.stop(StopReason.LOST_PROCESS)
+        else:
+            self.stop(StopReason.STAGE_TIMEOUT)
 
-        An exception that a signal handler raises inside an event loop may take the place of a callback
-        that the loop has already taken from its queue. The task that waits for this callback could
-        then never end, and could not be cancelled either.
+    def _raise_in_blocked_loop(self) -> None:
+        """Raise Stop if a call inside the event loop does not return, so the loop cannot stop."""
+        if self.ending and time.monotonic() > self.loop_stop_at + BLOCKED_LOOP_S - 1:
+            signal.alarm(BLOCKED_LOOP_S)  # again, in case something catches this exception
+            raise self.ending
+
+    # --- stopping ---
+
+    def stop(self, reason: StopReason) -> None:
+        """Raise Stop, or stop this thread's event loop; then `stage` raises Stop.
+
+        Only the first call has an effect, since the first reason is the cause. SHUTDOWN_TIMEOUT
+        ends the process.
+
+        An exception that a signal handler raises inside an event loop may replace a callback that
+        the loop has already taken from its queue. The task that waits for this callback could then
+        neither end nor be cancelled.
         """
-        if self.stopping:
-            return  # the first reason is the cause
-        self.ending = Stop(why, status, save)
-        loop = running_loop()
+        if reason is StopReason.SHUTDOWN_TIMEOUT:
+            self._exit_after_timeout()
+        if self.loop_stop:
+            return
+        self.ending = self._make_stop(reason)
+        loop = get_running_loop()
         if loop is None or loop is self.notebook_loop:
             raise self.ending
-        self.stopping, self.stopped_at = loop.call_soon_threadsafe(loop.stop), time.monotonic()
-        signal.alarm(BLOCKED_S)
+        self.loop_stop_at = time.monotonic()
+        self.loop_stop = loop.call_soon_threadsafe(loop.stop)
+        signal.alarm(BLOCKED_LOOP_S)
 
-    def stop_asked(self) -> None:
-        """End a run that was asked to stop, between two updates, as `stop` does."""
-        self.stop("interrupted", 128 + self.asked, save=True)
-
-    def alarmed(self, *_: Any) -> None:
-        """A deadline has passed, or the watch has lost a process."""
-        if self.ends:  # and does not come to it: what ended the run is told here, since it will not be told again
-            error = sys.exc_info()[1]
-            lost = f"; {self.owed}" * bool(self.owed and not error)
-            print(
-                f"error: {error or 'the processes of the run'} (they did not end in {END_S} s){lost}",
-                file=sys.stderr,
-            )
-            status = error.status if isinstance(error, Stop) else int(bool(error or self.owed))
-            process_monitor.end_now(status, self.watch)
-        if not self.current:
-            return  # between two stages; the next one sees what is lost
-        if self.stopping and self.ending:
-            if (
-                time.monotonic() > self.stopped_at + BLOCKED_S - 1
-            ):  # a call inside the event loop does not return
-                signal.alarm(BLOCKED_S)  # again, in case this exception is swallowed
-                raise self.ending
-            return
-        where = f"stage {self.current}"
-        if lost := self.lost:
-            # without Ray's GCS the workers still answer, for the minute until Ray ends the driver
-            save = "gcs_server" in lost and self.current not in WHOLE
-            self.lost = "" if save else lost
-            self.stop(f"{where}: {lost}. {AGAIN}", save=save)
-            return
-        seconds, last = self.config.trainer.stage_timeout_s, process_monitor.latest_words(self.logs)
-        self.stop(
-            f"{where} got nowhere in {seconds:g} s (trainer.stage_timeout_s); raise it if that is only slow; {last}"
+    def _make_stop(self, reason: StopReason) -> Stop:
+        """Return the exception for a reason. For a process whose loss allows saving, forget it."""
+        if reason is StopReason.SIGNAL:
+            return Stop("interrupted", 128 + self.stop_signal, save=True)
+        stage = self.current_stage
+        if reason is StopReason.LOST_PROCESS:
+            message = f"stage {stage}: {self.lost_process}. {RESUME_HINT}"
+            # Without Ray's GCS the workers still answer for a minute, until Ray ends the driver.
+            can_save = "gcs_server" in self.lost_process and stage not in UNINTERRUPTIBLE
+            if can_save:
+                self.lost_process = ""  # else the stage that saves would raise it again
+            return Stop(message, save=can_save)
+        return Stop(
+            f"Stage '{stage}' made no progress for {self.config.trainer.stage_timeout_s:g} s "
+            "(trainer.stage_timeout_s). Raise it if the stage is just slow. "
+            f"{log_files.read_newest_log_tail(self.logs)}"
         )
 
-    def progress(self) -> None:
-        """A stage that makes progress does not hang: its deadline (trainer.stage_timeout_s) starts again."""
-        self.begun = time.monotonic()
-        if self.current and not self.stopping:
-            signal.alarm(max(1, round(self.config.trainer.stage_timeout_s)))
-            if (
-                self.stopping
-            ):  # since it was looked at: this may be the thread of kit/extras/one_step_off.py
-                signal.alarm(BLOCKED_S)
+    def _exit_after_timeout(self) -> None:
+        """Print the error that ended the run, which nothing else will print, and exit."""
+        error = sys.exc_info()[1]
+        cause = f"{error}; " if error else ""
+        message = f"{cause}the run's processes did not end in {SHUTDOWN_TIMEOUT_S} s and are killed"
+        if self.pending_export and not error:
+            message += f"; {self.pending_export}"
+        print(f"error: {message}", file=sys.stderr)
+        if isinstance(error, Stop):
+            status = error.status
+        else:
+            status = int(bool(error or self.pending_export))
+        exit_now(status, self.monitor)
 
-    def lose(self, what: str) -> None:
-        """Called by the watch, in its thread: wake the loop, whatever it waits for."""
-        self.lost = what
-        if self.current:
+    def report_lost(self, message: str) -> None:
+        """Stop the run for a lost process. Can be called from any thread."""
+        self.lost_process = message
+        if self.current_stage:
             os.kill(os.getpid(), signal.SIGALRM)
 
-    def end(self) -> None:
-        """The processes are about to be stopped, and have END_S for it."""
-        self.current, self.ends = "", True
-        signal.alarm(END_S)
-        if self.watch:
-            self.watch.rest()
-        runner, self.loop = self.loop, None
-        if (
-            runner and (loop := runner.get_loop()).is_running()
-        ):  # in a thread of its own, which no signal stops
-            runner.run(drop_tasks())
-        elif runner:
-            # a loop that was stopped in the round in which its work ended still has the callback that stops it
-            loop.call_soon(loop.stop)
-            with contextlib.suppress(KeyboardInterrupt):
-                loop.run_forever()
-            dropped = loop.create_task(drop_tasks())
-            while (
-                not dropped.done()
-            ):  # who waits for a task that the stop ended has asyncio raise it once more
-                with contextlib.suppress(KeyboardInterrupt):
-                    loop.run_until_complete(dropped)
+    def record_progress(self) -> None:
+        """Restart the timeout of the current stage (trainer.stage_timeout_s)."""
+        self.last_progress_at = time.monotonic()
+        if self.current_stage and not self.loop_stop:
+            signal.alarm(max(1, round(self.config.trainer.stage_timeout_s)))
+            # Another thread may call this, while the main thread stops the loop.
+            if self.loop_stop:
+                signal.alarm(BLOCKED_LOOP_S)
+
+    # --- shutdown ---
+
+    def begin_shutdown(self) -> None:
+        """Prepare to stop the run's processes: they have SHUTDOWN_TIMEOUT_S. Cancel all tasks."""
+        self.current_stage = ""
+        self.is_closing = True
+        signal.alarm(SHUTDOWN_TIMEOUT_S)
+        if self.monitor:
+            self.monitor.stop_watching()
+        runner = self.loop
+        self.loop = None
+        if not runner:
+            return
+        if runner.get_loop().is_running():  # in another thread, which no signal stops
+            runner.run(cancel_tasks())
+        else:
+            cancel_tasks_of_stopped_loop(runner.get_loop())
+
+    def end_shutdown(self) -> None:
+        """Forget the ended processes: from now on, timeouts are those of the export."""
+        self.is_closing = False
+        self.pending_export = ""
+        self.monitor = None
+
+    # --- stages ---
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage into `timing` (seconds), show it, and end the run if it hangs or was asked to stop."""
-        begin, inner, outer = time.perf_counter(), name != "step", self.current
+        """Time a stage, show it, and raise Stop if it hangs or the run must stop."""
+        begin = time.perf_counter()
+        outer = self.current_stage
         try:
-            if inner:
-                self.current = name
-                if self.lost:
-                    self.alarmed()
-                if self.asked and name not in WHOLE:
-                    self.stop_asked()
-                self.show(name)
-                self.progress()
+            if name != OUTER_STAGE:
+                self._begin_stage(name)
             yield
-            if self.stopping and self.ending:  # the work was done before the event loop stopped
+            if self.loop_stop and self.ending:  # the work ended before the event loop stopped
                 raise self.ending
         except KeyboardInterrupt as error:
             raise (self.ending or error) from None
         except Exception as error:
-            if self.stopping and self.ending:
-                if not (isinstance(error, RuntimeError) and "Event loop stopped" in str(error)):
-                    self.say(f"{name} failed while it was stopped: {error!r:.300}")
-                raise self.ending from error
-            self.failed = name if inner else self.failed
-            if type(error).__module__.split(".")[0] != "ray":
-                raise
-            cause = process_monitor.root_cause(error, self.logs)
-            if re.search(
-                "(closed|reset) by peer|NCCL", cause
-            ):  # so says who lives on: the watch finds who died
-                time.sleep(PEER_S)
-            raise RunError(f"stage {name}: {cause}. {AGAIN}, once that is mended") from error
+            self._convert_error(name, error)
+            raise
         finally:
-            if inner:
+            if name != OUTER_STAGE:
                 signal.alarm(0)
-                self.current = outer
-            if self.stopping:
-                self.stopping.cancel()
-                self.stopping = None
+                self.current_stage = outer
+            if self.loop_stop:
+                self.loop_stop.cancel()
+                self.loop_stop = None
             self.timing[name] = self.timing.get(name, 0.0) + time.perf_counter() - begin
 
+    def _begin_stage(self, name: str) -> None:
+        """Make a stage the current one, and start its timeout. Raises Stop if one is due."""
+        self.current_stage = name
+        if self.lost_process:
+            self.handle_alarm()
+        if self.stop_signal and name not in UNINTERRUPTIBLE:
+            self.stop(StopReason.SIGNAL)
+        self.show(name)
+        self.record_progress()
+
+    def _convert_error(self, name: str, error: Exception) -> None:
+        """Raise Stop or RunError in place of a stage's error. Returns if the error should stay."""
+        if self.loop_stop and self.ending:
+            if not (isinstance(error, RuntimeError) and "Event loop stopped" in str(error)):
+                self.say(f"stage {name} failed while the run was stopping: {error!r:.300}")
+            raise self.ending from error
+        if name != OUTER_STAGE:
+            self.failed_stage = name
+        if not is_ray_error(error):
+            return
+        cause = log_files.find_root_cause(error, self.logs)
+        # The survivors report this first. Give the monitor time to find the process that died.
+        if re.search("(closed|reset) by peer|NCCL", cause):
+            time.sleep(PEER_LOSS_S)
+        raise RunError(f"stage {name}: {cause}. Fix the cause. {RESUME_HINT}") from error
+
     @contextlib.contextmanager
-    def saving(self, save: Callable[[], Path | None]) -> Iterator[None]:
-        """Around the loop: a run that was asked to stop, or fails while the weights are whole, saves before it ends."""
+    def save_on_stop(self, save: Callable[[], Path | None]) -> Iterator[None]:
+        """Save before a stop or an error leaves the block, if the workers hold complete weights.
+
+        save: saves, and returns the path of the last checkpoint; None if there is none.
+        """
         try:
             yield
-            if self.asked:
-                self.stop_asked()
+            if self.stop_signal:
+                self.stop(StopReason.SIGNAL)
         except (Stop, Exception) as error:
-            # true of a Gym server that is gone or a reward that raises; not of half an update, or a worker that is lost
-            whole = (
-                self.failed not in WHOLE and type(error.__cause__).__module__.split(".")[0] != "ray"
-            )
-            wanted = error.save if isinstance(error, Stop) else whole
-            if wanted:
-                self.say(f"the last checkpoint is {save() or 'none: no step was done'}")
+            if self._can_save(error):
+                checkpoint = save()
+                self.say(f"Last checkpoint: {checkpoint or 'none, no step was completed'}")
             raise
 
+    def _can_save(self, error: BaseException) -> bool:
+        """Return whether the weights are complete after this error.
 
-def running_loop() -> asyncio.AbstractEventLoop | None:
-    """The event loop that runs in this thread, if one does."""
+        They are if a Gym server is lost or a reward raises an exception. They are not in the
+        middle of an update, or if a worker is lost.
+        """
+        if isinstance(error, Stop):
+            return error.save
+        return self.failed_stage not in UNINTERRUPTIBLE and not is_ray_error(error.__cause__)
+
+
+def exit_now(status: int, monitor: Any) -> None:
+    """Exit immediately: kill all descendants, trackers included, and remove their files."""
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)  # the monitor would report that they died
+    if monitor:
+        monitor.kill_all()
+    else:
+        processes.kill_processes({}, (), timeout_s=2.0)
+    os._exit(status)
+
+
+def is_ray_error(error: BaseException | None) -> bool:
+    """Return whether an exception's class is defined by Ray."""
+    return type(error).__module__.split(".")[0] == "ray"
+
+
+def get_running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop that runs in this thread, or None."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
 
 
-async def drop_tasks() -> None:
-    """Cancel the episodes that a stop left half done, else they would wake up while all is closed."""
+async def cancel_tasks() -> None:
+    """Cancel the episodes that a stop interrupted. Else they would continue during shutdown."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def cancel_tasks_of_stopped_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel all tasks of an event loop that runs in this thread, and that a stop may have left."""
+    # A loop that was stopped in its last round still has the callback that stops it: run that.
+    loop.call_soon(loop.stop)
+    with contextlib.suppress(KeyboardInterrupt):
+        loop.run_forever()
+    cancelling = loop.create_task(cancel_tasks())
+    # asyncio raises a task's KeyboardInterrupt once more for each task that waits for it.
+    while not cancelling.done():
+        with contextlib.suppress(KeyboardInterrupt):
+            loop.run_until_complete(cancelling)

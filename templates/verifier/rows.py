@@ -1,8 +1,8 @@
-"""Rows for the server beside this file: what a thing costs, which only its tool can tell. The recipe names them:
+"""Rows for the server in this folder: the price of a thing, which only the server's tool knows.
 
-    env: {train_files: [{function: templates/verifier/rows.py:rows, server: shop}]}
+    env: {train_files: [{function: "templates/verifier/rows.py:rows", server: shop}]}
 
-All of a row goes to /seed_session and /verify; `responses_create_params` is what the policy is asked.
+/seed_session and /verify get the whole row. The policy gets only `responses_create_params`.
 """
 
 from __future__ import annotations
@@ -11,31 +11,22 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-ITEMS = [
-    "apple",
-    "book",
-    "brush",
-    "candle",
-    "chair",
-    "clock",
-    "cup",
-    "drum",
-    "fork",
-    "glove",
-    "hat",
-    "jar",
-]
-HELD_OUT = ["kettle", "lamp", "mug", "pen"]
-SCHEMA = {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]}
+THINGS = ["apple", "book", "brush", "candle", "chair", "clock"]
+THINGS += ["cup", "drum", "fork", "glove", "hat", "jar"]
+HELD_OUT_THINGS = ["kettle", "lamp", "mug", "pen"]
 TOOL = {
     "type": "function",
     "name": "price",
-    "description": "What a thing costs.",
-    "parameters": SCHEMA,
+    "description": "The price of a thing.",
+    "parameters": {
+        "type": "object",
+        "properties": {"item": {"type": "string"}},
+        "required": ["item"],
+    },
     "strict": True,
 }
-SHOWN = [  # before the question: a small model copies what it sees
-    {"role": "user", "content": "What does a bell cost?"},
+EXAMPLE = [  # before the question: a small model copies what it sees
+    {"role": "user", "content": "How much does a bell cost?"},
     {
         "type": "function_call",
         "call_id": "call_0",
@@ -54,17 +45,17 @@ def rows(
     pass_rates: Mapping[int, Mapping[int, float]],
     held_out: bool = False,
 ) -> list[dict[str, Any]]:
-    """`size` rows of a batch, of its arguments alone (kit/data/verl_rows.py)."""
-    draw = random.Random(f"{seed} {batch}")
-    return [
-        row(draw.choice(HELD_OUT if held_out else ITEMS), draw.randint(10, 99)) for _ in range(size)
-    ]
+    """Generate `size` rows. They depend on the arguments alone (kit/extras/generated_rows.py)."""
+    rng = random.Random(f"{seed} {batch}")
+    things = HELD_OUT_THINGS if held_out else THINGS
+    return [make_row(rng.choice(things), rng.randint(10, 99)) for _ in range(size)]
 
 
-def row(item: str, price: int) -> dict[str, Any]:
-    asked = [*SHOWN, {"role": "user", "content": f"What does a {item} cost?"}]
+def make_row(item: str, price: int) -> dict[str, Any]:
+    """Make the row of one thing and its price."""
+    question = {"role": "user", "content": f"How much does a {item} cost?"}
     return {
-        "responses_create_params": {"input": asked, "tools": [TOOL]},
+        "responses_create_params": {"input": [*EXAMPLE, question], "tools": [TOOL]},
         "prices": {item: price},
         "answer": price,
     }

@@ -1,6 +1,7 @@
-"""The server of this folder, started as a run starts it, and asked over HTTP: `python -m pytest templates/verifier`.
+"""Test the server of this folder over HTTP: `python -m pytest templates/verifier`.
 
-A verifier wants three answers tested: one that is right, one that is wrong, and what is none, which must fail.
+The test starts the server as a run does. Test three responses to a verifier: a right one, a wrong
+one, and one that must fail.
 """
 
 from __future__ import annotations
@@ -11,41 +12,42 @@ from pathlib import Path
 
 import pytest
 
-from gym_client import Gym, GymError, Verdict, message_response
+from gym_client import Gym, GymError, VerifyResult, message_response
 from kit.gym.servers import running_servers
 
-HERE = Path(__file__).resolve().parent
-rows = runpy.run_path(str(HERE / "rows.py"))["rows"]
+FOLDER = Path(__file__).resolve().parent
+rows = runpy.run_path(str(FOLDER / "rows.py"))["rows"]
 
 
-async def play(urls: dict[str, str], row: dict, answer: str | None = None) -> Verdict:
-    """An episode of `row`: the price is asked, and said, or `answer` is."""
+async def play(urls: dict[str, str], row: dict, response: str | None = None) -> VerifyResult:
+    """Play an episode: get the price from the tool, then respond with it, or with `response`."""
     (item,) = row["prices"]
     async with Gym(urls) as gym, gym.session("shop", row) as session:
         assert session.kind == "verify" and session.executable == {"price"}
-        assert "Field required" in await session.call_tool("price", "{}")  # which the policy reads
-        told = await session.call_tool("price", f'{{"item": "{item}"}}')
-        return await session.verify(
-            message_response(f"It says {told}." if answer is None else answer)
-        )
+        # wrong arguments: the policy reads this
+        assert "Field required" in await session.call_tool("price", "{}")
+        output = await session.call_tool("price", f'{{"item": "{item}"}}')
+        if response is None:
+            response = f"The tool returned {output}."
+        return await session.verify(message_response(response))
 
 
-async def without_a_session(urls: dict[str, str], row: dict) -> None:
+async def verify_without_session(urls: dict[str, str], row: dict) -> None:
+    """Verify without the cookie of the session."""
     async with Gym(urls) as gym, gym.session("shop", row) as session:
-        session._http.cookies.clear()
+        session.connection.cookies.clear()
         await session.verify(message_response("7"))
 
 
 def test_the_verifier(tmp_path: Path) -> None:
     row = rows(1, 1, 1, {})[0]
-    with running_servers({"shop": {"start": {"path": str(HERE)}}}, tmp_path) as urls:
+    with running_servers({"shop": {"start": {"path": str(FOLDER)}}}, tmp_path) as urls:
         right = asyncio.run(play(urls, row))
         assert (right.reward, right.components) == (1.0, {"calls": 1.0})
-        assert (
-            asyncio.run(play(urls, row, f"{row['answer']}, no, {row['answer'] + 1}")).reward == 0.0
-        )
+        wrong = asyncio.run(play(urls, row, f"{row['answer']}, no, {row['answer'] + 1}"))
+        assert wrong.reward == 0.0
         assert asyncio.run(play(urls, row, "")).reward == 0.0
         with pytest.raises(GymError, match=r"HTTP 409.*no such session"):
-            asyncio.run(without_a_session(urls, row))
+            asyncio.run(verify_without_session(urls, row))
         with pytest.raises(GymError, match=r"HTTP 422.*prices"):
-            asyncio.run(without_a_session(urls, {**row, "prices": None}))
+            asyncio.run(verify_without_session(urls, {**row, "prices": None}))

@@ -13,7 +13,7 @@ from kit.config.load import load_config
 from kit.config.user_functions import ADVANTAGE, LOSS_MODE, TEACHER
 from kit.errors import ConfigError
 from kit.extras import sft
-from kit.runs import preparation
+from kit.runs import prepare, summary, trial
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_all_that_verl_has_is_taken_and_group_estimators_need_groups(tiny_recipe
 
     estimators = [f"{ADVANTAGE}={estimator.value}" for estimator in AdvantageEstimator]
     losses = [
-        f"{LOSS_MODE}={name}" for name in POLICY_LOSS_REGISTRY if not user_functions.is_own(name)
+        f"{LOSS_MODE}={name}" for name in POLICY_LOSS_REGISTRY if not user_functions.is_user_function(name)
     ]
     assert len(estimators) >= 13 and len(losses) >= 12
     for change in estimators + losses:
@@ -45,44 +45,44 @@ def test_all_that_verl_has_is_taken_and_group_estimators_need_groups(tiny_recipe
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        (["algorithm.adv_estimator=grppo"], r"verl has gae, .*; did you mean grpo\?"),
-        ([f"{LOSS_MODE}=gsp"], r"did you mean gspo\?"),
+        (["algorithm.adv_estimator=grppo"], r"not in verl, which has gae, .*\. Did you mean grpo\?"),
+        ([f"{LOSS_MODE}=gsp"], r"Did you mean gspo\?"),
         (["algorithm.adv_estimator=gdpo"], "needs algorithm.gdpo_reward_keys"),
         ([f"{LOSS_MODE}=dro"], "needs actor_rollout_ref.actor.policy_loss.dro_beta"),
-        ([f"{LOSS_MODE}=bypass_mode"], "set by algorithm.rollout_correction.bypass_mode=true"),
+        ([f"{LOSS_MODE}=bypass_mode"], "follows from algorithm.rollout_correction.bypass_mode=true"),
         (
             ["algorithm.rollout_correction.bypass_mode=true", f"{LOSS_MODE}=gspo"],
-            "has a loss of its own",
+            "has its own loss",
         ),
         (["algorithm.filter_groups.enable=true"], "needs max_num_gen_batches"),
         (
             ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=2"]
             + ["actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=remax"],
-            r"rollout\.n=1: drop_uniform would drop",
+            r"rollout\.n=1: drop_uniform drops every group of one",
         ),
         (
             ["trainer.resource_pools.critic=1"],
-            "resource_pools.critic=1: this recipe has none; leave it out",
+            "resource_pools.critic=1: this recipe has no critic. Remove it",
         ),
         (
             ["trainer.one_step_off=1", "actor_rollout_ref.rollout.full_determinism=true"],
-            "rollout.full_determinism the sampler cannot know where new weights cut an answer",
+            "cannot repeat at which token new weights arrive",
         ),
         (
             ["trainer.one_step_off=1", "actor_rollout_ref.rollout.free_cache_engine=true"],
-            "sleeps during an update",
+            "makes the rollout engine sleep",
         ),
         (
             ["actor_rollout_ref.rollout.nnodes=1"],
-            r"rollout.nnodes=1: weights go there over gloo; set .*\.backend",
+            r"rollout.nnodes=1 needs .*\.backend to be gloo",
         ),
         (
             ["actor_rollout_ref.rollout.checkpoint_engine.backend=gloo"],
-            "for servers on GPUs of their own; set .*nnodes",
+            "for rollout engines on separate GPUs. Set .*nnodes",
         ),
         (
             ["actor_rollout_ref.rollout.n_gpus_per_node=2"],
-            "n_gpus_per_node is of servers on GPUs of their own; set",
+            "n_gpus_per_node is for rollout engines on separate GPUs. Set",
         ),
         (
             [
@@ -90,31 +90,31 @@ def test_all_that_verl_has_is_taken_and_group_estimators_need_groups(tiny_recipe
                 "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo",
             ]
             + ["actor_rollout_ref.model.lora_rank=4"],
-            "verl sends no adapter there; set actor_rollout_ref.model.lora.merge=true",
+            "verl sends no adapter to separate GPUs. Set actor_rollout_ref.model.lora.merge=true",
         ),
-        (["algorithm.rollout_correction.rollout_is=tokens"], "one of null, token, sequence"),
+        (["algorithm.rollout_correction.rollout_is=tokens"], "one of: null, token, sequence"),
         (["algorithm.rollout_correction.rollout_rs=token_k1"], "needs rollout_rs_threshold"),
         (
             [
                 "algorithm.adv_estimator=optimal_token_baseline",
                 "algorithm.rollout_correction.bypass_mode=true",
             ],
-            "optimal_token_baseline needs the pass",
+            "optimal_token_baseline needs the forward pass",
         ),
-        (["algorithm.kl_ctrl.type=adaptve"], "one of fixed, adaptive"),
-        (["algorithm.adv_estimator=vtrace"], "one of your own is path.py:function"),
+        (["algorithm.kl_ctrl.type=adaptve"], "one of: fixed, adaptive"),
+        (["algorithm.adv_estimator=vtrace"], "give a custom function as path.py:function"),
         (
             [
                 "algorithm.rollout_correction.rollout_rs=foo",
                 "algorithm.rollout_correction.rollout_rs_threshold=2.0",
             ],
-            r"rollout_rs=foo: wants one of .*token_k1",
+            r"rollout_rs=foo is not supported. Use one of: .*token_k1",
         ),
-        (["actor_rollout_ref.actor.loss_agg_mode=token_mean"], "one of token-mean"),
-        (["algorithm.kl_penalty=k5"], "one of kl, "),
+        (["actor_rollout_ref.actor.loss_agg_mode=token_mean"], "one of: token-mean"),
+        (["algorithm.kl_penalty=k5"], "one of: kl, "),
         (
             ["actor_rollout_ref.actor.optim.lr_scheduler_type=linear"],
-            r"actor: verl does not take it: assert self\.lr_scheduler_type in .*cosine",
+            r"actor: verl does not accept it: assert self\.lr_scheduler_type in .*cosine",
         ),
         (
             [
@@ -122,42 +122,42 @@ def test_all_that_verl_has_is_taken_and_group_estimators_need_groups(tiny_recipe
                 "algorithm.gdpo_reward_keys=[a]",
                 "algorithm.gdpo_reward_weights=[1,2]",
             ],
-            "gdpo_reward_weights are 2, .* 1; give one weight for each key",
+            "gdpo_reward_weights has 2 values for 1 keys. Give one weight for each key",
         ),
         (["actor_rollout_ref.model.lora_rank=8"], r"configs/algorithms/lora\.yaml"),
         (["reward.reward_model.enable=true"], "needs reward.reward_model.model_path"),
         (
             ["reward.reward_model.enable=true", "reward.reward_model.model_path=./no"],
-            "no model folder",
+            "no such model folder",
         ),
         (
             ["reward.reward_model.enable=true", "reward.reward_model.model_path=tied"],
             "has no scalar head",
         ),
         (["distillation.enabled=true"], f"needs {TEACHER}"),
-        (["distillation.enabled=true", f"{TEACHER}=./no"], "no model folder"),
+        (["distillation.enabled=true", f"{TEACHER}=./no"], "no such model folder"),
         (
             ["distillation.enabled=true", f"{TEACHER}=tied"],
-            "nothing asks this model .*=templates/advantages.py:distill",
+            "nothing uses this model.*=templates/advantages.py:distill",
         ),
-        ([f"{TEACHER}=tied"], r"read where distillation\.enabled=true"),
+        ([f"{TEACHER}=tied"], r"needs distillation\.enabled=true"),
         (
             ["algorithm.adv_estimator={function: templates/advantages.py:turn_grpo}"],
-            "without settings",
+            "must be a name of verl, or path.py:function",
         ),
         (
             [
                 "actor_rollout_ref.rollout.n=1",
                 "algorithm.adv_estimator=templates/advantages.py:turn_grpo",
             ],
-            "at least two answers",
+            "at least two responses",
         ),
     ],
 )
 def test_what_does_not_go_together_is_an_error(tiny_recipe, workspace, monkeypatch, changes, named):
     monkeypatch.chdir(workspace)
     with pytest.raises(ConfigError, match=named):
-        preparation.check_recipe(changed(tiny_recipe, *changes), "train")
+        prepare.check_recipe(changed(tiny_recipe, *changes), "train")
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(tiny_recipe, workspace, tmp_path):
@@ -170,14 +170,14 @@ def test_a_teacher_of_another_vocabulary_is_refused(tiny_recipe, workspace, tmp_
     estimator = f"{ADVANTAGE}=templates/advantages.py:distill"
     config = changed(tiny_recipe, estimator, "distillation.enabled=true", f"{TEACHER}={tmp_path}")
     with pytest.raises(
-        ConfigError, match=rf"{TEACHER}={tmp_path}: its vocabulary is not the policy's.*'stranger'"
+        ConfigError, match=rf"{TEACHER}={tmp_path}: its vocabulary differs from the policy's.*'stranger'"
     ):
-        preparation.check_recipe(config, "train")
+        prepare.check_recipe(config, "train")
 
 
 def test_a_truncated_sampling_distribution_is_warned_of(workspace):
     for change, warned in (("top_p=0.9", True), ("top_k=20", True), ("temperature=0.9", False)):
-        text = preparation.summary(*load(workspace, f"actor_rollout_ref.rollout.{change}"), "train")
+        text = summary.summarize(*load(workspace, f"actor_rollout_ref.rollout.{change}"), "train")
         assert ("rollout_correction is biased" in text) == warned
 
 
@@ -185,10 +185,10 @@ def test_rows_of_verls_for_a_server_of_gyms_are_warned_of(workspace):
     made = {"prompt": "say 7", "data_source": "mine", "reward_model": {"ground_truth": "7"}}
     rows = write_rows(workspace / "verls.jsonl", [made] * 8)
     for more, warned in (("", True), (", verifier: templates/reward.py:compute_score", False)):
-        text = preparation.summary(
+        text = summary.summarize(
             *load(workspace, f"env.train_files=[{{path: {rows}{more}}}]"), "train"
         )
-        assert ("WARNING     rows of verl's go to the server reasoning_gym" in text) == warned
+        assert ("WARNING     Rows in verl's format go to the server reasoning_gym" in text) == warned
 
 
 def test_a_tool_that_gyms_schema_refuses_is_told_before_anything_starts(workspace):
@@ -233,7 +233,7 @@ def test_an_overlay_is_fifteen_lines_and_goes_over_either_recipe(workspace, path
     for over in ("math.yaml", "math_cpu.yaml"):
         config, _ = load_config([str(ROOT / "configs" / over), str(path)], [])
         assert not [*checks.check_algorithm(config), *checks.check_names(config, "train")]
-        user_functions.functions(config)
+        user_functions.load_recipe_functions(config)
     changes = tiny(workspace)
     if path.stem == "reward_model":
         changes.append(f"reward.reward_model.model_path={workspace / 'scored'}")
@@ -251,10 +251,10 @@ def test_an_overlay_is_fifteen_lines_and_goes_over_either_recipe(workspace, path
     config, _ = load_config(
         [str(CPU), str(RECIPE), str(path)], [*changes, "data.train_batch_size=8"]
     )
-    data = sft.prepare(config) if path.stem == "sft" else preparation.prepare(config)
-    user_functions.try_out(config, data)
+    data = sft.prepare_inputs(config) if path.stem == "sft" else prepare.prepare(config)
+    trial.try_functions(config, data)
 
 
 def test_the_advantage_decides_whether_there_is_a_critic(workspace):
-    with pytest.raises(ConfigError, match="the advantage decides"):
+    with pytest.raises(ConfigError, match="decides whether there is a critic"):
         load(workspace, "critic.enable=true")

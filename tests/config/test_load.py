@@ -16,11 +16,13 @@ from omegaconf import OmegaConf
 
 import env
 from kit.config import checks
-from kit.config.load import HIDDEN, MICRO_BATCH_TOKENS, base_configs, changed, load_config, public
+from kit.config.keys import diff
+from kit.config.load import MICRO_BATCH_TOKENS, base_configs, load_config
+from kit.config.redaction import HIDDEN, redacted
 from kit.errors import ConfigError
 from kit.extras.report import report_page
-from kit.gym import servers as gym_servers
-from kit.runs import preparation
+from kit.gym import network
+from kit.runs import prepare, summary
 from kit.runs.run_dir import Run
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -33,24 +35,24 @@ def merged(*changes, files=(str(CPU), str(RECIPE))):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (f"{ROLLOUT}.temprature=1", "did you mean actor_rollout_ref.rollout.temperature"),
-        ("gym.timeout=3", "unknown key gym.timeout; did you mean gym.timeout_s"),
+        (f"{ROLLOUT}.temprature=1", "Did you mean actor_rollout_ref.rollout.temperature"),
+        ("gym.timeout=3", "unknown key gym.timeout. Did you mean gym.timeout_s"),
         ("trainr.save_freq=3", "unknown key trainr"),
-        ("algorithm.pf_ppo.weight_pow=1", "this loop does not read it"),
+        ("algorithm.pf_ppo.weight_pow=1", "this trainer does not use. Remove it"),
         (
             "data.train_files=x",
-            r"data\.train_files is verl's, but this loop does not read it, .*; set env\.train_files",
+            r"data\.train_files is a verl option that this trainer does not use\. Set env\.train_files",
         ),
         (
             "rollout.temperature=1",
-            r"unknown key rollout; did you mean actor_rollout_ref\.rollout\.temperature",
+            r"unknown key rollout. Did you mean actor_rollout_ref\.rollout\.temperature",
         ),
-        ("actor_rollout_ref.actor.clip_ratio=0.1", "set clip_ratio_low and clip_ratio_high"),
-        (f"{ROLLOUT}.multi_turn.enable=true", r"set gym\.servers"),
-        ("actor_rollout_ref.actor.rollout_n=4", r"set actor_rollout_ref\.rollout\.n$"),
-        ("trainer.total_training_steps=ten", "total_training_steps=ten: wants a value like 100"),
-        ("data.train_batch_size=null", "train_batch_size=None: wants a value like 64"),
-        ("reward.num_workers=2", "does not read it"),
+        ("actor_rollout_ref.actor.clip_ratio=0.1", r"Set actor_rollout_ref\.actor\.clip_ratio_low and actor_rollout_ref"),
+        (f"{ROLLOUT}.multi_turn.enable=true", r"Set gym\.servers instead"),
+        ("actor_rollout_ref.actor.rollout_n=4", r"Set actor_rollout_ref\.rollout\.n instead\.$"),
+        ("trainer.total_training_steps=ten", "total_training_steps=ten is not valid. Give a value like 100"),
+        ("data.train_batch_size=null", "train_batch_size=None is not valid. Give a value like 64"),
+        ("reward.num_workers=2", "does not use"),
         ("just_a_word", "'just_a_word' is not key=value"),
     ],
 )
@@ -101,7 +103,7 @@ def test_a_recipe_is_found_by_its_name_from_anywhere(tmp_path, monkeypatch):
     ):
         with pytest.raises(
             ConfigError,
-            match=rf"configs/{old}: no such file; there is configs/{now}\.yaml, or just",
+            match=rf"configs/{old}: no such file. Use configs/{now}\.yaml, or just",
         ):
             merged(files=[f"configs/{old}"])
     (tmp_path / "dapo").write_text("trainer: {save_freq: 3}")  # a file of one's own comes first
@@ -123,12 +125,12 @@ def test_names_of_recipes_are_unique():
         (
             "actor_rollout_ref.actor.ppo_mini_batch_size=3",
             ConfigError,
-            "train_batch_size=8 does not divide",
+            "train_batch_size=8 must be a multiple",
         ),
         (
             "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
             ConfigError,
-            "1 GPUs do not divide by .*=2",
+            "1 GPUs must be a multiple of .*=2",
         ),
         (
             "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
@@ -148,49 +150,49 @@ def test_names_of_recipes_are_unique():
         (
             "actor_rollout_ref.actor.strategy=megatron",
             ConfigError,
-            "strategy=megatron: wants one of fsdp, fsdp2",
+            "strategy=megatron is not supported. Use one of: fsdp, fsdp2",
         ),
-        ("trainer.n_gpus_per_node=3", ConfigError, "do not divide among 3 GPUs"),
-        ("trainer.n_gpus_per_node=0", ConfigError, "n_gpus_per_node=0: wants 1 or more"),
+        ("trainer.n_gpus_per_node=3", ConfigError, "must be a multiple of 3 GPUs"),
+        ("trainer.n_gpus_per_node=0", ConfigError, "n_gpus_per_node=0 must be at least 1"),
         (
             "gym.concurrency=many",
             ConfigError,
-            "gym.concurrency=many: wants auto, or 1 or more calls",
+            "gym.concurrency=many must be auto, or a number of calls",
         ),
-        ("gym.concurrency.x=0", ConfigError, "gym.concurrency.x=0: wants auto"),
-        ("trainer.one_step_off=2", ConfigError, "trainer.one_step_off=2: wants one of 0, 1"),
+        ("gym.concurrency.x=0", ConfigError, "gym.concurrency.x=0 must be auto"),
+        ("trainer.one_step_off=2", ConfigError, "trainer.one_step_off=2 is not supported. Use one of: 0, 1"),
         (
             "trainer.resource_pools.ref=0",
             ConfigError,
-            "trainer.resource_pools.ref=0: wants 1 or more GPUs, or null",
+            "trainer.resource_pools.ref=0 must be at least 1 GPU, or null",
         ),
         (
             "trainer.resource_pools.critc=1",
             ConfigError,
-            "did you mean trainer.resource_pools.critic",
+            "Did you mean trainer.resource_pools.critic",
         ),
         (
             "reward.reward_model.enable_resource_pool=true",
             ConfigError,
-            "set trainer.resource_pools.reward_model",
+            "Set trainer.resource_pools.reward_model",
         ),
         (
             "env.keep_rollouts=0",
             ConfigError,
-            "env.keep_rollouts=0: wants 1 or more, or null for all",
+            "env.keep_rollouts=0 must be at least 1, or null for all",
         ),
-        (f"{ROLLOUT}.tensor_model_parallel_size=2", ConfigError, "1 GPUs do not divide"),
-        (f"{ROLLOUT}.name=tgi", ConfigError, "name=tgi: wants one of vllm, hf, sglang"),
-        (f"{ROLLOUT}.n=1", ConfigError, "at least two answers"),
+        (f"{ROLLOUT}.tensor_model_parallel_size=2", ConfigError, "1 GPUs must be a multiple"),
+        (f"{ROLLOUT}.name=tgi", ConfigError, "name=tgi is not one of vllm, hf, sglang"),
+        (f"{ROLLOUT}.n=1", ConfigError, "at least two responses"),
         (
             "data.max_response_length=5000",
             ConfigError,
-            "the model has no more than 2048 positions; lower these",
+            "the model has only 2048 positions. Lower these",
         ),
         (
             "actor_rollout_ref.model.path=./nowhere",
             ConfigError,
-            "model.path=./nowhere: no model folder; give one",
+            "model.path=./nowhere: no such model folder. Give",
         ),
         (
             "actor_rollout_ref.model.external_lib=no_such_module",
@@ -199,11 +201,11 @@ def test_names_of_recipes_are_unique():
         ),
         ("env.train_files=[nowhere.jsonl]", env.DataError, r"nowhere\.jsonl: no such file"),
         ("env.train_files=[]", ConfigError, "env.train_files is not set"),
-        ("env.train_files=x.jsonl", ConfigError, r"wants a list, 'env\.train_files=\[x\.jsonl\]'"),
-        ("data.max_prompt_length=3", ConfigError, "hold 0 usable rows"),
-        ("env.max_rows=7", ConfigError, "hold 7 usable rows, fewer than data.train_batch_size=8"),
-        ("gym.servers.reasoning_gym.url=http://127.0.0.1:1", ConfigError, "takes either url"),
-        ("gym.servers.reasoning_gym.start.python=nowhere", gym_servers.GymStartError, "`make gym`"),
+        ("env.train_files=x.jsonl", ConfigError, r"must be a list. Write 'env\.train_files=\[x\.jsonl\]'"),
+        ("data.max_prompt_length=3", ConfigError, "have no usable rows"),
+        ("env.max_rows=7", ConfigError, "have 7 usable rows, fewer than data.train_batch_size=8"),
+        ("gym.servers.reasoning_gym.url=http://127.0.0.1:1", ConfigError, "must have either url"),
+        ("gym.servers.reasoning_gym.start.python=nowhere", network.GymStartError, "`make gym`"),
     ],
 )
 def test_what_cannot_run_is_an_error_before_anything_starts(workspace, change, error, named):
@@ -217,20 +219,20 @@ def test_all_that_is_wrong_is_told_at_once_and_without_the_network(workspace, mo
     )
     wrong = {
         "trainr.save_freq=3": "unknown key trainr",
-        f"{ROLLOUT}.trace.backend=mlflow": "trace.backend is verl's, but this loop does not read it",
-        "data.train_batch_size=many": "data.train_batch_size=many: wants a value like 64",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=3": "does not divide by actor_rollout_ref.actor.ppo_mini",
+        f"{ROLLOUT}.trace.backend=mlflow": "trace.backend is a verl option that this trainer does not use",
+        "data.train_batch_size=many": "data.train_batch_size=many is not valid. Give a value like 64",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=3": "must be a multiple of actor_rollout_ref.actor.ppo_mini",
         "env.train_files=[nowhere.jsonl]": "nowhere.jsonl: no such file",
         "env.val_files=[neither.jsonl]": "neither.jsonl: no such file",
         "actor_rollout_ref.model.path=a-name/of-the-hub": "",
         "gym.servers.reasoning_gym.start.python=gone": "no interpreter at gone",
-        f"{ROLLOUT}.temperature=0": "all answers to a prompt are equal",
+        f"{ROLLOUT}.temperature=0": "all responses to a prompt equal",
         "algorithm.filter_groups.enable=true": "needs max_num_gen_batches",
     }
     problems: list[Exception] = []
     config, _ = load_config([str(CPU), str(RECIPE)], [*tiny(workspace), *wrong], problems)
     with pytest.raises(ConfigError) as raised:
-        preparation.check_recipe(config, "train", problems)
+        prepare.check_recipe(config, "train", problems)
     first, *lines = str(raised.value).split("\n")
     assert first == "9 problems with this recipe:"
     assert [line.split(". ")[0] for line in lines] == [f"  {number}" for number in range(1, 10)]
@@ -238,7 +240,7 @@ def test_all_that_is_wrong_is_told_at_once_and_without_the_network(workspace, mo
         assert sum(named in line for line in lines) == 1 or not named, named
 
 
-GREEDY = r"take the likeliest token each time, so n=4 answers .*; set .*\.val_kwargs\.do_sample=true and .*temperature=0\.8"
+GREEDY = r"decode greedily, so n=4 responses .*Set .*\.val_kwargs\.do_sample=true and .*temperature=0\.8"
 
 
 @pytest.mark.parametrize(
@@ -247,10 +249,10 @@ GREEDY = r"take the likeliest token each time, so n=4 answers .*; set .*\.val_kw
         (
             "train",
             ["temperature=0"],
-            r"and the trainer divides by the temperature; set .*rollout\.do_sample=true",
+            r"and the trainer divides by the temperature. Set .*rollout\.do_sample=true",
         ),
-        ("train", ["do_sample=false"], "all answers to a prompt are equal"),
-        ("rollout", ["temperature=0"], "all answers to a prompt are equal; set"),
+        ("train", ["do_sample=false"], "all responses to a prompt equal"),
+        ("rollout", ["temperature=0"], "all responses to a prompt equal. Set"),
         ("rollout", ["temperature=0", "n=1"], ""),
         ("evaluate", ["temperature=0"], ""),
         ("evaluate", ["val_kwargs.n=4"], GREEDY),
@@ -264,7 +266,7 @@ GREEDY = r"take the likeliest token each time, so n=4 answers .*; set .*\.val_kw
         (
             "evaluate",
             ["val_kwargs.temperature=0.8"],
-            "do_sample=False, temperature=0.8 take the likeliest",
+            "do_sample=False, temperature=0.8 decode greedily",
         ),
         (
             "evaluate",
@@ -287,19 +289,19 @@ def test_what_verl_knows_is_what_is_taken():
     from verl.trainer.ppo import core_algos, rollout_corr_helper
 
     ones = torch.ones(2, 2)
-    modes = checks.compared(core_algos.agg_loss, "loss_agg_mode")
+    modes = checks.string_literals_compared_with(core_algos.agg_loss, "loss_agg_mode")
     assert len(modes) == 5 and all(core_algos.agg_loss(ones, ones, mode) > 0 for mode in modes)
-    kinds = checks.compared(core_algos.kl_penalty_forward, "kl_penalty")
+    kinds = checks.string_literals_compared_with(core_algos.kl_penalty_forward, "kl_penalty")
     assert kinds.pop() == "full" and len(kinds) == 7  # which verl has not
     assert all(
         core_algos.kl_penalty(ones, ones, f"{kind}{plus}").shape == (2, 2)
         for kind in kinds
         for plus in ("", "+")
     )
-    assert checks.compared(core_algos.get_kl_controller, "kl_ctrl.type") == ["fixed", "adaptive"]
+    assert checks.string_literals_compared_with(core_algos.get_kl_controller, "kl_ctrl.type") == ["fixed", "adaptive"]
     weigh = rollout_corr_helper.compute_rollout_correction_weights
-    assert checks.compared(weigh, "rollout_is") == ["token", "sequence"]
-    assert set(checks.compared(core_algos.compute_policy_loss_bypass_mode, "loss_type")) == {
+    assert checks.string_literals_compared_with(weigh, "rollout_is") == ["token", "sequence"]
+    assert set(checks.string_literals_compared_with(core_algos.compute_policy_loss_bypass_mode, "loss_type")) == {
         "ppo_clip",
         "reinforce",
     }
@@ -328,7 +330,7 @@ def test_derived_sizes(workspace):
     longer.actor_rollout_ref.actor.ulysses_sequence_parallel_size = 2  # on GPUs
     for key in MICRO_BATCH_TOKENS:
         OmegaConf.update(longer, key, 100)
-    preparation.fill_in(longer, data.model)
+    prepare.set_sizes(longer, data.model)
     assert [OmegaConf.select(longer, key) for key in MICRO_BATCH_TOKENS] == [506] * 4
     parts, _ = load(
         workspace,
@@ -341,27 +343,27 @@ def test_derived_sizes(workspace):
         str(max(1, len(os.sched_getaffinity(0)) // 2)) == threads.OMP_NUM_THREADS
         and threads.TENSOR_PARALLEL == "2"
     )
-    assert "8 prompts x 8 answers = 64 episodes" in preparation.summary(config, data, "train")
+    assert "8 prompts x 8 responses = 64 episodes" in summary.summarize(config, data, "train")
     overlap = load(workspace, f"env.val_files=[{workspace / 'train.jsonl'}]")
-    assert "WARNING     8 of the held-out prompts" in preparation.summary(*overlap, "train")
+    assert "WARNING     8 of the held-out prompts" in summary.summarize(*overlap, "train")
 
 
 def test_the_summary_names_functions_of_ones_own(workspace):
     config, data = load(workspace)
-    usual = preparation.summary(config, data, "train").splitlines()
+    usual = summary.summarize(config, data, "train").splitlines()
     config.env.sampler = "templates/samplers.py:by_pass_rate"
     config.env.reward = {"function": "templates/rewards.py:overlong", "limit": 48}
     config.env.filters = [
         "templates/filters.py:drop_uniform",
         {"function": "x.py:f", "reasons": ["length"]},
     ]
-    (line,) = set(preparation.summary(config, data, "train").splitlines()) - set(usual)
+    (line,) = set(summary.summarize(config, data, "train").splitlines()) - set(usual)
     filters = "templates/filters.py:drop_uniform, x.py:f {reasons: [length]}"
     functions = f"templates/rewards.py:overlong {{limit: 48}}; filters {filters}"
     assert line == f"reward      {functions}; sampler templates/samplers.py:by_pass_rate"
     config.env.reward = config.env.sampler = None
     config.env.filters = ["x.py:f"]
-    assert "filters     x.py:f" in preparation.summary(config, data, "train").splitlines()
+    assert "filters     x.py:f" in summary.summarize(config, data, "train").splitlines()
 
 
 @pytest.mark.parametrize(
@@ -369,7 +371,7 @@ def test_the_summary_names_functions_of_ones_own(workspace):
 )
 def test_the_rows_of_a_command(workspace, command, rows):
     config = merged(*tiny(workspace, "env.max_rows=4", "data.train_batch_size=4"))
-    data = preparation.prepare(config, command)
+    data = prepare.prepare(config, command)
     assert (len(data.train), len(data.validation)) == rows
 
 
@@ -379,7 +381,7 @@ def test_the_rows_of_a_command(workspace, command, rows):
 def test_every_recipe_is_short_and_merges(path):
     assert len(path.read_text().splitlines()) <= 125
     config, defaults = load_config([str(path)], [])
-    assert changed(config, defaults)
+    assert diff(config, defaults)
     assert config.trainer.device == ("cpu" if path == CPU else "cuda")
 
 
@@ -437,14 +439,14 @@ def test_a_head_server_fills_in_what_the_recipe_does_not_name(workspace):
     with pytest.raises(env.DataError, match="agent_ref 'odd_agent' matches none"):
         load(workspace, files, "env.val_files=[]")
     with pytest.raises(
-        gym_servers.GymStartError, match=r"gym\.head: http://127.0.0.1:9 is no head server of Gym's"
+        network.GymStartError, match=r"gym\.head_server: http://127.0.0.1:9 is not a Gym head server"
     ):
         load(workspace, files, "gym.head_server=http://127.0.0.1:9")
 
 
 def test_an_address_for_the_agents_of_others_wants_a_key(workspace, monkeypatch):
     monkeypatch.delenv("POLICY_API_KEY", raising=False)
-    with pytest.raises(ConfigError, match="POLICY_API_KEY must hold the key that agents give"):
+    with pytest.raises(ConfigError, match="environment variable POLICY_API_KEY"):
         load(workspace, "gym.policy_endpoint.port=12345")
 
 
@@ -452,7 +454,7 @@ def test_an_unknown_format_of_tool_calls_is_named(workspace):
     files = f"env.train_files=[{workspace / 'tools.jsonl'}]"
     with pytest.raises(
         ConfigError,
-        match=r"multi_turn\.format=hermess: vLLM has no such tool parser; it has .*hermes",
+        match=r"multi_turn\.format=hermess: vLLM has no such tool parser. Use one of: .*hermes",
     ):
         load(workspace, files, "actor_rollout_ref.rollout.multi_turn.format=hermess")
 
@@ -475,7 +477,7 @@ def test_a_variable_with_a_secrets_name_is_written_nowhere(workspace, tmp_path, 
     written = [path.read_text() for path in tmp_path.rglob("*.yaml")]
     assert len(written) == 2 and "planted8" not in "".join(written)
     assert all(f"${{oc.env:{name}}}.example" in text for text in written)
-    page = report_page.write([run.folder], tmp_path / "page.html").read_text()
+    page = report_page.write_page([run.folder], tmp_path / "page.html").read_text()
     packed = page.partition('id="data">')[2].partition("<")[0]
     assert "planted8" not in gzip.decompress(base64.b64decode(packed)).decode()
 
@@ -484,7 +486,7 @@ def test_a_dry_run_shows_no_secret(workspace, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "planted8")
     extra = "actor_rollout_ref.rollout.engine_kwargs.vllm"
     config, data = load(workspace, f"{extra}.hf_token=planted8", f"{extra}.api_key=sk-planted")
-    text = preparation.shown(config, base_configs()[0], data, "train")
+    text = summary.describe_dry_run(config, base_configs()[0], data, "train")
     assert f"{extra}.hf_token: ${{oc.env:HF_TOKEN}}" in text and f"{extra}.api_key: " in text
     assert "planted8" not in text and "sk-planted" not in text
 
@@ -511,7 +513,7 @@ LITERALS = [
 @pytest.mark.parametrize(("name", "value"), LITERALS)
 def test_a_literal_secret_is_hidden(name, value):
     config = merged(f"gym.servers.judge.start.config={{{name}: {value}, model: kept}}")
-    written = OmegaConf.to_yaml(public(config).gym.servers.judge)
+    written = OmegaConf.to_yaml(redacted(config).gym.servers.judge)
     assert "planted" not in written and "model: kept" in written, written
     assert name in written
 
@@ -526,5 +528,5 @@ def test_what_is_no_secret_stays():
     }
     config = merged("data.prompt_key=question")
     OmegaConf.update(config, "gym.servers.judge.start.config", stays, force_add=True)
-    assert public(config).gym.servers.judge.start.config == stays
-    assert OmegaConf.to_yaml(public(config)).count(HIDDEN) == 0
+    assert redacted(config).gym.servers.judge.start.config == stays
+    assert OmegaConf.to_yaml(redacted(config)).count(HIDDEN) == 0

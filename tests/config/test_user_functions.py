@@ -17,8 +17,10 @@ import env
 import training
 from kit.config import user_functions
 from kit.config.user_functions import ADVANTAGE, LOSS_MODE
-from kit.data.episodes import Episode, keep
-from kit.errors import PluginError, RunError, Stop
+from kit.data.episode import Episode
+from kit.data.selection import select_trainable
+from kit.errors import RunError, Stop, UserFunctionError
+from kit.runs import trial
 
 BROKEN = """
 import not_there_at_all
@@ -68,7 +70,7 @@ def named(tiny_recipe):
         config, data = copy.deepcopy(tiny_recipe[0]), tiny_recipe[1]
         for key, value in changes.items():
             OmegaConf.update(config, key, value, merge=False)
-        reward, filters, sampler = user_functions.functions(config)
+        reward, filters, sampler = user_functions.load_recipe_functions(config)
         return config, dataclasses.replace(data, reward=reward, filters=filters, sampler=sampler)
 
     return change
@@ -83,17 +85,17 @@ def named(tiny_recipe):
         (
             "env.reward",
             "nowhere.py:f",
-            r"env\.reward=nowhere\.py:f: no file nowhere\.py here .*; give its path",
+            r"env\.reward=nowhere\.py:f: no file nowhere\.py in the current folder .*\. Give its path",
         ),
-        ("env.reward", "verdict", r"env\.reward=verdict: wants path\.py:function"),
-        ("env.reward", "good.py:longer", "has no function longer; it has shorter, flat"),
+        ("env.reward", "verdict", r"env\.reward=verdict is not a function. Write path\.py:function"),
+        ("env.reward", "good.py:longer", "has no function longer. It has"),
         ("env.reward", "good.py:NOT_A_FUNCTION", "has no function NOT_A_FUNCTION"),
         (
             "env.reward",
             {"function": "good.py:shorter", "per_word": 1},
             r"called with \(episode\) .*per_word",
         ),
-        ("env.filters", "good.py:none", "env.filters=good.py:none: wants a list"),
+        ("env.filters", "good.py:none", "env.filters=good.py:none must be a list"),
         (
             "env.filters",
             ["good.py:shorter", "good.py:first"],
@@ -114,7 +116,7 @@ def named(tiny_recipe):
         (
             ADVANTAGE,
             "good.py:greedy_baseline",
-            r"asks for answer_key; there is token_level_rewards, ",
+            r"has the argument answer_key. Use only token_level_rewards, ",
         ),
         (LOSS_MODE, "good.py:flat", r"cannot be called with \(old_log_prob, log_prob"),
     ],
@@ -125,7 +127,7 @@ def test_what_cannot_be_called_is_an_error_before_anything_starts(
     (tmp_path / "good.py").write_text(GOOD)
     (tmp_path / "broken.py").write_text(BROKEN)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(PluginError, match=said):
+    with pytest.raises(UserFunctionError, match=said):
         named({key: value})
 
 
@@ -150,13 +152,13 @@ def test_functions_of_ones_own_are_taken_with_their_settings(workspace, tmp_path
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
 
     for _ in range(2):  # as often as one likes
-        user_functions.register(
-            [config.algorithm.adv_estimator, OmegaConf.select(config, LOSS_MODE)]
+        user_functions.register_in_verl(
+            config.algorithm.adv_estimator, OmegaConf.select(config, LOSS_MODE)
         )
-    user_functions.try_out(config, data)
+    trial.try_functions(config, data)
     assert get_adv_estimator_fn("good.py:flat").__name__ == "flat"
     assert get_policy_loss_fn("good.py:loss").__name__ == "loss"
-    assert not training.asks_for(config, "values") and not training.asks_for(config, "index")
+    assert not user_functions.needs(config, "values") and not user_functions.needs(config, "index")
     import ray
 
     # the loss goes to processes that have no such file
@@ -192,11 +194,11 @@ def test_verls_filter_groups_comes_after_the_filters_of_the_recipe(named):
     made = [episode(1.0), episode(1.0), episode(0.0)]
     made[2].ended = "length"
     filters = named({"env.filters": [drop], "algorithm.filter_groups": refill})[1].filters
-    assert keep(made, 2, filters) == ([], {"drop_ended": 1, "drop_uniform": 2})
+    assert select_trainable(made, 2, filters) == ([], {"drop_ended": 1, "drop_uniform": 2})
     filters = named(
         {"env.filters": [drop], "algorithm.filter_groups": {"enable": False, "metric": "reward"}}
     )[1].filters
-    assert keep(made, 2, filters) == (made[:2], {"drop_ended": 1})
+    assert select_trainable(made, 2, filters) == (made[:2], {"drop_ended": 1})
 
 
 def test_rows_are_shuffled_if_data_shuffle_says_so(named):
@@ -208,17 +210,17 @@ def test_rows_are_shuffled_if_data_shuffle_says_so(named):
         ]
     assert orders[False] == list(range(len(data.train))) != orders[True]
     assert orders[True] == [
-        data.train.index(task) for task in env.batch(data.train, len(data.train), 1, 3)
+        data.train.index(task) for task in env.take_batch(data.train, len(data.train), 1, 3)
     ]
 
 
 def test_a_teacher_is_used_only_if_distillation_is_enabled(named):
     config, _ = named({user_functions.TEACHER: "models/teacher", "distillation.enabled": False})
-    assert user_functions.teacher(config) == ""
+    assert user_functions.teacher_model(config) == ""
     config, _ = named({user_functions.TEACHER: "models/teacher", "distillation.enabled": True})
-    assert user_functions.teacher(config) == "models/teacher"
+    assert user_functions.teacher_model(config) == "models/teacher"
     config, _ = named({user_functions.TEACHER: None, "distillation.enabled": True})
-    assert user_functions.teacher(config) == ""
+    assert user_functions.teacher_model(config) == ""
 
 
 @pytest.mark.parametrize(
@@ -234,7 +236,7 @@ def test_a_reference_is_needed_for_a_kl_term_or_an_advantage_that_asks_for_it(na
 
 BAD = """
 import torch
-from kit.errors import PluginError, RunError, Stop
+from kit.errors import UserFunctionError, RunError, Stop
 
 def reward_of_text(episode):
     return "1"
@@ -252,7 +254,7 @@ def raises(episode):
     return 1 / 0
 
 def refuses(episode):
-    raise PluginError("env.reward: refuses: as it says")
+    raise UserFunctionError("env.reward: refuses: as it says")
 
 def ends(episode):
     raise RunError("no judge at http://x; start it")
@@ -305,27 +307,27 @@ def in_place(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, c
     return loss, {}
 """
 MISTAKES = [  # key, function, what is said
-    ("env.reward", "reward_of_text", "returned '1'; it must return a finite number"),
-    ("env.reward", "reward_of_truth", "returned True; .* a finite number"),
+    ("env.reward", "reward_of_text", "returned '1'. Return a finite number"),
+    ("env.reward", "reward_of_truth", "returned True. Return a finite number"),
     ("env.reward", "reward_without_end", "a finite number"),
-    ("env.reward", "reward_of_nan", "returned nan; .* a finite number"),
+    ("env.reward", "reward_of_nan", "returned nan. Return a finite number"),
     ("env.reward", "raises", r"failed at .*bad\.py:18: ZeroDivisionError: division by zero"),
-    ("env.filters", "forgets", "returned None; it must return a list of some of the episodes"),
-    ("env.filters", "invents", "of the episodes that it was given"),
+    ("env.filters", "forgets", "returned None. Return a list of some of the episodes"),
+    ("env.filters", "invents", "of the episodes that it got"),
     ("env.filters", "lazy", "returned <generator .* a list of some"),
-    ("env.sampler", "few", r"must return a list of 8 \(its argument `size`\) of the tasks"),
-    ("env.sampler", "others", "of the tasks that it was given"),
+    ("env.sampler", "few", r"Return a list of 8 \(its argument `size`\) of the tasks"),
+    ("env.sampler", "others", "of the tasks that it got"),
     (ADVANTAGE, "per_answer", r"returned \(torch.float32 of shape \[4\], .*\[B, R\] = \[4, 5\]"),
     (ADVANTAGE, "whole_numbers", r"returned \(torch.int64 of shape .* floating tensors"),
-    (ADVANTAGE, "one", r"must return \(advantages, returns\)"),
+    (ADVANTAGE, "one", r"Return \(advantages, returns\)"),
     (ADVANTAGE, "late", r"failed at .*bad\.py:55: KeyError: 'of'"),
     (
         LOSS_MODE,
         "per_token",
         r"returned \(torch.float32 of shape \[4, 5\], .* of shape \[\] and a dict",
     ),
-    (LOSS_MODE, "alone", r"must return \(loss, metrics\)"),
-    (LOSS_MODE, "constant", "its loss has no gradient: .*; compute it from log_prob"),
+    (LOSS_MODE, "alone", r"Return \(loss, metrics\)"),
+    (LOSS_MODE, "constant", "its loss has no gradient: .*Compute it from log_prob"),
     (LOSS_MODE, "in_place", "its loss has no gradient: .*modified by an inplace operation"),
 ]
 
@@ -344,9 +346,9 @@ def test_a_mistake_is_told_before_anything_starts_with_its_key_and_function(
 ):
     name = f"bad.py:{function}"
     config, data = named({key: [name] if key == "env.filters" else name})
-    with pytest.raises(PluginError, match=f"{re.escape(key)}=bad.py:{function}:? .*{said}") as told:
-        user_functions.try_out(config, data)
-    assert "nothing was started" in str(told.value)
+    with pytest.raises(UserFunctionError, match=f"{re.escape(key)}=bad.py:{function}:? .*{said}") as told:
+        trial.try_functions(config, data)
+    assert "Nothing was started" in str(told.value)
 
 
 def test_a_mistake_in_a_run_is_told_alike(bad):
@@ -361,26 +363,26 @@ def test_a_mistake_in_a_run_is_told_alike(bad):
         (LOSS_MODE, "per_token", lambda f: f(None, rewards, rewards, rewards, "token-mean", None)),
     ]
     for key, function, call in calls:
-        with pytest.raises(PluginError, match=f"^{re.escape(key)}=bad.py:{function} "):
-            call(user_functions.load(f"bad.py:{function}", key))
-    with pytest.raises(PluginError, match=r"^env\.filters=bad\.py:invents returned a list"):
-        user_functions.load({"function": "bad.py:invents", "count": 3}, "env.filters")(made)
+        with pytest.raises(UserFunctionError, match=f"^{re.escape(key)}=bad.py:{function} "):
+            call(user_functions.load_function(f"bad.py:{function}", key))
+    with pytest.raises(UserFunctionError, match=r"^env\.filters=bad\.py:invents returned a list"):
+        user_functions.load_function({"function": "bad.py:invents", "count": 3}, "env.filters")(made)
     for function, kind in (
-        ("refuses", PluginError),
+        ("refuses", UserFunctionError),
         ("ends", RunError),
         ("stops", Stop),
     ):  # what is the kit's passes
         with pytest.raises(
             kind, match=r"^(env\.reward: refuses: as it says|no judge at http://x; start it|lost)$"
         ):
-            user_functions.load(f"bad.py:{function}", "env.reward")(made[0])
+            user_functions.load_function(f"bad.py:{function}", "env.reward")(made[0])
 
 
 def test_a_loss_fails_by_name_in_a_process_without_its_file(bad):
     import ray
 
-    user_functions.register(["grpo", "bad.py:per_token"])
-    loss = user_functions.load("bad.py:per_token", LOSS_MODE)
+    user_functions.register_in_verl("grpo", "bad.py:per_token")
+    loss = user_functions.load_function("bad.py:per_token", LOSS_MODE)
     travels = ray.cloudpickle.dumps(loss)
     module = sys.modules.pop(loss.__module__)
     try:
@@ -388,7 +390,7 @@ def test_a_loss_fails_by_name_in_a_process_without_its_file(bad):
     finally:
         sys.modules[module.__name__] = module
     assert list(inspect.signature(there).parameters) == list(user_functions.LOSS)
-    with pytest.raises(PluginError, match=r"loss_mode=bad\.py:per_token returned"):
+    with pytest.raises(UserFunctionError, match=r"loss_mode=bad\.py:per_token returned"):
         there(None, torch.ones(2), torch.ones(2), None, "", None)
 
 
@@ -405,7 +407,7 @@ def reward(episode):
     return parts["accuracy"] + parts.get("style") + 0.0 * episode.timings["verify"]
 
 def words(episode):  # what a verdict says may be anything, so this is not known to be wrong
-    return len(episode.verdict["extracted_answer"].split()) + episode.row["question"].count("x")
+    return len(episode.verify_result["extracted_answer"].split()) + episode.row["question"].count("x")
 
 def wrong_row(episode):
     return episode.row["questoin"]
@@ -433,7 +435,7 @@ def test_what_is_made_up_is_like_what_a_run_makes(workspace, named, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     changes = {"env.reward": "looks.py:reward", "env.filters": ["looks.py:everything"]}
     config, data = named({**changes, ADVANTAGE: "looks.py:asks_all"})
-    user_functions.try_out(config, data)
+    trial.try_functions(config, data)
     worth, made = sys.modules[data.filters[0].__module__].seen
     assert worth.row == data.train[1].row and worth.reward == 1.0
     assert (
@@ -445,27 +447,27 @@ def test_what_is_made_up_is_like_what_a_run_makes(workspace, named, tmp_path, mo
         0
     ].prompt_ids
     assert data.tokenizer.decode(made[0].response_ids) and all(len(e.turns) == 1 for e in made)
-    training.to_batch(made, 0, 1.0)  # they are whole
-    user_functions.try_out(*named({ADVANTAGE: "looks.py:open_handed"}))
-    user_functions.try_out(*named({"env.reward": "looks.py:words"}))
+    training.build_batch(made, 0, 1.0)  # they are whole
+    trial.try_functions(*named({ADVANTAGE: "looks.py:open_handed"}))
+    trial.try_functions(*named({"env.reward": "looks.py:words"}))
     with pytest.raises(
-        PluginError, match=r"looks\.py:wrong_row failed at .*looks\.py:15: KeyError: 'questoin'"
+        UserFunctionError, match=r"looks\.py:wrong_row failed at .*looks\.py:15: KeyError: 'questoin'"
     ):
-        user_functions.try_out(*named({"env.reward": "looks.py:wrong_row"}))
+        trial.try_functions(*named({"env.reward": "looks.py:wrong_row"}))
 
     config, data = load(
         workspace, "env.filters=[looks.py:everything]", f"env.train_files=[{workspace}/tools.jsonl]"
     )
-    user_functions.try_out(config, data)
+    trial.try_functions(config, data)
     made = sys.modules[data.filters[0].__module__].seen[-1]
     assert all(len(e.turns) == 2 and 0 in e.response_mask and "=> " in e.transcript for e in made)
-    training.to_batch(made, 0, 1.0)
+    training.build_batch(made, 0, 1.0)
 
 
 def test_without_training_tasks_there_is_nothing_to_try(named, bad):
     config, data = named({"env.filters": ["bad.py:forgets"]})
     for train in ([], [Episode("r", "", "", [1])]):  # of evaluate, of sft
-        user_functions.try_out(config, dataclasses.replace(data, train=train))
+        trial.try_functions(config, dataclasses.replace(data, train=train))
 
 
 def test_readmes_functions_pass(named, tmp_path, monkeypatch):
@@ -481,7 +483,7 @@ def test_readmes_functions_pass(named, tmp_path, monkeypatch):
         "tasks": "env.sampler",
         "old_log_prob": LOSS_MODE,
     }
-    found = re.findall(r"^def (\w+)\((\w+)", "\n".join(blocks), re.MULTILINE)
+    found = re.findall(r"^def (\w+)\(\s*(\w+)", "\n".join(blocks), re.MULTILINE)
     changes = {keys.get(first, ADVANTAGE): f"my_ideas.py:{function}" for function, first in found}
     assert {*keys.values(), ADVANTAGE} == set(changes)
-    user_functions.try_out(*named({**changes, "env.filters": [changes["env.filters"]]}))
+    trial.try_functions(*named({**changes, "env.filters": [changes["env.filters"]]}))

@@ -2,7 +2,7 @@
 
 The source of both is read for names: attributes, and words given to get, getattr, pop, select and [...]. A key is idle
 if its last name is not among them. Where it is, it may be another's of that name: who looks such a key up and finds
-that nothing reads it puts it into kit.config.load.UNREAD, as half of what is there.
+that nothing reads it puts it into kit/config/verl_keys.yaml, under `unused`, as half of what is there.
 """
 
 import ast
@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import verl
 from conftest import ROOT
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
-from kit.config.load import FIELDS, FREE, READ, UNREAD, base_configs, leaves, load_config, unread
+from kit.config.keys import KEYS, flatten, is_used
+from kit.config.load import base_configs, load_config
 
 THEIRS = Path(verl.__file__).parent
 RUNS = (  # of verl, by the kit: FSDP's workers beside vLLM, and some of its trainer's functions
@@ -45,7 +47,7 @@ OTHERS = re.compile(  # keys that are not verl's to read by name
     r"_target_$"  # hydra's, which makes a dataclass of it
     r"|^model_engine$"  # by which all is composed: tests/extras/test_backends.py
     r"|engine_kwargs\.vllm\."  # vLLM's
-    rf"|^({'|'.join(map(re.escape, FREE))})\."  # ray.init's
+    rf"|^({'|'.join(map(re.escape, KEYS.free_form))})\."  # ray.init's
 )
 
 
@@ -56,7 +58,7 @@ def names_read() -> frozenset[str]:
         path for pattern in ("*.py", "kit/**/*.py", "templates/*.py") for path in ROOT.glob(pattern)
     ]
     ours = [
-        path for path in ours if path.name not in ("load.py", "checks.py")
+        path for path in ours if path.name not in ("load.py", "checks.py", "keys.py")
     ]  # to check a key is not to use it
     theirs = [
         path
@@ -97,7 +99,7 @@ def idle(keys: list[str]) -> list[str]:
 @functools.cache
 def known() -> dict[str, Any]:
     """{key: value} of verl's YAML and of configs/base.yaml."""
-    return leaves(load_config([], [])[0])
+    return flatten(load_config([], [])[0])
 
 
 def dataclass_fields() -> list[str]:
@@ -138,8 +140,8 @@ def other(value: Any) -> Any:
 
 
 def test_every_key_that_a_recipe_may_set_is_read():
-    assert not idle([key for key in known() if unread(key) is None])
-    assert not idle(FIELDS)
+    assert not idle([key for key in known() if is_used(key)])
+    assert not idle(KEYS.dataclass_fields)
     planted = ["gym.nobody_reads_this", "actor_rollout_ref.rollout.max_parallel_turns"]
     assert idle(["trainer.save_freq", *planted]) == planted
 
@@ -148,7 +150,7 @@ def test_the_names_find_half_of_what_is_idle():
     keys = [
         key
         for key in known()
-        if unread(key) is not None and key.startswith(("actor_rollout_ref.", "critic."))
+        if not is_used(key) and key.startswith(("actor_rollout_ref.", "critic."))
     ]
     assert len(idle(keys)) > 80
     for name in (
@@ -165,31 +167,43 @@ def test_a_key_is_taken_or_refused_as_the_tables_say(tmp_path):
     refused = {
         key: other(value)
         for key, value in known().items()
-        if unread(key) is not None and not OTHERS.search(key)
+        if not is_used(key) and not OTHERS.search(key)
     }
     lines = told(tmp_path, refused).splitlines()
     assert {line.split()[0] for line in lines} == set(refused) and len(lines) == len(refused) > 400
-    assert all("this loop does not read it" in line for line in lines)
+    assert all("is a verl option that this trainer does not use" in line for line in lines)
     taken = {
         key: other(value)
         for key, value in known().items()
-        if unread(key) is None and not OTHERS.search(key)
+        if is_used(key) and not OTHERS.search(key)
     }
     assert told(tmp_path, taken) == "" and len(taken) > 200
 
 
 def test_a_field_of_verls_dataclasses_is_read_or_refused(tmp_path):
     fields = dataclass_fields()
-    assert set(FIELDS) <= set(fields)
+    assert set(KEYS.dataclass_fields) <= set(fields)
     lines = told(tmp_path, dict.fromkeys(fields, 1)).splitlines()
-    assert {line.split("unknown key ")[1].split(";")[0] for line in lines} == set(fields) - set(
-        FIELDS
-    )
+    assert {line.split("unknown key ")[1].split(". ")[0] for line in lines} == set(fields) - set(KEYS.dataclass_fields)
 
 
 def test_the_tables_name_what_verl_has():
-    for name in [*READ, *UNREAD]:
+    for name in [*KEYS.used, *KEYS.dataclass_fields, *KEYS.kit, *KEYS.unused]:
         others = name.endswith((".megatron", ".veomni"))  # which are there with these engines
         assert (
-            others or name in FIELDS or any(f"{key}.".startswith(f"{name}.") for key in known())
+            others or name in KEYS.dataclass_fields or any(f"{key}.".startswith(f"{name}.") for key in known())
         ), name
+
+
+def test_a_key_of_an_earlier_version_is_an_error_with_its_new_name(tmp_path):
+    problems = told(tmp_path, {"env.show_every": 5, "gym.door.port": 1, "trainer.rollout_ahead": 1})
+    assert "unknown key env.show_every. It is now trainer.print_samples_every." in problems
+    assert "unknown key gym.door. It is now gym.policy_endpoint." in problems
+    assert "unknown key trainer.rollout_ahead. It is now trainer.one_step_off." in problems
+
+
+@pytest.mark.parametrize(("old", "new"), KEYS.renamed.items())
+def test_a_new_name_exists_and_the_old_one_does_not(old, new):
+    keys = flatten(base_configs()[1])
+    assert any(f"{key}.".startswith(f"{new}.") for key in keys)
+    assert not any(f"{key}.".startswith(f"{old}.") for key in keys)

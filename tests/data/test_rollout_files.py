@@ -19,9 +19,10 @@ import env
 import gym_client
 import inference
 from gym_client import GymError
-from kit.data import episodes
-from kit.data.episodes import Episode
+from kit.data import rollout_files
+from kit.data.episode import TOKEN_FIELDS, Episode, TurnSpan, append_tokens, gc_paused
 from kit.errors import ConfigError, RunError
+from kit.rollout.sampler import SamplerContext
 
 
 def episode(group_id="3/0", **changes) -> Episode:
@@ -40,14 +41,14 @@ def episode(group_id="3/0", **changes) -> Episode:
             0.0,
             float(np.float32(-20.123457)),
         ],
-        "turns": [(0, 2, 1), (3, 4, 3)],
+        "turns": [TurnSpan(0, 2, 1), TurnSpan(3, 4, 3)],
         "output": said,
         "ended": "stop",
         "reward": 0.1 + 0.2,
         "error": "a line\u2028that is none",
         "turn_rewards": [0.1, 0.2],
         "reward_components": {"a": 1.5},
-        "verdict": {"extracted": "7"},
+        "verify_result": {"extracted": "7"},
         "row": row(),
     }
     return Episode("rows.jsonl:1", group_id, "reasoning_gym", [1, 2, 3], **{**fields, **changes})
@@ -60,10 +61,10 @@ def task(row_id: str) -> env.Task:
 
 
 def written(path, *given) -> list[list[Episode]]:
-    with episodes.open_records(path, "w") as out:
+    with rollout_files.open_records(path, "w") as out:
         for k, e in enumerate(given):
-            episodes.write(out, episodes.as_record(e, 0, k))
-    return episodes.load_replay(path, [task("rows.jsonl:1")])
+            rollout_files.write_record(out, rollout_files.to_record(e, 0, k))
+    return rollout_files.load_replay(path, [task("rows.jsonl:1")])
 
 
 def test_what_is_written_is_read_to_the_last_bit(tmp_path):
@@ -82,8 +83,8 @@ def test_what_is_written_is_read_to_the_last_bit(tmp_path):
     ((again,),) = written(tmp_path / "step_1.jsonl", failed)
     assert again == failed and (again.status, again.reward) == ("timeout", None)
     for odd in (
-        {"verdict": {"said": "half a pair \ud800"}, "error": "\udfff"},
-        {"verdict": {"n": 2**70}},
+        {"verify_result": {"said": "half a pair \ud800"}, "error": "\udfff"},
+        {"verify_result": {"n": 2**70}},
     ):
         one = episode(**odd)
         ((again,),) = written(tmp_path / "step_1.jsonl", one)
@@ -97,16 +98,16 @@ def test_the_steps_whose_weights_sampled_each_token_are_written(tmp_path):
     one = Episode("rows.jsonl:1", "3/0", "reasoning_gym", [1], row=row(), reward=1.0)
     for ids, versions in (([5, 6], [(2, 4)]), ([7], [(1, 5)])):
         one.output.append(gym_client.message("x"))
-        episodes.append(one, ids, [-1.0] * len(ids), versions)
-    assert one.versions == [(2, 4), (1, 5)]
+        append_tokens(one, ids, [-1.0] * len(ids), versions)
+    assert one.policy_versions == [(2, 4), (1, 5)]
     ((again,),) = written(tmp_path / "step_1.jsonl", one)
-    assert again.versions == [(2, 4), (1, 5)]
+    assert again.policy_versions == [(2, 4), (1, 5)]
 
 
 def test_a_number_that_is_not_finite_and_any_alphabet_stay_readable(tmp_path):
     for reward, said in ((math.inf, "inf"), (1.0, "half \ud800 \u00e9")):
-        with episodes.open_records(tmp_path / "x.jsonl", "w") as out:
-            episodes.write(out, {"reward": reward, "text": said})
+        with rollout_files.open_records(tmp_path / "x.jsonl", "w") as out:
+            rollout_files.write_record(out, {"reward": reward, "text": said})
         line = (tmp_path / "x.jsonl").read_bytes()
         assert (b"Infinity" in line) == (reward == math.inf) and ("\u00e9".encode() in line) == (
             reward == 1.0
@@ -125,9 +126,11 @@ def test_an_image_in_a_row_is_written_as_its_hash():
     digest = hashlib.sha256(b"data:image/png;base64,AAAA").hexdigest()[:16]
     shorter = json.loads(json.dumps(of_row))
     shorter["responses_create_params"]["input"][1]["content"][0]["image_url"] = f"sha256 {digest}"
-    assert episodes.without_images(of_row) == shorter and parts[0]["image_url"].startswith("data:")
+    assert rollout_files.replace_images_by_hash(of_row) == shorter and parts[0][
+        "image_url"
+    ].startswith("data:")
     for plain in (row(), {"question": "x"}, {"responses_create_params": {"input": "say 7"}}):
-        assert episodes.without_images(plain) is plain
+        assert rollout_files.replace_images_by_hash(plain) is plain
 
 
 def test_the_question_is_the_last_thing_that_the_row_says():
@@ -138,14 +141,14 @@ def test_the_question_is_the_last_thing_that_the_row_says():
         }
     ]
     assert episode(row={"responses_create_params": {"input": said}}).question == "what?"
-    assert episode(row={}).question == "" and episode().place == (-1, -1)
+    assert episode(row={}).question == "" and episode().record_index == (-1, -1)
 
 
 def test_the_garbage_collector_is_as_it_was_after_a_batch():
     for was in (True, False):
         (gc.enable if was else gc.disable)()
         try:
-            with episodes.uncollected():
+            with gc_paused():
                 assert not gc.isenabled()
             assert gc.isenabled() == was
         finally:
@@ -159,20 +162,20 @@ def test_log_probs_of_32_bits_are_written_with_few_digits_and_read_to_the_last_b
     said = {
         "response_ids": ids,
         "response_mask": [1] * len(ids),
-        "turns": [(0, len(ids), 1)],
+        "turns": [TurnSpan(0, len(ids), 1)],
         "log_probs": sampled,
     }
     ((again,),) = written(tmp_path / "step_1.jsonl", episode(**said))
     assert again.log_probs == sampled and again.response_ids == ids
-    (_, record), *_ = episodes.read_records(tmp_path / "step_1.jsonl")
-    found = next(item for item in record["response"]["output"] if episodes.IDS[2] in item)[
-        episodes.IDS[2]
+    (_, record), *_ = rollout_files.read_records(tmp_path / "step_1.jsonl")
+    found = next(item for item in record["response"]["output"] if TOKEN_FIELDS[2] in item)[
+        TOKEN_FIELDS[2]
     ]
     assert found == [float(str(np.float32(p))) for p in sampled]  # of 32 bits each
 
 
 def test_a_line_is_gyms_and_begins_with_what_people_look_for():
-    record = episodes.as_record(episode(), 3, 5)
+    record = rollout_files.to_record(episode(), 3, 5)
     assert next(iter(record)) == "_episode" and list(record["_episode"])[:3] == [
         "prompt",
         "answer",
@@ -181,7 +184,7 @@ def test_a_line_is_gyms_and_begins_with_what_people_look_for():
     assert record["_episode"]["prompt"] == "say 7" and record["_episode"]["prompt_tokens"] == 3
     assert record["_episode"]["response_tokens"] == 4
     other = episode(row={**row(), "_episode": "of the row", "reward": 9.0})
-    theirs = episodes.as_record(other, 0, 0)
+    theirs = rollout_files.to_record(other, 0, 0)
     assert theirs["_episode"]["reward"] == theirs["reward"] == 0.1 + 0.2
     assert (
         record["reward"] == 0.1 + 0.2
@@ -206,14 +209,14 @@ def test_the_batches_of_a_refilled_step_stay_apart(tmp_path):
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("{oops", r"step_1.jsonl:1: no episode of a rollouts file \(JSONDecodeError"),
+        ("{oops", r"step_1.jsonl:1 is no episode of a rollouts file \(JSONDecodeError"),
         (
             '{"row_id": "rows.jsonl:1", "tokens": {}}',
-            "step_1.jsonl:1: no episode .*; it is of an older format",
+            "step_1.jsonl:1 is no episode .* It has an older format",
         ),
         (
             '{"_episode": {"row_id": "other.jsonl:9"}, "response": {"output": []}}',
-            "step_1.jsonl:1: env.train_files have no row other.jsonl:9; give the same recipe",
+            "step_1.jsonl:1: env.train_files have no row other.jsonl:9. Use the recipe that sampled",
         ),
         ('{"_episode": {"row_id": "rows.jsonl:1"}, "response": {"output": []}}', "KeyError"),
         ("", "holds no episode"),
@@ -223,9 +226,9 @@ def test_what_is_no_rollouts_file_is_said(tmp_path, line, why):
     path = tmp_path / "step_1.jsonl"
     path.write_text(line)
     with pytest.raises(ConfigError, match=why):
-        episodes.load_replay(path, [task("rows.jsonl:1")])
+        rollout_files.load_replay(path, [task("rows.jsonl:1")])
     with pytest.raises(ConfigError, match=r"nowhere.jsonl: no such file"):
-        episodes.load_replay(tmp_path / "nowhere.jsonl", [])
+        rollout_files.load_replay(tmp_path / "nowhere.jsonl", [])
 
 
 @pytest.mark.parametrize(
@@ -264,8 +267,8 @@ class World:
             raise end
         yield SimpleNamespace(kind="verify", observation=None, executable=set(), verify=self.verify)
 
-    async def verify(self, _):
-        return gym_client.Verdict(1.0)
+    async def verify(self, *_):
+        return gym_client.VerifyResult(1.0)
 
 
 class Sampler:
@@ -282,17 +285,17 @@ class Sampler:
 
 def roll(world, groups=1, n=1, **changes) -> tuple[list[Episode], Sampler]:
     tokenizer = SimpleNamespace(decode=lambda ids, **_: "five")
-    policy = inference.Policy(
-        Sampler(), tokenizer, {1}, 32, 12, None, 100, "hermes", 5.0, **changes
-    )
+    policy = SamplerContext(Sampler(), tokenizer, {1}, 32, 12, None, 100, "hermes", 5.0, **changes)
     tasks = [task(f"rows.jsonl:{i}") for i in range(groups)]
-    done = asyncio.run(inference.rollout(inference.in_groups(tasks, n, "4"), policy, world))
+    done = asyncio.run(
+        inference.rollout(inference.repeat_per_group(tasks, n, "4"), {}, policy, world)
+    )
     return done, policy.client
 
 
 def lost(reason="connect") -> GymError:
     error = GymError(reason, "the server went away")
-    error.lost = True
+    error.session_lost = True
     return error
 
 
@@ -305,7 +308,11 @@ def test_an_episode_whose_server_went_away_is_played_again():
     ]
     world = World(*[lost() for _ in range(9)])
     (done,), _ = roll(world)
-    assert (done.status, done.reward, world.sessions) == ("connect", None, 1 + inference.REPLAYS)
+    assert (done.status, done.reward, world.sessions) == (
+        "connect",
+        None,
+        1 + inference.MAX_SESSION_RETRIES,
+    )
     world = World(GymError("http_500", "broken"), None)
     (done,), _ = roll(world)
     assert (done.status, world.sessions) == ("http_500", 1)
@@ -327,18 +334,20 @@ def test_every_answer_has_its_own_seed_and_the_same_one_in_every_run():
 
 
 def test_weights_of_another_step_end_the_run():
-    roll(World(None), version=7)
+    roll(World(None), policy_version=7)
     with pytest.raises(
         RunError, match=r"samples from the weights of step 7, the trainer's are of step 8"
     ):
-        roll(World(None), version=8)
+        roll(World(None), policy_version=8)
 
 
 def test_what_does_not_belong_together_fails_by_name(monkeypatch):
-    async def play(episode, *_):
-        episode.response_ids, episode.response_mask, episode.reward = [5], [1, 1], 1.0
+    async def run_turns(episode, *_):
+        episode.response_ids = [5]
+        episode.response_mask = [1, 1]
+        episode.turns = [TurnSpan(0, 1, 1)]
 
-    monkeypatch.setattr(inference, "play", play)
+    monkeypatch.setattr(inference, "run_turns", run_turns)
     (done,), _ = roll(World(None))
     assert (done.status, done.reward) == ("bad_ids", None)
 
@@ -353,9 +362,9 @@ def test_what_does_not_belong_together_fails_by_name(monkeypatch):
     ],
 )
 def test_whatever_an_episode_meets_is_a_failed_episode(monkeypatch, error, status):
-    async def play(*_):
+    async def run_turns(*_):
         raise error
 
-    monkeypatch.setattr(inference, "play", play)
+    monkeypatch.setattr(inference, "run_turns", run_turns)
     (done,), _ = roll(World(None))
     assert (done.status, done.reward) == (status, None) and str(error) in done.error

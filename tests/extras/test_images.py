@@ -36,12 +36,15 @@ import inference
 import training
 from gym_client import GymError
 from kit.config.load import load_config
-from kit.data.episodes import Episode
+from kit.config.model_files import load_model_files
+from kit.data.episode import Episode, TurnSpan
+from kit.data.processor import TextProcessor
+from kit.data.tasks import TaskLoader
 from kit.errors import ConfigError
 from kit.extras import images
+from kit.extras.images import make_processor
 from kit.rollout import chat, openai_server
-from kit.runs import preparation
-from kit.runs.preparation import load_model_files
+from kit.runs import prepare, summary
 
 COLOURS = {"r": (250, 20, 20), "b": (20, 20, 250)}
 
@@ -73,42 +76,43 @@ def seeing(workspace) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(seeing):
+def processor(seeing):
     keys = {"path": str(seeing), "trust_remote_code": False, "custom_chat_template": None}
     config = OmegaConf.create(
         {"actor_rollout_ref": {"model": keys}, "env": {"image_hosts": ["127.0.0.1"]}}
     )
-    return load_model_files(config)[0]
+    files = load_model_files(config)
+    return make_processor(config, files.hf_config, files.tokenizer)
 
 
-def test_an_image_is_as_many_tokens_as_the_model_has_features(tokenizer, workspace):
-    vision = tokenizer.vision
+def test_an_image_is_as_many_tokens_as_the_model_has_features(processor, workspace):
     both = picture(url(png(COLOURS["r"])))
     both["responses_create_params"]["input"][0]["content"].insert(
         1, {"type": "input_image", "image_url": "b.png"}
     )
     (workspace / "b.png").write_bytes(png(COLOURS["b"], (70, 90)))
     where = f"{workspace / 'rows.jsonl'}:1"
-    messages, _ = env.render(both, where)
+    messages, _ = env.render_row(both, where)
     assert [part["type"] for part in messages[0]["content"]] == ["image", "image", "text"]
-    ids = env.encode(messages, [], tokenizer, where)
-    assert ids.count(vision.placeholder) == 32 and tokenizer.decode(ids).endswith("which ")
+    ids = env.encode_messages(messages, [], processor.tokenizer, where, processor)
+    assert ids.count(processor.placeholder) == 32 and processor.tokenizer.decode(ids).endswith(
+        "which "
+    )
     task = env.Task(where, both, "", messages, ids)
-    asked, shown = images.shown(tokenizer, [*ids, 5, 6], task)
+    asked, shown = processor.engine_inputs([*ids, 5, 6], task)
     assert (
-        asked.count(vision.placeholder) == 2
+        asked.count(processor.placeholder) == 2
         and asked[-2:] == [5, 6]
         and len(asked) == len(ids) - 30 + 2
     )
     assert [image.getpixel((0, 0)) for image in shown["image_data"]] == list(COLOURS.values())
-    assert vision.inputs(shown["image_data"])["pixel_values"].shape == (2, 3, 32, 32)
-    assert images.shown(
-        tokenizer, [5], env.Task("", row(), "", [{"role": "user", "content": "x"}], [5])
-    ) == ([5], {})
-    assert images.banned(tokenizer) == {"logit_bias": {vision.placeholder: -100.0}}
+    assert processor.compute_inputs(shown["image_data"])["pixel_values"].shape == (2, 3, 32, 32)
+    text_task = env.Task("", row(), "", [{"role": "user", "content": "x"}], [5])
+    assert processor.engine_inputs([5], text_task) == ([5], {})
+    assert processor.sampling_params() == {"logit_bias": {processor.placeholder: -100.0}}
 
 
-def test_what_cannot_be_read_names_the_row(tokenizer, workspace):
+def test_what_cannot_be_read_names_the_row(processor, workspace):
     asked: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -127,60 +131,60 @@ def test_what_cannot_be_read_names_the_row(tokenizer, workspace):
     with served(Handler) as here:
         (workspace / "c.png").write_bytes(png(COLOURS["r"]))
         os.mkfifo(workspace / "pipe.png")  # to which nobody writes
-        vision = tokenizer.vision
         for source in (
             f"{here}/ok",
             str(workspace / "c.png"),
             (workspace / "c.png").as_uri(),
             "c.png",
         ):
-            assert vision.read(source, where).size == (40, 30)
+            assert processor.load_image(source, where).size == (40, 30)
         wrong = {
             f"{here}/gone": "404",
-            f"{here}/moved": "it redirects to http://127.0.0.1:.*, which is refused; give the final address",
+            f"{here}/moved": "it redirects to http://127.0.0.1:.*, which is refused. Give the final address",
             "http://elsewhere/x.png": "elsewhere is not in env.image_hosts",
             "none.png": "No such file",
             "data:image/png;base64,@@": "cannot be read",
             url(b"no image"): "cannot identify",
-            url(png((0, 0, 0), (5000, 4000))): "5000 x 4000 pixels, over 16777216; make it smaller",
+            url(png((0, 0, 0), (5000, 4000))): "5000 x 4000 pixels, over 16777216. Make it smaller",
             "pipe.png": "not a regular file",
             "/dev/zero": "not a regular file",
         }
         for source, why in wrong.items():
             with pytest.raises(env.DataError, match=rf"rows\.jsonl:3: image .*{why}"):
-                vision.read(source, where)
+                processor.load_image(source, where)
         assert f"{here}/moved".removeprefix(here) in asked and "/ok?from_elsewhere" not in asked
-    assert vision.read(f"{here}/ok", where).size == (40, 30)  # which is not fetched again
-    with pytest.raises(env.DataError, match="1 images, 2 placeholders"):
-        env.encode(env.render(picture("c.png", "so <image>"), where)[0], [], tokenizer, where)
+    assert processor.load_image(f"{here}/ok", where).size == (40, 30)  # which is not fetched again
+    with pytest.raises(env.DataError, match="1 images, but 2 placeholders"):
+        messages = env.render_row(picture("c.png", "so <image>"), where)[0]
+        env.encode_messages(messages, [], processor.tokenizer, where, processor)
 
 
 @pytest.mark.parametrize("name", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO", "TGA"])
-def test_five_formats_are_read(tokenizer, name):
+def test_five_formats_are_read(processor, name):
     out = io.BytesIO()
     Image.new("RGB", (32, 32), (250, 20, 20)).save(out, name)
     if name in images.FORMATS:
-        red, green, blue = tokenizer.vision.read(url(out.getvalue()), "x:1").getpixel((9, 9))
+        red, green, blue = processor.load_image(url(out.getvalue()), "x:1").getpixel((9, 9))
         assert red > 230 and green < 40 and blue < 40
         return
     with pytest.raises(
         env.DataError, match=r"x:1: image .* cannot be read \(cannot identify image file"
     ):
-        tokenizer.vision.read(url(out.getvalue()), "x:1")
+        processor.load_image(url(out.getvalue()), "x:1")
 
 
-def test_a_file_is_read_up_to_the_limit(tokenizer, tmp_path, monkeypatch):
+def test_a_file_is_read_up_to_the_limit(processor, tmp_path, monkeypatch):
     raw = png(COLOURS["r"])
     (tmp_path / "a.png").write_bytes(raw)
-    monkeypatch.setattr(images, "MOST_BYTES", len(raw))
+    monkeypatch.setattr(images, "MAX_FILE_BYTES", len(raw))
     for source in ("a.png", url(raw)):
-        assert tokenizer.vision.read(source, f"{tmp_path}/rows.jsonl:1").size == (40, 30)
+        assert processor.load_image(source, f"{tmp_path}/rows.jsonl:1").size == (40, 30)
     (tmp_path / "a.png").write_bytes(raw + b"0")
     for source in ("a.png", url(raw + b"0")):
         with pytest.raises(
-            env.DataError, match=r"rows\.jsonl:1: image .*: its file is over 0 MiB; make it smaller"
+            env.DataError, match=r"rows\.jsonl:1: image .*: its file is over 0 MiB. Make it smaller"
         ):
-            tokenizer.vision.read(source, f"{tmp_path}/rows.jsonl:1")
+            processor.load_image(source, f"{tmp_path}/rows.jsonl:1")
     asked = []
     monkeypatch.setattr(
         images.os, "fstat", lambda number: asked.append(number) or os.stat("/dev/null")
@@ -188,14 +192,14 @@ def test_a_file_is_read_up_to_the_limit(tokenizer, tmp_path, monkeypatch):
     with pytest.raises(
         env.DataError, match="not a regular file"
     ):  # one that became a device after it was looked at
-        tokenizer.vision.read("a.png", f"{tmp_path}/rows.jsonl:1")
+        processor.load_image("a.png", f"{tmp_path}/rows.jsonl:1")
     assert asked
 
 
 def test_of_a_file_without_end_only_the_limit_is_read(tmp_path, monkeypatch):
     with (tmp_path / "a.png").open("wb") as file:
         file.truncate(10**12)  # bytes, none of them on the disk
-    monkeypatch.setattr(images, "MOST_BYTES", 1000)
+    monkeypatch.setattr(images, "MAX_FILE_BYTES", 1000)
     assert images.read_file(tmp_path / "a.png") == bytes(1001)
 
 
@@ -211,35 +215,36 @@ def test_a_download_without_end_is_given_up_at_the_limit(monkeypatch):
                     self.wfile.write(bytes(10**6))
                     sent.append(10**6)
 
-    monkeypatch.setattr(images, "MOST_BYTES", 10**6)
-    with served(Endless) as address, pytest.raises(images.TooLarge):
+    monkeypatch.setattr(images, "MAX_FILE_BYTES", 10**6)
+    with served(Endless) as address, pytest.raises(images.TooLargeError):
         images.fetch(f"{address}/x", "x:1")
     assert sum(sent) < 10**8  # what the sockets buffer is less
 
 
-def test_the_images_of_a_row_have_a_limit_together(tokenizer, monkeypatch):
+def test_the_images_of_a_row_have_a_limit_together(processor, monkeypatch):
     """Of two images of 1,200 pixels each; neither is decoded before its size is known."""
-    messages, _ = env.render(picture(url(png(COLOURS["r"]))), "x:1")
+    messages, _ = env.render_row(picture(url(png(COLOURS["r"]))), "x:1")
     messages[0]["content"] += [{"type": "image", "image": url(png(COLOURS["b"]))}]
-    monkeypatch.setattr(images, "ROW_PIXELS", 2400)
-    assert len(tokenizer.vision.pictures(messages, "x:1")) == 2
-    monkeypatch.setattr(images, "ROW_PIXELS", 2399)
-    together = r"x:1: image .*: 40 x 30 pixels: the images of the row have over 2399 pixels together; make it smaller"
+    monkeypatch.setattr(images, "MAX_ROW_PIXELS", 2400)
+    assert len(processor.load_images(messages, "x:1")) == 2
+    monkeypatch.setattr(images, "MAX_ROW_PIXELS", 2399)
+    together = r"x:1: image .*: 40 x 30 pixels: the images of the row have over 2399 pixels together. Make it smaller"
     with pytest.raises(env.DataError, match=together):
-        tokenizer.vision.pictures(messages, "x:1")
+        processor.load_images(messages, "x:1")
 
 
 PEAK = """
 import resource, sys
 from env import DataError
-from kit import images
+from kit.extras import images
+from kit.extras.images import make_processor
 from PIL import Image, PngImagePlugin
 big = open(sys.argv[1]).read()
-vision = images.Vision(None, 0, [0], "", False)
+vision = images.ImageProcessor(None, None, 0, [0], "", False)
 messages = [{"role": "user", "content": [{"type": "image", "image": big}] * 16}]
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
-    vision.pictures(messages, "x:1")
+    vision.load_images(messages, "x:1")
 except DataError as error:
     print(str(error)[-90:])
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
@@ -252,7 +257,7 @@ def test_a_row_of_many_large_images_takes_little_memory(tmp_path):
     done = run([sys.executable, "-c", PEAK, str(tmp_path / "big")], ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
     told, peak = done.stdout.splitlines()
-    assert "have over 33554432 pixels together; make it smaller" in told and int(peak) < 300  # MiB
+    assert "have over 33554432 pixels together. Make it smaller" in told and int(peak) < 300  # MiB
 
 
 def test_a_small_image_is_decoded_once_and_a_large_one_is_not_kept():
@@ -275,9 +280,12 @@ def test_an_image_that_drips_in_is_given_up(monkeypatch):
                     self.wfile.write(b"x")
                     time.sleep(0.1)
 
-    monkeypatch.setattr(images, "FETCH_S", 0.5)
+    monkeypatch.setattr(images, "FETCH_TIMEOUT_S", 0.5)
     began = time.monotonic()
-    with served(Dripping) as address, pytest.raises(TimeoutError, match=r"not there after 0\.5 s"):
+    with (
+        served(Dripping) as address,
+        pytest.raises(TimeoutError, match=r"not complete after 0\.5 s"),
+    ):
         images.fetch(f"{address}/x", "x:1")
     assert time.monotonic() - began < 5
 
@@ -301,20 +309,23 @@ def test_a_model_that_sees_none_refuses_images(workspace):
     from transformers import AutoTokenizer
 
     rows = write_rows(workspace / "pictures.jsonl", [picture(url(png(COLOURS["r"])))])
-    with pytest.raises(env.Refused, match=r"pictures\.jsonl:1: input_image: the model sees none"):
-        env.load_tasks(
-            [rows], AutoTokenizer.from_pretrained(workspace / "tied"), ["reasoning_gym"], 100
-        )
+    tokenizer = AutoTokenizer.from_pretrained(workspace / "tied")
+    loader = TaskLoader(TextProcessor(tokenizer), {"reasoning_gym": "reasoning_gym"}, 100)
+    reason = r"pictures\.jsonl:1: input_image: the model reads no images"
+    with pytest.raises(env.UnsupportedRowError, match=reason):
+        loader.load_files([rows])
 
 
-def test_paths_are_of_the_rows_own_folder(tokenizer, workspace):
+def test_paths_are_of_the_rows_own_folder(processor, workspace):
     """In the update, too, where answers to one prompt share their images."""
     asked = []
     for name, colour in COLOURS.items():
         (workspace / name).mkdir()
         (workspace / name / "1.png").write_bytes(png(colour))
         where, given = f"{workspace / name / 'rows.jsonl'}:1", picture("1.png")
-        prompt = env.encode(env.render(given, where)[0], [], tokenizer, where)
+        prompt = env.encode_messages(
+            env.render_row(given, where)[0], [], processor.tokenizer, where, processor
+        )
         asked += [
             Episode(
                 where,
@@ -324,13 +335,13 @@ def test_paths_are_of_the_rows_own_folder(tokenizer, workspace):
                 [5],
                 [1],
                 [-1.0],
-                [(0, 1, 0)],
+                [TurnSpan(0, 1, 0)],
                 reward=1.0,
                 row=given,
             )
         ] * 2
-    batch = training.to_batch(asked, 0, 1.0)
-    images.add(batch, asked, tokenizer)
+    batch = training.build_batch(asked, 0, 1.0)
+    processor.add_images(batch, asked)
     assert batch.batch["image"].tolist() == [1, 1, 2, 2]
     first, again, other, _ = (
         inputs["pixel_values"] for inputs in batch.non_tensor_batch["multi_modal_inputs"]
@@ -340,28 +351,31 @@ def test_paths_are_of_the_rows_own_folder(tokenizer, workspace):
     )
 
 
-def test_it_reads_what_the_environment_says(tokenizer):
+def test_it_reads_what_the_environment_says(processor):
     """Its template takes parts alone."""
-    ids = chat.observed_ids(
-        [{"role": "user", "content": "count 7"}], tokenizer, {tokenizer.eos_token_id}
+    tokenizer = processor.tokenizer
+    ids = chat.encode_observation(
+        [{"role": "user", "content": "count 7"}], processor, {tokenizer.eos_token_id}
     )
     assert tokenizer.decode(ids).strip() == "count 7"
     with pytest.raises(GymError, match="stands for an image"):
-        chat.observed_ids(
-            [{"role": "user", "content": "so <image>"}], tokenizer, {tokenizer.eos_token_id}
+        chat.encode_observation(
+            [{"role": "user", "content": "so <image>"}], processor, {tokenizer.eos_token_id}
         )
     shown = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-    with pytest.raises(env.Refused, match="images that an agent shows"):
-        openai_server.prompt_of(shown, [], SimpleNamespace(tokenizer=tokenizer))
+    with pytest.raises(env.UnsupportedRowError, match="images that an agent shows"):
+        openai_server.build_prompt_ids(shown, [], SimpleNamespace(tokenizer=tokenizer))
 
 
-def test_processes_that_drive_episodes_ban_it_too(tokenizer):
+def test_processes_that_drive_episodes_ban_it_too(processor):
     told = []
     servers = inference.Servers.__new__(inference.Servers)
-    servers.policy = SimpleNamespace(tokenizer=tokenizer, sampling={})
-    servers.players = SimpleNamespace(rollout=lambda requests, sampling, *_: told.append(sampling))
-    servers.play([], {"temperature": 1.0}, lambda *_: None, False)
-    assert told == [{"temperature": 1.0} | images.banned(tokenizer)]
+    servers.context = SimpleNamespace(processor=processor, endpoint_sampling={})
+    servers.rollout_workers = SimpleNamespace(
+        rollout=lambda requests, sampling, *_: told.append(sampling)
+    )
+    servers.rollout_async([], {"temperature": 1.0}, lambda *_: None, False)
+    assert told == [{"temperature": 1.0} | processor.sampling_params()]
 
 
 def test_sft_of_a_model_that_sees_is_refused(workspace, seeing):
@@ -374,10 +388,10 @@ def test_sft_of_a_model_that_sees_is_refused(workspace, seeing):
         f"actor_rollout_ref.model.path={seeing}",
     ]
     done = run(command(workspace, "--config", "sft", "sft", *tiny(workspace, *chats)), workspace)
-    assert done.returncode == 1 and "`sft` of a model that sees is not there" in done.stderr
+    assert done.returncode == 1 and "`sft` does not support models that read images" in done.stderr
 
 
-def test_what_images_do_not_go_with(tokenizer):
+def test_what_images_do_not_go_with(processor):
     task = env.Task(
         "", {}, "s", [{"role": "user", "content": [{"type": "image", "image": "x"}]}], [1]
     )
@@ -391,16 +405,16 @@ def test_what_images_do_not_go_with(tokenizer):
     }
     config = OmegaConf.create({"actor_rollout_ref": policy, **rest})
     with pytest.raises(
-        ConfigError, match=r"do not go with .*rollout\.name=hf; .*lora_rank; an agent that"
+        ConfigError, match=r"do not work with .*rollout\.name=hf; .*lora_rank; an agent server"
     ):
-        images.check(config, tokenizer.vision, [task], "evaluate")
+        processor.check(config, [task], "evaluate")
     config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.model.lora_rank = "vllm", 0
     config.gym.servers.s.start.agent = None
-    images.check(config, tokenizer.vision, [task], "evaluate")
+    processor.check(config, [task], "evaluate")
     assert config.actor_rollout_ref.rollout.limit_images == 1
     config.actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config = {"method": "ngram"}
-    with pytest.raises(ConfigError, match="speculative_config: vLLM bans no token then"):
-        images.check(config, tokenizer.vision, [], "evaluate")
+    with pytest.raises(ConfigError, match="speculative_config: vLLM cannot ban tokens with it"):
+        processor.check(config, [], "evaluate")
 
 
 def run_colours(workspace, seeing, steps: int) -> list[float]:
@@ -507,24 +521,31 @@ def test_a_recipe_for_qwens_eyes_is_in_order(workspace, qwen):
     changes = [f"actor_rollout_ref.model.path={qwen}", f"env.train_files=[{clicks}]"]
     changes += [f"gym.servers.circle_click.start.python={ROOT / '.venv-gym' / 'bin' / 'python'}"]
     config, _ = load_config(["circle_click"], changes)
-    data = preparation.prepare(config)
-    assert "8 cuda, 8 vLLM replicas" in preparation.summary(config, data, "train")
+    data = prepare.prepare(config)
+    assert "8 cuda, 8 vLLM replicas" in summary.summarize(config, data, "train")
     assert config.actor_rollout_ref.rollout.limit_images == 1
     layers = config.actor_rollout_ref.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
     assert layers == ["Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock"]
     task = data.train[0]
     assert (
-        task.prompt_ids.count(data.tokenizer.vision.placeholder) == 35 * 35
+        task.prompt_ids.count(data.processor.placeholder) == 35 * 35
     )  # of 14 x 14 pixels, four to a token
     episode = Episode(
-        task.row_id, "1/0", task.server, task.prompt_ids, [5, 6], [1, 1], [-1.0, -1.0], [(0, 2, 0)]
+        task.row_id,
+        "1/0",
+        task.server,
+        task.prompt_ids,
+        [5, 6],
+        [1, 1],
+        [-1.0, -1.0],
+        [TurnSpan(0, 2, 0)],
     )
     episode.row, episode.reward = task.row, 1.0
-    batch = training.to_batch([episode, episode], 0, 1.0)
-    images.add(batch, [episode, episode], data.tokenizer)
+    batch = training.build_batch([episode, episode], 0, 1.0)
+    data.processor.add_images(batch, [episode, episode])
     positions, ids = batch.batch["position_ids"], batch.batch["input_ids"][0]
     assert positions.shape == (2, 4, len(ids))
-    seen = positions[0][:, ids == data.tokenizer.vision.placeholder]
+    seen = positions[0][:, ids == data.processor.placeholder]
     assert (
         len(set(seen[1].tolist())) == 1
         and len(set(seen[2].tolist())) == len(set(seen[3].tolist())) == 35
@@ -538,6 +559,6 @@ def test_a_recipe_for_qwens_eyes_is_in_order(workspace, qwen):
     )
     given = batch.non_tensor_batch["multi_modal_inputs"]
     assert given[0] is given[1] and given[0]["image_grid_thw"].tolist() == [[1, 70, 70]]
-    with pytest.raises(ConfigError, match="Qwen's on a CPU"):
+    with pytest.raises(ConfigError, match="a CPU, on which verl"):
         config, _ = load_config(["circle_click", "cpu"], changes)
-        preparation.prepare(config)
+        prepare.prepare(config)

@@ -1,4 +1,4 @@
-"""One step ahead: the next batch is sampled while this one trains, over the real stack."""
+"""trainer.one_step_off: the next batch is sampled during an update, over the real stack."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import torch
 from omegaconf import OmegaConf
 from test_steps import AGREE, PATIENCE, UNTRAINED
 
-import inference
+import algorithm
 from kit.errors import Stop
 from kit.extras import one_step_off
 from kit.rollout.client import Client
+from kit.rollout.sampler import build_sampling_params
 from kit.runs import checkpoints
 from kit.runs.signals import Guard
 
@@ -25,159 +26,193 @@ LONG = ["data.max_response_length=400", "actor_rollout_ref.rollout.n=2", "env.va
 
 
 @contextlib.contextmanager
-def stepping_ahead(stack, *changes):
-    """A Trainer with configs/ahead.yaml over the session's vLLM, the session's loop in a thread of its own."""
+def one_step_off_trainer(stack, *changes):
+    """A Trainer with configs/ahead.yaml over the session's vLLM, with its loop in a thread."""
     with stack.trainer("ahead", *changes, overlays=["ahead"]) as trainer:
-        was, loop = trainer.servers, one_step_off.Loop()
-        loop.loop = was.loop.get_loop()  # where the session's clients live
+        servers = trainer.servers
+        loop = one_step_off.BackgroundLoop()
+        loop.loop = servers.loop.get_loop()  # the session's clients belong to it
         thread = threading.Thread(target=loop.loop.run_forever)
-        was.policy.client = Client(trainer.config, was.policy.client.servers, ahead=True)
+        handles = servers.context.client.servers
+        servers.context.client = Client(trainer.config, handles, is_one_step_off=True)
+        servers.context.policy_version = 0
         trainer.servers = one_step_off.Servers(
-            trainer.config, was.manager, stack.workers.actor, was.policy, was.gym, loop
+            trainer.config,
+            servers.manager,
+            stack.workers.actor,
+            servers.context,
+            servers.gym,
+            loop,
         )
-        trainer.servers.policy.version = 0
         thread.start()
         try:
             yield trainer
         finally:
-            loop.run(drop(trainer.servers))
+            loop.run(cancel_pending(trainer.servers))
             loop.loop.call_soon_threadsafe(loop.loop.stop)
             thread.join()
 
 
-async def drop(servers):
-    if servers.requests:
-        servers.under_way.cancel()
+async def cancel_pending(servers):
+    if servers.pending_requests:
+        servers.pending.cancel()
         await asyncio.sleep(1)
 
 
-def test_tokens_know_which_weights_sampled_them(stack, monkeypatch):
-    """Answers that new weights cut go on under them. The trainer agrees with the sampler where they are the same."""
-    sampling_params = inference.sampling_params  # every answer to its end
-    monkeypatch.setattr(
-        inference, "sampling_params", lambda *args: {**sampling_params(*args), "ignore_eos": True}
-    )
-    seen = []
-    with stepping_ahead(stack, *LONG, "actor_rollout_ref.actor.optim.lr=0.02") as trainer:
-        trainer.servers.policy.places = asyncio.Semaphore(
-            2
-        )  # of 16 episodes: longer than an update
-        reward, learn = trainer.reward, trainer.learn
-        monkeypatch.setattr(
-            trainer, "reward", lambda kept: (seen.append([kept, None, None]), reward(kept))
-        )
+def list_steps(versions) -> list[int]:
+    """The step of each token."""
+    steps = []
+    for version in versions:
+        steps += [version.step] * version.token_count
+    return steps
 
-        def look(batch):
-            seen[-1][1:] = batch.batch["old_log_probs"].exp(), trainer.servers.under_way.done()
-            learn(batch)
 
-        monkeypatch.setattr(trainer, "learn", look)
-        metrics = [trainer.advance() for _ in range(3)]
+def test_tokens_have_the_version_of_the_weights_that_sampled_them(stack, monkeypatch):
+    """New weights interrupt responses, which continue with these weights.
+
+    The trainer's probabilities agree with those of the rollout engine for tokens of its version.
+    """
+
+    def sample_to_the_limit(*args):
+        return {**build_sampling_params(*args), "ignore_eos": True}
+
+    monkeypatch.setattr(algorithm, "build_sampling_params", sample_to_the_limit)
+    steps = []  # each: episodes, the trainer's probabilities, whether the next batch was done
+    with one_step_off_trainer(stack, *LONG, "actor_rollout_ref.actor.optim.lr=0.02") as trainer:
+        # of 16 episodes: they take longer than an update
+        trainer.servers.context.episode_slots = asyncio.Semaphore(2)
+        shape_rewards = trainer.shape_rewards
+        update = trainer.update
+
+        def record_episodes(episodes):
+            steps.append([episodes, None, None])
+            shape_rewards(episodes)
+
+        def record_update(batch):
+            steps[-1][1] = batch.batch["old_log_probs"].exp()
+            steps[-1][2] = trainer.servers.pending.done()
+            update(batch)
+
+        monkeypatch.setattr(trainer, "shape_rewards", record_episodes)
+        monkeypatch.setattr(trainer, "update", record_update)
+        metrics = [trainer.step_or_skip() for _ in range(3)]
     assert [m["rollout/staleness/max"] for m in metrics] == [0, 1, 1]
     assert 0 < metrics[1]["rollout/staleness/mean"] < 1
-    assert all(m["rollout/failed_frac"] == 0 for m in metrics) and not any(
-        done for *_, done in seen[:2]
-    )
-    cut, apart = 0, {0: [], 1: []}
-    for step, (kept, trainers, _) in enumerate(seen, 1):
-        for row, episode in enumerate(kept):
-            versions = torch.tensor([v for count, v in episode.versions for _ in range(count)])
-            assert len(versions) == len(episode.response_ids) == sum(episode.response_mask)
-            off = (trainers[row, : len(versions)] - torch.tensor(episode.log_probs).exp()).abs()
-            cut += len(set(versions.tolist())) == 2
+    assert all(m["rollout/failed_frac"] == 0 for m in metrics)
+    assert not any(was_done for *_, was_done in steps[:2])
+    interrupted = 0
+    differences = {0: [], 1: []}  # by age in steps
+    for step, (episodes, probabilities, _) in enumerate(steps, 1):
+        for row, episode in enumerate(episodes):
+            versions = torch.tensor(list_steps(episode.policy_versions))
+            count = len(versions)
+            assert count == len(episode.response_ids) == sum(episode.response_mask)
+            sampled = torch.tensor(episode.log_probs).exp()
+            difference = (probabilities[row, :count] - sampled).abs()
+            interrupted += len(set(versions.tolist())) == 2
             for age in (0, 1):
-                apart[age] += off[versions == step - 1 - age].tolist()
-    # four, unless new weights came just as the two that go side by side ended, which they do together
-    assert cut >= 2 and max(apart[0]) < AGREE < max(apart[1])
+                differences[age] += difference[versions == step - 1 - age].tolist()
+    # four; fewer if the weights arrive when both responses in progress end, which is at one time
+    assert interrupted >= 2 and max(differences[0]) < AGREE < max(differences[1])
 
 
-def test_it_learns_a_step_ahead(stack):
+def test_it_learns_one_step_off(stack):
     rewards = []
-    with stepping_ahead(stack, "env.val_files=[]", "actor_rollout_ref.rollout.n=16") as trainer:
+    changes = ["env.val_files=[]", "actor_rollout_ref.rollout.n=16"]
+    with one_step_off_trainer(stack, *changes) as trainer:
         while len(rewards) < PATIENCE and (len(rewards) < 3 or sum(rewards[-3:]) / 3 < 0.5):
-            metrics = trainer.advance()
-            assert (
-                metrics["rollout/failed_frac"] == 0
-                and "training/skipped_nonfinite_steps" not in metrics
-            )
+            metrics = trainer.step_or_skip()
+            assert metrics["rollout/failed_frac"] == 0
+            assert "training/skipped_nonfinite_steps" not in metrics
             rewards.append(metrics["rollout/reward/mean"])
     print("rewards", [round(r, 2) for r in rewards])
     assert sum(rewards[:3]) / 3 < UNTRAINED and sum(rewards[-3:]) / 3 >= 0.5
 
 
-def test_evaluations_and_checkpoints_leave_the_batch_under_way(stack):
-    """Whose answers stay sampled; a checkpoint does not count it, so a resumed run asks the same prompts again."""
-    with stepping_ahead(stack, "trainer.total_training_steps=3") as trainer:
-        learn = trainer.learn
-        trainer.learn = lambda batch: (
-            trainer.servers.under_way.result(),
-            learn(batch),
-        )  # an update that takes long
-        trainer.advance()
-        trainer.learn, begun = learn, trainer.servers.requests
-        assert {group.split("/")[0] for _, group in begun} == {"2"}
+def test_evaluations_and_checkpoints_keep_the_batch_in_progress(stack):
+    """A checkpoint does not count that batch, so a resumed run samples the same prompts again."""
+    with one_step_off_trainer(stack, "trainer.total_training_steps=3") as trainer:
+        servers = trainer.servers
+        update = trainer.update
+
+        def slow_update(batch):
+            servers.pending.result()
+            update(batch)
+
+        trainer.update = slow_update
+        trainer.step_or_skip()
+        trainer.update = update
+        requests = servers.pending_requests
+        assert {group_id.split("/")[0] for _, group_id in requests} == {"2"}
         trainer.evaluate()
-        assert (
-            trainer.scores
-            and trainer.servers.requests is begun
-            and trainer.servers.under_way.done()
-        )
+        assert trainer.scores
+        assert servers.pending_requests is requests and servers.pending.done()
         folder = trainer.save()
-        under_way = trainer.servers.under_way.result()
-        trainer.advance()
-        assert (
-            trainer.metrics["rollout/staleness/max"] == 1
-        )  # all of it from before the update, and trained on
-        answers = {tuple(e.response_ids) for e in under_way}
-        assert len(answers) > len(begun) / 4  # not the evaluation's greedy ones
-        trainer.advance()
-        assert not trainer.servers.requests  # the last step begins nothing
+        episodes = servers.pending.result()
+        trainer.step_or_skip()
+        # all of it was sampled before the update, and trained on
+        assert trainer.metrics["rollout/staleness/max"] == 1
+        responses = {tuple(e.response_ids) for e in episodes}
+        assert len(responses) > len(requests) / 4  # not the greedy ones of the evaluation
+        trainer.step_or_skip()
+        assert not servers.pending_requests  # the last step starts no other batch
         state = checkpoints.load(stack.workers, folder)
     assert (state["step"], state["batches"]) == (1, 1)
 
 
-def test_a_failure_under_way_is_told_when_its_turn_comes(stack):
-    with stepping_ahead(stack, *LONG) as trainer:
-        trainer.advance()
-        trainer.servers.under_way.result()  # a fast one may have ended by now, and then cannot be cancelled
-        trainer.servers.under_way = Future()
-        trainer.servers.under_way.cancel()
+def test_a_failure_of_the_batch_in_progress_is_raised_when_it_is_collected(stack):
+    with one_step_off_trainer(stack, *LONG) as trainer:
+        trainer.step_or_skip()
+        trainer.servers.pending.result()  # one that has ended cannot be canceled
+        trainer.servers.pending = Future()
+        trainer.servers.pending.cancel()
         with pytest.raises(BaseException, match="") as caught:
-            trainer.advance()
+            trainer.step_or_skip()
         assert type(caught.value).__name__ == "CancelledError"
-        trainer.servers.requests = ()
+        trainer.servers.pending_requests = ()
 
 
-def test_a_stop_ends_what_is_under_way(tmp_path, monkeypatch):
-    """The wait of the driver, and then all episodes, in their thread."""
+@contextlib.contextmanager
+def running_guard(folder):
+    config = OmegaConf.create({"trainer": {"stage_timeout_s": 60}})
+    guard = Guard(config, folder, print, print)
+    guard.install_handlers()
+    try:
+        yield guard
+    finally:
+        guard.restore_handlers()
+
+
+def interrupt_stage(guard, loop, work):
+    """Send SIGINT to this process while a stage waits for `work`."""
+    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+    try:
+        with guard.stage("gen"):
+            loop.run(work)
+    finally:
+        guard.begin_shutdown()
+
+
+def test_a_stop_ends_the_work_in_progress(tmp_path, monkeypatch):
+    """First the driver's wait ends, then all episodes in their thread."""
     monkeypatch.chdir(tmp_path)
     ended = []
 
-    async def plays(name):
+    async def work(name):
         try:
             await asyncio.sleep(60)
         finally:
             ended.append(name)
 
-    async def fails():
+    async def fail():
         return 1 / 0
 
-    config = OmegaConf.create({"trainer": {"stage_timeout_s": 60}})
-    guard = Guard(config, tmp_path, print, print)
-    guard.listen()
-    try:
-        with pytest.raises(Stop), one_step_off.Loop() as loop:
+    with running_guard(tmp_path) as guard:
+        with pytest.raises(Stop), one_step_off.BackgroundLoop() as loop:
             guard.loop = loop
             assert loop.run(asyncio.sleep(0, "answer")) == "answer"
             with pytest.raises(ZeroDivisionError):
-                loop.run(fails())
-            loop.start(plays("under way"))
-            threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
-            try:
-                with guard.stage("gen"):
-                    loop.run(plays("waited for"))
-            finally:
-                guard.end()
-    finally:
-        guard.give_back()
-    assert sorted(ended) == ["under way", "waited for"] and not loop.thread.is_alive()
+                loop.run(fail())
+            loop.start(work("in progress"))
+            interrupt_stage(guard, loop, work("waited for"))
+    assert sorted(ended) == ["in progress", "waited for"] and not loop.thread.is_alive()

@@ -1,17 +1,20 @@
-"""Episodes that other processes drive (rollout.agent.num_workers), over the real stack."""
+"""Episodes in other processes (rollout.agent.num_workers), over the real stack."""
 
 from __future__ import annotations
 
 import contextlib
+from typing import Any, NamedTuple
 
 import pytest
 import ray
 from conftest import SESSION, load
 
+import env
 import inference
 from kit.errors import RunError
 from kit.extras import rollout_workers
-from kit.gym.servers import free_port
+from kit.gym.network import find_free_port
+from kit.rollout.sampler import Sampling, build_sampling_params, make_sampler_context
 
 TWO = [
     "actor_rollout_ref.rollout.agent.num_workers=2",
@@ -19,74 +22,73 @@ TWO = [
 ]
 
 
+class Both(NamedTuple):
+    """Servers without workers and with two, over the session's vLLM, with a seed per request."""
+
+    alone: inference.Servers
+    together: inference.Servers
+    tasks: list[env.Task]
+    sampling: Sampling
+
+
 @contextlib.contextmanager
-def playing(stack, *changes, urls=None):
-    """(Servers of this process, Servers with two others), over the session's vLLM, with seeds for every request."""
-    config, data = load(
-        stack.workspace, *SESSION, *TWO, "trainer.experiment_name=players", *changes
+def both_servers(stack, *changes, urls: Any = None):
+    name = "trainer.experiment_name=rollout_workers"
+    config, inputs = load(stack.workspace, *SESSION, *TWO, name, *changes)
+    session = stack.servers
+    context = make_sampler_context(config, session.context.client, inputs, 60.0)
+    workers = rollout_workers.RolloutWorkers(
+        config, context, urls or session.gym.gym.urls, inputs, stack.workspace
     )
-    was = stack.servers
-    policy = inference.make_policy(config, was.policy.client, data, 60.0)
-    policy.sampling = inference.sampling_params(config, False)
-    others = rollout_workers.Players(
-        config, policy, urls or was.gym.gym.urls, data, stack.workspace
-    )
-    alone = inference.Servers(config, was.manager, None, policy, was.gym, was.loop)
+    arguments = (config, session.manager, None, context, session.gym, session.loop)
+    alone = inference.Servers(*arguments)
+    together = inference.Servers(*arguments, workers)
     try:
-        yield (
-            alone,
-            inference.Servers(config, was.manager, None, policy, was.gym, was.loop, others),
-            data,
-        )
+        yield Both(alone, together, inputs.train, build_sampling_params(config, False))
     finally:
-        for actor in others.actors:
-            ray.kill(actor)
+        for worker in workers.workers:
+            ray.kill(worker)
 
 
-def test_whoever_drives_them_the_tokens_are_the_same(stack):
-    told = []
-    with playing(stack) as (alone, together, data):
-        requests, sampling = inference.in_groups(data.train[:5], 4, "1"), alone.policy.sampling
-        one, two = (
-            alone.rollout(requests, sampling),
-            together.rollout(requests, sampling, lambda *who: told.append(who)),
-        )
+def test_tokens_are_the_same_with_and_without_workers(stack):
+    done = []
+    with both_servers(stack) as both:
+        requests = inference.repeat_per_group(both.tasks[:5], 4, "1")
+        one = both.alone.rollout(requests, both.sampling)
+        two = both.together.rollout(requests, both.sampling, lambda *pair: done.append(pair))
         assert {e.status for e in one} == {"ok"} and len({tuple(e.response_ids) for e in one}) > 5
         for a, b in zip(one, two, strict=True):
-            assert (a.row_id, a.group_id, a.response_ids, a.reward) == (
-                b.row_id,
-                b.group_id,
-                b.response_ids,
-                b.reward,
-            )
-            assert b.versions == a.versions
-        assert sorted(i for i, _ in told) == list(range(20)) and all(two[i] is e for i, e in told)
-        assert (
-            together.players.metrics()["verify/concurrency/reasoning_gym"] >= 2
-        )  # of one at least, each
-        # not their tokens: vLLM on a CPU leaves seeds out where a batch has greedy answers too
-        greedy = together.rollout(requests, sampling, baselines=True)
+            assert (a.row_id, a.group_id) == (b.row_id, b.group_id)
+            assert (a.response_ids, a.reward) == (b.response_ids, b.reward)
+            assert b.policy_versions == a.policy_versions
+        assert sorted(i for i, _ in done) == list(range(20)) and all(two[i] is e for i, e in done)
+        # at least one call for each of the two
+        metrics = both.together.rollout_workers.metrics()
+        assert metrics["verify/concurrency/reasoning_gym"] >= 2
+        # not their tokens: vLLM on a CPU ignores seeds if a batch has greedy responses too
+        greedy = both.together.rollout(requests, both.sampling, baselines=True)
         assert {e.status for e in greedy} == {"ok"} and all(e.baseline is not None for e in greedy)
 
 
-def test_what_ends_a_run_ends_it_from_there_too(stack):
-    """As its own error, not as one of Ray's."""
-    nobody = {"reasoning_gym": f"http://127.0.0.1:{free_port('127.0.0.1')}"}
-    with playing(stack, "gym.outage_budget_s=1", urls=nobody) as (_, together, data):
+def test_an_error_that_ends_the_run_comes_from_a_worker_as_itself(stack):
+    """It is not one of Ray's errors."""
+    no_server = {"reasoning_gym": f"http://127.0.0.1:{find_free_port('127.0.0.1')}"}
+    with both_servers(stack, "gym.outage_budget_s=1", urls=no_server) as both:
+        requests = inference.repeat_per_group(both.tasks[:2], 2, "1")
         with pytest.raises(RunError, match="reasoning_gym"):
-            together.rollout(inference.in_groups(data.train[:2], 2, "1"), together.policy.sampling)
-    with playing(stack) as (_, together, data):
-        together.players.set_version(1000)
+            both.together.rollout(requests, both.sampling)
+    with both_servers(stack) as both:
+        both.together.rollout_workers.set_policy_version(1000)
         with pytest.raises(RunError, match="samples from the weights of step"):
-            together.rollout(inference.in_groups(data.train[:2], 2, "1"), together.policy.sampling)
+            both.together.rollout(requests, both.sampling)
 
 
-def test_they_share_what_is_allowed_at_once(workspace):
+def test_workers_share_the_limits_of_the_recipe(workspace):
     changes = ["gym.concurrency={a: 10, b: auto, default: 3}", "env.verifier_pool.processes=3"]
     config, _ = load(workspace, *changes, "actor_rollout_ref.rollout.max_num_seqs=6")
-    part = rollout_workers.share(config, 4)
+    part = rollout_workers.split_limits(config, 4)
     assert part.gym.concurrency == {"a": 3, "b": "auto", "default": 1}
     assert (part.env.verifier_pool.processes, part.actor_rollout_ref.rollout.max_num_seqs) == (1, 2)
-    assert config.gym.concurrency.a == 10 and rollout_workers.share(config, 1) == config
+    assert config.gym.concurrency.a == 10 and rollout_workers.split_limits(config, 1) == config
     config, _ = load(workspace, "gym.concurrency=8")
-    assert rollout_workers.share(config, 4).gym.concurrency == {"default": 2}
+    assert rollout_workers.split_limits(config, 4).gym.concurrency == {"default": 2}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
+from conftest import write_rows
 
 import env
 from kit.extras import sft
@@ -47,3 +49,29 @@ def test_conversations_come_from_jsonl_and_parquet(tmp_path):
     (tmp_path / "bad.parquet").write_text("no parquet")
     with pytest.raises(env.DataError, match=r"bad\.parquet: cannot be read"):
         list(sft.read_conversations(str(tmp_path / "bad.parquet")))
+
+
+def test_conversations_may_be_a_prompt_and_a_response(tmp_path):
+    pairs = [
+        {"prompt": "2?", "response": "4"},
+        {"prompt": [{"role": "user", "content": "2?"}], "response": "4"},
+    ]
+    chat = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}]
+    write_rows(tmp_path / "a.jsonl", [*pairs, {"messages": chat, "prompt": "other"}])
+    read = [row["messages"] for _, row in sft.read_conversations(str(tmp_path / "a.jsonl"))]
+    assert read == [chat] * 3
+    pandas.DataFrame(pairs[:1]).to_parquet(tmp_path / "a.parquet")
+    read = [row["messages"] for _, row in sft.read_conversations(str(tmp_path / "a.parquet"))]
+    assert read == [chat]
+    other_key = write_rows(tmp_path / "other.jsonl", [{"question": "2?", "response": "4"}])
+    read = [row["messages"] for _, row in sft.read_conversations(str(other_key), "question")]
+    assert read == [chat]
+    for row in (
+        {"prompt": "2?"},
+        {"prompt": None, "response": "4"},
+        {"prompt": "2?", "response": ["4"]},
+    ):
+        path = write_rows(tmp_path / "b.jsonl", [row])
+        reason = r"b\.jsonl:1: `prompt` must be text or messages, and `response` text"
+        with pytest.raises(env.DataError, match=reason):
+            list(sft.read_conversations(str(path)))

@@ -1,36 +1,35 @@
-"""Gym servers and strangers: what a server sees, whose answers count, how long a check may take."""
+"""Gym servers that a run starts: what they see, and whether they start, restart and stop."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import gzip
 import json
-import os
-import signal
+import queue
 import subprocess
 import sys
-import threading
 import time
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import psutil
 import pytest
-from conftest import GYM_PYTHON
+from conftest import GYM_PYTHON, row
+from http_doubles import Endpoint, send
 from omegaconf import OmegaConf
 
-from kit.config.load import public
-from kit.errors import ConfigError
-from kit.extras import monitor
-from kit.extras.judges import judge_proxy
+from gym_client import Gym, GymError, message_response
+from kit.config.redaction import redacted
+from kit.extras.judges import judge_proxy, judge_settings
+from kit.gym import network, process_specs
 from kit.gym import servers as gym_servers
-from kit.gym.servers import FetchError, GymStartError, fetch
+from kit.gym.network import GymStartError, discover_servers, find_free_port, wait_ready
+from kit.gym.servers import GymServers, running_servers
 
 # --- what a server sees --------------------------------------------------------------------------
 
-LOOKING = """
+SPY_SERVER = """
 import os
 import sys
 
@@ -53,8 +52,8 @@ class Server(gym.SimpleResourcesServer):
 
     async def look(self) -> dict:
         config = OmegaConf.to_container(get_global_config_dict())
-        read = sys.stdin.read()
-        return {"environment": dict(os.environ), "arguments": sys.argv, "config": config, "stdin": read}
+        view = {"environment": dict(os.environ), "arguments": sys.argv, "config": config}
+        return {**view, "stdin": sys.stdin.read()}
 
     async def verify(self, body: gym.BaseVerifyRequest) -> gym.BaseVerifyResponse:
         return gym.BaseVerifyResponse(**body.model_dump(), reward=0.0)
@@ -69,138 +68,86 @@ SECRETS = {  # variable -> value, in the environment of the run
     "MY_PASSWORD": "hidden-3",
     "aws_secret_access": "hidden-4",
     "A_CREDENTIALS_FILE": "hidden-5",
-    "JUDGE_WORD": "hidden-6",  # named by api_key_env alone
+    "JUDGE_WORD": "hidden-6",  # only api_key_env names it
 }
 
 
-class Endpoint:
-    """An HTTP server that answers with `handle(handler)` and keeps (path, headers) of each request in `log`."""
-
-    def __init__(self, handle, port=0):
-        self.log = []
-        endpoint = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self):
-                endpoint.log.append((self.path, dict(self.headers)))
-                self.close_connection = True
-                with contextlib.suppress(OSError):
-                    handle(self)
-
-            def do_POST(self):
-                self.do_GET()
-
-            def log_message(self, *_):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self.port = self.server.server_port
-        self.url = f"http://127.0.0.1:{self.port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def close(self):
-        self.server.shutdown()
-        self.server.server_close()
-
-
-def say(status, body, **headers):
-    """A `handle` that answers a body: JSON, or bytes."""
-
-    def handle(handler):
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        handler.send_response(status)
-        for name, value in {"Content-Length": len(data), **headers}.items():
-            handler.send_header(name.replace("_", "-"), str(value))
-        handler.end_headers()
-        handler.wfile.write(data)
-
-    return handle
-
-
-def of_process(pid):
-    """Everything that another process of this user reads of a process in /proc."""
+def read_process(pid):
+    """Return everything that another process of this user reads of a process in /proc."""
     folder = Path("/proc") / str(pid)
     return (folder / "environ").read_bytes() + (folder / "cmdline").read_bytes()
 
 
-def test_a_server_sees_its_own_settings_and_no_secret_that_its_recipe_does_not_name(
+def look(folder):
+    """Return the answer of the server in `folder`/shop: of the child process that has /look."""
+    for child in psutil.Process().children(recursive=True):
+        connections = child.net_connections("tcp")
+        ports = [c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN]
+        for port in ports:
+            answer = httpx.get(f"http://127.0.0.1:{port}/look")
+            if answer.status_code == 200:
+                return answer.json()
+    raise AssertionError((folder / "gym_shop.log").read_text())
+
+
+def test_a_server_sees_its_settings_and_no_secret_that_its_recipe_does_not_name(
     tmp_path, monkeypatch
 ):
-    """Real servers: one of a folder, Gym's agent before it, the policy's model server, and a judge's."""
+    """Real servers: one of a folder, Gym's agent, the policy's model server, and a judge's."""
     for name, value in {**SECRETS, "SHOP_TOKEN": "shown-1", "PLAIN": "shown-2"}.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "shop").mkdir()
-    (tmp_path / "shop" / "app.py").write_text(LOOKING)
+    (tmp_path / "shop" / "app.py").write_text(SPY_SERVER)
     start = {"python": str(GYM_PYTHON), "path": str(tmp_path / "shop"), "agent": "simple_agent"}
     start |= {"config": {"shop_key": "own-key"}, "env": ["SHOP_TOKEN"]}
-    endpoint = Endpoint(say(500, {}))
+    endpoint = Endpoint(send(500, {}))
     policy = {"base_url": f"{endpoint.url}/v1", "api_key": "policy-key", "model": "policy"}
-    judges = judge_proxy.judges(
-        {"judge": {"base_url": endpoint.url, "model": "m", "api_key_env": "JUDGE_WORD"}}, 60.0
-    )
-    with judge_proxy.Proxy(judges) as proxy:
-        blocks = list(proxy.blocks())
-        running = gym_servers.running_servers(
-            {"shop": {"start": start}}, tmp_path, policy=policy, models=blocks
-        )
-        with running as urls:
+    judge = {"base_url": endpoint.url, "model": "m", "api_key_env": "JUDGE_WORD"}
+    judges = judge_settings.build_judges({"judge": judge}, 60.0)
+    with judge_proxy.JudgeProxy(judges) as proxy:
+        specs = list(proxy.process_specs())
+        with running_servers(
+            {"shop": {"start": start}}, tmp_path, policy=policy, judge_specs=specs
+        ) as urls:
             children = psutil.Process().children(recursive=True)
-            outside = {child.pid: of_process(child.pid) for child in children}
-            own = httpx.get(f"{urls['shop']}/openapi.json").json()["paths"]
-            assert "/run" in own, own  # the agent's
-            looked = look(tmp_path)
-            model = address(looked["config"]["policy_model"]["responses_api_models"]["vllm_model"])
+            outside = {child.pid: read_process(child.pid) for child in children}
+            paths = httpx.get(f"{urls['shop']}/openapi.json").json()["paths"]
+            assert "/run" in paths, paths  # the agent answers for the name
+            view = look(tmp_path)
+            model = view["config"]["policy_model"]["responses_api_models"]["vllm_model"]
             httpx.post(
-                f"{model}/v1/chat/completions", json={"messages": [], "model": "x"}, timeout=60.0
+                f"http://{model['host']}:{model['port']}/v1/chat/completions",
+                json={"messages": [], "model": "x"},
+                timeout=60.0,
             )
         key = proxy.key
     assert len(outside) >= 4
     for pid, text in outside.items():
         for secret in [*SECRETS.values(), "policy-key", "own-key", key]:
             assert secret.encode() not in text, (pid, secret)
-    inside = json.dumps(looked)
+    inside = json.dumps(view)
     for secret in [*SECRETS.values(), "policy-key", key]:
         assert secret not in inside, secret
-    environment, config = looked["environment"], looked["config"]
-    assert environment["SHOP_TOKEN"] == "shown-1" and environment["PLAIN"] == "shown-2"
+    assert view["environment"]["SHOP_TOKEN"] == "shown-1"
+    assert view["environment"]["PLAIN"] == "shown-2"
+    config = view["config"]
     assert config["shop"]["resources_servers"]["shop"]["shop_key"] == "own-key"
-    assert config["judge"]["responses_api_models"]["vllm_model"].keys() == {
-        "entrypoint",
-        "host",
-        "port",
-    }
-    assert looked["stdin"] == "" and len(looked["arguments"]) == 1
-    # and the one that needs it has it
-    assert (
-        endpoint.log[0][0] == "/v1/chat/completions"
-        and endpoint.log[0][1]["Authorization"] == "Bearer policy-key"
-    )
+    judge_view = config["judge"]["responses_api_models"]["vllm_model"]
+    assert judge_view.keys() == {"entrypoint", "host", "port"}
+    assert view["stdin"] == ""
+    assert len(view["arguments"]) == 1
+    # The policy's model server has the key that it needs.
+    path, headers = endpoint.log[0]
+    assert path == "/v1/chat/completions"
+    assert headers["Authorization"] == "Bearer policy-key"
 
 
-def address(settings):
-    return f"http://{settings['host']}:{settings['port']}"
-
-
-def look(folder):
-    """What the server in `folder`/shop answers of itself: its port is that of the child that has /look."""
-    for child in psutil.Process().children(recursive=True):
-        for connection in child.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN:
-                answer = httpx.get(f"http://127.0.0.1:{connection.laddr.port}/look")
-                if answer.status_code == 200:
-                    return answer.json()
-    raise AssertionError((folder / "gym_shop.log").read_text())
-
-
-def test_the_policys_model_server_is_shown_no_secret_of_one_agent(monkeypatch):
+def test_the_policys_model_server_sees_no_secret_of_one_agent(monkeypatch):
     monkeypatch.setenv("SHOP_TOKEN", "x")
     start = {"python": str(GYM_PYTHON), "agent": "simple_agent", "env": ["SHOP_TOKEN"]}
-    blocks = gym_servers.plan(
-        "mcqa", start, {"base_url": "http://x/v1", "api_key": "k", "model": "m"}
-    )
-    assert {block["name"]: block["shown"] for block in blocks} == {
+    policy = {"base_url": "http://x/v1", "api_key": "k", "model": "m"}
+    specs = process_specs.plan_processes("mcqa", start, policy)
+    assert {spec["name"]: spec["visible_variables"] for spec in specs} == {
         "mcqa": ["SHOP_TOKEN"],
         "policy_model": [],
         "mcqa_simple_agent": ["SHOP_TOKEN"],
@@ -208,287 +155,211 @@ def test_the_policys_model_server_is_shown_no_secret_of_one_agent(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
-    [
-        ("HF_TOKEN", "is 'HF_TOKEN'; set a list"),
-        ({"A": "b"}, "set a list"),
-        (["NO_SUCH"], "variable NO_SUCH is not set"),
-    ],
-)
-def test_variables_of_a_recipe_that_are_none_are_told(names, told):
-    with pytest.raises(GymStartError, match=rf"gym\.servers\.mcqa\.start\.env.*{told}"):
-        gym_servers.check_server("mcqa", {"start": {"python": str(GYM_PYTHON), "env": names}})
-
-
-@pytest.mark.parametrize(
     "name",
     ["A_KEY", "hf_token", "My_Secret", "DB_PASSWORD", "CREDENTIALS", "KEYS", "A_NAME", "PATH"],
 )
-def test_a_recipe_and_a_server_agree_on_what_a_secret_is_called(name, monkeypatch):
+def test_the_same_names_mark_a_secret_for_recipes_and_for_servers(name, monkeypatch):
     monkeypatch.setenv(name, "a-long-value")
-    is_written = "a-long-value" in OmegaConf.to_yaml(
-        public(OmegaConf.create({"x": "a-long-value"}))
-    )
-    is_shown = name in gym_servers.environment({}, ())
-    assert is_written == is_shown == (name in ("A_NAME", "PATH"))
+    recipe = OmegaConf.to_yaml(redacted(OmegaConf.create({"x": "a-long-value"})))
+    is_written = "a-long-value" in recipe
+    is_visible = name in gym_servers.build_environment({}, ())
+    assert is_written == is_visible == (name in ("A_NAME", "PATH"))
 
 
-# --- whose answers count -------------------------------------------------------------------------
+# --- real servers of nemo-gym --------------------------------------------------------------------
 
-SERVER = """
-import json, subprocess, sys, time
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
-
-port, flag, how = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-if how == "parent":  # whose child listens
-    sys.exit(subprocess.run([sys.executable, __file__, str(port), str(flag), "child"]).returncode)
-if flag.exists():
-    time.sleep(20.0)  # imports
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps({"paths": {}}).encode())
-
-    def log_message(self, *_):
-        pass
-
-
-HTTPServer.allow_reuse_address = True
-HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+HEAD_SERVER = """
+import os, sys, time
+os.environ["NEMO_GYM_CONFIG_DICT"], os.environ["NEMO_GYM_CONFIG_PATH"] = sys.argv[1], "head_server"
+from nemo_gym.server_utils import HeadServer
+HeadServer.run_webserver()
+time.sleep(600)
 """
 
 
-def block_of(folder, how="child"):
-    (folder / "server.py").write_text(SERVER)
-    port = gym_servers.free_port()
-    command = [sys.executable, str(folder / "server.py"), str(port), str(folder / "flag"), how]
-    log = str(folder / "log")
-    return {
-        "name": "s",
-        "kind": "command",
-        "command": command,
-        "host": "127.0.0.1",
-        "port": port,
-        "log": log,
+def wait_for_discovery(url):
+    """Return the servers that a head server lists, once it answers."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        with contextlib.suppress(GymStartError):
+            return discover_servers(url)
+        time.sleep(0.5)
+    raise AssertionError("the head server did not answer")
+
+
+def test_a_real_head_server_lists_servers_and_agents(tmp_path):
+    port = find_free_port()
+    started = {"reasoning_gym": {"start": {"python": str(GYM_PYTHON)}}}
+    with running_servers(started, tmp_path) as urls:
+        address = {"host": "0.0.0.0", "port": int(urls["reasoning_gym"].rpartition(":")[2])}
+        agent = {"resources_server": {"name": "puzzles"}}
+        config = {
+            "head_server": {"host": "127.0.0.1", "port": port},
+            "puzzles": {"resources_servers": {"reasoning_gym": address}},
+            "some_agent": {"responses_api_agents": {"simple_agent": agent}},
+            "not_started": {"resources_servers": {"mcqa": {"entrypoint": "app.py"}}},
+            "policy_model": {
+                "responses_api_models": {"vllm_model": {"base_url": "${policy_base_url}"}}
+            },
+            "policy_base_url": "http://127.0.0.1:1/v1",
+        }
+        with (tmp_path / "head.log").open("wb") as log:
+            command = [str(GYM_PYTHON), "-c", HEAD_SERVER, json.dumps(config)]
+            head = subprocess.Popen(command, stdout=log, stderr=log, cwd=tmp_path)
+        try:
+            servers, agents = wait_for_discovery(f"http://127.0.0.1:{port}")
+            assert agents == {"some_agent": "puzzles"}
+            assert servers == {"puzzles": urls["reasoning_gym"]}
+
+            async def verify():
+                async with Gym(servers) as gym, gym.session("puzzles", row()) as session:
+                    return (await session.verify(message_response("7"))).reward
+
+            assert asyncio.run(verify()) == 1.0
+        finally:
+            head.kill()
+            head.wait()
+
+
+async def verify_with_two_servers(urls):
+    """Return the rewards of six responses."""
+    math_row = row("What is 1/2 + 1/4?", expected_answer="\\frac{3}{4}")
+    cases = [
+        ("reasoning_gym", row(), "7"),
+        ("reasoning_gym", row(), "it is 7"),
+        ("reasoning_gym", row(), "8"),
+        ("reasoning_gym", row(), ""),
+        ("math", math_row, "It is \\boxed{0.75}."),
+        ("math", math_row, "It is \\boxed{0.5}."),
+    ]
+    rewards = []
+    async with Gym(urls, concurrency=4) as gym:
+        for server, task_row, text in cases:
+            async with gym.session(server, task_row) as session:
+                rewards.append((await session.verify(message_response(text))).reward)
+        incomplete = {"responses_create_params": {"input": "x"}}  # without the verifier's fields
+        with pytest.raises(GymError) as caught:
+            async with gym.session("reasoning_gym", incomplete) as session:
+                await session.verify(message_response("7"))
+        assert caught.value.reason == "http_422"
+    return rewards
+
+
+def test_real_servers_start_verify_restart_and_stop(tmp_path, monkeypatch):
+    start = {"python": str(GYM_PYTHON)}
+    start_server = gym_servers.start_server
+    processes = []
+
+    def record_start(*args):
+        processes.append(start_server(*args))
+        return processes[-1]
+
+    monkeypatch.setattr(gym_servers, "start_server", record_start)
+    servers = {
+        "reasoning_gym": {"start": start},
+        "math": {"start": {**start, "server": "math_with_judge"}},
     }
+    with running_servers(servers, tmp_path) as urls:
+        for _ in range(2):
+            rewards = asyncio.run(verify_with_two_servers(urls))
+            assert rewards == [1.0, pytest.approx(1 / 7), 0.0, 0.0, 1.0, 0.0]
+            processes[0].kill()
+    assert len(processes) == 3
+    assert all(process.poll() is not None for process in processes)
+    for name, url in urls.items():
+        with pytest.raises(GymStartError, match="does not answer"):
+            wait_ready(name, url)
 
 
-@pytest.mark.parametrize("how", ["child", "parent"])
-def test_a_server_that_listens_itself_or_by_a_child_is_ready(tmp_path, how):
-    block = block_of(tmp_path, how)
-    process = gym_servers.start_server(block, [block])
-    try:
-        gym_servers.wait_ready(
-            "s", f"http://127.0.0.1:{block['port']}", process, tmp_path / "log", 30.0
-        )
-    finally:
-        gym_servers.stop_servers([process])
+# --- restarts ------------------------------------------------------------------------------------
 
 
-def test_a_strangers_answer_is_not_taken_for_a_servers():
-    """The port was free when it was chosen; the stranger is quicker than the server."""
-    stranger = Endpoint(say(200, {"paths": {}}))
-    process = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True
-    )
-    try:
-        with pytest.raises(
-            GymStartError, match=rf"port {stranger.port} belongs to another process; stop that"
-        ):
-            gym_servers.wait_ready("s", stranger.url, process, deadline_s=2.0)
-        gym_servers.wait_ready(
-            "s", stranger.url
-        )  # a url of the recipe's, which nobody started here
-    finally:
-        gym_servers.stop_servers([process])
-        stranger.close()
+class BrokenServer(NamedTuple):
+    """A server that exits immediately while the file `broken` exists."""
+
+    servers: dict
+    broken: Path
+    processes: list[subprocess.Popen]  # started so far
 
 
-@pytest.mark.parametrize("moment", ["before the restart", "after the restart"])
-def test_a_stranger_on_the_port_of_a_server_that_died_is_told(tmp_path, moment):
-    block, restarts, lost = block_of(tmp_path), [], []
-    started = {"s": gym_servers.start_server(block, [block])}
-    gym_servers.wait_ready(
-        "s", f"http://127.0.0.1:{block['port']}", started["s"], tmp_path / "log", 30.0
-    )
-    (tmp_path / "flag").write_text("")  # the next one takes long to start
-    ended = threading.Event()
-    arguments = ({"s": block}, started, restarts.append, lost.append, ended)
-    keeper = threading.Thread(target=gym_servers.keep_up, args=arguments)
-    stranger = None
-    try:
-        if moment == "before the restart":
-            os.killpg(started["s"].pid, signal.SIGKILL)
-            started["s"].wait()
-            stranger = Endpoint(say(200, {"paths": {}}), block["port"])
-            keeper.start()
-        else:
-            keeper.start()
-            os.killpg(started["s"].pid, signal.SIGKILL)
-            wait_until(lambda: restarts)
-            stranger = Endpoint(say(200, {"paths": {}}), block["port"])
-        wait_until(lambda: lost)
-        time.sleep(2.5)
-    finally:
-        ended.set()
-        keeper.join()
-        gym_servers.stop_servers(started.values())
-        if stranger:
-            stranger.close()
-    assert (
-        len(lost) == 1
-        and f"server s ended, and another process has its port {block['port']}" in lost[0]
-    )
-    assert restarts == ([] if moment == "before the restart" else ["s"])
+@pytest.fixture
+def broken_server(tmp_path, monkeypatch):
+    """A BrokenServer, of which each restart takes a second."""
+    port = find_free_port()
+    broken = tmp_path / "broken"
+    processes = []
+    start_server = gym_servers.start_server
+    serve = f"{sys.executable} -m http.server --bind 127.0.0.1 --directory {tmp_path} {port}"
+    (tmp_path / "openapi.json").write_text('{"paths": {}}')
+    script = f"#!/bin/sh\necho begins\ntest -e {broken} && exit 3\n{serve} & wait\n"
+    (tmp_path / "python").write_text(script)
+    (tmp_path / "python").chmod(0o755)
+
+    def start_slowly(*args):
+        (tmp_path / f"start {len(processes)}").touch()
+        time.sleep(1.0 if processes else 0.0)
+        processes.append(start_server(*args))
+        return processes[-1]
+
+    monkeypatch.setattr(gym_servers, "start_server", start_slowly)
+    servers = {"a": {"start": {"python": str(tmp_path / "python"), "port": port}}}
+    return BrokenServer(servers, broken, processes)
 
 
-def test_a_server_that_died_is_started_again_and_is_no_stranger(tmp_path):
-    """Nor is one that leaves the port soon, as a fork of the server's that takes a moment to end."""
-    block, restarts, lost = block_of(tmp_path), [], []
-    started = {"s": gym_servers.start_server(block, [block])}
-    url = f"http://127.0.0.1:{block['port']}"
-    gym_servers.wait_ready("s", url, started["s"], tmp_path / "log", 30.0)
-    ended = threading.Event()
-    keeper = threading.Thread(
-        target=gym_servers.keep_up,
-        args=({"s": block}, started, restarts.append, lost.append, ended),
-    )
-    try:
-        os.killpg(started["s"].pid, signal.SIGKILL)
-        started["s"].wait()
-        brief = Endpoint(say(200, {"paths": {}}), block["port"])
-        keeper.start()
-        time.sleep(1.5)
-        brief.close()
-        wait_until(lambda: restarts)
-        gym_servers.wait_ready("s", url, started["s"], tmp_path / "log", 30.0)
-        time.sleep(2.5)  # looked at again, twice
-    finally:
-        ended.set()
-        keeper.join()
-        gym_servers.stop_servers(started.values())
-    assert restarts == ["s"] and lost == []
+def test_a_server_that_dies_is_restarted_after_an_interval(broken_server, tmp_path, caplog):
+    servers, broken, processes = broken_server
+    restarts = queue.Queue()
+
+    def fail_on_restart(name):
+        restarts.put(time.monotonic())
+        raise AttributeError(name)
+
+    with running_servers(servers, tmp_path, on_restart=fail_on_restart) as urls:
+        broken.touch()
+        processes[0].kill()
+        first = restarts.get(timeout=60)
+        processes[1].wait(60)
+        broken.unlink()
+        second = restarts.get(timeout=60)  # although on_restart failed the first time
+        wait_ready("a", urls["a"], processes[2])
+    assert second - first > 4.5
+    assert (tmp_path / "gym_a.log").read_text().count("begins") == 3
+    for status in (-9, 3):
+        message = f"a exited with status {status} and is restarted; log {tmp_path}/gym_a.log"
+        assert message in caplog.text
 
 
-def wait_until(happened, patience=15.0):
-    deadline = time.monotonic() + patience
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def test_a_server_that_is_restarted_during_the_stop_is_stopped(broken_server, tmp_path):
+    servers, _, processes = broken_server
+    with running_servers(servers, tmp_path):
+        processes[0].kill()  # but not its child
+        while not (tmp_path / "start 1").exists():
+            time.sleep(0.05)
+    time.sleep(1.5)
+    assert len(processes) == 2
+    assert processes[1].poll() is not None
+    assert not network.is_port_in_use("127.0.0.1", servers["a"]["start"]["port"])
 
 
-# --- how long a check may take -------------------------------------------------------------------
+def test_a_server_that_was_never_ready_is_not_restarted(broken_server, tmp_path):
+    servers, broken, processes = broken_server
+    broken.touch()
+    group = GymServers(servers, tmp_path)
+    with contextlib.closing(group):
+        group.start()
+        time.sleep(3.0)
+        with pytest.raises(GymStartError, match="did not start: it exited with status 3"):
+            group.wait_ready()
+    assert len(processes) == 1
 
 
-def trickle_headers(handler):
-    for _ in range(200):
-        handler.wfile.write(b"HTTP/1.1 200 OK\r\n" if not _ else b"X-A: b\r\n")
-        handler.wfile.flush()
-        time.sleep(0.1)
-
-
-def trickle_body(handler):
-    handler.send_response(200)
-    handler.send_header("Content-Length", "1000")
-    handler.end_headers()
-    for _ in range(200):
-        handler.wfile.write(b" ")
-        time.sleep(0.1)
-
-
-def endless(handler):
-    handler.send_response(200)
-    handler.end_headers()
-    for _ in range(4096):  # 4 GiB
-        handler.wfile.write(b" " * 2**20)
-
-
-BAD = {
-    "headers that trickle": (trickle_headers, "no complete answer within 1.0 s"),
-    "a body that trickles": (trickle_body, "no complete answer within 1.0 s"),
-    "an endless body": (endless, "longer than 16,777,216 bytes"),
-}
-
-
-def ask_head(url):
-    gym_servers.discover(url)
-
-
-def ask_url(url):
-    gym_servers.wait_ready("s", url)
-
-
-def ask_judge(url):
-    judge_proxy.reach(judge_proxy.Judge("j", f"{url}/v1", "m", timeout_s=1.0))
-
-
-def ask_page(url):
-    monitor.ask(f"{url}/metrics")
-
-
-@pytest.mark.parametrize("ask", [fetch, ask_head, ask_url, ask_judge, ask_page])
-@pytest.mark.parametrize("name", BAD)
-def test_a_check_ends_by_its_deadline_and_its_size_limit(name, ask, monkeypatch):
-    for module, constant in (
-        (gym_servers, "ASK_S"),
-        (gym_servers, "HEAD_S"),
-        (judge_proxy, "LIST_S"),
-        (monitor, "ASK_S"),
-    ):
-        monkeypatch.setattr(module, constant, 1.0)
-    handle, why = BAD[name]
-    endpoint, began = Endpoint(handle), time.monotonic()
-    ask = partial(fetch, deadline_s=1.0) if ask is fetch else ask
-    with pytest.raises((FetchError, GymStartError, ConfigError)) as caught:
-        ask(endpoint.url)
-    assert why in str(caught.value)
-    assert time.monotonic() - began < 6.0
-    endpoint.server.server_close()
-
-
-def test_a_short_body_does_not_become_a_long_one():
-    bomb = Endpoint(say(200, gzip.compress(b"0" * 2**28), Content_Encoding="gzip"))
-    assert len(fetch(bomb.url).content) < 2**20
-    assert bomb.log[0][1]["Accept-Encoding"] == "identity"
-
-
-@pytest.mark.parametrize("ask", [fetch, ask_head, ask_url, ask_judge, ask_page])
-@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_a_redirect_is_told_and_not_followed(ask, status, monkeypatch):
-    monkeypatch.setattr(gym_servers, "ASK_S", 1.0)
-    other = Endpoint(say(200, {"paths": {}, "data": [{"id": "m"}]}))
-    endpoint = Endpoint(say(status, {}, Location=f"{other.url}/x"))
-    with pytest.raises(
-        (FetchError, GymStartError, ConfigError), match=f"HTTP {status} redirects to {other.url}/x"
-    ):
-        ask(endpoint.url)
-    assert other.log == [] and endpoint.log
-
-
-# --- Prometheus ----------------------------------------------------------------------------------
-
-
-def test_the_prometheus_that_a_run_names_listens_on_this_machine_alone(tmp_path):
-    said, port = [], gym_servers.free_port()
-    settings = {"file": str(tmp_path / "prometheus.yml"), "port": port}
-    config = {
-        "actor_rollout_ref": {"rollout": {"prometheus": settings}},
-        "trainer": {"experiment_name": "x"},
-    }
-
-    class Run:
-        def __init__(self):
-            self.config, self.say = OmegaConf.create(config), said.append
-
-    with contextlib.ExitStack() as stack:
-        monitor.serve(Run(), "127.0.0.1", ["127.0.0.1:1"], stack)
-        assert f"--web.listen-address=127.0.0.1:{port}" in said[0]
-        reloaded = Endpoint(say(200, b""), port)
-        monitor.serve(Run(), "127.0.0.1", ["127.0.0.1:1"], stack)
-        assert "was told to read its file again" in said[1] and reloaded.log[0][0] == "/-/reload"
-    docs = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"
-    assert "--web.listen-address=127.0.0.1:9090" in docs.read_text()
+def test_the_servers_start_while_the_caller_does_something_else(broken_server, tmp_path):
+    servers, _, processes = broken_server
+    group = GymServers(servers, tmp_path)
+    with contextlib.closing(group):
+        group.start()
+        assert len(processes) == 1
+        assert group.wait_ready() == group.urls
+        assert processes[0].poll() is None
+    assert processes[0].poll() is not None
+    assert not network.is_port_in_use("127.0.0.1", servers["a"]["start"]["port"])

@@ -1,4 +1,4 @@
-"""The endpoint that Gym's agents ask: a policy behind an agent calls the tools of its row, and nothing else."""
+"""The policy endpoint for Gym's agents: its tokens, and the calls that it lets a policy make."""
 
 from __future__ import annotations
 
@@ -7,13 +7,96 @@ import json
 
 import pytest
 from conftest import GYM_PYTHON, counting
-from test_turns import CHATML, STOPS, Script, bytes_tokenizer, call, one_turn_each, policy_of
+from turn_doubles import (
+    TOOL,
+    Script,
+    call,
+    chatml_tokenizer,
+    context_of,
+    encode_turns,
+    one_turn_each,
+)
 
+import env
 from gym_client import RESERVED, Gym
-from kit.gym.servers import free_port, running_servers
+from kit.gym.network import find_free_port
+from kit.gym.servers import running_servers
 from kit.rollout import openai_server
 
 KEY = "a key of this test"
+QUESTION = {"role": "user", "content": "Look it up."}
+
+
+def complete(body: dict, context) -> openai_server.Reply:
+    return asyncio.run(openai_server.complete_chat(body, context))
+
+
+def message_of(reply) -> dict:
+    return reply.body["choices"][0]["message"]
+
+
+# --- tokens --------------------------------------------------------------------------------------
+
+
+def test_the_next_prompt_starts_with_the_sampled_tokens():
+    tokenizer = chatml_tokenizer()
+    tools = env.render_tools([TOOL], "x:1")
+    (call_ids,) = encode_turns([call()], tokenizer)
+    sampled = [200, 201, 202, *call_ids]  # bytes that are the encoding of no text
+    client = Script([sampled, [5, tokenizer.eos_token_id]])
+    context = context_of(client, tokenizer)
+    first = {"messages": [QUESTION], "tools": tools, "temperature": 9}
+    reply = complete(first, context)
+    message = message_of(reply)
+    assert reply.status == 200 and reply.body["choices"][0]["finish_reason"] == "tool_calls"
+    assert message["generation_token_ids"] == sampled
+    assert len(message["generation_log_probs"]) == len(sampled)
+    call_id = message["tool_calls"][0]["id"]
+    output = {"role": "tool", "tool_call_id": call_id, "content": "seen"}
+    reply = complete({"messages": [QUESTION, message, output], "tools": tools}, context)
+    assert reply.status == 200 and reply.body["choices"][0]["finish_reason"] == "stop"
+    prompt = message_of(reply)["prompt_token_ids"]
+    before = client.prompts[0] + sampled
+    assert prompt == client.prompts[1] and prompt[: len(before)] == before
+    observed = tokenizer.decode(prompt[len(before) :])
+    assert observed.strip().startswith("<|im_start|>tool\nseen")
+
+
+def test_sampling_parameters_are_those_of_the_run():
+    params = []
+
+    class Recorder(Script):
+        async def generate(self, request_id, prompt_ids, sampling_params):
+            params.append(sampling_params)
+            return await super().generate(request_id, prompt_ids, sampling_params)
+
+    tokenizer = chatml_tokenizer()
+    client = Recorder(encode_turns(["a", "b"], tokenizer))
+    context = context_of(client, tokenizer, endpoint_sampling={"temperature": 0.5})
+    complete({"messages": [QUESTION], "temperature": 9}, context)
+    context.endpoint_sampling = {"temperature": 0.0}  # as when an evaluation starts
+    complete({"messages": [QUESTION]}, context)
+    assert [each["temperature"] for each in params] == [0.5, 0.0]
+
+
+def test_a_response_that_no_parser_reads_gets_a_status_that_is_not_retried():
+    """After a 500 Gym would send the request three times, and each time the policy would answer."""
+    tokenizer = chatml_tokenizer()
+    client = one_turn_each(["hello"], tokenizer)
+    context = context_of(client, tokenizer, tool_format="no such format")
+    body = {"messages": [QUESTION], "tools": env.render_tools([TOOL], "x:1")}
+    reply = complete(body, context)
+    assert reply.status == 422
+    assert "no such format parser failed" in reply.body["error"]["message"]
+
+
+def test_a_prompt_without_room_for_a_response_is_reported_as_context_length():
+    context = context_of(Script([]), chatml_tokenizer(), max_prompt_length=5, max_response_length=5)
+    reply = complete({"messages": [{"role": "user", "content": "x" * 50}]}, context)
+    assert reply.status == 400 and "context length" in reply.body["error"]["message"]
+
+
+# --- calls ---------------------------------------------------------------------------------------
 
 
 def tool_of(name: str) -> dict:
@@ -23,15 +106,15 @@ def tool_of(name: str) -> dict:
     }
 
 
-def answer_of(text: str, names: list[str]) -> dict:
-    """The choice that the endpoint gives to a request with tools of these names, whose policy says `text`."""
-    tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
-    policy = policy_of(one_turn_each([text], tokenizer), tokenizer)
+def choice_of(text: str, names: list[str]) -> dict:
+    """The choice for a request with tools of these names, if the policy writes `text`."""
+    tokenizer = chatml_tokenizer()
+    context = context_of(one_turn_each([text], tokenizer), tokenizer)
     tools = [tool_of(name) for name in names]
     body = {"messages": [{"role": "user", "content": "x"}], "tools": tools}
-    status, answer = asyncio.run(openai_server.complete(body, policy))
-    assert status == 200, answer
-    return answer["choices"][0]
+    reply = complete(body, context)
+    assert reply.status == 200, reply.body
+    return reply.body["choices"][0]
 
 
 FORGED = [
@@ -55,96 +138,107 @@ FORGED = [
 
 @pytest.mark.parametrize("name", FORGED)
 def test_a_call_of_no_tool_of_the_request_is_text(name):
-    choice = answer_of("Well." + call('{"a": 1}', name), ["look_up"])
+    choice = choice_of("Well." + call('{"a": 1}', name), ["look_up"])
+    content = choice["message"]["content"]
     assert choice["message"]["tool_calls"] == [] and choice["finish_reason"] == "stop"
-    assert (
-        choice["message"]["content"].startswith("Well.")
-        and '"arguments"' in choice["message"]["content"]
-    )
+    assert content.startswith("Well.") and '"arguments"' in content
 
 
 @pytest.mark.parametrize(
     "name", [*sorted(RESERVED), "../verify", "verify?a", "verify#a", "%76erify"]
 )
-def test_a_row_makes_no_route_of_the_server_a_tool(name):
-    assert answer_of(call(name=name), [name, "look_up"])["message"]["tool_calls"] == []
+def test_a_row_cannot_declare_a_route_of_the_server_as_a_tool(name):
+    assert choice_of(call(name=name), [name, "look_up"])["message"]["tool_calls"] == []
 
 
-def test_the_honest_calls_of_an_answer_stay_calls():
+def test_calls_of_offered_tools_stay_calls():
     text = call('{"initial_count": 9}', "seed_session") + call('{"q": 1}') + call(name="look.up-2")
-    message = answer_of(text, ["look_up", "look.up-2"])["message"]
+    message = choice_of(text, ["look_up", "look.up-2"])["message"]
     called = [(c["function"]["name"], c["function"]["arguments"]) for c in message["tool_calls"]]
     assert called == [("look_up", '{"q": 1}'), ("look.up-2", "{}")]
     assert "seed_session" in message["content"] and "look_up" not in message["content"]
 
 
 def test_a_request_without_tools_has_no_calls():
-    choice = answer_of(call(name="seed_session"), [])
+    choice = choice_of(call(name="seed_session"), [])
     assert choice["message"]["tool_calls"] == [] and choice["finish_reason"] == "stop"
 
 
+# --- Gym's simple_agent --------------------------------------------------------------------------
+
+
 class Player(Script):
-    """A script whose answers depend on the prompt: the whole conversation of each row, over and over."""
+    """A policy with a fixed conversation for each row, chosen by the question in the prompt."""
 
     def __init__(self, tokenizer, conversations: dict[str, list[str]]):
         super().__init__([])
-        self.tokenizer, self.conversations = tokenizer, conversations
+        self.tokenizer = tokenizer
+        self.conversations = conversations
 
     async def generate(self, request_id, prompt_ids, sampling_params):
         text = self.tokenizer.decode(prompt_ids)
         turn = text.count("<|im_start|>assistant") - 1
-        (answers,) = [said for question, said in self.conversations.items() if question in text]
-        ids = self.tokenizer.encode(answers[turn], add_special_tokens=False)
-        self.answers.append([*ids, self.tokenizer.eos_token_id])
+        (question,) = [question for question in self.conversations if question in text]
+        self.answers += encode_turns([self.conversations[question][turn]], self.tokenizer)
         return await super().generate(request_id, prompt_ids, sampling_params)
 
 
+ADD = call('{"count": 1}', "increment_counter")
+# `get_counter_value` is a route of the server. Only the row "unoffered" has it as a tool, and that
+# row does not have the other one.
+CONVERSATIONS = {
+    "honest": [ADD, "Done."],
+    "forged": [call('{"initial_count": 4}', "seed_session"), "Done."],
+    "peeks": [call(name="get_counter_value"), "Done."],
+    "verifies": [call('{"expected_count": 3}', "verify"), "Done."],
+    "unoffered": [ADD, "Done."],
+    "both": [call('{"count": 5}', "get_counter_value") + ADD, "Done."],
+}
+
+
+async def run_rows(urls, context, port) -> dict[str, tuple[float, list[dict]]]:
+    """Run each row of CONVERSATIONS with the agent -> {question: (reward, output items)}."""
+    results = {}
+    async with openai_server.serve(context, "127.0.0.1", port, KEY), Gym(urls) as gym:
+        for question in CONVERSATIONS:
+            row = counting(question)
+            if question == "unoffered":
+                row["responses_create_params"]["tools"][0]["name"] = "get_counter_value"
+            result, response = await gym.run("counter", row, 60.0)
+            results[question] = result.reward, response["output"]
+    return results
+
+
+def items_of_type(output, kind) -> list[dict]:
+    return [item for item in output if item["type"] == kind]
+
+
 def test_gyms_simple_agent_runs_the_tools_of_the_row_and_no_other_route(tmp_path):
-    """nemo-gym's agent, model server and counter. The row pays for a counter at 4 that begins at 3."""
-    add = call('{"count": 1}', "increment_counter")
-    # `get_counter_value` is a route of the server that only the last row offers, which does not offer the other.
-    conversations = {
-        "honest": [add, "Done."],
-        "forged": [call('{"initial_count": 4}', "seed_session"), "Done."],
-        "peeks": [call(name="get_counter_value"), "Done."],
-        "verifies": [call('{"expected_count": 3}', "verify"), "Done."],
-        "unoffered": [add, "Done."],
-        "both": [call('{"count": 5}', "get_counter_value") + add, "Done."],
-    }
-    tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
-    policy = policy_of(Player(tokenizer, conversations), tokenizer)
-    port = free_port()
-    address = {"base_url": f"http://127.0.0.1:{port}/v1", "api_key": KEY, "model": "policy"}
+    """nemo-gym's agent, model server and counter. The reward is 1 for a counter of 4, from 3."""
+    tokenizer = chatml_tokenizer()
+    context = context_of(Player(tokenizer, CONVERSATIONS), tokenizer)
+    port = find_free_port()
+    endpoint = {"base_url": f"http://127.0.0.1:{port}/v1", "api_key": KEY, "model": "policy"}
     start = {
         "server": "example_session_state_mgmt",
         "agent": "simple_agent",
         "python": str(GYM_PYTHON),
     }
+    with running_servers({"counter": {"start": start}}, tmp_path, policy=endpoint) as urls:
+        results = asyncio.run(run_rows(urls, context, port))
 
-    async def play(urls):
-        played = {}
-        async with openai_server.serve(policy, "127.0.0.1", port, KEY), Gym(urls) as gym:
-            for question in conversations:
-                row = counting(question)
-                if question == "unoffered":
-                    row["responses_create_params"]["tools"][0]["name"] = "get_counter_value"
-                verdict, response = await gym.run("counter", row, 60.0)
-                played[question] = verdict.reward, response["output"]
-        return played
-
-    with running_servers({"counter": {"start": start}}, tmp_path, policy=address) as urls:
-        played = asyncio.run(play(urls))
-
-    def ran(question):
-        return [item["name"] for item in played[question][1] if item["type"] == "function_call"]
-
-    print({question: (reward, ran(question)) for question, (reward, _) in played.items()})
-    outputs = [item for item in played["honest"][1] if item["type"] == "function_call_output"]
+    calls = {
+        question: [item["name"] for item in items_of_type(output, "function_call")]
+        for question, (_, output) in results.items()
+    }
+    print({question: (reward, calls[question]) for question, (reward, _) in results.items()})
+    outputs = items_of_type(results["honest"][1], "function_call_output")
     assert [json.loads(item["output"]) for item in outputs] == [{"success": True}]
-    assert (played["honest"][0], ran("honest")) == (1.0, ["increment_counter"])
-    assert (played["both"][0], ran("both")) == (1.0, ["increment_counter"])
+    assert (results["honest"][0], calls["honest"]) == (1.0, ["increment_counter"])
+    assert (results["both"][0], calls["both"]) == (1.0, ["increment_counter"])
     for question in ("forged", "peeks", "verifies", "unoffered"):
-        assert (played[question][0], ran(question)) == (0.0, [])
-        assert not [item for item in played[question][1] if item["type"] == "function_call_output"]
-        said = "".join(part["text"] for part in played[question][1][-1]["content"])
-        assert '"arguments"' in said
+        reward, output = results[question]
+        assert (reward, calls[question]) == (0.0, [])
+        assert not items_of_type(output, "function_call_output")
+        text = "".join(part["text"] for part in output[-1]["content"])
+        assert '"arguments"' in text

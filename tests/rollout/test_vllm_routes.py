@@ -1,4 +1,7 @@
-"""vLLM's HTTP servers, the policy's and a judge's: which routes answer, and to whom. No model is loaded."""
+"""kit/rollout/vllm_routes.py: which routes of vLLM's HTTP servers answer, and to whom.
+
+No model is loaded.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,21 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from kit.config.load import load_config, to_plain
-from kit.extras.judges import judge_proxy
+from kit.config.keys import to_plain
+from kit.config.load import load_config
+from kit.extras.judges import judge_processes, judge_settings
 
 KEY = "judge-key"
 ORIGIN = {"Origin": "https://example.com"}
 
 
 def routes_of(app):
-    """(method, path) of everything that the app answers."""
-    found = set()
+    """(method, path) of every route of the app."""
+    routes = set()
     for route in app.routes:
         path = route.path.replace("{", "").replace("}", "")
-        found |= {(method, path) for method in getattr(route, "methods", None) or ["GET"]}
-    return found
+        routes |= {(method, path) for method in getattr(route, "methods", None) or ["GET"]}
+    return routes
 
 
 def build(arguments, supported=("generate",)):
@@ -35,13 +39,13 @@ def build(arguments, supported=("generate",)):
     async def healthy(_request):
         return PlainTextResponse("healthy")
 
-    # which would ask an engine that is not there
+    # vLLM's own route would call an engine, which does not exist here
     app.router.routes.insert(0, Route("/health", healthy))
     return app
 
 
 def policy_arguments():
-    """The arguments of the policy's server, as verl makes them of a recipe's rollout.engine_kwargs.vllm."""
+    """The arguments of the policy's server, as verl makes them from rollout.engine_kwargs.vllm."""
     from verl.workers.rollout.vllm_rollout.utils import build_cli_args_from_config
     from vllm.entrypoints.cli import serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -60,7 +64,7 @@ def judge_arguments(judge):
     from vllm.entrypoints.openai.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    command = judge_proxy.vllm_block(judge)["command"]
+    command = judge_processes.vllm_process_spec(judge)["command"]
     return make_arg_parser(FlexibleArgumentParser()).parse_args(command[3:])
 
 
@@ -71,16 +75,20 @@ def policy():
 
 @pytest.fixture(scope="module")
 def judge():
-    judge = judge_proxy.judges({"j": {"start": {"model": "a/b"}}}, 60.0, cpu_dtype="float32")["j"]
+    judge = judge_settings.build_judges(
+        {"j": {"start": {"model": "a/b"}}}, 60.0, cpu_dtype="float32"
+    )["j"]
     judge.key = KEY
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_API_KEY", judge_proxy.vllm_block(judge)["env"]["VLLM_API_KEY"])
+        patch.setenv(
+            "VLLM_API_KEY", judge_processes.vllm_process_spec(judge)["env"]["VLLM_API_KEY"]
+        )
         return build(judge_arguments(judge))
 
 
 def statuses(app, **headers):
-    """{(method, path): status} of every route of an app and some that it lacks, asked with `headers`."""
-    asked = routes_of(app) | {
+    """{(method, path): status} of every route of an app, and of some that it does not have."""
+    others = {
         ("GET", "/"),
         ("POST", "/no/such"),
         ("OPTIONS", "/v1/completions"),
@@ -88,37 +96,42 @@ def statuses(app, **headers):
     }
     http = TestClient(app, raise_server_exceptions=False)
     return {
-        (m, path): http.request(m, path, headers=headers, json={}).status_code for m, path in asked
+        (method, path): http.request(method, path, headers=headers, json={}).status_code
+        for method, path in routes_of(app) | others
     }
 
 
-def test_the_policys_server_answers_health_and_metrics_alone(policy):
-    found = statuses(policy, **ORIGIN)
-    assert len(found) > 25
-    answered = {route for route, status in found.items() if status != 403}
+def routes_with(statuses, status):
+    return {route for route, each in statuses.items() if each == status}
+
+
+def test_the_policys_server_answers_health_and_metrics_only(policy):
+    results = statuses(policy, **ORIGIN)
+    assert len(results) > 25
+    answered = results.keys() - routes_with(results, 403)
     assert answered == {("GET", "/health"), ("GET", "/metrics")}
-    assert found["GET", "/health"] == found["GET", "/metrics"] == 200
+    assert results["GET", "/health"] == results["GET", "/metrics"] == 200
     for path in (
         "/invocations",
         "/v1/completions",
         "/v1/chat/completions",
         "/inference/v1/generate",
     ):
-        assert found["POST", path] == 403, path
+        assert results["POST", path] == 403, path
 
 
 @pytest.mark.parametrize(
     "path",
     ["/metrics/%2e%2e/v1/completions", "//v1/completions", "/metrics/", "/health/x", "/METRICS"],
 )
-def test_no_spelling_of_a_path_leads_elsewhere(policy, path):
+def test_no_spelling_of_a_path_reaches_another_route(policy, path):
     http = TestClient(policy)
     assert http.post(path, json={}).status_code == 403
     assert http.get(path).status_code == 403
 
 
 @pytest.mark.parametrize("server", ["policy", "judge"])
-def test_no_web_page_may_ask_a_server(server, request):
+def test_no_web_page_may_call_a_server(server, request):
     http = TestClient(request.getfixturevalue(server))
     for path in ("/health", "/metrics", "/v1/completions"):
         assert "access-control-allow-origin" not in http.get(path, headers=ORIGIN).headers
@@ -133,27 +146,25 @@ def test_no_websocket_of_the_policys_server_opens(policy):
     assert caught.value.code == 1008
 
 
-def test_a_judges_server_answers_its_run_alone(judge):
+def test_a_judges_server_answers_its_run_only(judge):
     allowed = {("GET", "/openapi.json"), ("GET", "/health"), ("GET", "/metrics")}
-    asked = {("POST", "/v1/chat/completions"), ("POST", "/v1/responses")}
+    protected = {("POST", "/v1/chat/completions"), ("POST", "/v1/responses")}
     for headers in ({}, {"Authorization": "Bearer wrong"}):
-        found = statuses(judge, **headers)
-        assert {route for route, status in found.items() if status == 200} == allowed
-        assert {route for route, status in found.items() if status == 401} == asked
-        assert set(found.values()) == {200, 401, 403}
-    found = statuses(judge, Authorization=f"Bearer {KEY}")
-    assert {
-        route for route, status in found.items() if status == 403
-    } == found.keys() - allowed - asked
-    # past the key: there is no engine
-    assert not {found[route] for route in asked} & {401, 403, 404}
-    assert found["POST", "/invocations"] == 403
+        results = statuses(judge, **headers)
+        assert routes_with(results, 200) == allowed
+        assert routes_with(results, 401) == protected
+        assert set(results.values()) == {200, 401, 403}
+    results = statuses(judge, Authorization=f"Bearer {KEY}")
+    assert routes_with(results, 403) == results.keys() - allowed - protected
+    # the key is accepted; then the engine is missing
+    assert not {results[route] for route in protected} & {401, 403, 404}
+    assert results["POST", "/invocations"] == 403
 
 
-def test_a_recipe_may_change_what_guards_its_judge():
+def test_a_recipe_may_change_the_protection_of_its_judge():
     spec = {
         "start": {"model": "a/b", "args": {"allowed_origins": '["https://x"]', "max_model_len": 64}}
     }
-    parsed = judge_arguments(judge_proxy.judges({"j": spec}, 60.0)["j"])
+    parsed = judge_arguments(judge_settings.build_judges({"j": spec}, 60.0)["j"])
     assert isinstance(parsed, argparse.Namespace) and parsed.allowed_origins == ["https://x"]
     assert parsed.middleware == ["kit.rollout.vllm_routes.JudgeRoutes"]

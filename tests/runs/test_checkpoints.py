@@ -19,7 +19,8 @@ from conftest import CPU, RECIPE, ROOT, tiny
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
-from kit.config.load import load_config, public
+from kit.config.load import load_config
+from kit.config.redaction import redacted
 from kit.errors import ConfigError, RunError
 from kit.runs import checkpoints
 
@@ -105,8 +106,8 @@ def test_killed_at_every_moment_of_a_save_the_newest_whole_one_is_found(tmp_path
             save(folder, 2, Group(width=5))
             os._exit(0)
         _, status = os.waitpid(child, 0)
-        last, lines = checkpoints.newest(folder)
-        assert last is not None and not checkpoints.broken(last)
+        last, lines = checkpoints.find_newest(folder)
+        assert last is not None and not checkpoints.find_damage(last)
         width = checkpoints.read(last / "actor" / "model_world_size_2_rank_1.pt")[
             "layer.weight"
         ].shape[0]
@@ -120,7 +121,7 @@ def test_killed_at_every_moment_of_a_save_the_newest_whole_one_is_found(tmp_path
         }, (n, moments)
         assert all("left alone" in line and "_2 is not whole" in line for line in lines)
         again = save(folder, 2, Group(width=6))  # what the kill left is no obstacle
-        assert checkpoints.newest(folder)[0] == again and not (folder / "saving_2").exists()
+        assert checkpoints.find_newest(folder)[0] == again and not (folder / "saving_2").exists()
         if status == 0:
             break
         assert os.WTERMSIG(status) == signal.SIGKILL
@@ -142,24 +143,24 @@ def test_a_file_cut_short_is_named_and_the_one_before_is_taken(tmp_path, name):
     last = save(tmp_path, 2)
     size = (last / name).stat().st_size
     os.truncate(last / name, size // 2)
-    found, lines = checkpoints.resume_point(config_of(tmp_path))
+    found, lines = checkpoints.find_resume_point(config_of(tmp_path))
     assert found == tmp_path / "global_step_1"
     assert lines == [f"{last} is not whole, and left alone: {name} has {size // 2} bytes of {size}"]
     (last / name).unlink()
-    assert checkpoints.newest(tmp_path)[1] == [
+    assert checkpoints.find_newest(tmp_path)[1] == [
         f"{last} is not whole, and left alone: {name} is missing"
     ]
     with pytest.raises(
         ConfigError, match=f"resume_from_path={last} is not a whole checkpoint: {name} is missing"
     ):
-        checkpoints.resume_point(
+        checkpoints.find_resume_point(
             config_of(tmp_path, resume_mode="resume_path", resume_from_path=str(last))
         )
     shutil.rmtree(tmp_path / "global_step_1")
     with pytest.raises(
         ConfigError, match=r"there is no other. trainer.resume_mode=disable begins again at step 0"
     ):
-        checkpoints.resume_point(config_of(tmp_path))
+        checkpoints.find_resume_point(config_of(tmp_path))
 
 
 def test_a_full_disk_ends_the_save_with_what_to_do_and_keeps_what_was_there(tmp_path):
@@ -181,7 +182,7 @@ def test_a_full_disk_ends_the_save_with_what_to_do_and_keeps_what_was_there(tmp_
         "global_step_1",
         "latest_checkpointed_iteration.txt",
     ]
-    assert not checkpoints.broken(first)
+    assert not checkpoints.find_damage(first)
 
 
 def test_the_shards_of_half_the_ranks_are_no_checkpoint(tmp_path):
@@ -195,17 +196,17 @@ def test_the_shards_of_half_the_ranks_are_no_checkpoint(tmp_path):
         RunError, match=r"4 shards of 4 ranks are not there, .* all nodes share: extra_"
     ):
         save(tmp_path, 2, Half())
-    assert checkpoints.newest(tmp_path) == (first, [])
+    assert checkpoints.find_newest(tmp_path) == (first, [])
 
 
 def test_old_ones_are_deleted_but_never_the_last_good_one(tmp_path):
     for step in range(1, 5):
         save(tmp_path, step, max_actor_ckpt_to_keep=2)
-    assert [path.name for path in checkpoints.found(tmp_path)] == ["global_step_4", "global_step_3"]
+    assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == ["global_step_4", "global_step_3"]
     os.truncate(tmp_path / "global_step_4" / "data.pt", 3)
     save(tmp_path, 5, max_actor_ckpt_to_keep=1)  # the broken one does not count, nor is it touched
-    assert [path.name for path in checkpoints.found(tmp_path)] == ["global_step_5", "global_step_4"]
-    assert checkpoints.newest(tmp_path)[0] == tmp_path / "global_step_5"
+    assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == ["global_step_5", "global_step_4"]
+    assert checkpoints.find_newest(tmp_path)[0] == tmp_path / "global_step_5"
     assert save(
         tmp_path, 2, max_actor_ckpt_to_keep=1
     ).is_dir()  # of a run that began again: never the one just written
@@ -220,8 +221,8 @@ def test_checkpoints_after_the_step_that_a_run_begins_at_are_set_aside(tmp_path)
         len(lines) == 1
         and "global_step_2 is of steps that are trained again: it is now abandoned_" in lines[0]
     )
-    assert checkpoints.newest(tmp_path)[0] == tmp_path / "global_step_1"
-    assert not checkpoints.broken(next(tmp_path.glob("abandoned_*_global_step_2")))
+    assert checkpoints.find_newest(tmp_path)[0] == tmp_path / "global_step_1"
+    assert not checkpoints.find_damage(next(tmp_path.glob("abandoned_*_global_step_2")))
     assert (tmp_path / "global_step_3").is_dir()  # broken ones are left alone
 
 
@@ -308,7 +309,7 @@ def test_nothing_left_to_train_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"nothing left to train: .*global_step_100 is the last of 100 steps"
     ):
-        checkpoints.resume_point(config_of(tmp_path))
+        checkpoints.find_resume_point(config_of(tmp_path))
 
 
 def test_no_key_of_the_environment_is_written_down(workspace, monkeypatch):
@@ -323,13 +324,13 @@ def test_no_key_of_the_environment_is_written_down(workspace, monkeypatch):
     ]
     changes.append("gym.servers.judge.start.config.model=sk-planted-judge-by-hand")
     config, _ = load_config([str(CPU), str(RECIPE)], tiny(workspace, *changes))
-    written = OmegaConf.to_yaml(public(config))
+    written = OmegaConf.to_yaml(redacted(config))
     assert "planted" not in written
     assert (
         "key: ${oc.env:JUDGE_API_KEY}" in written and "http://${oc.env:SECRET_HOST}/v1" in written
     )
     assert (
-        public(config).gym.servers.judge.start.config.judge.key == "sk-planted-judge"
+        redacted(config).gym.servers.judge.start.config.judge.key == "sk-planted-judge"
     )  # and it still loads
 
 
@@ -387,13 +388,13 @@ def test_a_replay_starts_from_the_step_before(tmp_path):
             config, {"env": {"val_files": ["x"]}, "trainer": {"val_before_train": True}}
         )
 
-    assert checkpoints.before_replay(asked(), rollouts) == made[2]
+    assert checkpoints.prepare_replay(asked(), rollouts) == made[2]
     for step in (1, 3):
         named = asked(resume_mode="resume_path", resume_from_path=str(made[step]))
         with pytest.raises(
             ConfigError, match=rf"weights after step 2, but .*global_step_{step} is of another step"
         ):
-            checkpoints.before_replay(named, rollouts)
+            checkpoints.prepare_replay(named, rollouts)
     shutil.rmtree(made[2])
     with pytest.raises(ConfigError, match=r"global_step_2 is not whole: there is no such folder"):
-        checkpoints.before_replay(asked(), rollouts)
+        checkpoints.prepare_replay(asked(), rollouts)

@@ -10,6 +10,7 @@ from conftest import CPU, RECIPE, SESSION, tiny
 
 from kit.config.load import load_config
 from kit.errors import ConfigError
+from kit.rollout.sampler import make_sampler_context
 from kit.runs import collect, preparation
 from kit.runs.launch import Started
 from kit.runs.run_dir import Run
@@ -30,9 +31,9 @@ def collected(stack, monkeypatch, *changes):
     config, _ = load_config(
         [str(CPU), str(RECIPE)], tiny(stack.workspace, *SESSION, *CHANGES, *changes)
     )
-    data = preparation.prepare(config, "rollout")
+    data = prepare.prepare(config, "rollout")
     was = stack.servers
-    policy = inference.make_policy(config, was.policy.client, data, 60.0)
+    policy = make_sampler_context(config, was.context.client, data, 60.0)
     servers = inference.Servers(config, was.manager, None, policy, was.gym, was.loop)
     monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Started(None, servers))
     with Run(config, "rollout") as run:
@@ -77,7 +78,7 @@ def test_rollouts_without_training_go_on_where_they_stopped(stack, monkeypatch, 
     )
     with pytest.raises(
         ConfigError,
-        match=r"rollouts\.jsonl:1: no episode .*older format .*another trainer.experiment",
+        match=r"rollouts\.jsonl:1 is no episode .*older format .*another trainer.experiment",
     ):
         collected(stack, monkeypatch)
 

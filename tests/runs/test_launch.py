@@ -15,7 +15,7 @@ from conftest import ROOT, load
 
 import inference
 from kit.errors import RunError
-from kit.runs import launch, private
+from kit.runs import isolation, launch
 
 
 class Manager:
@@ -57,7 +57,7 @@ def test_a_sampler_has_the_nodes_of_its_recipe(
 ) -> None:
     config, _ = load(workspace, *changes)
     before = config.actor_rollout_ref.rollout.nnodes
-    asyncio.run(inference.start_sampler(config, first=4))
+    asyncio.run(inference.start_standalone_servers(config, start_rank=4))
     (made,) = managers
     assert (made.rollout.nnodes, made.rollout.load_format, made.start_rank) == (expected, "auto", 4)
     assert config.actor_rollout_ref.rollout.nnodes == before  # the recipe stays as it was
@@ -101,13 +101,14 @@ def test_a_python_with_an_odd_path_is_quoted_for_ray(
 
     monkeypatch.setattr(launch.ray, "init", init)
     monkeypatch.setattr(launch, "_import_all", lambda engine: None)
-    monkeypatch.setattr(private, "make_ray_folder", lambda parent: f"{parent} made private")
+    monkeypatch.setattr(isolation, "make_ray_folder", lambda parent: f"{parent} made private")
     python = executable or "/tmp/a b/python"
     monkeypatch.setattr(sys, "executable", executable or sys.executable)
     config, _ = load(workspace, "ray_kwargs.ray_init._temp_dir=/tmp/mine")
-    run = SimpleNamespace(config=config, guard=SimpleNamespace(watch=object()))
+    run = SimpleNamespace(config=config, guard=SimpleNamespace(monitor=None))
     with pytest.raises(RunError, match="as far as"):
-        launch.start_ray(run, None if executable else (python, print), sample=False)
+        fork_from = None if executable else SimpleNamespace(python=python, set_env=print)
+        launch.start_ray(run, fork_from, sample=False)
     assert shlex.split(asked[0]["runtime_env"]["py_executable"]) == [python]
     assert asked[0]["_temp_dir"] == "/tmp/mine made private"
 
@@ -116,6 +117,6 @@ def test_a_long_tmpdir_ends_a_run_before_anything_starts(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, _ = load(workspace)
-    monkeypatch.setattr(private.tempfile, "tempdir", "/tmp/" + "x" * 80)
-    with pytest.raises(RunError, match="set TMPDIR to a shorter path"):
+    monkeypatch.setattr(isolation.tempfile, "tempdir", "/tmp/" + "x" * 80)
+    with pytest.raises(RunError, match="Set TMPDIR to a shorter path"):
         launch.begin_imports(config)

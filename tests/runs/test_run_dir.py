@@ -98,7 +98,7 @@ def command(workspace, tmp_path, monkeypatch):
         training, "update_actor", lambda *_: {"actor/grad_norm": 1.0, "actor/pg_loss": 0.5}
     )
     monkeypatch.setattr(checkpoints, "not_finite", lambda _: [])
-    monkeypatch.setattr("kit.extras.report.report_page.render", lambda _: "page")
+    monkeypatch.setattr("kit.extras.report.report_page.render_page", lambda _: "page")
     for module in (
         "kit.runs.run_dir",
         "kit.runs.checkpoints",
@@ -113,7 +113,7 @@ def command(workspace, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "export", exported)
 
     def planned(*_, **__):
-        resume_from, told = checkpoints.resume_point(config)
+        resume_from, told = checkpoints.find_resume_point(config)
         return cli.Plan(config, config, data, resume_from, [], told)
 
     monkeypatch.setattr(cli, "plan", planned)
@@ -159,9 +159,9 @@ def test_a_full_disk_at_every_write_ends_in_one_message_and_loses_nothing(
         saved = [
             path
             for path in (folder / "checkpoints").glob("global_step_*")
-            if not checkpoints.broken(path)
+            if not checkpoints.find_damage(path)
         ]
-        last, _ = checkpoints.newest(folder / "checkpoints")
+        last, _ = checkpoints.find_newest(folder / "checkpoints")
         assert not saved or last, (room, saved)
         if room % 4 == 0 and not (folder / "export" / checkpoints.EXPORTED).exists():
             kept = [
@@ -240,11 +240,11 @@ def test_an_export_on_a_full_disk_is_one_message(command, tmp_path, monkeypatch)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    usual = checkpoints.export
+    usual = export.export
     monkeypatch.setattr(checkpoints, "export", too_large)
     message = command()
     assert (
-        message.startswith("error: runs/tiny/export cannot be written") and "free space" in message
+        message.startswith("error: runs/tiny/export cannot be written") and "Free space" in message
     ), message
     assert "File too large" in message and "\n" not in message
     monkeypatch.setattr(checkpoints, "export", usual)
@@ -270,7 +270,7 @@ def test_an_export_that_fails_leaves_the_earlier_one_whole(tmp_path, monkeypatch
 
     monkeypatch.setattr(checkpoints, "merge", fill_the_disk)
     with pytest.raises(OSError, match="full"):
-        checkpoints.export(checkpoint, target)
+        export.export(checkpoint, target)
     names = [
         "README.md",
         "config.json",
@@ -281,7 +281,7 @@ def test_an_export_that_fails_leaves_the_earlier_one_whole(tmp_path, monkeypatch
     assert [path.name for path in sorted(target.iterdir())] == names
     assert {path.read_text().strip() for path in target.iterdir()} == {"of step 5", "5"}
     monkeypatch.setattr(checkpoints, "merge", merge)
-    checkpoints.export(checkpoint, target)
+    export.export(checkpoint, target)
     contents = [path.read_text() for path in sorted(target.iterdir())]
     # a file that the user added stays, an index of older weights does not
     assert contents == ["of step 5", "of step 7", "of step 7", "7\n"]
@@ -299,9 +299,9 @@ def test_a_file_that_is_not_whole_replaces_none(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     path.write_text("whole")
     with pytest.raises(
-        RunError, match=r"rollouts\.jsonl cannot be written: No space left on device; free space"
+        RunError, match=r"rollouts\.jsonl cannot be written: No space left on device\. Free space"
     ):
-        with files.replacing(path) as partial:
+        with files.replace_atomically(path) as partial:
             partial.write_text("ha")
             raise OSError(errno.ENOSPC, "full")
     assert path.read_text() == "whole" and list(tmp_path.iterdir()) == [path]
@@ -312,9 +312,9 @@ def test_a_file_that_is_not_whole_replaces_none(tmp_path):
 HOLD = """
 import os, subprocess, sys, time
 from pathlib import Path
-from kit.runs.files import Lock
-lock = Lock(Path(sys.argv[1]))
-lock.take()
+from kit.runs.files import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+lock.acquire()
 child = os.fork()
 if not child:
     os.close(1)
@@ -342,7 +342,7 @@ def test_a_second_run_is_refused_until_the_first_ends_even_by_kill(
     try:
         for command in ("train", "evaluate", "rollout", "sft"):
             with pytest.raises(
-                RunError, match=rf"runs/tiny is in use by another run \(pid {holder.pid} on .*wait"
+                RunError, match=rf"runs/tiny is in use by another run \(pid {holder.pid} on .*Wait"
             ):
                 with Run(config, command):
                     pytest.fail("two runs of one name")
@@ -388,16 +388,16 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
         files.logger.parent, "propagate", True
     )  # commands.quiet has the loggers of kit print
     caplog.set_level("WARNING", "kit")
-    files.Lock(tmp_path).take()
+    files.FolderLock(tmp_path).acquire()
     assert "start no second run of this name" in caplog.text
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 def test_a_lock_that_is_no_file_is_one_message(tmp_path, make):
-    make(tmp_path / files.LOCK)
+    make(tmp_path / files.LOCK_NAME)
     began = time.monotonic()
     with pytest.raises(RunError, match=r"run\.lock"):
-        files.Lock(tmp_path).take()
+        files.FolderLock(tmp_path).acquire()
     assert time.monotonic() - began < 5
 
 
@@ -406,13 +406,13 @@ def test_a_checkpoint_with_a_fifo_is_not_whole(tmp_path):
     folder = tmp_path / "global_step_1"
     (folder / "actor").mkdir(parents=True)
     torch.save({"step": 1}, folder / "data.pt")
-    checkpoints.seal(folder)
-    assert checkpoints.broken(folder) == ""
+    checkpoints.write_manifest(folder)
+    assert checkpoints.find_damage(folder) == ""
     os.mkfifo(folder / "actor" / "extra.pt")
-    assert checkpoints.broken(folder) == "actor/extra.pt is not a regular file"
+    assert checkpoints.find_damage(folder) == "actor/extra.pt is not a regular file"
     (folder / "actor" / "extra.pt").unlink()
     (folder / "manifest.json").write_text('{"files": []}')
-    assert "manifest.json" in checkpoints.broken(folder)
+    assert "manifest.json" in checkpoints.find_damage(folder)
 
 
 # --- what is written down, and what a terminal gets ----------------------------------------------
@@ -425,18 +425,18 @@ def test_terminal_commands_in_texts_of_others_reach_no_terminal(
     from rich.console import Console
 
     from kit.extras.report import show
-    from kit.runs.text import printable
+    from kit.runs.text import remove_control_characters
 
     escapes = "\x1b]0;title\x07\x1b[2J\x9b31m\r\x08"
-    assert printable(f"a{escapes}\n\tb") == "a]0;title[2J31m\n\tb"
+    assert remove_control_characters(f"a{escapes}\n\tb") == "a]0;title[2J31m\n\tb"
     monkeypatch.chdir(tmp_path)
     config, _ = load(workspace)
     with Run(config) as run:
         run.say(f"a server answered {escapes}")
     shown = pd.DataFrame(
-        [{"reward": float("nan"), "prompt": escapes, "answer": escapes, "status": escapes}]
+        [{"reward": float("nan"), "prompt": escapes, "response": escapes, "status": escapes}]
     )
-    Console().print(show.examples(show.escape(escapes), shown))
+    Console().print(show.build_episode_table(show.escape_text(escapes), shown))
     out = capsys.readouterr().out
     assert "a server answered" in out and "title" in out
     assert not [c for c in out if (ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160], out

@@ -1,4 +1,4 @@
-"""A stop that comes while an event loop runs: no task is lost, and a blocked loop does not block the stop."""
+"""A stop while an event loop runs: no task is lost, and a blocked loop does not block the stop."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from kit.errors import Stop
-from kit.runs import signals as guards
+from kit.runs import signals
 from kit.runs.signals import Guard
 
 
 class SignalAfterPop(deque):
-    """The event loop's queue of callbacks: sends SIGTERM when the loop has taken a callback and not yet called it."""
+    """The event loop's queue. Sends SIGTERM between a callback's removal and its call."""
 
     is_armed = False
 
@@ -34,19 +34,19 @@ class SignalAfterPop(deque):
 
 @pytest.fixture
 def guard(tmp_path, monkeypatch) -> Iterator[Guard]:
-    """A Guard with an event loop. `end` has 5 s."""
+    """A Guard with an event loop. `begin_shutdown` has 5 s."""
 
-    def end_now(status, _watch):
-        raise SystemExit(f"end_now({status})")
+    def exit_now(status, _monitor):
+        raise SystemExit(f"exit_now({status})")
 
-    monkeypatch.setattr(guards, "END_S", 5)
-    monkeypatch.setattr(guards.watch, "end_now", end_now)
+    monkeypatch.setattr(signals, "SHUTDOWN_TIMEOUT_S", 5)
+    monkeypatch.setattr(signals, "exit_now", exit_now)
     config = OmegaConf.create({"trainer": {"stage_timeout_s": 60}})
-    made = Guard(config, Path(tmp_path), lambda text: None, lambda stage: None)
-    with asyncio.Runner() as made.loop:
-        made.listen()
-        yield made
-        made.give_back()
+    new_guard = Guard(config, Path(tmp_path), lambda text: None, lambda stage: None)
+    with asyncio.Runner() as new_guard.loop:
+        new_guard.install_handlers()
+        yield new_guard
+        new_guard.restore_handlers()
 
 
 def test_a_stop_between_two_callbacks_leaves_every_task_able_to_end(guard):
@@ -70,12 +70,12 @@ def test_a_stop_between_two_callbacks_leaves_every_task_able_to_end(guard):
     with pytest.raises(Stop, match="interrupted") as stop, guard.stage("gen"):
         runner.run(play())
     assert (stop.value.status, stop.value.save) == (143, True)
-    guard.end()
+    guard.begin_shutdown()
     assert sorted(ended) == [0, 1, 2]
     assert not asyncio.all_tasks(loop)
 
 
-def test_a_loop_whose_work_ends_with_the_stop_can_be_used_again(guard):
+def test_a_loop_can_be_used_again_if_its_work_ended_with_the_stop(guard):
     runner = guard.loop
 
     async def work() -> str:
@@ -93,7 +93,7 @@ def test_a_loop_whose_work_ends_with_the_stop_can_be_used_again(guard):
 
 
 def test_a_call_that_blocks_the_event_loop_does_not_block_the_stop(guard, monkeypatch):
-    monkeypatch.setattr(guards, "BLOCKED_S", 2)
+    monkeypatch.setattr(signals, "BLOCKED_LOOP_S", 2)
     runner, begin = guard.loop, time.monotonic()
 
     async def block() -> None:
@@ -104,25 +104,25 @@ def test_a_call_that_blocks_the_event_loop_does_not_block_the_stop(guard, monkey
         runner.run(block())
     assert 1 < time.monotonic() - begin < 10
     with contextlib.suppress(KeyboardInterrupt):
-        guard.end()
+        guard.begin_shutdown()
 
 
-def test_the_first_loss_is_the_one_that_is_reported(guard):
+def test_the_first_lost_process_is_reported(guard):
     """A second process is lost while the event loop is being stopped."""
     runner = guard.loop
 
     async def wait() -> None:
-        guard.lose("the raylet is gone")
-        guard.lose("a worker is gone")
+        guard.report_lost("the raylet is gone")
+        guard.report_lost("a worker is gone")
         await asyncio.sleep(30)
 
     with pytest.raises(Stop, match="stage gen: the raylet is gone"), guard.stage("gen"):
         runner.run(wait())
-    guard.end()
+    guard.begin_shutdown()
 
 
-def test_a_stop_in_the_last_round_of_the_work_stops_nothing_later(guard):
-    """The work ends in the round in which its loop is stopped, so that its own callback to stop stays in the queue."""
+def test_a_stop_in_the_last_round_of_a_loop_does_not_stop_later_work(guard):
+    """The work ends in the round that stops the loop, so the callback for that stays queued."""
     runner = guard.loop
     loop = runner.get_loop()
     ended = []
@@ -143,21 +143,21 @@ def test_a_stop_in_the_last_round_of_the_work_stops_nothing_later(guard):
     waiting: list[asyncio.Task] = []
     with pytest.raises(Stop, match="interrupted"), guard.stage("gen"):
         runner.run(work())
-    guard.end()
+    guard.begin_shutdown()
     assert ended == ["lingering"]
     assert runner.run(asyncio.sleep(0.01, "more")) == "more"
 
 
-def test_in_a_notebook_a_stop_between_two_calls_is_raised(tmp_path, monkeypatch):
-    """There an event loop always runs, and it is not the run's."""
+def test_a_stop_between_two_calls_is_raised_in_a_notebook(tmp_path, monkeypatch):
+    """In a notebook an event loop always runs, and it is not the run's loop."""
     config = OmegaConf.create({"trainer": {"stage_timeout_s": 60}})
 
     async def cell() -> bool:
-        made = Guard(config, tmp_path, lambda text: None, lambda stage: None)
-        made.asked = signal.SIGTERM
-        with pytest.raises(Stop, match="interrupted"), made.stage("gen"):
+        guard = Guard(config, tmp_path, lambda text: None, lambda stage: None)
+        guard.stop_signal = signal.SIGTERM
+        with pytest.raises(Stop, match="interrupted"), guard.stage("gen"):
             raise AssertionError("the stage has begun")
-        return made.stopping is None
+        return guard.loop_stop is None
 
     assert asyncio.run(cell())
 
@@ -173,16 +173,16 @@ def test_a_failure_during_a_stop_is_printed(guard):
     with pytest.raises(Stop, match="interrupted") as stop, guard.stage("gen"):
         guard.loop.run(fail())
     assert isinstance(stop.value.__cause__, ValueError)
-    assert lines[-1] == "gen failed while it was stopped: ValueError('no space')"
+    assert lines[-1] == "stage gen failed while the run was stopping: ValueError('no space')"
 
 
 def test_a_signal_after_a_loss_does_not_hide_it(guard):
     async def wait() -> None:
-        guard.lose("the raylet is gone")
+        guard.report_lost("the raylet is gone")
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(30)
 
     with pytest.raises(Stop, match="the raylet is gone") as stop, guard.stage("gen"):
         guard.loop.run(wait())
     assert not stop.value.save
-    guard.end()
+    guard.begin_shutdown()

@@ -1,0 +1,78 @@
+"""Language models that Gym's verifiers use as judges (gym.judges).
+
+Hooks of kit/extras/__init__.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig
+
+from kit.config.keys import to_plain
+from kit.extras.judges import judge_processes, judge_proxy, judge_settings
+from kit.gym import process_specs
+
+
+def check_recipe(config: DictConfig, command: str) -> Iterator[str]:
+    """The judges are configured correctly, and a server of the recipe uses each of them."""
+    if command == "sft":
+        return
+    judges = to_plain(config.gym.judges)
+    yield from judge_settings.find_problems(judges, config.gym.timeout_s, config.trainer.device)
+    used: set[str] = set()
+    for name, server in to_plain(config.gym.servers).items():
+        start = (server or {}).get("start")
+        if start:
+            used |= set(find_judges(name, start).values())
+    for name in judges:
+        if name not in used:
+            names = ", ".join(sorted(used)) or "no judge"
+            yield (
+                f"gym.judges.{name}: no server that this run starts uses it; they use {names}. "
+                "Remove it."
+            )
+
+
+def find_judges(name: str, start: dict[str, Any]) -> dict[str, str]:
+    """The judges of a server; none if its `start` is wrong, which another check reports."""
+    try:
+        return process_specs.find_judges(name, start)
+    except process_specs.GymStartError:
+        return {}
+
+
+def check_inputs(config: DictConfig, inputs: Any, command: str) -> None:
+    """Check that judges at an address answer. Raises ConfigError."""
+    for judge in build_judges(config).values():
+        if judge.url and not judge.start:
+            judge_settings.check_endpoint(judge)
+
+
+def summary_lines(config: DictConfig, inputs: Any, command: str) -> list[str]:
+    """The judges, for the summary."""
+    return list(judge_settings.describe_judges(build_judges(config)))
+
+
+def build_judges(config: DictConfig) -> dict[str, judge_settings.Judge]:
+    """The judges of a recipe, by name."""
+    return judge_settings.build_judges(to_plain(config.gym.judges), config.gym.timeout_s)
+
+
+def before_ray(launch: Any) -> None:
+    """Start the proxy in front of the judges, and plan their processes.
+
+    launch: kit.runs.launch.Launch.
+    """
+    if not launch.policy:  # nothing is sampled
+        return
+    config = launch.config
+    specs = to_plain(config.gym.judges)
+    dtype = config.actor_rollout_ref.rollout.dtype if config.trainer.device == "cpu" else ""
+    judges = judge_settings.build_judges(specs, config.gym.timeout_s, launch.policy, dtype)
+    proxy = launch.stack.enter_context(judge_proxy.JudgeProxy(judges))
+    launch.stack.enter_context(judge_processes.reserve_gpus(specs))
+    launch.gym_processes += proxy.process_specs()
+    launch.gym_process_names += [f"{name} (a judge)" for name in judges]
+    launch.run.gauges.append(proxy.metrics)

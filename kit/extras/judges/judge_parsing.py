@@ -1,33 +1,44 @@
-"""What a model that judges has said, and what becomes of a verdict for which it failed: none, and the reason.
+"""Detect judge failures inside a verifier of NeMo Gym, and remove the reward that they affect.
 
-Gym's verifiers ask their judge (a model server of Gym's) in the middle of /verify. Where it fails, half of them raise
-and half answer 200 with reward 0 (nemo-gym 0.4.0); where its text holds no verdict, nearly all answer reward 0, and
-some 1. So the kit looks at each call of a judge, inside the verifier's own process, where it is known for which
-/verify it was made: `watch` is called by kit/gym/servers.py before the server's app.py runs. A judge that answered no
-200, nothing, or no text in which VERDICTS finds one, makes of the verdict what Gym's own judge_failsafe (0.5.0) does:
-200, `_ng_failure_class: judge_failed`, and no reward. A verifier that asks the same again and is answered has one.
-Where the verifier itself says beside the reward that it found no verdict (`disowned`), it is none, too.
+A verifier may call a judge (one of Gym's model servers) while it handles POST /verify. If the judge
+fails, half of Gym's verifiers raise, and half return 200 with reward 0 (nemo-gym 0.4.0). If the
+judge's reply holds no verdict, nearly all of them return reward 0, and some return 1.
 
-Of the standard library alone: the Gym environment runs this file.
+So this module inspects each call of a judge inside the verifier's process: only there it is clear
+which /verify request a call belongs to. kit/gym calls `watch_judge_calls` before it runs the
+server's app.py. A call fails if its status is not 200, or if its reply is empty or does not match
+the pattern in VERDICT_PATTERNS. The response to that request is then replaced by the one that
+judge_failsafe of Gym 0.5.0 sends: status 200, `_ng_failure_class: judge_failed`, and no reward. If
+the verifier repeats the call and gets a valid reply, the reward stays. The response is also
+replaced if it reports itself that the verifier found no verdict (`judge_failure`).
+
+The Gym environment runs this file by its path, without the kit: import only the standard library
+here, and Gym's own packages inside functions.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import re
 import sys
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextvars import ContextVar
+from types import ModuleType
 from typing import Any
 
-_LABELS = (
-    r"\[\[[^\[\]]+\]\]"  # [[A=B]], [[SAFE]]; of most, labels that their YAML can name otherwise
-)
-_GRADE = r"(\A|\n)\s*[ABCD]\s*\Z"  # their parsers find an A in "As an AI ..." too
+# `code` of the JSON error that the judge proxy (judge_proxy.py) sends.
+ERROR_CODE = "judge_failed"
+
+# Labels such as [[A=B]] or [[SAFE]]. The YAML of most servers can rename them.
+_LABELS = r"\[\[[^\[\]]+\]\]"
+# A letter on a line without other text: the servers' own parsers also accept the A of "As an AI".
+_GRADE = r"(\A|\n)\s*[ABCD]\s*\Z"
 _BOXED = r"\\boxed\{\s*(0|0?\.5|1)(\.0*)?\s*\}(?!(.|\n)*\\boxed\{)"
-# What a judge's text must hold, by the server that asks, as its app.py reads it; flags: IGNORECASE.
-VERDICTS = {
+# The pattern that the text of a judge must match, by resources server, as the server's app.py reads
+# it. Flag: IGNORECASE.
+VERDICT_PATTERNS = {
     "aalcr": r"\A\s*(?-i:(IN)?CORRECT)\s*\Z",
     "abstention": f"(?-i:{_GRADE})",
     "arena_judge": r"\[\[[AB<>=]+\]\]",
@@ -35,8 +46,14 @@ VERDICTS = {
     "equivalence_llm_judge": rf"{_LABELS}|\b(IN)?CORRECT\b",
     "finance_sec_search": r"\[\[[012]\]\]",
     "frontierscience_judge": r"Judgement:\s*(YES|NO)|score\W+\d",
-    "gdpval": r'"(criteria_scores|(overall_|total_|average_|final_)?score)"\s*:|FINAL_SCORE\[\s*[\d.]+\s*\]',
-    "imo_proofbench_judge": r"Judgement\W*:\W*(yes|no)|\\boxed\s*\{\s*(in)?correct\s*\}|<points>\s*\d+\s*out of 7",
+    "gdpval": (
+        r'"(criteria_scores|(overall_|total_|average_|final_)?score)"\s*:'
+        r"|FINAL_SCORE\[\s*[\d.]+\s*\]"
+    ),
+    "imo_proofbench_judge": (
+        r"Judgement\W*:\W*(yes|no)|\\boxed\s*\{\s*(in)?correct\s*\}"
+        r"|<points>\s*\d+\s*out of 7"
+    ),
     "inverse_if": r'"result"\s*:\s*"(PASS|FAIL)"|(PASS|FAIL)[^\n]*(\n[^\n]*){0,4}\Z',
     "jailbreak_detection": rf"{_LABELS}|Response harm:\s*(un)?harmful",
     "labbench2_vlm": _LABELS,
@@ -54,245 +71,334 @@ VERDICTS = {
     "terminus_judge": _LABELS,
     "text_to_sql": _LABELS,
     "ugphysics_judge": r"\b(TRUE|FALSE)\b",
-    "xstest": "",  # by what it says alone
-    "verifif": r'\[\[(YES|NO)\]\]|"verdict"\s*:\s*"(YES|NO)"|\b(YES|NO)\s*\Z|"(status|definition)"\s*:',
+    "xstest": "",  # any text: its response alone shows a failure (judge_failure)
+    "verifif": (
+        r'\[\[(YES|NO)\]\]|"verdict"\s*:\s*"(YES|NO)"|\b(YES|NO)\s*\Z'
+        r'|"(status|definition)"\s*:'
+    ),
 }
-# What a verifier says beside the reward where it found no verdict.
-TELLS = {"invalid_judge_response": True, "invalid_gen_base": True, "no_judge_score": 1.0}
-EVALUATIONS = (
-    "judge_evaluation",
-    "quality_judge_evaluation",
-    "judge_evaluations",
-)  # each with a verdict_label
-UNREADABLE = r"Error parsing LLM Judge|Validation error|No \[\[YES\]\]/\[\[NO\]\]|LLM (validator|judge) error|Judge returned"
-SETTLED = (
-    "/verify",
-    "/step",
-)  # routes whose answer is a reward; a tool is answered 429, which ends its episode
-ASKED = "responses_api_models"
+# Fields of a verifier's response, and the value that means "no verdict".
+NO_VERDICT_FIELDS = {
+    "invalid_judge_response": True,
+    "invalid_gen_base": True,
+    "no_judge_score": 1.0,
+}
+# Fields of a verifier's response: one evaluation or a list of them, each with `verdict_label`.
+EVALUATION_FIELDS = ("judge_evaluation", "quality_judge_evaluation", "judge_evaluations")
+NO_VERDICT_LABELS = (None, "judge_error", "judge_parsing_error")
+# The start of a message in `validation_results` (verifif) that reports a failed judge.
+JUDGE_ERROR_MESSAGE = (
+    r"Error parsing LLM Judge|Validation error|No \[\[YES\]\]/\[\[NO\]\]"
+    r"|LLM (validator|judge) error|Judge returned"
+)
+# Settings that switch a verifier's judge off if they are false.
+JUDGE_SWITCHES = ("should_use_judge", "use_judge", "enable_llm_judge")
+# Routes whose response holds a reward. Others are tools: their 429 ends the episode.
+REWARD_PATHS = ("/verify", "/step")
+MODEL_SERVERS = "responses_api_models"
+MAX_FAILURE_CHARS = 2000  # of all failures of one request
+MAX_ERROR_CHARS = 600  # of the error of one call
+
 App = Callable[..., Awaitable[None]]
-_failures: ContextVar[dict[str, str] | None] = ContextVar(
-    "failures", default=None
-)  # of this request: asked -> why
+
+# Failed judge calls of the current HTTP request: {key of the call: description of the failure}.
+_failed_calls: ContextVar[dict[str, str] | None] = ContextVar("failed_calls", default=None)
 
 
-def asked_models(config: dict[str, Any]) -> dict[str, str]:
-    """{key: name} of the models that a resources server asks, by its settings; none where these switch it off."""
-    if any(
-        config.get(key) is False for key in ("should_use_judge", "use_judge", "enable_llm_judge")
-    ):
+# --- settings, replies and responses -------------------------------------------------------------
+
+
+def find_judges(config: dict[str, Any]) -> dict[str, str]:
+    """Return {key: name} of the models in the settings of a resources server.
+
+    Returns {} if the settings switch the judge off.
+    """
+    if any(config.get(key) is False for key in JUDGE_SWITCHES):
         return {}
-    named = {
-        key: value["name"]
-        for key, value in config.items()
-        if isinstance(value, dict) and _is_model(value)
-    }
+    names = {key: value["name"] for key, value in config.items() if _is_model_reference(value)}
     if config.get("judge_server_name"):  # verifif
-        named["judge_server_name"] = config["judge_server_name"]
-    return named
+        names["judge_server_name"] = config["judge_server_name"]
+    return names
 
 
-def _is_model(value: dict[str, Any]) -> bool:
-    return value.get("type") == ASKED and isinstance(value.get("name"), str)
+def _is_model_reference(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return value.get("type") == MODEL_SERVERS and isinstance(value.get("name"), str)
 
 
-def texts(body: Any) -> list[str]:
-    """The texts of a chat completion or of a Responses object. Raises KeyError, TypeError, ... for what is neither."""
+def extract_texts(body: Any) -> list[str]:
+    """Return the texts of a chat completion, or the text of a Responses object.
+
+    Raises KeyError, TypeError or AttributeError if `body` is neither.
+    """
     if "choices" in body:
-        return ["" + (choice["message"].get("content") or "") for choice in body["choices"]]
-    parts = [
-        part for item in body["output"] if item.get("type") == "message" for part in item["content"]
-    ]
+        contents = [choice["message"].get("content") or "" for choice in body["choices"]]
+        return ["" + content for content in contents]  # raises TypeError if it is not a string
+    parts: list[dict[str, Any]] = []
+    for item in body["output"]:
+        if item.get("type") == "message":
+            parts.extend(item["content"])
     return ["".join(part.get("text") or "" for part in parts)]
 
 
-def fault(status: int, said: bytes, verdict: str = "") -> str:
-    """Why a judge's answer is none, or "". verdict: what its text must hold, as in VERDICTS; "": anything."""
-    text = said.decode(errors="replace")
+def find_reply_problem(status: int, reply: bytes, pattern: str = "") -> str:
+    """Return the reason why a judge's reply is a failure, or "" if it is valid.
+
+    pattern: regular expression that the text must match, as in VERDICT_PATTERNS; "" accepts any.
+    """
+    body = reply.decode(errors="replace")
     if status != 200:
-        told = re.search(
-            r"judge \S+ \(.*?(?=\\*[\"']\}|\Z)", text, re.DOTALL
-        )  # of kit/extras/judges/judge_proxy.py, in Gym's words
-        return told[0][:600] if told else f"HTTP {status}: {text[:300]}"
+        message = read_proxy_error(reply)
+        return message[:MAX_ERROR_CHARS] if message else f"HTTP {status}: {body[:300]}"
     try:
-        answers = texts(json.loads(text))
+        texts = extract_texts(json.loads(body))
     except (ValueError, TypeError, KeyError, AttributeError):
-        return f"its answer is no completion: {text[:200]!r}"
-    spoken = [
-        re.sub(r"<think(ing)?>.*?</think(ing)?>", "", answer, flags=re.DOTALL).strip()
-        for answer in answers
-    ]
-    if not any(spoken):
-        return "its answer is empty"
-    if verdict and not any(re.search(verdict, answer, re.IGNORECASE) for answer in spoken):
-        return f"no verdict in its answer: {spoken[0][-200:]!r}"
+        return f"its reply is not a completion: {body[:200]!r}"
+    texts = [_remove_thinking(text) for text in texts]
+    if not any(texts):
+        return "its reply is empty"
+    if pattern and not any(re.search(pattern, text, re.IGNORECASE) for text in texts):
+        return f"no verdict in its reply: {texts[0][-200:]!r}"
     return ""
 
 
-def disowned(said: Any) -> str:
-    """Where in its answer (JSON) a verifier says that its judge gave no verdict, or ""."""
-    if not isinstance(said, dict):
+def _remove_thinking(text: str) -> str:
+    return re.sub(r"<think(ing)?>.*?</think(ing)?>", "", text, flags=re.DOTALL).strip()
+
+
+def read_proxy_error(reply: bytes) -> str:
+    """Return the message of the judge proxy's error inside a reply of Gym's model server, or "".
+
+    The proxy sends {"error": {"code": ERROR_CODE, "message": ...}}. Gym's model server passes it on
+    as a JSON string that ends with the Python literal of these bytes (nemo_gym/server_utils.py,
+    exception_handling_middleware).
+    """
+    try:
+        body = json.loads(reply)
+        if isinstance(body, str):
+            literal = body.partition(" calling an inner server: ")[2]
+            body = json.loads(ast.literal_eval(literal))
+        error = body["error"]
+        return str(error["message"]) if error["code"] == ERROR_CODE else ""
+    except (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError):
         return ""
-    told = [f"{key}: {said[key]}" for key, value in TELLS.items() if said.get(key) == value]
-    entries = [
-        (key, said[key] if isinstance(said[key], list) else [said[key]])
-        for key in EVALUATIONS
-        if key in said
-    ]
-    labels = [
-        (key, each.get("verdict_label", ""))
-        for key, list_ in entries
-        for each in list_
-        if isinstance(each, dict)
-    ]
-    labels += list((said.get("verifier_labels") or {}).items())  # jailbreak_detection, by policy
-    told += [
-        f"{key}: {label}"
-        for key, label in labels
-        if label in (None, "judge_error", "judge_parsing_error")
-    ]
-    if (
-        said.get("judge_output") is not None and said.get("verdict", "") is None
-    ):  # frontierscience_judge
-        told.append("verdict: None")
-    messages = [
-        each.get("message")
-        for each in said.get("validation_results") or []
-        if isinstance(each, dict)
-    ]
-    told += [text[:200] for text in map(str, messages) if re.match(UNREADABLE, text)]  # verifif
-    return "; ".join(told)
 
 
-def note(sent: Any, why: str) -> None:
-    """A model was asked `sent`: why it failed, or "" where it did not. The same question is one question."""
-    failures = _failures.get()
-    if failures is None:  # outside of a request
+def judge_failure(response: Any) -> str:
+    """Return how a verifier's response (parsed JSON) reports that it found no verdict, or "" ."""
+    if not isinstance(response, dict):
+        return ""
+    failures = []
+    for key, value in NO_VERDICT_FIELDS.items():
+        if response.get(key) == value:
+            failures.append(f"{key}: {response[key]}")
+    for key, label in _find_labels(response):
+        if label in NO_VERDICT_LABELS:
+            failures.append(f"{key}: {label}")
+    # frontierscience_judge
+    if response.get("judge_output") is not None and response.get("verdict", "") is None:
+        failures.append("verdict: None")
+    for result in response.get("validation_results") or []:  # verifif
+        message = str(result.get("message")) if isinstance(result, dict) else ""
+        if re.match(JUDGE_ERROR_MESSAGE, message):
+            failures.append(message[:200])
+    return "; ".join(failures)
+
+
+def _find_labels(response: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield (field, verdict label) of each evaluation in a verifier's response."""
+    for field in EVALUATION_FIELDS:
+        value = response.get(field)
+        for evaluation in value if isinstance(value, list) else [value]:
+            if isinstance(evaluation, dict):
+                yield field, evaluation.get("verdict_label", "")
+    # jailbreak_detection, by policy
+    yield from (response.get("verifier_labels") or {}).items()
+
+
+# --- calls of judges, and the response to the request that made them -----------------------------
+
+
+def record_call(request: Any, failure: str) -> None:
+    """Record the outcome of a judge call: the reason why it failed, or "" if it succeeded.
+
+    A later call with the same input replaces the outcome of an earlier one.
+    """
+    failed_calls = _failed_calls.get()
+    if failed_calls is None:  # not inside an HTTP request
         return
-    if hasattr(sent, "model_dump"):
-        sent = sent.model_dump(exclude_unset=True)
-    key = repr(
-        [sent.get(name) for name in ("input", "messages")] if isinstance(sent, dict) else sent
-    )
-    failures.pop(key, None)
-    if why:
-        failures[key] = why
+    if hasattr(request, "model_dump"):
+        request = request.model_dump(exclude_unset=True)
+    content = request
+    if isinstance(request, dict):
+        content = [request.get("input"), request.get("messages")]
+    key = repr(content)
+    failed_calls.pop(key, None)
+    if failure:
+        failed_calls[key] = failure
 
 
-def watched(app: App, models: str) -> App:
-    """The server's ASGI app, whose answers are withheld where one of the models failed that it asked for them."""
+class JudgeFailureMiddleware:
+    """ASGI middleware: replace the response to a POST request if a judge failed during it.
 
-    async def asgi(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    models: names of the judges, for the error text.
+    """
+
+    def __init__(self, app: App, models: str):
+        self.app = app
+        self.models = models
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
-            return await app(scope, receive, send)
-        failures: dict[str, str] = {}
-        _failures.set(failures)
-        held: list[dict[str, Any]] = []
+            return await self.app(scope, receive, send)
+        failed_calls: dict[str, str] = {}
+        _failed_calls.set(failed_calls)
+        messages: list[dict[str, Any]] = []
 
-        async def hold(message: dict[str, Any]) -> None:
-            held.append(message)
+        async def collect(message: dict[str, Any]) -> None:
+            messages.append(message)
 
-        await app(scope, receive, hold)
-        if scope["path"] in SETTLED and not failures:
-            with contextlib.suppress(ValueError):
-                body = json.loads(b"".join(message.get("body", b"") for message in held))
-                if why := disowned(body):
-                    failures[why] = f"model {models}: no verdict by the verifier's own word ({why})"
-        for message in withheld(held, failures, scope["path"]) if failures else held:
+        await self.app(scope, receive, collect)
+        failures = list(failed_calls.values())
+        if scope["path"] in REWARD_PATHS and not failures:
+            failures = self._find_reported_failures(messages)
+        if failures:
+            messages = masked_response(messages, failures, scope["path"])
+        for message in messages:
             await send(message)
 
-    return asgi
+    def _find_reported_failures(self, messages: list[dict[str, Any]]) -> list[str]:
+        with contextlib.suppress(ValueError):
+            body = json.loads(b"".join(message.get("body", b"") for message in messages))
+            if reason := judge_failure(body):
+                return [f"model {self.models}: the verifier reports no verdict ({reason})"]
+        return []
 
 
-def withheld(
-    held: list[dict[str, Any]], failures: dict[str, str], path: str
+def masked_response(
+    messages: list[dict[str, Any]], failures: list[str], path: str
 ) -> list[dict[str, Any]]:
-    """Instead of an answer: that there is none, with its cookies."""
-    told = {
+    """Return ASGI messages that replace `messages`: a failure without reward.
+
+    They keep the headers of `messages`, because these set the session cookie.
+    """
+    failure = "; ".join(failures)[:MAX_FAILURE_CHARS]
+    content = {
+        "reward": None,
         "_ng_failure_class": "judge_failed",
-        "_ng_failure_judge_error": "; ".join(failures.values())[:2000],
+        "_ng_failure_judge_error": failure,
     }
-    body = json.dumps({"reward": None, **told}).encode()
-    kept = [
-        (k, v)
-        for k, v in held[0]["headers"]
-        if k.lower() not in (b"content-length", b"content-type")
-    ]
-    kept += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    status = 200 if path in SETTLED else 429
+    body = json.dumps(content).encode()
+    replaced = (b"content-length", b"content-type")
+    headers = [(key, value) for key, value in messages[0]["headers"] if key.lower() not in replaced]
+    headers.append((b"content-type", b"application/json"))
+    headers.append((b"content-length", str(len(body)).encode()))
+    status = 200 if path in REWARD_PATHS else 429
     return [
-        {"type": "http.response.start", "status": status, "headers": kept},
+        {"type": "http.response.start", "status": status, "headers": headers},
         {"type": "http.response.body", "body": body},
     ]
 
 
-def watch(models: Collection[str], places: Collection[str], verdict: str) -> None:
-    """Look at what this process asks of models from now on. models: those that its settings name.
+# --- the clients that call judges ----------------------------------------------------------------
 
-    By whichever way: Gym's ServerClient, its OpenAI client, or openai's own (httpx), to one of `places` (host:port).
-    verdict: as for `fault`.
+
+def watch_judge_calls(models: Collection[str], addresses: Collection[str], pattern: str) -> None:
+    """Inspect each judge call of this process from now on, and replace responses if one fails.
+
+    Patches the three clients that verifiers use: Gym's ServerClient, Gym's OpenAI client, and the
+    client of the openai package (httpx). Also patches uvicorn, to add JudgeFailureMiddleware.
+
+    models: names of the judges in the server's settings. addresses: host:port of the model servers.
+    pattern: as for `find_reply_problem`.
     """
-    import httpx
     from nemo_gym import openai_utils, server_utils
 
-    client, direct, send = (
-        server_utils.ServerClient.request,
-        openai_utils.request,
-        httpx.AsyncClient.send,
-    )
+    _patch_server_client(server_utils.ServerClient, pattern)
+    _patch_openai_client(openai_utils, pattern)
+    _patch_httpx(addresses, pattern)
+    _patch_uvicorn(server_utils.uvicorn, models)
 
-    async def looked_at(name: str, sent: Any, call: Awaitable[Any], read: str) -> Any:
-        try:
-            answer = await call
-            said = await getattr(
-                answer, read
-            )()  # kept by the answer, so that the server reads it, too
-        except BaseException as error:  # the server's own patience with a judge, too, which cancels
-            note(sent, f"model {name}: {type(error).__name__}: {error}")
-            raise
-        status = getattr(answer, "status", None) or answer.status_code
-        why = fault(status, said, verdict)
-        note(sent, f"model {name}: {why}" if why else "")
-        return answer
 
-    async def by_name(self: Any, server_name: str, url_path: str, method: str, **rest: Any) -> Any:
-        if (
-            server_name in self.global_config_dict
-            and ASKED not in self.global_config_dict[server_name]
-        ):
-            return await client(
-                self, server_name, url_path, method, **rest
-            )  # another resources server
-        if isinstance(
-            sent := rest.get("json"), dict
-        ):  # without nulls (proof_judge), over which vllm_model 0.4.0 falls
-            rest["json"] = {key: value for key, value in sent.items() if value is not None}
-        return await looked_at(
-            server_name, sent, client(self, server_name, url_path, method, **rest), "read"
-        )
+async def _inspect_call(
+    name: str, request: Any, call: Awaitable[Any], read_method: str, pattern: str
+) -> Any:
+    """Await a call of the model `name`, record its outcome, and return its response.
 
-    async def by_url(method: str, url: str, _internal: bool = False, **rest: Any) -> Any:
-        call = direct(method, url, _internal, **rest)
-        return await looked_at(url, dict(rest.get("json") or {}), call, "read")
+    read_method: name of the response's method that reads the body. The response caches the body, so
+    the verifier can read it again.
+    """
+    try:
+        response = await call
+        reply = await getattr(response, read_method)()
+    except BaseException as error:  # CancelledError too: a verifier's own timeout cancels the call
+        record_call(request, f"model {name}: {type(error).__name__}: {error}")
+        raise
+    status = getattr(response, "status", None) or response.status_code
+    problem = find_reply_problem(status, reply, pattern)
+    record_call(request, f"model {name}: {problem}" if problem else "")
+    return response
 
-    async def by_httpx(self: Any, request: Any, **rest: Any) -> Any:
-        call = send(self, request, **rest)
-        if f"{request.url.host}:{request.url.port}" not in places:
+
+def _patch_server_client(client: Any, pattern: str) -> None:
+    """Inspect the calls that Gym's ServerClient sends to model servers."""
+    original = client.request
+
+    async def request(self: Any, server_name: str, url_path: str, method: str, **rest: Any) -> Any:
+        known_servers = self.global_config_dict
+        if server_name in known_servers and MODEL_SERVERS not in known_servers[server_name]:
+            # another resources server, not a model
+            return await original(self, server_name, url_path, method, **rest)
+        body = rest.get("json")
+        if isinstance(body, dict):
+            # vllm_model 0.4.0 fails on the null values that proof_judge sends
+            rest["json"] = {key: value for key, value in body.items() if value is not None}
+        call = original(self, server_name, url_path, method, **rest)
+        return await _inspect_call(server_name, body, call, "read", pattern)
+
+    client.request = request
+
+
+def _patch_openai_client(openai_utils: Any, pattern: str) -> None:
+    """Inspect the calls of Gym's OpenAI client."""
+    original = openai_utils.request
+
+    async def request(method: str, url: str, _internal: bool = False, **rest: Any) -> Any:
+        body = dict(rest.get("json") or {})
+        call = original(method, url, _internal, **rest)
+        return await _inspect_call(url, body, call, "read", pattern)
+
+    openai_utils.request = request
+
+
+def _patch_httpx(addresses: Collection[str], pattern: str) -> None:
+    """Inspect the calls that httpx, and so the openai package, sends to `addresses`."""
+    import httpx
+
+    original = httpx.AsyncClient.send
+
+    async def send(self: Any, request: Any, **rest: Any) -> Any:
+        call = original(self, request, **rest)
+        if f"{request.url.host}:{request.url.port}" not in addresses:
             return await call
-        return await looked_at(
-            str(request.url), json.loads(request.content or b"{}"), call, "aread"
-        )
+        body = json.loads(request.content or b"{}")
+        return await _inspect_call(str(request.url), body, call, "aread", pattern)
 
-    server_utils.ServerClient.request = by_name
-    openai_utils.request = by_url
-    httpx.AsyncClient.send = by_httpx  # type: ignore[method-assign]
-    run = server_utils.uvicorn.run
+    httpx.AsyncClient.send = send  # type: ignore[method-assign]
 
-    def run_watched(app: Any, **settings: Any) -> None:
+
+def _patch_uvicorn(uvicorn: ModuleType, models: Collection[str]) -> None:
+    """Add JudgeFailureMiddleware to the app that uvicorn runs."""
+    original = uvicorn.run
+    names = ", ".join(sorted(models))
+
+    def run(app: Any, **settings: Any) -> None:
         if isinstance(app, str):
             sys.exit(
-                "num_workers over 1: each would ask its judge unseen; leave it at 1 in start.config"
+                "`num_workers` is over 1, but judge calls can be checked in one process only. "
+                "Set num_workers to 1 in `start.config`."
             )
-        run(watched(app, ", ".join(sorted(models))), **settings)
+        original(JudgeFailureMiddleware(app, names), **settings)
 
-    server_utils.uvicorn.run = run_watched
+    uvicorn.run = run  # type: ignore[attr-defined]

@@ -1,296 +1,161 @@
-"""gym.judges: the models that Gym's verifiers ask by name (judges), and what stands between the two.
+"""The judge proxy: an HTTP server between Gym's model servers and the judges.
 
-    verifier  ->  Gym's model server (vllm_model, ...)  ->  the proxy here  ->  an OpenAI-compatible address, a vLLM
-                                                                               that the kit serves, or the policy
+    verifier -> Gym's model server -> judge proxy -> endpoint, vLLM of this run, or the policy
 
-Gym's own client has no deadline, asks again at 2 Hz for ever where a judge says 429 or 503, and makes of a prompt that
-is too long an empty answer. So each judge is asked through `ask`: with a deadline, tries, a limit of its own, and its
-key, which stays in this process. Tokens are counted where they are paid. What is no answer becomes 422, which Gym
-passes on; kit/extras/judges/judge_parsing.py, inside the verifier, withholds the verdict that it was for.
+Gym's own client has no timeout. It retries without end, twice a second, if a judge returns 429 or
+503, and it turns a prompt that is too long into an empty reply. So the proxy sends each request
+itself (`query_judge`), with a timeout, a number of attempts and a limit of concurrent requests. It
+also counts tokens, and keeps the judge's key in this process. If a judge fails, the proxy returns
+422, which Gym does not retry, and judge_parsing.py in the verifier's process removes the reward.
 
-Reasons of failures, in metrics.jsonl as `judge/<name>/failed/<reason>`: connect, timeout, http_<code>, bad_answer (no
-completion), empty, refused (its content filter).
+metrics.jsonl counts failures as `judge/<name>/failed/<reason>`. The reasons are: connect, timeout,
+http_<status>, bad_answer (not a completion), empty (no text), refused (by a content filter).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import email.utils
 import json
-import os
 import secrets
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from kit.errors import ConfigError
 from kit.extras.judges import judge_parsing
-from kit.gym import servers as gym_servers
+from kit.extras.judges.judge_processes import model_server_spec, vllm_process_spec
+from kit.extras.judges.judge_settings import Judge
+from kit.gym import network
+from kit.gym.server_process import ProcessSpec
 
-KINDS = ("base_url", "start")
-KEYS = {
-    "model",
-    "api_key_env",
-    "parameters",
-    "timeout_s",
-    "attempts",
-    "concurrency",
-    "server",
-    "config",
-}
-START_KEYS = {"model", "gpus", "args", "deadline_s"}
-SERVERS = (
-    "vllm_model",
-    "openai_model",
-    "inference_provider",
-    "genrm_model",
-)  # of Gym's, which ask an address
-NOT_NOW = {408, 409, 425, 429, 500, 502, 503, 504, 520, 529}
+RETRYABLE_STATUS = {408, 409, 425, 429, 500, 502, 503, 504, 520, 529}
 ROUTES = ("chat/completions", "responses")
-KEPT = ("role", "content", "refusal", "tool_calls")  # of a message: no reasoning, no token ids
-LIST_S = 20.0  # seconds for the list of an address's models
-PAUSE_S = 0.5  # before the second try; doubled for each one more
-SHARE = 0.8  # of gym.timeout_s, that a judge has where gym.judges does not say
-
-
-@dataclass
-class Judge:
-    """A model that verifiers ask by `name`."""
-
-    name: str
-    url: str  # of its API: ".../v1"
-    model: str  # as that API calls it
-    key: str = field(default="", repr=False)
-    key_name: str = ""  # of the environment variable that holds it
-    parameters: dict[str, Any] = field(
-        default_factory=dict
-    )  # over what a verifier asks for: temperature, ...
-    timeout_s: float = 48.0  # for one answer, all tries and pauses, but for the wait for a place
-    attempts: int = 3
-    concurrency: int = 64  # requests at once
-    server: str = "vllm_model"  # of Gym's, under responses_api_models
-    config: dict[str, Any] = field(default_factory=dict)  # changes to its settings
-    start: dict[str, Any] | None = None  # a vLLM of the kit's: {model, gpus, args, deadline_s}
-
-    @property
-    def is_here(self) -> bool:
-        """Whether its address is on this machine: the proxy of the environment is not for that."""
-        return any(host in self.url for host in ("//127.0.0.1", "//localhost"))
-
-    def clean(self, text: str) -> str:
-        """Without the key: a provider may quote it."""
-        return text.replace(self.key, f"${self.key_name}") if self.key else text
+# Fields of a reply's message that verifiers read. Reasoning and token ids are removed.
+MESSAGE_FIELDS = ("role", "content", "refusal", "tool_calls")
+FIRST_RETRY_DELAY_S = 0.5  # doubled for each further retry
+MAX_REQUEST_BYTES = 2**28
+MAX_QUOTE = 200  # characters or bytes of a judge's reply in an error
 
 
 class JudgeError(Exception):
-    """A judge that did not answer. `reason` as in the header; `pause_s`: what it asks to wait, `retry`: at all."""
+    """A judge did not reply.
 
-    def __init__(self, reason: str, message: str, retry: bool = False, pause_s: float = 0.0):
+    reason: as in the module's docstring. is_retryable: whether another attempt may succeed.
+    retry_after_s: how long the judge asks to wait (header Retry-After), or 0.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        message: str,
+        is_retryable: bool = False,
+        retry_after_s: float = 0.0,
+    ):
         super().__init__(message)
-        self.reason, self.retry, self.pause_s = reason, retry, pause_s
+        self.reason = reason
+        self.is_retryable = is_retryable
+        self.retry_after_s = retry_after_s
 
 
-# --- what a recipe says --------------------------------------------------------------------------
+# --- request a reply -----------------------------------------------------------------------------
 
 
-def problems(specs: Mapping[str, Any], timeout_s: float, device: str = "cpu") -> Iterator[str]:
-    """What is wrong with gym.judges, without asking anybody. timeout_s: gym.timeout_s."""
-    for name, spec in specs.items():
-        where = f"gym.judges.{name}"
-        if not gym_servers.NAME.fullmatch(str(name)):
-            yield f"{where}: {name!r} is no name; take letters, digits, _, - and ., but no . at its begin"
-        if spec == "policy":
-            continue
-        kinds = [key for key in KINDS if isinstance(spec, Mapping) and spec.get(key)]
-        if len(kinds) != 1:
-            yield f"{where} takes base_url: https://.../v1 and model, or start: {{model}}, or is the word policy"
-            continue
-        if "api_key" in spec:
-            yield f"{where}.api_key: a key stands in no recipe; name its environment variable: api_key_env: NAME"
-        elif unknown := spec.keys() - KEYS - {kinds[0]}:
-            yield f"{where}: unknown key {min(unknown)!r}; it takes {', '.join(sorted(KEYS | {kinds[0]}))}"
-        if kinds == ["base_url"]:
-            yield from _address_problems(where, spec)
-        else:
-            yield from _start_problems(where, spec, device)
-        for key, kind in ("timeout_s", float), ("attempts", int), ("concurrency", int):
-            value = spec.get(key)
-            if value is not None and (type(value) not in (int, kind) or value <= 0):
-                yield f"{where}.{key} is {value!r}; it takes a number over 0"
-            elif key == "timeout_s" and (value or 0) >= timeout_s:
-                yield f"{where}.timeout_s={value} is no less than gym.timeout_s={timeout_s:g}, which ends the verdict"
-        if (spec.get("server") or SERVERS[0]) not in SERVERS:
-            yield f"{where}.server: {spec['server']!r} is none of {', '.join(SERVERS)}; a vLLM is served by start"
-        for key in "parameters", "config":
-            if not isinstance(spec.get(key) or {}, Mapping):
-                yield f"{where}.{key} is {spec[key]!r}; it takes keys and values"
+async def query_judge(
+    judge: Judge,
+    http: aiohttp.ClientSession,
+    route: str,
+    body: Mapping[str, Any],
+    counts: Counter[str],
+) -> dict[str, Any]:
+    """Send a chat completion or Responses request to a judge, with retries, and return its reply.
 
-
-def _address_problems(where: str, spec: Mapping[str, Any]) -> Iterator[str]:
-    if not str(spec["base_url"]).startswith(("http://", "https://")):
-        yield f"{where}.base_url is {spec['base_url']!r}; it takes an address like https://host/v1"
-    if not spec.get("model"):
-        yield f"{where}.model is not set; it takes the name by which {spec['base_url']} knows the model"
-    variable = spec.get("api_key_env")
-    if variable and not os.environ.get(str(variable)):
-        yield f"{where}.api_key_env: the environment variable {variable} is not set; it must hold the key"
-
-
-def _start_problems(where: str, spec: Mapping[str, Any], device: str) -> Iterator[str]:
-    start = spec["start"] if isinstance(spec["start"], Mapping) else {}
-    if unknown := start.keys() - START_KEYS:
-        yield f"{where}.start: unknown key {min(unknown)!r}; it takes {', '.join(sorted(START_KEYS))}"
-    model = str(start.get("model") or "")
-    if not model or (
-        model.startswith((".", "/", "~", "models/")) and not Path(model).expanduser().is_dir()
-    ):
-        yield f"{where}.start.model={model or 'null'}: no model folder; give one that is there, or a name of the hub"
-    if device != "cpu" and not start.get("gpus"):
-        yield f"{where}.start.gpus is not set: a judge needs GPUs of its own, as [7], counted as nvidia-smi counts them"
-    if not isinstance(start.get("gpus") or [], list) or not isinstance(
-        start.get("args") or {}, Mapping
-    ):
-        yield f"{where}.start: gpus takes a list of numbers, args the options of `vllm serve`, {{max_model_len: 8192}}"
-
-
-def judges(
-    specs: Mapping[str, Any],
-    timeout_s: float,
-    policy: Mapping[str, str] | None = None,
-    cpu_dtype: str = "",
-) -> dict[str, Judge]:
-    """gym.judges, which `problems` found to be in order -> {name: Judge}.
-
-    timeout_s: gym.timeout_s. policy: {base_url, api_key, model} of the run's own. cpu_dtype: in which a vLLM of the
-    kit's computes on a CPU; "": it has GPUs.
+    An error with a Retry-After header does not count as an attempt, but the wait must end before
+    the timeout. Adds the number of retries to `counts`. Raises JudgeError.
     """
-    made = {}
-    for name, spec in specs.items():
-        given = (
-            {}
-            if spec == "policy"
-            else {k: v for k, v in spec.items() if k != "base_url" and v is not None}
-        )
-        given = {"timeout_s": SHARE * timeout_s, **given}
-        variable = given.pop("api_key_env", None)
-        places: dict[str, Any]
-        if spec == "policy":
-            address = policy or {"base_url": "", "api_key": "", "model": "policy"}
-            places = {
-                "url": address["base_url"],
-                "key": address["api_key"],
-                "model": address["model"],
-            }
-            places["key_name"] = "POLICY_API_KEY"
-        elif given.get("start"):
-            port, start = gym_servers.free_port(), dict(given["start"])
-            cpu = (
-                {"dtype": cpu_dtype, "enforce_eager": True, "kv_cache_memory_bytes": 2**30}
-                if cpu_dtype
-                else {}
-            )
-            start["args"] = cpu | dict(start.get("args") or {})
-            places = {
-                "url": f"http://{gym_servers.HOST}:{port}/v1",
-                "model": name,
-                "key": secrets.token_hex(16),
-            }
-            given |= {"start": start}
-        else:
-            places = {"url": str(spec["base_url"]).rstrip("/")}
-            places |= {"key": os.environ[variable], "key_name": variable} if variable else {}
-        made[name] = Judge(name, **{**given, **places})
-    return made
-
-
-def reach(judge: Judge) -> None:
-    """Ask an address for its models. Raises ConfigError where it is down, refuses the key, or has no such model.
-
-    An address that lists no models, or not all of them, is asked for one short answer, which costs some tokens.
-    """
-    where, headers = (
-        f"gym.judges.{judge.name}",
-        {"Authorization": f"Bearer {judge.key}"} if judge.key else {},
-    )
-    request: dict[str, Any] = {"headers": headers, "use_proxy": not judge.is_here}
-    try:
-        answer = gym_servers.fetch(f"{judge.url}/models", deadline_s=LIST_S, **request)
-        known = [m["id"] for m in answer.json()["data"]] if answer.status_code == 200 else []
-    except (ValueError, TypeError, KeyError):
-        known = []
-    except gym_servers.FetchError as error:
-        said = f"{judge.url} does not answer ({error})"
-        raise ConfigError(f"{where}.base_url: {said}; start it, or correct the address") from None
-    if judge.model in known:
-        return
-    if answer.status_code not in (401, 403):
-        url, messages = f"{judge.url}/chat/completions", [{"role": "user", "content": "Say yes."}]
-        request["json"] = {"model": judge.model, "messages": messages, **judge.parameters}
+    request = {**body, **judge.parameters, "model": judge.model, "stream": False}
+    deadline = time.monotonic() + judge.timeout_s
+    delay_s = FIRST_RETRY_DELAY_S
+    attempts = 0
+    while True:
         try:
-            answer = gym_servers.fetch(url, "POST", judge.timeout_s, **request)
-        except gym_servers.FetchError as error:
-            raise ConfigError(
-                f"{where}.base_url: {judge.url} does not answer ({error}); start it again"
-            ) from None
-    said = f"{judge.url} answers HTTP {answer.status_code}: {judge.clean(answer.text[:200])}"
-    if answer.status_code in (401, 403):
-        key = (
-            f"the key in {judge.key_name}"
-            if judge.key
-            else "without a key; name its variable in api_key_env"
-        )
-        raise ConfigError(f"{where}: {said} ({key})")
-    if answer.status_code in (400, 404, 422):
-        near = difflib.get_close_matches(judge.model, known, 4, 0.0)
-        hint = (
-            f"; nearest of its {len(known)} models are {', '.join(near)}"
-            if near
-            else "; give one that it has"
-        )
-        raise ConfigError(f"{where}.model={judge.model}: {said}{hint}")
+            async with asyncio.timeout(deadline - time.monotonic()):
+                return await _send_request(judge, http, route, request)
+        except TimeoutError:
+            raise JudgeError("timeout", f"no reply within {judge.timeout_s:g} s") from None
+        except JudgeError as error:
+            if not error.retry_after_s:
+                attempts += 1
+            if not error.is_retryable or attempts >= judge.attempts:
+                raise
+            wait_s = max(error.retry_after_s, delay_s)
+            if time.monotonic() + wait_s >= deadline:
+                message = (
+                    f"{error}; a retry after {wait_s:g} s would exceed the timeout of "
+                    f"{judge.timeout_s:g} s (timeout_s)"
+                )
+                raise JudgeError(error.reason, message) from None
+        counts["retries"] += 1
+        await asyncio.sleep(wait_s)
+        if attempts:
+            delay_s *= 2
 
 
-# --- asking --------------------------------------------------------------------------------------
-
-
-def _completion(text: bytes, judge: Judge) -> dict[str, Any]:
-    """The JSON of a 200 answer, with what verifiers read of it. Raises JudgeError for what holds no text."""
+async def _send_request(
+    judge: Judge, http: aiohttp.ClientSession, route: str, request: dict[str, Any]
+) -> dict[str, Any]:
+    """Send one request. Raises JudgeError."""
+    url = f"{judge.url}/{route}"
     try:
-        body = json.loads(text)
-        said = judge_parsing.texts(body)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        cut = judge.clean(text[:200].decode(errors="replace"))
+        # A redirect would send the row to another host, and take the verdict from it.
+        async with http.post(
+            url, json=request, headers=judge.headers, allow_redirects=False
+        ) as response:
+            body = await _read_body(response)
+    except (aiohttp.ClientError, OSError) as error:
+        message = f"{type(error).__name__}: {judge.redact(str(error))[:MAX_QUOTE]}"
+        raise JudgeError("connect", message, is_retryable=True) from None
+    status = response.status
+    if 300 <= status < 400:
+        target = judge.redact(response.headers.get("Location", "")[:MAX_QUOTE])
         raise JudgeError(
-            "bad_answer", f"HTTP 200 that is no completion: {cut!r}", retry=True
-        ) from None
-    choices = body.get("choices") or []
-    for choice in choices:
-        choice["message"] = {k: v for k, v in choice["message"].items() if k in KEPT}
-        choice.pop("logprobs", None)
-    if not any(answer.strip() for answer in said):
-        ends = {str(choice.get("finish_reason")) for choice in choices}
-        if "content_filter" in ends or any(choice["message"].get("refusal") for choice in choices):
-            raise JudgeError("refused", "it refuses to answer")
-        no_room = "length" in ends or body.get("status") == "incomplete"
-        hint = (
-            ": its tokens went before it wrote any; raise parameters.max_tokens" if no_room else ""
+            f"http_{status}",
+            f"HTTP {status} redirects to {target!r}, and redirects are not followed. "
+            "If you trust that address, set it as base_url",
         )
-        raise JudgeError("empty", f"an empty answer{hint}")
-    return dict(body)
+    if status != 200:
+        raise JudgeError(
+            f"http_{status}",
+            f"HTTP {status}: {_quote(judge, body)}",
+            is_retryable=status in RETRYABLE_STATUS,
+            retry_after_s=_parse_retry_after(response.headers.get("Retry-After", "")),
+        )
+    return _parse_completion(body, judge)
 
 
-def _wait_s(header: str) -> float:
-    """Retry-After, in seconds from now; 0 for what is neither a number nor a date."""
+async def _read_body(response: aiohttp.ClientResponse) -> bytes:
+    """Read the body of a response. Raises JudgeError if it exceeds network.MAX_BODY_BYTES."""
+    body = bytearray()
+    async for part in response.content.iter_any():
+        body += part
+        if len(body) > network.MAX_BODY_BYTES:
+            message = f"the reply is longer than {network.MAX_BODY_BYTES:,} bytes"
+            raise JudgeError("bad_answer", message)
+    return bytes(body)
+
+
+def _quote(judge: Judge, body: bytes) -> str:
+    """Return the start of a response's body, without the judge's key."""
+    return judge.redact(body[:MAX_QUOTE].decode(errors="replace"))
+
+
+def _parse_retry_after(header: str) -> float:
+    """Return the wait of a Retry-After header in seconds, or 0 if it is neither number nor date."""
     try:
         return max(0.0, float(header))
     except ValueError:
@@ -299,300 +164,179 @@ def _wait_s(header: str) -> float:
     return 0.0
 
 
-async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    """The body of a judge's answer. Raises JudgeError for one longer than gym_servers.MOST_BYTES."""
-    body = bytearray()
-    async for part in answer.content.iter_any():
-        body += part
-        if len(body) > gym_servers.MOST_BYTES:
-            raise JudgeError(
-                "bad_answer", f"an answer longer than {gym_servers.MOST_BYTES:,} bytes"
-            )
-    return bytes(body)
+def _parse_completion(body: bytes, judge: Judge) -> dict[str, Any]:
+    """Return the JSON of a reply, with only those message fields that verifiers read.
 
-
-async def _try(
-    judge: Judge, http: aiohttp.ClientSession, route: str, body: dict[str, Any]
-) -> dict[str, Any]:
-    """One request. Raises JudgeError."""
-    headers = {"Authorization": f"Bearer {judge.key}"} if judge.key else {}
-    try:
-        # a redirect would give the row, and the judge's word, to another host
-        async with http.post(
-            f"{judge.url}/{route}", json=body, headers=headers, allow_redirects=False
-        ) as answer:
-            text = await _read(answer)
-    except (aiohttp.ClientError, OSError) as error:
-        raise JudgeError(
-            "connect", f"{type(error).__name__}: {judge.clean(str(error))[:200]}", retry=True
-        ) from None
-    if 300 <= answer.status < 400:
-        target = judge.clean(answer.headers.get("Location", "")[:200])
-        said = f"HTTP {answer.status} redirects to {target!r}, which is not followed; set that base_url if you trust it"
-        raise JudgeError(f"http_{answer.status}", said)
-    if answer.status != 200:
-        said = f"HTTP {answer.status}: {judge.clean(text[:200].decode(errors='replace'))}"
-        wait = _wait_s(answer.headers.get("Retry-After", ""))
-        raise JudgeError(f"http_{answer.status}", said, answer.status in NOT_NOW, wait)
-    return _completion(text, judge)
-
-
-async def ask(
-    judge: Judge,
-    http: aiohttp.ClientSession,
-    route: str,
-    body: Mapping[str, Any],
-    count: Counter[str],
-) -> Any:
-    """The judge's answer to a chat completion or a Responses request, tried again as far as tries and deadline go.
-
-    A judge that says when to come back (Retry-After) is waited for, whatever the tries; not past the deadline. `count`
-    is told of retries. Raises JudgeError.
+    Raises JudgeError if it is not a completion or has no text.
     """
-    sent = {**body, **judge.parameters, "model": judge.model, "stream": False}
-    deadline, tried, pause = time.monotonic() + judge.timeout_s, 0, PAUSE_S
-    while True:
-        try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                return await _try(judge, http, route, sent)
-        except TimeoutError:
-            raise JudgeError("timeout", f"no answer within {judge.timeout_s:g} s") from None
-        except JudgeError as error:
-            tried += not error.pause_s
-            wait = max(error.pause_s, pause if tried else PAUSE_S)
-            if not error.retry or tried >= judge.attempts:
-                raise
-            if time.monotonic() + wait >= deadline:
-                more = (
-                    f"{error}; again in {wait:g} s would be past {judge.timeout_s:g} s (timeout_s)"
-                )
-                raise JudgeError(error.reason, more) from None
-        count["retries"] += 1
-        await asyncio.sleep(wait)
-        pause *= 2 if tried else 1
+    try:
+        completion = json.loads(body)
+        texts = judge_parsing.extract_texts(completion)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        message = f"HTTP 200 without a completion: {_quote(judge, body)!r}"
+        raise JudgeError("bad_answer", message, is_retryable=True) from None
+    choices = completion.get("choices") or []
+    for choice in choices:
+        message = choice["message"]
+        choice["message"] = {key: message[key] for key in message if key in MESSAGE_FIELDS}
+        choice.pop("logprobs", None)
+    if not any(text.strip() for text in texts):
+        _raise_for_empty_reply(completion, choices)
+    return dict(completion)
 
 
-class Proxy:
-    """The address at which Gym's model servers ask `judges`, in a thread of its own. Use as `with Proxy(judges)`."""
+def _raise_for_empty_reply(completion: dict[str, Any], choices: list[dict[str, Any]]) -> None:
+    """Raise the JudgeError for a completion without text."""
+    finish_reasons = {str(choice.get("finish_reason")) for choice in choices}
+    is_refused = any(choice["message"].get("refusal") for choice in choices)
+    if is_refused or "content_filter" in finish_reasons:
+        raise JudgeError("refused", "the judge refused to reply")
+    if "length" in finish_reasons or completion.get("status") == "incomplete":
+        raise JudgeError(
+            "empty",
+            "the reply is empty, because the judge used all its tokens before it wrote text. "
+            "Raise parameters.max_tokens",
+        )
+    raise JudgeError("empty", "the reply is empty")
+
+
+def _count_tokens(completion: Mapping[str, Any]) -> Counter[str]:
+    """Return the tokens of the prompt and of the reply, as the judge reports them."""
+    usage = completion.get("usage")
+    counts: Counter[str] = Counter()
+    if not isinstance(usage, dict):
+        return counts
+    # The second name is that of the Responses API.
+    for key, other_key in (
+        ("prompt_tokens", "input_tokens"),
+        ("completion_tokens", "output_tokens"),
+    ):
+        tokens = usage.get(key) or usage.get(other_key)
+        if isinstance(tokens, int):
+            counts[key] = tokens
+    return counts
+
+
+# --- the server ----------------------------------------------------------------------------------
+
+
+class JudgeProxy:
+    """The HTTP server that Gym's model servers use to reach `judges`. It runs in a thread.
+
+    Use it as `with JudgeProxy(judges) as proxy`. Without judges it starts nothing.
+    """
 
     def __init__(self, judges: Mapping[str, Judge]):
-        self.judges, self.key, self.port = judges, secrets.token_hex(16), gym_servers.free_port()
-        self.counts: dict[str, Counter[str]] = {name: Counter() for name in judges}
-        self._lock, self._ready = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
-        self._failed: BaseException | None = None
+        self.judges = judges
+        self.key = secrets.token_hex(16)  # which Gym's model servers send
+        self.port = network.find_free_port()
+        self._counts: dict[str, Counter[str]] = {name: Counter() for name in judges}
+        self._counts_lock = threading.Lock()
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
+        self._slots: dict[str, asyncio.Semaphore] = {}
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._has_started = threading.Event()
+        self._start_error: BaseException | None = None
 
-    def __enter__(self) -> Proxy:
+    def __enter__(self) -> JudgeProxy:
         if self.judges:
             self._thread.start()
-            self._ready.wait()
-            if self._failed:
-                raise self._failed
+            self._has_started.wait()
+            if self._start_error:
+                raise self._start_error
         return self
 
     def __exit__(self, *_: Any) -> None:
         if self.judges:
-            self._loop.call_soon_threadsafe(self._end.set)
+            self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
 
     def metrics(self) -> dict[str, float]:
-        """judge/<name>/asked, prompt_tokens, completion_tokens, retries, failed/<reason>: since the last call."""
-        with self._lock:
-            found = {
-                f"judge/{name}/{k}": float(v)
-                for name, count in self.counts.items()
-                for k, v in count.items()
-            }
-            for count in self.counts.values():
-                count.clear()
-        return found
+        """Return the metrics since the last call, as judge/<name>/<metric>.
 
-    def blocks(self) -> Iterator[dict[str, Any]]:
-        """The processes behind gym.judges, for gym_servers.running_servers: Gym's model servers, and vLLM."""
+        They are asked (requests), prompt_tokens, completion_tokens, retries, and failed/<reason>.
+        """
+        metrics = {}
+        with self._counts_lock:
+            for name, counts in self._counts.items():
+                for key, count in counts.items():
+                    metrics[f"judge/{name}/{key}"] = float(count)
+                counts.clear()
+        return metrics
+
+    def process_specs(self) -> Iterator[ProcessSpec]:
+        """Yield the processes that serve the judges: Gym's model servers, and vLLM servers."""
         for judge in self.judges.values():
-            prefix = "openai_" if judge.server == "openai_model" else ""
-            address = f"http://{gym_servers.HOST}:{self.port}/{judge.name}/v1"
-            says = {"base_url": address, "api_key": self.key, "model": judge.model}
-            settings: dict[str, Any] = {f"{prefix}{key}": value for key, value in says.items()}
-            if judge.server in ("vllm_model", "genrm_model"):
-                settings |= {"return_token_id_information": False, "uses_reasoning_parser": False}
             if judge.start:
-                yield vllm_block(judge)
-            hidden = [judge.key_name] if judge.key_name else []
-            yield {
-                "name": judge.name,
-                "impl": judge.server,
-                "changes": settings | judge.config,
-                "hidden": hidden,
-            }
+                yield vllm_process_spec(judge)
+            url = f"http://{network.HOST}:{self.port}/{judge.name}/v1"
+            yield model_server_spec(judge, url, self.key)
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
 
     async def _serve(self) -> None:
-        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        """Serve until `__exit__`."""
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
         try:
-            async with self._listening():
-                self._ready.set()
-                await self._end.wait()
+            async with self._listen():
+                self._has_started.set()
+                await self._stop.wait()
         except BaseException as error:
-            self._failed = error
-            self._ready.set()
+            self._start_error = error
+            self._has_started.set()
 
     @contextlib.asynccontextmanager
-    async def _listening(self) -> AsyncIterator[None]:
-        timeout, limit = (
-            aiohttp.ClientTimeout(total=None),
-            {n: asyncio.Semaphore(j.concurrency) for n, j in self.judges.items()},
-        )
+    async def _listen(self) -> AsyncGenerator[None, None]:
+        """Open a client session for each judge, and listen on the port, until exit."""
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+        app.router.add_post("/{name}/v1/{route:.*}", self._handle)
         async with contextlib.AsyncExitStack() as stack:
-            clients = {}
             for name, judge in self.judges.items():
-                pool = aiohttp.TCPConnector(limit=0)
+                # no limits here: query_judge has a timeout, and the slots limit requests
                 session = aiohttp.ClientSession(
-                    connector=pool, timeout=timeout, trust_env=not judge.is_here
+                    connector=aiohttp.TCPConnector(limit=0),
+                    timeout=aiohttp.ClientTimeout(total=None),
+                    trust_env=not judge.is_local,
                 )
-                clients[name] = await stack.enter_async_context(session)
-
-            async def answer(request: web.Request) -> web.Response:
-                name, route = request.match_info["name"], request.match_info["route"]
-                if request.headers.get("Authorization") != f"Bearer {self.key}":
-                    return web.json_response(
-                        {"error": {"message": "wrong or missing key"}}, status=401
-                    )
-                if name not in self.judges or route not in ROUTES:
-                    return web.json_response(
-                        {"error": {"message": f"no such route: {request.path}"}}, status=404
-                    )
-                async with limit[name]:
-                    status, body = await self._answer(
-                        self.judges[name], clients[name], route, await request.json()
-                    )
-                return web.json_response(body, status=status)
-
-            app = web.Application(client_max_size=2**28)  # bytes
-            app.router.add_post("/{name}/v1/{route:.*}", answer)
+                self._sessions[name] = await stack.enter_async_context(session)
+                self._slots[name] = asyncio.Semaphore(judge.concurrency)
             runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
-            await web.TCPSite(runner, gym_servers.HOST, self.port).start()
+            await web.TCPSite(runner, network.HOST, self.port).start()
             yield
 
-    async def _answer(
-        self, judge: Judge, http: aiohttp.ClientSession, route: str, body: Any
-    ) -> tuple[int, Any]:
-        """(status, JSON) for Gym's model server. A failure is 422: Gym asks no second time, and calls it no answer."""
-        count: Counter[str] = Counter(asked=1)
+    async def _handle(self, request: web.Request) -> web.Response:
+        """Respond to one request of a model server."""
+        name = request.match_info["name"]
+        route = request.match_info["route"]
+        if request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": {"message": "wrong or missing key"}}, status=401)
+        if name not in self.judges or route not in ROUTES:
+            message = f"no such route: {request.path}"
+            return web.json_response({"error": {"message": message}}, status=404)
+        async with self._slots[name]:
+            return await self._forward(self.judges[name], route, await request.json())
+
+    async def _forward(self, judge: Judge, route: str, body: Any) -> web.Response:
+        """Return the judge's reply, or status 422 with a JSON error if the judge fails.
+
+        Gym's model server does not retry a 422. judge_parsing.read_proxy_error reads the error.
+        """
+        counts: Counter[str] = Counter(asked=1)
         try:
-            said = await ask(judge, http, route, body, count)
-            used = said.get("usage")
-            for ours, theirs in (
-                ("prompt_tokens", "input_tokens"),
-                ("completion_tokens", "output_tokens"),
-            ):
-                tokens = (used.get(ours) or used.get(theirs)) if isinstance(used, dict) else 0
-                count[ours] += tokens if isinstance(tokens, int) else 0
-            return 200, said
+            reply = await query_judge(judge, self._sessions[judge.name], route, body, counts)
+            counts += _count_tokens(reply)
+            return web.json_response(reply)
         except JudgeError as error:
-            count[f"failed/{error.reason}"] += 1
-            # a 400 or the words `context length` would become an empty answer; quotes would end the message (verdicts)
-            told = f"judge {judge.name} ({judge.url}): {error.reason}: {error}".replace(
-                "context length", "context"
-            )
-            return 422, {
-                "error": {
-                    "message": told.replace('"', "")
-                    .replace("'", "")
-                    .replace("\\", "")
-                    .replace("}", "")
-                }
-            }
+            counts[f"failed/{error.reason}"] += 1
+            message = f"judge {judge.name} ({judge.url}): {error.reason}: {error}"
+            # Gym may turn an error with the words `context length` into an empty reply.
+            message = message.replace("context length", "context")
+            content = {"error": {"code": judge_parsing.ERROR_CODE, "message": message}}
+            return web.json_response(content, status=422)
         finally:
-            with self._lock:
-                self.counts[judge.name] += count
-
-
-# --- a vLLM of the kit's -------------------------------------------------------------------------
-
-
-def vllm_block(judge: Judge) -> dict[str, Any]:
-    """The process that serves judge.start.model, watched and stopped like a Gym server; its port is in judge.url."""
-    start = judge.start or {}
-    port, args = int(judge.url.rpartition(":")[2].removesuffix("/v1")), dict(start["args"])
-    devices = start.get("gpus") or []
-    if devices:
-        args = {"tensor_parallel_size": len(devices), **args}
-    model = Path(start["model"]).expanduser()
-    options = [
-        str(model.resolve()) if model.is_dir() else str(start["model"]),
-        "--served-model-name",
-        judge.model,
-    ]
-    guards = {"allowed_origins": "[]", "middleware": "kit.rollout.vllm_routes.JudgeRoutes"}
-    for key, value in {"host": gym_servers.HOST, "port": port, **guards, **args}.items():
-        flag = f"--{key.replace('_', '-')}"
-        options += (
-            []
-            if value is False or value is None
-            else [flag]
-            if value is True
-            else [flag, str(value)]
-        )
-    env = {
-        "VLLM_API_KEY": judge.key,
-        "PYTHONPATH": str(Path(__file__).parents[3]),
-    }  # for the middleware
-    if devices:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-    return {
-        "name": f"{judge.name}_vllm",
-        "kind": "vllm",
-        "command": [
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            *options,
-        ],
-        "env": env,
-        "shown": ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"],  # its model may be one of the hub's
-        "port": port,
-        "deadline_s": float(start.get("deadline_s") or 600.0),
-    }
-
-
-@contextlib.contextmanager
-def gpus_taken(specs: Mapping[str, Any]) -> Iterator[None]:
-    """While it runs, this process and what it starts see no GPU of a judge's. Raises ConfigError for one not there."""
-    wanted = {
-        str(gpu)
-        for s in specs.values()
-        if s != "policy"
-        for gpu in (s.get("start") or {}).get("gpus") or []
-    }
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted:
-        import torch
-
-        seen = before.split(",") if before else [str(i) for i in range(torch.cuda.device_count())]
-        if missing := wanted - set(seen):
-            raise ConfigError(
-                f"gym.judges: start.gpus names {', '.join(sorted(missing))}, of {', '.join(seen) or 'none'}"
-            )
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for gpu in seen if gpu not in wanted)
-    try:
-        yield
-    finally:
-        if wanted:
-            os.environ.pop("CUDA_VISIBLE_DEVICES")
-            os.environ.update({"CUDA_VISIBLE_DEVICES": before} if before else {})
-
-
-def told(made: Mapping[str, Judge]) -> Iterator[str]:
-    """A line for each judge, for the dry run."""
-    for judge in made.values():
-        kind = (
-            f"vLLM of {judge.start['model']}"
-            if judge.start
-            else f"{judge.model} at {judge.url or 'this run'}"
-        )
-        key = f", key in {judge.key_name}" if judge.key_name and judge.url else ""
-        limits = f"{judge.timeout_s:g} s, {judge.attempts} tries, {judge.concurrency} at once"
-        yield f"judge       {judge.name}: {kind}{key}; {limits}"
+            with self._counts_lock:
+                self._counts[judge.name] += counts

@@ -1,255 +1,397 @@
-"""What a recipe needs of each device's memory, stage by stage, estimated before anything starts.
+"""Estimate the memory that each stage of a recipe needs on each device, before anything starts.
 
-Layers are taken as Llama's: grouped-query attention, an MLP of three matrices (or experts of that form), two norms.
-Left out: biases, work space, the allocator's fragments, reward models, judges, pools of their own, what verl's
-balancing puts over a micro-batch's limit. A critic and a teacher count as large as the policy. On a CPU prompts have no
-logits, here they do.
+Layers are counted as Llama's: grouped-query attention, an MLP of three matrices (or experts of that
+form), two norms. A critic and a teacher count as much as the policy. Not counted: biases,
+workspace, fragmentation of the allocator, reward models, judges, separate pools, and tokens that
+verl's balancing adds beyond the limit of a micro-batch. On a CPU prompts have no logits; here they
+do.
 """
 
 from __future__ import annotations
 
 import subprocess
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from omegaconf import DictConfig, OmegaConf
 
-from kit.config import user_functions
-from kit.config.load import ACTOR, ROLLOUT, sampling_gpus
+from kit.config.load import ACTOR, FSDP, ROLLOUT
+from kit.config.model_files import expert_count
+from kit.config.resources import rollout_gpus
+from kit.config.user_functions import needs, needs_reference, teacher_model
 
 GIB = 2**30
-ASSUMED = 80 * GIB  # a GPU's memory, where there is none to ask
-# Python, torch, Ray, verl and vLLM: on a CPU what the demo's processes take (docs/results.md) over what is estimated;
-# on a GPU a guess at two CUDA contexts, NCCL's buffers and CUDA graphs
-LIBRARIES = {"cpu": 6 * GIB, "cuda": 2 * GIB}
-NEEDED = (
+ASSUMED_GPU_BYTES = 80 * GIB  # if this node has no GPU
+# Runtime overhead: Python, torch, Ray, verl and vLLM. For a CPU it is the part of the demo's memory
+# that the estimate does not explain (docs/results.md). For a GPU it is a guess at two CUDA
+# contexts, NCCL's buffers and CUDA graphs.
+OVERHEAD = {"cpu": 6 * GIB, "cuda": 2 * GIB}
+NEEDED_FIELDS = (  # of the Hugging Face configuration
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
     "vocab_size",
 )
-LOWER = {
-    "generate": f"{ROLLOUT}.gpu_memory_utilization (on a CPU engine_kwargs.vllm.kv_cache_memory_bytes)",
+KEYS_TO_LOWER = {  # of each stage, in the order in which they are printed
+    "generate": f"{ROLLOUT}.gpu_memory_utilization (on a CPU "
+    "engine_kwargs.vllm.kv_cache_memory_bytes)",
     "log-probs": f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
     "update": f"{ACTOR}.ppo_max_token_len_per_gpu",
     "critic": "critic.ppo_max_token_len_per_gpu",
     "sync": f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes",
 }
-SPREAD = (
+SHARD_HINT = (
     f"raise trainer.n_gpus_per_node, or set {ACTOR}.fsdp_config.param_offload and optimizer_offload"
 )
-Parts = dict[str, float]  # bytes, by what takes them
+Bytes = dict[str, float]  # of each part
 
 
-def experts_of(c: Any) -> int:
-    """Experts of a layer; 0 where it is not a mixture of some."""
-    return next(
-        (
-            n
-            for key in ("num_experts", "num_local_experts", "n_routed_experts")
-            if (n := getattr(c, key, 0))
-        ),
-        0,
-    )
+# --- sizes of a model ----------------------------------------------------------------------------
 
 
-def widths(c: Any) -> tuple[int, int, int, int]:
-    """(queries, keys, MLP of all experts, MLP that a token goes through) of a layer. c: a text model's config."""
-    heads, experts = c.num_attention_heads, experts_of(c)
-    head = getattr(c, "head_dim", None) or c.hidden_size // heads
-    keys = (getattr(c, "num_key_value_heads", None) or heads) * head
-    mlp = (
-        getattr(c, "moe_intermediate_size", c.intermediate_size) if experts else c.intermediate_size
-    )
-    return heads * head, keys, mlp * (experts or 1), mlp * (c.num_experts_per_tok if experts else 1)
+class LayerWidths(NamedTuple):
+    """The widths of one layer."""
+
+    queries: int
+    keys: int
+    mlp: int  # of all experts
+    active_mlp: int  # that one token goes through
 
 
-def parameters(c: Any) -> tuple[int, int]:
-    """(of the model, of one layer)."""
-    queries, keys, mlp, _ = widths(c)
-    layer = c.hidden_size * (2 * queries + 2 * keys + 3 * mlp + 2)
-    tied = getattr(c, "tie_word_embeddings", False)
-    outside = c.vocab_size * (1 if tied else 2) + 1  # embedding, output head, last norm
-    return c.num_hidden_layers * layer + outside * c.hidden_size, layer
+class ParameterCount(NamedTuple):
+    """The number of parameters."""
+
+    model: int
+    layer: int
 
 
-def kv_bytes(c: Any, width: int) -> int:
-    """Of the KV cache, for one token, in numbers of `width` bytes: a key and a value in each layer."""
-    return 2 * c.num_hidden_layers * widths(c)[1] * width
+def layer_widths(text_config: Any) -> LayerWidths:
+    """The widths of a layer. text_config: the Hugging Face configuration of a text model."""
+    heads = text_config.num_attention_heads
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+    key_heads = getattr(text_config, "num_key_value_heads", None) or heads
+    queries = heads * head_dim
+    keys = key_heads * head_dim
+    experts = expert_count(text_config)
+    if not experts:
+        mlp = text_config.intermediate_size
+        return LayerWidths(queries, keys, mlp, mlp)
+    mlp = getattr(text_config, "moe_intermediate_size", text_config.intermediate_size)
+    return LayerWidths(queries, keys, mlp * experts, mlp * text_config.num_experts_per_tok)
 
 
-def activations(c: Any, width: int) -> int:
-    """Bytes of one layer that wait for its backward pass, for one token, in numbers of `width` bytes.
+def count_parameters(text_config: Any) -> ParameterCount:
+    """The parameters of a model and of one of its layers."""
+    widths = layer_widths(text_config)
+    hidden = text_config.hidden_size
+    layer = hidden * (2 * widths.queries + 2 * widths.keys + 3 * widths.mlp + 2)
+    is_tied = getattr(text_config, "tie_word_embeddings", False)
+    embeddings = 1 if is_tied else 2
+    outside = (embeddings * text_config.vocab_size + 1) * hidden  # and the last norm
+    return ParameterCount(text_config.num_hidden_layers * layer + outside, layer)
 
-    Counted as in Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), for Llama's layer and flash attention: inputs
-    of norms, projections and the MLP's product; queries, keys, values, attention's output; norms' inputs also in fp32.
+
+def kv_bytes_per_token(text_config: Any, itemsize: int) -> int:
+    """Bytes of the KV cache for one token: a key and a value in each layer."""
+    return 2 * text_config.num_hidden_layers * layer_widths(text_config).keys * itemsize
+
+
+def activation_bytes(text_config: Any, itemsize: int) -> int:
+    """Bytes of one layer that wait for its backward pass, for one token.
+
+    Counted as in Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), for Llama's layer and
+    flash attention: inputs of the norms, of the projections and of the MLP's product; queries,
+    keys, values and the attention's output; the norms' inputs also in fp32.
     """
-    queries, keys, _, mlp = widths(c)
-    return width * (4 * c.hidden_size + 2 * (queries + keys) + 4 * mlp) + 8 * c.hidden_size
+    widths = layer_widths(text_config)
+    hidden = text_config.hidden_size
+    attention = 2 * (widths.queries + widths.keys)
+    return itemsize * (4 * hidden + attention + 4 * widths.active_mlp) + 8 * hidden
 
 
-def width_of(dtype: Any) -> int:
+def itemsize(dtype: Any) -> int:
     """Bytes of a number: 4 in fp32, else 2."""
     return 4 if "32" in str(dtype) else 2
 
 
-def shards_of(config: DictConfig, engine: DictConfig) -> int:
-    """The GPUs that a model under FSDP is cut among."""
-    world = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    return engine.fsdp_size if 0 < engine.fsdp_size < world else world
+def compute_itemsize(engine: DictConfig) -> int:
+    """Bytes of a number in the type that an FSDP engine computes in."""
+    return itemsize((engine.get("mixed_precision") or {}).get("param_dtype"))
 
 
-def trainer(
-    config: DictConfig, c: Any, tokens: int, engine: DictConfig, model: DictConfig
-) -> tuple[Parts, Parts]:
-    """(what stays on the device while others work, what an update has beside logits) of a model under FSDP.
+def count_shards(config: DictConfig, engine: DictConfig) -> int:
+    """The GPUs among which FSDP shards a model."""
+    world = int(config.trainer.n_gpus_per_node * config.trainer.nnodes)
+    return int(engine.fsdp_size) if 0 < engine.fsdp_size < world else world
 
-    Weights and AdamW's two moments are sharded, in engine.model_dtype; layers at work are gathered in the type that is
-    computed in (verl 0.9.1, workers/engine/fsdp/transformer_impl.py). tokens: of the largest micro-batch.
+
+# --- the trainer ---------------------------------------------------------------------------------
+
+
+class TrainerMemory(NamedTuple):
+    """The memory of a model under FSDP."""
+
+    resident: Bytes  # stays on the device while others work
+    update: Bytes  # of an update, without logits
+
+
+def estimate_trainer(
+    config: DictConfig, text_config: Any, tokens: int, engine: DictConfig, model: DictConfig
+) -> TrainerMemory:
+    """The memory of a model under FSDP. tokens: of the largest micro-batch.
+
+    Weights and AdamW's two moments are sharded, in engine.model_dtype. Layers at work are
+    all-gathered in the type that is computed in (verl 0.9.1,
+    workers/engine/fsdp/transformer_impl.py).
     """
-    (everything, layer), (queries, keys, mlp, _), layers = (
-        parameters(c),
-        widths(c),
-        c.num_hidden_layers,
-    )
-    adapter = layers * model.lora_rank * (7 * c.hidden_size + 2 * queries + 2 * keys + 3 * mlp)
-    learned = adapter or everything
-    shards = shards_of(config, engine)
-    width, master = (
-        width_of((engine.get("mixed_precision") or {}).get("param_dtype")),
-        width_of(engine.model_dtype),
-    )
-    one = activations(c, width)
-    held = (
-        width * c.hidden_size * layers + one
-        if model.enable_gradient_checkpointing
-        else one * layers
-    )
-    update: Parts = {
-        "weights": master * everything / shards,
-        "optimiser": 2 * master * learned / shards,
-        "gradients": 4 * learned / (1 if engine.use_no_sync_for_gradient_accumulation else shards),
-        "gathered": width * (everything - (layers - 2) * layer * engine.reshard_after_forward),
-        "activations": tokens * held,
+    count = count_parameters(text_config)
+    trained = count_adapter(text_config, model.lora_rank) or count.model
+    shards = count_shards(config, engine)
+    width = compute_itemsize(engine)
+    master = itemsize(engine.model_dtype)
+    layers = text_config.num_hidden_layers
+    layer_activations = activation_bytes(text_config, width)
+    activations = layer_activations * layers
+    if model.enable_gradient_checkpointing:
+        activations = width * text_config.hidden_size * layers + layer_activations
+    gathered = count.model
+    if engine.reshard_after_forward:
+        gathered -= (layers - 2) * count.layer
+    gradient_shards = 1 if engine.use_no_sync_for_gradient_accumulation else shards
+    update: Bytes = {
+        "weights": master * count.model / shards,
+        "optimizer": 2 * master * trained / shards,
+        "gradients": 4 * trained / gradient_shards,
+        "all-gathered": width * gathered,
+        "activations": tokens * activations,
     }
-    offload = {
-        "weights": engine.param_offload,
-        "optimiser": engine.optimizer_offload,
-    }  # which frees nothing on a CPU
-    cpu = config.trainer.device == "cpu"
-    return {name: update[name] for name, away in offload.items() if cpu or not away}, update
+    is_offloaded = {"weights": engine.param_offload, "optimizer": engine.optimizer_offload}
+    if config.trainer.device == "cpu":  # offloading frees nothing
+        is_offloaded = dict.fromkeys(is_offloaded, False)
+    resident = {name: update[name] for name, offloaded in is_offloaded.items() if not offloaded}
+    return TrainerMemory(resident, update)
 
 
-def stages(config: DictConfig, c: Any, total: int, command: str) -> dict[str, Parts]:
-    """{stage: parts} of a device that has `total` bytes: generate, log-probs, update, critic (its update), sync.
+def count_adapter(text_config: Any, rank: int) -> int:
+    """The parameters of a LoRA adapter on all linear layers."""
+    widths = layer_widths(text_config)
+    outputs = 2 * widths.queries + 2 * widths.keys + 3 * widths.mlp
+    return int(text_config.num_hidden_layers * rank * (7 * text_config.hidden_size + outputs))
 
-    Logits are [tokens, vocabulary] twice in a forward pass, as they are and over the temperature, and a third time with
-    their gradient (verl 0.9.1, prepare_model_outputs, with flash-attn's cross entropy).
+
+# --- the stages ----------------------------------------------------------------------------------
+
+
+def estimate_stages(
+    config: DictConfig, text_config: Any, device_bytes: int, command: str
+) -> dict[str, Bytes]:
+    """{stage: bytes of each part} on one device, for the stages of KEYS_TO_LOWER.
+
+    Logits are [tokens, vocabulary] twice in a forward pass, before and after the temperature, and a
+    third time for their gradient (verl 0.9.1, prepare_model_outputs, with flash-attn's cross
+    entropy).
     """
-    policy, rollout, critic = (
-        config.actor_rollout_ref,
-        config.actor_rollout_ref.rollout,
-        config.critic,
-    )
-    cpu, engine = config.trainer.device == "cpu", policy.actor.fsdp_config
-    always: Parts = {"libraries": LIBRARIES["cpu" if cpu else "cuda"]}
-    sent = {
-        "vLLM's weights": width_of(rollout.dtype)
-        * parameters(c)[0]
-        / rollout.tensor_model_parallel_size
-    }
-    cache = OmegaConf.select(rollout, "engine_kwargs.vllm.kv_cache_memory_bytes")
-    if rollout.name == "hf":  # of every answer that is sampled at once, to its end
-        cache = rollout.max_num_seqs * rollout.max_model_len * kv_bytes(c, width_of(rollout.dtype))
-    vllm = sent | {
-        "KV cache": cache or max(0, rollout.gpu_memory_utilization * total - sum(sent.values()))
-    }
+    device = "cpu" if config.trainer.device == "cpu" else "cuda"
+    always: Bytes = {"runtime overhead": OVERHEAD[device]}
+    engine_memory = estimate_rollout_engine(config, text_config, device_bytes)
     if command in ("rollout", "evaluate"):
-        return {"generate": vllm | always}
-    tokens, read = policy.actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu
-    kept, update = trainer(config, c, tokens, engine, policy.model)
-    width = width_of((engine.get("mixed_precision") or {}).get("param_dtype"))
-    logits = 0 if policy.model.use_fused_kernels else width * c.vocab_size
-    update["logits"] = 3 * tokens * logits
+        return {"generate": engine_memory | always}
+    actor = config.actor_rollout_ref.actor
+    tokens = actor.ppo_max_token_len_per_gpu
+    model = config.actor_rollout_ref.model
+    resident, update = estimate_trainer(config, text_config, tokens, actor.fsdp_config, model)
+    update["logits"] = 3 * tokens * logit_bytes(config, text_config)
     if command == "sft":
         return {"update": update | always}
-    lora = policy.model.lora_rank and not user_functions.teacher(config)
-    pools = config.trainer.resource_pools
-    if (
-        cpu and user_functions.needs_reference(config) and not (lora or pools.ref)
-    ):  # on a GPU it waits on the host
+    if keeps_reference(config):
         always["reference"] = update["weights"]
-    forward = {name: update[name] for name in ("weights", "gathered")}
-    forward |= {"activations": read * activations(c, width), "logits": 2 * read * logits}
-    if cpu:  # whose memory all servers share
-        ranks = (
-            config.trainer.n_gpus_per_node
-            * config.trainer.nnodes
-            * rollout.tensor_model_parallel_size
-        )
-        vllm = {name: size * max(1, sampling_gpus(config) / ranks) for name, size in vllm.items()}
-    apart = bool(rollout.nnodes and not cpu)
-    here, asleep = ({}, {}) if apart else (kept, {} if rollout.free_cache_engine else vllm)
+    stages = estimate_training_stages(config, text_config, engine_memory, resident, update)
+    if needs(config, "values") and not config.trainer.resource_pools.critic:
+        add_critic(config, text_config, stages, resident, engine_memory)
+    return {stage: stages[stage] | always for stage in KEYS_TO_LOWER if stage in stages}
+
+
+def estimate_rollout_engine(config: DictConfig, text_config: Any, device_bytes: int) -> Bytes:
+    """The memory of the rollout engine while it samples."""
+    rollout = config.actor_rollout_ref.rollout
+    width = itemsize(rollout.dtype)
+    weights = width * count_parameters(text_config).model / rollout.tensor_model_parallel_size
+    cache = OmegaConf.select(rollout, "engine_kwargs.vllm.kv_cache_memory_bytes")
+    if rollout.name == "hf":  # of all concurrent responses, at their full length
+        tokens = rollout.max_num_seqs * rollout.max_model_len
+        cache = tokens * kv_bytes_per_token(text_config, width)
+    if not cache:
+        cache = max(0, rollout.gpu_memory_utilization * device_bytes - weights)
+    return {"engine weights": weights, "KV cache": cache}
+
+
+def logit_bytes(config: DictConfig, text_config: Any) -> float:
+    """Bytes of one token's logits; 0 with fused kernels."""
+    if config.actor_rollout_ref.model.use_fused_kernels:
+        return 0
+    return compute_itemsize(config.actor_rollout_ref.actor.fsdp_config) * text_config.vocab_size
+
+
+def keeps_reference(config: DictConfig) -> bool:
+    """Whether a reference stays on the device. On a GPU it waits in the host's memory."""
+    is_adapterless = config.actor_rollout_ref.model.lora_rank and not teacher_model(config)
+    is_separate = config.trainer.resource_pools.ref
+    is_cpu = config.trainer.device == "cpu"
+    return bool(is_cpu and needs_reference(config) and not (is_adapterless or is_separate))
+
+
+def estimate_training_stages(
+    config: DictConfig, text_config: Any, engine_memory: Bytes, resident: Bytes, update: Bytes
+) -> dict[str, Bytes]:
+    """The stages of a training step, without critic."""
+    rollout = config.actor_rollout_ref.rollout
+    is_cpu = config.trainer.device == "cpu"
+    tokens = rollout.log_prob_max_token_len_per_gpu
+    width = compute_itemsize(config.actor_rollout_ref.actor.fsdp_config)
+    forward = {name: update[name] for name in ("weights", "all-gathered")}
+    forward["activations"] = tokens * activation_bytes(text_config, width)
+    forward["logits"] = 2 * tokens * logit_bytes(config, text_config)
+    sent = {"engine weights": engine_memory["engine weights"]}
+    if is_cpu:
+        engine_memory.update(share_of_cpu(config, engine_memory))
+    is_separate = bool(rollout.nnodes and not is_cpu)
+    beside_sampling = {} if is_separate else resident
+    asleep: Bytes = {}  # of the engine, while it sleeps
+    if not is_separate and not rollout.free_cache_engine:
+        asleep = engine_memory
     bucket = {"bucket": rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20}
-    found = {
-        "generate": here | vllm,
-        "log-probs": kept | forward | asleep,
+    while_sending = asleep
+    if not asleep and not is_separate:
+        while_sending = sent
+    return {
+        "generate": beside_sampling | engine_memory,
+        "log-probs": resident | forward | asleep,
         "update": update | asleep,
+        "sync": resident | while_sending | bucket,
     }
-    found["sync"] = kept | (asleep or ({} if apart else sent)) | bucket
-    if user_functions.asks_for(config, "values") and not pools.critic:
-        rest, theirs = trainer(
-            config, c, critic.ppo_max_token_len_per_gpu, critic.fsdp, critic.model
-        )
-        found = {stage: {**parts, "critic": sum(rest.values())} for stage, parts in found.items()}
-        found["critic"] = {**theirs, "actor": sum(kept.values())} | asleep
-    return {stage: found[stage] | always for stage in LOWER if stage in found}
 
 
-def device(config: DictConfig) -> tuple[int, str]:
-    """(bytes of each device, what is to be said of that): the smallest GPU's here, or a CPU's share of the memory."""
-    if config.trainer.device == "cpu":
-        return psutil.virtual_memory().total // config.trainer.n_gpus_per_node, ""
-    try:  # not torch, which would take a piece of the GPU for this process
-        asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-        answer = subprocess.run(
-            asked, capture_output=True, text=True, timeout=20, check=True
-        ).stdout
-        return min(int(line) for line in answer.split()) * 2**20, ""
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return ASSUMED, ", assumed: there is none here to ask"
+def share_of_cpu(config: DictConfig, engine_memory: Bytes) -> Bytes:
+    """The engine's memory for one rank, where all engines share the memory of one machine."""
+    tensor_parallel = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes * tensor_parallel
+    factor = max(1, rollout_gpus(config) / ranks)
+    return {name: size * factor for name, size in engine_memory.items()}
 
 
-def report(config: DictConfig, c: Any, command: str) -> tuple[list[str], list[str]]:
-    """(the estimate, a line for each stage; what of it does not fit). c: the Hugging Face config of the text model."""
-    if missing := [name for name in NEEDED if not getattr(c, name, None)]:
-        return [f"memory      not estimated: the model's config has no {', '.join(missing)}"], []
-    if config.model_engine != "dp":
-        return [f"memory      not estimated with model_engine={config.model_engine}"], []
-    (total, said), rollout = device(config), config.actor_rollout_ref.rollout
-    has, wrong = (
-        f"a {'CPU' if config.trainer.device == 'cpu' else 'GPU'} has {total / GIB:.1f} GiB{said}",
-        [],
+def add_critic(
+    config: DictConfig,
+    text_config: Any,
+    stages: dict[str, Bytes],
+    resident: Bytes,
+    engine_memory: Bytes,
+) -> None:
+    """Add the critic that shares the actor's GPUs to every stage, and its update."""
+    critic = config.critic
+    tokens = critic.ppo_max_token_len_per_gpu
+    critic_resident, critic_update = estimate_trainer(
+        config, text_config, tokens, critic.fsdp, critic.model
     )
-    lines, found = [f"memory      estimated, in GiB; {has}"], stages(config, c, total, command)
-    for stage, parts in found.items():
-        told = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
-        lines.append(f"  {stage:9} {sum(parts.values()) / GIB:.1f}: {told}")
-        if sum(parts.values()) > total:
-            more = "take a smaller model" if config.trainer.device == "cpu" else SPREAD
-            wrong.append(
-                f"{stage} needs {sum(parts.values()) / GIB:.1f} GiB, {has}: lower {LOWER[stage]}, or {more}"
-            )
-    if "generate" in found:
-        token = kv_bytes(c, width_of(rollout.dtype)) / rollout.tensor_model_parallel_size
-        fit = int(found["generate"]["KV cache"] / token / rollout.max_model_len)
+    for parts in stages.values():
+        parts["critic"] = sum(critic_resident.values())
+    rollout = config.actor_rollout_ref.rollout
+    is_separate = rollout.nnodes and config.trainer.device != "cpu"
+    asleep: Bytes = {}
+    if not is_separate and not rollout.free_cache_engine:
+        asleep = engine_memory
+    stages["critic"] = {**critic_update, "actor": sum(resident.values()), **asleep}
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+
+class Device(NamedTuple):
+    """The memory of one device."""
+
+    size: int  # bytes
+    note: str  # empty if it was measured
+
+
+def find_device(config: DictConfig) -> Device:
+    """The memory of the smallest GPU, or a rank's share of the machine's memory."""
+    if config.trainer.device == "cpu":
+        return Device(psutil.virtual_memory().total // config.trainer.n_gpus_per_node, "")
+    # not torch, which would use a part of the GPU for this process
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return Device(min(int(line) for line in done.stdout.split()) * 2**20, "")
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return Device(ASSUMED_GPU_BYTES, ", assumed: this node has no GPU")
+
+
+def describe_device(config: DictConfig, device: Device) -> str:
+    """A device and its memory."""
+    kind = "CPU" if config.trainer.device == "cpu" else "GPU"
+    return f"a {kind} has {device.size / GIB:.1f} GiB{device.note}"
+
+
+def find_obstacle(config: DictConfig, text_config: Any) -> str:
+    """Why nothing can be estimated; empty if it can."""
+    missing = [name for name in NEEDED_FIELDS if not getattr(text_config, name, None)]
+    if missing:
+        return f"the model's config has no {', '.join(missing)}"
+    if config.model_engine != FSDP:
+        return f"model_engine={config.model_engine}"
+    return ""
+
+
+def describe(config: DictConfig, text_config: Any, command: str) -> list[str]:
+    """Lines with the estimate of each stage, in GiB."""
+    obstacle = find_obstacle(config, text_config)
+    if obstacle:
+        return [f"memory      not estimated: {obstacle}"]
+    device = find_device(config)
+    stages = estimate_stages(config, text_config, device.size, command)
+    lines = [f"memory      estimated, in GiB; {describe_device(config, device)}"]
+    for stage, parts in stages.items():
+        sizes = [f"{name} {size / GIB:.1f}" for name, size in parts.items() if size]
+        lines.append(f"  {stage:9} {sum(parts.values()) / GIB:.1f}: {', '.join(sizes)}")
+    if "generate" in stages:
+        rollout = config.actor_rollout_ref.rollout
+        token = cache_bytes_per_token(config, text_config)
+        episodes = int(stages["generate"]["KV cache"] / token / rollout.max_model_len)
         lines.append(
-            f"KV cache    {token / 2**10:.0f} KiB a token: {fit} episodes of {rollout.max_model_len} at once"
+            f"KV cache    {token / 2**10:.0f} KiB a token: {episodes} concurrent episodes of "
+            f"{rollout.max_model_len} tokens"
         )
-        if not fit:
-            more = f"{LOWER['generate']}, or {ROLLOUT}.tensor_model_parallel_size"
-            wrong.append(
-                f"the KV cache holds no episode of {rollout.max_model_len} tokens: raise {more}"
+    return lines
+
+
+def cache_bytes_per_token(config: DictConfig, text_config: Any) -> float:
+    """Bytes of the KV cache for one token on one device."""
+    rollout = config.actor_rollout_ref.rollout
+    size = kv_bytes_per_token(text_config, itemsize(rollout.dtype))
+    return size / rollout.tensor_model_parallel_size
+
+
+def find_shortages(config: DictConfig, text_config: Any, command: str) -> list[str]:
+    """A line for each stage that does not fit, with the key to lower."""
+    if find_obstacle(config, text_config):
+        return []
+    device = find_device(config)
+    stages = estimate_stages(config, text_config, device.size, command)
+    shortages = []
+    for stage, parts in stages.items():
+        needed = sum(parts.values())
+        if needed > device.size:
+            hint = "use a smaller model" if config.trainer.device == "cpu" else SHARD_HINT
+            shortages.append(
+                f"{stage} needs {needed / GIB:.1f} GiB, {describe_device(config, device)}. Lower "
+                f"{KEYS_TO_LOWER[stage]}, or {hint}."
             )
-    return lines, wrong
+    if "generate" in stages:
+        rollout = config.actor_rollout_ref.rollout
+        token = cache_bytes_per_token(config, text_config)
+        if stages["generate"]["KV cache"] < token * rollout.max_model_len:
+            shortages.append(
+                f"The KV cache holds no episode of {rollout.max_model_len} tokens. Raise "
+                f"{KEYS_TO_LOWER['generate']}, or {ROLLOUT}.tensor_model_parallel_size."
+            )
+    return shortages

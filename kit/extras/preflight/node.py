@@ -1,4 +1,4 @@
-"""What a run asks of the node that it is started on, besides its devices' memory (kit/extras/preflight/memory.py)."""
+"""Check disk, shared memory, GPUs, cores and packages of the node that a run starts on."""
 
 from __future__ import annotations
 
@@ -12,80 +12,111 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from kit.config.load import MODEL, ROLLOUT, all_gpus
+from kit.config.load import FSDP, MODEL, ROLLOUT
+from kit.config.resources import all_gpus
 from kit.extras.preflight import memory
 from kit.extras.preflight.memory import GIB
 
-
-def lacks(config: DictConfig, c: Any, command: str) -> Iterator[str]:
-    """What this node has too little of. c: the Hugging Face config of the text model."""
-    settings, rollout = config.trainer, config.actor_rollout_ref.rollout
-    if (
-        command in ("train", "sft")
-        and config.model_engine == "dp"
-        and all(getattr(c, name, None) for name in memory.NEEDED)
-    ):
-        yield from _disk(config, c)
-    bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20
-    wanted, shared = (
-        max(GIB, 2 * bucket * settings.n_gpus_per_node),
-        shutil.disk_usage("/dev/shm").free,
-    )
-    if shared < wanted:
-        why = "weights and NCCL's messages go through it; start the container with a larger --shm-size"
-        yield f"/dev/shm has {shared / GIB:.2f} GiB free, of {wanted / GIB:.1f}: {why}"
-    if settings.device != "cpu" and not memory.device(config)[1]:  # else it will run on another
-        yield from _gpus(config, command)
+FLASH_ATTENTION = "flash_attention_2"  # verl's default
 
 
-def _disk(config: DictConfig, c: Any) -> Iterator[str]:
-    """Weights and AdamW's moments of all ranks, for each checkpoint that stays, and the next."""
-    settings, engine = config.trainer, config.actor_rollout_ref.actor.fsdp_config
-    _, parts = memory.trainer(config, c, 0, engine, config.actor_rollout_ref.model)
-    saves = -(-settings.total_training_steps // settings.save_freq) if settings.save_freq > 0 else 1
-    count = min(saves, (settings.max_actor_ckpt_to_keep or saves) + 1)
-    size = count * memory.shards_of(config, engine) * (parts["weights"] + parts["optimiser"])
-    folder = Path(settings.default_local_dir).absolute()
-    free = shutil.disk_usage(next(f for f in (folder, *folder.parents) if f.is_dir())).free
+def find_problems(config: DictConfig, text_config: Any, command: str) -> Iterator[str]:
+    """A line for each thing that this node lacks.
+
+    text_config: the Hugging Face configuration of the text model.
+    """
+    trains = command in ("train", "sft")
+    if trains and not memory.find_obstacle(config, text_config):
+        yield from check_disk(config, text_config)
+    yield from check_shared_memory(config)
+    is_gpu_node = config.trainer.device != "cpu" and not memory.find_device(config).note
+    if is_gpu_node:  # else the run will use another node
+        yield from check_gpus(config, command)
+        yield from check_packages(config, command)
+
+
+def check_disk(config: DictConfig, text_config: Any) -> Iterator[str]:
+    """The checkpoints that stay, and the next one, fit: weights and AdamW's moments of all ranks.
+    """
+    trainer = config.trainer
+    engine = config.actor_rollout_ref.actor.fsdp_config
+    parts = memory.estimate_trainer(
+        config, text_config, 0, engine, config.actor_rollout_ref.model
+    ).update
+    saves = 1
+    if trainer.save_freq > 0:
+        saves = -(-trainer.total_training_steps // trainer.save_freq)
+    count = min(saves, (trainer.max_actor_ckpt_to_keep or saves) + 1)
+    shards = memory.count_shards(config, engine)
+    size = count * shards * (parts["weights"] + parts["optimizer"])
+    folder = Path(trainer.default_local_dir).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free
     if free < size:
-        more = "lower trainer.max_actor_ckpt_to_keep, raise trainer.save_freq"
-        yield f"{count} checkpoints take {size / GIB:.1f} GiB, and {folder} has {free / GIB:.1f}: {more}, or make room"
+        yield (
+            f"{count} checkpoints take {size / GIB:.1f} GiB, and {folder} has {free / GIB:.1f}. "
+            "Lower trainer.max_actor_ckpt_to_keep, raise trainer.save_freq, or make room."
+        )
 
 
-def _gpus(config: DictConfig, command: str) -> Iterator[str]:
-    settings, model, trains = (
-        config.trainer,
-        config.actor_rollout_ref.model,
-        command in ("train", "sft"),
-    )
-    found = len(
-        subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines()
-    )
-    if not config.ray_kwargs.ray_init.get("address") and found != (
-        taken := all_gpus(config, command)
-    ):
-        yield f"this node has {found} GPUs, and the run takes {taken}: set trainer.n_gpus_per_node"
-    if trains and (cores := len(os.sched_getaffinity(0))) < settings.n_gpus_per_node:
-        asked = f"Ray gives one to each of {settings.n_gpus_per_node} processes"
-        yield f"this node has {cores} cores, and {asked}: set ray_kwargs.ray_init.num_cpus to that, and they share"
+def check_shared_memory(config: DictConfig) -> Iterator[str]:
+    """/dev/shm holds the weights in transit and NCCL's messages."""
+    bucket = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
+    needed = max(GIB, 2 * bucket * 2**20 * config.trainer.n_gpus_per_node)
+    free = shutil.disk_usage("/dev/shm").free
+    if free < needed:
+        yield (
+            f"/dev/shm has {free / GIB:.2f} GiB free, and the weight sync and NCCL need "
+            f"{needed / GIB:.1f}. Start the container with a larger --shm-size."
+        )
+
+
+def check_gpus(config: DictConfig, command: str) -> Iterator[str]:
+    """The node has the GPUs and the cores that the run uses."""
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    gpus = len(listed.stdout.splitlines())
+    needed = all_gpus(config, command)
+    is_one_node = not config.ray_kwargs.ray_init.get("address")
+    if is_one_node and gpus != needed:
+        yield f"This node has {gpus} GPUs, and the run uses {needed}. Set trainer.n_gpus_per_node."
+    processes = config.trainer.n_gpus_per_node
+    cores = len(os.sched_getaffinity(0))
+    if command in ("train", "sft") and cores < processes:
+        yield (
+            f"This node has {cores} cores, and Ray gives one to each of {processes} processes. Set "
+            f"ray_kwargs.ray_init.num_cpus={processes} to share them."
+        )
+
+
+def check_packages(config: DictConfig, command: str) -> Iterator[str]:
+    """The packages that the recipe needs are installed."""
     rollout = config.actor_rollout_ref.rollout
-    if (
-        command == "train"
-        and rollout.nnodes
-        and rollout.checkpoint_engine.backend == "nccl"
-        and not importlib.util.find_spec("cupy")
-    ):
-        way = f"uv pip install cupy-cuda13x, or set {ROLLOUT}.checkpoint_engine.backend=gloo"
-        yield f"weights go to servers on GPUs of their own over nccl, by cupy, which is not installed: {way}"
-    packages = [config.model_engine] * trains + [rollout.name] * (command != "sft")
+    sends_by_nccl = rollout.nnodes and rollout.checkpoint_engine.backend == "nccl"
+    if command == "train" and sends_by_nccl and not is_installed("cupy"):
+        yield (
+            "Weights are sent to separate GPUs over NCCL by cupy, which is not installed. Run `uv "
+            f"pip install cupy-cuda13x`, or set {ROLLOUT}.checkpoint_engine.backend=gloo."
+        )
+    trains = command in ("train", "sft")
+    packages = []
+    if trains and config.model_engine != FSDP:
+        packages.append(config.model_engine)
+    if command != "sft" and rollout.name != "hf":
+        packages.append(rollout.name)
     for package in packages:
-        if package not in ("dp", "hf") and not importlib.util.find_spec(package):
-            yield f"{package} is not installed: docs/backends.md has what it needs"
-    attention = model.override_config.get("attn_implementation", "flash_attention_2")
-    if (
-        trains
-        and attention == "flash_attention_2"
-        and not any(map(importlib.util.find_spec, ("flash_attn", "kernels")))
-    ):
-        way = "install flash-attn as requirements.txt says, or kernels, which takes it from the hub"
-        yield f"{attention} is not installed: {way}, or set {MODEL}.override_config.attn_implementation=sdpa"
+        if not is_installed(package):
+            yield f"{package} is not installed. See docs/backends.md for what it needs."
+    override = config.actor_rollout_ref.model.override_config
+    attention = override.get("attn_implementation", FLASH_ATTENTION)
+    has_kernels = is_installed("flash_attn") or is_installed("kernels")
+    if trains and attention == FLASH_ATTENTION and not has_kernels:
+        yield (
+            f"{attention} is not installed. Install flash-attn as requirements.txt says, or the "
+            "package kernels, which downloads it from the hub, or set "
+            f"{MODEL}.override_config.attn_implementation=sdpa."
+        )
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported."""
+    return importlib.util.find_spec(package) is not None

@@ -1,7 +1,7 @@
-"""What is wrong with a run, in words: from its metrics and its recipe alone, with what shows it and what to do next.
+"""Find the problems of a run from its metrics, its recipe and its episodes.
 
-Each rule is a function of a run's folder that gives findings or none; `RULES` has them in the order in which a cause
-comes before what follows from it. Thresholds are constants, with where they come from.
+Each rule takes a run and yields findings: the problem with numbers, the evidence, the next step.
+`RULES` lists them so that a cause comes before its effects. The thresholds are constants.
 """
 
 from __future__ import annotations
@@ -12,435 +12,646 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from kit.data.episodes import FAILED_AS_0
-from kit.extras.report.metric_docs import of_status
-from kit.extras.report.run_data import Folder
+from kit.data.metrics import FAILED_AS_0
+from kit.extras.report.metric_docs import find_status
+from kit.extras.report.run_data import RunData
 
-FAILED = 0.02  # of all episodes
-CUT, NEARLY_ALL = (
-    0.25,
-    0.9,
-)  # of the answers: a cause where whole ones earn more, or where there are hardly any
-UNIFORM = 0.7  # of the groups: the rest is too small a batch to learn from
-SIGMAS = 2.5  # by which two parts of a run differ before it is said that they do
-BROKEN = 4.0  # factor by which the entropy leaves where it was, without a reward for it
-FAR, SHIFT = 0.5, 0.05  # nats a token: from the reference, and within a step
-APART = 0.05  # in probability: the same for sampler and trainer
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+FAILED_FRAC = 0.02  # of all episodes
+TRUNCATED_FRAC = 0.25  # of the responses: a problem if complete ones earn more
+NEARLY_ALL = 0.9  # of the responses: a problem in any case, since hardly any are complete
+ZERO_VARIANCE_FRAC = 0.7  # of the groups: the rest is too small a batch to learn from
+SIGMAS = 2.5  # standard errors between two parts of a run that count as a difference
+ENTROPY_FACTOR = 4.0  # change of the entropy that counts as a collapse if the reward does not rise
+FAR_KL = 0.5  # nats per token from the reference
+STEP_KL = 0.05  # nats per token within one step
+PROBS_DIFF = 0.05  # in probability: both should be the same; rounding to bf16 gives up to 0.02
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
 
 
 class Finding(NamedTuple):
-    """what: is wrong, with numbers. shown: metrics or files that show it. todo: the next thing to do."""
+    """A problem of a run.
 
-    what: str
-    shown: list[str]
-    todo: str
+    problem: what is wrong, with numbers. evidence: metrics or files that show it.
+    next_step: what to do next.
+    """
+
+    problem: str
+    evidence: list[str]
+    next_step: str
 
 
-def findings(run: Folder) -> list[Finding]:
-    """What stands out in a run, causes first; of a run without a step what its episodes say."""
-    return [finding for rule in RULES for finding in rule(run)]
+def find_problems(run: RunData) -> list[Finding]:
+    """Apply all rules to a run: causes first."""
+    findings: list[Finding] = []
+    for rule in RULES:
+        findings += rule(run)
+    return findings
 
 
-def failures(run: Folder) -> Iterator[Finding]:
-    """Episodes that failed: how many, why, of which server, in which steps."""
-    failed = run.column("rollout/failed_frac") * run.column("rollout/episodes")
-    total, every = failed.sum(), run.column("rollout/episodes").sum()
-    if not every or total < FAILED * every:
+# --- rules: data and failures --------------------------------------------------------------------
+
+
+def find_unreadable_files(run: RunData) -> Iterator[Finding]:
+    """Find files that a kill left incomplete. A resumed run writes them again."""
+    has_data = len(run.steps) + len(run.records) > 0  # this reads the files
+    if has_data and run.unreadable:
+        yield Finding(
+            f"Some data could not be read: {'; '.join(run.unreadable[:3])}",
+            run.unreadable[:1],
+            "read on: the report shows the rest of the data",
+        )
+
+
+def find_failures(run: RunData) -> Iterator[Finding]:
+    """Find failed episodes: how many, for which reasons, on which server, in which steps."""
+    episodes = run.get_metric("rollout/episodes")
+    failed = run.get_metric("rollout/failed_frac") * episodes
+    if not episodes.sum() or failed.sum() < FAILED_FRAC * episodes.sum():
         return
-    prefix, suffix = "rollout/failed/", "/failed_frac"
-    reasons = {
-        name.removeprefix(prefix): run.steps[name].sum()
-        for name in run.steps
-        if name.startswith(prefix)
-    }
-    first = max(reasons, key=lambda reason: reasons[reason], default="")
-    told = ", ".join(
-        f"{count:.0f} {reason}"
-        for reason, count in sorted(reasons.items(), key=lambda r: -r[1])[:4]
-    )
-    by_server = [
-        name
-        for name in run.steps
-        if name.startswith("rollout/") and name.endswith(suffix) and name.count("/") == 2
-    ]
-    servers = {
-        name.split("/")[1]: frac for name in by_server if (frac := run.steps[name].mean()) > 0
-    }
-    server = max(servers, key=lambda name: servers[name], default="")
-    where = f", {'all' if len(servers) == 1 else 'most'} of the server {server}" if server else ""
-    bad = run.trained.index[
-        (failed / run.column("rollout/episodes")).reindex(run.trained.index) > FAILED
-    ]
-    when = "in every step" if len(bad) == len(run.trained) else f"in {ranges(list(bad))}"
-    what, todo = of_status(first)
+    counts = count_failures(run)
+    reasons = ", ".join(f"{count:.0f} {reason}" for reason, count in list(counts.items())[:4])
+    reason = next(iter(counts), "")
+    server = describe_failing_server(run)
+    when = describe_failing_steps(run, failed / episodes)
+    status = find_status(reason)
     yield Finding(
-        f"{total / every:.0%} of the episodes failed ({told}){where}, {when}: they have no reward, and taught nothing. "
-        f"{first}: {what}.",
-        [
-            f"{prefix}{first}",
-            f"rollout/{server}{suffix}" if server else "rollout/failed_frac",
-            "failures.jsonl",
-        ],
-        todo,
+        f"{failed.sum() / episodes.sum():.0%} of the episodes failed ({reasons})"
+        f"{server.text}, {when}. They have no reward and are not trained on. "
+        f"{reason}: {status.cause}.",
+        [f"rollout/failed/{reason}", server.metric, "failures.jsonl"],
+        status.fix,
     )
 
 
-def unread(run: Folder) -> Iterator[Finding]:
-    """Files that a kill cut short, which a resumed run writes again."""
-    if len(run.steps) + len(run.records) and run.broken:  # which are read by then
-        yield Finding(
-            f"not all could be read: {'; '.join(run.broken[:3])}",
-            run.broken[:1],
-            "the rest is below",
-        )
+def count_failures(run: RunData) -> dict[str, float]:
+    """Count failed episodes by reason, the most frequent reason first."""
+    prefix = "rollout/failed/"
+    names = [name for name in run.steps if name.startswith(prefix)]
+    counts = {name.removeprefix(prefix): run.steps[name].sum() for name in names}
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
-def damaged(run: Folder) -> Iterator[Finding]:
-    """Steps that were left out: numbers that are not finite, or nothing to train on."""
-    bad = run.column("training/skipped_nonfinite_steps") > 0
-    if bad.any():
-        yield Finding(
-            f"{bad.sum()} steps had numbers that are not finite and taught nothing, {ranges([*run.steps.index[bad]])}",
-            ["training/skipped_nonfinite_steps", "damaged/"],
-            f"lower {ACTOR}.optim.lr or {ACTOR}.optim.clip_grad; in half precision try another",
-        )
-    learned = run.column("actor/loss").notna() | run.column("actor/grad_norm").notna()
-    late = [step for step in run.trained.index if step > warmup(run)] if learned.any() else []
-    skipped = [step for step in late if not learned[step] and not bad.get(step, False)]
+class FailingServer(NamedTuple):
+    """The server with the most failures: a part of a sentence, and the metric that shows it."""
+
+    text: str
+    metric: str
+
+
+def describe_failing_server(run: RunData) -> FailingServer:
+    """Describe the server with the highest fraction of failed episodes; empty text if unknown."""
+    fracs = {}
+    for name in run.steps:
+        parts = name.split("/")
+        is_server_metric = parts[0] == "rollout" and parts[-1] == "failed_frac" and len(parts) == 3
+        if is_server_metric and run.steps[name].mean() > 0:
+            fracs[parts[1]] = run.steps[name].mean()
+    if not fracs:
+        return FailingServer("", "rollout/failed_frac")
+    server = max(fracs, key=lambda name: fracs[name])
+    how_many = "all" if len(fracs) == 1 else "most"
+    return FailingServer(f", {how_many} on server {server}", f"rollout/{server}/failed_frac")
+
+
+def describe_failing_steps(run: RunData, failed_frac: pd.Series) -> str:
+    """Describe the steps in which more than FAILED_FRAC of the episodes failed."""
+    steps = run.sampled_steps.index
+    failing = steps[failed_frac.reindex(steps) > FAILED_FRAC]
+    if len(failing) == len(steps):
+        return "in every step"
+    if not len(failing):
+        return "spread over all steps"
+    return f"in {format_steps(list(failing))}"
+
+
+def find_nonfinite_steps(run: RunData) -> Iterator[Finding]:
+    """Find steps that were skipped because a number was not finite."""
+    is_nonfinite = run.get_metric("training/skipped_nonfinite_steps") > 0
+    count = is_nonfinite.sum()
+    if not count:
+        return
+    subject = "1 step" if count == 1 else f"{count} steps"
+    steps = format_steps(list(run.steps.index[is_nonfinite]))
+    yield Finding(
+        f"{subject} had non-finite numbers, so the update was skipped: {steps}",
+        ["training/skipped_nonfinite_steps", "damaged/"],
+        f"lower {ACTOR}.optim.lr or {ACTOR}.optim.clip_grad. "
+        "With half precision, use another precision",
+    )
+
+
+def find_skipped_steps(run: RunData) -> Iterator[Finding]:
+    """Find steps that had nothing to train on."""
+    has_update = run.get_metric("actor/loss").notna() | run.get_metric("actor/grad_norm").notna()
+    if not has_update.any():  # a training engine that logs neither
+        return
+    is_nonfinite = run.get_metric("training/skipped_nonfinite_steps") > 0
+    warmup = float(run.get_setting("trainer.critic_warmup") or 0)  # only the critic learns
+    skipped = []
+    for step in run.sampled_steps.index:
+        if step > warmup and not has_update[step] and not is_nonfinite[step]:
+            skipped.append(step)
     if skipped:
         yield Finding(
-            f"{len(skipped)} of {len(run.trained)} steps were skipped, {ranges(skipped)}: no group was left",
+            f"{len(skipped)} of {len(run.sampled_steps)} steps were skipped, "
+            f"{format_steps(skipped)}: no group was left to train on",
             ["rollout/groups_dropped", "rollout/filtered/*", "rollout/failed_frac"],
-            "see which of failures, filters and rollout_correction took them",
+            "find out whether failures, filters or rollout_correction removed the groups",
         )
 
 
-def broken_policy(run: Folder) -> Iterator[Finding]:
-    """The distribution went to pieces: entropy far from where it was, or the reward gone, early and unpaid."""
-    entropy, reward = measured(run, "actor/entropy"), measured(run, "rollout/reward/mean")
+# --- rules: the policy ---------------------------------------------------------------------------
+
+
+class Trend(NamedTuple):
+    """Reward over a run.
+
+    first, last: means of the first and the last third. best: the highest smoothed value.
+    error: standard error of the difference between two thirds.
+    """
+
+    first: float
+    best: float
+    last: float
+    error: float
+
+
+def measure_trend(reward: pd.Series) -> Trend:
+    """Measure the trend of a reward."""
+    first_third = take_first_third(reward)
+    return Trend(
+        first=first_third.mean(),
+        best=smooth(reward).max(),
+        last=take_last_third(reward).mean(),
+        error=estimate_noise(reward) * np.sqrt(2 / len(first_third)),
+    )
+
+
+def find_policy_collapse(run: RunData) -> Iterator[Finding]:
+    """Find a policy that collapsed: its entropy left its range, or its reward dropped."""
+    entropy = get_sampled_metric(run, "actor/entropy")
+    reward = get_sampled_metric(run, "rollout/reward/mean")
     if len(entropy) < 3 or len(reward) < 3:
         return
-    first, last = entropy.iloc[0], entropy.iloc[-third(entropy) :].median()
-    part = third(reward)
-    before, best, after = (
-        reward.iloc[:part].mean(),
-        smooth(reward).max(),
-        reward.iloc[-part:].mean(),
-    )
-    error = noise(reward) * np.sqrt(2 / part)
-    paid = after > before + SIGMAS * error or after > near_top(run)
-    ratio = max(last, 1e-6) / max(first, 1e-6)
-    moved = max(ratio, 1 / ratio)
-    lost = best - after > max(0.3 * spread(run), SIGMAS * error) and not curriculum(run)
-    harder = curriculum(run) and ratio < 1  # pays no more, and is well
-    two_steps = (
-        np.log(entropy.clip(lower=1e-6)).diff(2).where(entropy.shift(2) > first / 2).abs().max()
-    )
-    abrupt = two_steps > np.log(BROKEN) and after < near_top(run)  # whatever that happens to pay
-    if (moved > BROKEN and not paid and not harder) or (moved > 2 and lost) or abrupt:
-        rate = value(run, f"{ACTOR}.optim.lr")
-        gradient = measured(run, "actor/grad_norm")
-        norm = (
-            f", gradients up to {gradient.max():.3g} before they are clipped"
-            if len(gradient)
-            else ""
-        )
-        yield Finding(
-            f"the policy went to pieces: entropy {first:.3g} -> {last:.3g} nats, reward {before:.3g} -> {after:.3g} "
-            f"(at best {best:.3g}){norm}. The learning rate, {rate:.3g}, is too high, or nothing holds the policy.",
-            ["actor/entropy", "rollout/reward/mean", "actor/grad_norm"],
-            f"{ACTOR}.optim.lr a tenth of it, from the start or from a checkpoint before; if it comes again, "
-            f"{ACTOR}.use_kl_loss=true",
-        )
-
-
-def cut_answers(run: Folder) -> Iterator[Finding]:
-    """Answers that reach the longest length, and earn less for it."""
-    cut = measured(run, "rollout/ended/length_frac", fill=0.0)
-    if not len(cut) or (late := cut.iloc[-third(cut) :].mean()) <= CUT:
+    trend = measure_trend(reward)
+    if not is_collapsed(run, entropy, trend):
         return
-    most = value(run, "data.max_response_length")
-    of = run.episodes[(run.episodes.status == "ok") & run.episodes.file.str.startswith("step")]
-    paid = of.groupby(of.ended == "length")["reward"].agg(["mean", "sem"])
-    both = len(paid) == 2 and not paid.isna().any(axis=None)
-    if late < NEARLY_ALL and not (
-        both and paid["mean"][False] - paid["mean"][True] > SIGMAS * paid["sem"].max()
-    ):
-        return
-    worth = (
-        f" They earn {paid['mean'][True]:.3g}, whole ones {paid['mean'][False]:.3g}."
-        if both
-        else ""
-    )
+    gradient = get_sampled_metric(run, "actor/grad_norm")
+    norm = f", gradient norm up to {gradient.max():.3g} before clipping" if len(gradient) else ""
+    rate = get_number(run, f"{ACTOR}.optim.lr")
     yield Finding(
-        f"{late:.0%} of the answers are cut at data.max_response_length={most:g}.{worth}",
-        ["rollout/ended/length_frac", "response_length/mean"],
-        f"raise data.max_response_length (now {most:g}), ask for shorter answers in the prompt, or leave cut ones out "
-        "(a filter, templates/filters.py)",
+        f"Policy collapse: entropy {entropy.iloc[0]:.3g} -> "
+        f"{take_last_third(entropy).median():.3g} nats, reward {trend.first:.3g} -> "
+        f"{trend.last:.3g} (best {trend.best:.3g}){norm}. "
+        f"The learning rate ({rate:.3g}) is too high, or nothing limits the policy.",
+        ["actor/entropy", "rollout/reward/mean", "actor/grad_norm"],
+        f"divide {ACTOR}.optim.lr by 10, and start again from the beginning or from an earlier "
+        f"checkpoint. If the policy collapses again, set {ACTOR}.use_kl_loss=true",
     )
 
 
-def equal_groups(run: Folder) -> Iterator[Finding]:
-    """Groups whose answers all earn the same: no advantage, no gradient."""
-    uniform = measured(run, "rollout/zero_variance_groups", fill=0.0)
-    if not len(uniform) or (n := value(run, f"{ROLLOUT}.n")) < 2:
+def is_collapsed(run: RunData, entropy: pd.Series, trend: Trend) -> bool:
+    """Whether the entropy changed without a gain in reward, the reward dropped, or both.
+
+    An abrupt change of the entropy counts even while the reward rises, unless the reward is high.
+    """
+    last = take_last_third(entropy).median()
+    ratio = max(last, 1e-6) / max(entropy.iloc[0], 1e-6)
+    change = max(ratio, 1 / ratio)
+    is_reward_high = trend.last > compute_high_reward(run)
+    is_rewarded = is_reward_high or trend.last > trend.first + SIGMAS * trend.error
+    is_curriculum = has_curriculum(run)
+    # rows get harder, so a policy that becomes more certain keeps the reward that it has
+    is_harder = is_curriculum and ratio < 1
+    if change > ENTROPY_FACTOR and not is_rewarded and not is_harder:
+        return True
+    drop = trend.best - trend.last
+    lost_reward = drop > max(0.3 * compute_reward_range(run), SIGMAS * trend.error)
+    if change > 2 and lost_reward and not is_curriculum:
+        return True
+    return is_abrupt(entropy) and trend.last < compute_high_reward(run)
+
+
+def is_abrupt(entropy: pd.Series) -> bool:
+    """Whether the entropy changed by ENTROPY_FACTOR within two steps, not counting low values."""
+    changes = np.log(entropy.clip(lower=1e-6)).diff(2)
+    changes = changes.where(entropy.shift(2) > entropy.iloc[0] / 2)
+    return bool(changes.abs().max() > np.log(ENTROPY_FACTOR))
+
+
+def find_low_entropy(run: RunData) -> Iterator[Finding]:
+    """Find a policy without entropy before the task is solved: it tries nothing new."""
+    entropy = get_sampled_metric(run, "actor/entropy")
+    reward = get_sampled_metric(run, "rollout/reward/mean")
+    if len(entropy) < 8 or has_finding(find_policy_collapse, run):
         return
-    verified = run.trained["rollout/episodes"] * (1 - run.trained["rollout/failed_frac"])
-    frac = (uniform / (verified / n).clip(lower=1)).clip(upper=1)
-    if (late := frac.iloc[-third(frac) :].mean()) <= UNIFORM or not compares(run):
-        return
-    trained = run.episodes[(run.episodes.status == "ok") & run.episodes.file.str.startswith("step")]
-    usual = trained[trained.step >= frac.index[-third(frac)]].reward.round(3).mode()
-    worth = usual.iloc[0] if len(usual) else float("nan")
-    lowest, highest = trained.reward.min(), trained.reward.max()
-    if worth < highest or (lowest == highest and not worth > 0):
-        hard = "The task is too hard for this policy"
-        kind = hard if worth <= lowest else "The verifier pays the same for most answers"
-        todo = (
-            "easier rows first (docs/guides/curriculum.md), examples to imitate (`--config sft`), a reward for parts "
-            f"of the way, or more answers to each prompt ({ROLLOUT}.n, now {n:g})"
-        )
-    else:
-        kind, todo = "The task is solved, or too easy", "harder rows, or stop here"
-    if not run.setting("algorithm.filter_groups.enable"):
-        todo += "; algorithm.filter_groups.enable=true (`--config dapo`) samples more until the batch is full"
-    yield Finding(
-        f"in {late:.0%} of the groups all answers earn the same, mostly {worth:.3g}: no advantage, nothing to learn. "
-        f"{kind}.",
-        ["rollout/zero_variance_groups", "rollout/reward/mean", "actor/grad_norm"],
-        todo,
-    )
-
-
-def flat_reward(run: Folder) -> Iterator[Finding]:
-    """A reward that has not moved, or falls; of rows that get harder nobody can tell."""
-    name = "critic/rewards/mean" if shaped(run) else "rollout/reward/mean"
-    reward = measured(run, name)
-    if len(reward) < 12 or any(equal_groups(run)) or any(broken_policy(run)):
-        return
-    part = third(reward)
-    early, late = reward.iloc[:part].mean(), reward.iloc[-part:].mean()
-    error = SIGMAS * max(noise(reward) * np.sqrt(2 / part), 1e-9)
-    rate = value(run, f"{ACTOR}.optim.lr")
-    read = "the best and the worst answers: does the reward tell them apart?"
-    if late < early - error and not curriculum(run):
+    first = entropy.iloc[0]
+    last = take_last_third(entropy).median()
+    is_low = last < 0.03 and last < first / 10
+    if is_low and take_last_third(reward).mean() < compute_high_reward(run):
         yield Finding(
-            f"the reward falls: {early:.3g} at first, {late:.3g} now, in {len(reward)} steps",
-            [name, "actor/entropy", "response_length/mean"],
-            f"a lower {ACTOR}.optim.lr (now {rate:.3g}); read {read}",
-        )
-    elif abs(late - early) < error and late < near_top(run):
-        yield Finding(
-            f"the reward is flat: {early:.3g} at first, {late:.3g} now, in {len(reward)} steps",
-            [name, "actor/grad_norm", "actor/lr"],
-            f"if actor/grad_norm is steady, {ACTOR}.optim.lr (now {rate:.3g}) times three; read {read}",
-        )
-
-
-def running_kl(run: Folder) -> Iterator[Finding]:
-    """A policy that runs away from the reference, or within a step from the one that sampled."""
-    for name, what, todo in (
-        (
-            "actor/kl_loss",
-            "the reference",
-            f"raise {ACTOR}.kl_loss_coef, or lower {ACTOR}.optim.lr",
-        ),
-        ("actor/reward_kl_penalty", "the reference", "raise algorithm.kl_ctrl.kl_coef"),
-        (
-            "actor/ppo_kl",
-            "the policy that sampled",
-            f"fewer {ACTOR}.ppo_epochs, a larger ppo_mini_batch_size, or lower optim.lr",
-        ),
-    ):
-        kl = measured(run, name).abs()
-        if len(kl) < 3:
-            continue
-        early, late = kl.iloc[: third(kl)].median(), kl.iloc[-third(kl) :].median()
-        if (late > FAR and late > 4 * early) or (late > SHIFT and name == "actor/ppo_kl"):
-            yield Finding(
-                f"the KL to {what} runs away: {early:.3g} -> {late:.3g} nats a token", [name], todo
-            )
-
-
-def sampler_apart(run: Folder) -> Iterator[Finding]:
-    """A sampler that is not the trainer."""
-    apart = measured(run, "training/rollout_probs_diff_mean")
-    if len(apart) and (late := apart.iloc[-third(apart) :].mean()) > APART:
-        yield Finding(
-            f"sampler and trainer disagree by {late:.3g} in the probability of a token (rounding to bf16: below 0.02)",
-            ["training/rollout_probs_diff_mean", "rollout_corr/kl"],
-            "with trainer.one_step_off or a quantised sampler: `--config rollout_correction`; else vLLM's weights "
-            "are not the trainer's: please report it",
-        )
-
-
-def collapsed(run: Folder) -> Iterator[Finding]:
-    """No entropy left before the task is solved: nothing new is tried."""
-    entropy, reward = measured(run, "actor/entropy"), measured(run, "rollout/reward/mean")
-    if len(entropy) < 8 or any(broken_policy(run)):
-        return
-    late = entropy.iloc[-third(entropy) :].median()
-    if (
-        late < 0.03
-        and late < entropy.iloc[0] / 10
-        and reward.iloc[-third(reward) :].mean() < near_top(run)
-    ):
-        yield Finding(
-            f"the answers hardly vary any more: entropy {entropy.iloc[0]:.3g} -> {late:.3g} nats, at a reward of "
-            f"{reward.iloc[-1]:.3g}",
+            f"The responses hardly vary: entropy {first:.3g} -> {last:.3g} nats "
+            f"at a reward of {reward.iloc[-1]:.3g}",
             ["actor/entropy", "rollout/zero_variance_groups"],
-            f"{ACTOR}.clip_ratio_high=0.28 (DAPO), {ACTOR}.entropy_coeff=0.001, a lower {ACTOR}.optim.lr",
+            f"set {ACTOR}.clip_ratio_high=0.28 (DAPO) or {ACTOR}.entropy_coeff=0.001, "
+            f"or lower {ACTOR}.optim.lr",
         )
 
 
-def held_out_apart(run: Folder) -> Iterator[Finding]:
-    """Held-out rows that get worse while the reward of training rises."""
-    reward = measured(run, "rollout/reward/mean")
-    for name in [c for c in run.steps if c.startswith("val-core/") and "/reward/mean@" in c]:
-        held = run.steps[name].dropna()
-        if len(held) < 3 or len(reward) < 6:
-            continue
-        of = run.episodes[
-            (run.episodes.file == f"val_{held.index[-1]}")
-            & (run.episodes.server == name.split("/")[1])
-        ]
-        rows, best = of.row_id.nunique(), smooth(reward).loc[: held.idxmax()]
-        rises = smooth(reward).iloc[-1] > (best.max() if len(best) else reward.iloc[0]) - noise(
-            reward
-        )
-        if (
-            rows
-            and rises
-            and held.max() - held.iloc[-1] > SIGMAS * np.sqrt(2 * of.reward.var() / rows)
-        ):
-            yield Finding(
-                f"held-out reward fell from {held.max():.3g} (step {held.idxmax()}) to {held.iloc[-1]:.3g}, that of "
-                "training did not",
-                [name, "rollout/reward/mean"],
-                "read the best answers of the last steps: what does the verifier pay for? More rows; stop earlier",
-            )
+class Divergence(NamedTuple):
+    """A KL metric, the policy that it compares with, and how to lower it."""
+
+    metric: str
+    other: str
+    next_step: str
 
 
-RULES: list[Callable[[Folder], Iterator[Finding]]] = [
-    *(unread, failures, damaged, broken_policy, cut_answers, equal_groups, flat_reward),
-    *(running_kl, sampler_apart, collapsed, held_out_apart),
+DIVERGENCES = [
+    Divergence(
+        "actor/kl_loss",
+        "the reference",
+        f"raise {ACTOR}.kl_loss_coef, or lower {ACTOR}.optim.lr",
+    ),
+    Divergence(
+        "actor/reward_kl_penalty",
+        "the reference",
+        "raise algorithm.kl_ctrl.kl_coef",
+    ),
+    Divergence(
+        "actor/ppo_kl",
+        "the sampling policy",
+        f"lower {ACTOR}.ppo_epochs or {ACTOR}.optim.lr, or raise {ACTOR}.ppo_mini_batch_size",
+    ),
 ]
 
 
-def headline(run: Folder) -> str:
-    """A run in one line: steps, minutes, reward, held-out scores, first to last."""
-    steps, parts = run.trained[run.trained.index > 0], list[str]()
-    steps = steps if len(steps) else run.steps[run.column("actor/loss").notna()]  # supervised
+def find_large_kl(run: RunData) -> Iterator[Finding]:
+    """Find a policy far from the reference, or far from the sampling policy within a step."""
+    for metric, other, next_step in DIVERGENCES:
+        kl = get_sampled_metric(run, metric).abs()
+        if len(kl) < 3:
+            continue
+        first = take_first_third(kl).median()
+        last = take_last_third(kl).median()
+        is_far = last > FAR_KL and last > 4 * first
+        is_large_step = metric == "actor/ppo_kl" and last > STEP_KL
+        if is_far or is_large_step:
+            yield Finding(
+                f"The KL divergence from {other} is too large: "
+                f"{first:.3g} -> {last:.3g} nats per token",
+                [metric],
+                next_step,
+            )
+
+
+def find_rollout_mismatch(run: RunData) -> Iterator[Finding]:
+    """Find a rollout engine that computes other probabilities than the trainer."""
+    diff = get_sampled_metric(run, "training/rollout_probs_diff_mean")
+    if not len(diff):
+        return
+    last = take_last_third(diff).mean()
+    if last > PROBS_DIFF:
+        yield Finding(
+            f"Rollout engine and trainer disagree by {last:.3g} in the probability of a token "
+            "(rounding to bf16: below 0.02)",
+            ["training/rollout_probs_diff_mean", "rollout_corr/kl"],
+            "with trainer.one_step_off or a quantized rollout engine, add "
+            "`--config rollout_correction`. Otherwise vLLM does not have the trainer's weights: "
+            "report it as a bug",
+        )
+
+
+# --- rules: responses and rewards ----------------------------------------------------------------
+
+
+def find_truncated_responses(run: RunData) -> Iterator[Finding]:
+    """Find responses that reach the length limit and earn less than complete ones."""
+    truncated = get_sampled_metric(run, "rollout/ended/length_frac", fill=0.0)
+    if not len(truncated):
+        return
+    frac = take_last_third(truncated).mean()
+    if frac <= TRUNCATED_FRAC:
+        return
+    episodes = select_trained_episodes(run)
+    is_truncated = episodes.ended == "length"
+    rewards = episodes.groupby(is_truncated)["reward"].agg(["mean", "sem"])
+    has_both = len(rewards) == 2 and not rewards.isna().any(axis=None)
+    comparison = ""
+    earns_less = False
+    if has_both:
+        of_truncated = rewards["mean"][True]
+        of_complete = rewards["mean"][False]
+        earns_less = of_complete - of_truncated > SIGMAS * rewards["sem"].max()
+        comparison = f" They earn {of_truncated:.3g} on average, complete ones {of_complete:.3g}."
+    if frac < NEARLY_ALL and not earns_less:
+        return
+    limit = get_number(run, "data.max_response_length")
+    yield Finding(
+        f"{frac:.0%} of the responses are truncated at data.max_response_length={limit:g}."
+        f"{comparison}",
+        ["rollout/ended/length_frac", "response_length/mean"],
+        f"raise data.max_response_length (now {limit:g}), ask for shorter responses in the "
+        "prompt, or remove truncated ones with a filter (templates/filters.py)",
+    )
+
+
+def find_zero_variance_groups(run: RunData) -> Iterator[Finding]:
+    """Find groups in which all responses earn the same: no advantage, no gradient."""
+    groups = get_sampled_metric(run, "rollout/zero_variance_groups", fill=0.0)
+    group_size = get_number(run, f"{ROLLOUT}.n")
+    if not len(groups) or not group_size >= 2 or not is_group_relative(run):
+        return
+    steps = run.sampled_steps
+    verified = steps["rollout/episodes"] * (1 - steps["rollout/failed_frac"])
+    frac = (groups / (verified / group_size).clip(lower=1)).clip(upper=1)
+    late_frac = take_last_third(frac)
+    if not late_frac.mean() > ZERO_VARIANCE_FRAC:
+        return
+    episodes = select_trained_episodes(run)
+    rewards = episodes[episodes.step >= late_frac.index[0]].reward.round(3).mode()
+    usual = rewards.iloc[0] if len(rewards) else float("nan")
+    cause, next_step = explain_zero_variance(run, usual, group_size)
+    if not run.get_setting("algorithm.filter_groups.enable"):
+        next_step += (
+            ". algorithm.filter_groups.enable=true (`--config dapo`) samples more prompts until "
+            "the batch is full"
+        )
+    yield Finding(
+        f"In {late_frac.mean():.0%} of the groups all responses earn the same reward, "
+        f"mostly {usual:.3g}: no advantage, nothing to learn. {cause}.",
+        ["rollout/zero_variance_groups", "rollout/reward/mean", "actor/grad_norm"],
+        next_step,
+    )
+
+
+class Explanation(NamedTuple):
+    """The cause of a problem, and what to do next."""
+
+    cause: str
+    next_step: str
+
+
+def explain_zero_variance(run: RunData, usual: float, group_size: float) -> Explanation:
+    """Explain groups without variance by the reward that most responses earn."""
+    rewards = select_trained_episodes(run).reward
+    lowest = rewards.min()
+    highest = rewards.max()
+    is_low = usual < highest or (lowest == highest and not usual > 0)
+    if not is_low:
+        return Explanation("The task is solved or too easy", "use harder rows, or stop here")
+    if usual <= lowest:
+        cause = "The task is too hard for this policy"
+    else:
+        cause = "The verifier gives most responses the same reward"
+    next_step = (
+        "start with easier rows (docs/guides/curriculum.md), train on examples first "
+        "(`--config sft`), reward partial progress, or sample more responses per prompt "
+        f"({ROLLOUT}.n, now {group_size:g})"
+    )
+    return Explanation(cause, next_step)
+
+
+def find_reward_trend(run: RunData) -> Iterator[Finding]:
+    """Find a reward that is flat or falls. With a curriculum a fall is not a problem."""
+    is_shaped = is_reward_shaped(run)
+    metric = "critic/rewards/mean" if is_shaped else "rollout/reward/mean"
+    reward = get_sampled_metric(run, metric)
+    if len(reward) < 12:
+        return
+    if has_finding(find_zero_variance_groups, run) or has_finding(find_policy_collapse, run):
+        return
+    trend = measure_trend(reward)
+    error = SIGMAS * max(trend.error, 1e-9)
+    change = f"{trend.first:.3g} at first, {trend.last:.3g} now, over {len(reward)} steps"
+    rate = get_number(run, f"{ACTOR}.optim.lr")
+    hint = "Read the best and worst responses: does the reward separate them?"
+    if trend.last < trend.first - error and not has_curriculum(run):
+        yield Finding(
+            f"The reward falls: {change}",
+            [metric, "actor/entropy", "response_length/mean"],
+            f"lower {ACTOR}.optim.lr (now {rate:.3g}). {hint}",
+        )
+    elif abs(trend.last - trend.first) < error and trend.last < compute_high_reward(run):
+        yield Finding(
+            f"The reward is flat: {change}",
+            [metric, "actor/grad_norm", "actor/lr"],
+            f"if actor/grad_norm is steady, multiply {ACTOR}.optim.lr (now {rate:.3g}) by 3. "
+            f"{hint}",
+        )
+
+
+def find_held_out_drop(run: RunData) -> Iterator[Finding]:
+    """Find a held-out reward that falls while the training reward does not."""
+    reward = get_sampled_metric(run, "rollout/reward/mean")
+    for name in run.steps:
+        if not name.startswith("val-core/") or "/reward/mean@" not in name:
+            continue
+        held_out = run.steps[name].dropna()
+        if len(held_out) < 3 or len(reward) < 6:
+            continue
+        drop = held_out.max() - held_out.iloc[-1]
+        error = estimate_held_out_error(run, name, held_out.index[-1])
+        if drop > SIGMAS * error and still_rises(reward, held_out.idxmax()):
+            yield Finding(
+                f"Held-out reward fell from {held_out.max():.3g} (step {held_out.idxmax()}) to "
+                f"{held_out.iloc[-1]:.3g}, while the training reward did not fall",
+                [name, "rollout/reward/mean"],
+                "read the best responses of the last steps: what does the verifier reward? "
+                "Add training rows, or stop earlier",
+            )
+
+
+def estimate_held_out_error(run: RunData, metric: str, step: int) -> float:
+    """Estimate the standard error between two evaluations; NaN without episodes of the last."""
+    server = metric.split("/")[1]
+    episodes = run.episodes
+    last = episodes[(episodes.file == f"val_{step}") & (episodes.server == server)]
+    rows = last.row_id.nunique()
+    return float(np.sqrt(2 * last.reward.var() / rows)) if rows else float("nan")
+
+
+def still_rises(reward: pd.Series, step: int) -> bool:
+    """Whether the training reward is now as high as its best up to a step, less the noise."""
+    smoothed = smooth(reward)
+    before = smoothed.loc[:step]
+    best = before.max() if len(before) else reward.iloc[0]
+    return bool(smoothed.iloc[-1] > best - estimate_noise(reward))
+
+
+RULES: list[Callable[[RunData], Iterator[Finding]]] = [
+    find_unreadable_files,
+    find_failures,
+    find_nonfinite_steps,
+    find_skipped_steps,
+    find_policy_collapse,
+    find_truncated_responses,
+    find_zero_variance_groups,
+    find_reward_trend,
+    find_large_kl,
+    find_rollout_mismatch,
+    find_low_entropy,
+    find_held_out_drop,
+]
+
+
+def has_finding(rule: Callable[[RunData], Iterator[Finding]], run: RunData) -> bool:
+    """Whether a rule finds a problem."""
+    return next(rule(run), None) is not None
+
+
+# --- summary -------------------------------------------------------------------------------------
+
+
+def summarize(run: RunData) -> str:
+    """Summarize a run in one line: steps, minutes, reward and held-out scores, first to last."""
+    steps = run.sampled_steps[run.sampled_steps.index > 0]
+    if not len(steps):
+        steps = run.steps[run.get_metric("actor/loss").notna()]  # supervised training
+    parts = []
     if len(steps):
-        between = run.column("time").diff()
-        minutes = (
-            between[between <= 20 * between.median()].sum() / 60
-        )  # without the pause before a resume
-        parts.append(f"{len(steps)} steps to {steps.index[-1]}, {minutes:.1f} min")
-        if len(reward := measured(run, "rollout/reward/mean")):
-            parts.append(
-                f"reward {reward.iloc[0]:.3g} -> {reward.iloc[-third(reward) :].mean():.3g}"
-            )
-    for name in [
-        c
-        for c in run.steps
-        if ("/acc/mean@" in c and not c.endswith(FAILED_AS_0)) or c == "val/loss"
-    ]:
-        if len(held := run.steps[name].dropna()):
-            path = (
-                f"{held.iloc[0]:.3g} -> {held.iloc[-1]:.3g}"
-                if len(held) > 1
-                else f"{held.iloc[-1]:.3g}"
-            )
-            parts.append(f"{'held-out ' * name.startswith('val')}{name.split('/', 1)[1]} {path}")
-    return "; ".join(parts) or "nothing yet"
+        parts.append(f"{count_steps(run, steps)}, {measure_minutes(run):.1f} min training")
+        reward = get_sampled_metric(run, "rollout/reward/mean")
+        if len(reward):
+            last = take_last_third(reward)
+            change = f"{format_reward(reward.iloc[0])} -> {format_reward(last.mean())}"
+            parts.append(f"reward {change} (mean of the last {len(last)})")
+    for name in run.steps:
+        is_accuracy = "/acc/mean@" in name and not name.endswith(FAILED_AS_0)
+        if is_accuracy or name == "val/loss":
+            parts += summarize_score(run, name)
+    return "; ".join(parts) or "no steps yet"
+
+
+def count_steps(run: RunData, steps: pd.DataFrame) -> str:
+    """Format the number of steps: "5/20 steps", and how many of them are recorded if not all."""
+    last = steps.index[-1]
+    total = run.get_setting("trainer.total_training_steps")
+    text = f"{last}/{total} steps" if total else f"{last} steps"
+    if len(steps) < last:
+        text += f" ({len(steps)} recorded)"
+    return text
+
+
+def measure_minutes(run: RunData) -> float:
+    """Sum the minutes between steps, without the pause before a resume."""
+    seconds = run.get_metric("time").diff()
+    return seconds[seconds <= 20 * seconds.median()].sum() / 60
+
+
+def summarize_score(run: RunData, name: str) -> list[str]:
+    """Summarize a score from its first to its last value; an empty list if there is none."""
+    scores = run.steps[name].dropna()
+    if not len(scores):
+        return []
+    change = f"{scores.iloc[-1]:.3g}"
+    if len(scores) > 1:
+        change = f"{scores.iloc[0]:.3g} -> {change}"
+    kind, _, short_name = name.partition("/")
+    prefix = "held-out " if kind.startswith("val") else ""
+    return [f"{prefix}{short_name} {change}"]
+
+
+def format_reward(value: float) -> str:
+    """Format a reward: a step's reward is too noisy for more than two digits."""
+    return f"{value:.2g}" if abs(value) < 10 else f"{value:.3g}"
 
 
 # --- numbers of a run ----------------------------------------------------------------------------
 
 
-def measured(run: Folder, name: str, fill: float | None = None) -> pd.Series:
-    """A metric over the steps that sampled, those without it left out, or filled."""
-    found = run.column(name).reindex(run.trained.index)
-    return found.dropna() if fill is None or found.isna().all() else found.fillna(fill)
+def get_sampled_metric(run: RunData, name: str, fill: float | None = None) -> pd.Series:
+    """Return a metric over the steps that sampled episodes.
+
+    Steps without the metric are dropped, or filled if other steps have it and `fill` is set.
+    """
+    values = run.get_metric(name).reindex(run.sampled_steps.index)
+    if fill is None or values.isna().all():
+        return values.dropna()
+    return values.fillna(fill)
 
 
-def value(run: Folder, key: str) -> float:
-    """A number of the recipe; NaN where it is none."""
-    found = run.setting(key)
-    return float(found) if isinstance(found, (int, float)) else float("nan")
+def get_number(run: RunData, key: str) -> float:
+    """Return a number of the recipe; NaN if the key is missing or not a number."""
+    value = run.get_setting(key)
+    return float(value) if isinstance(value, (int, float)) else float("nan")
 
 
-def shaped(run: Folder) -> bool:
-    """Whether something else than the verifier's word is trained on."""
-    return any(
-        run.setting(key)
-        for key in ("env.reward", "reward.reward_model.enable", "distillation.enabled")
-    )
+def select_trained_episodes(run: RunData) -> pd.DataFrame:
+    """Select the episodes of training steps that did not fail."""
+    episodes = run.episodes
+    return episodes[(episodes.status == "ok") & episodes.file.str.startswith("step")]
 
 
-def compares(run: Folder) -> bool:
-    """Whether the advantage compares the verifier's words on the answers to a prompt, and has nothing else."""
-    estimator = str(run.setting("algorithm.adv_estimator") or "grpo")
-    return not shaped(run) and any(
-        name in estimator for name in ("grpo", "rloo", "opo", "gpg", "gdpo", "baseline")
-    )
+def is_reward_shaped(run: RunData) -> bool:
+    """Whether the policy is trained on something other than the verifier's reward."""
+    keys = ("env.reward", "reward.reward_model.enable", "distillation.enabled")
+    return any(run.get_setting(key) for key in keys)
 
 
-def curriculum(run: Folder) -> bool:
-    """Whether rows may get harder."""
-    files = run.setting("env.train_files") or []
-    return bool(run.setting("env.sampler")) or any(
-        isinstance(file, dict) and "function" in file for file in files
-    )
+def is_group_relative(run: RunData) -> bool:
+    """Whether the advantage only compares the verifier rewards of one prompt's responses."""
+    estimator = str(run.get_setting("algorithm.adv_estimator") or "grpo")
+    group_relative = ("grpo", "rloo", "opo", "gpg", "gdpo", "baseline")
+    return not is_reward_shaped(run) and any(name in estimator for name in group_relative)
 
 
-def spread(run: Folder) -> float:
-    """From the lowest to the highest reward that was ever given; 1 where no episode is there."""
-    given = run.episodes.reward.dropna()
-    return float(given.max() - given.min()) if len(given) else 1.0
+def has_curriculum(run: RunData) -> bool:
+    """Whether rows may get harder during the run."""
+    files = run.get_setting("env.train_files") or []
+    has_generator = any(isinstance(file, dict) and "function" in file for file in files)
+    return has_generator or bool(run.get_setting("env.sampler"))
 
 
-def near_top(run: Folder) -> float:
-    """A reward in the upper tenth of those that were given."""
-    given = run.episodes.reward.dropna()
-    return float(given.max()) - 0.1 * spread(run) if len(given) else 0.9
+def compute_reward_range(run: RunData) -> float:
+    """Return the difference between the highest and the lowest reward; 1 without episodes."""
+    rewards = run.episodes.reward.dropna()
+    return float(rewards.max() - rewards.min()) if len(rewards) else 1.0
 
 
-def warmup(run: Folder) -> float:
-    """Steps in which the critic alone learns."""
-    return float(run.setting("trainer.critic_warmup") or 0)
+def compute_high_reward(run: RunData) -> float:
+    """Return the reward at which the top tenth of the reward range begins."""
+    rewards = run.episodes.reward.dropna()
+    return float(rewards.max()) - 0.1 * compute_reward_range(run) if len(rewards) else 0.9
 
 
-def third(series: pd.Series) -> int:
-    """How many values the first, or the last, third has; at least one."""
-    return max(1, len(series) // 3)
+def take_first_third(series: pd.Series) -> pd.Series:
+    """Return the first third of the values; at least one."""
+    return series.iloc[: max(1, len(series) // 3)]
+
+
+def take_last_third(series: pd.Series) -> pd.Series:
+    """Return the last third of the values; at least one."""
+    return series.iloc[-max(1, len(series) // 3) :]
 
 
 def smooth(series: pd.Series) -> pd.Series:
-    """The mean of three neighbours."""
+    """Return the mean of each value and its two neighbors."""
     return series.rolling(3, min_periods=1, center=True).mean()
 
 
-def noise(series: pd.Series) -> float:
-    """The standard deviation of one value, from the differences of neighbours, which a trend hardly touches."""
-    return (
-        float(series.diff().std() / np.sqrt(2))
-        if len(series) > 3
-        else float("inf")
-        if len(series) < 2
-        else 0.0
-    )
+def estimate_noise(series: pd.Series) -> float:
+    """Estimate the standard deviation of one value from the differences between neighbors.
+
+    A trend hardly changes these differences.
+    """
+    if len(series) < 2:
+        return float("inf")
+    if len(series) <= 3:
+        return 0.0
+    return float(series.diff().std() / np.sqrt(2))
 
 
-def ranges(steps: list[int]) -> str:
-    """[1, 2, 3, 7] -> 'steps 1 to 3 and 7'."""
-    parts: list[list[int]] = []
+def format_steps(steps: list[int]) -> str:
+    """Format a sorted list of steps: [1, 2, 3, 7] -> "steps 1 to 3, 7"."""
+    ranges: list[list[int]] = []  # [first, last]
     for step in steps:
-        if parts and step == parts[-1][1] + 1:
-            parts[-1][1] = step
+        if ranges and step == ranges[-1][1] + 1:
+            ranges[-1][1] = step
         else:
-            parts.append([step, step])
-    told = [f"{a} to {b}" if a < b else f"{a}" for a, b in parts[:4]] + ["more"] * (len(parts) > 4)
-    return f"step{'s' * (len(steps) > 1)} {', '.join(told)}"
+            ranges.append([step, step])
+    parts = [f"{first} to {last}" if first < last else f"{first}" for first, last in ranges[:4]]
+    if len(ranges) > 4:
+        parts.append("more")
+    noun = "step" if len(steps) == 1 else "steps"
+    return f"{noun} {', '.join(parts)}"

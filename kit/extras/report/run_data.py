@@ -1,4 +1,10 @@
-"""A run's folder as pandas frames: its steps, its episodes, and each token of one. For reports and notebooks."""
+"""Load a run directory into pandas: its steps, its episodes, and the advantages of each token.
+
+The report and the command `show` use it. It also works in a notebook:
+
+    from kit.extras.report.run_data import RunData
+    RunData(Path("runs/math_cpu")).steps["rollout/reward/mean"].plot()
+"""
 
 from __future__ import annotations
 
@@ -8,43 +14,82 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import yaml
 
-from kit.data.episodes import IDS, read_records
+from kit.data.episode import SAMPLED_IDS
+from kit.data.rollout_files import read_records
 from kit.errors import ConfigError
 
-MOST_BYTES = (
-    64 * 2**20
-)  # of rollouts files that are read, but for the last step's and the last evaluation's: 3 s
-MOST_EPISODES = 20_000  # of all files, and a quarter of them of one
+# Limits on the rollout files that are read. 64 MiB takes 3 s. The last step and the last
+# evaluation are always read, whatever their size.
+MAX_ROLLOUT_BYTES = 64 * 2**20
+MAX_EPISODES = 20_000  # of all files; one file may give a quarter of them
+NO_STEP = -1  # the step of episodes whose file name has no step number
 
 
-class Folder:
-    """What a run has left so far. Raises ConfigError where `path` is none of a run.
+class SavedEpisode(NamedTuple):
+    """One line of a rollout file.
 
-    Of more than MOST_BYTES of rollouts files, or MOST_EPISODES, those are read that say most: the last step, the last
-    and the first evaluation, and of the others every eighth, fourth, second, ...; `left_out` counts the rest.
+    file: the name of the file without its suffix. step: its number, or NO_STEP.
+    """
+
+    file: str
+    step: int
+    record: dict[str, Any]
+
+
+class EpisodeRow(NamedTuple):
+    """One row of `RunData.episodes`.
+
+    record_index: task index and rollout index, the key of `RunData.read_advantages`.
+    reward: NaN if the episode failed. seconds: the sum of all timings.
+    """
+
+    file: str
+    step: int
+    record_index: tuple[int, int]
+    row_id: str
+    group: str
+    server: str
+    prompt: str
+    response: str
+    reward: float
+    reward_components: dict[str, float]
+    status: str
+    error: str
+    ended: str
+    prompt_tokens: int
+    tokens: int
+    turns: int
+    tool_calls: int
+    seconds: float
+
+
+class RunData:
+    """The data that a run has written so far. Raises ConfigError if `path` is not a run directory.
+
+    If the rollout files exceed MAX_ROLLOUT_BYTES or MAX_EPISODES, the most useful ones are read:
+    the last step, the last evaluation and the first evaluation. After these come every eighth
+    file, every fourth, every second, and so on. `skipped_files` counts the rest.
+
+    config: the recipe. config_text: the same as YAML text.
+    unreadable: a message for each line or file that could not be read.
     """
 
     def __init__(self, path: Path):
-        self.path, self.name = path, path.name
-        found = [path / f"{name}.yaml" for name in ("config", "evaluate", "rollout")]
-        written = next((file for file in found if file.is_file()), None)
-        if written is None:
-            raise ConfigError(
-                f"{path}: no folder of a run; give one of runs/, which holds config.yaml"
-            )
-        self.text = written.read_text()
-        self.config: dict[str, Any] = yaml.safe_load(self.text)
-        self.broken: list[str] = []  # lines and files that could not be read, in words
-        self.left_out = 0  # rollouts files
+        self.path = path
+        self.name = path.name
+        self.config_text = find_config(path).read_text()
+        self.config: dict[str, Any] = yaml.safe_load(self.config_text)
+        self.unreadable: list[str] = []
+        self.skipped_files = 0
 
-    def setting(self, key: str) -> Any:
-        """A key of the recipe; None where it has none."""
+    def get_setting(self, key: str) -> Any:
+        """Return the value of a dotted key of the recipe; None if the recipe does not have it."""
         node: Any = self.config
         for part in key.split("."):
             node = node.get(part) if isinstance(node, dict) else None
@@ -52,169 +97,192 @@ class Folder:
 
     @cached_property
     def steps(self) -> pd.DataFrame:
-        """A row a step, a column a metric (docs/reference.md) and `time` [s]; NaN where a step has no such metric."""
-        lines = []
+        """One row per step, one column per metric (docs/reference.md), and `time` in seconds.
+
+        NaN if a step does not have the metric.
+        """
         path = self.path / "metrics.jsonl"
         text = path.read_text(errors="replace") if path.is_file() else ""
+        lines = []
         for number, line in enumerate(text.splitlines(), 1):
             try:
-                read = {k: np.nan if v is None else v for k, v in json.loads(line).items()}
+                metrics = parse_metrics(line)
             except (ValueError, AttributeError):
-                self.broken.append(f"metrics.jsonl:{number} is cut short")
+                self.unreadable.append(f"metrics.jsonl:{number} is incomplete")
                 continue
-            other = read.pop(
-                "command", None
-            )  # `evaluate` or `rollout`, in the folder of a run that trained
-            if not (other and (self.path / "config.yaml").is_file()):
-                lines.append(read)
+            command = metrics.pop("command", None)
+            # `evaluate` and `rollout` may write into the directory of a training run
+            if command is None or not (self.path / "config.yaml").is_file():
+                lines.append(metrics)
         frame = pd.DataFrame(lines or [{"step": 0}])
         return frame.groupby("step").last().astype(float)
 
     @cached_property
-    def trained(self) -> pd.DataFrame:
-        """Those of `steps` that sampled episodes to train on."""
-        return self.steps[self.column("rollout/episodes").notna()]
+    def sampled_steps(self) -> pd.DataFrame:
+        """The rows of `steps` that sampled episodes for training."""
+        return self.steps[self.get_metric("rollout/episodes").notna()]
 
-    def column(self, name: str) -> pd.Series:
-        """A metric over the steps; NaN everywhere where there is no such metric."""
-        return self.steps.get(name, pd.Series(np.nan, self.steps.index, name=name))
+    def get_metric(self, name: str) -> pd.Series:
+        """Return a metric over all steps; all NaN if no step has it."""
+        missing = pd.Series(np.nan, self.steps.index, name=name)
+        return self.steps.get(name, missing)
 
     @cached_property
-    def records(self) -> list[tuple[str, int, dict[str, Any]]]:
-        """(file, step, record) of the episodes that are read; step -1 of the files that no step has."""
-        found: list[tuple[str, int, dict[str, Any]]] = []
+    def records(self) -> list[SavedEpisode]:
+        """The episodes that were read, ordered by step."""
+        episodes: list[SavedEpisode] = []
+        paths = self._rollout_files_by_priority()
         size = 0
-        for place, path in enumerate(order := self._by_use()):
+        for number, path in enumerate(paths):
             size += path.stat().st_size
-            if (size > MOST_BYTES and place > 1) or len(found) >= MOST_EPISODES:
-                self.left_out = len(order) - place
+            is_too_much = size > MAX_ROLLOUT_BYTES and number > 1
+            if is_too_much or len(episodes) >= MAX_EPISODES:
+                self.skipped_files = len(paths) - number
                 break
-            step = path.stem.rpartition("_")[2]
+            episodes += self._read_rollout_file(path)
+        if not any((self.path / "rollouts").glob("*")):
+            episodes += self._read_failures()
+        episodes = episodes[:MAX_EPISODES]
+        return sorted(episodes, key=lambda episode: episode.step)
+
+    def _read_rollout_file(self, path: Path) -> Iterator[SavedEpisode]:
+        suffix = path.stem.rpartition("_")[2]
+        step = int(suffix) if suffix.isdigit() else NO_STEP
+        try:
+            for _, record in itertools.islice(read_records(path), MAX_EPISODES // 4):
+                yield SavedEpisode(path.stem, step, record)
+        except ConfigError as error:  # the file ends at a line that a kill left incomplete
+            self.unreadable.append(str(error).partition(". ")[0])
+
+    def _read_failures(self) -> Iterator[SavedEpisode]:
+        """Read failures.jsonl: `rollout` and `evaluate` write failed episodes only there."""
+        path = self.path / "failures.jsonl"
+        if not path.is_file():
+            return
+        for line in path.read_bytes().splitlines():
             try:
-                for _, record in itertools.islice(read_records(path), MOST_EPISODES // 4):
-                    found.append((path.stem, int(step) if step.isdigit() else -1, record))
-            except ConfigError as error:  # a line that a kill cut short ends the file
-                self.broken.append(str(error).partition("; give another")[0])
-        failures = self.path / "failures.jsonl"
-        if (
-            not any((self.path / "rollouts").glob("*")) and failures.is_file()
-        ):  # of `rollout` and `evaluate`
-            for line in failures.read_bytes().splitlines():
-                try:
-                    episode = json.loads(line)
-                    found.append(
-                        (
-                            episode.pop("rollout"),
-                            -1,
-                            {"_episode": episode, "response": {"output": []}},
-                        )
-                    )
-                except (ValueError, KeyError):
-                    self.broken.append("failures.jsonl is cut short")
-        return sorted(found[:MOST_EPISODES], key=lambda each: each[1])
+                episode = json.loads(line)
+                file = episode.pop("rollout")
+            except (ValueError, KeyError):
+                self.unreadable.append("failures.jsonl is incomplete")
+                continue
+            record = {"_episode": episode, "response": {"output": []}}
+            yield SavedEpisode(file, NO_STEP, record)
 
-    def _by_use(self) -> list[Path]:
-        # of later steps than the next, which may have ended the run, a resumed run has set the numbers aside
-        last = int(self.steps.index.max()) + 1
-
-        def numbered(kind: str) -> list[Path]:
-            files = filter(
-                Path.is_file, (self.path / "rollouts").glob(f"{kind}_*.jsonl")
-            )  # a FIFO would hang
-            found = {int(path.stem[len(kind) + 1 :]): path for path in files}
-            return [found[number] for number in sorted(found) if number <= last]
-
+    def _rollout_files_by_priority(self) -> list[Path]:
+        steps = self._numbered_rollout_files("step")
+        evaluations = self._numbered_rollout_files("val")
         others = [self.path / f"{name}.jsonl" for name in ("evaluation", "rollouts")]
-        steps, evaluations = numbered("step"), numbered("val")
-        order = [*steps[-1:], *evaluations[-1:], *filter(Path.is_file, others), *evaluations[:1]]
-        order += [path for files in (evaluations, steps) for path in halves(files)]
-        return list(dict.fromkeys(order))
+        paths = [*steps[-1:], *evaluations[-1:]]
+        paths += [path for path in others if path.is_file()]
+        paths += evaluations[:1]
+        paths += spread_evenly(evaluations)
+        paths += spread_evenly(steps)
+        return list(dict.fromkeys(paths))
+
+    def _numbered_rollout_files(self, kind: str) -> list[Path]:
+        """List rollouts/<kind>_N.jsonl in the order of N.
+
+        Leaves out files more than one step after the last metrics: a resumed run has replaced
+        those steps. The step after the last metrics may be the one that ended the run.
+        """
+        last_step = int(self.steps.index.max()) + 1
+        paths = {}
+        for path in (self.path / "rollouts").glob(f"{kind}_*.jsonl"):
+            number = int(path.stem.removeprefix(f"{kind}_"))
+            if path.is_file() and number <= last_step:  # reading a FIFO would hang
+                paths[number] = path
+        return [paths[number] for number in sorted(paths)]
 
     @cached_property
     def episodes(self) -> pd.DataFrame:
-        """A row an episode of `records`, in their order; `best`, `worst`: ranks by reward in its file, or NaN."""
-        frame = pd.DataFrame(
-            [row(file, step, record) for file, step, record in self.records], columns=COLUMNS
-        )
-        by_file = frame.groupby("file")["reward"]
-        frame["best"], frame["worst"] = (
-            by_file.rank(ascending=False, method="first"),
-            by_file.rank(method="first"),
-        )
+        """One row per episode of `records`, in the same order, with the columns of EpisodeRow.
+
+        `best` and `worst` are the ranks by reward in the episode's file; NaN without a reward.
+        """
+        rows = [make_row(episode) for episode in self.records]
+        frame = pd.DataFrame(rows, columns=EpisodeRow._fields)
+        rewards = frame.groupby("file")["reward"]
+        frame["best"] = rewards.rank(ascending=False, method="first")
+        frame["worst"] = rewards.rank(method="first")
         return frame
 
-    def advantages(self, step: int) -> dict[tuple[int, int], np.ndarray]:
-        """{(task index, rollout index): the advantage of each sampled token, or the one that all have} of a step."""
+    def read_advantages(self, step: int) -> dict[tuple[int, int], np.ndarray]:
+        """Read the advantages of a step: {(task index, rollout index): array}; empty if not saved.
+
+        An array has one value per sampled token, or a single value that holds for all of them.
+        """
         path = self.path / "advantages" / f"step_{step}.npz"
         if not path.is_file():
             return {}
         try:
             with np.load(path) as file:
-                parts = np.split(file["values"], np.cumsum(file["lengths"])[:-1])
-                return dict(zip(map(tuple, file["places"].tolist()), parts, strict=True))
-        except (OSError, ValueError, zipfile.BadZipFile) as error:  # cut short by a kill
-            self.broken.append(f"{path.name}: {error!r:.80}")
+                ends = np.cumsum(file["lengths"])
+                values = np.split(file["values"], ends[:-1])
+                indices = [tuple(index) for index in file["places"].tolist()]
+                return dict(zip(indices, values, strict=True))
+        except (OSError, ValueError, zipfile.BadZipFile) as error:  # a kill left it incomplete
+            self.unreadable.append(f"{path.name}: {error!r:.80}")
             return {}
 
 
-COLUMNS = [
-    *(
-        "file",
-        "step",
-        "place",
-        "row_id",
-        "group",
-        "server",
-        "prompt",
-        "answer",
-        "reward",
-        "parts",
-        "status",
-        "error",
-    ),
-    *("ended", "prompt_tokens", "tokens", "turns", "tools", "seconds"),
-]
-
-
-def row(file: str, step: int, record: dict[str, Any]) -> tuple[Any, ...]:
-    """An episode's record -> its values of COLUMNS."""
-    told, output = record["_episode"], record["response"]["output"]
-    place = record.get("_ng_task_index", -1), record.get("_ng_rollout_index", -1)
-    turns = sum(bool(item.get(IDS[1])) for item in output)
-    tools = sum(item.get("type") == "function_call" for item in output)
-    reward = np.nan if told["reward"] is None else told["reward"]
-    who = told["row_id"], told["group_id"], told["server"]
-    texts, lengths = (
-        (utf8(told["prompt"]), utf8(told["answer"])),
-        (told["prompt_tokens"], told["response_tokens"]),
-    )
-    parts, why = (
-        record.get("reward_components") or {},
-        (told["status"], utf8(told["error"]), told["ended"]),
-    )
-    return (
-        file,
-        step,
-        place,
-        *who,
-        *texts,
-        reward,
-        parts,
-        *why,
-        *lengths,
-        turns,
-        tools,
-        sum(told["timings"].values()),
+def find_config(folder: Path) -> Path:
+    """Return the file with the recipe of a run directory. Raises ConfigError if there is none."""
+    for name in ("config.yaml", "evaluate.yaml", "rollout.yaml"):
+        if (folder / name).is_file():
+            return folder / name
+    raise ConfigError(
+        f"{folder} is not a run directory: it has no config.yaml. Pass a directory of runs/."
     )
 
 
-def utf8(text: str) -> str:
-    """A text with a "?" for half of a surrogate pair, which no frame of pandas takes."""
+def parse_metrics(line: str) -> dict[str, Any]:
+    """Parse one line of metrics.jsonl. Raises ValueError or AttributeError if it is not an object.
+
+    A null stands for a number that is not finite; it becomes NaN.
+    """
+    metrics = json.loads(line).items()
+    return {name: np.nan if value is None else value for name, value in metrics}
+
+
+def make_row(saved: SavedEpisode) -> EpisodeRow:
+    """Convert a record to its row of `RunData.episodes`."""
+    record = saved.record
+    episode = record["_episode"]
+    output = record["response"]["output"]
+    reward = episode["reward"]
+    return EpisodeRow(
+        file=saved.file,
+        step=saved.step,
+        record_index=(record.get("_ng_task_index", -1), record.get("_ng_rollout_index", -1)),
+        row_id=episode["row_id"],
+        group=episode["group_id"],
+        server=episode["server"],
+        prompt=replace_surrogates(episode["prompt"]),
+        response=replace_surrogates(episode["answer"]),
+        reward=np.nan if reward is None else reward,
+        reward_components=record.get("reward_components") or {},
+        status=episode["status"],
+        error=replace_surrogates(episode["error"]),
+        ended=episode["ended"],
+        prompt_tokens=episode["prompt_tokens"],
+        tokens=episode["response_tokens"],
+        turns=sum(bool(item.get(SAMPLED_IDS)) for item in output),
+        tool_calls=sum(item.get("type") == "function_call" for item in output),
+        seconds=sum(episode["timings"].values()),
+    )
+
+
+def replace_surrogates(text: str) -> str:
+    """Replace each half of a surrogate pair by "?": pandas accepts only valid UTF-8."""
     return text.encode(errors="replace").decode()
 
 
-def halves(files: Sequence[Path]) -> Iterator[Path]:
-    """All of them, in such an order that the first k are spread evenly: every 8th, every 4th, ..."""
+def spread_evenly(files: Sequence[Path]) -> Iterator[Path]:
+    """Yield all files, in an order in which the first k are spread evenly over the run.
+
+    First every 8th file, then every 4th, and so on. A file may be yielded more than once.
+    """
     stride = 1
     while stride < len(files):
         stride *= 2
@@ -223,8 +291,9 @@ def halves(files: Sequence[Path]) -> Iterator[Path]:
         stride //= 2
 
 
-def sampled(record: dict[str, Any]) -> list[tuple[list[int], list[float]]]:
-    """(token ids, log-probs) of each call of the model."""
-    return [
-        (item[IDS[1]], item[IDS[2]]) for item in record["response"]["output"] if item.get(IDS[1])
-    ]
+def get_sampled_ids(record: dict[str, Any]) -> list[int]:
+    """Return the token ids that the policy sampled in an episode, of all turns."""
+    ids: list[int] = []
+    for item in record["response"]["output"]:
+        ids += item.get(SAMPLED_IDS) or []
+    return ids

@@ -1,4 +1,4 @@
-"""A run at a terminal: what is wrong with it, its steps, its best and worst episodes, what to look at next.
+"""Show a run in the terminal: its problems, its steps, its best and worst episodes.
 
 python algorithm.py show runs/A [--worst 10]
 """
@@ -18,116 +18,119 @@ from rich.table import Table
 
 from kit.errors import ConfigError
 from kit.extras.report import diagnosis
-from kit.extras.report.run_data import Folder
-from kit.runs.text import printable
+from kit.extras.report.run_data import RunData
+from kit.runs.text import remove_control_characters
 
-ROWS = 12  # steps in the table
-COLUMNS = {  # short enough for a terminal of 80
+MAX_STEPS = 12  # rows of the table, not counting steps with an evaluation
+BEST_EPISODES = 3
+PROMPT_CHARACTERS = 100  # from the end of the prompt
+RESPONSE_CHARACTERS = 300
+COLUMNS = {  # metric: title; all of them fit into a terminal of 80 columns
     "rollout/reward/mean": "reward",
     "response_length/mean": "length",
-    "rollout/ended/length_frac": "cut",
+    "rollout/ended/length_frac": "truncated",
     "actor/entropy": "entropy",
     "actor/grad_norm": "grad",
-    "rollout/zero_variance_groups": "equal",
+    "rollout/zero_variance_groups": "zero-var",
     "rollout/failed_frac": "failed",
     "val/loss": "held-out",
     "timing_s/step": "sec",
 }
 
 
-def escape(text: str) -> str:
-    """A text that others wrote, for rich: neither its markup nor a terminal's commands in it do anything."""
-    return markup.escape(printable(text))
-
-
 def main(arguments: Sequence[str]) -> None:
-    """The command. Exits with a line where the path is no run's folder."""
+    """Run the command `show`. Exits with an error message if the path is not a run directory."""
     parser = argparse.ArgumentParser(
-        prog="python algorithm.py show", description="A run at a terminal."
+        prog="python algorithm.py show",
+        description="Show a run in the terminal: its problems, its steps, its episodes.",
     )
-    parser.add_argument("run", type=Path, help="its folder")
+    parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument(
-        "--worst", type=int, default=3, metavar="N", help="so many of the worst episodes (3)"
+        "--worst", type=int, default=3, metavar="N", help="number of worst episodes (default: 3)"
     )
     args = parser.parse_args(arguments)
     try:
-        run = Folder(args.run)
+        run = RunData(args.run)
     except ConfigError as error:
-        sys.exit(f"error: {printable(str(error))}")
+        sys.exit(f"error: {remove_control_characters(str(error))}")
     console = Console(emoji=False)
-    console.print(
-        f"[bold]{escape(str(run.path))}[/]  {escape(diagnosis.headline(run))}", highlight=False
-    )
-    found = diagnosis.findings(run)
-    for finding in found:
-        console.print(f"\n[bold yellow]![/] {escape(finding.what)}", highlight=False)
-        console.print(
-            f"  [dim]shown by {escape(', '.join(finding.shown))}[/]\n  next: {escape(finding.todo)}",
-            highlight=False,
-        )
-    if not found:
-        console.print("nothing stands out")
+    summary = f"[bold]{escape_text(str(run.path))}[/]  {escape_text(diagnosis.summarize(run))}"
+    console.print(summary, highlight=False)
+    print_problems(console, run)
     if len(run.steps):
-        console.print("\nsteps (held-out: answers with a reward of 1 or more)", style="dim")
-        console.print(steps(run.steps))
+        caption = "\nsteps (held-out: fraction of responses with a reward of at least 1)"
+        console.print(caption, style="dim")
+        console.print(build_step_table(run.steps))
+    print_episodes(console, run, args.worst)
+    page = run.path / "report.html"
+    next_step = f"python -m kit.extras.report.report_page {run.path}"
+    if page.is_file():
+        next_step = f"open {page}"
+    console.print(f"\nnext: {escape_text(next_step)}", highlight=False, soft_wrap=True)
+
+
+def print_problems(console: Console, run: RunData) -> None:
+    """Print each problem of a run with its evidence and the next step."""
+    findings = diagnosis.find_problems(run)
+    for finding in findings:
+        evidence = escape_text(", ".join(finding.evidence))
+        console.print(f"\n[bold yellow]![/] {escape_text(finding.problem)}", highlight=False)
+        console.print(f"  [dim]evidence: {evidence}[/]", highlight=False)
+        console.print(f"  next: {escape_text(finding.next_step)}", highlight=False)
+    if not findings:
+        console.print("No problems detected")
+
+
+def print_episodes(console: Console, run: RunData, worst: int) -> None:
+    """Print the best and the worst episodes of the last training step, or else of the last file."""
     trained = run.episodes[run.episodes["file"].str.startswith("step_")]
     latest = trained if len(trained) else run.episodes
     latest = latest[latest["step"] == latest["step"].max()]
-    for title, some in (
-        ("best", latest.sort_values("best")[:3]),
-        ("worst", latest.sort_values("worst")[: args.worst]),
-    ):
-        if len(some):
-            console.print("", examples(escape(f"the {title} of {some['file'].iloc[0]}"), some))
-    page = run.path / "report.html"
-    todo = (
-        f"open {page}" if page.is_file() else f"python -m kit.extras.report.report_page {run.path}"
-    )
-    console.print(f"\nnext: {escape(todo)}", highlight=False, soft_wrap=True)
+    best_episodes = latest.sort_values("best")[:BEST_EPISODES]
+    worst_episodes = latest.sort_values("worst")[:worst]
+    for title, episodes in (("best", best_episodes), ("worst", worst_episodes)):
+        if len(episodes):
+            heading = escape_text(f"{title} episodes of {episodes['file'].iloc[0]}")
+            console.print("", build_episode_table(heading, episodes))
 
 
-def steps(frame: pd.DataFrame) -> Table:
-    """Steps, evenly, the first and the last among them; a column for each of COLUMNS that has numbers, and held-out."""
-    held_out = {name: name.split("/")[1] for name in frame if "/acc/mean@" in name}
-    held_out = held_out if len(held_out) > 1 else dict.fromkeys(held_out, "held-out")
-    names = {
-        name: title
-        for name, title in (COLUMNS | held_out).items()
-        if name in frame and frame[name].notna().any()
-    }
-    places = set(np.linspace(0, len(frame) - 1, ROWS).round().astype(int))
-    kept = frame.iloc[
-        [
-            i
-            for i in range(len(frame))
-            if i in places or any(frame[n].notna().iloc[i] for n in held_out)
-        ]
-    ]
-    table = Table("step", *names.values(), box=None, header_style="bold", padding=(0, 1, 0, 0))
-    for step, row in kept.iterrows():
-        table.add_row(
-            str(step), *("" if np.isnan(row[name]) else f"{row[name]:.3g}" for name in names)
-        )
+def escape_text(text: str) -> str:
+    """Escape text from elsewhere: neither rich markup nor terminal commands in it take effect."""
+    return markup.escape(remove_control_characters(text))
+
+
+def build_step_table(steps: pd.DataFrame) -> Table:
+    """Build a table of evenly spaced steps: the first, the last, and each with an evaluation.
+
+    It has the COLUMNS that the run has, and a column for each held-out score.
+    """
+    scores = {name: name.split("/")[1] for name in steps if "/acc/mean@" in name}
+    if len(scores) == 1:
+        scores = dict.fromkeys(scores, "held-out")
+    titles = {}
+    for name, title in (COLUMNS | scores).items():
+        if name in steps and steps[name].notna().any():
+            titles[name] = title
+    has_score = steps[list(scores)].notna().any(axis=1).to_numpy()
+    is_shown = has_score.astype(bool)
+    is_shown[np.linspace(0, len(steps) - 1, MAX_STEPS).round().astype(int)] = True
+    table = Table("step", *titles.values(), box=None, header_style="bold", padding=(0, 1, 0, 0))
+    for step, metrics in steps[is_shown].iterrows():
+        cells = ["" if np.isnan(metrics[name]) else f"{metrics[name]:.3g}" for name in titles]
+        table.add_row(str(step), *cells)
     return table
 
 
-def examples(title: str, some: pd.DataFrame) -> Table:
-    """Episodes: what was asked, what was said, what that earned or why it failed."""
-    table = Table(
-        "reward",
-        "prompt",
-        "answer",
-        title=title,
-        title_justify="left",
-        box=None,
-        header_style="bold",
-    )
-    for episode in some.itertuples():
-        worth = (
-            f"{episode.reward:.3g}" if episode.reward == episode.reward else escape(episode.status)
-        )
-        asked, said = (
-            escape(" ".join(text.split())) for text in (episode.prompt[-100:], episode.answer[:300])
-        )
-        table.add_row(worth, asked, said)
+def build_episode_table(title: str, episodes: pd.DataFrame) -> Table:
+    """Build a table of episodes: reward or status, end of the prompt, beginning of the response."""
+    table = Table("reward", "prompt", "response", box=None, header_style="bold")
+    table.title = title
+    table.title_justify = "left"
+    for episode in episodes.itertuples():
+        result = escape_text(episode.status)
+        if not np.isnan(episode.reward):
+            result = f"{episode.reward:.3g}"
+        prompt = " ".join(episode.prompt[-PROMPT_CHARACTERS:].split())
+        response = " ".join(episode.response[:RESPONSE_CHARACTERS].split())
+        table.add_row(result, escape_text(prompt), escape_text(response))
     return table

@@ -1,75 +1,102 @@
-"""What a run's processes are like on the nodes of a cluster that somebody else started, where they are no children of
-the driver's: a small actor of Ray's on each looks, and is itself the node's heartbeat. process_monitor.py asks it."""
+"""List a run's processes on the nodes of a cluster that the run joined.
+
+There they are not descendants of the driver, so process_monitor.py cannot see them. A small Ray
+actor on each node lists them. If it does not answer, the node hangs or is cut off.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kit.extras.supervisor.process_monitor import Seen
+from kit.extras.supervisor.process_monitor import ProcessInfo
 
-SILENT_S = 90.0  # without an answer, a node hangs, or the network to it
+ANSWER_TIMEOUT_S = 90.0
 
 
-class Lookout:
-    """On a node."""
+class NodeMonitor:
+    """An actor on one node."""
 
-    def look(self, node: str, pids: Sequence[int]) -> list[Seen]:
-        """Those processes, and all that they have started; nothing of one that is gone."""
-        found = []
+    def list_processes(self, address: str, pids: Sequence[int]) -> list[ProcessInfo]:
+        """Return these processes and all their descendants, without those that have ended."""
+        processes: list[psutil.Process] = []
         for pid in pids:
             with contextlib.suppress(psutil.Error):
-                process = psutil.Process(pid)
-                for one in (process, *process.children(recursive=True)):
-                    with contextlib.suppress(psutil.Error):
-                        found.append(Seen(node, one.pid, (one.cmdline() or [""])[0], one.status()))
-        return found
+                root = psutil.Process(pid)
+                processes += [root, *root.children(recursive=True)]
+        infos = []
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                title = (process.cmdline() or [""])[0]
+                infos.append(ProcessInfo(address, process.pid, title, process.status()))
+        return infos
 
 
-class Lookouts:
-    """One on every node that a job's actors are on."""
+class Request(NamedTuple):
+    """A call of a NodeMonitor that has not been answered."""
+
+    answer: Any  # a Ray ObjectRef
+    sent_at: float
+
+
+class Node(NamedTuple):
+    """A node with actors of the job."""
+
+    node_id: str
+    address: str
+
+
+class NodeMonitors:
+    """A NodeMonitor on each node that has actors of the job."""
 
     def __init__(self) -> None:
-        self.of: dict[str, Any] = {}  # a node's id -> its Lookout
-        self.asked: dict[str, tuple[Any, float]] = {}  # a node's id -> what it was asked, and when
-        self.told: dict[str, list[Seen]] = {}  # a node's id -> what it said last
+        self.actors: dict[str, Any] = {}  # NodeMonitor by node id
+        self.requests: dict[str, Request] = {}  # the last one, by node id
+        self.answers: dict[str, list[ProcessInfo]] = {}  # the latest one, by node id
 
-    def look(self, actors: Mapping[str, Mapping[str, Any]]) -> Iterator[Seen]:
-        """What each said last, which is not waited for. actors: Ray's records. Raises TimeoutError naming a node that
-        says nothing for SILENT_S."""
-        records = [actor for actor in actors.values() if actor["State"] == "ALIVE"]
-        alive = [
-            (actor["Address"]["NodeID"], actor["Address"]["IPAddress"], actor["Pid"])
-            for actor in records
-        ]
-        for node, address in {(node, address) for node, address, _ in alive}:
-            question, since = self.asked.get(node, (None, 0.0))
-            if question and not ray.wait([question], timeout=0)[0]:
-                if time.monotonic() > since + SILENT_S:
-                    raise TimeoutError(
-                        f"the node {address} has not answered for {SILENT_S:g} s: hung, or cut off"
-                    )
-            else:
-                try:
-                    self.told[node] = ray.get(question) if question else []
-                except (
-                    ray.exceptions.RayError
-                ):  # with its node, as Ray will tell; or alone, for another
-                    self.of.pop(node)
-                pids = [pid for place, _, pid in alive if place == node]
-                self.asked[node] = self._at(node).look.remote(address, pids), time.monotonic()
-            yield from self.told.get(node, ())
+    def list_processes(self, actors: Mapping[str, Mapping[str, Any]]) -> Iterator[ProcessInfo]:
+        """Yield each node's latest answer, without waiting for a new one.
 
-    def _at(self, node: str) -> Any:
-        if node not in self.of:
-            place = NodeAffinitySchedulingStrategy(node, soft=False)
-            self.of[node] = (
-                ray.remote(Lookout).options(num_cpus=0, scheduling_strategy=place).remote()
-            )
-        return self.of[node]
+        actors: Ray's records of the job's actors. Raises TimeoutError with the address of a node
+        that has not answered for ANSWER_TIMEOUT_S.
+        """
+        pids: dict[Node, list[int]] = {}
+        for actor in actors.values():
+            if actor["State"] == "ALIVE":
+                node = Node(actor["Address"]["NodeID"], actor["Address"]["IPAddress"])
+                pids.setdefault(node, []).append(actor["Pid"])
+        for node, node_pids in pids.items():
+            self._update(node, node_pids)
+            yield from self.answers.get(node.node_id, ())
+
+    def _update(self, node: Node, pids: Sequence[int]) -> None:
+        """Read a node's answer if it has come, and send the next request."""
+        request = self.requests.get(node.node_id)
+        if request and not ray.wait([request.answer], timeout=0)[0]:
+            if time.monotonic() > request.sent_at + ANSWER_TIMEOUT_S:
+                raise TimeoutError(
+                    f"the node {node.address} has not answered for {ANSWER_TIMEOUT_S:g} s: it "
+                    "hangs, or its network is down"
+                )
+            return
+        try:
+            self.answers[node.node_id] = ray.get(request.answer) if request else []
+        except ray.exceptions.RayError:
+            # The monitor died with its node, which Ray reports, or alone: start another one.
+            self.actors.pop(node.node_id)
+        answer = self._get_actor(node.node_id).list_processes.remote(node.address, pids)
+        self.requests[node.node_id] = Request(answer, time.monotonic())
+
+    def _get_actor(self, node_id: str) -> Any:
+        """Return the node's NodeMonitor. Start it if there is none."""
+        if node_id not in self.actors:
+            strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            options = ray.remote(NodeMonitor).options(num_cpus=0, scheduling_strategy=strategy)
+            self.actors[node_id] = options.remote()
+        return self.actors[node_id]

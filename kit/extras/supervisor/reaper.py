@@ -1,12 +1,18 @@
-"""A small process that outlives the driver: where that ends without a word, it says who died, and clears up.
+"""Watchdog process: if the driver dies without cleaning up, report which process died and clean up.
 
-    python -P kit/extras/supervisor/reaper.py FD PID CHECKPOINTS
-                       a pidfd of the driver, its pid, and where its run saves
+It kills the run's other processes and removes their temporary files. A driver may be killed by a
+user, or by the kernel when memory is low.
 
-process_monitor.py starts it first, and tells it in lines of JSON: {"folder": ...}, which is TMPDIR to processes of the
-run and of no other; {"name": ..., "pid": ...} of what takes the driver along when it dies, as Ray's raylet does; and
-`end`, when the run has cleared up after itself. A driver may also be killed, by whoever can, or by the kernel for
-memory.
+    python -P kit/extras/supervisor/reaper.py DRIVER_FD DRIVER_PID CHECKPOINTS
+
+DRIVER_FD: a pidfd of the driver. CHECKPOINTS: the run's folder of checkpoints.
+
+process_monitor.py starts it and writes lines of JSON to its stdin:
+
+- {"folder": PATH}: a TMPDIR that only processes of this run use.
+- {"name": NAME, "pid": PID}: a process that takes the driver with it when it dies, as Ray's raylet.
+
+The last message is the text `end`: the run has cleaned up itself.
 """
 
 from __future__ import annotations
@@ -18,88 +24,122 @@ import select
 import shutil
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from kit.extras.supervisor import process_monitor
+from kit.extras.supervisor.process_monitor import remove_leftovers
+from kit.runs.processes import kill_processes
 
-PATIENCE_S = 10.0  # for what is killed to be gone
+STDIN = 0
+KILL_TIMEOUT_S = 10.0
+PF_EXITING = 4  # a flag in /proc/PID/stat
 
 
-def keep(driver: int, pid: int, checkpoints: Path) -> None:
-    """Wait for the end of the driver, a pidfd."""
-    began, text = time.time(), b""
-    folders, died = list[str](), list[str]()  # in this order
-    names = {driver: f"the driver (pid {pid})"}
-    look = select.poll()
-    for fd in (0, driver):
-        look.register(fd, select.POLLIN)
-    while names[driver] not in died:
-        ready = {fd for fd, _ in look.poll()}
-        if 0 in ready and not (new := os.read(0, 65536)):
-            look.unregister(0)
-        elif 0 in ready:
-            *lines, text = (text + new).split(b"\n")
-            if text == b"end":
-                return
-            for line in map(json.loads, lines):
-                if "folder" in line:
-                    folders.append(line["folder"])
-                    continue
-                name = f"{line['name']} (pid {line['pid']})"
-                try:
-                    fd = os.pidfd_open(line["pid"])
-                except ProcessLookupError:  # already
-                    died.append(name)
-                else:
-                    names[fd] = name
-                    look.register(fd, select.POLLIN)
-        for fd in ready - {0}:
-            look.unregister(fd)
-            died.append(
-                names[driver if is_exiting(pid) else fd]
-            )  # the kernel ends Ray's while the driver exits
-    clear(folders, began)
-    saved, pointer = "nothing was saved", checkpoints / "latest_checkpointed_iteration.txt"
-    if pointer.is_file():
-        step = pointer.read_text().strip()
-        saved = f"the last checkpoint is {checkpoints}/global_step_{step}, from which the same command goes on"
-    print(f"error: {died[0]} died, and the run with it; {saved}", file=sys.stderr)
+class Reaper:
+    """Waits until the driver ends, and knows which of the run's processes died first."""
+
+    def __init__(self, driver_fd: int, driver_pid: int):
+        self.started_at = time.time()
+        self.driver_fd = driver_fd
+        self.driver_pid = driver_pid
+        self.names = {driver_fd: f"the driver (pid {driver_pid})"}  # by pidfd
+        self.dead: list[str] = []  # names, the first to die first
+        self.folders: list[str] = []
+        self.unparsed = b""  # bytes of stdin after the last line end
+        self.poll = select.poll()
+        self.poll.register(STDIN, select.POLLIN)
+        self.poll.register(driver_fd, select.POLLIN)
+
+    def wait_for_driver(self) -> bool:
+        """Wait until the driver has ended. Return whether it died without cleaning up."""
+        while self.names[self.driver_fd] not in self.dead:
+            ready = {fd for fd, _ in self.poll.poll()}
+            if STDIN in ready and self._read_messages():
+                return False
+            for fd in ready - {STDIN}:
+                self.poll.unregister(fd)
+                # While the driver exits, the kernel ends Ray's processes: the driver died first.
+                cause = self.driver_fd if is_exiting(self.driver_pid) else fd
+                self.dead.append(self.names[cause])
+        return True
+
+    def _read_messages(self) -> bool:
+        """Read the next messages of the driver. Return whether one is the `end`."""
+        data = os.read(STDIN, 65536)
+        if not data:  # the driver has closed the pipe
+            self.poll.unregister(STDIN)
+            return False
+        *lines, self.unparsed = (self.unparsed + data).split(b"\n")
+        if self.unparsed == b"end":
+            return True
+        for line in lines:
+            self._handle_message(json.loads(line))
+        return False
+
+    def _handle_message(self, message: dict[str, Any]) -> None:
+        if "folder" in message:
+            self.folders.append(message["folder"])
+            return
+        name = f"{message['name']} (pid {message['pid']})"
+        try:
+            fd = os.pidfd_open(message["pid"])
+        except ProcessLookupError:  # it is already dead
+            self.dead.append(name)
+        else:
+            self.names[fd] = name
+            self.poll.register(fd, select.POLLIN)
+
+    def clean_up(self) -> None:
+        """Kill the run's remaining processes, and remove the files that they left."""
+        while processes := self.list_processes():
+            kill_processes(processes, (), KILL_TIMEOUT_S)
+        for folder in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        remove_leftovers(self.started_at)
+
+    def list_processes(self) -> dict[int, psutil.Process]:
+        """Return by pid the other processes whose TMPDIR is one of the run's folders."""
+        processes = {}
+        for process in psutil.process_iter():
+            if process.pid == os.getpid():  # it has inherited the driver's TMPDIR
+                continue
+            with contextlib.suppress(psutil.Error):
+                is_of_run = process.environ().get("TMPDIR") in self.folders
+                if is_of_run and process.status() != psutil.STATUS_ZOMBIE:
+                    processes[process.pid] = process
+        return processes
 
 
 def is_exiting(pid: int) -> bool:
-    """Whether a process is gone, or on its way (PF_EXITING)."""
+    """Return whether a process is exiting (PF_EXITING) or gone."""
     with contextlib.suppress(OSError):
-        return bool(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]) & 4)
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return bool(int(fields[6]) & PF_EXITING)
     return True
 
 
-def clear(folders: Sequence[str], began: float) -> None:
-    """End what is left of the run, and remove what it leaves."""
-    while found := of_run(folders):
-        process_monitor.kill(found, (), PATIENCE_S)
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-    process_monitor.sweep(began)
+def describe_checkpoint(checkpoints: Path) -> str:
+    """Return which checkpoint is the last one, and how to resume from it."""
+    pointer = checkpoints / "latest_checkpointed_iteration.txt"
+    if not pointer.is_file():
+        return "No checkpoint was saved"
+    path = checkpoints / f"global_step_{pointer.read_text().strip()}"
+    return f"Last checkpoint: {path}. Rerun the same command to resume from it"
 
 
-def of_run(folders: Sequence[str]) -> dict[int, psutil.Process]:
-    """The processes with one of the folders for their TMPDIR, by pid."""
-    found = {}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if (
-                process.environ().get("TMPDIR") in folders
-                and process.status() != psutil.STATUS_ZOMBIE
-            ):
-                found[process.pid] = process
-    return found
+def main() -> None:
+    """Wait for the end of the driver. If it has not cleaned up, report that and clean up."""
+    reaper = Reaper(driver_fd=int(sys.argv[1]), driver_pid=int(sys.argv[2]))
+    if reaper.wait_for_driver():
+        reaper.clean_up()
+        checkpoint = describe_checkpoint(Path(sys.argv[3]))
+        print(f"error: {reaper.dead[0]} died, so the run ended. {checkpoint}", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    keep(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main()

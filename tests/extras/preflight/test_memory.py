@@ -16,7 +16,7 @@ from transformers import (
 from kit.config.load import load_config
 from kit.extras.preflight import memory, node
 from kit.extras.preflight.memory import GIB
-from kit.runs import preparation
+from kit.runs import prepare
 
 TINY = {"vocab_size": 40, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
 QWEN = {  # Qwen2.5, as their config.json has them: parameters as published, sizes
@@ -41,7 +41,7 @@ def qwen(name: str) -> Qwen2Config:
 def planned(model: str, *changes: str):
     """configs/math.yaml for one GPU and a model of Qwen2.5's, as a run would have it."""
     config, _ = load_config(["math"], ["trainer.n_gpus_per_node=1", *changes])
-    preparation.fill_in(config, qwen(model))
+    prepare.set_sizes(config, qwen(model))
     return config
 
 

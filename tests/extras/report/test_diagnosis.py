@@ -1,99 +1,240 @@
-"""Findings and numbers of the report that need no run: cut answers, pauses, advantages of several turns."""
+"""Each rule of the report finds its problem in metrics and episodes, and none in a good run."""
 
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
 from conftest import row
 
-import gym_client
-from kit.data.episodes import Episode, append, as_record, open_records, write
-from kit.extras.report import diagnosis, report_page
-from kit.extras.report.run_data import Folder
+from kit.data.episode import Episode
+from kit.data.rollout_files import open_records, to_record, write_record
+from kit.extras.report import diagnosis
+from kit.extras.report.run_data import RunData
+
+STEPS = 24
 
 
-def folder_of(path, columns, episodes=()) -> Folder:
-    """A run's folder with metrics, {name: values by step from 1}, and the episodes of its last step."""
+def write_run(path, recipe, columns, episodes=()) -> RunData:
+    """Write a run directory with metrics {name: values by step, from 1}.
+
+    `episodes` are those of the last step and of the evaluation after it.
+    """
     count = len(next(iter(columns.values())))
-    lines = [
-        {"step": i + 1} | {name: values[i] for name, values in columns.items()}
-        for i in range(count)
-    ]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (path / "config.yaml").write_text(json.dumps({"data": {"max_response_length": 100}}))
+    lines = []
+    for i in range(count):
+        metrics = {name: values[i] for name, values in columns.items()}
+        lines.append(json.dumps({"step": i + 1} | metrics))
+    (path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (path / "config.yaml").write_text(json.dumps(recipe))
     (path / "rollouts").mkdir()
-    with open_records(path / "rollouts" / f"step_{count}.jsonl", "w") as out:
-        for i, e in enumerate(episodes):
-            write(out, as_record(e, 0, i))
-    return Folder(path)
+    for name in (f"step_{count}", f"val_{count}"):
+        with open_records(path / "rollouts" / f"{name}.jsonl", "w") as out:
+            for i, episode in enumerate(episodes):
+                write_record(out, to_record(episode, 0, i))
+    return RunData(path)
 
 
-def ended(reason, rewards, status="ok"):
+def make_episodes(ended, rewards, status="ok"):
     return [
-        Episode("x:1", "1/0", "s", [5], row=row(), reward=r, ended=reason, status=status)
-        for r in rewards
+        Episode(
+            row_id="x:1",
+            group_id="1/0",
+            server="s",
+            prompt_ids=[5],
+            row=row(),
+            reward=reward,
+            ended=ended,
+            status=status,
+        )
+        for reward in rewards
     ]
 
 
 @pytest.mark.parametrize(
-    ("cut", "whole", "frac", "found"),
+    ("truncated", "complete", "frac", "is_problem"),
     [
         ([0.0, 0.1], [0.9, 1.0], 0.5, True),
-        ([0.9, 1.0], [0.0, 0.1], 0.5, False),  # cut ones earn more
-        ([0.4, 0.6], [0.5, 0.5], 0.5, False),  # as much
-        ([0.0, 0.1], [0.9, 1.0], 0.25, False),  # few are cut
-        ([0.9, 1.0], [0.0, 0.1], 0.9, True),  # so many that it matters in any case
+        ([0.9, 1.0], [0.0, 0.1], 0.5, False),  # truncated ones earn more
+        ([0.4, 0.6], [0.5, 0.5], 0.5, False),  # both earn the same
+        ([0.0, 0.1], [0.9, 1.0], 0.25, False),  # few are truncated
+        ([0.9, 1.0], [0.0, 0.1], 0.9, True),  # so many that it is a problem in any case
     ],
 )
-def test_cut_answers_are_a_finding_if_they_earn_less_than_whole_ones(
-    tmp_path, cut, whole, frac, found
+def test_truncated_responses_are_a_problem_if_they_earn_less_than_complete_ones(
+    tmp_path, truncated, complete, frac, is_problem
 ):
-    episodes = [*ended("length", cut), *ended("stop", whole), *ended("stop", [None], "timeout")]
-    run = folder_of(
-        tmp_path, {"rollout/ended/length_frac": [frac] * 6, "rollout/episodes": [5.0] * 6}, episodes
-    )
-    told = list(diagnosis.cut_answers(run))
-    assert len(told) == found
-    if found:
-        worth = f"They earn {np.mean(cut):.3g}, whole ones {np.mean(whole):.3g}."
-        assert (
-            told[0].what
-            == f"{frac:.0%} of the answers are cut at data.max_response_length=100. {worth}"
+    episodes = [
+        *make_episodes("length", truncated),
+        *make_episodes("stop", complete),
+        *make_episodes("stop", [None], "timeout"),
+    ]
+    columns = {"rollout/ended/length_frac": [frac] * 6, "rollout/episodes": [5.0] * 6}
+    run = write_run(tmp_path, {"data": {"max_response_length": 100}}, columns, episodes)
+    findings = list(diagnosis.find_truncated_responses(run))
+    assert len(findings) == is_problem
+    if is_problem:
+        assert findings[0].problem == (
+            f"{frac:.0%} of the responses are truncated at data.max_response_length=100. They earn "
+            f"{np.mean(truncated):.3g} on average, complete ones {np.mean(complete):.3g}."
         )
 
 
-def test_the_pause_before_a_resume_is_not_counted_as_time(tmp_path):
+# --- the summary ---------------------------------------------------------------------------------
+
+
+def test_the_summary_does_not_count_the_pause_before_a_resume(tmp_path):
     """Six steps of 60 s, and two days between the third and the fourth."""
-    times = [0.0, 60.0, 120.0, 172920.0, 172980.0, 173040.0]
-    run = folder_of(
-        tmp_path, {"time": times, "rollout/episodes": [8.0] * 6, "rollout/reward/mean": [0.5] * 6}
-    )
-    assert diagnosis.headline(run) == "6 steps to 6, 4.0 min; reward 0.5 -> 0.5"
+    columns = {
+        "time": [0.0, 60.0, 120.0, 172920.0, 172980.0, 173040.0],
+        "rollout/episodes": [8.0] * 6,
+        "rollout/reward/mean": [0.5] * 6,
+    }
+    run = write_run(tmp_path, {"trainer": {"total_training_steps": 20}}, columns)
+    expected = "6/20 steps, 4.0 min training; reward 0.5 -> 0.5 (mean of the last 2)"
+    assert diagnosis.summarize(run) == expected
 
 
-def test_a_headline_names_each_score_once(tmp_path):
+def test_the_summary_has_each_score_once(tmp_path):
     columns = {
         "time": [0.0, 60.0],
         "rollout/episodes": [8.0] * 2,
         "val-core/s/acc/mean@1": [0.5, 1.0],
+        "val-aux/s/acc/mean@1_failed_as_0": [0.25, 0.5],
     }
-    run = folder_of(tmp_path, {**columns, "val-aux/s/acc/mean@1_failed_as_0": [0.25, 0.5]})
-    assert diagnosis.headline(run) == "2 steps to 2, 1.0 min; held-out s/acc/mean@1 0.5 -> 1"
+    run = write_run(tmp_path, {}, columns)
+    expected = "2 steps, 1.0 min training; held-out s/acc/mean@1 0.5 -> 1"
+    assert diagnosis.summarize(run) == expected
 
 
-def test_each_turn_is_shown_with_the_advantages_of_its_tokens():
-    e = Episode("x:1", "1/0", "s", [5], row=row(), reward=1.0, ended="stop")
-    e.output.append(gym_client.message("one"))
-    append(e, [6, 7], [-1.0, -2.0])
-    e.output.append(gym_client.function_call_output("c", "seen"))
-    append(e, [8, 8, 8])
-    e.output.append(gym_client.message("two"))
-    append(e, [9], [-3.0])
-    record = as_record(e, 0, 0)
-    shown = report_page.detail(record, np.array([0.25, 0.5, -0.75]), tokens=True)["items"]
-    told = [(item["ids"], item["advantages"]) for item in shown if "ids" in item]
-    assert told == [([6, 7], [0.25, 0.5]), ([9], [-0.75])]
-    shown = report_page.detail(record, np.array([0.5]), tokens=True)["items"]
-    assert [item["advantages"] for item in shown if "ids" in item] == [[0.5], [0.5]]  # one for all
+def test_the_summary_counts_the_recorded_steps_if_some_are_missing(tmp_path):
+    columns = {"time": [0.0, 60.0, 120.0], "rollout/episodes": [None, 8.0, 8.0]}
+    run = write_run(tmp_path, {"trainer": {"total_training_steps": 3}}, columns)
+    assert diagnosis.summarize(run).startswith("3/3 steps (2 recorded), ")
+
+
+# --- the rules, by metrics -----------------------------------------------------------------------
+
+
+def geometric(first: float, last: float) -> list[float]:
+    return np.geomspace(first, last, STEPS).tolist()
+
+
+NOISE = [0.02 * (-1) ** i for i in range(STEPS)]
+FLAT_REWARD = {"rollout/reward/mean": [0.3 + noise for noise in NOISE]}
+FALLING_REWARD = {"rollout/reward/mean": geometric(0.8, 0.3)}
+GOOD_RUN = {
+    "rollout/reward/mean": [0.3 + 0.02 * i + NOISE[i] for i in range(STEPS)],
+    "actor/entropy": geometric(1.0, 0.1),
+    "rollout/zero_variance_groups": [1.0] * STEPS,
+    "actor/loss": [0.1] * STEPS,
+    "rollout/failed_frac": [0.0] * STEPS,
+    "rollout/episodes": [64.0] * STEPS,
+}
+NO_PROBLEM = {
+    "good": {},
+    "solved, and more certain with each step": {
+        "rollout/reward/mean": [0.95 + noise for noise in NOISE]
+    },
+    "metrics without a value": {
+        "val/loss": [None] * STEPS,
+        "val-core/s/acc/mean@1": [None] * STEPS,
+    },
+    "small KL": {"actor/kl_loss": geometric(0.001, 0.2)},
+    "small difference of probabilities": {"training/rollout_probs_diff_mean": [0.01] * STEPS},
+    "an engine that logs no loss": {"actor/loss": [None] * STEPS},
+}
+NO_PROBLEM_WITH_RECIPE = {
+    "rows that get harder": (FALLING_REWARD, {"env": {"sampler": "x.py:f"}}),
+    "an advantage that does not compare a group": (
+        {"rollout/zero_variance_groups": [8.0] * STEPS},
+        {"algorithm": {"adv_estimator": "gae"}},
+    ),
+}
+PROBLEMS = {
+    "falling reward": (
+        {**FALLING_REWARD, "actor/entropy": [0.5] * STEPS},
+        "The reward falls: 0.69",
+    ),
+    "sudden collapse, although the reward rises": (
+        {"actor/entropy": [3.0, 3.0, 0.5, 0.1] + [0.05] * 20},
+        "Policy collapse: entropy 3",
+    ),
+    "zero variance": (
+        {"rollout/zero_variance_groups": [8.0] * STEPS},
+        "100% of the groups all responses earn the same reward",
+    ),
+    "far from the reference": (
+        {"actor/kl_loss": geometric(0.01, 3.0)},
+        r"The KL divergence from the reference is too large: 0.\d+ -> [12].\d+ nats",
+    ),
+    "far from the sampling policy": (
+        {"actor/ppo_kl": [0.2] * STEPS},
+        "The KL divergence from the sampling policy is too large",
+    ),
+    "rollout engine": (
+        {"training/rollout_probs_diff_mean": [0.2] * STEPS},
+        "Rollout engine and trainer disagree by 0.2",
+    ),
+    "flat reward": (
+        {**FLAT_REWARD, "actor/entropy": [1.0] * STEPS},
+        "The reward is flat: 0.3 at first",
+    ),
+    "rising entropy": (
+        {**FLAT_REWARD, "actor/entropy": geometric(0.2, 4.0)},
+        "Policy collapse: entropy 0.2",
+    ),
+    "low entropy": (
+        {
+            "rollout/reward/mean": [0.1 + 0.01 * i for i in range(STEPS)],
+            "actor/entropy": geometric(1.0, 0.001),
+        },
+        "hardly vary",
+    ),
+    "non-finite numbers": (
+        {"training/skipped_nonfinite_steps": [0.0] * 23 + [1.0]},
+        r"1 steps? had non-finite numbers.*step 24",
+    ),
+    "skipped steps": (
+        {"actor/loss": [0.1] * 20 + [None] * 4},
+        "4 of 24 steps were skipped, steps 21 to 24",
+    ),
+    "held-out reward": (
+        {"val-core/s/reward/mean@1": geometric(0.9, 0.2)},
+        "Held-out reward fell from 0.9",
+    ),
+}
+
+
+def find_problems(path, changes, recipe=None) -> list[str]:
+    """The problems of a good run with other metrics or another recipe."""
+    defaults = {"actor_rollout_ref": {"rollout": {"n": 8}, "actor": {"optim": {"lr": 1e-3}}}}
+    columns = {"time": list(range(STEPS))} | GOOD_RUN | changes
+    episodes = []
+    for i in range(64):
+        row_id = f"rows.jsonl:{i}"
+        episode = Episode(row_id, f"1/{i}", "s", [5], row=row("say 7"), reward=i % 2, ended="stop")
+        episodes.append(episode)
+    run = write_run(path, defaults | (recipe or {}), columns, episodes)
+    return [finding.problem for finding in diagnosis.find_problems(run)]
+
+
+@pytest.mark.parametrize("changes", NO_PROBLEM.values(), ids=NO_PROBLEM)
+def test_a_good_run_has_no_problem(tmp_path, changes):
+    """A rule that reports a good run is not read the next time."""
+    assert find_problems(tmp_path, changes) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "recipe"), NO_PROBLEM_WITH_RECIPE.values(), ids=NO_PROBLEM_WITH_RECIPE
+)
+def test_the_recipe_explains_numbers_that_would_be_a_problem(tmp_path, changes, recipe):
+    assert find_problems(tmp_path, changes, recipe) == []
+
+
+@pytest.mark.parametrize(("changes", "expected"), PROBLEMS.values(), ids=PROBLEMS)
+def test_the_first_finding_is_the_problem(tmp_path, changes, expected):
+    problems = find_problems(tmp_path, changes)
+    assert problems and re.search(expected, problems[0]), problems

@@ -1,4 +1,4 @@
-"""kit/runs/private.py and kit/rollout/stores.py: other users of the machine stay out of a run's Ray and torch."""
+"""Other users and runs on a machine cannot use a run's temporary folder, Ray, or torch store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from conftest import GIVEN, ROOT
 
 from kit.errors import RunError
 from kit.rollout import stores
-from kit.runs import private
+from kit.runs import isolation
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root: it acts as another user")
@@ -43,7 +43,7 @@ def run_as_nobody(*command: str | Path) -> str:
 
 @needs_root
 def test_another_user_cannot_use_the_folder_of_ray(short: Path) -> None:
-    ray_folder = Path(private.make_ray_folder(str(short / "mine")))
+    ray_folder = Path(isolation.make_ray_folder(str(short / "mine")))
     open_folder = short / "open"
     for folder in (ray_folder, open_folder):
         folder.mkdir()
@@ -51,62 +51,80 @@ def test_another_user_cannot_use_the_folder_of_ray(short: Path) -> None:
     assert run_as_nobody("ls", open_folder) == run_as_nobody("touch", open_folder / "x") == ""
     assert "Permission denied" in run_as_nobody("ls", ray_folder)
     assert "Permission denied" in run_as_nobody("touch", ray_folder / "x")
-    assert private.make_ray_folder(str(short / "mine")) == str(ray_folder)
+    assert isolation.make_ray_folder(str(short / "mine")) == str(ray_folder)
 
 
-def test_the_default_folder_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Path] = []
-    monkeypatch.setattr(private, "_make_private", made.append)
-    assert private.make_ray_folder(None) == f"/tmp/kit-{os.getuid()}/ray"
-    assert made == [Path(f"/tmp/kit-{os.getuid()}")]
+def test_the_default_folder_of_ray_belongs_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[Path] = []
+    monkeypatch.setattr(isolation, "_make_private", folders.append)
+    assert isolation.make_ray_folder(None) == f"/tmp/kit-{os.getuid()}/ray"
+    assert folders == [Path(f"/tmp/kit-{os.getuid()}")]
+
+
+@pytest.mark.parametrize("previous", [None, "/tmp"])
+def test_a_run_has_a_temporary_folder_that_is_deleted_after_it(
+    previous: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TMPDIR", raising=False)
+    if previous:
+        monkeypatch.setenv("TMPDIR", previous)
+    with pytest.raises(ValueError), isolation.use_own_tmpdir() as folder:
+        assert os.environ["TMPDIR"] == folder and os.stat(folder).st_mode & 0o777 == 0o700
+        (Path(folder) / "lock").touch()
+        raise ValueError
+    assert os.environ.get("TMPDIR") == previous and not Path(folder).exists()
 
 
 @needs_root
 def test_a_folder_of_another_user_is_refused(short: Path) -> None:
-    folder = short / "theirs"
+    folder = short / "other"
     folder.mkdir(mode=0o700)
     os.chown(folder, NOBODY, NOBODY)
     with pytest.raises(
-        RunError, match=rf"{folder} belongs to user {NOBODY}, not to you \(0\), .*; set ray_kwargs"
+        RunError, match=rf"{folder} belongs to user {NOBODY}, not to you \(0\), .*\. Set ray_kwargs"
     ):
-        private.make_ray_folder(str(folder))
+        isolation.make_ray_folder(str(folder))
 
 
 def test_a_folder_that_others_may_enter_or_replace_is_refused(short: Path) -> None:
-    private.make_ray_folder(str(short / "mine"))
+    isolation.make_ray_folder(str(short / "mine"))
     (short / "link").symlink_to(short / "mine")
     (short / "file").touch()
     for name in ("link", "file"):
         with pytest.raises(RunError, match=f"{name} is a symbolic link or a file, so other users"):
-            private.make_ray_folder(str(short / name))
+            isolation.make_ray_folder(str(short / name))
     (short / "mine").chmod(0o711)
     with pytest.raises(
-        RunError, match=r"mine is open to other users \(mode 0711\), .*; run `chmod 700 /tmp/"
+        RunError, match=r"mine is open to other users \(mode 0711\), .*\. Run `chmod 700 /tmp/"
     ):
-        private.make_ray_folder(str(short / "mine"))
+        isolation.make_ray_folder(str(short / "mine"))
     (short / "mine").chmod(0o700)
     short.chmod(0o777)
     with pytest.raises(
         RunError, match=rf"mine can be replaced by other users, who can write to {short}"
     ):
-        private.make_ray_folder(str(short / "mine"))
+        isolation.make_ray_folder(str(short / "mine"))
     short.chmod(0o1777)
-    private.make_ray_folder(str(short / "mine"))
+    isolation.make_ray_folder(str(short / "mine"))
 
 
 def test_a_long_path_is_refused_before_a_socket_is_made(
     short: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    longest = str(short / ("x" * 40))[: private.SOCKET_PATH_LIMIT - len(private.RAY_SOCKET)]
-    assert private.make_ray_folder(longest) == longest + "/ray"
-    with pytest.raises(RunError, match=r"_temp_dir=\S+x has 40 bytes, over 39: .*; set ray_kwargs"):
-        private.make_ray_folder(longest + "x")
-    longest = str(short / ("x" * 40))[: private.SOCKET_PATH_LIMIT - len(private.RUN_SOCKET)]
+    longest = str(short / ("x" * 40))[: isolation.SOCKET_PATH_LIMIT - len(isolation.RAY_SOCKET)]
+    assert isolation.make_ray_folder(longest) == longest + "/ray"
+    with pytest.raises(
+        RunError, match=r"_temp_dir=\S+x has 40 bytes, over 39\. .*\. Set ray_kwargs"
+    ):
+        isolation.make_ray_folder(longest + "x")
+    longest = str(short / ("x" * 40))[: isolation.SOCKET_PATH_LIMIT - len(isolation.RUN_SOCKET)]
     monkeypatch.setattr(tempfile, "tempdir", longest)
-    private.check_temporary_folder()
+    isolation.check_tmpdir_length()
     monkeypatch.setattr(tempfile, "tempdir", longest + "x")
-    with pytest.raises(RunError, match=r"TMPDIR=\S+x has \d+ bytes, over \d+: .*; set TMPDIR to a"):
-        private.check_temporary_folder()
+    with pytest.raises(
+        RunError, match=r"TMPDIR=\S+x has \d+ bytes, over \d+\. .*\. Set TMPDIR to a"
+    ):
+        isolation.check_tmpdir_length()
 
 
 # --- a Ray as a run starts it --------------------------------------------------------------------
@@ -118,15 +136,14 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from conftest import load
 import ray
-from kit import start
+from kit.runs import launch
 from kit.runs.run_dir import Run
 
-start._import_all = lambda engine: None  # verl and vLLM, which Ray does not need
+launch.import_engine = lambda launch: None  # verl and vLLM, which Ray does not need
 preload = "ray_kwargs.ray_init.runtime_env.env_vars.PRELOAD_MODULES='json ray'"
-config, data = load(Path(sys.argv[1]), preload, f"ray_kwargs.ray_init._temp_dir={sys.argv[3]}")
-home = os.environ["HOME"]
+config, inputs = load(Path(sys.argv[1]), preload, f"ray_kwargs.ray_init._temp_dir={sys.argv[3]}")
 with Run(config, "sft") as run, contextlib.ExitStack() as exits:
-    start.start_outside(run, exits, None)
+    launch.start_servers_and_ray(launch.Launch(run, inputs, exits, policy=None))
 
     @ray.remote(num_cpus=1)
     def work():
@@ -135,8 +152,8 @@ with Run(config, "sft") as run, contextlib.ExitStack() as exits:
     script, temporary = ray.get(work.remote())
     address = ray.get_runtime_context().gcs_address
     logs = os.path.realpath(run.folder / "logs" / "ray")
-    told = dict(script=script, temporary=temporary, address=address, logs=logs)
-    print(json.dumps(told | {"token": os.environ["RAY_AUTH_TOKEN"]}), flush=True)
+    report = dict(script=script, temporary=temporary, address=address, logs=logs)
+    print(json.dumps(report | {"token": os.environ["RAY_AUTH_TOKEN"]}), flush=True)
     sys.stdin.readline()
 print("RAY_AUTH_TOKEN" in os.environ, "RAY_AUTH_MODE" in os.environ)
 """
@@ -149,51 +166,49 @@ print("joined", ray.get(ray.remote(num_cpus=0)(lambda: 7).remote()))
 
 def join(address: str, home: Path, **variables: str) -> str:
     """Return the output of another driver that tries to run a task on that Ray."""
-    kept = {name: value for name, value in GIVEN.items() if not name.startswith("RAY_")}
-    kept |= {"HOME": str(home), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", **variables}
-    done = subprocess.run(
+    environment = {name: value for name, value in GIVEN.items() if not name.startswith("RAY_")}
+    environment |= {"HOME": str(home), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", **variables}
+    driver = subprocess.run(
         [sys.executable, "-c", DRIVER, address],
-        env=kept,
+        env=environment,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    return done.stdout + done.stderr
+    return driver.stdout + driver.stderr
 
 
-def files_with(text: str, *folders: Path) -> list[Path]:
-    found = (path for folder in folders for path in folder.rglob("*") if path.is_file())
-    return [path for path in found if text.encode() in path.read_bytes()]
+def list_files_with(text: str, *folders: Path) -> list[Path]:
+    """Return the files below the folders that contain a text."""
+    paths = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    return [path for path in paths if text.encode() in path.read_bytes()]
 
 
 @pytest.mark.timeout(600)
-def test_only_who_has_the_token_uses_the_ray_of_a_run(
+def test_only_a_driver_with_the_token_can_use_the_ray_of_a_run(
     workspace: Path, tmp_path: Path, short: Path
 ) -> None:
-    """Also where TMPDIR and the folder of Ray have names that a shell would take apart."""
+    """Also if TMPDIR and the folder of Ray have names that a shell would split."""
     odd, home = short / "a $(touch x)", tmp_path / "home"
     odd.mkdir()
     home.mkdir()
-    own = {"HOME": str(home), "TMPDIR": str(odd), "PYTHONPATH": str(ROOT)}
-    own = {name: value for name, value in GIVEN.items() if not name.startswith("RAY_")} | own
+    environment = {name: value for name, value in GIVEN.items() if not name.startswith("RAY_")}
+    environment |= {"HOME": str(home), "TMPDIR": str(odd), "PYTHONPATH": str(ROOT)}
     arguments = [str(workspace), str(ROOT / "tests"), str(short / "r y")]
     driver = subprocess.Popen(
         [sys.executable, "-c", RUN, *arguments],
-        cwd=tmp_path, env=own, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        cwd=tmp_path, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     assert driver.stdin and driver.stdout
     try:
         line = next(line for line in driver.stdout if line.startswith("{"))
-        told = json.loads(line)
-        address, token = told["address"], told["token"]
-        assert told["script"].endswith("default_worker.py") and told["temporary"].startswith(
-            str(odd)
-        )
-        assert Path(told["logs"]).is_relative_to(short / "r y" / "ray") and list(
-            Path(told["logs"]).iterdir()
-        )
+        report = json.loads(line)
+        address, token, logs = report["address"], report["token"], Path(report["logs"])
+        assert report["script"].endswith("default_worker.py")
+        assert report["temporary"].startswith(str(odd))
+        assert logs.is_relative_to(short / "r y" / "ray") and list(logs.iterdir())
         if os.getuid() == 0:
-            assert "Permission denied" in run_as_nobody("ls", told["logs"])
+            assert "Permission denied" in run_as_nobody("ls", logs)
         strangers = [
             {"RAY_AUTH_TOKEN": "0" * 64, "RAY_AUTH_MODE": "token"},
             {"RAY_AUTH_MODE": "disabled"},
@@ -204,19 +219,17 @@ def test_only_who_has_the_token_uses_the_ray_of_a_run(
             refused = [pool.submit(join, address, home, **variables) for variables in strangers]
         assert "joined 7" in allowed.result()
         for variables, output in zip(strangers, refused, strict=True):
-            assert "joined" not in output.result() and "AuthenticationError" in output.result(), (
-                variables
-            )
-        assert (
-            not files_with(token, tmp_path, short) and not (home / ".ray" / "auth_token").exists()
-        )
+            assert "joined" not in output.result(), variables
+            assert "AuthenticationError" in output.result(), variables
+        assert not list_files_with(token, tmp_path, short)
+        assert not (home / ".ray" / "auth_token").exists()
         for process in psutil.Process(driver.pid).children(recursive=True):
             assert token not in " ".join(process.cmdline())
     finally:
         rest = driver.communicate("end\n", timeout=60)[0]
     assert driver.returncode == 0 and rest.split() == ["False", "False"]
     assert not list(tmp_path.rglob("x")) and not list(short.rglob("x"))
-    assert list(Path(told["logs"]).iterdir())  # they outlast the run
+    assert list(logs.iterdir())  # they stay after the run
 
 
 # --- torch's stores ------------------------------------------------------------------------------
@@ -230,7 +243,7 @@ def listens_at(port: int) -> list[str]:
     ]
 
 
-def test_the_store_of_weights_over_gloo_listens_on_one_address(
+def test_the_store_for_weights_over_gloo_listens_on_one_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import ray
@@ -243,19 +256,20 @@ def test_the_store_of_weights_over_gloo_listens_on_one_address(
     assert (address, listens_at(port)) == ("127.0.0.1", ["127.0.0.1"])
 
 
-def test_the_rendezvous_of_torch_on_one_machine_listens_on_the_loopback() -> None:
+def test_the_rendezvous_of_torch_on_one_machine_listens_on_loopback() -> None:
     from torch.distributed import rendezvous
 
-    importlib.import_module("kit.rollout.weight_sync")  # as verl does in every worker
-    made = []
+    importlib.import_module("kit.rollout.verl_patches")  # as verl does in every worker
+    torch_stores = []
     for _ in range(2):  # a second group of the same process shares the store
         with stores.socket.create_server(("127.0.0.1", 0)) as free:
-            port = made[0].port if made else free.getsockname()[1]
+            port = torch_stores[0].port if torch_stores else free.getsockname()[1]
         url = f"tcp://127.0.0.1:{port}?rank=0&world_size=1"
         store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=20)))
-        made.append(store)
-    made[0].set("key", "value")
-    assert (listens_at(made[0].port), made[1].get("key")) == (["127.0.0.1"], b"value")
+        torch_stores.append(store)
+    torch_stores[0].set("key", "value")
+    assert listens_at(torch_stores[0].port) == ["127.0.0.1"]
+    assert torch_stores[1].get("key") == b"value"
 
 
 @pytest.mark.parametrize(
@@ -268,5 +282,5 @@ def test_the_rendezvous_of_torch_on_one_machine_listens_on_the_loopback() -> Non
         ("node-7", False),
     ],
 )
-def test_a_cluster_is_not_kept_on_the_loopback(host: str, expected: bool) -> None:
+def test_only_addresses_of_this_machine_are_loopback(host: str, expected: bool) -> None:
     assert stores.is_loopback(host) == expected

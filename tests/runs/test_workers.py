@@ -1,26 +1,31 @@
-"""The processes that training.py asks verl for: pools, roles and their settings, by recorders in the place of Ray."""
+"""The worker processes of a recipe: pools, roles and their settings. Recorders stand in for Ray."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import load
 from omegaconf import DictConfig
-from test_updates import changed
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.utils.losses import value_loss
+from worker_doubles import changed
 
-import training
+from kit.runs import workers as worker_module
+from kit.runs.workers import make_value_model_config, optional_roles, start_roles, start_workers
+from training import Workers
 
 TEACHER = "distillation.teacher_models.teacher_model.model_path"
+KL = "algorithm.use_kl_in_reward=true"
+GAE = "algorithm.adv_estimator=gae"
 
 
-class Child:
+class RoleGroup:
     """A group of worker processes with one role."""
 
     def __init__(self, part: Any):
-        self.part, self.calls = part, []
+        self.part = part
+        self.calls: list[str] = []
 
     def reset(self):
         self.calls.append("reset")
@@ -33,39 +38,39 @@ class Child:
         self.loss = loss
 
 
-class Group(Child):
-    """Stands in for RayWorkerGroup. It is kept with its arguments."""
+class ProcessGroup(RoleGroup):
+    """Stands in for RayWorkerGroup. Each one is recorded with its arguments."""
 
-    made: list[Group]
+    started: list[ProcessGroup]
 
     def __init__(self, **arguments):
         super().__init__(arguments["ray_cls_with_init"])
         self.arguments = arguments
-        Group.made.append(self)
+        ProcessGroup.started.append(self)
 
     def spawn(self, parts):
         assert self.part == {"colocated": parts}
-        self.children = {name: Child(part) for name, part in parts.items()}
+        self.children = {name: RoleGroup(part) for name, part in parts.items()}
         return self.children
 
 
 @pytest.fixture
-def groups(monkeypatch) -> list[Group]:
-    """The groups that were made."""
+def groups(monkeypatch) -> list[ProcessGroup]:
+    """The groups that were started."""
 
-    def colocated(parts):
+    def colocate(parts):
         print("the base class")
         return {"colocated": parts}
 
-    def pool(processes, max_colocate_count):
+    def make_pool(processes, max_colocate_count):
         return processes, max_colocate_count
 
-    Group.made = []
-    monkeypatch.setattr(training, "RayWorkerGroup", Group)
-    monkeypatch.setattr(training, "RayResourcePool", pool)
-    monkeypatch.setattr(training, "create_colocated_worker_cls", colocated)
-    monkeypatch.setattr(training.ray, "remote", lambda worker: worker)
-    return Group.made
+    ProcessGroup.started = []
+    monkeypatch.setattr(worker_module, "RayWorkerGroup", ProcessGroup)
+    monkeypatch.setattr(worker_module, "RayResourcePool", make_pool)
+    monkeypatch.setattr(worker_module, "create_colocated_worker_cls", colocate)
+    monkeypatch.setattr(worker_module.ray, "remote", lambda worker: worker)
+    return ProcessGroup.started
 
 
 @pytest.fixture(scope="module")
@@ -82,20 +87,20 @@ def recipe(workspace) -> DictConfig:
 
 @pytest.fixture
 def scored(workspace) -> list[str]:
+    """The settings of a reward model."""
     return [
         "reward.reward_model.enable=true",
         f"reward.reward_model.model_path={workspace / 'scored'}",
     ]
 
 
-KL = "algorithm.use_kl_in_reward=true"
-GAE = "algorithm.adv_estimator=gae"
+# --- processes -----------------------------------------------------------------------------------
 
 
-def test_grpo_is_one_group_with_the_actor_alone(recipe, groups):
-    workers = training.start_workers(recipe)
+def test_grpo_starts_one_group_with_only_the_actor(recipe, groups):
+    workers = start_workers(recipe)
     [group] = groups
-    assert workers == training.Workers(group, None, None, None) and group.calls == []
+    assert workers == Workers(group, None, None, None) and group.calls == []
     assert group.part.cls is ActorRolloutRefWorker
     assert group.part.kwargs == {"config": recipe.actor_rollout_ref, "role": "actor_rollout"}
     assert group.arguments["resource_pool"] == ([3, 3], 1)
@@ -109,97 +114,88 @@ def test_grpo_is_one_group_with_the_actor_alone(recipe, groups):
         ([], "actor_rollout"),
         ([KL], "actor_rollout_ref"),
         (["actor_rollout_ref.actor.use_kl_loss=true"], "actor_rollout_ref"),
-        (
-            [KL, "actor_rollout_ref.model.lora_rank=8"],
-            "actor_rollout",
-        ),  # the model below the adapter
+        # the reference is the model below the adapter
+        ([KL, "actor_rollout_ref.model.lora_rank=8"], "actor_rollout"),
         ([KL, "trainer.resource_pools.ref=1"], "actor_rollout"),
         ([KL, "distillation.enabled=true", f"{TEACHER}=teacher"], "actor_rollout"),
         ([KL, "distillation.enabled=false", f"{TEACHER}=teacher"], "actor_rollout_ref"),
     ],
 )
-def test_the_actor_holds_the_reference_unless_that_is_another_model(recipe, groups, changes, role):
-    training.start_workers(changed(recipe, *changes))
+def test_the_actor_holds_the_reference_unless_it_is_another_model(recipe, groups, changes, role):
+    start_workers(changed(recipe, *changes))
     parts = groups[0].part
     actor = parts["colocated"]["actor"] if isinstance(parts, dict) else parts
     assert actor.kwargs["role"] == role
 
 
-def test_fine_tuning_starts_the_actor_alone(recipe, groups, scored):
+def test_sft_starts_only_the_actor(recipe, groups, scored):
     config = changed(recipe, GAE, KL, *scored)
-    workers = training.start_workers(config, sft=True)
+    workers = start_workers(config, "sft")
     [group] = groups
-    assert workers == training.Workers(group, None, None, None)
+    assert workers == Workers(group, None, None, None)
     assert group.part.kwargs == {"config": config.actor_rollout_ref, "role": "actor"}
 
 
-def test_a_process_of_each_gpu_holds_all_that_has_no_gpus_of_its_own(
-    recipe, groups, scored, capsys
-):
-    config = changed(
-        recipe, GAE, *scored, "trainer.resource_pools.ref=1", "critic.cliprange_value=0.3", KL
-    )
-    workers = training.start_workers(config)
-    shared, own = groups
-    assert shared.arguments["resource_pool"] == ([3, 3], 1) and own.arguments["resource_pool"] == (
-        [1, 1],
-        1,
-    )
+def test_roles_without_separate_gpus_share_a_process_on_each_gpu(recipe, groups, scored, capsys):
+    changes = ["trainer.resource_pools.ref=1", "critic.cliprange_value=0.3"]
+    workers = start_workers(changed(recipe, GAE, KL, *scored, *changes))
+    shared, separate = groups
+    assert shared.arguments["resource_pool"] == ([3, 3], 1)
+    assert separate.arguments["resource_pool"] == ([1, 1], 1)
     assert list(shared.children) == ["actor", "critic", "reward_model"]
     children = shared.children.values()
-    assert workers == training.Workers(*children, own)
+    assert workers == Workers(*children, separate)
     assert [child.calls for child in children] == [[], ["reset", "set_loss_fn"], ["reset"]]
-    assert own.calls == ["init_model"]
-    assert capsys.readouterr().out == ""  # verl's line about the base class
+    assert separate.calls == ["init_model"]
+    assert capsys.readouterr().out == ""  # without verl's line about the base class
     loss = workers.critic.loss
-    assert loss.func is training.value_loss and loss.keywords["config"].cliprange_value == 0.3
+    assert loss.func is value_loss and loss.keywords["config"].cliprange_value == 0.3
 
 
 def test_an_actor_and_a_critic_share_a_process(recipe, groups):
-    workers = training.start_workers(changed(recipe, GAE))
+    workers = start_workers(changed(recipe, GAE))
     [shared] = groups
     assert list(shared.children) == ["actor", "critic"]
-    assert workers == training.Workers(*shared.children.values(), None)
+    assert workers == Workers(*shared.children.values(), None)
 
 
-def test_a_critic_on_gpus_of_its_own_is_a_group_by_itself(recipe, groups):
-    workers = training.start_workers(changed(recipe, GAE, "trainer.resource_pools.critic=2"))
+def test_a_critic_on_separate_gpus_is_a_separate_group(recipe, groups):
+    workers = start_workers(changed(recipe, GAE, "trainer.resource_pools.critic=2"))
     actor, critic = groups
-    assert workers == training.Workers(actor, critic, None, None)
+    assert workers == Workers(actor, critic, None, None)
     assert critic.arguments["resource_pool"] == ([2, 2], 1) and critic.part.cls is TrainingWorker
     assert critic.calls == ["reset", "set_loss_fn"] and actor.calls == []
 
 
-def test_roles_may_all_have_gpus_of_their_own(recipe, groups):
+def test_all_roles_may_have_separate_gpus(recipe, groups):
     config = changed(recipe, GAE, "trainer.resource_pools.critic=2")
-    workers = training.start_roles(config, training.beside_actor(config))
+    workers = start_roles(config, optional_roles(config))
     [critic] = groups
-    assert workers == training.Workers(None, critic, None, None)
+    assert workers == Workers(None, critic, None, None)
 
 
-# --- what stands beside the actor ----------------------------------------------------------------
+# --- roles besides the actor ---------------------------------------------------------------------
 
 
-def test_nothing_stands_beside_the_actor_of_grpo(recipe):
-    assert training.beside_actor(recipe) == {}
-    assert (
-        training.beside_actor(changed(recipe, "trainer.resource_pools.ref=1")) == {}
-    )  # that nothing compares with
+def test_grpo_has_no_other_role_than_the_actor(recipe):
+    assert optional_roles(recipe) == {}
+    # nothing is compared with the reference
+    assert optional_roles(changed(recipe, "trainer.resource_pools.ref=1")) == {}
 
 
-def test_the_reward_model_is_a_value_model_that_only_answers(recipe, workspace, scored):
+def test_the_reward_model_is_a_value_model_that_is_not_trained(recipe, workspace, scored):
     config = changed(recipe, GAE, *scored)
-    roles = training.beside_actor(config)
+    roles = optional_roles(config)
     assert list(roles) == ["critic", "reward_model"]
-    (critic_class, critic), (reward_class, reward) = roles["critic"], roles["reward_model"]
-    assert critic_class is reward_class is TrainingWorker
-    critic, reward = critic["config"], reward["config"]
-    assert (critic.engine_config.forward_only, reward.engine_config.forward_only) == (False, True)
+    assert roles["critic"].worker_class is roles["reward_model"].worker_class is TrainingWorker
+    critic = roles["critic"].arguments["config"]
+    reward_model = roles["reward_model"].arguments["config"]
+    assert critic.engine_config.forward_only is False
+    assert reward_model.engine_config.forward_only is True
     assert critic.model_config.path == str(workspace / "tied")
-    assert (
-        reward.model_config.path == reward.model_config.tokenizer_path == str(workspace / "scored")
-    )
-    assert config.critic.model.path == str(workspace / "tied")  # the recipe stays as it is
+    assert reward_model.model_config.path == str(workspace / "scored")
+    assert reward_model.model_config.tokenizer_path == str(workspace / "scored")
+    assert config.critic.model.path == str(workspace / "tied")  # the recipe is unchanged
 
 
 @pytest.mark.parametrize(
@@ -213,15 +209,16 @@ def test_the_reward_model_is_a_value_model_that_only_answers(recipe, workspace, 
         ),
     ],
 )
-def test_a_reference_of_its_own_is_the_teacher_or_the_policys_first_model(
+def test_a_separate_reference_is_the_teacher_or_the_policys_first_model(
     recipe, workspace, changes, path
 ):
     """Without the policy's adapter."""
     changes = [change.replace("=untied", f"={workspace / 'untied'}") for change in changes]
     config = changed(recipe, *changes, "actor_rollout_ref.model.lora_rank=8")
-    [(name, (worker, arguments))] = training.beside_actor(config).items()
-    assert (name, worker, arguments["role"]) == ("ref", ActorRolloutRefWorker, "ref")
-    model = arguments["config"].model
+    [(name, role)] = optional_roles(config).items()
+    assert name == "ref" and role.worker_class is ActorRolloutRefWorker
+    assert role.arguments["role"] == "ref"
+    model = role.arguments["config"].model
     assert (model.path, model.lora_rank) == (str(workspace / path), 0)
     assert config.actor_rollout_ref.model.path == str(workspace / "tied")
     assert config.actor_rollout_ref.model.lora_rank == 8
@@ -230,16 +227,10 @@ def test_a_reference_of_its_own_is_the_teacher_or_the_policys_first_model(
 def test_a_value_model_has_the_critics_settings(recipe):
     changes = ["critic.forward_max_token_len_per_gpu=3000", "critic.ppo_max_token_len_per_gpu=2000"]
     changes += ["critic.optim.lr=0.125", "critic.checkpoint.save_contents=[model]"]
-    settings = training.value_model_config(changed(recipe, *changes).critic)
+    settings = make_value_model_config(changed(recipe, *changes).critic)
     engine = settings.engine_config
     assert settings.model_type == "value_model"
     assert (engine.infer_max_token_len_per_gpu, engine.max_token_len_per_gpu) == (3000, 2000)
     assert settings.optimizer_config.lr == 0.125
     assert list(settings.checkpoint_config.save_contents) == ["model"]
     assert settings.model_config.path == recipe.critic.model.path
-
-
-def test_an_answer_is_waited_for_where_it_is_a_promise():
-    output = training.TensorDict({}, batch_size=[])
-    assert training._wait(output) is output
-    assert training._wait(SimpleNamespace(get=lambda: output)) is output

@@ -1,0 +1,92 @@
+"""A recipe without its secrets, to be written down or printed."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+HIDDEN = "<hidden>"  # written instead of a secret
+MIN_SECRET_LENGTH = 8  # characters; shorter values of variables are common words
+SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+SECRET_KEY = re.compile(  # names of keys; verl's prompt_key, reward_fn_key and such do not match
+    r"(?:^|[_-])(?:(?:api|access|auth|secret|private|signing|encryption|account|judge|policy|openai"
+    r"|model|server)[_-]?keys?"
+    r"|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!image_)(?<!stop_)token"
+    r"|secret|password|passwd|passphrase|credentials?|authorization)$|^key$",
+    re.IGNORECASE,
+)
+DEFAULT = re.compile(r"\$\{oc\.env:(\w+),[^{}]*\}")  # ${oc.env:NAME,default}
+URL_PASSWORD = re.compile(
+    r"(\b[a-z][\w+.-]*://(?:[^\s/:@]*:(?=[^\s/@])|(?=[^\s/:@]+@)))(?!\$\{)[^\s/]+@", re.I
+)
+URL_QUERY = re.compile(
+    r"([?&](?:api_?key|key|token|access_token|secret|password)=)(?!\$\{)[^&\s#]+", re.I
+)
+
+
+def redacted(config: DictConfig) -> DictConfig:
+    """The recipe, resolved and without secrets. Values from the environment stay interpolations.
+
+    A secret is the value of an environment variable whose name has KEY, TOKEN, SECRET, PASSWORD or
+    CREDENTIAL in it, a literal value of a key with such a name, or a password in a URL. HIDDEN or
+    the variable's name replaces it.
+    """
+    raw = OmegaConf.to_container(config, resolve=False)
+    resolved = OmegaConf.to_container(config, resolve=True)
+    return cast(DictConfig, OmegaConf.create(_redact(raw, resolved, False, secret_values())))
+
+
+def secret_values() -> list[tuple[str, str]]:
+    """(value, name) of the environment's secrets, the longest first: one may contain another."""
+    variables = {
+        value: name
+        for name, value in os.environ.items()
+        if SECRET_VARIABLE.search(name) and len(value) >= MIN_SECRET_LENGTH
+    }
+    return sorted(variables.items(), key=lambda item: -len(item[0]))
+
+
+def _redact(raw: Any, resolved: Any, is_secret: bool, secrets: list[tuple[str, str]]) -> Any:
+    """`resolved` without secrets. raw: the same node before interpolation."""
+    if isinstance(resolved, dict):
+        raws = raw if isinstance(raw, dict) else {}
+        return {
+            key: _redact(
+                raws.get(key, ""), value, is_secret or names_secret(str(key), value), secrets
+            )
+            for key, value in resolved.items()
+        }
+    if isinstance(resolved, list):
+        items = raw if isinstance(raw, list) else [""] * len(resolved)
+        pairs = zip(items, resolved, strict=True)
+        return [_redact(item, value, is_secret, secrets) for item, value in pairs]
+    if isinstance(raw, str) and "${oc.env:" in raw:
+        return without_passwords(DEFAULT.sub(r"${oc.env:\1}", raw) if is_secret else raw)
+    if isinstance(resolved, str):
+        for value, name in secrets:
+            resolved = resolved.replace(value, f"${{oc.env:{name}}}")
+        resolved = without_passwords(resolved)
+    is_literal = resolved not in (None, "") and not isinstance(resolved, bool)
+    if is_secret and is_literal and "${oc.env:" not in str(resolved):
+        return HIDDEN
+    return resolved
+
+
+def names_secret(name: str, value: Any) -> bool:
+    """Whether a key's name marks its value as a secret. A name in capitals is a variable's."""
+    if name.isupper():
+        return bool(SECRET_VARIABLE.search(name)) and len(str(value)) >= MIN_SECRET_LENGTH
+    return bool(SECRET_KEY.search(name))
+
+
+def without_passwords(text: str) -> str:
+    """A text with HIDDEN for the passwords and keys in its URLs. Interpolations stay.
+
+    >>> without_passwords("https://me:pass@host/v1?api_key=sk-1&n=2")
+    'https://me:<hidden>@host/v1?api_key=<hidden>&n=2'
+    """
+    text = URL_PASSWORD.sub(rf"\g<1>{HIDDEN}@", text)
+    return URL_QUERY.sub(rf"\g<1>{HIDDEN}", text)

@@ -1,0 +1,63 @@
+"""How many GPUs and CPU cores a recipe uses, and for which role."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from kit import extras
+
+
+def gpus_per_node(config: DictConfig, role: str = "actor") -> int:
+    """GPUs of each node for a role (actor, critic, ref, reward_model): the actor's or a pool's."""
+    return int(config.trainer.resource_pools.get(role) or config.trainer.n_gpus_per_node)
+
+
+def rollout_gpus(config: DictConfig) -> int:
+    """GPUs of the rollout engine on all nodes: the actor's, or separate ones (rollout.nnodes)."""
+    rollout = config.actor_rollout_ref.rollout
+    return int((rollout.nnodes or config.trainer.nnodes) * rollout.n_gpus_per_node)
+
+
+def all_gpus(config: DictConfig, command: str = "train") -> int:
+    """GPUs that a command uses, on all nodes."""
+    if command in ("rollout", "evaluate"):
+        return rollout_gpus(config)
+    per_node = config.trainer.n_gpus_per_node
+    if command != "train":
+        return int(per_node * config.trainer.nnodes)
+    per_node += sum(count or 0 for count in config.trainer.resource_pools.values())
+    total = per_node * config.trainer.nnodes
+    if config.actor_rollout_ref.rollout.nnodes:
+        total += rollout_gpus(config)
+    return int(total)
+
+
+def model_parallel_size(config: DictConfig) -> int:
+    """GPUs that work on the same rows of a batch; all GPUs over this is the data-parallel size."""
+    if config.model_engine == "dp":
+        return int(config.actor_rollout_ref.actor.ulysses_sequence_parallel_size)
+    return int(extras.first("model_parallel_size", config, "train", config))
+
+
+def sequence_parallel_size(config: DictConfig) -> int:
+    """GPUs that share the tokens of one row."""
+    if config.model_engine == "dp":
+        return int(config.actor_rollout_ref.actor.ulysses_sequence_parallel_size)
+    return int(extras.first("sequence_parallel_size", config, "train", config))
+
+
+def cores(processes: Any = 1) -> int:
+    """The share of this process's CPU cores for each of N processes. A recipe writes ${cores:N}."""
+    count = processes if isinstance(processes, int) and processes > 0 else 1
+    return max(1, len(os.sched_getaffinity(0)) // count)
+
+
+def _all_gpus_of_root(_root_: Any) -> int:  # OmegaConf passes the root by this name
+    return all_gpus(_root_)
+
+
+OmegaConf.register_new_resolver("cores", cores, replace=True)
+OmegaConf.register_new_resolver("all_gpus", _all_gpus_of_root, replace=True)

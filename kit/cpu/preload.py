@@ -1,0 +1,41 @@
+"""Fork Ray's workers from a process that has imported their modules (PRELOAD_MODULES of a recipe).
+
+Hooks of kit/extras/__init__.py. configs/machines/cpu.yaml sets the variable.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from omegaconf import DictConfig
+
+from kit.cpu import fork_server
+
+VARIABLE = "PRELOAD_MODULES"
+SECRETS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")  # Ray sets them after the process was started
+
+
+def begin_imports(config: DictConfig) -> None:
+    """Start the process, so that it imports the modules while the recipe is checked."""
+    fork_server.start(os.environ[VARIABLE])
+
+
+def before_ray(launch: Any) -> None:
+    """Make Ray start its workers through the process. launch: kit.runs.launch.Launch."""
+    running = fork_server.running(os.environ[VARIABLE], launch.logs / "fork.log")
+    server = launch.stack.enter_context(running)
+    if launch.run.guard.monitor:
+        launch.run.guard.monitor.register_folder(os.path.dirname(server.python))
+    launch.python = server.python
+    launch.state["fork_server"] = server
+
+
+def after_ray(launch: Any, raylet_pid: int | None) -> None:
+    """Give the process the variables that Ray gives to its workers."""
+    import ray
+
+    job = ray.get_runtime_context().get_job_id()
+    secrets = {name: os.environ[name] for name in SECRETS}
+    server = launch.state["fork_server"]
+    server.set_env(RAY_JOB_ID=job, RAY_RAYLET_PID=str(raylet_pid), **secrets)

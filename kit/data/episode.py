@@ -1,0 +1,195 @@
+"""The episode: one conversation of the policy about one task, with its token ids and its reward.
+
+An `Episode` is the only record that the kit passes on: from the rollout engine to the verifier, the
+filters, the trainer and the rollouts files (kit/data/rollout_files.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from gym_client import GymError
+
+# Gym's names for the token ids and log-probs. The last output item of each model call has them.
+PROMPT_IDS = "prompt_token_ids"
+SAMPLED_IDS = "generation_token_ids"
+LOG_PROBS = "generation_log_probs"
+TOKEN_FIELDS = (PROMPT_IDS, SAMPLED_IDS, LOG_PROBS)
+
+ABORTED = ("aborted", "abort")  # the stop reasons of vLLM and SGLang for an aborted request
+
+
+class TurnSpan(NamedTuple):
+    """The tokens of one turn of the policy: response_ids[start:end]."""
+
+    start: int
+    end: int
+    output_end: int  # the turn's last item is output[output_end - 1]
+
+
+class PolicyVersion(NamedTuple):
+    """The training step whose weights sampled the next `token_count` sampled tokens."""
+
+    token_count: int
+    step: int | None  # None: unknown
+
+
+class RecordIndex(NamedTuple):
+    """The place of an episode in its rollouts file."""
+
+    task: int  # `_ng_task_index` of the file: the index of the row
+    rollout: int  # `_ng_rollout_index`: the index among the episodes of the row
+
+
+PolicyVersions = list[PolicyVersion]
+NOT_WRITTEN = RecordIndex(-1, -1)
+
+
+@dataclass
+class Episode:
+    """One conversation about one task. R is the number of response tokens.
+
+    The response is everything after the prompt: sampled tokens, and observed ones between them.
+    """
+
+    row_id: str  # file:line of the task's row
+    group_id: str  # the same for all episodes of one task in one step: the group of GRPO
+    server: str  # the Gym server that verifies the episode
+    prompt_ids: list[int]
+    response_ids: list[int] = field(default_factory=list)  # [R]
+    response_mask: list[int] = field(default_factory=list)  # [R], 1 = sampled, 0 = observed
+    log_probs: list[float] = field(default_factory=list)  # [R], by the rollout engine; 0 = observed
+    turns: list[TurnSpan] = field(default_factory=list)
+    policy_versions: PolicyVersions = field(default_factory=list)  # of the sampled tokens, in order
+    output: list[dict[str, Any]] = field(default_factory=list)  # the response as Responses items
+    ended: str = ""  # stop, length, turns, terminated, or truncated (a limit of the environment)
+    reward: float | None = None  # None: not verified
+    turn_rewards: list[float] = field(default_factory=list)  # one per turn, or empty
+    reward_components: dict[str, float] = field(default_factory=dict)
+    baseline: float | None = None  # the reward of a greedy response to the same prompt (ReMax)
+    verify_result: dict[str, Any] = field(default_factory=dict)  # the verifier's other fields
+    status: str = "ok"  # or the reason of the failure, as in gym_client.GymError
+    error: str = ""
+    session_lost: bool = False  # the Gym server stopped during the episode
+    timings: dict[str, float] = field(default_factory=dict)  # seconds of generate, tools, verify
+    row: dict[str, Any] = field(default_factory=dict)  # the task's row, unchanged
+    record_index: RecordIndex = NOT_WRITTEN
+
+    @property
+    def question(self) -> str:
+        """The text of the last input message of the row, or "" if the environment writes it."""
+        messages = self.row.get("responses_create_params", {}).get("input") or ""
+        if isinstance(messages, str):
+            return messages
+        content = messages[-1].get("content") or ""
+        if isinstance(content, str):
+            return content
+        return "".join(part.get("text", "") for part in content)
+
+    @property
+    def response(self) -> str:
+        """The text of the policy's last message."""
+        messages = [item for item in self.output if item.get("role") == "assistant"]
+        return join_text(messages[-1]) if messages else ""
+
+    @property
+    def transcript(self) -> str:
+        """The response for people: the policy's text, its function calls, and the observations."""
+        parts = []
+        for item in self.output:
+            if item["type"] == "function_call":
+                parts.append(f"{item['name']}({item['arguments']})")
+            elif item.get("role") == "assistant":
+                parts.append(join_text(item))
+            elif item["type"] != "reasoning":
+                parts.append(f"=> {item.get('output') or item.get('content')}")
+        return " ".join(parts)
+
+
+def join_text(message: Mapping[str, Any]) -> str:
+    """Join the text parts of an assistant's message item."""
+    return "".join(part["text"] for part in message["content"])
+
+
+def append_tokens(
+    episode: Episode,
+    ids: list[int],
+    log_probs: list[float] | None = None,
+    policy_versions: Sequence[PolicyVersion] = (),
+) -> None:
+    """Append tokens to the response. With log-probs they are sampled, without they are observed."""
+    start = len(episode.response_ids)
+    episode.response_ids += ids
+    if log_probs is None:
+        episode.response_mask += [0] * len(ids)
+        episode.log_probs += [0.0] * len(ids)
+        return
+    episode.response_mask += [1] * len(ids)
+    episode.log_probs += log_probs
+    episode.policy_versions += policy_versions
+    episode.turns.append(TurnSpan(start, start + len(ids), len(episode.output)))
+
+
+def from_output_items(episode: Episode, output: Sequence[Mapping[str, Any]]) -> None:
+    """Fill an empty episode from Responses output items, some of which carry token ids.
+
+    The prompt of each model call must begin with all earlier tokens, id for id. The new tokens at
+    its end are then the observation. Raises GymError('not_contiguous').
+    """
+    earlier: list[int] = []
+    for item in output:
+        prompt_ids, sampled_ids, log_probs = (list(item.get(name) or []) for name in TOKEN_FIELDS)
+        episode.output.append(without_token_fields(item))
+        if not sampled_ids:
+            continue
+        call = f"model call {len(episode.turns) + 1}"
+        if not prompt_ids or prompt_ids[: len(earlier)] != earlier:
+            raise GymError(
+                "not_contiguous",
+                f"{call}: its {len(prompt_ids)} prompt ids differ from the {len(earlier)} earlier "
+                f"ids at position {find_first_difference(prompt_ids, earlier)}",
+            )
+        if len(log_probs) != len(sampled_ids):
+            raise GymError(
+                "not_contiguous",
+                f"{call}: {len(sampled_ids)} sampled ids, {len(log_probs)} log-probs",
+            )
+        if earlier:
+            append_tokens(episode, prompt_ids[len(earlier) :])
+        else:
+            episode.prompt_ids = prompt_ids
+        append_tokens(episode, sampled_ids, log_probs)
+        earlier = prompt_ids + sampled_ids
+
+
+def without_token_fields(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy an output item without its token ids, log-probs and null values."""
+    return {k: value for k, value in item.items() if k not in TOKEN_FIELDS and value is not None}
+
+
+def find_first_difference(some: Sequence[int], others: Sequence[int]) -> int:
+    """Find the first index at which two lists of ids differ."""
+    for index, (one, other) in enumerate(zip(some, others, strict=False)):
+        if one != other:
+            return index
+    return min(len(some), len(others))
+
+
+@contextlib.contextmanager
+def gc_paused() -> Iterator[None]:
+    """Pause the garbage collector inside the block.
+
+    Each pass visits all tokens of a batch. With a large batch this takes a second, and during that
+    second no request gets a response.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

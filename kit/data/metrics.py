@@ -1,0 +1,225 @@
+"""Compute the metrics of rollouts and evaluations, by server."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+
+import numpy as np
+
+from kit.data.episode import Episode
+from kit.data.selection import group_episodes
+
+FAILED_AS_0 = "_failed_as_0"  # the end of the name of a score in which a failed episode counts as 0
+
+
+def mean(values: Iterable[float]) -> float:
+    """Compute the mean of a list that is not empty, as a Python float."""
+    return float(np.mean(list(values)))
+
+
+def select_verified(episodes: Sequence[Episode]) -> list[Episode]:
+    """Select the episodes that did not fail."""
+    return [episode for episode in episodes if episode.status == "ok"]
+
+
+# --- evaluation -----------------------------------------------------------------------------------
+
+
+def compute_validation_metrics(episodes: Sequence[Episode], n: int) -> dict[str, float]:
+    """Compute the scores of each server. n: how many episodes each row should have.
+
+    The scores of `compute_scores` use verified episodes only. Those of
+    `compute_scores_with_failures` use all.
+    """
+    metrics = {"val-aux/failed_frac": mean(e.status != "ok" for e in episodes)}
+    for server, server_episodes in sorted(group_episodes(episodes, "server").items()):
+        metrics |= compute_scores_with_failures(server_episodes, n, server)
+        verified = select_verified(server_episodes)
+        if verified:
+            metrics |= compute_scores(verified, n, server)
+            lengths = [len(episode.response_ids) for episode in verified]
+            metrics[f"val-aux/{server}/response_length/mean"] = mean(lengths)
+    return metrics
+
+
+def compute_scores(
+    episodes: Sequence[Episode], n: int, server: str, prefix: str = "val-core"
+) -> dict[str, float]:
+    """Compute mean@n of the reward and of acc (a reward of 1 or more), and pass@k of acc.
+
+    k is 1, 2, 4, ... n. The episodes are the verified ones of one server, and each row should have
+    n of them. pass@k is the chance that at least one of k responses is correct, by the unbiased
+    estimator of Chen et al. 2021 (arXiv:2107.03374, equation 1). Rows with fewer than k episodes do
+    not count for pass@k.
+    """
+    rows = group_episodes(episodes, "row_id").values()
+    rewards = [[float(e.reward or 0.0) for e in row] for row in rows]  # one list per row
+    flat_rewards = list(chain.from_iterable(rewards))
+    metrics = {
+        f"{prefix}/{server}/acc/mean@{n}": mean(reward >= 1.0 for reward in flat_rewards),
+        f"{prefix}/{server}/reward/mean@{n}": mean(flat_rewards),
+    }
+    powers_of_2 = {2**exponent for exponent in range(n.bit_length())}
+    for k in sorted(powers_of_2 | {n}):
+        chances = [compute_pass_at_k(row, k) for row in rewards if len(row) >= k]
+        if chances:
+            metrics[f"{prefix}/{server}/acc/pass@{k}"] = mean(chances)
+    return metrics
+
+
+def compute_pass_at_k(rewards: Sequence[float], k: int) -> float:
+    """Compute the chance that k of these responses, drawn at random, hold a correct one."""
+    count = len(rewards)
+    correct = sum(reward >= 1.0 for reward in rewards)
+    return 1 - math.comb(count - correct, k) / math.comb(count, k)
+
+
+def compute_scores_with_failures(
+    episodes: Sequence[Episode], n: int, server: str
+) -> dict[str, float]:
+    """Compute mean@n of the reward and of acc over all episodes. A failed one counts as 0.
+
+    If wrong responses are those that make the verifier fail, `compute_scores` is too high, and
+    these are the right scores.
+    """
+    rewards = [float(e.reward or 0.0) if e.status == "ok" else 0.0 for e in episodes]
+    return {
+        f"val-aux/{server}/acc/mean@{n}{FAILED_AS_0}": mean(reward >= 1.0 for reward in rewards),
+        f"val-aux/{server}/reward/mean@{n}{FAILED_AS_0}": mean(rewards),
+    }
+
+
+def warn_about_failures(metrics: Mapping[str, float], say: Callable[[str], None]) -> None:
+    """Print a warning for each score that failed episodes change. say: prints a line."""
+    for name, score_with_failures in metrics.items():
+        if not name.endswith(FAILED_AS_0):
+            continue
+        score_name = name.replace("val-aux/", "val-core/", 1).removesuffix(FAILED_AS_0)
+        if score_name not in metrics:
+            say(
+                f"WARNING     {score_name}: no response was verified. "
+                "See failures.jsonl of the run."
+            )
+        elif metrics[score_name] != score_with_failures:
+            say(
+                f"WARNING     {score_name} is {metrics[score_name]:.3f} over verified responses, "
+                f"{score_with_failures:.3f} if a failed one counts as 0. "
+                "See failures.jsonl of the run."
+            )
+
+
+# --- rollouts of a training step ------------------------------------------------------------------
+
+
+def compute_rollout_metrics(
+    episodes: Sequence[Episode], kept: Sequence[Episode], step: int = 0
+) -> dict[str, float]:
+    """Compute the metrics of a step's episodes that verl's own metrics do not have.
+
+    kept: the episodes to train on. step: the training step that uses them.
+    """
+    verified = select_verified(episodes)
+    groups_dropped = len(group_episodes(episodes)) - len(group_episodes(kept))
+    metrics = {
+        "rollout/episodes": float(len(episodes)),
+        "rollout/kept": float(len(kept)),
+        "rollout/failed_frac": 1 - len(verified) / len(episodes),
+        "rollout/groups_dropped": float(groups_dropped),
+        "rollout/zero_variance_groups": float(count_zero_variance_groups(verified)),
+    }
+    failures = Counter(episode.status for episode in episodes if episode.status != "ok")
+    metrics |= {f"rollout/failed/{status}": float(count) for status, count in failures.items()}
+    metrics |= compute_staleness(kept, step)
+    if verified:
+        metrics |= compute_endings(verified)
+        metrics["rollout/turns/mean"] = mean(len(episode.turns) for episode in verified)
+        metrics["rollout/reward/mean"] = mean(e.reward or 0.0 for e in verified)
+    metrics |= compute_verify_latency(verified)
+    for server, server_episodes in sorted(group_episodes(episodes, "server").items()):
+        metrics |= compute_server_metrics(server, server_episodes)
+    return metrics | compute_component_means(verified)
+
+
+def count_zero_variance_groups(verified: Sequence[Episode]) -> int:
+    """Count the groups of two or more episodes that all have the same reward."""
+    count = 0
+    for group in group_episodes(verified).values():
+        rewards = {episode.reward for episode in group}
+        if len(group) > 1 and len(rewards) == 1:
+            count += 1
+    return count
+
+
+def compute_staleness(kept: Sequence[Episode], step: int) -> dict[str, float]:
+    """Compute by how many steps the weights that sampled a token are older than those it trains.
+
+    Step 5 trains the weights of step 4: a token that those sampled is 0 steps old. The mean is over
+    tokens. Tokens of unknown version do not count.
+    """
+    ages = []
+    counts = []
+    for episode in kept:
+        for token_count, version in episode.policy_versions:
+            if version is not None:
+                ages.append(step - 1 - version)
+                counts.append(token_count)
+    if not ages:
+        return {}
+    total_age = sum(age * count for age, count in zip(ages, counts, strict=True))
+    return {
+        "rollout/staleness/mean": total_age / sum(counts),
+        "rollout/staleness/max": float(max(ages)),
+    }
+
+
+def compute_endings(verified: Sequence[Episode]) -> dict[str, float]:
+    """Compute the fraction of episodes that ended for each reason."""
+    reasons = Counter(episode.ended for episode in verified)
+    return {
+        f"rollout/ended/{reason}_frac": count / len(verified) for reason, count in reasons.items()
+    }
+
+
+def compute_verify_latency(verified: Sequence[Episode]) -> dict[str, float]:
+    """Compute percentiles of the seconds that the verifier took."""
+    timings = [episode.timings for episode in verified]
+    latencies = [timing["verify_call"] for timing in timings if "verify_call" in timing]
+    if not latencies:
+        return {}
+    return {f"verify/latency_s/p{p}": float(np.percentile(latencies, p)) for p in (50, 95)}
+
+
+def compute_server_metrics(server: str, episodes: Sequence[Episode]) -> dict[str, float]:
+    """Compute the failures, mean reward and mean length of one server's episodes."""
+    verified = select_verified(episodes)
+    metrics = {f"rollout/{server}/failed_frac": 1 - len(verified) / len(episodes)}
+    if verified:
+        lengths = [len(episode.response_ids) for episode in verified]
+        metrics[f"reward/{server}/mean"] = mean(e.reward or 0.0 for e in verified)
+        metrics[f"rollout/{server}/response_length/mean"] = mean(lengths)
+    return metrics
+
+
+def compute_component_means(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Compute the mean of each reward component, by server."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for episode in episodes:
+        for name, value in episode.reward_components.items():
+            values[f"reward/{episode.server}/{name}/mean"].append(value)
+    return {name: mean(values[name]) for name in sorted(values)}
+
+
+def update_pass_rates(episodes: Sequence[Episode], before: Mapping[str, float]) -> dict[str, float]:
+    """Compute the pass rate of each row: the mean of its old rate and that of the new episodes.
+
+    A pass is a reward of 1 or more. A row without an old rate gets the new one. Returns only rows
+    that have a verified episode. before: the old rates, by row id.
+    """
+    pass_rates = {}
+    for row_id, episodes_of_row in group_episodes(select_verified(episodes), "row_id").items():
+        rate = mean((episode.reward or 0.0) >= 1.0 for episode in episodes_of_row)
+        pass_rates[row_id] = 0.5 * before.get(row_id, rate) + 0.5 * rate
+    return pass_rates

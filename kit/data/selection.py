@@ -1,0 +1,81 @@
+"""Select the episodes to train on, group by group."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+from kit.data.episode import Episode
+from kit.errors import RunError
+
+
+def select_trainable(
+    episodes: Sequence[Any],
+    min_group_size: int = 2,
+    filters: Sequence[Callable[[list[Any]], list[Any]]] = (),
+) -> tuple[list[Any], dict[str, int]]:
+    """Select the verified episodes that pass all filters, in groups of at least `min_group_size`.
+
+    Returns the selected episodes, and how many each filter dropped or masked, by its name. If the
+    filters masked every token, no episode is selected.
+
+    verl's group estimators sum rewards without a mask, and the advantage of a group of one is its
+    raw reward. So failed episodes and small groups are dropped before the advantage is computed.
+    Estimators that do not compare responses (GAE, REINFORCE++) accept groups of one.
+    """
+    verified = [episode for episode in episodes if episode.status == "ok"]
+    selected = drop_small_groups(verified, min_group_size)
+    dropped: dict[str, int] = {}
+    for function in filters:
+        passed = function(selected)
+        name = getattr(function, "__name__", "filter")
+        dropped_count = count_unmasked(selected) - count_unmasked(passed)
+        dropped[name] = dropped.get(name, 0) + dropped_count
+        selected = drop_small_groups(passed, min_group_size)
+    if not count_unmasked(selected):
+        selected = []
+    return selected, dropped
+
+
+def drop_small_groups(episodes: Sequence[Any], min_size: int) -> list[Any]:
+    """Drop the episodes whose group has fewer than `min_size`. Those of a group become adjacent."""
+    groups = group_episodes(episodes).values()
+    return list(chain.from_iterable(group for group in groups if len(group) >= min_size))
+
+
+def count_unmasked(episodes: Sequence[Any]) -> int:
+    """Count the episodes that have a token to train on."""
+    return sum(any(episode.response_mask) for episode in episodes)
+
+
+def group_episodes(episodes: Sequence[Any], by: str = "group_id") -> dict[str, list[Any]]:
+    """Group episodes by one of their attributes, in order of appearance."""
+    groups = defaultdict(list)
+    for episode in episodes:
+        groups[getattr(episode, by)].append(episode)
+    return dict(groups)
+
+
+def take_groups(episodes: Sequence[Any], count: int) -> list[Any]:
+    """Take the episodes of the first `count` groups."""
+    groups = list(group_episodes(episodes).values())
+    return list(chain.from_iterable(groups[:count]))
+
+
+def check_failures(episodes: Sequence[Episode], max_failed_frac: float) -> None:
+    """Raise RunError if too many episodes failed.
+
+    The verified episodes are then no fair sample of the task.
+    """
+    failed = [episode for episode in episodes if episode.status != "ok"]
+    if len(failed) <= max_failed_frac * len(episodes):
+        return
+    counts = Counter(episode.status for episode in failed)
+    reasons = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+    raise RunError(
+        f"{len(failed)} of {len(episodes)} episodes failed ({reasons}), "
+        f"over gym.{max_failed_frac=:g}. See failures.jsonl of the run. The first failure is "
+        f"{failed[0].row_id}: {failed[0].error}"
+    )

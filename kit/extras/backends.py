@@ -1,0 +1,174 @@
+"""Checks for rollouts by other means than plain vLLM: SGLang, transformers, fp8, drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from kit.config.load import MODEL, ROLLOUT, base_configs
+from kit.config.model_files import expert_count
+from kit.errors import ConfigError
+
+ENGINES = ("vllm", "hf", "sglang")
+QUANTIZATION = f"{ROLLOUT}.quantization"
+SPECULATIVE = f"{ROLLOUT}.engine_kwargs.vllm.speculative_config"
+FP8_BLOCK = 128  # verl quantizes to fp8 in blocks of 128 x 128
+UNREAD_BY_SGLANG = (  # keys of rollout that verl's SGLang server does not read
+    "ignore_eos",
+    "repetition_penalty",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "logprobs_mode",
+    "max_num_batched_tokens",
+    "scheduling_policy",
+    "cudagraph_capture_sizes",
+    "seed",
+)
+
+
+def speculative_config(config: DictConfig) -> dict[str, Any]:
+    """vLLM's speculative_config, or an empty dict."""
+    engine_kwargs = config.actor_rollout_ref.rollout.engine_kwargs
+    return dict((engine_kwargs.get("vllm") or {}).get("speculative_config") or {})
+
+
+def check_recipe(config: DictConfig, command: str) -> Iterator[str]:
+    """The rollout engine has what the recipe uses of it."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name not in ENGINES:
+        note = ""
+        if rollout.name == "trtllm":
+            note = (
+                " TensorRT-LLM must share the trainer's placement group, where each process takes "
+                "its whole GPU."
+            )
+        yield f"{ROLLOUT}.name={rollout.name} is not one of {', '.join(ENGINES)}.{note} Change it."
+    if rollout.name == "sglang":
+        yield from check_sglang(config)
+    elif rollout.engine_kwargs.sglang:
+        yield (
+            f"{ROLLOUT}.engine_kwargs.sglang needs {ROLLOUT}.name=sglang. Set that, or remove it."
+        )
+    if rollout.name == "hf":
+        yield from check_transformers(config)
+    yield from check_speculative(config)
+
+
+def check_sglang(config: DictConfig) -> Iterator[str]:
+    """SGLang runs on GPUs, and verl's server of it reads what the recipe sets."""
+    rollout = config.actor_rollout_ref.rollout
+    if config.trainer.device == "cpu":
+        yield (
+            f"{ROLLOUT}.name=sglang needs GPUs: the package registries have no build for a CPU. "
+            "Use vllm or hf."
+        )
+    if rollout.full_determinism:
+        yield (f"{ROLLOUT}.full_determinism: verl passes no seed to SGLang's requests. Remove it.")
+    if rollout.nnodes and rollout.free_cache_engine:
+        yield (
+            f"{ROLLOUT}.free_cache_engine: servers on separate GPUs would release their memory "
+            "twice. Set it to false."
+        )
+    defaults = base_configs(config.model_engine)[1].actor_rollout_ref.rollout
+    for key in UNREAD_BY_SGLANG:
+        if rollout.get(key) != defaults.get(key):
+            yield f"{ROLLOUT}.{key} is not read with {ROLLOUT}.name=sglang. Remove it."
+
+
+def check_transformers(config: DictConfig) -> Iterator[str]:
+    """Rollouts by transformers use one whole model on each GPU."""
+    rollout = config.actor_rollout_ref.rollout
+    model = config.actor_rollout_ref.model
+    if rollout.tensor_model_parallel_size * rollout.data_parallel_size > 1:
+        yield (
+            f"{ROLLOUT}.name=hf has the whole model on each GPU. Remove "
+            f"{ROLLOUT}.tensor_model_parallel_size."
+        )
+    if model.lora_rank and not model.lora.merge:
+        yield f"{ROLLOUT}.name=hf takes no separate adapter. Set {MODEL}.lora.merge=true."
+
+
+def check_speculative(config: DictConfig) -> Iterator[str]:
+    """Speculative decoding uses n-grams, with vLLM."""
+    rollout = config.actor_rollout_ref.rollout
+    drafts = speculative_config(config)
+    if not drafts:
+        return
+    if rollout.name != "vllm":
+        yield f"{SPECULATIVE}: {ROLLOUT}.name={rollout.name} takes no draft tokens. Remove it."
+    method = drafts.get("method")
+    if method != "ngram":
+        yield (
+            f"{SPECULATIVE}.method={method} drafts with a model that gets no weight updates, so it "
+            "gets worse with every step. Set ngram."
+        )
+    if config.actor_rollout_ref.model.mtp.enable_rollout:
+        yield f"{SPECULATIVE} and {MODEL}.mtp.enable_rollout both draft tokens. Set one of them."
+    if rollout.full_determinism:
+        yield (
+            f"{SPECULATIVE}: with {ROLLOUT}.full_determinism vLLM uses other random numbers where "
+            "a draft ends. Set one of them."
+        )
+
+
+def set_sizes(config: DictConfig, hf_config: Any, command: str) -> None:
+    """Fill in what follows from the engine. Raises ConfigError."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name == "sglang" and not rollout.max_model_len:
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        rollout.max_model_len = longest + 1  # verl's SGLang server leaves one token free
+    if speculative_config(config):
+        rollout.disable_log_stats = False  # for rollout/drafts_accepted_frac
+    text_config = hf_config.get_text_config()
+    if rollout.name == "hf" and expert_count(text_config):
+        raise ConfigError(
+            f"{ROLLOUT}.name=hf takes no mixture of experts: verl sends each expert by itself, and "
+            "transformers has them in one tensor. Remove it, for vLLM."
+        )
+
+
+def check_model(config: DictConfig, hf_config: Any, command: str) -> Iterator[str]:
+    """fp8 rollouts fit the device and the widths of the model."""
+    rollout = config.actor_rollout_ref.rollout
+    if not rollout.quantization:
+        return
+    if rollout.quantization != "fp8" or rollout.name == "hf":
+        yield (
+            f"{QUANTIZATION}={rollout.quantization} is not supported: only fp8 is, with vLLM and "
+            "SGLang. Set that, or remove it."
+        )
+    elif config.trainer.device == "cpu":
+        cpuinfo = Path("/proc/cpuinfo")
+        has_amx = "amx_tile" in (cpuinfo.read_text() if cpuinfo.is_file() else "")
+        reason = "verl's weight sync does not quantize on a CPU"
+        if not has_amx:
+            reason = "this CPU has no amx_tile, which vLLM's kernel needs"
+        yield f"{QUANTIZATION}=fp8 on a CPU: {reason}. Remove it."
+    else:
+        odd = indivisible_widths(hf_config.get_text_config())
+        if odd:
+            yield (
+                f"{QUANTIZATION}=fp8 quantizes in blocks of {FP8_BLOCK}, which do not divide this "
+                f"model's {', '.join(odd)}. Remove it."
+            )
+
+
+def indivisible_widths(text_config: Any) -> list[str]:
+    """The layer widths of a text model that are no multiple of FP8_BLOCK."""
+    heads = text_config.num_attention_heads
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+    key_heads = getattr(text_config, "num_key_value_heads", None) or heads
+    mlp = text_config.intermediate_size
+    if expert_count(text_config):
+        mlp = getattr(text_config, "moe_intermediate_size", mlp)
+    widths = {
+        "hidden_size": text_config.hidden_size,
+        "queries": heads * head_dim,
+        "keys": key_heads * head_dim,
+        "MLP": mlp,
+    }
+    return [f"{name} {width}" for name, width in widths.items() if width % FP8_BLOCK]
+

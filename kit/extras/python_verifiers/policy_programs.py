@@ -1,0 +1,110 @@
+"""Call verl's scorer in a forked process, if it runs code of the policy.
+
+That code can still cheat the scorer, because verl runs both in the same process. It can give its
+episode at most 1, the reward of a right response. It cannot change the reward of another episode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import reprlib
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from kit.extras.python_verifiers.process_tree import kill_descendants
+from kit.extras.python_verifiers.verifier_calls import (
+    CallResult,
+    Json,
+    VerifierError,
+    describe_failure,
+    to_finite_number,
+)
+
+MAX_RESULT_BYTES = 2**16
+MAX_FILE_BYTES = 64 * 2**20  # of each file that a program writes
+MAX_SANDBOX_PROCESSES = 256  # of one program. A sandbox does not count the user's other processes.
+
+
+def run_isolated(call: Callable[[], CallResult], memory: int) -> Json:
+    """Run `call` in a forked process, kill all that it has started, and return its answer.
+
+    The result is read as JSON of at most MAX_RESULT_BYTES, and never unpickled.
+    memory: bytes. Raises VerifierError.
+    """
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        write_result_and_exit(call, writer, memory)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        line = file.readline(MAX_RESULT_BYTES)
+    kill_descendants(os.getpid())
+    reap_children()
+    return parse_result(line)
+
+
+def parse_result(line: bytes) -> Json:
+    """Return the answer of an isolated call, with a reward from 0 to 1. Raises VerifierError."""
+    try:
+        result = json.loads(line)
+    except ValueError:
+        raise VerifierError("the program ended its scorer, or its result is too long") from None
+    fields = result if isinstance(result, dict) else {}
+    if fields.get("failed") in ("raised", "memory", "bad_answer"):
+        return {"failed": fields["failed"], "why": str(fields.get("why"))}
+    reward = to_finite_number(fields.get("reward"))
+    if reward is None or not 0 <= reward <= 1:
+        raise VerifierError(
+            f"the scorer of a program returned {reprlib.repr(result)}, not a score from 0 to 1"
+        )
+    return {"reward": reward, "reward_components": {}}
+
+
+def reap_children() -> None:
+    """Remove the entries of ended children from the process table."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def write_result_and_exit(call: Callable[[], CallResult], writer: int, memory: int) -> NoReturn:
+    """In the forked process: write the result of `call` to the pipe `writer`, and exit.
+
+    Processes that the program forks do not get the pipe.
+    """
+    os.register_at_fork(after_in_child=functools.partial(replace_by_null, writer))
+    limit_program(memory)
+    try:
+        answer = call().answer
+    except BaseException as error:
+        answer = describe_failure(error, "")
+    os.write(writer, json.dumps(answer).encode() + b"\n")
+    os._exit(0)
+
+
+def limit_program(memory: int) -> None:
+    """Limit the memory of this process, the size of its files and, in a sandbox, its processes.
+
+    memory: bytes that it may use beyond its present size. Mapped memory counts too.
+    """
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    addresses = pages * resource.getpagesize() + memory
+    resource.setrlimit(resource.RLIMIT_AS, (addresses, addresses))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
+    if os.environ.get("KIT_SANDBOX"):
+        processes = MAX_SANDBOX_PROCESSES
+        resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
+
+
+def replace_by_null(*descriptors: int) -> None:
+    """Replace open files by /dev/null."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in descriptors:
+        os.dup2(null, descriptor, inheritable=False)
+    os.close(null)

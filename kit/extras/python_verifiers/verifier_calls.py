@@ -1,0 +1,221 @@
+"""Load a Python verifier, call it, and check its return value. Runs in the verifier's process."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import numbers
+import pickle
+import reprlib
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any, NamedTuple
+
+from kit.config.python_files import import_file
+from kit.extras.python_verifiers.verl_scorer import load_verl_scorer
+
+Json = dict[str, Any]
+SCORE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # verl's names
+SCORE_RESULT = "a finite number, or a dict with a finite number `score`"
+STEP_RESULT = "(observation, reward, done): text or None, a finite number, True or False"
+
+
+class VerifierError(Exception):
+    """The verifier cannot be used, or returned an invalid value. The message has the reason."""
+
+
+class CallResult(NamedTuple):
+    """The result of one request."""
+
+    answer: Json
+    env_state: bytes = b""  # the environment, pickled, for the next step of its episode
+
+
+# --- load ----------------------------------------------------------------------------------------
+
+
+def load_verifier(path: str, attribute: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the function or class with its settings, as a functools.partial.
+
+    path: of its file, empty for verl's scorer. Raises VerifierError.
+    """
+    verifier = import_verifier(path, attribute) if path else load_verl_scorer()
+    check_signature(verifier, attribute, path, settings)
+    return functools.partial(verifier, **settings)
+
+
+def import_verifier(path: str, attribute: str) -> Callable[..., Any]:
+    """Import a function or class from a file. Raises VerifierError."""
+    try:
+        module = import_file(Path(path))
+    except Exception as error:
+        reason = describe_failure(error, path)["why"]
+        raise VerifierError(
+            f"{path} cannot be imported: {reason}. Run `python {path}` to see where."
+        ) from error
+    verifier = getattr(module, attribute, None)
+    if callable(verifier):
+        return verifier  # type: ignore[no-any-return]
+    names = []
+    for name, member in vars(module).items():
+        if callable(member) and getattr(member, "__module__", "") == module.__name__:
+            names.append(name)
+    raise VerifierError(
+        f"{path} has no function or class {attribute}. It has {', '.join(names) or 'none'}."
+    )
+
+
+def check_signature(
+    verifier: Callable[..., Any], attribute: str, path: str, settings: Mapping[str, Any]
+) -> None:
+    """Check that a verifier takes its arguments and settings. Raises VerifierError."""
+    name = f"{attribute} of {path}" if path else attribute
+    if inspect.isclass(verifier):
+        check_methods(verifier, name)
+        expected = "reset(row), step(text)"
+    else:
+        expected = f"the keyword arguments {', '.join(SCORE_ARGUMENTS)}"
+    try:
+        if inspect.isclass(verifier):
+            for method in ("reset", "step"):
+                inspect.signature(getattr(verifier, method)).bind("self", "row or text")
+            inspect.signature(verifier).bind(**settings)
+        else:
+            arguments = dict.fromkeys(SCORE_ARGUMENTS)
+            inspect.signature(verifier).bind(**arguments, **settings)
+    except TypeError as error:
+        raise VerifierError(
+            f"{name} cannot be called with {expected} and its settings: {error}. "
+            "Change its parameters."
+        ) from None
+
+
+def check_methods(verifier: type, name: str) -> None:
+    """Check that a class has the methods of an environment. Raises VerifierError."""
+    for method in ("reset", "step"):
+        if not callable(getattr(verifier, method, None)):
+            raise VerifierError(
+                f"the class {name} has no {method}. Add it: an environment has "
+                f"reset(row) -> text or None, and step(text) -> {STEP_RESULT}."
+            )
+
+
+# --- call ----------------------------------------------------------------------------------------
+
+
+def score(verifier: Callable[..., Any], runner: asyncio.Runner, arguments: Json) -> CallResult:
+    """Call a function and return the JSON of a verification result. Raises VerifierError.
+
+    The other numbers of a dict are components of the reward, where a bool is 0 or 1. Everything
+    else is returned as it is if JSON has it, otherwise as its repr.
+    """
+    value = await_result(verifier(**arguments), runner)
+    parts = dict(value) if isinstance(value, Mapping) else {"score": value}
+    reward = to_finite_number(parts.pop("score", None))
+    components: dict[str, float | None] = {}
+    details: Json = {}
+    for name, part in parts.items():
+        if isinstance(part, bool):
+            components[str(name)] = float(part)
+        elif isinstance(part, numbers.Real):
+            components[str(name)] = to_finite_number(part)
+        else:
+            details[str(name)] = to_json_value(part)
+    if reward is None or None in components.values():
+        raise VerifierError(f"returned {reprlib.repr(value)}; it must return {SCORE_RESULT}.")
+    return CallResult({**details, "reward": reward, "reward_components": components})
+
+
+def reset(make_environment: Callable[[], Any], runner: asyncio.Runner, row: Json) -> CallResult:
+    """Make an environment, reset it, and return its first observation. Raises VerifierError."""
+    environment = make_environment()
+    observation = await_result(environment.reset(row), runner)
+    if not isinstance(observation, str | None):
+        raise VerifierError(
+            f"reset returned {reprlib.repr(observation)}; it must return text or None."
+        )
+    return CallResult({"observation": observation}, pickle_environment(environment))
+
+
+def step(_: Any, runner: asyncio.Runner, env_state: bytes, text: str) -> CallResult:
+    """Give the text of the policy to an environment. Raises VerifierError."""
+    environment = pickle.loads(env_state)
+    value = await_result(environment.step(text), runner)
+    answer = parse_step(value)
+    if answer is None:
+        raise VerifierError(f"step returned {reprlib.repr(value)}; it must return {STEP_RESULT}.")
+    return CallResult(answer, b"" if answer["done"] else pickle_environment(environment))
+
+
+def parse_step(value: Any) -> Json | None:
+    """Return the JSON of a step's return value, None if it is invalid."""
+    if not isinstance(value, tuple) or len(value) != 3:
+        return None
+    observation, reward, done = value
+    reward = to_finite_number(reward)
+    is_numpy_bool = str(getattr(done, "dtype", "")) == "bool"
+    if not isinstance(observation, str | None) or reward is None:
+        return None
+    if not isinstance(done, bool) and not is_numpy_bool:
+        return None
+    return {"observation": observation, "reward": reward, "done": bool(done)}
+
+
+def await_result(value: Any, runner: asyncio.Runner) -> Any:
+    """Return the value, or the result of an async function."""
+    return runner.run(wait_for(value)) if inspect.isawaitable(value) else value
+
+
+async def wait_for(value: Awaitable[Any]) -> Any:
+    """Make a coroutine of an awaitable: asyncio.Runner takes nothing else."""
+    return await value
+
+
+def pickle_environment(environment: Any) -> bytes:
+    """Pickle an environment: its next step may run in another process. Raises VerifierError."""
+    try:
+        return pickle.dumps(environment)
+    except Exception as error:  # __reduce__ of the class may raise any
+        raise VerifierError(
+            f"an instance of {type(environment).__name__} cannot be pickled "
+            f"({type(error).__name__}: {error}), but its next step may run in another process. "
+            "Keep only numbers, text, lists and arrays in it."
+        ) from error
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def to_finite_number(value: Any) -> float | None:
+    """Return a finite number that is not a bool, else None. The bound is that of gym_client.py."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < 1e308 else None
+
+
+def to_json_value(value: Any) -> Any:
+    """Return the value if JSON has it, otherwise its repr."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return reprlib.repr(value)
+    return value
+
+
+def describe_failure(error: BaseException, path: str) -> Json:
+    """Return the reason of a failed call, with the last line in the verifier's file."""
+    if isinstance(error, VerifierError):
+        return {"failed": "bad_answer", "why": str(error)}
+    lines = []
+    for frame, line in walk_tb(error.__traceback__):
+        if frame.f_code.co_filename == path:
+            lines.append(line)
+    try:
+        message = f"{type(error).__name__}: {error}".removesuffix(": ")
+    except Exception:  # the class of the error may define __str__
+        message = type(error).__name__
+    where = f"failed at {path}:{lines[-1]}" if lines else "failed"
+    reason = "memory" if isinstance(error, MemoryError) else "raised"
+    return {"failed": reason, "why": f"{where}: {message:.500}"}

@@ -1,0 +1,96 @@
+"""verl's scorer, `default_compute_score`, as a verifier.
+
+For some data sources verl runs the response as a program, or evaluates it as Python.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kit.config.python_files import skip_package_init
+
+PROGRAM_SOURCES = ("codecontests", "apps", "codeforces", "taco")  # verl runs the response
+# verl evaluates the response: math_equal in verl/utils/reward_score/prime_math/grader.py calls eval
+# and sympy's parse_expr.
+EVALUATED_SOURCES = (
+    "numina_aops_forum",
+    "numina_synthetic_math",
+    "numina_amc_aime",
+    "numina_synthetic_amc",
+    "numina_cn_k12",
+    "numina_olympiads",
+)
+# Results of a test that verl 0.9.1 reports. Any other entry is a failure of the sandbox.
+PROGRAM_RESULTS = (
+    "success",
+    "wrong_answer",
+    "runtime_error",
+    "timeout",
+    "compile_error",
+    "compile_timeout",
+    "compile_error_skipped",
+    "Invalid completion (missing code block)",
+)
+
+
+def runs_response(data_source: Any, settings: Mapping[str, Any]) -> bool:
+    """Return whether verl's scorer runs code of the policy in this process or a child of it.
+
+    settings: of the verifier. With `sandbox_fusion_url`, programs run in that sandbox instead.
+    """
+    if data_source in EVALUATED_SOURCES:
+        return True
+    return data_source in PROGRAM_SOURCES and not settings.get("sandbox_fusion_url")
+
+
+def load_verl_scorer() -> Callable[..., Any]:
+    """Import verl's scorers and return `compute_score`.
+
+    Does not run `import verl`, which imports torch and Ray: 10 s and 0.5 GB for each process.
+    """
+    skip_package_init("verl")
+    skip_package_init("verl.utils")
+    importlib.import_module("verl.utils.reward_score")
+    return compute_score
+
+
+def import_scorer(data_source: str) -> None:
+    """Import the scorer of a data source that runs code, before a process is forked for each call.
+
+    Otherwise each forked process would import it: sympy alone takes seconds.
+    """
+    name = "prime_math" if data_source in EVALUATED_SOURCES else "prime_code"
+    importlib.import_module(f"verl.utils.reward_score.{name}")
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any = None,
+    sandbox_fusion_url: str | None = None,
+    memory_limit_mb: int = 1024,  # of each program, the default of verl's reward.sandbox_fusion
+) -> Any:
+    """Score a response as verl does. Raises RuntimeError if the sandbox has no result for a test.
+
+    The parameters have verl's names, and there are no others: a misspelled setting is an error.
+    """
+    if sandbox_fusion_url and data_source in PROGRAM_SOURCES:
+        sandbox = importlib.import_module("verl.utils.reward_score.sandbox_fusion")
+        score, tests = sandbox.compute_score(
+            sandbox_fusion_url, None, memory_limit_mb, solution_str, ground_truth, continuous=True
+        )
+        check_tests(tests, sandbox_fusion_url)
+        return score
+    reward_score = importlib.import_module("verl.utils.reward_score")
+    return reward_score.default_compute_score(data_source, solution_str, ground_truth, extra_info)
+
+
+def check_tests(tests: list[dict[str, Any]], url: str) -> None:
+    """Raise RuntimeError if the sandbox did not run a test: verl counts that test as failed."""
+    for number, test in enumerate(tests):
+        if test.get("status", test.get("error")) not in PROGRAM_RESULTS:
+            reason = test.get("api_request_error") or test.get("error") or test["status"]
+            raise RuntimeError(f"the sandbox at {url} has no result for test {number}: {reason}")

@@ -1,0 +1,273 @@
+"""HTTP requests with a timeout and a size limit, ports, and waiting for Gym servers.
+
+Only the driver uses this module. Episodes use gym_client.py, with sessions and retries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import re
+import secrets
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from subprocess import Popen
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+import yaml
+
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 90.0  # a Gym server imports for 3 to 30 s before it answers
+CHECK_TIMEOUT_S = 5.0  # for the answer to one check
+HEAD_SERVER_TIMEOUT_S = 10.0  # for the answer of a head server
+MAX_BODY_BYTES = 2**24  # of the answer to a check
+
+
+class GymStartError(RuntimeError):
+    """A Gym server does not answer or did not start. The message includes the fix."""
+
+
+class FetchError(RuntimeError):
+    """A request has no usable answer. The message is the reason."""
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+def fetch(
+    url: str,
+    method: str = "GET",
+    timeout_s: float = CHECK_TIMEOUT_S,
+    use_proxy: bool = False,
+    **request: Any,
+) -> httpx.Response:
+    """Send one request and read the whole answer, within a timeout and a size limit.
+
+    use_proxy: whether to use the proxy of the environment. request: headers and json, as for httpx.
+    A redirect is an error, because another host must not receive the request. Raises FetchError.
+    """
+    with ThreadPoolExecutor(1) as pool:  # this thread may already run an event loop
+        answer = _fetch(url, method, timeout_s, use_proxy, request)
+        return pool.submit(asyncio.run, answer).result()
+
+
+async def _fetch(
+    url: str, method: str, timeout_s: float, use_proxy: bool, request: dict[str, Any]
+) -> httpx.Response:
+    # uncompressed, so that a short body cannot become a long one
+    headers = {**request.pop("headers", {}), "Accept-Encoding": "identity"}
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            httpx.AsyncClient(timeout=None, trust_env=use_proxy, follow_redirects=False) as http,
+            http.stream(method, url, headers=headers, **request) as answer,
+        ):
+            body = await _read_body(answer)
+    except TimeoutError:
+        raise FetchError(f"no complete answer within {timeout_s:.1f} s") from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise FetchError(f"{type(error).__name__}: {error}") from None
+    if answer.has_redirect_location:
+        target = answer.headers["location"]
+        raise FetchError(f"HTTP {answer.status_code} redirects to {target}. Set that URL instead.")
+    return httpx.Response(answer.status_code, content=body)
+
+
+async def _read_body(answer: httpx.Response) -> bytes:
+    body = bytearray()
+    async for part in answer.aiter_raw():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise FetchError(f"the answer is longer than {MAX_BODY_BYTES:,} bytes")
+    return bytes(body)
+
+
+# --- ports ---------------------------------------------------------------------------------------
+
+
+def is_port(port: Any) -> bool:
+    """Return whether `port`, a number or its digits, is a valid port of a server."""
+    return bool(re.fullmatch(r"[0-9]{1,5}", str(port))) and 0 < int(port) < 65536
+
+
+def is_port_in_use(host: str, port: int) -> bool:
+    """Return whether a process listens on host:port."""
+    with socket.socket() as probe:
+        probe.settimeout(2.0)
+        return probe.connect_ex((host, port)) == 0
+
+
+def find_free_port(host: str = HOST) -> int:
+    """Return a port on which nothing listens now.
+
+    The range is 20000 to 32767: above the ports of Ray's workers and below the ports that Linux
+    gives to outgoing connections. Both could take the port while the new server still imports.
+    Raises GymStartError if `host` is not an address of this machine.
+    """
+    while True:
+        port = 20000 + secrets.randbelow(12768)
+        try:
+            bind_once(host, port)
+            return port
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise GymStartError(
+                    f"host {host!r} is not an address of this machine ({error}). Set 127.0.0.1."
+                ) from None
+
+
+def bind_once(host: str, port: int) -> None:
+    """Bind host:port and release it. Raises OSError."""
+    with socket.socket() as probe:
+        probe.bind((host, port))
+
+
+def is_listening(process: Popen[bytes], port: int) -> bool:
+    """Return whether `process`, or a process that it started, listens on the port."""
+    try:
+        root = psutil.Process(process.pid)
+        family = [root, *root.children(recursive=True)]
+    except psutil.Error:
+        return False
+    for member in family:
+        with contextlib.suppress(psutil.Error):
+            connections = member.net_connections("tcp")
+            if any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections):
+                return True
+    return False
+
+
+# --- Gym servers ---------------------------------------------------------------------------------
+
+
+def wait_ready(
+    name: str,
+    url: str,
+    process: Popen[bytes] | None = None,
+    log: Path | None = None,
+    timeout_s: float | None = None,
+) -> None:
+    """Wait until a Gym server answers GET /openapi.json. Raises GymStartError.
+
+    process: of a server that this process started. It has `timeout_s`, by default START_TIMEOUT_S.
+    A server that somebody else started must answer within CHECK_TIMEOUT_S.
+    """
+    limit_s = (timeout_s or START_TIMEOUT_S) if process else CHECK_TIMEOUT_S
+    end = time.monotonic() + limit_s
+    problem = ""
+    while (remaining_s := end - time.monotonic()) > 0:
+        if process and process.poll() is not None:
+            break
+        try:
+            problem = find_problem(url, process, min(CHECK_TIMEOUT_S, remaining_s))
+            if not problem:
+                return
+        except FetchError as error:
+            # The last attempt has less time than the others, so its error is less useful.
+            if not problem or remaining_s > CHECK_TIMEOUT_S:
+                problem = str(error)
+        time.sleep(0.2)
+    problem = problem or "no answer"
+    if process:
+        raise GymStartError(
+            f"gym server {name} did not start: {describe_exit(process, problem)}. "
+            f"See its log {log}: {read_tail(log)}"
+        )
+    command = f"python -m kit.gym.servers {name} --port {url.rpartition(':')[2]}"
+    raise GymStartError(
+        f"gym.servers.{name}.url: {url} does not answer ({problem}). "
+        f"To start it, run `{command}`, or set start instead of url."
+    )
+
+
+def find_problem(url: str, process: Popen[bytes] | None, timeout_s: float) -> str:
+    """Return why a server is not ready although it answers, or "".
+
+    Raises FetchError if it does not answer, or without JSON.
+    """
+    answer = fetch(f"{url}/openapi.json", timeout_s=timeout_s)
+    if answer.status_code != 200:
+        return f"HTTP {answer.status_code} from /openapi.json"
+    try:
+        paths = answer.json().get("paths")
+    except (ValueError, AttributeError) as error:
+        raise FetchError(f"/openapi.json is not a JSON object: {error}") from None
+    if not isinstance(paths, dict):
+        return "HTTP 200 from /openapi.json, but it lists no paths"
+    port = urlsplit(url).port
+    if process and port and not is_listening(process, port):
+        return f"port {port} belongs to another process: stop that process, or set start.port"
+    return ""
+
+
+def describe_exit(process: Popen[bytes], problem: str) -> str:
+    """Return why a server did not become ready: its exit status if it ended, else `problem`."""
+    status = process.poll()
+    if status is None:
+        return problem
+    if "belongs to another process" in problem:
+        return f"it exited with status {status} ({problem})"
+    return f"it exited with status {status}"
+
+
+def read_tail(log: Path | None) -> str:
+    """Return the last five lines of a log in one line."""
+    lines = log.read_text(errors="replace").strip().splitlines() if log else []
+    return " | ".join(lines[-5:])
+
+
+class Discovery(NamedTuple):
+    """The servers that a Gym head server lists."""
+
+    servers: dict[str, str]  # resources server -> its URL
+    agents: dict[str, str]  # agent -> its resources server
+
+
+def discover_servers(head_server: str) -> Discovery:
+    """Return the servers that a Gym head server lists. Raises GymStartError.
+
+    head_server: "http://host:11000".
+    """
+    discovery = Discovery({}, {})
+    for name, entry in fetch_gym_config(head_server).items():
+        for server in (entry.get("resources_servers") or {}).values():
+            if server.get("port"):  # without a port it is configured, but not started
+                discovery.servers[name] = public_url(server, head_server)
+        for agent in (entry.get("responses_api_agents") or {}).values():
+            reference = (agent.get("resources_server") or {}).get("name")
+            if reference:
+                discovery.agents[name] = reference
+    return discovery
+
+
+def public_url(server: dict[str, Any], head_server: str) -> str:
+    """Return the URL of a server as this process reaches it.
+
+    A local address is local to the head server's machine, and this process may run on another.
+    """
+    host = server.get("host") or HOST
+    if host in ("0.0.0.0", HOST, "localhost"):
+        host = urlsplit(head_server).hostname
+    return f"http://{host}:{server['port']}"
+
+
+def fetch_gym_config(head_server: str) -> dict[str, Any]:
+    """Return the entries of a head server's configuration. Raises GymStartError."""
+    path = "/global_config_dict_yaml"
+    try:
+        answer = fetch(f"{head_server}{path}", timeout_s=HEAD_SERVER_TIMEOUT_S)
+        if answer.status_code != 200:
+            raise FetchError(f"HTTP {answer.status_code} from {path}")
+        config = yaml.safe_load(answer.json())  # YAML inside a JSON string
+        return {name: entry for name, entry in config.items() if isinstance(entry, dict)}
+    except (FetchError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise GymStartError(
+            f"gym.head_server: {head_server} is not a Gym head server ({error!r}). "
+            "To start one, run `gym env start` in .venv-gym."
+        ) from None

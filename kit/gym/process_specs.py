@@ -1,0 +1,329 @@
+"""Check `gym.servers` of a recipe, and plan the processes of the servers that it starts.
+
+`start` of a server has these keys, all optional:
+
+    python         interpreter with nemo-gym; default .venv-gym/bin/python
+    install        true: make an environment with the server's own requirements
+    server         folder under resources_servers of nemo-gym; default the server's name
+    path           instead of `server`: a folder with app.py that is not part of nemo-gym
+    config         settings that replace those of the server's YAML
+    host, port     default 127.0.0.1 and a free port; with `agent` they are the agent's
+    agent          folder under responses_api_agents: this agent runs the episodes
+    agent_config   settings that replace those of the agent's YAML
+    env            names of secret environment variables that the server may see
+
+Without `agent` one process serves /seed_session, the tools and /verify. With `agent` there are
+three: Gym's agent (POST /run), the resources server behind it, and `policy_model`. This is Gym's
+model server, which all agents of a run share. It gets responses and their token ids from the
+policy, an OpenAI-compatible endpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kit import extras
+from kit.gym import network, server_process
+from kit.gym.network import HOST, GymStartError
+from kit.gym.server_process import AGENTS, MODELS, RESOURCES, ProcessSpec
+
+START_KEYS = {"python", "install", "server", "path", "config", "host", "port"}
+START_KEYS |= {"agent", "agent_config", "env"}
+PYTHON = ".venv-gym/bin/python"  # not the interpreter of the run, which nemo-gym would break
+SERVER_ENVIRONMENTS = ".venv-gym-servers"  # next to .venv-gym; see kit/extras/gym_environments.py
+POLICY_MODEL = "policy_model"  # the name of the trained model in Gym's YAML files
+RESERVED_NAMES = (POLICY_MODEL, "head_server", "dry_run")  # in Gym's configuration
+VALID_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
+ROOT = Path(__file__).parents[2]
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def is_valid_name(name: Any) -> bool:
+    """Return whether `name` can be the name of a process and of its log file."""
+    return bool(VALID_NAME.fullmatch(str(name)))
+
+
+def check_server(name: str, server: Mapping[str, Any]) -> None:
+    """Check that a server's `url` answers, or that its `start` can work. Raises GymStartError."""
+    start = server.get("start") or {}
+    check_name("gym.servers", name)
+    if start.get("agent"):
+        check_name(f"gym.servers.{name}.start.agent", start["agent"])
+    if server.get("url"):
+        network.wait_ready(name, str(server["url"]).rstrip("/"))
+    else:
+        check_start(name, start)
+
+
+def check_name(key: str, name: Any) -> None:
+    """Raise GymStartError if `name` is not valid."""
+    if not is_valid_name(name):
+        raise GymStartError(
+            f"{key}: {str(name)!r} is not a valid name. "
+            "Use letters, digits, _, - and ., and do not start with a dot."
+        )
+
+
+def check_start(name: str, start: Mapping[str, Any]) -> None:
+    """Check the `start` section of a server. Raises GymStartError."""
+    key = f"gym.servers.{name}.start"
+    check_start_keys(key, start)
+    check_variables(f"{key}.env", start.get("env") or [])
+    if name in RESERVED_NAMES:
+        raise GymStartError(
+            f"gym.servers.{name}: Gym reserves the name {name}. "
+            f"Choose another name and set start.server={name}."
+        )
+    python = str(start.get("python") or PYTHON)
+    if not (Path(python).is_file() and os.access(python, os.X_OK)):
+        raise GymStartError(
+            f"gym.servers.{name}: no interpreter at {python}. To make it, run `make gym`."
+        )
+    host = start.get("host") or HOST
+    port = start.get("port")
+    if port and not network.is_port(port):
+        raise GymStartError(
+            f"{key}.port is {port!r}. Set a number from 1 to 65535, or remove it for a free port."
+        )
+    network.find_free_port(host)  # raises for a host of another machine
+    find_folder(name, start)
+    if port and network.is_port_in_use(host, int(port)):
+        raise GymStartError(
+            f"gym.servers.{name}: port {port} on {host} is in use. "
+            "Set another port, or set url to use the server that listens there."
+        )
+
+
+def check_start_keys(key: str, start: Mapping[str, Any]) -> None:
+    """Check which keys a `start` section has. Raises GymStartError."""
+    unknown = set(start) - START_KEYS
+    if unknown:
+        raise GymStartError(
+            f"{key} has the unknown key {min(unknown)!r}. "
+            f"Use one of {', '.join(sorted(START_KEYS))}."
+        )
+    for part in ("config", "agent_config"):
+        if not isinstance(start.get(part) or {}, Mapping):
+            raise GymStartError(
+                f"{key}.{part} is {start[part]!r}. Set keys and values of Gym's YAML."
+            )
+    if start.get("agent_config") and not start.get("agent"):
+        raise GymStartError(f"{key}.agent_config is set without an agent. Add agent: simple_agent.")
+
+
+def check_variables(key: str, names: Any) -> None:
+    """Check that `names` is a list of environment variables that are set. Raises GymStartError."""
+    if not isinstance(names, Sequence) or isinstance(names, str):
+        raise GymStartError(
+            f"{key} is {names!r}. Set a list of names of environment variables, like [HF_TOKEN]."
+        )
+    missing = [name for name in names if str(name) not in os.environ]
+    if missing:
+        raise GymStartError(
+            f"{key}: the environment variable {missing[0]} is not set. Export it, or remove it."
+        )
+
+
+def find_folder(name: str, start: Mapping[str, Any]) -> str:
+    """Return the folder of a server: its name under resources_servers, or an absolute path.
+
+    `path` is relative to the current folder or to the project. Raises GymStartError.
+    """
+    path = start.get("path")
+    key = f"gym.servers.{name}.start"
+    if not path:
+        return str(start.get("server") or name)
+    for other in ("server", "install"):
+        if start.get(other):
+            raise GymStartError(
+                f"{key} has path and {other}. Remove {other}, which is for servers of nemo-gym, "
+                "and install the requirements of path for start.python."
+            )
+    folders = [folder for folder in (Path(str(path)), ROOT / str(path)) if folder.is_dir()]
+    for folder in folders:
+        if (folder / "app.py").is_file():
+            return str(folder.resolve())
+    problem = f"no such folder in {Path.cwd()}"
+    if folders:
+        problem = f"{folders[0].absolute()} has no app.py"
+    raise GymStartError(f"{key}.path={path}: {problem}. Copy templates/verifier to start from.")
+
+
+# --- judges --------------------------------------------------------------------------------------
+
+
+def find_judges(name: str, start: Mapping[str, Any]) -> dict[str, str]:
+    """Return {key: model} of the models that a server uses as judges, by its settings.
+
+    Empty if nemo-gym has no such server.
+    """
+    folder = find_folder(name, start)
+    python = Path(start.get("python") or PYTHON).absolute()
+    spec = {
+        "kind": RESOURCES,
+        "folder": folder,
+        "resources_server": folder,
+        "host": HOST,
+        "port": 0,
+    }
+    spec["overrides"] = start.get("config") or {}
+    for package in python.parents[1].glob("lib/python3*/site-packages"):
+        if (package / RESOURCES / folder / "app.py").is_file():
+            settings = server_process.build_settings(spec, package)
+            return dict(server_process.load_judge_parsing().find_judges(settings))
+    return {}
+
+
+def check_judges(
+    name: str,
+    start: Mapping[str, Any],
+    models: Collection[str],
+    unchecked_judges: Collection[str] = (),
+) -> None:
+    """Check that a server's judges are configured and that their replies can be checked.
+
+    models: names of gym.judges. unchecked_judges: names of servers. Raises GymStartError.
+    """
+    judges = find_judges(name, start)
+    folder = find_folder(name, start)
+    server = folder if start.get("path") else f"nemo-gym's {folder}"
+    configured = set(models)
+    if start.get("agent"):
+        configured.add(POLICY_MODEL)
+    for key, model in judges.items():
+        if model not in configured:
+            raise GymStartError(
+                f"gym.servers.{name}: {server} needs the model {model} ({key}). Set "
+                f"gym.judges.{model}, or set another {key} in gym.servers.{name}.start.config."
+            )
+    if not judges or name in unchecked_judges:
+        return
+    if folder not in server_process.load_judge_parsing().VERDICT_PATTERNS:
+        raise GymStartError(
+            f"gym.servers.{name}: {server} scores an unparsable judge reply as a wrong answer and "
+            f"this cannot be detected. Accept it with gym.unchecked_judges=[{name}]."
+        )
+
+
+def complete_judge_spec(
+    spec: Mapping[str, Any], starts: Sequence[Mapping[str, Any]], log_dir: Path
+) -> ProcessSpec:
+    """Return the spec of a judge's process with the values that the judge does not set.
+
+    starts: the `start` sections of the servers; a judge uses the first interpreter that one sets.
+    """
+    complete = {"port": network.find_free_port(), "host": HOST}
+    complete["log"] = str(log_dir / f"gym_{spec['name']}.log")
+    if "command" not in spec:
+        python = next((start["python"] for start in starts if start.get("python")), PYTHON)
+        complete["kind"] = MODELS
+        complete["python"] = str(Path(python).absolute())
+        complete["resources_server"] = ""
+        complete["config_key"] = f"gym.judges.{spec['name']}.config"
+    return {**complete, **spec}
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+def plan_processes(
+    name: str,
+    start: Mapping[str, Any],
+    policy: Mapping[str, Any] | None,
+    models: Collection[str] = (),
+    unchecked_judges: Collection[str] = (),
+) -> list[ProcessSpec]:
+    """Return the specs of the processes of one server; the last one answers for its name.
+
+    policy: {base_url, api_key, model} for agents. models, unchecked_judges: as for `check_judges`.
+    Raises GymStartError.
+    """
+    check_server(name, {"start": start})
+    check_judges(name, start, models, unchecked_judges)
+    host = start.get("host") or HOST
+    folder = find_folder(name, start)
+    shared = {
+        "python": resolve_python(name, start),
+        "host": host,
+        "resources_server": folder,
+        "is_unchecked": name in unchecked_judges,
+        "visible_variables": list(start.get("env") or []),
+    }
+    resources = {
+        "name": name,
+        "kind": RESOURCES,
+        "folder": folder,
+        "overrides": start.get("config") or {},
+        "config_key": f"gym.servers.{name}.start.config",
+    }
+    specs = [shared | resources]
+    specs += [shared | spec for spec in plan_agent(name, start, policy)]
+    for spec in specs[:-1]:
+        spec["port"] = network.find_free_port(host)
+    specs[-1]["port"] = int(start.get("port") or network.find_free_port(host))
+    return specs
+
+
+def plan_agent(
+    name: str, start: Mapping[str, Any], policy: Mapping[str, Any] | None
+) -> list[ProcessSpec]:
+    """Return the specs of the policy's model server and of the agent, or [] without an agent."""
+    agent = start.get("agent")
+    key = f"gym.servers.{name}.start"
+    if not agent:
+        return []
+    if not policy:
+        raise GymStartError(
+            f"{key}.agent={agent} needs a policy endpoint, but none is configured. "
+            "Pass `policy`, or remove agent."
+        )
+    model_server = {
+        "name": POLICY_MODEL,
+        "kind": MODELS,
+        "folder": "vllm_model",
+        "overrides": {
+            "return_token_id_information": True,
+            "uses_reasoning_parser": False,
+            **policy,
+        },
+        "config_key": "policy",
+        "visible_variables": [],  # all agents of a run share it
+    }
+    agent_server = {
+        "name": f"{name}_{agent}",
+        "kind": AGENTS,
+        "folder": agent,
+        "overrides": {
+            "resources_server": {"type": RESOURCES, "name": name},
+            "model_server": {"type": MODELS, "name": POLICY_MODEL},
+            **(start.get("agent_config") or {}),
+        },
+        "config_key": f"{key}.agent_config",
+    }
+    return [model_server, agent_server]
+
+
+def resolve_python(name: str, start: Mapping[str, Any]) -> str:
+    """Return the interpreter of a server: of .venv-gym-servers if it is there, else `python`.
+
+    With `install` the environment is made first. Raises GymStartError.
+    """
+    folder = find_folder(name, start)
+    python = start.get("python") or PYTHON
+    if start.get("install"):
+        key = f"gym.servers.{name}.start.install"
+        gym_environments = extras.load("kit.extras.gym_environments", key)
+        try:
+            return str(gym_environments.install_environment(folder, python))
+        except gym_environments.InstallError as error:
+            raise GymStartError(f"{key}: {error}") from None
+    environment = Path(python).absolute().parents[2] / SERVER_ENVIRONMENTS / folder
+    if (environment / "bin" / "python").is_file() and not start.get("python"):
+        return str(environment / "bin" / "python")
+    return str(Path(python).absolute())

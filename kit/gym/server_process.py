@@ -1,0 +1,244 @@
+"""The process of one Gym server: read a task from standard input, then become that server.
+
+kit/gym/servers.py starts this file by its path, with the interpreter of NeMo Gym's environment
+(.venv-gym). That environment has neither the packages of this project nor its modules. So this file
+imports only the standard library, and inside functions yaml, pydantic and nemo_gym.
+
+The task is JSON: {"name": of the server, "parent_pid", "command": see below, "specs": [...]}.
+A spec is a dict that describes one process of a run. Its keys:
+
+    name, host, port    its name in Gym's configuration, and its address
+    kind, folder        its code: the folder kind/folder of the package, or an absolute path
+    resources_server    the folder of the server whose YAML files describe this process
+    overrides           settings that replace those of the YAML
+    config_key          the key of the recipe that sets `overrides`, for messages
+    is_unchecked        whether the replies of the server's judges are accepted without a check
+    python, log         its interpreter and its log file
+    visible_variables   environment variables that the process sees although their names are secret
+    hidden_variables    environment variables that no process of the run sees
+    command, env        the command and additional variables of a process that is not from Gym
+    start_timeout_s     how long it may take to start
+
+A server receives its own spec in full. Of most others it receives only name, kind, folder, host and
+port.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import difflib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import runpy
+import signal
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+RESOURCES = "resources_servers"  # kinds of servers: folders of the nemo-gym package
+MODELS = "responses_api_models"
+AGENTS = "responses_api_agents"
+JUDGE_PARSING = Path(__file__).parents[1] / "extras" / "judges" / "judge_parsing.py"
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+ProcessSpec = dict[str, Any]
+
+
+def main() -> None:
+    """Become the server that the task on standard input names."""
+    task = json.load(sys.stdin)
+    # The server may read its standard input, but not the task.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
+    exit_with_parent(task["parent_pid"])
+    if task["command"]:
+        os.execv(task["command"][0], task["command"])
+    run_server(task["name"], task["specs"])
+
+
+def exit_with_parent(parent_pid: int) -> None:
+    """Have the kernel end this process as soon as the thread that started it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent_pid:
+        sys.exit("the process that started this server has already ended")
+
+
+def run_server(name: str, specs: list[ProcessSpec]) -> None:
+    """Run the app.py of the server `name`. Gym's configuration is in two environment variables."""
+    spec = next(each for each in specs if each["name"] == name)
+    package = find_package()
+    folder = find_app_folder(spec, package)
+    config = build_gym_config(spec, specs, package)
+    import pydantic
+    import yaml
+
+    os.environ["NEMO_GYM_CONFIG_DICT"] = yaml.safe_dump(config)
+    os.environ["NEMO_GYM_CONFIG_PATH"] = name
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    try:
+        gym: Any = importlib.import_module("nemo_gym.server_utils")
+        gym.initialize_ray = skip_ray
+        if spec["kind"] == RESOURCES:
+            watch_judges(spec, specs, config[name][RESOURCES][folder.name])
+        if spec["folder"] == "genrm_model":
+            use_remote_genrm()
+        runpy.run_path(str(folder / "app.py"), run_name="__main__")
+    except ModuleNotFoundError as error:
+        exit_for_module(error.name, spec, folder)
+    except pydantic.ValidationError as error:
+        problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        sys.exit(
+            f"{spec['folder']}: invalid settings ({'; '.join(problems)}). "
+            f"Correct them in {spec['config_key']}."
+        )
+
+
+def skip_ray() -> None:
+    """Do nothing, instead of Gym's start of Ray: six processes that most servers never use."""
+
+
+def find_package() -> Path:
+    """Return the site-packages folder that has nemo-gym. Exits if this interpreter does not."""
+    module = importlib.util.find_spec("nemo_gym")
+    if not module or not module.origin:
+        sys.exit(
+            f"{sys.executable} has no nemo-gym. To make an environment with it, run `make gym`."
+        )
+    return Path(module.origin).parent.parent
+
+
+def find_app_folder(spec: ProcessSpec, package: Path) -> Path:
+    """Return the folder of the server's app.py. Exits with similar names if there is none."""
+    folder = package / spec["kind"] / spec["folder"]  # an absolute path replaces those before it
+    if (folder / "app.py").is_file():
+        return folder
+    names = [path.parent.name for path in folder.parent.glob("*/app.py")]
+    nearest = difflib.get_close_matches(spec["folder"], names, 4, 0.0)
+    kind = {RESOURCES: "resources server", MODELS: "model", AGENTS: "agent"}[spec["kind"]]
+    sys.exit(
+        f"nemo-gym has no {kind} {spec['folder']!r}. Choose one of {folder.parent}; "
+        f"the nearest are {', '.join(nearest)}"
+    )
+
+
+def exit_for_module(module: str | None, spec: ProcessSpec, folder: Path) -> NoReturn:
+    """Exit with the command that installs a missing module."""
+    name = spec["folder"]
+    if Path(name).is_absolute():
+        hint = (
+            f"Install it for {sys.executable}, which has nemo-gym, "
+            "or set start.python to an interpreter that has both"
+        )
+    else:
+        hint = (
+            f"Run `python -m kit.gym.servers install {name}` or set start.install=true. "
+            f"Both make an environment with the requirements of {folder}"
+        )
+    sys.exit(f"no module {module!r} for {name}. {hint}")
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+def build_gym_config(
+    spec: ProcessSpec, specs: Iterable[ProcessSpec], package: Path
+) -> dict[str, Any]:
+    """Return the configuration that Gym's own command would give to the server of `spec`."""
+    import yaml
+
+    config: dict[str, Any] = {}
+    for each in specs:
+        settings = {"entrypoint": "app.py", "host": each["host"], "port": each["port"]}
+        if "overrides" in each:
+            settings = build_settings(each, package)
+        config[each["name"]] = {each["kind"]: {Path(each["folder"]).name: settings}}
+    # `???`, or `${name}` of a file that is not read here
+    unset = re.findall(r"(\w+): .*(?:\?\?\?|\$\{\w+\})", yaml.safe_dump(config[spec["name"]]))
+    if unset:
+        sys.exit(
+            f"the YAML of {spec['folder']} does not set {', '.join(unset)}. "
+            f"Set it in {spec['config_key']}."
+        )
+    config["head_server"] = {"host": spec["host"], "port": spec["port"]}
+    config["dry_run"] = False
+    return config
+
+
+def build_settings(spec: ProcessSpec, package: Path) -> dict[str, Any]:
+    """Return Gym's settings of one server: of its YAML, then overrides, then host and port."""
+    settings: dict[str, Any] = {"entrypoint": "app.py"}
+    if spec["kind"] == RESOURCES:
+        settings["domain"] = "other"
+    if spec["kind"] != MODELS:  # their YAML describes other models; `overrides` is complete
+        settings |= read_yaml_settings(spec, package)
+    return {**settings, **spec["overrides"], "host": spec["host"], "port": spec["port"]}
+
+
+def read_yaml_settings(spec: ProcessSpec, package: Path) -> dict[str, Any]:
+    """Return the first settings for this kind and folder in the package's YAML files, or {}.
+
+    The files of the resources server come first, and of these the one with its name.
+    """
+    server = spec["resources_server"]
+    folders = [package / RESOURCES / server, package / spec["kind"] / spec["folder"]]
+    for entry in read_yaml_entries(folders, Path(server).name):
+        servers = entry.get(spec["kind"])
+        settings = servers.get(Path(spec["folder"]).name) if isinstance(servers, dict) else None
+        if settings:
+            return dict(settings)
+    return {}
+
+
+def read_yaml_entries(folders: Iterable[Path], preferred: str) -> Iterator[dict[str, Any]]:
+    """Yield the top-level objects of each configs/*.yaml, first those of `preferred`.yaml."""
+    import yaml
+
+    def by_name(path: Path) -> tuple[bool, str]:
+        return path.stem != preferred, path.name
+
+    for folder in folders:
+        for path in sorted((folder / "configs").glob("*.yaml"), key=by_name):
+            entries = yaml.safe_load(path.read_text()) or {}
+            yield from (entry for entry in entries.values() if isinstance(entry, dict))
+
+
+# --- judges --------------------------------------------------------------------------------------
+
+
+def load_judge_parsing() -> Any:
+    """Return the module judge_parsing.py, loaded by its path: Gym's environment has no `kit`."""
+    name = "judge_parsing"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, JUDGE_PARSING)
+        assert spec and spec.loader
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def watch_judges(spec: ProcessSpec, specs: Iterable[ProcessSpec], settings: dict[str, Any]) -> None:
+    """Check the replies of the judges that the settings of a resources server name."""
+    judge_parsing = load_judge_parsing()
+    judges = judge_parsing.find_judges(settings)
+    if not judges:
+        return
+    addresses = {f"{each['host']}:{each['port']}" for each in specs if each["kind"] == MODELS}
+    pattern = "" if spec["is_unchecked"] else judge_parsing.VERDICT_PATTERNS.get(spec["folder"], "")
+    judge_parsing.watch_judge_calls(set(judges.values()), addresses, pattern)
+
+
+def use_remote_genrm() -> None:
+    """Have Gym's genrm_model use an address, as vllm_model does. Gym would start a vLLM for it."""
+    vllm = importlib.import_module(f"{MODELS}.vllm_model.app")
+    local: Any = types.ModuleType(f"{MODELS}.local_vllm_model.app")
+    local.LocalVLLMModel = vllm.VLLMModel
+    local.LocalVLLMModelConfig = vllm.VLLMModelConfig
+    sys.modules[local.__name__] = local
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Send each row to its verifier: a server of NeMo Gym, or processes with a Python verifier.
+
+The rest of the kit sees one object, the `VerifierRouter`. A recipe without Python verifiers has no
+pools: then every row goes to a Gym server.
+
+A pool has these methods:
+    kind()                        "verify" or "step", as of a Gym server
+    open_session(row, tokenizer)  a session for one episode, used as a `gym_client.Session`
+    close()                       end the processes of the pool
+All three are coroutines. The first two raise GymError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig
+
+import gym_client
+from gym_client import Json
+from kit.config.keys import to_plain
+from kit.gym.concurrency import ConcurrencyLimits
+
+
+class VerifierRouter:
+    """All verifiers of a run by name. Use as `async with VerifierRouter(...)`.
+
+    pools: {name: pool} of the Python verifiers. `gym` has every other verifier.
+    """
+
+    def __init__(self, gym: gym_client.Gym, pools: Mapping[str, Any], tokenizer: Any):
+        self.gym = gym
+        self.pools = pools
+        self.tokenizer = tokenizer
+        self.run = gym.run  # only a Gym server can run an agent
+
+    async def __aenter__(self) -> VerifierRouter:
+        await self.gym.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        for pool in self.pools.values():
+            await pool.close()
+        await self.gym.__aexit__()
+
+    async def kind(self, name: str) -> str:
+        """Return the kind of the verifier: `verify`, `step` or `agent`. Raises GymError."""
+        if name in self.pools:
+            return str(await self.pools[name].kind())
+        return await self.gym.kind(name)
+
+    @contextlib.asynccontextmanager
+    async def session(self, name: str, row: Json) -> AsyncIterator[Any]:
+        """Open a session with the verifier for one episode of `row`. Raises GymError."""
+        if name in self.pools:
+            yield await self.pools[name].open_session(row, self.tokenizer)
+        else:
+            async with self.gym.session(name, row) as session:
+                yield session
+
+    async def aggregate(self, name: str, records: Sequence[Json]) -> Json | None:
+        """Return the metrics of a Gym server over `records`. A Python verifier has none."""
+        if name in self.pools:
+            return None
+        return await self.gym.aggregate(name, records)
+
+
+def make_verifiers(
+    config: DictConfig,
+    urls: Mapping[str, str],
+    tokenizer: Any,
+    pools: Mapping[str, Any],
+    share: int = 1,
+) -> tuple[VerifierRouter, ConcurrencyLimits]:
+    """Make the router of the recipe's verifiers, and the limits of the calls to Gym servers.
+
+    urls: {name: url} of the Gym servers.
+    pools: {name: pool} of the Python verifiers.
+    share: the number of processes that share the limits. This process gets one part.
+    """
+    settings = config.gym
+    limits = ConcurrencyLimits(share)
+    gym = gym_client.Gym(
+        urls,
+        settings.timeout_s,
+        limits.resolve(to_plain(settings.concurrency)),
+        settings.attempts,
+        settings.outage_budget_s,
+    )
+    return VerifierRouter(gym, pools, tokenizer), limits

@@ -1,0 +1,167 @@
+"""Sample one response of the policy from the rollout engine: token ids in, token ids out."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig
+
+from gym_client import GymError
+from kit.config.resources import rollout_gpus
+from kit.data.episode import ABORTED, PolicyVersion, PolicyVersions
+from kit.data.processor import TextProcessor
+from kit.errors import RunError
+
+Sampling = dict[str, Any]  # vLLM's sampling parameters, from `build_sampling_params`
+DEFAULT_SLOTS = 256
+
+
+@dataclass
+class SamplerContext:
+    """The client of the rollout engine, and the facts about model and recipe that turns need."""
+
+    client: Any  # verl's LLMServerClient: kit.rollout.client.Client
+    tokenizer: Any
+    stop_ids: set[int]  # ids that end a turn
+    max_prompt_length: int  # tokens
+    max_response_length: int  # tokens of an episode after its prompt, including observed ones
+    max_turns: int | None  # responses of the policy in one episode; None: as many as fit
+    max_tool_chars: int  # a longer tool output is cut in the middle, for the model only
+    tool_format: str  # how the model writes tool calls: a tool parser of vLLM, or of verl
+    timeout_s: float  # for one response, once its episode has a slot
+    vocab_size: int | None = None
+    seed: int | None = None  # rollout.seed if rollout.full_determinism is set
+    episode_slots: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(DEFAULT_SLOTS)
+    )
+    policy_version: int | None = None  # the step whose weights the servers have; None: unchecked
+    max_staleness: int = 0  # allowed distance from policy_version, in steps
+    # The policy endpoint (openai_server.py) samples with these. Its requests come from agents and
+    # do not say which rollout they belong to, so `Servers` sets this when a rollout starts.
+    endpoint_sampling: Sampling = field(default_factory=dict)
+    processor: Any = None  # kit.data.processor: for text, unless the model reads images
+
+    def __post_init__(self) -> None:
+        if self.processor is None:
+            self.processor = TextProcessor(self.tokenizer)
+
+
+class SampledResponse(NamedTuple):
+    """One response of the policy, with the stop token."""
+
+    ids: list[int]
+    log_probs: list[float]  # one per id, at the sampling temperature
+    policy_versions: PolicyVersions
+
+
+def make_sampler_context(
+    config: DictConfig, client: Any, data: Any, timeout_s: float
+) -> SamplerContext:
+    """Make the context from verl's keys: data.max_*_length, rollout.multi_turn.* and others.
+
+    There are as many episode slots as the engines run sequences: rollout.max_num_seqs each.
+    data: the prepared inputs of the run, with `tokenizer`, `processor`, `stop_ids` and `model`.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    turns = rollout.multi_turn
+    engines = rollout_gpus(config) // rollout.tensor_model_parallel_size
+    return SamplerContext(
+        client=client,
+        tokenizer=data.tokenizer,
+        processor=data.processor,
+        stop_ids=data.stop_ids,
+        max_prompt_length=config.data.max_prompt_length,
+        max_response_length=config.data.max_response_length,
+        max_turns=turns.max_assistant_turns,
+        max_tool_chars=turns.max_tool_response_length,
+        tool_format=turns.format,
+        timeout_s=timeout_s,
+        vocab_size=data.model.vocab_size,
+        seed=rollout.seed if rollout.full_determinism else None,
+        episode_slots=asyncio.Semaphore(engines * rollout.max_num_seqs),
+        max_staleness=config.trainer.one_step_off,
+    )
+
+
+def build_sampling_params(config: DictConfig, is_validation: bool) -> Sampling:
+    """Return vLLM's parameters from rollout.*, or for validation from rollout.val_kwargs.*."""
+    rollout = config.actor_rollout_ref.rollout
+    source = rollout.val_kwargs if is_validation else rollout
+    return {
+        "temperature": source.temperature if source.do_sample else 0.0,
+        "top_p": source.top_p,
+        "top_k": source.top_k,
+        "logprobs": True,
+    }
+
+
+async def sample(
+    context: SamplerContext,
+    sampling: Sampling,
+    request_id: str,
+    prompt_ids: list[int],
+    max_tokens: int,
+    **image_inputs: Any,
+) -> SampledResponse:
+    """Sample one response of the policy, with the stop token at its end.
+
+    request_id: of the episode and, after a `#`, its turn.
+    image_inputs: from `processor.engine_inputs`.
+    Raises GymError if this request failed, ray.exceptions.RayError if a vLLM server is dead, and
+    RunError if a server has the weights of another step.
+    """
+    params = {**sampling, "max_tokens": max_tokens}
+    if context.seed is not None:
+        # verl would give all requests for one prompt the same seed, and so the same response.
+        params["seed"] = zlib.crc32(f"{context.seed} {request_id}".encode())
+    try:
+        async with asyncio.timeout(context.timeout_s):
+            output = await context.client.generate(
+                # The same for all turns of an episode: they go to the replica that has their
+                # prefix in its cache.
+                request_id=request_id.partition("#")[0],
+                prompt_ids=prompt_ids,
+                sampling_params=params,
+                **image_inputs,
+            )
+    except TimeoutError:
+        problem = f"vLLM gave no answer within {context.timeout_s:g} s"
+        raise GymError("generate_timeout", problem) from None
+    ids = list(output.token_ids)
+    policy_versions = read_policy_versions(output, context.policy_version)
+    check_policy_versions(policy_versions, context)
+    if output.stop_reason in ABORTED or not ids:
+        problem = f"vLLM ended the request without an answer ({output.stop_reason})"
+        raise GymError("aborted", problem)
+    if output.log_probs is None or len(output.log_probs) != len(ids):
+        raise GymError("no_log_probs", f"vLLM sent {len(ids)} tokens without a log-prob for each")
+    return SampledResponse(ids, list(output.log_probs), policy_versions)
+
+
+def read_policy_versions(output: Any, default: int | None) -> PolicyVersions:
+    """Return the versions of the weights that sampled an output of verl's TokenOutput.
+
+    kit/rollout/client.py sends `versions` for the parts of an interrupted response, verl's servers
+    one `global_steps`. default: the version if the server sends none.
+    """
+    fields = output.extra_fields
+    if "versions" in fields:
+        return [PolicyVersion(*version) for version in fields["versions"]]
+    return [PolicyVersion(len(output.token_ids), fields.get("global_steps", default))]
+
+
+def check_policy_versions(policy_versions: PolicyVersions, context: SamplerContext) -> None:
+    """Raise RunError if tokens are from weights that are older or newer than allowed."""
+    current = context.policy_version
+    if current is None:
+        return
+    for version in policy_versions:
+        if version.step is None or abs(current - version.step) > context.max_staleness:
+            raise RunError(
+                f"a vLLM server samples from the weights of step {version.step}, the trainer's are "
+                f"of step {current}: the weight update did not reach this server. Read logs/ray in "
+                "the run folder, then rerun the same command to resume from the last checkpoint."
+            )

@@ -1,0 +1,157 @@
+"""The console of a run: lines, and at a terminal a table of the last steps with a progress bar.
+
+Elsewhere, or with --quiet, each step is one line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from kit.data.episode import Episode
+from kit.runs.text import remove_control_characters
+
+RECENT_STEPS = 8  # rows of the table
+MIN_SECONDS = 0.05  # of a stage, to be shown
+# labels of stages; the others show their own name
+STAGE_LABELS = {"update_actor": "update", "update_weights": "sync", "testing": "eval"}
+HIDDEN_STAGES = ("step", "first_episode")
+console = Console(emoji=False)
+
+
+class Display:
+    """The progress of a run on the console.
+
+    title: of the progress bar. total: of its steps. completed: steps done by earlier parts.
+    """
+
+    def __init__(self, title: str, total: int, completed: int):
+        self.total = total
+        self.recent: deque[dict[str, str]] = deque(maxlen=RECENT_STEPS)  # {column: text} of steps
+        columns = (
+            "{task.description}",
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            "{task.fields[stage]}",
+            TimeElapsedColumn(),
+            "left",
+            TimeRemainingColumn(elapsed_when_finished=True),
+        )
+        # steps are long, so the time left follows from the mean of all of them
+        self.bar = Progress(*columns, speed_estimate_period=math.inf)
+        self.task = self.bar.add_task(title, total=total, completed=completed, stage="starting")
+        self.live = Live(self, console=console) if console.is_interactive else None
+
+    def start(self) -> None:
+        """Start drawing."""
+        if self.live:
+            self.live.start()
+
+    def stop(self) -> None:
+        """Stop drawing."""
+        if self.live:
+            self.live.stop()
+
+    def show_stage(self, stage: str) -> None:
+        """Show the current stage next to the bar."""
+        self.bar.update(self.task, stage=stage)
+
+    def set_progress(self, completed: int, total: int | None = None) -> None:
+        """Move the bar."""
+        self.bar.update(self.task, completed=completed, total=total)
+
+    def print_step(self, step: int, values: dict[str, str], timing: Mapping[str, float]) -> None:
+        """Print a step's values and the seconds of its stages, or add them to the table."""
+        self.set_progress(step)
+        seconds = describe_seconds(timing)
+        self.recent.append({"step": f"{step}/{self.total}", **values, "seconds": seconds})
+        if not self.live:
+            line = "  ".join(f"{name} {value}" for name, value in values.items())
+            say(f"step {step}/{self.total}  {line}  {seconds}")
+
+    def __rich__(self) -> Group:
+        """The table of the last steps, and the bar."""
+        rows = list(self.recent)  # a copy: another thread draws it
+        names = dict.fromkeys(itertools.chain.from_iterable(rows))
+        table = Table(*names, box=None, header_style="bold")
+        for row in rows:
+            table.add_row(*[row.get(name, "") for name in names])
+        return Group(table, self.bar) if rows else Group(self.bar)
+
+
+def describe_seconds(timing: Mapping[str, float]) -> str:
+    """The seconds of a step and of its stages: `20.6s (gen 5.8 update 13.8 sync 1.0)`."""
+    stages = [
+        f"{STAGE_LABELS.get(name, name)} {seconds:.1f}"
+        for name, seconds in timing.items()
+        if name not in HIDDEN_STAGES and seconds >= MIN_SECONDS
+    ]
+    total = timing.get("step", sum(timing.values()))
+    return f"{total:.1f}s ({' '.join(stages)})"
+
+
+def say(text: str) -> None:
+    """Print one line, above the progress bar."""
+    console.print(remove_control_characters(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def step_values(metrics: Mapping[str, float], is_reward_shaped: bool) -> dict[str, str]:
+    """The values of a step's line, by label.
+
+    `reward` is the verifier's mean over all verified episodes. is_reward_shaped: whether env.reward
+    or a KL term changes it; then `verifier` and `shaped` are shown.
+    """
+    names = {"reward": "rollout/reward/mean"}
+    if is_reward_shaped and "critic/rewards/mean" in metrics:
+        names = {"verifier": "rollout/reward/mean", "shaped": "critic/rewards/mean"}
+    names |= {
+        "len": "response_length/mean",
+        "entropy": "actor/entropy",
+        "grad": "actor/grad_norm",
+    }
+    values = {
+        label: format_value(metrics[name]) for label, name in names.items() if name in metrics
+    }
+    kept = metrics["rollout/kept"]
+    episodes = metrics["rollout/episodes"]
+    if kept < episodes:
+        values["kept"] = f"{kept:.0f}/{episodes:.0f}"
+    zero_variance = metrics["rollout/zero_variance_groups"]
+    if zero_variance:
+        values["zero-var"] = f"{zero_variance:.0f} groups"
+    values["failed"] = f"{metrics['rollout/failed_frac']:.0%}"
+    return values
+
+
+def format_value(value: float) -> str:
+    """A number with about three digits, without an exponent where that stays short."""
+    return f"{value:.0f}" if abs(value) >= 10 else f"{value:.3g}"
+
+
+def print_examples(episodes: Sequence[Episode], count: int) -> None:
+    """Print the `count` best and worst episodes."""
+    ranked = sorted(episodes, key=reward_or_zero, reverse=True)
+    worst = ranked[max(count, len(ranked) - count) :]
+    for episode in [*ranked[:count], *worst]:
+        question = " ".join(episode.question.split())[-100:]
+        reward = f"reward {episode.reward:.2f}"
+        say(f"    {question!r} -> {episode.transcript[:200]!r}  {reward}")
+
+
+def reward_or_zero(episode: Any) -> float:
+    """The reward of an episode; 0 if it failed."""
+    return episode.reward or 0.0

@@ -1,0 +1,128 @@
+"""Isolate a run from other runs and users: its temporary folder, and Ray's folder and token."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from kit.errors import RunError
+
+SOCKET_PATH_LIMIT = 107  # bytes: Linux's sun_path has 108, and the last one is a zero
+# the longest socket path below each folder: Ray's, and verl's weight sync in the run's TMPDIR
+RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+RUN_SOCKET = "/kit-abcdefgh/rl-colocate-zmq-01000000-replica-999-rank-999.sock"
+FOLDER_KEY = "ray_kwargs.ray_init._temp_dir"
+
+
+def check_tmpdir_length() -> None:
+    """Raise RunError if the paths of a run's sockets in TMPDIR would be too long."""
+    _check_length("TMPDIR", tempfile.gettempdir(), RUN_SOCKET)
+
+
+@contextlib.contextmanager
+def use_own_tmpdir() -> Iterator[str]:
+    """Set TMPDIR to a new folder of mode 0700, and yield its path. Delete it after the block.
+
+    All processes of the run keep their sockets, locks and caches there. Other nodes of a cluster
+    do not have the folder, and use /tmp. Raises RunError if socket paths would be too long.
+    """
+    check_tmpdir_length()
+    previous = os.environ.get("TMPDIR")
+    folder = tempfile.mkdtemp(prefix="kit-")
+    os.environ["TMPDIR"] = folder
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        _restore_variable("TMPDIR", previous)
+
+
+def make_ray_folder(parent: str | None) -> str:
+    """Return the folder for Ray's sessions, in a private folder that is made if it is missing.
+
+    Ray sets its own folder to mode 0777, so the folder above it must keep other users out.
+    parent: ray_kwargs.ray_init._temp_dir; None: /tmp/kit-UID.
+    Raises RunError if another user could enter or replace the folder, or if its path is too long.
+    """
+    folder = Path(parent or f"/tmp/kit-{os.getuid()}").absolute()
+    _check_length(FOLDER_KEY, str(folder), RAY_SOCKET)
+    _make_private(folder)
+    return str(folder / "ray")
+
+
+def _check_length(name: str, folder: str, socket: str) -> None:
+    length = len(os.fsencode(folder))
+    limit = SOCKET_PATH_LIMIT - len(socket)
+    if length > limit:
+        raise RunError(
+            f"{name}={folder} has {length} bytes, over {limit}. Paths of sockets in it would "
+            f"exceed the {SOCKET_PATH_LIMIT} bytes that Linux allows. "
+            f"Set {name} to a shorter path"
+        )
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder of mode 0700, or check that only this user can use an existing one."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=True)
+    status = folder.lstat()
+    open_mode = status.st_mode & 0o077
+    problem = ""
+    fix = f"Set {FOLDER_KEY} to a folder that only you can use"
+    if not stat.S_ISDIR(status.st_mode):
+        problem = "is a symbolic link or a file"
+    elif status.st_uid != os.getuid():
+        problem = f"belongs to user {status.st_uid}, not to you ({os.getuid()})"
+    elif open_mode:
+        problem = f"is open to other users (mode {open_mode | 0o700:04o})"
+        fix = f"Run `chmod 700 {folder}`"
+    elif _is_replaceable(folder):
+        problem = f"can be replaced by other users, who can write to {folder.parent}"
+    if problem:
+        raise RunError(f"{folder} {problem}, so other users could take over Ray's sockets. {fix}")
+
+
+def _is_replaceable(folder: Path) -> bool:
+    """Return whether other users can write to the folder's parent, and no sticky bit stops them."""
+    mode = folder.parent.stat().st_mode
+    return bool(mode & 0o022) and not mode & stat.S_ISVTX
+
+
+@contextlib.contextmanager
+def set_ray_token() -> Iterator[None]:
+    """Give the Ray that this process starts a new token, in the environment and not in a file.
+
+    Without it Ray writes a token to ~/.ray/auth_token, which other users may be able to read.
+    """
+    names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
+    previous = {name: os.environ.get(name) for name in names}
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    _reload_authentication()
+    try:
+        yield
+    finally:
+        for name, value in previous.items():
+            _restore_variable(name, value)
+        _reload_authentication()
+
+
+def _restore_variable(name: str, previous: str | None) -> None:
+    """Set an environment variable to its previous value, or remove it if it had none."""
+    os.environ.pop(name, None)
+    if previous is not None:
+        os.environ[name] = previous
+
+
+def _reload_authentication() -> None:
+    """Make Ray read the mode and the token again, since it caches both."""
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()

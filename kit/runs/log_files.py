@@ -1,0 +1,91 @@
+"""Read the logs of a run's worker processes: the cause of a failure, and the last lines.
+
+`logs` is always the folder logs/ of a run. Ray's logs are in logs/ray.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+TAIL_LINES = 3
+ERROR_NAME = r"(?:\w+\.)*\w*(?:Error|Exception|OutOfMemory\w*)"
+ENGINE_FAILED = re.compile(
+    "(EngineDeadError|method failed: cancelled)|Engine core initialization failed"
+)
+ENGINE_CAUSE = re.compile(rf"({ERROR_NAME}: .+|\w+ proc \S+ died.*)")
+# lines that repeat that the engine failed, and do not name the cause
+ENGINE_NO_CAUSE = re.compile("Engine ?[Cc]ore|WorkerProc|stack trace|cancelled")
+
+
+def list_worker_logs(logs: Path) -> list[Path]:
+    """Return the logs of Ray's workers, the one that was written last first."""
+    return sorted(logs.glob("ray/worker-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def read_tail(log: Path) -> str:
+    """Return a log's path and its last lines, as one sentence. Return "" if the log is empty."""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    if not lines:
+        return ""
+    return f"Last lines of {log}: {' | '.join(lines[-TAIL_LINES:])}"
+
+
+def read_log_tail(logs: Path, pid: int, parents: Mapping[int, int]) -> str:
+    """Return the tail of a process's log, or of the log of its nearest parent that has one.
+
+    parents: child pid -> parent pid.
+    """
+    while pid:
+        paths = logs.glob(f"ray/worker-*-{pid}.*")
+        for path in sorted(paths, key=lambda path: path.stat().st_size, reverse=True):
+            tail = read_tail(path)
+            if tail:
+                return tail
+        pid = parents.get(pid, 0)
+    return f"See the logs in {logs}"
+
+
+def read_newest_log_tail(logs: Path) -> str:
+    """Return the tail of the log that was written last."""
+    for path in list_worker_logs(logs):
+        tail = read_tail(path)
+        if tail:
+            return tail
+    return f"See the logs in {logs}"
+
+
+def find_root_cause(error: BaseException, logs: Path) -> str:
+    """Return a line about an error of Ray: which worker died or failed, why, and its log."""
+    text = str(error)
+    worker = re.search(r"class_name: (\w+).*?pid: (\d+)", text, re.DOTALL)
+    if worker:
+        return _describe_dead_worker(text, worker[1], int(worker[2]), logs)
+    engine = ENGINE_FAILED.search(text)
+    if engine:
+        problem = "vLLM's engine died" if engine[1] else "vLLM did not start"
+        return f"{problem}{_find_engine_cause(logs)}. Worker logs: {logs}"
+    causes = re.findall(rf"^\W*({ERROR_NAME}: .+)$", text, re.MULTILINE)
+    cause = causes[-1] if causes else " ".join(text.split()) or repr(error)
+    return f"{cause}. Worker logs: {logs}"
+
+
+def _describe_dead_worker(text: str, name: str, pid: int, logs: Path) -> str:
+    """Return a line about a dead worker. text: Ray's ActorDiedError."""
+    reason = re.search(r"The actor is dead because (.+?\.)\s", text + " ", re.DOTALL)
+    because = f" because {' '.join(reason[1].split()).rstrip('.')}" if reason else ""
+    return f"the worker {name} (pid {pid}) died{because}. {read_log_tail(logs, pid, {})}"
+
+
+def _find_engine_cause(logs: Path) -> str:
+    """Return the first cause in the newest log that names one, to follow "vLLM's engine died".
+
+    vLLM's engine writes the cause to its log. Its exception says only "see above". An engine that
+    was killed writes nothing.
+    """
+    for path in list_worker_logs(logs):
+        for cause in ENGINE_CAUSE.findall(path.read_text(errors="replace")):
+            if not ENGINE_NO_CAUSE.search(cause):
+                return f": {cause.rstrip('.')}"
+    return " and logged no cause (killed by SIGKILL, or out of memory?)"

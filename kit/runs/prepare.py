@@ -1,0 +1,511 @@
+"""From a recipe to the inputs of a run: check it, load its model files and rows, derive sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+import env
+from kit import extras
+from kit.config import checks, model_files, user_functions
+from kit.config.keys import to_plain
+from kit.config.load import ACTOR, FSDP, MICRO_BATCH_TOKENS, MODEL, raise_all
+from kit.config.resources import sequence_parallel_size
+from kit.data.processor import TextProcessor
+from kit.data.row_files import read_raw_rows
+from kit.data.tasks import FileRows, RowSource, TaskLoader, is_function
+from kit.errors import ConfigError, UserFunctionError
+from kit.gym import network, process_specs
+
+TRAIN = "env.train_files"
+VAL = "env.val_files"
+FILES = {  # of each command; the first must be set
+    "train": [TRAIN, VAL],
+    "sft": [TRAIN, VAL],
+    "rollout": [TRAIN],
+    "evaluate": [VAL],
+}
+
+
+@dataclasses.dataclass
+class RunInputs:
+    """All that a run needs besides its configuration: tasks, tokenizer, functions."""
+
+    train: list[Any]  # env.Task; for sft, sft.Example
+    validation: list[Any]
+    dropped: list[str]  # rows whose prompt is over data.max_prompt_length
+    tokenizer: Any
+    processor: TextProcessor  # or the one of a model that reads images
+    stop_ids: set[int]  # ids that end a response
+    reward: Callable[[Any], float]  # episode -> the reward to train on
+    filters: list[Callable[[list[Any]], list[Any]]]  # env.filters, then algorithm.filter_groups
+    sampler: Callable[..., list[env.Task]]  # (tasks, size, batch, seed, pass_rates) -> tasks
+    source: RowSource  # the tasks of each batch
+    model: Any  # the Hugging Face configuration of the model's text part
+    generated: list[env.Task] = dataclasses.field(default_factory=list)  # of batch 1, by functions
+    per_epoch: float = math.inf  # prompts of an epoch of the files' rows; infinite without files
+
+    @property
+    def tasks(self) -> list[Any]:
+        """Every task that is known before the run."""
+        return [*self.train, *self.generated, *self.validation]
+
+
+def prepare(config: DictConfig, command: str = "train") -> RunInputs:
+    """Check a recipe against its model, files and servers, and load its tasks.
+
+    Fills in the values of `config` that follow from them. command: train, rollout or evaluate
+    (kit/extras/sft.py prepares its own). Raises ConfigError, UserFunctionError, env.DataError,
+    gym_client.GymError or network.GymStartError, before any worker starts.
+    """
+    inputs = check_recipe(config, command)
+    servers: Mapping[str, str] = {}
+    agents: Mapping[str, str] = {}
+    if config.gym.head_server:
+        servers, agents = network.discover_servers(config.gym.head_server)
+    names = {name: name for name in (*servers, *config.gym.servers)}
+    aliases = {agent: server for agent, server in agents.items() if server in servers}
+    load_rows(config, command, inputs, aliases | names)
+    custom = extras.first("verifier_names", config, command, config, default=set())
+    check_code_execution(config, command, inputs)
+    if any(task.tools for task in inputs.tasks):
+        checks.check_tool_format(config.actor_rollout_ref.rollout.multi_turn.format)
+        checks.check_tools(task for task in inputs.tasks if task.server not in custom)
+    used = {task.server for task in inputs.tasks}
+    for name in sorted(used - {*config.gym.servers, *custom}):
+        config.gym.servers[name] = {"url": servers[name]}
+    for name, server in to_plain(config.gym.servers).items():
+        if server.get("url"):
+            process_specs.check_server(name, server)
+    inputs.processor.check(config, inputs.tasks, command)
+    extras.call("check_inputs", config, command, config, inputs, command)
+    return inputs
+
+
+def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception] = ()) -> RunInputs:
+    """The checks of every command, cheap ones first -> RunInputs without rows.
+
+    problems: errors of load_config, to be raised with those of the first checks. The second group
+    needs verl, which takes 7 s to import. The third loads the model's files, maybe from the hub.
+    Raises the errors of `prepare`.
+    """
+    raise_all([*extras.find_missing(config, command), *find_missing_modules(config)])
+    extras.call("rewrite_recipe", config, command, config)
+    errors = [*problems, *check_files(config, command), *early_problems(config, command)]
+    raise_all([as_error(problem) for problem in errors])
+    import_external_library(config)
+    functions = user_functions.load_recipe_functions(config)
+    raise_all([ConfigError(problem) for problem in checks.check_names(config, command)])
+    raise_all([as_error(problem) for problem in late_problems(config, command)])
+    checks.instantiate_verl_configs(config)
+    files = model_files.load_model_files(config)
+    processor = extras.make_processor(config, files.hf_config, files.tokenizer)
+    if not files.tokenizer.chat_template:
+        path = config.actor_rollout_ref.model.path
+        raise ConfigError(f"{path} has no chat template. Set {MODEL}.custom_chat_template.")
+    check_other_models(config, command, files.tokenizer)
+    set_sizes(config, files.hf_config, command)
+    model_problems = extras.collect(
+        "check_model", config, command, config, files.hf_config, command
+    )
+    raise_all([as_error(problem) for problem in model_problems])
+    return RunInputs(
+        train=[],
+        validation=[],
+        dropped=[],
+        tokenizer=files.tokenizer,
+        processor=processor,
+        stop_ids=files.stop_ids,
+        reward=functions.reward,
+        filters=functions.filters,
+        sampler=functions.sampler,
+        source=FileRows([], functions.sampler, config.data.seed),  # load_rows sets it
+        model=files.hf_config.get_text_config(),
+    )
+
+
+def find_missing_modules(config: DictConfig) -> Iterator[ConfigError]:
+    """An error for each module of the kit that a recipe names, and that was deleted."""
+    sections = (config.ray_kwargs.ray_init, config.actor_rollout_ref.rollout)
+    text = "".join(OmegaConf.to_yaml(section) for section in sections)
+    for module in dict.fromkeys(re.findall(r"\bkit(?:\.[a-z]\w*)+", text)):
+        if not extras.is_installed(module):
+            yield extras.missing_error(module, "This recipe")
+
+
+def as_error(problem: Exception | str) -> Exception:
+    """A problem as an exception."""
+    return problem if isinstance(problem, Exception) else ConfigError(problem)
+
+
+def early_problems(config: DictConfig, command: str) -> Iterator[Exception | str]:
+    """The checks that take no time."""
+    yield from checks.check_choices(config)
+    yield from checks.check_sizes(config, command)
+    yield from checks.check_algorithm(config)
+    yield from checks.check_sampling(config, command)
+    if command == "train":
+        yield from checks.check_weight_sync(config)
+    yield from extras.collect("check_recipe", config, command, config, command)
+
+
+def late_problems(config: DictConfig, command: str) -> Iterator[Exception | str]:
+    """The checks that need verl, and the advantage and the loss that the recipe names."""
+    if command == "train":
+        yield from checks.check_pools(config)
+    if config.model_engine == FSDP:
+        yield from checks.check_strategies(config, command)
+    yield from extras.collect("check_workers", config, command, config, command)
+
+
+def import_external_library(config: DictConfig) -> None:
+    """Import model.external_lib for its entries in verl's registries. Raises ConfigError.
+
+    The workers import it themselves.
+    """
+    library = config.actor_rollout_ref.model.external_lib
+    if not library:
+        return
+    try:
+        importlib.import_module(library)
+    except ImportError as error:
+        raise ConfigError(
+            f"{MODEL}.external_lib={library} cannot be imported: {error}. Install it, or add its "
+            "folder to PYTHONPATH."
+        ) from None
+
+
+def check_other_models(config: DictConfig, command: str, tokenizer: Any) -> None:
+    """Check that the reward model and the teacher read the policy's ids. Raises ConfigError."""
+    if config.reward.reward_model.enable:
+        model_files.check_reward_model(config, tokenizer)
+    if command == "train" and user_functions.teacher_model(config):
+        model_files.check_vocabulary(config, user_functions.TEACHER, tokenizer)
+
+
+# --- files and servers that the recipe names -----------------------------------------------------
+
+
+def check_files(config: DictConfig, command: str) -> Iterator[Exception]:
+    """Rows, interpreters of servers and model folders exist, as far as the disk can tell."""
+    for key in FILES[command]:
+        yield from check_row_files(config, command, key)
+    if command != "sft":
+        yield from check_servers(config, command)
+    needed = [f"{MODEL}.path"]
+    if config.reward.reward_model.enable:
+        needed.append(model_files.REWARD_MODEL)
+    if config.distillation.enabled:
+        needed.append(user_functions.TEACHER)
+    for key in needed:
+        yield from check_model_path(config, key)
+
+
+def check_row_files(config: DictConfig, command: str, key: str) -> Iterator[Exception]:
+    """The files of env.train_files or env.val_files can be read, and functions imported."""
+    entries = to_plain(OmegaConf.select(config, key))
+    if isinstance(entries, str):
+        yield ConfigError(f"{key}={entries} must be a list. Write '{key}=[{entries}]'.")
+        return
+    if not entries and key == FILES[command][0]:
+        yield ConfigError(
+            f"{key} is not set. Name a task, such as --config math_cpu, before other recipes."
+        )
+    columns = [config.data.prompt_key]
+    if command == "sft":
+        columns.append("messages")
+    for entry in entries or []:
+        path = str(entry.get("path", entry) if isinstance(entry, Mapping) else entry)
+        try:
+            if is_function(entry) and command == "sft":
+                yield ConfigError(
+                    f"{key}={path}: `sft` reads files only. Write the function's rows to one."
+                )
+            elif is_function(entry):
+                extras.call("check_entry", config, command, entry, key)
+            else:
+                next(read_raw_rows(path, *columns), None)
+        except (env.DataError, UserFunctionError, ConfigError) as error:
+            yield error
+
+
+def check_model_path(config: DictConfig, key: str) -> Iterator[Exception]:
+    """A key names a model folder, or what may be a model of the hub. Makes a folder absolute."""
+    name = str(OmegaConf.select(config, key) or "")
+    if not name:
+        yield ConfigError(f"This recipe needs {key}. Set it.")
+        return
+    folder = Path(name).expanduser()
+    is_hub_name = len(folder.parts) <= 2 and not name.startswith((".", "/", "~"))
+    if folder.is_dir():
+        OmegaConf.update(config, key, str(folder.resolve()))  # for workers in other folders
+    elif not is_hub_name or ("/" in name and folder.parent.is_dir()):
+        yield ConfigError(
+            f"{key}={name}: no such model folder. Give an existing one, or a name of the hub "
+            "(`make model` fetches the demo's model)."
+        )
+
+
+def check_servers(config: DictConfig, command: str) -> Iterator[Exception]:
+    """Each Gym server has a URL or a start section that can work."""
+    has_functions = extras.uses_python_verifiers(config, command)
+    if not (config.gym.servers or config.gym.head_server or has_functions):
+        yield ConfigError(
+            "gym.servers is not set. Name the servers of the rows, as in configs/math.yaml, or set "
+            "gym.head_server, or env.verifier to a function."
+        )
+    for name, server in to_plain(config.gym.servers).items():
+        yield from check_server_entry(config, name, server or {})
+    for name in to_plain(config.gym.unchecked_judges) or []:
+        if name not in config.gym.servers:
+            yield ConfigError(f"gym.unchecked_judges: {name} is not in gym.servers. Remove it.")
+    port = config.gym.policy_endpoint.port
+    if port and not network.is_port(port):
+        yield ConfigError(
+            f"gym.policy_endpoint.port={port!r} must be a port up to 65535, or null. Change it."
+        )
+    if port and not os.environ.get("POLICY_API_KEY"):
+        yield ConfigError(
+            "gym.policy_endpoint.port needs the environment variable POLICY_API_KEY, the key that "
+            "agents send. Set it."
+        )
+
+
+def check_server_entry(
+    config: DictConfig, name: str, server: Mapping[str, Any]
+) -> Iterator[Exception]:
+    """An entry of gym.servers has either `url` or a `start` section that can work."""
+    keys = [key for key, value in server.items() if value is not None]
+    if keys not in (["url"], ["start"]):
+        yield ConfigError(
+            f"gym.servers.{name} must have either url: http://host:port or start: {{python, "
+            "server, port, config}. Change it."
+        )
+    elif keys == ["start"]:
+        judges = to_plain(config.gym.judges) or {}
+        unchecked = to_plain(config.gym.unchecked_judges) or []
+        try:
+            process_specs.check_server(name, server)
+            process_specs.check_judges(name, server["start"], judges, unchecked)
+        except network.GymStartError as error:
+            yield error
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def load_rows(
+    config: DictConfig, command: str, inputs: RunInputs, aliases: Mapping[str, str]
+) -> None:
+    """Load the tasks of a command into `inputs`, and set the number of training steps.
+
+    aliases: {agent or server: server}. Raises ConfigError, UserFunctionError, env.DataError.
+    """
+    loader = TaskLoader(
+        processor=inputs.processor,
+        aliases=aliases,
+        max_prompt_length=config.data.max_prompt_length,
+        only_servers=to_plain(config.env.only_servers),
+        custom_verifiers=extras.first("verifier_names", config, command, config, default=()),
+        prompt_key=config.data.prompt_key,
+    )
+    train = loader.load_files(list_files(config, command, TRAIN))
+    validation = loader.load_files(list_files(config, command, VAL))
+    inputs.dropped = [*train.dropped, *validation.dropped]
+    generated = generate_once(config, command, VAL, loader)
+    inputs.validation = [*validation.tasks, *generated][: config.env.val_max_rows]
+    generated = generate_once(config, command, TRAIN, loader) if command == "rollout" else []
+    inputs.train = [*train.tasks, *generated][: config.env.max_rows]
+    check_any_rows(config, command, inputs)
+
+    files = FileRows(inputs.train, inputs.sampler, config.data.seed)
+    inputs.source = files
+    if command == "train":
+        entries = list_entries(config, command, TRAIN)
+        inputs.source = extras.first(
+            "make_row_source", config, command, config, entries, files, loader, default=files
+        )
+    size = config.data.train_batch_size
+    file_rows = inputs.source.count_file_rows(size)
+    check_enough_rows(config, command, inputs, file_rows)
+    inputs.generated = inputs.source.generate_first(size)
+    if file_rows:
+        inputs.per_epoch = len(inputs.train) * size / file_rows
+    set_steps(config, command, len(inputs.train) // size, is_endless=file_rows < size)
+
+
+def list_entries(config: DictConfig, command: str, key: str) -> list[Any]:
+    """List the entries of a key that a command uses, with the server or verifier of each file."""
+    if key not in FILES[command]:
+        return []
+    entries = extras.first("file_entries", config, command, config, key)
+    if entries is None:
+        entries = to_plain(OmegaConf.select(config, key)) or []
+    return list(entries)
+
+
+def list_files(config: DictConfig, command: str, key: str) -> list[Any]:
+    """List the entries of a key that name files."""
+    entries = list_entries(config, command, key)
+    return [entry for entry in entries if not is_function(entry)]
+
+
+def generate_once(config: DictConfig, command: str, key: str, loader: TaskLoader) -> list[env.Task]:
+    """Generate the rows of the functions of a key, if they are not generated batch by batch."""
+    entries = list_entries(config, command, key)
+    return extras.collect("generate_once", config, command, config, entries, key, loader)
+
+
+def check_any_rows(config: DictConfig, command: str, inputs: RunInputs) -> None:
+    """Check that the files of a command have rows. Raises ConfigError."""
+    key = FILES[command][0]
+    tasks = inputs.validation if command == "evaluate" else inputs.train
+    entries = list_entries(config, command, key)
+    only_functions = command == "train" and entries and all(is_function(e) for e in entries)
+    if not tasks and not only_functions:
+        raise ConfigError(
+            f"{key} have no usable rows; {describe_dropped(inputs)}. Add rows, or raise "
+            f"data.max_prompt_length={config.data.max_prompt_length}."
+        )
+
+
+def check_enough_rows(config: DictConfig, command: str, inputs: RunInputs, file_rows: int) -> None:
+    """Check that the files have the rows of one batch. Raises ConfigError."""
+    if command != "train" or len(inputs.train) >= file_rows:
+        return
+    size = config.data.train_batch_size
+    share = f"their {file_rows} of " if file_rows < size else ""
+    raise ConfigError(
+        f"{TRAIN} have {len(inputs.train)} usable rows, fewer than {share}data.train_batch_size="
+        f"{size}; {describe_dropped(inputs)}. Add rows, or lower data.train_batch_size."
+    )
+
+
+def describe_dropped(inputs: RunInputs) -> str:
+    """Describe the first dropped rows, for messages."""
+    return f"dropped rows: {', '.join(inputs.dropped[:3]) or 'none'}"
+
+
+# --- code of the policy --------------------------------------------------------------------------
+
+
+def find_unsandboxed(config: DictConfig, command: str, inputs: RunInputs) -> dict[str, bool]:
+    """Verifiers that run the policy's code without a sandbox: {name: whether on this machine}."""
+    custom = extras.first("verifier_names", config, command, config, default=set())
+    unsandboxed: dict[str, bool] = {}
+    for name in dict.fromkeys(task.server for task in inputs.tasks):
+        if name in custom:
+            continue
+        start = (config.gym.servers.get(name) or {}).get("start") or {}
+        if (start.get("server") or name) in checks.CODE_EXECUTING_SERVERS:
+            unsandboxed[name] = bool(start)  # without `start` it runs on another machine
+    for names in extras.call("unsandboxed_verifiers", config, command, config, inputs.tasks):
+        unsandboxed |= dict.fromkeys(names, True)
+    return unsandboxed
+
+
+def check_code_execution(config: DictConfig, command: str, inputs: RunInputs) -> None:
+    """Refuse to run the policy's programs here unless the recipe allows it. Raises ConfigError."""
+    if config.env.allow_unsandboxed_code:
+        return
+    custom = extras.first("verifier_names", config, command, config, default=set())
+    for name, is_here in find_unsandboxed(config, command, inputs).items():
+        if not is_here:
+            continue
+        hint = "Start it in a container and give its url"
+        if name in custom:
+            hint = (
+                "Set env.verifier_pool.sandbox=bwrap, give it a sandbox_fusion_url (programs only)"
+            )
+        raise ConfigError(
+            f"{name} runs the policy's code on this machine, as your user, without a sandbox. "
+            f"{hint}, or accept that with env.allow_unsandboxed_code=true."
+        )
+
+
+# --- sizes that follow ---------------------------------------------------------------------------
+
+
+def set_sizes(config: DictConfig, hf_config: Any, command: str = "train") -> None:
+    """Fill in the values that follow from the model and the recipe. Raises ConfigError."""
+    extras.call("set_sizes", config, command, config, hf_config, command)
+    rollout = config.actor_rollout_ref.rollout
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    rollout.max_model_len = rollout.max_model_len or longest
+    # verl writes it from a Ray process, in another folder
+    rollout.prometheus.file = os.path.abspath(rollout.prometheus.file)
+    check_context_length(config, hf_config, longest, command)
+    set_micro_batches(config, longest)
+    set_loss_settings(config)
+    if config.trainer.device == "cpu" and rollout.tensor_model_parallel_size > 1:
+        # verl's default starts a process for each part
+        rollout.engine_kwargs.vllm.pop("distributed_executor_backend", None)
+    set_sync_settings(config, hf_config, command)
+
+
+def check_context_length(config: DictConfig, hf_config: Any, longest: int, command: str) -> None:
+    """Check that the model has positions for the longest episode. Raises ConfigError."""
+    text_config = hf_config.get_text_config()
+    max_model_len = config.actor_rollout_ref.rollout.max_model_len
+    positions = getattr(text_config, "max_position_embeddings", None) or max_model_len
+    if command != "sft" and max_model_len > positions:
+        raise ConfigError(
+            f"data.max_prompt_length + max_response_length = {longest}, rollout.max_model_len="
+            f"{max_model_len}: the model has only {positions} positions. Lower these."
+        )
+
+
+def set_micro_batches(config: DictConfig, longest: int) -> None:
+    """Raise the token limits of micro-batches to the longest episode: verl packs whole episodes."""
+    share = math.ceil(longest / sequence_parallel_size(config))  # of each GPU
+    for key in MICRO_BATCH_TOKENS:
+        OmegaConf.update(config, key, max(OmegaConf.select(config, key), share))
+
+
+def set_loss_settings(config: DictConfig) -> None:
+    """Settings of the loss that follow from others."""
+    actor = config.actor_rollout_ref.actor
+    if actor.loss_agg_mode == "seq-mean-token-sum-norm" and not actor.loss_scale_factor:
+        # verl would divide by the width of each micro-batch
+        actor.loss_scale_factor = config.data.max_response_length
+    if config.algorithm.rollout_correction.bypass_mode:  # as verl's apply_bypass_mode
+        actor.policy_loss.loss_mode = "bypass_mode"
+        actor.policy_loss.rollout_correction = config.algorithm.rollout_correction
+
+
+def set_sync_settings(config: DictConfig, hf_config: Any, command: str) -> None:
+    """The bucket of the weight sync holds the largest tensor, the embedding in fp32."""
+    text_config = hf_config.get_text_config()
+    embedding_bytes = text_config.vocab_size * text_config.hidden_size * 4
+    sync = config.actor_rollout_ref.rollout.checkpoint_engine
+    if command != "train":
+        sync.backend = "naive"  # verl makes an engine of this name, although nothing is sent
+    bucket = max(sync.update_weights_bucket_megabytes, math.ceil(embedding_bytes / 2**20) + 1)
+    sync.update_weights_bucket_megabytes = bucket
+
+
+def set_steps(config: DictConfig, command: str, batches: int, is_endless: bool = False) -> None:
+    """Turn trainer.total_epochs into steps if total_training_steps is null, as verl counts them.
+
+    batches: whole batches of an epoch. The workers' learning-rate schedules get the number.
+    Raises ConfigError.
+    """
+    trainer = config.trainer
+    if trainer.total_training_steps is None and command in ("train", "sft"):
+        if is_endless:
+            raise ConfigError(
+                f"trainer.total_training_steps=null: rows of a function in {TRAIN} have no epochs. "
+                "Set it."
+            )
+        trainer.total_training_steps = trainer.total_epochs * batches
+    for section in (ACTOR, "critic"):
+        steps = trainer.total_training_steps or -1
+        OmegaConf.update(config, f"{section}.optim.total_training_steps", steps)

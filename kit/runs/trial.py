@@ -1,0 +1,196 @@
+"""Call each custom function of a recipe once on synthetic episodes, before any worker starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+
+import env
+import gym_client
+from kit.config.user_functions import (
+    ADVANTAGE,
+    LOSS,
+    LOSS_MODE,
+    is_user_function,
+    load_function,
+    select_arguments,
+)
+from kit.data.episode import Episode, append_tokens
+from kit.errors import UserFunctionError
+
+TEXT = "So the answer is 7."
+GROUPS = 2
+MAX_GROUP = 4  # episodes
+
+
+class UnknownFields(dict[str, Any]):
+    """The fields that a verifier adds to the reward, of a synthetic episode: they are unknown.
+
+    A function that reads one cannot be tried, so each access raises NeedsVerifier.
+    """
+
+    def __contains__(self, name: object) -> bool:
+        raise NeedsVerifier
+
+    def __getitem__(self, name: str) -> Any:
+        raise NeedsVerifier
+
+    def get(self, name: str, default: Any = None) -> Any:
+        raise NeedsVerifier
+
+
+class NeedsVerifier(Exception):  # noqa: N818  (no error: the trial ends here)
+    """A function reads a field that only a real verifier fills in."""
+
+
+def try_functions(config: DictConfig, inputs: Any) -> None:
+    """Call every custom function of a recipe once, so that a mistake does not wait for the workers.
+
+    inputs: kit.runs.prepare.RunInputs. Without training tasks (evaluate, sft) there is nothing to
+    call. A function that reads fields of the verifier's answer is not judged, since these are not
+    known before a run. Raises UserFunctionError.
+    """
+    tasks = [*inputs.train, *inputs.generated]
+    if not tasks or not isinstance(tasks[0], env.Task):
+        return
+    n = min(max(config.actor_rollout_ref.rollout.n, 2), MAX_GROUP)
+    try:
+        try_function(lambda episodes: inputs.reward(episodes[-1]), fake_episodes(inputs, n))
+        for function in inputs.filters:
+            try_function(function, fake_episodes(inputs, n))
+        inputs.sampler(list(inputs.train), config.data.train_batch_size, 1, config.data.seed, {})
+        try_advantage(config)
+        try_loss(config)
+    except UserFunctionError as error:
+        raise UserFunctionError(f"{error} (Tried on synthetic episodes. Nothing was started.)") from error
+
+
+def try_function(function: Callable[[list[Episode]], Any], episodes: list[Episode]) -> None:
+    """Call a reward or a filter, unless it turns out to need a real verifier's answer."""
+    try:
+        function(episodes)
+    except UserFunctionError as error:
+        if not isinstance(error.__cause__, NeedsVerifier):
+            raise
+
+
+def try_advantage(config: DictConfig) -> None:
+    """Call the advantage, if it is a custom function."""
+    name = config.algorithm.adv_estimator
+    if is_user_function(name):
+        function = load_function(name, ADVANTAGE)
+        function(**select_arguments(function, fake_batch(config)))
+
+
+def try_loss(config: DictConfig) -> None:
+    """Call the loss and its gradient as a worker does, if it is a custom function.
+
+    Source: verl 0.9.1, workers/utils/losses.py, ppo_loss. Raises UserFunctionError.
+    """
+    name = OmegaConf.select(config, LOSS_MODE)
+    if not is_user_function(name):
+        return
+    from verl.utils.config import omega_conf_to_dataclass
+
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    batch = fake_batch(config)
+    mask = batch["response_mask"]  # [B, R]
+    actor.global_batch_info.update(
+        dp_size=1,
+        batch_num_tokens=int(mask.sum()),
+        global_batch_size=len(mask),
+        loss_scale_factor=actor.loss_scale_factor,
+    )
+    arguments = {
+        "old_log_prob": batch["old_log_probs"],  # [B, R]
+        "log_prob": batch["old_log_probs"].clone().requires_grad_() + 0.1,  # [B, R]
+        "advantages": batch["token_level_rewards"] - 0.5,  # [B, R]
+        "response_mask": mask.bool(),  # [B, R]
+        "loss_agg_mode": actor.loss_agg_mode,
+        "config": actor,
+        "rollout_is_weights": batch["rollout_is_weights"],
+    }
+    assert tuple(arguments) == LOSS, (tuple(arguments), LOSS)
+    loss, _ = load_function(name, LOSS_MODE)(**arguments)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        raise UserFunctionError(
+            f"{LOSS_MODE}={name}: its loss has no gradient: {error}. Compute it from log_prob, and "
+            "change nothing in place."
+        ) from error
+
+
+def fake_episodes(inputs: Any, n: int) -> list[Episode]:
+    """n synthetic responses to each of the first two rows, in one group a row.
+
+    The rewards rise from 0 to 1, the responses get longer, and the first one of a group was cut by
+    the length limit. They have two turns if the row has tools or the environment writes the prompt.
+    """
+    tasks = [*inputs.train, *inputs.generated][:GROUPS]
+    episodes = []
+    for group, task in enumerate(tasks):
+        for member in range(n):
+            episodes.append(fake_episode(inputs, task, group, member, n))
+    return episodes
+
+
+def fake_episode(inputs: Any, task: env.Task, group: int, member: int, n: int) -> Episode:
+    """One synthetic response to a row."""
+    ids = inputs.tokenizer.encode(TEXT, add_special_tokens=False)
+    repeats = member + 1
+    episode = Episode(task.row_id, f"0/{group}", task.server, task.prompt_ids or ids, row=task.row)
+    episode.reward = member / (n - 1)
+    episode.baseline = 0.5
+    episode.ended = "stop" if member else "length"
+    episode.reward_components = UnknownFields()
+    episode.verify_result = UnknownFields()
+    episode.timings = dict.fromkeys(("generate", "tools", "verify", "verify_call"), 1.0)
+    is_multi_turn = bool(task.tools) or not task.messages
+    for turn in range(2 if is_multi_turn else 1):
+        if turn:
+            episode.output.append({"role": "user", "type": "message", "content": TEXT})
+            append_tokens(episode, ids)
+        episode.output.append(gym_client.message(" ".join([TEXT] * repeats)))
+        append_tokens(episode, ids * repeats, [-1.0] * len(ids) * repeats)
+    return episode
+
+
+def fake_batch(config: DictConfig) -> dict[str, Any]:
+    """All of ESTIMATOR, as training.compute_advantages passes it: two groups of two, B=4, R=5.
+
+    The second response has two turns: its third token is observed.
+    """
+    import torch
+
+    mask = torch.tensor(
+        [[1, 1, 1, 1, 0], [1, 1, 0, 1, 1], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
+    )  # [B, R]
+    turn = mask - 1  # [B, R]
+    turn[1, 3:] = 1
+    rewards = torch.zeros(4, 5)  # [B, R]
+    rewards[0, 3] = 0.5
+    rewards[1, 4] = 1.0
+    rewards[2, 4] = 0.25
+    settings = config.algorithm
+    has_weights = settings.rollout_correction.rollout_is
+    return {
+        "token_level_rewards": rewards,
+        "token_level_scores": rewards.clone(),
+        "response_mask": mask,
+        "turn": turn,
+        "values": 0.5 * mask,
+        "sum_pi_squared": 0.5 * mask,
+        "reward_baselines": torch.full((4,), 0.5),  # [B]
+        "old_log_probs": -1.0 * mask,
+        "ref_log_prob": -1.0 * mask,
+        "rollout_log_probs": -1.0 * mask,
+        "rollout_is_weights": 1.0 * mask if has_weights else None,
+        "gamma": settings.gamma,
+        "lam": settings.lam,
+        "config": settings,
+        "index": np.array(["0/0", "0/0", "0/1", "0/1"], dtype=object),  # [B]
+    }

@@ -1,0 +1,156 @@
+"""Start verl's worker processes, one per GPU: actor, reference, critic, reward model.
+
+Each role is a worker class of verl. Roles without separate GPUs (trainer.resource_pools) share a
+process, by verl's create_colocated_worker_cls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+from typing import Any, NamedTuple
+
+import ray
+from omegaconf import DictConfig
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.single_controller.ray.base import create_colocated_worker_cls
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import TrainingWorkerConfig
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.utils.losses import value_loss
+
+from kit.config.resources import gpus_per_node
+from kit.config.user_functions import needs, needs_reference, teacher_model
+from training import WorkerGroup, Workers
+
+
+class Role(NamedTuple):
+    """A worker of verl: its class, and the arguments of the class."""
+
+    worker_class: type
+    arguments: dict[str, Any]
+
+
+def start_workers(config: DictConfig, command: str = "train") -> Workers:
+    """Start the workers of a command: all that train needs, and only the actor for sft.
+
+    The models of a process share one allocator, which can return its cached memory before vLLM
+    wakes. The actor's `init_model()` loads its models later. The other models are loaded here.
+    """
+    is_sft = command == "sft"
+    arguments = {"config": config.actor_rollout_ref, "role": choose_actor_role(config, is_sft)}
+    roles = {"actor": Role(ActorRolloutRefWorker, arguments)}
+    if not is_sft:
+        roles |= optional_roles(config)
+    return start_roles(config, roles)
+
+
+def choose_actor_role(config: DictConfig, is_sft: bool) -> str:
+    """verl's name for the models in the actor's worker.
+
+    The worker holds the frozen reference if a KL term or the advantage needs one. It does not if
+    the reference is the model below a LoRA adapter, a teacher, or on separate GPUs.
+    """
+    if is_sft:
+        return "actor"
+    is_elsewhere = (
+        config.actor_rollout_ref.model.lora_rank
+        or teacher_model(config)
+        or config.trainer.resource_pools.ref
+    )
+    if needs_reference(config) and not is_elsewhere:
+        return "actor_rollout_ref"
+    return "actor_rollout"
+
+
+def optional_roles(config: DictConfig) -> dict[str, Role]:
+    """The critic, the reward model and a separate reference, if the recipe needs them."""
+    roles: dict[str, Role] = {}
+    if needs(config, "values"):  # GAE
+        critic = make_value_model_config(config.critic)
+        roles["critic"] = Role(TrainingWorker, {"config": critic})
+    if config.reward.reward_model.enable:
+        settings = copy.deepcopy(config.critic)
+        settings.model.path = config.reward.reward_model.model_path
+        settings.model.tokenizer_path = config.reward.reward_model.model_path
+        reward_model = make_value_model_config(settings)
+        # verl then loads the model in bf16, and keeps it in host memory while it is idle
+        reward_model.engine_config.forward_only = True
+        roles["reward_model"] = Role(TrainingWorker, {"config": reward_model})
+    teacher = teacher_model(config)
+    if teacher or (config.trainer.resource_pools.ref and needs_reference(config)):
+        # The actor's worker cannot hold this model: verl 0.9.1 loads the policy's there.
+        ref = copy.deepcopy(config.actor_rollout_ref)
+        ref.model.path = teacher or ref.model.path
+        ref.model.lora_rank = 0
+        roles["ref"] = Role(ActorRolloutRefWorker, {"config": ref, "role": "ref"})
+    return roles
+
+
+def make_value_model_config(config: DictConfig) -> TrainingWorkerConfig:
+    """Convert verl's section `critic` to the configuration of its engine worker.
+
+    Source: verl 0.9.1, RayPPOTrainer.init_workers.
+    """
+    critic = omega_conf_to_dataclass(config)
+    critic.engine.infer_max_token_len_per_gpu = critic.forward_max_token_len_per_gpu
+    critic.engine.max_token_len_per_gpu = critic.ppo_max_token_len_per_gpu
+    return TrainingWorkerConfig(
+        model_type="value_model",
+        model_config=critic.model,
+        engine_config=critic.engine,
+        optimizer_config=critic.optim,
+        checkpoint_config=critic.checkpoint,
+    )
+
+
+def start_roles(config: DictConfig, roles: dict[str, Role]) -> Workers:
+    """Start the processes of some roles, and load all models except the actor's.
+
+    roles: by their names in Workers.
+    """
+    separate = [name for name in roles if config.trainer.resource_pools.get(name)]
+    colocated = [name for name in roles if name not in separate]
+    groups: dict[str, WorkerGroup] = {}
+    if colocated:
+        groups |= start_group(config, {name: roles[name] for name in colocated})
+    for name in separate:
+        groups |= start_group(config, {name: roles[name]})
+    workers = Workers(
+        actor=groups.get("actor"),
+        critic=groups.get("critic"),
+        reward_model=groups.get("reward_model"),
+        ref=groups.get("ref"),
+    )
+    if workers.critic:
+        loss_config = omega_conf_to_dataclass(config.critic)
+        workers.critic.reset()
+        workers.critic.set_loss_fn(functools.partial(value_loss, config=loss_config))
+    if workers.reward_model:
+        workers.reward_model.reset()
+    if workers.ref:
+        workers.ref.init_model()
+    return workers
+
+
+def start_group(config: DictConfig, roles: dict[str, Role]) -> dict[str, WorkerGroup]:
+    """Start one process per GPU with all `roles` in it -> the worker group of each role."""
+    first = next(iter(roles))
+    classes = {}
+    for name, role in roles.items():
+        classes[name] = RayClassWithInitArgs(ray.remote(role.worker_class), **role.arguments)
+    is_shared = len(roles) > 1
+    worker_class = classes[first]
+    if is_shared:
+        with contextlib.redirect_stdout(io.StringIO()):  # verl prints the base class
+            worker_class = create_colocated_worker_cls(classes)
+    processes = [gpus_per_node(config, first)] * config.trainer.nnodes  # on each node
+    group = RayWorkerGroup(
+        resource_pool=RayResourcePool(processes, max_colocate_count=1),
+        ray_cls_with_init=worker_class,
+        device_name=config.trainer.device,
+        ray_wait_register_center_timeout=config.trainer.ray_wait_register_center_timeout,
+    )
+    return group.spawn(classes) if is_shared else {first: group}

@@ -1,0 +1,151 @@
+"""The CPU's attention, log-probs and micro-batches compute what torch and verl compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import left_right_2_no_padding
+from worker_doubles import make_episode
+
+import training
+from kit.cpu import vllm_patches
+
+# groups: (length of the prompt, lengths of its responses)
+RAGGED = {
+    "ragged": [(5, [1, 7, 3]), (60, [64, 65]), (1, [2])],
+    "one token": [(1, [1])],
+    "no response": [(4, [0, 3, 0]), (2, [0])],
+    "long": [(30, [2000, 1, 500]), (600, [90])],
+    "many": [(20, [40] * 70)],
+}
+
+
+def pack(groups):
+    """(nested ids [B, t], prompt lengths [B]) of groups."""
+    rows = []
+    lengths = []
+    for prompt_id, (size, responses) in enumerate(groups, 10):
+        for row, length in enumerate(responses):
+            rows.append(torch.tensor([prompt_id] * size + [100 + row] * length))
+            lengths.append(size)
+    return torch.nested.nested_tensor(rows, layout=torch.jagged), torch.tensor(lengths)
+
+
+def attend_plainly(tensors, layout, offsets, scaling):
+    """Plain attention over each prompt with its response, [T, H, D]."""
+    outputs = []
+    for begin, end in zip(offsets, offsets[1:], strict=False):
+        q, k, v = (x[0][:, layout.packed_positions[begin:end]] for x in tensors)  # [heads, t, D]
+        repeats = len(q) // len(k)
+        k, v = (x.repeat_interleave(repeats, dim=0) for x in (k, v))
+        is_later = torch.ones(len(q[0]), len(q[0])).triu(1).bool()
+        scores = (q @ k.mT * scaling).masked_fill(is_later, -torch.inf)
+        outputs.append((F.softmax(scores, dim=-1) @ v).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("groups", RAGGED.values(), ids=RAGGED)
+def test_attention_on_grids_is_that_of_each_sequence_alone(groups, monkeypatch):
+    """Forward and backward, in fp32."""
+    from kit.cpu import cpu_engine
+
+    torch.manual_seed(0)
+    H, H_kv, D = 4, 2, 8
+    ids, prompts = pack(groups)
+    layout = cpu_engine.lay_out(ids, prompts)
+    size = len(layout.gather_index)
+    assert size == sum(prompt + sum(responses) for prompt, responses in groups)  # each prompt once
+    assert torch.equal(ids.values()[layout.gather_index][layout.packed_positions], ids.values())
+    monkeypatch.setattr(cpu_engine, "_layout", layout)
+    tensors = [torch.randn(1, heads, size, D, requires_grad=True) for heads in (H, H_kv, H_kv)]
+    weight = torch.randn(len(layout.packed_positions), H, D)
+    output = cpu_engine.grid_attention(None, *tensors, None, scaling=0.3)[0][0]
+    output = output[layout.packed_positions]  # [T, H, D]
+    expected = attend_plainly(tensors, layout, ids.offsets(), 0.3)
+    torch.testing.assert_close(output, expected)
+    gradients = torch.autograd.grad((output * weight).sum(), tensors)
+    expected_gradients = torch.autograd.grad((expected * weight).sum(), tensors)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-4, atol=1e-4)
+
+
+def test_attention_refuses_what_it_does_not_support(monkeypatch):
+    from kit.cpu import cpu_engine
+
+    tensors = [torch.zeros(1, 2, 4, 8)] * 3
+    with pytest.raises(ValueError, match="use_remove_padding"):
+        cpu_engine.grid_attention(None, *tensors, None)
+    monkeypatch.setattr(cpu_engine, "_layout", cpu_engine.lay_out(*pack([(2, [2])])))
+    cpu_engine.grid_attention(None, *tensors, None, sliding_window=4)
+    message = r"a sliding window of 3 tokens \(the longest row: 4\)"
+    with pytest.raises(NotImplementedError, match=message):
+        cpu_engine.grid_attention(None, *tensors, None, sliding_window=3)
+    with pytest.raises(NotImplementedError, match="softcap"):
+        cpu_engine.grid_attention(None, *tensors, None, softcap=50.0)
+
+
+def weighted_gradient(outputs, weights, logits):
+    """The gradient by the logits of a weighted sum of log-probs and entropies."""
+    total = sum((w * x).sum() for w, x in zip(weights, outputs, strict=True))
+    return torch.autograd.grad(total, logits, retain_graph=True)
+
+
+def test_log_probs_and_entropy_in_tiles_are_torchs():
+    from kit.cpu import cpu_engine
+
+    torch.manual_seed(0)
+    logits = torch.randn(300, 50, requires_grad=True)
+    labels = torch.randint(50, (300,))
+    temperature = torch.rand(300, 1) + 0.5
+    log_probs = (logits / temperature).log_softmax(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    a, b = torch.randn(2, 300)
+    for weights in ((a, b), (a, 0 * b)):
+        scaled = cpu_engine.scale_logits(1.0 * logits, temperature, is_unit_temperature=False)
+        outputs = cpu_engine.LogProbEntropy.apply(scaled, labels)
+        expected = log_probs.gather(1, labels[:, None])[:, 0], entropy
+        torch.testing.assert_close(outputs, expected)
+        gradient = weighted_gradient(outputs, weights, logits)
+        expected_gradient = weighted_gradient(expected, weights, logits)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_micro_batches_keep_responses_to_a_prompt_together(monkeypatch):
+    """In any order of the rows, and each prompt counted once."""
+    from kit.cpu import cpu_engine
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    episodes = []
+    for group in range(4):
+        for member in range(4):
+            response = [7 + member] * (1 + 3 * member)
+            episodes.append(make_episode([5 + group] * 6, response, turns=[]))
+    cuts = []
+    for order in (episodes, episodes[::-1], episodes[1::2] + episodes[::2]):
+        data = left_right_2_no_padding(training.build_batch(order, 0, 1.0).to_tensordict())
+        tu.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=60)
+        parts, indices = cpu_engine.prepare_micro_batches(data)
+        assert sorted(index for part in indices for index in part) == list(range(16))
+        # 4 x 6 tokens of prompts, 4 x 22 of responses; each response with its prompt: 4 x 46
+        assert len(parts) == 2
+        cuts.append([[row.tolist() for row in part["input_ids"].unbind()] for part in parts])
+        prompts = [{tuple(order[index].prompt_ids) for index in part} for part in indices]
+        assert [len(part) for part in prompts] == [2, 2]
+    assert cuts[0] == cuts[1] == cuts[2]
+
+
+def test_tokens_are_drawn_with_their_probabilities():
+    torch.manual_seed(0)
+    probs = torch.tensor([[0.5, 0.0, 0.3, 1e-4, 0.2, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0, 1.0]])
+    probs[0] /= probs[0].sum()
+    n = 100_000
+    drawn = vllm_patches.sample_tokens(probs.log().repeat(n, 1)).view(n, 2)
+    frequencies = torch.stack([row.bincount(minlength=6) for row in drawn.T]) / n
+    bound = 4 * (probs * (1 - probs) / n).sqrt()  # 0 for a probability of 0
+    assert torch.all((frequencies - probs).abs() <= bound), frequencies
+    # of weights that are not finite: the step reports them, not the engine
+    tokens = vllm_patches.sample_tokens(torch.full((3, 6), torch.nan))
+    assert torch.all((tokens >= 0) & (tokens < 6))
+    values = probs.log().gather(1, torch.tensor([[4], [5]]))
+    assert vllm_patches.count_at_least(probs.log(), values).tolist() == [3, 1]

@@ -1,0 +1,232 @@
+"""Rows are read from JSON, gzip and parquet files. Errors name the file and the line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+
+import numpy as np
+import pyarrow
+import pytest
+from conftest import ROOT, row, run
+from pyarrow import parquet
+
+import env
+from kit.data import row_files
+from kit.data.row_files import read_raw_rows
+from kit.data.verl_rows import read_rows
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('{"responses_create_params": {}}\n{oops\n', r"rows\.jsonl:2: not JSON"),
+        ('{"responses_create_params": {}, "x": NaN}\n', r"rows\.jsonl:1: not JSON \(Out of range"),
+        (
+            '{"responses_create_params": {}, "x": 1e999}\n',
+            r"rows\.jsonl:1: not JSON \(Out of range",
+        ),
+        (
+            '{"responses_create_params": {}, "x": "\\ud800"}\n',
+            r"rows\.jsonl:1: not JSON .*surrogates not allowed",
+        ),
+        ("[" * 5000 + "\n", r"rows\.jsonl:1: not JSON \(maximum recursion depth"),
+        (
+            '\n{"x": ' + "[" * 5000 + "]" * 5000 + "}\n",
+            r"rows\.jsonl:2: not JSON \(maximum recursion depth",
+        ),
+        (
+            '{"responses_create_params": ' + '{"x": ' * 64 + "1" + "}" * 65,
+            r"rows\.jsonl:1: nested over 64 levels deep",
+        ),
+        ("[1]\n", r"rows\.jsonl:1: a row must be a JSON object"),
+        ('\n\n{"question": "x"}\n', r"rows\.jsonl:3: it has question, but neither Gym"),
+    ],
+)
+def test_malformed_lines_name_file_and_line(tmp_path, text, named):
+    (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(env.DataError, match=named):
+        list(read_rows(tmp_path / "rows.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("gsm8k_train.jsonl", "Run `python env.py gsm8k --out {}`."),
+        ("arithmetic_validation.jsonl", "Run `python env.py arithmetic --out {}`."),
+        (
+            "math_with_judge_examples.jsonl",
+            "Run `python env.py examples --server math_with_judge --out {}`.",
+        ),
+        ("gsm8k_train.jsonl.gz", "Name a file that exists."),
+        ("gsm8k.jsonl", "Name a file that exists."),
+        ("my_task_train.jsonl", "Name a file that exists."),
+        ("_examples.jsonl", "Name a file that exists."),
+    ],
+)
+def test_a_missing_file_is_named_with_the_command_that_writes_it(tmp_path, name, hint):
+    with pytest.raises(env.DataError) as raised:
+        list(read_rows(tmp_path / name))
+    assert str(raised.value) == f"{tmp_path}/{name}: no such file. {hint.format(tmp_path)}"
+
+
+ROWS = [row("one", metadata={"n": 1}), row("zwei: ü", other=[1, {"x": None}]), row("three")]
+
+
+def test_gzip_reads_as_plain_text_does(tmp_path):
+    text = "".join(json.dumps(r) + "\n" for r in ROWS)
+    text = text.replace("\n", "\n\n", 1)
+    (tmp_path / "rows.jsonl").write_text(text)
+    zipped = tmp_path / "rows.jsonl.gz"
+    zipped.write_bytes(gzip.compress(text.encode()))
+    assert list(read_rows(zipped)) == [
+        (f"{zipped}:{n}", r) for n, r in zip((1, 3, 4), ROWS, strict=True)
+    ]
+    assert [r for _, r in read_rows(tmp_path / "rows.jsonl")] == ROWS
+
+    zipped.write_bytes(zipped.read_bytes()[:40])
+    with pytest.raises(env.DataError, match=r"rows\.jsonl\.gz: cannot be read"):
+        list(read_rows(zipped))
+    zipped.write_text("no gzip")
+    with pytest.raises(env.DataError, match=r"rows\.jsonl\.gz: cannot be read"):
+        list(read_rows(zipped))
+
+
+def test_text_that_is_not_utf8_names_the_file(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'{"x": "\xff"}\n')
+    with pytest.raises(env.DataError, match=r"rows\.jsonl: cannot be read"):
+        list(read_rows(tmp_path / "rows.jsonl"))
+
+
+def write_parquet(path, **columns):
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table(columns), path, row_group_size=2)
+    return path
+
+
+def test_parquet_holds_rows_as_json(tmp_path):
+    texts, numbers = [json.dumps(r) for r in ROWS], [1, 2, 3]
+    only = write_parquet(tmp_path / "only.parquet", n=numbers, anything=texts)
+    assert list(read_rows(only)) == [(f"{only}:{n}", r) for n, r in enumerate(ROWS, 1)]
+    named = write_parquet(tmp_path / "named.parquet", source=["a", "b", "c"], row=texts)
+    assert [r for _, r in read_rows(named)] == ROWS
+
+    unclear = write_parquet(tmp_path / "unclear.parquet", source=["a", "b", "c"], text=texts)
+    with pytest.raises(env.DataError, match=r"unclear\.parquet: .*'source', 'text'"):
+        list(read_rows(unclear))
+    with pytest.raises(env.DataError, match=r"none\.parquet: .*'n'"):
+        list(read_rows(write_parquet(tmp_path / "none.parquet", n=numbers)))
+    null = write_parquet(tmp_path / "null.parquet", row=[texts[0], None])
+    with pytest.raises(
+        env.DataError, match=r"null\.parquet:2: a row must be a JSON object, this is a NoneType"
+    ):
+        list(read_rows(null))
+    only.write_bytes(only.read_bytes()[:100])
+    with pytest.raises(env.DataError, match=r"only\.parquet: cannot be read"):
+        list(read_rows(only))
+
+
+# --- limits ---------------------------------------------------------------------------------------
+
+
+PEAK = """
+import resource, sys
+import pyarrow.compute
+from pyarrow import parquet
+import env
+from kit.data.row_files import read_raw_rows
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    for row_id, row in read_raw_rows(sys.argv[1], "prompt"):
+        pass
+except env.DataError as error:
+    print(error)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+def reading(path) -> tuple[str, int]:
+    """(the error, MiB of memory) that it takes another process to read all rows of a file."""
+    done = run([sys.executable, "-c", PEAK, str(path)], cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    *told, peak = done.stdout.splitlines()
+    return "".join(told), int(peak)
+
+
+def test_a_value_that_parquet_stores_once_is_not_held_once_a_row(tmp_path):
+    """Files of a few KB with 512 rows of 4 MiB: 2 GiB together, and 1 GiB in a batch of 256."""
+    texts = pyarrow.DictionaryArray.from_arrays(np.zeros(512, np.int32), ["x" * 2**22])
+    roles = pyarrow.array(["user"] * 512)
+    chats = pyarrow.StructArray.from_arrays([roles, texts], ["role", "content"])
+    lists = pyarrow.ListArray.from_arrays(pyarrow.array(range(513), pyarrow.int32()), chats)
+    for name, table in (
+        ("text", {"row": texts}),
+        ("chats", {"prompt": lists, "n": pyarrow.array(range(512))}),
+    ):
+        path = tmp_path / f"{name}.parquet"
+        parquet.write_table(pyarrow.table(table), path, compression="zstd", store_schema=False)
+        assert path.stat().st_size < 8192
+        told, peak = reading(path)
+        assert told == "" and peak < 400
+
+
+def test_a_row_that_parquet_stores_in_little_and_that_becomes_much_is_refused(tmp_path):
+    count = 2**22
+    ends = pyarrow.array([0, count], pyarrow.int32())
+    repeated = pyarrow.DictionaryArray.from_arrays(np.zeros(count, np.int32), ["so"])
+    texts = pyarrow.ListArray.from_arrays(ends, repeated)
+    numbers = pyarrow.ListArray.from_arrays(
+        pyarrow.array([0, 2**26], pyarrow.int32()), np.zeros(2**26, np.int8)
+    )
+    tables = {"texts": ("a row of 256.0 MiB, over 64 MiB", texts)}
+    tables["numbers"] = (
+        "prompt.list.element: 67108864 values of 8 bytes in 1 rows. Remove large rows",
+        numbers,
+    )
+    for name, (why, column) in tables.items():
+        path = tmp_path / f"{name}.parquet"
+        table = pyarrow.table({"prompt": column})
+        parquet.write_table(table, path, compression="zstd", store_schema=False)
+        assert path.stat().st_size < 2048
+        told, peak = reading(path)
+        assert f"{name}.parquet: cannot be read ({why}" in told and peak < 200
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "dictionary"])
+def test_rows_of_parquet_come_as_they_were_written(tmp_path, kind):
+    """In several row groups, whose dictionaries end in the middle (after 1,000 bytes)."""
+    kinds = {"string": pyarrow.string(), "large_string": pyarrow.large_string()}
+    kinds["dictionary"] = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
+    rows = [
+        {"prompt": f"say {i % 7}", "extra": {"n": i, "of": [str(i), None]}, "x": 0.5 * i}
+        for i in range(600)
+    ]
+    rows[5] |= {"prompt": None, "extra": None, "x": None}
+    of = pyarrow.struct({"n": pyarrow.int64(), "of": pyarrow.list_(kinds[kind])})
+    schema = pyarrow.schema({"prompt": kinds[kind], "extra": of, "x": pyarrow.float64()})
+    small = {
+        "row_group_size": 250,
+        "data_page_size": 500,
+        "dictionary_pagesize_limit": 1000,
+        "write_batch_size": 10,
+    }
+    parquet.write_table(pyarrow.Table.from_pylist(rows, schema), tmp_path / "r.parquet", **small)
+    assert [r for _, r in read_raw_rows(tmp_path / "r.parquet", "prompt")] == rows
+    lines = pyarrow.table({"row": pyarrow.array([json.dumps(r) for r in rows], kinds[kind])})
+    parquet.write_table(lines, tmp_path / "lines.parquet")
+    assert [json.loads(r) for _, r in read_raw_rows(tmp_path / "lines.parquet")] == rows
+
+
+def test_a_batch_of_parquet_is_cut_to_what_memory_may_hold(monkeypatch):
+    batch = pyarrow.RecordBatch.from_pylist(
+        [{"t": "x" * 36}] * 5
+    )  # 100 bytes each as objects, with Arrow's offsets
+    sizes = [row_files.estimate_size(batch.slice(0, n).column(0)) for n in (1, 2, 4)]
+    monkeypatch.setattr(row_files, "MAX_ROW_CHARS", sizes[1])
+    assert [part.num_rows for part in row_files.split_batch(batch)] == [2, 1, 2]
+    monkeypatch.setattr(row_files, "MAX_ROW_CHARS", sizes[0] - 1)
+    with pytest.raises(ValueError, match=r"a row of 0\.0 MiB, over 0 MiB\. Remove such rows"):
+        list(row_files.split_batch(batch))

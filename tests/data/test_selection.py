@@ -1,0 +1,155 @@
+"""Which episodes are trained on: verified ones that pass the filters, in groups."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from kit.data.episode import Episode, TurnSpan
+from kit.data.selection import check_failures, group_episodes, select_trainable, take_groups
+from kit.errors import RunError
+
+
+def episode(server: str, group: str, reward: float | None, **changes) -> Episode:
+    status = "ok" if reward is not None else "timeout"
+    settings = {
+        "response_ids": [1, 2],
+        "response_mask": [1, 1],
+        "turns": [TurnSpan(0, 2, 1)],
+        "ended": "stop",
+        **changes,
+    }
+    return Episode("x:1", group, server, [1], reward=reward, status=status, **settings)
+
+
+def test_groups_are_in_order_of_appearance():
+    a, b, c = episode("t", "2", 1.0), episode("s", "1", 1.0), episode("s", "2", 0.0)
+    assert list(group_episodes([a, b, c]).items()) == [("2", [a, c]), ("1", [b])]
+    assert list(group_episodes([a, b, c], "server").items()) == [("t", [a]), ("s", [b, c])]
+    assert group_episodes([]) == {}
+
+
+def test_failed_episodes_and_groups_that_they_leave_too_small_are_not_kept():
+    made = [
+        episode("s", "1", 1.0),
+        episode("s", "1", None),
+        episode("s", "2", 0.0),
+        episode("s", "2", 1.0),
+    ]
+    made += [episode("s", "3", 1.0), episode("s", "3", 0.0), episode("s", "3", 0.5)]
+    assert select_trainable(made) == (made[2:], {})
+    assert select_trainable(made, 1) == ([made[0], *made[2:]], {})
+    assert select_trainable(made, 3) == (made[4:], {})
+    assert (
+        select_trainable([], 2) == ([], {})
+        and select_trainable(made[:2], 2) == ([], {})
+        and select_trainable(made[1:2], 1) == ([], {})
+    )
+
+
+def test_the_groups_that_are_kept_are_in_order_and_whole():
+    made = [
+        episode("s", name, reward)
+        for name, reward in (("2", 1.0), ("1", 0.0), ("2", 0.0), ("1", 1.0))
+    ]
+    assert select_trainable(made)[0] == [made[0], made[2], made[1], made[3]]
+
+
+def right_alone(some):
+    return [e for e in some if e.reward]
+
+
+def masking_cut_ones(some):
+    return [replace(e, response_mask=[0, 0]) if e.ended == "length" else e for e in some]
+
+
+def doubling(some):
+    return [*some, *some]
+
+
+def test_filters_see_what_the_one_before_left_and_only_whole_groups():
+    seen = []
+
+    def watch(some):
+        seen.append([e.group_id for e in some])
+        return some
+
+    made = [
+        episode("s", "1", 1.0),
+        episode("s", "1", None),
+        episode("s", "2", 0.0),
+        episode("s", "2", 1.0),
+    ]
+    made += [episode("s", "3", 1.0), episode("s", "3", 1.0)]
+    kept, dropped = select_trainable(made, 2, [watch, right_alone, watch])
+    assert seen == [
+        ["2", "2", "3", "3"],
+        ["3", "3"],
+    ]  # group 2 was left with one, and went before the next filter
+    assert kept == made[4:] and dropped == {"watch": 0, "right_alone": 1}
+
+
+def test_each_filter_says_how_many_episodes_with_something_to_learn_it_took_away():
+    made = [episode("s", "1", 1.0, ended="length"), episode("s", "1", 0.0), episode("s", "1", 1.0)]
+    made += [episode("s", "2", 1.0, response_mask=[0, 0]), episode("s", "2", 0.0)]
+    kept, dropped = select_trainable(made, 2, [masking_cut_ones, right_alone])
+    # the masked one stays in its group; of group 2 the wrong one goes, and the one that is left was masked already
+    assert dropped == {"masking_cut_ones": 1, "right_alone": 2}
+    assert [(e.group_id, e.response_mask) for e in kept] == [("1", [0, 0]), ("1", [1, 1])]
+    assert select_trainable(made, 1, [doubling, right_alone, right_alone])[1] == {
+        "doubling": -4,
+        "right_alone": 4,
+    }
+    assert select_trainable(made, 1, [lambda some: some[1:]])[1] == {"<lambda>": 1}
+    assert select_trainable(made, 1, [functools.partial(right_alone)])[1] == {
+        "filter": 2
+    }  # has no name
+
+
+def test_where_every_token_is_masked_nothing_is_kept():
+    made = [episode("s", "1", reward, ended="length") for reward in (1.0, 0.0)]
+    assert select_trainable(made, 2, [masking_cut_ones]) == ([], {"masking_cut_ones": 2})
+    made[0].ended = "stop"
+    kept, dropped = select_trainable(made, 2, [masking_cut_ones])
+    assert [e.response_mask for e in kept] == [[1, 1], [0, 0]] and dropped == {
+        "masking_cut_ones": 1
+    }
+
+
+def test_the_first_groups_are_taken_whole():
+    made = [episode("s", name, 1.0) for name in ("2", "1", "2", "3", "1")]
+    assert take_groups(made, 0) == [] == take_groups([], 3)
+    assert take_groups(made, 1) == [made[0], made[2]]
+    assert take_groups(made, 2) == [made[0], made[2], made[1], made[4]]
+    assert (
+        take_groups(made, 3)
+        == take_groups(made, 9)
+        == [made[0], made[2], made[1], made[4], made[3]]
+    )
+
+
+def failing(*statuses):
+    made = [Episode(f"x:{i}", "g", "s", [1], status=status) for i, status in enumerate(statuses, 1)]
+    for e in made:
+        e.error = f"error of {e.row_id}" if e.status != "ok" else ""
+    return made
+
+
+def test_as_many_failures_as_the_recipe_allows_pass_and_one_more_ends_the_run():
+    check_failures([], 0.0)
+    check_failures(failing("ok", "ok"), 0.0)
+    check_failures(failing("ok", "timeout", "http_500", "ok"), 0.5)
+    check_failures(failing("timeout"), 1.0)
+    made = failing("ok", "http_500", "timeout", "timeout")
+    with pytest.raises(RunError) as told:
+        check_failures(made, 0.5)
+    assert str(told.value) == (
+        "3 of 4 episodes failed (2 timeout, 1 http_500), over gym.max_failed_frac=0.5. See "
+        "failures.jsonl of the run. The first failure is x:2: error of x:2"
+    )
+    with pytest.raises(
+        RunError, match=r"^1 of 2 episodes failed \(1 timeout\), over gym\.max_failed_frac=0\."
+    ):
+        check_failures(failing("ok", "timeout"), 0.0)

@@ -1,0 +1,326 @@
+"""The judge proxy: retries, timeouts, failures with their reasons, limits, and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import json
+import threading
+import time
+from datetime import datetime, timedelta, timezone
+
+import httpx
+import pytest
+from judge_doubles import StubJudge, completion
+
+from kit.extras.judges import judge_parsing, judge_proxy
+from kit.extras.judges.judge_proxy import JudgeProxy
+from kit.extras.judges.judge_settings import Judge
+from kit.gym import network
+
+GOOD = (200, completion("[[A=B]]"))
+
+
+def send(url, path="chat/completions", bearer=None, **settings):
+    """Send one request through a proxy to the judge at `url`.
+
+    Returns (status, JSON of the response, metrics, seconds).
+    """
+    settings = {"timeout_s": 2.0, **settings}
+    judge = Judge("judge_model", url, "stub", **settings)
+    with JudgeProxy({"judge_model": judge}) as proxy:
+        proxy_url = f"http://127.0.0.1:{proxy.port}/judge_model/v1/{path}"
+        began = time.monotonic()
+        response = httpx.post(
+            proxy_url,
+            json={"messages": [], "temperature": 1},
+            headers={"Authorization": f"Bearer {bearer or proxy.key}"},
+            timeout=30.0,
+        )
+        seconds = time.monotonic() - began
+        return response.status_code, response.json(), proxy.metrics(), seconds
+
+
+# --- retries -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "requests"),
+    [
+        ([GOOD], 1),
+        ([(500, {}), GOOD], 2),
+        ([(503, {}), (502, {}), GOOD], 3),
+        ([(429, {}, [("Retry-After", "1")])] * 4 + [GOOD], 5),  # more than `attempts`
+        ([(200, b"<html>"), GOOD], 2),
+    ],
+    ids=["first request", "500", "503 502", "429 with Retry-After", "html"],
+)
+def test_a_judge_that_recovers_before_the_timeout_gives_a_reply(script, requests):
+    judge = StubJudge(*script)
+    status, reply, metrics, seconds = send(judge.url, parameters={"temperature": 0}, timeout_s=10.0)
+    assert status == 200
+    assert reply["choices"][0]["message"]["content"] == "[[A=B]]"
+    assert len(judge.log) == requests
+    assert judge.log[-1][2]["temperature"] == 0
+    assert judge.log[-1][2]["model"] == "stub"
+    counts = {"asked": 1, "prompt_tokens": 5, "completion_tokens": 2}
+    if requests > 1:
+        counts["retries"] = requests - 1
+    assert metrics == {f"judge/judge_model/{name}": value for name, value in counts.items()}
+    assert seconds > (4.0 if requests == 5 else 0.0)
+
+
+@pytest.mark.parametrize("status", sorted(judge_proxy.RETRYABLE_STATUS))
+def test_a_temporary_status_is_retried(status):
+    judge = StubJudge((status, {}), GOOD)
+    assert send(judge.url, timeout_s=10.0)[0] == 200
+    assert len(judge.log) == 2
+
+
+@pytest.mark.parametrize("status", [201, 301, 307, 400, 403, 405, 413, 422, 501])
+def test_a_permanent_status_is_not_retried(status):
+    judge = StubJudge((status, {}), GOOD)
+    code, response, metrics, _ = send(judge.url, timeout_s=10.0)
+    assert code == 422
+    assert len(judge.log) == 1
+    assert f"http_{status}" in response["error"]["message"]
+    assert metrics[f"judge/judge_model/failed/http_{status}"] == 1
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        ("3", 3.0),
+        ("-3", 0.0),
+        ("in an hour", 0.0),
+        ("", 0.0),
+        ("nan", 0.0),
+        (lambda: email.utils.formatdate(time.time() + 30, usegmt=True), 30.0),
+        (lambda: email.utils.formatdate(time.time() - 30, usegmt=True), 0.0),
+        (
+            lambda: email.utils.format_datetime(
+                datetime.now(timezone(timedelta(hours=5))) + timedelta(seconds=30)
+            ),
+            30.0,
+        ),
+    ],
+    ids=[
+        "seconds",
+        "negative",
+        "words",
+        "none",
+        "nan",
+        "future date",
+        "past date",
+        "another time zone",
+    ],
+)
+def test_retry_after_is_seconds_or_a_date(header, seconds):
+    header = header() if callable(header) else header
+    assert judge_proxy._parse_retry_after(header) == pytest.approx(seconds, abs=2.0)
+    assert judge_proxy._parse_retry_after(header) >= 0.0
+
+
+def test_the_proxy_waits_until_the_date_of_retry_after():
+    date = email.utils.formatdate(time.time() + 3, usegmt=True)
+    judge = StubJudge((429, {}, [("Retry-After", date)]), GOOD)
+    status, _, _, seconds = send(judge.url, timeout_s=10.0, attempts=1)
+    assert status == 200
+    assert 1.5 < seconds < 5.0
+
+
+def test_pauses_between_attempts_double():
+    judge = StubJudge((500, {}), (500, {}), (500, {}), GOOD)
+    seconds = send(judge.url, timeout_s=10.0, attempts=4)[3]
+    assert seconds > 7 * judge_proxy.FIRST_RETRY_DELAY_S
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "reason", "requests"),
+    [
+        ([(401, {"error": "wrong key: right-key"})], "http_401", 1),
+        ([(404, {"error": {"message": "no model stub"}})], "http_404", 1),
+        ([(400, {"error": {"message": "maximum context length is 10"}})], "http_400", 1),
+        ([(500, b"'}{\"")], "http_500", 2),
+        ([(500, b'\\"}\' calling an inner server: b"\n')], "http_500", 2),
+        ([(429, {}, [("Retry-After", "60")])], "http_429", 1),  # past the timeout: no wait
+        ([(200, b"<html>")], "bad_answer", 2),
+        ([(200, [])], "bad_answer", 2),
+        ([(200, {"choices": [{"message": {"content": 7}}]})], "bad_answer", 2),
+        ([(200, completion(" \n"))], "empty", 1),
+        ([(200, completion(None, refusal="I would rather not."))], "refused", 1),
+        ([(200, None)], "timeout", 1),
+    ],
+    ids=str,
+)
+def test_a_failed_judge_is_an_error_with_its_name_and_without_its_key(script, reason, requests):
+    judge = StubJudge(*script)
+    began = time.monotonic()
+    status, response, metrics, _ = send(judge.url, key="right-key", key_name="THE_KEY", attempts=2)
+    message = response["error"]["message"]
+    assert status == 422
+    assert response["error"]["code"] == judge_parsing.ERROR_CODE
+    assert f"judge judge_model ({judge.url}): {reason}" in message
+    assert len(judge.log) == requests
+    assert metrics[f"judge/judge_model/failed/{reason}"] == 1
+    assert time.monotonic() < began + 5.0
+    assert judge.log[0][1] == "Bearer right-key"
+    assert "right-key" not in message
+    assert "context length" not in message
+    # as Gym's model server passes it on to the verifier
+    error = (
+        f"Hit an exception in VLLMModel calling an inner server: {json.dumps(response).encode()!r}"
+    )
+    assert judge_parsing.find_reply_problem(500, json.dumps(error).encode()) == message[:600]
+
+
+def test_a_judge_that_does_not_listen_is_a_failure():
+    status, response, metrics, _ = send("http://127.0.0.1:9/v1", attempts=2)
+    assert status == 422
+    assert "connect: " in response["error"]["message"]
+    assert metrics["judge/judge_model/retries"] == 1
+
+
+def test_a_redirect_is_a_failure_and_the_other_host_gets_no_request():
+    other = StubJudge(GOOD)
+    judge = StubJudge((307, {}, [("Location", f"{other.url}/chat/completions")]))
+    status, response, _, _ = send(judge.url, key="right-key", key_name="THE_KEY")
+    assert status == 422
+    assert other.log == []
+    assert len(judge.log) == 1
+    message = response["error"]["message"]
+    target = f"{other.url}/chat/completions"
+    assert f"HTTP 307 redirects to '{target}', and redirects are not followed" in message
+    assert "set it as base_url" in message
+
+
+def test_an_endless_reply_is_a_failure_and_not_retried(monkeypatch):
+    monkeypatch.setattr(network, "MAX_BODY_BYTES", 100)
+    judge = StubJudge((200, completion("[[A=B]]" * 100)))
+    status, response, _, _ = send(judge.url, timeout_s=10.0)
+    assert status == 422
+    message = response["error"]["message"]
+    assert "bad_answer: the reply is longer than 100 bytes" in message
+    assert len(judge.log) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"choices": [{"finish_reason": "content_filter", "message": {"content": ""}}]}, "refused"),
+        ({"choices": [{"finish_reason": "length", "message": {"content": None}}]}, "empty"),
+        ({"output": [], "status": "incomplete"}, "empty"),
+        ({"choices": []}, "empty"),
+        ({"choices": [{"finish_reason": "stop", "message": {}}]}, "empty"),
+        ({"choices": [{"finish_reason": "stop"}]}, "bad_answer"),
+        ({}, "bad_answer"),
+        (None, "bad_answer"),
+        ({"output": [{"type": "message", "content": [{"text": 7}]}]}, "bad_answer"),
+    ],
+    ids=str,
+)
+def test_a_reply_without_text_is_a_failure(body, reason):
+    judge = Judge("j", "http://x/v1", "m")
+    with pytest.raises(judge_proxy.JudgeError) as caught:
+        judge_proxy._parse_completion(json.dumps(body).encode(), judge)
+    assert caught.value.reason == reason
+    assert caught.value.is_retryable == (reason == "bad_answer")
+    is_too_short = "length" in str(body) or "incomplete" in str(body)
+    assert ("Raise parameters.max_tokens" in str(caught.value)) == is_too_short
+
+
+# --- requests and replies ------------------------------------------------------------------------
+
+
+def test_the_proxy_serves_only_the_run_and_only_completions():
+    judge = StubJudge(GOOD)
+    assert send(judge.url, bearer="stolen")[0] == 401
+    assert send(judge.url, "models")[0] == 404
+    assert not judge.log
+
+
+def test_concurrency_limits_the_requests_in_flight():
+    in_flight = 0
+    most = [0]
+    lock = threading.Lock()
+
+    class CountingScript(list):
+        def __getitem__(self, index):
+            nonlocal in_flight
+            with lock:
+                in_flight += 1
+                most[0] = max(most[0], in_flight)
+            time.sleep(0.4)
+            with lock:
+                in_flight -= 1
+            return GOOD
+
+    judge = StubJudge(GOOD)
+    judge.script = CountingScript([GOOD])
+
+    async def send_many(port, key):
+        url = f"http://127.0.0.1:{port}/j/v1/chat/completions"
+        headers = {"Authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(headers=headers, timeout=30.0) as http:
+            return await asyncio.gather(*[http.post(url, json={"messages": []}) for _ in range(12)])
+
+    # Twelve requests use two slots for 2.4 s. The timeout of 1.5 s begins when a request has one.
+    settings = Judge("j", judge.url, "stub", concurrency=2, timeout_s=1.5)
+    with JudgeProxy({"j": settings}) as proxy:
+        responses = asyncio.run(send_many(proxy.port, proxy.key))
+    assert {response.status_code for response in responses} == {200}
+    assert most[0] == 2
+
+
+def test_metrics_count_since_the_last_call():
+    stub = StubJudge(GOOD)
+    judges = {name: Judge(name, stub.url, "stub", timeout_s=5.0) for name in ("one", "two")}
+    with JudgeProxy(judges) as proxy:
+
+        def count_request(name):
+            headers = {"Authorization": f"Bearer {proxy.key}"}
+            url = f"http://127.0.0.1:{proxy.port}/{name}/v1/chat/completions"
+            assert httpx.post(url, json={"messages": []}, headers=headers).status_code == 200
+            return proxy.metrics()
+
+        of_one = {
+            "judge/one/asked": 1.0,
+            "judge/one/prompt_tokens": 5.0,
+            "judge/one/completion_tokens": 2.0,
+        }
+        assert count_request("one") == of_one
+        assert proxy.metrics() == {}
+        of_two = {key.replace("one", "two"): value for key, value in of_one.items()}
+        assert count_request("two") == of_two
+        assert count_request("one") == of_one
+
+
+def test_a_verifier_gets_the_text_of_a_judge_without_its_reasoning():
+    message = {"reasoning_content": "[[A!=B]]", "tool_calls": [], "refusal": None, "token_ids": [1]}
+    body = completion("[[A=B]]", **message)
+    body["choices"][0]["logprobs"] = {"content": []}
+    judge = StubJudge((200, body))
+    _, reply, _, _ = send(judge.url)
+    (choice,) = reply["choices"]
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "[[A=B]]",
+        "tool_calls": [],
+        "refusal": None,
+    }
+    assert "logprobs" not in choice
+    assert judge.log[0][2]["stream"] is False
+
+
+def test_replies_of_the_responses_api_are_counted_and_passed_on():
+    output = [{"type": "message", "content": [{"type": "output_text", "text": "[[A=B]]"}]}]
+    judge = StubJudge((200, {"output": output, "usage": {"input_tokens": 7, "output_tokens": 3}}))
+    status, reply, metrics, _ = send(judge.url, "responses")
+    assert status == 200
+    assert reply["output"] == output
+    assert judge.log[0][0] == "/v1/responses"
+    assert metrics["judge/judge_model/prompt_tokens"] == 7
+    assert metrics["judge/judge_model/completion_tokens"] == 3

@@ -1,0 +1,178 @@
+"""Gym's own servers with judges: a judge gives rewards, and a failed judge never does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+from conftest import ACTIONS, GYM_PYTHON, ROOT, make_model
+from judge_doubles import JUDGE_CONFIG, StubJudge, completion
+
+from gym_client import Gym, GymError, message_response
+from kit.extras.judges.judge_proxy import JudgeProxy
+from kit.extras.judges.judge_settings import Judge, build_judges, find_problems
+from kit.gym import process_specs
+from kit.gym import servers as gym_servers
+from kit.gym.network import GymStartError
+
+SITE_PACKAGES = next(ROOT.glob(".venv-gym/lib/python3*/site-packages"))
+NONSENSE = "Lorem ipsum dolor sit amet."
+# {server: (its start, a response of the policy that needs the judge)}
+SERVERS = {
+    "abstention": ({"config": JUDGE_CONFIG}, "Paris"),
+    "physics_judge": ({"config": JUDGE_CONFIG}, "The answer is \\boxed{-1}"),
+    "math_with_judge": (
+        {"config": {**JUDGE_CONFIG, "should_use_judge": True}},
+        "The answer is \\boxed{-1}",
+    ),
+    # needs scikit-learn; CORRECT is a draw: reward 0
+    "arena_judge": ({"config": JUDGE_CONFIG, "install": True}, "Paris"),
+}
+CORRECT = "[[A=B]] [Correct]\nA"  # a verdict for each of these servers
+
+
+def read_row(name):
+    folder = SITE_PACKAGES / "resources_servers" / name / "data"
+    return json.loads((folder / "example.jsonl").read_text().splitlines()[0])
+
+
+def verify(urls, name, timeout_s=20.0):
+    """Verify the response in SERVERS with a server's first example row."""
+
+    async def run_session():
+        async with Gym({name: urls[name]}, timeout_s=timeout_s, attempts=1) as gym:
+            async with gym.session(name, read_row(name)) as session:
+                return await session.verify(message_response(SERVERS[name][1]))
+
+    return asyncio.run(run_session())
+
+
+@contextlib.contextmanager
+def run_servers(judge, folder, names):
+    """Start servers and a proxy to `judge`: (URLs, proxy)."""
+    servers = {name: {"start": {"python": str(GYM_PYTHON), **SERVERS[name][0]}} for name in names}
+    with JudgeProxy({"judge_model": judge}) as proxy:
+        specs = proxy.process_specs()
+        with gym_servers.running_servers(servers, folder, judge_specs=specs) as urls:
+            yield urls, proxy
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory):
+    """(judge, URLs, proxy): four of Gym's servers with one judge."""
+    stub = StubJudge((200, completion(CORRECT)))
+    folder = tmp_path_factory.mktemp("judged")
+    judge = Judge(
+        "judge_model", stub.url, "stub", "right-key", "THE_KEY", timeout_s=3.0, attempts=2
+    )
+    with run_servers(judge, folder, SERVERS) as (urls, proxy):
+        yield stub, urls, proxy
+        for log in folder.iterdir():
+            assert "right-key" not in log.read_text(), log
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_server_verifies_with_its_judge(judged, name):
+    judge, urls, proxy = judged
+    judge.script = [(200, completion(CORRECT))]
+    metrics_before = proxy.metrics()
+    assert verify(urls, name).reward == float(name != "arena_judge"), metrics_before
+    assert proxy.metrics()["judge/judge_model/prompt_tokens"] >= 5
+
+
+@pytest.mark.parametrize("name", SERVERS)
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        ((200, completion(NONSENSE)), "no verdict in its reply: .*Lorem"),
+        ((200, completion("[[A>B]] or [[B>A]]")), "no verdict"),  # as arena_judge reports
+        ((200, b"<html>"), "bad_answer"),
+        ((401, {"error": "right-key"}), "http_401"),
+        ((404, {"error": {"message": "no model stub"}}), "http_404"),
+        ((429, {}, [("Retry-After", "60")]), "http_429"),
+        ((500, {}), "http_500"),
+        ((200, None), "timeout"),
+    ],
+    ids=["nonsense", "both", "html", "401", "wrong model", "429", "500", "never"],
+)
+def test_a_failed_judge_never_gives_a_reward(judged, name, reply, reason):
+    judge, urls, _ = judged
+    judge.script = [reply]
+    with pytest.raises(GymError, match=rf"judge_model.*{reason}") as caught:
+        verify(urls, name)
+    assert caught.value.reason == "masked"
+    assert "right-key" not in str(caught.value)
+
+
+@pytest.mark.soak  # over a minute; tests/test_stack.py has the policy as a judge
+def test_a_model_in_vllm_can_be_a_judge(tmp_path, monkeypatch):
+    """vLLM serves a model with random weights that can sample two verdicts, to three servers."""
+    from transformers import AutoTokenizer
+
+    verdicts = {"right": CORRECT, "wrong": "[[A!=B]] [Incorrect]\nB"}
+    for name, text in verdicts.items():  # each is one token of the tokenizer
+        monkeypatch.setitem(ACTIONS, name, text)
+    folder = make_model(tmp_path / "judge", tied=True)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 16384}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.convert_tokens_to_ids(list(verdicts.values()))
+    spec = {
+        "start": {"model": str(folder), "args": {"max_model_len": 16384, "max_num_seqs": 4}},
+        "parameters": {"allowed_token_ids": ids, "max_tokens": 1, "temperature": 1.0},
+    }
+    assert list(find_problems({"judge_model": spec}, 60.0)) == []
+    judge = build_judges({"judge_model": spec}, 60.0, cpu_dtype="float32")["judge_model"]
+    names = ["abstention", "physics_judge", "math_with_judge"]
+    with run_servers(judge, tmp_path / "logs", names) as (urls, proxy):
+        rewards = [verify(urls, name, 60.0).reward for name in urls for _ in range(4)]
+        metrics = proxy.metrics()
+    assert set(rewards) <= {0.0, 1.0}
+    assert metrics["judge/judge_model/completion_tokens"] >= 12
+    assert not [name for name in metrics if "failed" in name]
+
+
+# --- checks before the start ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "judges", "problem"),
+    [
+        (
+            "physics_judge",
+            {},
+            [],
+            r"the model judge_model \(judge_model_server\)\. Set gym\.judges\.judge_model",
+        ),
+        ("physics_judge", {"config": {"should_use_judge": False}}, [], ""),
+        ("physics_judge", {}, ["judge_model"], ""),
+        # uses policy_model, which a run with an agent has
+        ("multichallenge", {"agent": "simple_agent"}, [], ""),
+        (
+            "genrm_compare",
+            {},
+            ["genrm_model"],
+            r"cannot be detected\. .*gym\.unchecked_judges=\[genrm_compare\]",
+        ),
+        ("xstest", {}, ["allenai_wildguard_model_server"], ""),
+        ("reasoning_gym", {}, [], ""),
+    ],
+)
+def test_the_judges_of_a_server_are_checked_before_it_starts(name, start, judges, problem):
+    start = {"python": str(GYM_PYTHON), **start}
+    context = contextlib.nullcontext()
+    if problem:
+        context = pytest.raises(GymStartError, match=problem)
+    with context:
+        process_specs.check_judges(name, start, judges)
+    process_specs.check_judges(name, start, ["judge_model", "policy_model", *judges], [name])
+
+
+@pytest.mark.parametrize("port", [70000, 0.5, "x", -1])
+def test_an_invalid_port_of_a_server_is_an_error(port):
+    server = {"start": {"python": str(GYM_PYTHON), "port": port}}
+    problem = r"gym\.servers\.mcqa\.start\.port is .*\. Set a number from 1 to 65535"
+    with pytest.raises(GymStartError, match=problem):
+        process_specs.check_server("mcqa", server)

@@ -1,0 +1,182 @@
+"""`gym.judges` of a recipe: its checks, the judges that it describes, their keys and their GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+
+import pytest
+from conftest import GYM_PYTHON
+from judge_doubles import StubJudge
+
+from kit.config.load import load_config
+from kit.config.redaction import redacted
+from kit.errors import ConfigError
+from kit.extras import judges
+from kit.extras.judges.judge_processes import reserve_gpus, vllm_process_spec
+from kit.extras.judges.judge_proxy import JudgeProxy
+from kit.extras.judges.judge_settings import (
+    Judge,
+    build_judges,
+    check_endpoint,
+    describe_judges,
+    find_problems,
+)
+from kit.gym import servers as gym_servers
+from kit.runs import prepare
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ({}, "exactly one source.*base_url: .* or `start"),
+        (
+            {"base_url": "https://x/v1", "start": {"model": "."}},
+            "exactly one source.*base_url: .* or `start",
+        ),
+        ("me", "or set the whole entry to `policy`"),
+        ({"base_url": "x/v1", "model": "m"}, "base_url=x/v1` is not an HTTP address"),
+        ({"base_url": "https://x/v1"}, "model` is not set"),
+        (
+            {"base_url": "https://x/v1", "model": "m", "api_key": "sk-1"},
+            "a recipe must not contain a key",
+        ),
+        (
+            {"base_url": "https://x/v1", "model": "m", "api_key_env": "NO_SUCH"},
+            "api_key_env=NO_SUCH`: this environment variable is not set",
+        ),
+        ({"base_url": "https://x/v1", "model": "m", "timeout": 3}, "unknown key 'timeout'"),
+        (
+            {"base_url": "https://x/v1", "model": "m", "timeout_s": 60},
+            "must be less than `gym.timeout_s=60`",
+        ),
+        ({"base_url": "https://x/v1", "model": "m", "attempts": 0}, "an integer above 0"),
+        (
+            {"base_url": "https://x/v1", "model": "m", "server": "local_vllm_model"},
+            "not one of vllm_model",
+        ),
+        ({"start": {"model": "models/none"}}, "not an existing folder"),
+        ({"start": {"model": "a/b", "gpu": 1}}, "unknown key 'gpu'"),
+        ({"start": {"model": "a/b", "gpus": 1}}, "gpus=1` is not a list"),
+    ],
+    ids=str,
+)
+def test_an_invalid_value_of_a_judge_is_one_error_with_its_key(spec, problem):
+    (message,) = find_problems({"judge_model": spec}, 60.0)
+    assert re.search(rf"gym\.judges\.judge_model.*{problem}", message)
+    assert "sk-1" not in message
+
+
+@pytest.mark.parametrize("name", ["a b", ".a", "", "x" * 101])
+def test_the_name_of_a_judge_must_be_valid(name):
+    (message,) = find_problems({name: "policy"}, 60.0)
+    assert f"{name!r} is not a valid name" in message
+
+
+@pytest.mark.parametrize(
+    ("gym", "problems"),
+    [
+        (
+            {"judges": {"judge_modle": "policy"}},
+            ["the model judge_model", r"gym\.judges\.judge_modle: no server .* they"],
+        ),
+        (
+            {"judges": {"judge_model": "policy"}, "unchecked_judges": ["physics"]},
+            [r"gym\.unchecked_judges: physics is not in gym\.servers"],
+        ),
+        ({"judges": {"judge_model": "policy"}}, []),
+        (
+            {
+                "judges": {
+                    "judge_model": {"base_url": "https://x/v1", "model": "m", "api_key_env": "NO"}
+                }
+            },
+            ["api_key_env=NO`: this environment variable is not set"],
+        ),
+    ],
+    ids=str,
+)
+def test_a_recipe_with_judges_is_checked_before_anything_starts(gym, problems):
+    servers = {"physics_judge": {"start": {"python": str(GYM_PYTHON)}}}
+    settings = {"servers": servers, **gym}
+    overrides = [f"gym.{key}={json.dumps(value)}" for key, value in settings.items()]
+    config, _ = load_config([], overrides)
+    errors = [str(error) for error in prepare.check_servers(config, "train")]
+    errors += judges.check_recipe(config, "train")
+    assert len(errors) == len(problems), errors
+    for problem, error in zip(problems, errors, strict=True):
+        assert re.search(problem, error), errors
+
+
+def test_the_gpus_of_a_judge_are_hidden_from_the_run(monkeypatch):
+    spec = {
+        "judge_model": {"start": {"model": "a/b", "gpus": [2, 3], "args": {"max_model_len": 64}}}
+    }
+    without_gpus = {"j": {"start": {"model": "a/b"}}}
+    assert "gpus` is not set" in next(find_problems(without_gpus, 60.0, "cuda"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    judge = build_judges(spec, 60.0)["judge_model"]
+    with reserve_gpus(spec):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    process = vllm_process_spec(judge)
+    assert process["env"]["CUDA_VISIBLE_DEVICES"] == "2,3"
+    arguments = {"--tensor-parallel-size", "2", "--max-model-len", "64"}
+    assert arguments <= set(process["command"])
+    with (
+        pytest.raises(ConfigError, match="contains 9, but the visible GPUs are 0, 1, 2, 3"),
+        reserve_gpus({"j": {"start": {"gpus": [9]}}}),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"model": "stab"},
+            r"gym\.judges\.j\.model=stab`: .*404: .*one of its 1 models; the nearest are stub",
+        ),
+        (
+            {"key": "wrong", "key_name": "THE_KEY"},
+            r"gym\.judges\.j`: .*401.* Correct the key in THE_KEY",
+        ),
+        (
+            {"url": "http://127.0.0.1:9/v1"},
+            r"gym\.judges\.j\.base_url=http://127.0.0.1:9/v1` does not answer",
+        ),
+    ],
+    ids=["model", "key", "address"],
+)
+def test_an_endpoint_is_checked_before_anything_starts(changes, problem):
+    stub = StubJudge((404, {"error": {"message": "The model stab does not exist."}}))
+    check_endpoint(Judge("j", stub.url, "stub"))
+    settings = {"name": "j", "url": stub.url, "model": "stub", **changes}
+    with pytest.raises(ConfigError, match=problem):
+        check_endpoint(Judge(**settings))
+
+
+def test_a_key_is_neither_written_nor_given_to_servers(monkeypatch, tmp_path):
+    monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
+    spec = {"base_url": "https://x/v1", "model": "m", "api_key_env": "JUDGE_KEY"}
+    built = build_judges({"judge_model": spec}, 60.0)
+    assert built["judge_model"].key == "sk-very-secret"
+    assert "sk-very-secret" not in repr(built)
+    (process,) = JudgeProxy(built).process_specs()
+    assert "sk-very-secret" not in repr(process)
+    assert "sk-very-secret" not in "".join(describe_judges(built))
+    config, _ = load_config([], [f"gym.judges={{judge_model: {json.dumps(spec)}}}"])
+    environment = {}
+
+    def record_environment(command, env, **_):
+        environment.update(env)
+
+    monkeypatch.setattr(gym_servers, "Popen", record_environment)
+    process |= {"log": str(tmp_path / "log"), "python": "python"}
+    gym_servers.start_server(process, [process])
+    assert environment
+    assert "JUDGE_KEY" not in environment
+    assert "sk-very-secret" not in repr(environment)
+    assert config.gym.judges.judge_model.api_key_env == "JUDGE_KEY"
+    assert "sk-very-secret" not in str(redacted(config))

@@ -1,0 +1,188 @@
+"""Functions and environments that the tests of the Python verifiers copy to `my.py`."""
+
+import asyncio
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import threading
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    print("it prints", solution_str)  # which is not an answer
+    return float(ground_truth in solution_str)
+
+
+def by_name(ground_truth, **others):
+    extra_info = others["extra_info"]
+    assert extra_info["row"]["answer"] == ground_truth and extra_info["num_turns"] == 2
+    return {
+        "score": 0.5,
+        "acc": True,
+        "length": len(others["solution_str"]),
+        "pred": "x",
+        "who": others["data_source"],
+        "odd": {1, 2},
+    }
+
+
+async def later(data_source, solution_str, ground_truth, extra_info=None, strict=False):
+    await asyncio.sleep(0.01)
+    return {"score": 1 if strict else 0}
+
+
+def with_failed(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 0.5, "failed": solution_str or None}
+
+
+INVALID = {
+    "none": None,
+    "nan": float("nan"),
+    "text": "1.0",
+    "bool": True,
+    "infinite": float("inf"),
+    "list": [1.0],
+    "without": {"acc": 1.0},
+    "part": {"score": 1.0, "acc": float("nan")},
+    "huge": 10**400,
+}
+
+
+def wrong(data_source, solution_str, ground_truth, extra_info):
+    return INVALID[solution_str]
+
+
+async def never_yields(data_source, solution_str, ground_truth, extra_info):
+    while True:
+        pass
+
+
+class HostileError(Exception):
+    def __init__(self, one, two):
+        pass
+
+    def __str__(self):
+        raise ValueError
+
+
+def raise_error():
+    raise ValueError("no such answer")
+
+
+def raise_hostile_error():
+    raise HostileError(1, 2)
+
+
+def call_sys_exit():
+    sys.exit(0)
+
+
+def call_os_exit():
+    os._exit(0)
+
+
+def crash():
+    ctypes.string_at(0)
+
+
+def loop():
+    while True:
+        pass
+
+
+def run_slow_regex():
+    re.match("(a+)+$", "a" * 40 + "b")
+
+
+def run_child():
+    subprocess.run(["sleep", "1000.5"])
+
+
+def use_memory():
+    return len(bytearray(10 * 2**30))
+
+
+def leave_thread():
+    threading.Timer(0.05, os._exit, (3,)).start()
+    return 1.0
+
+
+ACTIONS = {
+    "raise": raise_error,
+    "hostile": raise_hostile_error,
+    "sys.exit": call_sys_exit,
+    "os._exit": call_os_exit,
+    "crash": crash,
+    "loop": loop,
+    "regex": run_slow_regex,
+    "child": run_child,
+    "memory": use_memory,
+    "afterwards": leave_thread,
+    "fine": lambda: 1.0,
+}
+
+
+def bad(data_source, solution_str, ground_truth, extra_info):
+    return ACTIONS[solution_str]()
+
+
+def picky(solution_str, **_):
+    if "?" in solution_str:
+        raise ValueError(solution_str)
+    return {"score": solution_str.count("7"), "length": len(solution_str)}
+
+
+def two(data_source, solution_str):
+    return 1.0
+
+
+class Game:
+    """Guess the number in at most `most` turns."""
+
+    def __init__(self, most=5):
+        self.most = most
+        self.turns = 0
+
+    def reset(self, row):
+        self.answer = int(row["answer"])
+        return "Guess." if row["question"] == "say 7" else None
+
+    async def step(self, text):
+        self.turns += 1
+        if text == "crash":
+            os._exit(9)
+        is_right = text == str(self.answer)
+        observation = None if is_right else f"No, {self.turns} of {self.most}."
+        return observation, float(is_right), is_right or self.turns == self.most
+
+
+class Sevens:
+    """Each seven earns 1, in each of two turns."""
+
+    def reset(self, row):
+        self.turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        return "more", text.count("7"), self.turns == 2
+
+
+class NoStep:
+    def reset(self, row):
+        pass
+
+
+class Unpicklable(Game):
+    def reset(self, row):
+        self.rest = (n for n in range(3))
+
+
+class Wrong(Game):
+    def step(self, text):
+        return "only", 1.0
+
+
+class Large(Game):
+    def reset(self, row):
+        self.data = bytes(2**27)

@@ -1,0 +1,71 @@
+"""Functions that the tests of processes and sandboxes copy to `my.py`."""
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import subprocess
+import time
+from pathlib import Path
+
+
+def leave_a_child(solution_str, **_):
+    subprocess.Popen(["sleep", "1000.25"], start_new_session=True)
+    time.sleep(60)
+
+
+def show_environment(**_):
+    return {"score": 1.0, "names": " ".join(sorted(os.environ))}
+
+
+def flood(solution_str, **_):
+    for _ in range(int(solution_str)):
+        print("x" * 2**20)
+    return 0.5
+
+
+def write_to_pipes(data):
+    for fd in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(fd, data)
+
+
+def claim_much(**_):
+    """An answer of 2**60 bytes, to a request that was never made."""
+    write_to_pipes(struct.pack("!QQQ", 1, 2**60, 0))
+    time.sleep(60)
+
+
+def answer_in_advance(**_):
+    """A whole answer to the next request."""
+    text = json.dumps({"reward": 1e6, "reward_components": {}, "_seconds": 0.0}).encode()
+    write_to_pipes(struct.pack("!QQQ", 0, len(text), 0) + text)
+    return 0.25
+
+
+def can_write(folder):
+    try:
+        Path(folder, "written").write_text("x")
+    except OSError:
+        return False
+    return True
+
+
+def can_connect(host, port):
+    try:
+        socket.create_connection((host, int(port)), timeout=2).close()
+    except OSError:
+        return False
+    return True
+
+
+def look_around(solution_str, **_):
+    host, port, secret, folder = solution_str.split()
+    seen = {
+        "secret": Path(secret).exists(),
+        "processes": sum(name.isdigit() for name in os.listdir("/proc")),
+        "writes": can_write(folder),
+        "network": can_connect(host, port),
+    }
+    return {"score": 1.0, "seen": json.dumps(seen)}

@@ -1,0 +1,207 @@
+"""Programs that the policy writes earn what their tests say, and change no other reward.
+
+All processes that a program starts end with its call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import shutil
+
+import psutil
+import pytest
+from verifier_helpers import HOSTILE, make_router, play, rewards, run_session, running
+
+bubblewrap = pytest.mark.skipif(
+    not shutil.which("bwrap"), reason="needs bubblewrap, an optional package"
+)
+
+# Write an answer with reward 1,000,000 to every pipe in reach: those of this process, and by /proc
+# those of all ancestors. The number of the request is searched in all frames, and 0 to 3 are tried.
+ATTACK = """
+import builtins, json, struct, sys
+names = __import__("posix")
+numbers = list(range(4))
+frame = sys._getframe()
+while frame:
+    numbers += [value for value in frame.f_locals.values() if type(value) is int and value > 2**40]
+    frame = frame.f_back
+text = json.dumps({"reward": 1e6, "reward_components": {}, "_seconds": 0.0}).encode()
+frames = b"".join(struct.pack("!QQQ", number, len(text), 0) + text for number in numbers)
+paths = []
+pid = "self"
+for _ in range(8):
+    try:
+        folder = "/proc/%s/fd/" % pid
+        paths += [folder + fd for fd in names.listdir(folder) if int(fd) > 2]
+    except OSError:
+        pass
+    try:
+        with builtins.open("/proc/%s/stat" % pid) as file:
+            pid = file.read().rpartition(")")[2].split()[1]
+    except OSError:
+        break
+for path in paths:
+    try:
+        fd = names.open(path, names.O_WRONLY | names.O_NONBLOCK)
+        names.write(fd, frames)
+        names.close(fd)
+    except OSError:
+        pass
+for fd in range(3, 64):
+    try:
+        names.write(fd, frames)
+    except OSError:
+        pass
+print("wrong")
+"""
+# verl evaluates a mathematical answer in the process that scores it. Pay 1,000,000 to this request,
+# with the verifier's own objects.
+MATH_ATTACK = """
+import json, struct, sys
+text = json.dumps({"reward": 1e6, "reward_components": {}, "_seconds": 0.0}).encode()
+frame = sys._getframe()
+while frame:
+    number, answers = frame.f_locals.get("request"), frame.f_locals.get("answers")
+    if number and answers:
+        answers.write(struct.pack("!QQQ", number, len(text), 0) + text)
+        answers.flush()
+        open("reached", "w").close()
+    frame = frame.f_back
+open("ran", "w").close()
+"""
+LEAVE_A_CHILD = """
+import _posixsubprocess, posix
+pid = _posixsubprocess.fork_exec([b"/bin/sleep", b"1000.75"], [b"/bin/sleep"], True, (), None, None,
+    -1, -1, -1, -1, -1, -1, *posix.pipe(), False, True, -1, None, None, None, -1, None, False)
+running = posix.waitpid(pid, posix.WNOHANG) == (0, 0)
+print(7 if running else "it did not start")
+"""
+MAP_MEMORY = """
+import mmap
+try:
+    mapped = mmap.mmap(-1, 3 * 2**30)
+    print("7")
+except OSError:
+    print("too much")
+"""
+TESTS = json.dumps({"inputs": ["1 2", "3 4"], "outputs": ["7", "7"]})
+PROGRAM_ROW = {
+    "data_source": "taco",
+    "reward_model": {"ground_truth": TESTS},
+    "responses_create_params": {},
+}
+MATH_ROW = {
+    "data_source": "numina_olympiads",
+    "reward_model": {"ground_truth": "x+y"},
+    "responses_create_params": {},
+}
+
+
+def in_fences(program: str) -> str:
+    return f"```python\n{program}\n```"
+
+
+RIGHT = in_fences("print(7)")
+WRONG = in_fences("print(8)")
+
+
+@pytest.fixture
+def router_of(tmp_path, monkeypatch):
+    """Makes a router for a verifier: router_of("verl", memory_gb=1.0). The logs are in tmp_path."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "my.py").write_text(HOSTILE)
+    monkeypatch.chdir(folder)
+    defaults = {"allow_unsandboxed_code": True, "timeout_s": 60.0, "memory_gb": 2.0}
+    return functools.partial(make_router, tmp_path, **defaults)
+
+
+@pytest.mark.parametrize("kind", [None, pytest.param("bwrap", marks=bubblewrap)])
+def test_a_program_earns_what_its_tests_say_and_forges_no_reward(router_of, kind):
+    """Rewards before and after an attack are right and in order. An attack earns nothing."""
+    attack = in_fences(ATTACK)
+    texts = [RIGHT, WRONG, attack, RIGHT, WRONG, attack, WRONG, RIGHT]
+    results = play(router_of("verl", sandbox=kind), *texts, row=PROGRAM_ROW)
+    values = rewards(results)
+    assert [values[i] for i in (0, 1, 3, 4, 6, 7)] == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+    # Without a sandbox root may write to any pipe. The pool notices it.
+    allowed = {0.0} if kind else {0.0, "bad_answer", "died"}
+    assert {values[2], values[5]} <= allowed, results
+
+
+def test_code_in_a_mathematical_answer_forges_no_reward(router_of, tmp_path):
+    """verl's prime_math calls eval on an answer with a pi in it.
+
+    The code is written as bytes, since verl cuts answers at underscores.
+    """
+    code = ",".join(map(str, MATH_ATTACK.encode()))
+    attack = rf"\boxed{{\pi+exec(bytes(({code})))}}"
+    right = r"\boxed{y+x}"
+    wrong = r"\boxed{x-y}"
+    results = play(router_of("verl"), right, wrong, attack, right, wrong, row=MATH_ROW)
+    assert rewards(results) == [1.0, 0.0, 0.0, 1.0, 0.0]
+    for name in ("ran", "reached"):  # otherwise the attack proves nothing
+        assert (tmp_path / "mine" / name).exists()
+
+
+def test_code_in_a_row_that_was_not_known_before_the_run_is_refused(router_of):
+    """A function makes rows batch by batch: a later batch may have the first program."""
+    for row, source in ((PROGRAM_ROW, "taco"), (MATH_ROW, "numina_olympiads")):
+        router = router_of("verl", allow_unsandboxed_code=False)
+        (error,) = play(router, "print(7)", row=row)
+        assert error.reason == "raised"
+        assert f"data_source={source} runs code of the policy" in str(error)
+    row = {**PROGRAM_ROW, "data_source": ["taco"]}
+    router = router_of("verl", allow_unsandboxed_code=False)
+    assert rewards(play(router, "print(7)", row=row)) == ["raised"]
+
+
+@pytest.mark.parametrize(
+    "program", ["import sys\nsys.exit(0)", "import posix\nposix._exit(0)", "raise SystemExit"]
+)
+def test_an_exit_status_of_0_is_not_a_right_response(router_of, program):
+    results = play(router_of("verl"), in_fences(program), RIGHT, row=PROGRAM_ROW)
+    assert rewards(results) == [0.0, 1.0]
+
+
+def test_a_program_that_prints_without_end_earns_nothing_and_costs_no_memory(router_of):
+    flood = in_fences("for _ in range(10**5):\n    print('7' * 10**3)")
+    before = psutil.Process().memory_info().rss
+    assert rewards(play(router_of("verl"), flood, RIGHT, row=PROGRAM_ROW)) == [0.0, 1.0]
+    assert psutil.Process().memory_info().rss - before < 64 * 2**20
+
+
+def test_the_children_of_a_program_end_with_its_call(router_of):
+    router = router_of("verl")
+    children = []
+
+    async def calls():
+        async with router:
+            results = await run_session(router, in_fences(LEAVE_A_CHILD), row=PROGRAM_ROW)
+            children.extend(running("/bin/sleep", "1000.75"))
+            return results + await run_session(router, RIGHT, row=PROGRAM_ROW)
+
+    # The first one earns 1 only if its child ran.
+    assert rewards(asyncio.run(calls())) == [1.0, 1.0]
+    assert children == []
+
+
+def test_memory_that_a_program_maps_counts(router_of):
+    program = in_fences(MAP_MEMORY)
+    assert rewards(play(router_of("verl", memory_gb=1.0), program, row=PROGRAM_ROW)) == [0.0]
+    assert rewards(play(router_of("verl", memory_gb=6.0), program, row=PROGRAM_ROW)) == [1.0]
+
+
+def test_an_answer_that_claims_to_be_long_is_not_read(router_of):
+    before = psutil.Process().memory_info().rss
+    results = play(router_of("my.py:claim_much"), "x")
+    assert rewards(results) == ["bad_answer"] and "too long" in str(results[0])
+    assert psutil.Process().memory_info().rss - before < 64 * 2**20
+
+
+def test_an_answer_in_advance_counts_for_no_request(router_of):
+    results = play(router_of("my.py:answer_in_advance"), "x", "y")
+    assert rewards(results) == ["bad_answer", "bad_answer"]

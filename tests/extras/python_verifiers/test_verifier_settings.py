@@ -1,0 +1,157 @@
+"""Mistakes in the Python verifiers of a recipe are errors before anything starts."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from conftest import CPU, ROOT, load, row, tiny
+from omegaconf import OmegaConf
+from verifier_helpers import EXAMPLES, CharTokenizer, make_config
+
+from env import Task
+from kit.config.load import load_config
+from kit.errors import ConfigError, UserFunctionError
+from kit.extras.python_verifiers import verifier_settings, verifier_trial
+from kit.runs import prepare, summary
+
+
+@pytest.mark.parametrize(
+    ("verifier", "message"),
+    [
+        (
+            "my.py:two",
+            r"two of \S+/my.py cannot be called with the keyword arguments data_source, "
+            r"solution_str, ground_truth, extra_info and its settings",
+        ),
+        ("my.py:absent", r"my.py has no function or class absent. It has .*compute_score"),
+        (
+            "my.py:NoStep",
+            r"the class NoStep of \S+/my.py has no step. Add it: an environment has reset\(row\)",
+        ),
+        (
+            "my.py:Unpicklable",
+            r"an instance of Unpicklable cannot be pickled \(TypeError: cannot pickle 'generator'",
+        ),
+        (
+            "my.py:Wrong",
+            r"my.py:Wrong step returned \('only', 1.0\); it must return "
+            r"\(observation, reward, done\)",
+        ),
+        ("my.py:Large", r"my.py:Large needs 134217\d+ bytes after reset .*, over .* 67108864"),
+        (
+            "my.py:wrong",
+            r"my.py:wrong failed at \S+/my.py:LINE: KeyError: .* \(tried on row r:1 with the "
+            "response 'So the answer",
+        ),
+        (
+            {"function": "my.py:compute_score", "strict": 1},
+            r"cannot be called with .* unexpected keyword argument 'strict'",
+        ),
+        (
+            "broken.py:f",
+            r"broken.py cannot be imported: failed at \S+/broken.py:1: ModuleNotFoundError: "
+            ".*nothing_at_all",
+        ),
+        ("none.py:f", r"none.py:f returned None; it must return a finite number"),
+        ("verl", r"verl failed: NotImplementedError: .* data_source='verl'"),
+    ],
+)
+def test_a_verifier_that_cannot_work_is_an_error_of_one_line(
+    tmp_path, monkeypatch, verifier, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.py").write_text(EXAMPLES)
+    (tmp_path / "broken.py").write_text("import nothing_at_all\n")
+    (tmp_path / "none.py").write_text("def f(**_):\n    pass\n")
+    line = EXAMPLES.splitlines().index("    return INVALID[solution_str]") + 1
+    config = make_config(verifier)
+    specs = verifier_settings.read_specs(config)
+    task = Task("r:1", row(), next(iter(specs)), [], [])
+    with pytest.raises(UserFunctionError) as error:
+        verifier_trial.try_verifiers(specs, [task], config, CharTokenizer())
+    text = str(error.value)
+    assert text.startswith("env.verifier=") and "\n" not in text
+    assert re.search(message.replace("LINE", str(line)), text), text
+
+
+CHECKED = [
+    ("env.verifier=absent.py:f", "env.verifier=absent.py:f: no file absent.py"),
+    ("env.verifier=my.py:a/b", "env.verifier=my.py:a/b is not a Python verifier. Name path.py:"),
+    ("env.verifier=compute_score", "Name path.py:function, path.py:Class or verl"),
+    ("env.verifier_pool.processes=0", "env.verifier_pool.processes=0 must be a whole number of"),
+    ("env.verifier_pool.timeout_s=0", "env.verifier_pool.timeout_s=0 must be above 0"),
+    ("env.verifier_pool.memory_gb=true", "env.verifier_pool.memory_gb=True must be above 0"),
+    (
+        "env.train_files=[{path: train.jsonl, server: a, verifier: verl}]",
+        "has a server and a verifier",
+    ),
+    (
+        "gym.servers.verl={url: http://127.0.0.1:9} env.train_files=[{path: val.jsonl, "
+        "server: verl}]",
+        "gym.servers has an entry verl, too",
+    ),
+    (
+        "env.val_files=[{path: val.jsonl, verifier: {function: verl, other: 1}}]",
+        "two verifiers have the name verl",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CHECKED)
+def test_wrong_settings_are_errors_before_anything_is_loaded(
+    workspace, monkeypatch, change, message
+):
+    monkeypatch.chdir(workspace)
+    changes = tiny(workspace, "env.verifier=verl", *re.split(" (?=env)", change))
+    config, _ = load_config([str(ROOT / "tests" / "tiny.yaml")], changes)
+    with pytest.raises((ConfigError, UserFunctionError), match=re.escape(message)):
+        prepare.prepare(config)
+
+
+def test_a_recipe_with_a_verifier_needs_no_server(workspace, tmp_path, monkeypatch):
+    monkeypatch.chdir(workspace)
+    (tmp_path / "my.py").write_text(EXAMPLES)
+    recipe = OmegaConf.load(ROOT / "tests" / "tiny.yaml")
+    del recipe["gym"]
+    OmegaConf.save(recipe, tmp_path / "alone.yaml")
+    changes = [change for change in tiny(workspace) if not change.startswith("gym.")]
+    config, _ = load_config([str(tmp_path / "alone.yaml"), str(CPU)], changes)
+    with pytest.raises(
+        ConfigError, match=r"gym.servers is not set.* or env.verifier to a function"
+    ):
+        prepare.prepare(config)
+    config.env.verifier = f"{tmp_path}/my.py:compute_score"
+    inputs = prepare.prepare(config)
+    assert {task.server for task in [*inputs.train, *inputs.validation]} == {"compute_score"}
+    assert len(inputs.train) == 8
+    text = summary.summarize(config, inputs, "train")
+    assert "servers     compute_score (16 rows)" in text
+    assert f"verifier    {tmp_path}/my.py:compute_score: " in text
+    source = EXAMPLES.replace("float(ground_truth in solution_str)", "None")
+    (tmp_path / "my.py").write_text(source)
+    with pytest.raises(
+        UserFunctionError, match=r"my.py:compute_score returned None; it must return"
+    ):
+        prepare.prepare(config)
+
+
+def test_files_may_have_different_verifiers(workspace, tmp_path, monkeypatch):
+    """env.verifier takes the rows of all files without a server or a verifier."""
+    monkeypatch.chdir(workspace)
+    (tmp_path / "my.py").write_text(EXAMPLES)
+    files = [
+        f"{{path: train.jsonl, verifier: '{tmp_path}/my.py:Game', weight: 1}}",
+        "{path: tools.jsonl, server: reasoning_gym, weight: 1}",
+        "{path: val.jsonl, weight: 2}",
+    ]
+    changes = [
+        f"env.verifier={tmp_path}/my.py:compute_score",
+        f"env.train_files=[{', '.join(files)}]",
+        "env.val_files=[]",
+    ]
+    _, data = load(workspace, *changes, "data.max_prompt_length=64")
+    rows = [(task.server, task.weight) for task in data.train[::8]]
+    assert rows == [("Game", 1), ("reasoning_gym", 1), ("compute_score", 2)]
+    _, data = load(workspace, *changes, "env.only_servers=[Game]")
+    assert {task.server for task in data.train} == {"Game"} and len(data.train) == 8

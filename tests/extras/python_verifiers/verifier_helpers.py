@@ -1,0 +1,92 @@
+"""Helpers of the tests of the Python verifiers: a router for one verifier, and turns with it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import psutil
+from omegaconf import OmegaConf
+
+import gym_client
+from gym_client import GymError
+from kit.extras.python_verifiers import verifier_pool
+from kit.gym.verifiers import VerifierRouter
+
+FOLDER = Path(__file__).parent
+EXAMPLES = (FOLDER / "example_verifiers.py").read_text()
+HOSTILE = (FOLDER / "hostile_verifiers.py").read_text()
+ROW = {"question": "say 7", "answer": "7", "responses_create_params": {}}
+
+
+class CharTokenizer:
+    """A tokenizer whose ids are characters."""
+
+    def decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens
+        return "".join(map(chr, ids))
+
+    def encode(self, text, add_special_tokens):
+        return list(map(ord, text))
+
+
+def make_config(verifier, allow_unsandboxed_code=False, **pool):
+    """The part of a recipe that concerns Python verifiers. pool: keys of env.verifier_pool."""
+    defaults = {"processes": 1, "timeout_s": 20.0, "memory_gb": 1.0, "sandbox": None, "env": []}
+    env = {
+        "verifier": verifier,
+        "verifier_pool": defaults | pool,
+        "train_files": [],
+        "val_files": [],
+        "allow_unsandboxed_code": allow_unsandboxed_code,
+    }
+    return OmegaConf.create({"env": env, "gym": {"servers": {}}})
+
+
+def make_router(folder, verifier, **settings):
+    """A router with one Python verifier. folder: of its logs. settings: of make_config."""
+    pools = verifier_pool.make_pools(make_config(verifier, **settings), folder)
+    return VerifierRouter(gym_client.Gym({}), pools, CharTokenizer())
+
+
+async def run_session(router, *texts, row=None):
+    """One session with the only verifier: the result, or the GymError, of a turn for each text."""
+    (name,) = router.pools
+    results = []
+    async with router.session(name, row or ROW) as session:
+        call = session.verify if session.kind == "verify" else session.step
+        for text in texts:
+            try:
+                results.append(await call({}, list(map(ord, text))))
+            except GymError as error:
+                results.append(error)
+    return results
+
+
+def play(router, *texts, row=None):
+    """Open the router and run one session: a list with a result or GymError for each text."""
+
+    async def inside():
+        async with router:
+            return await run_session(router, *texts, row=row)
+
+    return asyncio.run(inside())
+
+
+def rewards(results):
+    """The reward of each result, or the reason of its error."""
+    return [r.reason if isinstance(r, GymError) else r.reward for r in results]
+
+
+def running(*command: str) -> list[int]:
+    """Processes with this command line. Waits up to 2 s until there is none."""
+    deadline = time.monotonic() + 2
+    while True:
+        pids = []
+        for process in psutil.process_iter(["cmdline"]):
+            if process.info["cmdline"] == [*command]:
+                pids.append(process.pid)
+        if not pids or time.monotonic() > deadline:
+            return pids
+        time.sleep(0.05)

@@ -1,0 +1,21 @@
+"""Every status is described in kit/extras/report/metric_docs.yaml. (Metrics: tests/conftest.py.)"""
+
+from __future__ import annotations
+
+import re
+
+from conftest import ROOT
+
+from kit.extras.report.metric_docs import STATUSES, Status, find_status
+
+
+def test_every_status_is_described_and_every_described_status_exists():
+    paths = [*ROOT.glob("*.py"), *ROOT.glob("kit/**/*.py")]
+    source = "".join(path.read_text() for path in paths if path.stem != "metric_docs")
+    raised = set(re.findall(r"""(?:GymError|ServerDownError)\(\s*"(\w+)\"""", source))
+    raised |= set(re.findall(r'\.status(?:, \S+)* = "(\w+)"', source))
+    assert len(raised) > 15
+    undescribed = [name for name in raised - {"ok"} if find_status(name) == Status("", "")]
+    assert undescribed == []
+    unused = [name for name in STATUSES if f'"{name}"' not in source and name != "http_*"]
+    assert unused == []

@@ -1,0 +1,69 @@
+"""A run directory is read as far as it goes: incomplete files, large runs, other commands."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import make_model
+from test_report_page import write_synthetic_run
+
+from kit.errors import ConfigError
+from kit.extras.report import diagnosis, report_page
+from kit.extras.report.run_data import RunData, spread_evenly
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "model", tied=True)
+
+
+def test_unreadable_data_is_a_finding_and_the_rest_is_shown(model, tmp_path):
+    folder = write_synthetic_run(tmp_path / "run", 3, 60, model)
+    rollouts = folder / "rollouts" / "step_2.jsonl"
+    incomplete = rollouts.read_bytes()[:-300]
+    half_of_a_surrogate_pair = b"seen \\ud800"
+    rollouts.write_bytes(incomplete.replace(b"seen <b>7</b>", half_of_a_surrogate_pair))
+    advantages = folder / "advantages" / "step_1.npz"
+    advantages.write_bytes(advantages.read_bytes()[:-100])
+    with (folder / "metrics.jsonl").open("a") as out:
+        out.write('{"step": 4, "rollout/')
+    run = RunData(folder)
+    problems = [finding.problem for finding in diagnosis.find_problems(run)]
+    assert any("step_2.jsonl:60" in text and "metrics.jsonl:5" in text for text in problems)
+    assert (run.episodes["file"] == "step_2").sum() == 59
+    assert report_page.write_page([folder], tmp_path / "page.html").is_file()
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        RunData(tmp_path)
+
+
+def test_of_many_files_the_most_useful_are_read(model, tmp_path, monkeypatch):
+    folder = write_synthetic_run(tmp_path / "run", 9, 20, model)
+    monkeypatch.setattr("kit.extras.report.run_data.MAX_EPISODES", 100)
+    run = RunData(folder)
+    files = {saved.file for saved in run.records}
+    assert files == {"val_0", "val_9", "step_9", "step_1", "step_5"}
+    assert run.skipped_files == 6
+    assert list(spread_evenly(list("abcdefg")))[:3] == ["a", "a", "e"]
+
+
+def test_an_evaluation_in_the_directory_and_a_resume_change_no_training_numbers(model, tmp_path):
+    folder = write_synthetic_run(tmp_path / "run", 4, 20, model)
+    before = diagnosis.summarize(RunData(folder))
+    evaluation = {
+        "step": 0,
+        "time": 5e9,
+        "command": "evaluate",
+        "rollout/episodes": 9.0,
+        "rollout/reward/mean": 0.9,
+    }
+    with (folder / "metrics.jsonl").open("ab") as out:
+        out.write(json.dumps(evaluation).encode() + b'\n12\n{"step": 9, "text": "\xc3')
+    # of steps that a resumed run has abandoned
+    shutil.copy(folder / "rollouts" / "step_4.jsonl", folder / "rollouts" / "step_7.jsonl")
+    run = RunData(folder)
+    assert diagnosis.summarize(run) == before and "step_7" not in set(run.episodes["file"])
+    problems = [finding.problem.partition(":")[0] for finding in diagnosis.find_problems(run)]
+    assert problems == ["Some data could not be read"]

@@ -1,0 +1,74 @@
+"""The terminal: the command `show`, the table of steps of a run, and --quiet."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+
+import pytest
+from conftest import ROOT, load, make_model, run
+from rich.console import Console
+from test_report_page import write_synthetic_run
+
+from kit.extras.report import report_page, show
+from kit.runs import cli, console
+from kit.runs.run_dir import Run
+
+
+def test_show_prints_steps_and_the_best_and_worst_episodes(tmp_path, capsys):
+    model = make_model(tmp_path / "model", tied=True)
+    folder = write_synthetic_run(tmp_path / "runs" / "large", 18, 100, model)
+    report_page.write_page([folder], folder / "report.html")
+    show.main([str(folder), "--worst", "5"])
+    out = " ".join(capsys.readouterr().out.split())  # without line breaks
+    assert "18/20 steps" in out and "reward" in out and "best episodes of step_18" in out
+    assert out.count("what is") == 8 and "report.html" in out
+    assert "No problems detected" in out
+    done = run([sys.executable, str(ROOT / "algorithm.py"), "show", str(tmp_path)], tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ") and "is not a run directory" in done.stderr
+
+
+@pytest.mark.parametrize("interactive", [True, False])
+def test_steps_are_a_table_at_a_terminal_and_lines_elsewhere(
+    interactive, monkeypatch, tmp_path, workspace
+):
+    """With the time left, from the mean of the completed steps."""
+    monkeypatch.chdir(workspace)
+    file = io.StringIO()
+    terminal = Console(
+        file=file, force_terminal=interactive, force_interactive=interactive, width=120
+    )
+    monkeypatch.setattr(console, "console", terminal)
+    name = f"trainer.experiment_name=shown{interactive}"
+    config, _ = load(workspace, name, "trainer.total_training_steps=40")
+    with Run(config) as one:
+        now = [0.0]
+        bar = one.display.bar
+        monkeypatch.setattr(bar, "get_time", lambda: now[0])
+        bar.reset(one.display.task, total=40)
+        for step in range(1, 11):
+            now[0] += 60
+            one.begin_step(step)
+            one.timing["gen"] = 2.0
+            one.display.print_step(step, {"reward": f"0.{step}", "loss": "0.1"}, one.timing)
+        seconds_left = bar.tasks[0].time_remaining
+    text = file.getvalue()
+    if interactive:
+        assert seconds_left == pytest.approx(30 * 60, rel=0.02)
+        last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).rpartition("step ")[2]
+        assert "0.10" in last and "0.3" in last and "0.2 " not in last and "left" in last
+    else:
+        expected = "step 1/40  reward 0.1  loss 0.1  2.0s (gen 2.0)"
+        assert text.splitlines()[0].startswith(expected)
+        assert "left" not in text and "\x1b" not in text
+
+
+@pytest.mark.parametrize(("arguments", "interactive"), [(["--quiet"], False), ([], True)])
+def test_quiet_is_for_logs_at_a_terminal_too(arguments, interactive, monkeypatch):
+    monkeypatch.setattr(cli, "console", Console(force_interactive=True))
+    monkeypatch.setattr(sys, "argv", ["algorithm.py", "--config", "nobody.yaml", *arguments])
+    with pytest.raises(SystemExit, match="no such file"):
+        cli.main(lambda plan: pytest.fail("nothing to train"))
+    assert cli.console.is_interactive == interactive

@@ -1,0 +1,192 @@
+"""The report of real short runs: four that are broken, and one that learns."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+from conftest import SESSION, WORDS, drop, load, row, served, write_rows
+from http_doubles import JsonHandler
+
+import gym_client
+import training
+from kit.extras.report import diagnosis
+from kit.extras.report.metric_docs import FILES
+from kit.extras.report.run_data import RunData
+
+STEPS = 9
+
+
+def find_first_problem(folder: Path) -> diagnosis.Finding:
+    """The first finding, which should be the cause. The run has written its page."""
+    findings = diagnosis.find_problems(RunData(folder))
+    assert findings, "no problem was found"
+    assert (folder / "report.html").is_file()
+    return findings[0]
+
+
+def train(stack, name: str, *changes: str, before=lambda trainer: None, **others) -> Path:
+    """Train for STEPS steps, call `before` before each, and return the run directory."""
+    changes = ("trainer.total_training_steps=40", "gym.max_failed_frac=1", *changes)
+    with stack.trainer(name, *changes, **others) as trainer:
+        for _ in range(STEPS):
+            before(trainer)
+            trainer.step_or_skip()
+    return trainer.run.folder
+
+
+# --- a run that learns ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def healthy(stack) -> Path:
+    """A run that learns, with an evaluation before and after."""
+    changes = ("trainer.total_training_steps=24", "data.max_response_length=16")
+    with stack.trainer("healthy", *changes) as trainer:
+        trainer.evaluate()
+        for _ in range(24):
+            trainer.step_or_skip()
+    return trainer.run.folder
+
+
+def test_a_run_that_learns_has_no_problem(healthy):
+    run = RunData(healthy)
+    problems = [finding.problem for finding in diagnosis.find_problems(run)]
+    # its policy was random a minute ago and does not know yet how to end a response
+    assert [text for text in problems if "are truncated at" not in text] == []
+    summary = diagnosis.summarize(run)
+    reward = run.steps["rollout/reward/mean"].dropna()
+    assert "24/24 steps" in summary, summary
+    assert reward.iloc[-3:].mean() > 3 * reward.iloc[:3].mean(), summary
+
+
+def test_every_file_of_a_run_is_described(healthy):
+    """Those of the healthy run; other commands write more, by the names in the source."""
+    described = {name.replace("_N", "_*") for name in FILES}
+    folders = {name.partition("/")[0] for name in described}
+    paths = [path.relative_to(healthy) for path in healthy.rglob("*") if "ray" not in path.parts]
+    expected = {
+        "report.html",
+        "metrics.jsonl",
+        "advantages/step_24.npz",
+        "rollouts/val_0.jsonl",
+    }
+    assert expected <= {str(path) for path in paths}
+
+    def is_described(path: Path) -> bool:
+        parents = [str(parent) for parent in path.parents]
+        is_folder = str(path) in folders or "global_step" in str(path)
+        return is_folder or any(path.match(name) or name in parents for name in described)
+
+    assert [path for path in paths if not is_described(path)] == []
+
+
+# --- runs that are broken ------------------------------------------------------------------------
+
+
+class Verifier(JsonHandler):
+    """Rewards different characters: a policy with only one response earns next to nothing."""
+
+    def do_GET(self):  # noqa: N802  (a name of the base class)
+        self.answer(200, {"paths": {"/seed_session": {"post": {}}, "/verify": {"post": {}}}})
+
+    def do_POST(self):  # noqa: N802
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/seed_session":
+            self.answer(200, {})
+        else:
+            self.verify(body["response"]["output"][-1]["content"][0]["text"])
+
+    def verify(self, text):
+        self.answer(200, {"reward": len(set(text)) / 40})
+
+
+class Broken(Verifier):
+    """Rewards a 7, and answers 500 while it is down."""
+
+    is_down = False
+
+    def verify(self, text):
+        if self.is_down:
+            self.answer(500, "the sandbox is gone")
+        else:
+            self.answer(200, {"reward": float("7" in text) / max(1, len(text))})
+
+
+@contextlib.contextmanager
+def verified_by(stack, handler):
+    """Yield a Gym client whose server reasoning_gym is a server with this handler."""
+    loop = stack.servers.loop
+    with served(handler) as address:
+        gym = gym_client.Gym({"reasoning_gym": address})
+        loop.run(gym.__aenter__())
+        try:
+            yield gym
+        finally:
+            loop.run(gym.__aexit__(None, None, None))
+
+
+def test_a_verifier_that_was_down_for_a_third(stack):
+    def before(trainer):
+        Broken.is_down = trainer.state["step"] in (3, 4, 5)
+
+    with verified_by(stack, Broken) as gym:
+        folder = train(stack, "down", gym=gym, before=before)
+    finding = find_first_problem(folder)
+    expected = (
+        "33% of the episodes failed (192 http_500), all on server reasoning_gym, in steps 4 to 6"
+    )
+    assert expected in finding.problem
+    assert "failures.jsonl" in finding.evidence
+    assert "rollout/failed/http_500" in finding.evidence
+    assert "logs/gym_" in finding.next_step
+
+
+def test_a_learning_rate_a_hundred_times_too_high(stack):
+    """The policy collapses into one response, which earns little."""
+    rate = "actor_rollout_ref.actor.optim.lr=0.5"
+    config, _ = load(stack.workspace, *SESSION, rate)
+    workers = training.start_workers(config)  # those of the session have another optimizer
+    workers.actor.init_model()
+    try:
+        with verified_by(stack, Verifier) as gym:
+            folder = train(stack, "fast", rate, workers=workers, gym=gym)
+    finally:
+        drop(workers)
+    finding = find_first_problem(folder)
+    assert "Policy collapse" in finding.problem
+    assert "The learning rate (0.5) is too high" in finding.problem
+    assert "actor/entropy" in finding.evidence and "optim.lr" in finding.next_step
+
+
+def test_responses_that_are_truncated_at_the_limit(stack):
+    rows = [row(f"{word} it", "7777777777") for word in WORDS]
+    path = write_rows(stack.workspace / "long.jsonl", rows)
+    changes = (
+        "data.max_response_length=3",
+        f"env.train_files=[{{path: {path}, server: reasoning_gym}}]",
+        "env.val_files=[]",
+    )
+    finding = find_first_problem(train(stack, "cut", *changes))
+    expected = r"(9\d|100)% of the responses are truncated at data\.max_response_length=3"
+    assert re.match(expected, finding.problem)
+    assert "rollout/ended/length_frac" in finding.evidence
+    assert "raise data.max_response_length" in finding.next_step
+
+
+def test_a_task_that_is_too_hard(stack):
+    rows = [row(f"{word} it", "q9x8z7k6") for word in WORDS]
+    path = write_rows(stack.workspace / "hard.jsonl", rows)
+    changes = (
+        f"env.train_files=[{{path: {path}, server: reasoning_gym}}]",
+        "env.val_files=[]",
+        "data.max_response_length=24",  # two thirds of the responses end before that
+    )
+    finding = find_first_problem(train(stack, "hard", *changes))
+    assert "all responses earn the same reward, mostly 0" in finding.problem
+    assert "too hard" in finding.problem
+    assert "rollout/zero_variance_groups" in finding.evidence
+    assert "easier rows" in finding.next_step

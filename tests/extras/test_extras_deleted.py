@@ -1,0 +1,200 @@
+"""Each optional feature can be deleted: the rest works, and a recipe that needs it gets one error.
+
+A copy of the repository loses one feature at a time. Importing verl takes 10 s, so one process does
+it once, and forks for each copy.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import GIVEN, ROOT, row, write_rows
+
+FEATURES = sorted(
+    path.relative_to(ROOT)
+    for path in (ROOT / "kit" / "extras").iterdir()
+    if path.name not in ("__init__.py", "__pycache__")
+)
+# what turns a feature on, over a recipe that works without it
+NEEDED_BY = {
+    "judges": ["gym.judges={judge_model: {base_url: http://127.0.0.1:9/v1, model: m}}"],
+    "python_verifiers": ["env.verifier=templates/reward.py:reward"],
+    "generated_rows.py": [
+        "env.train_files=[{function: templates/task.py:rows, server: reasoning_gym}]"
+    ],
+    "parallelism.py": ["model_engine=megatron"],
+    "backends.py": ["actor_rollout_ref.rollout.name=hf"],
+    "monitor.py": [
+        "actor_rollout_ref.rollout.prometheus.enable=true",
+        "actor_rollout_ref.rollout.disable_log_stats=false",
+    ],
+    "gloo.py": [
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=1",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo",
+        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=kit.extras.gloo",
+    ],
+    "hf_rollout.py": ["actor_rollout_ref.rollout.name=hf"],
+    "images.py": ["actor_rollout_ref.model.path={reads_images}"],
+    "sft.py": ["sft"],
+    "one_step_off.py": [],  # it is needed when the processes start
+    "rollout_workers.py": [],  # the same
+}
+DRIVER = """
+import io, json, os, runpy, sys, traceback
+import torch, transformers, verl.trainer.ppo.core_algos, verl.workers.engine_workers
+import vllm.tool_parsers, hydra, aiohttp, httpx, psutil, orjson
+assert not [name for name in sys.modules if name.startswith("kit.extras.")]
+
+def forget_project():
+    for name in list(sys.modules):
+        if name.split(".")[0] in ("kit", "env", "gym_client", "algorithm", "inference", "training"):
+            del sys.modules[name]
+
+for line in sys.stdin:
+    case = json.loads(line)
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.dup2(write_end, 1)
+        os.dup2(write_end, 2)
+        os.close(read_end)
+        forget_project()
+        os.chdir(case["folder"])
+        sys.path[0] = case["folder"]
+        sys.argv = ["algorithm.py", *case["arguments"]]
+        status = 0
+        try:
+            runpy.run_path("algorithm.py", run_name="__main__")
+        except SystemExit as error:
+            if isinstance(error.code, str):
+                print(error.code)
+            status = 1 if error.code else 0
+        except BaseException:
+            traceback.print_exc()
+            status = 2
+        sys.stdout.flush()
+        os._exit(status)
+    os.close(write_end)
+    with open(read_end) as pipe:
+        output = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    print(json.dumps({"status": status, "output": output}), flush=True)
+"""
+
+
+class Driver:
+    """A process that has imported the libraries, and runs algorithm.py in forks of it."""
+
+    def __init__(self, environment: dict[str, str]):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, folder: Path, arguments: list[str]) -> tuple[int, str]:
+        """(exit status, output) of `python algorithm.py` in a folder."""
+        case = json.dumps({"folder": str(folder), "arguments": arguments})
+        self.process.stdin.write(case + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, "the driver ended"
+        result = json.loads(line)
+        return result["status"], result["output"]
+
+
+@pytest.fixture(scope="module")
+def driver():
+    driver = Driver(GIVEN)
+    yield driver
+    driver.process.stdin.close()
+    driver.process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def cpu_driver():
+    driver = Driver(
+        {**GIVEN, "VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform"}
+    )
+    yield driver
+    driver.process.stdin.close()
+    driver.process.wait(timeout=30)
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """A copy of the repository's code."""
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, folder)
+    for name in ("kit", "configs", "templates"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    (folder / ".venv-gym").symlink_to(ROOT / ".venv-gym")
+    return folder
+
+
+def delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def recipe(name: str, server: str, workspace: Path) -> list[str]:
+    """The arguments of a dry run of a recipe with a tiny model and rows."""
+    rows = write_rows(workspace / f"{server}.jsonl", [row(f"say {i}") for i in range(8)])
+    return [
+        f"--config={name}",
+        "--dry-run",
+        f"actor_rollout_ref.model.path={workspace / 'untied'}",
+        f"env.train_files=[{{path: {rows}, server: {server}}}]",
+        "env.val_files=[]",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "trainer.n_gpus_per_node=1",
+    ]
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=str)
+def test_without_a_feature_other_recipes_pass_their_dry_run(feature, copy, workspace, driver):
+    delete(copy / feature)
+    arguments = recipe("math", "math_with_judge", workspace)
+    status, output = driver.run(copy, arguments)
+    assert status == 0 and "nothing was started" in output, output[-3000:]
+
+
+@pytest.mark.parametrize("feature", [f for f in FEATURES if f.name in NEEDED_BY], ids=str)
+def test_a_recipe_that_needs_a_deleted_feature_gets_one_error(
+    feature, copy, workspace, driver, vision_model
+):
+    changes = [
+        text.format(reads_images=vision_model) if "{reads" in text else text
+        for text in NEEDED_BY[feature.name]
+    ]
+    if not changes:
+        pytest.skip("needs nothing in a dry run")
+    delete(copy / feature)
+    arguments = recipe("math", "math_with_judge", workspace)
+    status, output = driver.run(copy, [*arguments, *changes])
+    name = str(feature).removesuffix(".py")
+    assert status == 1 and name in output, output[-3000:]
+    assert "Traceback" not in output
+
+
+def test_a_recipe_for_a_gpu_works_without_the_code_for_cpus(copy, workspace, driver):
+    delete(copy / "kit" / "cpu")
+    status, output = driver.run(copy, recipe("math", "math_with_judge", workspace))
+    assert status == 0 and "nothing was started" in output, output[-3000:]
+    arguments = recipe("math_cpu", "reasoning_gym", workspace)
+    status, output = driver.run(copy, [*arguments, "--config=cpu"])
+    assert status == 1 and "kit/cpu" in output and "Traceback" not in output, output[-3000:]

@@ -1,0 +1,137 @@
+"""Sampling by transformers' `generate` (configs/hf.yaml), in the session of the stack."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+
+import pytest
+import ray
+from conftest import SESSION, drop, load
+from test_steps import AGREE, UNTRAINED, learn
+
+import inference
+from kit.rollout.client import Client
+from kit.rollout.sampler import make_sampler_context
+from kit.runs.workers import start_workers
+
+LEARNING_RATE = "actor_rollout_ref.actor.optim.lr=0.01"
+
+
+@contextlib.contextmanager
+def trainer_over(stack, name, workers, manager, *changes):
+    """A Trainer over other workers and servers than the session's, with their initial weights."""
+    workers.actor.load_checkpoint(str(stack.fresh))
+    with stack.trainer(name, *changes, overlays=[name], workers=workers) as trainer:
+        addresses = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
+        context = make_sampler_context(
+            trainer.config, Client(trainer.config, addresses), trainer.inputs, 60.0
+        )
+        servers = trainer.servers
+        trainer.servers = inference.Servers(
+            trainer.config, manager, workers.actor, context, servers.gym, servers.loop
+        )
+        trainer.update_weights()
+        yield trainer
+
+
+@pytest.fixture(scope="module")
+def hf(stack):
+    """A separate actor with a transformers server: (workers, manager)."""
+    importlib.import_module("kit.extras.hf_rollout")
+    config, _ = load(stack.workspace, *SESSION, overlays=["hf"])
+    workers = start_workers(config)
+    manager = stack.servers.loop.run(inference.start_servers(config, workers.actor))
+    yield workers, manager
+    for handle in manager.server_handles:
+        ray.kill(handle)
+    drop(workers)
+
+
+def test_greedy_responses_of_transformers_are_those_of_vllm(stack, hf):
+    with stack.trainer("greedy") as trainer:
+        of_vllm = trainer.rollout(trainer.inputs.train, "greedy", validate=True)
+    with trainer_over(stack, "hf", *hf) as trainer:
+        of_transformers = trainer.rollout(trainer.inputs.train, "greedy", validate=True)
+    assert len(of_transformers) == len(of_vllm) > 7
+    for one, two in zip(of_transformers, of_vllm, strict=True):
+        assert one.status == two.status
+        assert one.response_ids == two.response_ids
+        assert one.reward == two.reward
+        assert one.log_probs == pytest.approx(two.log_probs, abs=AGREE)
+
+
+@pytest.mark.soak
+def test_training_on_responses_of_transformers_raises_the_reward(stack, hf):
+    with trainer_over(stack, "hf", *hf, LEARNING_RATE, "actor_rollout_ref.rollout.n=16") as trainer:
+        rewards = learn(trainer, 0.5)
+    assert sum(rewards[:3]) / 3 < UNTRAINED
+    assert sum(rewards[-3:]) / 3 >= 0.5
+
+
+def test_transformers_sample_from_updated_weights(stack, hf):
+    with trainer_over(stack, "hf", *hf, LEARNING_RATE) as trainer:
+        steps = [dict(trainer.step_or_skip()) for _ in range(3)]
+    assert all(m["training/rollout_probs_diff_max"] < AGREE for m in steps)
+    assert all(m["actor/grad_norm"] > 0 for m in steps)
+
+
+def test_transformers_repeat_a_response_for_the_same_seed(stack, hf):
+    """With top_k, top_p and a seed for each request."""
+    rollout = "actor_rollout_ref.rollout"
+    changes = [f"{rollout}.full_determinism=true", f"{rollout}.top_k=3", f"{rollout}.top_p=0.9"]
+    with trainer_over(stack, "hf", *hf, *changes) as trainer:
+        args = trainer.rollout_args(trainer.inputs.train, "1")
+        first = trainer.servers.rollout(args.requests, args.sampling)
+        second = trainer.servers.rollout(args.requests, args.sampling)
+        assert [e.response_ids for e in first] == [e.response_ids for e in second]
+        assert len({tuple(e.response_ids) for e in first}) > 5
+
+
+SAMPLING = {"max_tokens": 500, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
+
+
+def test_responses_of_a_batch_end_at_their_own_limits(stack, hf):
+    """Each ends at its max_tokens or at a stop token, whichever is first."""
+    server = hf[1].server_handles[0]
+    limits = [2, 9, 4, 9, 3] * 40
+
+    async def sample():
+        sampling = {**SAMPLING, "ignore_eos": False}
+        outputs = [
+            server.generate.remote(prompt_ids=[5], sampling_params=sampling | {"max_tokens": limit})
+            for limit in limits
+        ]
+        return [await output for output in outputs]
+
+    with trainer_over(stack, "hf", *hf):  # the initial weights sample any token, also stop tokens
+        outputs = stack.servers.loop.run(sample())
+    for limit, output in zip(limits, outputs, strict=True):
+        assert 0 < len(output.token_ids) == len(output.log_probs) <= limit
+        assert output.stop_reason == "completed"
+    assert any(len(output.token_ids) < limit for limit, output in zip(limits, outputs, strict=True))
+
+
+def test_a_pause_ends_running_responses_and_later_ones_are_sampled(stack, hf):
+    """One-step-off sampling pauses the server to load new weights."""
+    server = hf[1].server_handles[0]
+
+    async def sample():
+        running = [
+            server.generate.remote(prompt_ids=[5, 6], sampling_params=SAMPLING, request_id="x")
+            for _ in range(2)
+        ]
+        await asyncio.sleep(0.3)
+        await server.abort_all_requests.remote()
+        aborted = [await output for output in running]
+        await server.resume_generation.remote()
+        later = await server.generate.remote(
+            prompt_ids=[5, 6], sampling_params=SAMPLING | {"max_tokens": 3}
+        )
+        return aborted, later
+
+    aborted, later = stack.servers.loop.run(sample())
+    assert {output.stop_reason for output in aborted} == {"aborted"}
+    assert all(0 < len(output.token_ids) < 500 for output in aborted)
+    assert len(later.token_ids) == len(later.log_probs) == 3

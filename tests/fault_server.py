@@ -1,0 +1,221 @@
+"""Doubles of a rollout with faults: a Gym server that fails on purpose, and a scripted policy."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import random
+import threading
+from collections import Counter
+from types import SimpleNamespace
+
+from aiohttp import web
+from turn_doubles import TOOL, call
+
+import env
+
+FAILURE_RATE = 0.3
+TIMEOUT_S = 3.0  # of the client if something hangs, else ten times that: a busy machine is slow
+GROUPS = 120
+MEMBERS = {group: 2 if group % 2 else 4 for group in range(GROUPS)}
+# fault -> the statuses that an episode with this fault may end with
+FAULTS = {
+    "delay": set(),
+    "reset": {"connect"},
+    "500": {"http_500"},
+    "503": {"http_503"},
+    "404": {"http_404"},
+    "truncated json": {"connect"},
+    "html": {"bad_answer"},
+    "nan": {"bad_answer"},
+    "wrong cookie": {"session_lost"},
+    "masked": {"masked"},
+    "hang": {"timeout"},
+}
+
+
+class FaultServer:
+    """A Gym server over real HTTP: sessions by cookie, a tool that must be called, rewards, faults.
+
+    fault: what happens to FAILURE_RATE of the calls of /seed_session, /look_up and /verify: "" for
+    nothing, "mixed" for all of FAULTS. If the session is not that of the episode, or its tool was
+    not called, the reward is -1, which no honest call has.
+    """
+
+    def __init__(self, fault: str = ""):
+        self.fault = fault
+        self.rng = random.Random(fault)
+        self.sessions = {}
+        self.calls = Counter()  # by path
+        self.faults = Counter()  # by path
+        self.paths = []  # as they were sent
+        self.status = 0  # if it is set, the answer to all calls
+        self.hanging = set()  # paths without an answer
+
+    @web.middleware
+    async def intercept(self, request: web.Request, handler) -> web.StreamResponse:
+        self.paths.append(request.raw_path)
+        if request.path in self.hanging:
+            await asyncio.sleep(3600)
+        return web.Response(status=self.status) if self.status else await handler(request)
+
+    def draw_fault(self, path: str) -> str:
+        """Return the fault of this call, or ""."""
+        self.calls[path] += 1
+        if not self.fault or self.rng.random() > FAILURE_RATE:
+            return ""
+        fault = self.rng.choice(list(FAULTS)) if self.fault == "mixed" else self.fault
+        if path == "/look_up" and fault in ("500", "404"):  # the model reads these
+            return ""
+        self.faults[path] += 1
+        return fault
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        fault = self.draw_fault(request.path)
+        cookie = request.cookies.get("Gym", "")
+        open_sessions = [name for name in self.sessions if cookie.startswith(name)]
+        session = open_sessions[0] if open_sessions else self.open()
+        if fault == "reset":
+            request.transport.abort()
+            raise ConnectionResetError
+        if fault == "hang":
+            await asyncio.sleep(3600)
+        if fault in ("500", "503", "404"):
+            return web.json_response("ValueError('injected')", status=int(fault))
+        if fault == "delay":
+            await asyncio.sleep(self.rng.uniform(0.0, TIMEOUT_S / 4))
+        answer = self.answer(request.path, session, body)
+        if fault == "nan":
+            answer["reward"] = float("nan") if request.path == "/verify" else 0.0
+        if fault == "masked" and request.path == "/verify":
+            answer |= {"reward": 0.0, "mask_sample": True}
+        if fault == "wrong cookie":  # of another session; before there is one, of nobody
+            session = "tampered" if request.path == "/seed_session" else self.open()
+        text = "<html>" if fault == "html" else json.dumps(answer)
+        headers = {"Set-Cookie": f"Gym={session}.{self.rng.random()}.signature; path=/; httponly"}
+        if fault == "truncated json":
+            return await self.truncate(request, text, headers)
+        return web.Response(text=text, content_type="application/json", headers=headers)
+
+    def answer(self, path: str, session: str, body: dict) -> dict:
+        """Return the answer without a fault."""
+        if path == "/seed_session":
+            self.sessions[session] = {"row": body["question"], "looked": 0}
+            return {}
+        state = self.sessions[session]
+        if path == "/verify":
+            looks = 1 if body["with_tool"] else 0
+            is_right = state["row"] == body["question"] and state["looked"] == looks
+            text = body["response"]["output"][-1]["content"][0]["text"]
+            return {**body, "reward": float(text) if is_right else -1.0}
+        if path == "/look_up":
+            state["looked"] += 1
+        return {"found": "it"}
+
+    async def truncate(self, request: web.Request, text: str, headers) -> web.StreamResponse:
+        """Send an answer that is one byte shorter than its header states."""
+        reply = web.StreamResponse(headers={**headers, "Content-Length": str(len(text) + 1)})
+        await reply.prepare(request)
+        await reply.write(text.encode())
+        request.transport.abort()
+        return reply
+
+    def open(self) -> str:
+        """Open a session and return its cookie, like Starlette's but without a signature."""
+        session_id = json.dumps({"session_id": f"{len(self.sessions):08d}"})
+        name = base64.b64encode(session_id.encode()).decode()
+        self.sessions[name] = {"row": "", "looked": 0}
+        return name
+
+    def forget(self) -> None:
+        """Forget all calls of the tool, as a restart does."""
+        for state in self.sessions.values():
+            state["looked"] = 0
+
+    async def openapi(self, _: web.Request) -> web.Response:
+        paths = ("/seed_session", "/verify", "/look_up")
+        return web.json_response({"paths": {path: {"post": {}} for path in paths}})
+
+
+class RunningServer:
+    """A FaultServer in a thread. server: one that ran before, on `port`; else a new one."""
+
+    def __init__(self, fault: str = "", server: FaultServer | None = None, port: int = 0):
+        self.server = server or FaultServer(fault)
+        self.loop = asyncio.new_event_loop()
+        ready = threading.Event()
+
+        async def start():
+            app = web.Application(middlewares=[self.server.intercept])
+            app.router.add_get("/openapi.json", self.server.openapi)
+            app.router.add_post("/{name:.*}", self.server.handle)
+            self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+            await self.runner.setup()
+            site = web.TCPSite(self.runner, "127.0.0.1", port)
+            await site.start()
+            self.port = self.runner.addresses[0][1]
+            self.url = f"http://127.0.0.1:{self.port}"
+            ready.set()
+
+        self.start_task = self.loop.create_task(start())
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        ready.wait(10)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        async def stop():
+            await self.runner.cleanup()
+            hanging = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in hanging:
+                task.cancel()
+            await asyncio.gather(*hanging, return_exceptions=True)
+
+        if not self.thread.is_alive():
+            return
+        asyncio.run_coroutine_threadsafe(stop(), self.loop).result(10)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+
+
+class RowPolicy:
+    """A policy whose responses follow from the row: first a call of its tool, then a number."""
+
+    def __init__(self, tokenizer, tasks):
+        self.tokenizer = tokenizer
+        self.tasks = {task.row_id: task for task in tasks}
+
+    async def generate(self, request_id, prompt_ids, sampling_params):
+        await asyncio.sleep(0)
+        prompt = self.tokenizer.decode(prompt_ids)
+        task = self.tasks[prompt.split("row ")[1].split(".")[0]]
+        has_looked = "<|im_start|>tool" in prompt
+        text = call() if task.tools and not has_looked else str(task.row["worth"])
+        ids = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+        log_probs = [-1.0] * len(ids)
+        return SimpleNamespace(
+            token_ids=ids, log_probs=log_probs, stop_reason="completed", extra_fields={}
+        )
+
+
+def make_requests(tokenizer, with_tool: bool):
+    """Return [(task, group id)]; the members of a group respond with different numbers."""
+    worth = random.Random(7)
+    requests = []
+    for group in range(GROUPS):
+        for member in range(MEMBERS[group]):
+            name = f"{group}-{member}"
+            params = {"input": f"row {name}."}
+            if with_tool:
+                params["tools"] = [TOOL]
+            row = {"responses_create_params": params, "question": name, "with_tool": with_tool}
+            row["worth"] = worth.choice([0.0, 0.25, 1.0])
+            messages, tools = env.render_row(row, name)
+            ids = env.encode_messages(messages, tools, tokenizer, name)
+            task = env.Task(name, row, "faulty", messages, ids, tools=tools)
+            requests.append((task, str(group)))
+    return requests

@@ -1,0 +1,213 @@
+"""Outages and lost sessions of a Gym server, and what a server or a row could do to the client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+from fault_server import RunningServer
+from turn_doubles import TOOL
+
+import gym_client
+from gym_client import Gym, GymError, ServerDownError, message_response
+
+RESPONSE = message_response("1.0")
+ROW = {
+    "responses_create_params": {"input": "x", "tools": [TOOL]},
+    "question": "x",
+    "with_tool": False,
+}
+
+
+def run_with_gym(conversation, **limits):
+    """Return the result of `conversation(gym, running server)`; the gym has read its routes."""
+
+    async def run(running):
+        async with Gym({"s": running.url}, **limits) as gym:
+            await gym.routes("s")
+            return await conversation(gym, running)
+
+    with RunningServer() as running:
+        return asyncio.run(run(running))
+
+
+async def catch(call) -> GymError | None:
+    """Return the GymError that a call raises."""
+    try:
+        await call
+    except GymError as error:
+        return error
+
+
+async def verify(gym):
+    async with gym.session("s", ROW) as session:
+        return await session.verify(RESPONSE)
+
+
+def test_a_server_that_stays_unavailable_ends_the_run():
+    async def conversation(gym, running):
+        running.server.status = 503
+        began = time.monotonic()
+        errors = await asyncio.gather(*[catch(verify(gym)) for _ in range(64)])
+        return errors, time.monotonic() - began
+
+    errors, seconds = run_with_gym(conversation, concurrency=64, outage_budget_s=1.0)
+    assert {(type(e), e.reason, e.retryable, e.session_lost) for e in errors} == {
+        (ServerDownError, "server_down", False, False)
+    }
+    message = (
+        r"Gym server s \(http://\S+\) unreachable for \d+ s \(gym\.outage_budget_s=1\); "
+        r"(\d+) calls failed\. Last error: http\S+: HTTP 503: \. Restart it, then rerun .* resume"
+    )
+    counts = [int(re.match(message, str(error))[1]) for error in errors]
+    assert max(counts) > 64
+    assert 1.0 < seconds < 30.0
+
+
+@pytest.fixture
+def skip_time(monkeypatch):
+    """skip_time(seconds): advance time.monotonic(), as the client reads it."""
+    skipped = [0.0]
+    clock = vars(time) | {"monotonic": lambda: sum(skipped, time.monotonic())}
+    monkeypatch.setattr(gym_client, "time", SimpleNamespace(**clock))
+    return skipped.append
+
+
+@pytest.mark.parametrize("between", [200, 404, 422, 429, 500, 503, None])
+def test_an_outage_ends_with_an_answer_or_after_a_time_without_calls(between, skip_time):
+    async def conversation(gym, running):
+        async with gym.session("s", ROW) as session:
+            for status in (503, 503, between, 503, 503):
+                skip_time(6.0 if status else 20.0)
+                if status:
+                    running.server.status = status
+                    error = await catch(session.call_tool("look_up", "{}"))
+        return error
+
+    error = run_with_gym(conversation, outage_budget_s=15.0)
+    expected = ("server_down", False) if between == 503 else ("http_503", True)
+    assert (error.reason, error.session_lost) == expected
+
+
+async def start_hanging(gym, running, skip_time, *paths):
+    """Return the task of an episode whose verifier has worked for 100 s."""
+    running.server.hanging = {"/verify", *paths}
+    task = asyncio.create_task(verify(gym))
+    while "/verify" not in running.server.paths:
+        await asyncio.sleep(0.01)
+    skip_time(100.0)
+    return task
+
+
+@pytest.mark.parametrize(("paths", "reason"), [([], "timeout"), (["/openapi.json"], "server_down")])
+def test_a_timeout_counts_from_its_start_but_one_slow_verifier_is_no_outage(
+    paths, reason, skip_time
+):
+    async def conversation(gym, running):
+        error = await catch(await start_hanging(gym, running, skip_time, *paths))
+        return error, running.server.paths
+
+    error, paths = run_with_gym(conversation, timeout_s=1.5)
+    assert error.reason == reason
+    assert paths.count("/verify") == 1
+
+
+def test_a_long_call_that_breaks_is_no_long_outage(skip_time):
+    async def conversation(gym, running):
+        task = await start_hanging(gym, running, skip_time)
+        await asyncio.to_thread(running.__exit__)
+        with await asyncio.to_thread(RunningServer, port=running.port):
+            return (await task).reward
+
+    assert run_with_gym(conversation) == 1.0
+
+
+# --- lost sessions -------------------------------------------------------------------------------
+
+
+def test_a_session_that_is_older_than_its_server_is_not_continued():
+    """The server accepts the old cookie with an empty session: the reward would be -1."""
+
+    async def conversation(gym, running):
+        with_tool = {**ROW, "with_tool": True}
+        async with gym.session("s", with_tool) as mutated, gym.session("s", ROW) as new:
+            await mutated.call_tool("look_up", "{}")
+            await asyncio.to_thread(running.__exit__)
+            task = asyncio.create_task(verify(gym))
+            while gym._health["s"].failed_at < 0:
+                await asyncio.sleep(0.01)
+            running.server.forget()
+            with await asyncio.to_thread(RunningServer, server=running.server, port=running.port):
+                rewards = [(await task).reward, (await new.verify(RESPONSE)).reward]
+                return rewards, await catch(mutated.verify(RESPONSE)), running.server.calls
+
+    rewards, error, calls = run_with_gym(conversation)
+    assert rewards == [1.0, 1.0]
+    assert (error.reason, error.session_lost) == ("session_lost", True)
+    assert calls["/seed_session"] == 4
+    assert calls["/verify"] == 2
+
+
+def test_a_restart_that_the_client_is_informed_of_loses_sessions_too():
+    async def conversation(gym, running):
+        async with gym.session("s", ROW) as mutated, gym.session("s", ROW) as new:
+            await mutated.call_tool("look_up", "{}")
+            gym.mark_restarted("s")
+            # like a step that may be retried: but not forever
+            retried = gym._retry("s", lambda: mutated.call_tool("look_up", "{}"))
+            reward = (await new.verify(RESPONSE)).reward
+            return reward, await catch(asyncio.wait_for(retried, 5))
+
+    reward, error = run_with_gym(conversation)
+    assert reward == 1.0
+    assert (error.reason, error.session_lost) == ("session_lost", True)
+
+
+# --- what a server or a row could do to the client -----------------------------------------------
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_an_endless_answer_is_not_read_to_its_end(declared):
+    sent = 0
+
+    async def send_endlessly(_, writer):
+        nonlocal sent
+        length = b"Content-Length: 999999999999\r\n" if declared else b""
+        writer.write(b"HTTP/1.1 200 OK\r\n" + length + b"\r\n")
+        while sent < 2**28:  # this is endless enough
+            writer.write(b" " * 2**16)
+            await writer.drain()
+            sent += 2**16
+
+    async def run():
+        server = await asyncio.start_server(send_endlessly, "127.0.0.1", 0)
+        url = "http://{}:{}".format(*server.sockets[0].getsockname())
+        async with server, Gym({"s": url}) as gym:
+            return await catch(gym.routes("s"))
+
+    assert asyncio.run(run()).reason == "too_large"
+    assert sent < gym_client.MAX_ANSWER_BYTES + 16 * 2**20  # the sockets hold the rest
+
+
+def test_no_tool_is_called_through_another_route():
+    names = [".", "..", "/", "../verify", "verify/", "a/b", "%2e", "\\verify", "verify\n"]
+    names += ["", None, 7, "close"]
+    good = "what is it?#"
+    tools = [{"type": "function", "name": name} for name in [*names, good]]
+    row = {**ROW, "responses_create_params": {"input": "x", "tools": tools}}
+
+    async def conversation(gym, running):
+        async with gym.session("s", row) as session:
+            assert session.tools == {good}
+            texts = [await session.call_tool(name, "{}") for name in [*names, good]]
+        return texts, running.server.paths
+
+    texts, paths = run_with_gym(conversation)
+    errors = [json.loads(text) for text in texts[:-1]]
+    assert errors == [{"error": f"Unknown tool: {name}"} for name in names]
+    assert json.loads(texts[-1]) == {"found": "it"}
+    assert paths[1:] == ["/seed_session", "/what%20is%20it%3F%23"]

@@ -1,0 +1,229 @@
+"""Checks of Gym servers before a run: messages, timeouts, sizes, redirects."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from conftest import GYM_PYTHON, ROOT
+from http_doubles import Endpoint, send
+from omegaconf import OmegaConf
+
+from kit.errors import ConfigError
+from kit.extras import monitor
+from kit.extras.judges import judge_settings
+from kit.gym import network, process_specs, server_process
+from kit.gym.network import FetchError, GymStartError, discover_servers, fetch, find_free_port
+from kit.gym.process_specs import check_server
+from kit.gym.servers import running_servers
+
+START = {"python": str(GYM_PYTHON)}
+
+
+# --- messages ------------------------------------------------------------------------------------
+
+
+def test_a_server_that_cannot_start_is_an_error_with_its_cause(tmp_path):
+    with pytest.raises(GymStartError, match=r"no interpreter at nowhere/python.*`make gym`"):
+        check_server("x", {"start": {"python": "nowhere/python"}})
+    busy = Endpoint(send(200, {}))
+    with pytest.raises(GymStartError, match=r"port \d+ on 127.0.0.1 is in use"):
+        check_server("x", {"start": {**START, "port": busy.port}})
+    busy.close()
+    servers = {"x": {"start": {**START, "server": "nosuch"}}}
+    with (
+        pytest.raises(GymStartError, match="no resources server 'nosuch'"),
+        running_servers(servers, tmp_path),
+    ):
+        pass
+
+
+def test_a_url_without_a_server_is_an_error_with_the_command_that_starts_one():
+    began = time.monotonic()
+    port = find_free_port()
+    command = f"`python -m kit.gym.servers reasoning_gym --port {port}`"
+    with pytest.raises(GymStartError, match=command):
+        check_server("reasoning_gym", {"url": f"http://127.0.0.1:{port}"})
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("start", "problem"),
+    [
+        ({"path": "nowhere"}, r"start\.path=nowhere: no such folder in .*\. Copy templates/ver"),
+        ({"path": "templates"}, r"start\.path=templates: .*templates has no app\.py\. Copy temp"),
+        ({"path": 7}, r"start\.path=7: no such folder"),
+        (
+            {"path": "templates/verifier", "server": "mcqa"},
+            r"start has path and server\. Remove server",
+        ),
+        (
+            {"path": "templates/verifier", "install": True},
+            r"start has path and install\. Remove install",
+        ),
+    ],
+)
+def test_a_folder_that_is_no_server_is_an_error_of_one_line(start, problem):
+    with pytest.raises(GymStartError, match=problem) as caught:
+        check_server("x", {"start": {**START, **start}})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_server_of_a_folder_has_the_settings_of_its_yaml(tmp_path, monkeypatch):
+    """Its judge must be configured, although nemo-gym's server of that name has no judge."""
+    (tmp_path / "mcqa" / "configs").mkdir(parents=True)
+    (tmp_path / "mcqa" / "app.py").touch()
+    judge = "{type: responses_api_models, name: judge_model}"
+    text = f"any: {{resources_servers: {{mcqa: {{depth: 3, judge_model_server: {judge}}}}}}}"
+    (tmp_path / "mcqa" / "configs" / "any.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    start = {**START, "path": "mcqa"}
+    plan = partial(process_specs.plan_processes, "x", start, None)
+    problem = r"/mcqa needs the model judge_model .*\. Set gym\.judges\.judge_model"
+    with pytest.raises(GymStartError, match=problem):
+        plan()
+    problem = r"/mcqa scores an unparsable .*\. Accept it with gym\.unchecked_judges=\[x\]"
+    with pytest.raises(GymStartError, match=problem):
+        plan(["judge_model"])
+    (spec,) = plan(["judge_model"], ["x"])
+    assert spec["folder"] == str(tmp_path / "mcqa")
+    assert server_process.build_settings(spec, tmp_path / "no package")["depth"] == 3
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        ("HF_TOKEN", "is 'HF_TOKEN'. Set a list"),
+        ({"A": "b"}, "Set a list"),
+        (["NO_SUCH"], "variable NO_SUCH is not set"),
+    ],
+)
+def test_invalid_names_of_variables_are_an_error(names, problem):
+    with pytest.raises(GymStartError, match=rf"gym\.servers\.mcqa\.start\.env.*{problem}"):
+        check_server("mcqa", {"start": {**START, "env": names}})
+
+
+def test_a_name_that_leaves_the_log_folder_is_an_error():
+    names = ("../x", "a/b", ".x", "", "a b", "a\n", "x" * 101)
+    cases = [(name, {}) for name in names] + [("x", {"start": {"agent": "../y"}})]
+    problem = r"^gym.servers(.x.start.agent)?: '.* is not a valid name. Use letters"
+    for name, server in cases:
+        with pytest.raises(GymStartError, match=problem):
+            check_server(name, server)
+
+
+# --- timeouts, sizes and redirects ---------------------------------------------------------------
+
+
+def send_headers_slowly(handler):
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
+    for _ in range(200):
+        handler.wfile.write(b"X-A: b\r\n")
+        handler.wfile.flush()
+        time.sleep(0.1)
+
+
+def send_body_slowly(handler):
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    for _ in range(200):
+        handler.wfile.write(b" ")
+        time.sleep(0.1)
+
+
+def send_endless_body(handler):
+    handler.send_response(200)
+    handler.end_headers()
+    for _ in range(4096):  # 4 GiB
+        handler.wfile.write(b" " * 2**20)
+
+
+BAD_ANSWERS = {
+    "slow headers": (send_headers_slowly, "no complete answer within 1.0 s"),
+    "a slow body": (send_body_slowly, "no complete answer within 1.0 s"),
+    "an endless body": (send_endless_body, "longer than 16,777,216 bytes"),
+}
+
+
+def check_url(url):
+    network.wait_ready("s", url)
+
+
+def check_judge(url):
+    judge_settings.check_endpoint(judge_settings.Judge("j", f"{url}/v1", "m", timeout_s=1.0))
+
+
+def check_page(url):
+    monitor.fetch_page(f"{url}/metrics")
+
+
+CHECKS = [fetch, discover_servers, check_url, check_judge, check_page]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", BAD_ANSWERS)
+def test_a_check_ends_at_its_timeout_and_its_size_limit(name, check, monkeypatch):
+    for module, constant in (
+        (network, "CHECK_TIMEOUT_S"),
+        (network, "HEAD_SERVER_TIMEOUT_S"),
+        (judge_settings, "MODEL_LIST_TIMEOUT_S"),
+        (monitor, "PAGE_TIMEOUT_S"),
+    ):
+        monkeypatch.setattr(module, constant, 1.0)
+    handle, problem = BAD_ANSWERS[name]
+    endpoint = Endpoint(handle)
+    began = time.monotonic()
+    check = partial(fetch, timeout_s=1.0) if check is fetch else check
+    with pytest.raises((FetchError, GymStartError, ConfigError)) as caught:
+        check(endpoint.url)
+    assert problem in str(caught.value)
+    assert time.monotonic() - began < 6.0
+    endpoint.server.server_close()
+
+
+def test_a_short_body_does_not_become_a_long_one():
+    bomb = Endpoint(send(200, gzip.compress(b"0" * 2**28), Content_Encoding="gzip"))
+    assert len(fetch(bomb.url).content) < 2**20
+    assert bomb.log[0][1]["Accept-Encoding"] == "identity"
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_reported_and_not_followed(check, status, monkeypatch):
+    monkeypatch.setattr(network, "CHECK_TIMEOUT_S", 1.0)
+    other = Endpoint(send(200, {"paths": {}, "data": [{"id": "m"}]}))
+    endpoint = Endpoint(send(status, {}, Location=f"{other.url}/x"))
+    problem = f"HTTP {status} redirects to {other.url}/x"
+    with pytest.raises((FetchError, GymStartError, ConfigError), match=problem):
+        check(endpoint.url)
+    assert other.log == []
+    assert endpoint.log
+
+
+# --- Prometheus ----------------------------------------------------------------------------------
+
+
+def test_the_prometheus_that_a_run_names_listens_only_on_this_machine(tmp_path):
+    lines = []
+    port = find_free_port()
+    settings = {"file": str(tmp_path / "prometheus.yml"), "port": port}
+    config = {
+        "actor_rollout_ref": {"rollout": {"prometheus": settings}},
+        "trainer": {"experiment_name": "x"},
+    }
+
+    run = SimpleNamespace(config=OmegaConf.create(config), say=lines.append, log_readers=[])
+    with contextlib.ExitStack() as stack:
+        monitor.serve_metrics(run, "127.0.0.1", ["127.0.0.1:1"], stack)
+        assert f"--web.listen-address=127.0.0.1:{port}" in lines[0]
+        prometheus = Endpoint(send(200, b""), port)
+        monitor.serve_metrics(run, "127.0.0.1", ["127.0.0.1:1"], stack)
+        assert "reloaded its configuration" in lines[1]
+        assert prometheus.log[0][0] == "/-/reload"
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    assert "--web.listen-address=127.0.0.1:9090" in page

@@ -1,0 +1,176 @@
+"""Test doubles for the HTTP client: servers that answer from a script, and helpers to call them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from gym_client import Gym, GymError, message_response
+
+TOOLS = [{"type": "function", "name": name} for name in ("look", "away", "verify")]
+ROW = {"responses_create_params": {"input": "x", "tools": TOOLS}}
+VERIFY_ROUTES = {"seed_session": [(200, {})], "verify": [(200, {"reward": 1.0})]}
+
+
+class JsonHandler(BaseHTTPRequestHandler):
+    """A request handler that can send JSON, or bytes."""
+
+    protocol_version = "HTTP/1.1"
+
+    def answer(self, status, body, cookie=None):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        if cookie:
+            self.send_header("set-cookie", cookie + "; path=/")
+        self.end_headers()
+        with contextlib.suppress(BrokenPipeError):
+            self.wfile.write(data)
+
+    def read_json(self):
+        return json.loads(self.rfile.read(int(self.headers["content-length"])))
+
+    def log_message(self, *_):
+        pass
+
+
+class ScriptedServer:
+    """A server over real HTTP: {route: [answer, ...]}, of which the last one repeats.
+
+    An answer is (status, JSON or bytes, optional cookie), or "reset". `log` has (path, body,
+    cookie) of each call. `openapi` is the answer to GET.
+    """
+
+    def __init__(self, **routes):
+        script = {f"/{name}": list(answers) for name, answers in routes.items()}
+        self.openapi = {"paths": {path: {"post": {}} for path in script}}
+        self.log = []
+        server = self
+
+        class Handler(JsonHandler):
+            def do_GET(self):
+                self.answer(200, server.openapi)
+
+            def do_POST(self):
+                server.log.append((self.path, self.read_json(), self.headers.get("cookie")))
+                answers = script[self.path]
+                answer = answers.pop(0) if len(answers) > 1 else answers[0]
+                if answer == "reset":
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                else:
+                    self.answer(*answer)
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def paths(self):
+        return [path for path, _, _ in self.log]
+
+
+def run_session(url, conversation, row=ROW):
+    """Return the result of `conversation(session)` in one session with the server at `url`."""
+
+    async def run():
+        async with Gym({"s": url}, timeout_s=1.0) as gym, gym.session("s", row) as session:
+            return await conversation(session)
+
+    return asyncio.run(run())
+
+
+async def verify_x(session):
+    """Verify the response "x"."""
+    return await session.verify(message_response("x"))
+
+
+async def step_x(session):
+    """Do a step with the response "x"."""
+    return await session.step(message_response("x"))
+
+
+def verify_result(answer, conversation=verify_x, **routes):
+    """Return the result of a conversation with a server that answers /verify with `answer`."""
+    routes = {"look": [(200, {})], **VERIFY_ROUTES, "verify": [(200, answer)], **routes}
+    return run_session(ScriptedServer(**routes).url, conversation)
+
+
+def reason_of(call, *args, **options):
+    """Return the reason of the GymError that a call raises; its message is one short line."""
+    with pytest.raises(GymError) as caught:
+        call(*args, **options)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+    return caught.value.reason
+
+
+async def measure_longest_pause(work) -> float:
+    """Return the longest time, in seconds, in which nothing else could run while `work` did."""
+    pauses = []
+    is_done = False
+
+    async def watch():
+        while not is_done:
+            began = time.perf_counter()
+            await asyncio.sleep(0.001)
+            pauses.append(time.perf_counter() - began)
+
+    watcher = asyncio.create_task(watch())
+    await asyncio.sleep(0.01)
+    with contextlib.suppress(GymError):
+        await work
+    is_done = True
+    await watcher
+    return max(pauses)
+
+
+class Endpoint:
+    """A server that answers with `handle(handler)`; `log` has (path, headers) of each request."""
+
+    def __init__(self, handle, port=0):
+        self.log = []
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                endpoint.log.append((self.path, dict(self.headers)))
+                self.close_connection = True
+                with contextlib.suppress(OSError):
+                    handle(self)
+
+            def do_POST(self):
+                self.do_GET()
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.port = self.server.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def send(status, body, **headers):
+    """Return a `handle` of Endpoint that sends a body: JSON, or bytes."""
+
+    def handle(handler):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        handler.send_response(status)
+        for name, value in {"Content-Length": len(data), **headers}.items():
+            handler.send_header(name.replace("_", "-"), str(value))
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    return handle

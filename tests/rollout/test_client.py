@@ -1,0 +1,22 @@
+"""The client of the rollout engine spreads episodes over replicas."""
+
+from __future__ import annotations
+
+import asyncio
+
+from conftest import load
+
+from kit.rollout.client import Client
+
+
+def test_all_turns_of_an_episode_go_to_the_replica_of_the_first(workspace):
+    """Each replica gets the same number of episodes."""
+    config, _ = load(workspace)
+    client = Client(config, {"a": 1, "b": 2})
+
+    async def acquire_all() -> list[str]:
+        return [(await client._acquire_server(f"episode-{i}"))[0] for i in range(64)]
+
+    first = asyncio.run(acquire_all())
+    assert first == asyncio.run(acquire_all())
+    assert first.count("a") == first.count("b") == 32

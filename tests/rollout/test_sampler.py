@@ -1,0 +1,125 @@
+"""kit/rollout/sampler.py: the context of a recipe, and one response of the policy."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from types import SimpleNamespace
+
+import pytest
+from rollout_doubles import SAMPLING, STOP, RecordingClient, make_context, make_recipe
+
+from gym_client import GymError
+from kit.errors import RunError
+from kit.rollout import sampler
+
+
+def test_a_context_has_the_limits_of_the_recipe():
+    inputs = SimpleNamespace(
+        tokenizer="tokenizer", stop_ids={3, 4}, model=SimpleNamespace(vocab_size=1000)
+    )
+    context = sampler.make_sampler_context(make_recipe(), "client", inputs, 77.0)
+    assert (context.client, context.tokenizer, context.stop_ids) == ("client", "tokenizer", {3, 4})
+    assert (context.max_prompt_length, context.max_response_length) == (123, 456)
+    assert (context.max_turns, context.max_tool_chars) == (6, 99)
+    assert context.tool_format == "llama3_json"
+    assert (context.timeout_s, context.vocab_size) == (77.0, 1000)
+    assert (context.seed, context.max_staleness) == (11, 2)
+    # engines of two GPUs on three nodes of four; 7 sequences each
+    assert context.episode_slots._value == 3 * 4 // 2 * 7
+    recipe = make_recipe(full_determinism=False)
+    assert sampler.make_sampler_context(recipe, "client", inputs, 77.0).seed is None
+
+
+def test_sampling_follows_the_recipe_in_training_and_in_validation():
+    training = sampler.build_sampling_params(make_recipe(), False)
+    validation = sampler.build_sampling_params(make_recipe(), True)
+    assert training == {"temperature": 0.7, "top_p": 0.8, "top_k": 40, "logprobs": True}
+    assert validation == {"temperature": 0.3, "top_p": 0.4, "top_k": 5, "logprobs": True}
+    greedy = {"do_sample": False, "temperature": 0.3, "top_p": 0.4, "top_k": 5}
+    recipe = make_recipe(val_kwargs=greedy)
+    assert sampler.build_sampling_params(recipe, True)["temperature"] == 0.0
+
+
+def sample(client, request_id="4/0-1#2", max_tokens=9, image_inputs=None, **changes):
+    context = make_context(client, **changes)
+    inputs = image_inputs or {}
+    work = sampler.sample(context, SAMPLING, request_id, [1, 2, 3], max_tokens, **inputs)
+    return asyncio.run(work)
+
+
+def test_a_request_has_the_room_and_the_sampling_parameters_of_its_turn():
+    client = RecordingClient()
+    response = sample(client, image_inputs={"image_data": ["picture"]}, policy_version=3)
+    assert response == ([5, STOP], [-1.0, -2.0], [(2, 3)])
+    (request,) = client.requests
+    # without the turn: all turns of an episode go to the replica that has their prefix
+    assert request.id == "4/0-1"
+    assert request.prompt_ids == [1, 2, 3] and request.more == {"image_data": ["picture"]}
+    assert request.params == {"temperature": 0.7, "top_p": 0.9, "max_tokens": 9}
+
+
+def test_each_turn_has_a_seed_that_follows_from_the_recipes_seed():
+    client = RecordingClient()
+    sample(client, "4/0-1#0", seed=0)
+    sample(client, "4/0-1#1", seed=0)
+    seeds = [request.params["seed"] for request in client.requests]
+    assert seeds == [zlib.crc32(b"0 4/0-1#0"), zlib.crc32(b"0 4/0-1#1")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "max_staleness", "bad_step"),
+    [
+        ({"global_steps": 7}, 0, None),
+        ({"global_steps": 6}, 0, 6),
+        ({"global_steps": 8}, 0, 8),
+        ({"global_steps": None}, 2, None),
+        ({"versions": [(1, 6), (1, 7)]}, 1, None),
+        ({"versions": [(1, 7), (1, 5)], "global_steps": 7}, 1, 5),
+        ({"versions": [(1, 8), (1, 9)]}, 1, 9),
+    ],
+)
+def test_weights_that_are_too_many_steps_away_end_the_run(fields, max_staleness, bad_step):
+    def change(output, _):
+        output.extra_fields = fields
+
+    client = RecordingClient(change)
+    if bad_step is None and None not in fields.values():
+        expected = fields.get("versions", [(2, fields.get("global_steps"))])
+        response = sample(client, policy_version=7, max_staleness=max_staleness)
+        assert response.policy_versions == expected
+    else:
+        message = f"samples from the weights of step {bad_step}, the trainer's are of step 7"
+        with pytest.raises(RunError, match=message):
+            sample(client, policy_version=7, max_staleness=max_staleness)
+    # before the first update of the weights, any version is accepted
+    sample(client, policy_version=None, max_staleness=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"stop_reason": "aborted"}, "aborted"),
+        ({"stop_reason": "abort"}, "aborted"),
+        ({"token_ids": [], "log_probs": []}, "aborted"),
+        ({"log_probs": None}, "no_log_probs"),
+        ({"log_probs": [-1.0]}, "no_log_probs"),
+    ],
+)
+def test_an_incomplete_response_is_a_failure(changes, reason):
+    def change(output, _):
+        vars(output).update(changes)
+
+    with pytest.raises(GymError) as caught:
+        sample(RecordingClient(change))
+    assert caught.value.reason == reason
+
+
+def test_a_response_after_the_timeout_is_a_failure():
+    context = make_context(RecordingClient(pause=5.0))
+    context.timeout_s = 0.05
+    begin = time.monotonic()
+    with pytest.raises(GymError, match=r"vLLM gave no answer within 0\.05 s") as caught:
+        asyncio.run(sampler.sample(context, SAMPLING, "r#0", [1], 9))
+    assert caught.value.reason == "generate_timeout" and time.monotonic() - begin < 2

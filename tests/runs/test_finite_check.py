@@ -1,0 +1,43 @@
+"""NaN and infinity are found where the mask is 1, and named."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from omegaconf import OmegaConf
+from worker_doubles import make_episode
+
+import training
+from kit.runs.finite_check import find_reason_to_skip
+
+
+def test_nonfinite_numbers_are_found_under_the_mask_and_named():
+    sampling = {"rollout": {"top_p": 1.0, "top_k": -1}}
+    settings = OmegaConf.create({"actor_rollout_ref": sampling, "trainer": {"one_step_off": 0}})
+
+    def find(names="", value=math.nan, where=(0, 0), metrics=None):
+        episodes = [make_episode([5, 6], [7, 8]), make_episode([5], [7])]
+        batch = training.build_batch(episodes, 0, 1.0)
+        batch.batch["old_log_probs"] = torch.zeros(2, 2)
+        batch.batch["advantages"] = torch.zeros(2, 2)
+        for name in names.split():
+            batch.batch[name][where] = value
+        return find_reason_to_skip(batch, metrics or {}, settings)
+
+    assert find() == ""
+    assert find(metrics={"actor/grad_norm": 3.0, "timing_s/gen": math.nan}) == ""
+    for name in ("rollout_log_probs", "old_log_probs", "token_level_scores", "advantages"):
+        assert find(name) == f"1 of 3 {name} are NaN or infinite"
+        assert find(name, -math.inf) == f"1 of 3 {name} are NaN or infinite"
+        assert find(name, where=(1, 1)) == ""  # padding
+    both = find("rollout_log_probs old_log_probs", metrics={"actor/grad_norm": math.nan})
+    tensors = "1 of 3 rollout_log_probs, 1 of 3 old_log_probs are NaN or infinite"
+    assert both == f"{tensors}; actor/grad_norm is nan"
+    assert find(metrics={"actor/grad_norm": math.inf}) == "actor/grad_norm is inf"
+    assert find(metrics={"critic/vf_loss": math.nan}) == "critic/vf_loss is nan"
+    difference = {"training/rollout_probs_diff_mean": 0.3}
+    message = "the rollout engine's probabilities differ from the trainer's by 0.30"
+    assert message in find(metrics=difference)
+    settings.actor_rollout_ref.rollout.top_p = 0.5  # the engine's are over fewer tokens
+    assert find(metrics=difference) == ""

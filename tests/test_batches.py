@@ -1,0 +1,201 @@
+"""From episodes to a padded batch, and the order of its rows for the workers. No Ray."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ALGORITHM
+from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict
+from worker_doubles import ACTOR, changed, close, make_batch, make_episode, two_rank_recipe
+
+import training
+from kit.data.episode import TurnSpan
+
+
+@pytest.fixture(scope="module")
+def recipe(workspace) -> DictConfig:
+    return two_rank_recipe(workspace)
+
+
+# --- tensors -------------------------------------------------------------------------------------
+
+
+def test_padding_is_marked_by_the_mask_and_not_by_the_id():
+    PAD = 2  # also the id of EOS, which is sampled
+    episodes = [
+        make_episode([5, 6, 7], [8, PAD], turns=[]),
+        make_episode([9], [PAD], turns=[], reward=0.5),
+    ]
+    batch = training.build_batch(episodes, PAD, temperature=0.7)
+    b = batch.batch
+    assert b["input_ids"].tolist() == [[5, 6, 7, 8, PAD], [PAD, PAD, 9, PAD, PAD]]
+    assert b["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [0, 0, 1, 1, 0]]
+    assert b["position_ids"].tolist() == [[0, 1, 2, 3, 4], [0, 0, 0, 1, 1]]
+    # the sampled EOS counts, the padding does not
+    assert b["response_mask"].tolist() == [[1, 1], [1, 0]]
+    assert b["token_level_scores"].tolist() == [[0.0, 1.0], [0.5, 0.0]]  # on the last token of each
+    assert b["rollout_log_probs"].tolist() == [[-0.5, -0.5], [-0.5, 0.0]]
+    assert batch.meta_info["temperature"] == 0.7 and batch.meta_info["global_token_num"] == [5, 2]
+
+
+def test_padding_has_the_pad_id_and_no_log_prob():
+    batch = make_batch([make_episode([5, 6], [7]), make_episode([5], [7, 8])])
+    assert batch.batch["prompts"].tolist() == [[5, 6], [3, 5]]
+    assert batch.batch["responses"].tolist() == [[7, 3], [7, 8]]
+    assert batch.batch["input_ids"].tolist() == [[5, 6, 7, 3], [3, 5, 7, 8]]
+    assert batch.batch["attention_mask"].tolist() == [[1, 1, 1, 0], [0, 1, 1, 1]]
+    assert batch.batch["position_ids"].tolist() == [[0, 1, 2, 2], [0, 0, 1, 2]]
+    assert batch.batch["response_mask"].tolist() == [[1, 0], [1, 1]]
+    assert batch.batch["rollout_log_probs"].tolist() == [[-0.5, 0.0], [-0.5, -0.5]]
+    assert batch.meta_info == {"temperature": 0.7, "global_token_num": [3, 3]}
+    assert list(batch.non_tensor_batch["uid"]) == ["a", "a"]
+
+
+def test_observed_tokens_are_attended_to_and_have_no_loss():
+    episode = make_episode([5], [6, 7, 8], mask=[1, 0, 1], turns=[])
+    batch = training.build_batch([episode], 0, 1.0)
+    assert batch.batch["attention_mask"].tolist() == [[1, 1, 1, 1]]
+    assert batch.batch["response_mask"].tolist() == [[1, 0, 1]]
+
+
+def test_the_batch_of_a_step_has_the_recipes_temperature_and_images(recipe):
+    config = changed(recipe, "actor_rollout_ref.rollout.temperature=0.6")
+    calls = []
+    processor = SimpleNamespace(add_images=lambda *arguments: calls.append(arguments))
+    inputs = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=4), processor=processor)
+    episodes = [make_episode([5, 6], [7]), make_episode([5], [7])]
+    batch = training.to_batch(episodes, inputs, config)
+    assert batch.meta_info["temperature"] == 0.6
+    assert batch.batch["prompts"].tolist() == [[5, 6], [4, 5]]
+    [(given_batch, given_episodes)] = calls
+    assert given_batch is batch and given_episodes is episodes
+
+
+# --- rewards -------------------------------------------------------------------------------------
+
+
+def test_the_reward_of_a_turn_is_on_its_last_token_and_the_rest_on_the_last_of_the_response():
+    turns = [TurnSpan(0, 2, 1), TurnSpan(3, 5, 3)]
+    with_turn_rewards = make_episode(
+        [5, 6], [1, 2, 9, 3, 4, 8], [1, 1, 0, 1, 1, 0], turns, reward=1.0, turn_rewards=[0.25, 0.5]
+    )
+    turns = [TurnSpan(0, 1, 1), TurnSpan(2, 3, 3)]
+    without = make_episode([5], [1, 9, 2], [1, 0, 1], turns, reward=0.5)
+    batch = make_batch([with_turn_rewards, without]).batch
+    assert batch["token_level_scores"].tolist() == [
+        [0, 0.25, 0, 0, 0.5, 0.25],
+        [0, 0, 0.5, 0, 0, 0],
+    ]
+    assert batch["turn"].tolist() == [[0, 0, -1, 1, 1, -1], [0, -1, 1, -1, -1, -1]]
+    assert batch["token_level_scores"].dtype == torch.float32
+
+
+def test_a_turn_that_ends_with_the_response_keeps_both_rewards():
+    turns = [TurnSpan(0, 1, 1), TurnSpan(1, 2, 2)]
+    episode = make_episode([5], [1, 2], turns=turns, reward=1.0, turn_rewards=[0.25, 0.5])
+    assert make_batch([episode]).batch["token_level_scores"].tolist() == [[0.25, 0.75]]
+
+
+def test_baselines_are_in_the_batch_if_every_episode_has_one():
+    both = [make_episode([5], [7], baseline=0.25), make_episode([5], [7], baseline=0.0)]
+    assert close(make_batch(both).batch["reward_baselines"], [0.25, 0.0])
+    both[0].baseline = None
+    assert "reward_baselines" not in make_batch(both).batch
+
+
+def test_components_of_the_reward_reach_verls_multi_reward_advantage():
+    """gdpo normalizes each component alone. Here the sum of both is the same in all episodes."""
+    parts = [
+        {"right": 1.0, "format": 0.0},
+        {"right": 0.0, "format": 1.0},
+        {"right": 1.0, "format": 0.0},
+    ]
+    episodes = [make_episode([1], [2, 3], turns=[], reward=1.0) for _ in parts]
+    for episode, part in zip(episodes, parts, strict=True):
+        episode.reward_components = part
+    batch = training.build_batch(episodes, 0, 1.0)
+    assert list(batch.non_tensor_batch["right"]) == [1.0, 0.0, 1.0]
+    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+    weights = {"gdpo_reward_keys": ["right", "format"], "gdpo_reward_weights": [1.0, 0.1]}
+    algorithm = ALGORITHM | {"adv_estimator": "gdpo"} | weights
+    training.compute_advantages(batch, OmegaConf.create({"algorithm": algorithm}))
+    advantages = batch.batch["advantages"]  # [3, 2]
+    assert advantages[0, 0] > 0 > advantages[1, 0] and torch.equal(advantages[0], advantages[2])
+
+
+def test_components_that_not_all_episodes_have_are_not_in_the_batch():
+    one = make_episode([1], [2], reward_components={"a": 1.0, "b": 0.0})
+    two = make_episode([1], [2], reward_components={"b": 1.0})
+    batch = training.build_batch([one, two], 0, 1.0)
+    assert list(batch.non_tensor_batch["b"]) == [0.0, 1.0] and "a" not in batch.non_tensor_batch
+
+
+# --- the order of rows for the workers -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "mini_batches", "ranks"), [(64, 1, 1), (61, 2, 2), (9, 8, 1), (16, 4, 4), (5, 2, 2)]
+)
+def test_every_rank_gets_its_share_of_every_mini_batch(rows, mini_batches, ranks):
+    rng = random.Random(rows)
+    lengths = [rng.randint(3, 90) for _ in range(rows)]
+    order = training.balance_rows(lengths, mini_batches, ranks)
+    padding = len(order) - rows
+    assert sorted(order) == list(range(rows + padding)) and 0 <= padding < mini_batches * ranks
+    per_slot = len(order) // (mini_batches * ranks)
+    slots = [order[i : i + per_slot] for i in range(0, len(order), per_slot)]
+    for m in range(mini_batches):
+        # mini-batch m of every rank together: rows without padding, dealt in turn
+        members = [i for rank in range(ranks) for i in slots[rank * mini_batches + m]]
+        real = [i for i in members if i < rows]
+        assert all(i % mini_batches == m for i in members) and len(real) >= rows // mini_batches
+
+
+def test_ranks_that_share_one_model_count_once(recipe):
+    """Three nodes of two GPUs, the critic on four separate ones a node, a sequence over two."""
+    config = changed(recipe, "trainer.nnodes=3", "trainer.resource_pools.critic=4")
+    assert training.world_size(config) == 6
+    assert training.world_size(config, "critic") == 12
+    assert training.data_parallel_size(config) == 6
+    assert training.data_parallel_size(config, "critic") == 12
+    config = changed(config, f"{ACTOR}.ulysses_sequence_parallel_size=2")
+    assert training.data_parallel_size(config) == 3
+    assert training.data_parallel_size(config, "critic") == 6
+
+
+def test_forward_passes_are_balanced_over_ranks_and_come_back_in_order():
+    """Responses of 1,024 and of 100 tokens on 8 ranks.
+
+    In the order of the batch, the slowest rank has 1.82 times the mean.
+    """
+    rng = random.Random(0)
+    lengths = [rng.choice([1024, 100, 100, 100]) for _ in range(61)]
+    rows = [make_episode([1] * 4, [2] * n, turns=[], group=str(i)) for i, n in enumerate(lengths)]
+    batch = training.build_batch(rows, 0, 1.0)
+    seen = {}
+
+    def call(data):
+        tokens = data["input_ids"].offsets().diff()  # of each row, in the order of the workers
+        parts = tokens.view(8, -1).sum(dim=1).float()
+        seen["slowest"] = float(parts.max() / parts.mean())
+        seen["rows"] = len(tokens)
+        values = torch.nested.nested_tensor_from_jagged(
+            torch.repeat_interleave(tokens.float(), tokens), offsets=data["input_ids"].offsets()
+        )
+        return TensorDict({"values": values}, batch_size=len(tokens))
+
+    values = training.run_forward(call, batch, 8).to_padded("values")  # [B, R]
+    assert seen["rows"] == 64 and seen["slowest"] < 1.3
+    for row, episode in zip(values, rows, strict=True):
+        length = len(episode.response_ids)
+        assert set(row[:length].tolist()) == {float(length + 4)}
+
+
+def test_a_result_is_waited_for_if_it_is_a_future():
+    output = TensorDict({}, batch_size=[])
+    assert training.wait_for_output(output) is output
+    assert training.wait_for_output(SimpleNamespace(get=lambda: output)) is output

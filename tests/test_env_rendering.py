@@ -1,0 +1,424 @@
+"""Gym rows become chat messages, tools and token ids, as in Gym. Other rows are errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import GYM_PYTHON, ROOT, run
+
+import env
+from kit.data.verl_rows import read_rows
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    """[(server, file)] of the example rows in the installed nemo-gym."""
+    assert GYM_PYTHON.is_file(), f"{GYM_PYTHON}: no NeMo Gym; `make gym` installs it"
+    done = run(
+        [str(GYM_PYTHON), "-c", "import nemo_gym; print(nemo_gym.__file__)"], cwd=ROOT, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    files = sorted(
+        (Path(done.stdout.strip()).parent.parent / "resources_servers").glob(
+            "*/data/*example*.jsonl"
+        )
+    )
+    no_rows = (
+        "rollouts",
+        "bixbench_example",
+        "example_questions",
+    )  # results; questions without a prompt
+    return [
+        (file.parts[-3], file) for file in files if not any(name in file.name for name in no_rows)
+    ]
+
+
+def rendered(**params):
+    return env.render_row({"responses_create_params": params}, "x.jsonl:1")
+
+
+def messages_of(**params):
+    return rendered(**params)[0]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def system(text):
+    return {"role": "system", "content": text}
+
+
+def assistant(text, *calls):
+    """An assistant message; calls: (id, name, arguments)."""
+    functions = [
+        {"id": i, "type": "function", "function": {"name": n, "arguments": a}} for i, n, a in calls
+    ]
+    return {"role": "assistant", "content": text} | ({"tool_calls": functions} if calls else {})
+
+
+def call_item(call_id, arguments, name="f"):
+    return {
+        "type": "function_call",
+        "call_id": call_id,
+        "name": name,
+        "arguments": arguments,
+        "id": None,
+    }
+
+
+def output_item(call_id, output):
+    return {"type": "function_call_output", "call_id": call_id, "output": output, "status": None}
+
+
+def reasoning_item(*texts):
+    return {
+        "type": "reasoning",
+        "id": "rs",
+        "summary": [{"type": "summary_text", "text": text} for text in texts],
+    }
+
+
+PARTS = [
+    {"type": "input_text", "text": "a"},
+    {"type": "output_text", "text": "b"},
+    {"type": "text", "text": "c"},
+]
+
+
+@pytest.mark.parametrize(
+    ("params", "messages"),
+    [
+        ({"input": "hi"}, [user("hi")]),
+        ({"input": [user("hi")]}, [user("hi")]),
+        ({"input": [{"type": "message", **user("hi")}]}, [user("hi")]),
+        ({"input": [{"type": None, **user("hi")}]}, [user("hi")]),
+        ({"input": [{"role": "developer", "content": "x"}, user("hi")]}, [system("x"), user("hi")]),
+        ({"input": [{"role": "user", "content": PARTS}]}, [user("abc")]),
+        ({"input": [{"role": "user", "content": None}]}, [user("")]),
+        ({"input": [user("a"), user("b")]}, [user("a"), user("b")]),
+        # the environment writes the prompt
+        ({"input": []}, []),
+        ({"input": ""}, []),
+        ({"input": None}, []),
+        ({}, []),
+        ({"instructions": "i"}, [system("i")]),
+        # keys spelled out with null
+        ({"input": "hi", "instructions": None, "tools": None, "metadata": None}, [user("hi")]),
+        # instructions and the system messages that follow become one; without instructions they stay as they are
+        ({"input": "hi", "instructions": "i"}, [system("i"), user("hi")]),
+        (
+            {
+                "instructions": "i",
+                "input": [
+                    system("s"),
+                    {"role": "developer", "content": "d"},
+                    user("u"),
+                    system("t"),
+                ],
+            },
+            [system("i\n\ns\n\nd"), user("u"), system("t")],
+        ),
+        ({"input": [system("s"), system("t"), user("u")]}, [system("s"), system("t"), user("u")]),
+        # history
+        ({"input": [user("a"), assistant("b"), user("c")]}, [user("a"), assistant("b"), user("c")]),
+        ({"input": [user("a"), assistant(""), user("c")]}, [user("a"), user("c")]),
+        (
+            {"input": [user("a"), reasoning_item("t", "", "u"), assistant("b")]},
+            [user("a"), assistant("<think>t</think><think>u</think>b")],
+        ),
+        ({"input": [user("a"), {"type": "reasoning", "summary": []}]}, [user("a")]),
+        (
+            {"input": [user("a"), call_item("c1", '{"x": 1}'), output_item("c1", "one")]},
+            [
+                user("a"),
+                assistant("", ("c1", "f", {"x": 1})),
+                {"role": "tool", "tool_call_id": "c1", "content": "one", "name": "f"},
+            ],
+        ),
+        (
+            {
+                "input": [
+                    reasoning_item("t"),
+                    assistant("b"),
+                    call_item("c1", "{oops"),
+                    call_item("c2", "[2]", "g"),
+                    output_item("c2", "two"),
+                    output_item("elsewhere", [{"type": "input_text", "text": "three"}]),
+                    call_item("c3", "{}"),
+                ]
+            },
+            [
+                assistant("<think>t</think>b", ("c1", "f", "{oops"), ("c2", "g", "[2]")),
+                {"role": "tool", "tool_call_id": "c2", "content": "two", "name": "g"},
+                {"role": "tool", "tool_call_id": "elsewhere", "content": "three"},
+                assistant("", ("c3", "f", {})),
+            ],
+        ),
+    ],
+)
+def test_input_shapes(params, messages):
+    assert messages_of(**params) == messages
+
+
+FLAT = {
+    "type": "function",
+    "name": "f",
+    "description": "Does f.",
+    "parameters": {"type": "object"},
+    "strict": True,
+}
+
+
+CHAT = {
+    "type": "function",
+    "function": {"name": "f", "description": "Does f.", "parameters": {"type": "object"}},
+}
+
+
+def test_tools_become_chat_tools():
+    assert rendered(input="hi", tools=[FLAT])[1] == [CHAT]
+    assert rendered(input="hi", tools=[CHAT])[1] == [CHAT]
+    bare = {
+        "type": "function",
+        "name": "g",
+        "description": None,
+        "parameters": None,
+        "strict": None,
+    }
+    assert rendered(input="hi", tools=[FLAT, bare])[1] == [
+        CHAT,
+        {"type": "function", "function": {"name": "g"}},
+    ]
+    assert rendered(input="hi")[1] == []
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        (
+            {"input": [{"role": "system", "content": [{"type": "input_image"}, PARTS[0]]}]},
+            "input_image is not supported",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            "input_audio is not supported",
+        ),
+        (
+            {"input": "hi", "metadata": {"audio_path": "a.wav"}},
+            r"metadata\.audio_path is not supported",
+        ),
+        ({"input": [{"type": "web_search_call", "id": "w"}]}, "web_search_call"),
+        ({"input": "hi", "tools": [FLAT, {"type": "web_search"}]}, "web_search"),
+    ],
+)
+def test_what_the_kit_cannot_ask_is_refused(params, named):
+    with pytest.raises(env.UnsupportedRowError, match=r"^x\.jsonl:1: .*" + named):
+        messages_of(**params)
+
+
+@pytest.mark.parametrize(
+    "tool", [{"name": "f"}, {"type": None, "name": "f"}, {"function": {"name": "f"}}]
+)
+def test_a_tool_without_a_type_is_refused(tool):
+    with pytest.raises(
+        env.UnsupportedRowError,
+        match=r"^x:1: tools of type None are not supported, only functions\. Remove such rows\.$",
+    ):
+        env.render_tools([tool], "x:1")
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({"input": 3}, "input must be text or a list"),
+        ({"input": "hi", "instructions": ["i"]}, "instructions must be text"),
+        ({"input": ["hi"]}, "an input item must be a JSON object, this is a str"),
+        ({"input": [{"content": "hi"}]}, "the role None"),
+        ({"input": [{"role": "tool", "content": "hi"}]}, "the role 'tool'"),
+        ({"input": [{"role": "user", "content": 3}]}, "content must be text"),
+        ({"input": [{"role": "user", "content": ["hi"]}]}, "must be an object with a type"),
+        (
+            {"input": [{"role": "user", "content": [{"text": "hi"}]}]},
+            "must be an object with a type",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "`image_url` of a input_image must be text",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "text", "text": 3}]}]},
+            "`text` of a text must be text, not 3",
+        ),
+        (
+            {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
+            "`call_id` of a function_call",
+        ),
+        ({"input": [call_item("c", {"x": 1})]}, "`arguments` of a function_call"),
+        (
+            {"input": [{"type": "function_call_output", "output": "x"}]},
+            "`call_id` of a function_call_output",
+        ),
+        ({"input": "hi", "tools": {"name": "f"}}, "tools must be a list"),
+        ({"input": "hi", "tools": ["f"]}, "tools must be a list"),
+        ({"input": "hi", "tools": [{"type": "function"}]}, "`name` of a function"),
+    ],
+)
+def test_malformed_rows_are_errors_not_refusals(params, named):
+    with pytest.raises(env.DataError, match=r"^x\.jsonl:1: .*" + named) as raised:
+        messages_of(**params)
+    assert not isinstance(raised.value, env.UnsupportedRowError)
+
+
+def test_arguments_nested_too_deep_for_json_stay_text():
+    deep = '{"x": ' + "[" * 5000
+    assert (
+        messages_of(input=[call_item("c", deep)])[0]["tool_calls"][0]["function"]["arguments"]
+        == deep
+    )
+
+
+AUDIO = "metadata.audio_url is not supported. Remove such rows."
+
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+REFUSED = {"asr_with_pc": AUDIO}
+
+
+def test_the_example_rows_of_all_servers_load_or_are_refused(shipped):
+    assert len({server for server, _ in shipped}) == 95
+    refused, empty, tools, seeing = {}, set(), set(), set()
+    for server, file in shipped:
+        for where, example in read_rows(file):
+            try:
+                messages, offered = env.render_row(example, where)
+            except env.UnsupportedRowError as error:
+                refused.setdefault(server, set()).add(str(error).removeprefix(f"{where}: "))
+                continue
+            lists = {server for m in messages if isinstance(m["content"], list)}
+            seeing |= lists
+            assert all(m["role"] in ROLES for m in messages) and lists <= {
+                "circle_click",
+                "circle_count",
+                "vlm_eval_kit",
+            }
+            assert all(
+                set(t) == {"type", "function"} and "strict" not in t["function"] for t in offered
+            ), where
+            empty |= set() if messages else {server}
+            tools |= {server} if offered else set()
+    assert {name: {reason} for name, reason in REFUSED.items()} == refused
+    assert empty == {"aviary", "gdpval", "scicode"}
+    assert len(tools) >= 15 and "workplace_assistant" in tools and len(seeing) == 3
+
+
+CONVERT = """
+import json, sys
+from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming as Params
+from nemo_gym.responses_converter import ResponsesConverter
+converter = ResponsesConverter(return_token_id_information=False)
+for line in sys.stdin:
+    params = {key: value for key, value in json.loads(line).items() if key in ("input", "tools")}
+    chat = converter.responses_to_chat_completion_create_params(Params.model_validate(params))
+    print(json.dumps(chat.model_dump(mode="json", exclude_unset=True)))
+"""
+
+
+def test_rendering_agrees_with_gyms_own_converter(shipped):
+    """Apart from what chat templates want: developer, content null, arguments as JSON, the name of a tool's answer."""
+    rows = []
+    for server, file in shipped:
+        if server not in REFUSED:
+            rows += list(read_rows(file))
+    for _, example in rows:  # the installed Gym drops instructions; the merge is tested above
+        example["responses_create_params"].pop("instructions", None)
+        example["responses_create_params"].setdefault("input", [])
+    params = [json.dumps(example["responses_create_params"]) + "\n" for _, example in rows]
+    arguments = [str(GYM_PYTHON), "-c", CONVERT]
+    done = subprocess.run(
+        arguments, input="".join(params), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    theirs = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(theirs) == len(rows) > 300
+
+    def plain(message):
+        content, calls = message.get("content") or "", message.get("tool_calls") or []
+        parts = [content] if isinstance(content, str) else [assistant(part) for part in content]
+        called = [
+            (c["id"], c["function"]["name"], decoded(c["function"]["arguments"])) for c in calls
+        ]
+        return (
+            message["role"].replace("developer", "system"),
+            "".join(parts),
+            called,
+            message.get("tool_call_id"),
+        )
+
+    def assistant(part):
+        return part.get("text") or part.get("image") or part["image_url"]["url"]
+
+    def decoded(arguments):
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+    for (where, example), chat in zip(rows, theirs, strict=True):
+        messages, tools = env.render_row(example, where)
+        assert [plain(m) for m in messages] == [plain(m) for m in chat["messages"]], where
+        assert tools == (chat.get("tools") or []), where
+
+
+@pytest.fixture(scope="module")
+def tokenizer(workspace):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(workspace / "tied")
+
+
+@pytest.fixture
+def with_template(tokenizer, monkeypatch):
+    def change(template):
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        return tokenizer
+
+    return change
+
+
+def test_the_template_decides_what_is_asked(with_template):
+    plain = with_template(
+        "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}?{% endif %}"
+    )
+    ids = env.encode_messages([user("hi")], [], plain)
+    assert all(type(i) is int for i in ids) and plain.decode(ids) == "hi ?"
+    with pytest.raises(
+        env.DataError, match=r"^x:1: .*does not show tools.*model\.custom_chat_template"
+    ):
+        env.encode_messages([user("hi")], [CHAT], plain, "x:1")
+
+    shows = with_template(
+        "{% for t in tools %}{{ t.function.name }} {% endfor %}{{ messages[0].content }}"
+    )
+    assert shows.decode(env.encode_messages([user("hi")], [CHAT], shows)) == "f hi"
+
+    refuses = with_template("{{ raise_exception('no system here') }}")
+    with pytest.raises(env.DataError, match=r"^x:1: the chat template .*no system here"):
+        env.encode_messages([system("hi")], [], refuses, "x:1")
+    for broken in (
+        "{{ 1 // 0 }}",
+        "{{ messages[0]['nothing'].x }}",
+        "{{ [].pop() }}",
+        "{% for x in 3 %}{% endfor %}",
+    ):
+        with pytest.raises(
+            env.DataError, match=r"^x:1: the chat template cannot render these messages: "
+        ):
+            env.encode_messages([user("hi")], [], with_template(broken), "x:1")
+    adds = with_template("{{ 'text' + messages[0].tool_calls[0].function.arguments }}")
+    with pytest.raises(
+        env.DataError, match=r"^the chat template cannot render these messages: .*concatenate"
+    ):
+        env.encode_messages(messages_of(input=[call_item("c", "{}")]), [], adds)

@@ -1,0 +1,241 @@
+"""Bounds of the HTTP client: redirects, sizes, nesting, surrogates, time on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+
+import pytest
+from http_doubles import (
+    ROW,
+    VERIFY_ROUTES,
+    ScriptedServer,
+    measure_longest_pause,
+    reason_of,
+    run_session,
+    verify_result,
+    verify_x,
+)
+
+from gym_client import (
+    MAX_ANSWER_BYTES,
+    Gym,
+    GymError,
+    function_call,
+    message_response,
+)
+from kit.data.episode import gc_paused
+
+RUN_ANSWER = {"reward": 0.5, "response": {"output": []}}
+DEEP = b"[" * 5000 + b"]" * 5000
+
+
+# --- redirects -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [300, 301, 302, 303, 307, 308])
+def test_no_redirect_is_followed(status):
+    """The other host would receive the row, and its answer would be a tool's output or a reward."""
+    other = ScriptedServer(
+        verify=[(200, {"reward": 1.0})], look=[(200, {"found": 1})], run=[(200, RUN_ANSWER)]
+    )
+    location = f"Location: http://user:secret@127.0.0.1:{other.server.server_port}"
+
+    def script(path):
+        # The headers are written after "Set-Cookie: ".
+        return [(status, "", f"stolen=1\r\n{location}{path}\r\nSet-Cookie: more=1")]
+
+    calls = {
+        "/verify": verify_x,
+        "/look": lambda session: session.call_tool("look", "{}"),
+    }
+    for path, call in calls.items():
+        server = ScriptedServer(
+            look=script("/look"), seed_session=[(200, {})], verify=script("/verify")
+        )
+        cookies = {}
+
+        async def conversation(session, call=call, cookies=cookies):
+            with pytest.raises(GymError) as caught:
+                await call(session)
+            cookies.update(session.connection.cookies)
+            return caught.value
+
+        error = run_session(server.url, conversation)
+        assert (error.reason, error.retryable) == (f"http_{status}", False), path
+        assert "host 127.0.0.1" in str(error)
+        assert "set the final URL" in str(error)
+        assert "secret" not in str(error)
+        assert not cookies
+        assert server.paths() == ["/seed_session", path]
+
+    server = ScriptedServer(run=script("/run"))
+    assert reason_of(run_agent, server.url) == f"http_{status}"
+    assert server.paths() == ["/run"]
+    assert not other.log
+
+
+def run_agent(url, timeout_s=60.0):
+    """Return the result of /run."""
+
+    async def run():
+        async with Gym({"a": url}) as gym:
+            return await gym.run("a", ROW, timeout_s)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("location", ["", "x", "http://[", "//", "\x1b[31m", "x" * 5000])
+def test_a_redirect_to_an_invalid_location_is_an_error_of_one_line(location):
+    answer = (307, "", f"a=b\r\nLocation: {location}")
+    assert reason_of(verify_result, 0, seed_session=[answer]) == "http_307"
+
+
+# --- sizes ---------------------------------------------------------------------------------------
+
+LISTS = b'{"reward": 1.0, "x": [' + b"[]," * 2_700_000 + b"[]]}"
+MOST_LISTS = b'{"reward": 1.0, "x": [' + b"[]," * 90_000 + b"[]]}"
+NUMBERS = b'{"reward": 1.0, "x": [' + b"1.5," * 1_000_000 + b"1]}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [(LISTS, "too_large"), (MOST_LISTS, ""), (NUMBERS, "")],
+    ids=["lists", "most lists", "numbers"],
+)
+def test_no_answer_stops_the_event_loop(answer, reason):
+    """Measured without the bound: 8 MiB of empty lists took 3.8 s and 377 MiB, and all waited."""
+    server = ScriptedServer(**{**VERIFY_ROUTES, "verify": [(200, answer)]})
+    rewards = []
+
+    async def run_one(gym):
+        async with gym.session("s", ROW) as session:
+            rewards.append((await verify_x(session)).reward)
+
+    async def run():
+        async with Gym({"s": server.url}) as gym:
+            with gc_paused():  # as in a rollout: the collector alone may take longer
+                return await measure_longest_pause(run_one(gym))
+
+    pauses = []
+    # until other processes leave a core free
+    while len(pauses) < 10 and min(pauses, default=1.0) >= 0.15:
+        rewards.clear()
+        pauses.append(asyncio.run(run()))
+    print("longest pauses", [f"{pause:.3f} s" for pause in pauses])
+    assert rewards == ([] if reason else [1.0])
+    assert min(pauses) < 0.15
+    if reason:
+        assert reason_of(verify_result, answer) == reason
+
+
+def test_an_answer_may_be_as_long_as_its_request():
+    """Verifiers echo the row with its images. An agent's answer holds the ids of every turn."""
+    text = "x" * (MAX_ANSWER_BYTES + 2**20)
+    row = {**ROW, "image": text}
+    assert run_session(ScriptedServer(**VERIFY_ROUTES).url, verify_x, row).reward
+    assert verify_result({"reward": 1.0, "said": text[: 2**22]}).reward == 1.0
+    assert reason_of(verify_result, {"reward": 1.0, "said": text}) == "too_large"
+    echo = ScriptedServer(**{**VERIFY_ROUTES, "verify": [(200, {"reward": 1.0, "image": text})]})
+    assert run_session(echo.url, verify_x, row).reward == 1.0
+    agent = ScriptedServer(run=[(200, {**RUN_ANSWER, "said": text})])
+    result, _ = run_agent(agent.url, 30.0)
+    assert result.reward == 0.5
+
+
+def test_details_and_components_of_a_result_are_bounded_and_sanitized():
+    answer = {
+        "reward": 1.0,
+        "extracted": "B",
+        "_ng_x": 1,
+        "judge": "x" * 10**6,
+        "nan": float("nan"),
+        "half": "\ud800a",
+    }
+    details = verify_result(answer).details
+    assert details.pop("_cut").startswith('{"judge": "xxx')
+    assert len(json.dumps(details)) < 100
+    assert details == {"extracted": "B", "nan": None, "half": "?a"}
+    deep = b'{"reward": 1.0, "deep": ' + b"[" * 900 + b"]" * 900 + b"}"
+    # The answer itself is one of the 64 levels.
+    assert str(verify_result(deep).details["deep"]).count("[") == 63
+    many = {"reward": 1.0, **{f"key {i}": i for i in range(9000)}}
+    assert verify_result(many).details.keys() == {"_cut"}
+
+    parts = {f"{'x' * 999}": 1, **{str(i): i for i in range(999)}}
+    components = verify_result({"reward": 1, "reward_components": parts}).components
+    assert len(components) == 100
+    assert components.keys() > {"x" * 100, "0"}
+    assert all(type(value) is float for value in components.values())
+    for answer in (
+        {"reward": 1, "reward_components": [1]},
+        {"reward": 1, "reward_components": {"a": "1"}},
+        7,
+    ):
+        assert reason_of(verify_result, answer) == "bad_answer"
+
+
+# --- text and nesting ----------------------------------------------------------------------------
+
+
+def test_deep_nesting_is_no_crash():
+    server = ScriptedServer(look=[(200, {})], **VERIFY_ROUTES)
+
+    def call_look(arguments):
+        return lambda session: session.call_tool("look", arguments)
+
+    for arguments in ("[" * 5000, "[" * 5000 + "]" * 5000):
+        text = json.loads(run_session(server.url, call_look(arguments)))
+        assert text["error"].startswith("Invalid tool call arguments: ")
+    assert set(server.paths()) == {"/seed_session"}
+
+    server = ScriptedServer(look=[(200, DEEP)], **VERIFY_ROUTES)
+    assert run_session(server.url, call_look("{}")) == DEEP.decode()
+    assert reason_of(verify_result, DEEP) == "bad_answer"
+    assert reason_of(verify_result, {}, seed_session=[(200, DEEP)]) == "bad_answer"
+    for openapi in (DEEP, b'{"paths": 1}', b'{"paths": {"/verify": ' + DEEP + b"}}", b"[]"):
+        server = ScriptedServer(**VERIFY_ROUTES)
+        server.openapi = openapi
+        assert reason_of(run_session, server.url, None) == "bad_answer"
+    cookie = "Gym=" + base64.b64encode(DEEP[:5000]).decode()
+    assert verify_result({"reward": 1.0}, seed_session=[(200, {}, cookie)]).reward == 1.0
+
+
+def test_half_a_surrogate_pair_ends_nothing():
+    server = ScriptedServer(look=[(200, b'"\xed\xa0\x80"')], **VERIFY_ROUTES)
+    half = '{"q": "\ud83d"}'
+
+    async def conversation(session):
+        text = await session.call_tool("look", half)
+        return text, await session.verify(message_response("\udc00"))
+
+    text, result = run_session(server.url, conversation, {**ROW, "question": "\ud800 or 🙂"})
+    assert text.encode()
+    assert result.reward == 1.0
+    assert server.log[0][1]["question"] == "? or 🙂"
+    assert server.log[1][1] == {"q": "?"}
+    assert server.log[2][1]["response"]["output"][0]["content"][0]["text"] == "?"
+    # The chat template shows the name with the tool's output.
+    assert function_call("c", "f\ud800", half)["name"] == "f?"
+
+    outputs = [{"call_id": "c\ud800", "output": "o\ud800"}]
+    step = {"observation": "\ud800", "reward": 1, "info": {"tool_outputs": outputs}}
+    server = ScriptedServer(reset=[(200, {"observation": "go\ud800"})], step=[(200, step)])
+
+    async def play(session):
+        return session.observation, await session.step(message_response("x"))
+
+    first, result = run_session(server.url, play)
+    assert first == "go?"
+    assert result.observation == "?"
+    assert result.tool_outputs == [{"call_id": "c?", "output": "o?"}]
+
+
+def test_no_error_steers_a_terminal():
+    steering = "\x1b]0;title\x07\x1b[31mred\x9b2J\r\u202eright"
+    with pytest.raises(GymError) as caught:
+        verify_result(0, verify=[(422, steering.encode())])
+    assert "red" in str(caught.value)
+    assert not {*str(caught.value)} & {*"\x1b\x07\x9b\r\u202e"}
+    assert str(GymError("x", "one\n\ttwo é中🙂\x00")) == "one\n\ttwo é中🙂?"

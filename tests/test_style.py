@@ -1,0 +1,175 @@
+"""The code reads easily: short functions, one statement for one thing, plain names, plain English.
+
+Ruff checks line length, branches, statements and nesting (pyproject.toml). This file checks the rest.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted([*ROOT.glob("*.py"), *ROOT.glob("kit/**/*.py"), *ROOT.glob("templates/**/*.py")])
+MAX_FUNCTION_LINES = 50
+MAX_FILE_LINES = {"algorithm.py": 400}
+MAX_ROOT_FILE_LINES = 600
+MAX_TEST_FILE_LINES = 500
+MAX_COMPREHENSION = 160  # characters: two lines
+MAX_LAMBDA = 40  # characters
+
+PHRASES = [
+    "beside",
+    "at once",
+    "goes on",
+    "go on",
+    "of its own",
+    "of their own",
+    "of one's own",
+    "one's own",
+    "but for",
+    "in the place of",
+    "in its place",
+    "leave away",
+    "leave it out",
+    "wants",
+    "told",
+    "mend",
+    "meanwhile",
+    "by itself alone",
+    "as it is said",
+    "gets nowhere",
+    "got nowhere",
+]
+PHRASE = re.compile(rf"\b({'|'.join(PHRASES)})\b", re.IGNORECASE)
+SUBJECT = re.compile(r"(?:^|[.:;] )(What|Where|Who|Whoever|Whatever) (?!is\b.*\?|if\b)[a-z]", re.MULTILINE)
+NAMES = set("told said why asked found theirs ours way_out todo owed made given known".split())
+
+
+def read_tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of each comment, and of each string that has a space in it."""
+    source = path.read_text()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and "noqa" not in token.string:
+            yield token.start[0], token.string.lstrip("# ")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, node.value
+
+
+def phrase_problems(path: Path) -> Iterator[str]:
+    for line, text in texts(path):
+        for pattern in (PHRASE, SUBJECT):
+            for match in pattern.finditer(text):
+                yield f"{line}: {match[0].strip()!r} in {text[max(0, match.start() - 30) : match.end() + 30]!r}"
+
+
+def bound_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of each variable, argument, function, class and attribute that the file defines."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            yield node.lineno, node.name
+
+
+def name_problems(path: Path) -> Iterator[str]:
+    for line, name in bound_names(read_tree(path)):
+        if name.strip("_") in NAMES:
+            yield f"{line}: the name {name!r} says nothing; name the value"
+
+
+def is_walrus_test(node: ast.expr, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether a walrus is the whole test of an `if` or `while`, or the left side of a comparison that is."""
+    parent = parents[node]
+    if isinstance(parent, ast.Compare) and parent.left is node:
+        node, parent = parent, parents[parent]
+    return isinstance(parent, (ast.If, ast.While)) and parent.test is node
+
+
+def multiplies_text(node: ast.BinOp) -> bool:
+    """Whether this is `"text" * condition`, which an `if` says more clearly."""
+    for text, factor in ((node.left, node.right), (node.right, node.left)):
+        if isinstance(text, (ast.JoinedStr, ast.List)) and not isinstance(factor, ast.Constant):
+            if isinstance(text, ast.JoinedStr) or isinstance(factor, (ast.Compare, ast.BoolOp)):
+                return True
+        if isinstance(text, ast.Constant) and isinstance(text.value, str):
+            if re.search("[A-Za-z]", text.value) and not isinstance(factor, ast.Constant):
+                return True
+    return False
+
+
+def structure_problems(path: Path) -> Iterator[str]:
+    tree = read_tree(path)
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+            if isinstance(node.value, ast.Tuple) and not is_swap(node):
+                yield f"{line}: two assignments in one: {ast.unparse(node)[:80]}"
+        elif isinstance(node, ast.NamedExpr) and not is_walrus_test(node, parents):
+            yield f"{line}: a walrus inside a larger expression: {ast.unparse(node)[:80]}"
+        elif isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+            text = ast.unparse(node)
+            if len(node.generators) > 1:
+                yield f"{line}: a comprehension with two `for`: {text[:80]}"
+            elif len(text) > MAX_COMPREHENSION:
+                yield f"{line}: a comprehension of {len(text)} characters: {text[:80]}"
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and multiplies_text(node):
+            yield f"{line}: text * condition: {ast.unparse(node)[:80]}"
+        elif isinstance(node, ast.Lambda) and len(ast.unparse(node.body)) > MAX_LAMBDA:
+            yield f"{line}: a lambda that should be a function: {ast.unparse(node)[:80]}"
+
+
+def is_swap(node: ast.Assign) -> bool:
+    """Whether this is `a, b = b, a`."""
+    target = node.targets[0]
+    assert isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+    return {ast.unparse(part) for part in target.elts} == {ast.unparse(part) for part in node.value.elts}
+
+
+def size_problems(path: Path) -> Iterator[str]:
+    tree = read_tree(path)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = node.body[0]
+            is_documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+            docstring = first.end_lineno - first.lineno + 1 if is_documented else 0
+            lines = node.end_lineno - node.lineno + 1 - docstring
+            if lines > MAX_FUNCTION_LINES:
+                yield f"{node.lineno}: {node.name} has {lines} lines, over {MAX_FUNCTION_LINES}"
+            summary = (ast.get_docstring(node) or "").partition("\n")[0]
+            if len(summary) > 100:
+                yield f"{node.lineno}: the docstring's first line has {len(summary)} characters"
+    lines = len(path.read_text().splitlines())
+    if path.parent == ROOT and lines > MAX_FILE_LINES.get(path.name, MAX_ROOT_FILE_LINES):
+        yield f"1: {lines} lines"
+
+
+def problems(path: Path) -> list[str]:
+    """All that is wrong with a file: a line number and a text each."""
+    checks = (phrase_problems, name_problems, structure_problems, size_problems)
+    return [problem for check in checks for problem in check(path)]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_reads_easily(path):
+    assert problems(path) == []
+
+
+def test_no_test_file_is_long():
+    lengths = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("test_*.py")}
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_TEST_FILE_LINES} == {}
