@@ -14,8 +14,10 @@ One step of GRPO, in the order of `Trainer.step` (Shao et al. 2024, arXiv:2402.0
     in one turn, or in several with the tools and observations of the row's Gym server.
  3. When an episode ends, its Gym server computes the reward (gym_client.py).
  4. Drop failed episodes, and groups of fewer than two: a failure is never a reward. Then apply
-    `env.filters`. With `algorithm.filter_groups`, sample more prompts until the batch is full (DAPO).
- 5. Compute the old log-probs with the trainer. If one optimizer step uses the whole batch, the update
+    `env.filters`. With `algorithm.filter_groups`, sample more prompts until the batch is full
+    (DAPO).
+ 5. Compute the old log-probs with the trainer. If one optimizer step uses the whole batch, the
+ update
     computes them itself: the weights are the same. Compute the reference's if a KL term is on.
  6. Shape the rewards (`env.reward`), and correct for differences between rollout engine and trainer
     (`algorithm.rollout_correction`). Compute the advantages (`algorithm.adv_estimator`).
@@ -23,11 +25,10 @@ One step of GRPO, in the order of `Trainer.step` (Shao et al. 2024, arXiv:2402.0
     mini-batches.
  8. Save a checkpoint if one is due. Send the new weights to vLLM.
 
-Differences from the paper: there is no KL term unless configured (`actor.use_kl_loss`), and the loss
-is the mean over all tokens of a mini-batch (verl's `loss_agg_mode: token-mean`, DAPO's choice), not
-over each response first. Other algorithms change steps 4 to 7. They are overrides of a few lines for
-any recipe (docs/algorithms.md): their advantages and losses are verl's
-(verl.trainer.ppo.core_algos), selected by verl's keys.
+Differences from the paper: there is no KL term unless configured (`actor.use_kl_loss`), and the
+loss is the mean over all tokens of a mini-batch (verl's `loss_agg_mode: token-mean`), not over each
+response first. Other algorithms change steps 4 to 7. They are overrides of a few lines for any
+recipe (docs/algorithms.md), with verl's advantages and losses (verl.trainer.ppo.core_algos).
 
 To change the algorithm without editing a file, name a custom function in the recipe (templates/):
 
@@ -36,9 +37,9 @@ To change the algorithm without editing a file, name a custom function in the re
     the filters            env.filters                                     in `collect`
     the reward             env.reward                                      in `shape_rewards`
     the advantage          algorithm.adv_estimator                         in `compute_advantages`
-    the loss               actor_rollout_ref.actor.policy_loss.loss_mode   in `update`, in the workers
+    the loss               actor_rollout_ref.actor.policy_loss.loss_mode   in `update`
 
-To change it by an edit: tasks in env.py, turns in `inference.run_turns`, the stages in `Trainer.step`.
+To change it by an edit: tasks in env.py, `inference.run_turns`, and `Trainer.step`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -63,24 +64,13 @@ from kit.data.metrics import (
     update_pass_rates,
     warn_about_failures,
 )
-from kit.data.rollout_files import ReplayServers, assign_record_indices
 from kit.data.selection import check_failures, select_trainable, take_groups
 from kit.errors import NonFiniteStep, SkippedStep
-from kit.rollout.sampler import build_sampling_params
 from kit.runs import checkpoints, cli
 from kit.runs.prepare import RunInputs
-from kit.runs.run_dir import Run
 
-# training.py and inference.py are imported inside functions: they import verl and vLLM, which takes
-# 10 s. A recipe with an error fails before that, and a run imports them while Ray starts.
-
-
-class RolloutArgs(NamedTuple):
-    """The arguments of `Servers.rollout`."""
-
-    requests: Sequence[tuple[env.Task, str]]  # with the id of the task's group
-    sampling: dict[str, Any]  # vLLM's sampling parameters
-    baselines: bool  # whether to add one greedy response a prompt
+# Functions import training.py when they need it: verl and vLLM take 10 s to import. A recipe with
+# an error fails before that, and a run imports them while Ray starts.
 
 
 @dataclass
@@ -89,7 +79,7 @@ class Trainer:
 
     config: DictConfig
     inputs: RunInputs
-    run: Run
+    run: Any  # kit.runs.run_dir.Run
     workers: Any  # training.Workers
     servers: Any  # inference.Servers, or ReplayServers
     # what a checkpoint must restore. batches: of prompts, so far; pass_rates: {row id: fraction}
@@ -101,9 +91,8 @@ class Trainer:
         import training
 
         filter_groups = self.config.algorithm.filter_groups
-        self.max_gen_batches = 1  # batches of prompts for one step
-        if filter_groups.enable:
-            self.max_gen_batches = filter_groups.max_num_gen_batches
+        # batches of prompts for one step
+        self.max_gen_batches = filter_groups.max_num_gen_batches if filter_groups.enable else 1
         self.kl_controller = training.make_kl_controller(self.config, self.state["kl_coef"])
         self.saved_state = dict(self.state)  # the state that belongs to the workers' weights
 
@@ -119,7 +108,7 @@ class Trainer:
         self.run.guard.pending_export = "Rerun the same command to export the model"
 
     def step_or_skip(self) -> dict[str, float]:
-        """One step, which may end without an update, and an evaluation if due -> its metrics."""
+        """One step, which may skip its update, and an evaluation if due -> its metrics."""
         try:
             self.step()
         except SkippedStep as skipped:
@@ -133,11 +122,10 @@ class Trainer:
     def step(self) -> None:
         """One step, 1 to 8 of the header. Raises SkippedStep and NonFiniteStep.
 
-        The order of the stages keeps the trainer and the rollout engine from holding GPU memory
-        together. The engine sleeps before the first forward pass and wakes with the new weights,
-        when the trainer has released its memory. So the checkpoint comes before the weights: it
-        needs the trainer's memory. With one_step_off the next batch starts as early as possible,
-        when this one is complete.
+        The order keeps the trainer and the rollout engine from holding GPU memory together. The
+        engine sleeps before the first forward pass, and wakes with the new weights. The checkpoint
+        comes before them, since it needs the trainer's memory. With one_step_off the next batch
+        starts as early as possible: when this one is complete.
         """
         import training
 
@@ -146,7 +134,8 @@ class Trainer:
         self.run.begin_step(self.state["step"])
         with self.run.stage("step"):
             episodes = self.collect()  # 1 to 4
-            self.sleep()
+            with self.run.stage("sleep"):  # frees the rollout engine's GPU memory
+                self.servers.sleep()
             self.start_next_rollout()
             self.shape_rewards(episodes)
             batch = training.to_batch(episodes, self.inputs, self.config)
@@ -161,10 +150,9 @@ class Trainer:
         self.log_step(episodes)
 
     def collect(self) -> list[Episode]:
-        """Sample and verify batches of prompts until the filters leave a whole batch.
+        """Sample and verify until the filters leave data.train_batch_size groups.
 
-        Returns the episodes of at most data.train_batch_size groups. Raises SkippedStep if no
-        group is left after max_gen_batches.
+        Raises SkippedStep if no group is left after max_gen_batches.
         """
         size = self.config.data.train_batch_size
         min_group = 2 if needs(self.config, "index") else 1  # episodes; index: of the group
@@ -210,45 +198,30 @@ class Trainer:
     ) -> list[Episode]:
         """Sample and verify episodes for each task, and write them to rollouts/<name>.jsonl.
 
-        before: episodes of the same file. Raises RunError if too many episodes failed.
+        before: earlier episodes of this file. Raises RunError if too many episodes failed.
         """
+        from kit.data.rollout_files import assign_record_indices
+        from kit.rollout.sampler import make_rollout_args
+
         batch_name = name if validate else str(self.state["batches"])
-        args = self.rollout_args(tasks, batch_name, validate)
+        args = make_rollout_args(self.config, tasks, batch_name, validate)
         count = len(args.requests) + (len(tasks) if args.baselines else 0)
         on_done = self.run.count_episodes(count)
-        episodes = self.servers.rollout(
-            args.requests, args.sampling, on_done, baselines=args.baselines
-        )
+        episodes = self.servers.rollout(args.requests, args.sampling, on_done, args.baselines)
         file_tasks = self.inputs.validation if validate else self.inputs.train
         assign_record_indices(episodes, file_tasks, before)
         self.run.write_episodes(name, episodes, file_tasks, before)
         check_failures(episodes, self.config.gym.max_failed_frac)
         return episodes
 
-    def rollout_args(
-        self, tasks: Sequence[env.Task], batch_name: str, validate: bool = False
-    ) -> RolloutArgs:
-        """The episodes to sample, and how. batch_name: no other batch of the run has it."""
-        import inference
-
-        rollout = self.config.actor_rollout_ref.rollout
-        n = rollout.val_kwargs.n if validate else rollout.n
-        return RolloutArgs(
-            inference.repeat_per_group(tasks, n, batch_name),
-            build_sampling_params(self.config, validate),
-            baselines=not validate and needs(self.config, "reward_baselines"),
-        )
-
-    def sleep(self) -> None:
-        """Release the rollout engine's GPU memory."""
-        with self.run.stage("sleep"):
-            self.servers.sleep()
-
     def start_next_rollout(self) -> None:
         """With trainer.one_step_off, sample the next batch while this one is trained on."""
+        from kit.rollout.sampler import make_rollout_args
+
         if self.config.trainer.one_step_off and self.state["step"] < self.run.last:
             batch = self.state["batches"] + 1
-            self.servers.start_rollout(*self.rollout_args(self.take_tasks(batch), str(batch)))
+            tasks = self.take_tasks(batch)
+            self.servers.start_rollout(*make_rollout_args(self.config, tasks, str(batch), False))
 
     def shape_rewards(self, episodes: Sequence[Episode]) -> None:
         """Set each episode's reward: the verifier's, or what a reward model and env.reward give."""
@@ -256,21 +229,17 @@ class Trainer:
 
         if self.workers.reward_model:
             with self.run.stage("reward_model"):
-                training.add_reward_model_scores(
-                    self.workers.reward_model, episodes, self.inputs, self.config
-                )
-            means = compute_component_means(episodes)
-            self.metrics = means | self.metrics
+                model = self.workers.reward_model
+                training.add_reward_model_scores(model, episodes, self.inputs, self.config)
+            self.metrics = compute_component_means(episodes) | self.metrics
         for episode in episodes:
             episode.reward = self.inputs.reward(episode)
 
     def compute_log_probs(self, batch: Any) -> None:
-        """Add log-probs of the trainer and the reference, and values, each [B, R].
-
-        The trainer has the weights that sampled the batch.
-        """
+        """Add log-probs of trainer and reference, and values, each [B, R], at the old weights."""
         import training
 
+        workers = self.workers
         updates_actor = self.state["step"] > self.config.trainer.critic_warmup
         if self.config.algorithm.rollout_correction.bypass_mode:  # the rollout engine is pi_old
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
@@ -279,14 +248,12 @@ class Trainer:
                 self.metrics |= training.add_old_log_probs(self.workers.actor, batch, self.config)
         if needs_reference(self.config):
             with self.run.stage("ref"):
-                batch.batch["ref_log_prob"] = training.compute_ref_log_probs(
-                    self.workers, batch, self.config
-                )
-        if self.workers.critic:
+                log_probs = training.compute_ref_log_probs(workers, batch, self.config)
+                batch.batch["ref_log_prob"] = log_probs
+        if workers.critic:
             with self.run.stage("values"):
-                batch.batch["values"] = training.compute_values(
-                    self.workers.critic, batch, self.config
-                )
+                values = training.compute_values(workers.critic, batch, self.config)
+                batch.batch["values"] = values
         self.raise_if_nonfinite(batch)
 
     def compute_advantages(self, batch: Any) -> None:
@@ -391,10 +358,12 @@ class Trainer:
 
 @contextlib.contextmanager
 def train(plan: cli.Plan) -> Iterator[Trainer]:
-    """Yield a Trainer over started processes, which end with the block.
+    """Yield a Trainer over started processes. After `fit`, export the model.
 
-    Ctrl-C, SIGTERM and errors save the last complete update. After `fit` the model is exported.
+    Ctrl-C, SIGTERM and errors save the last complete update.
     """
+    from kit.runs.run_dir import Run
+
     with Run(plan.config, "train", plan.resume_from) as run:
         with contextlib.ExitStack() as stack:
             trainer = start_trainer(plan, run, stack)
@@ -405,15 +374,15 @@ def train(plan: cli.Plan) -> Iterator[Trainer]:
             run.print_result(trainer.scores)
 
 
-def start_trainer(plan: cli.Plan, run: Run, stack: contextlib.ExitStack) -> Trainer:
-    """Start all processes, load the checkpoint to resume from, and send its weights to vLLM."""
+def start_trainer(plan: cli.Plan, run: Any, stack: contextlib.ExitStack) -> Trainer:
+    """Start all processes, load a checkpoint to resume from, send its weights to vLLM."""
+    from kit.data.rollout_files import ReplayServers
     from kit.runs import launch
 
-    is_replay = bool(plan.replayed)
-    if is_replay:  # one step; the learning-rate schedule keeps the run's length
+    if plan.replayed:  # one step; the learning-rate schedule keeps the run's length
         first = checkpoints.step_of(plan.resume_from) if plan.resume_from else 0
         run.last = first + 1
-    workers, servers = launch.start(run, plan.inputs, stack, samples=not is_replay)
+    workers, servers = launch.start(run, plan.inputs, stack, samples=not plan.replayed)
     servers = servers or ReplayServers(plan.replayed)
     state = {"command": "train", "step": 0, "batches": 0, "pass_rates": {}, "kl_coef": 0.0}
     with run.stage("sleep"):  # before the optimizer's state needs the memory

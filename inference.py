@@ -24,8 +24,8 @@ import copy
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import ray
 from omegaconf import DictConfig
@@ -40,7 +40,7 @@ from gym_client import Gym, GymError, ServerDownError, Session
 from kit.data.episode import Episode, PolicyVersion, append_tokens, from_output_items, gc_paused
 from kit.errors import RunError
 from kit.rollout import chat
-from kit.rollout.sampler import SamplerContext, Sampling, sample
+from kit.rollout.sampler import EpisodeRequest, SamplerContext, Sampling, sample
 
 MAX_CHARS_PER_TOKEN = 256  # no token is longer, so a longer text cannot fit (see its uses)
 MAX_SESSION_RETRIES = 3  # new attempts at an episode whose Gym server lost the session
@@ -258,21 +258,6 @@ def set_reward(episode: Episode, result: gym_client.VerifyResult) -> None:
 
 
 # --- one episode ---------------------------------------------------------------------------------
-
-
-class EpisodeRequest(NamedTuple):
-    """A task to run one episode of. Episodes with the same group id form a group of GRPO."""
-
-    task: Task
-    group_id: str
-
-
-def repeat_per_group(tasks: Iterable[Task], n: int, name: str) -> list[EpisodeRequest]:
-    """Request n episodes of each task. name: of this batch, unique in the run."""
-    requests: list[EpisodeRequest] = []
-    for number, task in enumerate(tasks):
-        requests += [EpisodeRequest(task, f"{name}/{number}")] * n
-    return requests
 
 
 async def run_episode(

@@ -37,7 +37,7 @@ from env import Task
 from kit.config.load import load_config
 from kit.extras import one_step_off
 from kit.rollout.client import Client
-from kit.rollout.sampler import make_sampler_context
+from kit.rollout.sampler import make_sampler_context, repeat_per_group
 from kit.runs.cli import quiet
 
 PROMPTS, MEMBERS, LONGEST, SYNC_S = 16, 8, 1000, 1.0  # LONGEST: tokens of the longest answer
@@ -151,12 +151,12 @@ def simulate(case: str, steps: int, speed: float) -> tuple[Gpus, list[float]]:
             context=policy, gym=Verifier(), loop=loop, checkpoint_manager=gpus, rollout_workers=None, is_asleep=False
         )
         gpus.begin, ended = time.perf_counter(), [0.0]
-        requests = inference.repeat_per_group(gpus.tasks(1), MEMBERS, "1")
+        requests = repeat_per_group(gpus.tasks(1), MEMBERS, "1")
         for step in range(1, steps + 1):
             episodes = servers.rollout(requests, {})
             assert {e.status for e in episodes} == {"ok"}, episodes[0].error
             servers.sleep()
-            requests = inference.repeat_per_group(gpus.tasks(step + 1), MEMBERS, str(step + 1))
+            requests = repeat_per_group(gpus.tasks(step + 1), MEMBERS, str(step + 1))
             if is_ahead and step < steps:
                 servers.start_rollout(requests, {})
             gpus.train()

@@ -42,7 +42,7 @@ import training
 from env import Task
 from kit.config.load import load_config
 from kit.data import metrics, rollout_files, selection
-from kit.rollout.sampler import make_sampler_context
+from kit.rollout.sampler import make_sampler_context, repeat_per_group
 from kit.runs.cli import quiet
 from kit.runs.run_dir import Run
 
@@ -126,7 +126,7 @@ def measure(count: int, tokens: int, rate: float) -> dict[str, float]:
         Task(f"rows:{i}", row, "stub", prompt, list(range(3, 3 + PROMPT)))
         for i in range(count // MEMBERS)
     ]
-    requests = inference.repeat_per_group(tasks, MEMBERS, "1")
+    requests = repeat_per_group(tasks, MEMBERS, "1")
     run = Run(config)
     (run.folder / "rollouts").mkdir(parents=True, exist_ok=True)
     seconds: dict[str, float] = {}

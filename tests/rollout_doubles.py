@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 import env
 import gym_client
 import inference
-from kit.rollout.sampler import SamplerContext
+from kit.rollout.sampler import SamplerContext, repeat_per_group
 
 STOP = 1
 SAMPLING = {"temperature": 0.7, "top_p": 0.9}
@@ -121,7 +121,7 @@ def run_rollout(
 ) -> list[inference.Episode]:
     """The episodes of a rollout of n episodes for each of `count` tasks."""
     rollout = inference.rollout_with_baselines if baselines else inference.rollout
-    requests = inference.repeat_per_group(make_tasks(count), n, "4")
+    requests = repeat_per_group(make_tasks(count), n, "4")
     return asyncio.run(rollout(requests, sampling, make_context(client, **changes), gym, on_done))
 
 

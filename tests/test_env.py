@@ -22,7 +22,7 @@ from kit.data.verl_rows import read_rows
 
 
 def some_tasks(**files):
-    """Tasks of made-up files: name = (rows, weight)."""
+    """Make tasks of files that do not exist: name = (rows, weight)."""
     return [
         env.Task(f"{file}:{n}", {}, "mcqa", [], [], file=file, weight=weight)
         for file, (count, weight) in files.items()
@@ -35,7 +35,7 @@ def ids(tasks):
 
 
 @pytest.mark.parametrize(("count", "size"), [(10, 3), (9, 3), (3, 7), (1, 2)])
-def test_batches_are_one_stream_that_shows_each_row_once_an_epoch(count, size):
+def test_batches_are_one_stream_with_each_row_once_per_epoch(count, size):
     tasks = some_tasks(a=(count, None))
     batches = [ids(env.take_batch(tasks, size, step, seed=1)) for step in range(1, 21)]
     assert {len(b) for b in batches} == {size}
@@ -49,14 +49,14 @@ def test_batches_are_one_stream_that_shows_each_row_once_an_epoch(count, size):
     assert [alone[step] for step in range(1, 21)] == batches
 
 
-def test_the_order_of_batches():
+def test_the_order_depends_on_seed_and_epoch():
     tasks = some_tasks(a=(30, None))
     first, second, other = (
         ids(env.take_batch(tasks, 30, step, seed)) for step, seed in ((1, 1), (2, 1), (1, 2))
     )
     assert (
         first != second and first != other and first != ids(tasks)
-    )  # seeded, and another order each epoch
+    )  # the order depends on the seed and the epoch
     assert ids(env.take_batch(tasks, 3, 2, seed=1, shuffle=False)) == ["a:4", "a:5", "a:6"]
     assert ids(env.take_batch(some_tasks(a=(4, None)), 3, 2, seed=1, shuffle=False)) == [
         "a:4",
@@ -67,7 +67,7 @@ def test_the_order_of_batches():
         env.take_batch([], 3, 1, seed=1)
 
 
-def test_weighted_batches_have_the_same_composition_and_read_every_file_through():
+def test_weighted_batches_have_one_composition_and_use_every_row():
     tasks = some_tasks(a=(7, 0.5), b=(40, 0.3), c=(1, 0.2))
     batches = [env.take_batch(tasks, 8, step, seed=3) for step in range(1, 21)]
     for b in batches:
@@ -83,7 +83,7 @@ def test_weighted_batches_have_the_same_composition_and_read_every_file_through(
     assert [env.take_batch(tasks, 8, step, seed=4) for step in range(1, 21)] != batches
 
 
-def test_files_of_one_size_have_orders_of_their_own():
+def test_files_of_one_size_have_different_orders():
     picked = ids(env.take_batch(some_tasks(a=(20, 1), b=(20, 1)), 40, 1, seed=1))
     assert [i.split(":")[1] for i in picked[:20]] != [i.split(":")[1] for i in picked[20:]]
 
@@ -107,7 +107,7 @@ def test_quotas_are_by_largest_remainder(weights, size, counts):
     )
 
 
-def test_weights_that_cannot_be_kept():
+def test_a_file_without_a_row_in_the_batch_is_an_error():
     with pytest.raises(
         env.DataError, match=r"^b: weight=0.05 gives no row in a batch of 8\. Raise it\.$"
     ):
@@ -162,7 +162,7 @@ def command(*arguments):
     return run([sys.executable, str(ROOT / "env.py"), *map(str, arguments)], cwd=ROOT, timeout=60)
 
 
-def test_generators_by_command(tmp_path):
+def test_the_command_writes_the_rows_of_a_generator(tmp_path):
     done = command("arithmetic", "--out", tmp_path, "--high", 5, "--validation", 3)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1] == f"{tmp_path}/arithmetic_validation.jsonl: 3 rows"
@@ -174,7 +174,7 @@ def test_generators_by_command(tmp_path):
     assert command("arithmetic", "--server", "mcqa").returncode == 2
 
 
-def test_gsm8k_without_a_hub_is_one_line_at_once(tmp_path, monkeypatch):
+def test_gsm8k_without_a_hub_fails_soon_with_one_line(tmp_path, monkeypatch):
     for name, value in {
         "HF_ENDPOINT": "http://127.0.0.1:9",
         "HF_HOME": str(tmp_path),
@@ -184,14 +184,15 @@ def test_gsm8k_without_a_hub_is_one_line_at_once(tmp_path, monkeypatch):
     begin = time.monotonic()
     failed = command("gsm8k", "--out", tmp_path / "out")
     assert failed.returncode == 1 and not (tmp_path / "out").exists()
+    hint = r"Set --source to a folder with its JSONL files\."
     assert re.fullmatch(
-        r"error: openai/gsm8k cannot be loaded: .+\. Set --source to a folder with its JSONL files\.\n",
+        rf"error: openai/gsm8k cannot be loaded: .+\. {hint}\n",
         failed.stderr,
     )
     assert time.monotonic() - begin < 20
 
 
-def test_a_generator_of_ones_own_is_one_line_more(tmp_path):
+def test_a_new_generator_needs_one_entry(tmp_path):
     own = tmp_path / "own.py"
     own.write_text(
         "import env\n"
@@ -212,20 +213,20 @@ def test_a_generator_of_ones_own_is_one_line_more(tmp_path):
     ]
 
 
-def test_what_cannot_be_written_is_one_line(tmp_path):
+def test_a_write_error_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     failed = command("counter", "--out", tmp_path / "file")
     assert failed.returncode == 1 and re.fullmatch(r"error: \[Errno \d+\] .*\n", failed.stderr)
 
 
-def test_the_counters_rows(tmp_path):
+def test_counter_rows(tmp_path):
     assert command("counter", "--out", tmp_path).returncode == 0
     rows = {
         split: [r for _, r in read_rows(tmp_path / f"counter_{split}.jsonl")]
         for split in ("train", "validation")
     }
     asked = {split: {r["expected_count"] for r in some} for split, some in rows.items()}
-    assert asked["train"] | asked["validation"] == set(range(1, 100)) - {7}  # which is shown
+    assert asked["train"] | asked["validation"] == set(range(1, 100)) - {7}  # 7 is in the example
     assert not asked["train"] & asked["validation"]
     for r in rows["train"] + rows["validation"]:
         messages, tools = env.render_row(r, "x:1")

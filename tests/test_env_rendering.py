@@ -30,7 +30,7 @@ def shipped():
         "rollouts",
         "bixbench_example",
         "example_questions",
-    )  # results; questions without a prompt
+    )  # results, and questions without a prompt
     return [
         (file.parts[-3], file) for file in files if not any(name in file.name for name in no_rows)
     ]
@@ -106,9 +106,9 @@ PARTS = [
         ({"input": None}, []),
         ({}, []),
         ({"instructions": "i"}, [system("i")]),
-        # keys spelled out with null
+        # keys that are null
         ({"input": "hi", "instructions": None, "tools": None, "metadata": None}, [user("hi")]),
-        # instructions and the system messages that follow become one; without instructions they stay as they are
+        # instructions and the next system messages become one; otherwise those stay separate
         ({"input": "hi", "instructions": "i"}, [system("i"), user("hi")]),
         (
             {
@@ -215,7 +215,7 @@ def test_tools_become_chat_tools():
         ({"input": "hi", "tools": [FLAT, {"type": "web_search"}]}, "web_search"),
     ],
 )
-def test_what_the_kit_cannot_ask_is_refused(params, named):
+def test_valid_rows_that_the_kit_cannot_use_are_unsupported(params, named):
     with pytest.raises(env.UnsupportedRowError, match=r"^x\.jsonl:1: .*" + named):
         messages_of(**params)
 
@@ -223,7 +223,7 @@ def test_what_the_kit_cannot_ask_is_refused(params, named):
 @pytest.mark.parametrize(
     "tool", [{"name": "f"}, {"type": None, "name": "f"}, {"function": {"name": "f"}}]
 )
-def test_a_tool_without_a_type_is_refused(tool):
+def test_a_tool_without_a_type_is_unsupported(tool):
     with pytest.raises(
         env.UnsupportedRowError,
         match=r"^x:1: tools of type None are not supported, only functions\. Remove such rows\.$",
@@ -267,7 +267,7 @@ def test_a_tool_without_a_type_is_refused(tool):
         ({"input": "hi", "tools": [{"type": "function"}]}, "`name` of a function"),
     ],
 )
-def test_malformed_rows_are_errors_not_refusals(params, named):
+def test_malformed_rows_are_errors_and_not_unsupported(params, named):
     with pytest.raises(env.DataError, match=r"^x\.jsonl:1: .*" + named) as raised:
         messages_of(**params)
     assert not isinstance(raised.value, env.UnsupportedRowError)
@@ -290,7 +290,7 @@ ROLES = ("system", "user", "assistant", "tool")
 REFUSED = {"asr_with_pc": AUDIO}
 
 
-def test_the_example_rows_of_all_servers_load_or_are_refused(shipped):
+def test_the_example_rows_of_all_servers_load_or_are_unsupported(shipped):
     assert len({server for server, _ in shipped}) == 95
     refused, empty, tools, seeing = {}, set(), set(), set()
     for server, file in shipped:
@@ -330,7 +330,7 @@ for line in sys.stdin:
 
 
 def test_rendering_agrees_with_gyms_own_converter(shipped):
-    """Apart from what chat templates want: developer, content null, arguments as JSON, the name of a tool's answer."""
+    """Except for developer, null content, JSON arguments, and the names of tool outputs."""
     rows = []
     for server, file in shipped:
         if server not in REFUSED:
@@ -388,9 +388,10 @@ def with_template(tokenizer, monkeypatch):
     return change
 
 
-def test_the_template_decides_what_is_asked(with_template):
+def test_the_chat_template_makes_the_prompt_and_its_errors_name_the_row(with_template):
     plain = with_template(
-        "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}?{% endif %}"
+        "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+        "{% if add_generation_prompt %}?{% endif %}"
     )
     ids = env.encode_messages([user("hi")], [], plain)
     assert all(type(i) is int for i in ids) and plain.decode(ids) == "hi ?"

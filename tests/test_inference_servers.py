@@ -110,7 +110,8 @@ def make_servers(monkeypatch):
 
     def make(actor="actor", workers=None) -> inference.Servers:
         context = make_context(None)
-        context.tokenizer.vision = SimpleNamespace(placeholders=[9])
+        # of a model whose image tokens are banned
+        context.processor = SimpleNamespace(sampling_params=lambda: {"logit_bias": {9: -100.0}})
         loop = asyncio.Runner()
         return inference.Servers(make_recipe(), Manager, actor, context, "gym", loop, workers)
 
@@ -150,7 +151,7 @@ def test_a_rollout_runs_here_or_in_the_workers_with_the_sampling_of_the_call(
             return [name, *arguments]
 
         monkeypatch.setattr(inference, name, record)
-    sampling = {"temperature": 0.4, "logit_bias": {9: -100.0}}  # image tokens are banned
+    sampling = {"temperature": 0.4, "logit_bias": {9: -100.0}}
     servers = make_servers()
     arguments = ["requests", sampling, servers.context, servers.gym, print]
     result = servers.rollout("requests", {"temperature": 0.4}, print)

@@ -17,7 +17,7 @@ from kit.data.selection import check_failures, select_trainable
 from kit.errors import RunError
 from kit.extras import convert
 from kit.gym.network import find_free_port
-from kit.rollout.sampler import build_sampling_params
+from kit.rollout.sampler import build_sampling_params, repeat_per_group
 
 # Bound on the mean |log-prob difference| of a sampled token: rounding, as both sides compute in float32.
 AGREE = 4e-5
@@ -33,7 +33,7 @@ def session(stack):
 def sample(trainer, n=4, servers=None, **changes):
     sampling = build_sampling_params(trainer.config, is_validation=False) | changes
     return (servers or trainer.servers).rollout(
-        inference.repeat_per_group(trainer.inputs.train, n, "a"), sampling
+        repeat_per_group(trainer.inputs.train, n, "a"), sampling
     )
 
 

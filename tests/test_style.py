@@ -1,6 +1,6 @@
 """The code reads easily: short functions, one statement for one thing, plain names, plain English.
 
-Ruff checks line length, branches, statements and nesting (pyproject.toml). This file checks the rest.
+Ruff checks line length, branches, statements and nesting (pyproject.toml), this file the rest.
 """
 
 from __future__ import annotations
@@ -47,8 +47,24 @@ PHRASES = [
     "got nowhere",
 ]
 PHRASE = re.compile(rf"\b({'|'.join(PHRASES)})\b", re.IGNORECASE)
-SUBJECT = re.compile(r"(?:^|[.:;] )(What|Where|Who|Whoever|Whatever) (?!is\b.*\?|if\b)[a-z]", re.MULTILINE)
-NAMES = set("told said why asked found theirs ours way_out todo owed made given known".split())
+SUBJECT = re.compile(
+    r"(?:^|[.:;] )(What|Where|Who|Whoever|Whatever) (?!is\b.*\?|if\b)[a-z]", re.MULTILINE
+)
+NAMES = {
+    "told",
+    "said",
+    "why",
+    "asked",
+    "found",
+    "theirs",
+    "ours",
+    "way_out",
+    "todo",
+    "owed",
+    "made",
+    "given",
+    "known",
+}
 
 
 def read_tree(path: Path) -> ast.Module:
@@ -70,19 +86,21 @@ def phrase_problems(path: Path) -> Iterator[str]:
     for line, text in texts(path):
         for pattern in (PHRASE, SUBJECT):
             for match in pattern.finditer(text):
-                yield f"{line}: {match[0].strip()!r} in {text[max(0, match.start() - 30) : match.end() + 30]!r}"
+                context = text[max(0, match.start() - 30) : match.end() + 30]
+                yield f"{line}: {match[0].strip()!r} in {context!r}"
 
 
 def bound_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, name) of each variable, argument, function, class and attribute that the file defines."""
+    """(line, name) of each variable, argument, function, class and attribute that the file defines.
+    """
     for node in ast.walk(tree):
         if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
             yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
         elif isinstance(node, ast.arg):
             yield node.lineno, node.arg
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield node.lineno, node.name
-        elif isinstance(node, ast.ExceptHandler) and node.name:
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or (
+            isinstance(node, ast.ExceptHandler) and node.name
+        ):
             yield node.lineno, node.name
 
 
@@ -93,7 +111,9 @@ def name_problems(path: Path) -> Iterator[str]:
 
 
 def is_walrus_test(node: ast.expr, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether a walrus is the whole test of an `if` or `while`, or the left side of a comparison that is."""
+    """Whether a walrus is the whole test of an `if` or `while`, or the left side of a comparison
+    that is.
+    """
     parent = parents[node]
     if isinstance(parent, ast.Compare) and parent.left is node:
         node, parent = parent, parents[parent]
@@ -103,12 +123,15 @@ def is_walrus_test(node: ast.expr, parents: dict[ast.AST, ast.AST]) -> bool:
 def multiplies_text(node: ast.BinOp) -> bool:
     """Whether this is `"text" * condition`, which an `if` says more clearly."""
     for text, factor in ((node.left, node.right), (node.right, node.left)):
-        if isinstance(text, (ast.JoinedStr, ast.List)) and not isinstance(factor, ast.Constant):
-            if isinstance(text, ast.JoinedStr) or isinstance(factor, (ast.Compare, ast.BoolOp)):
-                return True
-        if isinstance(text, ast.Constant) and isinstance(text.value, str):
-            if re.search("[A-Za-z]", text.value) and not isinstance(factor, ast.Constant):
-                return True
+        if isinstance(factor, ast.Constant):
+            continue
+        if isinstance(text, ast.JoinedStr):
+            return True
+        if isinstance(text, ast.List) and isinstance(factor, (ast.Compare, ast.BoolOp)):
+            return True
+        is_text = isinstance(text, ast.Constant) and isinstance(text.value, str)
+        if is_text and re.search("[A-Za-z]", text.value):
+            return True
     return False
 
 
@@ -128,7 +151,9 @@ def structure_problems(path: Path) -> Iterator[str]:
                 yield f"{line}: a comprehension with two `for`: {text[:80]}"
             elif len(text) > MAX_COMPREHENSION:
                 yield f"{line}: a comprehension of {len(text)} characters: {text[:80]}"
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and multiplies_text(node):
+        elif (
+            isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and multiplies_text(node)
+        ):
             yield f"{line}: text * condition: {ast.unparse(node)[:80]}"
         elif isinstance(node, ast.Lambda) and len(ast.unparse(node.body)) > MAX_LAMBDA:
             yield f"{line}: a lambda that should be a function: {ast.unparse(node)[:80]}"
@@ -138,7 +163,9 @@ def is_swap(node: ast.Assign) -> bool:
     """Whether this is `a, b = b, a`."""
     target = node.targets[0]
     assert isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
-    return {ast.unparse(part) for part in target.elts} == {ast.unparse(part) for part in node.value.elts}
+    return {ast.unparse(part) for part in target.elts} == {
+        ast.unparse(part) for part in node.value.elts
+    }
 
 
 def size_problems(path: Path) -> Iterator[str]:
@@ -171,5 +198,8 @@ def test_a_file_reads_easily(path):
 
 
 def test_no_test_file_is_long():
-    lengths = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("test_*.py")}
+    lengths = {
+        path.name: len(path.read_text().splitlines())
+        for path in (ROOT / "tests").rglob("test_*.py")
+    }
     assert {name: lines for name, lines in lengths.items() if lines > MAX_TEST_FILE_LINES} == {}

@@ -42,7 +42,7 @@ from omegaconf import DictConfig, OmegaConf
 import env
 import gym_client
 from kit.config.python_files import import_file
-from kit.errors import ConfigError, UserFunctionError, RunError
+from kit.errors import ConfigError, RunError, UserFunctionError
 
 ROOT = Path(__file__).resolve().parents[2]
 TEACHER = "distillation.teacher_models.teacher_model.model_path"
@@ -164,7 +164,8 @@ def load_recipe_functions(config: DictConfig) -> RecipeFunctions:
     reward: Callable[[Any], float] = reward_of_verifier
     if settings["reward"]:
         reward = load_function(settings["reward"], "env.reward")
-    sampler: Callable[..., list[Any]] = functools.partial(take_in_order, shuffle=config.data.shuffle)
+    sampler: Callable[..., list[Any]]
+    sampler = functools.partial(take_in_order, shuffle=config.data.shuffle)
     if settings["sampler"]:
         sampler = load_function(settings["sampler"], "env.sampler")
     filters = [load_function(spec, "env.filters") for spec in specs]
@@ -207,7 +208,7 @@ def load_function(spec: str | Mapping[str, Any], key: str) -> Callable[..., Any]
 
 
 def find_function_file(name: str, key: str) -> Path:
-    """The file of `path.py:function`, in the current folder or the kit's. Raises UserFunctionError."""
+    """The file of `path.py:function`, in this folder or the kit's. Raises UserFunctionError."""
     file, _, function = name.rpartition(":")
     for path in (Path(file), ROOT / file):
         if path.is_file():

@@ -25,7 +25,7 @@ def read_raw_rows(path: str | Path, *columns: str) -> Iterator[tuple[str, Any]]:
     """
     path = Path(path)
     if not path.is_file():
-        raise DataError(f"{path}: no such file. {suggest_command(path)}")
+        raise DataError(f"{path}: no such file. Check the path. {suggest_command(path)}")
     try:
         rows = read_parquet(path, columns) if path.suffix == ".parquet" else read_json(path)
         for number, raw in enumerate(rows, 1):

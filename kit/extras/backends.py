@@ -171,4 +171,3 @@ def indivisible_widths(text_config: Any) -> list[str]:
         "MLP": mlp,
     }
     return [f"{name} {width}" for name, width in widths.items() if width % FP8_BLOCK]
-

@@ -20,9 +20,9 @@ from concurrent.futures import Future
 from typing import Any
 
 import inference
-from inference import EpisodeRequest, OnDone, ignore_episode
+from inference import OnDone, ignore_episode
 from kit.data.episode import Episode
-from kit.rollout.sampler import Sampling
+from kit.rollout.sampler import EpisodeRequest, Sampling
 
 
 class BackgroundLoop:

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import inference
 from gym_client import GymError
-from inference import EpisodeRequest, OnDone
+from inference import OnDone
 from kit import extras
 from kit.config.keys import to_plain
 from kit.config.resources import cores
@@ -31,7 +31,7 @@ from kit.data.episode import Episode
 from kit.errors import RunError
 from kit.gym.verifiers import make_verifiers
 from kit.rollout.client import Client
-from kit.rollout.sampler import SamplerContext, Sampling, make_sampler_context
+from kit.rollout.sampler import EpisodeRequest, SamplerContext, Sampling, make_sampler_context
 
 MAX_CALLS = 10_000  # concurrent calls of one actor; a call is a group of episodes
 

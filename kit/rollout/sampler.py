@@ -1,16 +1,19 @@
-"""Sample one response of the policy from the rollout engine: token ids in, token ids out."""
+"""Requests of a rollout, and one response of the policy: token ids in, token ids out."""
 
 from __future__ import annotations
 
 import asyncio
 import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
+from env import Task
 from gym_client import GymError
 from kit.config.resources import rollout_gpus
+from kit.config.user_functions import needs
 from kit.data.episode import ABORTED, PolicyVersion, PolicyVersions
 from kit.data.processor import TextProcessor
 from kit.errors import RunError
@@ -58,28 +61,28 @@ class SampledResponse(NamedTuple):
 
 
 def make_sampler_context(
-    config: DictConfig, client: Any, data: Any, timeout_s: float
+    config: DictConfig, client: Any, inputs: Any, timeout_s: float
 ) -> SamplerContext:
     """Make the context from verl's keys: data.max_*_length, rollout.multi_turn.* and others.
 
     There are as many episode slots as the engines run sequences: rollout.max_num_seqs each.
-    data: the prepared inputs of the run, with `tokenizer`, `processor`, `stop_ids` and `model`.
+    inputs: kit.runs.prepare.RunInputs; of it `tokenizer`, `processor`, `stop_ids` and `model`.
     """
     rollout = config.actor_rollout_ref.rollout
     turns = rollout.multi_turn
     engines = rollout_gpus(config) // rollout.tensor_model_parallel_size
     return SamplerContext(
         client=client,
-        tokenizer=data.tokenizer,
-        processor=data.processor,
-        stop_ids=data.stop_ids,
+        tokenizer=inputs.tokenizer,
+        processor=inputs.processor,
+        stop_ids=inputs.stop_ids,
         max_prompt_length=config.data.max_prompt_length,
         max_response_length=config.data.max_response_length,
         max_turns=turns.max_assistant_turns,
         max_tool_chars=turns.max_tool_response_length,
         tool_format=turns.format,
         timeout_s=timeout_s,
-        vocab_size=data.model.vocab_size,
+        vocab_size=inputs.model.vocab_size,
         seed=rollout.seed if rollout.full_determinism else None,
         episode_slots=asyncio.Semaphore(engines * rollout.max_num_seqs),
         max_staleness=config.trainer.one_step_off,
@@ -165,3 +168,42 @@ def check_policy_versions(policy_versions: PolicyVersions, context: SamplerConte
                 f"of step {current}: the weight update did not reach this server. Read logs/ray in "
                 "the run folder, then rerun the same command to resume from the last checkpoint."
             )
+
+
+# --- what to sample ------------------------------------------------------------------------------
+
+
+class EpisodeRequest(NamedTuple):
+    """A task to run one episode of. Episodes with the same group id form a group of GRPO."""
+
+    task: Task
+    group_id: str
+
+
+def repeat_per_group(tasks: Iterable[Task], n: int, name: str) -> list[EpisodeRequest]:
+    """Request n episodes of each task. name: of this batch, unique in the run."""
+    requests: list[EpisodeRequest] = []
+    for number, task in enumerate(tasks):
+        requests += [EpisodeRequest(task, f"{name}/{number}")] * n
+    return requests
+
+
+class RolloutArgs(NamedTuple):
+    """The arguments of `inference.Servers.rollout`."""
+
+    requests: list[EpisodeRequest]
+    sampling: Sampling
+    baselines: bool  # whether to add one greedy response a prompt
+
+
+def make_rollout_args(
+    config: DictConfig, tasks: Sequence[Task], batch_name: str, is_validation: bool
+) -> RolloutArgs:
+    """The episodes of a batch, and how to sample them. batch_name: unique in the run."""
+    rollout = config.actor_rollout_ref.rollout
+    n = rollout.val_kwargs.n if is_validation else rollout.n
+    return RolloutArgs(
+        repeat_per_group(tasks, n, batch_name),
+        build_sampling_params(config, is_validation),
+        baselines=not is_validation and needs(config, "reward_baselines"),
+    )

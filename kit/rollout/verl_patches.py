@@ -26,7 +26,7 @@ def move_to_temp_folder(address: str) -> str:
     verl names these sockets /tmp/rl-colocate-zmq-JOB-replica-R-rank-L.sock. Every local Ray starts
     with the same job id, so two runs on one machine would read each other's weights. In addition,
     what arrives there is unpickled, and every user may write to /tmp. The run's temporary folder
-    belongs to one run and one user (kit/extras/supervisor/process_monitor.py).
+    belongs to one run and one user (kit/runs/isolation.py).
     https://github.com/verl-project/verl/issues/6233
     """
     return address.replace("ipc:///tmp/", f"ipc://{tempfile.gettempdir()}/")

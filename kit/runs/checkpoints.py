@@ -409,7 +409,7 @@ def read(path: Path) -> Any:
     """
     import numpy as np
     import torch
-    import torch.distributed.tensor  # noqa: F401  (DTensor, of which FSDP's shards are)
+    import torch.distributed.tensor  # noqa: F401  (for DTensor, of which FSDP's shards are)
 
     rng_state = np.random.get_state()[1]  # type: ignore[index]  # NumPy's RNG is saved, too
     array_constructor = rng_state.__reduce__()[0]  # type: ignore[union-attr]

@@ -20,12 +20,10 @@ import gym_client
 from kit import extras
 from kit.config.load import load_config
 from kit.data.episode import Episode
-from kit.data.rollout_files import load_replay
 from kit.errors import ConfigError, RunError, Stop, UserFunctionError
 from kit.gym import network
 from kit.runs import checkpoints, files, prepare, summary, trial
-from kit.runs.console import console
-from kit.runs.text import remove_control_characters
+from kit.runs.console import console, remove_control_characters
 
 EXPECTED_ERRORS = (  # printed as a message, without a traceback
     ConfigError,
@@ -88,7 +86,11 @@ def plan(
         inputs = prepare.prepare(config, command)
     if command in ("train", "sft") and not replay:  # the rows may determine the number of steps
         resume_from, notes = checkpoints.find_resume_point(config)
-    replayed = load_replay(Path(replay), inputs.train) if replay else []
+    replayed: list[list[Episode]] = []
+    if replay:
+        from kit.data.rollout_files import load_replay
+
+        replayed = load_replay(Path(replay), inputs.train)
     if resume_from:
         notes += checkpoints.check(resume_from, config, command)
         notes.append(f"resume      from {resume_from}")

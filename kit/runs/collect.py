@@ -29,7 +29,6 @@ from kit.data.episode import Episode, RecordIndex
 from kit.data.selection import check_failures, select_trainable
 from kit.errors import ConfigError
 from kit.rollout.sampler import build_sampling_params
-from kit.rollout.sampler import build_sampling_params
 from kit.runs.console import print_examples
 from kit.runs.prepare import RunInputs
 from kit.runs.run_dir import Run

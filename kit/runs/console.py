@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,8 +24,9 @@ from rich.progress import (
 from rich.table import Table
 
 from kit.data.episode import Episode
-from kit.runs.text import remove_control_characters
 
+# C0 without tab and newline, DEL, C1: a terminal executes them as commands (ECMA-48)
+CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 RECENT_STEPS = 8  # rows of the table
 MIN_SECONDS = 0.05  # of a stage, to be shown
 # labels of stages; the others show their own name
@@ -102,6 +104,15 @@ def describe_seconds(timing: Mapping[str, float]) -> str:
     ]
     total = timing.get("step", sum(timing.values()))
     return f"{total:.1f}s ({' '.join(stages)})"
+
+
+def remove_control_characters(text: str) -> str:
+    """A text that is safe to print on a terminal: without control characters.
+
+    >>> remove_control_characters("red: \\x1b[31m, bell: \\x07")
+    'red: [31m, bell: '
+    """
+    return CONTROL_CHARACTERS.sub("", text)
 
 
 def say(text: str) -> None:

@@ -196,7 +196,6 @@ def serves_agents(config: DictConfig) -> bool:
 def connect_to_engine(launch: Launch, manager: Any) -> Any:
     """The client of the rollout engine, with its timeouts."""
     from kit.rollout.client import Client
-    from kit.rollout.sampler import make_sampler_context
 
     config = launch.config
     addresses = dict(zip(manager.server_addresses, manager.server_handles, strict=True))

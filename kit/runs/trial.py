@@ -65,7 +65,8 @@ def try_functions(config: DictConfig, inputs: Any) -> None:
         try_advantage(config)
         try_loss(config)
     except UserFunctionError as error:
-        raise UserFunctionError(f"{error} (Tried on synthetic episodes. Nothing was started.)") from error
+        note = "(Tried on synthetic episodes. Nothing was started.)"
+        raise UserFunctionError(f"{error} {note}") from error
 
 
 def try_function(function: Callable[[list[Episode]], Any], episodes: list[Episode]) -> None:

@@ -1,4 +1,4 @@
-"""What a run reads from the files of a model."""
+"""The files of a model: configuration, tokenizer, ids that end a response."""
 
 from __future__ import annotations
 

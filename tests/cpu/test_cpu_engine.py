@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,7 +38,7 @@ def pack(groups):
 def attend_plainly(tensors, layout, offsets, scaling):
     """Plain attention over each prompt with its response, [T, H, D]."""
     outputs = []
-    for begin, end in zip(offsets, offsets[1:], strict=False):
+    for begin, end in itertools.pairwise(offsets):
         q, k, v = (x[0][:, layout.packed_positions[begin:end]] for x in tensors)  # [heads, t, D]
         repeats = len(q) // len(k)
         k, v = (x.repeat_interleave(repeats, dim=0) for x in (k, v))

@@ -34,8 +34,8 @@ def verified(rewards):
     ]
 
 
-def test_pass_at_k_is_the_chance_that_some_of_k_are_right():
-    """Against its definition: the fraction of all k-subsets of a row's episodes that hold a right one."""
+def test_pass_at_k_is_the_chance_that_one_of_k_is_right():
+    """Compared with the definition: the fraction of all k-subsets that have a right episode."""
     rewards = {0: [1.0, 0.0, 0.0, 0.5], 1: [0.0] * 4, 2: [1.0, 1.0, 2.0, 0.0]}
     metrics = compute_scores(verified(rewards), 4, "s")
     for k in (1, 2, 4):
@@ -48,7 +48,7 @@ def test_pass_at_k_is_the_chance_that_some_of_k_are_right():
     assert metrics["val-core/s/acc/mean@4"] == pytest.approx(4 / 12)
     assert (
         compute_validation_metrics(verified(rewards), 4).items() > metrics.items()
-    )  # training and `evaluate` say the same
+    )  # the same in training and `evaluate`
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_metrics_are_by_server():
     ]
     metrics = compute_rollout_metrics(episodes, select_trainable(episodes)[0])
     assert metrics["rollout/failed_frac"] == 0.5 and metrics["rollout/failed/timeout"] == 3
-    assert metrics["rollout/groups_dropped"] == 2  # b's has one member left, c's none
+    assert metrics["rollout/groups_dropped"] == 2  # b has one episode left, c has none
     assert metrics["rollout/episodes"] == 6 and metrics["rollout/kept"] == 2
     assert metrics["rollout/zero_variance_groups"] == 0 and metrics["rollout/reward/mean"] == 0.5
     assert metrics["reward/a/mean"] == 0.5 and metrics["reward/a/format/mean"] == 0.75
@@ -101,7 +101,7 @@ def test_metrics_are_by_server():
     assert metrics["rollout/turns/mean"] == pytest.approx(4 / 3)
 
 
-def test_groups_that_teach_nothing_and_what_filters_drop_are_counted():
+def test_zero_variance_groups_and_dropped_episodes_are_counted():
     episodes = [
         episode("a", "1", 1.0),
         episode("a", "1", 1.0),
@@ -125,7 +125,7 @@ def of_row(row_id, reward, status="ok"):
     return Episode(row_id, "g", "s", [1], reward=reward, status=status)
 
 
-def test_a_pass_rate_is_halfway_between_the_one_before_and_that_of_the_new_answers():
+def test_a_pass_rate_is_the_mean_of_the_old_rate_and_the_new_one():
     made = [
         of_row("a", 1.0),
         of_row("a", 0.0),
@@ -138,26 +138,26 @@ def test_a_pass_rate_is_halfway_between_the_one_before_and_that_of_the_new_answe
         "a": 0.5,
         "b": 1.0,
         "d": 0.0,
-    }  # the first ones are what they are
+    }  # without an old rate: the new one
     before = {"a": 0.25, "b": 0.5, "d": 0.5, "e": 0.75}
     assert update_pass_rates(made, before) == {
         "a": 0.375,
         "b": 0.75,
         "d": 0.25,
-    }  # of rows without a new answer: nothing
+    }  # nothing for rows without a new response
     assert before == {"a": 0.25, "b": 0.5, "d": 0.5, "e": 0.75}
     assert update_pass_rates([of_row("a", None)], {"a": 0.5}) == {"a": 0.25}  # no reward, no pass
     assert update_pass_rates([], before) == {}
 
 
-def test_an_evaluation_also_says_what_failures_hide():
-    """Four right answers, and four that stall the verifier."""
+def test_an_evaluation_also_reports_scores_with_failures():
+    """Four right responses, and four that the verifier fails on."""
     made = [episode("s", str(i), 1.0) for i in range(4)] + [
         episode("s", str(i), None) for i in range(4, 8)
     ]
     made += [episode("t", "9", 0.25), episode("u", "10", None)]
     for e in made[4:8]:
-        e.reward = 7.0  # of a failed episode nothing counts
+        e.reward = 7.0  # the reward of a failed episode does not count
     metrics = compute_validation_metrics(made, 1)
     assert metrics.pop("val-aux/failed_frac") == 0.5
     assert metrics == {
@@ -183,11 +183,12 @@ def test_an_evaluation_also_says_what_failures_hide():
         "is 1.000 over verified responses, 0.500 if a failed one counts as 0. "
         "See failures.jsonl of the run."
     )
+    no_response = "no response was verified. See failures.jsonl of the run."
     assert told == [
         f"WARNING     val-core/s/acc/mean@1 {over}",
         f"WARNING     val-core/s/reward/mean@1 {over}",
-        "WARNING     val-core/u/acc/mean@1: no response was verified. See failures.jsonl of the run.",
-        "WARNING     val-core/u/reward/mean@1: no response was verified. See failures.jsonl of the run.",
+        f"WARNING     val-core/u/acc/mean@1: {no_response}",
+        f"WARNING     val-core/u/reward/mean@1: {no_response}",
     ]
     told.clear()
     warn_about_failures(compute_validation_metrics(made[:4], 4), told.append)
@@ -224,7 +225,7 @@ def test_failed_frac_of_an_evaluation_is_that_of_failures():
     assert compute_validation_metrics(made[:3], 3)["val-aux/failed_frac"] == 0.0
 
 
-def test_failures_count_as_zero_of_as_many_answers_as_were_asked_for():
+def test_failures_count_as_zero_in_scores_with_failures():
     made = [episode("s", "1", r) for r in (2.0, 1.0, 0.5, None)]
     assert compute_scores_with_failures(made, 4, "s") == {
         "val-aux/s/acc/mean@4_failed_as_0": 0.5,
@@ -232,7 +233,7 @@ def test_failures_count_as_zero_of_as_many_answers_as_were_asked_for():
     }
 
 
-def test_the_command_evaluate_says_it_too_and_rollout_does_not():
+def test_evaluate_reports_scores_with_failures_and_rollout_does_not():
     right, failed = [episode("s", "1", 1.0)], [episode("s", "1", None)]
     found = collect.compute_scores(right, failed, 2, validate=True)
     assert (
@@ -246,8 +247,8 @@ def test_the_command_evaluate_says_it_too_and_rollout_does_not():
     assert collect.compute_scores([], failed, 2, validate=False) == {}
 
 
-def test_all_metrics_of_a_step():
-    """Exactly: what is there, and nothing else."""
+def test_the_metrics_of_a_step_are_exactly_these():
+    """There are no other metrics."""
     made = [
         episode(
             "a", "1", 1.0, policy_versions=[(2, 3)], timings={"verify_call": 1.0, "generate": 9.0}
@@ -298,7 +299,7 @@ def test_all_metrics_of_a_step():
     )
 
 
-def test_metrics_of_a_step_in_which_all_failed():
+def test_the_metrics_of_a_step_with_only_failures():
     made = [episode("a", "1", None), episode("a", "2", None)]
     made[1].status = "connect"
     assert compute_rollout_metrics(made, []) == {
@@ -313,8 +314,8 @@ def test_metrics_of_a_step_in_which_all_failed():
     }
 
 
-def test_staleness_is_the_steps_between_the_weights_that_sampled_and_those_that_are_trained():
-    """Step 5 trains the weights of step 4: what these sampled is 0 steps old."""
+def test_staleness_is_the_age_of_the_sampling_weights_in_steps():
+    """Step 5 trains the weights of step 4: tokens that those sampled are 0 steps old."""
     fresh, old = (
         episode("a", "1", 1.0, policy_versions=[(2, 4)]),
         episode("a", "1", 0.0, policy_versions=[(6, 1), (9, None)]),
@@ -329,7 +330,7 @@ def test_staleness_is_the_steps_between_the_weights_that_sampled_and_those_that_
     )
 
 
-def test_a_group_is_uniform_if_two_or_more_of_its_verified_answers_earn_the_same():
+def test_a_zero_variance_group_has_two_or_more_equal_rewards():
     def uniform(*rewards):
         return compute_rollout_metrics([episode("a", "1", r) for r in rewards], [])[
             "rollout/zero_variance_groups"
@@ -339,7 +340,7 @@ def test_a_group_is_uniform_if_two_or_more_of_its_verified_answers_earn_the_same
     assert uniform(1.0) == uniform(1.0, None) == uniform(1.0, 0.0) == uniform(1.0, 1.0, 0.0) == 0.0
 
 
-def test_components_are_means_by_server_and_name():
+def test_component_means_are_by_server_and_name():
     made = [
         episode("b", "1", 1.0, reward_components={"x": 1.0}),
         episode("b", "1", 1.0, reward_components={"x": 0.0}),

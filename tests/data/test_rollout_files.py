@@ -1,4 +1,4 @@
-"""Episodes written down and read again: what a replay is made of."""
+"""Episodes are written to files, read again and replayed. Failures of an episode are recorded."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from gym_client import GymError
 from kit.data import rollout_files
 from kit.data.episode import TOKEN_FIELDS, Episode, TurnSpan, append_tokens, gc_paused
 from kit.errors import ConfigError, RunError
-from kit.rollout.sampler import SamplerContext
+from kit.rollout.sampler import SamplerContext, repeat_per_group
 
 
 def episode(group_id="3/0", **changes) -> Episode:
-    """Two turns with an observation between them; log-probs of 32 bits, as the sampler's are."""
+    """Make an episode of two turns with an observation between them, and 32-bit log-probs."""
     said = [
         gym_client.message("one"),
         gym_client.function_call_output("c", "seen"),
@@ -67,7 +67,7 @@ def written(path, *given) -> list[list[Episode]]:
     return rollout_files.load_replay(path, [task("rows.jsonl:1")])
 
 
-def test_what_is_written_is_read_to_the_last_bit(tmp_path):
+def test_a_record_gives_the_same_episode_bit_for_bit(tmp_path):
     one = episode()
     ((again,),) = written(tmp_path / "step_1.jsonl", one)
     assert again == one
@@ -104,7 +104,7 @@ def test_the_steps_whose_weights_sampled_each_token_are_written(tmp_path):
     assert again.policy_versions == [(2, 4), (1, 5)]
 
 
-def test_a_number_that_is_not_finite_and_any_alphabet_stay_readable(tmp_path):
+def test_infinite_numbers_and_any_alphabet_are_written(tmp_path):
     for reward, said in ((math.inf, "inf"), (1.0, "half \ud800 \u00e9")):
         with rollout_files.open_records(tmp_path / "x.jsonl", "w") as out:
             rollout_files.write_record(out, {"reward": reward, "text": said})
@@ -115,7 +115,7 @@ def test_a_number_that_is_not_finite_and_any_alphabet_stay_readable(tmp_path):
 
 
 def test_an_image_in_a_row_is_written_as_its_hash():
-    """Other parts of the row are written as they are, and the row itself is not changed."""
+    """Other parts are written unchanged, and the row itself is not modified."""
     parts = [
         {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
         {"type": "input_text", "text": "what?"},
@@ -133,7 +133,7 @@ def test_an_image_in_a_row_is_written_as_its_hash():
         assert rollout_files.replace_images_by_hash(plain) is plain
 
 
-def test_the_question_is_the_last_thing_that_the_row_says():
+def test_the_question_is_the_last_input_message_of_the_row():
     said = [
         {
             "role": "user",
@@ -144,7 +144,7 @@ def test_the_question_is_the_last_thing_that_the_row_says():
     assert episode(row={}).question == "" and episode().record_index == (-1, -1)
 
 
-def test_the_garbage_collector_is_as_it_was_after_a_batch():
+def test_gc_paused_restores_the_garbage_collector():
     for was in (True, False):
         (gc.enable if was else gc.disable)()
         try:
@@ -155,7 +155,7 @@ def test_the_garbage_collector_is_as_it_was_after_a_batch():
             gc.enable()
 
 
-def test_log_probs_of_32_bits_are_written_with_few_digits_and_read_to_the_last_bit(tmp_path):
+def test_32_bit_log_probs_are_written_with_few_digits_and_read_bit_for_bit(tmp_path):
     bits = np.random.default_rng(0).integers(0, 2**32, 20_000, dtype=np.uint32).view(np.float32)
     sampled = [float(p) for p in bits if np.isfinite(p)]
     ids = list(range(len(sampled)))
@@ -174,7 +174,7 @@ def test_log_probs_of_32_bits_are_written_with_few_digits_and_read_to_the_last_b
     assert found == [float(str(np.float32(p))) for p in sampled]  # of 32 bits each
 
 
-def test_a_line_is_gyms_and_begins_with_what_people_look_for():
+def test_a_record_has_the_format_of_gym_and_begins_with_a_summary():
     record = rollout_files.to_record(episode(), 3, 5)
     assert next(iter(record)) == "_episode" and list(record["_episode"])[:3] == [
         "prompt",
@@ -201,7 +201,7 @@ def test_a_line_is_gyms_and_begins_with_what_people_look_for():
     ]
 
 
-def test_the_batches_of_a_refilled_step_stay_apart(tmp_path):
+def test_the_batches_of_a_refilled_step_stay_separate(tmp_path):
     batches = written(tmp_path / "step_1.jsonl", episode("3/0"), episode("3/1"), episode("4/0"))
     assert [[e.group_id for e in batch] for batch in batches] == [["3/0", "3/1"], ["4/0"]]
 
@@ -216,13 +216,13 @@ def test_the_batches_of_a_refilled_step_stay_apart(tmp_path):
         ),
         (
             '{"_episode": {"row_id": "other.jsonl:9"}, "response": {"output": []}}',
-            "step_1.jsonl:1: env.train_files have no row other.jsonl:9. Use the recipe that sampled",
+            "step_1.jsonl:1: env.train_files have no row other.jsonl:9. Use the recipe",
         ),
         ('{"_episode": {"row_id": "rows.jsonl:1"}, "response": {"output": []}}', "KeyError"),
         ("", "holds no episode"),
     ],
 )
-def test_what_is_no_rollouts_file_is_said(tmp_path, line, why):
+def test_another_file_format_is_an_error_with_its_line(tmp_path, line, why):
     path = tmp_path / "step_1.jsonl"
     path.write_text(line)
     with pytest.raises(ConfigError, match=why):
@@ -243,7 +243,7 @@ def test_what_is_no_rollouts_file_is_said(tmp_path, line, why):
         ({"response_mask": [1, 1, 1, 1]}, "3 sampled tokens, 4 in the mask"),
     ],
 )
-def test_ids_that_do_not_belong_together_are_found_and_named(changes, why):
+def test_lists_of_different_lengths_are_an_error(changes, why):
     inference.check_ids(episode())
     with pytest.raises(GymError, match=why) as caught:
         inference.check_ids(episode(**changes))
@@ -251,7 +251,7 @@ def test_ids_that_do_not_belong_together_are_found_and_named(changes, why):
 
 
 class World:
-    """A Gym whose sessions end as they are told to, in order: an error, or None for a verdict."""
+    """A Gym whose sessions end in the given order: with an error, or with a reward for None."""
 
     def __init__(self, *ends):
         self.ends, self.sessions = list(ends), 0
@@ -272,7 +272,7 @@ class World:
 
 
 class Sampler:
-    """Answers the ids 5 and 1, and remembers the seeds that it was given."""
+    """Returns the ids 5 and 1, and records the seeds of the requests."""
 
     def __init__(self):
         self.seeds: list[int | None] = []
@@ -288,7 +288,7 @@ def roll(world, groups=1, n=1, **changes) -> tuple[list[Episode], Sampler]:
     policy = SamplerContext(Sampler(), tokenizer, {1}, 32, 12, None, 100, "hermes", 5.0, **changes)
     tasks = [task(f"rows.jsonl:{i}") for i in range(groups)]
     done = asyncio.run(
-        inference.rollout(inference.repeat_per_group(tasks, n, "4"), {}, policy, world)
+        inference.rollout(repeat_per_group(tasks, n, "4"), {}, policy, world)
     )
     return done, policy.client
 
@@ -299,7 +299,7 @@ def lost(reason="connect") -> GymError:
     return error
 
 
-def test_an_episode_whose_server_went_away_is_played_again():
+def test_an_episode_with_a_lost_session_is_retried():
     world = World(lost(), lost("session_lost"), None)
     (done,), _ = roll(world)
     assert (done.status, done.reward, world.sessions) == ("ok", 1.0, 3) and done.response_ids == [
@@ -318,12 +318,12 @@ def test_an_episode_whose_server_went_away_is_played_again():
     assert (done.status, world.sessions) == ("http_500", 1)
 
 
-def test_a_server_that_is_down_ends_the_run():
+def test_a_server_that_is_down_stops_the_run():
     with pytest.raises(gym_client.ServerDownError):
         roll(World(gym_client.ServerDownError("server_down", "for 90 s")))
 
 
-def test_every_answer_has_its_own_seed_and_the_same_one_in_every_run():
+def test_each_response_has_its_seed_and_it_is_the_same_in_every_run():
     _, one = roll(World(*[None] * 6), groups=2, n=3, seed=42)
     _, again = roll(World(*[None] * 6), groups=2, n=3, seed=42)
     _, other = roll(World(*[None] * 6), groups=2, n=3, seed=43)
@@ -333,7 +333,7 @@ def test_every_answer_has_its_own_seed_and_the_same_one_in_every_run():
     assert free.seeds == [None]
 
 
-def test_weights_of_another_step_end_the_run():
+def test_weights_of_another_step_stop_the_run():
     roll(World(None), policy_version=7)
     with pytest.raises(
         RunError, match=r"samples from the weights of step 7, the trainer's are of step 8"
@@ -341,7 +341,7 @@ def test_weights_of_another_step_end_the_run():
         roll(World(None), policy_version=8)
 
 
-def test_what_does_not_belong_together_fails_by_name(monkeypatch):
+def test_an_episode_with_inconsistent_lists_fails(monkeypatch):
     async def run_turns(episode, *_):
         episode.response_ids = [5]
         episode.response_mask = [1, 1]
@@ -361,7 +361,7 @@ def test_what_does_not_belong_together_fails_by_name(monkeypatch):
         (env.DataError("the chat template does not take it"), "template"),
     ],
 )
-def test_whatever_an_episode_meets_is_a_failed_episode(monkeypatch, error, status):
+def test_an_unexpected_exception_is_a_failed_episode(monkeypatch, error, status):
     async def run_turns(*_):
         raise error
 

@@ -74,7 +74,7 @@ def test_a_missing_file_is_named_with_the_command_that_writes_it(tmp_path, name,
 ROWS = [row("one", metadata={"n": 1}), row("zwei: ü", other=[1, {"x": None}]), row("three")]
 
 
-def test_gzip_reads_as_plain_text_does(tmp_path):
+def test_gzip_is_read_as_plain_text(tmp_path):
     text = "".join(json.dumps(r) + "\n" for r in ROWS)
     text = text.replace("\n", "\n\n", 1)
     (tmp_path / "rows.jsonl").write_text(text)
@@ -149,14 +149,14 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 
 
 def reading(path) -> tuple[str, int]:
-    """(the error, MiB of memory) that it takes another process to read all rows of a file."""
+    """Read a file in another process -> (the error, MiB of memory that it took)."""
     done = run([sys.executable, "-c", PEAK, str(path)], cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
     *told, peak = done.stdout.splitlines()
     return "".join(told), int(peak)
 
 
-def test_a_value_that_parquet_stores_once_is_not_held_once_a_row(tmp_path):
+def test_a_value_that_parquet_stores_once_is_not_copied_for_each_row(tmp_path):
     """Files of a few KB with 512 rows of 4 MiB: 2 GiB together, and 1 GiB in a batch of 256."""
     texts = pyarrow.DictionaryArray.from_arrays(np.zeros(512, np.int32), ["x" * 2**22])
     roles = pyarrow.array(["user"] * 512)
@@ -173,7 +173,7 @@ def test_a_value_that_parquet_stores_once_is_not_held_once_a_row(tmp_path):
         assert told == "" and peak < 400
 
 
-def test_a_row_that_parquet_stores_in_little_and_that_becomes_much_is_refused(tmp_path):
+def test_a_small_parquet_row_that_needs_much_memory_is_an_error(tmp_path):
     count = 2**22
     ends = pyarrow.array([0, count], pyarrow.int32())
     repeated = pyarrow.DictionaryArray.from_arrays(np.zeros(count, np.int32), ["so"])
@@ -196,8 +196,8 @@ def test_a_row_that_parquet_stores_in_little_and_that_becomes_much_is_refused(tm
 
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "dictionary"])
-def test_rows_of_parquet_come_as_they_were_written(tmp_path, kind):
-    """In several row groups, whose dictionaries end in the middle (after 1,000 bytes)."""
+def test_parquet_rows_are_read_as_they_were_written(tmp_path, kind):
+    """The row groups have dictionaries that end after 1,000 bytes, in the middle."""
     kinds = {"string": pyarrow.string(), "large_string": pyarrow.large_string()}
     kinds["dictionary"] = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
     rows = [
@@ -220,7 +220,7 @@ def test_rows_of_parquet_come_as_they_were_written(tmp_path, kind):
     assert [json.loads(r) for _, r in read_raw_rows(tmp_path / "lines.parquet")] == rows
 
 
-def test_a_batch_of_parquet_is_cut_to_what_memory_may_hold(monkeypatch):
+def test_a_parquet_batch_is_split_by_its_size_in_memory(monkeypatch):
     batch = pyarrow.RecordBatch.from_pylist(
         [{"t": "x" * 36}] * 5
     )  # 100 bytes each as objects, with Arrow's offsets

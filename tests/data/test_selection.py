@@ -31,7 +31,7 @@ def test_groups_are_in_order_of_appearance():
     assert group_episodes([]) == {}
 
 
-def test_failed_episodes_and_groups_that_they_leave_too_small_are_not_kept():
+def test_failed_episodes_and_groups_that_become_too_small_are_dropped():
     made = [
         episode("s", "1", 1.0),
         episode("s", "1", None),
@@ -49,7 +49,7 @@ def test_failed_episodes_and_groups_that_they_leave_too_small_are_not_kept():
     )
 
 
-def test_the_groups_that_are_kept_are_in_order_and_whole():
+def test_the_selected_groups_are_in_order_and_complete():
     made = [
         episode("s", name, reward)
         for name, reward in (("2", 1.0), ("1", 0.0), ("2", 0.0), ("1", 1.0))
@@ -69,7 +69,7 @@ def doubling(some):
     return [*some, *some]
 
 
-def test_filters_see_what_the_one_before_left_and_only_whole_groups():
+def test_each_filter_gets_the_result_of_the_one_before_in_complete_groups():
     seen = []
 
     def watch(some):
@@ -87,15 +87,15 @@ def test_filters_see_what_the_one_before_left_and_only_whole_groups():
     assert seen == [
         ["2", "2", "3", "3"],
         ["3", "3"],
-    ]  # group 2 was left with one, and went before the next filter
+    ]  # group 2 had one left, and was dropped before the next filter
     assert kept == made[4:] and dropped == {"watch": 0, "right_alone": 1}
 
 
-def test_each_filter_says_how_many_episodes_with_something_to_learn_it_took_away():
+def test_each_filter_reports_how_many_unmasked_episodes_it_dropped():
     made = [episode("s", "1", 1.0, ended="length"), episode("s", "1", 0.0), episode("s", "1", 1.0)]
     made += [episode("s", "2", 1.0, response_mask=[0, 0]), episode("s", "2", 0.0)]
     kept, dropped = select_trainable(made, 2, [masking_cut_ones, right_alone])
-    # the masked one stays in its group; of group 2 the wrong one goes, and the one that is left was masked already
+    # The masked one stays in group 1. Group 2 loses the wrong one, and its other one was masked.
     assert dropped == {"masking_cut_ones": 1, "right_alone": 2}
     assert [(e.group_id, e.response_mask) for e in kept] == [("1", [0, 0]), ("1", [1, 1])]
     assert select_trainable(made, 1, [doubling, right_alone, right_alone])[1] == {
@@ -108,7 +108,7 @@ def test_each_filter_says_how_many_episodes_with_something_to_learn_it_took_away
     }  # has no name
 
 
-def test_where_every_token_is_masked_nothing_is_kept():
+def test_nothing_is_selected_if_every_token_is_masked():
     made = [episode("s", "1", reward, ended="length") for reward in (1.0, 0.0)]
     assert select_trainable(made, 2, [masking_cut_ones]) == ([], {"masking_cut_ones": 2})
     made[0].ended = "stop"
@@ -118,7 +118,7 @@ def test_where_every_token_is_masked_nothing_is_kept():
     }
 
 
-def test_the_first_groups_are_taken_whole():
+def test_the_first_groups_are_complete():
     made = [episode("s", name, 1.0) for name in ("2", "1", "2", "3", "1")]
     assert take_groups(made, 0) == [] == take_groups([], 3)
     assert take_groups(made, 1) == [made[0], made[2]]
@@ -137,7 +137,7 @@ def failing(*statuses):
     return made
 
 
-def test_as_many_failures_as_the_recipe_allows_pass_and_one_more_ends_the_run():
+def test_one_failure_more_than_the_recipe_allows_stops_the_run():
     check_failures([], 0.0)
     check_failures(failing("ok", "ok"), 0.0)
     check_failures(failing("ok", "timeout", "http_500", "ok"), 0.5)

@@ -52,7 +52,7 @@ def test_the_server_of_a_row():
         find_server(row(), [])
 
 
-def test_an_alias_goes_before_the_longest_server_name():
+def test_an_alias_has_priority_over_the_longest_server_name():
     servers = {
         "math": "math",
         "math_with_code": "math_with_code",
@@ -151,7 +151,7 @@ def test_files_that_cannot_be_used(tmp_path, tokenizer, entry, named):
         load_files([entry], tokenizer, ["mcqa"])
 
 
-def test_only_leaves_the_rows_of_other_servers_out(tmp_path, tokenizer):
+def test_only_servers_excludes_the_rows_of_others(tmp_path, tokenizer):
     picture = agent("other") | {"responses_create_params": {"input": [{"type": "computer_call"}]}}
     a = write_rows(
         tmp_path / "a.jsonl",
@@ -166,13 +166,13 @@ def test_only_leaves_the_rows_of_other_servers_out(tmp_path, tokenizer):
 
 
 class Letters:
-    """A tokenizer of one token for each letter of what the user says."""
+    """A tokenizer with one token for each letter of the last message."""
 
     def apply_chat_template(self, messages, **_):
         return {"input_ids": [ord(letter) for letter in messages[-1]["content"]]}
 
 
-def test_a_prompt_of_just_the_limit_is_taken_and_one_more_token_is_not(tmp_path):
+def test_a_prompt_at_the_limit_is_kept_and_one_more_token_is_dropped(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [row("x" * 20), row("x" * 21)])
     tasks, dropped = load_files([str(path)], Letters(), ["s"])
     assert [len(task.prompt_ids) for task in tasks] == [20]
@@ -209,14 +209,17 @@ def test_rows_of_other_servers_are_counted_for_each_file(tmp_path):
         (
             ["trainer.total_epochs=3"],
             6,
-        ),  # 8 rows are two whole batches of 3, as verl drops the last one
+        ),  # 8 rows are two batches of 3: verl drops the last one
         (["trainer.total_training_steps=null", "trainer.total_epochs=3"], 6),
         (["trainer.total_epochs=3", "trainer.total_training_steps=5"], 5),
-        (["trainer.total_training_steps=5", "trainer.total_epochs=3"], 5),  # as in verl, the steps
+        (
+            ["trainer.total_training_steps=5", "trainer.total_epochs=3"],
+            5,
+        ),  # as in verl, the steps count
         (["trainer.total_training_steps=null"], 60),  # verl's 30 epochs
     ],
 )
-def test_epochs_make_steps_as_verl_counts_them(workspace, changes, steps):
+def test_epochs_become_steps_as_in_verl(workspace, changes, steps):
     config, data = load(workspace, "data.train_batch_size=3", *changes)
     assert (
         config.trainer.total_training_steps
@@ -228,6 +231,6 @@ def test_epochs_make_steps_as_verl_counts_them(workspace, changes, steps):
     )
 
 
-def test_epochs_that_are_none_are_refused(workspace):
+def test_zero_epochs_are_an_error(workspace):
     with pytest.raises(ConfigError, match=r"trainer\.total_epochs=0"):
         load(workspace, "trainer.total_epochs=0")

@@ -18,7 +18,7 @@ from kit.data import row_files, verl_rows
 
 
 def gsm8k(i: int, **changes) -> dict:
-    """A row as verl's examples/data_preprocess/gsm8k.py makes it."""
+    """Make a row as verl's examples/data_preprocess/gsm8k.py does."""
     made = {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": f"{i} + 1? Let's think step by step."}],
@@ -39,7 +39,7 @@ def as_gym(i: int) -> dict:
     return {"responses_create_params": {"input": verls.pop("prompt")}, **verls}
 
 
-def test_verls_files_are_read_as_they_are_whatever_wrote_them(tmp_path):
+def test_verl_files_are_read_whichever_library_wrote_them(tmp_path):
     verls = [gsm8k(i) for i in range(3)]
     pandas.DataFrame(verls).to_parquet(tmp_path / "pandas.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(verls), tmp_path / "arrow.parquet")
@@ -63,7 +63,7 @@ def test_verls_files_are_read_as_they_are_whatever_wrote_them(tmp_path):
     ]
 
 
-def test_what_numpy_and_pandas_hold_becomes_plain():
+def test_values_of_numpy_and_pandas_become_plain_values():
     odd = gsm8k(1, prompt=np.array([{"role": "user", "content": "x"}], dtype=object))
     odd["extra_info"] = {
         "n": np.int64(3),
@@ -100,16 +100,17 @@ def test_what_numpy_and_pandas_hold_becomes_plain():
         (7, "x:1: a row must be a JSON object, this is a int"),
     ],
 )
-def test_a_row_that_is_neither_is_told_by_its_line(bad, told):
+def test_an_invalid_row_is_an_error_with_its_line(bad, told):
     with pytest.raises(env.DataError, match=f"^{told}"):
         verl_rows.parse_row(bad, "x:1")
 
 
-def test_a_file_that_cannot_be_read_is_told_and_not_loaded_whole(tmp_path, monkeypatch):
+def test_an_unreadable_file_is_an_error_before_it_is_loaded(tmp_path, monkeypatch):
     other = tmp_path / "other.parquet"
     pandas.DataFrame({"question": ["2?"], "answer": ["2"]}).to_parquet(other)
     told = re.escape(
-        f"{other}: cannot be read (it needs prompt, a string column `row`, or exactly one string column; it has ["
+        f"{other}: cannot be read (it needs prompt, a string column `row`, or exactly one string "
+        "column; it has ["
     )
     with pytest.raises(env.DataError, match=told):
         list(verl_rows.read_rows(str(other)))
@@ -131,7 +132,7 @@ def test_a_file_that_cannot_be_read_is_told_and_not_loaded_whole(tmp_path, monke
     )
     frame.to_parquet(
         tmp_path / "huge.parquet"
-    )  # told by what the file says of itself, before anything is read
+    )  # an error from the metadata, before any data is read
     monkeypatch.setattr(parquet.ParquetFile, "iter_batches", None)
     with pytest.raises(
         env.DataError,
@@ -140,7 +141,7 @@ def test_a_file_that_cannot_be_read_is_told_and_not_loaded_whole(tmp_path, monke
         list(verl_rows.read_rows(str(tmp_path / "huge.parquet")))
 
 
-def test_verls_rows_are_trained_on_beside_gyms(workspace, tmp_path):
+def test_rows_of_verl_and_gym_train_together(workspace, tmp_path):
     pandas.DataFrame([gsm8k(i) for i in range(8)]).to_parquet(tmp_path / "train.parquet")
     both = f"env.train_files=[{tmp_path / 'train.parquet'}, {workspace / 'train.jsonl'}]"
     _, data = load(workspace, both, "data.max_prompt_length=64")
@@ -160,7 +161,7 @@ def test_verls_rows_are_trained_on_beside_gyms(workspace, tmp_path):
         load(workspace, f"env.train_files=[{asked}]")
 
 
-def test_a_row_without_gyms_field_is_verls_only_by_the_key_of_the_recipe():
+def test_a_row_is_verls_if_it_has_the_prompt_key_and_no_gym_field():
     both = {"responses_create_params": {"input": "gym"}, "prompt": "verl", "asked": "other"}
     assert verl_rows.parse_row(both, "x:1")["responses_create_params"] == {"input": "gym"}
     assert verl_rows.parse_row({"prompt": "verl", "asked": "other"}, "x:1", "asked") == {

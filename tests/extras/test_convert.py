@@ -28,7 +28,7 @@ often = settings(max_examples=100, derandomize=True, deadline=None)
 
 
 def gsm8k(i: int, **changes) -> dict:
-    """A row as verl's examples/data_preprocess/gsm8k.py makes it."""
+    """Make a row as verl's examples/data_preprocess/gsm8k.py does."""
     made = {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": f"{i} + 1? Let's think step by step."}],
@@ -52,7 +52,7 @@ def command(*words, cwd=ROOT, **variables):
 
 
 def written(monkeypatch, capsys, *words) -> tuple[int, str]:
-    """(exit status, what was printed last or why it ended) of a command of kit/extras/convert.py, in this process."""
+    """Run a command in this process -> (exit status, its output or error)."""
     monkeypatch.setattr(sys, "argv", ["env.py", *map(str, words)])
     try:
         convert.main()
@@ -93,14 +93,15 @@ def test_check_counts_and_names(tmp_path):
     assert lines[1] == f"    1 x input_file {reason} (first {bad}:3)"
     assert lines[2].startswith(f"    error: {bad}:1: not JSON")
     assert lines[3].startswith(
-        f"    error: {bad}:2: it has question, but neither Gym's responses_create_params nor verl's "
+        f"    error: {bad}:2: it has question, but neither Gym's responses_create_params "
+        "nor verl's `prompt`"
     )
     assert lines[5].startswith(f"    error: {tmp_path}/nowhere.jsonl: no such file")
     assert "\n".join(lines[6:]) + "\n" == text
     assert command("check").returncode == 2
 
 
-def test_check_goes_on_after_what_no_one_expected(tmp_path, monkeypatch, capsys):
+def test_check_continues_after_an_unexpected_exception(tmp_path, monkeypatch, capsys):
     file = write_rows(tmp_path / "rows.jsonl", [row("a"), row("b")])
     render = env.render_row
 
@@ -139,10 +140,10 @@ def test_examples_of_a_server(tmp_path):
 
     own = list(convert.read_examples("blackjack", str(GYM_PYTHON)))
     assert own[0]["agent_ref"]["name"] == "blackjack_gymnasium_agent"
-    assert len(own) == 5 and own[0] == own[1]  # as they ship: a game asks the same each time
+    assert len(own) == 5 and own[0] == own[1]  # two rows of the game are equal
     twice = list(
         convert.read_examples("structured_outputs", str(GYM_PYTHON))
-    )  # its v4 rows ship in two files
+    )  # its v4 rows are in two files
     assert len(twice) == 10
 
     failed = command("examples", "--server", "mcqb", "--out", tmp_path, "--python", GYM_PYTHON)
@@ -224,12 +225,12 @@ gym_rows = st.fixed_dictionaries(
 
 
 def text_of(found) -> str:
-    return json.dumps(found, sort_keys=True)  # 1, 1.0 and true are not the same
+    return json.dumps(found, sort_keys=True)  # 1, 1.0 and true differ
 
 
 @often
 @given(verls_rows)
-def test_a_row_of_verls_is_the_same_after_both_ways(theirs):
+def test_a_row_of_verl_is_the_same_after_both_conversions(theirs):
     ours = verl_rows.parse_row(theirs, "x:1")
     assert {
         **theirs,
@@ -240,12 +241,12 @@ def test_a_row_of_verls_is_the_same_after_both_ways(theirs):
 
 @often
 @given(gym_rows)
-def test_a_gym_row_is_the_same_after_both_ways(ours):
+def test_a_gym_row_is_the_same_after_both_conversions(ours):
     try:
         theirs = convert.to_verl(ours, "x:1")
     except (
         env.UnsupportedRowError
-    ) as why:  # an assistant who says nothing is no message, and then there may be none
+    ) as why:  # an empty message of the assistant is dropped, so there may be none
         assert "its environment writes the prompt" in str(why)
         return
     assert {"prompt", "data_source"} <= theirs.keys() or "reward_model" in theirs
@@ -254,8 +255,8 @@ def test_a_gym_row_is_the_same_after_both_ways(ours):
 
 @settings(often, max_examples=25)
 @given(st.lists(verls_rows, max_size=3), st.lists(gym_rows, max_size=3))
-def test_files_are_the_same_after_both_ways(tmp_path_factory, verls, gyms):
-    """Whatever is in them: where parquet would not give the rows back, they are written as JSON."""
+def test_files_are_the_same_after_both_conversions(tmp_path_factory, verls, gyms):
+    """For any values: if parquet would change the rows, they are written as JSON."""
     folder = tmp_path_factory.getbasetemp()
     theirs = convert.write_verl(folder / "verl.parquet", verls, "prompt")
     env.write_rows(folder / "gym.jsonl", convert.read_supported_rows(str(theirs), "prompt"))
@@ -271,7 +272,7 @@ def test_files_are_the_same_after_both_ways(tmp_path_factory, verls, gyms):
     assert not list(folder.glob("*.part*"))
 
 
-def test_the_commands_write_verls_files_as_gyms_and_back(tmp_path):
+def test_the_commands_convert_files_of_verl_to_gym_and_back(tmp_path):
     verls = [gsm8k(i) for i in range(3)]
     pandas.DataFrame(verls).to_parquet(tmp_path / "train.parquet")
     done = command("from-verl", tmp_path / "train.parquet", "--out", tmp_path / "gym")
@@ -290,7 +291,7 @@ def test_the_commands_write_verls_files_as_gyms_and_back(tmp_path):
 TOOL = {"type": "function", "name": "f", "parameters": {}}
 
 
-def test_a_gym_row_goes_to_verl_with_what_its_reward_function_asks_for():
+def test_a_gym_row_gets_the_fields_of_verls_reward_functions():
     theirs = convert.to_verl(row("2?", answer=7, agent_ref={"name": "mcqa_simple_agent"}), "x:1")
     assert theirs["data_source"] == "mcqa" and theirs["prompt"] == [
         {"role": "user", "content": "2?"}
@@ -312,12 +313,12 @@ def test_a_gym_row_goes_to_verl_with_what_its_reward_function_asks_for():
         ({"answer": "right"}, "right"),
     ],
 )
-def test_the_expected_answer_goes_before_the_answer(keys, truth):
+def test_expected_answer_has_priority_over_answer(keys, truth):
     gym_row = {key: value for key, value in row("2?").items() if key != "answer"} | keys
     assert convert.to_verl(gym_row, "x:1")["reward_model"]["ground_truth"] == truth
 
 
-def test_verls_row_is_made_with_the_key_of_the_recipe():
+def test_rows_of_verl_use_the_prompt_key_of_the_recipe():
     theirs = convert.to_verl(
         verl_rows.parse_row({"asked": "2?", "data_source": "x", "prompt": 7}, "x:1", "asked"),
         "x:1",
@@ -326,11 +327,11 @@ def test_verls_row_is_made_with_the_key_of_the_recipe():
     assert theirs == {"asked": "2?", "data_source": "x", "prompt": 7}
     theirs = convert.to_verl(
         row("2?", expected_answer="a", answer="b"), "x:1"
-    )  # the first of the two is the truth
+    )  # the ground truth is the first of the two
     assert theirs["reward_model"]["ground_truth"] == "a"
 
 
-def test_nothing_is_written_unless_all_is_in_order(tmp_path, monkeypatch, capsys):
+def test_nothing_is_written_unless_all_rows_are_valid(tmp_path, monkeypatch, capsys):
     path = write_rows(tmp_path / "bad.jsonl", [gsm8k(0), gsm8k(1, prompt=None)])
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "bad.jsonl").write_text("as it was")
@@ -419,9 +420,7 @@ def test_a_table_becomes_rows_by_a_function(table, monkeypatch, capsys):
         ("torn.parquet", "my_map.py:row", "torn.parquet: cannot be read after row 0"),
     ],
 )
-def test_what_a_map_or_a_table_does_wrong_is_one_line(
-    table, monkeypatch, capsys, data, function, told
-):
+def test_an_error_of_a_map_or_a_table_is_one_line(table, monkeypatch, capsys, data, function, told):
     monkeypatch.chdir(table)
     (table / "torn.parquet").write_bytes((table / "t.parquet").read_bytes()[:200])
     status, why = written(

@@ -68,7 +68,7 @@ def late(batch, size, seed, pass_rates):
 
 @pytest.fixture
 def desk(workspace, tmp_path, monkeypatch):
-    """A folder with tasks of one's own, in which one stands."""
+    """A folder with custom tasks, as the current folder."""
     (tmp_path / "my_tasks.py").write_text(MADE)
     monkeypatch.chdir(tmp_path)
     return workspace
@@ -78,7 +78,7 @@ def draw(data, batch, size=8, rates=()):
     return data.source.batch(batch, size, dict(rates))
 
 
-def test_a_function_makes_the_rows_of_each_batch(desk):
+def test_a_function_generates_the_rows_of_each_batch(desk):
     config, data = load(desk, "env.train_files=[{function: my_tasks.py:rows, top: 5}]")
     first = draw(data, 1)
     assert [t.row_id for t in first] == [f"my_tasks.py:rows#1.{k}" for k in range(8)]
@@ -107,7 +107,8 @@ def test_functions_and_files_share_a_batch_by_weight(desk):
     files = (
         f"{{path: {desk / 'train.jsonl'}, weight: 2}}, {{function: my_tasks.py:rows, weight: 1}}"
     )
-    both = f"env.train_files=[{files}, {{function: my_tasks.py:rows, weight: 1, top: 3, server: reasoning_gym}}]"
+    other = "{function: my_tasks.py:rows, weight: 1, top: 3, server: reasoning_gym}"
+    both = f"env.train_files=[{files}, {other}]"
     _, data = load(desk, both, "env.max_rows=4")
     names = [t.row_id for t in draw(data, 5)]
     assert [name.partition("#")[0] for name in names[4:]] == ["my_tasks.py:rows"] * 2 + [
@@ -118,7 +119,7 @@ def test_functions_and_files_share_a_batch_by_weight(desk):
         "2",
         "3",
         "4",
-    }  # of max_rows, in turn
+    }  # the first env.max_rows
     assert data.per_epoch == 8  # prompts, of which half are the 4 rows of the file
     assert [t.row_id for t in draw(data, 5)] == names
     _, data = load(desk, both, "env.sampler=templates/samplers.py:by_pass_rate")
@@ -138,8 +139,8 @@ def rows(batch, size, seed, pass_rates):
 """
 
 
-def test_a_sampler_beside_functions_gets_what_it_gets_alone(desk, tmp_path):
-    """Of files its part of the batch, and all pass rates; functions get those of their rows, by number."""
+def test_a_sampler_gets_the_same_arguments_with_functions_as_alone(desk, tmp_path):
+    """The sampler gets the size for files and all pass rates. A function gets those of its rows."""
     (tmp_path / "watch.py").write_text(WATCH)
     files = f"{{path: {desk / 'train.jsonl'}, weight: 1}}, {{function: watch.py:rows, weight: 1}}"
     _, data = load(desk, f"env.train_files=[{files}]", "env.sampler=watch.py:last", "data.seed=9")
@@ -158,7 +159,7 @@ def test_a_sampler_beside_functions_gets_what_it_gets_alone(desk, tmp_path):
     ]
 
 
-def test_verls_rows_may_be_made_and_rows_made_once(desk):
+def test_functions_may_generate_rows_of_verl_or_rows_once(desk):
     config, data = load(desk, "env.train_files=[{function: my_tasks.py:verls}]")
     assert data.generated[3].row == {
         "responses_create_params": {"input": "1 3"},
@@ -230,14 +231,14 @@ def test_verls_rows_may_be_made_and_rows_made_once(desk):
         ),
     ],
 )
-def test_what_a_function_does_wrong_is_one_line_before_anything_starts(desk, entry, told):
+def test_an_error_of_a_function_is_one_line_before_anything_starts(desk, entry, told):
     entry = entry.replace("train.jsonl", str(desk / "train.jsonl"))
     with pytest.raises((UserFunctionError, ConfigError, env.DataError), match=told) as raised:
         load(desk, f"env.train_files=[{entry}]")
     assert "\n" not in str(raised.value)
 
 
-def test_what_goes_wrong_later_names_the_function(desk):
+def test_a_later_error_names_the_function(desk):
     _, data = load(desk, "env.train_files=[{function: my_tasks.py:late}]")
     with pytest.raises(
         UserFunctionError,
@@ -246,7 +247,7 @@ def test_what_goes_wrong_later_names_the_function(desk):
         draw(data, 2)
 
 
-def test_what_makes_no_sense_with_a_function_is_refused(desk):
+def test_keys_that_do_not_fit_a_function_are_errors(desk):
     made = "env.train_files=[{function: my_tasks.py:rows}]"
     with pytest.raises(ConfigError, match=r"rows of a function in env\.train_files have no epochs"):
         load(desk, made, "trainer.total_epochs=2")
@@ -257,8 +258,8 @@ def test_what_makes_no_sense_with_a_function_is_refused(desk):
     assert "`sft` reads files only" in str(next(prepare.check_files(config, "sft")))
 
 
-def test_a_resumed_run_makes_the_same_rows_and_a_replay_has_them(desk, tmp_path):
-    """The batches that follow a checkpoint are of its state alone; a rollouts file holds the rows that no file has."""
+def test_a_resumed_run_generates_the_same_rows_and_a_replay_has_them(desk, tmp_path):
+    """Batches after a checkpoint depend on its state alone. Rollouts hold the generated rows."""
     files = (
         f"{{path: {desk / 'train.jsonl'}, weight: 1}}, {{function: my_tasks.py:rows, weight: 1}}"
     )
@@ -290,7 +291,7 @@ def test_a_resumed_run_makes_the_same_rows_and_a_replay_has_them(desk, tmp_path)
         assert [(t.row_id, t.row, t.prompt_ids) for t in found] == batches[batch - 1]
     assert batches[3][-1][1]["responses_create_params"]["input"].endswith(
         "of 3"
-    )  # the pass rates were told
+    )  # it got the pass rates
 
     ended = Run(config)
     (ended.folder / "rollouts").mkdir(parents=True)
@@ -315,7 +316,7 @@ def test_a_resumed_run_makes_the_same_rows_and_a_replay_has_them(desk, tmp_path)
     assert left == {"val_4.jsonl", "step_9.jsonl", "step_10.jsonl"}
 
 
-def test_quotas_name_who_gets_no_row():
+def test_a_function_without_a_row_in_the_batch_is_an_error():
     entry = FunctionEntry("t.py:rows", 0.01, "", "env.train_files", lambda *_: [])
     rows = FunctionRows(entry, TaskLoader(None, {}, 100), seed=1)
     file = SimpleNamespace(file="a.jsonl", weight=1.0)

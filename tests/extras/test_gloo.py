@@ -10,6 +10,36 @@ import torch
 from kit.extras import gloo
 
 
+async def receive(engine) -> dict[str, torch.Tensor]:
+    return {name: tensor async for name, tensor in engine.receive_weights()}
+
+
+def sync_weights(engines, weights, pool) -> list[dict[str, torch.Tensor]]:
+    """Send weights from the first two engines -> those that each of the other two received."""
+    metadata = [engine.prepare() for engine in engines]
+    senders, receivers = gloo.GlooCheckpointEngine.build_topology(2, 2, metadata)
+    arguments = {name: [*senders[name], *receivers[name]] for name in senders}
+    joins = []
+    for i, engine in enumerate(engines):
+        keywords = {name: values[i] for name, values in arguments.items()}
+        joins.append(pool.submit(engine.init_process_group, **keywords))
+    assert not any(future.result(timeout=30) for future in joins)
+    sends = [
+        pool.submit(asyncio.run, engine.send_weights(iter(weights.items())))
+        for engine in engines[:2]
+    ]
+    receives = [pool.submit(asyncio.run, receive(engine)) for engine in engines[2:]]
+    assert not any(future.result(timeout=30) for future in sends)
+    return [future.result(timeout=30) for future in receives]
+
+
+def assert_equal(received: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
+    assert received.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(received[name], weight), name
+        assert received[name].dtype == weight.dtype, name
+
+
 def test_weights_reach_servers_on_separate_gpus(monkeypatch):
     """One rank of two sends. Two workers of servers get all weights, twice."""
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
@@ -21,29 +51,8 @@ def test_weights_reach_servers_on_separate_gpus(monkeypatch):
         "scalar": torch.tensor(7),
         "empty": torch.ones(2, 0),
     }
-
-    async def receive(engine) -> dict[str, torch.Tensor]:
-        return {name: tensor async for name, tensor in engine.receive_weights()}
-
     with concurrent.futures.ThreadPoolExecutor(4) as pool:  # in a run, each is a process
         for _ in range(2):
-            metadata = [engine.prepare() for engine in engines]
-            senders, receivers = gloo.GlooCheckpointEngine.build_topology(2, 2, metadata)
-            arguments = {name: [*senders[name], *receivers[name]] for name in senders}
-            joins = []
-            for i, engine in enumerate(engines):
-                keywords = {name: values[i] for name, values in arguments.items()}
-                joins.append(pool.submit(engine.init_process_group, **keywords))
-            assert not any(future.result(timeout=30) for future in joins)
-            sends = [
-                pool.submit(asyncio.run, engine.send_weights(iter(weights.items())))
-                for engine in engines[:2]
-            ]
-            receives = [pool.submit(asyncio.run, receive(engine)) for engine in engines[2:]]
-            assert not any(future.result(timeout=30) for future in sends)
-            for received in (future.result(timeout=30) for future in receives):
-                assert received.keys() == weights.keys()
-                for name, weight in weights.items():
-                    assert torch.equal(received[name], weight), name
-                    assert received[name].dtype == weight.dtype, name
+            for received in sync_weights(engines, weights, pool):
+                assert_equal(received, weights)
             weights["wide"] += 1

@@ -14,11 +14,10 @@ import torch
 from omegaconf import OmegaConf
 from test_steps import AGREE, PATIENCE, UNTRAINED
 
-import algorithm
 from kit.errors import Stop
 from kit.extras import one_step_off
+from kit.rollout import sampler
 from kit.rollout.client import Client
-from kit.rollout.sampler import build_sampling_params
 from kit.runs import checkpoints
 from kit.runs.signals import Guard
 
@@ -73,10 +72,12 @@ def test_tokens_have_the_version_of_the_weights_that_sampled_them(stack, monkeyp
     The trainer's probabilities agree with those of the rollout engine for tokens of its version.
     """
 
+    build_sampling_params = sampler.build_sampling_params
+
     def sample_to_the_limit(*args):
         return {**build_sampling_params(*args), "ignore_eos": True}
 
-    monkeypatch.setattr(algorithm, "build_sampling_params", sample_to_the_limit)
+    monkeypatch.setattr(sampler, "build_sampling_params", sample_to_the_limit)
     steps = []  # each: episodes, the trainer's probabilities, whether the next batch was done
     with one_step_off_trainer(stack, *LONG, "actor_rollout_ref.actor.optim.lr=0.02") as trainer:
         # of 16 episodes: they take longer than an update

@@ -14,7 +14,12 @@ import inference
 from kit.errors import RunError
 from kit.extras import rollout_workers
 from kit.gym.network import find_free_port
-from kit.rollout.sampler import Sampling, build_sampling_params, make_sampler_context
+from kit.rollout.sampler import (
+    Sampling,
+    build_sampling_params,
+    make_sampler_context,
+    repeat_per_group,
+)
 
 TWO = [
     "actor_rollout_ref.rollout.agent.num_workers=2",
@@ -53,7 +58,7 @@ def both_servers(stack, *changes, urls: Any = None):
 def test_tokens_are_the_same_with_and_without_workers(stack):
     done = []
     with both_servers(stack) as both:
-        requests = inference.repeat_per_group(both.tasks[:5], 4, "1")
+        requests = repeat_per_group(both.tasks[:5], 4, "1")
         one = both.alone.rollout(requests, both.sampling)
         two = both.together.rollout(requests, both.sampling, lambda *pair: done.append(pair))
         assert {e.status for e in one} == {"ok"} and len({tuple(e.response_ids) for e in one}) > 5
@@ -74,7 +79,7 @@ def test_an_error_that_ends_the_run_comes_from_a_worker_as_itself(stack):
     """It is not one of Ray's errors."""
     no_server = {"reasoning_gym": f"http://127.0.0.1:{find_free_port('127.0.0.1')}"}
     with both_servers(stack, "gym.outage_budget_s=1", urls=no_server) as both:
-        requests = inference.repeat_per_group(both.tasks[:2], 2, "1")
+        requests = repeat_per_group(both.tasks[:2], 2, "1")
         with pytest.raises(RunError, match="reasoning_gym"):
             both.together.rollout(requests, both.sampling)
     with both_servers(stack) as both:

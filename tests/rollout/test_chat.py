@@ -206,7 +206,7 @@ def test_every_tool_of_gyms_examples_suits_the_parser():
     for path in gym_examples():
         for row_id, text in read_raw_rows(path):
             tools = []
-            with contextlib.suppress(env.DataError):  # tests/test_env.py lists them
+            with contextlib.suppress(env.DataError):  # tests/test_env_rendering.py lists them
                 tools = env.render_row(parse_row(text, row_id), row_id)[1]
             if not tools:
                 continue

@@ -17,10 +17,14 @@ from kit.rollout import sampler
 
 def test_a_context_has_the_limits_of_the_recipe():
     inputs = SimpleNamespace(
-        tokenizer="tokenizer", stop_ids={3, 4}, model=SimpleNamespace(vocab_size=1000)
+        tokenizer="tokenizer",
+        processor="processor",
+        stop_ids={3, 4},
+        model=SimpleNamespace(vocab_size=1000),
     )
     context = sampler.make_sampler_context(make_recipe(), "client", inputs, 77.0)
     assert (context.client, context.tokenizer, context.stop_ids) == ("client", "tokenizer", {3, 4})
+    assert context.processor == "processor"
     assert (context.max_prompt_length, context.max_response_length) == (123, 456)
     assert (context.max_turns, context.max_tool_chars) == (6, 99)
     assert context.tool_format == "llama3_json"

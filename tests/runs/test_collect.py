@@ -11,7 +11,7 @@ from conftest import CPU, RECIPE, SESSION, tiny
 from kit.config.load import load_config
 from kit.errors import ConfigError
 from kit.rollout.sampler import make_sampler_context
-from kit.runs import collect, preparation
+from kit.runs import collect
 from kit.runs.launch import Started
 from kit.runs.run_dir import Run
 

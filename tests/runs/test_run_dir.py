@@ -425,7 +425,7 @@ def test_terminal_commands_in_texts_of_others_reach_no_terminal(
     from rich.console import Console
 
     from kit.extras.report import show
-    from kit.runs.text import remove_control_characters
+    from kit.runs.console import remove_control_characters
 
     escapes = "\x1b]0;title\x07\x1b[2J\x9b31m\r\x08"
     assert remove_control_characters(f"a{escapes}\n\tb") == "a]0;title[2J31m\n\tb"

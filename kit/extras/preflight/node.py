@@ -36,8 +36,7 @@ def find_problems(config: DictConfig, text_config: Any, command: str) -> Iterato
 
 
 def check_disk(config: DictConfig, text_config: Any) -> Iterator[str]:
-    """The checkpoints that stay, and the next one, fit: weights and AdamW's moments of all ranks.
-    """
+    """The checkpoints that stay, and the next one, fit: weights and moments of all ranks."""
     trainer = config.trainer
     engine = config.actor_rollout_ref.actor.fsdp_config
     parts = memory.estimate_trainer(

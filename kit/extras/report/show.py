@@ -19,7 +19,7 @@ from rich.table import Table
 from kit.errors import ConfigError
 from kit.extras.report import diagnosis
 from kit.extras.report.run_data import RunData
-from kit.runs.text import remove_control_characters
+from kit.runs.console import remove_control_characters
 
 MAX_STEPS = 12  # rows of the table, not counting steps with an evaluation
 BEST_EPISODES = 3
