@@ -56,6 +56,14 @@ PROJECT = (
     "templates",
     "conftest",
     "test_",
+    # helpers of the tests, which import the modules above
+    "fault_server",
+    "http_doubles",
+    "judge_doubles",
+    "rollout_doubles",
+    "turn_doubles",
+    "worker_doubles",
+    "verifier_helpers",
 )
 KEPT = (
     "kit.cpu.platform",

@@ -1,19 +1,24 @@
-"""The actor's update alone, again and again on one step's episodes: seconds, CPU seconds, page faults, memory.
+"""Repeat the actor's update on the episodes of one step: seconds, CPU, page faults, memory.
 
     python benchmarks/update.py runs/x/rollouts/step_1.jsonl [--rounds 4] [key=value ...]
 
-The recipe is the demo's with the changes; no vLLM is started, and the first update, which warms up, is left out. To
-try a change of kit/cpu/cpu_engine.py or of a setting in minutes: all else stands still.
+The recipe is the demo's, with the changes. vLLM does not run. The median leaves out the first
+update, which warms up. Use this to try a change of kit/cpu/cpu_engine.py, or of a setting, within
+minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from measure import ROOT
 
@@ -22,15 +27,47 @@ import ray
 
 from kit.config.load import load_config
 from kit.data.rollout_files import load_replay
-from kit.runs import launch, preparation
+from kit.runs import cli, launch, prepare
 from kit.runs.run_dir import Run
 
 
-def usage(pid: int) -> tuple[int, float, float, float]:
-    """(page faults, CPU seconds in it and in the kernel, GiB resident) of a process so far."""
+class Usage(NamedTuple):
+    """The resources that a process has used so far, and its memory now."""
+
+    page_faults: int
+    user_s: float  # CPU seconds in the process
+    system_s: float  # CPU seconds in the kernel
+    resident_gib: float
+
+
+def read_usage(pid: int) -> Usage:
+    """Read /proc, which counts CPU time in hundredths of a second and memory in pages of 4 KiB."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 2**30
-    return int(fields[7]), int(fields[11]) / 100, int(fields[12]) / 100, resident
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return Usage(int(fields[7]), int(fields[11]) / 100, int(fields[12]) / 100, pages * 4096 / 2**30)
+
+
+def get_pid(_worker: Any) -> int:
+    """In a worker: its process id."""
+    return os.getpid()
+
+
+def measure_update(update: Callable[[], Any], pid: int, label: str) -> float:
+    """Run one update, print the resources that it used, and return its seconds."""
+    before = read_usage(pid)
+    started_at = time.perf_counter()
+    update()
+    seconds = time.perf_counter() - started_at
+    after = read_usage(pid)
+    user_s = after.user_s - before.user_s
+    system_s = after.system_s - before.system_s
+    faults = (after.page_faults - before.page_faults) / 1000
+    print(
+        f"{label} {seconds:.1f} s; CPU {user_s:.1f} s, in the kernel {system_s:.1f} s; "
+        f"{faults:.0f}k page faults; {after.resident_gib:.2f} GiB resident",
+        flush=True,
+    )
+    return seconds
 
 
 def main() -> None:
@@ -41,32 +78,26 @@ def main() -> None:
     args = parser.parse_args()
     settings = ["trainer.experiment_name=bench-update", "env.val_files=[]", *args.changes]
     config, _ = load_config(["math_cpu", "cpu"], settings)
-    launch.begin_imports(config)
-    data = prepare.prepare(config)
+    cli.begin_imports(config)
+    inputs = prepare.prepare(config)
     import training
 
-    kept = load_replay(args.rollouts, data.train)[0]
+    episodes = load_replay(args.rollouts, inputs.train)[0]
     seconds = []
     with Run(config) as run, contextlib.ExitStack() as stack:
-        workers, _ = launch.start(run, data, stack, sample=False)
-        pid = ray.get(
-            workers.actor.workers[0].__ray_call__.remote(lambda _: __import__("os").getpid())
-        )
+        workers = launch.start(run, inputs, stack, samples=False).workers
+        pid = ray.get(workers.actor.workers[0].__ray_call__.remote(get_pid))
         for i in range(args.rounds + 1):
-            batch = training.build_batch(
-                kept, data.tokenizer.pad_token_id, config.actor_rollout_ref.rollout.temperature
-            )
+            batch = training.to_batch(episodes, inputs, config)
             batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
             training.compute_advantages(batch, config)
-            before, began = usage(pid), time.perf_counter()
-            training.update_actor(workers.actor, batch, config)
-            taken, after = time.perf_counter() - began, usage(pid)
-            faults, user, system = (b - a for a, b in zip(before[:3], after[:3], strict=True))
-            told = f"{taken:.1f} s; CPU {user:.1f} and in the kernel {system:.1f}; {faults / 1000:.0f}k page faults"
-            print(f"{'update' if i else 'first '} {told}; {after[3]:.2f} GiB resident", flush=True)
-            seconds += [taken] if i else []
-    tokens = sum(len(e.prompt_ids) + len(e.response_ids) for e in kept)
-    print(f"median {statistics.median(seconds):.1f} s for {len(kept)} answers of {tokens} tokens")
+            update = functools.partial(training.update_actor, workers.actor, batch, config)
+            taken = measure_update(update, pid, "update" if i else "first ")
+            if i:
+                seconds.append(taken)
+    tokens = sum(len(e.prompt_ids) + len(e.response_ids) for e in episodes)
+    median = statistics.median(seconds)
+    print(f"median {median:.1f} s for {len(episodes)} responses of {tokens} tokens")
 
 
 if __name__ == "__main__":

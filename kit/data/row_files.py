@@ -25,7 +25,7 @@ def read_raw_rows(path: str | Path, *columns: str) -> Iterator[tuple[str, Any]]:
     """
     path = Path(path)
     if not path.is_file():
-        raise DataError(f"{path}: no such file. Check the path. {suggest_command(path)}")
+        raise DataError(f"{path}: no such file. Check the path{suggest_command(path)}.")
     try:
         rows = read_parquet(path, columns) if path.suffix == ".parquet" else read_json(path)
         for number, raw in enumerate(rows, 1):
@@ -38,16 +38,16 @@ def read_raw_rows(path: str | Path, *columns: str) -> Iterator[tuple[str, Any]]:
 
 
 def suggest_command(path: Path) -> str:
-    """Suggest how to get a file that does not exist, by its name."""
+    """Suggest the command that writes a file of this name, if there is one."""
     name, _, split = path.stem.rpartition("_")
     arguments = ""
     if path.suffix == ".jsonl" and name and split == "examples":
         arguments = f"examples --server {name}"
     elif path.suffix == ".jsonl" and name in env.GENERATORS:
         arguments = name
-    if arguments:
-        return f"Run `python env.py {arguments} --out {path.parent}`."
-    return "Name a file that exists."
+    if not arguments:
+        return ""
+    return f", or run `python env.py {arguments} --out {path.parent}`"
 
 
 # --- JSON -----------------------------------------------------------------------------------------

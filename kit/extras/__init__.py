@@ -10,6 +10,10 @@ and has it (`call`). The hooks, in the order of a run:
     check_recipe(config, command)             -> problems, before verl is imported
     check_workers(config, command)            -> problems, when verl is imported
     set_sizes(config, hf_config, command)     fill in what follows from the model
+    check_entry(entry, key)                   check an entry of env.train_files that is no file
+    file_entries(config, key)                 -> the entries of env.train_files or env.val_files
+    generate_once(config, entries, key, loader)       -> tasks that no file has, for `rollout`
+    make_row_source(config, entries, files, loader)   -> the source of training batches
     check_inputs(config, inputs, command)     check the loaded rows; raises
     summary_lines(config, inputs, command)    -> lines of the summary
     warnings(config, inputs, command)         -> warnings, one line each

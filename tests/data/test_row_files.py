@@ -53,22 +53,25 @@ def test_malformed_lines_name_file_and_line(tmp_path, text, named):
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("gsm8k_train.jsonl", "Run `python env.py gsm8k --out {}`."),
-        ("arithmetic_validation.jsonl", "Run `python env.py arithmetic --out {}`."),
+        ("gsm8k_train.jsonl", ", or run `python env.py gsm8k --out {}`"),
+        ("arithmetic_validation.jsonl", ", or run `python env.py arithmetic --out {}`"),
         (
             "math_with_judge_examples.jsonl",
-            "Run `python env.py examples --server math_with_judge --out {}`.",
+            ", or run `python env.py examples --server math_with_judge --out {}`",
         ),
-        ("gsm8k_train.jsonl.gz", "Name a file that exists."),
-        ("gsm8k.jsonl", "Name a file that exists."),
-        ("my_task_train.jsonl", "Name a file that exists."),
-        ("_examples.jsonl", "Name a file that exists."),
+        ("gsm8k_train.jsonl.gz", ""),
+        ("gsm8k.jsonl", ""),
+        ("my_task_train.jsonl", ""),
+        ("_examples.jsonl", ""),
     ],
 )
 def test_a_missing_file_is_named_with_the_command_that_writes_it(tmp_path, name, hint):
     with pytest.raises(env.DataError) as raised:
         list(read_rows(tmp_path / name))
-    assert str(raised.value) == f"{tmp_path}/{name}: no such file. {hint.format(tmp_path)}"
+    assert (
+        str(raised.value)
+        == f"{tmp_path}/{name}: no such file. Check the path{hint.format(tmp_path)}."
+    )
 
 
 ROWS = [row("one", metadata={"n": 1}), row("zwei: ü", other=[1, {"x": None}]), row("three")]

@@ -154,10 +154,8 @@ def test_rows_of_verl_and_gym_train_together(workspace, tmp_path):
     asked = write_rows(tmp_path / "asked.jsonl", [{"asked": f"say {i}"} for i in range(8)])
     _, data = load(workspace, f"env.train_files=[{asked}]", "data.prompt_key=asked")
     assert data.train[7].messages == [{"role": "user", "content": "say 7"}]
-    with pytest.raises(
-        env.DataError,
-        match=r"asked\.jsonl:1: it has asked, but neither .* nor verl's `prompt` \(data\.prompt_key\)",
-    ):
+    reason = r"it has asked, but neither .* nor verl's `prompt` \(data\.prompt_key\)"
+    with pytest.raises(env.DataError, match=rf"asked\.jsonl:1: {reason}"):
         load(workspace, f"env.train_files=[{asked}]")
 
 

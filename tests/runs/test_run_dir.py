@@ -1,4 +1,4 @@
-"""A run's folder: a full disk at every write, a cut line, two runs of one name."""
+"""A run's folder: a full disk at every write, cut lines, and two runs with one name."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from test_loop import Servers
 import algorithm
 import training
 from kit.errors import RunError
-from kit.extras import parallelism
-from kit.runs import checkpoints, cli, files
-from kit.runs.launch import Started
+from kit.runs import checkpoints, cli, export, files
+from kit.runs.launch import Stack
 from kit.runs.run_dir import Run
 
 
 class Disk:
-    """A disk that is full from its `room`-th write on: a part of the data is written, then ENOSPC."""
+    """A disk that is full from its `room`-th write: half of the data is written, then ENOSPC."""
 
     def __init__(self, folder: Path, monkeypatch):
-        self.folder, self.room, self.writes = folder, float("inf"), 0
-        disk, usual = self, io.open
+        self.folder = folder
+        self.room = float("inf")
+        self.writes = 0
+        disk = self
+        usual = io.open
 
         class File(io.FileIO):
             def write(self, data):
@@ -43,8 +45,8 @@ class Disk:
         def opened(
             file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, **others
         ):
-            ours = isinstance(file, int) or Path(file).absolute().is_relative_to(folder)
-            if not ours or not set(mode) & set("wax+"):
+            is_inside = isinstance(file, int) or Path(file).absolute().is_relative_to(folder)
+            if not is_inside or not set(mode) & set("wax+"):
                 return usual(file, mode, buffering, encoding, errors, newline, **others)
             raw = File(file, mode.replace("b", "").replace("t", ""))
             buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
@@ -78,9 +80,8 @@ class Group:
 
     def save_checkpoint(self, path, *_):
         Path(path).mkdir(parents=True)
-        for name in parallelism.written("dp", list(parallelism.SHARDS), 1):
-            (Path(path) / name).parent.mkdir(parents=True, exist_ok=True)
-            (Path(path) / name).write_bytes(b"shard")
+        for prefix in checkpoints.SHARDS.values():
+            (Path(path) / f"{prefix}_world_size_1_rank_0.pt").write_bytes(b"shard")
 
     def load_checkpoint(self, path):
         assert Path(path).is_dir(), path
@@ -88,35 +89,33 @@ class Group:
 
 @pytest.fixture
 def command(workspace, tmp_path, monkeypatch):
-    """The command `train` over workers and servers that only answer: call it for the message that ends it, or ""."""
+    """The command `train` with doubles of workers and servers. Call it -> its last message, or ""."""
     monkeypatch.chdir(tmp_path)
     changes = ("trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=1")
     config, data = load(workspace, *changes)
     workers = training.Workers(Group(), None, None)
-    monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Started(workers, Servers([])))
+    monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Stack(workers, Servers([])))
     monkeypatch.setattr(
         training, "update_actor", lambda *_: {"actor/grad_norm": 1.0, "actor/pg_loss": 0.5}
     )
-    monkeypatch.setattr(checkpoints, "not_finite", lambda _: [])
+    monkeypatch.setattr(checkpoints, "find_nonfinite", lambda _: [])
     monkeypatch.setattr("kit.extras.report.report_page.render_page", lambda _: "page")
-    for module in (
-        "kit.runs.run_dir",
-        "kit.runs.checkpoints",
-    ):  # the whole recipe takes 0.3 s to write down
-        monkeypatch.setattr(f"{module}.public", lambda _: OmegaConf.create({"short": True}))
+    for module in ("kit.runs.run_dir", "kit.runs.checkpoints"):
+        # the whole recipe takes 0.3 s to write
+        monkeypatch.setattr(f"{module}.redacted", lambda _: OmegaConf.create({"short": True}))
     monkeypatch.setattr(sys, "argv", ["algorithm.py", "--config", "tiny", "--quiet"])
 
-    def exported(checkpoint, target):
+    def write_step(checkpoint, target):
         target.mkdir(exist_ok=True)
         (target / checkpoints.EXPORTED).write_text(str(checkpoints.step_of(checkpoint)))
 
-    monkeypatch.setattr(checkpoints, "export", exported)
+    monkeypatch.setattr(export, "export", write_step)
 
-    def planned(*_, **__):
-        resume_from, told = checkpoints.find_resume_point(config)
-        return cli.Plan(config, config, data, resume_from, [], told)
+    def make_plan(*_, **__):
+        resume_from, notes = checkpoints.find_resume_point(config)
+        return cli.Plan(config, config, data, resume_from, [], notes)
 
-    monkeypatch.setattr(cli, "plan", planned)
+    monkeypatch.setattr(cli, "plan", make_plan)
 
     def run_command() -> str:
         try:
@@ -133,20 +132,20 @@ def lines_of(folder: Path) -> list[dict]:
 
 
 def check_lines(folder: Path) -> None:
-    """Every line of every JSONL file is whole."""
+    """Assert that every line of every JSONL file is complete."""
     for path in folder.rglob("*.jsonl"):
         text = path.read_bytes()
         assert not text or text.endswith(b"\n"), path
         assert all(files.parse_line(line) for line in text.splitlines()), path
 
 
-def test_a_full_disk_at_every_write_ends_in_one_message_and_loses_nothing(
-    command, tmp_path, monkeypatch
-):
-    disk, folder = Disk(tmp_path, monkeypatch), tmp_path / "runs" / "tiny"
+def test_a_full_disk_at_any_write_is_one_message_and_loses_nothing(command, tmp_path, monkeypatch):
+    disk = Disk(tmp_path, monkeypatch)
+    folder = tmp_path / "runs" / "tiny"
     ended = set()
     for room in range(1, 1000):
-        disk.room, disk.writes = room, 0
+        disk.room = room
+        disk.writes = 0
         message = command()
         if disk.writes < room:
             break
@@ -179,7 +178,7 @@ def test_a_full_disk_at_every_write_ends_in_one_message_and_loses_nothing(
             check_lines(folder)
         subprocess.run(["rm", "-r", folder], check=False)
     else:
-        raise AssertionError("the run never came through")
+        raise AssertionError("no run was complete")
     print(f"full at {room - 1} writes; {sorted(ended)}")
     assert room > 40 and any("metrics.jsonl" in text for text in ended), ended
 
@@ -187,7 +186,7 @@ def test_a_full_disk_at_every_write_ends_in_one_message_and_loses_nothing(
 @pytest.mark.parametrize(
     "cut", [b'{"step": 2, "rollout/rew', b'{"step": 2, "ti{"step": 2, "time": 1}\n', b"\x00\xff}"]
 )
-def test_a_cut_line_is_kept_aside_and_ends_no_resume(command, tmp_path, capsys, cut):
+def test_a_cut_line_is_set_aside_and_the_run_resumes(command, tmp_path, capsys, cut):
     assert command() == ""
     folder = tmp_path / "runs" / "tiny"
     (folder / "export" / checkpoints.EXPORTED).unlink()
@@ -197,12 +196,12 @@ def test_a_cut_line_is_kept_aside_and_ends_no_resume(command, tmp_path, capsys, 
     before = (folder / "metrics.jsonl").read_bytes().removesuffix(cut)
     capsys.readouterr()
     assert command() == ""
-    told = capsys.readouterr().out
-    assert told.count("metrics.jsonl.cut") == 1, told
+    output = capsys.readouterr().out
+    assert output.count("metrics.jsonl.cut") == 1, output
     assert (folder / "metrics.jsonl").read_bytes().startswith(before)
     assert cut.strip() in (folder / "metrics.jsonl.cut").read_bytes()
     assert all(files.parse_line(line) for line in files.read_lines(folder / "metrics.jsonl"))
-    for name in ("failures", "metrics.abandoned"):  # a line that comes next begins on its own
+    for name in ("failures", "metrics.abandoned"):  # the next line starts on a new line
         assert cut.endswith(b"\n") or (folder / f"{name}.jsonl.cut").read_bytes() == cut + b"\n"
 
 
@@ -210,7 +209,7 @@ def test_a_cut_line_is_kept_aside_and_ends_no_resume(command, tmp_path, capsys, 
     ("code", "path"), [(errno.ENOSPC, None), (errno.EROFS, "runs/tiny/rollouts.jsonl")]
 )
 def test_a_failed_write_anywhere_in_a_run_is_one_message(command, monkeypatch, code, path):
-    """As of a library's, or of a command's own file."""
+    """The file may be of a library, or of a command."""
 
     def fail(*_, **__):
         raise OSError(code, os.strerror(code), path)
@@ -218,14 +217,14 @@ def test_a_failed_write_anywhere_in_a_run_is_one_message(command, monkeypatch, c
     monkeypatch.setattr("kit.runs.launch.start", fail)
     message = command()
     assert message.startswith(
-        f"error: {path or 'the folder of the run, tiny,'} cannot be written: {os.strerror(code)}"
+        f"error: {path or "the run's folder"} cannot be written: {os.strerror(code)}"
     )
 
     def refuse(*_, **__):
         raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
 
     monkeypatch.setattr("kit.runs.launch.start", refuse)
-    with pytest.raises(ConnectionRefusedError):  # no file's: its traceback is wanted
+    with pytest.raises(ConnectionRefusedError):  # not of a file: it needs its traceback
         command()
 
 
@@ -241,18 +240,19 @@ def test_an_export_on_a_full_disk_is_one_message(command, tmp_path, monkeypatch)
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     usual = export.export
-    monkeypatch.setattr(checkpoints, "export", too_large)
+    monkeypatch.setattr(export, "export", too_large)
     message = command()
     assert (
         message.startswith("error: runs/tiny/export cannot be written") and "Free space" in message
     ), message
     assert "File too large" in message and "\n" not in message
-    monkeypatch.setattr(checkpoints, "export", usual)
+    monkeypatch.setattr(export, "export", usual)
     assert command() == "" and (tmp_path / "runs/tiny/export/step.txt").read_text() == "2"
 
 
-def test_an_export_that_fails_leaves_the_earlier_one_whole(tmp_path, monkeypatch):
-    checkpoint, target = tmp_path / "global_step_7", tmp_path / "export"
+def test_an_export_that_fails_keeps_the_earlier_one(tmp_path, monkeypatch):
+    checkpoint = tmp_path / "global_step_7"
+    target = tmp_path / "export"
     target.mkdir()
     for name in ("model.safetensors", "config.json", "README.md", "model.safetensors.index.json"):
         (target / name).write_text("of step 5")
@@ -268,7 +268,7 @@ def test_an_export_that_fails_leaves_the_earlier_one_whole(tmp_path, monkeypatch
         for name in ("model.safetensors", "config.json"):
             (folder / name).write_text("of step 7")
 
-    monkeypatch.setattr(checkpoints, "merge", fill_the_disk)
+    monkeypatch.setattr(export, "merge", fill_the_disk)
     with pytest.raises(OSError, match="full"):
         export.export(checkpoint, target)
     names = [
@@ -280,7 +280,7 @@ def test_an_export_that_fails_leaves_the_earlier_one_whole(tmp_path, monkeypatch
     ]
     assert [path.name for path in sorted(target.iterdir())] == names
     assert {path.read_text().strip() for path in target.iterdir()} == {"of step 5", "5"}
-    monkeypatch.setattr(checkpoints, "merge", merge)
+    monkeypatch.setattr(export, "merge", merge)
     export.export(checkpoint, target)
     contents = [path.read_text() for path in sorted(target.iterdir())]
     # a file that the user added stays, an index of older weights does not
@@ -288,14 +288,14 @@ def test_an_export_that_fails_leaves_the_earlier_one_whole(tmp_path, monkeypatch
     assert sorted(tmp_path.iterdir()) == [target]
 
 
-def test_a_whole_last_line_without_its_end_stays(tmp_path):
+def test_a_complete_last_line_without_a_line_end_stays(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}')
     assert files.set_cut_line_aside(path) == ""
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n' and not list(tmp_path.glob("*.cut"))
 
 
-def test_a_file_that_is_not_whole_replaces_none(tmp_path):
+def test_an_incomplete_file_replaces_none(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     path.write_text("whole")
     with pytest.raises(
@@ -307,7 +307,30 @@ def test_a_file_that_is_not_whole_replaces_none(tmp_path):
     assert path.read_text() == "whole" and list(tmp_path.iterdir()) == [path]
 
 
-# --- two runs of one name ------------------------------------------------------------------------
+# --- steps that are trained again ----------------------------------------------------------------
+
+
+def test_metrics_of_steps_that_are_trained_again_are_set_aside(workspace, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config, _ = load(workspace)
+    folder = Path("runs/tiny")
+    folder.mkdir(parents=True)
+    path = folder / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "n": n}) for n, step in enumerate((0, 1, 2, 2, 3))]
+    path.write_text("\n".join(lines) + '\n{"step": 4, "cut')
+    with Run(config, "train", Path("checkpoints/global_step_2")):
+        pass
+    assert path.read_text().splitlines() == lines[:4]
+    assert (folder / "metrics.abandoned.jsonl").read_text().splitlines() == lines[4:]
+    assert (folder / "metrics.jsonl.cut").read_text().splitlines() == ['{"step": 4, "cut']
+    with Run(config, "rollout"):
+        assert path.read_text() != ""
+    with Run(config):  # from the start
+        pass
+    assert path.read_text() == ""
+
+
+# --- two runs with one name ------------------------------------------------------------------------
 
 HOLD = """
 import os, subprocess, sys, time
@@ -326,17 +349,17 @@ time.sleep(60)
 """
 
 
-def test_a_second_run_is_refused_until_the_first_ends_even_by_kill(
+def test_a_second_run_is_refused_until_the_first_ends_or_is_killed(
     workspace, tmp_path, monkeypatch
 ):
-    """The holder is killed while a child that it forked and one that it executed live on."""
+    """The first is killed while a child that it forked and one that it executed still live."""
     monkeypatch.chdir(tmp_path)
     config, _ = load(workspace)
     folder = Path("runs/tiny")
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE, text=True, env=path_of()
+        [sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE, text=True, env=environment()
     )
     children = [int(pid) for pid in holder.stdout.readline().split()]
     try:
@@ -345,7 +368,7 @@ def test_a_second_run_is_refused_until_the_first_ends_even_by_kill(
                 RunError, match=rf"runs/tiny is in use by another run \(pid {holder.pid} on .*Wait"
             ):
                 with Run(config, command):
-                    pytest.fail("two runs of one name")
+                    pytest.fail("two runs with one name")
         assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
         assert not (folder / "config.yaml").exists()
         holder.kill()
@@ -361,11 +384,11 @@ def test_a_second_run_is_refused_until_the_first_ends_even_by_kill(
             os.kill(pid, 9)
 
 
-def path_of() -> dict[str, str]:
+def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT)}
 
 
-def test_checkpoints_in_one_folder_are_of_one_run(workspace, tmp_path, monkeypatch):
+def test_two_runs_cannot_save_into_one_folder(workspace, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shared = f"trainer.default_local_dir={tmp_path / 'shared'}"
     first, second = (
@@ -384,25 +407,23 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", unsupported)
-    monkeypatch.setattr(
-        files.logger.parent, "propagate", True
-    )  # commands.quiet has the loggers of kit print
+    monkeypatch.setattr(files.logger.parent, "propagate", True)  # cli.silence_libraries stops it
     caplog.set_level("WARNING", "kit")
     files.FolderLock(tmp_path).acquire()
-    assert "start no second run of this name" in caplog.text
+    assert "do not start a second run with this name" in caplog.text
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 def test_a_lock_that_is_no_file_is_one_message(tmp_path, make):
     make(tmp_path / files.LOCK_NAME)
-    began = time.monotonic()
+    begin = time.monotonic()
     with pytest.raises(RunError, match=r"run\.lock"):
         files.FolderLock(tmp_path).acquire()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - begin < 5
 
 
-def test_a_checkpoint_with_a_fifo_is_not_whole(tmp_path):
-    """To read one waits forever."""
+def test_a_checkpoint_with_a_fifo_is_not_complete(tmp_path):
+    """Reading a FIFO waits forever."""
     folder = tmp_path / "global_step_1"
     (folder / "actor").mkdir(parents=True)
     torch.save({"step": 1}, folder / "data.pt")
@@ -415,12 +436,10 @@ def test_a_checkpoint_with_a_fifo_is_not_whole(tmp_path):
     assert "manifest.json" in checkpoints.find_damage(folder)
 
 
-# --- what is written down, and what a terminal gets ----------------------------------------------
+# --- what a terminal gets ----------------------------------------------
 
 
-def test_terminal_commands_in_texts_of_others_reach_no_terminal(
-    workspace, tmp_path, monkeypatch, capsys
-):
+def test_control_characters_of_a_server_reach_no_terminal(workspace, tmp_path, monkeypatch, capsys):
     import pandas as pd
     from rich.console import Console
 

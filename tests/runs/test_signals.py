@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 from conftest import GIVEN, ROOT, load
 
 from kit.errors import Stop
-from kit.runs import signals, summary
+from kit.runs import signals
 from kit.runs.run_dir import Run
 
 
@@ -148,7 +146,7 @@ def test_a_copy_of_a_signal_within_a_second_is_ignored(started, monkeypatch):
 
 EXIT_NOW = """
 import subprocess
-from kit.runs import signals, summary
+from kit.runs import signals
 
 print(subprocess.Popen(["sleep", "60"], start_new_session=True).pid, flush=True)
 signals.exit_now(130, monitor=None)
@@ -193,33 +191,3 @@ def test_a_process_that_is_lost_between_two_stages_ends_the_next(started):
     started.guard.report_lost("the worker X died")
     with pytest.raises(Stop, match="stage ref: the worker X died"), started.stage("ref"):
         raise AssertionError("never")
-
-
-# --- the run's folder, and its summary ---
-
-
-def test_metrics_of_steps_that_are_trained_again_are_set_aside(started):
-    path = started.folder / "metrics.jsonl"
-    lines = [json.dumps({"step": step, "n": n}) for n, step in enumerate((0, 1, 2, 2, 3))]
-    path.write_text("\n".join(lines) + '\n{"step": 4, "cut')
-    started.display.stop()
-    started.release()
-    with Run(started.config, "train", Path("checkpoints/global_step_2")):
-        pass
-    assert path.read_text().splitlines() == lines[:4]
-    assert (started.folder / "metrics.abandoned.jsonl").read_text().splitlines() == lines[4:]
-    assert (started.folder / "metrics.jsonl.cut").read_text().splitlines() == ['{"step": 4, "cut']
-    with Run(started.config, "rollout"):
-        assert path.read_text() != ""
-    with Run(started.config):  # from the start
-        pass
-    assert path.read_text() == ""
-
-
-def test_the_summary_warns_of_a_server_that_runs_code(workspace):
-    config, inputs = load(workspace)
-    assert "SANDBOX" not in summary.summarize(config, inputs, "train")
-    config.gym.servers.reasoning_gym.start = {"server": "code_gen"}
-    text = summary.summarize(config, inputs, "train")
-    warning = "reasoning_gym RUNS THE MODEL'S CODE on this machine, as your user, WITHOUT A SANDBOX"
-    assert f"WARNING     {warning}" in text
