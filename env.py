@@ -49,8 +49,8 @@ class UnsupportedRowError(DataError):
 # --- generators: EDIT HERE ------------------------------------------------------------------------
 #
 # To add a task:
-#   1. Write a function of the command's arguments that returns {split: rows}. Make each row with
-#      `make_row`, or as any dict in Gym's format. The verifier of `server` reads the other fields.
+#   1. Write a function that takes the command's arguments and returns {split: rows}. Make each row
+#      with `make_row`, or as a dict in Gym's format. Its verifier reads the other fields.
 #   2. Add it to GENERATORS.
 #   3. Run `python env.py NAME --out data/`. It writes data/NAME_<split>.jsonl.
 #   4. Run `python env.py check data/NAME_train.jsonl`, and name the file in env.train_files.
@@ -181,8 +181,8 @@ INCREMENT_EXAMPLE = [  # before the question: a small model copies what it sees
 def counter(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
     """Make numbers to add with a tool, for Gym's example_session_state_mgmt server.
 
-    The server counts in a session. Its reward is 1 if the counter is right at the end, so for one
-    call with the right number.
+    The server keeps a counter for each session. The reward is 1 if the counter is right at the end.
+    One call with the right number reaches that.
     """
     numbers = [number for number in range(1, 100) if number != 7]  # 7 is in the example
     random.Random(args.seed).shuffle(numbers)
@@ -258,7 +258,7 @@ def render_row(
     return messages, render_tools(params.get("tools", []), row_id)
 
 
-CONTENT_KEYS = {  # of each type of input item
+CONTENT_KEYS = {  # {type of an input item: the key of its text}
     "message": "content",
     "reasoning": "summary",
     "function_call": "",
@@ -518,9 +518,9 @@ def take_from_stream(
 
 
 def compute_quotas(tasks: Sequence[Any], size: int) -> dict[str, int]:
-    """Compute how many rows of a batch each file gets: by weight, with the largest remainders.
+    """Compute how many rows of a batch each file gets, in proportion to its weight.
 
-    Raises DataError if a file gets none.
+    Files with the largest remainders are rounded up. Raises DataError if a file gets none.
     """
     weights = {task.file: task.weight or 0.0 for task in tasks}  # in order of appearance
     total = sum(weights.values())

@@ -14,9 +14,9 @@ gym_messages.py. They need only aiohttp:
         print(result.reward)
     asyncio.run(main(json.loads(open("rows.jsonl").readline())))
 
-Why aiohttp and not httpx: with warm connections httpx reached 0.4 of its requests per second
-(docs/environments.md, benchmarks/gym_client.py). httpx also ran 100 requests concurrently whatever
-limit was set, and it shared the cookies of episodes, although a cookie identifies a session.
+Why aiohttp and not httpx: with warm connections, httpx reached 0.4 of the requests per second of
+aiohttp (docs/environments.md, benchmarks/gym_client.py). httpx also ran 100 requests concurrently,
+whatever limit was set. It shared cookies between episodes, although a cookie identifies a session.
 
 Kinds of server, by the routes that they publish (`Gym.kind`):
     verify   /seed_session, one route for each tool, /verify: `Session.call_tool`, `Session.verify`
@@ -26,20 +26,22 @@ Kinds of server, by the routes that they publish (`Gym.kind`):
 Failures. Every failure raises GymError, and none becomes a reward. gym_messages.py lists them.
 
 Retries. A session is in the server's memory, behind a signed cookie, and cannot be resumed after a
-failure. So a retry is a new session, with backoff and jitter: up to `attempts` times for connect,
-session_lost and RETRYABLE, once for 500. After a tool call or a step there is no retry, unless the
-server recognizes a repeated step by its id. If a tool answers 4xx or 500, the model reads that.
+failure. So a retry is a new session, after a pause with backoff and jitter. connect, session_lost
+and RETRYABLE have up to `attempts` attempts. A 500 has one retry. After a tool call or a step there
+is no retry, unless the server recognizes a repeated step by its id. If a tool answers 4xx or 500,
+the model reads that answer as the tool's output.
 
-Outages. connect, timeout and UNAVAILABLE mean that the server did not answer. An outage lasts from
-the first such call (for a timeout: from its start) to the next answer to any call. During an outage
-retries are at most 5 s apart and not limited by `attempts`, so a server that returns within
-`outage_budget_s` costs time, but no episodes. After that, a call without answer raises
-ServerDownError. A timeout does so only if /openapi.json has no answer either: it may be slow.
+Outages. connect, timeout and UNAVAILABLE mean that the server did not answer. An outage begins when
+the first such call fails. If that call timed out, the outage began with the call. It ends with the
+next answer to any call. During an outage, retries are at most 5 s apart, and `attempts` does not
+limit them. So a server that returns within `outage_budget_s` costs time, but no episodes. After
+that, a call without an answer raises ServerDownError. A call that timed out does so only if
+/openapi.json does not answer either, because the server may only be slow.
 
 Lost sessions. A restarted server may accept an old cookie with an empty session, and then compute a
-wrong reward. So no session continues that is older than a failed connection or a call of
-`Gym.mark_restarted`. If no tool changed the session, it is opened again. Otherwise
-`GymError.session_lost` is true, and a new episode of the same row may succeed.
+wrong reward. So a session does not continue after a connection to its server failed, or after a
+call of `Gym.mark_restarted`. If no tool call or step changed the session, it is opened again.
+Otherwise `GymError.session_lost` is true, and a new episode of the same row may succeed.
 """
 
 from __future__ import annotations
@@ -114,11 +116,12 @@ __all__ = [  # import these from this module, wherever they are defined
 ]
 
 RETRYABLE = {408, 429, 502, 503, 504}  # statuses of a server that is busy or unavailable
-UNAVAILABLE = RETRYABLE - {408, 429}  # these come from a proxy in front of a server that is down
+UNAVAILABLE = RETRYABLE - {408, 429}  # a proxy sends these if the server behind it is down
 MAX_ANSWER_BYTES = 8 * 2**20  # in addition to the size of the request, which verifiers echo
 MAX_RUN_BYTES = 64 * 2**20  # of /run, whose answer holds the token ids of every turn
 MIN_THREAD_BYTES = 64 * 2**10  # a longer answer is parsed in a thread
-QUIET_S = 15.0  # an outage may end unseen if no call is made for longer; pauses are 5 s at most
+# If no call fails for longer, the outage may have ended unnoticed. Retries pause for 5 s at most.
+QUIET_S = 15.0
 # Routes that are never tools. The last two belong to later servers and to those with a sandbox.
 RESERVED = {"seed_session", "verify", "reset", "step", "close", "aggregate_metrics", "run", "mcp"}
 RESERVED |= {"close_session", "end_session"}
@@ -156,7 +159,7 @@ def read_session_id(cookie: str) -> str | None:
 def find_callable_tools(names: Iterable[Any]) -> set[str]:
     """Return the tool names that a policy may call. Each becomes the path of a tool's route.
 
-    A name with an (encoded) slash or a final newline would reach another route than its own.
+    A name with a slash (also an encoded one) or a final newline would reach a different route.
     """
     texts = {name for name in names if isinstance(name, str) and name.isprintable()}
     return {name for name in texts if not set(name) & set("/\\%")} - RESERVED - {"", ".", ".."}
@@ -173,8 +176,9 @@ def find_routed_tools(tools: Iterable[str], routes: Collection[str]) -> set[str]
 class Gym:
     """The Gym servers of a run, by name. Use as `async with Gym(urls) as gym`.
 
-    concurrency: results in progress per server, and as many other calls. Either one limit or
-    {name: limit, "default": limit}. An overloaded math_with_judge answers reward 0.
+    concurrency: how many /verify calls may run concurrently on a server. The same limit applies
+    separately to all other calls. Either one limit or {name: limit, "default": limit}. Do not
+    overload servers: an overloaded math_with_judge answers reward 0.
     """
 
     urls: Mapping[str, str]  # {name: "http://host:port"}
@@ -190,9 +194,10 @@ class Gym:
         self._routes: dict[str, asyncio.Task[frozenset[str]]] = {}
 
     async def __aenter__(self) -> Gym:
-        # One pool for all, without a limit. Gym's servers close idle connections after 30 s.
+        # One pool for all servers, without a limit. It closes idle connections after 5 s, before
+        # Gym's servers do so after 30 s.
         pool = aiohttp.TCPConnector(limit=0, keepalive_timeout=5.0)
-        cookies = aiohttp.DummyCookieJar()  # sessions keep theirs
+        cookies = aiohttp.DummyCookieJar()  # each Connection keeps its cookies
         timeout = aiohttp.ClientTimeout(total=None)
         self._http = aiohttp.ClientSession(connector=pool, cookie_jar=cookies, timeout=timeout)
         return self
@@ -265,7 +270,7 @@ class Gym:
         url = f"{self.urls[server]}/run"
         parse = functools.partial(parse_run_result, url=url, row=row, vocabulary=vocabulary)
         run = await Connection(self, server).call("POST", "/run", row, timeout_s, parse)
-        if self._health[server].restarted_at > began:  # its session lost what the agent did before
+        if self._health[server].restarted_at > began:  # the session was lost
             problem = f"{url}: the server restarted during the episode"
             raise GymError("session_lost", problem, session_lost=True)
         return run._replace(result=replace(run.result, latency_s=time.monotonic() - began))
@@ -301,9 +306,10 @@ class Gym:
             try:
                 return await call(*args)
             except GymError as error:
-                is_outage = self._health[server].answered_at < began  # no call has an answer since
-                # In an outage only the first attempt counts: the budget limits the rest. Others
-                # count always, so that a call which crashes a restarted server comes to an end.
+                is_outage = self._health[server].answered_at < began  # no call was answered since
+                # During an outage only the first attempt counts, because the budget limits the
+                # rest. Outside an outage every attempt counts. Otherwise a call that crashes each
+                # restarted server would be repeated forever.
                 if attempts == 0 or not is_outage:
                     attempts += 1
                 is_crash = error.reason == "http_500"
@@ -346,7 +352,10 @@ class Connection:
         timeout_s: float | None = None,
         parse: Callable[[Any], Any] = lambda answer: answer,
     ) -> Any:
-        """Return `parse` of the sanitized JSON of a 200 answer; raise GymError for others."""
+        """Return `parse(answer)` for a 200 answer. Raises GymError for other answers.
+
+        parse: gets the answer's JSON, sanitized.
+        """
         payload = "" if body is None else json.dumps(body, ensure_ascii=False)
         status, text = await self.request(method, path, payload, timeout_s)
         if status != 200:
@@ -413,7 +422,8 @@ class Connection:
         if self.cookies:
             headers["Cookie"] = "; ".join(f"{k}={value}" for k, value in self.cookies.items())
         options: Json = {"data": data, "headers": headers, "allow_redirects": False}
-        # The timeout covers the whole call: with one for each read a server could trickle for ever.
+        # One timeout covers the whole call. With a timeout for each read, a server could send
+        # single bytes forever.
         async with (
             asyncio.timeout(timeout_s),
             self.gym._http.request(method, url, **options) as answer,
@@ -438,13 +448,14 @@ class Connection:
             self.cookies[name] = value
 
     async def _record_outage(self, error: GymError, began: float) -> GymError:
-        """Return the error for a call during which the server answered no call.
+        """Record that the server answered no call since `began`. Return the error to raise.
 
         That is `error`, or ServerDownError if the outage exceeds its budget.
         """
         health = self.health
         now = time.monotonic()
-        # A broken connection worked until now. A call that timed out had no answer from its start.
+        # A broken connection worked until now. If a call timed out, the server was silent from the
+        # start of the call.
         silent_since = began if error.reason == "timeout" else now
         is_over = health.answered_at > health.outage_began  # the last outage
         if is_over or silent_since > health.failed_at + QUIET_S:
@@ -485,7 +496,8 @@ class Session:
         self.observation: str | None = None  # the first one of a step server
         tools = row["responses_create_params"].get("tools") or []
         self.tools = find_callable_tools(tool.get("name") for tool in tools)
-        self.executable = find_routed_tools(self.tools, routes)  # other calls are the answer itself
+        # A call of any other tool is not executed: it is a part of the policy's answer.
+        self.executable = find_routed_tools(self.tools, routes)
         self._info: Json = {}  # of /reset
         self._is_open = False
 
@@ -544,7 +556,9 @@ class Session:
         token_ids: as for `verify`.
         """
         body = {**self.row, "response": response}
-        retryable = bool(self._info.get("supports_step_idempotency"))  # it knows repeated ids
+        retryable = bool(
+            self._info.get("supports_step_idempotency")
+        )  # the server knows repeated ids
         if retryable:
             body["_ng_step_request_id"] = uuid.uuid4().hex
         call = self.connection.call

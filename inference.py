@@ -3,17 +3,18 @@
     run_turns(episode, ...)       the turns of one episode: the function to edit first
     rollout(requests, ...)        a batch of episodes, concurrently, each verified as it ends
     start_servers(...)            vLLM replicas next to the actor's GPUs, and the actor's models
-    start_standalone_servers()    vLLM replicas alone, with the weights of the model folder
+    start_standalone_servers()    vLLM replicas without an actor: the weights of the model folder
     Servers                       these replicas in a run: rollout, sleep, update_weights
 
-An `Episode` (kit/data/episode.py) is the one record of the kit. Its token ids and log-probs are
-those that vLLM sampled. They are never tokenized again: text is decoded only for the verifier, the
-tools and the logs. Observations (tool outputs, messages of the environment) are tokenized once and
-masked with 0. A failed episode is data too: `status` has the reason, and there is no reward.
+An `Episode` (kit/data/episode.py) is the one record of the kit. Sampled tokens keep the ids and the
+log-probs that vLLM returned. Their text is decoded only for the verifier, the tools and the logs,
+and is never tokenized again. Observations (tool outputs, messages of the environment) are tokenized
+once, and their mask is 0. A failed episode is data too: `status` has the reason, and there is no
+reward.
 
 The kind of the Gym server (`Gym.kind`) decides who runs the turns. For `verify` and `step` servers
-it is `run_turns`. An `agent` server runs them itself, over the endpoint of
-kit/rollout/openai_server.py, and returns their token ids (`episode_from_response`).
+it is `run_turns`. An `agent` server runs the turns itself, and samples from the endpoint of
+kit/rollout/openai_server.py. Its Response has the token ids (`episode_from_response`).
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ from kit.errors import RunError
 from kit.rollout import chat
 from kit.rollout.sampler import EpisodeRequest, SamplerContext, Sampling, sample
 
-MAX_CHARS_PER_TOKEN = 256  # no token is longer, so a longer text cannot fit (see its uses)
+MAX_CHARS_PER_TOKEN = 256  # no token is longer: a text of over 256 * n characters has over n tokens
 MAX_SESSION_RETRIES = 3  # new attempts at an episode whose Gym server lost the session
-YIELD_EVERY = 32  # episodes that start before other tasks of the event loop run again
+YIELD_EVERY = 32  # after this many episodes are started, other tasks of the event loop may run
 
 
 # =================================================================================================
@@ -52,7 +53,7 @@ YIELD_EVERY = 32  # episodes that start before other tasks of the event loop run
 # =================================================================================================
 # For another agent loop, change `run_turns`. For other ways to end an episode, change `run_tools`,
 # `take_step` and `append_observations`. Keep these rules, on which the trainer relies:
-#   - Only `append_tokens` extends the response: with log-probs for sampled tokens, else without.
+#   - Only `append_tokens` extends the response. Pass it log-probs for sampled tokens only.
 #   - A sampled token never changes, and no text replaces it.
 #   - A failure raises GymError. It never becomes a reward.
 
@@ -65,10 +66,10 @@ async def run_turns(
     sampling: Sampling,
     request_id: str,
 ) -> None:
-    """Fill `episode`: turns of the policy and the environment, until `episode.ended` is set.
+    """Alternate turns of the policy and the environment until `episode.ended` is set.
 
-    The reasons are those of `Episode.ended`: a response without tool calls, a limit of tokens or
-    turns, or the end of the environment. Raises GymError.
+    `ended` is then the reason: a response without tool calls, a limit of tokens or turns, or the
+    end of the environment. request_id: the id of the episode (`number_members`). Raises GymError.
     """
     build_prompt(episode, task, session, context)
     while not episode.ended:
@@ -81,6 +82,7 @@ async def run_turns(
 def build_prompt(episode: Episode, task: Task, session: Session, context: SamplerContext) -> None:
     """Set the prompt: the task's messages, then the environment's first observation if it has one.
 
+    If there is no observation, the episode keeps the task's `prompt_ids`.
     Raises GymError('no_prompt' | 'prompt_too_long').
     """
     observation = session.observation
@@ -91,7 +93,7 @@ def build_prompt(episode: Episode, task: Task, session: Session, context: Sample
         raise GymError("no_prompt", f"{task.row_id}: {problem}. Add an input to the row.")
     limit = context.max_prompt_length
     advice = f"over data.max_prompt_length={limit}. Raise it, or shorten the observation."
-    if observation and len(observation) > MAX_CHARS_PER_TOKEN * limit:  # tokenizing takes seconds
+    if observation and len(observation) > MAX_CHARS_PER_TOKEN * limit:  # tokenizing is slow
         problem = f"{task.row_id}: {len(observation)} characters observed, {advice}"
         raise GymError("prompt_too_long", problem)
     if observation:
@@ -113,8 +115,8 @@ async def sample_turn(
 ) -> chat.ParsedResponse:
     """Sample one response of the policy, append it to the episode, and return it parsed.
 
-    A response without a stop token at its end has used all tokens that were left: `ended` becomes
-    "length". Raises GymError.
+    If the response does not end with a stop token, it used all remaining tokens. Then `ended`
+    becomes "length". Raises GymError.
     """
     begin = time.perf_counter()
     ids = episode.prompt_ids + episode.response_ids
@@ -134,9 +136,10 @@ async def sample_turn(
 async def step_environment(
     episode: Episode, session: Session, response: chat.ParsedResponse
 ) -> list[dict[str, Any]]:
-    """Pass a response to the environment and return the observations, as Responses items.
+    """Pass a response to the environment, and return the observations.
 
-    Sets `episode.ended` if the environment or the policy ends the episode. Raises GymError.
+    They are items of OpenAI's Responses format. Sets `episode.ended` if the environment or the
+    policy ends the episode. Raises GymError.
     """
     begin = time.perf_counter()
     if session.kind == "step":
@@ -174,8 +177,8 @@ async def run_tools(
 ) -> list[dict[str, Any]]:
     """Run the tool calls of a response on a `verify` server, in order, and return their outputs.
 
-    The episode ends with a response without calls. It also ends if the server runs no tools: then
-    the call itself is the answer.
+    A response without calls ends the episode. If the server runs no tools, a response with calls
+    ends it too, since the call itself is the answer.
     """
     outputs: list[dict[str, Any]] = []
     if not episode.ended and (not calls or not session.executable):
@@ -194,9 +197,10 @@ def append_observations(
     observations: list[dict[str, Any]],
     context: SamplerContext,
 ) -> None:
-    """Append observations to the response, masked. At a limit, end the episode without them.
+    """Append the tokens of observations to the response, with a mask of 0.
 
-    At least one token must be left for the next response. Raises GymError('template').
+    At a limit of turns or tokens, end the episode without these tokens. At least one token must be
+    left for the next response. Raises GymError('template').
     """
     episode.output += observations
     if context.max_turns and len(episode.turns) >= context.max_turns:
@@ -208,7 +212,7 @@ def append_observations(
     ]
     room = context.max_response_length - len(episode.response_ids)
     characters = sum(len(message["content"]) for message in messages)
-    if characters > MAX_CHARS_PER_TOKEN * room:  # tokenizing them takes seconds
+    if characters > MAX_CHARS_PER_TOKEN * room:  # tokenizing takes seconds
         episode.ended = "length"
         return
     new_ids = chat.encode_observation(messages, context.processor, context.stop_ids)
@@ -263,9 +267,10 @@ def set_reward(episode: Episode, result: gym_client.VerifyResult) -> None:
 async def run_episode(
     request: EpisodeRequest, request_id: str, sampling: Sampling, context: SamplerContext, gym: Gym
 ) -> Episode:
-    """Make one attempt at an episode and verify it. A failure of the environment sets `status`.
+    """Make one attempt at an episode, and verify it.
 
-    Raises what ends the run: ServerDownError, RunError, ray.exceptions.RayError.
+    Raises the errors that end the run: ServerDownError, RunError, ray.exceptions.RayError. Any
+    other error sets the episode's `status`.
     """
     task, group_id = request
     episode = Episode(task.row_id, group_id, task.server, task.prompt_ids, row=task.row)
@@ -290,9 +295,9 @@ async def run_session(
     sampling: Sampling,
     request_id: str,
 ) -> None:
-    """Run the turns of an episode and verify it.
+    """Run the turns of an episode, and verify it.
 
-    Its slot is free for the next episode while the verifier works.
+    The slot is released before the verification, so that the next episode can start.
     """
     async with contextlib.AsyncExitStack() as stack:
         async with context.episode_slots:
@@ -302,12 +307,12 @@ async def run_session(
 
 
 async def run_agent(episode: Episode, task: Task, context: SamplerContext, gym: Gym) -> None:
-    """Have a Gym agent run the whole episode and verify it, within the timeout of one response."""
+    """Let a Gym agent run and verify the whole episode, within `context.timeout_s`."""
     async with context.episode_slots:
         version_at_start = context.policy_version
         run = await gym.run(task.server, task.row, context.timeout_s, context.vocab_size)
         episode_from_response(episode, run.response, context)
-        # The agent does not report versions. This is the oldest that a token can have.
+        # The agent does not report versions. So all tokens get the oldest one that is possible.
         sampled_count = sum(episode.response_mask)
         episode.policy_versions = [PolicyVersion(sampled_count, version_at_start)]
         set_reward(episode, run.result)
@@ -356,7 +361,7 @@ def record_failure(episode: Episode, error: Exception) -> None:
         episode.session_lost = error.session_lost
     elif isinstance(error, env.DataError):  # the chat template rejects the environment's text
         episode.status = "template"
-    else:  # caused by unexpected output of a policy, a row or a server
+    else:  # the kit did not foresee this output of a policy, a row or a server
         line = traceback.extract_tb(error.__traceback__)[-1]
         episode.status = "unforeseen"
         episode.error = (
@@ -366,7 +371,7 @@ def record_failure(episode: Episode, error: Exception) -> None:
 
 # --- a batch of episodes -------------------------------------------------------------------------
 
-OnDone = Callable[[int, Episode], None]  # receives the index and the episode as it ends
+OnDone = Callable[[int, Episode], None]  # is called when an episode ends: (index, episode)
 
 
 def ignore_episode(index: int, episode: Episode) -> None:
@@ -382,9 +387,11 @@ async def rollout(
 ) -> list[Episode]:
     """Run an episode for each request, concurrently, and return them in the order of requests.
 
-    Each is verified as it ends, while others still generate. A failure of the environment sets the
-    status of its episode. Raises ray.exceptions.RayError if a vLLM server is dead, RunError and
-    ServerDownError.
+    Each episode is verified when its turns end, while others still generate. If the environment
+    fails, the episode's `status` has the reason. Raises RunError, ServerDownError, and
+    ray.exceptions.RayError if a vLLM server is dead.
+
+    on_done: is called when an episode ends, with the index of its request.
     """
 
     async def run_one(index: int, request: EpisodeRequest, request_id: str) -> Episode:
@@ -397,13 +404,16 @@ async def rollout(
     with gc_paused():
         for index, (request, request_id) in enumerate(zip(requests, request_ids, strict=True)):
             tasks.append(asyncio.create_task(run_one(index, request, request_id)))
-            if index % YIELD_EVERY == 0:  # creating thousands of tasks would block the others
+            if index % YIELD_EVERY == 0:  # thousands of tasks in a row would block other tasks
                 await asyncio.sleep(0)
         return await asyncio.gather(*tasks)
 
 
 def number_members(requests: Sequence[EpisodeRequest], is_greedy: bool) -> list[str]:
-    """Return a request id for each: its group and its number in it. Greedy ones have a prefix."""
+    """Return the id of each request: `GROUP-NUMBER`, or `greedy-GROUP-NUMBER`.
+
+    NUMBER counts the requests of the group from 0.
+    """
     prefix = "greedy-" if is_greedy else ""
     sizes: Counter[str] = Counter()
     request_ids = []
@@ -433,10 +443,11 @@ async def rollout_with_baselines(
     gym: Gym,
     on_done: OnDone = ignore_episode,
 ) -> list[Episode]:
-    """`rollout`, and concurrently a greedy response for each group, whose reward is the `baseline`.
+    """Run `rollout`, and concurrently one greedy episode per group: its reward is the `baseline`.
 
-    ReMax: Li et al. 2023, arXiv:2310.10505, algorithm 2. If the greedy response fails, all episodes
+    ReMax: Li et al. 2023, arXiv:2310.10505, algorithm 2. If the greedy episode fails, the others
     of its group fail as `no_baseline`. Raises GymError('no_greedy') for a server with an agent.
+    on_done: also gets the greedy episodes, each with the number of its group as index.
     """
     for server in {task.server for task, _ in requests}:
         if await gym.kind(server) == "agent":
@@ -465,9 +476,9 @@ async def rollout_with_baselines(
 async def start_servers(config: DictConfig, actor: Any) -> LLMServerManager:
     """Load the actor's models and start its vLLM servers, concurrently where that is safe.
 
-    The servers are on the actor's GPUs, or on others (rollout.nnodes). vLLM measures free memory to
-    size its KV cache. If models load on the same GPU during that, the size is wrong. It does not
-    measure if the size is set (engine_kwargs.vllm.kv_cache_memory_bytes).
+    The servers are on the actor's GPUs, or on others (rollout.nnodes). vLLM measures the free
+    memory to choose the size of its KV cache. If models load on the same GPU during this, the size
+    is wrong. If engine_kwargs.vllm.kv_cache_memory_bytes sets the size, vLLM does not measure.
     """
     rollout = config.actor_rollout_ref.rollout
     has_fixed_cache = (rollout.engine_kwargs.get("vllm") or {}).get("kv_cache_memory_bytes")
@@ -478,7 +489,7 @@ async def start_servers(config: DictConfig, actor: Any) -> LLMServerManager:
         await manager._initialize_llm_servers()
         return manager
     servers = asyncio.create_task(manager._initialize_llm_servers())
-    # The servers first ask the workers for their devices. Workers do not answer during a load.
+    # The servers first ask the workers for their devices. A worker that loads does not answer.
     await asyncio.sleep(0.5)
     await asyncio.to_thread(actor.init_model)
     await servers
@@ -539,7 +550,7 @@ class Servers:
         on_done: OnDone = ignore_episode,
         baselines: bool = False,
     ) -> list[Episode]:
-        """Run the module's `rollout`, or `rollout_with_baselines`, and wait for the episodes."""
+        """Wait for `rollout` of this module, or with `baselines` for `rollout_with_baselines`."""
         return self.loop.run(self.rollout_async(requests, sampling, on_done, baselines))
 
     def rollout_async(
@@ -549,7 +560,7 @@ class Servers:
         on_done: OnDone,
         baselines: bool,
     ) -> Coroutine[Any, Any, list[Episode]]:
-        """Return the coroutine of `rollout`: in this process, or by the rollout workers."""
+        """Return a coroutine that runs the episodes, here or in the rollout workers."""
         sampling = sampling | self.context.processor.sampling_params()
         self.context.endpoint_sampling = sampling
         if self.rollout_workers:
@@ -564,7 +575,7 @@ class Servers:
             self.is_asleep = True
 
     def update_weights(self, step: int) -> None:
-        """Give vLLM the actor's weights after `step`, from which it samples from now on."""
+        """Send the actor's weights after `step` to vLLM, which then samples from them."""
         if not self.checkpoint_manager:
             return
         self.checkpoint_manager.update_weights(step)

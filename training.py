@@ -251,14 +251,14 @@ def pad_to_ranks(batch: DataProto, live: torch.Tensor, mini_batches: int, ranks:
 
 
 def balance_rows(lengths: Sequence[int], mini_batches: int, ranks: int) -> list[int]:
-    """Order rows, given their lengths, as verl's workers must get them; indices >= L are padding.
+    """Order L rows, given their lengths, as verl's workers must get them; indices >= L are padding.
 
     verl cuts a batch into `ranks` equal runs of rows, and each run into `mini_batches` equal ones.
     Rows are dealt to the mini-batches in turn, so that none is empty. Within a mini-batch they are
     dealt to the ranks by length, so that no rank waits for another. Padding is needed if L is not a
-    multiple of both, as when episodes were dropped.
+    multiple of `mini_batches * ranks`, as when episodes were dropped.
 
-    >>> balance_rows([5, 5, 5], mini_batches=1, ranks=2)
+    >>> balance_rows([5, 4, 1], mini_batches=1, ranks=2)  # 5 + 1 tokens, 4 + padding
     [0, 2, 1, 3]
     """
     padding = -len(lengths) % (mini_batches * ranks)
@@ -316,7 +316,7 @@ def compute_log_probs(
 ) -> dict[str, torch.Tensor]:
     """Compute, at the actor's weights, `log_probs` of the response tokens and `entropy`, [B, R].
 
-    If the advantage needs it, also `sum_pi_squared`: the squared probabilities of all tokens.
+    If the advantage needs it, also `sum_pi_squared`: the sum of p^2 over the vocabulary.
     """
     names = ["log_probs", "entropy"]
     if needs(config, "sum_pi_squared"):
@@ -506,7 +506,7 @@ def collect_metrics(
 #
 # If one optimizer step uses the whole batch, the forward pass of the update runs at the weights
 # that sampled the batch. Its log-probs are the old ones, so the step needs no pass before it (4 to
-# 6 s of a step of 30 s, docs/performance.md).
+# 6 s of a step of 30 s on a CPU with AMX, docs/performance.md).
 #
 # Contract: an update of verl's workers returns only metrics. So these tensors return as a metric.
 #   worker   compute_fused_loss adds a FusedOutput to a micro-batch's metrics, under FUSED_KEY.

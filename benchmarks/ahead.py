@@ -1,12 +1,14 @@
-"""What trainer.one_step_off gives on GPUs: one_step_off.py at work, over a sampler and a trainer that only take time.
+"""The gain of trainer.one_step_off on GPUs: one_step_off.py runs over a sampler and a trainer
+that only take time.
 
     python benchmarks/ahead.py [--steps 5] [--speed 100] [--out docs/ahead.png]
 
-Times are those that verl measured (docs/advance/one_step_off.md: DAPO, Qwen2.5-Math-7B, FSDP2, 16 H20): on the same
-16 GPUs a batch is sampled in 321 s and trained on in 374; on 4 and 12 of them in 458 and 445, where a step of verl's
-one-step-off trainer took 520. Half of the answers end after a fifth of that time. Where sampler and trainer are at work
-on the same GPUs each goes at half its speed, the least that they can do: few answers slow no update so much.
-Prints seconds a step, draws who did what when; one JSON line last.
+Times are those that verl measured (docs/advance/one_step_off.md: DAPO, Qwen2.5-Math-7B, FSDP2, 16
+H20): on the same 16 GPUs a batch is sampled in 321 s and trained on in 374; on 4 and 12 of them in
+458 and 445, where a step of verl's one-step-off trainer took 520. Half of the answers end after a
+fifth of that time. If sampler and trainer work on the same GPUs, each has half its speed, the worst
+case: few answers slow no update so much. Prints seconds a step, draws
+who did what when; one JSON line last.
 """
 
 from __future__ import annotations
@@ -38,13 +40,13 @@ from kit.config.load import load_config
 from kit.extras import one_step_off
 from kit.rollout.client import Client
 from kit.rollout.sampler import make_sampler_context, repeat_per_group
-from kit.runs.cli import quiet
+from kit.runs.cli import silence_libraries
 
 PROMPTS, MEMBERS, LONGEST, SYNC_S = 16, 8, 1000, 1.0  # LONGEST: tokens of the longest answer
 CASES = {  # seconds for a batch: sampling, training; whether on the same GPUs; a step ahead
     "one after the other": (321.0, 374.0, True, 0),
     "a step ahead, same GPUs": (321.0, 374.0, True, 1),
-    "a step ahead, GPUs of its own": (458.0, 445.0, False, 1),
+    "a step ahead, separate GPUs": (458.0, 445.0, False, 1),
 }
 
 
@@ -75,7 +77,9 @@ class Gpus:
         self.sampled.append((self.now(), self.active))
 
     async def generate(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> Any:
-        """The rest of an answer, of which the prompt's length says how long it is in all, and how much there is."""
+        """The rest of an answer, of which the prompt's length says how long it is in all, and how
+        much there is.
+        """
         while self.held:
             await asyncio.sleep(0.001)
         _, length, *there = prompt_ids
@@ -121,7 +125,7 @@ class Gpus:
         """Nothing to free."""
 
     def tasks(self, batch: int) -> list[Task]:
-        """Prompts whose second id is the length of their answers: exponential, cut at the longest."""
+        """Prompts whose second id is the length of their responses: exponential, truncated."""
         lengths = [
             min(LONGEST, 1 + int(self.draw.expovariate(5 * 0.7 / LONGEST))) for _ in range(PROMPTS)
         ]
@@ -141,14 +145,20 @@ def simulate(case: str, steps: int, speed: float) -> tuple[Gpus, list[float]]:
     client = Client(config, {"stub": None}, bool(is_ahead))
     policy = make_sampler_context(config, client, data, 1e6)  # type: ignore[arg-type]
     policy.max_response_length, policy.policy_version = LONGEST, 0
-    LLMServerClient.generate = lambda _, request_id, **asked: gpus.generate(**asked)  # type: ignore[assignment, method-assign]
+    # type: ignore[assignment, method-assign]
+    LLMServerClient.generate = lambda _, request_id, **asked: gpus.generate(**asked)
     with (
         one_step_off.BackgroundLoop() if is_ahead else asyncio.Runner() as loop,
         contextlib.suppress(KeyboardInterrupt),
     ):
         servers: Any = object.__new__(one_step_off.Servers if is_ahead else inference.Servers)
         vars(servers).update(
-            context=policy, gym=Verifier(), loop=loop, checkpoint_manager=gpus, rollout_workers=None, is_asleep=False
+            context=policy,
+            gym=Verifier(),
+            loop=loop,
+            checkpoint_manager=gpus,
+            rollout_workers=None,
+            is_asleep=False,
         )
         gpus.begin, ended = time.perf_counter(), [0.0]
         requests = repeat_per_group(gpus.tasks(1), MEMBERS, "1")
@@ -200,7 +210,9 @@ def draw(found: dict[str, tuple[Gpus, list[float]]], out: Path) -> None:
 
 
 def per_step(ended: list[float]) -> float:
-    """Seconds of a step in the middle of a run: before the first nothing was begun, and in the last nothing is."""
+    """Seconds of a step in the middle of a run: before the first nothing was begun, and in the last
+    nothing is.
+    """
     return median(end - begin for begin, end in pairwise(ended[1:-1]))
 
 
@@ -214,7 +226,7 @@ def main() -> None:
         "--out", type=Path, default=Path(__file__).resolve().parent.parent / "docs" / "ahead.png"
     )
     args = parser.parse_args()
-    quiet()
+    silence_libraries()
     found = {case: simulate(case, args.steps, args.speed) for case in CASES}
     for case, (_, ended) in found.items():
         print(f"{case:32}{per_step(ended):8.0f} s a step")

@@ -1,16 +1,19 @@
-"""Every algorithm of configs/algorithms/ on the same small task, three seeds each; their curves and their table.
+"""Every algorithm of configs/algorithms/ on the same small task, three seeds each; their curves and
+their table.
 
     make algorithms                                       all of them, and docs/algorithms.png
     python benchmarks/algorithms.py --only dapo remax     some of them, into the same folder
 
-The task is that of the tests: a random two-layer model of 40 characters is asked for the digit 7, by 8 prompts x 8
-answers a step; Gym's reasoning_gym server pays 1 for exactly that and 1 / length for an answer that contains it. Two
-optimiser steps per batch, unless the overlay wants one. LoRA starts from a model fitted to answer any digit; the
-teacher of distillation is one fitted to answer 7. The turn algorithms play the tests' other task: one call of a real
-tool (Gym's example_session_state_mgmt), then a word. A run ends when the mean of five steps is 0.9, or after --steps.
+The task is that of the tests: a random two-layer model of 40 characters is asked for the digit 7,
+by 8 prompts x 8 answers a step; Gym's reasoning_gym server pays 1 for exactly that and 1 / length
+for an answer that contains it. Two optimiser steps per batch, unless the recipe sets one. LoRA
+starts from a model fitted to answer any digit; the teacher of distillation is one fitted to answer
+7. The turn algorithms play the tests' other task: one call of a real tool (Gym's
+example_session_state_mgmt), then a word. A run ends when the mean of five steps is 0.9, or after
+--steps.
 
-A seed is another random model and another order of the prompts. All runs of a seed share one session of the stack, as
-the tests do. What is in results.json is not run again.
+A seed is another random model and another order of the prompts. All runs of a seed share one
+session of the stack, as the tests do. Runs in results.json are not repeated.
 """
 
 from __future__ import annotations
@@ -30,19 +33,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from conftest import (  # noqa: E402  # noqa: E402
+from conftest import (  # noqa: E402
     RECIPE,
     SESSION,
     WORDS,
     Stack,
     drop,
     load,
-    make_model,
-    make_pretrained,
     session,
     write_rows,
     write_task,
 )
+from tiny_models import make_model, make_pretrained  # noqa: E402
 
 LR = "actor_rollout_ref.actor.optim.lr"
 CRITIC = ["critic.optim.lr=0.003", "critic.ppo_mini_batch_size=4"]
@@ -54,8 +56,11 @@ COUNT = [
 ]
 COUNT += ["env.val_files=[]"]
 TEACHER = "distillation.teacher_models.teacher_model.model_path=teacher"
-SHARED = "default grpo dr_grpo dapo rloo reinforce_plus_plus remax gspo opo gpg cispo gdpo online_dpo sppo spin"
-RUNS = {  # name: (overlays, changes, whether over workers of its own)
+SHARED = (
+    "default grpo dr_grpo dapo rloo reinforce_plus_plus remax gspo opo gpg cispo gdpo online_dpo "
+    "sppo spin"
+)
+RUNS = {  # name: (overlays, changes, whether with separate workers)
     **{name: ([name] * (name != "default"), SAY, False) for name in SHARED.split()},
     "curriculum": (["curriculum"], SAY, False),
     "rollout_correction": (["rollout_correction"], SAY, False),
@@ -81,7 +86,9 @@ trainer: {test_freq: -1, save_freq: -1, val_before_train: false}
 
 
 def make_reward_model(folder: Path, source: Path) -> None:
-    """A learned reward: the random model with a scalar head, fitted to tell short answers that contain a 7."""
+    """A learned reward: the random model with a scalar head, fitted to tell short answers that
+    contain a 7.
+    """
     import random
 
     import torch
@@ -112,8 +119,10 @@ def make_reward_model(folder: Path, source: Path) -> None:
 
 
 def mark_answers(folder: Path) -> None:
-    """A `?` before each answer. Without, an answer begins after a space, as it goes on after one: a model that says
-    spaces, which the verifier strips, then cannot tell where to say 7 once, and more runs stayed at 0.6."""
+    """A `?` before each answer. Without, an answer begins after a space, as it continues after one:
+    a model that says spaces, which the verifier strips, then cannot tell where to say 7 once, and
+    more runs stayed at 0.6.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -124,8 +133,10 @@ def mark_answers(folder: Path) -> None:
 
 
 def sharpen(folder: Path, source: Path) -> None:
-    """The random model with an output head eight times as large, for LoRA, which leaves that alone. The rows of any two
-    digits are 0.23 apart in a random one, and states have norm 8: no digit can be 1.8 above the others, or over 0.4."""
+    """The random model with an output head eight times as large, for LoRA, which leaves that alone.
+    The rows of any two digits are 0.23 apart in a random one, and states have norm 8: no digit can
+    be 1.8 above the others, or over 0.4.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(source)
@@ -155,7 +166,7 @@ def prepare(folder: Path, seed: int) -> Path:
 
 @contextlib.contextmanager
 def own_workers(stack: Stack, overlays: list[str], changes: list[str]) -> Iterator:
-    """The workers that a recipe asks for, beside the session's."""
+    """The workers that a recipe needs, in addition to the session's."""
     from kit.runs.workers import start_workers
 
     config, _ = load(stack.workspace, *SESSION, *changes, overlays=overlays)
@@ -168,7 +179,9 @@ def own_workers(stack: Stack, overlays: list[str], changes: list[str]) -> Iterat
 
 
 def run(stack: Stack, name: str, seed: int, steps: int) -> dict:
-    """One run: its rewards, the verifier's mean of each step; held-out reward; episodes and seconds."""
+    """One run: its rewards, the verifier's mean of each step; held-out reward; episodes and
+    seconds.
+    """
     overlays, changes, own = RUNS[name]
     overlays = ["bench.yaml", *overlays]
     changes = [*changes, f"data.seed={seed}", f"trainer.total_training_steps={steps}"]
@@ -192,7 +205,7 @@ def run(stack: Stack, name: str, seed: int, steps: int) -> dict:
 
 
 def run_sft(folder: Path, seed: int, steps: int) -> dict:
-    """The losses of a supervised run: a command of its own, which samples nothing."""
+    """The losses of a supervised run: a separate command, which samples nothing."""
     words = [sys.executable, str(ROOT / "algorithm.py"), "sft"]
     for file in [RECIPE, "bench.yaml", "sft", "cpu"]:
         words += ["--config", str(file)]
@@ -225,9 +238,12 @@ def steps_to_goal(rewards: list[float]) -> str:
 
 
 def table(results: dict[str, dict[str, dict]]) -> str:
-    """Markdown: where each run began, how many steps and episodes it took, what it says to held-out prompts."""
+    """Markdown: where each run began, how many steps and episodes it took, what it says to held-out
+    prompts.
+    """
     lines = [
-        f"| run | first 3 steps | steps until {GOAL}, by seed | episodes | held out, greedy | seconds a step |"
+        f"| run | first 3 steps | steps until {GOAL}, by seed | episodes | held out, greedy | "
+        f"seconds a step |"
     ]
     lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
     for name in RUNS:
@@ -264,7 +280,9 @@ def band(axis, curves: list[list[float]], colour: str) -> None:
 
 
 def draw(results: dict[str, dict[str, dict]], out: Path) -> None:
-    """A panel for each run, the default of its task in grey behind it; of a supervised run the loss, over its first."""
+    """A panel for each run, the default of its task in grey behind it; of a supervised run the
+    loss, over its first.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -340,7 +358,8 @@ def main() -> None:
     )
     took = f"{(time.time() - began) / 60:.0f} minutes, load {os.getloadavg()[0]:.1f}"
     print(
-        f"\n{time.strftime('%Y-%m-%d')}, {stack_of}, {os.cpu_count()} cores, {took}, {args.seeds} seeds\n"
+        f"\n{time.strftime('%Y-%m-%d')}, {stack_of}, {os.cpu_count()} cores, {took}, "
+        f"{args.seeds} seeds\n"
     )
     print(table(results))
     draw(results, args.out)

@@ -1,11 +1,13 @@
-"""What an update takes at best here: the episodes of a finished run's steps, and nothing around the model.
+"""The lowest time of an update here: the episodes of a finished run's steps, and nothing around the
+model.
 
-    python benchmarks/bare_model.py RUN [--rounds 3]     RUN: a run's folder; benchmarks/step.py asks
+    python benchmarks/bare_model.py RUN [--rounds 3]     RUN: a run's folder (from step.py)
 
-One forward and backward pass, and torch's fused AdamW, in two ways: `shared` computes prompts once for their answers,
-by packed_layout.py and the attention and log-probs of cpu_engine.py (on a CPU alone); `packed` is a plain packed
-batch, every answer behind its prompt, torch's own attention and cross entropy. And `copy`, of all weights in memory.
-Prints one JSON line last: seconds, of each step a list, one for each round.
+One forward and backward pass, and torch's fused AdamW, in two ways: `shared` computes prompts once
+for their answers, by packed_layout.py and the attention and log-probs of cpu_engine.py (on a CPU
+alone); `packed` is a plain packed batch, every answer behind its prompt, torch's own attention and
+cross entropy. And `copy`, of all weights in memory. Prints one JSON line last: seconds, of each
+step a list, one for each round.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ _lengths: list[int] = []  # of the rows of the packed batch under way
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, **_):
-    """Causal attention of each row to itself, as transformers calls it: [1, H, T, D] -> [1, T, H, D]."""
+    """Causal attention of each row to itself, as transformers calls it: [1, H, T, D] -> [1, T, H,
+    D].
+    """
     options = {"is_causal": True, "scale": scaling, "enable_gqa": True}
     out = F.scaled_dot_product_attention(
         _grid(query), _grid(key), _grid(value), **options
@@ -70,7 +74,9 @@ def log_probs(model: Any, kind: str, rows: list[Row]) -> torch.Tensor:
 
 
 def micro_batches(kind: str, rows: list[Row], most: int) -> Iterator[list[Row]]:
-    """Rows in their order, as many at once as have `most` tokens; a prompt that is shared counts once."""
+    """Rows in their order, as many together as have `most` tokens; a prompt that is shared counts
+    once.
+    """
     part: list[Row] = []
     size = 0
     for prompt, answer in rows:
@@ -90,7 +96,10 @@ def update(
     optimizer: torch.optim.Optimizer,
     settings: dict[str, Any],
 ) -> None:
-    """One optimiser step on the answers. In bf16 the optimiser has weights of its own in fp32, as the kit's has."""
+    """One optimizer step on the answers.
+
+    In bf16 the optimizer keeps separate fp32 weights, as Quintet's does.
+    """
     model.set_attn_implementation(KINDS[kind])
     total = sum(len(answer) for _, answer in rows)
     for part in micro_batches(kind, rows, settings["ppo_max_token_len_per_gpu"]):

@@ -1,13 +1,15 @@
-"""What the driver itself costs a step, per episode: no Ray, no vLLM, no model, no server.
+"""The driver's cost of a step, per episode: no Ray, no vLLM, no model, no server.
 
-    python benchmarks/driver.py [--tokens 2000] [--episodes 64 1024 5120 16384] [--repeat 3] [--rate 500]
+    python benchmarks/driver.py [--tokens 2000] [--episodes 64 1024 5120 16384] [--repeat 3] [--rate
+    500]
 
-A stub samples `tokens` ids for each episode, `rate` answers a second (500: a million tokens, more than 32 H100 give),
-and another verifies it at once; everything between them is the kit's: `inference.rollout`, `Run.write_episodes`, what
-is kept and its metrics, `training.to_batch`, and the packing of an update for eight ranks (`training.update_actor`,
-whose workers are a stub). Prints ms of one core per episode by stage, of the fastest repetition, and by how much the
-event loop was late at most; one JSON line last. Held against: 1 ms an episode altogether, however many there are, and
-100 ms.
+A stub samples `tokens` ids for each episode, `rate` answers a second (500: a million tokens, more
+than 32 H100 give), and another verifies it immediately. Everything between them is Quintet's:
+`inference.rollout`, `Run.write_episodes`, what is kept and its metrics, `training.to_batch`, and
+the packing of an update for eight ranks (`training.update_actor`, whose workers are a stub). Prints
+ms of one core per episode by stage, of the fastest repetition, and by how much the event loop was
+late at most; one JSON line last. Held against: 1 ms an episode altogether, however many there are,
+and 100 ms.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from env import Task
 from kit.config.load import load_config
 from kit.data import metrics, rollout_files, selection
 from kit.rollout.sampler import make_sampler_context, repeat_per_group
-from kit.runs.cli import quiet
+from kit.runs.cli import silence_libraries
 from kit.runs.run_dir import Run
 
 STAGES = ("rollout", "write", "keep", "to_batch", "pack")
@@ -52,7 +54,9 @@ SAID = "The answer is 42. " * 400  # the text of an answer, for the verifier and
 
 
 class Sampler:
-    """`count` answers of so many ids each, with log-probs of 32 bits; no two share an object, as off the wire."""
+    """`count` answers of so many ids each, with log-probs of 32 bits; no two share an object, as
+    off the wire.
+    """
 
     def __init__(self, count: int, tokens: int, rate: float):
         rng = np.random.default_rng(0)
@@ -92,7 +96,9 @@ class Verifier:
     ) -> gym_client.VerifyResult:
         await asyncio.sleep(0)
         self.verdicts += 1
-        return gym_client.VerifyResult(float(self.verdicts % 2), {}, 0.1, {"extracted_answer": "42"})
+        return gym_client.VerifyResult(
+            float(self.verdicts % 2), {}, 0.1, {"extracted_answer": "42"}
+        )
 
 
 @contextlib.contextmanager
@@ -103,7 +109,9 @@ def stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
 
 
 def measure(count: int, tokens: int, rate: float) -> dict[str, float]:
-    """Seconds of the processor in each stage of one step of `count` episodes; stall: the longest of the event loop."""
+    """Seconds of the processor in each stage of one step of `count` episodes; stall: the longest of
+    the event loop.
+    """
     sizes = [
         f"data.train_batch_size={count // MEMBERS}",
         "trainer.n_gpus_per_node=8",
@@ -181,7 +189,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Any] = {"benchmark": "driver", **machine(), "tokens": args.tokens}
-    quiet()
+    silence_libraries()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         measure(MEMBERS, 8, 1e6)  # imports, caches
         before = memory_gb()

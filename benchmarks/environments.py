@@ -1,18 +1,21 @@
-"""What of NeMo Gym runs here: every server that the example rows name, started, seeded and asked for a reward.
+"""The NeMo Gym servers that run here: each server of the example rows is started, seeded and
+called for a reward.
 
     python benchmarks/environments.py DIR [--only mcqa,blackjack] >table.md
 
-DIR holds one NAME.jsonl for each resources server NAME, as NeMo Gym publishes them. Each server is started
-alone from the installed nemo-gym package, with the settings of SETTINGS, and gets the first row and a fixed answer
-(ANSWERS): whether that is right does not matter here, only whether the server can say so. One that lacks a module
-gets an environment of its own (gym_environments.py). The judges that it asks by name are a stub on this machine that
-says what a judge should (JUDGE); each such server is asked twice more, of a judge that talks nonsense and of one that
-refuses the key: a reward then would be a fault of the kit's, and is told as one. `NEEDS` says what a server still
+DIR holds one NAME.jsonl for each resources server NAME, as NeMo Gym publishes them. Each server is
+started alone from the installed nemo-gym package, with the settings of SETTINGS, and gets the first
+row and a fixed answer (ANSWERS): whether that is right does not matter here, only whether the
+server can say so. One that lacks a module gets a separate environment (gym_environments.py). The
+judges that it asks by name are a stub on this machine that says what a judge should (JUDGE); each
+such server is asked twice more, of a judge that talks nonsense and of one that refuses the key: a
+reward then would be a bug in Quintet, and is reported as one. `NEEDS` says what a server still
 lacks, as read in its source: some pay 0 for that instead of failing.
 
-The table, on stdout, is docs/environments.md's. `rows` counts those that env.render_row accepts; `kind` is who owns
-the turns (gym_client.py); `tools` are those that the rows offer, of which some have a route (or a catch-all) on the
-server, while the others are only compared; `Gym's agent` is what the server's own YAML names.
+The table, on stdout, is docs/environments.md's. `rows` counts those that env.render_row accepts;
+`kind` is who owns the turns (gym_client.py); `tools` are those that the rows offer, of which some
+have a route (or a catch-all) on the server, while the others are only compared; `Gym's agent` is
+what the server's own YAML names.
 """
 
 from __future__ import annotations
@@ -132,12 +135,14 @@ def short(text: str, length: int = 80) -> str:
 
 
 def because(name: str, said: str) -> str:
-    """What the server lacks, where that is known, and its own words."""
+    """The parts that the server lacks, if that is known, and its own words."""
     return f"{WHY[name]} ({short(said)})" if name in WHY else short(said)
 
 
 class Stub:
-    """An OpenAI-compatible address: a judge that says `text`, or answers `status`. `asked`: how often it was."""
+    """An OpenAI-compatible address: a judge that says `text`, or answers `status`. `asked`: how
+    often it was.
+    """
 
     def __init__(self) -> None:
         self.text, self.status, self.asked = "", 200, 0
@@ -177,7 +182,7 @@ class Stub:
 
 
 async def reward_of(gym: Gym, name: str, kind: str, row: dict[str, Any]) -> float:
-    """What the server pays for the fixed answer. Raises GymError."""
+    """The reward of the server for the fixed answer. Raises GymError."""
     said = message(ANSWERS.get(name, ANSWER))
     async with gym.session(name, row) as session:
         if kind == "step":
@@ -213,7 +218,7 @@ async def ask(
 
 
 async def failing(gym: Gym, name: str, kind: str, row: dict[str, Any], judge: Stub) -> str:
-    """What comes of a judge that talks nonsense, and of one that refuses the key."""
+    """The result of a judge that replies with nonsense, and of one that refuses the key."""
     for text, status in (NONSENSE, 200), ("", 401):
         judge.text, judge.status = text, status
         try:
@@ -255,7 +260,7 @@ def tools_of(rows: list[dict[str, Any]], routes: frozenset[str]) -> str:
 def examine(
     name: str, rows: list[dict[str, Any]], python: str, logs: Path, judge: Stub
 ) -> tuple[str, str, str]:
-    """(kind, tools, verdict) of one server, in an environment of its own where it lacks a module."""
+    """(kind, tools, result) of one server, in a separate environment if it lacks a module."""
     (logs / "notices.json").write_text('{"notices": []}')
     settings = {
         k: str(logs / "notices.json") if v == "NOTICES" else v
@@ -268,7 +273,7 @@ def examine(
         return (
             kind,
             tools,
-            f"{verdict}; environment of its own" if verdict.startswith("reward") else verdict,
+            f"{verdict}; separate environment" if verdict.startswith("reward") else verdict,
         )
     return kind, tools, verdict
 
@@ -321,7 +326,8 @@ def main() -> None:
         ).stdout.strip()
     )
     print(
-        "| server | rows | kind | tools | Gym's agent | verdict |\n| --- | ---: | --- | ---: | --- | --- |",
+        "| server | rows | kind | tools | Gym's agent | verdict |\n| --- | ---: | --- | ---: | "
+        "--- | --- |",
         flush=True,
     )
     verdicts, judge = [], Stub()
@@ -342,12 +348,13 @@ def main() -> None:
             print(f"| {' | '.join(cells)} |", flush=True)
     paid = sum(verdict.startswith("reward") for verdict in verdicts)
     missing = sum(verdict.startswith("not in") for verdict in verdicts)
-    own = sum("environment of its own" in verdict for verdict in verdicts)
+    own = sum("separate environment" in verdict for verdict in verdicts)
     by = sum(", by " in verdict for verdict in verdicts)
     print(
-        f"\n{paid} of the {len(names) - missing} servers that nemo-gym 0.4.0 has verify, {by} of them by a judge and"
+        f"\n{paid} of the {len(names) - missing} servers that nemo-gym 0.4.0 has verify, {by} of "
+        f"them by a judge and"
     )
-    print(f"{own} in an environment of their own; {missing} are not in it.")
+    print(f"{own} in a separate environment;  {missing} are not in it.")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""The kit on a machine with GPUs, for the first time: does all hold there that holds on a CPU? Minutes, one report.
+"""Quintet on a machine with GPUs, for the first time: does all hold there that holds on a CPU?
+Minutes, one report.
 
     python benchmarks/gpu_acceptance.py [--config math] [--steps 4] [key=value ...]
 
-Trains `--steps` steps of a recipe, saving halfway; trains on from there; trains two steps twice with full determinism.
-Looks at every GPU's memory twice a second meanwhile. Writes runs/acceptance/report.md: seconds and memory of each
-stage, and what holds: the run ends well, vLLM gives its memory back and takes it again (rollout.free_cache_engine),
-sampler and trainer agree after every sync, a resumed run goes on, two runs are one. Exit status 1 if one does not. With
-one GPU also what sampling, update and a copy of the weights take at best, by raw vLLM and the bare model.
+Trains `--steps` steps of a recipe, saving halfway; trains on from there; trains two steps twice
+with full determinism. Reads every GPU's memory twice a second during this. Writes
+runs/acceptance/report.md: seconds and memory of each stage, and what holds: the run ends well, vLLM
+gives its memory back and takes it again (rollout.free_cache_engine), sampler and trainer agree
+after every sync, a resumed run continues, two runs are one. Exit status 1 if one does not. With one
+GPU also what sampling, update and a copy of the weights take at best, by raw vLLM and the bare
+model.
 
 On a CPU, to rehearse: --config math_cpu --config cpu, where memory is that of all processes.
 """
@@ -66,7 +69,9 @@ def train(name: str, looks: Looks, recipes: list[str], changes: list[str]) -> li
 
 
 def stages(steps: list[dict[str, Any]], looks: Looks) -> list[tuple[str, float, float, float]]:
-    """(name, median seconds, least and most GB) of each stage; where it lay is counted back from the step's line."""
+    """(name, median seconds, least and most GB) of each stage; where it lay is counted back from
+    the step's line.
+    """
     found: dict[str, list[tuple[float, list[float]]]] = {}
     for line in steps:
         end = line["time"]
@@ -85,7 +90,7 @@ def stages(steps: list[dict[str, Any]], looks: Looks) -> list[tuple[str, float, 
 
 
 def limits() -> dict[str, float]:
-    """Seconds of these stages at best, of the median step; none where that could not be measured."""
+    """Seconds of these stages at best, of the median step; none if that was not measured."""
     try:
         found = measure_limits(FOLDER / "train", 1)
     except SystemExit as why:  # the rest is worth its report
@@ -131,13 +136,16 @@ def main() -> None:
             line["actor/grad_norm"] > 0 for line in first
         ),
         f"sampler and trainer agree: {apart:.4f} apart in the mean, of {APART}": apart < APART,
-        f"the same command goes on at step {args.steps + 1}": [line["step"] for line in on]
+        f"the same command resumes at step  {args.steps + 1}": [line["step"] for line in on]
         == [args.steps + 1],
         "two deterministic runs are one": [[line[k] for k in equal] for line in same[0]]
         == [[line[k] for k in equal] for line in same[1]],
     }
     if about["gpus"]:
-        freed = f"an update begins with less taken ({update[1]:.1f} GB) than sampling ({sampling[2]:.1f} GB)"
+        freed = (
+            f"an update begins with less memory in use ({update[1]:.1f} GB) than sampling "
+            f"({sampling[2]:.1f} GB)"
+        )
         held[freed] = update[1] < sampling[2]
     lines = [
         "# Acceptance",
@@ -160,7 +168,8 @@ def main() -> None:
     rate = median(line["perf/throughput"] for line in first[1:])
     lines += [
         "",
-        f"{rate:.0f} tokens a second and GPU; {(time.monotonic() - begin) / 60:.1f} minutes in all.",
+        f"{rate:.0f} tokens a second and GPU; {(time.monotonic() - begin) / 60:.1f} minutes in "
+        f"all.",
         "",
     ]
     lines += [f"- {'holds' if good else 'DOES NOT HOLD'}: {what}" for what, good in held.items()]

@@ -1,11 +1,13 @@
-"""Requests per second of the kit's Gym client, beside raw aiohttp, against a verifier that takes 20 ms.
+"""Requests per second of Quintet's Gym client and of raw aiohttp, against a verifier that takes 20
+ms.
 
     python benchmarks/gym_client.py [--rounds 10] [--episodes 2048]
 
-The verifier is a FastAPI server in a process of its own. Each round sends all episodes at once (two posts each:
-/seed_session and /verify, about 2 kB either way), once through `Gym` and once through one aiohttp.ClientSession
-without a connection limit, in turns. Held against: 0.8 of raw aiohttp's requests/s, and memory after the last
-round within 5% of that after the third. Both sides share the cores with the server: compare the ratio only.
+The verifier is a FastAPI server in a separate process. Each round sends all episodes together (two
+posts each: /seed_session and /verify, about 2 kB either way), once through `Gym` and once through
+one aiohttp.ClientSession without a connection limit, in turns. Held against: 0.8 of raw aiohttp's
+requests/s, and memory after the last round within 5% of that after the third. Both sides share the
+cores with the server: compare the ratio only.
 """
 
 import argparse

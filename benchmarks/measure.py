@@ -1,4 +1,6 @@
-"""What the benchmarks of a step share: the demo as a process, its processes by role, the machine it ran on."""
+"""Shared code of the step benchmarks: the demo as a process, its processes by role, the machine it
+ran on.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ Row = tuple[list[int], list[int]]  # ids of a prompt and of its answer
 
 
 def role(process: psutil.Process) -> str:
-    """What a process of a run is, by its title. One that will be a worker is of the rest of Ray till then."""
+    """The role of a process of a run, by its title. One that will be a worker is of the rest of Ray
+    till then.
+    """
     title = " ".join(process.cmdline())
     other = "rest of Ray" if re.search(r"ray::|/ray/", title) else "others"
     return next((name for pattern, name in ROLES.items() if re.search(pattern, title)), other)
@@ -51,7 +55,9 @@ def role(process: psutil.Process) -> str:
 def run(
     command: Sequence[str], log: Path, look: Callable[[list[psutil.Process]], Any], every: float
 ) -> None:
-    """Run a command to its end, what it says in `log`, and call `look` with its processes every so many seconds."""
+    """Run a command to its end, what it says in `log`, and call `look` with its processes every so
+    many seconds.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
         log.open("w") as out,
@@ -69,7 +75,8 @@ def run(
             raise
     if process.returncode:
         sys.exit(
-            f"{' '.join(command[:3])} ... ended with {process.returncode}: {log.read_text()[-3000:]}"
+            f"{' '.join(command[:3])} ... ended with {process.returncode}: "
+            f"{log.read_text()[-3000:]}"
         )
 
 
@@ -79,8 +86,9 @@ def last_json(text: str) -> dict[str, Any]:
 
 
 class Memory:
-    """Peaks in GB, by role and of the sum (`all`). Proportional, so that shared pages count once; a look costs 0.2 s of
-    a core, so `EVERY` is not small."""
+    """Peaks in GB, by role and of the sum (`all`). Proportional, so that shared pages count once; a
+    look costs 0.2 s of a core, so `EVERY` is not small.
+    """
 
     EVERY = 5.0
 
@@ -93,7 +101,7 @@ class Memory:
             try:
                 name, size = role(process), process.memory_full_info().pss / 1e9
             except psutil.Error:
-                continue  # it ended meanwhile
+                continue  # it ended since
             now[name], now["all"] = now.get(name, 0.0) + size, now["all"] + size
         self.peaks |= {
             name: round(max(size, self.peaks.get(name, 0.0)), 2) for name, size in now.items()
@@ -118,7 +126,7 @@ def demo(
         every,
     )
     folder = ROOT / "runs" / name
-    for weights in ("checkpoints", "export"):  # 2 GB, of a model that nobody wants
+    for weights in ("checkpoints", "export"):  # 2 GB, of a model that is not needed
         shutil.rmtree(folder / weights, ignore_errors=True)
     return folder, [
         json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
@@ -138,7 +146,7 @@ def stages(row: dict[str, Any]) -> dict[str, float]:
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what; to be asked before anything is started, for the load."""
+    """The machine and the versions; call it before anything is started, for the load."""
     lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     installed = {
         found.metadata["Name"]: found.version for found in importlib.metadata.distributions()
@@ -157,7 +165,7 @@ def machine() -> dict[str, Any]:
 
 
 def gpus(what: str = "name") -> list[str]:
-    """What nvidia-smi says of each (--query-gpu); empty where there is none."""
+    """The values that nvidia-smi reports for each (--query-gpu); empty where there is none."""
     try:
         asked = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
         return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -169,7 +177,9 @@ def gpus(what: str = "name") -> list[str]:
 
 
 def finished_run(doc: str | None) -> tuple[dict[str, Any], dict[str, list[Row]], int]:
-    """The run that the command line names: (its recipe, the episodes of each warm step, how often to measure)."""
+    """The run that the command line names: (its recipe, the episodes of each warm step, how often
+    to measure).
+    """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("run", type=Path)
     parser.add_argument("--rounds", type=int, default=3)

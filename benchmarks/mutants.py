@@ -67,11 +67,12 @@ class Mutant:
 
 
 def plant(file: str, source: str, bug: dict[str, str]) -> Mutant:
-    """A bug of mutate.yaml. Raises SystemExit if its snippet is not exactly once in its function."""
+    """A bug of mutate.yaml. Raises SystemExit if its snippet is not once in its function."""
     functions = dict(functions_of(ast.parse(source)))
     if bug["function"] not in functions:
         raise SystemExit(
-            f"mutate.yaml: {file} has no function {bug['function']}; name the one that has {bug['old']!r}"
+            f"mutate.yaml: {file} has no function {bug['function']}; name the one that has "
+            f"{bug['old']!r}"
         )
     node = functions[bug["function"]]
     lines = source.splitlines(keepends=True)
@@ -313,7 +314,9 @@ class Visitor:
     def mutate_dict(self, node: ast.Dict) -> None:
         for i in range(len(node.keys)):
             keys, values = list(node.keys), list(node.values)
-            label = f"drop {ast.unparse(keys[i]) if keys[i] else '**' + ast.unparse(values[i])} of a dict"  # type: ignore[arg-type]
+            # type: ignore[arg-type]
+            name = ast.unparse(keys[i]) if keys[i] else "**" + ast.unparse(values[i])
+            label = f"drop {name} of a dict"
             del keys[i], values[i]
             self.change(node, label, keys=keys, values=values)
 

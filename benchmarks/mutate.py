@@ -1,19 +1,21 @@
 """Plant small bugs, one at a time, and list those that the fast tests do not catch: `make mutate`.
 
-    .venv/bin/python benchmarks/mutate.py                        every file of benchmarks/mutate.yaml
+    .venv/bin/python benchmarks/mutate.py                      every file of mutate.yaml
     .venv/bin/python benchmarks/mutate.py --only training.py     one file
-    .venv/bin/python benchmarks/mutate.py --only training.py --planted     only the bugs written in mutate.yaml
+    .venv/bin/python benchmarks/mutate.py --only training.py --planted     its planted bugs
 
-A mutant is a file with one edit. verl takes a minute to import, so that each mutant is tried in a process forked from
-one that has imported every library, but no module of the project and no test:
+A mutant is a file with one edit. verl takes a minute to import, so that each mutant is tried in a
+process forked from one that has imported every library, but no module of the project and no test:
 
-1. The tests of a file run once, unchanged. That gives the lines of the file that each test executes, and its seconds.
-2. Each mutant is tried by the tests that execute its line, the fastest first, until one fails. A mutant that no test
+1. The tests of a file run once, unchanged. That gives the lines of the file that each test
+executes, and its seconds. 2. Each mutant is tried by the tests that execute its line, the fastest
+first, until one fails. A mutant that no test
    executes survives. A mutant whose tests take far longer than before is caught, as a timeout.
 
-Results go to runs/mutate/<file>.jsonl. A second run skips the mutants that were caught in the same source, and the
-survivors if the tests have not changed. mutate.yaml holds the tests of each file, the bugs planted by hand, and the
-survivors that are accepted, with the reason. Exits with 1 if fewer than 85% of a required file's mutants are caught.
+Results go to runs/mutate/<file>.jsonl. A second run skips the mutants that were caught in the same
+source, and the survivors if the tests have not changed. mutate.yaml holds the tests of each file,
+the bugs planted by hand, and the survivors that are accepted, with the reason. Exits with 1 if
+fewer than 85% of a required file's mutants are caught.
 """
 
 from __future__ import annotations
@@ -60,7 +62,10 @@ PROJECT = (
     "fault_server",
     "http_doubles",
     "judge_doubles",
+    "learning",
     "rollout_doubles",
+    "tiny_models",
+    "trainer_doubles",
     "turn_doubles",
     "worker_doubles",
     "verifier_helpers",
@@ -100,7 +105,8 @@ def warm(names: list[str]) -> None:
     for name in [name for name in sys.modules if is_project(name)]:
         del sys.modules[name]
     gc.collect()
-    gc.freeze()  # or each child's garbage collector goes over, and copies, all that is imported here: 10 s
+    # or each child's garbage collector goes over, and copies, all that is imported here: 10 s
+    gc.freeze()
 
 
 class Finder:
@@ -115,7 +121,8 @@ class Finder:
         if name != self.name:
             return None
         loader = importlib.machinery.SourceFileLoader(name, self.path)
-        loader.get_code = lambda _: compile(self.source, self.path, "exec")  # type: ignore[method-assign]
+        # type: ignore[method-assign]
+        loader.get_code = lambda _: compile(self.source, self.path, "exec")
         return importlib.util.spec_from_file_location(name, self.path, loader=loader)
 
 
@@ -187,7 +194,9 @@ def run_tests(plugin: Plugin, files: list[str], place: Path, *more: str) -> int:
 
 
 def measure(file: str, tests: list[str], folder: Path) -> dict[str, Any]:
-    """The seconds and the lines of each test of `file`, from runs/mutate if neither it nor they have changed."""
+    """The seconds and the lines of each test of `file`, from runs/mutate if neither it nor they
+    have changed.
+    """
     kept = RESULTS / f"{file.replace('/', '.')}.lines.json"
     key = digest(ROOT / file, *(ROOT / test for test in tests))
     if kept.is_file():
@@ -226,7 +235,9 @@ def measure(file: str, tests: list[str], folder: Path) -> dict[str, Any]:
 
 
 def tests_of(mutant: Mutant, measured: dict[str, Any]) -> dict[str, float]:
-    """{test: seconds} of those that execute the mutant's lines; all of them for what runs at import."""
+    """{test: seconds} of those that execute the mutant's lines; all of them for what runs at
+    import.
+    """
     fast = {
         name: seconds
         for name, seconds in measured["seconds"].items()
@@ -248,7 +259,9 @@ def tests_of(mutant: Mutant, measured: dict[str, Any]) -> dict[str, float]:
 def try_mutants(
     file: str, mutants: list[Mutant], measured: dict[str, Any], jobs: int, end: float
 ) -> Iterator[dict[str, Any]]:
-    """The result of each mutant, as it comes: caught, timeout or survived. None starts after the time `end`."""
+    """The result of each mutant, as it comes: caught, timeout or survived. None starts after the
+    time `end`.
+    """
     waiting = list(reversed(mutants))
     running: dict[int, tuple[Mutant, float, tempfile.TemporaryDirectory[str]]] = {}
     while waiting or running:
@@ -331,7 +344,8 @@ def check_file(
     (control,) = try_mutants(file, [unchanged], measured, 1, math.inf)
     if control["result"] != "survived":
         raise SystemExit(
-            f"{file}: {control['by'] or 'a timeout'} in a forked process without a mutant; make it pass there"
+            f"{file}: {control['by'] or 'a timeout'} in a forked process without a mutant; make "
+            f"it pass there"
         )
     path = RESULTS / f"{file.replace('/', '.')}.jsonl"
     keys = {"source": digest(ROOT / file), "tests": digest(*(ROOT / test for test in tests))}
@@ -350,7 +364,8 @@ def check_file(
     left = [mutant for mutant in mutants if mutant.name not in known]
     if left:
         print(
-            f"{file}: {len(left)} mutants were not tried within --minutes; run the same command again"
+            f"{file}: {len(left)} mutants were not tried within --minutes; run the same command "
+            f"again"
         )
     return [known[mutant.name] for mutant in mutants if mutant.name in known], not left
 
@@ -365,7 +380,8 @@ def report(file: str, results: list[dict[str, Any]], settings: dict[str, Any]) -
         why = reasons.get(record["mutant"]) or record["by"] or "no test fails"
         print(f"  {file}:{record['line']} {record['mutant']}  # {why}")
     print(
-        f"{file}: {len(results)} mutants, {len(results) - len(survivors)} caught ({timeouts} of them timeouts), "
+        f"{file}: {len(results)} mutants, {len(results) - len(survivors)} caught ({timeouts} of "
+        f"them timeouts), "
         f"{len(survivors)} survived: {rate:.1%} caught",
         flush=True,
     )

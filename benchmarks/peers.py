@@ -1,12 +1,13 @@
-"""The demo's step beside that of TRL's GRPOTrainer, on the same work: kit, TRL, kit, TRL, ...
+"""The demo's step and that of TRL's GRPOTrainer, on the same work: kit, TRL, kit, TRL, ...
 
     python benchmarks/peers.py [--steps 4] [--rounds 2] [--only kit|trl]
 
-Same model folder, rows, 8 prompts x 8 answers of at most 48 tokens, temperature, learning rate, torch's fused AdamW, no
-reference model, one optimiser step a batch. TRL samples by transformers' own generation, which is what it does on a
-CPU, and gets its reward from a function in place; the kit asks a Gym server. TRL's precision and micro-batch are the
-fastest of those tried once, two steps each. The first step of each run is left out. Prints medians, and one JSON line
-last. TRL gets an environment of its own, .venv-trl, with the kit's torch and transformers.
+Same model folder, rows, 8 prompts x 8 answers of at most 48 tokens, temperature, learning rate,
+torch's fused AdamW, no reference model, one optimiser step a batch. TRL samples by transformers'
+own generation, which is what it does on a CPU, and gets its reward from a function in place; the
+kit asks a Gym server. TRL's precision and micro-batch are the fastest of those tried once, two
+steps each. The first step of each run is left out. Prints medians, and one JSON line last. TRL gets
+a separate environment, .venv-trl, with Quintet's torch and transformers.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Step = dict[str, float]
 
 
 def make_environment() -> None:
-    """.venv-trl, if it is not there. torch's CPU build comes from where the Makefile has it from."""
+    """Make .venv-trl, if it is not there. torch's CPU build has the Makefile's source."""
     ready = PYTHON.parent.parent / "ready"
     if ready.is_file() and ready.read_text() == TRL:
         return
@@ -68,7 +69,7 @@ def kit_steps(steps: int, memory: Memory) -> list[Step]:
 
 
 def trl_steps(steps: int, memory: Memory, dtype: str, micro_batch: int) -> dict[str, Any]:
-    """What trl_grpo.py prints: its steps and its versions."""
+    """The output of trl_grpo.py: its steps and its versions."""
     command = [
         str(PYTHON),
         "benchmarks/trl_grpo.py",
@@ -86,13 +87,16 @@ def trl_steps(steps: int, memory: Memory, dtype: str, micro_batch: int) -> dict[
 
 
 def best_settings(flags: list[str]) -> dict[str, Any]:
-    """TRL's precision and micro-batch with the fastest second step. bf16 is tried where the CPU multiplies it."""
+    """TRL's precision and micro-batch with the fastest second step. bf16 is tried where the CPU
+    multiplies it.
+    """
     dtypes = ["float32", "bfloat16"] if {"avx512_bf16", "amx_bf16"} & set(flags) else ["float32"]
     taken = {}
     for settings in [(dtype, size) for dtype in dtypes for size in (16, 64)]:
         taken[settings] = trl_steps(2, Memory(), *settings)["steps"][1]["step"]
         print(
-            f"TRL in {settings[0]}, {settings[1]} answers a micro-batch: {taken[settings]:.1f} s a step",
+            f"TRL in {settings[0]}, {settings[1]} answers a micro-batch: {taken[settings]:.1f} s "
+            f"a step",
             flush=True,
         )
     dtype, size = min(taken, key=lambda settings: taken[settings])
@@ -143,13 +147,15 @@ def main() -> None:
                 end="",
             )
             print(
-                f"{middle['tokens']:.0f} tokens, {result[name]['ms_a_token']} ms each, {peaks['all']:.1f} GB"
+                f"{middle['tokens']:.0f} tokens, {result[name]['ms_a_token']} ms each, "
+                f"{peaks['all']:.1f} GB"
             )
     if len(result) == 2:
         for part in ("step", "ms_a_token"):
             result[f"kit_over_trl_{part}"] = round(result["kit"][part] / result["trl"][part], 3)
         print(
-            f"kit / TRL: {result['kit_over_trl_step']} of a step, {result['kit_over_trl_ms_a_token']} of a token"
+            f"kit / TRL: {result['kit_over_trl_step']} of a step, "
+            f"{result['kit_over_trl_ms_a_token']} of a token"
         )
     print(json.dumps({"benchmark": "peers", **about, "trl_settings": settings, **result}))
 

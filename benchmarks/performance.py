@@ -1,9 +1,11 @@
-"""docs/performance.md and its picture, out of what the other benchmarks printed: runs/bench/NAME.json, a line each.
+"""docs/performance.md and its picture, out of what the other benchmarks printed:
+runs/bench/NAME.json, a line each.
 
     make bench                           runs them, and this
     python benchmarks/performance.py     this alone
 
-What stands in the page after MARK is written by hand, and kept. The exit status is 1 where a benchmark is missing.
+The page after MARK is written by hand, and kept. The exit status is 1 where a
+benchmark is missing.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ Found = dict[str, dict[str, Any]]
 
 
 def read() -> Found:
-    """What each benchmark printed last; nothing of one that has not ended well."""
+    """The last line that each benchmark printed; nothing of one that has not ended well."""
     found = {}
     for name in NAMES:
         try:
@@ -102,8 +104,8 @@ def step_part(step: dict[str, Any]) -> str:
     memory = ", ".join(f"{name} {size:.2f}" for name, size in step["peak_gb"].items())
     return f"""## A step, stage by stage
 
-Medians of {step["steps"]} warm steps of about {step["tokens"]:.0f} tokens (`benchmarks/step.py`), each stage beside
-what the same work takes with nothing around it: raw vLLM on the same prompts with answers as long
+Medians of {step["steps"]} warm steps of about {step["tokens"]:.0f} tokens (`benchmarks/step.py`), each stage with
+the time of the same work alone: raw vLLM on the same prompts with answers as long
 (`benchmarks/raw_vllm.py`), the bare model's forward and backward pass and fused AdamW on the same episodes, and a copy
 of all weights in memory (`benchmarks/bare_model.py`). The checkpoint after the last step is left out.
 
@@ -112,7 +114,7 @@ a plain packed batch. vLLM takes new weights from memory in {step["reload_s"]:.2
 
 {table("| stage | kit, s | at best, s | best / kit |", rows)}
 
-Peak memory, GB, of each kind of process and of all at once: {memory}."""
+Peak memory, GB, of each kind of process and of all together: {memory}."""
 
 
 def peers_part(peers: dict[str, Any]) -> str:
@@ -125,7 +127,7 @@ def peers_part(peers: dict[str, Any]) -> str:
         )
     ]
     settings = peers["trl_settings"]
-    return f"""## Beside TRL
+    return f"""## Compared with TRL
 
 `benchmarks/peers.py`: TRL's GRPOTrainer on the same model, rows and sizes, by turns with the kit. It samples by
 transformers' own generation, in {settings["dtype"]} with micro-batches of {settings["micro_batch"]} answers, the
@@ -193,9 +195,11 @@ def main() -> None:
     )
     parts = [
         "# Performance",
-        f"`make bench`, {about['date']}: {about['cpu']}, {about['cores']} cores ({', '.join(about['flags'])}), "
+        f"`make bench`, {about['date']}: {about['cpu']}, {about['cores']} cores "
+        f"({', '.join(about['flags'])}), "
         f"{about['memory_gb']} GB; {versions}. Load: {loads}.",
-        f"![the stages of a step: the kit, what they take at best{', TRL' * ('peers' in found)}](performance.png)",
+        f"![the stages of a step: the kit, what they take at "
+        f"best{', TRL' * ('peers' in found)}](performance.png)",
         table("| target | wanted | measured | met |", targets(found)),
     ]
     parts += [

@@ -1,9 +1,10 @@
-"""What sampling takes at best here: a finished run's prompts, its answers' lengths, and nothing around vLLM.
+"""The lowest time of sampling here: a finished run's prompts, its answers' lengths, and nothing
+around vLLM.
 
     python benchmarks/raw_vllm.py RUN [--rounds 3]     RUN: a run's folder; benchmarks/step.py asks
 
-Also how long vLLM takes to take new weights that are in memory already. Prints one JSON line last: seconds, of each
-step a list, one for each round.
+Also how long vLLM takes to take new weights that are in memory already. Prints one JSON line last:
+seconds, of each step a list, one for each round.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 
 from measure import Row, finished_run, timed
 
-# all cores, as the kit has it: vLLM would keep one free; and a function, `reload`, may be sent to the worker
+# all cores, as the kit has it: vLLM would keep one free; and a function, `reload`, may be sent to
+# the worker
 os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))))}
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 from vllm import LLM, SamplingParams
@@ -31,7 +33,9 @@ SAME = (
 
 
 def generate(llm: LLM, rows: list[Row], temperature: float) -> None:
-    """Every answer as long as it was. ignore_eos does that; min_tokens would have vLLM mask its logits as well."""
+    """Every answer as long as it was. ignore_eos does that; min_tokens would have vLLM mask its
+    logits as well.
+    """
     asked = {"temperature": temperature, "logprobs": 0, "ignore_eos": True, "detokenize": False}
     sampling = [SamplingParams(max_tokens=len(answer), **asked) for _, answer in rows]
     done = llm.generate(
@@ -41,7 +45,9 @@ def generate(llm: LLM, rows: list[Row], temperature: float) -> None:
 
 
 def reload(worker: Any) -> float:
-    """Seconds that vLLM's worker takes to take new weights. It is sent there, and brings its imports with it."""
+    """Seconds that vLLM's worker takes to take new weights. It is sent there, and brings its
+    imports with it.
+    """
     import time
     from pathlib import Path
 

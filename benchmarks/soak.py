@@ -1,10 +1,12 @@
-"""A long run with faults, and what every process of it holds meanwhile: memory, files, sockets, shared memory.
+"""A long run with faults, and the resources of each process: memory, files, sockets,
+shared memory.
 
     python benchmarks/soak.py [--steps 300] [--faults 0.1] [--out docs/soak.md]
 
-The tiny model of the tests, over a real Gym server behind a proxy that spoils every tenth call: it breaks the
-connection, answers 500 or 503, half a JSON object, a page of HTML, a reward of NaN, or late. The table compares the
-steps from 50 with the last; the exit status is 1 if anything grew by more than LIMITS.
+The tiny model of the tests, over a real Gym server behind a proxy that spoils every tenth call: it
+breaks the connection, answers 500 or 503, half a JSON object, a page of HTML, a reward of NaN, or
+late. The table compares the steps from 50 with the last; the exit status is 1 if anything grew by
+more than LIMITS.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ from aiohttp import web
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import conftest  # noqa: E402  (the tiny model and its task)
+import conftest  # noqa: E402  (the tiny task)
+import tiny_models  # noqa: E402
 from measure import ROLES  # noqa: E402
 
-from kit.gym.servers import running_servers  # noqa: E402
 from kit.gym.network import find_free_port  # noqa: E402
+from kit.gym.servers import running_servers  # noqa: E402
 
 FAULTS = ("reset", "500", "503", "half", "html", "nan", "late")
 LIMITS = {
@@ -47,7 +50,7 @@ LIMITS = {
 
 
 def proxy(target: str, port: int, share: float, spoiled: collections.Counter) -> None:
-    """Serve on `port` what `target` answers, but for `share` of the calls; in a thread of its own, for ever."""
+    """Serve the answers of `target` on `port` in a thread, with faults in `share` of the calls."""
     rng = random.Random(0)
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -96,7 +99,9 @@ def proxy(target: str, port: int, share: float, spoiled: collections.Counter) ->
 
 
 def look(root: psutil.Process, extra: list[psutil.Process]) -> dict[str, dict[str, float]]:
-    """{role: {MB, files, sockets}} of a run's processes, and the shared memory of the machine as role `/dev/shm`."""
+    """{role: {MB, files, sockets}} of a run's processes, and the shared memory of the machine as
+    role `/dev/shm`.
+    """
     found: dict[str, dict[str, float]] = {}
     for process in [root, *root.children(recursive=True), *extra]:
         try:
@@ -132,7 +137,7 @@ def main() -> None:
         collections.Counter(),
         time.monotonic(),
     )
-    conftest.make_model(folder / "tied", tied=True)
+    tiny_models.make_model(folder / "tied", tied=True)
     conftest.write_task(folder)
     looks: list[tuple[int, dict[str, dict[str, float]]]] = []
     with running_servers(
@@ -161,7 +166,9 @@ def main() -> None:
                 conftest.command(folder, *arguments), cwd=folder, stdout=out, stderr=out
             )
         watched, server = psutil.Process(run.pid), psutil.Process().children(recursive=True)
-        server = [p for p in server if p.pid != run.pid and "server_process.py" in " ".join(p.cmdline())]
+        server = [
+            p for p in server if p.pid != run.pid and "server_process.py" in " ".join(p.cmdline())
+        ]
         metrics, last = folder / "runs" / "soak" / "metrics.jsonl", 0
         while run.poll() is None:
             time.sleep(0.5)
@@ -199,11 +206,14 @@ def report(args, folder: Path, looks: list, spoiled: collections.Counter, second
     calls, bad = sum(spoiled.values()), sum(n for fault, n in spoiled.items() if fault)
     lines = [
         f"`python benchmarks/soak.py --steps {args.steps} --faults {args.faults:g}`, "
-        f"{datetime.date.today()}, {os.cpu_count()} cores, load {os.getloadavg()[1]:.1f}, {seconds / 60:.0f} minutes:",
+        f"{datetime.date.today()}, {os.cpu_count()} cores, load {os.getloadavg()[1]:.1f}, "
+        f"{seconds / 60:.0f} minutes:",
         "",
         f"{bad} of {calls} calls spoiled; {failed:.2%} of the episodes failed "
-        f"({', '.join(f'{n:.0f} {why}' for why, n in reasons.most_common()) or 'none'}); no step was lost "
-        f"({len(steps)} of {args.steps}); median step {statistics.median(m['timing_s/step'] for m in steps):.2f} s.",
+        f"({', '.join(f'{n:.0f} {why}' for why, n in reasons.most_common()) or 'none'}); no step "
+        f"was lost "
+        f"({len(steps)} of {args.steps}); median step "
+        f"{statistics.median(m['timing_s/step'] for m in steps):.2f} s.",
         "",
         "| process | MB, steps 50 to 75 | MB, last 25 | files | sockets |",
         "| --- | ---: | ---: | ---: | ---: |",

@@ -2,10 +2,11 @@
 
     python benchmarks/startup.py [key=value ...]
 
-Starts the demo for one step, twice: first with its files dropped from the disk cache as far as a user can do that (what
-other processes have mapped stays), then with what the first left there. Looks at every process each 0.25 s: seconds
-after the command at which it is there, and busy (over half a core) first and last, and the CPU seconds that it has
-taken by the first answer. Prints a table of each, and one JSON line last.
+Starts the demo for one step, twice: first with its files dropped from the disk cache as far as a
+user can do that (what other processes have mapped stays), then with what the first left there.
+Looks at every process each 0.25 s: seconds after the command at which it is there, and busy (over
+half a core) first and last, and the CPU seconds that it has taken by the first answer. Prints a
+table of each, and one JSON line last.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import psutil
 from measure import ROOT, demo, machine, role
 
 EVERY = 0.25  # seconds
-LEAST = 0.3  # CPU seconds of a process that gets a line of its own
+LEAST = 0.3  # CPU seconds of a process that gets a separate line
 
 
 class Look:
-    """What each process had done at each look."""
+    """The work of each process at each look."""
 
     def __init__(self) -> None:
         self.begin = time.time()
@@ -38,13 +39,15 @@ class Look:
             try:
                 taken, name = process.cpu_times(), role(process)
             except psutil.Error:
-                continue  # it ended meanwhile
+                continue  # it ended since
             at = (time.time() - self.begin, taken.user + taken.system)
             self.seen.setdefault(process.pid, []).append(at)
             self.roles[process.pid] = name
 
     def table(self, end: float) -> list[dict[str, Any]]:
-        """A line for each process that was there by `end`, seconds after the command; for small ones one a role."""
+        """A line for each process that was there by `end`, seconds after the command; for small
+        ones one a role.
+        """
         lines: list[dict[str, Any]] = []
         for pid, looks in self.seen.items():
             looks = [look for look in looks if look[0] <= end]
@@ -94,7 +97,8 @@ def measure(label: str, changes: list[str]) -> dict[str, Any]:
     first = checks + episode
     lines = look.table(first)
     print(
-        f"\n{label} disk cache: first answer after {first:.1f} s (recipe checked {checks:.1f}, all started",
+        f"\n{label} disk cache: first answer after {first:.1f} s (recipe checked {checks:.1f}, "
+        f"all started",
         end=" ",
     )
     print(f"{checks + start:.1f}), {sum(line['cpu_s'] for line in lines):.1f} CPU seconds\n")

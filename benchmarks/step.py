@@ -1,11 +1,14 @@
-"""A step of the demo, stage by stage, each beside what it takes at best: 8 prompts x 8 answers with SmolLM2-135M.
+"""A step of the demo, stage by stage, each with its lowest possible time.
+
+8 prompts x 8 responses with SmolLM2-135M.
 
     python benchmarks/step.py [--steps 5] [--rounds 3] [--run runs/NAME] [key=value ...]
 
-Starts `algorithm.py` as a user would and watches the memory of its processes by name. When it has ended, the same work
-is done without it, in processes of their own, each step `--rounds` times: raw vLLM (benchmarks/raw_vllm.py), the bare
-model and a copy of its weights (benchmarks/bare_model.py). The first step warms the kit up and is left out. Prints
-tables, and one JSON line last. --run: a run that is over, of which only the limits are measured.
+Starts `algorithm.py` as a user would and watches the memory of its processes by name. When it has
+ended, the same work is done without it, in separate processes, each step `--rounds` times: raw
+vLLM (benchmarks/raw_vllm.py), the bare model and a copy of its weights (benchmarks/bare_model.py).
+The first step warms the kit up and is left out. Prints tables, and one JSON line last. --run: a run
+that is over, of which only the limits are measured.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ PARTS = (
 
 
 def measure_limits(folder: Path, rounds: int) -> dict[str, Any]:
-    """What raw vLLM takes for a run's steps, then the bare model."""
+    """The time of raw vLLM for a run's steps, then the bare model."""
     found: dict[str, Any] = {}
     for script in ("raw_vllm.py", "bare_model.py"):
         command = [
@@ -63,7 +66,7 @@ def medians(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def report(rows: list[dict[str, Any]], found: dict[str, Any]) -> dict[str, Any]:
-    """Print the steps, and the stages beside their limits. The figures of the warm steps."""
+    """Print the steps, and the stages with their limits. The figures of the warm steps."""
     steps = {row["step"]: stages(row) for row in rows if "timing_s/step" in row}
     names = list(dict.fromkeys(name for taken in steps.values() for name in taken))
     tokens = {row["step"]: row["perf/total_num_tokens"] for row in rows if "timing_s/step" in row}
@@ -94,7 +97,8 @@ def report(rows: list[dict[str, Any]], found: dict[str, Any]) -> dict[str, Any]:
         limit = f"{best[name]:12.3f}{ratios[name]:14.2f}" if name in ratios else ""
         print(f"{name:<16}{taken[name]:12.3f}{limit}")
     print(
-        f"\nupdate at best: prompts shared {best['shared']:.2f} s, plain packed batch {best['packed']:.2f} s"
+        f"\nupdate at best: prompts shared {best['shared']:.2f} s, plain packed batch "
+        f"{best['packed']:.2f} s"
     )
     print(f"vLLM takes new weights from memory in {median(found['reload']):.3f} s")
     told = {name: round(ratio, 3) for name, ratio in ratios.items()}

@@ -1,6 +1,8 @@
-"""TRL's GRPOTrainer on the demo's task. benchmarks/peers.py runs it, in an environment of its own (.venv-trl).
+"""TRL's GRPOTrainer on the demo's task. benchmarks/peers.py runs it, in
+a separate environment (.venv-trl).
 
-Prints one JSON line last: of each step its seconds, those that went into answers and their rewards, and the tokens.
+Prints one JSON line last: of each step its seconds, those that went into answers and their rewards,
+and the tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 
 def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """1 for the equation alone, in part where the answer only contains it: the rule of the demo's verifier."""
+    """1 for the equation alone, in part where the answer only contains it: the rule of the demo's
+    verifier.
+    """
     texts = [completion[0]["content"].strip() for completion in completions]
     return [len(a) / len(t) if a in t else 0.0 for t, a in zip(texts, answer, strict=True)]
 
@@ -74,7 +78,7 @@ def main() -> None:
         help="of products; weights fp32",
     )
     parser.add_argument(
-        "--micro-batch", type=int, default=64, help="answers at once; an optimiser step has 64"
+        "--micro-batch", type=int, default=64, help="answers together; an optimizer step has 64"
     )
     args = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))

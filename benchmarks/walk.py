@@ -1,10 +1,11 @@
-"""Follow docs/tutorial.md as a newcomer does: a clone in an empty folder, each bash block in its order, for real.
+"""Follow docs/tutorial.md as a newcomer does: a clone in an empty folder, each bash block in its
+order, for real.
 
     python benchmarks/walk.py DIR [--page docs/tutorial.md]
 
-DIR is made, and is to be new. What needs a GPU, a cluster, a hub or a second terminal is left out, by its mark. Writes
-what each command printed to DIR/walk.log; prints the table of minutes that stands in the tutorial. Ends with 1 at the
-first command that fails.
+DIR is made, and must be new. Blocks that need a GPU, a cluster, a hub or a second terminal are
+skipped, by their mark. Writes the output of each command to DIR/walk.log, and prints the table of
+minutes of the tutorial. Exit status 1 at the first command that fails.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def main() -> None:
             )
             taken[title] = taken.get(title, 0.0) + time.monotonic() - begun
             if done.returncode:
-                failed = f"{title}: status {done.returncode}; see {args.folder}/walk.log\n{found['text']}"
+                log = f"{args.folder}/walk.log"
+                failed = f"{title}: status {done.returncode}; see {log}\n{found['text']}"
                 break
     print("| step | minutes |\n| --- | ---: |")
     for title, seconds in taken.items():

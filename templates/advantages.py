@@ -33,10 +33,11 @@ def turn_grpo(
     """GRPO with a reward per step (Shao et al. 2024, arXiv:2402.03300, section 4.1.3).
 
     The paper calls it process supervision. The rewards of all turns of a group are normalized
-    together. The advantage of a turn is the sum of its normalized reward and all later ones.
+    together. The advantage of a turn is the sum of the normalized rewards from this turn to the
+    last.
 
-    Rewards per turn come from Gym servers of the kind `step`. A server that only verifies gives its
-    reward to the last turn.
+    Rewards per turn come from Gym servers of the kind `step`. With a server that only verifies, the
+    last turn has the reward of the episode.
     """
     rewards = sum_by_turn(token_level_rewards, turn)  # [B, K]
     is_turn = find_turns(turn)  # [B, K]
@@ -111,7 +112,7 @@ def find_members(index: Sequence[str], group: str) -> Tensor:
 
 
 def spread_over_tokens(turn_values: Tensor, turn: Tensor) -> Tensor:
-    """Give each token the value of its turn: [B, K] -> [B, R]. Mask the other tokens yourself."""
+    """Give each token the value of its turn: [B, K] -> [B, R]. The caller masks other tokens."""
     return turn_values.gather(1, turn.clamp(min=0))
 
 
@@ -127,8 +128,8 @@ def pairs(
 ) -> tuple[Tensor, Tensor]:
     """Online DPO (Guo et al. 2024, arXiv:2402.04792) on the best and the worst response of a group.
 
-    Of equal responses the first is taken. A group with one reward has no pair. Use it with the loss
-    templates/losses.py:dpo.
+    If several responses are the best or the worst, the first one counts. If all responses of a
+    group have the same reward, it has no pair. Use it with the loss templates/losses.py:dpo.
 
     DPO's loss for a chosen response w and a rejected one l (Rafailov et al. 2023,
     arXiv:2305.18290, equation 7) is -log sigmoid(m), with
@@ -136,11 +137,11 @@ def pairs(
 
         -BETA * sigmoid(-m) * [grad log pi(w) - grad log pi(l)]
 
-    So the weight BETA * sigmoid(-m), with its sign, is an advantage: -advantage * log pi, summed
-    over the tokens of a response, has this gradient. The responses of a pair may then be in
-    different micro-batches, or on different GPUs. The factor B / pairs turns the mean over B
-    responses into the mean over pairs. This is exact for one optimizer step per batch, as in the
-    paper, since m uses the weights that sampled the batch.
+    So the advantage is BETA * sigmoid(-m) for w, and minus that for l. The sum of
+    -advantage * log pi over the tokens of both has this gradient. The responses of a pair may
+    then be in different micro-batches, or on different GPUs. The factor B / pairs turns the mean
+    over B responses into the mean over pairs. m uses the weights that sampled the batch. So this
+    is exact for one optimizer step per batch, as in the paper.
     """
     rewards = token_level_rewards.sum(dim=1)  # [B]
     log_ratios = ((old_log_probs - ref_log_prob) * response_mask).sum(dim=1)  # [B]
@@ -175,7 +176,7 @@ def spin(
     a sample y', is DPO's loss. It becomes advantages as in `pairs`. The mean is over all samples of
     a group, then over the groups. A group without y, or without samples, has no advantage.
 
-    An iteration of the paper is a run: ref is the model that the run starts from, and the next run
+    An iteration of the paper is a run. ref is the model that the run starts from. The next run
     starts from the export of this one. Departure from the paper: the samples are of the current
     policy. In the paper, ref generates them before the iteration.
     """
@@ -202,11 +203,11 @@ def preference(
 ) -> tuple[Tensor, Tensor]:
     """SPPO's target P(y > pi) - 1/2 (Wu et al. 2024, arXiv:2405.00675, Algorithm 1).
 
-    P(y > pi) is the fraction of its group, itself included, that a response y beats. Use it with
-    the loss templates/losses.py:sppo.
+    P(y > pi) is the fraction of wins of a response y against each response of its group. The group
+    includes y itself. Use it with the loss templates/losses.py:sppo.
 
-    Departure from the paper: there is no preference model. The larger reward wins, and of two equal
-    rewards each wins half of the time.
+    Departure from the paper: there is no preference model. The larger reward wins. If two rewards
+    are equal, each has half a win.
     """
     rewards = token_level_rewards.sum(dim=1)  # [B]
     _, group_numbers = np.unique(np.asarray(index), return_inverse=True)  # [B]

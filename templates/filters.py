@@ -7,9 +7,9 @@ to `function` become arguments. Filters run in the order of the list. Each is ca
 function(episodes) -> the episodes to keep. Failed episodes were dropped before. Rewards are the
 verifier's, before env.reward.
 
-A filter may also return copies with a mask of zeros. They have no loss, but they still count for
-the baseline of their group if that is a mean of rewards. (opo and the token baselines use the mask,
-so they ignore such episodes.)
+A filter may also return copies with a mask of zeros. They have no loss. If the baseline of their
+group is a mean of rewards, they still count for it. The estimator opo and the token baselines use
+the mask, so they ignore such episodes.
 """
 
 from __future__ import annotations
@@ -74,12 +74,13 @@ def mask(episode: Any) -> Any:
 def with_answer(episodes: Sequence[Any], field: str, model: str, limit: int) -> list[Any]:
     """Add an episode to each group: the row's own answer, as a response with a reward of 1.
 
-    For SPIN (templates/advantages.py:spin). The trainer's log-probs replace those of the rollout
-    engine. The new episode has no turn: this marks it. `rollout/filtered/with_answer` counts it
-    as -1.
+    For SPIN (templates/advantages.py:spin), which recognizes the new episode because it has no
+    turn. The rollout engine has no log-probs for it, so the trainer's log-probs replace these.
+    `rollout/filtered/with_answer` counts it as -1.
 
-    field: the text of the row that follows the prompt. model: its tokenizer encodes the text, and
-    its EOS token ends it. limit: longer answers are not added. Raises UserFunctionError.
+    field: the field of the row that has the answer, as text. model: the model whose tokenizer
+    encodes the answer and adds its EOS token. limit: the most tokens of an answer. If it has more,
+    it is not added. Raises UserFunctionError.
     """
     tokenizer = load_tokenizer(model)
     extended: list[Any] = []

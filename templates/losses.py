@@ -2,10 +2,10 @@
 
     actor_rollout_ref: {actor: {policy_loss: {loss_mode: "templates/losses.py:dpo"}}}
 
-To use your own: copy a function to your file, change it, and name it in the recipe. It is called as
-verl calls its own losses (PolicyLossFn), in the workers. They get the function by value. Tensors
-are [B, R]: B episodes of a micro-batch, R response tokens. agg_loss needs
-`config.global_batch_info`: then a mean is over the whole mini-batch, on all GPUs.
+To use your own: copy a function to your file, change it, and name it in the recipe. The workers
+call it with the arguments of verl's own losses (PolicyLossFn). Ray sends them its code, pickled by
+value. Tensors are [B, R]: B episodes of a micro-batch, R response tokens. Pass
+`config.global_batch_info` to agg_loss. Then a mean is over the whole mini-batch, on all GPUs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def sppo(
 
     pi_t is the policy that sampled the batch. P - 1/2 is the advantage of
     templates/advantages.py:preference. The first optimizer step of a batch is a policy gradient.
-    With more of them (actor.ppo_epochs) it is a regression. Needs
+    With more steps per batch (actor.ppo_epochs), the loss is a regression. Needs
     loss_agg_mode=seq-mean-token-mean.
 
     Departures from the paper: an iteration is a batch, not a data set, so ETA is 1 instead of

@@ -26,10 +26,10 @@ def compute_score(
     """Return 1 if the last number of the response is the last number of the ground truth.
 
     Otherwise return `form` if the response has \\boxed{}, else 0. In the dict, `score` is the
-    reward. Other numbers become metrics, and text is saved in the rollouts.
+    reward. Other numbers become metrics. Text is saved in the rollouts files.
 
-    A response that cannot be parsed has the reward 0. Raise only if the row is invalid: then the
-    episode fails, and it is not trained on.
+    A response that cannot be parsed has the reward 0. Raise an error only if the row is invalid.
+    Then the episode fails, and it is not trained on.
     """
     true_number = find_last_number(str(ground_truth))
     if true_number is None:

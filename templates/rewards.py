@@ -19,8 +19,8 @@ from kit.errors import UserFunctionError
 def overlong(episode: Any, limit: int, buffer: float = 0.2, penalty: float = 1.0) -> float:
     """Subtract DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, equation 13).
 
-    The punishment grows linearly, from 0 to `penalty`, over the last part of `limit` tokens. The
-    size of this part is `buffer`, a fraction. The paper has 4,096 of 20,480 tokens.
+    The punishment grows linearly from 0 to `penalty`, over the last `buffer` * `limit` tokens
+    before `limit`. In the paper these are 4,096 of 20,480 tokens.
 
     limit: data.max_response_length. With a limit of 100, a right response has the reward 1 at 80
     tokens, 0.5 at 90 tokens, and 0 at 100 tokens.
@@ -49,9 +49,10 @@ def weighted(episode: Any, weights: Mapping[str, float]) -> float:
 
 
 def components(episode: Any) -> float:
-    """Name two reward components, for an advantage that takes several rewards (gdpo).
+    """Add two reward components, for an advantage that combines several rewards (gdpo).
 
-    verifier: the verifier's reward. finished: 1 if the policy ended its response.
+    The component `verifier` is the verifier's reward. `finished` is 1 if the policy ended its
+    response, else 0. The reward stays.
     """
     episode.reward_components["verifier"] = float(episode.reward)
     episode.reward_components["finished"] = float(episode.ended == "stop")

@@ -3,8 +3,8 @@
     env: {sampler: templates/samplers.py:by_pass_rate}
 
 To use your own: copy the function to your file, change it, and name it in the recipe. It is called
-as function(tasks, size, batch, seed, pass_rates) -> a list of `size` of the tasks. It must depend
-on its arguments alone. Then a resumed run draws the same rows.
+as function(tasks, size, batch, seed, pass_rates) -> a list of `size` of these tasks. The result
+must depend on the arguments alone. Then a resumed run draws the same rows.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def by_pass_rate(
     """Draw rows with a probability that is highest if half of the responses are right.
 
     This is a curriculum: the probability of a row is proportional to p (1 - p) + floor, where p is
-    its recent pass rate. A new row has p = 0.5. No row is drawn twice in one batch. If files have
-    weights, each file gets its quota.
+    its recent pass rate. A new row has p = 0.5. A row is in a batch twice only if there are fewer
+    rows than `size`. If files have weights, each file gets its quota.
 
-    pass_rates: {row_id: p}, an average in which each batch counts twice as much as the one before.
+    pass_rates: {row_id: p}. In p, each batch counts twice as much as the batch before it.
     """
     rng = np.random.default_rng([seed, batch])
     if not any(task.weight for task in tasks):

@@ -4,8 +4,8 @@
 
 To use your own: copy this file, change it, and name your copy in the recipe. `rows` is called for
 each batch (kit/extras/generated_rows.py). A `Guess` is made for each episode
-(kit/extras/python_verifiers/__init__.py). For randomness, use only the arguments of `rows`, and the
-row: then a resumed run is the same run.
+(kit/extras/python_verifiers/__init__.py). Seed all randomness with the arguments of `rows`, or with
+the row. Then a resumed run is the same run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def rows(
 ) -> list[dict[str, Any]]:
     """Generate `size` rows. The range of numbers grows as the policy gets better.
 
-    It starts with 1 to 3. Each earlier batch with a pass rate of over one half adds 2, up to
-    `highest`.
+    The first range is 1 to 3. Each earlier batch with a pass rate over one half adds 2 to its end,
+    up to `highest`.
     """
     solved_batches = 0
     for rates in pass_rates.values():
@@ -46,7 +46,7 @@ class Guess:
     """Guess a number from 1 to `top`, in as many turns as bisection needs. The reward is 0 or 1."""
 
     def reset(self, row: dict[str, Any]) -> str:
-        """Start an episode, and return the prompt. It is added to `input` of the row."""
+        """Start an episode, and return the prompt. The kit adds it to the row's `input`."""
         self.number: int = row["number"]
         self.turns_left = int(row["top"]).bit_length()
         return f"Guess a number from 1 to {row['top']}."

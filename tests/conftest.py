@@ -1,9 +1,8 @@
-"""A tiny Llama with a character tokenizer, a trivial Gym task, and one session of the real stack over them.
+"""A trivial Gym task for the tiny model, hooks of pytest, and one session of the real stack.
 
-The model is random: two layers, 64 wide, 40 characters. The task asks for the digit 7; Gym's reasoning_gym
-server pays 1 for exactly that and len("7") / len(answer) for an answer that contains it, so chance earns a
-little and learning earns much more. Whole tool calls and game moves are tokens of their own (ACTIONS), so
-that even a random model plays with real tools and games, and can learn to.
+The model is random (tiny_models.py). The task asks for the digit 7. Gym's reasoning_gym server pays
+1 for exactly that, and len("7") / len(answer) for an answer that contains it. So chance earns a
+little, and a trained model earns much more.
 """
 
 from __future__ import annotations
@@ -25,10 +24,11 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from omegaconf import DictConfig
+from tiny_models import make_model
 
-# verl reads these when it is first imported; a run of algorithm.py takes them from configs/machines/cpu.yaml
+# verl reads these when it is first imported. A run of algorithm.py takes them from
+# configs/machines/cpu.yaml.
 os.environ |= {
     "VERL_PLATFORM": "cpu",
     "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform,kit.rollout.verl_patches",
@@ -39,192 +39,20 @@ from kit.extras.report.metric_docs import find_metric
 from kit.rollout.sampler import make_sampler_context
 from kit.runs import prepare
 
-# a shell that starts the tests in the background has them ignore SIGINT, and all that they start inherits it
+# A shell that starts the tests in the background makes them ignore SIGINT. Every process that they
+# start inherits that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# what a command starts with, whatever recipes have set in this process by then
+# the environment of a command that a test starts, without what recipes set in this process
 GIVEN = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "tests" / "tiny.yaml"
 CPU = ROOT / "configs" / "machines" / "cpu.yaml"
-ACTIONS = {
-    "increment": '<tool_call>{"name": "increment_counter", "arguments": {"count": 1}}</tool_call>',
-    "directory": '<tool_call>{"name": "company_directory_find_email_address", "arguments": {"name": "x"}}</tool_call>',
-    "unknown": '<tool_call>{"name": "verify", "arguments": {}}</tool_call>',
-    "hit": "<action>hit</action>",
-    "stand": "<action>stand</action>",
-}
-END = 1  # the id of <end>
 GYM_PYTHON = ROOT / ".venv-gym" / "bin" / "python"
-# settings of `algorithm` for training.compute_advantages, none at the value at which it has no effect
+# settings of `algorithm` for training.compute_advantages; each value has an effect
 ALGORITHM = {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False, "gamma": 0.9, "lam": 0.5}
-
-
 WORDS = ["say", "tell me", "i want", "give", "now", "please", "write", "print"]
-
-
-def make_model(folder: Path, tied: bool, seed: int = 0) -> Path:
-    """A random two-layer Llama whose tokens are characters."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    characters = "0123456789abcdefghijklmnopqrstuvwxyz ?"
-    vocabulary = {token: i for i, token in enumerate(["<unk>", "<end>", *characters])}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        unk_token="<unk>",
-        eos_token="<end>",
-        pad_token="<end>",
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.add_tokens(list(ACTIONS.values()))
-    tokenizer.chat_template = (
-        "{% if tools %}{{ tools | length }} {% endif %}"
-        "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<end>{% endif %} {% endfor %}"
-    )
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,  # of 32: vLLM has no CPU kernel for narrower ones
-            num_key_value_heads=1,
-            max_position_embeddings=2048,
-            tie_word_embeddings=tied,
-            bos_token_id=None,
-            eos_token_id=1,
-            pad_token_id=1,
-        )
-    )
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def make_mixture(folder: Path, source: Path) -> Path:
-    """A random mixture of four experts with the tokenizer of the tiny Llama in `source`."""
-    from transformers import AutoConfig, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    c, tokenizer = AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source)
-    names = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-    )
-    names += (
-        "num_key_value_heads",
-        "head_dim",
-        "max_position_embeddings",
-        "eos_token_id",
-        "pad_token_id",
-    )
-    sizes = {name: getattr(c, name) for name in names}
-    experts = {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
-    }
-    torch.manual_seed(0)
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, bos_token_id=None)).save_pretrained(
-        folder
-    )
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-SEES = (  # a chat template of parts; of text among them it says nothing, as LLaVA's own
-    "{% if tools %}{{ tools | length }} {% endif %}{% for m in messages %}{% for p in m['content'] %}"
-    "{% if p['type'] == 'image' %}<image>{% else %}{{ p['text'] }}"
-    "{% endif %}{% endfor %}{% if m['role'] == 'assistant' %}<end>{% endif %} {% endfor %}"
-)
-
-
-def make_vision_model(folder: Path, source: Path) -> Path:
-    """A random LLaVA with the tokenizer of the tiny Llama in `source`: an image is 16 tokens. Its projector is large,
-    so that colours differ by something."""
-    from transformers import (
-        AutoConfig,
-        AutoTokenizer,
-        CLIPVisionConfig,
-        LlavaConfig,
-        LlavaProcessor,
-    )
-    from transformers import LlavaForConditionalGeneration as Llava
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
-    tokenizer, text = AutoTokenizer.from_pretrained(source), AutoConfig.from_pretrained(source)
-    tokenizer.add_tokens(["<image>"], special_tokens=True)
-    tokenizer.chat_template, text.vocab_size = SEES, len(tokenizer)
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    vision = CLIPVisionConfig(**sizes, image_size=32, patch_size=8, projection_dim=64)
-    image = tokenizer.convert_tokens_to_ids("<image>")
-    torch.manual_seed(0)
-    tied = {"tie_word_embeddings": text.tie_word_embeddings}
-    seen = {"image_token_index": image, "image_seq_length": 16, "vision_feature_layer": -1}
-    model = Llava(LlavaConfig(vision_config=vision, text_config=text, **seen, **tied))
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "projector" in name and "weight" in name:
-                weight.mul_(10)
-    square = {"height": 32, "width": 32}
-    how = {
-        "patch_size": 8,
-        "vision_feature_select_strategy": "default",
-        "num_additional_image_tokens": 1,
-    }
-    pixels = CLIPImageProcessorPil(size=square, crop_size=square)
-    model.save_pretrained(folder)
-    LlavaProcessor(pixels, tokenizer, chat_template=SEES, **how).save_pretrained(folder)
-    return folder
-
-
-def make_pretrained(
-    folder: Path, source: Path, prompts: list[str], digits: str = "0123456789"
-) -> None:
-    """The random model, fitted to answer any of `digits`. LoRA leaves the output head as it is, and under a random one,
-    whose rows have a norm of 0.16, no normed state (norm 8) can make a token likely: logits stay within 1.3 of zero."""
-    import random
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    torch.manual_seed(0)
-    tokenizer, rng = AutoTokenizer.from_pretrained(source), random.Random(0)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(100):
-        chats = [[{"role": "user", "content": f"{prompt} 7"}] for prompt in prompts]
-        asked = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-        ids = [
-            tokenizer.encode(text + rng.choice(digits)) + [tokenizer.eos_token_id] for text in asked
-        ]
-        width = max(map(len, ids))
-        batch = torch.tensor(
-            [row + [tokenizer.pad_token_id] * (width - len(row)) for row in ids]
-        )  # [8, width]
-        wanted = torch.tensor(
-            [[-100] * (len(row) - 2) + row[-2:] + [-100] * (width - len(row)) for row in ids]
-        )
-        loss = model(batch, labels=wanted).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    print(f"pretrained model: loss {loss.item():.3f}")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def row(question: str = "say 7", answer: str = "7", **extra) -> dict:
@@ -240,31 +68,29 @@ def row(question: str = "say 7", answer: str = "7", **extra) -> dict:
 
 
 def counting(question: str = "count", steps: int = 1) -> dict:
-    """A row whose task is to call a real tool so many times: Gym's example_session_state_mgmt pays 1 for that."""
+    """A row whose task is to call a real tool `steps` times.
+
+    Gym's server example_session_state_mgmt pays 1 for that.
+    """
     tool = {
         "type": "function",
         "name": "increment_counter",
         "description": "",
         "parameters": {"type": "object"},
+        "strict": True,  # Gym answers 422 without it
     }
-    params = {
-        "input": question,
-        "tools": [{**tool, "strict": True}],
-    }  # Gym answers 422 without strict
+    params = {"input": question, "tools": [tool]}
     return {"responses_create_params": params, "initial_count": 3, "expected_count": 3 + steps}
 
 
 def gym_examples() -> list[Path]:
     """The files of example rows in the installed nemo-gym."""
-    code = "import pathlib, nemo_gym; print(pathlib.Path(nemo_gym.__file__).parent.parent / 'resources_servers')"
-    folder = subprocess.run(
-        [GYM_PYTHON, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    found = sorted(
-        p for p in Path(folder).glob("*/data/*example*.jsonl") if "rollouts" not in p.name
-    )
-    assert len(found) > 50, f"{folder} has {len(found)} files of examples"
-    return found
+    arguments = [GYM_PYTHON, "-c", "import nemo_gym; print(nemo_gym.__file__)"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    folder = Path(done.stdout.strip()).parent.parent / "resources_servers"
+    paths = sorted(p for p in folder.glob("*/data/*example*.jsonl") if "rollouts" not in p.name)
+    assert len(paths) > 50, f"{folder} has {len(paths)} files of examples"
+    return paths
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:
@@ -273,7 +99,7 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
 
 
 def write_task(folder: Path) -> None:
-    """The rows of the tiny recipe, train and val, and those of a task with a tool."""
+    """Write the rows of the tiny recipe, train and val, and those of a task with a tool."""
     write_rows(folder / "train.jsonl", [row(f"{word} 7") for word in WORDS])
     write_rows(folder / "val.jsonl", [row(f"{word} me 7") for word in WORDS])
     write_rows(folder / "tools.jsonl", [counting(f"{word} one") for word in WORDS])
@@ -281,16 +107,17 @@ def write_task(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory) -> Path:
-    """A folder with tied/ and untied/ models, scored/ (one with a scalar head), and the task's rows."""
+    """A folder with the models tied/, untied/ and scored/ (with a scalar head), and the rows."""
     folder = tmp_path_factory.mktemp("kit")
-    for name, tied in (("tied", True), ("untied", False)):
-        make_model(folder / name, tied)
+    make_model(folder / "tied", tied=True)
+    make_model(folder / "untied", tied=False)
+    import torch
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
-    scored = AutoModelForTokenClassification.from_pretrained(
+    reward_model = AutoModelForTokenClassification.from_pretrained(
         folder / "tied", num_labels=1, dtype=torch.float32
     )
-    scored.save_pretrained(folder / "scored")  # a reward model
+    reward_model.save_pretrained(folder / "scored")
     AutoTokenizer.from_pretrained(folder / "tied").save_pretrained(folder / "scored")
     write_task(folder)
     return folder
@@ -308,7 +135,7 @@ def tiny(workspace: Path, *changes: str) -> list[str]:
 
 
 def load(workspace: Path, *changes: str, overlays: Sequence[str] = ()):
-    """The tiny recipe with overlays of configs/, merged and checked: (config, data)."""
+    """The tiny recipe with overlays of configs/, merged and checked: (config, inputs)."""
     config, _ = load_config([str(CPU), str(RECIPE), *overlays], tiny(workspace, *changes))
     return config, prepare.prepare(config)
 
@@ -351,27 +178,33 @@ def metrics_of(folder) -> list[dict]:
 
 
 def survivors(mark: str, patience: float = 20.0) -> list[str]:
-    """Command lines of the processes that still carry `mark` in their environment after `patience` seconds."""
+    """Command lines of the processes that have KIT_MARK=mark after `patience` seconds."""
     deadline = time.monotonic() + patience
     while True:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if (
-                    process.environ().get("KIT_MARK") == mark
-                    and process.status() != psutil.STATUS_ZOMBIE
-                ):
-                    found.append(" ".join(process.cmdline())[:120])
-            except psutil.Error:
-                continue
-        if not found or time.monotonic() > deadline:
-            return found
+        running = list_marked_processes(mark)
+        if not running or time.monotonic() > deadline:
+            return running
         time.sleep(0.5)
+
+
+def list_marked_processes(mark: str) -> list[str]:
+    """Command lines of the processes that have KIT_MARK=mark in their environment now."""
+    running = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            is_marked = process.environ().get("KIT_MARK") == mark
+            if is_marked and process.status() != psutil.STATUS_ZOMBIE:
+                running.append(" ".join(process.cmdline())[:120])
+    return running
 
 
 # --- what pytest does with every test -------------------------------------------------------------
 
-# Files with tests that start a whole run of algorithm.py or install packages, besides those of the stack's group.
+# Files whose tests start whole runs of algorithm.py, or replace handlers of signals. They belong to
+# the stack's group.
+STARTS_RUNS = ("test_cli", "test_reliability", "test_signals")
+# Further files with tests that start a whole run of algorithm.py or Gym servers, or that install
+# packages.
 STARTS_COMMANDS = (
     "test_backends",
     "test_conftest",
@@ -386,6 +219,8 @@ STARTS_COMMANDS = (
     "test_prometheus",
     "test_readme",
     "test_scale",
+    "test_server_checks",
+    "test_server_ports",
     "test_servers",
     "test_trackers",
 )
@@ -417,39 +252,83 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-# --- the real thing, once ------------------------------------------------------------------------
-
-
 @pytest.hookimpl(wrapper=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """One process has all that starts the stack, whole runs first, so that the session does not idle beside them; the
-    other has the rest."""
+    """Put all tests that start the stack into one process, and the rest into the other.
+
+    Whole runs come first, so that the session does not idle while they run.
+    """
     for item in items:
-        if "stack" in item.fixturenames or item.path.stem in (
-            "test_reliability",
-            "test_cli",
-            "test_signals",
-        ):
+        if "stack" in item.fixturenames or item.path.stem in STARTS_RUNS:
             item.add_marker(pytest.mark.xdist_group("stack"))
-        elif "chromium" in item.fixturenames:  # which two processes cannot fetch at once
+        elif "chromium" in item.fixturenames:  # which two processes cannot fetch together
             item.add_marker(pytest.mark.xdist_group("chromium"))
     for item in items:
         if not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(timeout_s(item)))
-    items.sort(
-        key=lambda item: (
-            1 + ("stack" in item.fixturenames) if item.get_closest_marker("xdist_group") else 3
-        )
-    )
+    items.sort(key=rank)
     return (yield)
+
+
+def rank(item: pytest.Item) -> int:
+    """The place of a test in the order: whole runs, then the session's tests, then the rest."""
+    if not item.get_closest_marker("xdist_group"):
+        return 3
+    return 2 if "stack" in item.fixturenames else 1
+
+
+# --- the training loop over doubles --------------------------------------------------------------
+
+
+@pytest.fixture
+def loop_doubles(workspace, tmp_path, monkeypatch):
+    """Doubles of all that the training loop calls (trainer_doubles.LoopDoubles)."""
+    from trainer_doubles import make_loop_doubles
+
+    monkeypatch.chdir(tmp_path)
+    return make_loop_doubles(monkeypatch)
+
+
+@pytest.fixture
+def recorder(loop_doubles, monkeypatch):
+    """A recorder of the loop's calls with their arguments (trainer_doubles.Recorder)."""
+    from trainer_doubles import make_recorder
+
+    return make_recorder(loop_doubles.calls, monkeypatch)
+
+
+# --- the real stack ------------------------------------------------------------------------------
+
+SHOP = f"{{path: {ROOT / 'templates' / 'verifier'}, python: {GYM_PYTHON}}}"
+OFFICE = f"{{server: workplace_assistant, agent: simple_agent, python: {GYM_PYTHON}}}"
+JUDGED = f"{{server: abstention, python: {GYM_PYTHON}, config: {{judge_prompt_template: grade}}}}"
+# The untied model (runs/test_cli.py has the tied one), logical GPUs for further workers, and room
+# for conversations.
+SESSION = [
+    "actor_rollout_ref.model.path=untied",
+    "ray_kwargs.ray_init.num_gpus=16",
+    "ray_kwargs.ray_init.num_cpus=96",
+    "actor_rollout_ref.actor.optim.lr=0.005",
+    "actor_rollout_ref.rollout.max_model_len=1024",
+    "actor_rollout_ref.rollout.disable_log_stats=false",
+    "gym.servers.counter.start.server=example_session_state_mgmt",
+    f"gym.servers.counter.start.python={GYM_PYTHON}",
+    f"gym.servers.blackjack.start.python={GYM_PYTHON}",
+    f"gym.servers.shop.start={SHOP}",
+    f"gym.servers.office.start={OFFICE}",
+    f"gym.servers.judged.start={JUDGED}",
+    "gym.judges.genrm_model=policy",
+    "env.train_files=[{path: train.jsonl, server: reasoning_gym}]",
+    "env.val_files=[{path: val.jsonl, server: reasoning_gym}]",
+]
 
 
 @dataclass
 class Stack:
-    """One session of the stack, which tests share: Gym servers of every kind, Ray, an FSDP actor and vLLM."""
+    """A session of the stack that tests share: Gym servers, Ray, an FSDP actor and vLLM."""
 
     config: DictConfig
-    data: prepare.RunInputs
+    inputs: prepare.RunInputs
     workspace: Path
     workers: Any  # training.Workers
     servers: Any  # inference.Servers
@@ -464,10 +343,11 @@ class Stack:
         workers: Any = None,
         gym: Any = None,
     ):
-        """A Trainer of the tiny recipe with overlays of configs/ and changes, in runs/<name>, over this session's vLLM.
+        """A Trainer of the tiny recipe with overlays and changes, in runs/<name>.
 
-        workers: in the place of the session's, whose weights are set back to where they began, and whose loss becomes
-        the recipe's. gym: in the place of the session's servers.
+        It uses the session's vLLM. workers: used instead of the session's. By default the session's
+        workers get their initial weights and the recipe's loss. gym: used instead of the session's
+        servers.
         """
         import inference
         import training
@@ -475,7 +355,7 @@ class Stack:
         from kit.config import user_functions
         from kit.runs.run_dir import Run
 
-        config, data = load(
+        config, inputs = load(
             self.workspace, f"trainer.experiment_name={name}", *SESSION, *changes, overlays=overlays
         )
         user_functions.register_in_verl(
@@ -485,35 +365,33 @@ class Stack:
             workers = self.workers
             workers.actor.load_checkpoint(str(self.fresh))
         training.set_policy_loss(workers.actor, config)
-        was = self.servers
-        policy = make_sampler_context(config, was.context.client, data, 60.0)
+        running = self.servers
+        context = make_sampler_context(config, running.context.client, inputs, 60.0)
         servers = inference.Servers(
-            config, was.manager, workers.actor, policy, gym or was.gym, was.loop
+            config, running.manager, workers.actor, context, gym or running.gym, running.loop
         )
         state = {"command": "train", "step": 0, "batches": 0, "pass_rates": {}, "kl_coef": 0.0}
         shutil.rmtree(self.workspace / "runs" / name, ignore_errors=True)
         with Run(config) as run:
-            trainer = Trainer(config, data, run, workers, servers, state)
+            trainer = Trainer(config, inputs, run, workers, servers, state)
             trainer.update_weights()
             with run.save_on_stop(trainer.save):
                 yield trainer
         lines = metrics_of(run.folder) if (run.folder / "metrics.jsonl").is_file() else []
-        logged = {name for line in lines for name in line}
-        unknown = sorted(name for name in logged - {"step", "time"} if not find_metric(name))
-        assert not unknown, (
-            f"docs/reference.md is made of kit/extras/report/metric_docs.yaml, which does not know {unknown}"
-        )
+        logged = set().union(*lines) - {"step", "time"}
+        unknown = sorted(metric for metric in logged if not find_metric(metric))
+        assert not unknown, f"kit/extras/report/metric_docs.yaml does not describe {unknown}"
 
 
 @contextlib.contextmanager
 def with_verifiers(stack: Stack, *changes: str):
-    """The functions of a recipe beside the session's servers."""
+    """The Python verifiers of a recipe, together with the session's servers."""
     from kit.extras.python_verifiers import verifier_pool
     from kit.gym.verifiers import VerifierRouter
 
-    config, data = load(stack.workspace, *SESSION, *changes)
+    config, inputs = load(stack.workspace, *SESSION, *changes)
     pools = verifier_pool.make_pools(config, stack.workspace)
-    gym = VerifierRouter(stack.servers.gym.gym, pools, data.tokenizer)
+    gym = VerifierRouter(stack.servers.gym.gym, pools, inputs.tokenizer)
     try:
         yield gym
     finally:
@@ -521,71 +399,55 @@ def with_verifiers(stack: Stack, *changes: str):
             stack.servers.loop.run(pool.close())
 
 
-SESSION = [  # the untied model (tied: runs/test_cli.py), logical GPUs for workers beside the session's, room to talk
-    "actor_rollout_ref.model.path=untied",
-    "ray_kwargs.ray_init.num_gpus=16",
-    "ray_kwargs.ray_init.num_cpus=96",
-    "actor_rollout_ref.actor.optim.lr=0.005",
-    "actor_rollout_ref.rollout.max_model_len=1024",
-    "actor_rollout_ref.rollout.disable_log_stats=false",
-    "gym.servers.counter.start.server=example_session_state_mgmt",
-    f"gym.servers.counter.start.python={GYM_PYTHON}",
-    f"gym.servers.blackjack.start.python={GYM_PYTHON}",
-    f"gym.servers.shop.start={{path: {ROOT / 'templates' / 'verifier'}, python: {GYM_PYTHON}}}",
-    f"gym.servers.office.start={{server: workplace_assistant, agent: simple_agent, python: {GYM_PYTHON}}}",
-    f"gym.servers.judged.start={{server: abstention, python: {GYM_PYTHON}, config: {{judge_prompt_template: grade}}}}",
-    "gym.judges.genrm_model=policy",
-    "env.train_files=[{path: train.jsonl, server: reasoning_gym}]",
-    "env.val_files=[{path: val.jsonl, server: reasoning_gym}]",
-]
-
-
 @contextlib.contextmanager
 def session(workspace: Path, *changes: str) -> Iterator[Stack]:
-    """A Stack over the models and rows of a folder, which becomes the working one."""
+    """A Stack over the models and rows of a folder, which becomes the working directory."""
     import algorithm  # noqa: F401  (its own imports first)
     from kit.runs import launch
     from kit.runs.run_dir import Run
 
     os.chdir(workspace)
-    reference = "actor_rollout_ref.actor.use_kl_loss=true"  # so that the actor holds one, for recipes with a KL term
-    config, data = load(workspace, *SESSION, *changes, reference, "trainer.experiment_name=session")
+    # so that the actor holds a reference, for recipes with a KL term
+    reference = "actor_rollout_ref.actor.use_kl_loss=true"
+    name = "trainer.experiment_name=session"
+    config, inputs = load(workspace, *SESSION, *changes, reference, name)
     with Run(config) as run, contextlib.ExitStack() as exits:
-        workers, servers = launch.start(run, data, exits)
+        workers, servers = launch.start(run, inputs, exits)
         fresh = workspace / "fresh"
         workers.actor.save_checkpoint(str(fresh), None, 0, None)
         servers.sleep()
         servers.update_weights(0)
-        yield Stack(config, data, workspace, workers, servers, fresh)
+        yield Stack(config, inputs, workspace, workers, servers, fresh)
 
 
 @pytest.fixture(scope="session")
 def stack(workspace) -> Iterator[Stack]:
-    """The real thing, once."""
+    """The real stack, started once."""
     with session(workspace) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def values(stack):
-    """A critic and a reward model beside the session's actor; the critic's first checkpoint is in fresh_critic."""
+    """A critic and a reward model. fresh_critic/ is the critic's first checkpoint."""
     from kit.runs.workers import optional_roles, start_roles
 
     changes = [
         "algorithm.adv_estimator=gae",
         "critic.optim.lr=0.001",
         "reward.reward_model.enable=true",
+        f"reward.reward_model.model_path={stack.workspace / 'scored'}",
+        "env.val_files=[]",
     ]
-    changes += [f"reward.reward_model.model_path={stack.workspace / 'scored'}", "env.val_files=[]"]
     config, _ = load(stack.workspace, *SESSION, *changes)
-    alone = start_roles(config, optional_roles(config))
-    alone.critic.save_checkpoint(str(stack.workspace / "fresh_critic"), None, 0, None)
-    yield alone
-    drop(alone)
+    groups = start_roles(config, optional_roles(config))
+    groups.critic.save_checkpoint(str(stack.workspace / "fresh_critic"), None, 0, None)
+    yield groups
+    drop(groups)
 
 
 def with_values(stack, values, critic=True, reward_model=False):
-    """The session's actor and those of `values`, as they were in the beginning."""
+    """The session's actor and the groups of `values`, with their initial weights."""
     import training
 
     stack.workers.actor.load_checkpoint(str(stack.fresh))

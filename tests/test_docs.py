@@ -1,7 +1,8 @@
-"""Every block of the pages in docs/, in the order of its page, in a folder of its own: files are written, commands run.
+"""Every block of the pages in docs/, in the order of its page, in a folder of its own: files are
+written, commands run.
 
-`python algorithm.py ...` is tried in a dry run, and `make ...` by make -n; all else is executed. What cannot be is
-marked by a comment on the line before the block, and counted: MARKS.
+`python algorithm.py ...` is tried in a dry run, and `make ...` by make -n; all else is executed.
+What cannot be is marked by a comment on the line before the block, and counted: MARKS.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def test_the_blocks_of_a_page_work_in_their_order(page, clone, tmp_path, monkeyp
 
 
 def write_python(text: str, folder: Path, _) -> None:
-    """A file by the name in its first line, its continuation, a part of env.py; or a few lines, which compile."""
+    """A file by the name in its first line, its continuation, a part of env.py; or a few lines,
+    which compile.
+    """
     compile(text, "a block", "exec")
     first = text.partition("\n")[0]
     if "above main" in first:

@@ -1,6 +1,8 @@
-"""Every command and Python block of README: run, or tried in a dry run, or marked as what cannot be, and counted.
+"""Every command and Python block of README: run, or tried in a dry run, or marked as what cannot
+be, and counted.
 
-A block whose commands need what is not here is marked by a comment on the line before it: MARKS has how many there are.
+A block whose commands need what is not here is marked by a comment on the line before it: MARKS has
+how many there are.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from unittest import mock
 
 import pyarrow
 import pytest
-from conftest import GYM_PYTHON, ROOT, make_model, row, run
+from conftest import GYM_PYTHON, ROOT, row, run
 from judge_doubles import StubJudge
 from pyarrow import parquet
+from tiny_models import make_model
 
 import env
 import gym_client
@@ -89,7 +92,9 @@ def of_algorithm(words: list[str]) -> bool:
 
 
 def furnish(folder: Path) -> Path:
-    """A folder becomes a clone of the kit, without tests and docs; a tiny model by SmolLM2's name, which is given."""
+    """A folder becomes a clone of the kit, without tests and docs; a tiny model by SmolLM2's name,
+    which is given.
+    """
     for name in (
         ".venv-gym",
         "kit",
@@ -127,8 +132,10 @@ def above_main(path: Path, block: str) -> None:
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory) -> Path:
-    """What stands around somebody who follows README, made by its own commands: models/ (a tiny one by SmolLM2's name),
-    data/, my_ideas.py, two runs; and a copy of env.py with the block's task in it."""
+    """What stands around somebody who follows README, made by its own commands: models/ (a tiny one
+    by SmolLM2's name), data/, my_ideas.py, two runs; and a copy of env.py with the block's task in
+    it.
+    """
     folder = tmp_path_factory.mktemp("desk")
     model = furnish(folder)
     for name in ("sft", "math_cpu"):
@@ -202,7 +209,9 @@ def test_make_has_what_readme_asks_it_for():
 
 
 def test_a_task_is_added_beside_the_others(desk):
-    """The block of env.py: its rows are there, the demo's are written as before, and the kit can ask them."""
+    """The block of env.py: its rows are there, the demo's are written as before, and the kit can
+    ask them.
+    """
     rows = [r for _, r in read_rows(desk / "data" / "differences_train.jsonl")]
     assert (
         rows[0]["answer"]
@@ -212,9 +221,7 @@ def test_a_task_is_added_beside_the_others(desk):
         "role": "system",
         "content": "You are a calculator.",
     }
-    held_out = {
-        r["question"] for _, r in read_rows(desk / "data" / "differences_validation.jsonl")
-    }
+    held_out = {r["question"] for _, r in read_rows(desk / "data" / "differences_validation.jsonl")}
     assert len(held_out) == 128 and not held_out & {r["question"] for r in rows}
     assert len(list(read_rows(desk / "data" / "arithmetic_train.jsonl"))) == 537
 
@@ -228,11 +235,13 @@ def eval_of(row: dict) -> int:
     "words", [c[2:] for c in all_commands("") if of_algorithm(c)], ids=" ".join
 )
 def test_every_command_passes_its_dry_run(words, desk, monkeypatch, capsys):
-    """In this process, since one for each would take 12 s (runs/test_cli.py has one). The model is the tiny one, unless
-    a folder is named, and a character is a token there, so that prompts are longer."""
+    """In this process, since one for each would take 12 s (runs/test_cli.py has one). The model is
+    the tiny one, unless a folder is named, and a character is a token there, so that prompts are
+    longer.
+    """
     dry_run(words, desk, monkeypatch)
     assert (
-        "dry run: model, files, sizes and servers are in order; nothing was started"
+        "dry run: model, files, sizes and servers are valid; nothing was started"
         in capsys.readouterr().out
     )
     assert sorted(os.listdir("runs")) == ["math_cpu", "sft"]
@@ -245,7 +254,7 @@ def dry_run(words, desk, monkeypatch):
     monkeypatch.chdir(desk)
     monkeypatch.setattr(sys, "argv", ["algorithm.py", *words])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(cli, "quiet", lambda: None)
+    monkeypatch.setattr(cli, "silence_libraries", lambda: None)
     with mock.patch.dict(os.environ):  # which a recipe sets
         cli.main(lambda planned: pytest.fail("a dry run starts nothing"))
 
@@ -272,14 +281,16 @@ def test_a_server_of_ones_own_is_two_routes(desk, monkeypatch, capsys):
         network.wait_ready("mine", urls["mine"], server, desk / "uvicorn.log")
         assert [asyncio.run(ask(text)) for text in ("It is 7", "It is 8", "")] == [1.0, 0.0, 0.0]
         dry_run([word.replace("8001", port) for word in train[2:]], desk, monkeypatch)
-        assert "dry run: model, files, sizes and servers are in order" in capsys.readouterr().out
+        assert "dry run: model, files, sizes and servers are valid" in capsys.readouterr().out
     finally:
         server.kill()
         server.wait()
 
 
 def test_a_judge_by_its_address(desk, monkeypatch, capsys):
-    """README's rows, and its run up to the dry run, which asks the address for its model; Ollama's is the stub here."""
+    """README's rows, and its run up to the dry run, which asks the address for its model; Ollama's
+    is the stub here.
+    """
     judge = StubJudge()
     rows, _, train = all_commands("needs a judge")
     assert run([sys.executable, "env.py", *rows[2:]], desk).returncode == 0
@@ -289,7 +300,7 @@ def test_a_judge_by_its_address(desk, monkeypatch, capsys):
     ]
     assert f"gym.judges.judge_model.base_url={judge.url}" in words
     dry_run(words, desk, monkeypatch)
-    assert "dry run: model, files, sizes and servers are in order" in capsys.readouterr().out
+    assert "dry run: model, files, sizes and servers are valid" in capsys.readouterr().out
 
 
 def test_the_functions_of_ones_own_are_all_named_by_a_command(desk):
@@ -334,7 +345,9 @@ def write_records(path: Path) -> Path:
 
 
 def test_records_are_read_as_readme_says(desk, monkeypatch, capsys):
-    """By pandas, as in the block; and by Gym's profile of rewards, for which the file is its own inputs."""
+    """By pandas, as in the block; and by Gym's profile of rewards, for which the file is its own
+    inputs.
+    """
     block = python_block("import pandas")
     path = write_records(desk / re.findall(r'"(runs/\S+\.jsonl)"', block)[0])
     monkeypatch.chdir(desk)

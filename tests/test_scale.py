@@ -1,4 +1,4 @@
-"""More than one rank, replica and node, on this machine: `make soak` runs them (docs/cluster.md)."""
+"""More than one rank, replica and node on this machine: `make soak` (docs/cluster.md)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def recorded(workspace) -> Path:
 
 
 def replayed(workspace: Path, recorded: Path, name: str, *changes: str) -> dict[str, float]:
-    """What an update with a critic and a reference, of two optimiser steps, tells of those episodes."""
+    """What an update with a critic and a reference, of two optimiser steps, tells of those
+    episodes.
+    """
     asked = [
         *PPO,
         "--replay",
@@ -98,7 +100,9 @@ def test_ranks_learn_what_one_does(workspace, recorded, of_one, ranks):
 
 
 def run_ten_steps(workspace: Path, name: str, *changes: str, overlays: Sequence[str] = ()) -> Path:
-    """The folder of a run of ten steps, whose weights reach the sampler: its log-probs are the trainer's."""
+    """The folder of a run of ten steps, whose weights reach the sampler: its log-probs are the
+    trainer's.
+    """
     changes = (
         f"trainer.experiment_name={name}",
         "trainer.total_training_steps=10",
@@ -123,7 +127,9 @@ def test_an_engine_of_two_parts(workspace):
 
 
 def test_servers_on_gpus_of_their_own(workspace):
-    """Two of them beside one rank, weights over gloo, episodes driven by two processes; then a step ahead."""
+    """Two of them beside one rank, weights over gloo, episodes driven by two processes; then a step
+    ahead.
+    """
     key, overlays = "actor_rollout_ref.rollout", ["--config", "separate"]
     own = [
         f"{key}.checkpoint_engine.backend=gloo",
@@ -147,7 +153,7 @@ def test_servers_on_gpus_of_their_own(workspace):
 
 
 class Cluster:
-    """Two nodes of Ray, as docs/cluster.md starts them, by `ray start`; each with one logical GPU."""
+    """Two nodes of Ray, started by `ray start` as in docs/cluster.md; each has one logical GPU."""
 
     def __init__(self) -> None:
         own, port = ray.util.get_node_ip_address(), find_free_port("127.0.0.1")
@@ -156,7 +162,7 @@ class Cluster:
         self.nodes += [self.join()]
 
     def join(self, unshared: Path | None = None) -> subprocess.Popen:
-        """The second node, which waits for the first. unshared: a folder that is another one there."""
+        """The second node, which waits for the first. unshared: a folder that differs there."""
         host, port = self.address.split(":")
         while socket.socket().connect_ex((host, int(port))):
             time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""The real stack: FSDP actor, vLLM server and Gym server of one session, with the tiny tied model."""
+"""The real stack with the tiny untied model: FSDP actor, vLLM server and Gym servers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 
 import pytest
 import torch
-from conftest import ACTIONS, END, GYM_PYTHON, counting, row
+from conftest import GYM_PYTHON, counting, row
+from tiny_models import ACTIONS, END
 
 import env
 import inference
@@ -19,74 +20,85 @@ from kit.extras import convert
 from kit.gym.network import find_free_port
 from kit.rollout.sampler import build_sampling_params, repeat_per_group
 
-# Bound on the mean |log-prob difference| of a sampled token: rounding, as both sides compute in float32.
+# Bound on the mean |log-prob difference| of a sampled token. It is rounding: both sides compute in
+# float32.
 AGREE = 4e-5
 
 
 @pytest.fixture(scope="module")
 def session(stack):
-    """The session with its actor and its sampler as they began, and the loss of the tiny recipe."""
+    """A trainer over the session, with the initial weights and the loss of the tiny recipe."""
     with stack.trainer("session", "env.val_files=[]") as trainer:
         yield trainer
 
 
 def sample(trainer, n=4, servers=None, **changes):
     sampling = build_sampling_params(trainer.config, is_validation=False) | changes
-    return (servers or trainer.servers).rollout(
-        repeat_per_group(trainer.inputs.train, n, "a"), sampling
-    )
+    requests = repeat_per_group(trainer.inputs.train, n, "a")
+    return (servers or trainer.servers).rollout(requests, sampling)
 
 
-def disagreement(trainer, episodes) -> float:
-    """Mean |trainer - sampler| log-prob of the sampled tokens."""
-    batch = training.build_batch(episodes, trainer.inputs.tokenizer.pad_token_id, 1.0)
-    ours = training.compute_log_probs(trainer.workers.actor, batch, trainer.config)["log_probs"]
+def compute_log_probs(trainer, batch):
+    """The trainer's log-probs of a batch, [B, R]."""
+    actor = trainer.workers.actor
+    return training.compute_log_probs(actor, batch, trainer.config)["log_probs"]
+
+
+def build_batch(trainer, episodes):
+    return training.build_batch(episodes, trainer.inputs.tokenizer.pad_token_id, 1.0)
+
+
+def compute_disagreement(trainer, episodes) -> float:
+    """Mean |trainer - vLLM| log-prob of the sampled tokens."""
+    batch = build_batch(trainer, episodes)
     mask = batch.batch["response_mask"]
-    return float(((ours - batch.batch["rollout_log_probs"]).abs() * mask).sum() / mask.sum())
+    difference = compute_log_probs(trainer, batch) - batch.batch["rollout_log_probs"]
+    return float((difference.abs() * mask).sum() / mask.sum())
 
 
-def with_advantages(trainer, episodes):
-    batch = training.build_batch(episodes, trainer.inputs.tokenizer.pad_token_id, 1.0)
-    batch.batch["old_log_probs"] = training.compute_log_probs(trainer.workers.actor, batch, trainer.config)[
-        "log_probs"
-    ]
+def build_batch_with_advantages(trainer, episodes):
+    """A batch whose advantages are 1 and -1 in turns."""
+    batch = build_batch(trainer, episodes)
+    batch.batch["old_log_probs"] = compute_log_probs(trainer, batch)
     signs = torch.tensor([1.0, -1.0]).repeat(len(episodes) // 2)[:, None]
     batch.batch["advantages"] = signs * batch.batch["response_mask"]
     return batch
 
 
-def test_tokens_in_tokens_out(session):
+def test_responses_are_token_ids_with_log_probs_and_a_reward(session):
     episodes = sample(session)
-    assert len(episodes) == 32 and all(e.status == "ok" for e in episodes)
+    assert len(episodes) == 32
+    assert all(e.status == "ok" for e in episodes)
     assert len({e.group_id for e in episodes}) == 8
     for e in episodes:
         assert len(e.response_ids) == len(e.log_probs) == len(e.response_mask) <= 12
-        assert e.ended == (
-            "stop" if e.response_ids[-1] == 1 else "length"
-        )  # 1 is <end>, sampled and kept
+        # <end> is sampled and kept
+        assert e.ended == ("stop" if e.response_ids[-1] == END else "length")
         assert len(e.response_ids) == 12 or e.ended == "stop"
-        assert e.response == session.data.tokenizer.decode(e.response_ids, skip_special_tokens=True)
+        assert e.response == session.inputs.tokenizer.decode(
+            e.response_ids, skip_special_tokens=True
+        )
         assert e.turns == [(0, len(e.response_ids), 1)]
-        # the verifier's rule (chain_sum, which leaves commas out): 1 for the answer, in part for what contains it
+        # The verifier's rule (chain_sum, which removes commas): 1 for the answer, and a part of it
+        # for a text that contains the answer.
         text = e.response.strip().replace(",", "")
         expected = 1.0 if text == "7" else 1 / len(text) if "7" in text else 0.0
         assert e.reward == pytest.approx(expected), e.response
         assert {"generate", "verify", "verify_call"} <= set(e.timings)
 
 
-def test_the_samplers_weights_are_the_trainers(session):
-    assert disagreement(session, sample(session)) < AGREE
-    training.update_actor(
-        session.workers.actor, with_advantages(session, sample(session)), session.config
-    )
-    stale = disagreement(session, sample(session))
+def test_vllm_has_the_weights_of_the_trainer_after_a_sync(session):
+    assert compute_disagreement(session, sample(session)) < AGREE
+    batch = build_batch_with_advantages(session, sample(session))
+    training.update_actor(session.workers.actor, batch, session.config)
+    stale = compute_disagreement(session, sample(session))
     assert stale > 1000 * AGREE  # without a sync the two are far apart, so this test can fail
     session.servers.update_weights(1)
-    assert disagreement(session, sample(session)) < AGREE
+    assert compute_disagreement(session, sample(session)) < AGREE
 
 
 def test_a_server_with_old_weights_ends_the_run(session):
-    """A sync that did not reach a server: it still says the step of the one before."""
+    """A sync that did not reach a server: it still reports the step before."""
     session.servers.update_weights(2)
     assert {e.status for e in sample(session, n=1)} == {"ok"}
     session.servers.context.policy_version = 3  # as after an update whose sync was lost
@@ -98,145 +110,149 @@ def test_a_server_with_old_weights_ends_the_run(session):
 
 
 def test_an_empty_answer_is_verified_like_any_other(session):
-    episodes = sample(session, n=2, allowed_token_ids=[1])  # <end> at once
-    assert {e.response for e in episodes} == {""} and {tuple(e.response_ids) for e in episodes} == {
-        (1,)
-    }
+    episodes = sample(session, n=2, allowed_token_ids=[END])
+    assert {e.response for e in episodes} == {""}
+    assert {tuple(e.response_ids) for e in episodes} == {(END,)}
     assert all(e.status == "ok" and e.reward == 0.0 and e.ended == "stop" for e in episodes)
     batch = training.build_batch(episodes, 1, 1.0)
     assert batch.batch["response_mask"].sum() == 16
-    log_probs = training.compute_log_probs(session.workers.actor, batch, session.config)["log_probs"]
-    assert torch.isfinite(log_probs).all()
+    assert torch.isfinite(compute_log_probs(session, batch)).all()
 
 
-def test_an_answer_cut_off_is_marked(session):
-    episodes = sample(session, n=1, allowed_token_ids=[9])  # the digit 7, for ever
+def test_a_truncated_answer_is_marked(session):
+    episodes = sample(session, n=1, allowed_token_ids=[9])  # the digit 7, without end
     assert all(e.ended == "length" and len(e.response_ids) == 12 for e in episodes)
     assert all(e.reward == pytest.approx(1 / 12) for e in episodes)
 
 
-def with_gym(session, gym, n=2):
-    """Episodes with other Gym servers than the run's."""
-    was = session.servers
-    servers = inference.Servers(session.config, was.manager, None, was.context, gym, was.loop)
-    was.loop.run(gym.__aenter__())
+def sample_with_gym(session, gym, n=2):
+    """Sample episodes with other Gym servers than the session's."""
+    running = session.servers
+    servers = inference.Servers(
+        session.config, running.manager, None, running.context, gym, running.loop
+    )
+    running.loop.run(gym.__aenter__())
     try:
         return sample(session, n, servers)
     finally:
-        was.loop.run(gym.__aexit__())
+        running.loop.run(gym.__aexit__())
 
 
 def test_a_dead_verifier_ends_the_run_after_its_budget(session):
-    dead = {"reasoning_gym": f"http://127.0.0.1:{find_free_port()}"}
+    urls = {"reasoning_gym": f"http://127.0.0.1:{find_free_port()}"}
     with pytest.raises(ServerDownError, match="reasoning_gym"):
-        with_gym(session, Gym(dead, attempts=1, outage_budget_s=2.0))
+        sample_with_gym(session, Gym(urls, attempts=1, outage_budget_s=2.0))
 
 
-def test_no_verdicts_are_failures_and_no_reward(session):
-    episodes = with_gym(session, Gym({}))
-    assert {e.status for e in episodes} == {"no_server"} and {e.reward for e in episodes} == {None}
+def test_an_episode_without_a_server_fails_and_has_no_reward(session):
+    episodes = sample_with_gym(session, Gym({}))
+    assert {e.status for e in episodes} == {"no_server"}
+    assert {e.reward for e in episodes} == {None}
     assert select_trainable(episodes) == ([], {})
     metrics = compute_rollout_metrics(episodes, [])
-    assert metrics["rollout/failed/no_server"] == 16 and metrics["rollout/failed_frac"] == 1.0
-    assert metrics["rollout/groups_dropped"] == 8 and "reward/reasoning_gym/mean" not in metrics
+    assert metrics["rollout/failed/no_server"] == 16
+    assert metrics["rollout/failed_frac"] == 1.0
+    assert metrics["rollout/groups_dropped"] == 8
+    assert "reward/reasoning_gym/mean" not in metrics
     with pytest.raises(RunError, match=r"16 of 16 episodes failed \(16 no_server\)"):
         check_failures(episodes, 0.5)
 
 
-# --- tools, games, agents: real Gym servers, the random model, actions forced by allowed_token_ids ---
+# --- tools, games and agents of real Gym servers -------------------------------------------------
+# The model is random. allowed_token_ids restricts it to some actions.
 
 
 @pytest.fixture(scope="module")
-def worlds(stack, session):
-    """The session's policy, with room for conversations; it is what the agent's server asks."""
-    session.workers.actor.load_checkpoint(
-        str(stack.fresh)
-    )  # says all actions; a trained one may never say some
+def multi_turn_servers(stack, session):
+    """The session's servers with room for conversations. Gym's agent calls them, too."""
+    # the initial weights sample every action; trained ones may never sample some
+    session.workers.actor.load_checkpoint(str(stack.fresh))
     session.servers.update_weights(0)
-    policy = stack.servers.context
-    policy.max_prompt_length, policy.max_response_length, policy.timeout_s = 500, 500, 60.0
-    policy.version = None
+    context = stack.servers.context
+    context.max_prompt_length = 500
+    context.max_response_length = 500
+    context.timeout_s = 60.0
+    context.policy_version = None
     return inference.Servers(
-        session.config, stack.servers.manager, None, policy, stack.servers.gym, stack.servers.loop
+        session.config, stack.servers.manager, None, context, stack.servers.gym, stack.servers.loop
     )
 
 
-def play(session, worlds, row, server, n, *actions, **changes):
-    """n episodes of one row, in which the policy can do nothing but `actions` and end its turn."""
-    tokenizer = session.data.tokenizer
+def play(session, servers, row, server, n, *actions, **changes):
+    """Run n episodes of one row, in which the policy samples only `actions` and <end>."""
+    tokenizer = session.inputs.tokenizer
     allowed = [END, *(tokenizer.convert_tokens_to_ids(ACTIONS[name]) for name in actions)]
-    sampling = (
-        build_sampling_params(session.config, is_validation=False)
-        | {"allowed_token_ids": allowed}
-        | changes
-    )
+    sampling = build_sampling_params(session.config, is_validation=False)
+    sampling |= {"allowed_token_ids": allowed, **changes}
     messages, tools = env.render_row(row, "x:1")
-    task = env.Task(
-        "x:1", row, server, messages, env.encode_messages(messages, tools, tokenizer), tools=tools
+    prompt_ids = env.encode_messages(messages, tools, tokenizer)
+    task = env.Task("x:1", row, server, messages, prompt_ids, tools=tools)
+    return servers.rollout([(task, str(i)) for i in range(n)], sampling)
+
+
+def test_trainer_and_vllm_agree_around_observations(session, multi_turn_servers):
+    """Conversations of several turns: both compute the same log-probs of the sampled tokens."""
+    episodes = play(
+        session, multi_turn_servers, counting(steps=2), "counter", 64, allowed_token_ids=None
     )
-    return worlds.rollout([(task, str(i)) for i in range(n)], sampling)
-
-
-def test_trainer_and_sampler_agree_around_observations(session, worlds):
-    """Unforced conversations of several turns: the trainer's log-probs of what was sampled are the sampler's."""
-    episodes = play(session, worlds, counting(steps=2), "counter", 64, allowed_token_ids=None)
     assert [e.status for e in episodes] == ["ok"] * 64, episodes[0].error
     several = [e for e in episodes if len(e.turns) > 1]
-    assert len(several) > 3 and all(0 in e.response_mask for e in several)
-    assert disagreement(session, several) < AGREE
+    assert len(several) > 3
+    assert all(0 in e.response_mask for e in several)
+    assert compute_disagreement(session, several) < AGREE
 
 
-def test_a_real_tool_counts_what_the_policy_calls(session, worlds):
-    episodes = play(session, worlds, counting(steps=2), "counter", 96, "increment", "unknown")
+def test_a_real_tool_counts_the_calls_of_the_policy(session, multi_turn_servers):
+    episodes = play(
+        session, multi_turn_servers, counting(steps=2), "counter", 96, "increment", "unknown"
+    )
     assert [e.status for e in episodes] == ["ok"] * 96, episodes[0].error
     for e in episodes:
         calls = [item["name"] for item in e.output if item["type"] == "function_call"]
         answers = [item["output"] for item in e.output if item["type"] == "function_call_output"]
         ran = calls[: len(answers)]
         assert e.reward == float(ran.count("increment_counter") == 2), (calls, answers)  # 3 + 2 = 5
-        for name, answer in zip(
-            ran, answers, strict=True
-        ):  # a name that the row does not offer reaches no server
-            assert json.loads(answer) == (
-                {"success": True} if name != "verify" else {"error": "Unknown tool: verify"}
-            )
-    assert {e.reward for e in episodes} == {0.0, 1.0} and max(len(e.turns) for e in episodes) > 1
+        for name, answer in zip(ran, answers, strict=True):
+            # a name that the row does not offer reaches no server
+            is_unknown = name == "verify"
+            expected = {"error": "Unknown tool: verify"} if is_unknown else {"success": True}
+            assert json.loads(answer) == expected
+    assert {e.reward for e in episodes} == {0.0, 1.0}
+    assert max(len(e.turns) for e in episodes) > 1
     assert any(0 in e.response_mask for e in episodes)
 
 
-def test_a_real_game_is_played_to_its_end(session, worlds):
+def test_a_real_game_is_played_to_its_end(session, multi_turn_servers):
     row = {"responses_create_params": {"input": "play"}}
-    episodes = play(session, worlds, row, "blackjack", 32, "hit", "stand")
+    episodes = play(session, multi_turn_servers, row, "blackjack", 32, "hit", "stand")
     assert [e.status for e in episodes] == ["ok"] * 32, episodes[0].error
-    assert {e.ended for e in episodes} == {"terminated"} and {e.reward for e in episodes} <= {
-        -1.0,
-        0.0,
-        1.0,
-    }
-    assert len({tuple(e.prompt_ids) for e in episodes}) > 1  # each was dealt a hand of its own
+    assert {e.ended for e in episodes} == {"terminated"}
+    assert {e.reward for e in episodes} <= {-1.0, 0.0, 1.0}
+    assert len({tuple(e.prompt_ids) for e in episodes}) > 1  # each episode has another hand
     assert len({e.reward for e in episodes}) > 1
 
 
-def test_gyms_own_agent_plays_against_our_sampler(session, worlds):
-    """nemo-gym's simple_agent, vllm_model and workplace_assistant; the ids come back as vLLM sampled them."""
+def test_an_agent_of_gym_samples_from_the_policy_endpoint(session, multi_turn_servers):
+    """nemo-gym's simple_agent, vllm_model and workplace_assistant return the ids vLLM sampled."""
     row = next(convert.read_examples("workplace_assistant", str(GYM_PYTHON)))
-    episodes = play(session, worlds, row, "office", 16, "directory")
+    episodes = play(session, multi_turn_servers, row, "office", 16, "directory")
     assert [e.status for e in episodes] == ["ok"] * 16, episodes[0].error
-    end = session.data.tokenizer.convert_tokens_to_ids(ACTIONS["directory"])
-    assert all(
-        {ids for ids, m in zip(e.response_ids, e.response_mask, strict=True) if m} <= {END, end}
-        for e in episodes
-    )
+    action = session.inputs.tokenizer.convert_tokens_to_ids(ACTIONS["directory"])
+    for e in episodes:
+        sampled = {i for i, mask in zip(e.response_ids, e.response_mask, strict=True) if mask}
+        assert sampled <= {END, action}
     assert all(e.reward in (0.0, 1.0) for e in episodes)
-    assert max(len(e.turns) for e in episodes) > 1 and any(0 in e.response_mask for e in episodes)
+    assert max(len(e.turns) for e in episodes) > 1
+    assert any(0 in e.response_mask for e in episodes)
 
 
-def test_the_policy_judges_and_what_it_says_is_no_verdict(session, worlds):
-    """Gym's abstention asks genrm_model, which is the policy, which can say nothing but its move, or nothing: not 0."""
-    episodes = play(session, worlds, row(), "judged", 16, "hit")
-    assert [e.status for e in episodes] == ["masked"] * 16 and {e.reward for e in episodes} == {
-        None
-    }
-    told = [e.error for e in episodes]
-    assert all("genrm_model" in text for text in told), told
-    assert any(f"no verdict in its reply: '{ACTIONS['hit']}'" in text for text in told), told
+def test_a_reply_of_the_judge_without_a_verdict_is_a_failure_and_not_a_reward(
+    session, multi_turn_servers
+):
+    """Gym's abstention calls genrm_model, which is the policy. It samples a move or <end>."""
+    episodes = play(session, multi_turn_servers, row(), "judged", 16, "hit")
+    assert [e.status for e in episodes] == ["masked"] * 16
+    assert {e.reward for e in episodes} == {None}
+    errors = [e.error for e in episodes]
+    assert all("genrm_model" in error for error in errors), errors
+    assert any(f"no verdict in its reply: '{ACTIONS['hit']}'" in error for error in errors), errors

@@ -91,8 +91,7 @@ def phrase_problems(path: Path) -> Iterator[str]:
 
 
 def bound_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, name) of each variable, argument, function, class and attribute that the file defines.
-    """
+    """(line, name) of each name that the file defines."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
             yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
@@ -111,9 +110,7 @@ def name_problems(path: Path) -> Iterator[str]:
 
 
 def is_walrus_test(node: ast.expr, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether a walrus is the whole test of an `if` or `while`, or the left side of a comparison
-    that is.
-    """
+    """Whether a walrus is the whole test of an `if`, or the left side of such a comparison."""
     parent = parents[node]
     if isinstance(parent, ast.Compare) and parent.left is node:
         node, parent = parent, parents[parent]

@@ -12,8 +12,9 @@ from collections import Counter
 import numpy as np
 import pytest
 import yaml
-from conftest import CPU, END, ROOT
+from conftest import CPU, ROOT
 from omegaconf import OmegaConf
+from tiny_models import END
 
 import env
 import training

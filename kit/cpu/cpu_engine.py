@@ -4,8 +4,8 @@
                  (packed_layout.py); micro-batches keep the responses to a prompt together
     attention    responses of similar length on a grid, in two matmuls
     logits       only where they predict a token of a response
-    log-probs    and entropy in one pass over tiles of rows, in fp32; their gradient overwrites the
-                 logits
+    log-probs    computed together with the entropy: one pass over tiles of rows, in fp32. Their
+                 gradient overwrites the logits
 
 The results are those of verl's engines: the same numbers up to rounding, packed as verl packs them.
 Log-probs of prompt tokens, which nothing reads, are zeros.
@@ -36,7 +36,8 @@ TILE_ROWS = 16  # rows of logits that are computed together, and fit into a core
 
 # --- attention -----------------------------------------------------------------------------------
 
-# Of the forward pass that runs: transformers has no argument for it. The backward pass needs none.
+# The layout of the current forward pass, because transformers has no argument for it. The backward
+# pass does not need it.
 _layout: Layout | None = None
 
 
@@ -50,12 +51,13 @@ def grid_attention(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention of each response to its prompt and itself, by transformers' interface.
+    """Compute causal attention of each response to its prompt and itself.
 
+    The arguments are those of transformers' attention functions.
     query [1, H, U, D]; key, value [1, H_kv, U, D]. Returns [1, U, H, D], and no weights.
     Raises ValueError without a packed micro-batch, NotImplementedError for other attention.
     """
-    if not getattr(module, "is_causal", True):  # the part of a model that sees images
+    if not getattr(module, "is_causal", True):  # the vision part of a model
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
@@ -124,15 +126,15 @@ def attend(
 
 
 class LogProbEntropy(torch.autograd.Function):
-    """Log-probs of labels, and entropies: logits [A, V], labels [A] -> two of [A], in fp32.
+    """Log-probs of labels, and entropies: logits [A, V], labels [A] -> two [A], in fp32.
 
-    The gradient overwrites the logits, so that nothing may read these after the backward pass.
+    The gradient overwrites the logits. So nothing may read the logits after the backward pass.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> Any:
         log_norm = torch.empty(len(logits))  # log of the sum of exp(logits)
-        mean = torch.empty(len(logits))  # of the logits, by their probabilities
+        mean = torch.empty(len(logits))  # of the logits, weighted by their probabilities
         buffer = torch.empty(TILE_ROWS, logits.shape[1])
         for start in range(0, len(logits), TILE_ROWS):
             rows = slice(start, start + TILE_ROWS)
@@ -150,7 +152,7 @@ class LogProbEntropy(torch.autograd.Function):
     def backward(ctx: Any, log_prob_grad: torch.Tensor, entropy_grad: torch.Tensor) -> Any:
         logits, labels, log_norm, mean = ctx.saved_tensors
         buffer = torch.empty(TILE_ROWS, logits.shape[1])
-        is_entropy_used = bool(entropy_grad.any())  # not with entropy_coeff: 0
+        is_entropy_used = bool(entropy_grad.any())  # False if entropy_coeff is 0
         for start in range(0, len(logits), TILE_ROWS):
             rows = slice(start, start + TILE_ROWS)
             tile = logits[rows].float()
@@ -164,7 +166,10 @@ class LogProbEntropy(torch.autograd.Function):
 
 
 class ScaleInPlace(torch.autograd.Function):
-    """Divide logits [A, V] by temperature [A, 1] in place. Autograd would copy them, as a view."""
+    """Divide logits [A, V] by temperature [A, 1] in place.
+
+    The logits are a view. If a view is changed in place, autograd itself makes a copy.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -174,7 +179,7 @@ class ScaleInPlace(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (temperature,) = ctx.saved_tensors
-        return gradient.div_(temperature), None  # the tensor is LogProbEntropy's, and used once
+        return gradient.div_(temperature), None  # made by LogProbEntropy, used only here
 
 
 class LogitsResult(NamedTuple):
@@ -185,7 +190,8 @@ class LogitsResult(NamedTuple):
     entropy: torch.Tensor
 
 
-# Both of the forward pass that runs. verl computes the entropy first, by a function without labels.
+# The labels and the result of the current forward pass. verl computes the entropy first, with a
+# function that has no argument for labels.
 _labels: torch.Tensor | None = None
 _result: LogitsResult | None = None
 
@@ -220,7 +226,7 @@ def logprobs_from_logits(
 def scale_logits(
     logits: torch.Tensor, temperature: torch.Tensor, *, is_unit_temperature: bool
 ) -> torch.Tensor:
-    """Divide logits [A, V] by temperature [A, 1] in place, as verl does with a copy."""
+    """Divide logits [A, V] by temperature [A, 1] in place. verl divides a copy."""
     if is_unit_temperature:
         return logits
     return ScaleInPlace.apply(logits, temperature.clamp(min=1e-8).to(logits.dtype))
@@ -243,7 +249,7 @@ def prepare_micro_batches(
 ) -> tuple[list[TensorDict], list[list[int]]]:
     """Split a batch by its tokens as verl does, but keep the responses to a prompt together.
 
-    A prompt counts once for its neighboring responses. Every rank has the same number of
+    A prompt that neighboring responses share counts once. Every rank has the same number of
     micro-batches. Returns these, and their row indices.
     """
     if not tu.get_non_tensor_data(data, "use_dynamic_bsz", True) or "prompts" not in data:
@@ -301,7 +307,7 @@ def monkey_patch_micro_batches() -> None:
 
 
 class PackedInputs:
-    """The inputs of both engines: a mixin before verl's class."""
+    """Mixin that packs the inputs of both engines. It precedes verl's class in the bases."""
 
     def prepare_model_inputs(
         self, micro_batch: TensorDict
@@ -364,7 +370,7 @@ class CPUEngineWithLMHead(PackedInputs, fsdp.FSDPEngineWithLMHead):
             )
         layout = output_args["layout"]
         offsets = F.pad(layout.response_lengths.cumsum(0), (1, 0))  # [B+1]
-        # verl reads the lengths of the rows from the ids, and the logits are of responses alone
+        # verl reads the length of each row from its ids, but these logits are only of responses
         responses = micro_batch.copy()
         responses["input_ids"] = nest(torch.empty(int(offsets[-1])), offsets)
         _labels = output_args["input_ids_rmpad_rolled"]

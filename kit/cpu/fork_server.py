@@ -4,15 +4,15 @@ Importing torch, verl and vLLM takes each worker 10 s or more on a CPU. Here one
 them, and workers are forks of it. Three processes take part:
 
     server    `fork_server.py serve FD WRAPPER MODULE...`: imports the modules, then forks a child
-              for each request. It ends when its stdin does, that is with the run
+              for each request. It ends when the run closes its stdin
     client    FOLDER/python, a wrapper that is started instead of Python. It sends its arguments,
               environment, folder, signal mask and file descriptors to the server, and waits for
               the child. It passes SIGTERM on and ends as the child ends
     child     the fork. It runs as `python ARGUMENTS` would, and dies with its client or the server
 
-Ray starts its workers by the wrapper (py_executable in runtime_env.py), and these start vLLM's
-engine by it (multiprocessing.set_executable). The wrapper runs Python itself for any other command,
-and if there is no server, as on other nodes.
+Ray starts its workers with the wrapper (py_executable in runtime_env.py). The workers start vLLM's
+engine with it, too (multiprocessing.set_executable). For any other command, the wrapper runs Python
+itself. It also does so if there is no server, as on other nodes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ForkServer(NamedTuple):
     """A server, as the run uses it."""
 
     python: str  # path of the wrapper. If it is run while the server imports, it waits
-    set_env: Callable[..., None]  # sends NAME=value, the variables that all workers of Ray share
+    set_env: Callable[..., None]  # sends variables that all of Ray's workers share, as NAME=value
 
 
 _started: list[ServerProcess] = []  # servers that no run has taken over yet
@@ -104,7 +104,7 @@ def start_process(folder: str, wrapper: str, listener: int, modules: list[str]) 
 
 
 def stop(server: ServerProcess) -> None:
-    """End the server and remove its folder. It does nothing the second time, when Python exits."""
+    """End the server and remove its folder. A second call, when Python exits, does nothing."""
     import shutil
 
     server.process.terminate()  # if only stdin ended, the server would finish its imports first
@@ -128,7 +128,7 @@ def running(modules: str, log: Path) -> Iterator[ForkServer]:
     assert stdin
 
     def set_env(**environment: str) -> None:
-        # If the server has ended, its log has the reason, and Python itself starts every process.
+        # If the server has ended, its log has the reason. Each wrapper then runs Python itself.
         with contextlib.suppress(BrokenPipeError):
             os.write(stdin.fileno(), json.dumps(environment).encode() + b"\n")
 
@@ -140,7 +140,7 @@ def running(modules: str, log: Path) -> Iterator[ForkServer]:
 
 
 # --- the client ----------------------------------------------------------------------------------
-# It starts before every process, so that it imports only light modules of the standard library.
+# Every process starts with it. So it imports only light modules of the standard library.
 
 
 class Request(NamedTuple):
@@ -154,10 +154,11 @@ class Request(NamedTuple):
 
 
 def request_fork(folder: str, arguments: list[str]) -> int:
-    """Run `python ARGUMENTS` in a fork and return its exit status, or replace this process by it.
+    """Run `python ARGUMENTS` in a fork and return its exit status.
 
-    folder: the server's. Python itself replaces this process for commands that are not forked, and
-    if no server answers. If a signal ended the fork, this process ends by the same signal.
+    folder: the server's. If the command is not one to fork, or if no server answers, Python
+    replaces this process and runs it. If a signal ended the fork, this process ends by the same
+    signal.
     """
     server = socket.socket(socket.AF_UNIX)
     descriptors = open_descriptors(server)
@@ -179,7 +180,7 @@ def is_forked(arguments: list[str]) -> bool:
 
 def open_descriptors(server: socket.socket) -> list[int]:
     """Return the numbers of this process's open descriptors, without the server's socket."""
-    # The list also contains the descriptor by which the folder is read, closed by now.
+    # The list also contains the descriptor that listdir used, which is closed by now.
     listed = [int(name) for name in os.listdir("/proc/self/fd")]
     return [fd for fd in listed if fd != server.fileno() and is_open(fd)]
 
@@ -212,8 +213,8 @@ def wait_for_child(server: socket.socket, pid: int, descriptors: list[int]) -> i
     signal.signal(signal.SIGTERM, lambda number, _: os.kill(pid, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     for fd in descriptors:
-        os.close(fd)  # a pipe has to end when the child closes it
-    # If the server was killed, nothing comes, and the child was killed too.
+        os.close(fd)  # else a pipe would stay open after the child closes it
+    # If the server was killed, it sends no status, and the child was killed too.
     status = int(server.recv(NUMBER_BYTES, socket.MSG_WAITALL) or -signal.SIGKILL)
     if status < 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -250,7 +251,9 @@ def serve(listener: socket.socket, wrapper: str, modules: list[str]) -> None:
     import selectors
 
     import_modules(modules)
-    gc.freeze()  # else each fork's first garbage collection writes to, and so copies, every page
+    # Without this, the first garbage collection of each fork would write to every page. That would
+    # copy the page.
+    gc.freeze()
     atexit.register(gc.unfreeze)  # else libraries report objects that were not collected
     selector = selectors.DefaultSelector()
     selector.register(STDIN, selectors.EVENT_READ)
@@ -265,7 +268,7 @@ def serve(listener: socket.socket, wrapper: str, modules: list[str]) -> None:
                 children.add(child)
                 selector.register(child.pid_fd, selectors.EVENT_READ, child)
                 selector.register(child.client, selectors.EVENT_READ, child)
-            elif key.data in children:  # else it was reaped in this round, for its other descriptor
+            elif key.data in children:  # else this round has reaped it, for its other descriptor
                 children.remove(key.data)
                 reap(key.data, selector, kill=key.fileobj is key.data.client)
 
@@ -273,7 +276,7 @@ def serve(listener: socket.socket, wrapper: str, modules: list[str]) -> None:
 def import_modules(modules: list[str]) -> None:
     """Import the modules. Before `ray`, wait for the environment that `set_env` sends.
 
-    When ray is imported, it reads from the environment to which raylet the process belongs.
+    When ray is imported, it reads from the environment which raylet the process has.
     """
     import importlib
     import json
@@ -292,10 +295,10 @@ def import_modules(modules: list[str]) -> None:
 def monkey_patch_actor_class_ids() -> None:
     """Have ray draw the ids of actor classes from the operating system.
 
-    Ray draws all ids from a generator in C++ that is seeded at the first draw, and a module with a
+    Ray draws all ids from a generator in C++ that is seeded at the first draw. A module with a
     `ray.remote` class draws one when it is imported. If that happened before the forks, every fork
     would draw the same ids. Calls of two actors to a third one would then have the same ids, and
-    Ray aborts.
+    Ray would abort.
     """
     import ray.actor
 
@@ -324,7 +327,7 @@ def spawn(
 ) -> Child:
     """Fork a child that runs the request, and send its process id to the client.
 
-    It returns in the server alone: the child runs its command, and exits.
+    Only the server returns from this function. The child runs its command and exits.
     """
     import ctypes
     import json
@@ -384,7 +387,7 @@ def renumber(received: list[int], numbers: list[int]) -> None:
     """Give the received descriptors the numbers that they have in the client."""
     import fcntl
 
-    # First above all numbers in use, so that none is overwritten before it is copied.
+    # First copy to numbers above all in use, so that no descriptor is overwritten too early.
     copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 512) for fd in received]
     for fd in received:
         os.close(fd)
@@ -402,7 +405,7 @@ def reset_libraries(wrapper: str) -> None:
     import setproctitle
 
     raylet = sys.modules.get("ray._raylet")
-    if raylet:  # setproctitle's own function needs the memory of an unchanged environment
+    if raylet:  # setproctitle's own function fails if the environment was changed
         setproctitle.setproctitle = raylet.setproctitle
     numpy.random.seed()  # Python's random seeds itself again after a fork
     tempfile.tempdir = None  # it was read from the server's environment
@@ -410,7 +413,7 @@ def reset_libraries(wrapper: str) -> None:
 
 
 def run_main(arguments: list[str]) -> None:
-    """Run Python's arguments: options, then `-c CODE` or the path of a script, then its own."""
+    """Run Python's arguments: options, `-c CODE` or a script, and its arguments."""
     import runpy
     import types
 

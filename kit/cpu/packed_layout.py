@@ -8,7 +8,7 @@ packs each response behind its own copy of the prompt; cpu_engine.py reorders th
 
 Attention needs the tokens as rectangles. A grid holds rows of similar length next to each other, so
 that two matmuls compute them together. If each sequence had its own call, oneDNN would compile
-kernels for each length, in each layer, and the next batch would have other lengths.
+kernels for each length, in each layer. The next batch would have other lengths, and so need more.
 
 Dimensions: B rows of the micro-batch, T tokens in verl's row, U tokens in the packed row, A tokens
 of all responses, n rows of a grid, L queries and P prompt keys of a grid's row.
@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import torch
 
-MAX_GRID_KEYS = 512  # longer rows have a grid each; torch's flash attention computes it
+MAX_GRID_KEYS = 512  # a longer row has its own grid, for torch's flash attention
 MAX_GRID_SCORES = 2**24  # elements of a grid's attention scores
-ASSUMED_HEADS = 16  # of the model, for that limit
-MIN_LENGTH_BITS = 6  # rows shorter than 64 share a grid: kernels for less do not pay off
+ASSUMED_HEADS = 16  # of the model, to compute that limit
+MIN_LENGTH_BITS = 6  # rows below 64 tokens share a grid: smaller kernels do not pay off
 
 
 class Span(NamedTuple):
@@ -61,17 +61,17 @@ class GridRow(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """n rows: L queries each, which see the P keys of their prompts and the L keys before them."""
+    """n rows of L queries. A query sees the P keys of its prompt, and those of L up to itself."""
 
-    query_index: torch.Tensor  # [n, L] positions in U; beyond a row's end, that of its last token
-    is_query: torch.Tensor  # [n, L] False beyond a row's end
+    query_index: torch.Tensor  # [n, L] positions in U; padding has the position of the last token
+    is_query: torch.Tensor  # [n, L] False for padding
     key_index: torch.Tensor  # [n, P+L] positions in U of the prompts' tokens, then of the queries
     # [n, 1, 1, L, P+L] True where a query must not see a key (as in torch.nn.MultiheadAttention)
     attn_mask: torch.Tensor
 
 
 class Layout(NamedTuple):
-    """How verl's row [T] and the packed row [U] correspond. Responses are sorted by their ids."""
+    """How verl's row [T] and the packed row [U] correspond. Responses are sorted by token ids."""
 
     gather_index: torch.Tensor  # [U] of each position in U: the token of T
     packed_positions: torch.Tensor  # [T] of each token of T: its position in U
@@ -93,7 +93,7 @@ def lay_out(
     unique = find_unique_prompts(ids, prompt_lengths, images)
     sources = [*unique.prompts, *unique.responses]  # spans of T, in the order of U
     starts = itertools.accumulate((span.length for span in sources), initial=0)
-    # the same as spans of U
+    # the same tokens as spans of U
     packed = [Span(start, span.length) for start, span in zip(starts, sources, strict=False)]
     prompts = packed[: len(unique.prompts)]
     rows = [
@@ -157,7 +157,7 @@ def find_packed_positions(
 
 
 def make_grids(rows: Sequence[GridRow]) -> list[Grid]:
-    """Return grids of rows of similar length: lengths of a grid have the same power of two."""
+    """Return grids of rows with similar lengths, which are between the same powers of two."""
     similar: dict[tuple[int, int], list[GridRow]] = {}
     for row in rows:
         key = (length_class(row.queries.length), length_class(row.prompt.length))

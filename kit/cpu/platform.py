@@ -13,7 +13,7 @@ in configs/machines/cpu.yaml, with the number and the reason.
      5 name of vLLM     monkey_patch_vllm_version
      6 sleep mode       there is none: cpu.yaml (free_cache_engine, enable_sleep_mode)
      7 weight sync      vllm_worker.py, named in cpu.yaml (worker_extension_cls)
-     8 tied lm_head     vllm_worker.py; otherwise vLLM samples from old logits, without an error
+     8 tied lm_head     vllm_worker.py; otherwise vLLM uses an old lm_head, without an error
      9 attention        cpu_engine.py, named in cpu.yaml (attn_implementation); no flash attention
     10 pinned memory    monkey_patch_pinned_memory, for the frozen reference
     11 critic           monkey_patch_critic_attention: verl loads it with flash attention

@@ -19,8 +19,8 @@ def zero_weights(layer: torch.nn.Module, model_config: Any) -> None:
 def monkey_patch_dummy_weights() -> None:
     """Have vLLM start with zeros as weights (13).
 
-    vLLM draws random ones for each module, and repeats that for each module around it, on one core:
-    6 s for 135M weights.
+    vLLM draws random weights for each module, and again for each module that contains it. On one
+    core that takes 6 s for 135M weights.
     """
     from vllm.model_executor.model_loader import dummy_loader
 
@@ -41,7 +41,7 @@ def sample_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 
 def count_at_least(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Count the elements of each row that are at least a value: [B, V], [B, 1] -> [B] (14).
+    """Count the elements of each row that are >= its value: [B, V], [B, 1] -> [B] (14).
 
     vLLM adds up the truth values as 64-bit numbers, which takes four times as long.
     """
@@ -87,8 +87,8 @@ def monkey_patch_draft_tokens() -> None:
 def monkey_patch_experts() -> None:
     """Have vLLM pack the weights of experts after each weight sync (17).
 
-    vLLM packs them only when it first loads them. Reloaded weights would not be packed, have the
-    same shape, and be read as packed ones.
+    vLLM packs them only when it first loads them. Reloaded weights would not be packed. They have
+    the same shape, so vLLM would read them as packed ones.
     """
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as moe
 

@@ -28,7 +28,7 @@ vllm_patches.monkey_patch_vllm()
 class WorkerExtension(verl_patches.WorkerExtension):  # type: ignore[misc]
     """Methods that vLLM adds to its worker, and that verl calls (7).
 
-    vLLM's layers for a CPU pack their weights and drop the originals. They must be rebuilt from the
+    vLLM's layers for a CPU pack their weights and drop the originals. So each sync must load the
     whole set of weights.
     """
 

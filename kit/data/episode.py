@@ -1,7 +1,7 @@
 """The episode: one conversation of the policy about one task, with its token ids and its reward.
 
-An `Episode` is the only record that the kit passes on: from the rollout engine to the verifier, the
-filters, the trainer and the rollouts files (kit/data/rollout_files.py).
+An `Episode` is the only record that the kit passes on. It goes from the rollout engine to the
+verifier, the filters, the trainer and the rollouts files (kit/data/rollout_files.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TurnSpan(NamedTuple):
 
 
 class PolicyVersion(NamedTuple):
-    """The training step whose weights sampled the next `token_count` sampled tokens."""
+    """A number of consecutive sampled tokens, and the step whose weights sampled them."""
 
     token_count: int
     step: int | None  # None: unknown
@@ -121,7 +121,7 @@ def append_tokens(
     log_probs: list[float] | None = None,
     policy_versions: Sequence[PolicyVersion] = (),
 ) -> None:
-    """Append tokens to the response. With log-probs they are sampled, without they are observed."""
+    """Append tokens to the response: sampled ones with log-probs, observed ones without."""
     start = len(episode.response_ids)
     episode.response_ids += ids
     if log_probs is None:

@@ -12,7 +12,7 @@ import numpy as np
 from kit.data.episode import Episode
 from kit.data.selection import group_episodes
 
-FAILED_AS_0 = "_failed_as_0"  # the end of the name of a score in which a failed episode counts as 0
+FAILED_AS_0 = "_failed_as_0"  # suffix of the scores in which a failed episode counts as 0
 
 
 def mean(values: Iterable[float]) -> float:
@@ -71,7 +71,7 @@ def compute_scores(
 
 
 def compute_pass_at_k(rewards: Sequence[float], k: int) -> float:
-    """Compute the chance that k of these responses, drawn at random, hold a correct one."""
+    """Compute the chance that k of these responses, drawn at random, include a correct one."""
     count = len(rewards)
     correct = sum(reward >= 1.0 for reward in rewards)
     return 1 - math.comb(count - correct, k) / math.comb(count, k)
@@ -82,8 +82,8 @@ def compute_scores_with_failures(
 ) -> dict[str, float]:
     """Compute mean@n of the reward and of acc over all episodes. A failed one counts as 0.
 
-    If wrong responses are those that make the verifier fail, `compute_scores` is too high, and
-    these are the right scores.
+    If the verifier fails mainly on wrong responses, the scores of `compute_scores` are too high.
+    Then use these scores.
     """
     rewards = [float(e.reward or 0.0) if e.status == "ok" else 0.0 for e in episodes]
     return {
@@ -154,10 +154,10 @@ def count_zero_variance_groups(verified: Sequence[Episode]) -> int:
 
 
 def compute_staleness(kept: Sequence[Episode], step: int) -> dict[str, float]:
-    """Compute by how many steps the weights that sampled a token are older than those it trains.
+    """Compute the age of tokens in steps: from the weights that sampled them to those they update.
 
-    Step 5 trains the weights of step 4: a token that those sampled is 0 steps old. The mean is over
-    tokens. Tokens of unknown version do not count.
+    Example: step 5 updates the weights of step 4, so a token sampled by the weights of step 4 has
+    age 0. The mean is over tokens. Tokens of unknown version do not count.
     """
     ages = []
     counts = []

@@ -1,4 +1,7 @@
-"""How prompts become token ids around the tokenizer. kit/extras/images.py has one for images."""
+"""The processor of text models: the steps before and after the tokenizer.
+
+kit/extras/images.py has the processor of models that read images.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class TextProcessor:
         return ids
 
     def engine_inputs(self, ids: list[int], task: Any) -> tuple[list[int], dict[str, Any]]:
-        """(ids, further arguments) of a prompt as the rollout engine takes it."""
+        """Return a prompt as the rollout engine takes it: (ids, further arguments)."""
         return ids, {}
 
     def sampling_params(self) -> Mapping[str, Any]:
@@ -41,4 +44,4 @@ class TextProcessor:
         """Add the inputs of the images to a batch (verl's DataProto)."""
 
     def mask_placeholders(self, workers: Any) -> None:
-        """Keep the workers' models from giving probability to a placeholder."""
+        """Make the workers' models give placeholders no probability."""

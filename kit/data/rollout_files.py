@@ -85,8 +85,7 @@ def assign_record_indices(
 def to_record(episode: Episode, task_index: int, rollout_index: int) -> dict[str, Any]:
     """Convert an episode to a record: one line of a rollouts file.
 
-    The indices are Gym's. task_index: of the row in its files. rollout_index: of the episode among
-    those of the row in this file.
+    The indices are those of `RecordIndex`. Gym calls them `_ng_task_index` and `_ng_rollout_index`.
     """
     summary: dict[str, Any] = {
         "prompt": episode.question,
@@ -106,7 +105,7 @@ def to_record(episode: Episode, task_index: int, rollout_index: int) -> dict[str
         result["reward_components"] = episode.reward_components
     result |= episode.verify_result
     indices = {"_ng_task_index": task_index, "_ng_rollout_index": rollout_index}
-    # `_episode` is the first key, and the last assignment: a row may have a field of that name
+    # `first` is there twice: `_episode` is the first key, and replaces a row's field of that name
     first = {"_episode": summary}
     return first | replace_images_by_hash(episode.row) | result | indices | first
 
@@ -203,7 +202,7 @@ def has_finite_numbers(record: dict[str, Any]) -> bool:
 
 
 def shortest_floats(numbers: Iterable[np.float32]) -> list[float]:
-    """Convert 32-bit floats to the float with the fewest digits each: 0.1, not 0.10000000149."""
+    """Convert each 32-bit float to the float with the fewest digits: 0.1, not 0.10000000149."""
     return [float(str(number)) for number in numbers]
 
 
@@ -243,8 +242,8 @@ def parse_record(line: bytes) -> dict[str, Any]:
 def load_replay(path: Path, tasks: Sequence[Task]) -> list[list[Episode]]:
     """Load the episodes of a rollouts file, one list per batch of prompts, in sampling order.
 
-    Rows of files come from the recipe's own files, by row id. Generated rows come from the record.
-    Raises ConfigError.
+    Each episode needs its row. If a function generated the row, the record has it. Otherwise it is
+    the task of `tasks` with the same row id. Raises ConfigError.
     """
     if not path.is_file():
         raise ConfigError(f"--replay {path}: no such file. Name one of runs/<name>/rollouts.")

@@ -1,4 +1,4 @@
-"""Read rows from files: JSON lines, a JSON list, their .gz form, or parquet."""
+"""Read rows from files: JSON lines (also as .gz), a JSON list (.json), or parquet."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import env
 from env import DataError
 
 MAX_ROW_CHARS = 2**26  # a longer line is no row, and is not read to its end
-MAX_NESTING = 64  # far more levels than rows have; JSON readers and writers can handle them
+MAX_NESTING = 64  # levels: rows have far fewer, and JSON readers and writers can handle these
 
 
 def read_raw_rows(path: str | Path, *columns: str) -> Iterator[tuple[str, Any]]:
     """Yield (`file:line`, JSON text or a dict) for each row of a file. Skips blank lines.
 
-    A bad row does not end the reading, since the text is not parsed here. A parquet file must have
-    one of `columns`, and then each column is a key of the row. Otherwise it must have one column of
-    strings that holds the rows as JSON. Raises DataError.
+    A bad row does not end the reading, since the text is not parsed here. If a parquet file has one
+    of `columns`, each of its columns is a key of the row. Otherwise one string column must hold the
+    rows as JSON. Raises DataError.
     """
     path = Path(path)
     if not path.is_file():
@@ -133,9 +133,9 @@ def list_children(value: Any) -> Iterable[Any]:
 def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Any]:
     """Yield each row of a parquet file: as a dict, or as JSON text from its only string column.
 
-    One stored value may be in each of a million rows. So strings stay in Arrow's dictionaries
-    (read_dictionary), and only a few rows at a time become Python objects (`split_batch`). Raises
-    ValueError and Arrow's errors.
+    Parquet may store a value once for a million rows. As Python objects, each row has a copy. So
+    strings stay in Arrow's dictionaries (read_dictionary), and only a few rows at a time become
+    Python objects (`split_batch`). Raises ValueError and Arrow's errors.
     """
     from pyarrow import parquet
 

@@ -67,7 +67,7 @@ def take_groups(episodes: Sequence[Any], count: int) -> list[Any]:
 def check_failures(episodes: Sequence[Episode], max_failed_frac: float) -> None:
     """Raise RunError if too many episodes failed.
 
-    The verified episodes are then no fair sample of the task.
+    The verified episodes are then not representative of the task.
     """
     failed = [episode for episode in episodes if episode.status != "ok"]
     if len(failed) <= max_failed_frac * len(episodes):

@@ -26,7 +26,7 @@ class LoadedTasks(NamedTuple):
     """The tasks of some files, and the rows that were dropped."""
 
     tasks: list[Task]
-    dropped: list[str]  # rows with a prompt that is too long; counts of rows of other servers
+    dropped: list[str]  # rows whose prompt is too long, and counts of rows of other servers
 
 
 def parse_entry(entry: Any) -> FileEntry:
@@ -57,10 +57,10 @@ class TaskLoader:
     """The settings by which all rows of a recipe become tasks."""
 
     processor: Any  # kit.data.processor.TextProcessor, or the one for images
-    aliases: Mapping[str, str]  # {alias or server: server}, of all Gym servers
+    aliases: Mapping[str, str]  # {alias of a Gym server, or its name: its name}
     max_prompt_length: int  # tokens; rows with a longer prompt are dropped
     only_servers: Collection[str] | None = None  # None: the rows of all servers
-    custom_verifiers: Collection[str] = ()  # they verify the rows of files that name them
+    custom_verifiers: Collection[str] = ()  # names that FileEntry.server may have, too
     prompt_key: str = "prompt"  # data.prompt_key, of verl's rows
 
     def load_files(self, entries: Sequence[Any]) -> LoadedTasks:
@@ -124,8 +124,8 @@ class TaskLoader:
 def match_server(row: Mapping[str, Any], aliases: Mapping[str, str], name: str = "") -> str | None:
     """Match a row with a server: by `name` if it is set, else by agent_ref, else the only one.
 
-    agent_ref matches an alias, or a server whose name and "_" it starts with. aliases: {alias or
-    server: server}.
+    An agent_ref matches if it is in `aliases`, or if it starts with a server's name and "_". Of two
+    such servers, the longer name wins. aliases: as in TaskLoader.
     """
     servers = sorted(set(aliases.values()))
     agent = get_agent(row, name)
@@ -140,7 +140,7 @@ def match_server(row: Mapping[str, Any], aliases: Mapping[str, str], name: str =
 
 
 def get_agent(row: Mapping[str, Any], name: str) -> Any:
-    """Get the server's name of the file, or the agent of the row, or None."""
+    """Return `name` (the server of the file) if it is set, else the row's agent, or None."""
     reference = row.get("agent_ref") or {}
     return name or (reference.get("name") if isinstance(reference, dict) else reference)
 

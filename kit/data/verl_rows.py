@@ -14,7 +14,7 @@ import env
 from env import DataError, UnsupportedRowError
 from kit.data.row_files import parse_object, read_raw_rows
 
-GYM_ROW = "gym_row"  # in extra_info: the Gym row, as JSON, from which `to_verl` made verl's row
+GYM_ROW = "gym_row"  # key of extra_info: `to_verl` saves the Gym row there, as JSON
 
 
 def read_rows(path: str, prompt_key: str = "prompt") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -44,7 +44,7 @@ def parse_row(raw: Any, row_id: str, prompt_key: str = "prompt") -> dict[str, An
 
 
 def check_gym_row(row: dict[str, Any], row_id: str) -> dict[str, Any]:
-    """Return a row if it is one of Gym. Raises DataError."""
+    """Return the row, if it is a Gym row. Raises DataError."""
     if not isinstance(row.get("responses_create_params"), dict):
         raise DataError(
             f"{row_id}: it has no object responses_create_params, so it is not a Gym row. Add it."

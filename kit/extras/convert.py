@@ -7,9 +7,9 @@
         [--subset main] [--split train]                # rows from any table
     python env.py examples --server mcqa --out DIR     # rows that nemo-gym ships for a server
 
-to-verl writes parquet if that gives the same rows back. Otherwise it writes <name>_verl.jsonl,
-which verl reads as well: in Arrow each row has the keys of all rows, and a column has one type.
-to-verl and from-verl undo each other.
+to-verl writes parquet if a reader gets the same rows back. Parquet changes rows whose keys or types
+differ: each row gets the keys of all rows, and a column has one type. For such rows, to-verl writes
+<name>_verl.jsonl, which verl reads too. to-verl and from-verl undo each other.
 
 `--map` names function(entry) -> a row of Gym or verl. An entry is one row of a table: CSV, JSON,
 parquet, or a data set of the hub, which Hugging Face's datasets reads in parts. A command writes a
@@ -128,7 +128,7 @@ def to_verl(row: dict[str, Any], row_id: str, prompt_key: str = "prompt") -> dic
 
     If the Gym row came from a row of verl, this is that row. Otherwise extra_info.gym_row holds the
     Gym row. Then data_source is its server, and the ground truth is its expected_answer or answer.
-    Raises DataError, and UnsupportedRowError if verl has no such rows.
+    Raises DataError, and UnsupportedRowError if a row of verl cannot hold this row.
     """
     original = find_verl_row(row, row_id, prompt_key)
     if original is not None:
@@ -146,7 +146,7 @@ def to_verl(row: dict[str, Any], row_id: str, prompt_key: str = "prompt") -> dic
 
 
 def find_verl_row(row: dict[str, Any], row_id: str, prompt_key: str) -> dict[str, Any] | None:
-    """Find the row of verl that `from_verl` made this Gym row of, if there is one."""
+    """Return the row of verl from which `from_verl` made this Gym row, or None."""
     if "agent_ref" in row or prompt_key in row or not {"data_source", "reward_model"} & {*row}:
         return None
     fields = {key: value for key, value in row.items() if key != "responses_create_params"}
@@ -408,7 +408,7 @@ def convert_to_verl(file: str, path: Path, prompt_key: str) -> WrittenFile:
 def main() -> None:
     """Run a command of env.py.
 
-    The exit status is 0, 1 if a file or row is invalid, or 2 if the command line is.
+    The exit status is 0, or 1 if a file or row is invalid, or 2 if the command line is invalid.
     """
     args = make_parser().parse_args()
     if args.name == "check":

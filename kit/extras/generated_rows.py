@@ -39,10 +39,10 @@ LIMIT_KEYS = {"env.train_files": "env.max_rows", "env.val_files": "env.val_max_r
 class FunctionEntry:
     """A function of env.train_files or env.val_files, and its share of each batch."""
 
-    file: str  # the name of its rows: path.py:function, with (2), (3), ... if it is there again
+    file: str  # path.py:function; if entries repeat a function, with (2), (3), ... at the end
     weight: float | None
     server: str
-    key: str  # of the recipe
+    key: str  # env.train_files or env.val_files
     function: Callable[[int, int, int, Mapping[int, Any]], list[Any]]
 
 

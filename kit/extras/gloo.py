@@ -1,9 +1,9 @@
 """A checkpoint engine for verl that sends weights to separate vLLM servers by gloo.
 
-Use it if the servers are on separate GPUs (rollout.nnodes, configs/separate.yaml): on CPUs, and on
-GPUs without cupy, which verl's `nccl` engine needs. Rank 0 of the actor broadcasts to every worker
-of every server. Names and shapes are sent as JSON: data from a socket that others on the network
-may reach is never unpickled.
+Use it if the servers are on separate GPUs (rollout.nnodes, configs/separate.yaml). It works on
+CPUs, where GPUs are logical, and on GPUs without cupy, which verl's `nccl` engine needs. Rank 0 of
+the actor broadcasts to every worker of every server. Names and shapes are sent as JSON. Others on
+the network may reach the socket, so data from it is never unpickled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GlooCheckpointEngine(CheckpointEngine):
             self.store = stores.create_store(self.address, wait_for_workers=False)
 
     def prepare(self) -> dict[str, Any]:
-        """Return the address of the store where all processes meet, from the one that has it."""
+        """Return the address of the store where all processes meet; {} in processes without it."""
         return {"master": (self.address, self.store.port)} if self.store else {}
 
     @classmethod

@@ -115,7 +115,10 @@ class RecordingSampler(LogitsProcessor):
         self.groups = [(rows, make_logits_processors(key)) for key, rows in rows_by_key.items()]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores that leave one token: [B, T], [B, V] -> [B, V], 0 at it, else -inf."""
+        """Return scores that allow only the sampled token: 0 for it, -inf for all others.
+
+        input_ids [B, T], scores [B, V] -> [B, V].
+        """
         logits = scores.float()
         for rows, processors in self.groups:
             logits[rows] = processors(input_ids[rows], logits[rows])  # type: ignore[arg-type]
@@ -169,7 +172,7 @@ class Server:
         tokenizer = AutoTokenizer.from_pretrained(path, **trust)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = getattr(torch, self.config.dtype)
-        # The trainer's attention may be for packed batches alone.
+        # The trainer's attention may support only packed batches.
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation="sdpa", **trust
         )
@@ -270,7 +273,7 @@ class Server:
                 tensors[name].data.copy_(tensor)
 
     async def set_step(self, step: int | None) -> None:
-        """Set the step that the weights are of."""
+        """Record the training step of the present weights."""
         self.step = step
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
@@ -357,7 +360,8 @@ class HFReplica(RolloutReplica):
 class ServerAdapter(BaseRollout):
     """The trainer's side of a server, in a rank of the actor or in a worker that receives weights.
 
-    replica_rank: -1 for a rank of the actor, which has the number of its server.
+    replica_rank: the number of the server, or -1 in a rank of the actor. That rank is then the
+    number of its server.
     """
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1):
@@ -395,6 +399,7 @@ class ServerAdapter(BaseRollout):
         await self.server.set_step.remote(global_steps)
 
 
-# In the driver, and by model.external_lib (configs/hf.yaml) in the trainer's workers
+# This runs in the driver. In the trainer's workers it runs because model.external_lib
+# (configs/hf.yaml) names this module.
 RolloutReplicaRegistry.register("hf", lambda: HFReplica)
 _ROLLOUT_REGISTRY["hf", "async"] = f"{__name__}.ServerAdapter"

@@ -1,7 +1,7 @@
 """Serve a run's metrics to Prometheus, and read vLLM's speculative-decoding metrics.
 
-The recipe key `rollout.prometheus.enable` turns the page on: docs/monitoring.md. verl writes the
-scrape file for vLLM's pages; this module adds the page of the run.
+The recipe key `rollout.prometheus.enable` turns on the page of the run (docs/monitoring.md). verl
+writes the scrape file for vLLM's pages. This module adds the page of the run to it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Label(NamedTuple):
     name: str
 
 
-# The rest of these metrics' names becomes a label. The other metrics keep their names, with _ for /
+# If a metric's name begins with one of these prefixes, the rest of the name becomes a label. Other
+# metrics keep their names, with _ for each /.
 LABELS = {
     "timing_s/": Label("stage_seconds", "stage"),
     "verify/concurrency/": Label("verify_concurrency", "server"),
@@ -197,7 +198,8 @@ def reload_prometheus(settings: Any, file: Path) -> str:
     try:
         fetch_page(f"http://{LOCAL}:{settings.port}/-/reload", "POST")
     except FetchError:
-        # Only on this machine: with --web.enable-lifecycle anyone who reaches it can stop it.
+        # It listens only on this machine. With --web.enable-lifecycle, anyone who reaches it can
+        # stop it.
         listen = f"--web.enable-lifecycle --web.listen-address={LOCAL}:{settings.port}"
         return f"Start Prometheus: prometheus --config.file={file} {listen}"
     return (

@@ -2,13 +2,15 @@
 
     step k: collect batch k, started a step ago | start batch k+1 | update | update_weights | ...
 
-The servers stay awake. `update_weights` interrupts the responses in progress: vLLM aborts their
-requests, loads the new weights, and receives the sampled tokens back as the beginning of the same
-responses (kit/rollout/client.py). So a token is at most one step older than the weights that it
-trains, and `Episode.policy_versions` records which weights sampled it. `rollout/staleness/*` counts
-this, and configs/ahead.yaml corrects for it with importance weights of tokens. An evaluation waits
-for the batch in progress. Checkpoints do not contain that batch: a resumed run samples its prompts
-again.
+The servers stay awake. `update_weights` interrupts the responses in progress. vLLM aborts their
+requests and loads the new weights. Then kit/rollout/client.py requests the rest of each response:
+the tokens sampled so far become the end of its prompt. So the weights that sample a token are at
+most one step older than the weights that it updates. `Episode.policy_versions` records the former,
+and `rollout/staleness/*` counts the steps. configs/ahead.yaml corrects for staleness with
+importance weights of tokens.
+
+An evaluation waits for the batch in progress. Checkpoints do not contain that batch: a resumed run
+samples its prompts again.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from kit.rollout.sampler import EpisodeRequest, Sampling
 class BackgroundLoop:
     """An event loop in a thread, with the methods of asyncio.Runner.
 
-    It also runs while the driver waits for an update.
+    Episodes in it also progress while the driver waits for an update.
     """
 
     def __enter__(self) -> BackgroundLoop:
@@ -50,7 +52,7 @@ class BackgroundLoop:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine and wait for it. The exception of a signal ends the wait and the work."""
+        """Run a coroutine and wait for it. If a signal ends the wait, cancel the coroutine."""
         future = self.start(work)
         try:
             return future.result()
@@ -67,9 +69,9 @@ class Servers(inference.Servers):
 
     loop: BackgroundLoop  # type: ignore[assignment]
     pending_requests: Sequence[EpisodeRequest] = ()  # of the batch in progress
-    pending: Future[list[Episode]]  # its episodes
-    ended: list[tuple[int, Episode]]  # those that ended before `rollout` was called
-    on_done: OnDone | None  # receives the others
+    pending: Future[list[Episode]]  # the episodes of this batch
+    ended: list[tuple[int, Episode]]  # those that have ended, with their indices
+    on_done: OnDone | None  # of `rollout`; None until that is called
 
     def start_rollout(
         self, requests: Sequence[EpisodeRequest], sampling: Sampling, baselines: bool = False
@@ -93,7 +95,10 @@ class Servers(inference.Servers):
         on_done: OnDone = ignore_episode,
         baselines: bool = False,
     ) -> list[Episode]:
-        """Return the episodes of the batch in progress, or of other requests after that batch."""
+        """Wait for the batch in progress, and return its episodes.
+
+        If the requests are of another batch, such as an evaluation's, run these after it.
+        """
         if not self.pending_requests:
             return super().rollout(requests, sampling, on_done, baselines)
         if self.pending_requests[0].group_id != requests[0].group_id:  # an evaluation
@@ -104,13 +109,13 @@ class Servers(inference.Servers):
         return self.pending.result()
 
     async def _subscribe(self, on_done: OnDone) -> None:
-        """Pass the episodes that ended to `on_done`, and from now on each that ends."""
+        """Call `on_done` for all episodes that have ended, and later for each other that ends."""
         for index, episode in self.ended:
             on_done(index, episode)
         self.on_done = on_done
 
     def sleep(self) -> None:
-        """Stay awake. As after a sleep, new weights must follow, also if the step is skipped."""
+        """Stay awake, but set `is_asleep`: then even a skipped step calls `update_weights`."""
         self.is_asleep = True
 
     def update_weights(self, step: int) -> None:

@@ -44,7 +44,7 @@ def start_rollout_workers(
 
 
 def split_limits(config: DictConfig, count: int) -> DictConfig:
-    """Return the recipe of one of `count` workers, with its part of the limits, rounded up.
+    """Return the recipe of one of `count` workers: each limit is divided by `count`, rounded up.
 
     The limits are those of calls to a server, verifier processes and concurrent responses.
     """
@@ -122,7 +122,7 @@ class RolloutWorker:
 
 
 class RolloutWorkers:
-    """All workers, as inference.Servers calls them."""
+    """All workers of a run, with the methods that inference.Servers calls."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class RolloutWorkers:
             logs,
         )
         self.workers: list[Any] = [worker_class.remote(*arguments) for _ in range(count)]
-        self.worker_metrics: dict[Any, dict[str, float]] = {}  # of each, as last reported
+        self.worker_metrics: dict[Any, dict[str, float]] = {}  # {worker: its last metrics}
         ray.get([worker.open.remote() for worker in self.workers])
 
     async def rollout(
@@ -164,9 +164,9 @@ class RolloutWorkers:
         on_done: OnDone,
         baselines: bool = False,
     ) -> list[Episode]:
-        """Run episodes as inference.rollout does, or rollout_with_baselines.
+        """Run episodes as inference.rollout does, or with `baselines` rollout_with_baselines.
 
-        `on_done` receives all episodes of a group when the last of them ends.
+        When the last episode of a group ends, `on_done` is called for each episode of the group.
         """
         group_indices: dict[str, list[int]] = {}
         for index, (_, group_id) in enumerate(requests):

@@ -8,8 +8,8 @@ A limit grows while more concurrent calls do not slow each other down. Each path
    are in use when it ends.
 3. The baseline is the lowest median so far. If the median of a round is below twice the baseline,
    the limit grows by half, up to MAX_LIMIT. Otherwise it is halved.
-4. If the next round is still slow, concurrency was not the cause: the tasks take longer now. Its
-   median becomes the baseline.
+4. If the next round is still slow, concurrency was not the cause: the tasks take longer now. The
+   median of that round becomes the baseline.
 
 /run is an exception: its latency is that of a whole episode. Its limit is always MAX_LIMIT. If
 several processes call the same servers, each gets an equal share of all limits.
@@ -30,7 +30,7 @@ MAX_LIMIT = 256  # calls
 START_LIMIT = 16
 MIN_ROUND = 32
 SLOWDOWN = 2.0  # a round is slow from this multiple of the baseline
-STILL_SLOW = 0.75  # share of the last slow median above which half the calls were as slow
+STILL_SLOW = 0.75  # still slow: the median is above this share of the last slow median
 
 
 class ConcurrencyLimit:
@@ -39,7 +39,7 @@ class ConcurrencyLimit:
     def __init__(self, limit: int, max_limit: int = MAX_LIMIT):
         self.limit = limit
         self.max_limit = max_limit
-        self.slots = limit  # free ones and those in use; follows `limit` as calls end
+        self.slots = limit  # free and used slots; adjusted to `limit` when calls end
         self._free = asyncio.Semaphore(limit)
         self._latencies: list[float] = []  # of this round, in seconds
         self._round_began = 0.0  # by the clock of the event loop

@@ -155,8 +155,8 @@ def wait_ready(
 ) -> None:
     """Wait until a Gym server answers GET /openapi.json. Raises GymStartError.
 
-    process: of a server that this process started. It has `timeout_s`, by default START_TIMEOUT_S.
-    A server that somebody else started must answer within CHECK_TIMEOUT_S.
+    process: the server's process, if this process started it. Such a server must answer within
+    `timeout_s`, by default START_TIMEOUT_S. Any other server must answer within CHECK_TIMEOUT_S.
     """
     limit_s = (timeout_s or START_TIMEOUT_S) if process else CHECK_TIMEOUT_S
     end = time.monotonic() + limit_s
@@ -189,7 +189,7 @@ def wait_ready(
 def find_problem(url: str, process: Popen[bytes] | None, timeout_s: float) -> str:
     """Return why a server is not ready although it answers, or "".
 
-    Raises FetchError if it does not answer, or without JSON.
+    Raises FetchError if it does not answer, or if its answer is not a JSON object.
     """
     answer = fetch(f"{url}/openapi.json", timeout_s=timeout_s)
     if answer.status_code != 200:
@@ -247,9 +247,9 @@ def discover_servers(head_server: str) -> Discovery:
 
 
 def public_url(server: dict[str, Any], head_server: str) -> str:
-    """Return the URL of a server as this process reaches it.
+    """Return the URL at which this process reaches a server.
 
-    A local address is local to the head server's machine, and this process may run on another.
+    A local address refers to the head server's machine. This process may run on another machine.
     """
     host = server.get("host") or HOST
     if host in ("0.0.0.0", HOST, "localhost"):

@@ -33,7 +33,7 @@ from kit.gym.server_process import AGENTS, MODELS, RESOURCES, ProcessSpec
 
 START_KEYS = {"python", "install", "server", "path", "config", "host", "port"}
 START_KEYS |= {"agent", "agent_config", "env"}
-PYTHON = ".venv-gym/bin/python"  # not the interpreter of the run, which nemo-gym would break
+PYTHON = ".venv-gym/bin/python"  # separate: nemo-gym would break the environment of the run
 SERVER_ENVIRONMENTS = ".venv-gym-servers"  # next to .venv-gym; see kit/extras/gym_environments.py
 POLICY_MODEL = "policy_model"  # the name of the trained model in Gym's YAML files
 RESERVED_NAMES = (POLICY_MODEL, "head_server", "dry_run")  # in Gym's configuration
@@ -159,9 +159,9 @@ def find_folder(name: str, start: Mapping[str, Any]) -> str:
 
 
 def find_judges(name: str, start: Mapping[str, Any]) -> dict[str, str]:
-    """Return {key: model} of the models that a server uses as judges, by its settings.
+    """Return the models that the settings of a server name as judges: {key: model}.
 
-    Empty if nemo-gym has no such server.
+    Returns {} if nemo-gym has no such server.
     """
     folder = find_folder(name, start)
     python = Path(start.get("python") or PYTHON).absolute()
@@ -176,7 +176,7 @@ def find_judges(name: str, start: Mapping[str, Any]) -> dict[str, str]:
     for package in python.parents[1].glob("lib/python3*/site-packages"):
         if (package / RESOURCES / folder / "app.py").is_file():
             settings = server_process.build_settings(spec, package)
-            return dict(server_process.load_judge_parsing().find_judges(settings))
+            return dict(server_process.find_judges(settings))
     return {}
 
 
@@ -202,6 +202,11 @@ def check_judges(
                 f"gym.servers.{name}: {server} needs the model {model} ({key}). Set "
                 f"gym.judges.{model}, or set another {key} in gym.servers.{name}.start.config."
             )
+    if judges and not server_process.JUDGE_PARSING.is_file():
+        raise GymStartError(
+            f"gym.servers.{name}: {server} needs a judge, and this copy has no kit/extras/judges. "
+            "Restore it, or choose another server."
+        )
     if not judges or name in unchecked_judges:
         return
     if folder not in server_process.load_judge_parsing().VERDICT_PATTERNS:
@@ -216,7 +221,8 @@ def complete_judge_spec(
 ) -> ProcessSpec:
     """Return the spec of a judge's process with the values that the judge does not set.
 
-    starts: the `start` sections of the servers; a judge uses the first interpreter that one sets.
+    starts: the `start` sections of the servers. The first `python` in them is the interpreter of
+    the judge's process.
     """
     complete = {"port": network.find_free_port(), "host": HOST}
     complete["log"] = str(log_dir / f"gym_{spec['name']}.log")
@@ -310,9 +316,11 @@ def plan_agent(
 
 
 def resolve_python(name: str, start: Mapping[str, Any]) -> str:
-    """Return the interpreter of a server: of .venv-gym-servers if it is there, else `python`.
+    """Return the interpreter of a server.
 
-    With `install` the environment is made first. Raises GymStartError.
+    With `install`, makes an environment in .venv-gym-servers and returns its interpreter. Otherwise
+    returns `python` if the recipe sets it, else the interpreter of an existing environment in
+    .venv-gym-servers, else that of .venv-gym. Raises GymStartError.
     """
     folder = find_folder(name, start)
     python = start.get("python") or PYTHON

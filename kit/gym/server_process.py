@@ -15,7 +15,7 @@ A spec is a dict that describes one process of a run. Its keys:
     is_unchecked        whether the replies of the server's judges are accepted without a check
     python, log         its interpreter and its log file
     visible_variables   environment variables that the process sees although their names are secret
-    hidden_variables    environment variables that no process of the run sees
+    hidden_variables    environment variables that no process sees, unless in its visible_variables
     command, env        the command and additional variables of a process that is not from Gym
     start_timeout_s     how long it may take to start
 
@@ -44,6 +44,8 @@ RESOURCES = "resources_servers"  # kinds of servers: folders of the nemo-gym pac
 MODELS = "responses_api_models"
 AGENTS = "responses_api_agents"
 JUDGE_PARSING = Path(__file__).parents[1] / "extras" / "judges" / "judge_parsing.py"
+# settings that switch a verifier's judge off if they are false
+JUDGE_SWITCHES = ("should_use_judge", "use_judge", "enable_llm_judge")
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 ProcessSpec = dict[str, Any]
 
@@ -98,7 +100,7 @@ def run_server(name: str, specs: list[ProcessSpec]) -> None:
 
 
 def skip_ray() -> None:
-    """Do nothing, instead of Gym's start of Ray: six processes that most servers never use."""
+    """Replace Gym's start of Ray by nothing: most servers never use its six processes."""
 
 
 def find_package() -> Path:
@@ -113,7 +115,7 @@ def find_package() -> Path:
 
 def find_app_folder(spec: ProcessSpec, package: Path) -> Path:
     """Return the folder of the server's app.py. Exits with similar names if there is none."""
-    folder = package / spec["kind"] / spec["folder"]  # an absolute path replaces those before it
+    folder = package / spec["kind"] / spec["folder"]  # an absolute folder replaces the rest
     if (folder / "app.py").is_file():
         return folder
     names = [path.parent.name for path in folder.parent.glob("*/app.py")]
@@ -156,7 +158,7 @@ def build_gym_config(
         if "overrides" in each:
             settings = build_settings(each, package)
         config[each["name"]] = {each["kind"]: {Path(each["folder"]).name: settings}}
-    # `???`, or `${name}` of a file that is not read here
+    # The value is `???`, or a `${name}` that another file defines. That file is not read here.
     unset = re.findall(r"(\w+): .*(?:\?\?\?|\$\{\w+\})", yaml.safe_dump(config[spec["name"]]))
     if unset:
         sys.exit(
@@ -169,7 +171,7 @@ def build_gym_config(
 
 
 def build_settings(spec: ProcessSpec, package: Path) -> dict[str, Any]:
-    """Return Gym's settings of one server: of its YAML, then overrides, then host and port."""
+    """Return Gym's settings of one server: its YAML, overrides, host and port. Later ones win."""
     settings: dict[str, Any] = {"entrypoint": "app.py"}
     if spec["kind"] == RESOURCES:
         settings["domain"] = "other"
@@ -181,7 +183,8 @@ def build_settings(spec: ProcessSpec, package: Path) -> dict[str, Any]:
 def read_yaml_settings(spec: ProcessSpec, package: Path) -> dict[str, Any]:
     """Return the first settings for this kind and folder in the package's YAML files, or {}.
 
-    The files of the resources server come first, and of these the one with its name.
+    The files of the resources server come first. Among these, the file with the server's name
+    comes first.
     """
     server = spec["resources_server"]
     folders = [package / RESOURCES / server, package / spec["kind"] / spec["folder"]]
@@ -209,6 +212,26 @@ def read_yaml_entries(folders: Iterable[Path], preferred: str) -> Iterator[dict[
 # --- judges --------------------------------------------------------------------------------------
 
 
+def find_judges(config: dict[str, Any]) -> dict[str, str]:
+    """Return {key: name} of the models in the settings of a resources server.
+
+    Returns {} if the settings switch the judge off.
+    """
+    if any(config.get(key) is False for key in JUDGE_SWITCHES):
+        return {}
+    names = {key: value["name"] for key, value in config.items() if is_model_reference(value)}
+    if config.get("judge_server_name"):  # verifif
+        names["judge_server_name"] = config["judge_server_name"]
+    return names
+
+
+def is_model_reference(value: Any) -> bool:
+    """Return whether a setting names a model server."""
+    if not isinstance(value, dict):
+        return False
+    return value.get("type") == MODELS and isinstance(value.get("name"), str)
+
+
 def load_judge_parsing() -> Any:
     """Return the module judge_parsing.py, loaded by its path: Gym's environment has no `kit`."""
     name = "judge_parsing"
@@ -222,17 +245,17 @@ def load_judge_parsing() -> Any:
 
 def watch_judges(spec: ProcessSpec, specs: Iterable[ProcessSpec], settings: dict[str, Any]) -> None:
     """Check the replies of the judges that the settings of a resources server name."""
-    judge_parsing = load_judge_parsing()
-    judges = judge_parsing.find_judges(settings)
+    judges = find_judges(settings)
     if not judges:
         return
+    judge_parsing = load_judge_parsing()
     addresses = {f"{each['host']}:{each['port']}" for each in specs if each["kind"] == MODELS}
     pattern = "" if spec["is_unchecked"] else judge_parsing.VERDICT_PATTERNS.get(spec["folder"], "")
     judge_parsing.watch_judge_calls(set(judges.values()), addresses, pattern)
 
 
 def use_remote_genrm() -> None:
-    """Have Gym's genrm_model use an address, as vllm_model does. Gym would start a vLLM for it."""
+    """Have Gym's genrm_model use an address, as vllm_model does. Gym would start vLLM."""
     vllm = importlib.import_module(f"{MODELS}.vllm_model.app")
     local: Any = types.ModuleType(f"{MODELS}.local_vllm_model.app")
     local.LocalVLLMModel = vllm.VLLMModel

@@ -1,7 +1,7 @@
 """Start NeMo Gym servers, wait until they answer, restart those that die, and stop them all.
 
     math = {"start": {"server": "math_with_judge"}}
-    other = {"url": "http://10.0.0.7:8001"}  # runs elsewhere, so that it only has to answer
+    other = {"url": "http://10.0.0.7:8001"}  # runs elsewhere; it is only checked
     with running_servers({"math": math, "other": other}, Path("logs")) as urls:
         ...  # urls["math"] is "http://127.0.0.1:23456"
 
@@ -65,14 +65,15 @@ logger = logging.getLogger(__name__)
 class GymServers:
     """The Gym servers of a run. Call `start`, then `wait_ready`, and always `close`.
 
-    servers: {name: {url: ...} or {start: ...}}; the keys of start are in process_specs.py. policy:
-    {base_url, api_key, model} of the endpoint that agents use. judge_specs: specs of processes that
-    verifiers use as judges. unchecked_judges: servers whose judges' replies are not checked.
+    servers: {name: {url: ...} or {start: ...}}. process_specs.py lists the keys of `start`.
+    policy: {base_url, api_key, model} of the endpoint that agents use.
+    judge_specs: specs of processes that verifiers use as judges.
+    unchecked_judges: servers whose judges' replies are not checked.
 
-    A server that dies is restarted on its port, and `on_restart(name)` is called; for an agent's
-    processes the name may be policy_model or {name}_{agent}. If another process has taken the port,
-    `on_lost(message)` is called instead: answers from that port are not the server's. Both are
-    called from a thread.
+    A server that dies is restarted on its port, and `on_restart(name)` is called. For the other
+    processes of an agent, the name is policy_model or {name}_{agent}. If another process has taken
+    the port, answers from it are not the server's. Then `on_lost(message)` is called instead. Both
+    are called from a thread.
     """
 
     def __init__(
@@ -142,8 +143,8 @@ class GymServers:
     def restart_loop(self) -> None:
         """Once a second, restart the processes that have ended, until `close`. Runs in a thread.
 
-        A restarted process ends with this thread (PR_SET_PDEATHSIG). So the thread must outlive
-        every error in it.
+        When this thread ends, the kernel ends the processes that it restarted (PR_SET_PDEATHSIG).
+        So no error may end the thread.
         """
         states = {name: RestartState() for name in self.processes}
         while not self._is_closed.wait(1.0):
@@ -198,7 +199,7 @@ class RestartState:
     is_lost: bool = False  # whether another process has its port
 
     def is_due(self, process: Popen[bytes]) -> bool:
-        """Return whether there is something to do for the process."""
+        """Return whether the process must be restarted or checked now."""
         if self.is_lost:
             return False
         if process.poll() is None:
@@ -242,7 +243,8 @@ def start_server(
     python = spec.get("python") or sys.executable
     # -P: modules next to this one must not hide those of the server.
     command = [python, "-P", str(Path(server_process.__file__).absolute())]
-    # Through standard input: other processes of this user can read arguments and environment.
+    # The task goes through standard input. Other processes of this user can read arguments and
+    # the environment.
     with (
         os.fdopen(os.memfd_create("gym_server_task"), "w+b") as memory,
         open(spec["log"], log_mode) as log,
@@ -268,10 +270,10 @@ def redact_spec(spec: ProcessSpec, reader: ProcessSpec) -> ProcessSpec:
 
 
 def build_environment(spec: ProcessSpec, hidden: Collection[str]) -> dict[str, str]:
-    """Return the environment variables for a process; some servers run code of the policy.
+    """Return the environment variables for a process.
 
-    The process does not see secrets that its recipe does not name, `hidden` variables, and
-    variables that are for this interpreter.
+    Some servers run code of the policy. So secrets, `hidden` variables and variables for this
+    interpreter are removed, except for those in visible_variables.
     """
     visible = spec.get("visible_variables", ())
     environment = {}
@@ -308,9 +310,9 @@ def stop_servers(processes: Collection[Popen[bytes]]) -> None:
 
 
 def is_port_taken(spec: ProcessSpec, process: Popen[bytes]) -> bool:
-    """Return whether another process than that of `spec` listens on its port, and continues to.
+    """Return whether a process other than `process` keeps the port of `spec` in use.
 
-    A child of the ended process may need a moment to end.
+    Waits up to PORT_RELEASE_S, because a child of an ended process may need a moment to end.
     """
     end = time.monotonic() + PORT_RELEASE_S
     port = int(spec["port"])

@@ -1,7 +1,7 @@
 """Chat formats: parse a sampled response, and encode prompts and observations as token ids.
 
-Sampled tokens are never encoded again. Text of an environment is encoded with the model's own chat
-template, and never becomes one of the template's control tokens.
+Sampled tokens are never encoded again. Text of an environment is encoded with the model's chat
+template, and does not become one of the template's control tokens (`mark_tokens`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ParsedResponse(NamedTuple):
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """Return the response as Responses items. Without calls there always is a message."""
+        """Return the response as Responses items. Without calls it has a message, maybe empty."""
         items: list[dict[str, Any]] = []
         if self.reasoning:
             items.append(gym_client.reasoning(self.reasoning))
@@ -168,15 +168,16 @@ def limit_search_time(parser: Any) -> None:
 
 
 # --- control tokens ------------------------------------------------------------------------------
-# An environment's text may contain the text of a control token, for example `<|im_start|>`. Encoded
-# as it is, it would open a turn of another role. So a random mark is put into such text before the
-# template is rendered, and the rendered text is encoded in pieces between the marks.
+# An environment's text may contain the text of a control token, for example `<|im_start|>`. If that
+# were encoded as a control token, it would open a turn of another role. So `mark_tokens` splits
+# such text with a random mark before the template is rendered. `encode_marked_text` then encodes
+# the pieces between the marks separately.
 
 
 def find_control_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return {text: id} of the special tokens and of the added tokens that the template writes.
+    """Return {text: id} of the special tokens, and of all added tokens in the chat template.
 
-    The token for unknown text is not among them: any text may become it.
+    The token for unknown text is not included, since any text may become it.
     """
     template = str(tokenizer.chat_template or "")
     special = set(tokenizer.all_special_tokens)
@@ -191,10 +192,11 @@ def find_control_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def mark_tokens(value: Any, tokens: Iterable[str], mark: str) -> Any:
-    """Return messages, or a text, with `mark` inside each text that equals one of `tokens`.
+    """Insert `mark` into each occurrence of a token's text, in messages or in one text.
 
-    The mark is after the first character, also where two tokens overlap. `role` and `type` stay.
-    Raises GymError('template') for a token of one character, which cannot be divided.
+    The mark is after the first character of each occurrence, also where two of them overlap. The
+    values of `role` and `type` stay. tokens: their texts. Raises GymError('template') for a token
+    of one character, which cannot be split.
     """
     if isinstance(value, dict):
         return {
@@ -207,7 +209,7 @@ def mark_tokens(value: Any, tokens: Iterable[str], mark: str) -> Any:
         return value
     positions: set[int] = set()
     for token in tokens:
-        if token not in value:  # faster than the search for overlaps, which few texts need
+        if token not in value:  # skip the slower search for overlaps, which few texts need
             continue
         if len(token) == 1:
             problem = f"the environment's text contains the control token {token!r}"
@@ -219,9 +221,9 @@ def mark_tokens(value: Any, tokens: Iterable[str], mark: str) -> Any:
 
 
 def encode_marked_text(text: str, tokens: dict[str, int], mark: str, tokenizer: Any) -> list[int]:
-    """Encode a rendered conversation in pieces, so that tokens divided by `mark` stay text.
+    """Encode a rendered conversation in pieces, so that tokens split by `mark` stay text.
 
-    Raises GymError('template') if the ids have more control tokens than the template wrote.
+    Raises GymError('template') if the ids have more control tokens than the pieces.
     """
     pieces = text.split(mark)
     ids: list[int] = []
@@ -237,7 +239,7 @@ def encode_marked_text(text: str, tokens: dict[str, int], mark: str, tokenizer: 
 
 
 def count_tokens(pieces: Sequence[str], tokens: Iterable[str]) -> int:
-    """Return how often the texts of `tokens` occur in all pieces, without overlaps."""
+    """Count the occurrences of `tokens` in all pieces, without overlaps."""
     longest_first = sorted(tokens, key=len, reverse=True)
     if not longest_first:
         return 0
@@ -257,8 +259,9 @@ def encode_first_prompt(
 ) -> list[int]:
     """Encode a row's messages, then the environment's first observation as a user message.
 
-    Control tokens in the observation stay text. Those in the row's own messages count, since its
-    author is trusted. processor: kit.data.processor. Raises env.DataError, GymError('template').
+    Control tokens in the observation stay text. In the row's messages they are encoded as control
+    tokens, since the author of the row is trusted. processor: of kit.data.processor. Raises
+    env.DataError, GymError('template').
     """
     tokenizer = processor.tokenizer
     mark = uuid.uuid4().hex
@@ -283,16 +286,17 @@ def encode_first_prompt(
 def encode_observation(
     messages: list[dict[str, Any]], processor: Any, stop_ids: set[int]
 ) -> list[int]:
-    """Return the ids between the stop token of a response and the next response.
+    """Encode `messages` to the ids that stand between two responses of the policy.
 
-    They are the template's end of the response's turn, `messages`, and the next opening.
-    messages: of the environment, with role tool or user. Control tokens in them stay text, so no
-    server writes a turn of another role. Raises GymError('template').
+    These ids follow the stop token of the first response. They have the rest of its turn, such as a
+    line feed, then `messages`, then the opening of the next response's turn.
+    messages: of the environment, with role tool or user. Control tokens in them stay text, so that
+    no server can write a turn of another role. Raises GymError('template').
 
-    verl's ContinuousTokenBuilder (verl/utils/tokenizer/continuous_token.py) does not replace this.
-    It encodes control tokens in messages as such. It also chooses the family by model_type, so that
-    a Llama with ChatML (SmolLM2) loses the line feed after `<|im_end|>`. And it renders two user
-    messages in a row, for which templates with alternating roles raise.
+    verl's ContinuousTokenBuilder (verl/utils/tokenizer/continuous_token.py) is not used, for three
+    reasons. It encodes control tokens in messages as control tokens. It chooses the template's
+    family by model_type, so a Llama with ChatML (SmolLM2) loses the line feed after `<|im_end|>`.
+    It renders two user messages in a row, and templates with alternating roles then raise.
     """
     tokenizer = processor.tokenizer
     placeholders = set(processor.placeholder_ids())
@@ -311,7 +315,7 @@ def encode_observation(
 
 
 def make_conversation(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a conversation that ends where `messages` may follow: with the calls they answer."""
+    """Make a short conversation that `messages` can follow. It has the calls that they answer."""
     calls = []
     for message in messages:
         if message["role"] == "tool":
@@ -332,8 +336,8 @@ def render_continuation(
 ) -> str:
     """Return what the chat template writes for `messages`, after the conversation's stop token.
 
-    The template renders the conversation alone and with `messages`; the difference is new. If the
-    template writes no stop token, the continuation starts where the conversation ends.
+    The template renders the conversation without and with `messages`. The continuation is the
+    difference. If the template writes no stop token, it starts at the end of the conversation.
     Raises GymError('template').
     """
     try:

@@ -19,11 +19,11 @@ class Client(LLMServerClient):
     """verl's client, with verl's router in the same process.
 
     verl runs the router as a Ray actor. That actor imports verl for 15 s while the first request
-    waits, and takes 0.8 GB. No other process uses the router here.
+    waits, and takes 0.8 GB. Here no other process needs this router.
 
-    servers: {address: Ray handle}. is_one_step_off: the servers abort requests to load new weights,
-    and this client then requests the rest of the response. verl's FullyAsyncLLMServerClient does
-    the same, but it keeps only the first and the last version.
+    servers: {address: Ray handle}. is_one_step_off: if the servers abort a request to load new
+    weights, this client requests the rest of the response. verl's FullyAsyncLLMServerClient does
+    the same, but it records only the first and the last version of the weights.
     """
 
     def __init__(self, config: DictConfig, servers: dict[str, Any], is_one_step_off: bool = False):
@@ -43,7 +43,7 @@ class Client(LLMServerClient):
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict, **other: Any
     ) -> Any:
-        """Sample one response, in parts if it is aborted. Returns verl's TokenOutput."""
+        """Sample one response. If it is aborted, request the rest. Returns verl's TokenOutput."""
         if not self.is_one_step_off:
             return await super().generate(
                 request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **other

@@ -2,8 +2,9 @@
 
     Gym's agent (/run) -> Gym's model server (vllm_model) -> POST /v1/chat/completions here -> vLLM
 
-Each response has its token ids and log-probs. Gym returns them with the assistant's message in the
-next request, and the next prompt starts with exactly these ids: no sampled token is encoded again.
+Each response has its token ids and log-probs. In the next request, Gym returns them with the
+assistant's message. The next prompt starts with exactly these ids, so that no sampled token is
+encoded again.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def build_prompt_ids(
 ) -> list[int]:
     """Return the prompt ids of a chat request.
 
-    The last message with ids covers everything before it, id for id. Only the messages after it are
-    encoded. Raises GymError, env.DataError.
+    The last message with token ids has its prompt's ids too, so it covers all messages before it.
+    Only the messages after it are encoded. Raises GymError, env.DataError.
     """
     if has_images(messages):
         raise env.UnsupportedRowError(
@@ -72,11 +73,11 @@ def build_prompt_ids(
 
 
 def refuse_other_calls(response: ParsedResponse, tools: list[dict[str, Any]]) -> ParsedResponse:
-    """Return the response with its calls of tools that the request does not offer as text.
+    """Turn calls of tools that the request does not offer into text of the response.
 
-    Gym's agents post a call to the route with the name of the tool, without a check. A call of
-    `seed_session` would start the session again, with an answer that the policy wrote. Agents do
-    not quote the name either: `verify?x` would reach /verify.
+    Gym's agents post each call to the route of that name, without a check. A call of `seed_session`
+    would start the session again, with an answer that the policy wrote. Agents do not URL-quote the
+    name either, so `verify?x` would reach /verify.
     """
     functions = [tool.get("function") or {} for tool in tools]
     names = find_callable_tools(function.get("name") for function in functions)
@@ -101,14 +102,14 @@ async def complete_chat(body: dict[str, Any], context: SamplerContext) -> Reply:
     try:
         prompt_ids = build_prompt_ids(body["messages"], tools, context)
         room = max_length - len(prompt_ids)
-        if room <= 0:  # Gym's model server recognizes "context length": the episode is too long
+        if room <= 0:  # "context length" shows Gym's model server that the episode is too long
             problem = f"the maximum context length is {max_length}, the prompt {len(prompt_ids)}"
             return error_reply(400, problem)
         request_id = uuid.uuid4().hex
         sampled = await sample(context, context.endpoint_sampling, request_id, prompt_ids, room)
         response = await parse_response(context, sampled.ids, tools)
     except (GymError, env.DataError) as error:
-        return error_reply(422, str(error))  # for 5xx Gym would repeat the request
+        return error_reply(422, str(error))  # not 5xx, for which Gym repeats the request
     response = refuse_other_calls(response, tools)
     if sampled.ids[-1] not in context.stop_ids:
         finish_reason = "length"

@@ -24,7 +24,7 @@ DEFAULT_SLOTS = 256
 
 @dataclass
 class SamplerContext:
-    """The client of the rollout engine, and the facts about model and recipe that turns need."""
+    """The client of the rollout engine, and the settings of model and recipe that turns use."""
 
     client: Any  # verl's LLMServerClient: kit.rollout.client.Client
     tokenizer: Any
@@ -40,7 +40,7 @@ class SamplerContext:
     episode_slots: asyncio.Semaphore = field(
         default_factory=lambda: asyncio.Semaphore(DEFAULT_SLOTS)
     )
-    policy_version: int | None = None  # the step whose weights the servers have; None: unchecked
+    policy_version: int | None = None  # the step whose weights the servers have; None: no check
     max_staleness: int = 0  # allowed distance from policy_version, in steps
     # The policy endpoint (openai_server.py) samples with these. Its requests come from agents and
     # do not say which rollout they belong to, so `Servers` sets this when a rollout starts.
@@ -53,7 +53,7 @@ class SamplerContext:
 
 
 class SampledResponse(NamedTuple):
-    """One response of the policy, with the stop token."""
+    """One response of the policy, with its stop token, unless it used all tokens of the request."""
 
     ids: list[int]
     log_probs: list[float]  # one per id, at the sampling temperature
@@ -65,8 +65,8 @@ def make_sampler_context(
 ) -> SamplerContext:
     """Make the context from verl's keys: data.max_*_length, rollout.multi_turn.* and others.
 
-    There are as many episode slots as the engines run sequences: rollout.max_num_seqs each.
-    inputs: kit.runs.prepare.RunInputs; of it `tokenizer`, `processor`, `stop_ids` and `model`.
+    Each engine runs rollout.max_num_seqs sequences concurrently. There is one episode slot for each
+    of them. inputs: the tokenizer, processor, stop_ids and model of kit.runs.prepare.RunInputs.
     """
     rollout = config.actor_rollout_ref.rollout
     turns = rollout.multi_turn
@@ -109,9 +109,9 @@ async def sample(
     max_tokens: int,
     **image_inputs: Any,
 ) -> SampledResponse:
-    """Sample one response of the policy, with the stop token at its end.
+    """Sample one response of the policy, of at most `max_tokens` tokens.
 
-    request_id: of the episode and, after a `#`, its turn.
+    request_id: `EPISODE#TURN`, or any id without a `#`.
     image_inputs: from `processor.engine_inputs`.
     Raises GymError if this request failed, ray.exceptions.RayError if a vLLM server is dead, and
     RunError if a server has the weights of another step.
@@ -123,8 +123,8 @@ async def sample(
     try:
         async with asyncio.timeout(context.timeout_s):
             output = await context.client.generate(
-                # The same for all turns of an episode: they go to the replica that has their
-                # prefix in its cache.
+                # All turns of an episode have the same id here. So they go to one replica, which
+                # has their prefix in its cache.
                 request_id=request_id.partition("#")[0],
                 prompt_ids=prompt_ids,
                 sampling_params=params,
@@ -145,10 +145,10 @@ async def sample(
 
 
 def read_policy_versions(output: Any, default: int | None) -> PolicyVersions:
-    """Return the versions of the weights that sampled an output of verl's TokenOutput.
+    """Return the versions of the weights that sampled `output`, a TokenOutput of verl.
 
-    kit/rollout/client.py sends `versions` for the parts of an interrupted response, verl's servers
-    one `global_steps`. default: the version if the server sends none.
+    With one_step_off, kit/rollout/client.py adds `versions`, one for each part of a response.
+    Otherwise verl's servers send one `global_steps`. default: the version if they send none.
     """
     fields = output.extra_fields
     if "versions" in fields:
@@ -174,14 +174,14 @@ def check_policy_versions(policy_versions: PolicyVersions, context: SamplerConte
 
 
 class EpisodeRequest(NamedTuple):
-    """A task to run one episode of. Episodes with the same group id form a group of GRPO."""
+    """A request for one episode of a task. Episodes with the same group id form a GRPO group."""
 
     task: Task
     group_id: str
 
 
 def repeat_per_group(tasks: Iterable[Task], n: int, name: str) -> list[EpisodeRequest]:
-    """Request n episodes of each task. name: of this batch, unique in the run."""
+    """Request n episodes of each task. name: the name of the batch, unique in the run."""
     requests: list[EpisodeRequest] = []
     for number, task in enumerate(tasks):
         requests += [EpisodeRequest(task, f"{name}/{number}")] * n
@@ -193,13 +193,13 @@ class RolloutArgs(NamedTuple):
 
     requests: list[EpisodeRequest]
     sampling: Sampling
-    baselines: bool  # whether to add one greedy response a prompt
+    baselines: bool  # whether to add one greedy episode for each group
 
 
 def make_rollout_args(
     config: DictConfig, tasks: Sequence[Task], batch_name: str, is_validation: bool
 ) -> RolloutArgs:
-    """The episodes of a batch, and how to sample them. batch_name: unique in the run."""
+    """Make the requests of a batch, and choose how to sample. batch_name: unique in the run."""
     rollout = config.actor_rollout_ref.rollout
     n = rollout.val_kwargs.n if is_validation else rollout.n
     return RolloutArgs(

@@ -1,7 +1,7 @@
 """Make torch's TCPStore listen on one address only, not on every network interface.
 
-Processes of torch.distributed find each other through this store. torch is imported when a store is
-created: a run checks its recipe before it imports torch.
+Processes of torch.distributed find each other through this store. This module imports torch only
+when it creates a store, because a run checks its recipe before it imports torch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def monkey_patch_rendezvous() -> None:
             try:
                 return create_store(host, port, world_size=world_size, timeout=timeout, **settings)
             except OSError as error:
-                # This process may have a store on that port already, which torch then shares.
+                # This process may already have a store on that port. torch then shares it.
                 if error.errno != errno.EADDRINUSE:
                     raise
         return create_torch_store(host, port, rank, world_size, timeout, use_libuv)

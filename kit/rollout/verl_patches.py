@@ -25,8 +25,8 @@ def move_to_temp_folder(address: str) -> str:
 
     verl names these sockets /tmp/rl-colocate-zmq-JOB-replica-R-rank-L.sock. Every local Ray starts
     with the same job id, so two runs on one machine would read each other's weights. In addition,
-    what arrives there is unpickled, and every user may write to /tmp. The run's temporary folder
-    belongs to one run and one user (kit/runs/isolation.py).
+    verl unpickles the data from these sockets, and every user may write to /tmp. The run's
+    temporary folder belongs to one run and one user (kit/runs/isolation.py).
     https://github.com/verl-project/verl/issues/6233
     """
     return address.replace("ipc:///tmp/", f"ipc://{tempfile.gettempdir()}/")
@@ -50,7 +50,7 @@ def monkey_patch_clip_weights() -> None:
 
 
 def make_server_adapter() -> type:
-    """Create the class of the trainer's ranks, which send weights."""
+    """Create the class with which the trainer's ranks send weights."""
     from verl.workers.rollout.vllm_rollout import ServerAdapter as VerlServerAdapter
 
     class ServerAdapter(VerlServerAdapter):
@@ -62,7 +62,7 @@ def make_server_adapter() -> type:
 
 
 def make_worker_extension() -> type:
-    """Create the class that extends vLLM's workers, which receive weights."""
+    """Create the class with which vLLM's workers receive weights."""
     from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
     monkey_patch_clip_weights()

@@ -15,7 +15,7 @@ from starlette.websockets import WebSocketClose
 
 
 class PolicyRoutes:
-    """For the policy's server, whose samples go through Ray: only health and metrics."""
+    """Allow health and metrics only. Requests for samples reach the policy's server through Ray."""
 
     ALLOWED: ClassVar[set[tuple[str, str]]] = {("GET", "/health"), ("GET", "/metrics")}
 
@@ -36,7 +36,7 @@ class PolicyRoutes:
 
 
 class JudgeRoutes(PolicyRoutes):
-    """For a judge's server: also its API, which checks the key, and its description (readiness)."""
+    """Allow also a judge's API, which checks the key, and /openapi.json, which shows readiness."""
 
     ALLOWED = PolicyRoutes.ALLOWED | {
         ("GET", "/openapi.json"),

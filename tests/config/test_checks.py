@@ -30,7 +30,9 @@ def test_all_that_verl_has_is_taken_and_group_estimators_need_groups(tiny_recipe
 
     estimators = [f"{ADVANTAGE}={estimator.value}" for estimator in AdvantageEstimator]
     losses = [
-        f"{LOSS_MODE}={name}" for name in POLICY_LOSS_REGISTRY if not user_functions.is_user_function(name)
+        f"{LOSS_MODE}={name}"
+        for name in POLICY_LOSS_REGISTRY
+        if not user_functions.is_user_function(name)
     ]
     assert len(estimators) >= 13 and len(losses) >= 12
     for change in estimators + losses:
@@ -45,11 +47,17 @@ def test_all_that_verl_has_is_taken_and_group_estimators_need_groups(tiny_recipe
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        (["algorithm.adv_estimator=grppo"], r"not in verl, which has gae, .*\. Did you mean grpo\?"),
+        (
+            ["algorithm.adv_estimator=grppo"],
+            r"not in verl, which has gae, .*\. Did you mean grpo\?",
+        ),
         ([f"{LOSS_MODE}=gsp"], r"Did you mean gspo\?"),
         (["algorithm.adv_estimator=gdpo"], "needs algorithm.gdpo_reward_keys"),
         ([f"{LOSS_MODE}=dro"], "needs actor_rollout_ref.actor.policy_loss.dro_beta"),
-        ([f"{LOSS_MODE}=bypass_mode"], "follows from algorithm.rollout_correction.bypass_mode=true"),
+        (
+            [f"{LOSS_MODE}=bypass_mode"],
+            "follows from algorithm.rollout_correction.bypass_mode=true",
+        ),
         (
             ["algorithm.rollout_correction.bypass_mode=true", f"{LOSS_MODE}=gspo"],
             "has its own loss",
@@ -170,7 +178,8 @@ def test_a_teacher_of_another_vocabulary_is_refused(tiny_recipe, workspace, tmp_
     estimator = f"{ADVANTAGE}=templates/advantages.py:distill"
     config = changed(tiny_recipe, estimator, "distillation.enabled=true", f"{TEACHER}={tmp_path}")
     with pytest.raises(
-        ConfigError, match=rf"{TEACHER}={tmp_path}: its vocabulary differs from the policy's.*'stranger'"
+        ConfigError,
+        match=rf"{TEACHER}={tmp_path}: its vocabulary differs from the policy's.*'stranger'",
     ):
         prepare.check_recipe(config, "train")
 
@@ -188,7 +197,9 @@ def test_rows_of_verls_for_a_server_of_gyms_are_warned_of(workspace):
         text = summary.summarize(
             *load(workspace, f"env.train_files=[{{path: {rows}{more}}}]"), "train"
         )
-        assert ("WARNING     Rows in verl's format go to the server reasoning_gym" in text) == warned
+        assert (
+            "WARNING     Rows in verl's format go to the server reasoning_gym" in text
+        ) == warned
 
 
 def test_a_tool_that_gyms_schema_refuses_is_told_before_anything_starts(workspace):
@@ -202,7 +213,9 @@ def test_a_tool_that_gyms_schema_refuses_is_told_before_anything_starts(workspac
 
 
 def test_another_reward_does_not_inherit_settings(workspace):
-    """dapo's shaper has a limit; what comes after it replaces it whole, unless it only changes a setting."""
+    """dapo's shaper has a limit; what comes after it replaces it whole, unless it only changes a
+    setting.
+    """
     folder = ROOT / "configs" / "algorithms"
     dapo = str(folder / "dapo.yaml")
 

@@ -1,7 +1,5 @@
-"""Recipes: strict keys with the nearest name, impossible sizes, missing files and models; a line each, all at once."""
+"""Recipes: unknown keys, invalid sizes, and missing files are errors before a run starts."""
 
-import base64
-import gzip
 import json
 import os
 import threading
@@ -17,13 +15,10 @@ from omegaconf import OmegaConf
 import env
 from kit.config import checks
 from kit.config.keys import diff
-from kit.config.load import MICRO_BATCH_TOKENS, base_configs, load_config
-from kit.config.redaction import HIDDEN, redacted
+from kit.config.load import MICRO_BATCH_TOKENS, load_config
 from kit.errors import ConfigError
-from kit.extras.report import report_page
 from kit.gym import network
 from kit.runs import prepare, summary
-from kit.runs.run_dir import Run
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -41,28 +36,35 @@ def merged(*changes, files=(str(CPU), str(RECIPE))):
         ("algorithm.pf_ppo.weight_pow=1", "this trainer does not use. Remove it"),
         (
             "data.train_files=x",
-            r"data\.train_files is a verl option that this trainer does not use\. Set env\.train_files",
+            r"data\.train_files is a verl option that this trainer does not use\. "
+            r"Set env\.train_files",
         ),
         (
             "rollout.temperature=1",
             r"unknown key rollout. Did you mean actor_rollout_ref\.rollout\.temperature",
         ),
-        ("actor_rollout_ref.actor.clip_ratio=0.1", r"Set actor_rollout_ref\.actor\.clip_ratio_low and actor_rollout_ref"),
+        (
+            "actor_rollout_ref.actor.clip_ratio=0.1",
+            r"Set actor_rollout_ref\.actor\.clip_ratio_low and actor_rollout_ref",
+        ),
         (f"{ROLLOUT}.multi_turn.enable=true", r"Set gym\.servers instead"),
         ("actor_rollout_ref.actor.rollout_n=4", r"Set actor_rollout_ref\.rollout\.n instead\.$"),
-        ("trainer.total_training_steps=ten", "total_training_steps=ten is not valid. Give a value like 100"),
+        (
+            "trainer.total_training_steps=ten",
+            "total_training_steps=ten is not valid. Give a value like 100",
+        ),
         ("data.train_batch_size=null", "train_batch_size=None is not valid. Give a value like 64"),
         ("reward.num_workers=2", "does not use"),
         ("just_a_word", "'just_a_word' is not key=value"),
     ],
 )
-def test_a_key_that_nothing_reads_is_an_error(change, named):
+def test_an_unknown_or_unused_key_is_an_error(change, named):
     with pytest.raises(ConfigError, match=named):
         merged(change)
 
 
-def test_what_comes_to_verls_default_is_taken():
-    """Recipes from elsewhere write down what is so anyway; rollout.n is 8, and the rest follows from it."""
+def test_an_unused_key_with_its_default_value_is_accepted():
+    """Recipes of others set some defaults. rollout.n is 8, and the others follow from it."""
     merged(
         "actor_rollout_ref.actor.rollout_n=8",
         f"{ROLLOUT}.mode=async",
@@ -70,7 +72,7 @@ def test_what_comes_to_verls_default_is_taken():
     )
 
 
-def test_what_verl_knows_beyond_its_yaml_is_taken():
+def test_keys_that_only_verls_dataclasses_have_are_accepted():
     config = merged(
         "+actor_rollout_ref.model.override_config.attn_implementation=eager", "data.seed=7"
     )
@@ -106,7 +108,7 @@ def test_a_recipe_is_found_by_its_name_from_anywhere(tmp_path, monkeypatch):
             match=rf"configs/{old}: no such file. Use configs/{now}\.yaml, or just",
         ):
             merged(files=[f"configs/{old}"])
-    (tmp_path / "dapo").write_text("trainer: {save_freq: 3}")  # a file of one's own comes first
+    (tmp_path / "dapo").write_text("trainer: {save_freq: 3}")  # a local file comes first
     assert merged(files=["dapo"]).trainer.save_freq == 3
 
 
@@ -116,7 +118,7 @@ def test_names_of_recipes_are_unique():
     )
 
 
-# --- what cannot run -----------------------------------------------------------------------------
+# --- invalid recipes -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,11 @@ def test_names_of_recipes_are_unique():
             "gym.concurrency=many must be auto, or a number of calls",
         ),
         ("gym.concurrency.x=0", ConfigError, "gym.concurrency.x=0 must be auto"),
-        ("trainer.one_step_off=2", ConfigError, "trainer.one_step_off=2 is not supported. Use one of: 0, 1"),
+        (
+            "trainer.one_step_off=2",
+            ConfigError,
+            "trainer.one_step_off=2 is not supported. Use one of: 0, 1",
+        ),
         (
             "trainer.resource_pools.ref=0",
             ConfigError,
@@ -201,27 +207,35 @@ def test_names_of_recipes_are_unique():
         ),
         ("env.train_files=[nowhere.jsonl]", env.DataError, r"nowhere\.jsonl: no such file"),
         ("env.train_files=[]", ConfigError, "env.train_files is not set"),
-        ("env.train_files=x.jsonl", ConfigError, r"must be a list. Write 'env\.train_files=\[x\.jsonl\]'"),
+        (
+            "env.train_files=x.jsonl",
+            ConfigError,
+            r"must be a list. Write 'env\.train_files=\[x\.jsonl\]'",
+        ),
         ("data.max_prompt_length=3", ConfigError, "have no usable rows"),
         ("env.max_rows=7", ConfigError, "have 7 usable rows, fewer than data.train_batch_size=8"),
         ("gym.servers.reasoning_gym.url=http://127.0.0.1:1", ConfigError, "must have either url"),
         ("gym.servers.reasoning_gym.start.python=nowhere", network.GymStartError, "`make gym`"),
     ],
 )
-def test_what_cannot_run_is_an_error_before_anything_starts(workspace, change, error, named):
+def test_an_invalid_recipe_is_an_error_before_a_run_starts(workspace, change, error, named):
     with pytest.raises(error, match=named):
         load(workspace, change)
 
 
-def test_all_that_is_wrong_is_told_at_once_and_without_the_network(workspace, monkeypatch):
+def test_all_problems_are_in_one_message_without_the_network(workspace, monkeypatch):
     monkeypatch.setattr(
-        "transformers.AutoConfig.from_pretrained", lambda *_, **__: pytest.fail("asked the hub")
+        "transformers.AutoConfig.from_pretrained",
+        lambda *_, **__: pytest.fail("a request to the hub"),
     )
+    unused = "is a verl option that this trainer does not use"
+    mini_batch = "actor_rollout_ref.actor.ppo_mini_batch_size"
     wrong = {
         "trainr.save_freq=3": "unknown key trainr",
-        f"{ROLLOUT}.trace.backend=mlflow": "trace.backend is a verl option that this trainer does not use",
-        "data.train_batch_size=many": "data.train_batch_size=many is not valid. Give a value like 64",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=3": "must be a multiple of actor_rollout_ref.actor.ppo_mini",
+        f"{ROLLOUT}.trace.backend=mlflow": f"trace.backend {unused}",
+        "data.train_batch_size=many": "data.train_batch_size=many is not valid. "
+        "Give a value like 64",
+        f"{mini_batch}=3": f"must be a multiple of {mini_batch}",
         "env.train_files=[nowhere.jsonl]": "nowhere.jsonl: no such file",
         "env.val_files=[neither.jsonl]": "neither.jsonl: no such file",
         "actor_rollout_ref.model.path=a-name/of-the-hub": "",
@@ -240,7 +254,9 @@ def test_all_that_is_wrong_is_told_at_once_and_without_the_network(workspace, mo
         assert sum(named in line for line in lines) == 1 or not named, named
 
 
-GREEDY = r"decode greedily, so n=4 responses .*Set .*\.val_kwargs\.do_sample=true and .*temperature=0\.8"
+GREEDY = (
+    r"decode greedily, so n=4 responses .*Set .*\.val_kwargs\.do_sample=true and .*temperature=0\.8"
+)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +273,7 @@ GREEDY = r"decode greedily, so n=4 responses .*Set .*\.val_kwargs\.do_sample=tru
         ("evaluate", ["temperature=0"], ""),
         ("evaluate", ["val_kwargs.n=4"], GREEDY),
         ("train", ["val_kwargs.n=4"], GREEDY),
-        ("rollout", ["val_kwargs.n=4"], ""),  # which evaluates nothing
+        ("rollout", ["val_kwargs.n=4"], ""),  # it has no evaluation
         (
             "evaluate",
             ["val_kwargs.n=4", "val_kwargs.do_sample=true"],
@@ -275,17 +291,17 @@ GREEDY = r"decode greedily, so n=4 responses .*Set .*\.val_kwargs\.do_sample=tru
         ),
     ],
 )
-def test_answers_that_should_differ_are_sampled(command, changes, named):
+def test_responses_that_should_differ_are_sampled(command, changes, named):
     config = merged("env.val_files=[x]", *(f"{ROLLOUT}.{change}" for change in changes))
-    found = list(checks.check_sampling(config, command))
-    assert len(found) == bool(named)
+    problems = list(checks.check_sampling(config, command))
+    assert len(problems) == bool(named)
     if named:
-        with pytest.raises(AssertionError if not found else ConfigError, match=named):
-            raise ConfigError(found[0])
+        with pytest.raises(AssertionError if not problems else ConfigError, match=named):
+            raise ConfigError(problems[0])
 
 
-def test_what_verl_knows_is_what_is_taken():
-    """The lists are read from verl's source: none is empty, and verl computes with each name in them."""
+def test_the_accepted_names_are_those_that_verl_accepts():
+    """The lists come from verl's source. None is empty, and verl accepts each of their names."""
     from verl.trainer.ppo import core_algos, rollout_corr_helper
 
     ones = torch.ones(2, 2)
@@ -298,16 +314,23 @@ def test_what_verl_knows_is_what_is_taken():
         for kind in kinds
         for plus in ("", "+")
     )
-    assert checks.string_literals_compared_with(core_algos.get_kl_controller, "kl_ctrl.type") == ["fixed", "adaptive"]
+    assert checks.string_literals_compared_with(core_algos.get_kl_controller, "kl_ctrl.type") == [
+        "fixed",
+        "adaptive",
+    ]
     weigh = rollout_corr_helper.compute_rollout_correction_weights
     assert checks.string_literals_compared_with(weigh, "rollout_is") == ["token", "sequence"]
-    assert set(checks.string_literals_compared_with(core_algos.compute_policy_loss_bypass_mode, "loss_type")) == {
+    assert set(
+        checks.string_literals_compared_with(
+            core_algos.compute_policy_loss_bypass_mode, "loss_type"
+        )
+    ) == {
         "ppo_clip",
         "reinforce",
     }
 
 
-# --- what follows --------------------------------------------------------------------------------
+# --- derived values ------------------------------------------------------------------------------
 
 
 def test_derived_sizes(workspace):
@@ -325,7 +348,7 @@ def test_derived_sizes(workspace):
     small = [f"{key}=100" for key in MICRO_BATCH_TOKENS]
     longer, _ = load(
         workspace, "data.max_prompt_length=1000", *small
-    )  # a whole episode must fit a micro-batch
+    )  # a micro-batch must hold a whole episode
     assert [OmegaConf.select(longer, key) for key in MICRO_BATCH_TOKENS] == [1012] * 4
     longer.actor_rollout_ref.actor.ulysses_sequence_parallel_size = 2  # on GPUs
     for key in MICRO_BATCH_TOKENS:
@@ -346,24 +369,6 @@ def test_derived_sizes(workspace):
     assert "8 prompts x 8 responses = 64 episodes" in summary.summarize(config, data, "train")
     overlap = load(workspace, f"env.val_files=[{workspace / 'train.jsonl'}]")
     assert "WARNING     8 of the held-out prompts" in summary.summarize(*overlap, "train")
-
-
-def test_the_summary_names_functions_of_ones_own(workspace):
-    config, data = load(workspace)
-    usual = summary.summarize(config, data, "train").splitlines()
-    config.env.sampler = "templates/samplers.py:by_pass_rate"
-    config.env.reward = {"function": "templates/rewards.py:overlong", "limit": 48}
-    config.env.filters = [
-        "templates/filters.py:drop_uniform",
-        {"function": "x.py:f", "reasons": ["length"]},
-    ]
-    (line,) = set(summary.summarize(config, data, "train").splitlines()) - set(usual)
-    filters = "templates/filters.py:drop_uniform, x.py:f {reasons: [length]}"
-    functions = f"templates/rewards.py:overlong {{limit: 48}}; filters {filters}"
-    assert line == f"reward      {functions}; sampler templates/samplers.py:by_pass_rate"
-    config.env.reward = config.env.sampler = None
-    config.env.filters = ["x.py:f"]
-    assert "filters     x.py:f" in summary.summarize(config, data, "train").splitlines()
 
 
 @pytest.mark.parametrize(
@@ -410,7 +415,7 @@ class Head(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_head_server_fills_in_what_the_recipe_does_not_name(workspace):
+def test_a_head_server_gives_the_servers_that_the_recipe_does_not_name(workspace):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Head)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     rows = [
@@ -435,16 +440,17 @@ def test_a_head_server_fills_in_what_the_recipe_does_not_name(workspace):
             "env.val_files=[]",
             f"gym.head_server={head}",
             "gym.servers.reasoning_gym=null",
-        )  # left out
+        )
     with pytest.raises(env.DataError, match="agent_ref 'odd_agent' matches none"):
         load(workspace, files, "env.val_files=[]")
     with pytest.raises(
-        network.GymStartError, match=r"gym\.head_server: http://127.0.0.1:9 is not a Gym head server"
+        network.GymStartError,
+        match=r"gym\.head_server: http://127.0.0.1:9 is not a Gym head server",
     ):
         load(workspace, files, "gym.head_server=http://127.0.0.1:9")
 
 
-def test_an_address_for_the_agents_of_others_wants_a_key(workspace, monkeypatch):
+def test_a_public_policy_endpoint_needs_a_key(workspace, monkeypatch):
     monkeypatch.delenv("POLICY_API_KEY", raising=False)
     with pytest.raises(ConfigError, match="environment variable POLICY_API_KEY"):
         load(workspace, "gym.policy_endpoint.port=12345")
@@ -457,76 +463,3 @@ def test_an_unknown_format_of_tool_calls_is_named(workspace):
         match=r"multi_turn\.format=hermess: vLLM has no such tool parser. Use one of: .*hermes",
     ):
         load(workspace, files, "actor_rollout_ref.rollout.multi_turn.format=hermess")
-
-
-# --- secrets -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "JUDGE_KEY", "MY_SECRET_2", "DB_PASSWORD", "aws_credential"]
-)
-def test_a_variable_with_a_secrets_name_is_written_nowhere(workspace, tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(name, "planted8")  # the shortest that is taken for a secret
-    config, _ = load(
-        workspace, "gym.servers.reasoning_gym.start.config.url=http://planted8.example/v1"
-    )
-    for command in ("train", "evaluate"):
-        with Run(config, command) as run:
-            pass
-    written = [path.read_text() for path in tmp_path.rglob("*.yaml")]
-    assert len(written) == 2 and "planted8" not in "".join(written)
-    assert all(f"${{oc.env:{name}}}.example" in text for text in written)
-    page = report_page.write_page([run.folder], tmp_path / "page.html").read_text()
-    packed = page.partition('id="data">')[2].partition("<")[0]
-    assert "planted8" not in gzip.decompress(base64.b64decode(packed)).decode()
-
-
-def test_a_dry_run_shows_no_secret(workspace, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "planted8")
-    extra = "actor_rollout_ref.rollout.engine_kwargs.vllm"
-    config, data = load(workspace, f"{extra}.hf_token=planted8", f"{extra}.api_key=sk-planted")
-    text = summary.describe_dry_run(config, base_configs()[0], data, "train")
-    assert f"{extra}.hf_token: ${{oc.env:HF_TOKEN}}" in text and f"{extra}.api_key: " in text
-    assert "planted8" not in text and "sk-planted" not in text
-
-
-LITERALS = [
-    ("api_key", "sk-planted"),
-    ("openai_api_key", "sk-planted"),
-    ("judge_key", "planted"),
-    ("token", "planted"),
-    ("hub_token", "planted"),
-    ("password", "planted"),
-    ("client_secret", "planted"),
-    ("Authorization", "Bearer planted"),
-    ("SERVICE_KEY", "planted-8"),
-    ("credentials", "{user: me, pass: planted}"),
-    ("api_keys", "[planted, planted2]"),
-    ("key", "'${oc.env:NO_SUCH_VARIABLE,planted}'"),
-    ("base_url", "https://me:pl@nted-planted@host/v1"),
-    ("base_url", "https://planted@host/v1"),
-    ("base_url", "'https://host/v1?n=1&api_key=planted'"),
-]
-
-
-@pytest.mark.parametrize(("name", "value"), LITERALS)
-def test_a_literal_secret_is_hidden(name, value):
-    config = merged(f"gym.servers.judge.start.config={{{name}: {value}, model: kept}}")
-    written = OmegaConf.to_yaml(redacted(config).gym.servers.judge)
-    assert "planted" not in written and "model: kept" in written, written
-    assert name in written
-
-
-def test_what_is_no_secret_stays():
-    """Keys of verl's with `key` or `token` in their names, and the name of the variable that holds a key."""
-    stays = {
-        "eos_token": "<end>",
-        "api_key_env": "JUDGE_KEY",
-        "prompt_key": "question",
-        "token": None,
-    }
-    config = merged("data.prompt_key=question")
-    OmegaConf.update(config, "gym.servers.judge.start.config", stays, force_add=True)
-    assert redacted(config).gym.servers.judge.start.config == stays
-    assert OmegaConf.to_yaml(redacted(config)).count(HIDDEN) == 0

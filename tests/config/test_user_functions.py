@@ -1,4 +1,6 @@
-"""Functions of one's own: named in a recipe, called, tried out before a run; each mistake says its key and function."""
+"""Functions of one's own: named in a recipe, called, tried out before a run; each mistake says its
+key and function.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ def flat(token_level_rewards, response_mask):
 def greedy_baseline(token_level_rewards, response_mask, answer_key):
     return response_mask, response_mask
 
-def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+def loss(old_log_prob, log_prob, advantages, response_mask,
+    loss_agg_mode, config, rollout_is_weights=None):
     return (advantages * log_prob).sum(), {}
 
 def first(tasks, size, batch, seed, pass_rates):
@@ -85,9 +88,14 @@ def named(tiny_recipe):
         (
             "env.reward",
             "nowhere.py:f",
-            r"env\.reward=nowhere\.py:f: no file nowhere\.py in the current folder .*\. Give its path",
+            r"env\.reward=nowhere\.py:f: no file nowhere\.py in the current folder .*\. Give its "
+            r"path",
         ),
-        ("env.reward", "verdict", r"env\.reward=verdict is not a function. Write path\.py:function"),
+        (
+            "env.reward",
+            "verdict",
+            r"env\.reward=verdict is not a function. Write path\.py:function",
+        ),
         ("env.reward", "good.py:longer", "has no function longer. It has"),
         ("env.reward", "good.py:NOT_A_FUNCTION", "has no function NOT_A_FUNCTION"),
         (
@@ -291,7 +299,8 @@ def late(token_level_rewards, values):
     helper = lambda: {}["of"]
     return helper()
 
-def per_token(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+def per_token(old_log_prob, log_prob, advantages, response_mask,
+    loss_agg_mode, config, rollout_is_weights=None):
     return -advantages * log_prob, {}
 
 def alone(old_log_prob, log_prob, **others):
@@ -300,7 +309,8 @@ def alone(old_log_prob, log_prob, **others):
 def constant(old_log_prob, log_prob, **others):
     return old_log_prob.sum(), {}
 
-def in_place(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+def in_place(old_log_prob, log_prob, advantages, response_mask,
+    loss_agg_mode, config, rollout_is_weights=None):
     ratio = torch.exp(log_prob - old_log_prob)
     loss = (ratio * advantages).sum()
     ratio.zero_()
@@ -346,7 +356,9 @@ def test_a_mistake_is_told_before_anything_starts_with_its_key_and_function(
 ):
     name = f"bad.py:{function}"
     config, data = named({key: [name] if key == "env.filters" else name})
-    with pytest.raises(UserFunctionError, match=f"{re.escape(key)}=bad.py:{function}:? .*{said}") as told:
+    with pytest.raises(
+        UserFunctionError, match=f"{re.escape(key)}=bad.py:{function}:? .*{said}"
+    ) as told:
         trial.try_functions(config, data)
     assert "Nothing was started" in str(told.value)
 
@@ -366,7 +378,9 @@ def test_a_mistake_in_a_run_is_told_alike(bad):
         with pytest.raises(UserFunctionError, match=f"^{re.escape(key)}=bad.py:{function} "):
             call(user_functions.load_function(f"bad.py:{function}", key))
     with pytest.raises(UserFunctionError, match=r"^env\.filters=bad\.py:invents returned a list"):
-        user_functions.load_function({"function": "bad.py:invents", "count": 3}, "env.filters")(made)
+        user_functions.load_function({"function": "bad.py:invents", "count": 3}, "env.filters")(
+            made
+        )
     for function, kind in (
         ("refuses", UserFunctionError),
         ("ends", RunError),
@@ -407,7 +421,8 @@ def reward(episode):
     return parts["accuracy"] + parts.get("style") + 0.0 * episode.timings["verify"]
 
 def words(episode):  # what a verdict says may be anything, so this is not known to be wrong
-    return len(episode.verify_result["extracted_answer"].split()) + episode.row["question"].count("x")
+    words = episode.verify_result["extracted_answer"].split()
+    return len(words) + episode.row["question"].count("x")
 
 def wrong_row(episode):
     return episode.row["questoin"]
@@ -416,10 +431,12 @@ def everything(episodes):
     seen.append(episodes)
     return [e for e in episodes if e.response and e.transcript and e.question is not None]
 
-def asks_all(token_level_rewards, token_level_scores, response_mask, turn, index, values, old_log_probs, ref_log_prob,
-             rollout_log_probs, rollout_is_weights, sum_pi_squared, reward_baselines, gamma, lam, config):
+def asks_all(token_level_rewards, token_level_scores, response_mask, turn, index, values,
+             old_log_probs, ref_log_prob, rollout_log_probs, rollout_is_weights,
+             sum_pi_squared, reward_baselines, gamma, lam, config):
     assert index.shape == reward_baselines.shape == (len(values),) and len(set(index)) == 2
-    assert turn.shape == values.shape == sum_pi_squared.shape == ref_log_prob.shape and gamma * lam <= 1
+    assert turn.shape == values.shape == sum_pi_squared.shape == ref_log_prob.shape
+    assert gamma * lam <= 1
     assert ((turn >= 0) == response_mask.bool()).all() and not response_mask.is_floating_point()
     assert rollout_is_weights is None and config.adv_estimator.endswith("asks_all")
     return values, values
@@ -451,7 +468,8 @@ def test_what_is_made_up_is_like_what_a_run_makes(workspace, named, tmp_path, mo
     trial.try_functions(*named({ADVANTAGE: "looks.py:open_handed"}))
     trial.try_functions(*named({"env.reward": "looks.py:words"}))
     with pytest.raises(
-        UserFunctionError, match=r"looks\.py:wrong_row failed at .*looks\.py:15: KeyError: 'questoin'"
+        UserFunctionError,
+        match=r"looks\.py:wrong_row failed at .*looks\.py:16: KeyError: 'questoin'",
     ):
         trial.try_functions(*named({"env.reward": "looks.py:wrong_row"}))
 

@@ -1,8 +1,10 @@
-"""Every key of verl's that a recipe may set is read by somebody: by the kit, or by verl's workers as the kit runs them.
+"""Every key of verl's that a recipe may set is read by somebody: by the kit, or by verl's workers
+as the kit runs them.
 
-The source of both is read for names: attributes, and words given to get, getattr, pop, select and [...]. A key is idle
-if its last name is not among them. Where it is, it may be another's of that name: who looks such a key up and finds
-that nothing reads it puts it into kit/config/verl_keys.yaml, under `unused`, as half of what is there.
+The source of both is read for names: attributes, and words given to get, getattr, pop, select and
+[...]. A key is idle if its last name is not among them. Where it is, it may be another's of that
+name: who looks such a key up and finds that nothing reads it puts it into
+kit/config/verl_keys.yaml, under `unused`, as half of what is there.
 """
 
 import ast
@@ -39,7 +41,8 @@ RUNS = (  # of verl, by the kit: FSDP's workers beside vLLM, and some of its tra
         "trainer/ppo/metric_utils.py",
     ),
 )
-NOT = re.compile(  # below those: other engines and servers, verl's own data, rewards and agent loops, profilers
+# below those: other engines and servers, verl's own data, rewards and agent loops, profilers
+NOT = re.compile(
     r"megatron|mcore|mindspeed|torchtitan|veomni|automodel|turbo|sglang|trtllm|modelopt|hf_rollout|naive|tinker|npu|hccl"
     r"|reward_|dataset|rollout_trace|skip/|distillation|profiler|rollout/schemas|config/critic|utils/config"
 )
@@ -184,14 +187,18 @@ def test_a_field_of_verls_dataclasses_is_read_or_refused(tmp_path):
     fields = dataclass_fields()
     assert set(KEYS.dataclass_fields) <= set(fields)
     lines = told(tmp_path, dict.fromkeys(fields, 1)).splitlines()
-    assert {line.split("unknown key ")[1].split(". ")[0] for line in lines} == set(fields) - set(KEYS.dataclass_fields)
+    assert {line.split("unknown key ")[1].split(". ")[0] for line in lines} == set(fields) - set(
+        KEYS.dataclass_fields
+    )
 
 
 def test_the_tables_name_what_verl_has():
     for name in [*KEYS.used, *KEYS.dataclass_fields, *KEYS.kit, *KEYS.unused]:
         others = name.endswith((".megatron", ".veomni"))  # which are there with these engines
         assert (
-            others or name in KEYS.dataclass_fields or any(f"{key}.".startswith(f"{name}.") for key in known())
+            others
+            or name in KEYS.dataclass_fields
+            or any(f"{key}.".startswith(f"{name}.") for key in known())
         ), name
 
 

@@ -287,9 +287,7 @@ def roll(world, groups=1, n=1, **changes) -> tuple[list[Episode], Sampler]:
     tokenizer = SimpleNamespace(decode=lambda ids, **_: "five")
     policy = SamplerContext(Sampler(), tokenizer, {1}, 32, 12, None, 100, "hermes", 5.0, **changes)
     tasks = [task(f"rows.jsonl:{i}") for i in range(groups)]
-    done = asyncio.run(
-        inference.rollout(repeat_per_group(tasks, n, "4"), {}, policy, world)
-    )
+    done = asyncio.run(inference.rollout(repeat_per_group(tasks, n, "4"), {}, policy, world))
     return done, policy.client
 
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from conftest import GYM_PYTHON, ROOT, command, make_mixture, metrics_of, run, tiny
+from conftest import GYM_PYTHON, ROOT, command, metrics_of, run, tiny
+from tiny_models import make_mixture
 from turn_doubles import CHATML, STOPS, bytes_tokenizer, call, context_of
 
 from kit.config import checks

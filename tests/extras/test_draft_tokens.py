@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import ray
 from conftest import SESSION, load
-from test_steps import AGREE
+from learning import AGREE
 
 import inference
 from kit.extras import monitor

@@ -9,7 +9,7 @@ import importlib
 import pytest
 import ray
 from conftest import SESSION, drop, load
-from test_steps import AGREE, UNTRAINED, learn
+from learning import AGREE, UNTRAINED, train_until
 
 import inference
 from kit.rollout.client import Client
@@ -65,7 +65,7 @@ def test_greedy_responses_of_transformers_are_those_of_vllm(stack, hf):
 @pytest.mark.soak
 def test_training_on_responses_of_transformers_raises_the_reward(stack, hf):
     with trainer_over(stack, "hf", *hf, LEARNING_RATE, "actor_rollout_ref.rollout.n=16") as trainer:
-        rewards = learn(trainer, 0.5)
+        rewards = train_until(trainer, 0.5)
     assert sum(rewards[:3]) / 3 < UNTRAINED
     assert sum(rewards[-3:]) / 3 >= 0.5
 

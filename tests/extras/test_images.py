@@ -15,21 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import (
-    ROOT,
-    SEES,
-    command,
-    gym_examples,
-    make_vision_model,
-    metrics_of,
-    row,
-    run,
-    served,
-    tiny,
-    write_rows,
-)
+from conftest import ROOT, command, gym_examples, metrics_of, row, run, served, tiny, write_rows
 from omegaconf import OmegaConf
 from PIL import Image
+from tiny_models import IMAGE_CHAT_TEMPLATE, make_vision_model
 
 import env
 import inference
@@ -418,10 +407,12 @@ def test_what_images_do_not_go_with(processor):
 
 
 def run_colours(workspace, seeing, steps: int) -> list[float]:
-    """Train a model to name the colour of an image, and return the held-out accuracy of each evaluation.
+    """Train a model to name the colour of an image, and return the held-out accuracy of each
+    evaluation.
 
-    Rows of Gym's circle_click, whose tool it never calls, are in the same batches. Sampler and trainer agree
-    throughout: neither says <image>, which would take the probability that other tokens lose.
+    Rows of Gym's circle_click, whose tool it never calls, are in the same batches. Sampler and
+    trainer agree throughout: neither says <image>, which would take the probability that other
+    tokens lose.
     """
     rows = [
         picture(url(png(colour)), answer=name) for name, colour in COLOURS.items() for _ in range(3)
@@ -468,7 +459,9 @@ def test_a_model_that_sees_is_trained_on_what_it_sampled(workspace, seeing):
 
 @pytest.mark.soak
 def test_it_learns_to_name_a_colour(workspace, seeing):
-    """The texts are all the same: only eyes help. One answer to all would be right half of the time."""
+    """The texts are all the same: only eyes help. One answer to all would be right half of the
+    time.
+    """
     held_out = run_colours(workspace, seeing, steps=34)
     assert held_out[0] <= 0.5 < held_out[-1]
 
@@ -488,7 +481,7 @@ def qwen(workspace) -> Path:
         tokenizer.convert_tokens_to_ids(f"<|{name}|>")
         for name in ("image_pad", "vision_start", "vision_end")
     )
-    tokenizer.chat_template = SEES.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
+    tokenizer.chat_template = IMAGE_CHAT_TEMPLATE.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,
@@ -512,7 +505,9 @@ def qwen(workspace) -> Path:
 
 
 def test_a_recipe_for_qwens_eyes_is_in_order(workspace, qwen):
-    """Without torchvision; over an image its positions go in three dimensions, by the model's own get_rope_index."""
+    """Without torchvision; over an image its positions go in three dimensions, by the model's own
+    get_rope_index.
+    """
     [clicks] = [
         path
         for path in gym_examples()

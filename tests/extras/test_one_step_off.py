@@ -11,8 +11,8 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+from learning import AGREE, PATIENCE, UNTRAINED
 from omegaconf import OmegaConf
-from test_steps import AGREE, PATIENCE, UNTRAINED
 
 from kit.errors import Stop
 from kit.extras import one_step_off

@@ -1,4 +1,6 @@
-"""Supervised fine-tuning: which tokens of a conversation are learned, and where conversations come from."""
+"""Supervised fine-tuning: which tokens of a conversation are learned, and where conversations come
+from.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: killed at every moment of a save, on a full disk, cut short, of another model, with code in them."""
+"""Checkpoints: saves that are killed or fail, files that are cut, other models, code in files."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, RECIPE, ROOT, tiny
+from conftest import ROOT
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
-from kit.config.load import load_config
-from kit.config.redaction import redacted
+from kit.config.keys import KEYS
 from kit.errors import ConfigError, RunError
 from kit.runs import checkpoints
 
 
 class Group:
-    """A worker group whose ranks write what verl's write: shards of a model, and the RNG."""
+    """A worker group whose ranks write what verl's ranks write: a shard of a model, and the RNG."""
 
     world_size = 2
 
@@ -75,9 +74,11 @@ def save(folder: Path, step: int, group=None, **trainer) -> Path:
     )
 
 
-def test_killed_at_every_moment_of_a_save_the_newest_whole_one_is_found(tmp_path):
-    """A child saves step 2, over a whole step 1 and a whole step 2 of an earlier run, and kills itself at its n-th
-    call into the file system, for every n until it comes through."""
+def test_a_save_that_is_killed_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
+    """A child saves step 2, over complete steps 1 and 2 of an earlier run.
+
+    It kills itself at its n-th call of the file system, for every n until the save is complete.
+    """
     moments = set()
     for n in range(1, 1000):
         folder = tmp_path / str(n)
@@ -106,27 +107,27 @@ def test_killed_at_every_moment_of_a_save_the_newest_whole_one_is_found(tmp_path
             save(folder, 2, Group(width=5))
             os._exit(0)
         _, status = os.waitpid(child, 0)
-        last, lines = checkpoints.find_newest(folder)
+        last, notes = checkpoints.find_newest(folder)
         assert last is not None and not checkpoints.find_damage(last)
         width = checkpoints.read(last / "actor" / "model_world_size_2_rank_1.pt")[
             "layer.weight"
         ].shape[0]
         state = checkpoints.read(last / "data.pt")
         moments.add((last.name, width, state["step"]))
-        # the old step 2 until it is taken away, by when the new one is whole under another name, then the new one
+        # the old step 2 until it is deleted: by then the new one is complete under another name
         assert (last.name, width) in {
             ("global_step_2", 4),
             ("saving_2", 5),
             ("global_step_2", 5),
         }, (n, moments)
-        assert all("left alone" in line and "_2 is not whole" in line for line in lines)
-        again = save(folder, 2, Group(width=6))  # what the kill left is no obstacle
+        assert all("_2 is not complete and is not used" in note for note in notes)
+        again = save(folder, 2, Group(width=6))  # files of the killed save are no obstacle
         assert checkpoints.find_newest(folder)[0] == again and not (folder / "saving_2").exists()
         if status == 0:
             break
         assert os.WTERMSIG(status) == signal.SIGKILL
     else:
-        raise AssertionError("the save never came through")
+        raise AssertionError("no save was complete")
     print(f"killed at {n - 1} moments")
     assert n > 20 and moments == {
         ("global_step_2", 4, 2),
@@ -138,32 +139,32 @@ def test_killed_at_every_moment_of_a_save_the_newest_whole_one_is_found(tmp_path
 @pytest.mark.parametrize(
     "name", ["data.pt", "actor/model_world_size_2_rank_1.pt", "actor/fsdp_config.json"]
 )
-def test_a_file_cut_short_is_named_and_the_one_before_is_taken(tmp_path, name):
+def test_a_cut_file_is_named_and_the_checkpoint_before_is_used(tmp_path, name):
     save(tmp_path, 1)
     last = save(tmp_path, 2)
     size = (last / name).stat().st_size
     os.truncate(last / name, size // 2)
-    found, lines = checkpoints.find_resume_point(config_of(tmp_path))
-    assert found == tmp_path / "global_step_1"
-    assert lines == [f"{last} is not whole, and left alone: {name} has {size // 2} bytes of {size}"]
+    checkpoint, notes = checkpoints.find_resume_point(config_of(tmp_path))
+    assert checkpoint == tmp_path / "global_step_1"
+    unused = f"{last} is not complete and is not used"
+    assert notes == [f"{unused}: {name} has {size // 2} bytes of {size}"]
     (last / name).unlink()
-    assert checkpoints.find_newest(tmp_path)[1] == [
-        f"{last} is not whole, and left alone: {name} is missing"
-    ]
+    assert checkpoints.find_newest(tmp_path)[1] == [f"{unused}: {name} is missing"]
     with pytest.raises(
-        ConfigError, match=f"resume_from_path={last} is not a whole checkpoint: {name} is missing"
+        ConfigError,
+        match=f"resume_from_path={last} is not a complete checkpoint: {name} is missing",
     ):
         checkpoints.find_resume_point(
             config_of(tmp_path, resume_mode="resume_path", resume_from_path=str(last))
         )
     shutil.rmtree(tmp_path / "global_step_1")
     with pytest.raises(
-        ConfigError, match=r"there is no other. trainer.resume_mode=disable begins again at step 0"
+        ConfigError, match=r"There is no other\. Set trainer.resume_mode=disable to start at step 0"
     ):
         checkpoints.find_resume_point(config_of(tmp_path))
 
 
-def test_a_full_disk_ends_the_save_with_what_to_do_and_keeps_what_was_there(tmp_path):
+def test_a_full_disk_is_one_message_and_keeps_earlier_checkpoints(tmp_path):
     first = save(tmp_path, 1)
 
     class Full(Group):
@@ -174,10 +175,10 @@ def test_a_full_disk_ends_the_save_with_what_to_do_and_keeps_what_was_there(tmp_
 
     with pytest.raises(
         RunError,
-        match=r"step 2 could not be written: .*No space left on device; see that there is room in",
+        match=r"step 2 could not be written: .*No space left on device\. Make room in",
     ) as caught:
         save(tmp_path, 2, Full())
-    assert f"the same command goes on from {first}" in str(caught.value)
+    assert f"rerun the same command to resume from {first}" in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "global_step_1",
         "latest_checkpointed_iteration.txt",
@@ -185,45 +186,46 @@ def test_a_full_disk_ends_the_save_with_what_to_do_and_keeps_what_was_there(tmp_
     assert not checkpoints.find_damage(first)
 
 
-def test_the_shards_of_half_the_ranks_are_no_checkpoint(tmp_path):
-    """Two nodes, each with a disk of its own: the driver sees what its own ranks wrote."""
+def test_shards_of_half_of_the_ranks_are_no_checkpoint(tmp_path):
+    """Two nodes do not share a disk: the driver sees only the shards of its node."""
     first = save(tmp_path, 1)
 
     class Half(Group):
         world_size = 4
 
-    with pytest.raises(
-        RunError, match=r"4 shards of 4 ranks are not there, .* all nodes share: extra_"
-    ):
+    missing = "4 shards of 4 ranks are not there, .* the nodes do not share: extra_"
+    with pytest.raises(RunError, match=missing):
         save(tmp_path, 2, Half())
     assert checkpoints.find_newest(tmp_path) == (first, [])
 
 
-def test_old_ones_are_deleted_but_never_the_last_good_one(tmp_path):
+def test_old_checkpoints_are_deleted_but_never_the_last_complete_one(tmp_path):
     for step in range(1, 5):
         save(tmp_path, step, max_actor_ckpt_to_keep=2)
-    assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == ["global_step_4", "global_step_3"]
+    assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == [
+        "global_step_4",
+        "global_step_3",
+    ]
     os.truncate(tmp_path / "global_step_4" / "data.pt", 3)
-    save(tmp_path, 5, max_actor_ckpt_to_keep=1)  # the broken one does not count, nor is it touched
-    assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == ["global_step_5", "global_step_4"]
+    save(tmp_path, 5, max_actor_ckpt_to_keep=1)  # an incomplete one does not count, and stays
+    assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == [
+        "global_step_5",
+        "global_step_4",
+    ]
     assert checkpoints.find_newest(tmp_path)[0] == tmp_path / "global_step_5"
-    assert save(
-        tmp_path, 2, max_actor_ckpt_to_keep=1
-    ).is_dir()  # of a run that began again: never the one just written
+    # a run that starts again keeps the one that it has just written
+    assert save(tmp_path, 2, max_actor_ckpt_to_keep=1).is_dir()
 
 
-def test_checkpoints_after_the_step_that_a_run_begins_at_are_set_aside(tmp_path):
+def test_checkpoints_after_the_step_that_a_run_starts_at_are_set_aside(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
     os.truncate(tmp_path / "global_step_3" / "data.pt", 3)
-    lines = checkpoints.set_aside(tmp_path, 1)
-    assert (
-        len(lines) == 1
-        and "global_step_2 is of steps that are trained again: it is now abandoned_" in lines[0]
-    )
+    [note] = checkpoints.set_aside(tmp_path, 1)
+    assert "global_step_2 is of steps that are trained again. It is now abandoned_" in note
     assert checkpoints.find_newest(tmp_path)[0] == tmp_path / "global_step_1"
     assert not checkpoints.find_damage(next(tmp_path.glob("abandoned_*_global_step_2")))
-    assert (tmp_path / "global_step_3").is_dir()  # broken ones are left alone
+    assert (tmp_path / "global_step_3").is_dir()  # an incomplete one keeps its name
 
 
 def test_a_file_with_code_in_it_is_not_loaded(tmp_path):
@@ -242,7 +244,7 @@ def test_a_file_with_code_in_it_is_not_loaded(tmp_path):
         torch.save({"step": Trap()}, path)
         with pytest.raises(
             RunError,
-            match=f"{name} is not loaded, as it is not tensors and plain values alone: .*system",
+            match=f"{name} is not loaded, since it holds more than tensors .*values: .*system",
         ):
             checkpoints.check(checkpoint, config_of(tmp_path), "train")
         path.write_bytes(pickle.dumps({"step": Trap()}))
@@ -265,23 +267,25 @@ def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(tmp_path):
         checkpoints.check(checkpoint, config_of(tmp_path), "train")
 
 
-def test_what_changed_is_said_and_what_cannot_change_is_refused(tmp_path):
+def test_changed_keys_are_listed_or_refused(tmp_path):
     checkpoint, config = save(tmp_path, 1), config_of(tmp_path)
     config.trainer.total_training_steps = 200
-    allowed = f"changed since {checkpoint}, and allowed: trainer.total_training_steps 100 -> 200"
+    allowed = f"Changed since {checkpoint}: trainer.total_training_steps 100 -> 200"
     assert checkpoints.check(checkpoint, config, "train") == [allowed]
     faster = OmegaConf.merge(config, {"actor_rollout_ref": {"actor": {"optim": {"lr": 0.2}}}})
     contents = "actor_rollout_ref.actor.checkpoint.load_contents"
-    told = rf"optim.lr 0.1 -> 0.2 \(the saved optimizer has its own; {contents}=\[model\] begins a new one\)"
-    with pytest.raises(RunError, match=told):
+    reason = rf"the saved optimizer has its value; {contents}=\[model\] starts a new one"
+    with pytest.raises(RunError, match=rf"optim.lr 0.1 -> 0.2 \({reason}\)"):
         checkpoints.check(checkpoint, faster, "train")
     OmegaConf.update(faster, contents, ["model"], force_add=True)
     assert "optim.lr 0.1 -> 0.2" in checkpoints.check(checkpoint, faster, "train")[0]
     with pytest.raises(
-        RunError, match=r"is of `train`, not of `sft`: give another trainer.experiment_name"
+        RunError, match=r"is of `train`, not of `sft`\. Set another trainer.experiment_name"
     ):
         checkpoints.check(checkpoint, config, "sft")
-    with pytest.raises(RunError, match="cannot go on with a critic, which that run did not have"):
+    with pytest.raises(
+        RunError, match="cannot be resumed with a critic, which that run did not have"
+    ):
         changed = OmegaConf.merge(config, {"algorithm": {"adv_estimator": "gae"}})
         checkpoints.check(checkpoint, changed, "train")
     spread = OmegaConf.merge(
@@ -294,11 +298,29 @@ def test_what_changed_is_said_and_what_cannot_change_is_refused(tmp_path):
     config.trainer.n_gpus_per_node = 4
     with pytest.raises(RunError) as caught:
         checkpoints.check(checkpoint, config, "train")
-    said = f"{checkpoint} cannot go on with trainer.n_gpus_per_node 2 -> 4 (each rank loads the shard that it wrote). "
-    assert (
-        str(caught.value)
-        == f"{said}Set these back, or give the run another trainer.experiment_name; {allowed}"
-    )
+    change = "trainer.n_gpus_per_node 2 -> 4 (each rank loads the shard that it wrote)"
+    hint = "Set these back, or set another trainer.experiment_name."
+    assert str(caught.value) == f"{checkpoint} cannot be resumed with {change}. {hint} {allowed}"
+
+
+def test_a_checkpoint_with_old_names_of_keys_resumes_without_a_note(tmp_path):
+    """The old names are in the checkpoint's config.yaml, and the recipe has the new ones."""
+    assert KEYS.renamed
+    checkpoint = save(tmp_path, 1)
+    config = config_of(tmp_path)
+    path = checkpoint / "config.yaml"
+    saved = OmegaConf.load(path)
+    for old, new in KEYS.renamed.items():
+        below = ".port" if old == "gym.door" else ""  # it was a section
+        OmegaConf.update(saved, old + below, f"value of {old}", force_add=True)
+        OmegaConf.update(config, new + below, f"value of {old}", force_add=True)
+    OmegaConf.save(saved, path)
+    assert checkpoints.check(checkpoint, config, "train") == []
+    config.trainer.stage_timeout_s = 7
+    change = "trainer.stage_timeout_s value of env.stage_deadline_s -> 7"
+    assert checkpoints.check(checkpoint, config, "train") == [
+        f"Changed since {checkpoint}: {change}"
+    ]
 
 
 def test_nothing_left_to_train_is_an_error(tmp_path, monkeypatch):
@@ -307,31 +329,9 @@ def test_nothing_left_to_train_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "runs" / "checked" / "export").mkdir(parents=True)
     (tmp_path / "runs" / "checked" / "export" / checkpoints.EXPORTED).write_text("100")
     with pytest.raises(
-        ConfigError, match=r"nothing left to train: .*global_step_100 is the last of 100 steps"
+        ConfigError, match=r"Nothing is left to train: .*global_step_100 is the last of 100 steps"
     ):
         checkpoints.find_resume_point(config_of(tmp_path))
-
-
-def test_no_key_of_the_environment_is_written_down(workspace, monkeypatch):
-    monkeypatch.setenv("JUDGE_API_KEY", "sk-planted-judge")
-    monkeypatch.setenv("SECRET_HOST", "planted.example")
-    monkeypatch.setenv(
-        "JUDGE_ADDRESS", "planted.elsewhere"
-    )  # not called a secret, but from the environment
-    changes = [
-        "gym.servers.judge.start.config.judge={key: '${oc.env:JUDGE_API_KEY}', url: 'http://planted.example/v1', "
-        "address: '${oc.env:JUDGE_ADDRESS}'}"
-    ]
-    changes.append("gym.servers.judge.start.config.model=sk-planted-judge-by-hand")
-    config, _ = load_config([str(CPU), str(RECIPE)], tiny(workspace, *changes))
-    written = OmegaConf.to_yaml(redacted(config))
-    assert "planted" not in written
-    assert (
-        "key: ${oc.env:JUDGE_API_KEY}" in written and "http://${oc.env:SECRET_HOST}/v1" in written
-    )
-    assert (
-        redacted(config).gym.servers.judge.start.config.judge.key == "sk-planted-judge"
-    )  # and it still loads
 
 
 def test_a_manifest_lists_every_file(tmp_path):
@@ -343,9 +343,11 @@ def test_a_manifest_lists_every_file(tmp_path):
     assert listed == present - {"manifest.json"}
 
 
-def test_the_bare_command_says_which_checkpoint_is_broken(tmp_path):
-    """The module imports without verl, so that a broken checkpoint is told of in seconds."""
-    code = "import sys; from kit import checkpoints; sys.exit('verl' in sys.modules or 'ray' in sys.modules)"
+def test_the_module_is_imported_without_verl_and_ray():
+    """So a damaged checkpoint is reported in seconds."""
+    code = (
+        "import sys; import kit.runs.checkpoints; sys.exit(bool({'verl', 'ray'} & {*sys.modules}))"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
@@ -353,11 +355,11 @@ def test_the_bare_command_says_which_checkpoint_is_broken(tmp_path):
     "name", ["lr", "betas", "weight_decay", "optimizer", "override_optimizer_config"]
 )
 @pytest.mark.parametrize("part", ["actor_rollout_ref.actor", "critic"])
-def test_what_the_saved_optimizer_holds_may_not_change(tmp_path, name, part):
+def test_values_of_the_saved_optimizer_must_not_change(tmp_path, name, part):
     checkpoint, config = save(tmp_path, 1), config_of(tmp_path)
     OmegaConf.update(config, f"{part}.optim.{name}", [0.5, 0.6], force_add=True)
     with pytest.raises(
-        RunError, match=rf"{part}\.optim\.{name} .* \(the saved optimizer has its own"
+        RunError, match=rf"{part}\.optim\.{name} .* \(the saved optimizer has its value"
     ):
         checkpoints.check(checkpoint, config, "train")
     OmegaConf.update(config, f"{part}.checkpoint.load_contents", ["model"], force_add=True)
@@ -368,7 +370,7 @@ def test_what_the_saved_optimizer_holds_may_not_change(tmp_path, name, part):
     "name",
     ["layer.weight", "base_model.model.layer.weight", "base_model.model.layer.base_layer.weight"],
 )
-def test_shapes_are_checked_by_the_models_names_with_loras_too(tmp_path, name):
+def test_shapes_are_checked_also_for_names_of_lora_adapters(tmp_path, name):
     save_file({"layer.weight": torch.ones(7, 3)}, tmp_path / "model.safetensors")
     with pytest.raises(RunError, match=r"its layer\.weight is \(4, 3\), that of .* is \(7, 3\)"):
         checkpoints.check_shapes(tmp_path / "model_0.pt", {name: torch.ones(4, 3)}, tmp_path)
@@ -377,24 +379,24 @@ def test_shapes_are_checked_by_the_models_names_with_loras_too(tmp_path, name):
 
 def test_a_replay_starts_from_the_step_before(tmp_path):
     folder = tmp_path / "runs" / "a"
-    made = {step: save(folder / "checkpoints", step) for step in (1, 2, 3)}
+    saved = {step: save(folder / "checkpoints", step) for step in (1, 2, 3)}
     (folder / "rollouts").mkdir()
     rollouts = folder / "rollouts" / "step_3.jsonl"
     rollouts.write_text("")
 
-    def asked(**trainer):
+    def make_recipe(**trainer):
         config = config_of(tmp_path / "none", **trainer)
         return OmegaConf.merge(
             config, {"env": {"val_files": ["x"]}, "trainer": {"val_before_train": True}}
         )
 
-    assert checkpoints.prepare_replay(asked(), rollouts) == made[2]
+    assert checkpoints.prepare_replay(make_recipe(), rollouts) == saved[2]
     for step in (1, 3):
-        named = asked(resume_mode="resume_path", resume_from_path=str(made[step]))
+        named = make_recipe(resume_mode="resume_path", resume_from_path=str(saved[step]))
         with pytest.raises(
             ConfigError, match=rf"weights after step 2, but .*global_step_{step} is of another step"
         ):
             checkpoints.prepare_replay(named, rollouts)
-    shutil.rmtree(made[2])
-    with pytest.raises(ConfigError, match=r"global_step_2 is not whole: there is no such folder"):
-        checkpoints.prepare_replay(asked(), rollouts)
+    shutil.rmtree(saved[2])
+    with pytest.raises(ConfigError, match="global_step_2 is not complete: there is no such folder"):
+        checkpoints.prepare_replay(make_recipe(), rollouts)

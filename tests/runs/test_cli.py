@@ -1,4 +1,6 @@
-"""`python algorithm.py` as users start it: what a process leaves, resumes, refuses; what a notebook does."""
+"""`python algorithm.py` as users start it: what a process leaves, resumes, refuses; what a notebook
+does.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from test_readme import python_block
 
 
 def test_the_loop_from_python_and_the_command_are_one_run(workspace):
-    """README's lines over the tiny recipe: a coefficient that changes from step to step, the same folder; then the
-    command goes on with the run, and leaves all that a run leaves."""
+    """README's lines over the tiny recipe: a coefficient that changes from step to step, the same
+    folder; then the command goes on with the run, and leaves all that a run leaves.
+    """
     name, files = "annealed", ["cpu", str(ROOT / "tests" / "tiny.yaml")]
     settings = tiny(workspace, "trainer.total_training_steps=2")
     block = python_block("with train(plan(").replace('["math_cpu", "cpu"]', repr(files))
@@ -213,7 +216,9 @@ def test_dry_run_checks_everything_and_starts_nothing(workspace):
 
 
 def test_the_gpu_recipe_passes_its_dry_run_but_for_the_model(workspace):
-    """configs/math.yaml as it is, with two GSM8K-like rows and the tiny model in the places of hub and data."""
+    """configs/math.yaml as it is, with two GSM8K-like rows and the tiny model in the places of hub
+    and data.
+    """
     entry = {"question": "one and one", "answer": "It is two.\n#### 2"}
     source = workspace / "gsm8k"
     source.mkdir()

@@ -1,4 +1,4 @@
-"""`rollout` over the session's servers: what it collects, and how it goes on."""
+"""`rollout` over the session's servers: the episodes that it collects, and how it resumes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from conftest import CPU, RECIPE, SESSION, tiny
 from kit.config.load import load_config
 from kit.errors import ConfigError
 from kit.rollout.sampler import make_sampler_context
-from kit.runs import collect
-from kit.runs.launch import Started
+from kit.runs import collect, prepare
+from kit.runs.launch import Stack
 from kit.runs.run_dir import Run
 
-MIX = "env.train_files=[{path: tools.jsonl, server: counter},{path: train.jsonl, server: reasoning_gym}]"
+MIX = (
+    "env.train_files=[{path: tools.jsonl, server: counter},"
+    "{path: train.jsonl, server: reasoning_gym}]"
+)
 CHANGES = [
     MIX,
     "actor_rollout_ref.rollout.n=2",
@@ -24,33 +27,32 @@ CHANGES = [
 ]
 
 
-def collected(stack, monkeypatch, *changes):
-    """What the command prints over the session's servers, and its file's lines."""
+def collect_rollouts(stack, monkeypatch, *changes):
+    """Run the command over the session's servers -> (lines of its file, the run)."""
     import inference
 
     config, _ = load_config(
         [str(CPU), str(RECIPE)], tiny(stack.workspace, *SESSION, *CHANGES, *changes)
     )
-    data = prepare.prepare(config, "rollout")
-    was = stack.servers
-    policy = make_sampler_context(config, was.context.client, data, 60.0)
-    servers = inference.Servers(config, was.manager, None, policy, was.gym, was.loop)
-    monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Started(None, servers))
+    inputs = prepare.prepare(config, "rollout")
+    session = stack.servers
+    context = make_sampler_context(config, session.context.client, inputs, 60.0)
+    servers = inference.Servers(config, session.manager, None, context, session.gym, session.loop)
+    monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Stack(None, servers))
     with Run(config, "rollout") as run:
-        collect.run_command(config, run, data)
+        collect.run_command(config, run, inputs)
     return (run.folder / "rollouts.jsonl").read_text().splitlines(), run
 
 
-def test_rollouts_without_training_go_on_where_they_stopped(stack, monkeypatch, capsys):
-    lines, run = collected(stack, monkeypatch)
+def test_rollouts_without_training_resume_where_they_stopped(stack, monkeypatch, capsys):
+    lines, run = collect_rollouts(stack, monkeypatch)
     records = [json.loads(line) for line in lines]
     keys = {(r["_ng_task_index"], r["_ng_rollout_index"]) for r in records}
     assert keys == {(i, k) for i in range(16) for k in range(2)} and len(records) == 32
     for record in records:
         assert isinstance(record["reward"], float) and record["response"]["object"] == "response"
-        assert ("expected_count" in record) != (
-            "question" in record
-        )  # the row, verbatim, is all there
+        # every key of the row is there
+        assert ("expected_count" in record) != ("question" in record)
         seen: list[int] = []
         for item in record["response"]["output"]:
             if "generation_token_ids" in item:
@@ -58,21 +60,23 @@ def test_rollouts_without_training_go_on_where_they_stopped(stack, monkeypatch, 
                 assert len(item["generation_log_probs"]) == len(item["generation_token_ids"])
                 seen = item["prompt_token_ids"] + item["generation_token_ids"]
         assert seen
-    told = capsys.readouterr().out
-    assert "rollout/counter/reward/mean@2" in told and "val-core" not in told
-    assert len([line for line in told.splitlines() if "' -> '" in line]) >= 6
-    task = run.bar.tasks[0]
+    output = capsys.readouterr().out
+    assert "rollout/counter/reward/mean@2" in output and "val-core" not in output
+    assert len([line for line in output.splitlines() if "' -> '" in line]) >= 6
+    task = run.display.bar.tasks[0]
     assert (task.completed, task.total) == (32, 32)
 
     path = run.folder / "rollouts.jsonl"
     path.write_text("\n".join(lines[:20]) + "\n" + lines[20][:50])  # killed in the middle of a line
-    again, _ = collected(stack, monkeypatch)
+    again, _ = collect_rollouts(stack, monkeypatch)
     assert "20 of 32 episodes are in" in capsys.readouterr().out
     assert again[:20] == lines[:20] and len(again) == 32
     assert {(r["_ng_task_index"], r["_ng_rollout_index"]) for r in map(json.loads, again)} == keys
 
     with pytest.raises(ConfigError, match="holds episodes of other rows"):
-        collected(stack, monkeypatch, "env.train_files=[{path: val.jsonl, server: reasoning_gym}]")
+        collect_rollouts(
+            stack, monkeypatch, "env.train_files=[{path: val.jsonl, server: reasoning_gym}]"
+        )
     path.write_text(
         '{"responses_create_params": {}, "reward": 1.0, "_ng_task_index": 0, "_ng_rollout_index": 0}\n'
     )
@@ -80,9 +84,11 @@ def test_rollouts_without_training_go_on_where_they_stopped(stack, monkeypatch, 
         ConfigError,
         match=r"rollouts\.jsonl:1 is no episode .*older format .*another trainer.experiment",
     ):
-        collected(stack, monkeypatch)
+        collect_rollouts(stack, monkeypatch)
 
 
 def test_the_rows_can_be_limited(stack, monkeypatch):
-    lines, _ = collected(stack, monkeypatch, "env.max_rows=3", "trainer.experiment_name=limited")
+    lines, _ = collect_rollouts(
+        stack, monkeypatch, "env.max_rows=3", "trainer.experiment_name=limited"
+    )
     assert len(lines) == 6 and all(math.isfinite(json.loads(line)["reward"]) for line in lines)

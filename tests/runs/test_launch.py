@@ -1,11 +1,13 @@
-"""What a run gives to the processes that it starts."""
+"""A run starts its processes with the right GPUs, variables and folders."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,22 +16,21 @@ import pytest
 from conftest import ROOT, load
 
 import inference
+from kit.cpu import preload
 from kit.errors import RunError
-from kit.runs import isolation, launch
+from kit.runs import cli, isolation, launch
 
 
 class Manager:
-    """Stands in for verl's LLMServerManager and records what it was asked for."""
+    """A double of verl's LLMServerManager that records its arguments."""
 
-    made: list[Manager]
+    instances: list[Manager]
 
     def __init__(self, config: Any, worker_group: Any = None, start_rank: int = 0):
-        self.rollout, self.worker_group, self.start_rank = (
-            config.actor_rollout_ref.rollout,
-            worker_group,
-            start_rank,
-        )
-        self.made.append(self)
+        self.rollout = config.actor_rollout_ref.rollout
+        self.worker_group = worker_group
+        self.start_rank = start_rank
+        self.instances.append(self)
 
     async def _initialize_llm_servers(self) -> None:
         pass
@@ -37,12 +38,12 @@ class Manager:
 
 @pytest.fixture
 def managers(monkeypatch: pytest.MonkeyPatch) -> list[Manager]:
-    Manager.made = []
+    Manager.instances = []
     monkeypatch.setattr(inference, "LLMServerManager", Manager)
-    return Manager.made
+    return Manager.instances
 
 
-APART = [
+SEPARATE = [
     "trainer.nnodes=4",
     "actor_rollout_ref.rollout.nnodes=2",
     "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo",
@@ -50,23 +51,26 @@ APART = [
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"), [(APART, 2), (APART[:1], 4)], ids=["apart", "together"]
+    ("changes", "expected"), [(SEPARATE, 2), (SEPARATE[:1], 4)], ids=["separate", "shared"]
 )
-def test_a_sampler_has_the_nodes_of_its_recipe(
+def test_a_rollout_engine_has_the_nodes_of_its_recipe(
     workspace: Path, managers: list[Manager], changes, expected
 ) -> None:
     config, _ = load(workspace, *changes)
     before = config.actor_rollout_ref.rollout.nnodes
     asyncio.run(inference.start_standalone_servers(config, start_rank=4))
-    (made,) = managers
-    assert (made.rollout.nnodes, made.rollout.load_format, made.start_rank) == (expected, "auto", 4)
-    assert config.actor_rollout_ref.rollout.nnodes == before  # the recipe stays as it was
+    (manager,) = managers
+    rollout = manager.rollout
+    assert (rollout.nnodes, rollout.load_format, manager.start_rank) == (expected, "auto", 4)
+    assert config.actor_rollout_ref.rollout.nnodes == before  # the recipe is not changed
 
 
 @pytest.mark.parametrize(
-    ("changes", "shares_gpus"), [(APART, False), (APART[:1], True)], ids=["apart", "together"]
+    ("changes", "shares_gpus"),
+    [(SEPARATE, False), (SEPARATE[:1], True)],
+    ids=["separate", "shared"],
 )
-def test_servers_apart_do_not_take_the_gpus_of_the_actor(
+def test_separate_servers_do_not_use_the_actors_gpus(
     workspace: Path, managers: list[Manager], changes, shares_gpus
 ) -> None:
     config, _ = load(workspace, *changes)
@@ -78,9 +82,9 @@ def test_servers_apart_do_not_take_the_gpus_of_the_actor(
 def test_the_pythonpath_of_the_user_reaches_every_process(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["mine", str(ROOT), "theirs"]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["first", str(ROOT), "second"]))
     config, _ = load(workspace)
-    expected = os.pathsep.join([str(ROOT), "mine", "theirs"])
+    expected = os.pathsep.join([str(ROOT), "first", "second"])
     assert (
         config.ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH
         == os.environ["PYTHONPATH"]
@@ -88,29 +92,46 @@ def test_the_pythonpath_of_the_user_reaches_every_process(
     )
 
 
-@pytest.mark.parametrize("executable", [None, "/opt/my $(touch x)/python"])
+@pytest.mark.parametrize("is_forked", [False, True])
 def test_a_python_with_an_odd_path_is_quoted_for_ray(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, executable: str | None
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_forked: bool
 ) -> None:
-    """Ray puts it into the command of a shell. executable: Python's own path; None: workers fork."""
-    asked: list[dict[str, Any]] = []
+    """Ray puts it into a command of a shell. is_forked: Ray starts workers by the fork server."""
+    settings: list[dict[str, Any]] = []
 
     def init(**arguments: Any) -> Any:
-        asked.append(arguments)
-        raise RunError("as far as this test goes")
+        settings.append(arguments)
+        raise RunError("the end of this test")
+
+    @contextlib.contextmanager
+    def running(modules: str, log: Path) -> Iterator[Any]:
+        yield SimpleNamespace(python="/tmp/a b/python", set_env=print)
 
     monkeypatch.setattr(launch.ray, "init", init)
-    monkeypatch.setattr(launch, "_import_all", lambda engine: None)
+    monkeypatch.setattr(launch, "import_engine", lambda launch: None)
     monkeypatch.setattr(isolation, "make_ray_folder", lambda parent: f"{parent} made private")
-    python = executable or "/tmp/a b/python"
-    monkeypatch.setattr(sys, "executable", executable or sys.executable)
-    config, _ = load(workspace, "ray_kwargs.ray_init._temp_dir=/tmp/mine")
-    run = SimpleNamespace(config=config, guard=SimpleNamespace(monitor=None))
-    with pytest.raises(RunError, match="as far as"):
-        fork_from = None if executable else SimpleNamespace(python=python, set_env=print)
-        launch.start_ray(run, fork_from, sample=False)
-    assert shlex.split(asked[0]["runtime_env"]["py_executable"]) == [python]
-    assert asked[0]["_temp_dir"] == "/tmp/mine made private"
+    monkeypatch.setattr(preload.fork_server, "running", running)
+    monkeypatch.setenv(preload.VARIABLE, "torch")
+    python = "/tmp/a b/python" if is_forked else "/opt/my $(touch x)/python"
+    config, inputs = load(workspace, "ray_kwargs.ray_init._temp_dir=/tmp/mine")
+    run = SimpleNamespace(config=config, guard=SimpleNamespace(monitor=None), folder=tmp_path)
+    with contextlib.ExitStack() as stack, pytest.raises(RunError, match="the end of"):
+        starting = launch.Launch(run, inputs, stack, None)  # type: ignore[arg-type]
+        if is_forked:
+            preload.before_ray(starting)
+        else:
+            starting.python = python
+        launch.start_ray(starting)
+    assert shlex.split(settings[0]["runtime_env"]["py_executable"]) == [python]
+    assert settings[0]["_temp_dir"] == "/tmp/mine made private"
+
+
+def test_workers_run_with_the_python_of_the_run(workspace: Path) -> None:
+    config, inputs = load(workspace)
+    run = SimpleNamespace(config=config)
+    with contextlib.ExitStack() as stack:
+        starting = launch.Launch(run, inputs, stack, None)  # type: ignore[arg-type]
+    assert starting.python == sys.executable
 
 
 def test_a_long_tmpdir_ends_a_run_before_anything_starts(
@@ -119,4 +140,4 @@ def test_a_long_tmpdir_ends_a_run_before_anything_starts(
     config, _ = load(workspace)
     monkeypatch.setattr(isolation.tempfile, "tempdir", "/tmp/" + "x" * 80)
     with pytest.raises(RunError, match="Set TMPDIR to a shorter path"):
-        launch.begin_imports(config)
+        cli.begin_imports(config)

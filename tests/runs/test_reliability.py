@@ -1,4 +1,5 @@
-"""What docs/reliability.md promises, with whole runs: the real stack, stopped, killed and starved at every place.
+"""What docs/reliability.md promises, with whole runs: the real stack, stopped, killed and starved
+at every place.
 
 The tests marked `soak` take longer than they teach on every change: `make soak` runs them too.
 """
@@ -41,7 +42,9 @@ def leftovers() -> set[Path]:
 
 
 class Living:
-    """A run that a test may watch and hurt. `with Living(...) as run`: what is left of it is killed at the end."""
+    """A run that a test may watch and hurt. `with Living(...) as run`: what is left of it is killed
+    at the end.
+    """
 
     def __init__(
         self, workspace: Path, name: str, *changes: str, files: tuple[str, ...] = (), arguments=None
@@ -186,7 +189,9 @@ def same(one, two, where: str = "") -> None:
 
 
 def same_weights(one: Path, two: Path) -> int:
-    """Assert that two checkpoints hold the same weights, optimisers, schedulers, RNGs and driver; how many files."""
+    """Assert that two checkpoints hold the same weights, optimisers, schedulers, RNGs and driver;
+    how many files.
+    """
     files = sorted(one.rglob("*.pt"))
     for path in files:
         same(checkpoints.read(path), checkpoints.read(two / path.relative_to(one)), str(path))
@@ -231,9 +236,10 @@ def rows(batch, size, seed, pass_rates):
 
 
 def test_a_run_in_two_parts_and_its_replay_are_the_same_run(workspace):
-    """PPO with refilled batches, across epochs, a third of the rows made on the fly: five steps, and the same five with
-    a SIGTERM between; then step 4 from its rollouts file. Beside it: what a stop leaves, what is written of keys, and
-    which keys may change."""
+    """PPO with refilled batches, across epochs, a third of the rows made on the fly: five steps,
+    and the same five with a SIGTERM between; then step 4 from its rollouts file. Beside it: what a
+    stop leaves, what is written of keys, and which keys may change.
+    """
     changes = ["trainer.total_training_steps=5", "trainer.save_freq=1", "data.train_batch_size=3"]
     changes += [
         "actor_rollout_ref.rollout.n=4",
@@ -331,9 +337,7 @@ def test_a_gym_server_may_die_but_a_stopped_engine_ends_the_run(workspace):
         run.signal(r"server_process\.py", signal.SIGKILL)
         last = max(run.steps())
         run.until_step(last + 3)
-        assert (
-            "gym server reasoning_gym exited with status -9 and is restarted; log" in run.output
-        )
+        assert "gym server reasoning_gym exited with status -9 and is restarted; log" in run.output
         assert (
             max(
                 m["rollout/failed_frac"]
@@ -387,8 +391,9 @@ LOST = {  # title of the process, signal -> what the last line says
 @pytest.mark.soak
 @pytest.mark.parametrize("case", LOST)
 def test_a_lost_process_ends_the_run_with_its_name(workspace, case):
-    """The actor has two ranks, one of which goes: the other would wait for it. Without the GCS what was learned is
-    saved; where the driver itself goes, the checkpoint before it stands."""
+    """The actor has two ranks, one of which goes: the other would wait for it. Without the GCS what
+    was learned is saved; where the driver itself goes, the checkpoint before it stands.
+    """
     title, signum, told = LOST[case]
     two = ["trainer.n_gpus_per_node=2", "trainer.total_training_steps=500", "trainer.save_freq=2"]
     with Living(workspace, case.replace(" ", "_").replace("'", ""), *two) as run:
@@ -408,8 +413,9 @@ def test_a_lost_process_ends_the_run_with_its_name(workspace, case):
 
 @pytest.mark.soak
 def test_two_runs_at_once_do_not_meet(workspace):
-    """Started at the same moment, with weights of their own: each learns, each sampler agrees with its own trainer, and
-    when one is killed the other does not notice."""
+    """Started at the same moment, with weights of their own: each learns, each sampler agrees with
+    its own trainer, and when one is killed the other does not notice.
+    """
     changes = ["trainer.total_training_steps=60", "env.val_files=[]"]
     with (
         Living(workspace, "one", *changes) as one,
@@ -570,7 +576,9 @@ def test_a_second_ctrl_c_is_immediate(workspace):
 
 @pytest.mark.soak
 def test_killed_while_it_saves_it_goes_on_from_a_whole_checkpoint(workspace):
-    """SIGKILL to every process at once, at three moments of a real save; then the run goes on, and ends."""
+    """SIGKILL to every process at once, at three moments of a real save; then the run goes on, and
+    ends.
+    """
     changes = ["trainer.save_freq=1", "trainer.total_training_steps=9"]
     for moment in (r"saving_2$", r"saving_4/actor$", r"saving_6/actor/optim.*"):
         with Living(workspace, "killed", *changes) as run:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import ROOT, load
 from omegaconf import OmegaConf
-from test_loop import Servers
+from trainer_doubles import Servers
 
 import algorithm
 import training
@@ -89,7 +89,7 @@ class Group:
 
 @pytest.fixture
 def command(workspace, tmp_path, monkeypatch):
-    """The command `train` with doubles of workers and servers. Call it -> its last message, or ""."""
+    """The command `train` with doubles of workers and servers. Call it for its last message."""
     monkeypatch.chdir(tmp_path)
     changes = ("trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=1")
     config, data = load(workspace, *changes)
@@ -171,7 +171,8 @@ def test_a_full_disk_at_any_write_is_one_message_and_loses_nothing(command, tmp_
             assert command() == "", room  # there is room again
             assert lines_of(folder)[: len(kept)] == kept, room
             steps = [line["step"] for line in lines_of(folder) if "training/global_step" in line]
-            # the line of step 1 is missing if the disk was full between its checkpoint and this line
+            # the line of step 1 is missing if the disk was full between its checkpoint and this
+            # line
             assert (
                 steps in ([1, 2], [2], [1]) and (folder / "export" / checkpoints.EXPORTED).is_file()
             ), (room, steps)
@@ -216,9 +217,8 @@ def test_a_failed_write_anywhere_in_a_run_is_one_message(command, monkeypatch, c
 
     monkeypatch.setattr("kit.runs.launch.start", fail)
     message = command()
-    assert message.startswith(
-        f"error: {path or "the run's folder"} cannot be written: {os.strerror(code)}"
-    )
+    name = path or "the run's folder"
+    assert message.startswith(f"error: {name} cannot be written: {os.strerror(code)}")
 
     def refuse(*_, **__):
         raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
@@ -330,7 +330,7 @@ def test_metrics_of_steps_that_are_trained_again_are_set_aside(workspace, tmp_pa
     assert path.read_text() == ""
 
 
-# --- two runs with one name ------------------------------------------------------------------------
+# --- two runs with one name ----------------------------------------------------------------------
 
 HOLD = """
 import os, subprocess, sys, time
@@ -364,11 +364,9 @@ def test_a_second_run_is_refused_until_the_first_ends_or_is_killed(
     children = [int(pid) for pid in holder.stdout.readline().split()]
     try:
         for command in ("train", "evaluate", "rollout", "sft"):
-            with pytest.raises(
-                RunError, match=rf"runs/tiny is in use by another run \(pid {holder.pid} on .*Wait"
-            ):
-                with Run(config, command):
-                    pytest.fail("two runs with one name")
+            in_use = rf"runs/tiny is in use by another run \(pid {holder.pid} on .*Wait"
+            with pytest.raises(RunError, match=in_use), Run(config, command):
+                pytest.fail("two runs with one name")
         assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
         assert not (folder / "config.yaml").exists()
         holder.kill()

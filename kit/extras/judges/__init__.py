@@ -16,7 +16,7 @@ from kit.gym import process_specs
 
 
 def check_recipe(config: DictConfig, command: str) -> Iterator[str]:
-    """The judges are configured correctly, and a server of the recipe uses each of them."""
+    """Yield a message for each invalid judge, and for each judge that no server uses."""
     if command == "sft":
         return
     judges = to_plain(config.gym.judges)
@@ -36,7 +36,7 @@ def check_recipe(config: DictConfig, command: str) -> Iterator[str]:
 
 
 def find_judges(name: str, start: dict[str, Any]) -> dict[str, str]:
-    """The judges of a server; none if its `start` is wrong, which another check reports."""
+    """Return a server's judges; {} if its `start` is invalid, which another check reports."""
     try:
         return process_specs.find_judges(name, start)
     except process_specs.GymStartError:
@@ -44,19 +44,19 @@ def find_judges(name: str, start: dict[str, Any]) -> dict[str, str]:
 
 
 def check_inputs(config: DictConfig, inputs: Any, command: str) -> None:
-    """Check that judges at an address answer. Raises ConfigError."""
+    """Check that each judge with base_url answers. Raises ConfigError."""
     for judge in build_judges(config).values():
         if judge.url and not judge.start:
             judge_settings.check_endpoint(judge)
 
 
 def summary_lines(config: DictConfig, inputs: Any, command: str) -> list[str]:
-    """The judges, for the summary."""
+    """Return the lines of the summary that describe the judges."""
     return list(judge_settings.describe_judges(build_judges(config)))
 
 
 def build_judges(config: DictConfig) -> dict[str, judge_settings.Judge]:
-    """The judges of a recipe, by name."""
+    """Return the judges of a recipe, by name."""
     return judge_settings.build_judges(to_plain(config.gym.judges), config.gym.timeout_s)
 
 
@@ -65,7 +65,7 @@ def before_ray(launch: Any) -> None:
 
     launch: kit.runs.launch.Launch.
     """
-    if not launch.policy:  # nothing is sampled
+    if not launch.policy:  # this command does not sample
         return
     config = launch.config
     specs = to_plain(config.gym.judges)

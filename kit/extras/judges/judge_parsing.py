@@ -10,7 +10,7 @@ server's app.py. A call fails if its status is not 200, or if its reply is empty
 the pattern in VERDICT_PATTERNS. The response to that request is then replaced by the one that
 judge_failsafe of Gym 0.5.0 sends: status 200, `_ng_failure_class: judge_failed`, and no reward. If
 the verifier repeats the call and gets a valid reply, the reward stays. The response is also
-replaced if it reports itself that the verifier found no verdict (`judge_failure`).
+replaced if it states that the verifier found no verdict (`judge_failure`).
 
 The Gym environment runs this file by its path, without the kit: import only the standard library
 here, and Gym's own packages inside functions.
@@ -33,11 +33,11 @@ ERROR_CODE = "judge_failed"
 
 # Labels such as [[A=B]] or [[SAFE]]. The YAML of most servers can rename them.
 _LABELS = r"\[\[[^\[\]]+\]\]"
-# A letter on a line without other text: the servers' own parsers also accept the A of "As an AI".
+# A letter alone on the last line. The servers' own parsers also accept the A of "As an AI".
 _GRADE = r"(\A|\n)\s*[ABCD]\s*\Z"
 _BOXED = r"\\boxed\{\s*(0|0?\.5|1)(\.0*)?\s*\}(?!(.|\n)*\\boxed\{)"
-# The pattern that the text of a judge must match, by resources server, as the server's app.py reads
-# it. Flag: IGNORECASE.
+# For each resources server, the pattern that a judge's text must match. It follows the parser in
+# the server's app.py. Flag: IGNORECASE.
 VERDICT_PATTERNS = {
     "aalcr": r"\A\s*(?-i:(IN)?CORRECT)\s*\Z",
     "abstention": f"(?-i:{_GRADE})",
@@ -71,7 +71,7 @@ VERDICT_PATTERNS = {
     "terminus_judge": _LABELS,
     "text_to_sql": _LABELS,
     "ugphysics_judge": r"\b(TRUE|FALSE)\b",
-    "xstest": "",  # any text: its response alone shows a failure (judge_failure)
+    "xstest": "",  # any text: only the verifier's response shows a failure (judge_failure)
     "verifif": (
         r'\[\[(YES|NO)\]\]|"verdict"\s*:\s*"(YES|NO)"|\b(YES|NO)\s*\Z'
         r'|"(status|definition)"\s*:'
@@ -91,9 +91,8 @@ JUDGE_ERROR_MESSAGE = (
     r"Error parsing LLM Judge|Validation error|No \[\[YES\]\]/\[\[NO\]\]"
     r"|LLM (validator|judge) error|Judge returned"
 )
-# Settings that switch a verifier's judge off if they are false.
-JUDGE_SWITCHES = ("should_use_judge", "use_judge", "enable_llm_judge")
-# Routes whose response holds a reward. Others are tools: their 429 ends the episode.
+# Routes whose response holds a reward. Other routes are tools: they answer 429, which ends the
+# episode.
 REWARD_PATHS = ("/verify", "/step")
 MODEL_SERVERS = "responses_api_models"
 MAX_FAILURE_CHARS = 2000  # of all failures of one request
@@ -105,26 +104,7 @@ App = Callable[..., Awaitable[None]]
 _failed_calls: ContextVar[dict[str, str] | None] = ContextVar("failed_calls", default=None)
 
 
-# --- settings, replies and responses -------------------------------------------------------------
-
-
-def find_judges(config: dict[str, Any]) -> dict[str, str]:
-    """Return {key: name} of the models in the settings of a resources server.
-
-    Returns {} if the settings switch the judge off.
-    """
-    if any(config.get(key) is False for key in JUDGE_SWITCHES):
-        return {}
-    names = {key: value["name"] for key, value in config.items() if _is_model_reference(value)}
-    if config.get("judge_server_name"):  # verifif
-        names["judge_server_name"] = config["judge_server_name"]
-    return names
-
-
-def _is_model_reference(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    return value.get("type") == MODEL_SERVERS and isinstance(value.get("name"), str)
+# --- replies and responses -----------------------------------------------------------------------
 
 
 def extract_texts(body: Any) -> list[str]:

@@ -2,11 +2,11 @@
 
     verifier -> Gym's model server -> judge proxy -> endpoint, vLLM of this run, or the policy
 
-Gym's own client has no timeout. It retries without end, twice a second, if a judge returns 429 or
-503, and it turns a prompt that is too long into an empty reply. So the proxy sends each request
+Gym's own client has no timeout. If a judge returns 429 or 503, it retries without end, twice a
+second. It turns a prompt that is too long into an empty reply. So the proxy sends each request
 itself (`query_judge`), with a timeout, a number of attempts and a limit of concurrent requests. It
 also counts tokens, and keeps the judge's key in this process. If a judge fails, the proxy returns
-422, which Gym does not retry, and judge_parsing.py in the verifier's process removes the reward.
+422, which Gym does not retry. Then judge_parsing.py in the verifier's process removes the reward.
 
 metrics.jsonl counts failures as `judge/<name>/failed/<reason>`. The reasons are: connect, timeout,
 http_<status>, bad_answer (not a completion), empty (no text), refused (by a content filter).
@@ -112,7 +112,7 @@ async def _send_request(
     """Send one request. Raises JudgeError."""
     url = f"{judge.url}/{route}"
     try:
-        # A redirect would send the row to another host, and take the verdict from it.
+        # A redirect would send the row to another host, which would then give the verdict.
         async with http.post(
             url, json=request, headers=judge.headers, allow_redirects=False
         ) as response:
@@ -228,7 +228,7 @@ class JudgeProxy:
 
     def __init__(self, judges: Mapping[str, Judge]):
         self.judges = judges
-        self.key = secrets.token_hex(16)  # which Gym's model servers send
+        self.key = secrets.token_hex(16)  # Gym's model servers send it
         self.port = network.find_free_port()
         self._counts: dict[str, Counter[str]] = {name: Counter() for name in judges}
         self._counts_lock = threading.Lock()
@@ -254,7 +254,8 @@ class JudgeProxy:
     def metrics(self) -> dict[str, float]:
         """Return the metrics since the last call, as judge/<name>/<metric>.
 
-        They are asked (requests), prompt_tokens, completion_tokens, retries, and failed/<reason>.
+        The metrics: asked (number of requests), prompt_tokens, completion_tokens, retries and
+        failed/<reason>.
         """
         metrics = {}
         with self._counts_lock:

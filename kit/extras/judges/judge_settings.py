@@ -282,8 +282,8 @@ def describe_judges(judges: Mapping[str, Judge]) -> Iterator[str]:
 def check_endpoint(judge: Judge) -> None:
     """Check that a judge's endpoint answers, accepts the key, and has the model.
 
-    Requests the list of models. If the model is not in the list, requests one short completion,
-    which costs a few tokens: some endpoints list no models, or only a part of them. Raises
+    Requests the list of models. Some endpoints list no models, or only a part of them. So if the
+    model is not in the list, requests one short completion, which costs a few tokens. Raises
     ConfigError.
     """
     response = _fetch(judge, "models", "GET", MODEL_LIST_TIMEOUT_S)

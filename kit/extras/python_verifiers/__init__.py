@@ -26,14 +26,14 @@ A class is instantiated for each episode. It has two methods:
     reset(row)      returns the first observation, or None
     step(text)      gets the text of the policy's turn, returns (observation, reward, done)
 
-Functions and methods may be async. They run in separate processes: env.verifier_pool.processes for
-each verifier, one call at a time in each process, and timeout_s for each call. An environment is
-pickled after each call, so its next step may run in another process. If a process is lost, only the
-episode of that call fails, and the next call starts a new process.
+Functions and methods may be async. They run in separate processes. Each verifier has
+env.verifier_pool.processes, and each process runs one call at a time, for timeout_s at most. An
+environment is pickled after each call, so its next step may run in another process. If a process is
+lost, only the episode of that call fails, and the next call starts a new process.
 
 A failed call is a GymError, so its episode fails without a reward. The reasons:
     raised          an exception, also sys.exit
-    memory          MemoryError: the process has env.verifier_pool.memory_gb
+    memory          MemoryError: a process may use env.verifier_pool.memory_gb
     bad_answer      not a finite number: None, text, a bool, NaN, a dict without `score`, ...
     timeout         no answer in time. The process is killed.
     died            the process ended: a crash of C code, os._exit, no memory on the machine
@@ -41,7 +41,7 @@ A failed call is a GymError, so its episode fails without a reward. The reasons:
 
 Each verifier is called once before a run starts (verifier_trial.py).
 
-The functions below are hooks of kit/extras/__init__.py. They import in their bodies, because each
+The functions below are hooks of kit/extras/__init__.py. They import modules in their bodies. Each
 verifier process imports this package, too, and must stay small.
 """
 

@@ -55,8 +55,8 @@ class FunctionSession:
         arguments = make_arguments(self.row, self.decode(token_ids), self.spec.name)
         data_source = arguments["data_source"]
         is_code = runs_policy_code(self.spec, [data_source])
-        # This check before each call is needed: a function that makes rows may bring the first
-        # program after the recipe was checked.
+        # The check of the recipe is not enough: a function that makes rows may make the first
+        # program later.
         if is_code and not self.may_run_policy_code:
             raise GymError(
                 "raised",

@@ -66,7 +66,8 @@ def wrap_command(command: Sequence[str], readable_folders: Sequence[Path]) -> li
 
 def list_hidden_folders() -> list[Path]:
     """Return the folders that the sandbox replaces by empty ones."""
-    # The sockets of vLLM and Ray are here. A read-only mount would not close them.
+    # They contain the sockets of vLLM and Ray. A process can connect to a socket even if its folder
+    # is mounted read-only.
     temporary_folder = Path(tempfile.gettempdir()).resolve()
     folders = {Path("/tmp"), Path("/var/tmp"), Path("/run"), Path("/root")}
     folders |= {Path.home(), temporary_folder}

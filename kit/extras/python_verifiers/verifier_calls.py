@@ -109,8 +109,8 @@ def check_methods(verifier: type, name: str) -> None:
 def score(verifier: Callable[..., Any], runner: asyncio.Runner, arguments: Json) -> CallResult:
     """Call a function and return the JSON of a verification result. Raises VerifierError.
 
-    The other numbers of a dict are components of the reward, where a bool is 0 or 1. Everything
-    else is returned as it is if JSON has it, otherwise as its repr.
+    The other numbers of a dict are components of the reward, where a bool is 0 or 1. If JSON can
+    express another value, it is returned unchanged, otherwise as its repr.
     """
     value = await_result(verifier(**arguments), runner)
     parts = dict(value) if isinstance(value, Mapping) else {"score": value}
@@ -170,7 +170,7 @@ def await_result(value: Any, runner: asyncio.Runner) -> Any:
 
 
 async def wait_for(value: Awaitable[Any]) -> Any:
-    """Make a coroutine of an awaitable: asyncio.Runner takes nothing else."""
+    """Await the value in a coroutine, because asyncio.Runner accepts only coroutines."""
     return await value
 
 
@@ -178,7 +178,7 @@ def pickle_environment(environment: Any) -> bytes:
     """Pickle an environment: its next step may run in another process. Raises VerifierError."""
     try:
         return pickle.dumps(environment)
-    except Exception as error:  # __reduce__ of the class may raise any
+    except Exception as error:  # __reduce__ of the class may raise any exception
         raise VerifierError(
             f"an instance of {type(environment).__name__} cannot be pickled "
             f"({type(error).__name__}: {error}), but its next step may run in another process. "
@@ -190,13 +190,13 @@ def pickle_environment(environment: Any) -> bytes:
 
 
 def to_finite_number(value: Any) -> float | None:
-    """Return a finite number that is not a bool, else None. The bound is that of gym_client.py."""
+    """Return a finite number that is not a bool, else None. The limit is that of sanitize_json."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < 1e308 else None
 
 
 def to_json_value(value: Any) -> Any:
-    """Return the value if JSON has it, otherwise its repr."""
+    """Return the value if JSON can express it, otherwise its repr."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):

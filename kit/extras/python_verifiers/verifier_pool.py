@@ -1,4 +1,4 @@
-"""Processes that run Python verifiers: started, called with a timeout, killed, started again."""
+"""Start processes that run Python verifiers, call them with a timeout, and replace lost ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from kit.gym import servers as gym_servers
 LOAD_TIMEOUT_S = 300.0  # to start a process and import the verifier
 EXIT_TIMEOUT_S = 5.0  # for a killed process to be gone
 MAX_LOG_BYTES = 16 * 2**20  # a longer log is emptied
-MAX_LOG_TAIL_BYTES = 2**16  # of the log that is searched for the current line
+MAX_LOG_TAIL_BYTES = 2**16  # the end of the log, which is searched for the current line
 
 
 def make_pools(config: DictConfig, logs: Path) -> dict[str, Pool]:
@@ -81,7 +81,7 @@ class Pool:
         return session
 
     async def call(self, method: str, *arguments: Any) -> CallResult:
-        """Call the verifier in an idle process. The timeout begins then. Raises GymError."""
+        """Call the verifier in an idle process. Waiting for one has no timeout. Raises GymError."""
         async with self.reserve_worker() as worker:
             return await worker.call(method, *arguments)
 
@@ -108,7 +108,7 @@ class Worker:
         self.log = log
         self.settings = config.env.verifier_pool
         self.process: Process | None = None
-        self.last_process: Process | None = None  # also after it was killed
+        self.last_process: Process | None = None  # not None after it was killed
         self.kind = ""  # "verify" or "step", after the verifier was loaded
 
     async def call(self, method: str, *arguments: Any) -> CallResult:
@@ -145,7 +145,7 @@ class Worker:
     def make_command(self) -> tuple[list[str], dict[str, str]]:
         """Return the command line and the environment variables of the process."""
         memory = int(self.settings.memory_gb * 2**30)
-        # kit/extras/__init__.py imports omegaconf: 0.1 s and 6 MB, which each process would need.
+        # Skip kit/extras/__init__.py. It imports omegaconf: 0.1 s and 6 MB for each process.
         code = (
             f"import sys; sys.path.insert(0, {str(user_functions.ROOT)!r}); "
             "from kit.config.python_files import skip_package_init; "
@@ -201,7 +201,7 @@ class Worker:
         except TimeoutError:
             raise self.make_timeout_error(timeout_s, method, log_start) from None
         except (asyncio.IncompleteReadError, OSError, ValueError):
-            # A ValueError: not JSON, so this process did not write it.
+            # ValueError: the answer is not JSON, so verifier_process.py did not write it.
             self.kill()
             status = describe_status(await wait_for_exit(process))
             raise GymError(
@@ -212,7 +212,7 @@ class Worker:
         finally:
             if not is_answered:
                 self.kill()
-        # The dict that a function returns may have a key `failed`, too, but it has a reward.
+        # A function may return a dict with a key `failed`, but then the answer has a reward, too.
         if "failed" in answer and "reward" not in answer:
             raise self.make_failure(answer, method)
         return CallResult(answer, env_state)
@@ -270,7 +270,7 @@ class Worker:
     def find_line(self, log_start: int) -> str:
         """Return " at FILE:LINE", the current line as faulthandler wrote it into the log.
 
-        log_start: bytes of the log that are older. Returns "" if there is no line.
+        log_start: size of the log before the call. Returns "" if there is no line.
         """
         with self.log.open("rb") as log:
             log.seek(max(log_start, self.log.stat().st_size - MAX_LOG_TAIL_BYTES))
@@ -293,7 +293,8 @@ class Worker:
 async def wait_for_exit(process: Process) -> int:
     """Return the exit status of a process that was killed.
 
-    asyncio also waits for its pipes. The wait has a timeout, because another process may hold them.
+    asyncio also waits until its pipes are closed. Another process may hold them open, so the wait
+    has a timeout.
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(EXIT_TIMEOUT_S):

@@ -78,10 +78,10 @@ class VerifierServer:
         method = "unpickling"
         try:
             timeout_s, method, *arguments = pickle.loads(payload)
-            # The log shows the current line before the driver kills this process.
+            # Write the current line to the log, shortly before the driver would kill this process.
             faulthandler.dump_traceback_later(0.9 * timeout_s)
             result = self.call(method, arguments)
-        except BaseException as error:  # includes sys.exit, which is not an answer
+        except BaseException as error:  # also sys.exit: a failed call, not an end
             result = CallResult(describe_failure(error, self.path))
         faulthandler.cancel_dump_traceback_later()
         seconds = time.perf_counter() - began
@@ -98,7 +98,7 @@ class VerifierServer:
         return ANSWER.pack(request, len(text), len(env_state)) + text + env_state
 
     def call(self, method: str, arguments: list[Any]) -> CallResult:
-        """Load the verifier or call it. Raises VerifierError, and all that the verifier raises."""
+        """Load the verifier or call it. Raises VerifierError and the verifier's errors."""
         if method == "load":
             return self.load(*arguments)
         call = functools.partial(CALLS[method], self.verifier, self.runner, *arguments)
@@ -120,8 +120,7 @@ class VerifierServer:
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Return the pipes of the requests and of the answers, and hide both from the verifier.
 
-    The verifier reads nothing from stdin, prints to the log, and its forked children have neither
-    pipe.
+    The verifier's stdin is empty, and it prints to the log. Its forked children have neither pipe.
     """
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
@@ -139,7 +138,7 @@ def protect_process(memory: int) -> None:
     """
     # If the machine runs out of memory, the kernel kills this process before the driver.
     Path("/proc/self/oom_score_adj").write_text("1000")
-    # Of data, not of addresses: libraries reserve many addresses.
+    # Limit the data, not the address space: libraries reserve more addresses than they use.
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     prctl = ctypes.CDLL(None).prctl

@@ -26,7 +26,7 @@ SANDBOXES = (None, "bwrap")  # of env.verifier_pool.sandbox
 class VerifierSpec:
     """A Python verifier that the recipe names."""
 
-    name: str  # in metrics and rollouts, as the name of a Gym server for other rows
+    name: str  # in metrics and rollouts, which name a Gym server for other rows
     reference: str  # path.py:function, path.py:Class or verl, as in the recipe
     key: str  # of the recipe
     path: str = ""  # of its file, empty for verl's scorer
@@ -78,7 +78,7 @@ def read_row_files(config: DictConfig, key: str) -> list[RowFile]:
     """
     default = read_default(config)
     entries = config.env[key.removeprefix("env.")] or []
-    if isinstance(entries, str):  # kit/runs/prepare.py reports it
+    if isinstance(entries, str):  # invalid: kit/runs/prepare.py reports it
         return []
     return [read_row_file(entry, default, key) for entry in to_plain(entries)]
 
@@ -140,7 +140,7 @@ def check_name(spec: VerifierSpec, other: VerifierSpec, servers: Mapping[str, An
 
 
 def remove_unused_servers(config: DictConfig) -> None:
-    """Remove the Gym servers that no file names, if env.verifier is set: no row would use them."""
+    """If env.verifier is set, remove the Gym servers that no file names: no row uses them."""
     if not config.env.verifier:
         return
     used = set()

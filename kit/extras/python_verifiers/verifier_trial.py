@@ -1,4 +1,4 @@
-"""Call each Python verifier before a run starts: a mistake should not wait for the workers."""
+"""Call each Python verifier before a run starts, to find mistakes before the workers start."""
 
 from __future__ import annotations
 

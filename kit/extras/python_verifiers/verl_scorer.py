@@ -22,7 +22,7 @@ EVALUATED_SOURCES = (
     "numina_cn_k12",
     "numina_olympiads",
 )
-# Results of a test that verl 0.9.1 reports. Any other entry is a failure of the sandbox.
+# Results of a test that verl 0.9.1 reports. Any other result is a failure of the sandbox.
 PROGRAM_RESULTS = (
     "success",
     "wrong_answer",
@@ -57,9 +57,9 @@ def load_verl_scorer() -> Callable[..., Any]:
 
 
 def import_scorer(data_source: str) -> None:
-    """Import the scorer of a data source that runs code, before a process is forked for each call.
+    """Import the scorer of a data source that runs code. Call it before processes are forked.
 
-    Otherwise each forked process would import it: sympy alone takes seconds.
+    Otherwise the forked process of each call would import it. sympy alone takes seconds.
     """
     name = "prime_math" if data_source in EVALUATED_SOURCES else "prime_code"
     importlib.import_module(f"verl.utils.reward_score.{name}")

@@ -19,12 +19,12 @@ from kit.extras.report.run_data import RunData
 FAILED_FRAC = 0.02  # of all episodes
 TRUNCATED_FRAC = 0.25  # of the responses: a problem if complete ones earn more
 NEARLY_ALL = 0.9  # of the responses: a problem in any case, since hardly any are complete
-ZERO_VARIANCE_FRAC = 0.7  # of the groups: the rest is too small a batch to learn from
-SIGMAS = 2.5  # standard errors between two parts of a run that count as a difference
+ZERO_VARIANCE_FRAC = 0.7  # of the groups: the others are too small a batch to learn from
+SIGMAS = 2.5  # two parts of a run differ if they are this many standard errors apart
 ENTROPY_FACTOR = 4.0  # change of the entropy that counts as a collapse if the reward does not rise
 FAR_KL = 0.5  # nats per token from the reference
 STEP_KL = 0.05  # nats per token within one step
-PROBS_DIFF = 0.05  # in probability: both should be the same; rounding to bf16 gives up to 0.02
+PROBS_DIFF = 0.05  # of the two engines' probabilities; rounding to bf16 gives up to 0.02
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -93,7 +93,7 @@ def count_failures(run: RunData) -> dict[str, float]:
 
 
 class FailingServer(NamedTuple):
-    """The server with the most failures: a part of a sentence, and the metric that shows it."""
+    """The server with the highest fraction of failures: part of a sentence, and the metric."""
 
     text: str
     metric: str
@@ -147,7 +147,7 @@ def find_skipped_steps(run: RunData) -> Iterator[Finding]:
     if not has_update.any():  # a training engine that logs neither
         return
     is_nonfinite = run.get_metric("training/skipped_nonfinite_steps") > 0
-    warmup = float(run.get_setting("trainer.critic_warmup") or 0)  # only the critic learns
+    warmup = float(run.get_setting("trainer.critic_warmup") or 0)  # steps of the critic alone
     skipped = []
     for step in run.sampled_steps.index:
         if step > warmup and not has_update[step] and not is_nonfinite[step]:
@@ -222,7 +222,7 @@ def is_collapsed(run: RunData, entropy: pd.Series, trend: Trend) -> bool:
     is_reward_high = trend.last > compute_high_reward(run)
     is_rewarded = is_reward_high or trend.last > trend.first + SIGMAS * trend.error
     is_curriculum = has_curriculum(run)
-    # rows get harder, so a policy that becomes more certain keeps the reward that it has
+    # If rows get harder, a policy that becomes more certain may only keep its reward.
     is_harder = is_curriculum and ratio < 1
     if change > ENTROPY_FACTOR and not is_rewarded and not is_harder:
         return True
@@ -234,14 +234,14 @@ def is_collapsed(run: RunData, entropy: pd.Series, trend: Trend) -> bool:
 
 
 def is_abrupt(entropy: pd.Series) -> bool:
-    """Whether the entropy changed by ENTROPY_FACTOR within two steps, not counting low values."""
+    """Whether the entropy changed by ENTROPY_FACTOR within two steps. Low values do not count."""
     changes = np.log(entropy.clip(lower=1e-6)).diff(2)
     changes = changes.where(entropy.shift(2) > entropy.iloc[0] / 2)
     return bool(changes.abs().max() > np.log(ENTROPY_FACTOR))
 
 
 def find_low_entropy(run: RunData) -> Iterator[Finding]:
-    """Find a policy without entropy before the task is solved: it tries nothing new."""
+    """Find a policy that lost its entropy before it solved the task: it tries nothing new."""
     entropy = get_sampled_metric(run, "actor/entropy")
     reward = get_sampled_metric(run, "rollout/reward/mean")
     if len(entropy) < 8 or has_finding(find_policy_collapse, run):
@@ -306,7 +306,7 @@ def find_large_kl(run: RunData) -> Iterator[Finding]:
 
 
 def find_rollout_mismatch(run: RunData) -> Iterator[Finding]:
-    """Find a rollout engine that computes other probabilities than the trainer."""
+    """Find a rollout engine whose probabilities differ from the trainer's."""
     diff = get_sampled_metric(run, "training/rollout_probs_diff_mean")
     if not len(diff):
         return
@@ -463,7 +463,10 @@ def find_held_out_drop(run: RunData) -> Iterator[Finding]:
 
 
 def estimate_held_out_error(run: RunData, metric: str, step: int) -> float:
-    """Estimate the standard error between two evaluations; NaN without episodes of the last."""
+    """Estimate the standard error of the difference between two evaluations.
+
+    Returns NaN if there are no episodes of the last evaluation.
+    """
     server = metric.split("/")[1]
     episodes = run.episodes
     last = episodes[(episodes.file == f"val_{step}") & (episodes.server == server)]
@@ -472,7 +475,7 @@ def estimate_held_out_error(run: RunData, metric: str, step: int) -> float:
 
 
 def still_rises(reward: pd.Series, step: int) -> bool:
-    """Whether the training reward is now as high as its best up to a step, less the noise."""
+    """Whether the training reward is still at its best value up to `step`, within the noise."""
     smoothed = smooth(reward)
     before = smoothed.loc[:step]
     best = before.max() if len(before) else reward.iloc[0]

@@ -12,10 +12,12 @@ from kit.data.episode import LOG_PROBS, SAMPLED_IDS
 from kit.extras.report.metric_docs import find_status
 from kit.extras.report.run_data import RunData, get_sampled_ids
 
-MAX_PAGE_TOKENS = 4_000_000  # with log-probs on the page: 12 MB
-MAX_CALL_TOKENS = 50_000  # of one call that are shown one by one
+MAX_PAGE_TOKENS = 4_000_000  # tokens with log-probs on the page; they take 12 MB
+MAX_CALL_TOKENS = 50_000  # of one call; a longer one is shown as text only
 MAX_CELL_CHARACTERS = 4_000  # of a text in a table
-MAX_TEXT_CHARACTERS = 100_000  # of a text in an opened episode; more takes a browser seconds
+MAX_TEXT_CHARACTERS = (
+    100_000  # of a text in an opened episode; a longer one takes a browser seconds
+)
 RANKED = 3  # best and worst episodes of each file
 TABLE_COLUMNS = [
     "run",
@@ -60,7 +62,7 @@ class Candidate(NamedTuple):
 
 
 def tabulate_episodes(runs: Sequence[RunData]) -> dict[str, list[Any]]:
-    """Make the columns of the episode table, of all runs: {name: values}. `run` is an index."""
+    """Make the columns of the episode table, of all runs: {name: values}. `run`: its index."""
     frames = []
     for number, run in enumerate(runs):
         frames.append(run.episodes.assign(run=number, rank=rank_episodes(run.episodes)))
@@ -175,7 +177,7 @@ def build_episode_view(
     """
     episode = record["_episode"]
     items = list_prompt_items(record)
-    first = 0  # token of the item, counted over the sampled tokens of the episode
+    first = 0  # position of the item's first token in the episode's sampled tokens
     for output in record["response"]["output"]:
         item = format_item(output)
         ids = output.get(SAMPLED_IDS) or []

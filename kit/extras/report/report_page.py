@@ -1,4 +1,4 @@
-"""Write report.html: one run, or several side by side, on a page without server and network.
+"""Write report.html, which shows one run or several. It needs no server and no network.
 
     python -m kit.extras.report.report_page runs/A [runs/B ...] [--out report.html]
 
@@ -78,7 +78,7 @@ CHARTS = [
     Chart("Verification time (s)", ["verify/latency_s/*"]),
     Chart("Loss", ["actor/pg_loss", "actor/loss"]),
 ]
-# Times that are not a stage of a step, so the stack of stages must not contain them.
+# Times that are not stages of a step. The stacked chart of stages must not contain them.
 NOT_STAGES = ("timing_s/step", "timing_s/first_episode", "timing_s/start")
 
 
@@ -170,7 +170,7 @@ def load_tokenizer(run: RunData) -> Any:
         return None
     from transformers import AutoTokenizer  # takes 3 s
 
-    try:  # the files may come from a stranger: their code is not run, and no one is prompted
+    try:  # the files may be untrusted: their code is not run, and the user is not asked to allow it
         return AutoTokenizer.from_pretrained(
             folders[0].absolute(), local_files_only=True, trust_remote_code=False
         )
@@ -237,7 +237,7 @@ def build_lines(chart: Chart, number: int, run: RunData) -> list[dict[str, Any]]
             "x": list(values.index),
             "y": [float(f"{value:.5g}") for value in values],
         }
-        # two names may stand for one number; it is drawn once
+        # two metrics may have the same values; one line is enough
         is_duplicate = any(points.items() <= line.items() for line in lines)
         if values.any() and not is_duplicate:
             lines.append({"name": name, "run": number, **points})

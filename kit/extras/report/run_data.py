@@ -27,7 +27,7 @@ from kit.errors import ConfigError
 # Limits on the rollout files that are read. 64 MiB takes 3 s. The last step and the last
 # evaluation are always read, whatever their size.
 MAX_ROLLOUT_BYTES = 64 * 2**20
-MAX_EPISODES = 20_000  # of all files; one file may give a quarter of them
+MAX_EPISODES = 20_000  # of all files; at most a quarter of them from one file
 NO_STEP = -1  # the step of episodes whose file name has no step number
 
 
@@ -73,8 +73,8 @@ class RunData:
     """The data that a run has written so far. Raises ConfigError if `path` is not a run directory.
 
     If the rollout files exceed MAX_ROLLOUT_BYTES or MAX_EPISODES, the most useful ones are read:
-    the last step, the last evaluation and the first evaluation. After these come every eighth
-    file, every fourth, every second, and so on. `skipped_files` counts the rest.
+    the last step, the last evaluation and the first evaluation. The other files follow in the order
+    of `spread_evenly`. `skipped_files` counts the files that are not read.
 
     config: the recipe. config_text: the same as YAML text.
     unreadable: a message for each line or file that could not be read.
@@ -183,8 +183,8 @@ class RunData:
     def _numbered_rollout_files(self, kind: str) -> list[Path]:
         """List rollouts/<kind>_N.jsonl in the order of N.
 
-        Leaves out files more than one step after the last metrics: a resumed run has replaced
-        those steps. The step after the last metrics may be the one that ended the run.
+        Leaves out files that are more than one step after the last metrics: a resumed run has
+        replaced those steps. A run may have ended during the step after the last metrics.
         """
         last_step = int(self.steps.index.max()) + 1
         paths = {}
@@ -281,7 +281,8 @@ def replace_surrogates(text: str) -> str:
 def spread_evenly(files: Sequence[Path]) -> Iterator[Path]:
     """Yield all files, in an order in which the first k are spread evenly over the run.
 
-    First every 8th file, then every 4th, and so on. A file may be yielded more than once.
+    The first pass yields files that are far apart. Each later pass halves the distance, until it is
+    one file. A file may be yielded more than once.
     """
     stride = 1
     while stride < len(files):

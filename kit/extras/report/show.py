@@ -95,7 +95,7 @@ def print_episodes(console: Console, run: RunData, worst: int) -> None:
 
 
 def escape_text(text: str) -> str:
-    """Escape text from elsewhere: neither rich markup nor terminal commands in it take effect."""
+    """Escape untrusted text, so that rich markup and terminal commands in it have no effect."""
     return markup.escape(remove_control_characters(text))
 
 

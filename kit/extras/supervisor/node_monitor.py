@@ -88,7 +88,7 @@ class NodeMonitors:
         try:
             self.answers[node.node_id] = ray.get(request.answer) if request else []
         except ray.exceptions.RayError:
-            # The monitor died with its node, which Ray reports, or alone: start another one.
+            # The monitor died. Start another one. If its node died too, Ray reports that.
             self.actors.pop(node.node_id)
         answer = self._get_actor(node.node_id).list_processes.remote(node.address, pids)
         self.requests[node.node_id] = Request(answer, time.monotonic())

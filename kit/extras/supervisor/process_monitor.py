@@ -31,16 +31,16 @@ from kit.runs import log_files
 from kit.runs.processes import kill_processes, list_descendants
 
 CHECK_INTERVAL_S = 2.0
-# An engine is dead after this many checks without it. One that fails by itself logs the cause in
-# that time, and vLLM's own error says more.
+# An engine counts as dead after this many checks without it. If it failed with an error, vLLM logs
+# the cause in that time, and its message is more useful.
 MAX_MISSING_CHECKS = 3
-MAX_STOPPED_S = 15.0  # a process that is stopped (SIGSTOP, a debugger) for longer stays stopped
+MAX_STOPPED_S = 15.0  # a process that is stopped (SIGSTOP, a debugger) for longer is reported
 SHARED_MEMORY = Path("/dev/shm")
 # titles of the processes that a run cannot lose: those of Ray, vLLM and SGLang
 RUN_TITLE = re.compile("^(ray|VLLM|sglang)::|raylet$|gcs_server$")
 # those that Ray does not report itself: the engines' processes, and Ray's own GCS
 ENGINE_TITLE = re.compile("^(VLLM|sglang)::|gcs_server$")
-WORKER_LOG = re.compile(r"-(\d+)\.out$")  # with the process's pid
+WORKER_LOG = re.compile(r"-(\d+)\.out$")  # of a Ray worker; the number is its pid
 NODE_MONITOR_CLASS = "NodeMonitor"  # an actor of node_monitor.py, which the run can lose
 # files of dead processes, by the names that Python, torch, NCCL and verl choose
 SHARED_MEMORY_NAME = re.compile(
@@ -74,9 +74,8 @@ class ProcessTable:
     def __init__(self) -> None:
         self.running: dict[ProcessKey, ProcessInfo] = {}  # at the last check
         self.engine_processes: dict[ProcessKey, ProcessInfo] = {}
-        self.missing_count: dict[
-            ProcessKey, int
-        ] = {}  # of the engines: checks without it, in a row
+        # of each engine: consecutive checks without it
+        self.missing_count: dict[ProcessKey, int] = {}
         self.stopped_since: dict[ProcessKey, float] = {}
 
     def update(self, processes: Iterable[ProcessInfo]) -> None:
@@ -108,7 +107,7 @@ class ProcessTable:
         return None
 
     def find_dead_engine(self) -> ProcessInfo | None:
-        """Return an engine that has been missing for too long. Report Ray's GCS immediately."""
+        """Return an engine that has been missing for too long. For Ray's GCS, that is one check."""
         for key, engine in self.engine_processes.items():
             limit = 1 if engine.title.endswith("gcs_server") else MAX_MISSING_CHECKS
             if self.missing_count[key] == limit:
@@ -130,11 +129,11 @@ class ProcessMonitor:
         self.logs = logs
         self.checkpoints = checkpoints
         self.report = report
-        self.started_at = time.time()  # wall clock, as in the status of files
+        self.started_at = time.time()  # wall clock, like file times
         self.excluded: set[int] = set()  # processes of trackers, which end after the run
-        # every descendant so far, also those that lost their parent
+        # every descendant so far, orphans too
         self.descendants: dict[int, psutil.Process] = {}
-        self.parents: dict[int, int] = {}  # of each descendant; a dead one has none
+        self.parents: dict[int, int] = {}  # of each descendant; unknown once it is dead
         self.local = ProcessTable()
         self.remote = ProcessTable()
         self.list_remote: ListRemote | None = None  # set if the run joined a cluster
@@ -164,7 +163,7 @@ class ProcessMonitor:
         self.reaper.communicate(b"end")
 
     def register_folder(self, folder: str) -> None:
-        """Delete this folder when the run ends. If it is a process's TMPDIR, kill the process.
+        """Delete this folder when the run ends. The reaper kills processes with this TMPDIR.
 
         The folder must belong to this run only.
         """
@@ -172,7 +171,7 @@ class ProcessMonitor:
         self._send_to_reaper(folder=folder)
 
     def register_process(self, name: str, pid: int) -> None:
-        """Let the reaper report this process if it dies and takes the driver with it."""
+        """Have the reaper report this process if its death also ends the driver."""
         self._send_to_reaper(name=name, pid=pid)
 
     def _send_to_reaper(self, **message: str | int) -> None:
@@ -181,7 +180,7 @@ class ProcessMonitor:
             os.write(self.reaper.stdin.fileno(), json.dumps(message).encode() + b"\n")
 
     def stop_watching(self) -> None:
-        """Let processes end from now on. Kill those that are stopped, since they cannot exit."""
+        """Stop the checks, so that processes may end. Kill stopped ones, since they cannot exit."""
         self.is_ending.set()
         self.thread.join(30.0)
         for process in self.descendants.values():
@@ -211,7 +210,7 @@ class ProcessMonitor:
                 if problem and not self.is_ending.is_set():
                     self.report(problem)
                     return
-            except Exception:  # Ray may not answer for a moment, and the run still needs the thread
+            except Exception:  # Ray may briefly not answer; the thread must continue
                 logger.exception(
                     "The process monitor could not check the run's processes. If this repeats, "
                     "see %s",
@@ -271,12 +270,13 @@ class ProcessMonitor:
         return processes
 
     def _remember(self, process: psutil.Process, title: str) -> None:
-        """Save a descendant, and its parent while it has one: an orphan gets another parent."""
+        """Save a new descendant and its parent. If the parent ends, the child gets another one."""
         if self.descendants.get(process.pid) != process:
             self.descendants[process.pid] = process
             self.parents[process.pid] = process.ppid()
         elif title.startswith(("VLLM::", "sglang::")):
-            # It writes to its parent's log. A fork (kit/cpu/fork_server.py) has another parent.
+            # An engine writes to the log of the worker that started it. If the engine is a fork
+            # (kit/cpu/fork_server.py), that worker is not its parent.
             log = WORKER_LOG.search(os.readlink(f"/proc/{process.pid}/fd/1"))
             if log:
                 self.parents[process.pid] = int(log[1])
@@ -326,8 +326,9 @@ def describe_process(process: ProcessInfo) -> str:
 def remove_leftovers(started_at: float) -> None:
     """Delete what killed processes left in /dev/shm, and sockets of verl's weight sync in /tmp.
 
-    Only files of this user, newer than `started_at` (seconds since the epoch), with a name as in
-    SHARED_MEMORY_NAME or SOCKET_NAME, and that no process uses: those of another run stay.
+    Deletes only files of this user with a name as in SHARED_MEMORY_NAME or SOCKET_NAME. They must
+    be newer than `started_at` (seconds since the epoch), and no process may use them. So files of
+    another run stay.
     """
     paths = [path for path in SHARED_MEMORY.iterdir() if SHARED_MEMORY_NAME.match(path.name)]
     paths += [path for path in Path("/tmp").iterdir() if SOCKET_NAME.match(path.name)]
@@ -353,7 +354,7 @@ def has_listener(path: Path) -> bool:
 def list_used_inodes() -> set[int]:
     """Return the inodes in /dev/shm that any process has mapped or open.
 
-    Not the names: glibc maps a semaphore under another name than the one that it gets later.
+    Names would not identify them: glibc maps a semaphore before it gives it the final name.
     """
     inodes: set[int] = set()
     for process in Path("/proc").glob("[0-9]*"):

@@ -10,7 +10,7 @@ DRIVER_FD: a pidfd of the driver. CHECKPOINTS: the run's folder of checkpoints.
 process_monitor.py starts it and writes lines of JSON to its stdin:
 
 - {"folder": PATH}: a TMPDIR that only processes of this run use.
-- {"name": NAME, "pid": PID}: a process that takes the driver with it when it dies, as Ray's raylet.
+- {"name": NAME, "pid": PID}: a process whose death also ends the driver, such as Ray's raylet.
 
 The last message is the text `end`: the run has cleaned up itself.
 """
@@ -50,7 +50,7 @@ class Reaper:
         self.names = {driver_fd: f"the driver (pid {driver_pid})"}  # by pidfd
         self.dead: list[str] = []  # names, the first to die first
         self.folders: list[str] = []
-        self.unparsed = b""  # bytes of stdin after the last line end
+        self.unparsed = b""  # bytes of stdin after the last newline
         self.poll = select.poll()
         self.poll.register(STDIN, select.POLLIN)
         self.poll.register(driver_fd, select.POLLIN)
@@ -63,7 +63,7 @@ class Reaper:
                 return False
             for fd in ready - {STDIN}:
                 self.poll.unregister(fd)
-                # While the driver exits, the kernel ends Ray's processes: the driver died first.
+                # If the driver is exiting, it died first: the kernel then ends Ray's processes.
                 cause = self.driver_fd if is_exiting(self.driver_pid) else fd
                 self.dead.append(self.names[cause])
         return True

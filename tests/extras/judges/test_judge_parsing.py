@@ -12,6 +12,7 @@ from conftest import GYM_PYTHON, ROOT
 from judge_doubles import completion
 
 from kit.extras.judges import judge_parsing
+from kit.gym import server_process
 
 JUDGE_PARSING = ROOT / "kit" / "extras" / "judges" / "judge_parsing.py"
 SITE_PACKAGES = next(ROOT.glob(".venv-gym/lib/python3*/site-packages"))
@@ -152,9 +153,9 @@ def test_a_text_without_a_verdict_does_not_match_the_servers_pattern(name):
 @pytest.mark.parametrize("key", ["should_use_judge", "use_judge", "enable_llm_judge"])
 def test_a_server_whose_settings_switch_its_judge_off_has_no_judge(key):
     settings = {"judge_model_server": {"type": "responses_api_models", "name": "j"}}
-    assert judge_parsing.find_judges({**settings, key: False}) == {}
+    assert server_process.find_judges({**settings, key: False}) == {}
     for value in (True, None, 0, "no"):  # Gym too accepts only false
-        assert judge_parsing.find_judges({**settings, key: value}) == {"judge_model_server": "j"}
+        assert server_process.find_judges({**settings, key: value}) == {"judge_model_server": "j"}
 
 
 def test_the_judges_of_a_server_are_the_models_in_its_settings():
@@ -166,7 +167,7 @@ def test_the_judges_of_a_server_are_the_models_in_its_settings():
         "judge_server_name": "v",
     }
     judges = {"one": "j", "two": "k", "judge_server_name": "v"}
-    assert judge_parsing.find_judges(settings) == judges
+    assert server_process.find_judges(settings) == judges
 
 
 # --- responses of verifiers ----------------------------------------------------------------------

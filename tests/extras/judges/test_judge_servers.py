@@ -7,8 +7,9 @@ import contextlib
 import json
 
 import pytest
-from conftest import ACTIONS, GYM_PYTHON, ROOT, make_model
+from conftest import GYM_PYTHON, ROOT
 from judge_doubles import JUDGE_CONFIG, StubJudge, completion
+from tiny_models import ACTIONS, make_model
 
 from gym_client import Gym, GymError, message_response
 from kit.extras.judges.judge_proxy import JudgeProxy

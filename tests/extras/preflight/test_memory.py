@@ -1,4 +1,6 @@
-"""The estimate of memory: counts against real models, sizes by hand, and what does not fit is told with its keys."""
+"""The estimate of memory: counts against real models, sizes by hand, and what does not fit is told
+with its keys.
+"""
 
 import subprocess
 from types import SimpleNamespace
@@ -170,7 +172,9 @@ def test_a_model_of_another_form_is_not_estimated():
 
 
 def test_what_this_node_has_too_little_of(monkeypatch, tmp_path):
-    """Room for checkpoints and shared memory anywhere; GPUs, cores and a flash attention where there are GPUs."""
+    """Room for checkpoints and shared memory anywhere; GPUs, cores and a flash attention where
+    there are GPUs.
+    """
     changes = [
         "trainer.n_gpus_per_node=4",
         "algorithm.adv_estimator=gae",

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, make_model, row, run
+from conftest import ROOT, row, run
 from omegaconf import OmegaConf
+from tiny_models import make_model
 
 import gym_client
 from kit.config.load import load_config

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import make_model
 from test_report_page import write_synthetic_run
+from tiny_models import make_model
 
 from kit.errors import ConfigError
 from kit.extras.report import diagnosis, report_page

@@ -7,9 +7,10 @@ import re
 import sys
 
 import pytest
-from conftest import ROOT, load, make_model, run
+from conftest import ROOT, load, run
 from rich.console import Console
 from test_report_page import write_synthetic_run
+from tiny_models import make_model
 
 from kit.extras.report import report_page, show
 from kit.runs import cli, console

@@ -12,10 +12,10 @@ from conftest import SESSION, WORDS, drop, load, row, served, write_rows
 from http_doubles import JsonHandler
 
 import gym_client
-import training
 from kit.extras.report import diagnosis
 from kit.extras.report.metric_docs import FILES
 from kit.extras.report.run_data import RunData
+from kit.runs.workers import start_workers
 
 STEPS = 9
 
@@ -149,7 +149,7 @@ def test_a_learning_rate_a_hundred_times_too_high(stack):
     """The policy collapses into one response, which earns little."""
     rate = "actor_rollout_ref.actor.optim.lr=0.5"
     config, _ = load(stack.workspace, *SESSION, rate)
-    workers = training.start_workers(config)  # those of the session have another optimizer
+    workers = start_workers(config)  # those of the session have another optimizer
     workers.actor.init_model()
     try:
         with verified_by(stack, Verifier) as gym:

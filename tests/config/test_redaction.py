@@ -1,0 +1,108 @@
+"""A recipe that is written or printed has no secrets."""
+
+import base64
+import gzip
+
+import pytest
+from conftest import CPU, RECIPE, load, tiny
+from omegaconf import OmegaConf
+
+from kit.config.load import base_configs, load_config
+from kit.config.redaction import HIDDEN, redacted
+from kit.extras.report import report_page
+from kit.runs import summary
+from kit.runs.run_dir import Run
+
+
+def merge(*changes):
+    return load_config([str(CPU), str(RECIPE)], changes)[0]
+
+
+def test_values_of_the_environment_stay_interpolations(workspace, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-planted-judge")
+    monkeypatch.setenv("SECRET_HOST", "planted.example")
+    # not the name of a secret, but a value of the environment
+    monkeypatch.setenv("JUDGE_ADDRESS", "planted.elsewhere")
+    changes = [
+        "gym.servers.judge.start.config.judge={key: '${oc.env:JUDGE_API_KEY}', "
+        "url: 'http://planted.example/v1', address: '${oc.env:JUDGE_ADDRESS}'}"
+    ]
+    changes.append("gym.servers.judge.start.config.model=sk-planted-judge-by-hand")
+    config, _ = load_config([str(CPU), str(RECIPE)], tiny(workspace, *changes))
+    written = OmegaConf.to_yaml(redacted(config))
+    assert "planted" not in written
+    assert (
+        "key: ${oc.env:JUDGE_API_KEY}" in written and "http://${oc.env:SECRET_HOST}/v1" in written
+    )
+    # the written recipe can still be loaded
+    assert redacted(config).gym.servers.judge.start.config.judge.key == "sk-planted-judge"
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "JUDGE_KEY", "MY_SECRET_2", "DB_PASSWORD", "aws_credential"]
+)
+def test_a_variable_with_a_secrets_name_is_written_nowhere(workspace, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(name, "planted8")  # the shortest value that is a secret
+    config, _ = load(
+        workspace, "gym.servers.reasoning_gym.start.config.url=http://planted8.example/v1"
+    )
+    for command in ("train", "evaluate"):
+        with Run(config, command) as run:
+            pass
+    written = [path.read_text() for path in tmp_path.rglob("*.yaml")]
+    assert len(written) == 2 and "planted8" not in "".join(written)
+    assert all(f"${{oc.env:{name}}}.example" in text for text in written)
+    page = report_page.write_page([run.folder], tmp_path / "page.html").read_text()
+    packed = page.partition('id="data">')[2].partition("<")[0]
+    assert "planted8" not in gzip.decompress(base64.b64decode(packed)).decode()
+
+
+def test_a_dry_run_shows_no_secret(workspace, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "planted8")
+    extra = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    config, data = load(workspace, f"{extra}.hf_token=planted8", f"{extra}.api_key=sk-planted")
+    text = summary.describe_dry_run(config, base_configs()[0], data, "train")
+    assert f"{extra}.hf_token: ${{oc.env:HF_TOKEN}}" in text and f"{extra}.api_key: " in text
+    assert "planted8" not in text and "sk-planted" not in text
+
+
+LITERALS = [
+    ("api_key", "sk-planted"),
+    ("openai_api_key", "sk-planted"),
+    ("judge_key", "planted"),
+    ("token", "planted"),
+    ("hub_token", "planted"),
+    ("password", "planted"),
+    ("client_secret", "planted"),
+    ("Authorization", "Bearer planted"),
+    ("SERVICE_KEY", "planted-8"),
+    ("credentials", "{user: me, pass: planted}"),
+    ("api_keys", "[planted, planted2]"),
+    ("key", "'${oc.env:NO_SUCH_VARIABLE,planted}'"),
+    ("base_url", "https://me:pl@nted-planted@host/v1"),
+    ("base_url", "https://planted@host/v1"),
+    ("base_url", "'https://host/v1?n=1&api_key=planted'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), LITERALS)
+def test_a_literal_secret_is_hidden(name, value):
+    config = merge(f"gym.servers.judge.start.config={{{name}: {value}, model: kept}}")
+    written = OmegaConf.to_yaml(redacted(config).gym.servers.judge)
+    assert "planted" not in written and "model: kept" in written, written
+    assert name in written
+
+
+def test_other_values_are_written():
+    """verl's keys with `key` or `token` in the name, and the name of a variable."""
+    settings = {
+        "eos_token": "<end>",
+        "api_key_env": "JUDGE_KEY",
+        "prompt_key": "question",
+        "token": None,
+    }
+    config = merge("data.prompt_key=question")
+    OmegaConf.update(config, "gym.servers.judge.start.config", settings, force_add=True)
+    assert redacted(config).gym.servers.judge.start.config == settings
+    assert OmegaConf.to_yaml(redacted(config)).count(HIDDEN) == 0

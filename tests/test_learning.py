@@ -1,0 +1,142 @@
+"""The tiny model learns over the real stack: from every kind of verifier, a tool and a teacher."""
+
+from __future__ import annotations
+
+import pandas
+from conftest import GYM_PYTHON, WORDS, drop, metrics_of, with_verifiers, write_rows
+from judge_doubles import JUDGE_CONFIG, StubJudge, completion
+from learning import AGREE, COUNTING, NO_EVALUATION, UNTRAINED, train_until
+from tiny_models import make_pretrained
+
+import gym_client
+from kit.config import user_functions
+from kit.extras.judges import judge_proxy, judge_settings
+from kit.gym import servers as gym_servers
+from kit.runs.workers import optional_roles, start_roles
+
+FOUR_WORDS = ["say", "give", "write", "print"]
+
+
+def test_the_policy_learns_from_three_kinds_of_verifiers_together(stack):
+    """A server of Gym, the server of templates/verifier, and templates/reward.py over verl's rows.
+
+    The reward of each increases.
+    """
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{word} 7"}],
+            "data_source": "mine",
+            "reward_model": {"ground_truth": "7"},
+        }
+        for word in FOUR_WORDS
+    ]
+    pandas.DataFrame(rows).to_parquet(stack.workspace / "verl.parquet")
+    shop_row = {"responses_create_params": {"input": "tea"}, "prices": {"tea": 7}, "answer": 7}
+    write_rows(stack.workspace / "shop.jsonl", [shop_row])
+    files = [
+        "{path: train.jsonl, server: reasoning_gym, weight: 2}",
+        "{path: shop.jsonl, server: shop, weight: 1}",
+        "{path: verl.parquet, verifier: templates/reward.py:compute_score, weight: 1}",
+    ]
+    changes = [
+        f"env.train_files=[{', '.join(files)}]",
+        "actor_rollout_ref.rollout.n=16",
+        # Some verifiers pay well for longer answers, such as 77, and others do not. The policy may
+        # keep those for a while.
+        "data.max_response_length=6",
+        NO_EVALUATION,
+    ]
+    with (
+        with_verifiers(stack, *changes) as gym,
+        stack.trainer("learn", *changes, gym=gym) as trainer,
+    ):
+        rewards = train_until(trainer, 0.4)
+        steps = metrics_of(trainer.run.folder)
+    assert rewards[0] < UNTRAINED < 0.4 <= sum(rewards[-3:]) / 3
+    for name in ("reasoning_gym", "shop", "compute_score"):
+        means = [m[f"reward/{name}/mean"] for m in steps]
+        assert sum(means[:3]) / 3 + 0.1 < sum(means[-3:]) / 3, (name, means)
+
+
+def test_the_policy_learns_a_game_from_generated_rows(stack):
+    """templates/task.py: two guesses at a number from 1 to 3, with a hint after the first."""
+    rows = "function: templates/task.py:rows, highest: 3, verifier: templates/task.py:Guess"
+    changes = [
+        f"env.train_files=[{{{rows}}}]",
+        "data.max_response_length=24",
+        "actor_rollout_ref.rollout.n=16",
+        NO_EVALUATION,
+    ]
+    with (
+        with_verifiers(stack, *changes) as gym,
+        stack.trainer("guess", *changes, gym=gym) as trainer,
+    ):
+        rewards = train_until(trainer, 0.3, over=5)
+    assert sum(rewards[:5]) / 5 < 0.2
+    assert sum(rewards[-5:]) / 5 >= 0.3
+
+
+def test_the_policy_learns_from_a_judge(stack, tmp_path):
+    """Gym's equivalence_llm_judge calls a stub, which accepts every answer with a 7."""
+    judge = StubJudge(
+        (200, lambda request: completion("[[A=B]]" if "7" in str(request) else "[[A!=B]]"))
+    )
+    name = "equivalence_llm_judge"
+    rows = [
+        {
+            "responses_create_params": {"input": [{"role": "user", "content": f"{word} it"}]},
+            "expected_answer": "seven",
+        }
+        for word in WORDS
+    ]
+    write_rows(stack.workspace / "judged.jsonl", rows)
+    start = {"start": {"python": str(GYM_PYTHON), "config": JUDGE_CONFIG}}
+    changes = [f"env.train_files=[{{path: judged.jsonl, server: {name}}}]", NO_EVALUATION]
+    settings = judge_settings.Judge("judge_model", judge.url, "stub", timeout_s=10.0)
+    with judge_proxy.JudgeProxy({"judge_model": settings}) as proxy:
+        specs = proxy.process_specs()
+        with gym_servers.running_servers({name: start}, tmp_path, judge_specs=specs) as urls:
+            gym = stack.servers.loop.run(gym_client.Gym(urls).__aenter__())
+            changes.append(f"gym.servers.{name}.url={urls[name]}")
+            with stack.trainer("judged", *changes, gym=gym) as trainer:
+                rewards = train_until(trainer, 0.9)
+            stack.servers.loop.run(gym.__aexit__())
+        tokens = proxy.metrics()["judge/judge_model/completion_tokens"]
+        assert tokens == 2 * 64 * len(rewards)
+    assert sum(rewards[:3]) / 3 < 0.5
+    assert sum(rewards[-3:]) / 3 >= 0.9
+
+
+def test_the_policy_learns_to_use_a_real_tool(stack):
+    """Each episode has its own counter. Exactly one call, between two turns, earns 1."""
+    changes = [COUNTING, NO_EVALUATION, "data.max_response_length=32"]
+    with stack.trainer("tools", *changes) as trainer:
+        rewards = train_until(trainer, 0.6, over=5)
+        assert sum(rewards[:3]) / 3 < 0.3
+        assert sum(rewards[-5:]) / 5 >= 0.6
+        assert trainer.metrics["rollout/turns/mean"] > 1  # some text after the call
+
+
+def test_distillation_learns_only_from_the_teachers_log_probs(stack):
+    """The teacher is the session's model, trained to answer 7. It scores the policy's responses.
+
+    The estimate of the reverse KL decreases.
+    """
+    make_pretrained(stack.workspace / "teacher", stack.workspace / "untied", FOUR_WORDS, "7")
+    teacher = f"{user_functions.TEACHER}=teacher"
+    with stack.trainer("distill", NO_EVALUATION, teacher, overlays=["distill"]) as trainer:
+        groups = start_roles(trainer.config, optional_roles(trainer.config))
+        trainer.workers = trainer.workers._replace(ref=groups.ref)
+        try:
+            steps = [dict(trainer.step_or_skip()) for _ in range(10)]
+        finally:
+            drop([trainer.workers.ref])
+    kl = [-m["critic/advantages/mean"] for m in steps]  # nats a token
+    print("reverse KL", [round(k, 2) for k in kl])
+    print("rewards", [round(m["rollout/reward/mean"], 2) for m in steps])
+    # the KL from the policy itself is 0, and without training it would not change
+    assert kl[0] > 2
+    assert kl[-1] < 0.75 * kl[0]
+    for m in steps:
+        assert m["actor/grad_norm"] > 0
+        assert m["training/rollout_probs_diff_max"] < AGREE

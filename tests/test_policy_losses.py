@@ -1,0 +1,367 @@
+"""verl's losses and their gradients against their papers.
+
+A reference is the paper's equation as a loop over tokens. x is the log-prob of a token, `old` that
+of the old policy, a the advantage. tests/algorithm_cases.py explains the tolerances and "Departs:".
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from algorithm_cases import (
+    EXACT,
+    MODES,
+    SEEDS,
+    assert_close,
+    assert_same,
+    loss_and_gradient,
+    make_actor_config,
+    random_tokens,
+    weigh_tokens,
+)
+from verl.trainer.ppo import core_algos
+
+# --- references ----------------------------------------------------------------------------------
+# Of a token: (loss, derivative by x).
+
+
+def ppo(x, old, a, low=0.2, high=0.28, c=math.inf):
+    """Schulman et al., arXiv:1707.06347, eq. 7, with DAPO's two bounds and dual-clip PPO's floor.
+
+    The bounds: arXiv:2503.14476, section 3.1. The floor c A for A < 0: Ye et al., arXiv:1912.09729.
+    """
+    r = math.exp(x - old)
+    objective = min(r * a, np.clip(r, 1 - low, 1 + high) * a)
+    objective = max(objective, c * a) if a < 0 else objective
+    return -objective, -r * a if objective == r * a else 0.0
+
+
+def sapo(x, old, a):
+    r = math.exp(x - old)
+    tau = 1.0 if a > 0 else 1.05
+    p = 1 / (1 + math.exp(-tau * (r - 1)))
+    return -4 / tau * p * a, -4 * p * (1 - p) * r * a
+
+
+def dro(x, old, a):
+    return -a * x + 0.15 * (x - old) ** 2, -a + 0.3 * (x - old)
+
+
+def by_token(loss):
+    """A reference from the loss of a token: tokens -> {token: (loss, derivative)}."""
+    return lambda d: {at: loss(d.x[at], d.old[at], d.a[at]) for at in d.tokens}
+
+
+def stopped(weight):
+    """- sg(weight(pi, pi_old, A)) A log pi."""
+
+    def loss(x, old, a):
+        factor = -weight(math.exp(x), math.exp(old), a) * a
+        return factor * x, factor
+
+    return by_token(loss)
+
+
+def constant(pi, mu, a):
+    return 1.0
+
+
+def clipped_ratio(pi, mu, a):
+    return np.clip(pi / mu, 0.8, 1.28)
+
+
+def dppo(divergence):
+    def weight(pi, mu, a):
+        is_near = divergence(mu, pi) <= (0.28 if a > 0 else 0.2)
+        is_moving_back = (pi > mu) != (a > 0)
+        return min(pi / mu, 3.0) * (is_near or is_moving_back)
+
+    return stopped(weight)
+
+
+def total_variation(mu, pi):
+    return abs(mu - pi)
+
+
+def binary_kl(p, q):
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def by_response(loss):
+    """A reference from loss(log-ratios of the token's response, its own log-ratio, A)."""
+
+    def reference(d):
+        results = {}
+        for at in d.tokens:
+            log_ratios = [d.log_r[other] for other in d.tokens if other[0] == at[0]]
+            results[at] = loss(log_ratios, d.log_r[at], d.a[at])
+        return results
+
+    return reference
+
+
+def gspo(log_ratios, _, a):
+    return ppo(np.mean(log_ratios), 0.0, a)
+
+
+def gmpo(log_ratios, log_r, a):
+    clipped = [min(v, 0.28) if a > 0 else max(v, -0.2) for v in log_ratios]
+    value = -a * math.prod(math.exp(v) for v in clipped) ** (1 / len(clipped))
+    return value, value * (log_r <= 0.28 if a > 0 else log_r >= -0.2)
+
+
+def covariances(d):
+    mean_a = np.mean([d.a[at] for at in d.tokens])
+    mean_x = np.mean([d.x[at] for at in d.tokens])
+    return {at: (d.a[at] - mean_a) * (d.x[at] - mean_x) for at in d.tokens}
+
+
+def clip_cov(d):
+    covariance = covariances(d)
+    results = by_token(ppo)(d)
+    for at, (_, slope) in results.items():
+        if 1 < covariance[at] < 5 and slope:
+            results[at] = (0.0, 0.0)
+    return results
+
+
+def ratio_times_advantage(x, old, a):
+    value = -math.exp(x - old) * a
+    return value, value
+
+
+def kl_cov(d, fraction=0.2, beta=0.1):
+    ranked = sorted(d.tokens, key=covariances(d).get)
+    results = by_token(ratio_times_advantage)(d)
+    for at in ranked[-max(1, int(fraction * len(ranked))) :]:
+        value, slope = results[at]
+        penalty = beta * abs(d.log_r[at])
+        results[at] = (value + penalty, slope + beta * math.copysign(1, d.log_r[at]))
+    return results
+
+
+LOSSES = {
+    "vanilla": by_token(functools.partial(ppo, c=3.0)),
+    "bypass_mode": by_token(functools.partial(ppo, c=3.0)),  # verl's default for it is ppo_clip
+    # Qi et al., arXiv:2602.04879: truncated r A, cut where the policy leaves the trust region. The
+    # gradient is the paper's, the value that of sg(r) A log pi. Departs: truncated at clip_ratio_c,
+    # whose default is dual-clip's 3.
+    "dppo_tv": dppo(total_variation),
+    "dppo_kl": dppo(binary_kl),
+    # Gao et al., arXiv:2511.20347: (4 / tau) sigmoid(tau (r - 1)) A, whose derivative by r is
+    # 4 p (1 - p) A.
+    "sapo": by_token(sapo),
+    # Chu et al., arXiv:2504.02546: A log pi.
+    "gpg": stopped(constant),
+    # Richemond et al., arXiv:2405.19107, DRO-V's gradient of the policy. Departs: its quadratic
+    # term is around the old policy, not the reference, and of tokens, not responses. beta = 0.3.
+    "dro": by_token(dro),
+    # MiniMax, arXiv:2506.13585, eq. 4 and 5: sg(clip(r)) A log pi. Departs: the lower bound is on
+    # by default.
+    "cispo": stopped(clipped_ratio),
+    # Cui et al., arXiv:2505.22617: PPO, no gradient on (here all) tokens whose covariance is in
+    # (1, 5); r A and a KL penalty on the tokens of largest covariance. Departs: Clip-Cov's tokens
+    # also lose their loss, and are not drawn from those that PPO clips; KL-Cov's KL is |log r|,
+    # which on-policy has no gradient.
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    # Zheng et al., arXiv:2507.18071, eq. 5 and 7: PPO's loss of s = (pi / pi_old)^(1 / length) of
+    # the response, so that the derivative by x_t is s A / length. verl has eq. 14's
+    # sg(s) pi / sg(pi), so A may be a token's.
+    "gspo": by_response(gspo),
+    # Zhao et al., arXiv:2507.20673: A times the geometric mean of ratios, each clipped on the side
+    # to which A pushes it. Departs: bounds of log-ratios are clip_ratio_*, 0.2 by default; the
+    # paper has 0.4.
+    "geo_mean": by_response(gmpo),
+}
+
+
+def test_every_loss_of_verl_has_a_reference():
+    assert set(LOSSES) == set(core_algos.POLICY_LOSS_REGISTRY)
+
+
+# --- losses and gradients ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_and_its_gradient_are_those_of_the_paper(name, seed):
+    """Odd seeds have weights of rollout correction.
+
+    Departs: bypass_mode does not read them; sapo and geo_mean read no mode, and the latter's mean
+    is over all rows, padding included; gspo is the paper's with seq-mean-token-mean.
+    """
+    d = random_tokens(seed, per_response=name == "geo_mean")
+    mode = MODES[seed % 5]
+    fixed_mode = "seq-mean-token-mean" if name in ("sapo", "geo_mean") else None
+    weights = weigh_tokens(d.mask, fixed_mode or mode)
+    if seed % 2 and name != "bypass_mode":
+        weights *= d.w
+    if name == "geo_mean":
+        weights *= 7 / 8
+    loss = 0.0
+    gradient = np.zeros(d.x.shape)
+    for at, (value, slope) in LOSSES[name](d).items():
+        loss += weights[at] * value
+        gradient[at] = weights[at] * slope
+    result = loss_and_gradient(name, d, mode, weights=d.w if seed % 2 else None)
+    assert_same(result, loss, gradient)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_bypass_reinforce_is_truncated_importance_sampling(seed):
+    """Ionides 2008, Truncated Importance Sampling: - sg(w) A log pi.
+
+    w = min(pi / mu, 2) of a token or a response.
+    """
+    d = random_tokens(seed)
+    level = ["token", "sequence"][seed % 2]
+    loss = 0.0
+    gradient = np.zeros(d.x.shape)
+    weights = weigh_tokens(d.mask, "token-mean")
+    for i, t in d.tokens:
+        span = [(i, t)] if level == "token" else [at for at in d.tokens if at[0] == i]
+        weight = min(math.exp(sum(d.log_r[at] for at in span)), 2.0)
+        gradient[i, t] = -weights[i, t] * weight * d.a[i, t]
+        loss += gradient[i, t] * d.x[i, t]
+    correction = {"loss_type": "reinforce", "rollout_is": level}
+    config = make_actor_config({"rollout_correction": correction})
+    assert_same(loss_and_gradient("bypass_mode", d, config=config), loss, gradient)
+
+
+@pytest.mark.parametrize("name", core_algos.POLICY_LOSS_REGISTRY)
+def test_on_policy_every_loss_raises_log_probs_by_the_advantage(name):
+    """The sign: a loss decreases, so if the policy has not moved, its gradient is -A."""
+    d = random_tokens(0, per_response=True, on_policy=True)
+    # without the padding row, over which geo_mean averages
+    d.x = d.old = d.x[:-1]
+    d.a = d.a[:-1]
+    d.mask = d.mask[:-1]
+    config = make_actor_config({"clip_cov_lb": 1e9, "clip_cov_ub": 1e9})  # no token is chosen
+    _, gradient = loss_and_gradient(name, d, "seq-mean-token-mean", config)
+    assert_close(gradient, -d.a * weigh_tokens(d.mask, "seq-mean-token-mean"), **EXACT)
+
+
+# --- clipping ------------------------------------------------------------------------------------
+
+
+def pull(name, ratios, a, **changes):
+    """The gradient on the tokens of one response over -A / length: the weight of each token."""
+    x = np.full((1, len(ratios)), -3.0)
+    a = np.full(x.shape, a)
+    d = SimpleNamespace(x=x, old=x - np.log(ratios), a=a, mask=np.full(x.shape, True))
+    _, gradient = loss_and_gradient(name, d, config=make_actor_config(**changes))
+    return pytest.approx(-gradient[0] / a[0] * x.size)
+
+
+def test_clip_higher_gives_more_room_above_than_below():
+    """DAPO, arXiv:2503.14476, section 3.1.
+
+    Departs: clip_ratio is not read, as both bounds have defaults.
+    """
+    assert pull("vanilla", [1.25, 1.29, 0.79], 1.0) == [1.25, 0, 0.79]
+    assert pull("vanilla", [1.25, 1.29, 0.79], -1.0) == [1.25, 1.29, 0]
+    assert pull("vanilla", [1.25], 1.0, clip_ratio_high=0.2) == [0]
+    assert pull("vanilla", [1.25], 1.0, clip_ratio=0.01) == [1.25]
+
+
+def test_dual_clip_drops_bad_tokens_that_grew():
+    assert pull("vanilla", [2.9, 3.1], -1.0) == [2.9, 0]
+    assert pull("vanilla", [3.1], -1.0, clip_ratio_c=10.0) == [3.1]
+
+
+def test_cispo_drops_no_token():
+    assert pull("cispo", [3.1, 0.1], 1.0) == [1.28, 0.8]
+    assert pull("cispo", [3.1, 0.1], -1.0) == [1.28, 0.8]
+
+
+def test_gspo_drops_whole_responses():
+    assert pull("gspo", [2.0, 1.0], 1.0) == [0, 0]
+    assert pull("gspo", [2.0, 0.5], 1.0) == [1, 1]
+    assert pull("vanilla", [2.0, 1.0], 1.0) == [0, 1]
+    assert pull("vanilla", [2.0, 0.5], 1.0) == [0, 0.5]
+
+
+def test_dppo_truncates_at_dual_clips_default_of_3():
+    """Departs: verl's code falls back to 20, and the paper has a large value.
+
+    But clip_ratio_c always has a value.
+    """
+    assert pull("dppo_tv", [5.0], -1.0) == [3.0]
+    assert pull("dppo_tv", [5.0], -1.0, clip_ratio_c=20.0) == [5.0]
+
+
+# --- aggregation ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_aggregation_by_hand_of_random_tokens_and_in_micro_batches(mode):
+    """With the totals that verl's engine passes on. It sums micro-batches and averages 2 ranks."""
+    results = [7 / 4, 7, 7 / 2, (4 + 1) / 2, 7 / 2 / 4]
+    by_hand = dict(zip(MODES, results, strict=True))[mode]
+    losses = torch.tensor([[4.0, 9, 9, 9], [1.0, 1, 1, 9]])
+    mask = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0]])
+    assert core_algos.agg_loss(losses, mask, mode) == by_hand
+    d = random_tokens(0)
+    losses = torch.tensor(d.x)
+    mask = torch.tensor(d.mask)
+    totals = {
+        "batch_num_tokens": len(d.tokens),
+        "global_batch_size": 7,
+        "loss_scale_factor": 5,
+        "dp_size": 2,
+    }
+    parts = [core_algos.agg_loss(losses[i::3], mask[i::3], mode, **totals).item() for i in range(3)]
+    assert_close(sum(parts) / 2, (d.x * weigh_tokens(d.mask, mode, 5)).sum(), **EXACT)
+    whole = core_algos.agg_loss(losses, mask, mode).item()
+    assert_close(whole, (d.x * weigh_tokens(d.mask, mode)).sum(), **EXACT)
+
+
+def test_dr_grpos_norm_and_geo_mean_depend_on_the_split_into_micro_batches():
+    """Departs: the former divides by the width of the tensor, unless loss_scale_factor is set.
+
+    That is the longest response of a micro-batch. The latter reads no totals, so each of 2
+    micro-batches has twice its gradient.
+    """
+    mode = "seq-mean-token-sum-norm"
+    short = torch.ones(2, 4)
+    wide = torch.nn.functional.pad(torch.ones(2, 4), (0, 4))
+    of_short = core_algos.agg_loss(short, short, mode)
+    assert core_algos.agg_loss(wide, wide, mode) == of_short / 2
+    assert core_algos.agg_loss(wide, wide, mode, loss_scale_factor=4) == of_short
+    d = random_tokens(0, per_response=True)
+    half = SimpleNamespace(x=d.x[:4], old=d.old[:4], a=d.a[:4], mask=d.mask[:4])
+    _, gradient = loss_and_gradient("geo_mean", d)
+    _, gradient_of_half = loss_and_gradient("geo_mean", half)
+    assert_close(gradient_of_half, 2 * gradient[:4], **EXACT)
+
+
+# --- the critic ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_value_loss_is_half_the_larger_of_two_squares(seed):
+    """arXiv:1707.06347, eq. 9.
+
+    Departs: halved, and clipped around the old value (see arXiv:2005.12729, section 3).
+    """
+    d = random_tokens(seed)
+    mode = MODES[seed % 5]
+    loss = 0.0
+    gradient = np.zeros(d.x.shape)
+    weights = weigh_tokens(d.mask, mode)
+    for at in d.tokens:
+        error = d.x[at] - d.a[at]
+        clipped = np.clip(d.x[at], d.old[at] - 0.5, d.old[at] + 0.5) - d.a[at]
+        loss += weights[at] * max(error**2, clipped**2) / 2
+        gradient[at] = weights[at] * error * (error**2 >= clipped**2)
+    v, old, returns, mask = (torch.tensor(x) for x in (d.x, d.old, d.a, d.mask))
+    v.requires_grad_()
+    value_loss, _ = core_algos.compute_value_loss(v, returns, old, mask, 0.5, mode)
+    value_loss.backward()
+    assert_same((value_loss.item(), v.grad.numpy()), loss, gradient)

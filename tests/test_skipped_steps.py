@@ -1,0 +1,155 @@
+"""Steps that the real stack does not train on, and weights that it does not save."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from conftest import metrics_of
+from learning import NO_EVALUATION
+
+import gym_client
+from kit.errors import NonFiniteStep, RunError, SkippedStep
+from kit.runs import checkpoints
+
+
+def test_a_batch_without_verified_episodes_is_skipped_with_a_message(stack, capsys):
+    name = "nobody"
+    changes = [NO_EVALUATION, "gym.max_failed_frac=1"]
+    with stack.trainer(name, *changes, gym=gym_client.Gym({})) as trainer:
+        trainer.step_or_skip()
+        failures = (trainer.run.folder / "failures.jsonl").read_text().splitlines()
+    output = capsys.readouterr().out.replace("\n", " ")
+    assert "step 1 skipped: no group is left to train on" in output
+    step = next(m for m in metrics_of(trainer.run.folder) if "rollout/failed_frac" in m)
+    assert step["rollout/failed_frac"] == 1.0
+    assert step["rollout/failed/no_server"] == 64
+    assert "critic/rewards/mean" not in step
+    assert "actor/pg_loss" not in step
+    assert {json.loads(line)["reward"] for line in failures} == {None}
+    assert len(failures) == 64
+    message = r"64 of 64 episodes failed \(64 no_server\), over gym.max_failed_frac=0.5"
+    with pytest.raises(RunError, match=message):
+        with stack.trainer(name, NO_EVALUATION, gym=gym_client.Gym({})) as trainer:
+            trainer.step()
+
+
+def test_rejecting_every_token_skips_the_step(stack):
+    changes = [
+        "algorithm.rollout_correction.rollout_rs=token_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=5.0_6.0",
+        NO_EVALUATION,
+    ]
+    with stack.trainer("rejected", *changes) as trainer:
+        with pytest.raises(SkippedStep, match="rollout_rs rejected every token"):
+            trainer.step()
+
+
+DAMAGE = """
+import torch
+from verl.trainer.ppo.core_algos import agg_loss
+
+calls = 0
+
+def estimator(token_level_rewards, response_mask):
+    global calls
+    calls += 1
+    advantages = token_level_rewards * response_mask
+    if calls == 2:
+        advantages = advantages * float('nan')
+    return advantages * (1e6 if calls >= 4 else 1), advantages
+
+def loss(
+    old_log_prob,
+    log_prob,
+    advantages,
+    response_mask,
+    loss_agg_mode,
+    config,
+    rollout_is_weights=None,
+):
+    factor = float('nan') if advantages.abs().max() > 1e3 else 1.0
+    losses = -advantages * torch.exp(log_prob - old_log_prob) * factor
+    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {}
+
+def reward(episode):  # the same for every response, so that no advantage is 0
+    return 1.0
+"""
+
+
+def test_nonfinite_steps_are_skipped_and_kept_and_three_in_a_row_end_the_run(stack, capsys):
+    """Step 2 has a NaN advantage. From step 4 on the loss is NaN, so verl skips the mini-batch."""
+    (stack.workspace / "damage.py").write_text(DAMAGE)
+    changes = [
+        "trainer.total_training_steps=9",
+        "trainer.save_freq=1",
+        "algorithm.adv_estimator=damage.py:estimator",
+        "env.reward=damage.py:reward",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=damage.py:loss",
+        NO_EVALUATION,
+    ]
+    with pytest.raises(RunError, match="3 non-finite steps in a row, the last: actor/"):
+        with stack.trainer("damaged", *changes) as trainer:
+            while True:
+                trainer.step_or_skip()
+    folder = trainer.run.folder
+    output = capsys.readouterr().out.replace("\n", " ")
+    reason = r"\d+ of \d+ advantages, \d+ of \d+ returns are NaN or infinite; .*batch"
+    assert re.search(f"step 2 skipped: {reason}", output)
+    names = {path.name for path in (folder / "damaged").iterdir()}
+    assert names == {"step_2.pt", "step_4.pt", "step_5.pt", "step_6.pt"}
+    batch = torch.load(folder / "damaged" / "step_2.pt", weights_only=True)
+    assert batch["advantages"].isnan().any()
+    assert batch["responses"].shape[0] == len(batch["uid"])
+    saved = {path.name for path in (folder / "checkpoints").glob("global_step_*")}
+    # the weights are finite in every step, whatever the batch was
+    assert saved == {f"global_step_{n}" for n in range(1, 7)}
+    steps = {
+        m["step"]: m.get("training/skipped_nonfinite_steps", 0)
+        for m in metrics_of(folder)
+        if "rollout/failed_frac" in m
+    }
+    assert steps == {1: 0, 2: 1, 3: 0, 4: 1, 5: 2}
+
+
+def make_poison():
+    """A function that sets a weight of a worker to NaN. Ray pickles it by value, as it is local."""
+
+    def poison(worker):
+        import torch
+
+        weight = next(iter(worker.actor.engine.module.parameters()))
+        local = weight.to_local() if hasattr(weight, "to_local") else weight
+        with torch.no_grad():
+            local.view(-1)[0] = float("nan")
+
+    return poison
+
+
+@pytest.mark.parametrize("bypass_mode", [False, True])
+def test_weights_that_are_not_finite_are_never_saved(stack, capsys, bypass_mode):
+    """Any tensor may show it first. In bypass mode no log-prob of the trainer is checked."""
+    import ray
+
+    name = f"poisoned_{bypass_mode}"
+    bypass = f"algorithm.rollout_correction.bypass_mode={str(bypass_mode).lower()}"
+    changes = ["trainer.save_freq=1", NO_EVALUATION, bypass]
+    try:
+        with stack.trainer(name, *changes) as trainer:
+            workers = trainer.workers.actor.workers
+            ray.get([worker.__ray_call__.remote(make_poison()) for worker in workers])
+            trainer.update_weights()
+            with pytest.raises((NonFiniteStep, SkippedStep)):
+                trainer.step()
+            trainer.saved_state["step"] = trainer.state["step"]
+            assert trainer.save() is None
+            output = capsys.readouterr().out.replace("\n", " ")
+            assert "Not saved: NaN or infinity in " in output
+            assert not list((trainer.run.folder / "checkpoints").glob("*"))
+    finally:
+        stack.workers.actor.load_checkpoint(str(stack.fresh))
+        shutil.rmtree(stack.workspace / "runs" / name)
+    assert checkpoints.find_nonfinite(stack.workers) == []

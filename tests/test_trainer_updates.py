@@ -1,0 +1,248 @@
+"""Rewards, log-probs, advantages and updates of a step, and steps that are skipped."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from trainer_doubles import ACTOR, CORRECTION, QUIET, lines_of, make_plan
+from worker_doubles import close
+
+import algorithm
+import training
+from kit.errors import NonFiniteStep, RunError
+
+GAE = ["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=8"]
+
+# --- rewards -------------------------------------------------------------------------------------
+
+
+def test_a_learned_reward_is_a_component_that_the_recipes_reward_reads(workspace, recorder):
+    """The means of components from the verifier stay those of all episodes."""
+    recorder.workers = training.Workers("actor", None, "reward model")
+    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
+        trainer.inputs.reward = lambda e: e.reward + e.reward_components["reward_model"]
+        metrics = trainer.step_or_skip()
+        model, kept, inputs, config = recorder.arguments["add_reward_model_scores"]
+        assert model == "reward model"
+        assert inputs is trainer.inputs
+        assert config is trainer.config
+        assert [e.reward for e in kept] == [4.0 + float(i % 3 == 0) for i in range(64)]
+        assert metrics["reward/reasoning_gym/reward_model/mean"] == 4.0
+        assert "timing_s/reward_model" in metrics
+        assert metrics["reward/reasoning_gym/right/mean"] == 0.5
+        batch = recorder.arguments["compute_advantages"][0].batch
+        assert batch["token_level_rewards"].sum(dim=1).tolist() == [e.reward for e in kept]
+        trainer.metrics = {"reward/reasoning_gym/right/mean": 0.75}
+        trainer.shape_rewards(kept)
+        assert trainer.metrics["reward/reasoning_gym/right/mean"] == 0.75
+
+
+def test_without_a_reward_model_the_reward_is_the_verifiers(workspace, recorder):
+    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
+        metrics = trainer.step_or_skip()
+        assert "add_reward_model_scores" not in recorder.calls
+        assert "timing_s/reward_model" not in metrics
+
+
+# --- log-probs, values and advantages ------------------------------------------------------------
+
+
+def test_critic_warmup_trains_only_the_critic(workspace, recorder):
+    """trainer.critic_warmup=2: steps 1 and 2 compute old log-probs and train only the critic."""
+    recorder.workers = training.Workers("actor", "critic", None)
+    changes = [*GAE, "trainer.critic_warmup=2"]
+    with algorithm.train(make_plan(workspace, *QUIET, *changes)) as trainer:
+        for updates_actor in (False, False, True):
+            recorder.calls.clear()
+            metrics = trainer.step_or_skip()
+            names = ("add_old_log_probs", "compute_values", "update_critic", "update_actor")
+            calls = [name for name in recorder.calls if name in names]
+            if updates_actor:
+                assert calls == ["compute_values", "update_critic", "update_actor"]
+            else:
+                assert calls == ["add_old_log_probs", "compute_values", "update_critic"]
+            assert ("actor/pg_loss" in metrics) == updates_actor
+            assert ("timing_s/update_actor" in metrics) == updates_actor
+            assert ("actor/entropy" in metrics) == (not updates_actor)
+            assert ("timing_s/old_log_prob" in metrics) == (not updates_actor)
+            assert metrics["critic/vf_loss"] == 0.75
+            assert {"timing_s/values", "timing_s/update_critic"} <= set(metrics)
+        batch = recorder.arguments["compute_advantages"][0]
+        assert recorder.arguments["compute_values"] == ("critic", batch, trainer.config)
+        assert recorder.arguments["update_critic"] == ("critic", batch, trainer.config)
+        assert recorder.arguments["add_old_log_probs"][::2] == ("actor", trainer.config)
+        assert set(batch.batch["values"].flatten().tolist()) == {0.25}
+        assert metrics["critic/values/mean"] == 0.25
+
+
+def test_the_coefficient_of_a_kl_penalty_is_adapted_and_saved(workspace, recorder):
+    settings = ["type=adaptive", "horizon=640", "kl_coef=0.4", "target_kl=0.1"]
+    changes = ["algorithm.use_kl_in_reward=true"]
+    changes += [f"algorithm.kl_ctrl.{setting}" for setting in settings]
+    with algorithm.train(make_plan(workspace, *QUIET, *changes)) as trainer:
+        metrics = trainer.step_or_skip()
+        batch, controller, config = recorder.arguments["apply_kl_penalty"]
+        assert controller is trainer.kl_controller
+        assert config is trainer.config
+        expected = (recorder.workers, batch, trainer.config)
+        assert recorder.arguments["compute_ref_log_probs"] == expected
+        tensors = batch.batch
+        assert close(tensors["ref_log_prob"], tensors["rollout_log_probs"] - 1.0)
+        penalty = 0.4 * 0.5 * torch.ones(64, 3)  # old - ref = 0.5 on each token
+        assert close(tensors["token_level_rewards"], tensors["token_level_scores"] - penalty)
+        assert metrics["actor/reward_kl_penalty_coeff"] == 0.4
+        assert "timing_s/ref" in metrics
+        new = 0.4 * (1 + 0.2 * 64 / 640)
+        assert trainer.state["kl_coef"] == trainer.saved_state["kl_coef"] == pytest.approx(new)
+        assert type(trainer.state["kl_coef"]) is float
+
+
+def test_without_a_kl_penalty_rewards_are_the_scores(workspace, recorder):
+    with algorithm.train(make_plan(workspace, *QUIET, f"{ACTOR}.use_kl_loss=true")) as trainer:
+        trainer.step_or_skip()
+        batch = recorder.arguments["compute_advantages"][0].batch
+        assert torch.equal(batch["token_level_rewards"], batch["token_level_scores"])
+        assert "apply_kl_penalty" not in recorder.calls
+        assert "ref_log_prob" in batch
+        assert trainer.state["kl_coef"] == 0.0
+
+
+def test_rollout_engine_and_trainer_are_compared_if_both_log_probs_exist(workspace, recorder):
+    """old - sampled = -0.5 on each token."""
+    with algorithm.train(make_plan(workspace, *QUIET, f"{CORRECTION}.rollout_is=token")) as trainer:
+        metrics = trainer.step_or_skip()
+        batch, config = recorder.arguments["apply_rollout_correction"]
+        assert config is trainer.config
+        expected = np.full((64, 3), np.exp(-0.5))
+        assert close(batch.batch["rollout_is_weights"], expected)
+        assert any(name.startswith("rollout_corr/") for name in metrics)
+        assert "timing_s/old_log_prob" in metrics
+        assert metrics["actor/entropy"] == 0.125
+
+
+def test_in_bypass_mode_the_rollout_engine_is_the_old_policy_and_the_loss_corrects(
+    workspace, recorder
+):
+    plan = make_plan(workspace, *QUIET, f"{CORRECTION}.bypass_mode=true")
+    with algorithm.train(plan) as trainer:
+        trainer.step_or_skip()
+        batch = recorder.arguments["update_actor"][1].batch
+        assert torch.equal(batch["old_log_probs"], batch["rollout_log_probs"])
+        assert not {"apply_rollout_correction", "add_old_log_probs"} & set(recorder.calls)
+
+
+def test_old_log_probs_that_the_update_computes_are_not_corrected_before(workspace, recorder):
+    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
+        trainer.step_or_skip()
+    unused = {
+        "apply_rollout_correction",
+        "add_old_log_probs",
+        "compute_ref_log_probs",
+        "compute_values",
+        "update_critic",
+    }
+    assert not unused & set(recorder.calls)
+
+
+# --- skipped steps -------------------------------------------------------------------------------
+
+
+def test_a_step_whose_tokens_are_all_rejected_is_skipped(workspace, recorder, monkeypatch, capsys):
+    def reject(batch, _config):
+        batch.batch["response_mask"][:] = 0
+        return {}
+
+    monkeypatch.setattr(training, "apply_rollout_correction", reject)
+    plan = make_plan(workspace, *QUIET, "algorithm.recompute_old_log_probs=true")
+    with algorithm.train(plan) as trainer:
+        trainer.run.nonfinite_steps = 2
+        trainer.step_or_skip()
+        assert "update_actor" not in recorder.calls
+        assert recorder.calls[-1] == "update_weights 1"
+        assert trainer.run.nonfinite_steps == 0
+        assert trainer.metrics["training/skipped_nonfinite_steps"] == 0
+        assert not (trainer.run.folder / "damaged").exists()
+    output = capsys.readouterr().out.replace("\n", "")
+    assert "step 1 skipped: algorithm.rollout_correction.rollout_rs rejected every token" in output
+
+
+def break_update(*_, **__):
+    return {"actor/grad_norm": math.nan}
+
+
+def break_values(_critic, batch, _config):
+    return torch.full_like(batch.batch["rollout_log_probs"], math.nan)
+
+
+def break_advantages(batch, _config):
+    nan = torch.full_like(batch.batch["token_level_rewards"], math.nan)
+    batch.batch["advantages"] = nan
+    batch.batch["returns"] = nan
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "later_calls"),
+    [
+        ("compute_values", break_values, ["compute_advantages", "update_critic", "update_actor"]),
+        ("compute_advantages", break_advantages, ["update_critic", "update_actor"]),
+        ("update_actor", break_update, ["update_weights 1"]),
+    ],
+)
+def test_a_nonfinite_step_stops_immediately_and_carries_its_batch(
+    workspace, recorder, monkeypatch, name, function, later_calls
+):
+    recorder.workers = training.Workers("actor", "critic", None)
+    monkeypatch.setattr(training, name, function)
+    with algorithm.train(make_plan(workspace, *QUIET, *GAE)) as trainer:
+        with pytest.raises(NonFiniteStep) as caught:
+            trainer.step()
+        assert not set(later_calls) & set(recorder.calls)
+        assert caught.value.batch.batch["responses"].tolist() == [[5, 6, 1]] * 64
+
+
+def test_three_nonfinite_steps_in_a_row_end_the_run(workspace, recorder, monkeypatch, capsys):
+    monkeypatch.setattr(training, "update_actor", break_update)
+    message = r"3 non-finite steps in a row, the last: actor/grad_norm is nan"
+    with pytest.raises(RunError, match=message):
+        with algorithm.train(make_plan(workspace, *QUIET, "trainer.save_freq=1")) as trainer:
+            for step in (1, 2):
+                recorder.calls.clear()
+                metrics = trainer.step_or_skip()
+                assert metrics["training/skipped_nonfinite_steps"] == step
+                assert trainer.run.nonfinite_steps == step
+                assert recorder.calls[-2:] == [f"save {step}", f"update_weights {step}"]
+                assert (trainer.run.folder / "damaged" / f"step_{step}.pt").is_file()
+                assert trainer.saved_state["step"] == trainer.state["step"] == step
+                line = lines_of(trainer)[-1]
+                assert line["step"] == step
+                assert line["training/skipped_nonfinite_steps"] == step
+            trainer.step_or_skip()
+    output = capsys.readouterr().out.replace("\n", "")
+    reason = "actor/grad_norm is nan; the batch is in runs/tiny/damaged/step_1.pt"
+    assert f"step 1 skipped: {reason}" in output
+
+
+def test_a_finite_step_resets_the_count_of_nonfinite_steps(workspace, recorder, monkeypatch):
+    finite = training.update_actor
+    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
+        for update, count in ((break_update, 1), (break_update, 2), (finite, 0), (break_update, 1)):
+            monkeypatch.setattr(training, "update_actor", update)
+            metrics = trainer.step_or_skip()
+            assert trainer.run.nonfinite_steps == count
+            assert metrics.get("training/skipped_nonfinite_steps", 0) == count
+
+
+def test_a_skipped_step_is_saved_and_evaluated_like_any_other(workspace, recorder):
+    recorder.servers.fails = True
+    changes = ["gym.max_failed_frac=1", "trainer.save_freq=1", "trainer.test_freq=1"]
+    with algorithm.train(make_plan(workspace, *QUIET, *changes)) as trainer:
+        recorder.calls.clear()
+        metrics = trainer.step_or_skip()
+        assert recorder.calls == ["rollout", "save 1", "validate"]
+        assert trainer.saved_state == trainer.state
+        assert trainer.saved_state is not trainer.state
+        assert metrics["rollout/failed_frac"] == 1.0
+        assert metrics["training/epoch"] == 1.0

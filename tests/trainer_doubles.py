@@ -1,0 +1,246 @@
+"""Doubles of servers, workers and checkpoints that record every call of the training loop."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import load
+from omegaconf import OmegaConf
+
+import gym_client
+import training
+from kit.data.episode import Episode, append_tokens
+from kit.runs import checkpoints, cli
+from kit.runs.launch import Stack
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
+REFILL = "algorithm.filter_groups"
+# no evaluation and no checkpoint
+QUIET = ["trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1"]
+
+
+class Servers:
+    """Servers whose episodes have 3 tokens and different rewards. With `fails`, all fail."""
+
+    is_asleep = False
+    fails = False
+
+    def __init__(self, calls: list[str]):
+        self.calls = calls
+
+    def rollout(self, requests, sampling, on_done, baselines=False):
+        self.calls.append("rollout" if sampling["temperature"] else "validate")
+        episodes = []
+        for i, (task, group_id) in enumerate(requests):
+            episode = Episode(
+                task.row_id, group_id, task.server, task.prompt_ids, row=task.row, ended="stop"
+            )
+            episode.output.append(gym_client.message("six"))
+            append_tokens(episode, [5, 6, 1], [-1.0, -2.0, -3.0])
+            episode.status = "timeout" if self.fails else "ok"
+            episode.reward = None if self.fails else float(i % 3 == 0)
+            episodes.append(episode)
+            on_done(i, episode)
+        return episodes
+
+    def sleep(self):
+        self.calls.append("sleep")
+        self.is_asleep = True
+
+    def update_weights(self, step):
+        self.calls.append(f"update_weights {step}")
+        self.is_asleep = False
+
+
+@dataclass
+class LoopDoubles:
+    """The servers of a run, and all calls in order: of servers, workers and checkpoints."""
+
+    servers: Servers
+    calls: list[str]
+
+
+def replace_workers(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the functions of training.py that need the actor by ones that record calls."""
+
+    def add_old_log_probs(_actor, batch, _config):
+        calls.append("old_log_probs")
+        batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"].clone()
+        return {}
+
+    def compute_ref_log_probs(_workers, batch, _config):
+        calls.append("ref")
+        return batch.batch["rollout_log_probs"].clone()
+
+    def update_actor(_actor, _batch, _config):
+        calls.append("update_actor")
+        return {"actor/grad_norm": 1.0, "actor/pg_loss": 0.5}
+
+    monkeypatch.setattr(training, "add_old_log_probs", add_old_log_probs)
+    monkeypatch.setattr(training, "compute_ref_log_probs", compute_ref_log_probs)
+    monkeypatch.setattr(training, "update_actor", update_actor)
+
+
+def replace_checkpoints(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace saving, loading and the export by functions that record the call."""
+
+    def save(_workers, folder, state, _config):
+        calls.append(f"save {state['step']}")
+        checkpoint = folder / f"global_step_{state['step']}"
+        checkpoint.mkdir(parents=True)
+        return checkpoint
+
+    def export(checkpoint, _target):
+        calls.append(f"export {checkpoints.step_of(checkpoint)}")
+
+    def load_state(_workers, checkpoint):
+        calls.append(f"load {checkpoint.name}")
+        step = checkpoints.step_of(checkpoint)
+        return {"command": "train", "step": step, "batches": step, "pass_rates": {}, "kl_coef": 0.0}
+
+    monkeypatch.setattr(checkpoints, "save", save)
+    monkeypatch.setattr(checkpoints, "load", load_state)
+    monkeypatch.setattr(checkpoints, "find_nonfinite", lambda _: [])
+    monkeypatch.setattr("kit.runs.export.export", export)
+
+
+def make_loop_doubles(monkeypatch: pytest.MonkeyPatch) -> LoopDoubles:
+    """Replace everything outside the loop by doubles."""
+    calls: list[str] = []
+    servers = Servers(calls)
+    workers = training.Workers(object(), None, None)
+    monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Stack(workers, servers))
+    # config.yaml and report.html take a second of each run, and no test of the loop reads them
+    monkeypatch.setattr("kit.runs.run_dir.redacted", lambda _: OmegaConf.create())
+    monkeypatch.setattr("kit.runs.run_dir.Run.write_report", lambda _: None)
+    replace_workers(calls, monkeypatch)
+    replace_checkpoints(calls, monkeypatch)
+    return LoopDoubles(servers, calls)
+
+
+def make_plan(workspace, *changes, resume_from=None) -> cli.Plan:
+    """The plan of the tiny recipe with changes."""
+    config, inputs = load(workspace, *changes)
+    return cli.Plan(config, config, inputs, resume_from, [], [])
+
+
+class RecordingServers(Servers):
+    """Servers that record each request.
+
+    reward(i, group id): the reward of the i-th response of a batch.
+    """
+
+    def __init__(self, calls: list[str]):
+        super().__init__(calls)
+        self.rollouts: list[SimpleNamespace] = []
+        self.started: list[SimpleNamespace] = []  # of trainer.one_step_off
+        self.version = 0
+        self.reward = lambda i, group_id: float(i % 3 == 0)
+
+    def rollout(self, requests, sampling, on_done, baselines=False):
+        self.rollouts.append(
+            SimpleNamespace(requests=requests, sampling=sampling, baselines=baselines)
+        )
+        episodes = super().rollout(requests, sampling, on_done, baselines)
+        for i, episode in enumerate(episodes):
+            episode.policy_versions = [(3, self.version)]
+            episode.reward_components = {"right": 0.5}
+            episode.baseline = 0.25 if baselines else None
+            if episode.status == "ok":
+                episode.reward = self.reward(i, episode.group_id)
+        return episodes
+
+    def start_rollout(self, requests, sampling, baselines):
+        self.calls.append("start_rollout")
+        self.started.append(
+            SimpleNamespace(requests=requests, sampling=sampling, baselines=baselines)
+        )
+
+    def update_weights(self, step):
+        super().update_weights(step)
+        self.version = step
+
+
+class Recorder:
+    """Calls by name with their arguments, in one order for servers and workers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, servers: RecordingServers):
+        self.monkeypatch = monkeypatch
+        self.servers = servers
+        self.calls = servers.calls
+        self.arguments: dict[str, tuple[Any, ...]] = {}  # of the last call, by name
+        self.workers = training.Workers("actor", None, None)
+        self.started: tuple[Any, ...] = ()  # the arguments of launch.start
+
+    def record(self, owner, name, function=None):
+        """Record the calls of owner.name. function: replaces it."""
+        original = function or getattr(owner, name)
+
+        def call(*arguments, **named):
+            self.arguments[name] = (*arguments, *named.values())
+            self.calls.append(name)
+            return original(*arguments, **named)
+
+        self.monkeypatch.setattr(owner, name, call)
+
+    def start(self, run, inputs, stack, samples=True):
+        """Stand in for kit.runs.launch.start."""
+        self.started = (run, inputs, stack, samples)
+        return Stack(self.workers, self.servers if samples else None)
+
+
+def make_recorder(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """A recorder of all calls of training.py, with fixed results where workers would compute."""
+    recorder = Recorder(monkeypatch, RecordingServers(calls))
+    monkeypatch.setattr("kit.runs.launch.start", recorder.start)
+
+    def add_old_log_probs(_actor, batch, _config):
+        batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"] - 0.5
+        return {"actor/entropy": 0.125}
+
+    def compute_ref_log_probs(_workers, batch, _config):
+        return batch.batch["rollout_log_probs"] - 1.0
+
+    def compute_values(_critic, batch, _config):
+        return torch.full_like(batch.batch["rollout_log_probs"], 0.25)
+
+    def add_reward_model_scores(_model, episodes, _inputs, _config):
+        for episode in episodes:
+            episode.reward_components["reward_model"] = 4.0
+
+    recorder.record(training, "add_old_log_probs", add_old_log_probs)
+    recorder.record(training, "compute_ref_log_probs", compute_ref_log_probs)
+    recorder.record(training, "compute_values", compute_values)
+    recorder.record(training, "add_reward_model_scores", add_reward_model_scores)
+    recorder.record(training, "update_actor", lambda *_: {"actor/pg_loss": 0.5})
+    recorder.record(training, "update_critic", lambda *_: {"critic/vf_loss": 0.75})
+    for name in (
+        "to_batch",
+        "build_batch",
+        "apply_kl_penalty",
+        "apply_rollout_correction",
+        "compute_advantages",
+        "compute_step_metrics",
+    ):
+        recorder.record(training, name)
+    return recorder
+
+
+def lines_of(trainer, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """The lines of a JSONL file of the run's folder."""
+    return [json.loads(line) for line in (trainer.run.folder / name).read_text().splitlines()]
+
+
+def list_row_ids(requests) -> list[str]:
+    return [task.row_id for task, _ in requests]
+
+
+def list_group_ids(requests) -> list[str]:
+    return [group_id for _, group_id in requests]
