@@ -556,9 +556,8 @@ class Session:
         token_ids: as for `verify`.
         """
         body = {**self.row, "response": response}
-        retryable = bool(
-            self._info.get("supports_step_idempotency")
-        )  # the server knows repeated ids
+        # The server recognizes a repeated step by its id.
+        retryable = bool(self._info.get("supports_step_idempotency"))
         if retryable:
             body["_ng_step_request_id"] = uuid.uuid4().hex
         call = self.connection.call

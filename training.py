@@ -9,15 +9,15 @@ In the order of a step of algorithm.py:
                                      from rewards to advantages: verl's functions, or custom ones
     update_critic, update_actor      PPO epochs over mini-batches of the batch, with verl's losses
 
-To change the algorithm, edit the first section, or name a custom advantage or loss in the recipe
-(templates/). The other sections move tensors to the workers and back. kit/runs/workers.py starts
-the workers.
+To change the advantage, edit the first section, or name a custom function in the recipe. To change
+the loss, name a custom function in the recipe: the loss runs in the workers. templates/ has
+examples. The other sections move tensors to the workers and back. kit/runs/workers.py starts them.
 
 Shapes: B episodes, P tokens in the longest prompt, R in the longest response. Prompts are padded on
 the left and responses on the right, so a row of `input_ids` [B, P+R] is one unbroken sequence. Only
-`attention_mask` marks the padding. A token id does not: the pad id may be the id of EOS. S rows go
-to the workers, a multiple of their ranks. They take and return packed tensors, without padding
-(verl's `left_right_2_no_padding`).
+`attention_mask` marks the padding. Token ids do not mark it: the pad id may equal the EOS id. The
+workers get S rows, a multiple of the number of their ranks. The workers take and return packed
+tensors, which have no padding (verl's `left_right_2_no_padding`).
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ WorkerGroup = Any  # a RayWorkerGroup, to which verl adds the workers' methods a
 class Workers(NamedTuple):
     """Groups of worker processes by role; None for a role that the recipe does not need."""
 
-    actor: WorkerGroup  # with the reference, and the trainer's side of the weight sync
+    actor: WorkerGroup  # may also hold the reference; sends the weights to the rollout engine
     critic: WorkerGroup | None
     reward_model: WorkerGroup | None
-    ref: WorkerGroup | None = None  # the reference, if it is a teacher or has separate GPUs
+    ref: WorkerGroup | None = None  # only if the reference is a teacher or has separate GPUs
 
 
 # --- EDIT HERE: from rewards to advantages -------------------------------------------------------
 #
 # These functions run in the driver, on the whole batch, with tensors [B, R] on the CPU. The batch
-# has `token_level_scores` (the rewards), `response_mask` (1 = sampled), `old_log_probs`,
-# `ref_log_prob` and `values` if the recipe needs them, and all that `build_batch` adds. The update
-# reads `advantages` (actor) and `returns` (critic).
+# has all that `build_batch` adds, and `token_level_rewards`, which algorithm.py sets to
+# `token_level_scores`. If the recipe needs them, it also has `old_log_probs`, `ref_log_prob` and
+# `values`. The update reads `advantages` (actor) and `returns` (critic).
 
 
 def make_kl_controller(config: DictConfig, kl_coef: float) -> Any:
-    """Make verl's controller of the KL coefficient. kl_coef: of the checkpoint; 0 in a new run."""
+    """Make verl's KL controller. kl_coef: the checkpoint's coefficient, or 0 in a new run."""
     controller = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
     if config.algorithm.kl_ctrl.type == "adaptive" and kl_coef:
         controller.value = kl_coef
@@ -76,7 +76,7 @@ def make_kl_controller(config: DictConfig, kl_coef: float) -> Any:
 
 
 def apply_kl_penalty(batch: DataProto, controller: Any, config: DictConfig) -> dict[str, float]:
-    """Subtract the KL penalty from `token_level_rewards` [B, R] -> metrics (verl's function)."""
+    """Set `token_level_rewards` [B, R] to the scores minus verl's KL penalty -> metrics."""
     _, metrics = ray_trainer.apply_kl_penalty(batch, controller, config.algorithm.kl_penalty)
     return dict(metrics)
 
@@ -132,11 +132,11 @@ def compute_step_metrics(
     return data_metrics | timing_metrics | throughput
 
 
-# --- batches: add here what a custom advantage needs of an episode -------------------------------
+# --- batches: add here the tensors that a custom advantage reads ---------------------------------
 
 
 def to_batch(episodes: Sequence[Any], inputs: Any, config: DictConfig) -> DataProto:
-    """Make verl's batch of episodes, with the inputs of their images.
+    """Make verl's batch from episodes, with the model inputs of their images.
 
     inputs: kit.runs.prepare.RunInputs. The trainer divides its logits by the temperature of
     sampling, as the rollout engine does.
@@ -148,10 +148,10 @@ def to_batch(episodes: Sequence[Any], inputs: Any, config: DictConfig) -> DataPr
 
 
 def build_batch(episodes: Sequence[Any], pad_token_id: int, temperature: float) -> DataProto:
-    """Make verl's batch of the token ids, masks, log-probs and rewards of B episodes.
+    """Make verl's batch from the token ids, masks, log-probs and rewards of B episodes.
 
-    episodes: kit.data.episode.Episode. Reward components that every episode has become arrays [B]
-    of the batch, where verl's multi-reward advantage (gdpo) reads them.
+    episodes: kit.data.episode.Episode. If all episodes have a reward component, the batch has it as
+    an array [B] of the same name. verl's multi-reward advantage (gdpo) reads these arrays.
     """
     prompt_lengths = torch.tensor([len(e.prompt_ids) for e in episodes])  # [B]
     response_lengths = torch.tensor([len(e.response_ids) for e in episodes])  # [B]
@@ -187,8 +187,8 @@ def build_batch(episodes: Sequence[Any], pad_token_id: int, temperature: float) 
 def place_rewards(episodes: Sequence[Any], width: int) -> torch.Tensor:
     """Write the reward to the last token of each response -> float32 [B, R]. width: R.
 
-    If the environment gave rewards for turns, the last token of each turn gets its own, and the
-    last token of the response the rest (from env.reward).
+    If the environment gave turn rewards, the last token of each turn gets the reward of that turn.
+    The last token of the response also gets `reward` minus their sum, which env.reward can change.
     """
     scores = np.zeros((len(episodes), width), np.float32)  # [B, R]
     for row, episode in enumerate(episodes):
@@ -200,7 +200,7 @@ def place_rewards(episodes: Sequence[Any], width: int) -> torch.Tensor:
 
 
 def number_turns(episodes: Sequence[Any], width: int) -> torch.Tensor:
-    """Number the turns of the policy from 0 -> int64 [B, R], -1 on observed tokens. width: R.
+    """Number the turns of the policy from 0 -> int64 [B, R], -1 elsewhere. width: R.
 
     A turn keeps its number if a filter masks it in `response_mask`.
     """
@@ -226,12 +226,12 @@ def pad_rows(rows: Sequence[Any], is_filled: torch.Tensor, padding: float) -> to
 
 
 def world_size(config: DictConfig, role: str = "actor") -> int:
-    """The GPUs of a role on all nodes."""
+    """The number of GPUs of a role on all nodes."""
     return gpus_per_node(config, role) * int(config.trainer.nnodes)
 
 
 def data_parallel_size(config: DictConfig, role: str = "actor") -> int:
-    """The ranks of a role that get different rows: its GPUs over those that share one model."""
+    """The number of ranks with different rows: a role's GPUs / the GPUs that share each row."""
     return world_size(config, role) // model_parallel_size(config)
 
 
@@ -239,11 +239,11 @@ class WorkerRows(NamedTuple):
     """The rows of a batch that the workers get, in their order."""
 
     rows: torch.Tensor  # [S] index into the batch
-    is_padding: torch.Tensor  # [S] whether this is a copy, so that every rank gets as many rows
+    is_padding: torch.Tensor  # [S] whether the row is a copy, added to give all ranks as many rows
 
 
 def pad_to_ranks(batch: DataProto, live: torch.Tensor, mini_batches: int, ranks: int) -> WorkerRows:
-    """Order the rows `live` [L] of a batch for the workers. Padding repeats the first of them."""
+    """Order the rows `live` [L] of a batch for the workers. Padding repeats its first row."""
     lengths = batch.batch["attention_mask"].sum(dim=1)[live].tolist()
     order = torch.tensor(balance_rows(lengths, mini_batches, ranks), dtype=torch.long)  # [S]
     is_padding = order >= len(live)  # [S]
@@ -253,12 +253,12 @@ def pad_to_ranks(batch: DataProto, live: torch.Tensor, mini_batches: int, ranks:
 def balance_rows(lengths: Sequence[int], mini_batches: int, ranks: int) -> list[int]:
     """Order L rows, given their lengths, as verl's workers must get them; indices >= L are padding.
 
-    verl cuts a batch into `ranks` equal runs of rows, and each run into `mini_batches` equal ones.
-    Rows are dealt to the mini-batches in turn, so that none is empty. Within a mini-batch they are
-    dealt to the ranks by length, so that no rank waits for another. Padding is needed if L is not a
-    multiple of `mini_batches * ranks`, as when episodes were dropped.
+    verl cuts a batch into `ranks` equal blocks of rows, and each block into `mini_batches` parts.
+    Rows are dealt to the mini-batches one by one, so that none is empty. Within a mini-batch, the
+    ranks get rows with similar total lengths, so that no rank waits for another. If L is not a
+    multiple of `mini_batches * ranks`, for example after episodes were dropped, padding is added.
 
-    >>> balance_rows([5, 4, 1], mini_batches=1, ranks=2)  # 5 + 1 tokens, 4 + padding
+    >>> balance_rows([5, 4, 1], mini_batches=1, ranks=2)  # rank 0: 5 + 1 tokens; 1: 4 + padding
     [0, 2, 1, 3]
     """
     padding = -len(lengths) % (mini_batches * ranks)
@@ -293,7 +293,8 @@ class PackedOutput(NamedTuple):
     def to_padded(self, name: str) -> torch.Tensor:
         """Return one output as float32 [B, R], in the batch's order.
 
-        Each response token has the output of the position before it, which predicts it.
+        The output of position t - 1 predicts token t. So each response token gets the output of
+        the position before it.
         """
         values = no_padding_2_padding(tu.get(self.output, name), self.data).float()  # [S, R]
         is_row = ~self.slots.is_padding  # [S]
@@ -304,7 +305,7 @@ class PackedOutput(NamedTuple):
 def run_forward(
     call: Callable[..., Any], batch: DataProto, ranks: int, **flags: Any
 ) -> PackedOutput:
-    """Call a forward pass of the workers on all rows of a batch. flags: of verl's engine."""
+    """Call a forward pass of the workers on all rows of a batch. flags: for verl's engine."""
     slots = pad_to_ranks(batch, torch.arange(len(batch)), 1, ranks)
     data = left_right_2_no_padding(batch[slots.rows].to_tensordict())
     tu.assign_non_tensor(data, compute_loss=False, **flags)
@@ -340,7 +341,7 @@ def set_old_log_probs(
     trainer's (verl's calculate_debug_metrics).
     """
     batch.batch.update({"old_log_probs": log_probs, **others})
-    # The rollout engine has no log-probs of observed tokens, or of a response from the row.
+    # The rollout engine has no log-probs of observed tokens, or of a response that a filter wrote.
     is_unsampled = batch.batch["turn"] < 0  # [B, R]
     batch.batch["rollout_log_probs"][is_unsampled] = log_probs[is_unsampled]
     mask = batch.batch["response_mask"]
@@ -437,7 +438,7 @@ def run_update(
     flags: dict[str, Any],
     is_sft: bool = False,
 ) -> dict[str, float]:
-    """Train on a batch -> metrics. settings: verl's section of the role. flags: of its engine."""
+    """Train on a batch -> metrics. settings: verl's section of the role. flags: for its engine."""
     ranks = data_parallel_size(config, role)
     live = select_live_rows(batch)  # [L]
     configured = config.data.train_batch_size // settings.ppo_mini_batch_size
@@ -449,7 +450,7 @@ def run_update(
     tu.assign_non_tensor(
         data,
         mini_batch_size=len(slots.rows) // mini_batches,
-        # the divisor of means over sequences: episodes with and without a mask, no padding
+        # the divisor of means over sequences: it counts masked episodes, but no padding
         global_batch_size=len(batch) / mini_batches,
         epochs=settings.ppo_epochs,
         seed=settings.data_loader_seed,
@@ -478,7 +479,7 @@ def to_worker_batch(batch: DataProto, slots: WorkerRows) -> TensorDict:
 
 
 def set_sft_loss_mask(data: TensorDict) -> None:
-    """Replace the loss mask by the one of verl's sft_loss: over prompt and response, packed."""
+    """Set the loss mask that verl's sft_loss reads: over prompt and response, packed."""
     zeros = torch.zeros_like(data["prompts"])  # [S, P]
     mask = torch.cat([zeros, data["response_mask"]], dim=1)  # [S, P+R]
     is_token = data["attention_mask"].bool()  # [S, P+R]
@@ -504,15 +505,15 @@ def collect_metrics(
 
 # --- TRY NOT TO MODIFY: the loss in the workers, and fused old log-probs -------------------------
 #
-# If one optimizer step uses the whole batch, the forward pass of the update runs at the weights
-# that sampled the batch. Its log-probs are the old ones, so the step needs no pass before it (4 to
-# 6 s of a step of 30 s on a CPU with AMX, docs/performance.md).
+# If one optimizer step uses the whole batch, its forward pass runs at the weights from before the
+# update. Its log-probs are the old ones, so a separate pass for them is not needed. This saves 4 to
+# 6 s of a step of 30 s on a CPU with AMX (docs/performance.md).
 #
-# Contract: an update of verl's workers returns only metrics. So these tensors return as a metric.
+# Contract: an update of verl's workers returns only metrics. So the log-probs return as a metric.
 #   worker   compute_fused_loss adds a FusedOutput to a micro-batch's metrics, under FUSED_KEY.
 #   verl     puts the values of each metric from all micro-batches and ranks into one list.
 #   driver   collect_metrics removes this list before reduce_metrics, which would average it.
-#            add_fused_old_log_probs writes its rows to the batch.
+#            add_fused_old_log_probs writes the list's rows to the batch.
 
 FUSED_KEY = "fused_old_log_probs"
 
@@ -527,7 +528,7 @@ class FusedOutput(NamedTuple):
 
 
 def fuses_old_log_probs(config: DictConfig) -> bool:
-    """Whether update_actor computes the old log-probs: nothing needs them before the update."""
+    """Whether update_actor computes the old log-probs, since no earlier stage needs them."""
     actor = config.actor_rollout_ref.actor
     is_whole_batch = actor.ppo_mini_batch_size == config.data.train_batch_size
     if not is_whole_batch or actor.ppo_epochs != 1:
@@ -548,7 +549,8 @@ def fuses_old_log_probs(config: DictConfig) -> bool:
 def set_policy_loss(actor: WorkerGroup, config: DictConfig) -> None:
     """Send the recipe's loss, with the coefficients that `config` has now, to the workers.
 
-    user_functions.register_in_verl registers a custom loss in this process, not in the workers.
+    user_functions.register_in_verl registers a custom loss only in this process. In the workers,
+    compute_custom_loss registers it.
     """
     settings = config.actor_rollout_ref.actor
     name = settings.policy_loss.loss_mode
@@ -572,7 +574,7 @@ def compute_custom_loss(
 def compute_fused_loss(
     loss: Any, config: Any, model_output: Any, data: Any, dp_group: Any = None
 ) -> Any:
-    """In a worker: compute `loss` with this pass's log-probs as the old ones, and return them."""
+    """In a worker: compute `loss` with this pass's log-probs as the old ones; add a FusedOutput."""
     log_probs = no_padding_2_padding(model_output["log_probs"], data).detach()  # [b, R]
     entropy = no_padding_2_padding(model_output["entropy"], data).detach()  # [b, R]
     if "old_log_probs" not in data:

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import pytest
 from omegaconf import DictConfig
-from tiny_models import make_model
+from tiny_models import make_model, make_vision_model
 
 # verl reads these when it is first imported. A run of algorithm.py takes them from
 # configs/machines/cpu.yaml.
@@ -123,6 +123,12 @@ def workspace(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def vision_model(workspace) -> Path:
+    """The folder of a tiny model that reads images."""
+    return make_vision_model(workspace / "vision", workspace / "untied")
+
+
 def tiny(workspace: Path, *changes: str) -> list[str]:
     """Arguments of the tiny recipe: key=value overrides."""
     return [
@@ -202,7 +208,7 @@ def list_marked_processes(mark: str) -> list[str]:
 
 # Files whose tests start whole runs of algorithm.py, or replace handlers of signals. They belong to
 # the stack's group.
-STARTS_RUNS = ("test_cli", "test_reliability", "test_signals")
+STARTS_RUNS = ("test_cli", "test_lost_processes", "test_reliability", "test_signals")
 # Further files with tests that start a whole run of algorithm.py or Gym servers, or that install
 # packages.
 STARTS_COMMANDS = (
@@ -213,7 +219,7 @@ STARTS_COMMANDS = (
     "test_extras_deleted",
     "test_gym_environments",
     "test_hf_rollout",
-    "test_images",
+    "test_image_training",
     "test_isolation",
     "test_judge_servers",
     "test_prometheus",

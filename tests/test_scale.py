@@ -20,7 +20,7 @@ import psutil
 import pytest
 import ray
 from conftest import GIVEN, command, metrics_of, run, tiny
-from test_reliability import UNEQUAL, Living
+from live_runs import UNEQUAL, LiveRun
 
 from kit.gym.network import find_free_port
 from training import balance_rows
@@ -140,7 +140,7 @@ def test_servers_on_gpus_of_their_own(workspace):
     ahead = ["trainer.experiment_name=separate", "trainer.total_training_steps=13", *own]
     asked = command(workspace, *overlays, "--config", "ahead", *tiny(workspace, *ahead))
     done = run(asked, workspace, timeout=600)
-    assert done.returncode == 0 and "resumed from" in done.stdout, (
+    assert done.returncode == 0 and "resume      from" in done.stdout, (
         done.stderr[-3000:] + done.stdout[-2000:]
     )
     steps = [m for m in metrics_of(folder) if "actor/grad_norm" in m][10:]
@@ -208,14 +208,14 @@ def test_two_nodes(workspace, recorded, of_one, cluster):
     same_but_for_rounding(of_one, replayed(workspace, recorded, "nodes", *on(cluster)))
     same_but_for_rounding(of_one, replayed(workspace, recorded, "beside"))  # with a Ray of its own
     long = [*on(cluster), "trainer.total_training_steps=500", "trainer.save_freq=2"]
-    with Living(workspace, "nodes", *long) as run:
+    with LiveRun(workspace, "nodes", *long) as run:
         run.until_step(3)
         theirs = psutil.Process(cluster.nodes[1].pid).children(recursive=True)
         workers = [p for p in theirs if "ray::ActorRolloutRefWorker" in " ".join(p.cmdline())]
         workers[0].suspend()
         run.end(1, patience=120.0)
         assert f"(pid {workers[0].pid} on 127.0.0.2) is stopped" in run.output
-    with Living(workspace, "nodes", *long) as run:
+    with LiveRun(workspace, "nodes", *long) as run:
         run.until_step(6)
         os.killpg(cluster.nodes[1].pid, signal.SIGKILL)
         run.end(1, patience=120.0)
@@ -228,16 +228,16 @@ def test_two_nodes(workspace, recorded, of_one, cluster):
     } == {f"model_world_size_2_rank_{rank}.pt" for rank in range(2)}
     cluster.nodes[1] = cluster.join()
     learned = [*on(cluster), "trainer.total_training_steps=40"]
-    with Living(workspace, "nodes", *learned) as run:
+    with LiveRun(workspace, "nodes", *learned) as run:
         run.end(0, patience=300.0)
-        assert "resumed from" in run.output
+        assert "resume      from" in run.output
     steps = metrics_of(workspace / "runs/nodes")
     held_out = [m[key] for m in steps if (key := "val-core/reasoning_gym/reward/mean@1") in m]
     assert held_out[-1] > held_out[0]
     (unshared := workspace / "runs/unshared/checkpoints").mkdir(parents=True)
     cluster.leave(cluster.nodes[1])
     cluster.nodes[1] = cluster.join(unshared)
-    with Living(workspace, "unshared", *on(cluster), "trainer.save_freq=1") as run:
+    with LiveRun(workspace, "unshared", *on(cluster), "trainer.save_freq=1") as run:
         run.end(1, patience=300.0)
         assert (
             "step 1 could not be written: 3 shards of 2 ranks are not there, as on a file system"

@@ -405,7 +405,7 @@ def reset_libraries(wrapper: str) -> None:
     import setproctitle
 
     raylet = sys.modules.get("ray._raylet")
-    if raylet:  # setproctitle's own function fails if the environment was changed
+    if raylet:  # setproctitle's own function needs the original environment
         setproctitle.setproctitle = raylet.setproctitle
     numpy.random.seed()  # Python's random seeds itself again after a fork
     tempfile.tempdir = None  # it was read from the server's environment

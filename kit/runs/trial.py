@@ -61,7 +61,9 @@ def try_functions(config: DictConfig, inputs: Any) -> None:
         try_function(lambda episodes: inputs.reward(episodes[-1]), fake_episodes(inputs, n))
         for function in inputs.filters:
             try_function(function, fake_episodes(inputs, n))
-        inputs.sampler(list(inputs.train), config.data.train_batch_size, 1, config.data.seed, {})
+        if inputs.train:  # rows of files, which a sampler picks from
+            size = config.data.train_batch_size
+            inputs.sampler(list(inputs.train), size, 1, config.data.seed, {})
         try_advantage(config)
         try_loss(config)
     except UserFunctionError as error:

@@ -27,7 +27,7 @@ from training import WorkerGroup, Workers
 
 
 class Role(NamedTuple):
-    """A worker of verl: its class, and the arguments of the class."""
+    """A worker class of verl, and the arguments to make a worker of it."""
 
     worker_class: type
     arguments: dict[str, Any]
@@ -36,8 +36,8 @@ class Role(NamedTuple):
 def start_workers(config: DictConfig, command: str = "train") -> Workers:
     """Start the workers of a command: all that train needs, and only the actor for sft.
 
-    The models of a process share one allocator, which can return its cached memory before vLLM
-    wakes. The actor's `init_model()` loads its models later. The other models are loaded here.
+    The models of a process share one memory allocator. It can return its cached memory before vLLM
+    wakes. The actor's models are loaded later, by `init_model()`. The other models are loaded here.
     """
     is_sft = command == "sft"
     arguments = {"config": config.actor_rollout_ref, "role": choose_actor_role(config, is_sft)}
@@ -50,8 +50,8 @@ def start_workers(config: DictConfig, command: str = "train") -> Workers:
 def choose_actor_role(config: DictConfig, is_sft: bool) -> str:
     """verl's name for the models in the actor's worker.
 
-    The worker holds the frozen reference if a KL term or the advantage needs one. It does not if
-    the reference is the model below a LoRA adapter, a teacher, or on separate GPUs.
+    If a KL term or the advantage needs the frozen reference, the worker also holds it. Exceptions:
+    the reference is the base model of a LoRA adapter, a teacher, or on separate GPUs.
     """
     if is_sft:
         return "actor"
@@ -76,12 +76,12 @@ def optional_roles(config: DictConfig) -> dict[str, Role]:
         settings.model.path = config.reward.reward_model.model_path
         settings.model.tokenizer_path = config.reward.reward_model.model_path
         reward_model = make_value_model_config(settings)
-        # verl then loads the model in bf16, and keeps it in host memory while it is idle
+        # forward_only: verl loads the model in bf16, and keeps it in host memory while it is idle
         reward_model.engine_config.forward_only = True
         roles["reward_model"] = Role(TrainingWorker, {"config": reward_model})
     teacher = teacher_model(config)
     if teacher or (config.trainer.resource_pools.ref and needs_reference(config)):
-        # The actor's worker cannot hold this model: verl 0.9.1 loads the policy's there.
+        # The actor's worker cannot hold a teacher: verl 0.9.1 loads the policy's path there.
         ref = copy.deepcopy(config.actor_rollout_ref)
         ref.model.path = teacher or ref.model.path
         ref.model.lora_rank = 0
@@ -109,7 +109,7 @@ def make_value_model_config(config: DictConfig) -> TrainingWorkerConfig:
 def start_roles(config: DictConfig, roles: dict[str, Role]) -> Workers:
     """Start the processes of some roles, and load all models except the actor's.
 
-    roles: by their names in Workers.
+    roles: the keys are the field names of Workers.
     """
     separate = [name for name in roles if config.trainer.resource_pools.get(name)]
     colocated = [name for name in roles if name not in separate]

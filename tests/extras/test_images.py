@@ -129,7 +129,8 @@ def test_what_cannot_be_read_names_the_row(processor, workspace):
             assert processor.load_image(source, where).size == (40, 30)
         wrong = {
             f"{here}/gone": "404",
-            f"{here}/moved": "it redirects to http://127.0.0.1:.*, which is refused. Give the final address",
+            f"{here}/moved": "it redirects to http://127.0.0.1:.*, which is refused. Give the "
+            "final address",
             "http://elsewhere/x.png": "elsewhere is not in env.image_hosts",
             "none.png": "No such file",
             "data:image/png;base64,@@": "cannot be read",
@@ -481,7 +482,9 @@ def qwen(workspace) -> Path:
         tokenizer.convert_tokens_to_ids(f"<|{name}|>")
         for name in ("image_pad", "vision_start", "vision_end")
     )
-    tokenizer.chat_template = IMAGE_CHAT_TEMPLATE.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
+    tokenizer.chat_template = IMAGE_CHAT_TEMPLATE.replace(
+        "<image>", "<|vision_start|><|image_pad|><|vision_end|>"
+    )
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,

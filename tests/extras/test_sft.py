@@ -1,6 +1,4 @@
-"""Supervised fine-tuning: which tokens of a conversation are learned, and where conversations come
-from.
-"""
+"""Supervised fine-tuning: the trained tokens of a conversation, and files of conversations."""
 
 from __future__ import annotations
 
@@ -23,14 +21,15 @@ def tokenizer(workspace):
     return AutoTokenizer.from_pretrained(workspace / "tied")
 
 
-def test_every_word_of_the_assistant_is_learned_and_nothing_else(tokenizer):
-    said = [("user", "say 7"), ("assistant", "7"), ("user", "again"), ("assistant", "77")]
-    messages = [{"role": role, "content": text} for role, text in said]
-    e = sft.tokenize({"messages": messages}, tokenizer, {1}, "f:1")
-    assert tokenizer.decode(e.prompt_ids) == "say 7 "
-    assert tokenizer.decode(e.response_ids) == "7<end> again 77<end>"
-    learned = [i for i, m in zip(e.response_ids, e.response_mask, strict=True) if m]
-    assert tokenizer.decode(learned) == "7<end>77<end>"
+def test_only_messages_of_the_assistant_are_trained(tokenizer):
+    turns = [("user", "say 7"), ("assistant", "7"), ("user", "again"), ("assistant", "77")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    example = sft.tokenize({"messages": messages}, tokenizer, {1}, "f:1")
+    assert tokenizer.decode(example.prompt_ids) == "say 7 "
+    assert tokenizer.decode(example.response_ids) == "7<end> again 77<end>"
+    pairs = zip(example.response_ids, example.response_mask, strict=True)
+    trained = [token for token, is_trained in pairs if is_trained]
+    assert tokenizer.decode(trained) == "7<end>77<end>"
     for row in ({}, {"messages": messages[:1]}, {"messages": "say 7"}):
         with pytest.raises(env.DataError, match="f:1: no `messages`"):
             sft.tokenize(row, tokenizer, {1}, "f:1")

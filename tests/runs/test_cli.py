@@ -1,6 +1,4 @@
-"""`python algorithm.py` as users start it: what a process leaves, resumes, refuses; what a notebook
-does.
-"""
+"""`python algorithm.py` as users start it: commands, files, resumes and errors."""
 
 from __future__ import annotations
 
@@ -17,10 +15,9 @@ from test_readme import python_block
 
 
 def test_the_loop_from_python_and_the_command_are_one_run(workspace):
-    """README's lines over the tiny recipe: a coefficient that changes from step to step, the same
-    folder; then the command goes on with the run, and leaves all that a run leaves.
-    """
-    name, files = "annealed", ["cpu", str(ROOT / "tests" / "tiny.yaml")]
+    """README's loop with the tiny recipe. Then the command resumes the run and writes its files."""
+    name = "annealed"
+    files = ["cpu", str(ROOT / "tests" / "tiny.yaml")]
     settings = tiny(workspace, "trainer.total_training_steps=2")
     block = python_block("with train(plan(").replace('["math_cpu", "cpu"]', repr(files))
     block = re.sub(
@@ -33,7 +30,7 @@ def test_the_loop_from_python_and_the_command_are_one_run(workspace):
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "actor/entropy_loss" in done.stdout and "finished in" in done.stdout
+    assert "actor/entropy_loss" in done.stdout and "Finished in" in done.stdout
     folder = workspace / "runs" / name
     assert (folder / "export" / "step.txt").read_text() == "2\n"
 
@@ -46,15 +43,33 @@ def test_the_loop_from_python_and_the_command_are_one_run(workspace):
     arguments = command(workspace, *settings, f"trainer.experiment_name={name}", *more)
     result = run(arguments, workspace)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    assert "resumed from" in result.stdout and re.search(
-        r"mean@1: \S+ before \(step 2\)", result.stdout
-    )
-    outputs_are_all_there(folder, result.stdout)
+    assert "resume      from" in result.stdout
+    assert re.search(r"mean@1: \S+ -> \S+ \(step 2 -> 3\)", result.stdout)
+    check_outputs(folder, result.stdout)
     again = run(arguments, workspace, timeout=120)
-    assert again.returncode == 1 and "nothing left to train" in again.stderr.splitlines()[-1]
+    assert again.returncode == 1 and "Nothing is left to train" in again.stderr.splitlines()[-1]
 
 
-def outputs_are_all_there(folder, stdout):
+STEP_METRICS = (
+    "actor/pg_loss",
+    "actor/grad_norm",
+    "actor/entropy",
+    "response_length/mean",
+    "timing_s/gen",
+    "timing_s/update_actor",
+    "timing_s/update_weights",
+    "perf/throughput",
+    "rollout/failed_frac",
+    "rollout/groups_dropped",
+    "reward/reasoning_gym/mean",
+    "verify/latency_s/p50",
+    "verify/latency_s/p95",
+    "training/rollout_probs_diff_mean",
+)
+
+
+def check_outputs(folder, stdout):
+    """Assert that a finished run has all its files, and printed its steps."""
     from omegaconf import OmegaConf
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -62,27 +77,23 @@ def outputs_are_all_there(folder, stdout):
     episodes = [
         json.loads(line) for line in (folder / "rollouts" / "step_3.jsonl").read_text().splitlines()
     ]
-    told = [e["_episode"] for e in episodes]
-    assert len(episodes) == 64 and len({e["group_id"] for e in told}) == 8
-    assert all(e["status"] == "ok" and e["prompt"].endswith("7") and e["reward"] >= 0 for e in told)
+    fields = [e["_episode"] for e in episodes]
+    assert len(episodes) == 64 and len({e["group_id"] for e in fields}) == 8
+    assert all(e["status"] == "ok" and e["prompt"].endswith("7") for e in fields)
+    assert all(e["reward"] >= 0 for e in fields)
     assert {(e["_ng_task_index"], e["_ng_rollout_index"]) for e in episodes} == {
         (i, k) for i in range(8) for k in range(8)
     }
     assert (folder / "rollouts" / "val_3.jsonl").is_file()
     assert (folder / "failures.jsonl").read_text() == ""
-    told = b"".join(path.read_bytes() for path in (folder / "tensorboard").glob("events*"))
-    assert b"val/generations" in told and b"Sample 2" in told and b"Sample 3" not in told
+    events = b"".join(path.read_bytes() for path in (folder / "tensorboard").glob("events*"))
+    assert b"val/generations" in events and b"Sample 2" in events and b"Sample 3" not in events
     assert (folder / "tracking.jsonl").is_file()
     step = [m for m in metrics_of(folder) if "rollout/failed_frac" in m][-1]
-    wanted = "actor/pg_loss actor/grad_norm actor/entropy response_length/mean timing_s/gen timing_s/update_actor "
-    wanted += "timing_s/update_weights perf/throughput rollout/failed_frac rollout/groups_dropped "
-    wanted += "reward/reasoning_gym/mean verify/latency_s/p50 verify/latency_s/p95 training/rollout_probs_diff_mean"
-    assert (
-        not [name for name in wanted.split() if name not in step] and "perf/mfu/actor" not in step
-    )
-    assert (
-        step["training/rollout_probs_diff_max"] < 1e-3
-    )  # tied embeddings; untied ones in test_stack.py
+    assert not [name for name in STEP_METRICS if name not in step]
+    assert "perf/mfu/actor" not in step
+    # tied embeddings; test_stack.py has untied ones
+    assert step["training/rollout_probs_diff_max"] < 1e-3
     checkpoints = folder / "checkpoints"
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "3"
     for n in (2, 3):
@@ -91,7 +102,7 @@ def outputs_are_all_there(folder, stdout):
         ).is_file()
         assert (checkpoints / f"global_step_{n}" / "data.pt").is_file()
     assert (
-        re.search(r"step +3 +reward [01]", stdout)
+        re.search(r"step 3/3 +reward [01]", stdout)
         and len(re.findall(r"' -> '.*reward \d\.\d\d", stdout)) == 2
     )
     assert "device_mesh" not in stdout and "Writing model shards" not in stdout
@@ -109,11 +120,11 @@ def outputs_are_all_there(folder, stdout):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("arguments", "message"),
     [
         (
             ["actor_rollout_ref.rollout.temprature=1"],
-            "did you mean actor_rollout_ref.rollout.temperature",
+            "Did you mean actor_rollout_ref.rollout.temperature",
         ),
         (["env.train_files=[nowhere.jsonl]"], "nowhere.jsonl: no such file"),
         (
@@ -126,19 +137,17 @@ def outputs_are_all_there(folder, stdout):
     ],
     ids=["key", "file", "url"],
 )
-def test_bad_input_is_one_line_and_a_status(workspace, arguments, named):
+def test_invalid_input_is_one_line_and_a_status(workspace, arguments, message):
     result = run(
         command(workspace, *tiny(workspace, *arguments), "--dry-run"), workspace, timeout=120
     )
     assert result.returncode == 1
-    assert (
-        result.stderr.strip().splitlines()[-1].startswith("error: ")
-        and named in result.stderr.splitlines()[-1]
-    )
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ") and message in last
     assert "Traceback" not in result.stderr
 
 
-def test_supervised_warm_up_learns_saves_and_resumes(workspace):
+def test_sft_learns_saves_and_resumes(workspace):
     chats = [
         [{"role": "user", "content": f"{w} 7"}, {"role": "assistant", "content": "7"}]
         for w in ("say", "give") * 4
@@ -153,14 +162,13 @@ def test_supervised_warm_up_learns_saves_and_resumes(workspace):
         "actor_rollout_ref.actor.optim.lr=0.003",
         "trainer.save_freq=10",
     ]
-    steps, folder, said = sft(workspace, *changes, "trainer.total_training_steps=20")
+    steps, folder, output = sft(workspace, *changes, "trainer.total_training_steps=20")
     losses = [m["actor/loss"] for m in steps if "actor/loss" in m]
     assert len(losses) == 20 and losses[0] > 3 and losses[-1] < 0.3, losses
     held = [m["val/loss"] for m in metrics_of(folder) if "val/loss" in m]
-    assert held[0] == pytest.approx(
-        losses[0], rel=1e-4
-    )  # the same rows, before the first step: one definition
-    assert (folder / "export" / "model.safetensors").is_file() and "path=runs/sft/export" in said
+    # the same rows before the first step: both losses have one definition
+    assert held[0] == pytest.approx(losses[0], rel=1e-4)
+    assert (folder / "export" / "model.safetensors").is_file() and "path=runs/sft/export" in output
     steps, _, _ = sft(workspace, *changes, "trainer.total_training_steps=21")
     assert steps[-1]["step"] == 21 and steps[-1]["actor/loss"] < 0.3
 
@@ -175,7 +183,7 @@ def sft(workspace, *changes):
     return [m for m in metrics_of(folder) if "actor/loss" in m], folder, result.stdout
 
 
-def test_evaluation_says_mean_and_pass_at_k_and_what_the_server_says(workspace):
+def test_an_evaluation_has_mean_and_pass_at_k_and_the_servers_metrics(workspace):
     changes = ["trainer.experiment_name=evaluated", "actor_rollout_ref.rollout.val_kwargs.n=4"]
     changes += ["actor_rollout_ref.rollout.val_kwargs.do_sample=true", "env.train_files=[]"]
     changes += ["actor_rollout_ref.rollout.val_kwargs.temperature=1.0"]
@@ -187,18 +195,16 @@ def test_evaluation_says_mean_and_pass_at_k_and_what_the_server_says(workspace):
     metrics = {name: value for m in metrics_of(folder) for name, value in m.items()}
     mean = sum(r["reward"] for r in records) / 32
     assert metrics["val-core/reasoning_gym/reward/mean@4"] == pytest.approx(mean)
-    assert metrics["val-gym/reasoning_gym/mean/reward"] == pytest.approx(
-        mean
-    )  # /aggregate_metrics agrees
+    # of /aggregate_metrics
+    assert metrics["val-gym/reasoning_gym/mean/reward"] == pytest.approx(mean)
     right = Counter(r["_ng_task_index"] for r in records if r["reward"] == 1.0)
     rates = [metrics[f"val-core/reasoning_gym/acc/pass@{k}"] for k in (1, 2, 4)]
     for k, rate in zip((1, 2, 4), rates, strict=True):  # Chen et al. 2021, equation 1
         chances = [1 - math.comb(4 - right[index], k) / math.comb(4, k) for index in range(8)]
         assert rate == pytest.approx(sum(chances) / 8)
     assert f"pass@4: {rates[2]:.4g}" in result.stdout
-    assert (
-        len(re.findall(r"' -> '.*reward \d\.\d\d", result.stdout)) == 6
-    )  # the three best and the three worst
+    # the three best and the three worst
+    assert len(re.findall(r"' -> '.*reward \d\.\d\d", result.stdout)) == 6
 
 
 def test_dry_run_checks_everything_and_starts_nothing(workspace):
@@ -206,7 +212,7 @@ def test_dry_run_checks_everything_and_starts_nothing(workspace):
     result = run(arguments, workspace, timeout=120)
     assert result.returncode == 0, result.stderr
     for text in (
-        "8 prompts x 8 answers",
+        "8 prompts x 8 responses",
         "actor_rollout_ref.actor.optim.lr: 0.003 (was 1e-06)",
         "say 7",
         "nothing was started",
@@ -215,10 +221,8 @@ def test_dry_run_checks_everything_and_starts_nothing(workspace):
     assert not (workspace / "runs" / "dry").exists()
 
 
-def test_the_gpu_recipe_passes_its_dry_run_but_for_the_model(workspace):
-    """configs/math.yaml as it is, with two GSM8K-like rows and the tiny model in the places of hub
-    and data.
-    """
+def test_the_gpu_recipe_passes_its_dry_run_with_a_tiny_model(workspace):
+    """configs/math.yaml with rows like GSM8K's, and the tiny model."""
     entry = {"question": "one and one", "answer": "It is two.\n#### 2"}
     source = workspace / "gsm8k"
     source.mkdir()
@@ -245,6 +249,6 @@ def test_the_gpu_recipe_passes_its_dry_run_but_for_the_model(workspace):
     result = run(arguments, workspace, timeout=120)
     assert result.returncode == 0, result.stderr
     assert (
-        "1024 prompts x 5 answers = 5120 episodes" in result.stdout
+        "1024 prompts x 5 responses = 5120 episodes" in result.stdout
         and "8 cuda, 8 vLLM replicas" in result.stdout
     )

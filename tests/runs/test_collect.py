@@ -77,9 +77,8 @@ def test_rollouts_without_training_resume_where_they_stopped(stack, monkeypatch,
         collect_rollouts(
             stack, monkeypatch, "env.train_files=[{path: val.jsonl, server: reasoning_gym}]"
         )
-    path.write_text(
-        '{"responses_create_params": {}, "reward": 1.0, "_ng_task_index": 0, "_ng_rollout_index": 0}\n'
-    )
+    old = {"responses_create_params": {}, "reward": 1.0}
+    path.write_text(json.dumps(old | {"_ng_task_index": 0, "_ng_rollout_index": 0}) + "\n")
     with pytest.raises(
         ConfigError,
         match=r"rollouts\.jsonl:1 is no episode .*older format .*another trainer.experiment",

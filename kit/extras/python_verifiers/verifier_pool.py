@@ -108,7 +108,7 @@ class Worker:
         self.log = log
         self.settings = config.env.verifier_pool
         self.process: Process | None = None
-        self.last_process: Process | None = None  # not None after it was killed
+        self.last_process: Process | None = None  # stays set after a kill
         self.kind = ""  # "verify" or "step", after the verifier was loaded
 
     async def call(self, method: str, *arguments: Any) -> CallResult:

@@ -15,9 +15,7 @@ from kit.extras.report.run_data import RunData, get_sampled_ids
 MAX_PAGE_TOKENS = 4_000_000  # tokens with log-probs on the page; they take 12 MB
 MAX_CALL_TOKENS = 50_000  # of one call; a longer one is shown as text only
 MAX_CELL_CHARACTERS = 4_000  # of a text in a table
-MAX_TEXT_CHARACTERS = (
-    100_000  # of a text in an opened episode; a longer one takes a browser seconds
-)
+MAX_TEXT_CHARACTERS = 100_000  # of a text in an opened episode; more would take a browser seconds
 RANKED = 3  # best and worst episodes of each file
 TABLE_COLUMNS = [
     "run",

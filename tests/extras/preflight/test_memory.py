@@ -1,6 +1,4 @@
-"""The estimate of memory: counts against real models, sizes by hand, and what does not fit is told
-with its keys.
-"""
+"""The memory estimate: counts of real models, sizes computed by hand, and stages that do not fit."""
 
 import subprocess
 from types import SimpleNamespace
@@ -21,7 +19,7 @@ from kit.extras.preflight.memory import GIB
 from kit.runs import prepare
 
 TINY = {"vocab_size": 40, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
-QWEN = {  # Qwen2.5, as their config.json has them: parameters as published, sizes
+QWEN = {  # Qwen2.5: published parameters, and the sizes of config.json
     "1.5B": (1.54e9, (1536, 8960, 28, 12, 2, 151936, True)),
     "32B": (32.5e9, (5120, 27648, 64, 40, 8, 152064, False)),
 }
@@ -40,15 +38,15 @@ def qwen(name: str) -> Qwen2Config:
     )
 
 
-def planned(model: str, *changes: str):
-    """configs/math.yaml for one GPU and a model of Qwen2.5's, as a run would have it."""
+def make_config(model: str, *changes: str):
+    """configs/math.yaml for one GPU and a model of Qwen2.5, with all sizes of a run."""
     config, _ = load_config(["math"], ["trainer.n_gpus_per_node=1", *changes])
     prepare.set_sizes(config, qwen(model))
     return config
 
 
-def stages(model: str, *changes: str):
-    return memory.stages(planned(model, *changes), qwen(model), 80 * GIB, "train")
+def estimate(model: str, *changes: str):
+    return memory.estimate_stages(make_config(model, *changes), qwen(model), 80 * GIB, "train")
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -56,134 +54,142 @@ def stages(model: str, *changes: str):
     "heads", [{"num_attention_heads": 4}, {"num_attention_heads": 4, "num_key_value_heads": 2}]
 )
 @pytest.mark.parametrize("head", [{}, {"head_dim": 64}])
-def test_parameters_are_those_of_a_real_model(tied, heads, head):
+def test_the_parameters_of_a_real_model_are_counted(tied, heads, head):
     config = LlamaConfig(**TINY, **heads, **head, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    assert memory.parameters(config)[0] == model.num_parameters()
-    assert memory.parameters(config)[1] == sum(
+    assert memory.count_parameters(config).model == model.num_parameters()
+    assert memory.count_parameters(config).layer == sum(
         p.numel() for p in model.model.layers[0].parameters()
     )
 
 
-def test_parameters_of_experts_and_of_published_models():
+def test_the_parameters_of_experts_and_of_published_models_are_counted():
     config = Qwen3MoeConfig(**TINY, num_attention_heads=4, moe_intermediate_size=64, num_experts=8)
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(config)
-    assert memory.parameters(config)[0] == pytest.approx(
-        model.num_parameters(), rel=0.02
-    )  # routers, q's and k's norms
+    # not counted: routers, and the norms of queries and keys
+    assert memory.count_parameters(config).model == pytest.approx(model.num_parameters(), rel=0.02)
     for name, (published, _) in QWEN.items():
-        assert memory.parameters(qwen(name))[0] == pytest.approx(published, rel=0.01)
+        assert memory.count_parameters(qwen(name)).model == pytest.approx(published, rel=0.01)
 
 
 @pytest.mark.parametrize("keys", [4, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_activations_are_what_autograd_keeps(keys, dtype):
+def test_activations_are_the_tensors_that_autograd_keeps(keys, dtype):
     config = LlamaConfig(**TINY, num_attention_heads=4, num_key_value_heads=keys)
     model = LlamaForCausalLM(config).to(dtype).model
-    own, tokens = {p.untyped_storage().data_ptr() for p in model.parameters()}, 64
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    tokens = 64
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor):
-        if tensor.untyped_storage().data_ptr() not in own:
+        if tensor.untyped_storage().data_ptr() not in weights:
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(input_ids=torch.arange(tokens)[None] % 40, use_cache=False)
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    estimated = 3 * tokens * memory.activations(config, dtype.itemsize)
-    assert estimated == pytest.approx(measured, rel=0.1)  # the last norm is not in it
+    estimated = 3 * tokens * memory.activation_bytes(config, dtype.itemsize)
+    assert estimated == pytest.approx(measured, rel=0.1)  # without the last norm
 
 
-def test_the_cache_of_a_token_by_hand():
-    assert (
-        memory.kv_bytes(qwen("1.5B"), 2) == 2 * 28 * 2 * 128 * 2
-    )  # key and value, layers, heads, width, bytes
-    config = planned("1.5B")
-    lines, wrong = memory.report(config, qwen("1.5B"), "evaluate")
-    cache = 0.6 * 80 * GIB - 2 * memory.parameters(qwen("1.5B"))[0]
-    assert (
-        lines[-1]
-        == f"KV cache    28 KiB a token: {int(cache / 28672 / 1536)} episodes of 1536 at once"
-        and not wrong
-    )
+def test_the_cache_of_a_token_computed_by_hand():
+    # key and value, layers, heads, width, bytes
+    assert memory.kv_bytes_per_token(qwen("1.5B"), 2) == 2 * 28 * 2 * 128 * 2
+    config = make_config("1.5B")
+    lines = memory.describe(config, qwen("1.5B"), "evaluate")
+    cache = 0.6 * 80 * GIB - 2 * memory.count_parameters(qwen("1.5B")).model
+    episodes = f"{int(cache / 28672 / 1536)} concurrent episodes of 1536 tokens"
+    assert lines[-1] == f"KV cache    28 KiB a token: {episodes}"
+    assert not memory.find_shortages(config, qwen("1.5B"), "evaluate")
 
 
-def test_weights_and_optimiser_by_hand():
-    parts, size = stages("1.5B")["update"], memory.parameters(qwen("1.5B"))[0]
-    assert (parts["weights"], parts["optimiser"]) == (4 * size, 8 * size)
+def test_weights_and_optimizer_computed_by_hand():
+    parts = estimate("1.5B")["update"]
+    size = memory.count_parameters(qwen("1.5B")).model
+    assert (parts["weights"], parts["optimizer"]) == (4 * size, 8 * size)
     assert parts["logits"] == 3 * 24576 * 151936 * 2
-    split = stages("1.5B", "trainer.n_gpus_per_node=8")["update"]
-    assert (split["weights"], split["optimiser"]) == (4 * size / 8, 8 * size / 8)
+    split = estimate("1.5B", "trainer.n_gpus_per_node=8")["update"]
+    assert (split["weights"], split["optimizer"]) == (4 * size / 8, 8 * size / 8)
     assert (parts["gradients"], split["gradients"]) == (4 * size, 4 * size / 8)
     whole = "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation=true"
-    assert stages("1.5B", "trainer.n_gpus_per_node=8", whole)["update"]["gradients"] == 4 * size
-    away = "actor_rollout_ref.actor.fsdp_config."
-    away = stages("1.5B", f"{away}param_offload=true", f"{away}optimizer_offload=true")
-    assert not {"weights", "optimiser"} & away["generate"].keys() and away["update"] == parts
-    adapter = stages("1.5B", "actor_rollout_ref.model.lora_rank=16")["update"]
-    assert adapter["weights"] == parts["weights"] and adapter["optimiser"] < parts["optimiser"] / 50
-    assert set(stages("1.5B")) == {"generate", "log-probs", "update", "sync"}
-    with_critic = stages("1.5B", "algorithm.adv_estimator=gae")
+    assert estimate("1.5B", "trainer.n_gpus_per_node=8", whole)["update"]["gradients"] == 4 * size
+    engine = "actor_rollout_ref.actor.fsdp_config"
+    offloads = [f"{engine}.param_offload=true", f"{engine}.optimizer_offload=true"]
+    offloaded = estimate("1.5B", *offloads)
+    assert not {"weights", "optimizer"} & offloaded["generate"].keys()
+    assert offloaded["update"] == parts
+    adapter = estimate("1.5B", "actor_rollout_ref.model.lora_rank=16")["update"]
+    assert adapter["weights"] == parts["weights"] and adapter["optimizer"] < parts["optimizer"] / 50
+    assert set(estimate("1.5B")) == {"generate", "log-probs", "update", "sync"}
+    with_critic = estimate("1.5B", "algorithm.adv_estimator=gae")
     assert with_critic["update"]["critic"] == 12 * size and "logits" not in with_critic["critic"]
 
 
-def test_what_does_not_fit_one_gpu_is_told_with_its_keys(monkeypatch):
-    monkeypatch.setattr(memory, "device", lambda _: (80 * GIB, ""))
-    lines, wrong = memory.report(planned("1.5B"), qwen("1.5B"), "train")
-    assert not wrong and len(lines) == 6
-    _, wrong = memory.report(planned("32B"), qwen("32B"), "train")
-    assert [text.split()[0] for text in wrong] == ["generate", "log-probs", "update", "sync", "the"]
-    assert all(
-        "a GPU has 80.0 GiB" in text and "trainer.n_gpus_per_node" in text for text in wrong[:4]
-    )
-    assert (
-        "holds no episode of 1536 tokens" in wrong[4] and "tensor_model_parallel_size" in wrong[4]
-    )
-    assert "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu" in wrong[2]
-    spread = ["trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.tensor_model_parallel_size=8"]
-    spread += [
-        f"actor_rollout_ref.actor.fsdp_config.{key}_offload=true" for key in ("param", "optimizer")
+def test_each_stage_that_does_not_fit_is_a_line_with_its_keys(monkeypatch):
+    monkeypatch.setattr(memory, "find_device", lambda _: memory.Device(80 * GIB, ""))
+    small = make_config("1.5B")
+    assert not memory.find_shortages(small, qwen("1.5B"), "train")
+    assert len(memory.describe(small, qwen("1.5B"), "train")) == 6
+    shortages = memory.find_shortages(make_config("32B"), qwen("32B"), "train")
+    stages = [text.split()[0] for text in shortages[:4]]
+    assert stages == ["generate", "log-probs", "update", "sync"] and len(shortages) == 5
+    for text in shortages[:4]:
+        assert "a GPU has 80.0 GiB" in text and "trainer.n_gpus_per_node" in text
+    assert shortages[4].startswith("The KV cache holds no episode of 1536 tokens")
+    assert "tensor_model_parallel_size" in shortages[4]
+    assert "Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu" in shortages[2]
+    engine = "actor_rollout_ref.actor.fsdp_config"
+    spread = [
+        "trainer.n_gpus_per_node=8",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=8",
+        f"{engine}.param_offload=true",
+        f"{engine}.optimizer_offload=true",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
     ]
-    spread += ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"]
-    assert not memory.report(planned("32B", *spread), qwen("32B"), "train")[1]
+    assert not memory.find_shortages(make_config("32B", *spread), qwen("32B"), "train")
 
 
-def test_the_device(monkeypatch):
-    def nowhere(*_, **__):
+def test_the_memory_of_a_device(monkeypatch):
+    def fail(*_, **__):
         raise FileNotFoundError("nvidia-smi")
 
     config, _ = load_config(["math", "cpu"], ["trainer.n_gpus_per_node=2"])
-    assert memory.device(config)[0] == memory.psutil.virtual_memory().total // 2
+    assert memory.find_device(config).size == memory.psutil.virtual_memory().total // 2
     config, _ = load_config(["math"], [])
     monkeypatch.setattr(
         subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="81559\n143771\n")
     )
-    assert memory.device(config) == (81559 * 2**20, "")
-    monkeypatch.setattr(subprocess, "run", nowhere)
-    assert memory.device(config)[0] == 80 * GIB and "assumed" in memory.device(config)[1]
+    assert memory.find_device(config) == (81559 * 2**20, "")
+    monkeypatch.setattr(subprocess, "run", fail)
+    assert (
+        memory.find_device(config).size == 80 * GIB and "assumed" in memory.find_device(config).note
+    )
 
 
 def test_a_model_of_another_form_is_not_estimated():
-    lines, wrong = memory.report(planned("1.5B"), SimpleNamespace(hidden_size=8), "train")
-    assert "no intermediate_size, num_hidden_layers" in lines[0] and not wrong
+    config = make_config("1.5B")
+    other = SimpleNamespace(hidden_size=8)
+    lines = memory.describe(config, other, "train")
+    assert "no intermediate_size, num_hidden_layers" in lines[0]
+    assert not memory.find_shortages(config, other, "train")
 
 
-def test_what_this_node_has_too_little_of(monkeypatch, tmp_path):
-    """Room for checkpoints and shared memory anywhere; GPUs, cores and a flash attention where
-    there are GPUs.
-    """
+def test_each_shortage_of_a_node_is_a_line_with_a_fix(monkeypatch, tmp_path):
+    """Disk and shared memory on every node; GPUs, cores and packages on a node with GPUs."""
     changes = [
         "trainer.n_gpus_per_node=4",
         "algorithm.adv_estimator=gae",
         "trainer.max_actor_ckpt_to_keep=2",
     ]
-    config = planned(
+    config = make_config(
         "1.5B", *changes, f"trainer.default_local_dir={tmp_path}/new", "trainer.save_freq=10"
     )
-    assert list(node.lacks(config, qwen("1.5B"), "train")) == []  # no GPU, so it will run elsewhere
+    assert (
+        list(node.find_problems(config, qwen("1.5B"), "train")) == []
+    )  # no GPU: it will run on another node
 
     def free(folder):
         return SimpleNamespace(free={"/dev/shm": 2**26}.get(str(folder), 50 * GIB))
@@ -194,25 +200,21 @@ def test_what_this_node_has_too_little_of(monkeypatch, tmp_path):
     monkeypatch.setattr(
         subprocess, "run", lambda command, **_: SimpleNamespace(stdout="81559\n143771\n")
     )
-    disk, shared, gpus, cores, sampler, attention = node.lacks(config, qwen("1.5B"), "train")
-    size = (
-        3 * 12 * memory.parameters(qwen("1.5B"))[0] / GIB
-    )  # two stay while the third is written; fp32, two moments
+    disk, shared, gpus, cores, engine, attention = node.find_problems(config, qwen("1.5B"), "train")
+    # two stay while the third is written; weights and two moments in fp32
+    size = 3 * 12 * memory.count_parameters(qwen("1.5B")).model / GIB
     assert disk.startswith(
-        f"3 checkpoints take {size:.1f} GiB, and {tmp_path}/new has 50.0: lower trainer.max_actor"
+        f"3 checkpoints take {size:.1f} GiB, and {tmp_path}/new has 50.0. Lower trainer.max_actor"
     )
-    assert shared.startswith("/dev/shm has 0.06 GiB free, of ")
-    assert gpus.startswith("this node has 2 GPUs, and the run takes 4: set trainer.n_gpus_per_node")
-    assert cores.startswith("this node has 2 cores, and Ray gives one to each of 4 processes: set ")
-    assert sampler.startswith("vllm is not installed: docs/backends.md")
-    assert attention.startswith("flash_attention_2 is not installed: install flash-attn")
-    assert (
-        len(list(node.lacks(planned("1.5B"), qwen("1.5B"), "rollout"))) == 3
-    )  # which trains nothing
+    assert shared.startswith("/dev/shm has 0.06 GiB free, and the weight sync and NCCL need ")
+    assert gpus.startswith("This node has 2 GPUs, and the run uses 4. Set trainer.n_gpus_per_node")
+    assert cores.startswith("This node has 2 cores, and Ray gives one to each of 4 processes. Set ")
+    assert engine.startswith("vllm is not installed. See docs/backends.md")
+    assert attention.startswith("flash_attention_2 is not installed. Install flash-attn")
+    rollout_problems = node.find_problems(make_config("1.5B"), qwen("1.5B"), "rollout")
+    assert len(list(rollout_problems)) == 3  # nothing is trained
     config.actor_rollout_ref.rollout.nnodes = 1
     config.actor_rollout_ref.rollout.checkpoint_engine.backend = "nccl"
-    *_, gpus, _, cupy, _, _ = node.lacks(config, qwen("1.5B"), "train")
-    assert (
-        "the run takes 8" in gpus
-        and "by cupy, which is not installed: uv pip install cupy-cuda13x, or set" in cupy
-    )
+    *_, gpus, _, cupy, _, _ = node.find_problems(config, qwen("1.5B"), "train")
+    assert "the run uses 8" in gpus
+    assert "by cupy, which is not installed. Run `uv pip install cupy-cuda13x`, or set" in cupy

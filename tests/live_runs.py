@@ -1,0 +1,221 @@
+"""Whole runs of algorithm.py that a test can watch, signal and compare."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from conftest import GIVEN, command, metrics_of, survivors, tiny
+
+from kit.extras.supervisor import process_monitor
+from kit.runs import checkpoints
+
+SECRET = "sk-planted-" + uuid.uuid4().hex
+UNEQUAL = ("time", "timing", "perf/", "verify/", "actor/perf", "critic/perf")  # differ in every run
+
+
+def list_leftovers() -> set[Path]:
+    """Files that a run could leave on the machine outside of its folders."""
+    return {*Path("/dev/shm").iterdir(), *Path("/tmp").glob("rl-colocate-zmq-*")}
+
+
+def restore_sigint() -> None:
+    """Let a process receive SIGINT, also if the tests run in the background of a shell."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+class LiveRun:
+    """A run that a test can watch and stop. `with LiveRun(...) as run` kills it at the end."""
+
+    def __init__(
+        self, workspace: Path, name: str, *changes: str, files: tuple[str, ...] = (), arguments=None
+    ):
+        self.mark = uuid.uuid4().hex
+        self.folder = workspace / "runs" / name
+        self.before = list_leftovers()
+        # a short path: names of sockets have a limit
+        self.temporary = Path(tempfile.mkdtemp(prefix="t"))
+        self.log = workspace / f"{name}-{self.mark}.out"
+        words = arguments or tiny(workspace, f"trainer.experiment_name={name}", *changes)
+        variables = {
+            "KIT_MARK": self.mark,
+            "PYTHONPATH": str(workspace),
+            "TMPDIR": str(self.temporary),
+            # torch's cache, which outlives the temporary folder
+            "TORCHINDUCTOR_CACHE_DIR": str(workspace / "inductor"),
+            "JUDGE_API_KEY": SECRET,
+            "POLICY_API_KEY": SECRET + "-policy",
+            "WANDB_MODE": "offline",
+        }
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                [*command(workspace), *files, *words],
+                cwd=workspace,
+                env=GIVEN | variables,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                preexec_fn=restore_sigint,
+            )
+
+    def __enter__(self) -> LiveRun:
+        return self
+
+    def __exit__(self, *_) -> None:
+        for process in self.processes():
+            process.kill()
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def processes(self, title: str = "") -> list[psutil.Process]:
+        """The processes of the run whose command line matches `title`."""
+        matching = []
+        for process in psutil.process_iter():
+            try:
+                is_of_run = process.environ().get("KIT_MARK") == self.mark
+                if is_of_run and re.search(title, " ".join(process.cmdline())):
+                    matching.append(process)
+            except psutil.Error:
+                continue
+        return matching
+
+    def steps(self) -> list[int]:
+        """The training steps in metrics.jsonl."""
+        if not (self.folder / "metrics.jsonl").is_file():
+            return []
+        return [m["step"] for m in metrics_of(self.folder) if "rollout/failed_frac" in m]
+
+    def until(
+        self, is_true: Callable[[], bool], patience: float = 240.0, ended: bool = False
+    ) -> None:
+        """Wait until a condition is true. ended: whether the run may end before that."""
+        deadline = time.monotonic() + patience
+        while not is_true():
+            assert ended or self.process.poll() is None, self.output[-3000:]
+            assert time.monotonic() < deadline, self.output[-3000:]
+            time.sleep(0.05)
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: step in self.steps())
+
+    def signal(self, title: str, signum: int) -> None:
+        """Send a signal to the processes with that title."""
+        processes = self.processes(title)
+        assert processes, title
+        for process in processes:
+            process.send_signal(signum)
+
+    def ports(self) -> set[tuple[str, tuple[str, int]]]:
+        """(process, address) of all ports on which the run listens."""
+        names = {}
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):  # it was just killed
+                names[process.pid] = (process.cmdline() or [""])[0].partition(".")[0]
+        listening = [
+            connection
+            for connection in psutil.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN and connection.pid in names
+        ]
+        return {(names[c.pid], tuple(c.laddr)) for c in listening}
+
+    def end(self, status: int, patience: float = 120.0) -> float:
+        """Wait for the end -> seconds. Assert the exit status, and that nothing is left."""
+        begin = time.monotonic()
+        ports = self.ports()
+        try:
+            self.process.wait(timeout=patience)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"still running after {patience:g} s: {self.output[-3000:]}"
+            ) from None
+        seconds = time.monotonic() - begin
+        assert self.process.returncode == status, self.output[-4000:]
+        assert survivors(self.mark, patience=10.0) == []
+        used = process_monitor.list_used_inodes()  # by another run on this machine
+        left = [
+            path
+            for path in list_leftovers() - self.before
+            if path.exists() and path.lstat().st_ino not in used
+        ]
+        assert left == []
+        assert list(self.temporary.iterdir()) == []
+        for _, (host, port) in ports:
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+                is_open = probe.connect_ex((host, port)) == 0
+                assert not is_open, f"a process still listens on {host} {port}"
+        return seconds
+
+
+def assert_same(one, two, where: str = "") -> None:
+    """Assert that two nested values are equal, their tensors bit for bit."""
+    if isinstance(one, dict):
+        assert one.keys() == two.keys(), where
+        for key in one:
+            assert_same(one[key], two[key], f"{where}.{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(two), where
+        for i, pair in enumerate(zip(one, two, strict=True)):
+            assert_same(*pair, f"{where}.{i}")
+    elif torch.is_tensor(one):
+        one, two = (t.to_local() if hasattr(t, "to_local") else t for t in (one, two))
+        assert torch.equal(one, two), where
+    elif isinstance(one, np.ndarray):
+        assert np.array_equal(one, two), where
+    else:
+        assert one == two, where
+
+
+def assert_same_checkpoints(one: Path, two: Path) -> int:
+    """Assert that two checkpoints have the same tensors and values -> the number of files."""
+    files = sorted(one.rglob("*.pt"))
+    for path in files:
+        assert_same(
+            checkpoints.read(path), checkpoints.read(two / path.relative_to(one)), str(path)
+        )
+    return len(files)
+
+
+def assert_same_steps(one: Path, two: Path, steps: range) -> None:
+    """Assert that two runs have the same sampled ids, rewards and metrics of each step."""
+    for step in steps:
+        first = read_rollouts(one, step)
+        second = read_rollouts(two, step)
+        for name in ("row_id", "group_id"):
+            ids = [[episode["_episode"][name] for episode in e] for e in (first, second)]
+            assert ids[0] == ids[1], (step, name)
+        for key in ("prompt_token_ids", "generation_token_ids", "generation_log_probs"):
+            assert list_values(first, key) == list_values(second, key), (step, key)
+        assert [e["reward"] for e in first] == [e["reward"] for e in second], step
+    assert list_metrics(one, steps) == list_metrics(two, steps)
+
+
+def read_rollouts(run: Path, step: int) -> list[dict]:
+    """The records of a step's episodes."""
+    lines = (run / f"rollouts/step_{step}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def list_values(records: list[dict], key: str) -> list[list]:
+    """The values of a key in the output items of each episode."""
+    return [[item.get(key) for item in record["response"]["output"]] for record in records]
+
+
+def list_metrics(run: Path, steps: range) -> list[dict]:
+    """The metrics of the training steps, without those that differ in every run."""
+    lines = [m for m in metrics_of(run) if "rollout/failed_frac" in m]
+    assert [m["step"] for m in lines] == list(steps)
+    return [{k: v for k, v in m.items() if not k.startswith(UNEQUAL)} for m in lines]
