@@ -1,7 +1,8 @@
 """Checks that the parts of a recipe fit together: sizes, sampling, the algorithm, models, tools.
 
-A check yields a message for each problem, so that the user sees all of them together. The checks
-down to `check_names` take no time. The others need verl, which takes 7 s to import.
+The docstring of a check states the rule that it checks. A check yields a message for each problem,
+so that the user sees all of them together. The checks of the first section take no time. Those of
+the second section need verl, which takes 7 s to import.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from kit.config.user_functions import (
 )
 from kit.errors import ConfigError
 
-# Resources servers of nemo-gym 0.4 whose app.py runs the policy's code, in a child process or under
-# a filter of imports
+# Resources servers of nemo-gym 0.4 whose app.py runs code that the policy wrote. It runs in a child
+# process, or with a filter on its imports.
 CODE_EXECUTING_SERVERS = (
     "bigcodebench",
     "code_fim",
@@ -61,7 +62,7 @@ TOOL_EXAMPLE = (
 def check_choices(
     config: DictConfig, choices: Mapping[str, Sequence[Any]] = CHOICES
 ) -> Iterator[str]:
-    """Keys that take one of a few values have one of them."""
+    """A key with a fixed set of values has one of these values."""
     for key, allowed in choices.items():
         value = OmegaConf.select(config, key)
         if value not in allowed:
@@ -70,7 +71,7 @@ def check_choices(
 
 
 def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
-    """Batches, groups and GPUs divide by one another."""
+    """The sizes of batches and groups and the GPU counts are at least 1 and fit together."""
     positive = ["data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n"]
     for key in [*positive, "trainer.n_gpus_per_node"]:
         value = OmegaConf.select(config, key)
@@ -85,7 +86,10 @@ def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
 
 
 def check_counts(config: DictConfig) -> Iterator[str]:
-    """Numbers that may be null or a name are at least 1 otherwise."""
+    """Optional counts are valid, and trainer.one_step_off fits the rollout engine.
+
+    Some counts may also be null or `auto`. Any number must be at least 1.
+    """
     rollout = config.actor_rollout_ref.rollout
     sleeps = rollout.free_cache_engine and not rollout.nnodes
     if config.trainer.one_step_off and sleeps:
@@ -139,7 +143,7 @@ def check_rollout_parallelism(config: DictConfig) -> Iterator[str]:
 
 
 def check_batch_sizes(config: DictConfig) -> Iterator[str]:
-    """The batch divides into mini-batches, and these among the GPUs."""
+    """The batch divides into equal mini-batches, and each mini-batch equally among the GPUs."""
     actor = config.actor_rollout_ref.actor
     world = config.trainer.n_gpus_per_node * config.trainer.nnodes
     split = model_parallel_size(config)
@@ -169,7 +173,7 @@ def check_batch_sizes(config: DictConfig) -> Iterator[str]:
 
 
 def check_cpu_engine(config: DictConfig) -> Iterator[str]:
-    """A recipe for a CPU uses no option that kit/cpu/cpu_engine.py replaces."""
+    """A CPU recipe sets no option of code that kit/cpu/cpu_engine.py replaces."""
     if config.trainer.device != "cpu":
         return
     actor = config.actor_rollout_ref.actor
@@ -217,7 +221,7 @@ def is_greedy(sampling: DictConfig) -> bool:
 
 
 def check_algorithm(config: DictConfig) -> Iterator[str]:
-    """The advantage and the loss have what they need."""
+    """The advantage, the loss, the group filter and LoRA have the settings that they need."""
     yield from check_correction(config)
     actor = config.actor_rollout_ref.actor
     settings = config.algorithm
@@ -260,7 +264,7 @@ def check_algorithm(config: DictConfig) -> Iterator[str]:
 
 
 def check_correction(config: DictConfig) -> Iterator[str]:
-    """The correction between rollout engine and trainer fits the loss and the advantage."""
+    """algorithm.rollout_correction fits the loss and the advantage."""
     correction = config.algorithm.rollout_correction
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if correction.bypass_mode and loss_mode not in ("vanilla", "bypass_mode"):
@@ -310,14 +314,14 @@ def check_weight_sync(config: DictConfig) -> Iterator[str]:
 
 
 def string_literals_compared_with(function: Callable[..., Any], name: str) -> list[str]:
-    """The string literals that a function's source compares its variable `name` with."""
+    """List the string literals that the source of `function` compares its variable `name` with."""
     pattern = rf"\b(?:el)?if {re.escape(name)} (?:==|in) (.*):"
     comparisons = " ".join(re.findall(pattern, inspect.getsource(function)))
     return list(dict.fromkeys(re.findall(r'"([^"]+)"', comparisons)))
 
 
 def check_names(config: DictConfig, command: str) -> Iterator[str]:
-    """verl has the advantage, the loss and the variants that the recipe names."""
+    """verl has the advantage, the loss and the option values that the recipe names."""
     from verl.trainer.ppo import core_algos
 
     yield from check_registered(config, ADVANTAGE, core_algos.ADV_ESTIMATOR_REGISTRY)
@@ -343,7 +347,7 @@ def check_registered(config: DictConfig, key: str, registry: Mapping[str, Any]) 
     if not isinstance(name, str):
         yield f"{key}={name} must be a name of verl, or path.py:function. Change it."
         return
-    # custom functions are in the registry, too, once they were used
+    # once a custom function was used, it is in the registry, too
     names = [entry for entry in registry if not is_user_function(entry)]
     if is_user_function(name) or name in names:
         return
@@ -355,7 +359,7 @@ def check_registered(config: DictConfig, key: str, registry: Mapping[str, Any]) 
 
 
 def check_group_size(config: DictConfig) -> Iterator[str]:
-    """An advantage that compares the responses of a group has at least two."""
+    """If the advantage compares the responses of a group, a group has at least two."""
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
     name = config.algorithm.adv_estimator
@@ -393,7 +397,7 @@ def verl_choices() -> dict[str, Sequence[Any]]:
 
 
 def check_rejection_options(config: DictConfig) -> Iterator[str]:
-    """verl knows each option of rollout_correction.rollout_rs, which takes several with commas."""
+    """verl knows each option in rollout_correction.rollout_rs, a list separated by commas."""
     from verl.trainer.ppo.rollout_corr_helper import SUPPORTED_ROLLOUT_RS_OPTIONS
 
     key = f"{CORRECTION}.rollout_rs"
@@ -417,7 +421,7 @@ def instantiate_verl_configs(config: DictConfig) -> None:
         except Exception as error:  # Hydra's, OmegaConf's, and anything that __post_init__ raises
             cause = error.__cause__ or error
             message = str(cause).strip().partition("\n")[0]
-            failed_line = traceback.extract_tb(cause.__traceback__)[-1].line  # of a bare assert
+            failed_line = traceback.extract_tb(cause.__traceback__)[-1].line  # for a bare assert
             raise ConfigError(
                 f"{section}: verl does not accept it: {message or failed_line}. See verl's "
                 "documentation of these keys."
@@ -425,7 +429,7 @@ def instantiate_verl_configs(config: DictConfig) -> None:
 
 
 def check_strategies(config: DictConfig, command: str) -> Iterator[str]:
-    """The FSDP engine has a strategy of FSDP."""
+    """With the FSDP engine, `strategy` is fsdp or fsdp2."""
     sections = [ACTOR]
     if command == "train" and needs(config, "values"):
         sections.append("critic")
@@ -435,7 +439,7 @@ def check_strategies(config: DictConfig, command: str) -> Iterator[str]:
 
 
 def check_pools(config: DictConfig) -> Iterator[str]:
-    """Separate GPUs are only for models that the recipe has."""
+    """Only models that the recipe uses have separate GPUs (trainer.resource_pools)."""
     has_role = {
         "critic": needs(config, "values"),
         "ref": needs_reference(config),

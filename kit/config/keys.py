@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 
 class KeyTable(NamedTuple):
-    """verl_keys.yaml. It explains each field."""
+    """The contents of verl_keys.yaml, which explains each field."""
 
     used: list[str]
     dataclass_fields: list[str]
@@ -39,7 +39,10 @@ def is_kit_key(key: str) -> bool:
 
 @functools.cache
 def is_used(key: str) -> bool:
-    """Whether this trainer or a worker of verl reads a key: the longest matching entry decides."""
+    """Whether this trainer or one of verl's workers reads a key.
+
+    If several entries of verl_keys.yaml cover the key, the longest one decides.
+    """
     covering = [name for name in (*USED_KEYS, *KEYS.unused) if is_below(key, name)]
     return max(covering, key=len, default="") in USED_KEYS
 
@@ -106,7 +109,7 @@ def unknown_key_hint(
         if other != engine and any(is_below(leaf, key) for leaf in keys):
             return f"It belongs to model_engine={other}, and this recipe has {engine}. Remove it."
     usable = [leaf for leaf in engine_keys[engine] if is_used(leaf)]
-    # a section that was written without its first part: `rollout.n`
+    # a key that was written without its first part, such as `rollout.n`
     completed = [f"actor_rollout_ref.{leaf}" for leaf in flatten(overlay) if is_below(leaf, key)]
     similar = [leaf for leaf in completed if leaf in usable]
     similar = similar or difflib.get_close_matches(key, usable, n=1)
@@ -116,9 +119,10 @@ def unknown_key_hint(
 
 
 def reset_invalid_keys(config: DictConfig, base: DictConfig, unknown: Sequence[str]) -> list[str]:
-    """Messages about known keys that nothing reads, or whose value has the wrong type.
+    """Reset keys that nothing reads, and keys with a value of the wrong type -> a message for each.
 
-    Each of them gets its value of `base` back, so that later checks see valid values.
+    A reset key gets its value from `base`, so that later checks see valid values. `unknown` keys
+    stay as they are.
     """
     expected = flatten(base)
     changes = {

@@ -1,7 +1,7 @@
-"""Recipes: YAML files over verl's configuration, merged strictly.
+"""Load recipes: YAML files that override verl's configuration.
 
-A key that nothing reads is an error (keys.py), whether verl does not know it or this trainer does
-not use it.
+A key that nothing reads is an error (keys.py): verl does not have it, or this trainer does not use
+it.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def load_config(
     """Merge verl's ppo_trainer.yaml, configs/base.yaml, `files` and `overrides`.
 
     Returns (config, the defaults that it started from). files: paths, or names of the kit's recipes
-    (`dapo`). problems: a list that receives the errors, to be raised with others; without it they
-    are raised as one ConfigError.
+    (`dapo`). problems: a list to add the errors to, so that the caller can raise them with others.
+    Without it, the errors are raised here.
 
     Sets the environment variables of ray_kwargs.ray_init.runtime_env.env_vars in this process.
     Call it before verl is imported.
@@ -129,9 +129,11 @@ def pick_engine(overlays: Sequence[Overlay]) -> str:
 
 @functools.cache
 def base_configs(engine: str = FSDP) -> tuple[DictConfig, DictConfig]:
-    """(verl's defaults with the kit's keys, these under the rest of configs/base.yaml).
+    """Return two configurations: the defaults, and the base that recipes override.
 
-    engine: verl's model_engine. The results are cached: do not change them.
+    The defaults are verl's, with the keys that only the kit has. The base is verl's defaults with
+    all of configs/base.yaml on top. engine: verl's model_engine. The results are cached: do not
+    change them.
     """
     with initialize_config_dir(str(VERL_CONFIG), version_base=None):
         verl = compose("ppo_trainer", overrides=[f"model_engine={engine}"])
@@ -156,7 +158,10 @@ def default_keys(engine: str) -> list[str]:
 
 
 def merge(base: DictConfig, overlays: Sequence[Overlay]) -> DictConfig:
-    """`base` under the overlays, the last one on top. A server that is null is removed."""
+    """Merge the overlays into a copy of `base`; later ones override earlier ones.
+
+    A server that is null is removed.
+    """
     has_steps_argument = any(
         not overlay.is_file
         and overlay.source.lstrip("+").startswith("trainer.total_training_steps=")
@@ -177,8 +182,8 @@ def values_to_reset(overlay: Overlay, has_steps_argument: bool) -> dict[str, Any
     """Values to set to null before an overlay is merged, because it replaces them as a whole.
 
     A function with settings must not inherit the settings of the function that it replaces. A
-    recipe that counts epochs must not inherit the number of steps of another recipe, which would
-    take precedence; a number of steps on the command line stays.
+    recipe with total_epochs must not inherit the number of steps of another recipe, which would
+    take precedence. A number of steps on the command line stays.
     """
     reset: dict[str, Any] = {}
     trainer = overlay.content.get("trainer") or {}

@@ -63,7 +63,10 @@ def stop_token_ids(tokenizer: Any, generation_config: Any) -> set[int]:
 
 
 def check_reward_model(config: DictConfig, tokenizer: Any) -> None:
-    """Check that the reward model has a scalar head and the policy's ids. Raises ConfigError."""
+    """Check that the reward model has a scalar head and the policy's vocabulary.
+
+    Raises ConfigError.
+    """
     hf_config = check_vocabulary(config, REWARD_MODEL, tokenizer)
     architecture = (hf_config.architectures or [""])[0]
     if not architecture.endswith(REWARD_HEADS) or hf_config.num_labels != 1:
@@ -74,9 +77,9 @@ def check_reward_model(config: DictConfig, tokenizer: Any) -> None:
 
 
 def check_vocabulary(config: DictConfig, key: str, tokenizer: Any) -> Any:
-    """The configuration of a model that scores the policy's ids. Raises ConfigError.
+    """Check that a model has the policy's vocabulary -> its configuration. Raises ConfigError.
 
-    Each id must be the same token for both models.
+    The model scores the policy's ids, so each id must be the same token for both models.
     """
     trust_remote_code = config.actor_rollout_ref.model.trust_remote_code
     hf_config, other = load_pretrained(config, key, trust_remote_code=trust_remote_code)

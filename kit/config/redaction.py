@@ -30,9 +30,14 @@ URL_QUERY = re.compile(
 def redacted(config: DictConfig) -> DictConfig:
     """The recipe, resolved and without secrets. Values from the environment stay interpolations.
 
-    A secret is the value of an environment variable whose name has KEY, TOKEN, SECRET, PASSWORD or
-    CREDENTIAL in it, a literal value of a key with such a name, or a password in a URL. HIDDEN or
-    the variable's name replaces it.
+    These are secrets:
+
+    - the value of an environment variable with KEY, TOKEN, SECRET, PASSWORD or CREDENTIAL in its
+      name
+    - a literal value of a key with such a name
+    - a password or a key in a URL
+
+    A secret is replaced by the name of its variable, or by HIDDEN if it has none.
     """
     raw = OmegaConf.to_container(config, resolve=False)
     resolved = OmegaConf.to_container(config, resolve=True)
@@ -76,7 +81,10 @@ def _redact(raw: Any, resolved: Any, is_secret: bool, secrets: list[tuple[str, s
 
 
 def names_secret(name: str, value: Any) -> bool:
-    """Whether a key's name marks its value as a secret. A name in capitals is a variable's."""
+    """Whether a key's name marks its value as a secret.
+
+    A name in capitals is the name of an environment variable.
+    """
     if name.isupper():
         return bool(SECRET_VARIABLE.search(name)) and len(str(value)) >= MIN_SECRET_LENGTH
     return bool(SECRET_KEY.search(name))

@@ -11,7 +11,10 @@ from kit import extras
 
 
 def gpus_per_node(config: DictConfig, role: str = "actor") -> int:
-    """GPUs of each node for a role (actor, critic, ref, reward_model): the actor's or a pool's."""
+    """GPUs per node for a role: those of its resource pool, or the actor's if it has none.
+
+    role: actor, critic, ref or reward_model.
+    """
     return int(config.trainer.resource_pools.get(role) or config.trainer.n_gpus_per_node)
 
 
@@ -36,7 +39,10 @@ def all_gpus(config: DictConfig, command: str = "train") -> int:
 
 
 def model_parallel_size(config: DictConfig) -> int:
-    """GPUs that work on the same rows of a batch; all GPUs over this is the data-parallel size."""
+    """GPUs that work on the same rows of a batch.
+
+    The data-parallel size is the number of all GPUs divided by this.
+    """
     if config.model_engine == "dp":
         return int(config.actor_rollout_ref.actor.ulysses_sequence_parallel_size)
     return int(extras.first("model_parallel_size", config, "train", config))
@@ -50,7 +56,10 @@ def sequence_parallel_size(config: DictConfig) -> int:
 
 
 def cores(processes: Any = 1) -> int:
-    """The share of this process's CPU cores for each of N processes. A recipe writes ${cores:N}."""
+    """CPU cores for each of N processes that share the cores of this process.
+
+    A recipe writes ${cores:N}.
+    """
     count = processes if isinstance(processes, int) and processes > 0 else 1
     return max(1, len(os.sched_getaffinity(0)) // count)
 

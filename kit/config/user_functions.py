@@ -11,14 +11,26 @@
 The path is relative to the current folder, or to the kit's. The first four may have settings, which
 become keyword arguments: `{function: templates/filters.py:drop_ended, reasons: [length]}`. The last
 two are entered into verl's registries under the name in the recipe. The loss runs in the workers,
-to which it is sent by value. templates/ has functions to copy.
+which get it by pickle and do not import its file. templates/ has functions to copy.
 
-An episode (kit.data.episode.Episode) has `response`, the policy's last message, and `transcript`,
-all of it; `row`, the task's row as it was read; `reward`, `reward_components` and `verify_result`,
-the whole answer of the verifier; `ended` (stop, length, turns, terminated, truncated), `turns`,
-`turn_rewards`, `response_ids`, `response_mask`, `group_id`, `row_id`, `timings`. pass_rates: row_id
--> fraction of responses with a reward of at least 1; each group counts twice as much as the one
-before.
+An episode (kit.data.episode.Episode) has these fields, among others:
+
+    row, row_id            the task's row as it was read, and its file:line
+    group_id               the same for all responses to one prompt
+    response               the text of the policy's last message
+    transcript             the text of all turns, with function calls and observations
+    reward                 the verifier's reward
+    reward_components      the parts of the reward, by name
+    verify_result          the other fields of the verifier's answer
+    ended                  stop, length, turns, terminated or truncated
+    turns, turn_rewards    the token span and the reward of each turn
+    response_ids           the token ids after the prompt
+    response_mask          1 for a sampled token, 0 for an observed one
+    timings                seconds by stage
+
+pass_rates is {row_id: fraction of responses with a reward of at least 1}. Each group counts twice
+as much as the group before. A function in env.train_files gets the rates by batch
+(kit/extras/generated_rows.py).
 
 If a function raises or returns an invalid value, the run stops with the config key, the function's
 name and the line.
@@ -48,11 +60,11 @@ ROOT = Path(__file__).resolve().parents[2]
 TEACHER = "distillation.teacher_models.teacher_model.model_path"
 ADVANTAGE = "algorithm.adv_estimator"
 LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
-# The arguments that an advantage estimator may have, by name. Tensors are [B, R]. index [B] is the
-# group of each episode, so a function with it compares the responses of a group. `values` starts a
-# critic, `ref_log_prob` a reference. reward_baselines [B] are the rewards of greedy responses to
-# the same prompts, sampled for it. turn counts the policy's turns from 0, and is -1 on observed
-# tokens.
+# The arguments that an advantage estimator may have, by name. Tensors are [B, R], except:
+#   index [B]             the group of each episode. Groups then need at least two responses.
+#   reward_baselines [B]  rewards of greedy responses to the same prompts, sampled for this
+# With the argument `values` the run starts a critic, with `ref_log_prob` a reference model. `turn`
+# counts the policy's turns from 0. It is -1 on observed tokens.
 ESTIMATOR = (
     "token_level_rewards",
     "token_level_scores",
@@ -93,7 +105,7 @@ SPEC = "path.py:function, or {function: path.py:function, its settings}"
 
 
 class RecipeFunctions(NamedTuple):
-    """The functions between rows and batches: custom ones, or the defaults."""
+    """The reward, filters and sampler of a recipe: custom functions, or the defaults."""
 
     reward: Callable[[Any], float]  # episode -> the reward to train on
     filters: list[Callable[[list[Any]], list[Any]]]  # episodes -> episodes
@@ -109,7 +121,7 @@ def is_user_function(name: str) -> bool:
 
 
 def needs(config: DictConfig, name: str) -> bool:
-    """Whether the advantage is computed from `name`, one of ESTIMATOR. Raises UserFunctionError."""
+    """Whether the advantage has the argument `name`, one of ESTIMATOR. Raises UserFunctionError."""
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
     estimator = config.algorithm.adv_estimator
@@ -119,7 +131,7 @@ def needs(config: DictConfig, name: str) -> bool:
 
 
 def needs_reference(config: DictConfig) -> bool:
-    """Whether the policy is compared with the model that training started from."""
+    """Whether a KL term or the advantage needs the log-probs of a reference model."""
     actor = config.actor_rollout_ref.actor
     has_kl_term = actor.use_kl_loss or config.algorithm.use_kl_in_reward
     return bool(has_kl_term or needs(config, "ref_log_prob"))
@@ -133,7 +145,10 @@ def teacher_model(config: DictConfig) -> str:
 
 
 def select_arguments(estimator: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that an estimator has, by name: all if it takes **kwargs, as verl's do."""
+    """Select by name the arguments that an estimator has.
+
+    An estimator with **kwargs, as verl's have, gets all of them.
+    """
     parameters = inspect.signature(estimator).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {name: value for name, value in available.items() if takes_all or name in parameters}
@@ -187,7 +202,7 @@ def take_in_order(
 def load_function(spec: str | Mapping[str, Any], key: str) -> Callable[..., Any]:
     """Load the function that `spec` names for a key of the recipe, with its settings.
 
-    Raises UserFunctionError; so does each call of the function.
+    Raises UserFunctionError. A call of the loaded function raises it, too, if the call fails.
     """
     settings = dict(spec) if isinstance(spec, Mapping) else {"function": spec}
     name = str(settings.pop("function", ""))
@@ -237,7 +252,7 @@ def import_function_file(name: str, key: str) -> ModuleType:
 def check_signature(
     function: Callable[..., Any], key: str, name: str, settings: Mapping[str, Any]
 ) -> None:
-    """Check that a function can be called as its key's functions are. Raises UserFunctionError."""
+    """Check that a function takes the arguments that its key passes. Raises UserFunctionError."""
     signature = inspect.signature(function)
     if key == ADVANTAGE:
         required = [
@@ -287,11 +302,11 @@ def guard(
 ) -> Callable[..., Any]:
     """`function` with its settings. An exception or an invalid result becomes a UserFunctionError.
 
-    Errors of the kit pass unchanged. The wrapper is sent to the workers together with a loss; they
-    import this module.
+    Errors of the kit pass unchanged. A loss is sent to the workers in this wrapper, so they import
+    this module.
     """
 
-    @functools.wraps(function)  # its name, for metrics, and its signature
+    @functools.wraps(function)  # keeps its name, for metrics, and its signature
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             result = function(*args, **kwargs, **settings)
@@ -322,12 +337,12 @@ def describe(value: Any) -> str:
 
 
 def ids(items: Sequence[Any]) -> set[Any]:
-    """The identity of tasks or episodes, which copies of them share."""
+    """The row and group ids of tasks or episodes. A copy of an item has the same ids."""
     return {(getattr(item, "row_id", None), getattr(item, "group_id", None)) for item in items}
 
 
 def describe_expected(key: str, result: Any, arguments: Sequence[Any]) -> str:
-    """The result that a function should have returned; empty if it is valid."""
+    """Describe the result that a function should have returned. Empty if `result` is valid."""
     if key == ADVANTAGE:
         return describe_expected_advantage(result, arguments)
     if key == LOSS_MODE:

@@ -344,7 +344,8 @@ def spawn(
         sys.exit()
     for fd in connection.descriptors:
         os.close(fd)
-    connection.client.sendall(f"{pid:{NUMBER_BYTES}}".encode())
+    with contextlib.suppress(OSError):  # the client has ended: `serve` then kills the child
+        connection.client.sendall(f"{pid:{NUMBER_BYTES}}".encode())
     return Child(pid, os.pidfd_open(pid), connection.client)
 
 

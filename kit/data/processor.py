@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass
 class TextProcessor:
-    """The processor of a text model: the tokenizer alone, so that most methods do nothing."""
+    """The processor of a text model. It has only a tokenizer, so most methods do nothing."""
 
     tokenizer: Any
     reads_images = False

@@ -1,16 +1,16 @@
 """Optional features, and the table by which the rest of the kit finds them.
 
-Each entry of EXTRAS is a module or folder that you can delete. Everything that does not turn it on
-keeps working; a recipe that does gets one error with its name. A feature is turned on by a key of
-the recipe or by a command.
+Each entry of EXTRAS is a module or folder that you can delete. A key of the recipe or a command
+turns a feature on. If you delete a feature, recipes that do not turn it on keep working. A recipe
+that does gets one error with its name.
 
-The kit never names a feature elsewhere. At fixed points it calls a hook of every feature that is on
-and has it (`call`). The hooks, in the order of a run:
+No other part of the kit names a feature. At fixed points the kit calls a hook of every feature that
+is on and has this hook (`call`). The main hooks:
 
     check_recipe(config, command)             -> problems, before verl is imported
     check_workers(config, command)            -> problems, when verl is imported
-    set_sizes(config, hf_config, command)     fill in what follows from the model
-    check_entry(entry, key)                   check an entry of env.train_files that is no file
+    set_sizes(config, hf_config, command)     fill in values that follow from the model
+    check_entry(entry, key)                   check an entry that is a function, not a file
     file_entries(config, key)                 -> the entries of env.train_files or env.val_files
     generate_once(config, entries, key, loader)       -> tasks that no file has, for `rollout`
     make_row_source(config, entries, files, loader)   -> the source of training batches
@@ -60,7 +60,7 @@ def any_file_has(config: DictConfig, key: str) -> bool:
 
 
 def uses_other_backend(config: DictConfig, command: str) -> bool:
-    """Whether sampling needs anything but plain vLLM: SGLang, transformers, fp8, drafts."""
+    """Whether sampling uses SGLang, transformers, fp8 or speculative decoding."""
     rollout = config.actor_rollout_ref.rollout
     engine_kwargs = rollout.engine_kwargs
     return bool(
@@ -83,7 +83,7 @@ def uses_gloo(config: DictConfig, command: str) -> bool:
 
 
 def uses_monitor(config: DictConfig, command: str) -> bool:
-    """Whether the run serves or reads pages for Prometheus."""
+    """Whether the run serves metrics to Prometheus, or reads those of speculative decoding."""
     rollout = config.actor_rollout_ref.rollout
     drafts = (rollout.engine_kwargs.get("vllm") or {}).get("speculative_config")
     return bool(rollout.prometheus.enable or drafts)
@@ -211,9 +211,9 @@ COMMANDS = {"show": "kit.extras.report.show", "sft": "kit.extras.sft"}
 
 
 def call(hook: str, config: DictConfig, command: str, *args: Any) -> list[Any]:
-    """The results of a hook of every feature that is on and has it, in the order of EXTRAS.
+    """Call a hook of every feature that is on and has it -> the results, in the order of EXTRAS.
 
-    Raises ConfigError if a feature was deleted that the recipe turns on.
+    Raises ConfigError if the recipe turns on a feature that was deleted.
     """
     results = []
     for extra in EXTRAS:
@@ -242,12 +242,12 @@ def missing_error(module: str, turned_on_by: str) -> ConfigError:
 
 
 def collect(hook: str, config: DictConfig, command: str, *args: Any) -> list[Any]:
-    """The items that a hook of every feature that is on yields or returns, in one list."""
+    """Call a hook of every feature that is on -> one list of all items that these return."""
     return list(itertools.chain.from_iterable(call(hook, config, command, *args)))
 
 
 def first(hook: str, config: DictConfig, command: str, *args: Any, default: Any = None) -> Any:
-    """The result of a hook of the first feature that is on and has it, or `default`."""
+    """Call a hook -> the result of the first feature that is on and has it, or `default`."""
     return next(iter(call(hook, config, command, *args)), default)
 
 
@@ -279,5 +279,5 @@ def is_installed(module: str) -> bool:
     """Whether a module or folder is there."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of its parent folder
+    except ModuleNotFoundError:  # its parent folder is missing
         return False

@@ -1,4 +1,4 @@
-"""Checks for rollouts by other means than plain vLLM: SGLang, transformers, fp8, drafts."""
+"""Checks for rollouts with SGLang, transformers, fp8 or speculative decoding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def speculative_config(config: DictConfig) -> dict[str, Any]:
 
 
 def check_recipe(config: DictConfig, command: str) -> Iterator[str]:
-    """The rollout engine has what the recipe uses of it."""
+    """The rollout engine supports the options that the recipe sets."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.name not in ENGINES:
         note = ""
@@ -58,7 +58,7 @@ def check_recipe(config: DictConfig, command: str) -> Iterator[str]:
 
 
 def check_sglang(config: DictConfig) -> Iterator[str]:
-    """SGLang runs on GPUs, and verl's server of it reads what the recipe sets."""
+    """SGLang has GPUs, and verl's SGLang server reads the options that the recipe sets."""
     rollout = config.actor_rollout_ref.rollout
     if config.trainer.device == "cpu":
         yield (
@@ -115,7 +115,7 @@ def check_speculative(config: DictConfig) -> Iterator[str]:
 
 
 def set_sizes(config: DictConfig, hf_config: Any, command: str) -> None:
-    """Fill in what follows from the engine. Raises ConfigError."""
+    """Fill in values that follow from the rollout engine. Raises ConfigError."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.name == "sglang" and not rollout.max_model_len:
         longest = config.data.max_prompt_length + config.data.max_response_length

@@ -1,9 +1,14 @@
-"""Images in the rows of models that read them: read, counted in tokens, passed to vLLM and trainer.
+"""Read the images of rows, count their tokens, and pass them to vLLM and the trainer.
 
-A row has images as Gym and OpenAI write them, `{"type": "input_image", "image_url": ...}`: a data
-URL, a file (an absolute path, a path from the rows' folder, or file://), or an http(s) address at a
-host of env.image_hosts. In the prompt's ids an image is one placeholder for each of the model's
-features of it. vLLM gets one placeholder for each image, and expands it.
+A row has images in the format of Gym and OpenAI, `{"type": "input_image", "image_url": ...}`. The
+address is one of these:
+
+- a data URL
+- a file: an absolute path, a path relative to the rows' folder, or file://
+- an http(s) address at a host of env.image_hosts
+
+The model computes several features of an image. In the prompt's ids, an image has one placeholder
+for each feature. vLLM gets one placeholder for each image, and expands it.
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ MAX_FILE_BYTES = 2**25  # of one image
 MAX_URL_CHARS = 4096
 FETCH_TIMEOUT_S = 30.0  # for one image from the network
 BAN = -100.0  # added to a logit by the rollout engine
-MASKED_LOGIT = -1e4  # its exponential is 0, and the entropy can multiply by it
+MASKED_LOGIT = -1e4  # its exponential is 0, and unlike -inf it keeps the entropy finite
 
 
 class TooLargeError(ValueError):
@@ -79,7 +84,7 @@ class ImageProcessor(TextProcessor):
     # --- prompts ---
 
     def template_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Messages whose content is a list of parts: some templates drop text next to lists."""
+        """Turn text content into a list of parts: next to lists, some templates drop plain text."""
         converted = []
         for message in messages:
             content = message.get("content")
@@ -136,7 +141,8 @@ class ImageProcessor(TextProcessor):
     def load_image(self, source: str, where: str, room: int = MAX_ROW_PIXELS) -> Any:
         """An image in RGB, as a PIL image. Raises DataError.
 
-        where: the row, from whose folder relative paths start. room: pixels left for the row.
+        where: the row, file:line. Relative paths start at the folder of this file. room: the
+        number of pixels that the row may still have.
         """
         name = f"{where}: image {source[:60]!r}"
         try:
@@ -238,7 +244,7 @@ class ImageProcessor(TextProcessor):
         rows: list[RowInputs] = []
         for episode in episodes:
             messages = env.render_row(episode.row, episode.row_id)[0]
-            folder = str(folder_of(episode.row_id))  # a relative path means another file elsewhere
+            folder = str(folder_of(episode.row_id))  # in the key, since relative paths start here
             key = tuple((folder, source) for source in list_sources(messages))
             if key not in row_inputs:
                 images = self.load_images(messages, episode.row_id)
@@ -325,7 +331,7 @@ def folder_of(where: str) -> Path:
 
 
 def read_file(path: Path) -> bytes:
-    """Read a regular file, up to MAX_FILE_BYTES + 1, which `decode` refuses.
+    """Read at most MAX_FILE_BYTES + 1 bytes of a regular file. `decode` refuses that many.
 
     Never waits for a pipe or a device. Raises OSError and ValueError.
     """
@@ -427,7 +433,7 @@ def make_processor(config: DictConfig, hf_config: Any, tokenizer: Any) -> ImageP
 def load_processor(folder: str, kind: str) -> Any:
     """transformers' processor of a model, or None if it has none.
 
-    Qwen's needs torchvision for videos. Without torchvision it is built from its image half.
+    Qwen's needs torchvision for videos. Without torchvision, it is built for images only.
     """
     from transformers import AutoProcessor
 
@@ -459,7 +465,7 @@ def load_without_weights(folder: str) -> Any:
 
 
 def set_wrapped_layers(config: DictConfig, folder: str) -> None:
-    """Name the layers by which FSDP wraps the model, if the recipe does not."""
+    """Set the layer classes that FSDP wraps, unless the recipe sets them."""
     for engine in (
         config.actor_rollout_ref.actor.fsdp_config,
         config.actor_rollout_ref.ref.fsdp_config,
@@ -471,7 +477,7 @@ def set_wrapped_layers(config: DictConfig, folder: str) -> None:
 def find_layer_classes(folder: str) -> list[str]:
     """The classes of the model's layers that FSDP can wrap.
 
-    verl would wrap every class that transformers does not split. That includes modules around an
+    By default, verl wraps every class of transformers' _no_split_modules. Some of these contain an
     embedding, which FSDP would wrap twice.
     """
     from torch.nn import Embedding

@@ -112,7 +112,7 @@ def layout_keys() -> list[str]:
 
 
 def checkpoint_files(config: DictConfig, contents: Sequence[str], ranks: int) -> list[str] | None:
-    """Files that the ranks write into an actor's or a critic's folder; None if they are FSDP's."""
+    """Files that the ranks write into an actor's or a critic's folder. None: the same as FSDP."""
     if config.model_engine != "megatron":
         return None
     names = ["ckpt_contents.json"]

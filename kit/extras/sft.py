@@ -1,14 +1,16 @@
-"""Supervised fine-tuning on conversations, with the workers of the loop: the command `sft`.
+"""The command `sft`: supervised fine-tuning on conversations, with the workers of `train`.
 
     python algorithm.py --config math --config sft sft 'env.train_files=[chats.jsonl]'
     python algorithm.py --config math actor_rollout_ref.model.path=runs/sft/export
 
-A row of env.train_files (kit/data/row_files.py) has either `messages`, chat messages whose
-assistant messages are trained on, each with its stop token, and maybe `tools`; or `prompt`
-(data.prompt_key: text or messages) and `response`, text. The loss is verl's sft_loss: the mean over
-all trained tokens of a batch of data.train_batch_size rows, with one optimizer step for each. On
-env.val_files the same mean is measured every trainer.test_freq steps. Checkpoints, resume and
-export are those of `train`.
+A row of env.train_files (kit/data/row_files.py) has one of these formats:
+
+- `messages`, and optionally `tools`. All assistant messages are trained on, with their stop tokens.
+- `prompt` (data.prompt_key: text or messages) and `response` (text).
+
+The loss is verl's sft_loss: the mean over all trained tokens of a batch. A batch has
+data.train_batch_size rows and one optimizer step. Every trainer.test_freq steps, the same mean is
+measured on env.val_files. Checkpoints, resume and export are those of `train`.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def read_conversations(
 
 
 def from_prompt_and_response(row: dict[str, Any], row_id: str, prompt_key: str) -> dict[str, Any]:
-    """A row with `messages` from one with a prompt and a response. Raises env.DataError."""
+    """Convert a row with a prompt and a response to one with `messages`. Raises env.DataError."""
     prompt = row[prompt_key]
     response = row.get("response")
     is_valid = prompt and isinstance(prompt, str | list) and response and isinstance(response, str)
@@ -110,7 +112,7 @@ def tokenize(row: Mapping[str, Any], tokenizer: Any, stop_ids: set[int], row_id:
 
 
 def check_messages(row: Mapping[str, Any], row_id: str) -> list[dict[str, Any]]:
-    """The messages of a row, which must train something. Raises env.DataError."""
+    """Return the messages of a row. Raises env.DataError if there is nothing to train on."""
     messages = row.get("messages")
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         messages = []
@@ -134,7 +136,7 @@ def split_conversation(
     stop_ids: set[int],
     row_id: str,
 ) -> Iterator[Segment]:
-    """Split a conversation as the template writes it into context and assistant messages.
+    """Split a conversation, in the template's text, into context and assistant messages.
 
     Text that the template writes after a stop token is context: the policy does not sample it.
     Raises env.DataError.
@@ -176,11 +178,11 @@ def cut_after_stop(text: str, stops: list[str]) -> str:
 
 
 def prepare_inputs(config: DictConfig) -> RunInputs:
-    """As kit.runs.prepare.prepare, for conversations. Entries of the files: path, or {path,
-    weight}.
+    """Check a recipe and load its conversations, as kit.runs.prepare.prepare does for tasks.
 
-    Rows over the recipe's lengths are dropped. Raises ConfigError, also if fewer rows are left than
-    a batch needs, and env.DataError.
+    An entry of env.train_files or env.val_files is a path, or {path, weight}. Rows over the
+    recipe's lengths are dropped. Raises env.DataError, and ConfigError, also if fewer rows are left
+    than a batch needs.
     """
     inputs = prepare.check_recipe(config, "sft")
     if inputs.processor.reads_images:

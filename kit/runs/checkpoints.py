@@ -1,14 +1,14 @@
-"""Checkpoints: complete or not there, found again, checked before a run starts, in verl's layout.
+"""Save, find, check and load checkpoints, in verl's layout.
 
     save(workers, folder, state, config)    <folder>/global_step_<N>/{actor,critic,data.pt,...}
     find_newest(folder)                     the last complete one
     check(checkpoint, config, command)      whether this recipe can resume from it
     load(workers, checkpoint)               restore the workers, return the driver's state
 
-A checkpoint is written as saving_<N>, its manifest (the size of every file) last, and then renamed.
-So a folder whose manifest agrees with its files is complete, whatever its name, and whenever the
-run was killed. All ranks must share a file system: the manifest is written only if the shards of
-every rank are there.
+A checkpoint is written to a folder saving_<N>, which is then renamed. The manifest (the size of
+every file) is written last. So a folder is complete if its manifest agrees with its files, under
+both names. A run may be killed at any time. All ranks must share a file system: the manifest is
+written only if the shards of every rank are there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ POINTER = "latest_checkpointed_iteration.txt"  # verl's file: the step of the la
 EXPORTED = "step.txt"  # in an export: the step of its weights
 NAME = re.compile(r"(?:global_step|saving)_(\d+)")
 RANKS = ("trainer.n_gpus_per_node", "trainer.nnodes")  # their product is the number of ranks
-# of verl's save_contents: how the names of FSDP's files begin
+# {an entry of verl's save_contents: the prefix of FSDP's file names}
 SHARDS = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 LAYOUT = "the shards are laid out for it"
 # Keys that a resumed run must not change, and the reason. It may change all others.
@@ -50,12 +50,13 @@ FIXED_KEYS = {
     "actor_rollout_ref.model.lora_rank": "the adapters have other shapes",
     "actor_rollout_ref.model.target_modules": "the adapters are in other modules",
 }
-# The optimizer's state restores these, whatever the recipe says. Without it (load_contents) they
-# may change.
+# The saved optimizer restores these values, so a new value in the recipe would have no effect. They
+# may change if load_contents does not have the optimizer.
 OPTIMIZER_KEY = re.compile(
     r"(actor_rollout_ref\.actor|critic)\.optim\.(lr|betas|weight_decay|optimizer|override_.*)$"
 )
-# Not worth a line: how the run is started, and what follows from trainer.total_training_steps
+# Changes of these keys are not printed. They set how a run is started, or follow from
+# trainer.total_training_steps.
 UNREPORTED_KEY = re.compile(
     r"trainer\.(resume_|default_local_dir)|.*(experiment_name|optim\.total_training_steps)$"
     r"|ray_kwargs\."
@@ -67,14 +68,14 @@ NEW_NAME = "Set another trainer.experiment_name"
 
 
 def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) -> Path:
-    """Write a checkpoint, and delete those that trainer.max_actor_ckpt_to_keep leaves no room for.
+    """Write a checkpoint, and delete old ones beyond trainer.max_actor_ckpt_to_keep.
 
     workers: training.Workers. state: plain values that the driver needs to resume, with `step`.
     Raises RunError if it cannot be written, for example on a full disk; earlier checkpoints stay.
     """
     target = folder / f"global_step_{state['step']}"
     partial = folder / f"saving_{state['step']}"
-    # of a run that was killed while it saved, maybe with more ranks
+    # left by a run that was killed while it saved, maybe with more ranks
     shutil.rmtree(partial, ignore_errors=True)
     try:
         write(workers, partial, state, config)
@@ -88,7 +89,7 @@ def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) 
             f"resume from {last}"
         ) from error
     with files.explain_write_errors(target):
-        if target.exists():  # a broken one, or of an earlier run; until now saving_N was the copy
+        if target.exists():  # broken, or of an earlier run; saving_N is complete
             shutil.rmtree(target)
         os.replace(partial, target)
     with files.replace_atomically(folder / POINTER) as pointer:
@@ -98,7 +99,7 @@ def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) 
 
 
 def write(workers: Any, partial: Path, state: dict[str, Any], config: DictConfig) -> None:
-    """Write all files of a checkpoint. Raises OSError, and what the workers raise."""
+    """Write all files of a checkpoint. Raises OSError and the exceptions of the workers."""
     import torch  # takes a second, which a refused recipe need not wait for
 
     for name, group in {"actor": workers.actor, "critic": workers.critic}.items():
@@ -128,7 +129,7 @@ def delete_old(folder: Path, newest: Path, keep: int | None) -> None:
 
 
 def find_missing_shards(folder: Path, ranks: int, config: DictConfig) -> list[str]:
-    """The files that the ranks should have written into `folder` (actor or critic), and did not."""
+    """List the ranks' files that are missing in `folder` (actor or critic)."""
     section = "actor_rollout_ref.actor" if folder.name == "actor" else "critic"
     contents = OmegaConf.select(config, f"{section}.checkpoint.save_contents") or list(SHARDS)
     names = extras.first("checkpoint_files", config, "train", config, contents, ranks)
@@ -191,7 +192,7 @@ def set_aside(folder: Path, step: int) -> Iterator[str]:
 
 
 def find_damage(checkpoint: Path) -> str:
-    """A text about what a checkpoint lacks; empty if it is complete."""
+    """Describe the first file that is missing or wrong. Empty if the checkpoint is complete."""
     if not checkpoint.is_dir():
         return "there is no such folder"
     for path in checkpoint.rglob("*"):
@@ -227,7 +228,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def age_key(checkpoint: Path) -> tuple[int, bool]:
-    """By step; of one step, the renamed folder is the newer one."""
+    """Sort key: the step, then whether the folder was renamed. The renamed one is newer."""
     return step_of(checkpoint), checkpoint.name.startswith("global")
 
 
@@ -285,7 +286,7 @@ def is_exported(config: DictConfig, step: int) -> bool:
 
 
 def prepare_replay(config: DictConfig, rollouts: Path) -> Path | None:
-    """Turn the recipe into a run of the one step of rollouts/step_<N>.jsonl, in a separate folder.
+    """Change the recipe to repeat the step of rollouts/step_<N>.jsonl in a separate run folder.
 
     Returns the checkpoint before that step, or None for the first step. Raises ConfigError.
     """
@@ -370,7 +371,7 @@ def check(checkpoint: Path, config: DictConfig, command: str) -> list[str]:
 
 
 def rename_keys(recipe: dict[str, Any]) -> dict[str, Any]:
-    """A saved recipe, with the present names of keys that were renamed since."""
+    """Replace the old names of renamed keys in a saved recipe by the present ones."""
     renamed = {}
     for key, value in recipe.items():
         for old, new in KEYS.renamed.items():
@@ -383,12 +384,12 @@ def rename_keys(recipe: dict[str, Any]) -> dict[str, Any]:
 def find_fixed_keys(
     config: DictConfig, keys: list[str], before: dict[str, Any], now: dict[str, Any]
 ) -> dict[str, str]:
-    """The keys that must not change, with the reason."""
+    """Return {key: reason} for the changed `keys` that must not change."""
     fixed_keys = dict(FIXED_KEYS)
     layout_keys = extras.first("layout_keys", config, "train", default=[])
     fixed_keys |= dict.fromkeys(layout_keys, LAYOUT)
     if math.prod(before[key] for key in RANKS) == math.prod(now[key] for key in RANKS):
-        for key in RANKS:  # as many ranks, on other nodes
+        for key in RANKS:  # the same number of ranks, on another number of nodes
             del fixed_keys[key]
     for key in keys:
         match = OPTIMIZER_KEY.match(key)
@@ -409,7 +410,7 @@ def read(path: Path) -> Any:
     """
     import numpy as np
     import torch
-    import torch.distributed.tensor  # noqa: F401  (for DTensor, of which FSDP's shards are)
+    import torch.distributed.tensor  # noqa: F401  (defines DTensor, the type of FSDP's shards)
 
     rng_state = np.random.get_state()[1]  # type: ignore[index]  # NumPy's RNG is saved, too
     array_constructor = rng_state.__reduce__()[0]  # type: ignore[union-attr]
@@ -423,7 +424,7 @@ def read(path: Path) -> Any:
     try:
         with torch.serialization.safe_globals(safe):
             return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-    except Exception as error:  # zip, pickle and torch each have their own
+    except Exception as error:  # zip, pickle and torch raise different ones
         text = str(error).strip() or repr(error)
         unsupported = re.findall(r".*unsupported .*", text, re.IGNORECASE)
         line = (unsupported or text.splitlines())[0].strip()
@@ -436,8 +437,9 @@ def read(path: Path) -> Any:
 def check_shapes(path: Path, tensors: dict[str, Any], model: Path) -> None:
     """Check that a checkpoint's tensors have the shapes of the model's. Raises RunError.
 
-    Names that only one of them has are left to FSDP, which refuses them: the files and the modules
-    of one model may differ in names. A model of the hub, which is not on this disk, is not checked.
+    Names that only one of them has are not compared, since the files and the modules of one model
+    may have different names. FSDP refuses a real difference. A model of the hub is not on this
+    disk, so it is not checked.
     """
     from safetensors import safe_open
 

@@ -51,7 +51,7 @@ class Plan(NamedTuple):
     defaults: DictConfig  # verl's, with the kit's keys
     inputs: prepare.RunInputs
     resume_from: Path | None  # a checkpoint
-    replayed: list[list[Episode]]  # of --replay: the episodes of one step, by batch of prompts
+    replayed: list[list[Episode]]  # with --replay: the step's episodes, a list per batch of prompts
     notes: list[str]  # lines to print
 
 
@@ -68,13 +68,13 @@ def plan(
 ) -> Plan:
     """Merge recipe files and key=value, and check all that can be checked without a worker.
 
-    on_merged: called with the recipe between the two. Raises EXPECTED_ERRORS.
+    on_merged: called with the merged recipe before the checks. Raises EXPECTED_ERRORS.
     """
     silence_libraries()
     problems: list[Exception] = []
     config, defaults = load_config(recipe_files, overrides, problems)
     if problems:
-        prepare.check_recipe(config, command, problems)  # raises them, with all others
+        prepare.check_recipe(config, command, problems)  # raises these, and those that it finds
     on_merged(config)
     resume_from: Path | None = None
     notes: list[str] = []
@@ -84,7 +84,7 @@ def plan(
         inputs = extras.load_command("sft").prepare_inputs(config)
     else:
         inputs = prepare.prepare(config, command)
-    if command in ("train", "sft") and not replay:  # the rows may determine the number of steps
+    if command in ("train", "sft") and not replay:  # only now: the rows may set the number of steps
         resume_from, notes = checkpoints.find_resume_point(config)
     replayed: list[list[Episode]] = []
     if replay:
@@ -202,7 +202,10 @@ def run(args: argparse.Namespace, train: Callable[[Plan], AbstractContextManager
 
 
 def begin_imports(config: DictConfig) -> None:
-    """Let a process import the workers' modules while the recipe is checked, if it uses one."""
+    """Start to import the workers' modules in another process, if the run uses one for that.
+
+    It imports them while the recipe is checked.
+    """
     from kit.runs import isolation
 
     isolation.check_tmpdir_length()
@@ -237,5 +240,5 @@ def exit_with(message: str) -> NoReturn:
 
 
 def exit_on_sigterm(*_: Any) -> NoReturn:
-    """End a process that has started nothing yet."""
+    """Exit on SIGTERM before a run has started: there is nothing to clean up."""
     sys.exit(143)

@@ -8,7 +8,7 @@
         -> runs/<name>/evaluation.jsonl
 
 Each verified episode is one line (kit/data/rollout_files.py). Failed episodes go to failures.jsonl.
-The same command resumes: it collects what is missing, and retries what failed.
+If you rerun the same command, it samples only the episodes that are missing or failed.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ class Collector:
 def run_command(config: DictConfig, run: Run, inputs: RunInputs) -> None:
     """Collect the missing episodes and print their scores.
 
-    Raises ConfigError for a file of other rows, RunError if too many episodes failed.
+    Raises ConfigError if the file holds episodes of other rows, and RunError if too many episodes
+    failed.
     """
     from kit.runs import launch
 
@@ -161,7 +162,7 @@ def all_indices(rows: int, n: int) -> list[RecordIndex]:
 def compute_scores(
     verified: Sequence[Episode], failed: Sequence[Episode], n: int, validate: bool
 ) -> dict[str, float]:
-    """The scores of one server; of an evaluation also those that count a failure as 0."""
+    """Compute the scores of one server; with validate also those that count a failure as 0."""
     server = (*verified, *failed)[0].server
     scores: dict[str, float] = {}
     if verified:
@@ -179,12 +180,12 @@ def without_large_fields(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_collected(path: Path, tasks: Sequence[env.Task]) -> dict[RecordIndex, Collected]:
-    """Read what an earlier run of these rows collected. Raises ConfigError for other rows."""
+    """Read the episodes that an earlier run collected. Raises ConfigError for other rows."""
     collected: dict[RecordIndex, Collected] = {}
     if not path.is_file():
         return collected
     complete = path.read_bytes().rpartition(b"\n")[0]
-    # a line that a kill cut short is collected again
+    # remove a last line that a kill cut short: its episode is sampled again
     os.truncate(path, len(complete) + 1 if complete else 0)
     for _, record in rollout_files.read_records(path):
         row = record.get("_ng_task_index", -1)

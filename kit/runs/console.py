@@ -1,6 +1,7 @@
-"""The console of a run: lines, and at a terminal a table of the last steps with a progress bar.
+"""The console output of a run.
 
-Elsewhere, or with --quiet, each step is one line.
+On a terminal it is a table of the last steps with a progress bar, below the other lines. Without a
+terminal, or with --quiet, each step is one line.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kit.data.episode import Episode
 # C0 without tab and newline, DEL, C1: a terminal executes them as commands (ECMA-48)
 CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 RECENT_STEPS = 8  # rows of the table
-MIN_SECONDS = 0.05  # of a stage, to be shown
+MIN_SECONDS = 0.05  # shorter stages are not shown
 # labels of stages; the others show their own name
 STAGE_LABELS = {"update_actor": "update", "update_weights": "sync", "testing": "eval"}
 HIDDEN_STAGES = ("step", "first_episode")
@@ -38,7 +39,7 @@ console = Console(emoji=False)
 class Display:
     """The progress of a run on the console.
 
-    title: of the progress bar. total: of its steps. completed: steps done by earlier parts.
+    title: the label of the bar. total: the number of steps. completed: steps of earlier runs.
     """
 
     def __init__(self, title: str, total: int, completed: int):
@@ -53,7 +54,7 @@ class Display:
             "left",
             TimeRemainingColumn(elapsed_when_finished=True),
         )
-        # steps are long, so the time left follows from the mean of all of them
+        # steps are long, so the time left is estimated from the mean of all steps
         self.bar = Progress(*columns, speed_estimate_period=math.inf)
         self.task = self.bar.add_task(title, total=total, completed=completed, stage="starting")
         self.live = Live(self, console=console) if console.is_interactive else None
@@ -124,7 +125,7 @@ def step_values(metrics: Mapping[str, float], is_reward_shaped: bool) -> dict[st
     """The values of a step's line, by label.
 
     `reward` is the verifier's mean over all verified episodes. is_reward_shaped: whether env.reward
-    or a KL term changes it; then `verifier` and `shaped` are shown.
+    or a KL term changes the reward. If so, `verifier` and `shaped` are shown instead.
     """
     names = {"reward": "rollout/reward/mean"}
     if is_reward_shaped and "critic/rewards/mean" in metrics:
@@ -149,7 +150,7 @@ def step_values(metrics: Mapping[str, float], is_reward_shaped: bool) -> dict[st
 
 
 def format_value(value: float) -> str:
-    """A number with about three digits, without an exponent where that stays short."""
+    """Format a number: without decimals from 10 on, else with three significant digits."""
     return f"{value:.0f}" if abs(value) >= 10 else f"{value:.3g}"
 
 

@@ -27,7 +27,7 @@ def export(checkpoint: Path, target: Path) -> None:
     export as it was.
     """
     target.mkdir(parents=True, exist_ok=True)
-    partial = target / files.PARTIAL_SUFFIX  # inside, since the folder may link to another disk
+    partial = target / files.PARTIAL_SUFFIX  # inside `target`, which may be a link to another disk
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     try:
         merge(checkpoint, partial)
@@ -73,7 +73,7 @@ def merge(checkpoint: Path, target: Path) -> None:
 
 
 def merge_adapter(target: Path) -> None:
-    """Merge the LoRA adapter into the base model, which verl writes separately."""
+    """Merge the LoRA adapter, which verl writes to a separate folder, into the base model."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

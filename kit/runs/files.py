@@ -1,4 +1,4 @@
-"""Files of a run's folder: locked by one run, written completely or not at all, readable if cut.
+"""Write the files of a run folder completely or not at all, and lock the folder for one run.
 
 The disk may be full at any write:
 
@@ -58,7 +58,7 @@ def describe_write_error(path: Path | str, error: OSError) -> str:
 
 @contextlib.contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """Raise RunError with the path in place of an OSError of the block."""
+    """Turn an OSError of the block into a RunError that names the path."""
     try:
         yield
     except OSError as error:
@@ -159,8 +159,8 @@ def _read_unfinished_line(file: IO[bytes]) -> bytes:
 class FolderLock:
     """Locks a folder for this run until `release`, or until this process ends for any reason.
 
-    Uses flock(2) on <folder>/run.lock. Child processes do not keep the lock. If they are executed,
-    they do not inherit the descriptor. If Python forks them, they close it.
+    Uses flock(2) on <folder>/run.lock. Child processes do not keep the lock. A child that executes
+    another program does not inherit the descriptor. A child that Python forks closes it.
     """
 
     def __init__(self, folder: Path):
@@ -215,7 +215,10 @@ class FolderLock:
             file.flush()
 
     def release(self) -> None:
-        """Unlock the folder. Keep the file: else two runs could lock two files of one name."""
+        """Unlock the folder, and keep the lock file.
+
+        If it were deleted, two runs could lock two files of the same name.
+        """
         if self.file:
             _held_locks.discard(self)
             with contextlib.suppress(OSError):

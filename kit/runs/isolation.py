@@ -96,7 +96,7 @@ def _is_replaceable(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def set_ray_token() -> Iterator[None]:
-    """Give the Ray that this process starts a new token, in the environment and not in a file.
+    """Set a new token for the Ray that this process starts: in the environment, not in a file.
 
     Without it Ray writes a token to ~/.ray/auth_token, which other users may be able to read.
     """

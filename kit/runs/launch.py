@@ -1,8 +1,8 @@
 """Start the processes of a run in their order: Gym servers and Ray, workers, the rollout engine.
 
-The run's ExitStack closes each of them, the last one first. Functions import verl and vLLM where
-they need them, since that takes 10 s, while Ray starts. Optional features take part by hooks
-(kit/extras/__init__.py), most with a Launch:
+The run's ExitStack stops them in reverse order. Importing verl and vLLM takes 10 s, so functions
+import them late, while Ray starts. Optional features take part through these hooks
+(kit/extras/__init__.py). Most hooks get a Launch:
 
     before_ray(launch)                       processes or settings that Ray or the Gym servers need
     after_ray(launch, raylet_pid)            raylet_pid: of a local Ray, or None
@@ -45,9 +45,10 @@ from kit.runs import isolation
 from kit.runs.prepare import RunInputs
 from kit.runs.run_dir import Run
 
-JOIN_S = 120.0  # seconds that nodes of a cluster may join later than the run starts
-MIN_RESPONSE_S = 1800.0  # timeout of one response, or of an agent's episode
-TOKEN_S = 0.25  # and at least so much for each token of it
+JOIN_S = 120.0  # seconds to wait for nodes of a cluster that join after the run starts
+# Timeout of one response, or of an agent's episode: the larger of these two
+MIN_RESPONSE_S = 1800.0
+TOKEN_S = 0.25  # for each token of the longest response
 
 
 class Stack(NamedTuple):
@@ -82,7 +83,7 @@ class Launch:
     gym_processes: list[Any] = dataclasses.field(default_factory=list)
     gym_process_names: list[str] = dataclasses.field(default_factory=list)
     python: str = sys.executable  # the interpreter of Ray's workers
-    # what a feature keeps from one hook to the next
+    # values that a feature keeps between its hooks
     state: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -107,8 +108,8 @@ class Launch:
 def start(run: Run, inputs: RunInputs, stack: contextlib.ExitStack, samples: bool = True) -> Stack:
     """Start the Gym servers, Ray, the rollout engine and the training workers that a command needs.
 
-    samples: False to train without sampling, so without Gym servers and rollout engine. `stack`
-    stops everything.
+    samples: False to train without sampling. Then no Gym server and no rollout engine starts.
+    `stack` stops all processes.
     """
     config = run.config
     endpoint = make_policy_endpoint(config)
@@ -117,7 +118,7 @@ def start(run: Run, inputs: RunInputs, stack: contextlib.ExitStack, samples: boo
         urls = start_servers_and_ray(launch)
         loop = stack.enter_context(launch.first("make_loop", config) or asyncio.Runner())
         run.guard.loop = loop
-        stack.callback(run.guard.begin_shutdown)  # before the loop is closed
+        stack.callback(run.guard.begin_shutdown)  # runs before the loop is closed
         engine_note = " and the rollout engine (about 1 min)" if samples else ""
         run.say(f"Starting training workers{engine_note}")
         user_functions.register_in_verl(
@@ -164,7 +165,7 @@ def start_sampling(
         enter(server, loop, launch.stack)
     if workers:
         finish_workers(launch, workers)
-    launch.stack.callback(run.guard.begin_shutdown)  # before everything opened since
+    launch.stack.callback(run.guard.begin_shutdown)  # runs before all of the above is closed
     rollout_workers = launch.first("start_rollout_workers", launch, context, urls)
     if rollout_workers:
         run.on_restart = rollout_workers.mark_restarted
@@ -178,7 +179,7 @@ def start_sampling(
 
 
 def make_policy_endpoint(config: DictConfig) -> PolicyEndpoint:
-    """The address and the key of the policy endpoint: given ones, or a free port and a new key."""
+    """The address and key of the policy endpoint. If unset, a free port and a new key are used."""
     settings = config.gym.policy_endpoint
     port = settings.port or network.find_free_port(settings.host)
     key = os.environ.get("POLICY_API_KEY") or secrets.token_hex(16)
@@ -206,7 +207,7 @@ def connect_to_engine(launch: Launch, manager: Any) -> Any:
 
 
 def finish_workers(launch: Launch, workers: Any) -> None:
-    """Give the workers, whose models are loaded, the loss and the masked placeholders."""
+    """Send the loss to the workers and mask image placeholders. Their models must be loaded."""
     import training
 
     training.set_policy_loss(workers.actor, launch.config)
@@ -307,9 +308,9 @@ def wait_for_resources(config: DictConfig, command: str, patience_s: float) -> N
 
 
 def find_missing_resources(config: DictConfig, resources: Mapping[str, float], command: str) -> str:
-    """The resources that Ray lacks, for which the workers would wait forever; empty if none.
+    """Describe the resources that Ray lacks. Empty if it lacks none.
 
-    resources: {"GPU": count, "CPU": count} of the cluster.
+    The workers would wait for them forever. resources: {"GPU": count, "CPU": count} of the cluster.
     """
     gpus = resources.get("GPU", 0)
     needed = all_gpus(config, command)

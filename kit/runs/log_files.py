@@ -20,7 +20,7 @@ ENGINE_NO_CAUSE = re.compile("Engine ?[Cc]ore|WorkerProc|stack trace|cancelled")
 
 
 def list_worker_logs(logs: Path) -> list[Path]:
-    """Return the logs of Ray's workers, the one that was written last first."""
+    """Return the logs of Ray's workers, the most recently written one first."""
     return sorted(logs.glob("ray/worker-*"), key=lambda path: path.stat().st_mtime, reverse=True)
 
 
@@ -79,10 +79,10 @@ def _describe_dead_worker(text: str, name: str, pid: int, logs: Path) -> str:
 
 
 def _find_engine_cause(logs: Path) -> str:
-    """Return the first cause in the newest log that names one, to follow "vLLM's engine died".
+    """Return the cause of a failure, as text that follows "vLLM's engine died".
 
-    vLLM's engine writes the cause to its log. Its exception says only "see above". An engine that
-    was killed writes nothing.
+    It is the first cause in the newest log that names one. vLLM's engine writes the cause to its
+    log. Its exception says only "see above". An engine that was killed writes nothing.
     """
     for path in list_worker_logs(logs):
         for cause in ENGINE_CAUSE.findall(path.read_text(errors="replace")):

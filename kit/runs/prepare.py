@@ -27,7 +27,7 @@ from kit.gym import network, process_specs
 
 TRAIN = "env.train_files"
 VAL = "env.val_files"
-FILES = {  # of each command; the first must be set
+FILES = {  # {command: the keys that it reads}; the first key must be set
     "train": [TRAIN, VAL],
     "sft": [TRAIN, VAL],
     "rollout": [TRAIN],
@@ -50,8 +50,8 @@ class RunInputs:
     sampler: Callable[..., list[env.Task]]  # (tasks, size, batch, seed, pass_rates) -> tasks
     source: RowSource  # the tasks of each batch
     model: Any  # the Hugging Face configuration of the model's text part
-    generated: list[env.Task] = dataclasses.field(default_factory=list)  # of batch 1, by functions
-    per_epoch: float = math.inf  # prompts of an epoch of the files' rows; infinite without files
+    generated: list[env.Task] = dataclasses.field(default_factory=list)  # from functions, batch 1
+    per_epoch: float = math.inf  # prompts for each row of files to be used once; inf without files
 
     @property
     def tasks(self) -> list[Any]:
@@ -93,9 +93,9 @@ def prepare(config: DictConfig, command: str = "train") -> RunInputs:
 def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception] = ()) -> RunInputs:
     """The checks of every command, cheap ones first -> RunInputs without rows.
 
-    problems: errors of load_config, to be raised with those of the first checks. The second group
-    needs verl, which takes 7 s to import. The third loads the model's files, maybe from the hub.
-    Raises the errors of `prepare`.
+    There are three groups of checks. The first takes no time. The second needs verl, which takes
+    7 s to import. The third loads the model's files, maybe from the hub. problems: errors of
+    load_config, which are raised with those of the first group. Raises the errors of `prepare`.
     """
     raise_all([*extras.find_missing(config, command), *find_missing_modules(config)])
     extras.call("rewrite_recipe", config, command, config)
@@ -195,7 +195,7 @@ def check_other_models(config: DictConfig, command: str, tokenizer: Any) -> None
 
 
 def check_files(config: DictConfig, command: str) -> Iterator[Exception]:
-    """Rows, interpreters of servers and model folders exist, as far as the disk can tell."""
+    """Row files, servers' interpreters and model folders exist. Hub names are not checked."""
     for key in FILES[command]:
         yield from check_row_files(config, command, key)
     if command != "sft":
@@ -238,7 +238,7 @@ def check_row_files(config: DictConfig, command: str, key: str) -> Iterator[Exce
 
 
 def check_model_path(config: DictConfig, key: str) -> Iterator[Exception]:
-    """A key names a model folder, or what may be a model of the hub. Makes a folder absolute."""
+    """A key names a model folder, or maybe a model of the hub. Makes a folder's path absolute."""
     name = str(OmegaConf.select(config, key) or "")
     if not name:
         yield ConfigError(f"This recipe needs {key}. Set it.")
@@ -246,7 +246,7 @@ def check_model_path(config: DictConfig, key: str) -> Iterator[Exception]:
     folder = Path(name).expanduser()
     is_hub_name = len(folder.parts) <= 2 and not name.startswith((".", "/", "~"))
     if folder.is_dir():
-        OmegaConf.update(config, key, str(folder.resolve()))  # for workers in other folders
+        OmegaConf.update(config, key, str(folder.resolve()))  # workers run in other folders
     elif not is_hub_name or ("/" in name and folder.parent.is_dir()):
         yield ConfigError(
             f"{key}={name}: no such model folder. Give an existing one, or a name of the hub "
@@ -359,7 +359,7 @@ def list_files(config: DictConfig, command: str, key: str) -> list[Any]:
 
 
 def generate_once(config: DictConfig, command: str, key: str, loader: TaskLoader) -> list[env.Task]:
-    """Generate the rows of the functions of a key, if they are not generated batch by batch."""
+    """Generate the rows of a key's functions once, unless the run generates them for each batch."""
     entries = list_entries(config, command, key)
     return extras.collect("generate_once", config, command, config, entries, key, loader)
 
@@ -440,13 +440,13 @@ def set_sizes(config: DictConfig, hf_config: Any, command: str = "train") -> Non
     rollout = config.actor_rollout_ref.rollout
     longest = config.data.max_prompt_length + config.data.max_response_length
     rollout.max_model_len = rollout.max_model_len or longest
-    # verl writes it from a Ray process, in another folder
+    # a Ray process writes this file, and runs in another folder
     rollout.prometheus.file = os.path.abspath(rollout.prometheus.file)
     check_context_length(config, hf_config, longest, command)
     set_micro_batches(config, longest)
     set_loss_settings(config)
     if config.trainer.device == "cpu" and rollout.tensor_model_parallel_size > 1:
-        # verl's default starts a process for each part
+        # verl's default for this key starts a process for each part of the model
         rollout.engine_kwargs.vllm.pop("distributed_executor_backend", None)
     set_sync_settings(config, hf_config, command)
 
@@ -471,7 +471,7 @@ def set_micro_batches(config: DictConfig, longest: int) -> None:
 
 
 def set_loss_settings(config: DictConfig) -> None:
-    """Settings of the loss that follow from others."""
+    """Fill in settings of the loss that follow from other settings."""
     actor = config.actor_rollout_ref.actor
     if actor.loss_agg_mode == "seq-mean-token-sum-norm" and not actor.loss_scale_factor:
         # verl would divide by the width of each micro-batch
@@ -482,12 +482,12 @@ def set_loss_settings(config: DictConfig) -> None:
 
 
 def set_sync_settings(config: DictConfig, hf_config: Any, command: str) -> None:
-    """The bucket of the weight sync holds the largest tensor, the embedding in fp32."""
+    """Raise the bucket of the weight sync to the largest tensor, the embedding in fp32."""
     text_config = hf_config.get_text_config()
     embedding_bytes = text_config.vocab_size * text_config.hidden_size * 4
     sync = config.actor_rollout_ref.rollout.checkpoint_engine
     if command != "train":
-        sync.backend = "naive"  # verl makes an engine of this name, although nothing is sent
+        sync.backend = "naive"  # verl creates the engine of this name even if no weights are sent
     bucket = max(sync.update_weights_bucket_megabytes, math.ceil(embedding_bytes / 2**20) + 1)
     sync.update_weights_bucket_megabytes = bucket
 
@@ -495,7 +495,8 @@ def set_sync_settings(config: DictConfig, hf_config: Any, command: str) -> None:
 def set_steps(config: DictConfig, command: str, batches: int, is_endless: bool = False) -> None:
     """Turn trainer.total_epochs into steps if total_training_steps is null, as verl counts them.
 
-    batches: whole batches of an epoch. The workers' learning-rate schedules get the number.
+    batches: whole batches of an epoch. The number of steps is also set for the learning-rate
+    schedules of the workers.
     Raises ConfigError.
     """
     trainer = config.trainer

@@ -9,7 +9,7 @@ import psutil
 
 
 def list_descendants(excluded: Collection[int]) -> dict[int, psutil.Process]:
-    """Return by pid every process that this one or its descendants started, without `excluded`."""
+    """Return {pid: process} of all descendants of this process except the pids `excluded`."""
     children = psutil.Process().children(recursive=True)
     return {process.pid: process for process in children if process.pid not in excluded}
 
@@ -17,9 +17,9 @@ def list_descendants(excluded: Collection[int]) -> dict[int, psutil.Process]:
 def kill_processes(
     orphans: Mapping[int, psutil.Process], excluded: Collection[int], timeout_s: float
 ) -> None:
-    """Kill every descendant without `excluded`, and `orphans`. Wait at most `timeout_s`.
+    """Kill `orphans` and all descendants except `excluded`. Wait at most `timeout_s`.
 
-    orphans: processes of the run by pid that may have lost their parent.
+    orphans: {pid: process} of the run, which may have lost their parent.
     """
     processes = dict(orphans)
     while descendants := list_descendants({*processes, *excluded}):

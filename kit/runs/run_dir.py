@@ -136,9 +136,9 @@ class Run:
                 self.changed_variables.append(name)
 
     def set_later_steps_aside(self) -> None:
-        """Rename what an earlier run left of the steps that this one trains again.
+        """Set aside an earlier run's results of the steps that this run trains again.
 
-        Their lines of metrics.jsonl go to metrics.abandoned.jsonl; checkpoints get another name.
+        Their lines of metrics.jsonl go to metrics.abandoned.jsonl. Their checkpoints are renamed.
         """
         first = checkpoints.step_of(self.checkpoint) if self.checkpoint else -1
         folder = Path(self.config.trainer.default_local_dir)
@@ -180,7 +180,7 @@ class Run:
         self.tracking = self.make_tracking() if self.config.trainer.logger else None
 
     def make_tracking(self) -> Any:
-        """verl's trackers, with an id that a resumed run finds again."""
+        """Make verl's trackers, with an id that a resumed run uses again."""
         path = self.folder / "tracker_id"
         if self.checkpoint is None or not path.is_file():
             with files.replace_atomically(path) as partial:
@@ -197,7 +197,10 @@ class Run:
         return Tracking(settings.project_name, settings.experiment_name, loggers, recipe)
 
     def close_trackers(self, status: int) -> None:
-        """Close the trackers. If one cannot write, say so: metrics.jsonl has the numbers, too."""
+        """Close the trackers. If one cannot write, print that and continue.
+
+        metrics.jsonl has the numbers, too.
+        """
         if not self.tracking:
             return
         try:
@@ -211,7 +214,7 @@ class Run:
     # --- a step ---
 
     def begin_step(self, step: int) -> None:
-        """Start the clock of a step. Raises Stop if one is due."""
+        """Clear the timings for a new step. Raises Stop if a stop signal has arrived."""
         if self.guard.stop_signal:
             self.guard.stop(StopReason.SIGNAL)
         self.timing.clear()
@@ -222,11 +225,11 @@ class Run:
         return {f"timing_s/{stage}": seconds for stage, seconds in self.timing.items()}
 
     def is_due(self, step: int, freq: int) -> bool:
-        """Whether something that is due every `freq` steps, and after the last one, is due."""
+        """Whether `step` is the last step, or a multiple of a positive `freq`."""
         return step == self.last or (freq > 0 and step % freq == 0)
 
     def count_episodes(self, total: int) -> Callable[[int, Any], None]:
-        """A callback for each episode that ends, which shows how many of `total` have."""
+        """Return a callback for ended episodes. It shows how many of `total` have ended."""
         ended = itertools.count(1)
         self.open_episodes = total
 
@@ -244,7 +247,7 @@ class Run:
         return on_done
 
     def report_restart(self, server: str) -> None:
-        """Pass on that a Gym server was restarted: calls of before may be repeated."""
+        """Report a restarted Gym server to its clients, so that they may repeat earlier calls."""
         if self.on_restart:
             self.on_restart(server)
 
@@ -268,7 +271,7 @@ class Run:
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Append to metrics.jsonl and pass the line to the trackers.
 
-        verl's file logger would overwrite the file when a run resumes.
+        It replaces verl's file logger, which would overwrite the file when a run resumes.
         """
         if not metrics:
             return
@@ -288,7 +291,10 @@ class Run:
                 self.tracking.log(data=values, step=step)
 
     def log_responses(self, step: int, episodes: Sequence[Episode]) -> None:
-        """Log the first trainer.log_val_generations of an evaluation in trackers with tables."""
+        """Log the first responses of an evaluation to trackers with tables.
+
+        Their number is trainer.log_val_generations.
+        """
         count = self.config.trainer.log_val_generations
         if self.tracking and count > 0:
             rows = [[e.question, e.transcript, e.reward] for e in episodes[:count]]
@@ -343,7 +349,7 @@ class Run:
     def write_advantages(self, step: int, episodes: Sequence[Episode], batch: Any) -> None:
         """Write advantages/step_N.npz: the advantages of the sampled tokens of each episode.
 
-        One number stands for all tokens of an episode if they have the same advantage. batch: with
+        If all tokens of an episode have the same advantage, it is written once. batch: has
         advantages and turn, each [B, R].
         """
         rows = []
@@ -365,7 +371,8 @@ class Run:
     def keep_nonfinite(self, step: int, reason: str, batch: Any) -> str:
         """Save the batch of a non-finite step to damaged/, and return a message.
 
-        Raises RunError at the MAX_NONFINITE_STEPS-th such step in a row.
+        Raises RunError at the last of MAX_NONFINITE_STEPS such steps in a row. With Megatron, the
+        first one raises it.
         """
         import torch  # takes a second, which a refused recipe need not wait for
 
@@ -425,7 +432,7 @@ class Run:
                 self.write_report()
 
     def write_report(self) -> None:
-        """Write report.html about the run up to now. An error in it is printed and ends no run."""
+        """Write report.html about the run so far. An error is printed and does not end the run."""
         has_metrics = (self.folder / "metrics.jsonl").is_file()
         if not has_metrics and not any((self.folder / "rollouts").iterdir()):
             return

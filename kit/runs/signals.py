@@ -23,7 +23,7 @@ PEER_LOSS_S = 30  # seconds until Ray notices that a node is lost
 SHUTDOWN_TIMEOUT_S = 60  # seconds for the processes to end, before they are killed
 BLOCKED_LOOP_S = 5  # seconds for a stopped event loop to return
 SAME_SIGNAL_S = 1.0  # a second signal within this time is a copy of the first
-# stages that a stop lets finish, since half an update is worthless
+# stages that finish before the run stops, since half an update is useless
 UNINTERRUPTIBLE = ("update_critic", "update_actor", "update_weights", "save_checkpoint")
 OUTER_STAGE = "step"  # contains the other stages; it is only timed
 RESUME_HINT = "Rerun the same command to resume from the last checkpoint"
@@ -63,7 +63,7 @@ class Guard:
         self.stop_signal_at = 0.0
         self.lost_process = ""  # a message about it
         self.is_closing = False  # between begin_shutdown and end_shutdown
-        self.pending_export = ""  # a hint, if the model is exported once the processes have ended
+        self.pending_export = ""  # a hint to print, set while the export is still to come
         self.ending: Stop | None = None  # the exception that ends the run
         self.loop_stop: asyncio.Handle | None = None  # a call that stops this thread's event loop
         self.loop_stop_at = 0.0  # time of that call
@@ -140,9 +140,9 @@ class Guard:
         Only the first call has an effect, since the first reason is the cause. SHUTDOWN_TIMEOUT
         ends the process.
 
-        An exception that a signal handler raises inside an event loop may replace a callback that
-        the loop has already taken from its queue. The task that waits for this callback could then
-        neither end nor be cancelled.
+        Raising inside a loop is not safe. The exception of a signal handler may replace a callback
+        that the loop has already taken from its queue. The task that waits for this callback could
+        then neither end nor be cancelled.
         """
         if reason is StopReason.SHUTDOWN_TIMEOUT:
             self._exit_after_timeout()
@@ -157,7 +157,7 @@ class Guard:
         signal.alarm(BLOCKED_LOOP_S)
 
     def _make_stop(self, reason: StopReason) -> Stop:
-        """Return the exception for a reason. For a process whose loss allows saving, forget it."""
+        """Return the exception for a reason. If the run can still save, clear `lost_process`."""
         if reason is StopReason.SIGNAL:
             return Stop("interrupted", 128 + self.stop_signal, save=True)
         stage = self.current_stage
@@ -206,7 +206,7 @@ class Guard:
     # --- shutdown ---
 
     def begin_shutdown(self) -> None:
-        """Prepare to stop the run's processes: they have SHUTDOWN_TIMEOUT_S. Cancel all tasks."""
+        """Prepare to stop the run's processes within SHUTDOWN_TIMEOUT_S. Cancel all tasks."""
         self.current_stage = ""
         self.is_closing = True
         signal.alarm(SHUTDOWN_TIMEOUT_S)
@@ -216,13 +216,13 @@ class Guard:
         self.loop = None
         if not runner:
             return
-        if runner.get_loop().is_running():  # in another thread, which no signal stops
+        if runner.get_loop().is_running():  # it runs in another thread, which signals do not stop
             runner.run(cancel_tasks())
         else:
             cancel_tasks_of_stopped_loop(runner.get_loop())
 
     def end_shutdown(self) -> None:
-        """Forget the ended processes: from now on, timeouts are those of the export."""
+        """End the shutdown: the processes have ended, and timeouts now apply to the export."""
         self.is_closing = False
         self.pending_export = ""
         self.monitor = None
@@ -255,7 +255,7 @@ class Guard:
             self.timing[name] = self.timing.get(name, 0.0) + time.perf_counter() - begin
 
     def _begin_stage(self, name: str) -> None:
-        """Make a stage the current one, and start its timeout. Raises Stop if one is due."""
+        """Make a stage the current one, and start its timeout. Raises Stop if the run must stop."""
         self.current_stage = name
         if self.lost_process:
             self.handle_alarm()
@@ -265,7 +265,7 @@ class Guard:
         self.record_progress()
 
     def _convert_error(self, name: str, error: Exception) -> None:
-        """Raise Stop or RunError in place of a stage's error. Returns if the error should stay."""
+        """Raise Stop or RunError instead of a stage's error, or return to keep the error."""
         if self.loop_stop and self.ending:
             if not (isinstance(error, RuntimeError) and "Event loop stopped" in str(error)):
                 self.say(f"stage {name} failed while the run was stopping: {error!r:.300}")
@@ -275,7 +275,7 @@ class Guard:
         if not is_ray_error(error):
             return
         cause = log_files.find_root_cause(error, self.logs)
-        # The survivors report this first. Give the monitor time to find the process that died.
+        # Other processes report a lost connection first. Wait until the monitor finds the dead one.
         if re.search("(closed|reset) by peer|NCCL", cause):
             time.sleep(PEER_LOSS_S)
         raise RunError(f"stage {name}: {cause}. Fix the cause. {RESUME_HINT}") from error
@@ -339,8 +339,8 @@ async def cancel_tasks() -> None:
 
 
 def cancel_tasks_of_stopped_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel all tasks of an event loop that runs in this thread, and that a stop may have left."""
-    # A loop that was stopped in its last round still has the callback that stops it: run that.
+    """Cancel all tasks that a stop may have left in the event loop of this thread."""
+    # If the loop was stopped in its last round, the callback that stops it is still queued: run it.
     loop.call_soon(loop.stop)
     with contextlib.suppress(KeyboardInterrupt):
         loop.run_forever()

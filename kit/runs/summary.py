@@ -109,7 +109,7 @@ def describe_training(config: DictConfig, inputs: RunInputs) -> str:
 
 
 def describe_functions(config: DictConfig) -> list[str]:
-    """The custom functions between rows and batches, with their settings, on one line."""
+    """The custom reward, filters and sampler with their settings, on one line."""
     parts: list[str] = []
     for key in ("reward", "filters", "sampler"):
         specs = to_plain(config.env[key]) or []
@@ -198,7 +198,7 @@ def list_warnings(config: DictConfig, inputs: RunInputs, command: str) -> Iterat
 
 
 def warn_of_verl_rows(config: DictConfig, inputs: RunInputs, command: str) -> Iterator[str]:
-    """Rows in verl's format that a Gym server verifies."""
+    """Warn of rows in verl's format that go to a Gym server."""
     custom = extras.first("verifier_names", config, command, config, default=set())
     rows = [task for task in inputs.tasks if "reward_model" in task.row]
     for name in dict.fromkeys(task.server for task in rows if task.server not in custom):

@@ -27,9 +27,9 @@ MAX_GROUP = 4  # episodes
 
 
 class UnknownFields(dict[str, Any]):
-    """The fields that a verifier adds to the reward, of a synthetic episode: they are unknown.
+    """The verifier's fields of a synthetic episode. Their values are unknown before a run.
 
-    A function that reads one cannot be tried, so each access raises NeedsVerifier.
+    If a function reads one, it cannot be tried. So each access raises NeedsVerifier.
     """
 
     def __contains__(self, name: object) -> bool:
@@ -47,11 +47,11 @@ class NeedsVerifier(Exception):  # noqa: N818  (no error: the trial ends here)
 
 
 def try_functions(config: DictConfig, inputs: Any) -> None:
-    """Call every custom function of a recipe once, so that a mistake does not wait for the workers.
+    """Call every custom function of a recipe once, to find mistakes before the workers start.
 
     inputs: kit.runs.prepare.RunInputs. Without training tasks (evaluate, sft) there is nothing to
-    call. A function that reads fields of the verifier's answer is not judged, since these are not
-    known before a run. Raises UserFunctionError.
+    call. A function that reads fields of the verifier's answer is not checked, since these are
+    unknown before a run. Raises UserFunctionError.
     """
     tasks = [*inputs.train, *inputs.generated]
     if not tasks or not isinstance(tasks[0], env.Task):
@@ -72,7 +72,7 @@ def try_functions(config: DictConfig, inputs: Any) -> None:
 
 
 def try_function(function: Callable[[list[Episode]], Any], episodes: list[Episode]) -> None:
-    """Call a reward or a filter, unless it turns out to need a real verifier's answer."""
+    """Call a reward or a filter. If it reads fields of the verifier's answer, ignore the error."""
     try:
         function(episodes)
     except UserFunctionError as error:
@@ -89,7 +89,7 @@ def try_advantage(config: DictConfig) -> None:
 
 
 def try_loss(config: DictConfig) -> None:
-    """Call the loss and its gradient as a worker does, if it is a custom function.
+    """Compute the loss and its gradient as a worker does, if the loss is a custom function.
 
     Source: verl 0.9.1, workers/utils/losses.py, ppo_loss. Raises UserFunctionError.
     """
@@ -128,10 +128,11 @@ def try_loss(config: DictConfig) -> None:
 
 
 def fake_episodes(inputs: Any, n: int) -> list[Episode]:
-    """n synthetic responses to each of the first two rows, in one group a row.
+    """Make n synthetic responses to each of the first two rows. Those of a row are a group.
 
-    The rewards rise from 0 to 1, the responses get longer, and the first one of a group was cut by
-    the length limit. They have two turns if the row has tools or the environment writes the prompt.
+    In a group, the rewards rise from 0 to 1 and the responses get longer. The first response ended
+    at the length limit. If the row has tools or the environment writes the prompt, a response has
+    two turns.
     """
     tasks = [*inputs.train, *inputs.generated][:GROUPS]
     episodes = []
@@ -163,9 +164,10 @@ def fake_episode(inputs: Any, task: env.Task, group: int, member: int, n: int) -
 
 
 def fake_batch(config: DictConfig) -> dict[str, Any]:
-    """All of ESTIMATOR, as training.compute_advantages passes it: two groups of two, B=4, R=5.
+    """Make all arguments of ESTIMATOR, as training.compute_advantages passes them.
 
-    The second response has two turns: its third token is observed.
+    There are two groups of two episodes: B=4, R=5. The second response has two turns: its third
+    token is observed.
     """
     import torch
 

@@ -12,11 +12,10 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, load
+from conftest import load
 from omegaconf import OmegaConf
 
 import env
-import training
 from kit.config import user_functions
 from kit.config.user_functions import ADVANTAGE, LOSS_MODE
 from kit.data.episode import Episode
@@ -406,102 +405,3 @@ def test_a_loss_fails_by_name_in_a_process_without_its_file(bad):
     assert list(inspect.signature(there).parameters) == list(user_functions.LOSS)
     with pytest.raises(UserFunctionError, match=r"loss_mode=bad\.py:per_token returned"):
         there(None, torch.ones(2), torch.ones(2), None, "", None)
-
-
-# --- tried out -----------------------------------------------------------------------------------
-
-LOOKS = """
-seen = []
-
-def reward(episode):
-    seen.append(episode)
-    parts = episode.reward_components
-    if "accuracy" not in parts:
-        raise ValueError("this verifier gives an accuracy")
-    return parts["accuracy"] + parts.get("style") + 0.0 * episode.timings["verify"]
-
-def words(episode):  # what a verdict says may be anything, so this is not known to be wrong
-    words = episode.verify_result["extracted_answer"].split()
-    return len(words) + episode.row["question"].count("x")
-
-def wrong_row(episode):
-    return episode.row["questoin"]
-
-def everything(episodes):
-    seen.append(episodes)
-    return [e for e in episodes if e.response and e.transcript and e.question is not None]
-
-def asks_all(token_level_rewards, token_level_scores, response_mask, turn, index, values,
-             old_log_probs, ref_log_prob, rollout_log_probs, rollout_is_weights,
-             sum_pi_squared, reward_baselines, gamma, lam, config):
-    assert index.shape == reward_baselines.shape == (len(values),) and len(set(index)) == 2
-    assert turn.shape == values.shape == sum_pi_squared.shape == ref_log_prob.shape
-    assert gamma * lam <= 1
-    assert ((turn >= 0) == response_mask.bool()).all() and not response_mask.is_floating_point()
-    assert rollout_is_weights is None and config.adv_estimator.endswith("asks_all")
-    return values, values
-
-def open_handed(token_level_rewards, **others):
-    assert set(others) > {"values", "index", "config"}
-    return token_level_rewards, token_level_rewards
-"""
-
-
-def test_what_is_made_up_is_like_what_a_run_makes(workspace, named, tmp_path, monkeypatch):
-    (tmp_path / "looks.py").write_text(LOOKS)
-    monkeypatch.chdir(tmp_path)
-    changes = {"env.reward": "looks.py:reward", "env.filters": ["looks.py:everything"]}
-    config, data = named({**changes, ADVANTAGE: "looks.py:asks_all"})
-    trial.try_functions(config, data)
-    worth, made = sys.modules[data.filters[0].__module__].seen
-    assert worth.row == data.train[1].row and worth.reward == 1.0
-    assert (
-        len(made) == 8
-        and len({e.group_id for e in made}) == 2
-        and len({e.reward for e in made[:4]}) == 4
-    )
-    assert {e.ended for e in made} == {"stop", "length"} and made[0].prompt_ids == data.train[
-        0
-    ].prompt_ids
-    assert data.tokenizer.decode(made[0].response_ids) and all(len(e.turns) == 1 for e in made)
-    training.build_batch(made, 0, 1.0)  # they are whole
-    trial.try_functions(*named({ADVANTAGE: "looks.py:open_handed"}))
-    trial.try_functions(*named({"env.reward": "looks.py:words"}))
-    with pytest.raises(
-        UserFunctionError,
-        match=r"looks\.py:wrong_row failed at .*looks\.py:16: KeyError: 'questoin'",
-    ):
-        trial.try_functions(*named({"env.reward": "looks.py:wrong_row"}))
-
-    config, data = load(
-        workspace, "env.filters=[looks.py:everything]", f"env.train_files=[{workspace}/tools.jsonl]"
-    )
-    trial.try_functions(config, data)
-    made = sys.modules[data.filters[0].__module__].seen[-1]
-    assert all(len(e.turns) == 2 and 0 in e.response_mask and "=> " in e.transcript for e in made)
-    training.build_batch(made, 0, 1.0)
-
-
-def test_without_training_tasks_there_is_nothing_to_try(named, bad):
-    config, data = named({"env.filters": ["bad.py:forgets"]})
-    for train in ([], [Episode("r", "", "", [1])]):  # of evaluate, of sft
-        trial.try_functions(config, dataclasses.replace(data, train=train))
-
-
-def test_readmes_functions_pass(named, tmp_path, monkeypatch):
-    """Those of README's my_ideas.py, each under the key that its first parameter tells."""
-    blocks = re.findall(
-        r"```python\n(# my_ideas\.py.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
-    )
-    (tmp_path / "my_ideas.py").write_text("\n".join(blocks))
-    monkeypatch.chdir(tmp_path)
-    keys = {
-        "episode": "env.reward",
-        "episodes": "env.filters",
-        "tasks": "env.sampler",
-        "old_log_prob": LOSS_MODE,
-    }
-    found = re.findall(r"^def (\w+)\(\s*(\w+)", "\n".join(blocks), re.MULTILINE)
-    changes = {keys.get(first, ADVANTAGE): f"my_ideas.py:{function}" for function, first in found}
-    assert {*keys.values(), ADVANTAGE} == set(changes)
-    trial.try_functions(*named({**changes, "env.filters": [changes["env.filters"]]}))

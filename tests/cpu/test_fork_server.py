@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -116,6 +118,17 @@ def test_a_fork_ends_with_its_client(python: str, name: str) -> None:
     client.send_signal(signal.Signals[name])
     wait_for(lambda: has_ended(fork))
     assert client.wait(20) == -signal.Signals[name]
+
+
+def test_a_client_that_dies_during_its_request_does_not_end_the_server(python: str) -> None:
+    folder = Path(python).parent
+    request = fork_server.Request(["-c", f"{SPAWN}pass"], dict(os.environ), os.getcwd(), [], [2])
+    for _ in range(3):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(folder / "socket"))
+            socket.send_fds(client, [b"."], [2])
+            client.sendall(json.dumps(request).encode() + b"\n")
+    assert run_code(python, f"{SPAWN}import wave; print(7)").stdout == "7\n"
 
 
 def test_python_itself_runs_other_commands(python: str, tmp_path: Path) -> None:

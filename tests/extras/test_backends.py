@@ -80,9 +80,9 @@ def summarize(workspace, *overrides: str, changes: Sequence[str] = ()) -> str:
     ]
     keys = [*tiny(workspace, model, *SMALL), *rows, gym, "data.max_response_length=1024", *changes]
     config, defaults = load_config(["math", *overrides], keys)
-    data = prepare.prepare(config)
+    inputs = prepare.prepare(config)
     assert diff(config, defaults)
-    return summary.summarize(config, data, "train")
+    return summary.summarize(config, inputs, "train")
 
 
 @pytest.mark.parametrize("name", DEVICES)

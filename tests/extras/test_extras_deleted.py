@@ -23,7 +23,7 @@ FEATURES = sorted(
 # what turns a feature on, over a recipe that works without it
 NEEDED_BY = {
     "judges": ["gym.judges={judge_model: {base_url: http://127.0.0.1:9/v1, model: m}}"],
-    "python_verifiers": ["env.verifier=templates/reward.py:reward"],
+    "python_verifiers": ["env.verifier=templates/reward.py:compute_score"],
     "generated_rows.py": [
         "env.train_files=[{function: templates/task.py:rows, server: reasoning_gym}]"
     ],
@@ -47,6 +47,8 @@ NEEDED_BY = {
 }
 DRIVER = """
 import io, json, os, runpy, sys, traceback
+results = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # libraries print while they are imported
 import torch, transformers, verl.trainer.ppo.core_algos, verl.workers.engine_workers
 import vllm.tool_parsers, hydra, aiohttp, httpx, psutil, orjson
 assert not [name for name in sys.modules if name.startswith("kit.extras.")]
@@ -84,7 +86,7 @@ for line in sys.stdin:
     with open(read_end) as pipe:
         output = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    print(json.dumps({"status": status, "output": output}), flush=True)
+    print(json.dumps({"status": status, "output": output}), file=results, flush=True)
 """
 
 

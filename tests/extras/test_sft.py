@@ -31,7 +31,7 @@ def test_only_messages_of_the_assistant_are_trained(tokenizer):
     trained = [token for token, is_trained in pairs if is_trained]
     assert tokenizer.decode(trained) == "7<end>77<end>"
     for row in ({}, {"messages": messages[:1]}, {"messages": "say 7"}):
-        with pytest.raises(env.DataError, match="f:1: no `messages`"):
+        with pytest.raises(env.DataError, match="f:1: there are no `messages`"):
             sft.tokenize(row, tokenizer, {1}, "f:1")
     with pytest.raises(env.DataError, match="nothing comes before"):
         sft.tokenize({"messages": messages[1:2]}, tokenizer, {1}, "f:1")

@@ -1,4 +1,4 @@
-"""Estimates before a run: does it fit this machine's memory and disk, is everything installed.
+"""Estimate before a run whether it fits this machine's memory and disk. Find missing packages.
 
 Hooks of kit/extras/__init__.py.
 """

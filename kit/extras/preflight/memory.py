@@ -1,10 +1,10 @@
 """Estimate the memory that each stage of a recipe needs on each device, before anything starts.
 
 Layers are counted as Llama's: grouped-query attention, an MLP of three matrices (or experts of that
-form), two norms. A critic and a teacher count as much as the policy. Not counted: biases,
-workspace, fragmentation of the allocator, reward models, judges, separate pools, and tokens that
-verl's balancing adds beyond the limit of a micro-batch. On a CPU prompts have no logits; here they
-do.
+form), two norms. A critic and a teacher are assumed to be as large as the policy. Not counted:
+biases, workspace, fragmentation of the allocator, reward models, judges, separate pools, and tokens
+that verl's balancing adds beyond the limit of a micro-batch. The trainer on a CPU computes no
+logits of prompts, but the estimate includes them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ KEYS_TO_LOWER = {  # of each stage, in the order in which they are printed
 SHARD_HINT = (
     f"raise trainer.n_gpus_per_node, or set {ACTOR}.fsdp_config.param_offload and optimizer_offload"
 )
-Bytes = dict[str, float]  # of each part
+Bytes = dict[str, float]  # {part: bytes}
 
 
 # --- sizes of a model ----------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def count_parameters(text_config: Any) -> ParameterCount:
     layer = hidden * (2 * widths.queries + 2 * widths.keys + 3 * widths.mlp + 2)
     is_tied = getattr(text_config, "tie_word_embeddings", False)
     embeddings = 1 if is_tied else 2
-    outside = (embeddings * text_config.vocab_size + 1) * hidden  # and the last norm
+    outside = (embeddings * text_config.vocab_size + 1) * hidden  # the embeddings and the last norm
     return ParameterCount(text_config.num_hidden_layers * layer + outside, layer)
 
 
@@ -98,11 +98,14 @@ def kv_bytes_per_token(text_config: Any, itemsize: int) -> int:
 
 
 def activation_bytes(text_config: Any, itemsize: int) -> int:
-    """Bytes of one layer that wait for its backward pass, for one token.
+    """Bytes that one layer keeps for its backward pass, for one token.
 
-    Counted as in Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), for Llama's layer and
-    flash attention: inputs of the norms, of the projections and of the MLP's product; queries,
-    keys, values and the attention's output; the norms' inputs also in fp32.
+    Source: Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), applied to Llama's layer with
+    flash attention. It keeps:
+
+    - the inputs of the norms, of the projections and of the MLP's product
+    - the queries, keys, values and the output of the attention
+    - the inputs of the norms once more, in fp32
     """
     widths = layer_widths(text_config)
     hidden = text_config.hidden_size
@@ -132,7 +135,7 @@ def count_shards(config: DictConfig, engine: DictConfig) -> int:
 class TrainerMemory(NamedTuple):
     """The memory of a model under FSDP."""
 
-    resident: Bytes  # stays on the device while others work
+    resident: Bytes  # stays on the device while other models work
     update: Bytes  # of an update, without logits
 
 
@@ -141,9 +144,8 @@ def estimate_trainer(
 ) -> TrainerMemory:
     """The memory of a model under FSDP. tokens: of the largest micro-batch.
 
-    Weights and AdamW's two moments are sharded, in engine.model_dtype. Layers at work are
-    all-gathered in the type that is computed in (verl 0.9.1,
-    workers/engine/fsdp/transformer_impl.py).
+    Weights and AdamW's two moments are sharded, in engine.model_dtype. Layers are all-gathered for
+    use, in the type of the computation (verl 0.9.1, workers/engine/fsdp/transformer_impl.py).
     """
     count = count_parameters(text_config)
     trained = count_adapter(text_config, model.lora_rank) or count.model
@@ -188,9 +190,9 @@ def estimate_stages(
 ) -> dict[str, Bytes]:
     """{stage: bytes of each part} on one device, for the stages of KEYS_TO_LOWER.
 
-    Logits are [tokens, vocabulary] twice in a forward pass, before and after the temperature, and a
-    third time for their gradient (verl 0.9.1, prepare_model_outputs, with flash-attn's cross
-    entropy).
+    A forward pass holds two tensors of logits [tokens, vocabulary]: before and after the division
+    by the temperature. An update holds a third one, their gradient (verl 0.9.1,
+    prepare_model_outputs, with flash-attn's cross entropy).
     """
     device = "cpu" if config.trainer.device == "cpu" else "cuda"
     always: Bytes = {"runtime overhead": OVERHEAD[device]}
@@ -234,7 +236,7 @@ def logit_bytes(config: DictConfig, text_config: Any) -> float:
 
 
 def keeps_reference(config: DictConfig) -> bool:
-    """Whether a reference stays on the device. On a GPU it waits in the host's memory."""
+    """Whether an idle reference stays on the device. With GPUs it is in the host's memory."""
     is_adapterless = config.actor_rollout_ref.model.lora_rank and not teacher_model(config)
     is_separate = config.trainer.resource_pools.ref
     is_cpu = config.trainer.device == "cpu"
@@ -257,7 +259,7 @@ def estimate_training_stages(
         engine_memory.update(share_of_cpu(config, engine_memory))
     is_separate = bool(rollout.nnodes and not is_cpu)
     beside_sampling = {} if is_separate else resident
-    asleep: Bytes = {}  # of the engine, while it sleeps
+    asleep: Bytes = {}  # memory of the engine while it sleeps
     if not is_separate and not rollout.free_cache_engine:
         asleep = engine_memory
     bucket = {"bucket": rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20}
@@ -273,7 +275,7 @@ def estimate_training_stages(
 
 
 def share_of_cpu(config: DictConfig, engine_memory: Bytes) -> Bytes:
-    """The engine's memory for one rank, where all engines share the memory of one machine."""
+    """The engines' memory per rank on a CPU, where all of them use the memory of one machine."""
     tensor_parallel = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes * tensor_parallel
     factor = max(1, rollout_gpus(config) / ranks)
@@ -287,7 +289,7 @@ def add_critic(
     resident: Bytes,
     engine_memory: Bytes,
 ) -> None:
-    """Add the critic that shares the actor's GPUs to every stage, and its update."""
+    """Add a critic on the actor's GPUs to the memory of every stage, and a stage for its update."""
     critic = config.critic
     tokens = critic.ppo_max_token_len_per_gpu
     critic_resident, critic_update = estimate_trainer(
@@ -317,7 +319,7 @@ def find_device(config: DictConfig) -> Device:
     """The memory of the smallest GPU, or a rank's share of the machine's memory."""
     if config.trainer.device == "cpu":
         return Device(psutil.virtual_memory().total // config.trainer.n_gpus_per_node, "")
-    # not torch, which would use a part of the GPU for this process
+    # without torch, which would take GPU memory for this process
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -333,7 +335,7 @@ def describe_device(config: DictConfig, device: Device) -> str:
 
 
 def find_obstacle(config: DictConfig, text_config: Any) -> str:
-    """Why nothing can be estimated; empty if it can."""
+    """The reason why no estimate is possible. Empty if one is possible."""
     missing = [name for name in NEEDED_FIELDS if not getattr(text_config, name, None)]
     if missing:
         return f"the model's config has no {', '.join(missing)}"

@@ -36,7 +36,10 @@ def find_problems(config: DictConfig, text_config: Any, command: str) -> Iterato
 
 
 def check_disk(config: DictConfig, text_config: Any) -> Iterator[str]:
-    """The checkpoints that stay, and the next one, fit: weights and moments of all ranks."""
+    """The disk has room for the checkpoints that are kept, and for one more.
+
+    A checkpoint has the weights and AdamW's moments of all ranks.
+    """
     trainer = config.trainer
     engine = config.actor_rollout_ref.actor.fsdp_config
     parts = memory.estimate_trainer(
@@ -59,7 +62,7 @@ def check_disk(config: DictConfig, text_config: Any) -> Iterator[str]:
 
 
 def check_shared_memory(config: DictConfig) -> Iterator[str]:
-    """/dev/shm holds the weights in transit and NCCL's messages."""
+    """/dev/shm has room for the weights that are sent, and for NCCL's messages."""
     bucket = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
     needed = max(GIB, 2 * bucket * 2**20 * config.trainer.n_gpus_per_node)
     free = shutil.disk_usage("/dev/shm").free

@@ -1,4 +1,4 @@
-"""The memory estimate: counts of real models, sizes computed by hand, and stages that do not fit."""
+"""The memory estimate: counts of real models, sizes computed by hand, stages that do not fit."""
 
 import subprocess
 from types import SimpleNamespace
