@@ -13,14 +13,14 @@ One step of GRPO, in the order of `Trainer.step` (Shao et al. 2024, arXiv:2402.0
  2. Sample `rollout.n` responses to each from vLLM, with the log-prob of every token (inference.py):
     in one turn, or in several with the tools and observations of the row's Gym server.
  3. When an episode ends, its Gym server computes the reward (gym_client.py).
- 4. Drop failed episodes, and groups of fewer than two: a failure is never a reward. Then apply
-    `env.filters`. With `algorithm.filter_groups`, sample more prompts until the batch is full
-    (DAPO).
- 5. Compute the old log-probs with the trainer. If one optimizer step uses the whole batch, the
- update
-    computes them itself: the weights are the same. Compute the reference's if a KL term is on.
- 6. Shape the rewards (`env.reward`), and correct for differences between rollout engine and trainer
-    (`algorithm.rollout_correction`). Compute the advantages (`algorithm.adv_estimator`).
+ 4. Drop failed episodes: a failure is never a reward. If the advantage compares the responses of a
+    group, drop groups of fewer than two. Then apply `env.filters` to what is left. With
+    `algorithm.filter_groups`, sample more prompts until the batch is full (DAPO).
+ 5. Shape the rewards (`env.reward`). Compute the old log-probs with the trainer, and those of the
+    reference if a KL term is on. If one optimizer step uses the whole batch, the update computes
+    the old log-probs itself: the weights are the same.
+ 6. Correct for differences between rollout engine and trainer (`algorithm.rollout_correction`).
+    Compute the advantages (`algorithm.adv_estimator`).
  7. Minimize PPO's clipped loss on the response tokens with AdamW (training.py): `ppo_epochs` over
     mini-batches.
  8. Save a checkpoint if one is due. Send the new weights to vLLM.
@@ -75,14 +75,14 @@ from kit.runs.prepare import RunInputs
 
 @dataclass
 class Trainer:
-    """The loop over running processes. `train` makes one; `fit` is a whole run."""
+    """The training loop over started processes. `train` makes a Trainer; `fit` runs all steps."""
 
     config: DictConfig
     inputs: RunInputs
     run: Any  # kit.runs.run_dir.Run
     workers: Any  # training.Workers
     servers: Any  # inference.Servers, or ReplayServers
-    # what a checkpoint must restore. batches: of prompts, so far; pass_rates: {row id: fraction}
+    # saved in a checkpoint. batches: number of prompt batches so far; pass_rates: {row id: rate}
     state: dict[str, Any]
     metrics: dict[str, float] = field(default_factory=dict)  # of the current step
     scores: dict[str, float] = field(default_factory=dict)  # of the last evaluation
@@ -91,10 +91,10 @@ class Trainer:
         import training
 
         filter_groups = self.config.algorithm.filter_groups
-        # batches of prompts for one step
+        # the most batches of prompts for one step
         self.max_gen_batches = filter_groups.max_num_gen_batches if filter_groups.enable else 1
         self.kl_controller = training.make_kl_controller(self.config, self.state["kl_coef"])
-        self.saved_state = dict(self.state)  # the state that belongs to the workers' weights
+        self.saved_state = dict(self.state)  # `state` at the workers' last update
 
     def fit(self) -> None:
         """Train to the last step; evaluate and save as the recipe says."""
@@ -103,12 +103,12 @@ class Trainer:
         self.run.log(self.state["step"], self.run.timings())
         while self.state["step"] < self.run.last:
             self.step_or_skip()
-        if not self.scores:  # the run resumed after its last step
+        if not self.scores:  # no step was left: the run resumed after its last one
             self.evaluate()
         self.run.guard.pending_export = "Rerun the same command to export the model"
 
     def step_or_skip(self) -> dict[str, float]:
-        """One step, which may skip its update, and an evaluation if due -> its metrics."""
+        """Run one step and, if due, an evaluation -> the metrics of the step."""
         try:
             self.step()
         except SkippedStep as skipped:
@@ -123,9 +123,9 @@ class Trainer:
         """One step, 1 to 8 of the header. Raises SkippedStep and NonFiniteStep.
 
         The order keeps the trainer and the rollout engine from holding GPU memory together. The
-        engine sleeps before the first forward pass, and wakes with the new weights. The checkpoint
-        comes before them, since it needs the trainer's memory. With one_step_off the next batch
-        starts as early as possible: when this one is complete.
+        engine sleeps until the new weights are sent. The checkpoint is saved while it sleeps, since
+        saving needs GPU memory, too. With one_step_off, sampling of the next batch starts as soon
+        as this batch is complete.
         """
         import training
 
@@ -150,12 +150,12 @@ class Trainer:
         self.log_step(episodes)
 
     def collect(self) -> list[Episode]:
-        """Sample and verify until the filters leave data.train_batch_size groups.
+        """Sample and verify until data.train_batch_size groups pass the filters.
 
         Raises SkippedStep if no group is left after max_gen_batches.
         """
         size = self.config.data.train_batch_size
-        min_group = 2 if needs(self.config, "index") else 1  # episodes; index: of the group
+        min_group = 2 if needs(self.config, "index") else 1  # index: it compares a group
         episodes: list[Episode] = []
         kept: list[Episode] = []
         filtered = Counter[str]()
@@ -166,7 +166,7 @@ class Trainer:
                 self.state["batches"] += 1
                 tasks = self.take_tasks(self.state["batches"])
                 new = self.rollout(tasks, f"step_{self.state['step']}", before=episodes)
-                # a new dict each time: saved_state still holds the old one
+                # not in place, since saved_state still has the old dict
                 pass_rates = self.state["pass_rates"]
                 self.state["pass_rates"] = pass_rates | update_pass_rates(new, pass_rates)
                 trainable, dropped = select_trainable(new, min_group, self.inputs.filters)
@@ -185,7 +185,7 @@ class Trainer:
         """The prompts of a batch, by its number."""
         size = self.config.data.train_batch_size
         tasks = self.inputs.source.batch(batch, size, self.state["pass_rates"])
-        if self.max_gen_batches > 1:  # `collect` cuts off the end, whichever file it came from
+        if self.max_gen_batches > 1:  # `collect` drops surplus rows at the end: mix the files
             random.Random(f"{self.config.data.seed} {batch}").shuffle(tasks)
         return tasks
 
@@ -236,7 +236,7 @@ class Trainer:
             episode.reward = self.inputs.reward(episode)
 
     def compute_log_probs(self, batch: Any) -> None:
-        """Add log-probs of trainer and reference, and values, each [B, R], at the old weights."""
+        """Add log-probs of trainer and reference, and values, each [B, R], before the update."""
         import training
 
         workers = self.workers
@@ -270,7 +270,7 @@ class Trainer:
             if self.config.algorithm.use_kl_in_reward:
                 self.metrics |= training.apply_kl_penalty(batch, self.kl_controller, self.config)
                 self.state["kl_coef"] = float(self.kl_controller.value)
-            # in bypass mode the loss corrects
+            # with bypass_mode, the loss applies the correction
             if "old_log_probs" in batch.batch and not correction.bypass_mode:
                 self.metrics |= training.apply_rollout_correction(batch, self.config)
             if not batch.batch["response_mask"].any():
@@ -300,7 +300,7 @@ class Trainer:
     # --- checks, checkpoints, evaluation, metrics ------------------------------------------------
 
     def raise_if_nonfinite(self, batch: Any) -> None:
-        """Raise NonFiniteStep for NaN, infinity, or a rollout engine with other weights."""
+        """Raise NonFiniteStep for NaN, infinity, or samples from other weights."""
         from kit.runs import finite_check
 
         reason = finite_check.find_reason_to_skip(batch, self.metrics, self.config)
@@ -360,7 +360,7 @@ class Trainer:
 def train(plan: cli.Plan) -> Iterator[Trainer]:
     """Yield a Trainer over started processes. After `fit`, export the model.
 
-    Ctrl-C, SIGTERM and errors save the last complete update.
+    On Ctrl-C, SIGTERM or an error, save the last complete update.
     """
     from kit.runs.run_dir import Run
 
@@ -379,13 +379,13 @@ def start_trainer(plan: cli.Plan, run: Any, stack: contextlib.ExitStack) -> Trai
     from kit.data.rollout_files import ReplayServers
     from kit.runs import launch
 
-    if plan.replayed:  # one step; the learning-rate schedule keeps the run's length
+    if plan.replayed:  # only one step; the learning-rate schedule still has the run's length
         first = checkpoints.step_of(plan.resume_from) if plan.resume_from else 0
         run.last = first + 1
     workers, servers = launch.start(run, plan.inputs, stack, samples=not plan.replayed)
     servers = servers or ReplayServers(plan.replayed)
     state = {"command": "train", "step": 0, "batches": 0, "pass_rates": {}, "kl_coef": 0.0}
-    with run.stage("sleep"):  # before the optimizer's state needs the memory
+    with run.stage("sleep"):  # frees memory for the optimizer's state
         servers.sleep()
     if plan.resume_from:
         with run.stage("load_checkpoint"):

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import logging
 import time
 import traceback
 from collections import Counter
@@ -32,6 +33,7 @@ import ray
 from omegaconf import DictConfig
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.rollout import llm_server
 from verl.workers.rollout.llm_server import LLMServerManager
 
 import env
@@ -43,6 +45,8 @@ from kit.errors import RunError
 from kit.rollout import chat
 from kit.rollout.sampler import EpisodeRequest, SamplerContext, Sampling, sample
 
+logger = logging.getLogger(__name__)
+llm_server.print = logger.debug  # type: ignore[attr-defined]  # verl prints servers' addresses
 MAX_CHARS_PER_TOKEN = 256  # no token is longer: a text of over 256 * n characters has over n tokens
 MAX_SESSION_RETRIES = 3  # new attempts at an episode whose Gym server lost the session
 YIELD_EVERY = 32  # after this many episodes are started, other tasks of the event loop may run

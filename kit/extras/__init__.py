@@ -5,8 +5,9 @@ turns a feature on. If you delete a feature, recipes that do not turn it on keep
 that does gets one error with its name.
 
 No other part of the kit names a feature. At fixed points the kit calls a hook of every feature that
-is on and has this hook (`call`). The main hooks:
+is on and has this hook (`call`). The hooks:
 
+    rewrite_recipe(config)                    change the recipe before all checks
     check_recipe(config, command)             -> problems, before verl is imported
     check_workers(config, command)            -> problems, when verl is imported
     set_sizes(config, hf_config, command)     fill in values that follow from the model
@@ -18,6 +19,14 @@ is on and has this hook (`call`). The main hooks:
     summary_lines(config, inputs, command)    -> lines of the summary
     warnings(config, inputs, command)         -> warnings, one line each
     dry_run_lines(config, inputs, command)    -> more lines of a dry run
+    verifier_names(config)                    -> names of verifiers that are no Gym servers
+    unsandboxed_verifiers(config, tasks)      -> those that run the policy's code unprotected
+    check_model(config, hf_config, command)   -> problems with the model's sizes
+    model_parallel_size, sequence_parallel_size, parallel_sizes(config)    -> GPU counts
+    layout_keys()                             -> keys that a resumed run must not change
+    checkpoint_files(config, contents, ranks) -> files of a complete checkpoint
+    write_report(folder)                      write the report of a run
+    begin_imports(config)                     start work that can overlap with the checks
     hooks that start something: see kit/runs/launch.py
 
 config: the recipe. command: train, rollout, evaluate or sft. inputs: kit.runs.prepare.RunInputs.

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from conftest import GIVEN, ROOT, row, write_rows
 
+from kit import extras
+
 FEATURES = sorted(
     path.relative_to(ROOT)
     for path in (ROOT / "kit" / "extras").iterdir()
@@ -42,8 +44,8 @@ NEEDED_BY = {
     "hf_rollout.py": ["actor_rollout_ref.rollout.name=hf"],
     "images.py": ["actor_rollout_ref.model.path={reads_images}"],
     "sft.py": ["sft"],
-    "one_step_off.py": [],  # it is needed when the processes start
-    "rollout_workers.py": [],  # the same
+    "one_step_off.py": ["trainer.one_step_off=1"],
+    "rollout_workers.py": ["actor_rollout_ref.rollout.agent.num_workers=2"],
 }
 DRIVER = """
 import io, json, os, runpy, sys, traceback
@@ -121,16 +123,6 @@ def driver():
     driver.process.wait(timeout=30)
 
 
-@pytest.fixture(scope="module")
-def cpu_driver():
-    driver = Driver(
-        {**GIVEN, "VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform"}
-    )
-    yield driver
-    driver.process.stdin.close()
-    driver.process.wait(timeout=30)
-
-
 @pytest.fixture
 def copy(tmp_path) -> Path:
     """A copy of the repository's code."""
@@ -180,16 +172,28 @@ def test_a_recipe_that_needs_a_deleted_feature_gets_one_error(
     feature, copy, workspace, driver, vision_model
 ):
     changes = [
-        text.format(reads_images=vision_model) if "{reads" in text else text
-        for text in NEEDED_BY[feature.name]
+        text.replace("{reads_images}", str(vision_model)) for text in NEEDED_BY[feature.name]
     ]
-    if not changes:
-        pytest.skip("needs nothing in a dry run")
     delete(copy / feature)
     arguments = recipe("math", "math_with_judge", workspace)
     status, output = driver.run(copy, [*arguments, *changes])
     name = str(feature).removesuffix(".py")
-    assert status == 1 and name in output, output[-3000:]
+    assert status == 1 and f"needs {name}, which this copy does not have" in output, output[-3000:]
+    assert output.count("error: ") == 1 and "Traceback" not in output, output[-3000:]
+
+
+def test_every_feature_that_a_recipe_turns_on_is_tried():
+    """The others are commands, or every run uses them but needs none of them."""
+    needed = {extra.module for extra in extras.EXTRAS if not extra.is_optional}
+    needed |= {"kit.extras.images", "kit.extras.sft"}
+    tried = {f"kit.extras.{name.removesuffix('.py')}" for name in NEEDED_BY}
+    assert needed - tried == {"kit.cpu.preload"}  # the last test has it
+
+
+def test_the_command_show_without_the_report_is_one_error(copy, driver):
+    delete(copy / "kit" / "extras" / "report")
+    status, output = driver.run(copy, ["show", "runs/none"])
+    assert status == 1 and "the command show needs kit/extras/report/show" in output, output[-3000:]
     assert "Traceback" not in output
 
 
