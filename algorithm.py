@@ -105,6 +105,10 @@ class Trainer:
             self.step_or_skip()
         if not self.scores:  # no step was left: the run resumed after its last one
             self.evaluate()
+        self.finish()
+
+    def finish(self) -> None:
+        """Let `train` export the model after the processes have ended."""
         self.run.guard.pending_export = "Rerun the same command to export the model"
 
     def step_or_skip(self) -> dict[str, float]:
@@ -196,10 +200,7 @@ class Trainer:
         validate: bool = False,
         before: Sequence[Episode] = (),
     ) -> list[Episode]:
-        """Sample and verify episodes for each task, and write them to rollouts/<name>.jsonl.
-
-        before: earlier episodes of this file. Raises RunError if too many episodes failed.
-        """
+        """Sample and verify episodes of tasks, and write rollouts/<name>.jsonl. Raises RunError."""
         from kit.data.rollout_files import assign_record_indices
         from kit.rollout.sampler import make_rollout_args
 
@@ -303,8 +304,7 @@ class Trainer:
         """Raise NonFiniteStep for NaN, infinity, or samples from other weights."""
         from kit.runs import finite_check
 
-        reason = finite_check.find_reason_to_skip(batch, self.metrics, self.config)
-        if reason:
+        if reason := finite_check.find_reason_to_skip(batch, self.metrics, self.config):
             raise NonFiniteStep(reason, batch)
 
     def skip(self, skipped: SkippedStep) -> None:
@@ -380,8 +380,7 @@ def start_trainer(plan: cli.Plan, run: Any, stack: contextlib.ExitStack) -> Trai
     from kit.runs import launch
 
     if plan.replayed:  # only one step; the learning-rate schedule still has the run's length
-        first = checkpoints.step_of(plan.resume_from) if plan.resume_from else 0
-        run.last = first + 1
+        run.last = checkpoints.step_of(plan.resume_from) + 1 if plan.resume_from else 1
     workers, servers = launch.start(run, plan.inputs, stack, samples=not plan.replayed)
     servers = servers or ReplayServers(plan.replayed)
     state = {"command": "train", "step": 0, "batches": 0, "pass_rates": {}, "kl_coef": 0.0}

@@ -50,6 +50,7 @@ CORRECTION = "algorithm.rollout_correction"
 CHOICES: dict[str, Sequence[Any]] = {
     f"{ROLLOUT}.pipeline_model_parallel_size": [1],
     "trainer.one_step_off": [0, 1],
+    "trainer.resume_mode": ["auto", "disable", "resume_path"],
 }
 TOOL_EXAMPLE = (
     '{"type": "function", "name": ..., "description": ..., "parameters": {...}, "strict": true}'
@@ -73,7 +74,9 @@ def check_choices(
 def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
     """The sizes of batches and groups and the GPU counts are at least 1 and fit together."""
     positive = ["data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n"]
-    for key in [*positive, "trainer.n_gpus_per_node"]:
+    positive += ["trainer.n_gpus_per_node", "trainer.nnodes"]
+    positive += [f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.data_parallel_size"]
+    for key in positive:
         value = OmegaConf.select(config, key)
         if value < 1:
             yield f"{key}={value} must be at least 1. Raise it."

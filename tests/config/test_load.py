@@ -155,6 +155,9 @@ def test_names_of_recipes_are_unique():
             "strategy=megatron is not supported. Use one of: fsdp, fsdp2",
         ),
         ("trainer.n_gpus_per_node=3", ConfigError, "must be a multiple of 3 GPUs"),
+        ("trainer.nnodes=0", ConfigError, "nnodes=0 must be at least 1"),
+        (f"{ROLLOUT}.tensor_model_parallel_size=0", ConfigError, "must be at least 1"),
+        ("trainer.resume_mode=never", ConfigError, "resume_mode=never is not supported"),
         ("trainer.n_gpus_per_node=0", ConfigError, "n_gpus_per_node=0 must be at least 1"),
         (
             "gym.concurrency=many",
