@@ -182,7 +182,7 @@ def test_dapo_fills_up_the_batch_and_reports_the_batches_that_it_sampled(stack, 
     assert state["batches"] == sum(batches)
     assert 4 <= len(state["pass_rates"]) <= 8
     assert steps[-1]["training/epoch"] == pytest.approx(sum(batches) * 4 / 8)
-    pattern = r"step +\d  verifier \S+ shaped \S+ length .* kept (\d+)/(\d+)"
+    pattern = r"step \d/3  verifier \S+  shaped \S+  len .*  kept (\d+)/(\d+)"
     printed = re.findall(pattern, capsys.readouterr().out)
     expected = [  # no count is printed if all episodes are kept
         16 * count

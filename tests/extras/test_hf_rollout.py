@@ -13,7 +13,7 @@ from learning import AGREE, UNTRAINED, train_until
 
 import inference
 from kit.rollout.client import Client
-from kit.rollout.sampler import make_sampler_context
+from kit.rollout.sampler import make_rollout_args, make_sampler_context
 from kit.runs.workers import start_workers
 
 LEARNING_RATE = "actor_rollout_ref.actor.optim.lr=0.01"
@@ -82,7 +82,7 @@ def test_transformers_repeat_a_response_for_the_same_seed(stack, hf):
     rollout = "actor_rollout_ref.rollout"
     changes = [f"{rollout}.full_determinism=true", f"{rollout}.top_k=3", f"{rollout}.top_p=0.9"]
     with trainer_over(stack, "hf", *hf, *changes) as trainer:
-        args = trainer.rollout_args(trainer.inputs.train, "1")
+        args = make_rollout_args(trainer.config, trainer.inputs.train, "1", False)
         first = trainer.servers.rollout(args.requests, args.sampling)
         second = trainer.servers.rollout(args.requests, args.sampling)
         assert [e.response_ids for e in first] == [e.response_ids for e in second]
