@@ -74,18 +74,41 @@ def check_choices(
 def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
     """The sizes of batches and groups and the GPU counts are at least 1 and fit together."""
     positive = ["data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n"]
+    positive += [f"{ROLLOUT}.val_kwargs.n", "data.max_prompt_length", "data.max_response_length"]
     positive += ["trainer.n_gpus_per_node", "trainer.nnodes"]
     positive += [f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.data_parallel_size"]
     for key in positive:
         value = OmegaConf.select(config, key)
-        if value < 1:
-            yield f"{key}={value} must be at least 1. Raise it."
+        if not is_count(value):
+            yield f"{key}={value} must be at least 1, and a whole number. Change it."
             return  # the checks below divide by it
     yield from check_counts(config)
     yield from check_rollout_parallelism(config)
     if command in ("train", "sft"):
+        yield from check_steps(config)
         yield from check_batch_sizes(config)
         yield from check_cpu_engine(config)
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value of the recipe is a whole number of at least 1."""
+    return isinstance(value, int) and value >= 1
+
+
+def check_steps(config: DictConfig) -> Iterator[str]:
+    """trainer.total_training_steps, or if it is null trainer.total_epochs, is at least 1."""
+    steps = config.trainer.total_training_steps
+    epochs = config.trainer.total_epochs
+    if steps is None and not is_count(epochs):
+        yield (
+            f"trainer.total_epochs={epochs} must be at least 1 if trainer.total_training_steps is "
+            "null. Change one of them."
+        )
+    elif steps is not None and not is_count(steps):
+        yield (
+            f"trainer.total_training_steps={steps} must be at least 1, and a whole number, or null "
+            "to train for trainer.total_epochs. Change it."
+        )
 
 
 def check_counts(config: DictConfig) -> Iterator[str]:
@@ -112,17 +135,9 @@ def check_counts(config: DictConfig) -> Iterator[str]:
     concurrency = config.gym.concurrency
     limits = concurrency if OmegaConf.is_dict(concurrency) else {"": concurrency}
     for name, limit in limits.items():
-        is_count = isinstance(limit, int) and limit >= 1
-        if limit != "auto" and not is_count:
+        if limit != "auto" and not is_count(limit):
             key = f"gym.concurrency.{name}" if name else "gym.concurrency"
             yield f"{key}={limit} must be auto, or a number of calls of at least 1. Change it."
-    epochs = config.trainer.total_epochs
-    has_epochs = isinstance(epochs, int) and epochs >= 1
-    if config.trainer.total_training_steps is None and not has_epochs:
-        yield (
-            f"trainer.total_epochs={epochs} must be at least 1 if trainer.total_training_steps is "
-            "null. Change one of them."
-        )
     for role, count in config.trainer.resource_pools.items():
         if count is not None and count < 1:
             yield (
@@ -225,6 +240,11 @@ def is_greedy(sampling: DictConfig) -> bool:
 
 def check_algorithm(config: DictConfig) -> Iterator[str]:
     """The advantage, the loss, the group filter and LoRA have the settings that they need."""
+    for key in (ADVANTAGE, LOSS_MODE):
+        name = OmegaConf.select(config, key)
+        if not isinstance(name, str):
+            yield f"{key}={name} must be a name of verl, or path.py:function. Change it."
+            return  # the checks below compare the names
     yield from check_correction(config)
     actor = config.actor_rollout_ref.actor
     settings = config.algorithm
@@ -347,9 +367,6 @@ def check_names(config: DictConfig, command: str) -> Iterator[str]:
 def check_registered(config: DictConfig, key: str, registry: Mapping[str, Any]) -> Iterator[str]:
     """A key names an entry of verl's registry, or a custom function."""
     name = OmegaConf.select(config, key)
-    if not isinstance(name, str):
-        yield f"{key}={name} must be a name of verl, or path.py:function. Change it."
-        return
     # once a custom function was used, it is in the registry, too
     names = [entry for entry in registry if not is_user_function(entry)]
     if is_user_function(name) or name in names:
@@ -367,7 +384,7 @@ def check_group_size(config: DictConfig) -> Iterator[str]:
 
     name = config.algorithm.adv_estimator
     n = config.actor_rollout_ref.rollout.n
-    if n >= 2 or not isinstance(name, str):
+    if n >= 2:
         return
     is_custom = is_user_function(name)
     function = load_function(name, ADVANTAGE) if is_custom else ADV_ESTIMATOR_REGISTRY.get(name)

@@ -219,7 +219,11 @@ def read_yaml(file: str) -> DictConfig:
     recipes = {path.stem: path for path in sorted((ROOT / "configs").rglob("*.yaml"))}
     path = Path(file) if Path(file).is_file() else recipes.get(file, Path(file))
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"--config {file} is not UTF-8 (byte {error.start}: {error.reason}). Save it as UTF-8."
+        ) from None
     except (FileNotFoundError, IsADirectoryError):
         similar = difflib.get_close_matches(path.stem, recipes, n=1)
         hint = "See configs/ for the kit's recipes."

@@ -94,6 +94,12 @@ def test_bad_recipe_files_are_named(tmp_path, text, named):
         merged(files=[str(tmp_path / "recipe.yaml")])
 
 
+def test_a_recipe_file_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "recipe.yaml").write_bytes("trainer: {project_name: caf\xe9}".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"recipe\.yaml is not UTF-8 \(byte 27: .*Save it"):
+        merged(files=[str(tmp_path / "recipe.yaml")])
+
+
 def test_a_recipe_is_found_by_its_name_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = merged(files=["math_cpu", "dapo", "cpu"])
@@ -157,6 +163,9 @@ def test_names_of_recipes_are_unique():
         ("trainer.n_gpus_per_node=3", ConfigError, "must be a multiple of 3 GPUs"),
         ("trainer.nnodes=0", ConfigError, "nnodes=0 must be at least 1"),
         (f"{ROLLOUT}.tensor_model_parallel_size=0", ConfigError, "must be at least 1"),
+        ("data.train_batch_size=2.5", ConfigError, "=2.5 must be at least 1, and a whole number"),
+        ("trainer.total_training_steps=0", ConfigError, "steps=0 must be at least 1, and a whole"),
+        ("algorithm.adv_estimator=null", ConfigError, "adv_estimator=None must be a name of verl"),
         ("trainer.resume_mode=never", ConfigError, "resume_mode=never is not supported"),
         ("trainer.n_gpus_per_node=0", ConfigError, "n_gpus_per_node=0 must be at least 1"),
         (
