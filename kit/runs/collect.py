@@ -8,27 +8,34 @@
         -> runs/<name>/evaluation.jsonl
 
 Each verified episode is one line (kit/data/rollout_files.py). Failed episodes go to failures.jsonl.
-If you rerun the same command, it samples only the episodes that are missing or failed.
+If you rerun the same command, it samples only the episodes that are missing or failed. It must then
+have the same model and the same sampling settings. rollouts.settings.json and
+evaluation.settings.json hold those of the first run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 import env
+from kit.config.keys import to_plain
+from kit.config.load import MODEL, ROLLOUT
 from kit.data import metrics as episode_metrics
 from kit.data import rollout_files
 from kit.data.episode import Episode, RecordIndex
 from kit.data.selection import check_failures, select_trainable
 from kit.errors import ConfigError
 from kit.rollout.sampler import build_sampling_params
+from kit.runs import files
 from kit.runs.console import print_examples
 from kit.runs.prepare import RunInputs
 from kit.runs.run_dir import Run
@@ -36,6 +43,16 @@ from kit.runs.run_dir import Run
 PRINTED_EXAMPLES = 3  # best and worst episodes
 # large fields of a record, which Gym's /aggregate_metrics does not get
 LARGE_FIELDS = ("_episode", "response", "responses_create_params")
+# besides the sampling parameters, the keys that decide what the policy answers
+POLICY_KEYS = (
+    f"{MODEL}.path",
+    f"{MODEL}.custom_chat_template",
+    "data.max_response_length",
+    f"{ROLLOUT}.multi_turn.format",
+    f"{ROLLOUT}.multi_turn.max_assistant_turns",
+    f"{ROLLOUT}.multi_turn.max_tool_response_length",
+)
+WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
 class Collected(NamedTuple):
@@ -62,6 +79,7 @@ class Collector:
         name = "evaluation" if validate else "rollouts"
         self.path = run.folder / f"{name}.jsonl"
         self.done = read_collected(self.path, self.tasks)
+        check_settings(self.path, describe_settings(config, validate), bool(self.done))
         self.missing = [
             index for index in all_indices(len(self.tasks), self.n) if index not in self.done
         ]
@@ -128,8 +146,8 @@ class Collector:
 def run_command(config: DictConfig, run: Run, inputs: RunInputs) -> None:
     """Collect the missing episodes and print their scores.
 
-    Raises ConfigError if the file holds episodes of other rows, and RunError if too many episodes
-    failed.
+    Raises ConfigError if the file holds episodes of other rows or of another policy, and RunError
+    if too many episodes failed.
     """
     from kit.runs import launch
 
@@ -197,6 +215,45 @@ def read_collected(path: Path, tasks: Sequence[env.Task]) -> dict[RecordIndex, C
         episode = rollout_files.from_record(record, tasks[row].row)
         collected[index] = Collected(episode, without_large_fields(record))
     return collected
+
+
+def describe_settings(config: DictConfig, validate: bool) -> dict[str, Any]:
+    """The settings that all episodes of a file share: {name: value}, values as in JSON.
+
+    A folder may get other weights under the same path, as an export does when training resumes. So
+    the time at which the weights were written is one of the settings.
+    """
+    settings = {key: to_plain(OmegaConf.select(config, key)) for key in POLICY_KEYS}
+    section = f"{ROLLOUT}.val_kwargs" if validate else ROLLOUT
+    sampling = build_sampling_params(config, validate)
+    settings |= {f"{section}.{name}": value for name, value in sampling.items()}
+    folder = Path(config.actor_rollout_ref.model.path)
+    times: list[float] = []
+    for pattern in WEIGHT_FILES:
+        times += [path.stat().st_mtime for path in folder.glob(pattern)]
+    if times:
+        written_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(max(times)))
+        settings[f"the time of the weights in {MODEL}.path"] = written_at
+    return settings
+
+
+def check_settings(path: Path, settings: dict[str, Any], has_episodes: bool) -> None:
+    """Check that the episodes of `path` have these settings, or record them for new episodes.
+
+    Raises ConfigError.
+    """
+    settings_path = path.with_suffix(".settings.json")
+    if has_episodes and settings_path.is_file():
+        earlier = json.loads(settings_path.read_text())
+        for name in sorted(earlier.keys() | settings.keys()):
+            if earlier.get(name) != settings.get(name):
+                raise ConfigError(
+                    f"{path} holds episodes of another policy: {name} was {earlier.get(name)} and "
+                    f"is now {settings.get(name)}. Set another trainer.experiment_name, or delete "
+                    f"{path}."
+                )
+    with files.replace_atomically(settings_path) as partial:
+        partial.write_text(json.dumps(settings, indent=1))
 
 
 def is_of_task(record: dict[str, Any], task: env.Task) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 
 import pytest
 from conftest import CPU, RECIPE, SESSION, tiny
@@ -77,6 +78,12 @@ def test_rollouts_without_training_resume_where_they_stopped(stack, monkeypatch,
         collect_rollouts(
             stack, monkeypatch, "env.train_files=[{path: val.jsonl, server: reasoning_gym}]"
         )
+    with pytest.raises(
+        ConfigError,
+        match=r"another policy: actor_rollout_ref\.rollout\.temperature was 1\.0 and is now 0\.5\. "
+        r"Set another trainer\.experiment_name, or delete runs/collect/rollouts\.jsonl",
+    ):
+        collect_rollouts(stack, monkeypatch, "actor_rollout_ref.rollout.temperature=0.5")
     old = {"responses_create_params": {}, "reward": 1.0}
     path.write_text(json.dumps(old | {"_ng_task_index": 0, "_ng_rollout_index": 0}) + "\n")
     with pytest.raises(
@@ -91,3 +98,27 @@ def test_the_rows_can_be_limited(stack, monkeypatch):
         stack, monkeypatch, "env.max_rows=3", "trainer.experiment_name=limited"
     )
     assert len(lines) == 6 and all(math.isfinite(json.loads(line)["reward"]) for line in lines)
+
+
+def test_episodes_of_other_weights_are_not_continued(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
+    path = tmp_path / "evaluation.jsonl"
+
+    def check(*changes, has_episodes=True):
+        arguments = [f"actor_rollout_ref.model.path={tmp_path / 'a'}", *changes]
+        config, _ = load_config([str(CPU), str(RECIPE)], arguments)
+        collect.check_settings(path, collect.describe_settings(config, True), has_episodes)
+
+    check(has_episodes=False)
+    check("actor_rollout_ref.rollout.temperature=0.5")  # `evaluate` samples with val_kwargs
+    with pytest.raises(ConfigError, match=r"val_kwargs\.top_p was 1\.0 and is now 0\.5"):
+        check("actor_rollout_ref.rollout.val_kwargs.top_p=0.5")
+    with pytest.raises(ConfigError, match=r"model\.path was .*/a and is now .*/b\."):
+        check(f"actor_rollout_ref.model.path={tmp_path / 'b'}")
+    os.utime(tmp_path / "a" / "model.safetensors", (0, 0))  # as another export to the same folder
+    with pytest.raises(ConfigError, match=r"time of the weights .* is now 1970-01-01T00:00:00Z"):
+        check()
+    check(has_episodes=False)
+    check()
