@@ -74,6 +74,7 @@ def mask(episode: Any) -> Any:
 def with_answer(episodes: Sequence[Any], field: str, model: str, limit: int) -> list[Any]:
     """Add an episode to each group: the row's own answer, as a response with a reward of 1.
 
+    Each reward component is 1, too. The baseline is the group's, since it belongs to the prompt.
     For SPIN (templates/advantages.py:spin), which recognizes the new episode because it has no
     turn. The rollout engine has no log-probs for it, so the trainer's log-probs replace these.
     `rollout/filtered/with_answer` counts it as -1.
@@ -114,7 +115,10 @@ def get_text(episode: Any, field: str) -> str:
 
 
 def make_answer_episode(episode: Any, text: str, ids: list[int]) -> Any:
-    """Copy an episode, with another response."""
+    """Copy an episode, with another response.
+
+    It has the same reward components: training.build_batch keeps only those that all episodes have.
+    """
     return dataclasses.replace(
         episode,
         response_ids=ids,
@@ -125,8 +129,7 @@ def make_answer_episode(episode: Any, text: str, ids: list[int]) -> Any:
         ended="stop",
         reward=1.0,
         turn_rewards=[],
-        reward_components={},
+        reward_components=dict.fromkeys(episode.reward_components, 1.0),
         verify_result={},
-        baseline=None,
         timings={},
     )

@@ -172,6 +172,18 @@ def test_with_answer_adds_the_answer_of_the_row_to_each_group(workspace):
         filters.with_answer(made, **{**given, "field": "n"})
 
 
+def test_an_answer_keeps_the_reward_components_and_baselines_of_its_batch(workspace):
+    made = groups([0.0, 1.0], [0.0, 0.5])
+    for e in made:
+        e.row = {"answer": "7"}
+        e.reward_components = {"style": 0.5}
+        e.baseline = 0.25
+    answered = filters.with_answer(made, "answer", str(workspace / "tied"), 4)
+    batch = training.build_batch(answered, 0, 1.0)
+    assert batch.non_tensor_batch["style"].tolist() == [0.5, 0.5, 1.0] * 2
+    assert batch.batch["reward_baselines"].tolist() == [0.25] * 6
+
+
 def test_first_groups():
     made = groups([1, 0], [1, 0], [1, 0])
     assert take_groups(made, 2) == made[:4]
