@@ -541,6 +541,7 @@ def fuses_old_log_probs(config: DictConfig) -> bool:
         or correction.rollout_is
         or correction.rollout_rs
         or needs(config, "old_log_probs")
+        or needs(config, "rollout_log_probs")  # the pass fills those that the engine does not have
         or needs(config, "sum_pi_squared")
     )
     return not is_needed_before

@@ -55,11 +55,17 @@ def test_old_log_probs_that_are_needed_before_the_update_have_a_separate_pass(re
     assert not training.fuses_old_log_probs(changed(config, change))
 
 
-@pytest.mark.parametrize(("name", "is_fused"), [("sum_pi_squared", False), ("response_mask", True)])
-def test_an_estimator_that_needs_only_squared_probabilities_has_a_separate_pass(
+@pytest.mark.parametrize(
+    ("name", "is_fused"),
+    [("sum_pi_squared", False), ("rollout_log_probs", False), ("response_mask", True)],
+)
+def test_an_estimator_that_needs_results_of_the_pass_has_a_separate_pass(
     recipe, tmp_path, name, is_fused
 ):
-    """verl's estimators that read them also read the old log-probs. A custom one need not."""
+    """verl's estimators that read these also read the old log-probs. A custom one need not.
+
+    The pass completes rollout_log_probs: a response that a filter wrote has none of the engine.
+    """
     file = tmp_path / "mine.py"
     file.write_text(f"def f({name}):\n    return {name}, {name}\n")
     config = changed(recipe, *FUSED, f"algorithm.adv_estimator={file}:f")

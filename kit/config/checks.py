@@ -305,6 +305,11 @@ def check_correction(config: DictConfig) -> Iterator[str]:
             f"algorithm.adv_estimator={estimator} needs the forward pass that "
             f"{CORRECTION}.bypass_mode skips. Remove one of them."
         )
+    if correction.bypass_mode and "with_answer" in str(config.env.filters):
+        yield (
+            "env.filters: with_answer adds responses that the rollout engine did not sample, so it "
+            f"has no log-probs of them, which {CORRECTION}.bypass_mode needs. Remove one of them."
+        )
 
 
 def check_weight_sync(config: DictConfig) -> Iterator[str]:

@@ -62,6 +62,13 @@ def test_all_that_verl_has_is_taken_and_group_estimators_need_groups(tiny_recipe
             ["algorithm.rollout_correction.bypass_mode=true", f"{LOSS_MODE}=gspo"],
             "has its own loss",
         ),
+        (
+            [
+                "algorithm.rollout_correction.bypass_mode=true",
+                "env.filters=[{function: templates/filters.py:with_answer, field: answer}]",
+            ],
+            "with_answer adds responses that the rollout engine did not sample",
+        ),
         (["algorithm.filter_groups.enable=true"], "needs max_num_gen_batches"),
         (
             ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=2"]
