@@ -291,7 +291,7 @@ class Trainer:
                 self.metrics |= training.update_actor(self.workers.actor, batch, self.config)
         self.saved_state = dict(self.state)
         # verl skips a mini-batch with a non-finite gradient, and only its metrics show that
-        self.raise_if_nonfinite(batch)
+        self.raise_if_nonfinite(batch, is_updated=True)
 
     def update_weights(self) -> None:
         """Send the trainer's weights to the rollout engine."""
@@ -300,22 +300,22 @@ class Trainer:
 
     # --- checks, checkpoints, evaluation, metrics ------------------------------------------------
 
-    def raise_if_nonfinite(self, batch: Any) -> None:
+    def raise_if_nonfinite(self, batch: Any, is_updated: bool = False) -> None:
         """Raise NonFiniteStep for NaN, infinity, or samples from other weights."""
         from kit.runs import finite_check
 
         if reason := finite_check.find_reason_to_skip(batch, self.metrics, self.config):
-            raise NonFiniteStep(reason, batch)
+            raise NonFiniteStep(reason, batch, is_updated)
 
     def skip(self, skipped: SkippedStep) -> None:
-        """End a step without an update. Raises RunError at the third non-finite one in a row."""
+        """End a step that failed. Raises RunError at the third non-finite one in a row."""
         self.saved_state = dict(self.state)
         reason = str(skipped)
         if isinstance(skipped, NonFiniteStep):
             reason = self.run.keep_nonfinite(self.state["step"], reason, skipped.batch)
         else:
             self.run.nonfinite_steps = 0
-        self.run.say(f"step {self.state['step']} skipped: {reason}")
+        self.run.say(f"step {self.state['step']} {skipped.outcome}: {reason}")
         self.metrics["training/skipped_nonfinite_steps"] = self.run.nonfinite_steps
         self.save_if_due()
         if self.servers.is_asleep:

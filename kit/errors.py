@@ -36,16 +36,24 @@ class RunError(RuntimeError):
 class SkippedStep(Exception):  # noqa: N818  (not an error: the run continues)
     """A step without anything to train on. The message is the reason."""
 
+    outcome = "skipped"  # for the console
+
 
 class NonFiniteStep(SkippedStep):
     """A step with NaN or infinite numbers, or whose rollout engine had different weights.
 
-    batch: the step's batch, which the run saves for inspection.
+    batch: the step's batch, which the run saves for inspection. is_updated: whether the workers
+    have already trained on it. Old log-probs that the update computes are known only then.
     """
 
-    def __init__(self, reason: str, batch: Any):
+    def __init__(self, reason: str, batch: Any, is_updated: bool = False):
         super().__init__(reason)
         self.batch = batch
+        if is_updated:
+            self.outcome = (
+                "has bad numbers after its update (verl skips only mini-batches with a non-finite "
+                "gradient)"
+            )
 
 
 class Stop(KeyboardInterrupt):

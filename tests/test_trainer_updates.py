@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -222,7 +223,20 @@ def test_three_nonfinite_steps_in_a_row_end_the_run(workspace, recorder, monkeyp
             trainer.step_or_skip()
     output = capsys.readouterr().out.replace("\n", "")
     reason = "actor/grad_norm is nan; the batch is in runs/tiny/damaged/step_1.pt"
-    assert f"step 1 skipped: {reason}" in output
+    assert "step 1 has bad numbers after its update (verl skips only mini-batches " in output
+    assert f"a non-finite gradient): {reason}" in output
+
+
+def test_a_step_is_called_skipped_only_if_it_has_no_update(
+    workspace, recorder, monkeypatch, capsys
+):
+    monkeypatch.setattr(training, "compute_advantages", break_advantages)
+    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
+        trainer.step_or_skip()
+        assert "update_actor" not in recorder.calls
+    output = capsys.readouterr().out.replace("\n", "")
+    assert re.search(r"step 1 skipped: \d+ of \d+ advantages", output)
+    assert "after its update" not in output
 
 
 def test_a_finite_step_resets_the_count_of_nonfinite_steps(workspace, recorder, monkeypatch):
