@@ -44,7 +44,7 @@ from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
-from kit.config.resources import gpus_per_node, model_parallel_size
+from kit.config.resources import all_gpus, gpus_per_node, model_parallel_size
 from kit.config.user_functions import is_user_function, needs, select_arguments
 
 WorkerGroup = Any  # a RayWorkerGroup, to which verl adds the workers' methods at run time
@@ -128,7 +128,7 @@ def compute_step_metrics(
     """Compute verl's metrics of a trained step: rewards, lengths, advantages, times, throughput."""
     data_metrics = metric_utils.compute_data_metrics(batch, use_critic="values" in batch.batch)
     timing_metrics = metric_utils.compute_timing_metrics(batch, timing)
-    throughput = metric_utils.compute_throughout_metrics(batch, timing, n_gpus=world_size(config))
+    throughput = metric_utils.compute_throughout_metrics(batch, timing, n_gpus=all_gpus(config))
     return data_metrics | timing_metrics | throughput
 
 

@@ -180,6 +180,9 @@ def test_metrics_of_a_step_are_per_gpu_and_include_the_critics(recipe):
     tokens = sum(len(e.prompt_ids) + len(e.response_ids) for e in seven_episodes())
     assert metrics["perf/total_num_tokens"] == tokens and metrics["perf/time_per_step"] == 2.0
     assert metrics["perf/throughput"] == pytest.approx(tokens / (2.0 * 2))  # two GPUs
+    separate = {"actor_rollout_ref": {"rollout": {"nnodes": 3, "n_gpus_per_node": 2}}}
+    metrics = training.compute_step_metrics(batch, timing, OmegaConf.merge(recipe, separate))
+    assert metrics["perf/throughput"] == pytest.approx(tokens / (2.0 * 8))  # and six for vLLM
     assert metrics["timing_per_token_ms/gen"] == pytest.approx(1000 / 15)
     assert metrics["timing_s/gen"] == 1.0
     assert "critic/rewards/mean" in metrics and "critic/values/mean" not in metrics
