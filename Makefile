@@ -50,7 +50,7 @@ algorithms: setup gym
 
 soak: setup gym
 	.venv/bin/python benchmarks/soak.py
-	.venv/bin/python -m pytest -s -m soak tests/runs/test_reliability.py tests/extras/judges/test_judge_servers.py tests/test_scale.py tests/extras/test_backends.py tests/extras/test_hf_rollout.py tests/extras/test_trackers.py tests/extras/test_images.py
+	.venv/bin/python -m pytest -s -m soak $$(grep -rl --include='test_*.py' mark.soak tests)
 
 mutate: setup
 	.venv/bin/python benchmarks/mutate.py $(if $(ONLY),--only $(ONLY))
