@@ -217,11 +217,14 @@ class Server:
         self.is_idle.clear()
         try:
             outputs = await asyncio.to_thread(self.generate_batch, batch)
-            for request, output in zip(batch, outputs, strict=True):
-                request.output.set_result(output)
         except Exception as error:
             for request in batch:
-                request.output.set_exception(error)
+                if not request.output.done():
+                    request.output.set_exception(error)
+        else:
+            for request, output in zip(batch, outputs, strict=True):
+                if not request.output.done():  # done: its caller was canceled
+                    request.output.set_result(output)
         self.is_idle.set()
 
     @torch.no_grad()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import threading
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -135,3 +137,37 @@ def test_a_pause_ends_running_responses_and_later_ones_are_sampled(stack, hf):
     assert {output.stop_reason for output in aborted} == {"aborted"}
     assert all(0 < len(output.token_ids) < 500 for output in aborted)
     assert len(later.token_ids) == len(later.log_probs) == 3
+
+
+@pytest.mark.parametrize("error", [None, ValueError("no memory")])
+def test_a_canceled_request_does_not_stop_the_server(monkeypatch, error):
+    hf_rollout = importlib.import_module("kit.extras.hf_rollout")
+    monkeypatch.setattr(hf_rollout, "GATHER_S", 0.0)
+    started = threading.Event()
+    canceled = threading.Event()
+
+    def generate_batch(batch):
+        started.set()
+        assert canceled.wait(10.0)
+        if error and len(batch) == 2:
+            raise error
+        return [request.prompt_ids for request in batch]
+
+    async def sample():
+        server = hf_rollout.Server(SimpleNamespace(max_model_len=9, max_num_seqs=2), {})
+        server.generate_batch = generate_batch
+        batches = asyncio.create_task(server.run_batches())
+        calls = [asyncio.create_task(server.generate([i], {"max_tokens": 1})) for i in (5, 6)]
+        await asyncio.to_thread(started.wait, 10.0)
+        calls[0].cancel()
+        await asyncio.sleep(0)
+        canceled.set()
+        results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10.0)
+        later = await asyncio.wait_for(server.generate([7], {"max_tokens": 1}), 10.0)
+        await asyncio.wait_for(server.is_idle.wait(), 10.0)
+        batches.cancel()
+        return results, later
+
+    results, later = asyncio.run(sample())
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert results[1] == (error or [6]) and later == [7]
