@@ -69,9 +69,13 @@ def divide_up(number: int, divisor: int) -> int:
 
 
 class WorkerResult(NamedTuple):
-    """The episodes of one call, and the worker's metrics after it."""
+    """The episodes of one call, and the worker's metrics after it.
+
+    greedy: with `baselines`, the greedy episodes, which only count as ended.
+    """
 
     episodes: list[Episode]
+    greedy: list[Episode]
     metrics: dict[str, float]
 
 
@@ -106,11 +110,18 @@ class RolloutWorker:
         """
         rollout = inference.rollout_with_baselines if baselines else inference.rollout
         verifiers: Any = self.verifiers
+        ended: list[Episode] = []
+
+        def on_done(_index: int, episode: Episode) -> None:
+            ended.append(episode)
+
         try:
-            episodes = await rollout(requests, sampling, self.context, verifiers)
+            episodes = await rollout(requests, sampling, self.context, verifiers, on_done)
         except GymError as error:
             raise RunError(str(error)) from None
-        return WorkerResult(episodes, self.limits.metrics())
+        returned = {id(episode) for episode in episodes}
+        greedy = [episode for episode in ended if id(episode) not in returned]
+        return WorkerResult(episodes, greedy, self.limits.metrics())
 
     async def set_policy_version(self, step: int) -> None:
         """Record that the vLLM servers have the weights of a step."""
@@ -166,22 +177,26 @@ class RolloutWorkers:
     ) -> list[Episode]:
         """Run episodes as inference.rollout does, or with `baselines` rollout_with_baselines.
 
-        When the last episode of a group ends, `on_done` is called for each episode of the group.
+        When the last episode of a group ends, `on_done` is called for each episode of the group,
+        also for a greedy one, with the number of the group as index.
         """
         group_indices: dict[str, list[int]] = {}
         for index, (_, group_id) in enumerate(requests):
             group_indices.setdefault(group_id, []).append(index)
         episodes: list[Any] = [None] * len(requests)
 
-        async def run_group(worker: Any, indices: list[int]) -> None:
+        async def run_group(worker: Any, number: int, indices: list[int]) -> None:
             group = [requests[index] for index in indices]
             result = await self._call(worker, group, sampling, baselines)
             for index, episode in zip(indices, result.episodes, strict=True):
                 episodes[index] = episode
                 on_done(index, episode)
+            for episode in result.greedy:
+                on_done(number, episode)
 
         workers = itertools.cycle(self.workers)
-        calls = [run_group(next(workers), indices) for indices in group_indices.values()]
+        groups = enumerate(group_indices.values())
+        calls = [run_group(next(workers), number, indices) for number, indices in groups]
         await asyncio.gather(*calls)
         return episodes
 

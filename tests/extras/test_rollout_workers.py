@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,10 +13,12 @@ from conftest import SESSION, load
 
 import env
 import inference
+from kit.data.episode import Episode
 from kit.errors import RunError
 from kit.extras import rollout_workers
 from kit.gym.network import find_free_port
 from kit.rollout.sampler import (
+    EpisodeRequest,
     Sampling,
     build_sampling_params,
     make_sampler_context,
@@ -73,6 +77,30 @@ def test_tokens_are_the_same_with_and_without_workers(stack):
         # not their tokens: vLLM on a CPU ignores seeds if a batch has greedy responses too
         greedy = both.together.rollout(requests, both.sampling, baselines=True)
         assert {e.status for e in greedy} == {"ok"} and all(e.baseline is not None for e in greedy)
+
+
+def test_greedy_episodes_of_a_worker_count_as_ended(monkeypatch):
+    """The progress bar of ReMax expects them."""
+    episodes = [Episode("row", "g", "s", [1]) for _ in range(3)]
+
+    async def rollout_with_baselines(requests, sampling, context, gym, on_done):
+        for index, episode in enumerate(episodes):
+            on_done(index, episode)
+        return episodes[:2]
+
+    monkeypatch.setattr(inference, "rollout_with_baselines", rollout_with_baselines)
+    worker = rollout_workers.RolloutWorker.__new__(rollout_workers.RolloutWorker)
+    worker.context = worker.verifiers = None
+    worker.limits = SimpleNamespace(metrics=dict)
+    workers = rollout_workers.RolloutWorkers.__new__(rollout_workers.RolloutWorkers)
+    workers.workers = [worker]
+    workers._call = lambda _worker, *arguments: worker.rollout(*arguments)
+    ended = []
+    requests = [EpisodeRequest(None, "g")] * 2
+    call = workers.rollout(requests, {}, lambda *pair: ended.append(pair), baselines=True)
+    assert asyncio.run(call) == episodes[:2]
+    assert [index for index, _ in ended] == [0, 1, 0]
+    assert [episode for _, episode in ended] == episodes
 
 
 def test_an_error_that_ends_the_run_comes_from_a_worker_as_itself(stack):
