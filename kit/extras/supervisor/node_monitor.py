@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kit.extras.supervisor.process_monitor import ProcessInfo
+from kit.extras.supervisor.process_monitor import ProcessInfo, RemoteProcesses
 
 ANSWER_TIMEOUT_S = 90.0
 
@@ -60,8 +60,8 @@ class NodeMonitors:
         self.requests: dict[str, Request] = {}  # the last one, by node id
         self.answers: dict[str, list[ProcessInfo]] = {}  # the latest one, by node id
 
-    def list_processes(self, actors: Mapping[str, Mapping[str, Any]]) -> Iterator[ProcessInfo]:
-        """Yield each node's latest answer, without waiting for a new one.
+    def list_processes(self, actors: Mapping[str, Mapping[str, Any]]) -> RemoteProcesses:
+        """Return each node's latest answer, without waiting for a new one.
 
         actors: Ray's records of the job's actors. Raises TimeoutError with the address of a node
         that has not answered for ANSWER_TIMEOUT_S.
@@ -71,12 +71,16 @@ class NodeMonitors:
             if actor["State"] == "ALIVE":
                 node = Node(actor["Address"]["NodeID"], actor["Address"]["IPAddress"])
                 pids.setdefault(node, []).append(actor["Pid"])
+        processes: list[ProcessInfo] = []
+        repeated: set[str] = set()
         for node, node_pids in pids.items():
-            self._update(node, node_pids)
-            yield from self.answers.get(node.node_id, ())
+            if not self._update(node, node_pids):
+                repeated.add(node.address)
+            processes += self.answers.get(node.node_id, ())
+        return RemoteProcesses(processes, repeated)
 
-    def _update(self, node: Node, pids: Sequence[int]) -> None:
-        """Read a node's answer if it has come, and send the next request."""
+    def _update(self, node: Node, pids: Sequence[int]) -> bool:
+        """Read a node's answer if it has come, and send the next request -> whether it has come."""
         request = self.requests.get(node.node_id)
         if request and not ray.wait([request.answer], timeout=0)[0]:
             if time.monotonic() > request.sent_at + ANSWER_TIMEOUT_S:
@@ -84,14 +88,17 @@ class NodeMonitors:
                     f"the node {node.address} has not answered for {ANSWER_TIMEOUT_S:g} s: it "
                     "hangs, or its network is down"
                 )
-            return
+            return False
+        is_new = request is not None
         try:
             self.answers[node.node_id] = ray.get(request.answer) if request else []
         except ray.exceptions.RayError:
             # The monitor died. Start another one. If its node died too, Ray reports that.
             self.actors.pop(node.node_id)
+            is_new = False
         answer = self._get_actor(node.node_id).list_processes.remote(node.address, pids)
         self.requests[node.node_id] = Request(answer, time.monotonic())
+        return is_new
 
     def _get_actor(self, node_id: str) -> Any:
         """Return the node's NodeMonitor. Start it if there is none."""

@@ -64,8 +64,15 @@ class ProcessInfo(NamedTuple):
         return self.node, self.pid
 
 
+class RemoteProcesses(NamedTuple):
+    """The latest answers of all nodes."""
+
+    processes: list[ProcessInfo]
+    repeated_nodes: set[str]  # addresses of the nodes without an answer since the last check
+
+
 # Ray's records of a job's actors by id -> processes on its nodes
-ListRemote = Callable[[Mapping[str, Any]], Iterable[ProcessInfo]]
+ListRemote = Callable[[Mapping[str, Any]], RemoteProcesses]
 
 
 class ProcessTable:
@@ -78,8 +85,14 @@ class ProcessTable:
         self.missing_count: dict[ProcessKey, int] = {}
         self.stopped_since: dict[ProcessKey, float] = {}
 
-    def update(self, processes: Iterable[ProcessInfo]) -> None:
-        """Record a check: all processes that exist now."""
+    def update(
+        self, processes: Iterable[ProcessInfo], repeated_nodes: Collection[str] = ()
+    ) -> None:
+        """Record a check: all processes that exist now.
+
+        repeated_nodes: nodes whose processes are those of an earlier check. They do not count
+        again.
+        """
         previous = self.running
         self.running = {
             process.key: process
@@ -93,9 +106,12 @@ class ProcessTable:
                 self.stopped_since.pop(key, None)
             # A fork has its parent's title for a moment, so count an engine only when seen twice.
             is_same = key in previous and previous[key].title == process.title
+            is_same = is_same and process.node not in repeated_nodes
             if is_same and ENGINE_TITLE.search(process.title):
                 self.engine_processes[key] = process
-        for key in self.engine_processes:
+        for key, engine in self.engine_processes.items():
+            if engine.node in repeated_nodes:
+                continue
             is_missing = key not in self.running
             self.missing_count[key] = self.missing_count.get(key, 0) + 1 if is_missing else 0
 
@@ -225,14 +241,19 @@ class ProcessMonitor:
         actors = self.list_actors()
         if self.list_remote:
             try:
-                problem = self._find_problem(self.remote, self.list_remote(actors))
+                problem = self._find_problem(self.remote, *self.list_remote(actors))
             except TimeoutError as error:
                 return str(error)
         return problem or self._find_dead_actor(actors)
 
-    def _find_problem(self, table: ProcessTable, processes: Iterable[ProcessInfo]) -> str:
+    def _find_problem(
+        self,
+        table: ProcessTable,
+        processes: Iterable[ProcessInfo],
+        repeated_nodes: Collection[str] = (),
+    ) -> str:
         """Record a check in the table. Return a message about a stopped or dead process."""
-        table.update(processes)
+        table.update(processes, repeated_nodes)
         stopped = table.find_stopped()
         if stopped:
             return (

@@ -11,6 +11,7 @@ import sys
 import time
 from multiprocessing import shared_memory
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 
@@ -50,6 +51,27 @@ def test_an_engine_is_dead_after_three_checks_and_the_gcs_after_one():
     assert table.find_dead_engine() is None
     table.update([])
     assert table.find_dead_engine() == engine
+
+
+def test_an_answer_of_a_node_counts_once(monkeypatch):
+    """A slow node may answer less often than the monitor checks."""
+    address = {"NodeID": "n", "IPAddress": "10.0.0.7"}
+    actors = {"a": {"State": "ALIVE", "Pid": 1, "Address": address}}
+    engine = ProcessInfo("10.0.0.7", 7, "VLLM::EngineCore", psutil.STATUS_SLEEPING)
+    nodes = node_monitor.NodeMonitors()
+    table = ProcessTable()
+    answers = [[engine], [engine], [], [], []]  # one of them for every second check
+    remote = SimpleNamespace(remote=lambda *_: answers.pop(0) if answers else [])
+    monkeypatch.setattr(nodes, "_get_actor", lambda _: SimpleNamespace(list_processes=remote))
+    monkeypatch.setattr(node_monitor.ray, "get", lambda answer: answer)
+    found = []
+    for check in range(12):
+        is_ready = [1] if check % 2 else []
+        monkeypatch.setattr(node_monitor.ray, "wait", lambda *_, ready=is_ready, **__: (ready, []))
+        table.update(*nodes.list_processes(actors))
+        found.append(table.find_dead_engine())
+    # check 0 sends the first request; 1 and 3 read the engine's answers; 5, 7 and 9 miss it
+    assert found[:9] == [None] * 9 and found[9] == engine
 
 
 def test_a_process_that_runs_again_is_not_stopped(monkeypatch):
