@@ -26,12 +26,31 @@ def check_recipe(config: DictConfig, command: str) -> Iterator[str]:
         start = (server or {}).get("start")
         if start:
             used |= set(find_judges(name, start).values())
+            yield from find_visible_keys(name, start, judges)
     for name in judges:
         if name not in used:
             names = ", ".join(sorted(used)) or "no judge"
             yield (
                 f"gym.judges.{name}: no server that this run starts uses it; they use {names}. "
                 "Remove it."
+            )
+
+
+def find_visible_keys(name: str, start: dict[str, Any], judges: dict[str, Any]) -> Iterator[str]:
+    """Yield a message for each judge whose key `start.env` would show to a server.
+
+    No server needs it: servers call their judges through the proxy, which adds the key.
+    """
+    visible = start.get("env")
+    if not isinstance(visible, list):  # another check reports it
+        return
+    for judge, spec in judges.items():
+        variable = spec.get("api_key_env") if isinstance(spec, dict) else None
+        if variable and variable in visible:
+            yield (
+                f"gym.servers.{name}.start.env shows {variable}, the key of gym.judges.{judge}, to "
+                "the server. Remove it. If the server needs a key for another purpose, export it "
+                "under another name."
             )
 
 

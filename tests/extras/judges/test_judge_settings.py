@@ -109,6 +109,27 @@ def test_a_recipe_with_judges_is_checked_before_anything_starts(gym, problems):
         assert re.search(problem, error), errors
 
 
+def test_the_key_of_a_judge_is_not_shown_to_a_server(monkeypatch):
+    monkeypatch.setenv("JUDGE_WORD", "hidden")
+    monkeypatch.setenv("OTHER_WORD", "shown")
+    judge = {"base_url": "https://x/v1", "model": "m", "api_key_env": "JUDGE_WORD"}
+
+    def check(*names):
+        start = {"python": str(GYM_PYTHON), "env": list(names)}
+        settings = {
+            "judges": {"judge_model": judge},
+            "servers": {"physics_judge": {"start": start}},
+        }
+        overrides = [f"gym.{key}={json.dumps(value)}" for key, value in settings.items()]
+        config, _ = load_config([], overrides)
+        return list(judges.check_recipe(config, "train"))
+
+    assert check("OTHER_WORD") == []
+    (problem,) = check("OTHER_WORD", "JUDGE_WORD")
+    expected = r"physics_judge\.start\.env shows JUDGE_WORD, the key of gym\.judges\.judge_model"
+    assert re.search(expected, problem) and "hidden" not in problem
+
+
 def test_the_gpus_of_a_judge_are_hidden_from_the_run(monkeypatch):
     spec = {
         "judge_model": {"start": {"model": "a/b", "gpus": [2, 3], "args": {"max_model_len": 64}}}
