@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import fnmatch
 import functools
 import gzip
 import html
@@ -36,7 +37,7 @@ EPISODES_PER_CHUNK = 100  # unpacked together when one of them is opened
 
 
 class Chart(NamedTuple):
-    """A chart of metrics over steps. patterns: names of metrics, with at most one *."""
+    """A chart of metrics over steps. patterns: names of metrics, where * stands for any text."""
 
     title: str
     patterns: list[str]
@@ -254,12 +255,7 @@ def list_charted_metrics(chart: Chart, run: RunData) -> list[str]:
 
 def matches_pattern(name: str, pattern: str) -> bool:
     """Whether a chart with this pattern shows the metric."""
-    if name in NOT_STAGES:
-        return False
-    start, star, end = pattern.partition("*")
-    if not star:
-        return name == pattern
-    return name.startswith(start) and name.endswith(end)
+    return name not in NOT_STAGES and fnmatch.fnmatchcase(name, pattern)
 
 
 def tabulate_metrics(run: RunData) -> dict[str, Any]:

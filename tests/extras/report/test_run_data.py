@@ -67,3 +67,16 @@ def test_an_evaluation_in_the_directory_and_a_resume_change_no_training_numbers(
     assert diagnosis.summarize(run) == before and "step_7" not in set(run.episodes["file"])
     problems = [finding.problem.partition(":")[0] for finding in diagnosis.find_problems(run)]
     assert problems == ["Some data could not be read"]
+
+
+def test_each_star_of_a_charts_pattern_stands_for_any_text():
+    (held_out,) = [chart for chart in report_page.CHARTS if chart.title == "Held-out"]
+
+    def is_shown(name):
+        return any(report_page.matches_pattern(name, pattern) for pattern in held_out.patterns)
+
+    assert is_shown("rollout/reasoning_gym/acc/mean@8")  # of the command `rollout`
+    assert is_shown("val-core/reasoning_gym/acc/mean@1") and is_shown("val/loss")
+    assert not is_shown("rollout/reasoning_gym/reward/mean@8") and not is_shown("val/loss2")
+    assert report_page.matches_pattern("timing_s/gen", "timing_s/*")
+    assert not report_page.matches_pattern("timing_s/step", "timing_s/*")
