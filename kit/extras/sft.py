@@ -240,7 +240,8 @@ def run_command(config: DictConfig, run: Run, inputs: RunInputs) -> None:
                 run.log(state["step"], compute_validation_loss(config, inputs, workers))
             while state["step"] < run.last:
                 train_step(config, run, inputs, workers, state)
-        run.export()
+        run.guard.pending_export = "Rerun the same command to export the model"
+    run.export()  # only now: the workers no longer hold memory, and no monitor watches them
     run.say(f"The model is in {run.folder}/export. Train it with RL by")
     run.say(f"    actor_rollout_ref.model.path={run.folder}/export")
 

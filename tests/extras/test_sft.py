@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from types import SimpleNamespace
 
 import pandas
 import pyarrow
@@ -76,3 +78,31 @@ def test_conversations_may_be_a_prompt_and_a_response(tmp_path):
         reason = r"b\.jsonl:1: `prompt` must be text or messages, and `response` text"
         with pytest.raises(env.DataError, match=reason):
             list(sft.read_conversations(str(path)))
+
+
+def test_the_model_is_exported_when_the_workers_have_ended(monkeypatch):
+    """Both at once need twice the memory, and an export ends the watch over the processes."""
+    calls = []
+    guard = SimpleNamespace(pending_export="")
+
+    def start(run, inputs, stack, samples):
+        stack.callback(lambda: calls.append(f"workers ended: {guard.pending_export}"))
+        return SimpleNamespace(workers=None)
+
+    monkeypatch.setattr("kit.runs.launch.start", start)
+    monkeypatch.setattr(sft, "set_loss", lambda *_: None)
+    monkeypatch.setattr(sft, "compute_validation_loss", lambda *_: {})
+    run = SimpleNamespace(
+        guard=guard,
+        checkpoint=None,
+        last=0,
+        folder="runs/x",
+        stage=lambda _: contextlib.nullcontext(),
+        save_on_stop=lambda _: contextlib.nullcontext(),
+        save=lambda *_: None,
+        log=lambda *_: None,
+        say=lambda _: None,
+        export=lambda: calls.append("export"),
+    )
+    sft.run_command(None, run, None)
+    assert calls == ["workers ended: Rerun the same command to export the model", "export"]
