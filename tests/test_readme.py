@@ -411,7 +411,8 @@ def recipes_named(text: str) -> set[str]:
     }
 
 
-def test_files_that_show_a_command_name_recipes_that_are_there():
+def test_files_that_show_a_command_name_recipes_that_are_there(monkeypatch):
+    monkeypatch.chdir(ROOT)  # the shared session changes the working directory
     patterns = ("*.py", "kit/**/*.py", "templates/*.py", "configs/**/*.yaml")
     shown = [path for pattern in patterns for path in ROOT.glob(pattern)]
     for path in shown:

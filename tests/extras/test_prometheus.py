@@ -117,7 +117,7 @@ def test_prometheus_reads_the_run_and_its_servers(stack, prometheus, tmp_path):
         monitor.serve_metrics(trainer.run, "127.0.0.1", addresses, exits)
         trainer.servers.rollout_async = partial(fail_some, trainer.servers.rollout_async)
         # a run's start takes it from Gym's client
-        trainer.run.gauges = lambda: {"verify/concurrency/reasoning_gym": 64.0}
+        trainer.run.gauges.append(lambda: {"verify/concurrency/reasoning_gym": 64.0})
         metrics = trainer.step_or_skip()
         assert trainer.scores == {}
         assert metrics["rollout/failed/http_500"] == 16

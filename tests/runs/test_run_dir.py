@@ -405,7 +405,6 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", unsupported)
-    monkeypatch.setattr(files.logger.parent, "propagate", True)  # cli.silence_libraries stops it
     caplog.set_level("WARNING", "kit")
     files.FolderLock(tmp_path).acquire()
     assert "do not start a second run with this name" in caplog.text
