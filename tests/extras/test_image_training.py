@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import ROOT, command, gym_examples, metrics_of, run, tiny, write_rows
+from conftest import CPU, RECIPE, ROOT, command, gym_examples, metrics_of, run, tiny, write_rows
 from image_doubles import COLORS, data_url, image_row, png
+
+from kit.config.load import load_config
+from kit.errors import ConfigError
+from kit.extras import sft
 
 
 def test_sft_of_a_model_that_reads_images_is_refused(workspace, vision_model):
-    (workspace / "chats.jsonl").write_text(
-        json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n"
-    )
-    chats = [
-        "env.train_files=[chats.jsonl]",
+    write_rows(workspace / "chats.jsonl", [{"messages": [{"role": "user", "content": "a"}]}])
+    changes = [
+        f"env.train_files=[{workspace / 'chats.jsonl'}]",
         "env.val_files=[]",
         f"actor_rollout_ref.model.path={vision_model}",
     ]
-    done = run(command(workspace, "--config", "sft", "sft", *tiny(workspace, *chats)), workspace)
-    assert done.returncode == 1 and "`sft` does not support models that read images" in done.stderr
+    config, _ = load_config([str(CPU), str(RECIPE), "sft"], tiny(workspace, *changes))
+    with pytest.raises(ConfigError, match="`sft` does not support models that read images"):
+        sft.prepare_inputs(config)
 
 
 def run_colors(workspace, vision_model, steps: int) -> list[float]:

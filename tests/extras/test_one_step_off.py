@@ -117,6 +117,7 @@ def test_tokens_have_the_version_of_the_weights_that_sampled_them(stack, monkeyp
     assert interrupted >= 2 and max(differences[0]) < AGREE < max(differences[1])
 
 
+@pytest.mark.soak
 def test_it_learns_one_step_off(stack):
     rewards = []
     changes = ["env.val_files=[]", "actor_rollout_ref.rollout.n=16"]

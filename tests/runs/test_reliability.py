@@ -60,10 +60,14 @@ def ppo_changes(workspace: Path) -> list[str]:
 
 
 def test_a_run_in_two_parts_and_its_replay_equal_the_whole_run(workspace):
-    """Five steps, the same five with a SIGTERM in between, and step 4 again from its rollouts."""
+    """Five steps, the same five with a SIGTERM in between, and step 4 again from its rollouts.
+
+    The whole run and the first part run concurrently. Neither changes a bit of the other.
+    """
     changes = ppo_changes(workspace)
-    whole = run_whole(workspace, changes)
-    parts = run_in_two_parts(workspace, changes)
+    with LiveRun(workspace, "whole", *changes, files=PPO_FILES) as run:
+        parts = run_in_two_parts(workspace, changes)
+        whole = finish_whole(run)
     assert_same_steps(whole, parts, range(1, 6))
     name = "checkpoints/global_step_5"
     assert assert_same_checkpoints(whole / name, parts / name) == 7
@@ -76,14 +80,10 @@ def test_a_run_in_two_parts_and_its_replay_equal_the_whole_run(workspace):
         assert_no_secret(folder)
 
 
-def run_whole(workspace: Path, changes: list[str]) -> Path:
-    """Run five steps -> the run's folder. It listens only on this machine."""
-    with LiveRun(workspace, "whole", *changes, files=PPO_FILES) as run:
-        run.until_step(1)
-        outside = {name for name, (host, _) in run.ports() if host not in LOCAL_HOSTS}
-        run.process.wait(timeout=300)
-        run.end(0)
-    assert not outside, "these processes listen for other machines"
+def finish_whole(run: LiveRun) -> Path:
+    """Wait for the end of five steps -> the run's folder."""
+    run.process.wait(timeout=300)
+    run.end(0)
     assert (run.folder / "checkpoints" / "global_step_2").is_dir()
     assert not (run.folder / "checkpoints" / "global_step_1").exists()
     tables = "offline-run-*/files/media/table/val/generations_*.table.json"
@@ -92,11 +92,16 @@ def run_whole(workspace: Path, changes: list[str]) -> Path:
 
 
 def run_in_two_parts(workspace: Path, changes: list[str]) -> Path:
-    """Stop the same run with SIGTERM, and resume it with another key -> its folder."""
+    """Stop the same run with SIGTERM, and resume it with another key -> its folder.
+
+    It listens only on this machine.
+    """
     with LiveRun(workspace, "parts", *changes, files=PPO_FILES) as run:
         run.until_step(2)
+        outside = {name for name, (host, _) in run.ports() if host not in LOCAL_HOSTS}
         run.process.send_signal(signal.SIGTERM)
         seconds = run.end(143, patience=60.0)
+    assert not outside, "these processes listen for other machines"
     print(f"saved and ended {seconds:.1f} s after SIGTERM")
     saved = re.search(r"Last checkpoint: .*global_step_(\d)", run.output)
     assert saved and "SIGTERM: saving and exiting." in run.output
@@ -144,6 +149,7 @@ def assert_no_secret(folder: Path) -> None:
             assert not file.is_file() or SECRET.encode() not in file.read_bytes(), file
 
 
+@pytest.mark.soak
 def test_two_concurrent_runs_do_not_affect_each_other(workspace):
     """Each learns, and its rollout engine agrees with its trainer. One is killed, one continues."""
     changes = ["trainer.total_training_steps=60", "env.val_files=[]"]
