@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kit.config.python_files import skip_package_init
+from kit.extras.python_verifiers import program_scores
 
 PROGRAM_SOURCES = ("codecontests", "apps", "codeforces", "taco")  # verl runs the response
 # verl evaluates the response: math_equal in verl/utils/reward_score/prime_math/grader.py calls eval
@@ -21,17 +22,6 @@ EVALUATED_SOURCES = (
     "numina_synthetic_amc",
     "numina_cn_k12",
     "numina_olympiads",
-)
-# Results of a test that verl 0.9.1 reports. Any other result is a failure of the sandbox.
-PROGRAM_RESULTS = (
-    "success",
-    "wrong_answer",
-    "runtime_error",
-    "timeout",
-    "compile_error",
-    "compile_timeout",
-    "compile_error_skipped",
-    "Invalid completion (missing code block)",
 )
 
 
@@ -73,24 +63,18 @@ def compute_score(
     sandbox_fusion_url: str | None = None,
     memory_limit_mb: int = 1024,  # of each program, the default of verl's reward.sandbox_fusion
 ) -> Any:
-    """Score a response as verl does. Raises RuntimeError if the sandbox has no result for a test.
+    """Score a response as verl does, except that a program which raises earns nothing.
 
     The parameters have verl's names, and there are no others: a misspelled setting is an error.
+    Raises RuntimeError if the sandbox has no result for a test, ValueError if a row has no tests.
     """
-    if sandbox_fusion_url and data_source in PROGRAM_SOURCES:
-        sandbox = importlib.import_module("verl.utils.reward_score.sandbox_fusion")
-        score, tests = sandbox.compute_score(
-            sandbox_fusion_url, None, memory_limit_mb, solution_str, ground_truth, continuous=True
-        )
-        check_tests(tests, sandbox_fusion_url)
-        return score
+    if data_source in PROGRAM_SOURCES:
+        if sandbox_fusion_url:
+            return program_scores.score_in_sandbox(
+                sandbox_fusion_url, memory_limit_mb, solution_str, ground_truth
+            )
+        tests = program_scores.read_tests(ground_truth)
+        if program_scores.calls_function(tests):
+            return program_scores.score_function(solution_str, tests)
     reward_score = importlib.import_module("verl.utils.reward_score")
     return reward_score.default_compute_score(data_source, solution_str, ground_truth, extra_info)
-
-
-def check_tests(tests: list[dict[str, Any]], url: str) -> None:
-    """Raise RuntimeError if the sandbox did not run a test: verl counts that test as failed."""
-    for number, test in enumerate(tests):
-        if test.get("status", test.get("error")) not in PROGRAM_RESULTS:
-            reason = test.get("api_request_error") or test.get("error") or test["status"]
-            raise RuntimeError(f"the sandbox at {url} has no result for test {number}: {reason}")

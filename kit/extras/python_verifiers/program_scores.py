@@ -1,0 +1,122 @@
+"""Score programs with verl's scorers, so that a program which ends early earns nothing.
+
+verl 0.9.1 calls a function in a sandbox and ignores its exception: where "" or no output is
+expected, that test passes (https://github.com/verl-project/verl/pull/7853). So does a program that
+calls sys.exit before its assertions. If a function fails on this machine, verl runs the program
+once more without calling it, and compares what it prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+MAX_SCORED_TESTS = 10  # as in verl
+TEST_TIMEOUT_S = 5  # for all tests on this machine, as in verl
+# Results of a test that verl 0.9.1 reports. Any other result is a failure of the sandbox.
+PROGRAM_RESULTS = (
+    "success",
+    "wrong_answer",
+    "runtime_error",
+    "timeout",
+    "compile_error",
+    "compile_timeout",
+    "compile_error_skipped",
+    "Invalid completion (missing code block)",
+)
+# verl adds this to the program, and calls it instead of the row's function.
+MARKED_CALL = """
+def {name}_with_mark(*arguments):
+    function = globals().get("{name}") or getattr(Solution(), "{name}")
+    result = function(*arguments)
+    {write_mark}
+    return result
+"""
+
+
+# --- in a sandbox --------------------------------------------------------------------------------
+
+
+def score_in_sandbox(url: str, memory_limit_mb: int, completion: str, ground_truth: Any) -> float:
+    """Return the fraction of tests that a program passes in a sandbox.
+
+    Raises RuntimeError if the sandbox has no result for a test, ValueError if the row has no tests.
+    """
+    sandbox = importlib.import_module("verl.utils.reward_score.sandbox_fusion")
+    tests = read_tests(ground_truth)
+    has_end = calls_function(tests) or isinstance(tests.get("assert_case"), list)
+    mark = secrets.token_hex(16) if has_end else ""
+    marked = mark_ends(tests, mark) if mark else tests
+    score, results = sandbox.compute_score(
+        url, None, memory_limit_mb, completion, marked, continuous=True
+    )
+    check_results(results, url)
+    if not mark or not results:
+        return float(score)
+    scored = results[:MAX_SCORED_TESTS]
+    return sum(is_passed(result, mark) for result in scored) / len(scored)
+
+
+def read_tests(ground_truth: Any) -> dict[str, Any]:
+    """Return the tests of a row, which may be JSON. Raises ValueError."""
+    tests = ground_truth
+    if isinstance(tests, str):
+        with contextlib.suppress(ValueError):
+            tests = json.loads(tests)
+    if not isinstance(tests, dict):
+        raise ValueError(f"the tests of the row must be a JSON object, not {tests!r:.80}")
+    return tests
+
+
+def calls_function(tests: Mapping[str, Any]) -> bool:
+    """Return whether tests call a function of the program. Others run the program."""
+    return bool(tests.get("fn_name") and tests.get("inputs"))
+
+
+def mark_ends(tests: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """Return tests that write `mark` to stderr if the function returns, or the assertion holds."""
+    write_mark = f"__import__('os').write(2, b'{mark}')"
+    name = tests.get("fn_name")
+    endings = []
+    for assertion in tests.get("assert_case") or [""] * len(tests["inputs"]):
+        if assertion or not name:
+            endings.append(f"{assertion}\n{write_mark}")
+        else:
+            endings.append(MARKED_CALL.format(name=name, write_mark=write_mark))
+    marked = {**tests, "assert_case": endings}
+    if name:
+        marked["fn_name"] = f"{name}_with_mark"
+    return marked
+
+
+def is_passed(result: Mapping[str, Any], mark: str) -> bool:
+    """Return whether a program passed a test, and reached its end."""
+    return result.get("status") == "success" and mark in (result["stderr"] or "")
+
+
+def check_results(results: list[dict[str, Any]], url: str) -> None:
+    """Raise RuntimeError if the sandbox did not run a test: verl counts that test as failed."""
+    for number, result in enumerate(results):
+        if result.get("status", result.get("error")) not in PROGRAM_RESULTS:
+            reason = result.get("api_request_error") or result.get("error") or result["status"]
+            raise RuntimeError(f"the sandbox at {url} has no result for test {number}: {reason}")
+
+
+# --- on this machine -----------------------------------------------------------------------------
+
+
+def score_function(completion: str, tests: Mapping[str, Any]) -> float:
+    """Return 1 if the function of a program passes all tests, otherwise 0.
+
+    verl scores functions in the same way, if the program prints nothing.
+    """
+    utils = importlib.import_module("verl.utils.reward_score.prime_code.utils")
+    program = completion.split("```python")[-1].split("```")[0]  # as verl finds it
+    results, _ = utils.check_correctness(
+        in_outs=tests, generation=program, timeout=TEST_TIMEOUT_S, debug=False
+    )
+    return float(bool(results) and all(result is True for result in results))

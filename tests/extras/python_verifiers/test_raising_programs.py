@@ -1,0 +1,124 @@
+"""A program that raises, or exits before its test has ended, earns nothing.
+
+verl 0.9.1 pays some of them where "" or no output is expected
+(https://github.com/verl-project/verl/pull/7853).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import threading
+from http.server import ThreadingHTTPServer
+
+import pytest
+from http_doubles import JsonHandler
+from verifier_helpers import make_router, play, rewards
+
+from kit.extras.python_verifiers import verl_scorer
+
+EXPECTS_NO_TEXT = {"fn_name": "solve", "inputs": ["1"], "outputs": [""]}
+EXPECTS_ANYTHING = {"fn_name": "solve", "inputs": ["1"], "outputs": [None]}
+ASSERTS = {"assert_case": ["assert solve(1) == 2"]}
+ASSERTS_OF_FUNCTION = {"fn_name": "solve", **ASSERTS}
+READS_STDIN = {"inputs": ["1"], "outputs": [""]}
+RAISES = "def solve(x):\n    raise ValueError(x)"
+EXITS = "def solve(x):\n    import sys\n    sys.exit(0)"
+EXITS_FIRST = "import os\nos._exit(0)"
+RETURNS_NOTHING = "def solve(x):\n    return ''"
+RETURNS_TWO = "class Solution:\n    def solve(self, x):\n        return 2"
+ASSERTED = "def solve(x):\n    return 2"
+
+
+class RunningSandbox(JsonHandler):
+    """Runs each program, and answers as SandboxFusion does."""
+
+    def do_POST(self):  # noqa: N802  (the name that its base class calls)
+        request = self.read_json()
+        command = [sys.executable, "-c", request["code"]]
+        done = subprocess.run(command, input=request["stdin"], capture_output=True, text=True)
+        run_result = {
+            "status": "Finished",
+            "return_code": done.returncode,
+            "stdout": done.stdout,
+            "stderr": done.stderr,
+        }
+        status = "Failed" if done.returncode else "Success"
+        self.answer(200, {"status": status, "run_result": run_result})
+
+
+@pytest.fixture(scope="module")
+def sandbox_url():
+    with ThreadingHTTPServer(("127.0.0.1", 0), RunningSandbox) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/run_code"
+        server.shutdown()
+
+
+def in_fences(program: str) -> str:
+    return f"```python\n{program}\n```"
+
+
+@pytest.mark.parametrize(
+    ("program", "tests", "verl_pays", "reward"),
+    [
+        (RAISES, EXPECTS_NO_TEXT, 1, 0),
+        (RAISES, EXPECTS_ANYTHING, 1, 0),
+        (EXITS, EXPECTS_NO_TEXT, 1, 0),
+        ("x = 1", EXPECTS_NO_TEXT, 1, 0),  # it has no such function
+        (EXITS_FIRST, EXPECTS_ANYTHING, 1, 0),
+        (EXITS, ASSERTS, 1, 0),
+        (EXITS_FIRST, ASSERTS_OF_FUNCTION, 1, 0),
+        (RAISES, ASSERTS, 0, 0),
+        (RETURNS_NOTHING, EXPECTS_NO_TEXT, 1, 1),
+        (RETURNS_TWO, {**EXPECTS_NO_TEXT, "outputs": ["2"]}, 1, 1),
+        (RETURNS_TWO, EXPECTS_NO_TEXT, 0, 0),
+        (ASSERTED, ASSERTS, 1, 1),
+        (ASSERTED, ASSERTS_OF_FUNCTION, 1, 1),
+        ("raise ValueError", READS_STDIN, 0, 0),
+        ("import sys\nsys.exit()", READS_STDIN, 1, 1),
+    ],
+)
+def test_a_program_earns_its_reward_only_if_its_test_ended(
+    sandbox_url, program, tests, verl_pays, reward
+):
+    verl_scorer.load_verl_scorer()
+    sandbox = importlib.import_module("verl.utils.reward_score.sandbox_fusion")
+    text = in_fences(program)
+    verl_score, _ = sandbox.compute_score(
+        sandbox_url, None, 99, text, json.dumps(tests), continuous=True
+    )
+    assert verl_score == verl_pays
+    arguments = ("taco", text, json.dumps(tests), None, sandbox_url)
+    assert verl_scorer.compute_score(*arguments) == reward
+
+
+def test_a_program_that_raises_in_one_of_two_tests_earns_half(sandbox_url):
+    program = "def solve(x):\n    if x == 1:\n        raise ValueError\n    return ''"
+    tests = {"fn_name": "solve", "inputs": ["1", "2"], "outputs": ["", ""]}
+    arguments = ("taco", in_fences(program), json.dumps(tests), None, sandbox_url)
+    assert verl_scorer.compute_score(*arguments) == 0.5
+
+
+def test_a_function_that_raises_on_this_machine_earns_nothing(tmp_path):
+    """The second run of verl, without the call, would pay both of the first two programs."""
+    router = make_router(
+        tmp_path, "verl", allow_unsandboxed_code=True, timeout_s=60.0, memory_gb=2.0
+    )
+    prints = "print(2)\n" + RAISES
+    texts = [in_fences(program) for program in (RAISES, prints, RETURNS_TWO)]
+    rewarded = []
+    for outputs in ([""], ["2"]):
+        tests = {"fn_name": "solve", "inputs": ["1"], "outputs": outputs}
+        row = {"data_source": "taco", "reward_model": {"ground_truth": json.dumps(tests)}}
+        rewarded.append(rewards(play(router, *texts, row=row)))
+    assert rewarded == [[0.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
+
+
+@pytest.mark.parametrize("url", [None, "http://127.0.0.1:9/run_code"])
+def test_a_row_without_readable_tests_is_a_failure(url):
+    for tests in ("[1]", "x"):
+        with pytest.raises(ValueError, match="tests of the row must be a JSON object"):
+            verl_scorer.compute_score("taco", in_fences("x = 1"), tests, None, url)
