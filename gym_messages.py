@@ -244,7 +244,7 @@ def run_requests(
     names = (row.get(key) for key in ("task_id", "problem_id", "instance_id"))
     name = next((str(name) for name in names if name is not None), str(index.task))
     task = {
-        "task_id": {"taskset": server, "task_id": name},
+        "task_id": row.get("_ng_task_id") or {"taskset": server, "task_id": name},
         "task_input": {
             key: value
             for key, value in row.items()

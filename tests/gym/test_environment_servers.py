@@ -91,6 +91,15 @@ def test_a_task_keeps_the_id_of_its_row(key):
     assert task["task_input"][key] == 5
 
 
+def test_a_materialized_task_keeps_its_id():
+    server = environment_server(SUCCESS)
+    task_id = {"taskset": "env:math", "task_id": "12"}
+    run_row(server, {**ROW, "_ng_task_id": task_id})
+    task = server.log[0][1]["task"]
+    assert task["task_id"] == task_id
+    assert "_ng_task_id" not in task["task_input"]
+
+
 def test_an_agent_gets_the_row_with_the_numbers_of_the_episode():
     server = ScriptedServer(run=[(200, RESULT)])
     run_row(server, kind="agent")
