@@ -11,7 +11,10 @@ GymError. The metric rollout/failed/<reason> counts these reasons:
                   or unavailable. 500: the verifier crashed, maybe on the policy's text
     bad_answer    200, but not the expected JSON: no finite reward, no text, invalid token ids
     too_large     more bytes, lists or objects than `max_answer_bytes` and MAX_CONTAINERS allow
-    masked        200, but the server marks its reward as invalid (MASKED_IF)
+    masked        200, but the server marks its reward as invalid (`find_mask`)
+    environment_<stage>  200, but an Environment Server reports a failure at this stage (STAGES), or
+                  environment_failed without a stage; `details` has the server's description
+    bad_row       the row has no responses_create_params; nothing is sent
     session_lost  the server answered for another session, or restarted since the session began
     server_down   `ServerDownError`, which ends the run; all others end one episode
 No other exception is raised, whatever text a policy, a row or a server sends. `sanitize_json` makes
@@ -21,11 +24,15 @@ pair.
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import itertools
 import json
 import json.scanner
 import time
+import urllib.parse
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,14 +41,21 @@ MAX_CONTAINERS = 100_000  # lists and objects of an answer: each takes over 50 b
 MAX_FAST_VALUES = 300_000  # the C parser takes 0.1 s for these, and blocks all other threads
 MAX_COMPONENTS = 100  # of a reward; also the maximum length of a component's name
 MAX_DEPTH = 64  # levels of nested JSON
-# Fields that mark a reward as invalid, for example because a judge or a sandbox failed.
+# Fields that mark a reward as invalid, for example because a judge or a sandbox failed. For
+# mask_sample and failure_kind see `find_mask`.
 MASKED_IF: dict[str, Callable[[Any], bool]] = {
     "_ng_failure_class": bool,
-    "failure_kind": bool,
-    "mask_sample": bool,
     "proof_status": lambda value: value == "error",  # math_formal_lean
     "num_steps_total": lambda value: value == 0,  # scicode
 }
+CAUSES = ("failure_reason", "_ng_failure_message", "_ng_failure_judge_error")  # of such a mark
+# Routes that are never tools. The last two close the sessions of later servers and of sandboxes.
+RESERVED = {"seed_session", "verify", "reset", "step", "close", "aggregate_metrics", "run", "mcp"}
+RESERVED |= {"close_session", "end_session"}
+STAGES = {"admission", "seed", "agent", "verification", "cleanup"}  # of an Environment Server
+TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+# Fields of a row that are no part of its task: they name its agent, source or skills.
+ROUTING_FIELDS = {"agent_ref", "task_source", "skills_ref"}
 TEXT_FIELDS = {"function_call": ("name", "arguments"), "function_call_output": ("output",)}
 Json = dict[str, Any]  # an object
 
@@ -50,16 +64,22 @@ class GymError(Exception):
     """A call produced no result. `reason` is its short name for the metrics.
 
     retryable: whether a retry may succeed. session_lost: whether the server lost the session, so
-    that a new episode may succeed.
+    that a new episode may succeed. details: the server's own fields about its failure.
     """
 
     def __init__(
-        self, reason: str, message: str, retryable: bool = False, session_lost: bool = False
+        self,
+        reason: str,
+        message: str,
+        retryable: bool = False,
+        session_lost: bool = False,
+        details: Json | None = None,
     ):
         super().__init__(replace_controls(message))
         self.reason = reason
         self.retryable = retryable
         self.session_lost = session_lost
+        self.details = details or {}
 
 
 class ServerDownError(GymError):
@@ -87,8 +107,29 @@ class StepResult:
     tool_outputs: list[dict[str, str]] = field(default_factory=list)  # [{call_id, output}]
 
 
+class EpisodeIndex(NamedTuple):
+    """The numbers of an episode. Members of a group have one task number, and count from 0."""
+
+    task: int = 0
+    rollout: int = 0
+
+    def fields(self) -> Json:
+        """Return the numbers under Gym's names."""
+        return {"_ng_task_index": self.task, "_ng_rollout_index": self.rollout}
+
+
+class BodyFields(NamedTuple):
+    """The fields of a request's body, by the server's /openapi.json."""
+
+    all: frozenset[str]
+    required: frozenset[str]
+
+
+Routes = Mapping[str, BodyFields]  # {path that accepts POST: the fields of its body}
+
+
 class RunResult(NamedTuple):
-    """The result of an agent's episode."""
+    """The result of an episode that a server ran."""
 
     result: VerifyResult
     response: Json  # with all items of the episode
@@ -143,6 +184,88 @@ def message_response(text: str) -> Json:
     return response([message(text)])
 
 
+# --- requests -------------------------------------------------------------------------------------
+def describe_redirect(location: str) -> str:
+    """Return the error text for a redirect. It is not followed: it may lead to a foreign host."""
+    try:
+        host = urllib.parse.urlsplit(location).hostname
+    except ValueError:
+        host = None
+    target = f"host {host}" if host else f"{location[:100]!r}"
+    return f"a redirect to {target}, which is not followed; set the final URL of the server"
+
+
+def read_session_id(cookie: str) -> str | None:
+    """Return the session_id of Gym's cookie, or None for other cookies.
+
+    Starlette encodes a session as base64 of JSON, timestamp and signature.
+    """
+    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+        return str(json.loads(base64.b64decode(cookie.partition(".")[0]))["session_id"])
+    return None
+
+
+def find_callable_tools(names: Iterable[Any]) -> set[str]:
+    """Return the tool names that a policy may call. Each becomes the path of a tool's route.
+
+    A name with a slash (also an encoded one) or a final newline would reach a different route.
+    """
+    texts = {name for name in names if isinstance(name, str) and name.isprintable()}
+    return {name for name in texts if not set(name) & set("/\\%")} - RESERVED - {"", ".", ".."}
+
+
+def find_routed_tools(tools: Iterable[str], routes: Collection[str]) -> set[str]:
+    """Return the tools that have a route on a server, or all for a route like `/{tool_name}`."""
+    is_any_routed = any(route.startswith("/{") and route.count("/") == 1 for route in routes)
+    return {name for name in tools if is_any_routed or f"/{name}" in routes}
+
+
+def list_tool_names(row: Json) -> list[Any]:
+    """Return the names of a row's tools. Raises GymError('bad_row')."""
+    try:
+        params = get_field(row, "responses_create_params", dict, "the row")
+        is_without_tools = not params.get("tools")
+        at = "the row[responses_create_params]"
+        tools = [] if is_without_tools else get_list(params, "tools", dict, at)
+    except GymError as error:
+        raise GymError("bad_row", f"{error}. Correct the row.") from None
+    return [tool.get("name") for tool in tools]
+
+
+def run_requests(
+    server: str, row: Json, index: EpisodeIndex, is_environment: bool
+) -> Iterator[Json]:
+    """Yield the body of /run for each attempt at an episode, without end.
+
+    An Environment Server gets a task with identifiers; an agent the row with its numbers.
+    """
+    if not is_environment:
+        yield from itertools.repeat({**row, **index.fields()})
+    names = (row.get(key) for key in ("task_id", "problem_id", "instance_id"))
+    name = next((str(name) for name in names if name is not None), str(index.task))
+    task = {
+        "task_id": row.get("_ng_task_id") or {"taskset": server, "task_id": name},
+        "task_input": {
+            key: value
+            for key, value in row.items()
+            if key not in ROUTING_FIELDS and not key.startswith("_ng_")
+        },
+    }
+    # Gym rejects an id that ends with "-a" and a number, as a part of a uuid may do.
+    rollout_id = f"{uuid.uuid4().hex}-{index.task}-{index.rollout}"
+    for attempt in itertools.count():
+        yield {"episode_id": {"rollout_id": rollout_id, "attempt": attempt}, "task": task}
+
+
+def close_request(session_id: str) -> Json:
+    """Return the typed body of /close_session for the session of a cookie.
+
+    Such a session has no other id. A rollout id must not end with "-a" and a number.
+    """
+    episode_id = {"rollout_id": session_id.replace("-", ""), "attempt": 0}
+    return {"resources_session_id": session_id, "episode_id": episode_id}
+
+
 # --- checks of a server's answers; they raise GymError('bad_answer') ------------------------------
 def check_type(value: Any, kind: type, at: str) -> Any:
     """Return `value` if it is of this type. An int is a float too, but a bool is neither."""
@@ -171,6 +294,49 @@ def get_list(body: Any, key: str, kind: type, at: str) -> list[Any]:
         if type(item) is not kind:  # a fast check first: a list of token ids is long
             check_type(item, kind, f"{at}[{key}]")
     return items
+
+
+def find_nested(value: Any, *keys: str) -> Any:
+    """Return value[key][key]..., or None if one of these is missing or no object."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def find_kind(routes: Routes) -> str:
+    """Return the kind of a server: `verify`, `step`, `agent` or `environment`."""
+    if "/run" in routes:
+        is_typed = {"episode_id", "task"} <= routes["/run"].required
+        return "environment" if is_typed else "agent"
+    return "step" if "/step" in routes and "/verify" not in routes else "verify"
+
+
+def get_fields(routes: Routes, path: str) -> frozenset[str]:
+    """Return the fields of the body of a route. Empty if there is no such route."""
+    return routes[path].all if path in routes else frozenset()
+
+
+def parse_routes(description: Any, at: str) -> Routes:
+    """Return the paths of /openapi.json that accept POST, with the fields of their bodies."""
+    routes = {}
+    for path, methods in get_field(description, "paths", dict, at).items():
+        if isinstance(methods, dict) and "post" in methods:
+            content = find_nested(methods["post"], "requestBody", "content", "application/json")
+            routes[path] = parse_body_fields(description, find_nested(content, "schema"))
+    return routes
+
+
+def parse_body_fields(description: Json, schema: Any) -> BodyFields:
+    """Return the fields of a JSON schema of an object, which may refer to another schema."""
+    reference = find_nested(schema, "$ref")
+    if isinstance(reference, str):
+        schema = find_nested(description, *reference.removeprefix("#/").split("/"))
+    properties = find_nested(schema, "properties")
+    required = find_nested(schema, "required")
+    return BodyFields(
+        frozenset(properties if isinstance(properties, dict) else ()),
+        frozenset(map(str, required if isinstance(required, list) else ())),
+    )
 
 
 def parse_observation(body: Any, at: str) -> tuple[str | None, Json, list[dict[str, str]]]:
@@ -202,11 +368,13 @@ def parse_verify_result(body: Any, latency_s: float = 0.0, row: Json | None = No
     whose name starts with `_`.
     """
     check_type(body, dict, "/verify")
-    for key, is_invalid in MASKED_IF.items():
-        if is_invalid(body.get(key)):
-            cause = body.get("failure_reason") or body.get("_ng_failure_judge_error") or body[key]
-            cause = f"{sanitize_json(cause)!s:.300}"
-            raise GymError("masked", f"/verify marks its reward as invalid by {key}: {cause}")
+    mask = find_mask(body)
+    if mask:
+        texts = (body.get(key) for key in CAUSES)
+        cause = next((text for text in texts if text), find_nested(body, *mask.split(".")))
+        problem = f"marks its reward as invalid by {mask}: {sanitize_json(cause)!s:.300}"
+        failure = {k: v for k, v in body.items() if str(k).startswith("_ng_failure_")}
+        raise GymError("masked", f"/verify {problem}", details=describe_failure(failure))
     echoed = {"responses_create_params", "response", *(row or {})} - {"reward", "reward_components"}
     details = sanitize_json(
         {k: value for k, value in body.items() if k not in echoed and not str(k).startswith("_")}
@@ -221,6 +389,43 @@ def parse_verify_result(body: Any, latency_s: float = 0.0, row: Json | None = No
     details.pop("reward_components", None)
     cut_details(details)
     return VerifyResult(reward, components, latency_s, details)
+
+
+def find_mask(body: Json) -> str:
+    """Return the name of the field that marks a reward as invalid, or "".
+
+    mask_sample decides if the server sends it. Otherwise a failure_kind marks the reward. With
+    mask_sample, it may describe a failure of the policy, which the verifier scored.
+    """
+    masks = {
+        name: find_nested(body, *name.split("."))
+        for name in ("mask_sample", "instance_config.mask_sample")
+    }
+    for name, mask in masks.items():
+        if mask:
+            return name
+    if body.get("failure_kind") and all(mask is None for mask in masks.values()):
+        return "failure_kind"
+    return next((key for key, is_mask in MASKED_IF.items() if is_mask(body.get(key))), "")
+
+
+def describe_failure(failure: Json) -> Json:
+    """Copy a server's fields about a failure, without token ids, and cut to a maximum size."""
+    details: Json = sanitize_json(failure)
+    for partial_response in details.values():
+        output = find_nested(partial_response, "output")
+        items = output if isinstance(output, list) else []
+        for item in items:
+            remove_token_fields(item)
+    cut_details(details)
+    return details
+
+
+def remove_token_fields(item: Any) -> None:
+    """Remove the token ids and log-probs from an output item."""
+    if isinstance(item, dict):
+        for key in TOKEN_FIELDS:
+            item.pop(key, None)
 
 
 def cut_details(details: Json) -> None:
@@ -256,12 +461,29 @@ def parse_run_result(body: Any, url: str, row: Json, vocabulary: int) -> RunResu
         for key in TEXT_FIELDS.get(kind, ()):
             get_field(item, key, str, at)
         get_list(item, "generation_log_probs", float, at)
-        for key in ("prompt_token_ids", "generation_token_ids"):
+        for key in TOKEN_FIELDS[:2]:
             ids = get_list(item, key, int, at)
             if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
                 span = f"from {min(ids)} to {max(ids)}"
                 raise GymError("bad_answer", f"{at}[{key}]: token ids {span}, of {vocabulary}")
     return RunResult(result, run_response)
+
+
+def parse_environment_result(body: Any, url: str, row: Json, vocabulary: int) -> RunResult:
+    """Return the result in a 200 answer of an Environment Server's /run.
+
+    Raises GymError('environment_<stage>') for a failure, and GymError('masked') too.
+    """
+    failure = get_optional(body, "failure", dict, url)
+    if failure is None:
+        return parse_run_result(get_field(body, "result", dict, url), url, row, vocabulary)
+    cause = get_field(failure, "failure_reason", str, f"{url}[failure]")
+    is_terminal = get_field(failure, "terminal", bool, f"{url}[failure]")
+    stage = get_optional(failure, "stage", str, f"{url}[failure]")
+    reason = f"environment_{stage if stage in STAGES else 'failed'}"
+    at = f" at its stage {stage!r:.50}" if stage else ""
+    problem = f"{url}: the episode failed{at}: {cause:.300}"
+    raise GymError(reason, problem, not is_terminal, details=describe_failure(failure))
 
 
 class SlowDecoder(json.JSONDecoder):

@@ -13,8 +13,8 @@ once, and their mask is 0. A failed episode is data too: `status` has the reason
 reward.
 
 The kind of the Gym server (`Gym.kind`) decides who runs the turns. For `verify` and `step` servers
-it is `run_turns`. An `agent` server runs the turns itself, and samples from the endpoint of
-kit/rollout/openai_server.py. Its Response has the token ids (`episode_from_response`).
+it is `run_turns`. An `agent` or `environment` server runs the turns itself, and samples from the
+endpoint of kit/rollout/openai_server.py. Its Response has the token ids (`episode_from_response`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import copy
 import logging
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -39,11 +38,18 @@ from verl.workers.rollout.llm_server import LLMServerManager
 import env
 import gym_client
 from env import Task
-from gym_client import Gym, GymError, ServerDownError, Session
+from gym_client import RUNS_EPISODES, EpisodeIndex, Gym, GymError, ServerDownError, Session
 from kit.data.episode import Episode, PolicyVersion, append_tokens, from_output_items, gc_paused
 from kit.errors import RunError
 from kit.rollout import chat
-from kit.rollout.sampler import EpisodeRequest, SamplerContext, Sampling, sample
+from kit.rollout.sampler import (
+    EpisodeId,
+    EpisodeRequest,
+    SamplerContext,
+    Sampling,
+    number_members,
+    sample,
+)
 
 logger = logging.getLogger(__name__)
 llm_server.print = logger.debug  # type: ignore[attr-defined]  # verl prints servers' addresses
@@ -269,7 +275,11 @@ def set_reward(episode: Episode, result: gym_client.VerifyResult) -> None:
 
 
 async def run_episode(
-    request: EpisodeRequest, request_id: str, sampling: Sampling, context: SamplerContext, gym: Gym
+    request: EpisodeRequest,
+    episode_id: EpisodeId,
+    sampling: Sampling,
+    context: SamplerContext,
+    gym: Gym,
 ) -> Episode:
     """Make one attempt at an episode, and verify it.
 
@@ -279,10 +289,10 @@ async def run_episode(
     task, group_id = request
     episode = Episode(task.row_id, group_id, task.server, task.prompt_ids, row=task.row)
     try:
-        if await gym.kind(task.server) == "agent":
-            await run_agent(episode, task, context, gym)
+        if await gym.kind(task.server) in RUNS_EPISODES:
+            await run_agent(episode, task, context, gym, episode_id.numbers)
         else:
-            await run_session(episode, task, context, gym, sampling, request_id)
+            await run_session(episode, task, context, gym, sampling, episode_id)
         check_ids(episode)
     except (ServerDownError, RunError, ray.exceptions.RayError):
         raise
@@ -297,7 +307,7 @@ async def run_session(
     context: SamplerContext,
     gym: Gym,
     sampling: Sampling,
-    request_id: str,
+    episode_id: EpisodeId,
 ) -> None:
     """Run the turns of an episode, and verify it.
 
@@ -305,18 +315,21 @@ async def run_session(
     """
     async with contextlib.AsyncExitStack() as stack:
         async with context.episode_slots:
-            session = await stack.enter_async_context(gym.session(task.server, task.row))
-            await run_turns(episode, task, session, context, sampling, request_id)
+            opening = gym.session(task.server, task.row, episode_id.numbers)
+            session = await stack.enter_async_context(opening)
+            await run_turns(episode, task, session, context, sampling, episode_id.request_id)
         await verify(episode, session)
 
 
-async def run_agent(episode: Episode, task: Task, context: SamplerContext, gym: Gym) -> None:
-    """Let a Gym agent run and verify the whole episode, within `context.timeout_s`."""
+async def run_agent(
+    episode: Episode, task: Task, context: SamplerContext, gym: Gym, index: EpisodeIndex
+) -> None:
+    """Let a Gym server run and verify the whole episode, within `context.timeout_s`."""
     async with context.episode_slots:
         version_at_start = context.policy_version
-        run = await gym.run(task.server, task.row, context.timeout_s, context.vocab_size)
+        run = await gym.run(task.server, task.row, context.timeout_s, context.vocab_size, index)
         episode_from_response(episode, run.response, context)
-        # The agent does not report versions. So all tokens get the oldest one that is possible.
+        # The server does not report versions. So all tokens get the oldest one that is possible.
         sampled_count = sum(episode.response_mask)
         episode.policy_versions = [PolicyVersion(sampled_count, version_at_start)]
         set_reward(episode, run.result)
@@ -363,6 +376,7 @@ def record_failure(episode: Episode, error: Exception) -> None:
     if isinstance(error, GymError):
         episode.status = error.reason
         episode.session_lost = error.session_lost
+        episode.failure = error.details
     elif isinstance(error, env.DataError):  # the chat template rejects the environment's text
         episode.status = "template"
     else:  # the kit did not foresee this output of a policy, a row or a server
@@ -398,45 +412,35 @@ async def rollout(
     on_done: is called when an episode ends, with the index of its request.
     """
 
-    async def run_one(index: int, request: EpisodeRequest, request_id: str) -> Episode:
-        episode = await run_with_retries(request, request_id, sampling, context, gym)
+    async def run_one(index: int, request: EpisodeRequest, episode_id: EpisodeId) -> Episode:
+        episode = await run_with_retries(request, episode_id, sampling, context, gym)
         on_done(index, episode)
         return episode
 
-    request_ids = number_members(requests, is_greedy=not sampling.get("temperature", 1.0))
+    episode_ids = number_members(requests, is_greedy=not sampling.get("temperature", 1.0))
     tasks = []
     with gc_paused():
-        for index, (request, request_id) in enumerate(zip(requests, request_ids, strict=True)):
-            tasks.append(asyncio.create_task(run_one(index, request, request_id)))
+        for index, (request, episode_id) in enumerate(zip(requests, episode_ids, strict=True)):
+            tasks.append(asyncio.create_task(run_one(index, request, episode_id)))
             if index % YIELD_EVERY == 0:  # thousands of tasks in a row would block other tasks
                 await asyncio.sleep(0)
         return await asyncio.gather(*tasks)
 
 
-def number_members(requests: Sequence[EpisodeRequest], is_greedy: bool) -> list[str]:
-    """Return the id of each request: `GROUP-NUMBER`, or `greedy-GROUP-NUMBER`.
-
-    NUMBER counts the requests of the group from 0.
-    """
-    prefix = "greedy-" if is_greedy else ""
-    sizes: Counter[str] = Counter()
-    request_ids = []
-    for _, group_id in requests:
-        request_ids.append(f"{prefix}{group_id}-{sizes[group_id]}")
-        sizes[group_id] += 1
-    return request_ids
-
-
 async def run_with_retries(
-    request: EpisodeRequest, request_id: str, sampling: Sampling, context: SamplerContext, gym: Gym
+    request: EpisodeRequest,
+    episode_id: EpisodeId,
+    sampling: Sampling,
+    context: SamplerContext,
+    gym: Gym,
 ) -> Episode:
     """Run an episode, and start it again under a new id if the Gym server lost its session."""
-    episode = await run_episode(request, request_id, sampling, context, gym)
+    episode = await run_episode(request, episode_id, sampling, context, gym)
     for _ in range(MAX_SESSION_RETRIES):
         if not episode.session_lost:
             break
-        request_id += "again-"
-        episode = await run_episode(request, request_id, sampling, context, gym)
+        episode_id = episode_id._replace(request_id=f"{episode_id.request_id}again-")
+        episode = await run_episode(request, episode_id, sampling, context, gym)
     return episode
 
 
@@ -454,7 +458,7 @@ async def rollout_with_baselines(
     on_done: also gets the greedy episodes, each with the number of its group as index.
     """
     for server in {task.server for task, _ in requests}:
-        if await gym.kind(server) == "agent":
+        if await gym.kind(server) in RUNS_EPISODES:
             problem = f"needs greedy responses, which the agent of {server} cannot give"
             raise GymError("no_greedy", f"algorithm.adv_estimator {problem}. Choose another one.")
     first_of_group = {group_id: EpisodeRequest(task, group_id) for task, group_id in requests}

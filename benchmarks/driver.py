@@ -88,7 +88,9 @@ class Verifier:
         return "verify"
 
     @contextlib.asynccontextmanager
-    async def session(self, server: str, row: dict[str, Any]) -> AsyncIterator[Any]:
+    async def session(
+        self, server: str, row: dict[str, Any], index: gym_client.EpisodeIndex
+    ) -> AsyncIterator[Any]:
         yield SimpleNamespace(kind="verify", observation=None, executable=set(), verify=self.verify)
 
     async def verify(

@@ -11,9 +11,10 @@ from collections import Counter
 from types import SimpleNamespace
 
 from aiohttp import web
-from turn_doubles import TOOL, call
+from turn_doubles import TOOL, call, encode_turns
 
 import env
+from gym_client import message
 
 FAILURE_RATE = 0.3
 TIMEOUT_S = 3.0  # of the client if something hangs, else ten times that: a busy machine is slow
@@ -33,6 +34,13 @@ FAULTS = {
     "masked": {"masked"},
     "hang": {"timeout"},
 }
+# Of an Environment Server. It has no sessions, and it can report a failure.
+ENVIRONMENT_FAULTS = {
+    **{fault: statuses for fault, statuses in FAULTS.items() if fault != "wrong cookie"},
+    "failure": {"environment_agent"},
+    "terminal failure": {"environment_failed"},
+}
+ENVIRONMENT_SCHEMA = {"properties": {}, "required": ["episode_id", "task"]}
 
 
 class FaultServer:
@@ -42,6 +50,8 @@ class FaultServer:
     nothing, "mixed" for all of FAULTS. If the session is not that of the episode, or its tool was
     not called, the reward is -1, which no honest call has.
     """
+
+    possible_faults = FAULTS
 
     def __init__(self, fault: str = ""):
         self.fault = fault
@@ -65,7 +75,7 @@ class FaultServer:
         self.calls[path] += 1
         if not self.fault or self.rng.random() > FAILURE_RATE:
             return ""
-        fault = self.rng.choice(list(FAULTS)) if self.fault == "mixed" else self.fault
+        fault = self.rng.choice(list(self.possible_faults)) if self.fault == "mixed" else self.fault
         if path == "/look_up" and fault in ("500", "404"):  # the model reads these
             return ""
         self.faults[path] += 1
@@ -87,10 +97,8 @@ class FaultServer:
         if fault == "delay":
             await asyncio.sleep(self.rng.uniform(0.0, TIMEOUT_S / 4))
         answer = self.answer(request.path, session, body)
-        if fault == "nan":
-            answer["reward"] = float("nan") if request.path == "/verify" else 0.0
-        if fault == "masked" and request.path == "/verify":
-            answer |= {"reward": 0.0, "mask_sample": True}
+        if request.path in ("/verify", "/run"):
+            self.spoil(answer, fault)
         if fault == "wrong cookie":  # of another session; before there is one, of nobody
             session = "tampered" if request.path == "/seed_session" else self.open()
         text = "<html>" if fault == "html" else json.dumps(answer)
@@ -98,6 +106,13 @@ class FaultServer:
         if fault == "truncated json":
             return await self.truncate(request, text, headers)
         return web.Response(text=text, content_type="application/json", headers=headers)
+
+    def spoil(self, answer: dict, fault: str) -> None:
+        """Replace the reward in an answer."""
+        if fault == "nan":
+            answer["reward"] = float("nan")
+        if fault == "masked":
+            answer |= {"reward": 0.0, "mask_sample": True}
 
     def answer(self, path: str, session: str, body: dict) -> dict:
         """Return the answer without a fault."""
@@ -137,6 +152,45 @@ class FaultServer:
     async def openapi(self, _: web.Request) -> web.Response:
         paths = ("/seed_session", "/verify", "/look_up")
         return web.json_response({"paths": {path: {"post": {}} for path in paths}})
+
+
+class FaultyEnvironment(FaultServer):
+    """An Environment Server of Gym 0.7 with faults. It samples the response of RowPolicy."""
+
+    possible_faults = ENVIRONMENT_FAULTS
+
+    def __init__(self, fault: str, tokenizer):
+        super().__init__(fault)
+        self.tokenizer = tokenizer
+
+    def spoil(self, answer: dict, fault: str) -> None:
+        super().spoil(answer["result"], fault)
+        if fault.endswith("failure"):
+            failure = {"failure_reason": "injected", "terminal": fault == "terminal failure"}
+            if not failure["terminal"]:
+                failure |= {"stage": "agent", "partial_response": answer["result"]["response"]}
+            answer |= {"result": None, "failure": failure}
+
+    def answer(self, path: str, session: str, body: dict) -> dict:
+        """Return the answer of /run without a fault: the reward is the text of the response."""
+        row = body["task"]["task_input"]
+        prompt = [{"role": "user", "content": row["responses_create_params"]["input"]}]
+        prompt_ids = env.encode_messages(prompt, [], self.tokenizer, "x")
+        text = str(row["worth"])
+        item = message(text)
+        item["prompt_token_ids"] = prompt_ids
+        item["generation_token_ids"] = encode_turns([text], self.tokenizer)[0]
+        item["generation_log_probs"] = [-1.0] * len(item["generation_token_ids"])
+        result = {"reward": row["worth"], "response": {"output": [item]}, "mask_sample": False}
+        identity = {"episode_id": body["episode_id"], "task_id": body["task"]["task_id"]}
+        return {**identity, "result": result, "failure": None}
+
+    async def openapi(self, _: web.Request) -> web.Response:
+        schema = {"$ref": "#/components/schemas/Request"}
+        operation = {"requestBody": {"content": {"application/json": {"schema": schema}}}}
+        components = {"schemas": {"Request": ENVIRONMENT_SCHEMA}}
+        paths = {"/run": {"post": operation}, "/aggregate_metrics": {"post": {}}}
+        return web.json_response({"paths": paths, "components": components})
 
 
 class RunningServer:

@@ -52,6 +52,7 @@ class FixedRewards:
         self.fail = fail
         self.opened: list[tuple] = []
         self.runs: list[tuple] = []
+        self.numbers: list[tuple] = []
         self.responses: list[dict] = []
         self.open_count = 0
 
@@ -59,7 +60,8 @@ class FixedRewards:
         return self.server_kind
 
     @contextlib.asynccontextmanager
-    async def session(self, server, row):
+    async def session(self, server, row, numbers):
+        self.numbers.append(numbers)
         number = len(self.opened)
         self.opened.append((server, row))
         error = self.fail(number)

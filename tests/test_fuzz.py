@@ -30,6 +30,7 @@ from gym_client import (
     message_response,
     parse_verify_result,
 )
+from gym_messages import BodyFields, find_kind, parse_routes
 from kit.data import rollout_files
 from kit.data.episode import Episode, append_tokens, from_output_items
 from kit.data.row_files import parse_object
@@ -137,7 +138,17 @@ step_answers = nearly(
         supports_explicit_close=st.booleans(),
     ),
 )
-answers = verify_answers | step_answers
+environment_answers = nearly(
+    result=st.none() | verify_answers,
+    failure=st.none()
+    | nearly(
+        failure_reason=texts,
+        terminal=st.booleans(),
+        stage=st.none() | st.sampled_from(["seed", "agent", "x"]),
+        partial_response=st.none() | nearly(output=items),
+    ),
+)
+answers = verify_answers | step_answers | environment_answers
 a_tool = nearly(type=st.just("function"), name=texts, parameters=json_values, function=st.none())
 rows = nearly(
     responses_create_params=nearly(
@@ -181,7 +192,7 @@ def test_a_result_is_finite_and_bounded_or_an_error(body, row):
         result = parse_verify_result(body, row=row)
     except GymError as error:
         assert error.reason in ("bad_answer", "masked")
-        assert is_writable(str(error))
+        assert is_writable([str(error), error.details])
         assert len(str(error)) < 600
         return
     assert math.isfinite(result.reward)
@@ -196,16 +207,19 @@ ROW = {
     "responses_create_params": {"input": "x", "tools": [{"type": "function", "name": "look"}]},
     "half": "\ud800",
 }
+UNTYPED = BodyFields(frozenset(), frozenset())
+TYPED = BodyFields(frozenset(), frozenset({"episode_id", "task"}))
 ROUTES = {
-    "verify": ["/verify", "/look"],
-    "step": ["/reset", "/step"],
-    "agent": ["/run", "/aggregate_metrics"],
+    "verify": dict.fromkeys(["/verify", "/look"], UNTYPED),
+    "step": dict.fromkeys(["/reset", "/step"], UNTYPED),
+    "agent": dict.fromkeys(["/run", "/aggregate_metrics"], UNTYPED),
+    "environment": dict.fromkeys(["/run", "/aggregate_metrics"], TYPED),
 }
 
 
 async def run_episode(gym, kind, results, arguments):
     """Append to `results` all that the client returns in one episode. Raises GymError."""
-    if kind == "agent":
+    if kind in ("agent", "environment"):
         results += await gym.run("s", ROW, 1.0, vocabulary=9)
         results.append(await gym.aggregate("s", []))
         return
@@ -229,11 +243,12 @@ def converse(kind: str, script: list[tuple[int, bytes]], arguments: str = "{}") 
     async def run():
         async with Gym({"s": "http://s"}, attempts=2) as gym:
             gym._routes["s"] = asyncio.get_running_loop().create_future()
-            gym._routes["s"].set_result(frozenset(ROUTES[kind]))
+            gym._routes["s"].set_result(ROUTES[kind])
             try:
                 await run_episode(gym, kind, results, arguments)
             except GymError as error:
-                assert is_writable(str(error))
+                assert is_writable([str(error), error.details])
+                assert len(json.dumps(error.details)) < 70_000
                 assert error.reason != "server_down"
 
     no_pause = SimpleNamespace(uniform=lambda *_: 0.0)
@@ -266,6 +281,24 @@ def test_a_server_may_answer_anything(kind, script, arguments):
             assert is_writable([result.details, result.components])
         else:
             assert is_writable(result)
+
+
+names = st.lists(st.sampled_from(["episode_id", "task", 7]), max_size=3)
+schemas = nearly(**{"$ref": texts}) | nearly(required=names, properties=json_values)
+contents = nearly(**{"application/json": nearly(schema=schemas)})
+posts = nearly(post=nearly(requestBody=nearly(content=contents)))
+descriptions = nearly(paths=st.dictionaries(texts | st.just("/run"), posts, max_size=2))
+
+
+@often
+@given(json_values | descriptions)
+def test_any_description_of_routes_has_a_kind_or_is_an_error(description):
+    try:
+        routes = parse_routes(description, "s")
+    except GymError as error:
+        assert error.reason == "bad_answer"
+        return
+    assert find_kind(routes) in ROUTES
 
 
 @often
@@ -363,7 +396,7 @@ def test_a_row_is_rendered_or_refused_with_its_line(text):
         assert type(message["content"]) is str
         assert message["role"] in ("system", "user", "assistant", "tool")
     assert all(type(tool["function"]["name"]) is str for tool in tools)
-    session = gym_client.Session(mock.Mock(), "s", row, frozenset(["/look"]), "verify")
+    session = gym_client.Session(mock.Mock(), "s", row, ROUTES["verify"], gym_client.FIRST)
     assert all(type(name) is str and "/" not in name for name in session.tools)
 
 

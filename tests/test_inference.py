@@ -156,7 +156,8 @@ def test_a_dead_engine_ends_the_run(error):
 def test_an_agent_runs_the_row_with_the_timeout_and_the_version_at_its_start():
     gym = FixedRewards(kind="agent")
     (episode,) = run_rollout(RecordingClient(), gym, policy_version=6, vocab_size=1000)
-    assert gym.runs == [("server 0", {"row": 0}, 5.0, 1000)] and not gym.opened
+    (arguments,) = gym.runs
+    assert arguments[:4] == ("server 0", {"row": 0}, 5.0, 1000) and not gym.opened
     assert (episode.prompt_ids, episode.response_ids, episode.ended) == ([2, 3], [5, STOP], "stop")
     assert (episode.reward, episode.reward_components) == (0.75, {"part": 0.5})
     assert episode.verify_result == {"extracted": 5}

@@ -74,6 +74,7 @@ class Episode:
     verify_result: dict[str, Any] = field(default_factory=dict)  # the verifier's other fields
     status: str = "ok"  # or the reason of the failure, as in gym_client.GymError
     error: str = ""
+    failure: dict[str, Any] = field(default_factory=dict)  # the server's fields about it, if any
     session_lost: bool = False  # the Gym server stopped during the episode
     timings: dict[str, float] = field(default_factory=dict)  # seconds of generate, tools, verify
     row: dict[str, Any] = field(default_factory=dict)  # the task's row, unchanged

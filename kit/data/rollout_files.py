@@ -10,7 +10,9 @@ one episode per line, in the format of Gym's own collector:
 
 The first key is `_episode`: a summary for people, and the fields that only the kit has. If a
 function generated the row, `_episode` holds the row too. A failed episode has a status and no
-reward. `--replay` needs nothing but such a file.
+reward. If its server described the failure, `failure` has the server's fields, such as
+`failure_reason`, `terminal`, `stage` and `partial_response`. `--replay` needs nothing but such a
+file.
 """
 
 from __future__ import annotations
@@ -94,6 +96,8 @@ def to_record(episode: Episode, task_index: int, rollout_index: int) -> dict[str
     }
     summary |= {name: getattr(episode, name) for name in SAVED_FIELDS}
     summary["versions"] = [tuple(version) for version in episode.policy_versions]
+    if episode.failure:
+        summary["failure"] = episode.failure
     summary["prompt_tokens"] = len(episode.prompt_ids)
     summary["response_tokens"] = len(episode.response_ids)
 
@@ -158,6 +162,7 @@ def from_record(record: dict[str, Any], row: dict[str, Any]) -> Episode:
     saved = record["_episode"]
     fields = {name: saved[name] for name in SAVED_FIELDS}
     episode = Episode(prompt_ids=[], reward=record["reward"], row=row, **fields)
+    episode.failure = saved.get("failure", {})
     episode.reward_components = record.get("reward_components") or {}
     other_fields = {*RECORD_FIELDS, *row}
     episode.verify_result = {k: value for k, value in record.items() if k not in other_fields}

@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 import gym_client
-from gym_client import Json
+from gym_client import FIRST, EpisodeIndex, Json
 from kit.config.keys import to_plain
 from kit.gym.concurrency import ConcurrencyLimits
 
@@ -34,7 +34,7 @@ class VerifierRouter:
         self.gym = gym
         self.pools = pools
         self.tokenizer = tokenizer
-        self.run = gym.run  # only a Gym server can run an agent
+        self.run = gym.run  # only a Gym server can run a whole episode
 
     async def __aenter__(self) -> VerifierRouter:
         await self.gym.__aenter__()
@@ -46,18 +46,20 @@ class VerifierRouter:
         await self.gym.__aexit__()
 
     async def kind(self, name: str) -> str:
-        """Return the kind of the verifier: `verify`, `step` or `agent`. Raises GymError."""
+        """Return the kind of the verifier, as `gym_client.Gym.kind` does. Raises GymError."""
         if name in self.pools:
             return str(await self.pools[name].kind())
         return await self.gym.kind(name)
 
     @contextlib.asynccontextmanager
-    async def session(self, name: str, row: Json) -> AsyncIterator[Any]:
+    async def session(
+        self, name: str, row: Json, index: EpisodeIndex = FIRST
+    ) -> AsyncIterator[Any]:
         """Open a session with the verifier for one episode of `row`. Raises GymError."""
         if name in self.pools:
             yield await self.pools[name].open_session(row, self.tokenizer)
         else:
-            async with self.gym.session(name, row) as session:
+            async with self.gym.session(name, row, index) as session:
                 yield session
 
     async def aggregate(self, name: str, records: Sequence[Json]) -> Json | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,7 +13,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig
 
 from env import Task
-from gym_client import GymError
+from gym_client import EpisodeIndex, GymError
 from kit.config.resources import rollout_gpus
 from kit.config.user_functions import needs
 from kit.data.episode import ABORTED, PolicyVersion, PolicyVersions
@@ -186,6 +188,33 @@ def repeat_per_group(tasks: Iterable[Task], n: int, name: str) -> list[EpisodeRe
     for number, task in enumerate(tasks):
         requests += [EpisodeRequest(task, f"{name}/{number}")] * n
     return requests
+
+
+class EpisodeId(NamedTuple):
+    """The identifiers of an episode (`number_members`)."""
+
+    request_id: str  # of the rollout engine
+    numbers: EpisodeIndex  # for the Gym server
+
+
+def number_members(requests: Sequence[EpisodeRequest], is_greedy: bool) -> list[EpisodeId]:
+    """Return the ids of each request. Its request id is `GROUP-NUMBER`, or `greedy-GROUP-NUMBER`.
+
+    NUMBER counts the requests of the group from 0. The groups have consecutive task numbers from a
+    random one, since a server may remember the groups of earlier rollouts, also of other runs.
+    """
+    prefix = "greedy-" if is_greedy else ""
+    first_task = secrets.randbits(48)
+    task_numbers: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
+    episode_ids = []
+    for _, group_id in requests:
+        number = sizes[group_id]
+        sizes[group_id] += 1
+        task_number = task_numbers.setdefault(group_id, first_task + len(task_numbers))
+        numbers = EpisodeIndex(task_number, number)
+        episode_ids.append(EpisodeId(f"{prefix}{group_id}-{number}", numbers))
+    return episode_ids
 
 
 class RolloutArgs(NamedTuple):

@@ -1,4 +1,4 @@
-"""The fault matrix: a Gym server that fails in 30% of its calls, in eleven ways.
+"""The fault matrix: a Gym server that fails in 30% of its calls, in eleven ways or more.
 
 No failed call becomes a reward. The advantages of the groups that survive whole are exactly those
 of a run without faults. The policy is a script that follows from the row, so that two runs can be
@@ -13,7 +13,16 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 from conftest import ALGORITHM
-from fault_server import FAULTS, MEMBERS, TIMEOUT_S, RowPolicy, RunningServer, make_requests
+from fault_server import (
+    ENVIRONMENT_FAULTS,
+    FAULTS,
+    MEMBERS,
+    TIMEOUT_S,
+    FaultyEnvironment,
+    RowPolicy,
+    RunningServer,
+    make_requests,
+)
 from omegaconf import OmegaConf
 from turn_doubles import chatml_tokenizer, context_of
 
@@ -26,18 +35,20 @@ from kit.rollout.chat import parse_response
 CONFIG = OmegaConf.create({"algorithm": ALGORITHM})
 
 
-def run(fault: str, with_tool: bool):
+def run(fault: str, with_tool: bool = False, is_environment: bool = False):
     """Return (episodes, the server) of one rollout against a server with this fault."""
     tokenizer = chatml_tokenizer()
     requests = make_requests(tokenizer, with_tool)
-    context = context_of(RowPolicy(tokenizer, [task for task, _ in requests]), tokenizer)
+    timeout_s = TIMEOUT_S if fault in ("hang", "mixed") else 10 * TIMEOUT_S
+    policy = RowPolicy(tokenizer, [task for task, _ in requests])
+    context = context_of(policy, tokenizer, timeout_s=timeout_s)
 
     async def collect(url):
-        timeout_s = TIMEOUT_S if fault in ("hang", "mixed") else 10 * TIMEOUT_S
         async with Gym({"faulty": url}, timeout_s=timeout_s, concurrency=64) as gym:
             return await inference.rollout(requests, {}, context, gym)
 
-    with RunningServer(fault) as running:
+    server = FaultyEnvironment(fault, tokenizer) if is_environment else None
+    with RunningServer(fault, server) as running:
         return asyncio.run(collect(running.url)), running.server
 
 
@@ -69,11 +80,7 @@ def test_no_failed_call_becomes_a_reward(fault, with_tool, faultless):
     assert all(e.reward == e.reward and e.response == str(e.reward) for e in honest.values())
 
     episodes, server = run(fault, with_tool)
-    failed = [e for e in episodes if e.status != "ok"]
-    allowed = set().union(*FAULTS.values()) if fault == "mixed" else FAULTS[fault]
-    assert {e.status for e in failed} <= allowed, Counter(e.status for e in failed)
-    assert all(e.reward is None and e.error for e in failed)
-    assert all(e.reward == honest[e.row_id].reward for e in episodes if e.status == "ok")
+    failed = check_failures(episodes, honest, fault, FAULTS)
     paths = {"/seed_session", "/verify"}
     if with_tool and fault not in ("500", "404"):
         paths.add("/look_up")
@@ -83,6 +90,33 @@ def test_no_failed_call_becomes_a_reward(fault, with_tool, faultless):
         assert server.calls["/seed_session"] > len(episodes)
         assert len(failed) < sum(server.faults.values())
     check_advantages(episodes, honest)
+
+
+@pytest.mark.parametrize("fault", [*ENVIRONMENT_FAULTS, "mixed"])
+def test_no_failed_episode_of_an_environment_server_becomes_a_reward(fault, faultless):
+    honest = {e.row_id: e for e in faultless[False]}
+    episodes, server = run(fault, is_environment=True)
+    failed = check_failures(episodes, honest, fault, ENVIRONMENT_FAULTS)
+    assert set(server.faults) == {"/run"}
+    assert bool(failed) == (fault != "delay")
+    if fault in ("reset", "truncated json", "503", "failure"):
+        assert len(failed) < server.faults["/run"]
+    elif fault != "mixed":  # another attempt would be a second episode
+        assert server.calls["/run"] == len(episodes)
+    for e in failed:
+        is_described = e.status.startswith("environment_")
+        assert (e.failure.get("failure_reason") == "injected") == is_described
+    check_advantages(episodes, honest)
+
+
+def check_failures(episodes, honest, fault, faults):
+    """Check the statuses and the rewards of all episodes, and return those that failed."""
+    failed = [e for e in episodes if e.status != "ok"]
+    allowed = set().union(*faults.values()) if fault == "mixed" else faults[fault]
+    assert {e.status for e in failed} <= allowed, Counter(e.status for e in failed)
+    assert all(e.reward is None and e.error for e in failed)
+    assert all(e.reward == honest[e.row_id].reward for e in episodes if e.status == "ok")
+    return failed
 
 
 def check_advantages(episodes, honest):

@@ -17,5 +17,7 @@ def test_every_status_is_described_and_every_described_status_exists():
     assert len(raised) > 15
     undescribed = [name for name in raised - {"ok"} if find_status(name) == Status("", "")]
     assert undescribed == []
-    unused = [name for name in STATUSES if f'"{name}"' not in source and name != "http_*"]
+    families = ("http_*", "environment_*")  # the code completes these names
+    names = [name for name in STATUSES if name not in families]
+    unused = [name for name in names if f'"{name}"' not in source]
     assert unused == []
