@@ -2,7 +2,7 @@
 
     python -m kit.gym.servers install NAME    or in a recipe: gym.servers.NAME.start.install: true
 
-The environment is .venv-gym-servers/NAME, next to the environment that has nemo-gym. It has the
+The environment is .venv-gym-servers/NAME, next to .venv-gym, which has nemo-gym. It has the
 packages of that one (uv uses hard links) and a link to its nemo-gym. It also has the packages that
 the server's requirements.txt or pyproject.toml lists, as Gym installs them. It is built under a
 temporary name and renamed when it is complete. It is reused until the list changes.
@@ -25,7 +25,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import NormalizedName, canonicalize_name
 
-ENVIRONMENTS = ".venv-gym-servers"
+from kit.gym import process_specs
+
 TIMEOUT_S = 3600.0  # for one call of uv, which may download gigabytes
 
 
@@ -33,26 +34,13 @@ class InstallError(RuntimeError):
     """An environment cannot be made. The message names the server, the cause and the fix."""
 
 
-def environment_folder(server: str, python: str) -> Path:
-    """Return the folder of the server's environment. python: the interpreter that has nemo-gym."""
-    return Path(python).absolute().parents[2] / ENVIRONMENTS / server
-
-
-def find_site_packages(python: str) -> Path | None:
-    """Return the site-packages folder with nemo-gym of an interpreter, without running it."""
-    for folder in Path(python).absolute().parents[1].glob("lib/python3*/site-packages"):
-        if (folder / "nemo_gym").is_dir():
-            return folder
-    return None
-
-
 def install_environment(server: str, python: str) -> Path:
     """Make the environment of `server` if necessary, and return its interpreter.
 
     python: the interpreter that has nemo-gym. Raises InstallError.
     """
-    final = environment_folder(server, python)
     base = check_base(server, python)
+    final = process_specs.environment_folder(server, base)
     uv = find_uv()
     if not uv:
         raise InstallError(
@@ -60,8 +48,7 @@ def install_environment(server: str, python: str) -> Path:
             "Run `pip install uv`."
         )
     packages = read_requirements(base / "resources_servers" / server)
-    versions = sorted(path.name for path in base.glob("nemo_gym-*.dist-info"))
-    contents = "\n".join([*versions, *packages]) + "\n"
+    contents = "\n".join([*process_specs.list_versions(base), *packages]) + "\n"
     marker = final / "installed.txt"
     if marker.is_file() and marker.read_text() == contents:
         return final / "bin" / "python"
@@ -81,7 +68,7 @@ def install_environment(server: str, python: str) -> Path:
 
 def check_base(server: str, python: str) -> Path:
     """Return the site-packages folder that has nemo-gym and the server. Raises InstallError."""
-    base = find_site_packages(python)
+    base = process_specs.find_package(python)
     if base is None:
         raise InstallError(
             f"no environment for {server}: {python} has no nemo-gym. To install it, run `make gym`."

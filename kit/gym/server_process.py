@@ -11,6 +11,7 @@ A spec is a dict that describes one process of a run. Its keys:
     kind, folder        its code: the folder kind/folder of the package, or an absolute path
     resources_server    the folder of the server whose YAML files describe this process
     overrides           settings that replace those of the YAML
+    global_config       entries of Gym's configuration that describe no process, such as a sandbox
     config_key          the key of the recipe that sets `overrides`, for messages
     is_unchecked        whether the replies of the server's judges are accepted without a check
     python, log         its interpreter and its log file
@@ -158,8 +159,11 @@ def build_gym_config(
         if "overrides" in each:
             settings = build_settings(each, package)
         config[each["name"]] = {each["kind"]: {Path(each["folder"]).name: settings}}
+    entries = spec.get("global_config") or {}
+    check_entries(spec, entries, config)
     # The value is `???`, or a `${name}` that another file defines. That file is not read here.
-    unset = re.findall(r"(\w+): .*(?:\?\?\?|\$\{\w+\})", yaml.safe_dump(config[spec["name"]]))
+    open_values = re.findall(r"(\w+): .*(\?\?\?|\$\{\w+\})", yaml.safe_dump(config[spec["name"]]))
+    unset = [key for key, value in open_values if value[2:-1] not in entries]
     if unset:
         sys.exit(
             f"the YAML of {spec['folder']} does not set {', '.join(unset)}. "
@@ -167,7 +171,17 @@ def build_gym_config(
         )
     config["head_server"] = {"host": spec["host"], "port": spec["port"]}
     config["dry_run"] = False
-    return config
+    return {**entries, **config}
+
+
+def check_entries(spec: ProcessSpec, entries: Iterable[str], config: dict[str, Any]) -> None:
+    """Exit if entries of global_config have the names of servers, or names that Gym reserves."""
+    clashes = sorted({*entries} & {*config, "head_server", "dry_run"})
+    if clashes:
+        sys.exit(
+            f"global_config of {spec['folder']} has an entry {clashes[0]}, the name of a server "
+            "or of Gym's own. Choose another name."
+        )
 
 
 def build_settings(spec: ProcessSpec, package: Path) -> dict[str, Any]:

@@ -94,6 +94,13 @@ def test_a_server_of_a_folder_has_the_settings_of_its_yaml(tmp_path, monkeypatch
     assert server_process.build_settings(spec, tmp_path / "no package")["depth"] == 3
 
 
+@pytest.mark.parametrize("key", ["config", "agent_config", "global_config"])
+def test_settings_that_are_no_mapping_are_an_error(key):
+    start = {**START, "agent": "simple_agent", key: ["a"]}
+    with pytest.raises(GymStartError, match=rf"mcqa\.start\.{key} is \['a'\]\. Set keys"):
+        check_server("mcqa", {"start": start})
+
+
 @pytest.mark.parametrize(
     ("names", "problem"),
     [
