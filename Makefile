@@ -3,7 +3,7 @@
 # make demo        Train SmolLM2-135M on small sums on a CPU, with vLLM, FSDP and a NeMo Gym verifier.
 # make math        Train on GSM8K on this machine's GPUs. Without a hub, set MODEL=folder of the model and
 #                  GSM8K=folder of the original JSONL files.
-# make test        Run ruff, mypy and pytest.
+# make test        Run ruff, mypy and pytest, with the servers of both versions of NeMo Gym.
 # make gym         Install NeMo Gym's servers. GYM=0.4.0: the older version, in .venv-gym-0.4.0.
 # make bench       Measure a step, its limits, TRL and the startup time (docs/performance.md); 1 hour.
 # make algorithms  Run each recipe of docs/algorithms.md on a small task with three seeds; 75 minutes.
@@ -35,7 +35,7 @@ math:
 	.venv/bin/python algorithm.py --config math trainer.n_gpus_per_node=$$(nvidia-smi -L | wc -l) \
 	    $(if $(MODEL),actor_rollout_ref.model.path=$(MODEL))
 
-test: lint gym
+test: lint gym .venv-gym-0.4.0/ready
 	.venv/bin/python -m pytest -n 2 --dist loadgroup
 
 bench: setup gym model data
