@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -108,9 +109,9 @@ def install_packages(
 
 
 def read_requirements(folder: Path) -> list[str]:
-    """Return the packages that a server lists, without nemo-gym. Raises InstallError.
+    """Return the packages that a server lists, without nemo-gym, but with those of its extras.
 
-    folder: resources_servers/NAME of the package.
+    folder: resources_servers/NAME of the package. Raises InstallError.
     """
     if (folder / "pyproject.toml").is_file():
         project = tomllib.loads((folder / "pyproject.toml").read_text())
@@ -120,9 +121,27 @@ def read_requirements(folder: Path) -> list[str]:
     else:
         path = folder / "requirements.txt"
         lines = path.read_text().splitlines() if path.is_file() else []
-    lines = [line.strip() for line in lines]
-    skipped = ("#", "-e nemo-gym", "nemo-gym", "nemo_gym")
-    return [line for line in lines if line and not line.startswith(skipped)]
+    lines = [line.partition(" #")[0].strip() for line in lines]
+    skipped = ("#", "-e nemo-gym", "nemo-gym", "nemo_gym", "-e ../..")
+    # "-e ./lib[extra]" is a folder of the server
+    packages = [
+        line.replace("-e ./", f"{folder.absolute()}/")
+        for line in lines
+        if line and not line.startswith(skipped)
+    ]
+    extras = set(re.findall(r"nemo-gym\[.*?\b(sandbox)\b", "\n".join(lines)))
+    return packages + [each for extra in extras for each in list_extra(folder.parents[1], extra)]
+
+
+def list_extra(package: Path, extra: str) -> list[str]:
+    """Return the packages of one extra of nemo-gym, such as `sandbox`. package: its folder."""
+    packages = []
+    for metadata in package.glob("nemo_gym-*.dist-info/METADATA"):
+        for line in metadata.read_text().splitlines():
+            name, _, condition = line.removeprefix("Requires-Dist: ").partition("; extra == ")
+            if line.startswith("Requires-Dist: ") and condition.strip("\"'") == extra:
+                packages.append(name)
+    return packages
 
 
 def add_source(line: str, sources: Mapping[NormalizedName, Any]) -> str:

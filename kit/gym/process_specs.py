@@ -9,15 +9,17 @@
     config         settings that replace those of the server's YAML
     global_config  entries of Gym's configuration next to the server's, for example
                    {sandbox: {docker: {}}}; its agent sees them too
-    host, port     default 127.0.0.1 and a free port; with `agent` they are the agent's
+    host, port     default 127.0.0.1 and a free port, of the process that answers for the name
     agent          folder under responses_api_agents: this agent runs the episodes
     agent_config   settings that replace those of the agent's YAML
+    environment    folder under environment_servers: this server of Gym 0.7 has the agent run the
+                   episodes, for example single_agent_turn
     env            names of secret environment variables that the server may see
 
 Without `agent` one process serves /seed_session, the tools and /verify. With `agent` there are
 three: Gym's agent (POST /run), the resources server behind it, and `policy_model`. This is Gym's
 model server, which all agents of a run share. It gets responses and their token ids from the
-policy, an OpenAI-compatible endpoint.
+policy, an OpenAI-compatible endpoint. With `environment` there is a fourth, in front of the agent.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ from typing import Any
 from kit import extras
 from kit.gym import network, server_process
 from kit.gym.network import HOST, GymStartError
-from kit.gym.server_process import AGENTS, MODELS, RESOURCES, ProcessSpec
+from kit.gym.server_process import AGENTS, ENVIRONMENTS, MODELS, RESOURCES, ProcessSpec
 
 START_KEYS = {"python", "install", "server", "path", "config", "host", "port"}
-START_KEYS |= {"agent", "agent_config", "global_config", "env"}
+START_KEYS |= {"agent", "agent_config", "environment", "global_config", "env"}
 PYTHON = ".venv-gym/bin/python"  # separate: nemo-gym would break the environment of the run
 POLICY_MODEL = "policy_model"  # the name of the trained model in Gym's YAML files
 RESERVED_NAMES = (POLICY_MODEL, "head_server", "dry_run")  # in Gym's configuration
@@ -56,8 +58,9 @@ def check_server(name: str, server: Mapping[str, Any]) -> None:
     """Check that a server's `url` answers, or that its `start` can work. Raises GymStartError."""
     start = server.get("start") or {}
     check_name("gym.servers", name)
-    if start.get("agent"):
-        check_name(f"gym.servers.{name}.start.agent", start["agent"])
+    for key in ("agent", "environment"):
+        if start.get(key):
+            check_name(f"gym.servers.{name}.start.{key}", start[key])
     if server.get("url"):
         network.wait_ready(name, str(server["url"]).rstrip("/"))
     else:
@@ -116,8 +119,9 @@ def check_start_keys(key: str, start: Mapping[str, Any]) -> None:
             raise GymStartError(
                 f"{key}.{part} is {start[part]!r}. Set keys and values of Gym's YAML."
             )
-    if start.get("agent_config") and not start.get("agent"):
-        raise GymStartError(f"{key}.agent_config is set without an agent. Add agent: simple_agent.")
+    for part in ("agent_config", "environment"):
+        if start.get(part) and not start.get("agent"):
+            raise GymStartError(f"{key}.{part} is set without an agent. Add agent: simple_agent.")
 
 
 def check_variables(key: str, names: Any) -> None:
@@ -281,7 +285,10 @@ def plan_processes(
 def plan_agent(
     name: str, start: Mapping[str, Any], policy: Mapping[str, Any] | None
 ) -> list[ProcessSpec]:
-    """Return the specs of the policy's model server and of the agent, or [] without an agent."""
+    """Return the specs of the policy's model server, of the agent and of the environment server.
+
+    Returns [] without an agent.
+    """
     agent = start.get("agent")
     key = f"gym.servers.{name}.start"
     if not agent:
@@ -315,7 +322,19 @@ def plan_agent(
         },
         "config_key": f"{key}.agent_config",
     }
-    return [model_server, agent_server]
+    if not start.get("environment"):
+        return [model_server, agent_server]
+    environment_server = {
+        "name": f"{name}_{start['environment']}",
+        "kind": ENVIRONMENTS,
+        "folder": start["environment"],
+        "overrides": {
+            "resources_server": {"type": RESOURCES, "name": name},
+            "agent_server": {"type": AGENTS, "name": agent_server["name"]},
+        },
+        "config_key": f"{key}.environment",
+    }
+    return [model_server, agent_server, environment_server]
 
 
 # --- interpreters --------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ from typing import Any, NoReturn
 RESOURCES = "resources_servers"  # kinds of servers: folders of the nemo-gym package
 MODELS = "responses_api_models"
 AGENTS = "responses_api_agents"
+ENVIRONMENTS = "environment_servers"  # since Gym 0.7
 JUDGE_PARSING = Path(__file__).parents[1] / "extras" / "judges" / "judge_parsing.py"
 # settings that switch a verifier's judge off if they are false
 JUDGE_SWITCHES = ("should_use_judge", "use_judge", "enable_llm_judge")
@@ -90,7 +91,10 @@ def run_server(name: str, specs: list[ProcessSpec]) -> None:
         if spec["folder"] == "genrm_model":
             use_remote_genrm()
         runpy.run_path(str(folder / "app.py"), run_name="__main__")
-    except ModuleNotFoundError as error:
+    except ImportError as error:
+        # Without a package, a folder of its name next to app.py has an "unknown location".
+        if not isinstance(error, ModuleNotFoundError) and "unknown location" not in str(error):
+            raise
         exit_for_module(error.name, spec, folder)
     except pydantic.ValidationError as error:
         problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
@@ -121,7 +125,8 @@ def find_app_folder(spec: ProcessSpec, package: Path) -> Path:
         return folder
     names = [path.parent.name for path in folder.parent.glob("*/app.py")]
     nearest = difflib.get_close_matches(spec["folder"], names, 4, 0.0)
-    kind = {RESOURCES: "resources server", MODELS: "model", AGENTS: "agent"}[spec["kind"]]
+    kinds = {RESOURCES: "resources server", MODELS: "model", AGENTS: "agent"}
+    kind = kinds.get(spec["kind"], "environment server")
     sys.exit(
         f"nemo-gym has no {kind} {spec['folder']!r}. Choose one of {folder.parent}; "
         f"the nearest are {', '.join(nearest)}"

@@ -106,6 +106,19 @@ def test_a_requirement_from_git_is_not_installed_from_pypi():
     assert not [line for line in lines if "nemo-gym" in line]
 
 
+def test_a_requirement_in_a_folder_of_the_server_is_found_from_any_folder(tmp_path):
+    lines = ["# a comment", "-e nemo-gym[dev] @ ../../", "-e ../../", "a>=1  # why", "-e ./lib[b]"]
+    (tmp_path / "requirements.txt").write_text("\n".join(lines))
+    assert gym_environments.read_requirements(tmp_path) == ["a>=1", f"{tmp_path}/lib[b]"]
+
+
+def test_the_packages_of_gyms_extra_sandbox_are_installed_for_a_server_that_names_it():
+    servers = SITE_PACKAGES / "resources_servers"
+    packages = "\n".join(gym_environments.read_requirements(servers / "job_bench"))
+    assert "opensandbox>=0.1.15" in packages and "mammoth>=1.13.0" in packages
+    assert "opensandbox" not in "\n".join(gym_environments.read_requirements(servers / "moldetox"))
+
+
 @pytest.mark.parametrize(
     ("source", "line"),
     [

@@ -166,6 +166,24 @@ def test_the_policys_model_server_sees_no_secret_of_one_agent(monkeypatch):
     assert "global_config" not in shown
 
 
+def test_an_environment_server_is_in_front_of_an_agent_and_answers_for_the_name():
+    package = process_specs.find_package(str(GYM_PYTHON))
+    start = {"python": str(GYM_PYTHON), "server": "mcqa", "port": find_free_port()}
+    start |= {"agent": "simple_agent", "environment": "single_agent_turn"}
+    policy = {"base_url": "http://x/v1", "api_key": "k", "model": "m"}
+    *others, spec = process_specs.plan_processes("x", start, policy)
+    assert [each["name"] for each in others] == ["x", "policy_model", "x_simple_agent"]
+    assert spec["port"] == start["port"]
+    assert (server_process.find_app_folder(spec, package) / "app.py").is_file()
+    config = server_process.build_gym_config(spec, [*others, spec], package)
+    settings = config["x_single_agent_turn"]["environment_servers"]["single_agent_turn"]
+    assert settings["resources_server"]["name"] == "x"
+    assert settings["agent_server"]["name"] == "x_simple_agent"
+    assert settings["default_episode_timeout_seconds"] > 0  # of its YAML
+    with pytest.raises(SystemExit, match="no environment server 'simple'"):
+        server_process.find_app_folder({**spec, "folder": "simple"}, package)
+
+
 @pytest.mark.parametrize("name", ["x", "policy_model", "head_server", "dry_run"])
 def test_an_entry_of_global_config_cannot_replace_a_server(name):
     package = process_specs.find_package(str(GYM_PYTHON))
