@@ -129,8 +129,9 @@ def read_requirements(folder: Path) -> list[str]:
         for line in lines
         if line and not line.startswith(skipped)
     ]
-    extras = set(re.findall(r"nemo-gym\[.*?\b(sandbox)\b", "\n".join(lines)))
-    return packages + [each for extra in extras for each in list_extra(folder.parents[1], extra)]
+    if re.search(r"nemo-gym\[.*\bsandbox\b.*\]", "\n".join(lines)):
+        packages += list_extra(folder.parents[1], "sandbox")
+    return packages
 
 
 def list_extra(package: Path, extra: str) -> list[str]:
