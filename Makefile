@@ -3,7 +3,8 @@
 # make demo        Train SmolLM2-135M on small sums on a CPU, with vLLM, FSDP and a NeMo Gym verifier.
 # make math        Train on GSM8K on this machine's GPUs. Without a hub, set MODEL=folder of the model and
 #                  GSM8K=folder of the original JSONL files.
-# make test        Run ruff, mypy and pytest.
+# make test        Run ruff, mypy and pytest, with the servers of both versions of NeMo Gym.
+# make gym         Install NeMo Gym's servers. GYM=0.4.0: the older version, in .venv-gym-0.4.0.
 # make bench       Measure a step, its limits, TRL and the startup time (docs/performance.md); 1 hour.
 # make algorithms  Run each recipe of docs/algorithms.md on a small task with three seeds; 75 minutes.
 # make docs        Run the tutorial in an empty folder and make the pictures; 25 minutes.
@@ -16,6 +17,9 @@ SHELL := bash
 RUN := $(shell date +demo-%Y%m%d-%H%M%S)
 
 SETUP := .venv/ready
+
+# 0.7.0, or 0.4.0, which was tested until November 2026
+GYM ?= 0.7.0
 
 .PHONY: demo math test bench algorithms docs soak mutate lint setup gym model data clean
 .DELETE_ON_ERROR:
@@ -31,7 +35,7 @@ math:
 	.venv/bin/python algorithm.py --config math trainer.n_gpus_per_node=$$(nvidia-smi -L | wc -l) \
 	    $(if $(MODEL),actor_rollout_ref.model.path=$(MODEL))
 
-test: lint gym
+test: lint gym .venv-gym-0.4.0/ready
 	.venv/bin/python -m pytest -n 2 --dist loadgroup
 
 bench: setup gym model data
@@ -68,7 +72,7 @@ lint: setup
 # --- setup ---------------------------------------------------------------------------------------
 
 setup: .venv/ready
-gym: .venv-gym/ready
+gym: .venv-gym$(if $(filter 0.7.0,$(GYM)),,-$(GYM))/ready
 model: models/SmolLM2-135M-Instruct/config.json
 data: data/arithmetic_train.jsonl
 
@@ -97,14 +101,25 @@ data: data/arithmetic_train.jsonl
 	.venv/bin/uv pip install --quiet --python .venv/bin/python --no-build-isolation flash-attn==2.8.3
 	@touch $@
 
-# nemo-gym 0.4.0 declares Python 3.12. Its servers also run on 3.11, with --ignore-requires-python.
-.venv-gym/ready: requirements-gym.txt | $(SETUP)
-	@echo "== .venv-gym: NeMo Gym's verifiers, in a separate environment (1 GB)"
-	@python=$$(python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || echo .venv/bin/python); \
-	set -x; .venv/bin/uv venv --quiet --clear --python "$$python" .venv-gym
-	.venv/bin/uv pip install --quiet --python .venv-gym/bin/python --no-deps -r requirements-gym.txt
-	.venv/bin/pip --disable-pip-version-check --python .venv-gym/bin/python install --quiet --no-deps --ignore-requires-python nemo-gym==0.4.0
-	.venv-gym/bin/python -m compileall -q -j 0 .venv-gym/lib >/dev/null 2>&1 || true
+# NeMo Gym 0.7.0 declares Python 3.13.14, and 0.4.0 declares 3.12. If this machine has neither and uv cannot fetch it,
+# they also run on .venv's 3.11, with --ignore-requires-python. On 3.13 reasoning-gym needs a C compiler.
+.venv-gym-0.4.0/ready: GYM_VERSION := 0.4.0
+.venv-gym-0.4.0/ready: requirements-gym-0.4.0.txt
+.venv-gym/ready: GYM_VERSION := 0.7.0
+.venv-gym/ready: GYM_PYTHON := '>=3.13.14,<3.14'
+.venv-gym/ready .venv-gym-0.4.0/ready: requirements-gym.txt | $(SETUP)
+	@echo "== $(@D): NeMo Gym $(GYM_VERSION)'s verifiers, in a separate environment (1.2 GB)"
+	@export UV_HTTP_RETRIES=0; \
+	for python in $(if $(shell command -v cc),$(GYM_PYTHON)) 3.12 .venv/bin/python; do \
+	  .venv/bin/uv venv --quiet --clear --python "$$python" $(@D) 2>/dev/null && break; \
+	  export UV_PYTHON_DOWNLOADS=never; \
+	done
+	$(@D)/bin/python -V
+	@set -x; for list in requirements-gym.txt $(filter requirements-gym-%,$^); do \
+	  .venv/bin/uv pip install --quiet --python $(@D)/bin/python --no-deps -r $$list || exit; \
+	done
+	.venv/bin/pip --disable-pip-version-check --python $(@D)/bin/python install --quiet --no-deps --ignore-requires-python nemo-gym==$(GYM_VERSION)
+	$(@D)/bin/python -m compileall -q -j 0 $(@D)/lib >/dev/null 2>&1 || true  # some packages contain Python 2 files
 	@touch $@
 
 models/SmolLM2-135M-Instruct/config.json: | .venv/ready
@@ -118,4 +133,4 @@ data/gsm8k_train.jsonl: | $(SETUP)
 	.venv/bin/python env.py gsm8k --out data $(if $(GSM8K),--source $(GSM8K))
 
 clean:
-	rm -rf .venv .venv-gym .venv-gym-servers .venv-trl models data
+	rm -rf .venv .venv-gym .venv-gym-0.4.0 .venv-gym*-servers .venv-trl models data

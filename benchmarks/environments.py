@@ -1,151 +1,217 @@
-"""The NeMo Gym servers that run here: each server of the example rows is started, seeded and
-called for a reward.
+"""The NeMo Gym servers that run here: start each one, seed it and ask it for a reward.
 
-    python benchmarks/environments.py DIR [--only mcqa,blackjack] >table.md
+    python benchmarks/environments.py [--results DIR] [--only mcqa,blackjack]
 
-DIR holds one NAME.jsonl for each resources server NAME, as NeMo Gym publishes them. Each server is
-started alone from the installed nemo-gym package, with the settings of SETTINGS, and gets the first
-row and a fixed answer (ANSWERS): whether that is right does not matter here, only whether the
-server can say so. One that lacks a module gets a separate environment (gym_environments.py). The
-judges that it asks by name are a stub on this machine that says what a judge should (JUDGE); each
-such server is asked twice more, of a judge that talks nonsense and of one that refuses the key: a
-reward then would be a bug in Quintet, and is reported as one. `NEEDS` says what a server still
-lacks, as read in its source: some pay 0 for that instead of failing.
+Every resources server of the installed nemo-gym is examined in a process of its own, with a time
+limit, one after the other. Each result is a file in DIR (runs/environments by default), so the same
+command resumes. At the end it prints the table of docs/environments.md.
 
-The table, on stdout, is docs/environments.md's. `rows` counts those that env.render_row accepts;
-`kind` is who owns the turns (gym_client.py); `tools` are those that the rows offer, of which some
-have a route (or a catch-all) on the server, while the others are only compared; `Gym's agent` is
-what the server's own YAML names.
+A server is started alone, with the settings of SETTINGS. It gets the first example row that
+nemo-gym ships for it and a fixed answer (ANSWERS). Whether that is right does not matter here, only
+whether the server can tell. If it lacks a module, it gets a separate environment
+(gym_environments.py). The judges that it calls by name are a stub on this machine that replies as a
+judge should (JUDGE). Each such server is asked twice more, with a judge that replies nonsense and
+with one that refuses the key. A reward then would be a bug in Quintet, and is reported as one.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # before this folder, which has a gym_client too
+# before this folder, which has a gym_client too
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import env
 from gym_client import Gym, GymError, find_routed_tools, function_call, message, response
+from kit.data.row_files import read_raw_rows
+from kit.data.verl_rows import parse_row
 from kit.extras.judges import judge_proxy, judge_settings
 from kit.gym import network, process_specs
 from kit.gym import servers as gym_servers
 
-VERIFY_DEADLINE_S = 10.0
+LIMIT_S = 420.0  # for one server, with its installation
+START_TIMEOUT_S = 90.0
+VERIFY_TIMEOUT_S = 20.0
 ANSWER = "The answer is \\boxed{A}"
 MOVE = "<action>Left</action>"  # for /step: two of the games answer 400 to a text without a move
 ANSWERS = {  # that reach the judge
     "text_to_sql": "```sql\nSELECT 1\n```",
     "proof_judge": "## Solution\nClear.\n## Self Evaluation\n\\boxed{1}",
     "proof_verification": "It holds. \\boxed{1}",
+    "widesearch": "```markdown\n| a | b |\n| --- | --- |\n| 1 | 2 |\n```",
 }
 CALLS = {
     "finance_sec_search": function_call("call_1", "submit_final_result", '{"final_result": "7"}')
 }
-JUDGE = {  # what a judge says that finds it right
+JUDGE: dict[str, str | Sequence[str]] = {  # the reply of a judge; several are given in turn
     "aalcr": "CORRECT",
     "abstention": "A",
+    "aegis_v4_safety": "User Safety: safe\nResponse Safety: safe",
+    "agentif": '["math"]\nYES',
+    "arena": "[[A>B]]",
     "arena_judge": "[[A>B]]",
+    "bbq": (
+        '{"selected_answer": null, "answer_class": "incorrect_answer", "rationale": "None."}',
+        '{"quality_class": "low", "uses_protected_rationale": false, '
+        '"uses_unsupported_proxy": false, "rationale": "None."}',
+    ),
     "browsecomp_advanced_harness": "correct: yes",
+    "deepsearchqa": '{"Answer Correctness": {"Correctness Details": {"A": true}}}',
+    "equivalence_llm_judge": "[[A=B]]",
+    "false_statement_judge": "<points>2</points>",
+    "finance_agent_v2": '{"score": 1, "reason": "It does."}',
     "finance_sec_search": "[[2]]",
     "frontierscience_judge": "Judgement: YES",
+    "gdp_pdf": '{"score": "1", "rationale": "It does."}',
     "gdpval": '{"overall_score": 1.0, "criteria_scores": []}',
     "imo_proofbench_judge": "Judgement: Yes",
     "inverse_if": '{"result": "PASS", "explanation": "It does."}',
     "jailbreak_detection": "[[SAFE]]",
+    "labbench2_vlm": "[[A=B]]",
+    "longmemeval": "yes",
+    "math_with_autograder": "\\boxed{Correct}",
     "multichallenge": "[[YES]]",
+    "omniscience": "A",
+    "over_refusal_detection": "[[COMPLIED]]",
     "physics_judge": "[Correct]",
     "proof_judge": "\\boxed{1}",
     "proof_verification": "\\boxed{1}",
+    "simpleqa": "A",
     "tavily_search": "correct: yes",
+    "terminus_judge": "[[A=B]]",
     "text_to_sql": "[[A=B]]",
+    "ugphysics_judge": "TRUE",
     "verifif": '{"verdict": "YES", "reasoning": "It does."} [[YES]]',
+    "widesearch": '```json\n{"idx_0": 1, "a": "b"}\n```',
+    "xstest": "Harmful request: no\nResponse refusal: no\nHarmful response: no",
 }
 NONSENSE = "Lorem ipsum dolor sit amet."
-SEARCH = {
-    "tavily_api_key": "none",
-    "exclude_domains_file_path": "NOTICES",
-}  # NOTICES: a file that excludes nothing
-ASKED = {
-    "judge_base_url": "",
-    "judge_api_key": "none",
-    "judge_model": "stub",
-}  # where judge_server_name is set
-SETTINGS = {
+NOTICES = "NOTICES"  # a file that excludes nothing
+SEARCH = {"tavily_api_key": "none", "exclude_domains_file_path": NOTICES}
+ADDRESS = {"judge_base_url": "", "judge_api_key": "none", "judge_model": "stub"}
+SETTINGS: dict[str, dict[str, Any]] = {
     "browsecomp_advanced_harness": SEARCH,
     "finance_sec_search": {"tavily_api_key": None},
     "google_search": {"google_api_key": "none", "google_cx": "none"},
     "tavily_search": SEARCH,
-    "verifif": {"judge_server_name": "judge_model", **ASKED},
+    "verifif": {"judge_server_name": "judge_model", **ADDRESS},
 }
-NEEDS = {
-    "needs a judge": "bbq conversational_tool_use_simulation longmemeval toolsandbox",
+# what a server lacks although it answers, as read in its source: some pay 0 instead of failing
+LACKS = {
     "its tools need a network": "browsecomp_advanced_harness google_search tavily_search",
-    "needs a network": "finance_agent_v2 finance_sec_search spider2_lite",
-    "needs a sandbox": "cvdp deepswe legal_agent_bench math_formal_lean scicode",
-    "needs packages from git": "code_fim ether0 longmt_eval ns_tools openenv",
-    "needs 60 packages with torch (6 GB), for rows of images": "vlm_eval_kit",
-    "needs a second environment, which it builds with uv": "bigcodebench",
-    "needs Python 3.12, or setuptools below 81": "grl_sokoban",
     "rows of audio": "asr_with_pc",
-    "needs 27 GB of test data": "competitive_coding_challenges",
-    "the base class of the reset/step servers": "gymnasium",
 }
-WHY = {name: why for why, names in NEEDS.items() for name in names.split()}
-FINE = {"asr_with_pc", "google_search"}  # verify for all that
-TOO_LARGE = {"vlm_eval_kit"}
+NOTES = {name: note for note, names in LACKS.items() for name in names.split()}
+TOO_LARGE = {  # environments of several gigabytes are not made here
+    "longmt_eval": "torch and packages from git",
+    "vlm_eval_kit": "60 packages with torch, for rows of images",
+    "wmt_translation": "torch and COMET models",
+}
+NOT_SERVERS = {
+    "gymnasium": "the base class of the reset/step servers",
+    "sec_local_index": "a library of finance_agent_v2",
+}
+# recipe and mean reward of the first and the last step or evaluation, from docs/environments.md and
+# README.md; SmolLM2-135M-Instruct
+TRAINED = {
+    "blackjack": "`blackjack`: -0.50 to -0.31",
+    "example_session_state_mgmt": "`counter`: 0.75 to 0.96",
+    "mcqa": "`mcqa`: 0",
+    "reasoning_gym": "`math_cpu`: 0.07 to 0.56",
+    "structured_outputs": "`structured_outputs`: 0",
+    "workplace_assistant": "`workplace_assistant`: 0",
+}
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [
-        json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()
-    ]
+@dataclass
+class Result:
+    """What was found out about one server. It verifies if nothing is `missing`."""
+
+    name: str
+    rows: int = 0  # example rows that the kit can use
+    all_rows: int = 0
+    kind: str = ""
+    tools: str = ""  # "routed of offered"
+    agents: str = ""
+    judges: str = ""  # the models that it calls
+    is_unchecked: bool = False  # whether the recipe must accept its judges' replies
+    is_installed: bool = False  # whether it has a separate environment
+    reward: float | None = None
+    milliseconds: float = 0.0  # of the second verification
+    failing_judge: str = ""  # a fault of the kit, if it is not empty
+    missing: str = ""
 
 
-def rendered(rows: list[dict[str, Any]], name: str) -> int:
-    """How many of the rows the kit can put to a model."""
-    count = 0
-    for number, row in enumerate(rows, 1):
-        try:
-            env.render_row(row, f"{name}.jsonl:{number}")
-            count += 1
-        except env.DataError as error:
-            print(f"    {error}", file=sys.stderr)
-    return count
+class MissingError(Exception):
+    """The server gives no reward. The text is the one thing that is missing."""
 
 
-def short(text: str, length: int = 80) -> str:
-    """One table cell of a message: no line breaks, bars, log prefixes and paths of packages."""
-    text = re.sub(r'^\(\w+\) |[^ ]+/site-packages/|[\\"]', "", text.replace("\\n", " "))
-    text = re.sub(r"\s+", " ", text).replace("|", "/").strip()
-    return text if len(text) <= length else text[: length - 3] + "..."
+# --- rows ----------------------------------------------------------------------------------------
 
 
-def because(name: str, said: str) -> str:
-    """The parts that the server lacks, if that is known, and its own words."""
-    return f"{WHY[name]} ({short(said)})" if name in WHY else short(said)
+def read_examples(folder: Path, result: Result) -> list[dict[str, Any]]:
+    """Return the usable example rows of a server, and count them in `result`."""
+    rows = []
+    for path in sorted((folder / "data").glob("*example*.jsonl")):
+        if "rollouts" in path.name:
+            continue
+        for row_id, raw in read_raw_rows(path):
+            result.all_rows += 1
+            try:
+                row = parse_row(raw, row_id)
+                env.render_row(row, row_id)
+            except env.DataError as error:
+                print(f"    {error}", file=sys.stderr)
+                continue
+            rows.append(row)
+    result.rows = len(rows)
+    return rows
+
+
+def count_tools(rows: Iterable[dict[str, Any]], routes: Any) -> str:
+    """Return "routed of offered" over all rows, or "" if they offer no tools."""
+    tools = [tool for row in rows for tool in row["responses_create_params"].get("tools") or []]
+    offered = {tool.get("name") for tool in tools} - {None}
+    return f"{len(find_routed_tools(offered, routes))} of {len(offered)}" if offered else ""
+
+
+def list_agents(folder: Path) -> str:
+    """Return Gym's agents for a server, by the YAML that ships with it."""
+    agents: set[str] = set()
+    for path in (folder / "configs").glob("*.yaml"):
+        for block in (yaml.safe_load(path.read_text()) or {}).values():
+            if isinstance(block, dict):
+                agents |= {*(block.get("responses_api_agents") or {})}
+    return ", ".join(sorted(agents))
+
+
+# --- a judge -------------------------------------------------------------------------------------
 
 
 class Stub:
-    """An OpenAI-compatible address: a judge that says `text`, or answers `status`. `asked`: how
-    often it was.
-    """
+    """An OpenAI-compatible address: a judge that replies with `texts` in turn, or with `status`."""
 
     def __init__(self) -> None:
-        self.text, self.status, self.asked = "", 200, 0
+        self.texts: Sequence[str] = [""]
+        self.status = 200
+        self.calls = 0
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -153,21 +219,7 @@ class Stub:
 
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["content-length"]))
-                stub.asked += 1
-                message = {"role": "assistant", "content": stub.text}
-                head = {
-                    "id": "chatcmpl-1",
-                    "object": "chat.completion",
-                    "created": 1,
-                    "model": "stub",
-                }
-                body = {
-                    **head,
-                    "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
-                }
-                data = json.dumps(
-                    body if stub.status == 200 else {"error": {"message": "no"}}
-                ).encode()
+                data = json.dumps(stub.next_reply()).encode()
                 self.send_response(stub.status)
                 self.send_header("content-length", str(len(data)))
                 self.end_headers()
@@ -180,181 +232,242 @@ class Stub:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.url = f"http://{network.HOST}:{self.server.server_port}/v1"
 
+    def next_reply(self) -> dict[str, Any]:
+        """Return the body of the next reply."""
+        text = self.texts[self.calls % len(self.texts)]
+        self.calls += 1
+        if self.status != 200:
+            return {"error": {"message": "no"}}
+        reply = {"role": "assistant", "content": text}
+        choice = {"index": 0, "finish_reason": "stop", "message": reply}
+        head = {"id": "c", "object": "chat.completion", "created": 1, "model": "stub"}
+        return {**head, "choices": [choice]}
 
-async def reward_of(gym: Gym, name: str, kind: str, row: dict[str, Any]) -> float:
-    """The reward of the server for the fixed answer. Raises GymError."""
-    said = message(ANSWERS.get(name, ANSWER))
-    async with gym.session(name, row) as session:
-        if kind == "step":
-            return (await session.step(response([message(MOVE)]))).reward
-        return (
-            await session.verify(response([CALLS[name], said] if name in CALLS else [said]))
-        ).reward
-
-
-async def ask(
-    name: str, url: str, rows: list[dict[str, Any]], judge: Stub
-) -> tuple[str, frozenset[str], str]:
-    """(kind, routes, the verdict on a server that answers), through the kit's own client."""
-    kind, routes = "", frozenset[str]()
-    judge.text, judge.status, judge.asked = JUDGE.get(name, ""), 200, 0
-    try:
-        async with Gym({name: url}, timeout_s=VERIFY_DEADLINE_S, attempts=1) as gym:
-            kind, routes = await gym.kind(name), await gym.routes(name)
-            await reward_of(gym, name, kind, rows[0])  # the first call may import and compile
-            begin = time.perf_counter()
-            reward = await reward_of(gym, name, kind, rows[0])
-            paid = f"reward in {1000 * (time.perf_counter() - begin):.0f} ms"
-            for row in rows if name in JUDGE else ():  # to one for which it is asked
-                await reward_of(gym, name, kind, row)
-                if judge.asked:
-                    return kind, routes, f"{paid}; {await failing(gym, name, kind, row, judge)}"
-    except GymError as error:
-        return kind, routes, because(name, str(error).removeprefix(url))
-    if name in JUDGE:
-        return kind, routes, f"{paid}; its judge was never asked"
-    lacks = name in WHY and name not in FINE
-    return kind, routes, because(name, f"without it, reward {reward:g}") if lacks else paid
+    def set_replies(self, replies: str | Sequence[str], status: int = 200) -> None:
+        """Set the replies from now on."""
+        self.texts = [replies] if isinstance(replies, str) else replies
+        self.status = status
+        self.calls = 0
 
 
-async def failing(gym: Gym, name: str, kind: str, row: dict[str, Any], judge: Stub) -> str:
-    """The result of a judge that replies with nonsense, and of one that refuses the key."""
-    for text, status in (NONSENSE, 200), ("", 401):
-        judge.text, judge.status = text, status
+# --- one server ----------------------------------------------------------------------------------
+
+
+def examine(name: str, python: str) -> Result:
+    """Examine one server, in a separate environment if it lacks a module."""
+    result = Result(name, missing=NOT_SERVERS.get(name, ""))
+    package = process_specs.find_package(python)
+    if package is None:
+        raise SystemExit(f"{python} has no nemo-gym. To install it, run `make gym`.")
+    folder = package / "resources_servers" / name
+    result.agents = list_agents(folder)
+    if result.missing:
+        return result
+    rows = read_examples(folder, result)
+    with tempfile.TemporaryDirectory() as logs:
+        start: dict[str, Any] = {"python": python, "config": make_settings(name, Path(logs))}
         try:
-            reward = await reward_of(gym, name, kind, row)
-            return f"A FAULT: it pays {reward:g} where its judge says {text or status!r}"
-        except GymError as error:
-            if error.reason not in ("masked", "timeout"):  # some ask for minutes by themselves
-                return f"{because(name, str(error))} where its judge says {text or status!r}"
-    return "none where its judge fails"
+            if not rows:
+                raise MissingError("an example row that the kit can use")
+            try:
+                attempt(result, rows, start, Path(logs))
+            except MissingError as error:
+                if "no module" not in str(error):
+                    raise
+                if name in TOO_LARGE:
+                    raise MissingError(TOO_LARGE[name]) from None
+                result.is_installed = True
+                attempt(result, rows, start | {"install": True}, Path(logs))
+        except MissingError as error:
+            result.missing = shorten(str(error))
+    return result
 
 
-def agents_of(name: str, package: Path) -> str:
-    """Gym's agents for this server, by the YAML that ships with it."""
-    blocks = [
-        block
-        for path in sorted((package / "resources_servers" / name / "configs").glob("*.yaml"))
-        for block in (yaml.safe_load(path.read_text()) or {}).values()
-        if isinstance(block, dict)
-    ]
-    return ", ".join(
-        sorted({agent for block in blocks for agent in block.get("responses_api_agents") or {}})
-    )
+def make_settings(name: str, folder: Path) -> dict[str, Any]:
+    """Return the settings of a server, with the path of a file that excludes nothing."""
+    path = folder / "notices.json"
+    path.write_text('{"notices": []}')
+    settings = SETTINGS.get(name, {})
+    return {key: str(path) if value == NOTICES else value for key, value in settings.items()}
 
 
-def tools_of(rows: list[dict[str, Any]], routes: frozenset[str]) -> str:
-    """`routed of offered` over all rows, `offered` of a server that is not there, or nothing."""
-    offered = {
-        t.get("name") for row in rows for t in row["responses_create_params"].get("tools") or []
-    } - {None}
-    return (
-        ""
-        if not offered
-        else f"{len(find_routed_tools(offered, routes))} of {len(offered)}"
-        if routes
-        else str(len(offered))
-    )
-
-
-def examine(
-    name: str, rows: list[dict[str, Any]], python: str, logs: Path, judge: Stub
-) -> tuple[str, str, str]:
-    """(kind, tools, result) of one server, in a separate environment if it lacks a module."""
-    (logs / "notices.json").write_text('{"notices": []}')
-    settings = {
-        k: str(logs / "notices.json") if v == "NOTICES" else v
-        for k, v in SETTINGS.get(name, {}).items()
-    }
-    start: dict[str, Any] = {"python": python, "config": settings}
-    kind, tools, verdict = attempt(name, rows, start, logs, judge)
-    if "no module" in verdict.lower() and name not in TOO_LARGE:
-        kind, tools, verdict = attempt(name, rows, start | {"install": True}, logs, judge)
-        return (
-            kind,
-            tools,
-            f"{verdict}; separate environment" if verdict.startswith("reward") else verdict,
-        )
-    return kind, tools, verdict
-
-
-def attempt(
-    name: str, rows: list[dict[str, Any]], start: dict[str, Any], logs: Path, judge: Stub
-) -> tuple[str, str, str]:
-    names = process_specs.find_judges(name, start).values()
-    asked = {model: {"base_url": judge.url, "model": "stub"} for model in names}
+def attempt(result: Result, rows: list[dict[str, Any]], start: dict[str, Any], logs: Path) -> None:
+    """Start a server and ask it for rewards. Raises MissingError."""
+    name = result.name
     try:
+        models = process_specs.find_judges(name, start).values()
+        result.judges = ", ".join(sorted(set(models)))
+        judge = Stub()
+        settings = {model: {"base_url": judge.url, "model": "stub"} for model in models}
+        judges = judge_settings.build_judges(settings, VERIFY_TIMEOUT_S / 2)
+        try:
+            process_specs.check_judges(name, start, models)
+        except network.GymStartError:
+            result.is_unchecked = True
+        unchecked = [name] if result.is_unchecked else []
         with (
-            judge_proxy.JudgeProxy(judge_settings.build_judges(asked, VERIFY_DEADLINE_S)) as proxy,
+            judge_proxy.JudgeProxy(judges) as proxy,
             gym_servers.running_servers(
-                {name: {"start": start}}, logs, judge_specs=proxy.process_specs()
+                {name: {"start": start}},
+                logs,
+                judge_specs=proxy.process_specs(),
+                unchecked_judges=unchecked,
             ) as urls,
         ):
-            kind, routes, verdict = asyncio.run(ask(name, urls[name], rows, judge))
-            if verdict.startswith("reward"):
-                verdict += f", by {', '.join(sorted(asked))}" * bool(
-                    asked
-                ) + f"; {WHY.get(name)}" * (name in WHY)
-            return kind, tools_of(rows, routes), verdict
+            asyncio.run(ask(result, urls[name], rows, judge))
     except network.GymStartError as error:
-        print(f"    {error}", file=sys.stderr)
-        if "has no resources server" in str(error):
-            also = f"; {WHY[name]}" if name in WHY else ""
-            return "", tools_of(rows, frozenset()), f"not in nemo-gym 0.4.0{also}"
-        said = re.split(r"See its log \S+: | \| ", str(error))[-1]  # the last line of its log
-        return "", tools_of(rows, frozenset()), because(name, said)
+        cause = re.split(r"See its log \S+: | \| |its files are removed: ", str(error))[-1]
+        raise MissingError(cause) from None
+    except SystemExit as error:  # of server_process.py, which checks the settings
+        raise MissingError(str(error)) from None
+
+
+async def ask(result: Result, url: str, rows: list[dict[str, Any]], judge: Stub) -> None:
+    """Ask a server for rewards, through the kit's own client. Raises MissingError."""
+    name = result.name
+    judge.set_replies(JUDGE.get(name, "yes"))
+    async with Gym({name: url}, timeout_s=VERIFY_TIMEOUT_S, attempts=1) as gym:
+        try:
+            result.kind = await gym.kind(name)
+            result.tools = count_tools(rows, await gym.routes(name))
+            await get_reward(gym, result, rows[0])  # the first call may import and compile
+            begin = time.perf_counter()
+            result.reward = await get_reward(gym, result, rows[0])
+            result.milliseconds = 1000 * (time.perf_counter() - begin)
+            if not result.judges or result.is_unchecked:
+                return
+            for row in rows:  # to one for which the judge is called
+                await get_reward(gym, result, row)
+                if judge.calls:
+                    result.failing_judge = await try_failing_judges(gym, result, row, judge)
+                    return
+        except GymError as error:
+            raise MissingError(str(error).removeprefix(url)) from None
+        result.failing_judge = "its judge was not called"
+
+
+async def get_reward(gym: Gym, result: Result, row: dict[str, Any]) -> float:
+    """Return the reward for the fixed answer. Raises GymError."""
+    name = result.name
+    answer = message(ANSWERS.get(name, ANSWER))
+    async with gym.session(name, row) as session:
+        if result.kind == "step":
+            return (await session.step(response([message(MOVE)]))).reward
+        items = [CALLS[name], answer] if name in CALLS else [answer]
+        return (await session.verify(response(items))).reward
+
+
+async def try_failing_judges(gym: Gym, result: Result, row: dict[str, Any], judge: Stub) -> str:
+    """Return a fault of the kit: a reward although the judge fails. Otherwise return ""."""
+    for text, status in ((NONSENSE, 200), ("", 401)):
+        judge.set_replies(text, status)
+        with contextlib.suppress(GymError):
+            reward = await get_reward(gym, result, row)
+            return f"A FAULT: reward {reward:g} although its judge replies {text or status!r}"
+    return ""
+
+
+def shorten(text: str, length: int = 90) -> str:
+    """Return one cell of a table: no line breaks, bars, log prefixes and paths of packages."""
+    text = re.sub(r'^\(\w+\) |[^ ]+/site-packages/|[\\"]', "", text.replace("\\n", " "))
+    text = re.sub(r"\s+", " ", text).replace("|", "/").strip()
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+# --- all servers ---------------------------------------------------------------------------------
+
+
+def examine_apart(name: str, python: str, path: Path) -> Result:
+    """Examine a server in a process of its own, within LIMIT_S, and write its result to `path`."""
+    command = [sys.executable, __file__, "--python", python, "--server", name]
+    with tempfile.TemporaryFile() as out:
+        process = subprocess.Popen(command, stdout=out, start_new_session=True)
+        try:
+            process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            result = Result(name, missing=f"an answer within {LIMIT_S:.0f} s")
+        else:
+            out.seek(0)
+            lines = out.read().decode().splitlines()
+            failed = Result(name, missing=f"its examination ended with {process.returncode}")
+            result = Result(**json.loads(lines[-1])) if process.returncode == 0 else failed
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the kernel then ends the servers
+            process.wait()
+    path.write_text(json.dumps(asdict(result)))
+    return result
+
+
+def describe(result: Result) -> str:
+    """Return the last cell of a server's line."""
+    if result.missing:
+        return f"needs {result.missing}" if result.name in TOO_LARGE else result.missing
+    parts = [f"reward in {result.milliseconds:.0f} ms"]
+    if result.judges:
+        parts.append(f"by {result.judges}")
+        unchecked = "its replies are not checked"
+        parts.append(unchecked if result.is_unchecked else result.failing_judge)
+    if result.is_installed:
+        parts.append("separate environment")
+    parts.append(NOTES.get(result.name, ""))
+    return "; ".join(part for part in parts if part)
+
+
+def print_table(results: Sequence[Result]) -> None:
+    """Print the table of docs/environments.md and the counts."""
+    print("| server | rows | kind | tools | Gym's agent | trained | result |")
+    print("| --- | ---: | --- | ---: | --- | --- | --- |")
+    for result in results:
+        rows = f"{result.rows} of {result.all_rows}" if result.all_rows else ""
+        trained = TRAINED.get(result.name, "")
+        cells = [result.name, rows, result.kind, result.tools, result.agents, trained]
+        print(f"| {' | '.join([*cells, describe(result)])} |")
+    verifying = [result for result in results if not result.missing]
+    checked = [result for result in verifying if result.judges and not result.is_unchecked]
+    unchecked = [result for result in verifying if result.is_unchecked]
+    installed = [result for result in verifying if result.is_installed]
+    print(
+        f"\n{len(verifying)} of {len(results)} verify: {len(checked)} with a judge, "
+        f"{len(unchecked)} with a judge whose replies the recipe must accept, "
+        f"{len(installed)} in a separate environment."
+    )
 
 
 def main() -> None:
+    """Examine all servers, or one, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="one NAME.jsonl for each server")
-    parser.add_argument("--only", help="names, separated by commas")
+    parser.add_argument("--results", type=Path, default=Path("runs/environments"))
+    parser.add_argument("--only", help="names, separated by commas: examine these again")
+    parser.add_argument("--server", help="examine this one in this process and print its result")
     parser.add_argument(
-        "--python", default=".venv-gym/bin/python", help="interpreter that has nemo-gym"
+        "--python", default=process_specs.PYTHON, help="interpreter that has nemo-gym"
     )
     args = parser.parse_args()
-    network.START_TIMEOUT_S = 40.0
-    names = (
-        args.only.split(",")
-        if args.only
-        else sorted(path.stem for path in args.folder.glob("*.jsonl"))
-    )
-    where = "import pathlib, nemo_gym; print(pathlib.Path(nemo_gym.__file__).parent.parent)"
-    package = Path(
-        subprocess.run(
-            [args.python, "-c", where], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    )
-    print(
-        "| server | rows | kind | tools | Gym's agent | verdict |\n| --- | ---: | --- | ---: | "
-        "--- | --- |",
-        flush=True,
-    )
-    verdicts, judge = [], Stub()
-    with tempfile.TemporaryDirectory() as logs:
-        for number, name in enumerate(names, 1):
-            print(f"{number}/{len(names)} {name}", file=sys.stderr, flush=True)
-            rows = read(args.folder / f"{name}.jsonl")
-            kind, tools, verdict = examine(name, rows, args.python, Path(logs), judge)
-            verdicts.append(verdict)
-            cells = [
-                name,
-                f"{rendered(rows, name)} of {len(rows)}",
-                kind,
-                tools,
-                agents_of(name, package),
-                verdict,
-            ]
-            print(f"| {' | '.join(cells)} |", flush=True)
-    paid = sum(verdict.startswith("reward") for verdict in verdicts)
-    missing = sum(verdict.startswith("not in") for verdict in verdicts)
-    own = sum("separate environment" in verdict for verdict in verdicts)
-    by = sum(", by " in verdict for verdict in verdicts)
-    print(
-        f"\n{paid} of the {len(names) - missing} servers that nemo-gym 0.4.0 has verify, {by} of "
-        f"them by a judge and"
-    )
-    print(f"{own} in a separate environment;  {missing} are not in it.")
+    network.START_TIMEOUT_S = START_TIMEOUT_S
+    folder = Path(sys.executable).parent  # of uv, with which bigcodebench makes an environment
+    os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    if args.server:
+        print(json.dumps(asdict(examine(args.server, args.python))))
+        return
+    package = process_specs.find_package(args.python)
+    if package is None:
+        sys.exit(f"{args.python} has no nemo-gym. To install it, run `make gym`.")
+    folders = (package / "resources_servers").glob("[!_]*/")
+    names = sorted(folder.name for folder in folders)
+    again = set(args.only.split(",")) if args.only else set()
+    args.results.mkdir(parents=True, exist_ok=True)
+    results = []
+    for number, name in enumerate(names, 1):
+        path = args.results / f"{name}.json"
+        if path.exists() and name not in again:
+            results.append(Result(**json.loads(path.read_text())))
+        elif not again or name in again:
+            begin = time.monotonic()
+            results.append(examine_apart(name, args.python, path))
+            line = f"{number}/{len(names)} {name}: {describe(results[-1])}"
+            print(f"{line} ({time.monotonic() - begin:.0f} s)", file=sys.stderr, flush=True)
+    print_table(results)
 
 
 if __name__ == "__main__":

@@ -427,7 +427,7 @@ def test_the_table_has_the_algorithms_and_the_versions_are_those_required():
     assert listed and set(re.findall(r"`(\w+)`", listed[1])) == recipes
     section = text.partition("## Proved with")[2].partition("##")[0]
     required = (ROOT / "requirements-cpu.txt").read_text()
-    pinned = {*re.findall(r"^[\w.-]+==[\w.+]+", required, re.MULTILINE), "nemo-gym==0.4.0"}
+    pinned = {*re.findall(r"^[\w.-]+==[\w.+]+", required, re.MULTILINE), "nemo-gym==0.7.0"}
     found = re.findall(r"(?<!\w)([a-z-]+) (\d[\w.+]*\w)", section)
     assert {name for name, _ in found} >= {
         "verl",
@@ -438,4 +438,14 @@ def test_the_table_has_the_algorithms_and_the_versions_are_those_required():
         "nemo-gym",
     }
     assert not [(name, version) for name, version in found if f"{name}=={version}" not in pinned]
-    assert "nemo-gym==0.4.0" in (ROOT / "Makefile").read_text()
+    for target, version in (("", "0.7.0"), ("-0.4.0", "0.4.0")):
+        command = [
+            "make",
+            "--dry-run",
+            "--always-make",
+            f".venv-gym{target}/ready",
+            f"SETUP={ROOT}",
+        ]
+        printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert f"nemo-gym=={version}" in printed.stdout
+        assert f"| {version}" in section

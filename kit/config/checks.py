@@ -31,8 +31,8 @@ from kit.config.user_functions import (
 )
 from kit.errors import ConfigError
 
-# Resources servers of nemo-gym 0.4 whose app.py runs code that the policy wrote. It runs in a child
-# process, or with a filter on its imports.
+# Resources servers of nemo-gym 0.4 and 0.7 whose app.py runs code that the policy wrote. It runs in
+# a child process, or with a filter on its imports.
 CODE_EXECUTING_SERVERS = (
     "bigcodebench",
     "code_fim",
@@ -44,6 +44,8 @@ CODE_EXECUTING_SERVERS = (
     "nvarc",
     "openenv",
     "scicode",
+    "scicodepile",
+    "vibench",
 )
 ULYSSES = f"{ACTOR}.ulysses_sequence_parallel_size"
 CORRECTION = "algorithm.rollout_correction"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import env
 from env import DataError, Task
-from kit.data.verl_rows import read_rows
+from kit.data.verl_rows import TASK_ID, read_rows
 
 
 class FileEntry(NamedTuple):
@@ -19,7 +19,7 @@ class FileEntry(NamedTuple):
 
     path: str
     weight: float | None = None  # the share of each batch
-    server: str = ""  # the server of all rows of the file; "": the row's agent_ref
+    server: str = ""  # the server of all rows of the file; "": the row names it
 
 
 class LoadedTasks(NamedTuple):
@@ -111,10 +111,11 @@ class TaskLoader:
         if self.only_servers is not None:
             return server if server in self.only_servers else None
         if server is None:
-            kind = "server" if name else "agent_ref"
+            references = {"server": name} if name else list_references(row)
+            named = ", ".join(f"{key} {value!r}" for key, value in references.items())
             servers = ", ".join(sorted(set(self.aliases.values()))) or "empty"
             raise DataError(
-                f"{row_id}: {kind} {get_agent(row, name)!r} matches none of gym.servers "
+                f"{row_id}: {named or 'agent_ref None'} matches none of gym.servers "
                 f"({servers}). Add it there, set the server of the file, or skip such rows with "
                 "env.only_servers."
             )
@@ -122,27 +123,42 @@ class TaskLoader:
 
 
 def match_server(row: Mapping[str, Any], aliases: Mapping[str, str], name: str = "") -> str | None:
-    """Match a row with a server: by `name` if it is set, else by agent_ref, else the only one.
+    """Match a row with a server: by `name` if it is set, else by the row, else the only one.
 
-    An agent_ref matches if it is in `aliases`, or if it starts with a server's name and "_". Of two
-    such servers, the longer name wins. aliases: as in TaskLoader.
+    The first reference of the row that matches decides. A reference matches if it is in `aliases`,
+    or if it starts with a server's name and "_". Of two such servers, the longer name wins.
+    aliases: as in TaskLoader.
     """
-    servers = sorted(set(aliases.values()))
-    agent = get_agent(row, name)
-    if agent is None and len(servers) == 1:
-        return servers[0]
-    if str(agent) in aliases:
-        return aliases[str(agent)]
     if name:
-        return None
-    prefixes = [server for server in servers if str(agent).startswith(f"{server}_")]
-    return max(prefixes, key=len, default=None)
+        return aliases.get(name)
+    servers = sorted(set(aliases.values()))
+    references = list_references(row)
+    if not references and len(servers) == 1:
+        return servers[0]
+    for reference in references.values():
+        if reference in aliases:
+            return aliases[reference]
+        prefixes = [server for server in servers if reference.startswith(f"{server}_")]
+        if prefixes:
+            return max(prefixes, key=len)
+    return None
 
 
-def get_agent(row: Mapping[str, Any], name: str) -> Any:
-    """Return `name` (the server of the file) if it is set, else the row's agent, or None."""
-    reference = row.get("agent_ref") or {}
-    return name or (reference.get("name") if isinstance(reference, dict) else reference)
+def list_references(row: Mapping[str, Any]) -> dict[str, str]:
+    """List {key: name} of what a row says about its server, the most reliable first.
+
+    task_source: the server or agent whose data the row is from, in files that Gym 0.7 collates.
+    agent_ref: the agent that ran the row. taskset: of a materialized task (verl_rows.py); its name
+    is `environment:taskset` or one word.
+    """
+    agent = row.get("agent_ref") or {}
+    task_id = row.get(TASK_ID) or {}
+    references = {
+        "task_source": row.get("task_source"),
+        "agent_ref": agent.get("name") if isinstance(agent, dict) else agent,
+        "taskset": str(task_id.get("taskset") or "").partition(":")[0],
+    }
+    return {key: str(value) for key, value in references.items() if value}
 
 
 class RowSource(Protocol):

@@ -1,8 +1,11 @@
-"""Read Gym rows from files that hold Gym's rows or verl's.
+"""Read Gym rows from files that hold Gym's rows, Gym's materialized tasks or verl's rows.
 
 A row of verl (RLHFDataset) has `prompt`, `data_source`, `reward_model` and `extra_info`. It becomes
 a Gym row: its prompt is the `input`, and all other keys stay at the top level, unchanged. So a
 verifier finds verl's fields, and `to_verl` (kit/extras/convert.py) gives the same row back.
+
+A materialized task of Gym 0.7 is {"task_id": {"taskset", "task_id"}, "task_input": row}. It becomes
+this row, with its identifiers under TASK_ID. The verifier's fields may be in the row's `task_data`.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from env import DataError, UnsupportedRowError
 from kit.data.row_files import parse_object, read_raw_rows
 
 GYM_ROW = "gym_row"  # key of extra_info: `to_verl` saves the Gym row there, as JSON
+TASK_ID = "_ng_task_id"  # key of a row: {taskset, task_id} of the materialized task
 
 
 def read_rows(path: str, prompt_key: str = "prompt") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -32,6 +36,8 @@ def parse_row(raw: Any, row_id: str, prompt_key: str = "prompt") -> dict[str, An
     Raises DataError, and UnsupportedRowError for a valid row that the kit cannot use.
     """
     row = parse_object(raw, row_id)
+    if "task_input" in row and isinstance(row.get("task_id"), dict):
+        row = flatten_task(row, row_id)
     if "responses_create_params" in row:
         return check_gym_row(row, row_id)
     if prompt_key in row:
@@ -41,6 +47,28 @@ def parse_row(raw: Any, row_id: str, prompt_key: str = "prompt") -> dict[str, An
         f"{row_id}: it has {keys}, but neither Gym's responses_create_params nor verl's "
         f"`{prompt_key}` (data.prompt_key). Add one of them. (`sft` reads chats.)"
     )
+
+
+def flatten_task(task: dict[str, Any], row_id: str) -> dict[str, Any]:
+    """Convert a materialized task to a Gym row. Raises DataError.
+
+    >>> row = {"responses_create_params": {"input": "2?"}, "task_data": {"answer": "2"}}
+    >>> flatten_task({"task_id": {"task_id": "0"}, "task_input": row}, "x:1")["answer"]
+    '2'
+    """
+    row = task["task_input"]
+    if not isinstance(row, dict) or not isinstance(row.get("task_data", {}), dict):
+        raise DataError(
+            f"{row_id}: task_input must be an object, and so must its task_data. Correct them."
+        )
+    fields = {key: value for key, value in row.items() if key != "task_data"}
+    task_data = row.get("task_data", {})
+    conflicts = [key for key in fields.keys() & task_data.keys() if fields[key] != task_data[key]]
+    if conflicts:
+        raise DataError(
+            f"{row_id}: {min(conflicts)} differs inside and outside of task_data. Remove one."
+        )
+    return {**fields, **task_data, TASK_ID: task["task_id"]}
 
 
 def check_gym_row(row: dict[str, Any], row_id: str) -> dict[str, Any]:

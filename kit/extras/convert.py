@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import env
 from env import DataError, UnsupportedRowError
 from kit.data.row_files import parse_object, read_raw_rows
+from kit.data.tasks import list_references
 from kit.data.verl_rows import GYM_ROW, from_verl, parse_row, read_rows
 from kit.errors import UserFunctionError
 
@@ -135,10 +136,9 @@ def to_verl(row: dict[str, Any], row_id: str, prompt_key: str = "prompt") -> dic
         return original
     messages, tools = env.render_row(row, row_id)
     check_for_verl(messages, tools, row_id)
-    agent = row.get("agent_ref") or {}
-    name = agent.get("name") if isinstance(agent, dict) else agent
+    name = next(iter(list_references(row).values()), "gym")
     return {
-        "data_source": str(name or "gym").removesuffix("_simple_agent"),
+        "data_source": name.removesuffix("_simple_agent"),
         prompt_key: messages,
         "reward_model": {"style": "rule", "ground_truth": find_ground_truth(row)},
         "extra_info": {GYM_ROW: json.dumps(row, ensure_ascii=False)},

@@ -2,7 +2,7 @@
 
     python -m kit.gym.servers install NAME    or in a recipe: gym.servers.NAME.start.install: true
 
-The environment is .venv-gym-servers/NAME, next to the environment that has nemo-gym. It has the
+The environment is .venv-gym-servers/NAME, next to .venv-gym, which has nemo-gym. It has the
 packages of that one (uv uses hard links) and a link to its nemo-gym. It also has the packages that
 the server's requirements.txt or pyproject.toml lists, as Gym installs them. It is built under a
 temporary name and renamed when it is complete. It is reused until the list changes.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import NormalizedName, canonicalize_name
 
-ENVIRONMENTS = ".venv-gym-servers"
+from kit.gym import process_specs
+
 TIMEOUT_S = 3600.0  # for one call of uv, which may download gigabytes
 
 
@@ -33,26 +35,13 @@ class InstallError(RuntimeError):
     """An environment cannot be made. The message names the server, the cause and the fix."""
 
 
-def environment_folder(server: str, python: str) -> Path:
-    """Return the folder of the server's environment. python: the interpreter that has nemo-gym."""
-    return Path(python).absolute().parents[2] / ENVIRONMENTS / server
-
-
-def find_site_packages(python: str) -> Path | None:
-    """Return the site-packages folder with nemo-gym of an interpreter, without running it."""
-    for folder in Path(python).absolute().parents[1].glob("lib/python3*/site-packages"):
-        if (folder / "nemo_gym").is_dir():
-            return folder
-    return None
-
-
 def install_environment(server: str, python: str) -> Path:
     """Make the environment of `server` if necessary, and return its interpreter.
 
     python: the interpreter that has nemo-gym. Raises InstallError.
     """
-    final = environment_folder(server, python)
     base = check_base(server, python)
+    final = process_specs.environment_folder(server, base)
     uv = find_uv()
     if not uv:
         raise InstallError(
@@ -60,8 +49,7 @@ def install_environment(server: str, python: str) -> Path:
             "Run `pip install uv`."
         )
     packages = read_requirements(base / "resources_servers" / server)
-    versions = sorted(path.name for path in base.glob("nemo_gym-*.dist-info"))
-    contents = "\n".join([*versions, *packages]) + "\n"
+    contents = "\n".join([*process_specs.list_versions(base), *packages]) + "\n"
     marker = final / "installed.txt"
     if marker.is_file() and marker.read_text() == contents:
         return final / "bin" / "python"
@@ -81,7 +69,7 @@ def install_environment(server: str, python: str) -> Path:
 
 def check_base(server: str, python: str) -> Path:
     """Return the site-packages folder that has nemo-gym and the server. Raises InstallError."""
-    base = find_site_packages(python)
+    base = process_specs.find_package(python)
     if base is None:
         raise InstallError(
             f"no environment for {server}: {python} has no nemo-gym. To install it, run `make gym`."
@@ -121,9 +109,9 @@ def install_packages(
 
 
 def read_requirements(folder: Path) -> list[str]:
-    """Return the packages that a server lists, without nemo-gym. Raises InstallError.
+    """Return the packages that a server lists, without nemo-gym, but with those of its extras.
 
-    folder: resources_servers/NAME of the package.
+    folder: resources_servers/NAME of the package. Raises InstallError.
     """
     if (folder / "pyproject.toml").is_file():
         project = tomllib.loads((folder / "pyproject.toml").read_text())
@@ -133,9 +121,28 @@ def read_requirements(folder: Path) -> list[str]:
     else:
         path = folder / "requirements.txt"
         lines = path.read_text().splitlines() if path.is_file() else []
-    lines = [line.strip() for line in lines]
-    skipped = ("#", "-e nemo-gym", "nemo-gym", "nemo_gym")
-    return [line for line in lines if line and not line.startswith(skipped)]
+    lines = [line.partition(" #")[0].strip() for line in lines]
+    skipped = ("#", "-e nemo-gym", "nemo-gym", "nemo_gym", "-e ../..")
+    # "-e ./lib[extra]" is a folder of the server
+    packages = [
+        line.replace("-e ./", f"{folder.absolute()}/")
+        for line in lines
+        if line and not line.startswith(skipped)
+    ]
+    if re.search(r"nemo-gym\[.*\bsandbox\b.*\]", "\n".join(lines)):
+        packages += list_extra(folder.parents[1], "sandbox")
+    return packages
+
+
+def list_extra(package: Path, extra: str) -> list[str]:
+    """Return the packages of one extra of nemo-gym, such as `sandbox`. package: its folder."""
+    packages = []
+    for metadata in package.glob("nemo_gym-*.dist-info/METADATA"):
+        for line in metadata.read_text().splitlines():
+            name, _, condition = line.removeprefix("Requires-Dist: ").partition("; extra == ")
+            if line.startswith("Requires-Dist: ") and condition.strip("\"'") == extra:
+                packages.append(name)
+    return packages
 
 
 def add_source(line: str, sources: Mapping[NormalizedName, Any]) -> str:

@@ -12,7 +12,9 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from subprocess import Popen
 from typing import Any, NamedTuple
@@ -225,8 +227,8 @@ def read_tail(log: Path | None) -> str:
 class Discovery(NamedTuple):
     """The servers that a Gym head server lists."""
 
-    servers: dict[str, str]  # resources server -> its URL
-    agents: dict[str, str]  # agent -> its resources server
+    servers: dict[str, str]  # resources or environment server -> its URL
+    agents: dict[str, str]  # agent -> its resources server, or else its environment server
 
 
 def discover_servers(head_server: str) -> Discovery:
@@ -234,16 +236,25 @@ def discover_servers(head_server: str) -> Discovery:
 
     head_server: "http://host:11000".
     """
-    discovery = Discovery({}, {})
+    servers: dict[str, str] = {}
+    agents: dict[str, str] = {}
+    environments: dict[str, str] = {}  # agent -> its environment server
     for name, entry in fetch_gym_config(head_server).items():
-        for server in (entry.get("resources_servers") or {}).values():
-            if server.get("port"):  # without a port it is configured, but not started
-                discovery.servers[name] = public_url(server, head_server)
         for agent in (entry.get("responses_api_agents") or {}).values():
-            reference = (agent.get("resources_server") or {}).get("name")
-            if reference:
-                discovery.agents[name] = reference
-    return discovery
+            agents[name] = get_reference(agent, "resources_server")
+        kinds = ("resources_servers", "environment_servers")
+        for server in chain.from_iterable((entry.get(kind) or {}).values() for kind in kinds):
+            if server.get("port"):  # without a port it is configured, but not started
+                servers[name] = public_url(server, head_server)
+                environments[get_reference(server, "agent_server")] = name
+    for agent, server in agents.items():
+        agents[agent] = server or environments.get(agent, "")
+    return Discovery(servers, {agent: server for agent, server in agents.items() if server})
+
+
+def get_reference(settings: Mapping[str, Any], key: str) -> str:
+    """Return the name of the server that these settings refer to by `key`, or ""."""
+    return str((settings.get(key) or {}).get("name") or "")
 
 
 def public_url(server: dict[str, Any], head_server: str) -> str:

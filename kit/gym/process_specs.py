@@ -7,21 +7,26 @@
     server         folder under resources_servers of nemo-gym; default the server's name
     path           instead of `server`: a folder with app.py that is not part of nemo-gym
     config         settings that replace those of the server's YAML
-    host, port     default 127.0.0.1 and a free port; with `agent` they are the agent's
+    global_config  entries of Gym's configuration next to the server's, for example
+                   {sandbox: {docker: {}}}; its agent sees them too
+    host, port     default 127.0.0.1 and a free port, of the process that answers for the name
     agent          folder under responses_api_agents: this agent runs the episodes
     agent_config   settings that replace those of the agent's YAML
+    environment    folder under environment_servers: this server of Gym 0.7 has the agent run the
+                   episodes, for example single_agent_turn
     env            names of secret environment variables that the server may see
 
 Without `agent` one process serves /seed_session, the tools and /verify. With `agent` there are
 three: Gym's agent (POST /run), the resources server behind it, and `policy_model`. This is Gym's
 model server, which all agents of a run share. It gets responses and their token ids from the
-policy, an OpenAI-compatible endpoint.
+policy, an OpenAI-compatible endpoint. With `environment` there is a fourth, in front of the agent.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,16 +34,16 @@ from typing import Any
 from kit import extras
 from kit.gym import network, server_process
 from kit.gym.network import HOST, GymStartError
-from kit.gym.server_process import AGENTS, MODELS, RESOURCES, ProcessSpec
+from kit.gym.server_process import AGENTS, ENVIRONMENTS, MODELS, RESOURCES, ProcessSpec
 
 START_KEYS = {"python", "install", "server", "path", "config", "host", "port"}
-START_KEYS |= {"agent", "agent_config", "env"}
+START_KEYS |= {"agent", "agent_config", "environment", "global_config", "env"}
 PYTHON = ".venv-gym/bin/python"  # separate: nemo-gym would break the environment of the run
-SERVER_ENVIRONMENTS = ".venv-gym-servers"  # next to .venv-gym; see kit/extras/gym_environments.py
 POLICY_MODEL = "policy_model"  # the name of the trained model in Gym's YAML files
 RESERVED_NAMES = (POLICY_MODEL, "head_server", "dry_run")  # in Gym's configuration
 VALID_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 ROOT = Path(__file__).parents[2]
+FIND_PACKAGE = "import pathlib, nemo_gym; print(pathlib.Path(nemo_gym.__file__).parent.parent)"
 
 
 # --- checks --------------------------------------------------------------------------------------
@@ -53,8 +58,9 @@ def check_server(name: str, server: Mapping[str, Any]) -> None:
     """Check that a server's `url` answers, or that its `start` can work. Raises GymStartError."""
     start = server.get("start") or {}
     check_name("gym.servers", name)
-    if start.get("agent"):
-        check_name(f"gym.servers.{name}.start.agent", start["agent"])
+    for key in ("agent", "environment"):
+        if start.get(key):
+            check_name(f"gym.servers.{name}.start.{key}", start[key])
     if server.get("url"):
         network.wait_ready(name, str(server["url"]).rstrip("/"))
     else:
@@ -108,13 +114,14 @@ def check_start_keys(key: str, start: Mapping[str, Any]) -> None:
             f"{key} has the unknown key {min(unknown)!r}. "
             f"Use one of {', '.join(sorted(START_KEYS))}."
         )
-    for part in ("config", "agent_config"):
+    for part in ("config", "agent_config", "global_config"):
         if not isinstance(start.get(part) or {}, Mapping):
             raise GymStartError(
                 f"{key}.{part} is {start[part]!r}. Set keys and values of Gym's YAML."
             )
-    if start.get("agent_config") and not start.get("agent"):
-        raise GymStartError(f"{key}.agent_config is set without an agent. Add agent: simple_agent.")
+    for part in ("agent_config", "environment"):
+        if start.get(part) and not start.get("agent"):
+            raise GymStartError(f"{key}.{part} is set without an agent. Add agent: simple_agent.")
 
 
 def check_variables(key: str, names: Any) -> None:
@@ -164,7 +171,9 @@ def find_judges(name: str, start: Mapping[str, Any]) -> dict[str, str]:
     Returns {} if nemo-gym has no such server.
     """
     folder = find_folder(name, start)
-    python = Path(start.get("python") or PYTHON).absolute()
+    package = find_package(str(start.get("python") or PYTHON))
+    if package is None or not (package / RESOURCES / folder / "app.py").is_file():
+        return {}
     spec = {
         "kind": RESOURCES,
         "folder": folder,
@@ -173,11 +182,7 @@ def find_judges(name: str, start: Mapping[str, Any]) -> dict[str, str]:
         "port": 0,
     }
     spec["overrides"] = start.get("config") or {}
-    for package in python.parents[1].glob("lib/python3*/site-packages"):
-        if (package / RESOURCES / folder / "app.py").is_file():
-            settings = server_process.build_settings(spec, package)
-            return dict(server_process.find_judges(settings))
-    return {}
+    return dict(server_process.find_judges(server_process.build_settings(spec, package)))
 
 
 def check_judges(
@@ -260,6 +265,7 @@ def plan_processes(
         "resources_server": folder,
         "is_unchecked": name in unchecked_judges,
         "visible_variables": list(start.get("env") or []),
+        "global_config": start.get("global_config") or {},
     }
     resources = {
         "name": name,
@@ -279,7 +285,10 @@ def plan_processes(
 def plan_agent(
     name: str, start: Mapping[str, Any], policy: Mapping[str, Any] | None
 ) -> list[ProcessSpec]:
-    """Return the specs of the policy's model server and of the agent, or [] without an agent."""
+    """Return the specs of the policy's model server, of the agent and of the environment server.
+
+    Returns [] without an agent.
+    """
     agent = start.get("agent")
     key = f"gym.servers.{name}.start"
     if not agent:
@@ -300,6 +309,7 @@ def plan_agent(
         },
         "config_key": "policy",
         "visible_variables": [],  # all agents of a run share it
+        "global_config": {},
     }
     agent_server = {
         "name": f"{name}_{agent}",
@@ -312,18 +322,33 @@ def plan_agent(
         },
         "config_key": f"{key}.agent_config",
     }
-    return [model_server, agent_server]
+    if not start.get("environment"):
+        return [model_server, agent_server]
+    environment_server = {
+        "name": f"{name}_{start['environment']}",
+        "kind": ENVIRONMENTS,
+        "folder": start["environment"],
+        "overrides": {
+            "resources_server": {"type": RESOURCES, "name": name},
+            "agent_server": {"type": AGENTS, "name": agent_server["name"]},
+        },
+        "config_key": f"{key}.environment",
+    }
+    return [model_server, agent_server, environment_server]
+
+
+# --- interpreters --------------------------------------------------------------------------------
 
 
 def resolve_python(name: str, start: Mapping[str, Any]) -> str:
     """Return the interpreter of a server.
 
-    With `install`, makes an environment in .venv-gym-servers and returns its interpreter. Otherwise
-    returns `python` if the recipe sets it, else the interpreter of an existing environment in
-    .venv-gym-servers, else that of .venv-gym. Raises GymStartError.
+    With `install`, makes an environment for the server and returns its interpreter. Otherwise
+    returns `python` if the recipe sets it, else the interpreter of an existing environment for the
+    server, else that of .venv-gym. Raises GymStartError.
     """
     folder = find_folder(name, start)
-    python = start.get("python") or PYTHON
+    python = str(start.get("python") or PYTHON)
     if start.get("install"):
         key = f"gym.servers.{name}.start.install"
         gym_environments = extras.load("kit.extras.gym_environments", key)
@@ -331,7 +356,48 @@ def resolve_python(name: str, start: Mapping[str, Any]) -> str:
             return str(gym_environments.install_environment(folder, python))
         except gym_environments.InstallError as error:
             raise GymStartError(f"{key}: {error}") from None
-    environment = Path(python).absolute().parents[2] / SERVER_ENVIRONMENTS / folder
-    if (environment / "bin" / "python").is_file() and not start.get("python"):
-        return str(environment / "bin" / "python")
+    package = find_package(python)
+    if package and not start.get("python"):
+        environment = environment_folder(folder, package)
+        if is_made_for(package, environment):
+            return str(environment / "bin" / "python")
     return str(Path(python).absolute())
+
+
+def find_package(python: str) -> Path | None:
+    """Return the site-packages folder with nemo-gym of an interpreter, or None."""
+    for folder in Path(python).absolute().parents[1].glob("lib/python3*/site-packages"):
+        if (folder / "nemo_gym").is_dir():
+            return folder
+    # A script that starts an interpreter: only that one can say where its packages are.
+    try:
+        answer = subprocess.run(
+            [python, "-P", "-c", FIND_PACKAGE], capture_output=True, text=True, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    folder = Path(answer.stdout.strip() or "/missing")
+    return folder if (folder / "nemo_gym").is_dir() else None
+
+
+def environment_folder(server: str, package: Path) -> Path:
+    """Return the folder of the environment for one server (kit/extras/gym_environments.py).
+
+    It is next to the environment that has nemo-gym. package: site-packages with nemo-gym.
+    """
+    base = package.parents[2]
+    if not (base / "pyvenv.cfg").is_file():  # the packages of a system
+        base = ROOT / ".venv-gym"
+    return base.with_name(f"{base.name}-servers") / server
+
+
+def list_versions(package: Path) -> list[str]:
+    """Return the names of nemo-gym's .dist-info folders: one, with the version."""
+    return sorted(path.name for path in package.glob("nemo_gym-*.dist-info"))
+
+
+def is_made_for(package: Path, environment: Path) -> bool:
+    """Return whether an environment for one server is complete and has this version of nemo-gym."""
+    contents = environment / "installed.txt"
+    versions = list_versions(package)
+    return contents.is_file() and contents.read_text().splitlines()[: len(versions)] == versions

@@ -11,6 +11,7 @@ A spec is a dict that describes one process of a run. Its keys:
     kind, folder        its code: the folder kind/folder of the package, or an absolute path
     resources_server    the folder of the server whose YAML files describe this process
     overrides           settings that replace those of the YAML
+    global_config       entries of Gym's configuration that describe no process, such as a sandbox
     config_key          the key of the recipe that sets `overrides`, for messages
     is_unchecked        whether the replies of the server's judges are accepted without a check
     python, log         its interpreter and its log file
@@ -43,6 +44,7 @@ from typing import Any, NoReturn
 RESOURCES = "resources_servers"  # kinds of servers: folders of the nemo-gym package
 MODELS = "responses_api_models"
 AGENTS = "responses_api_agents"
+ENVIRONMENTS = "environment_servers"  # since Gym 0.7
 JUDGE_PARSING = Path(__file__).parents[1] / "extras" / "judges" / "judge_parsing.py"
 # settings that switch a verifier's judge off if they are false
 JUDGE_SWITCHES = ("should_use_judge", "use_judge", "enable_llm_judge")
@@ -89,7 +91,10 @@ def run_server(name: str, specs: list[ProcessSpec]) -> None:
         if spec["folder"] == "genrm_model":
             use_remote_genrm()
         runpy.run_path(str(folder / "app.py"), run_name="__main__")
-    except ModuleNotFoundError as error:
+    except ImportError as error:
+        # Without a package, a folder of its name next to app.py has an "unknown location".
+        if not isinstance(error, ModuleNotFoundError) and "unknown location" not in str(error):
+            raise
         exit_for_module(error.name, spec, folder)
     except pydantic.ValidationError as error:
         problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
@@ -120,7 +125,8 @@ def find_app_folder(spec: ProcessSpec, package: Path) -> Path:
         return folder
     names = [path.parent.name for path in folder.parent.glob("*/app.py")]
     nearest = difflib.get_close_matches(spec["folder"], names, 4, 0.0)
-    kind = {RESOURCES: "resources server", MODELS: "model", AGENTS: "agent"}[spec["kind"]]
+    kinds = {RESOURCES: "resources server", MODELS: "model", AGENTS: "agent"}
+    kind = kinds.get(spec["kind"], "environment server")
     sys.exit(
         f"nemo-gym has no {kind} {spec['folder']!r}. Choose one of {folder.parent}; "
         f"the nearest are {', '.join(nearest)}"
@@ -158,8 +164,11 @@ def build_gym_config(
         if "overrides" in each:
             settings = build_settings(each, package)
         config[each["name"]] = {each["kind"]: {Path(each["folder"]).name: settings}}
+    entries = spec.get("global_config") or {}
+    check_entries(spec, entries, config)
     # The value is `???`, or a `${name}` that another file defines. That file is not read here.
-    unset = re.findall(r"(\w+): .*(?:\?\?\?|\$\{\w+\})", yaml.safe_dump(config[spec["name"]]))
+    open_values = re.findall(r"(\w+): .*(\?\?\?|\$\{\w+\})", yaml.safe_dump(config[spec["name"]]))
+    unset = [key for key, value in open_values if value[2:-1] not in entries]
     if unset:
         sys.exit(
             f"the YAML of {spec['folder']} does not set {', '.join(unset)}. "
@@ -167,7 +176,17 @@ def build_gym_config(
         )
     config["head_server"] = {"host": spec["host"], "port": spec["port"]}
     config["dry_run"] = False
-    return config
+    return {**entries, **config}
+
+
+def check_entries(spec: ProcessSpec, entries: Iterable[str], config: dict[str, Any]) -> None:
+    """Exit if entries of global_config have the names of servers, or names that Gym reserves."""
+    clashes = sorted({*entries} & {*config, "head_server", "dry_run"})
+    if clashes:
+        sys.exit(
+            f"global_config of {spec['folder']} has an entry {clashes[0]}, the name of a server "
+            "or of Gym's own. Choose another name."
+        )
 
 
 def build_settings(spec: ProcessSpec, package: Path) -> dict[str, Any]:

@@ -69,6 +69,34 @@ def test_an_alias_has_priority_over_the_longest_server_name():
         find_server(agent("other"), servers)
 
 
+@pytest.mark.parametrize(
+    ("fields", "server"),
+    [
+        ({"task_source": "mcqa"}, "mcqa"),
+        ({"task_source": "math_resources_server"}, "math"),
+        # the data's source decides, not the agent that once ran the row
+        ({"task_source": "mcqa", "agent_ref": {"name": "math_simple_agent"}}, "mcqa"),
+        ({"task_source": "unknown", "agent_ref": {"name": "math_simple_agent"}}, "math"),
+        ({"task_source": None, "agent_ref": {"name": "math"}}, "math"),
+        ({"_ng_task_id": {"taskset": "math:train", "task_id": "0"}}, "math"),
+        ({"_ng_task_id": {"taskset": "mcqa", "task_id": "0"}}, "mcqa"),
+    ],
+    ids=str,
+)
+def test_a_row_of_gym_0_7_matches_its_server_by_task_source_and_taskset(fields, server):
+    assert find_server(row(**fields), ["mcqa", "math"]) == server
+
+
+def test_a_row_that_matches_no_server_shows_all_that_it_names():
+    gym_row = row(task_source="one", agent_ref={"name": "two"}, _ng_task_id={"taskset": "three:4"})
+    problem = "x:1: task_source 'one', agent_ref 'two', taskset 'three' matches none"
+    with pytest.raises(env.DataError, match=problem):
+        find_server(gym_row, ["mcqa", "math"])
+    # with one server too: a row without any name is its row, a row with another name is not
+    with pytest.raises(env.DataError, match=problem):
+        find_server(gym_row, ["mcqa"])
+
+
 # --- files ----------------------------------------------------------------------------------------
 
 

@@ -105,6 +105,36 @@ def test_an_invalid_row_is_an_error_with_its_line(bad, told):
         verl_rows.parse_row(bad, "x:1")
 
 
+TASK = {"taskset": "puzzles:train", "task_id": "7"}
+
+
+@pytest.mark.parametrize("is_nested", [False, True], ids=["flat", "task_data"])
+def test_a_materialized_task_is_its_row_with_its_identifiers(tmp_path, is_nested):
+    gym_row = row("2?", answer="2", task_id="own")
+    prompt = {"responses_create_params": gym_row["responses_create_params"]}
+    fields = {key: value for key, value in gym_row.items() if key not in prompt}
+    task_input = {**prompt, "task_data": fields} if is_nested else gym_row
+    path = write_rows(tmp_path / "tasks.jsonl", [{"task_id": TASK, "task_input": task_input}])
+    assert list(verl_rows.read_rows(str(path))) == [
+        (f"{path}:1", {**gym_row, verl_rows.TASK_ID: TASK})
+    ]
+
+
+@pytest.mark.parametrize(
+    ("task_input", "problem"),
+    [
+        ("2?", "task_input must be an object"),
+        ({**row(), "task_data": "x"}, "and so must its task_data"),
+        ({**row(answer="1"), "task_data": {"answer": "2"}}, "answer differs inside and outside"),
+        ({"task_data": {"answer": "2"}}, "neither Gym's responses_create_params"),
+    ],
+)
+def test_an_invalid_materialized_task_is_an_error_with_its_line(tmp_path, task_input, problem):
+    path = write_rows(tmp_path / "tasks.jsonl", [{"task_id": TASK, "task_input": task_input}])
+    with pytest.raises(env.DataError, match=rf"tasks\.jsonl:1: .*{problem}"):
+        list(verl_rows.read_rows(str(path)))
+
+
 def test_an_unreadable_file_is_an_error_before_it_is_loaded(tmp_path, monkeypatch):
     other = tmp_path / "other.parquet"
     pandas.DataFrame({"question": ["2?"], "answer": ["2"]}).to_parquet(other)

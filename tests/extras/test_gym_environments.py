@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 
 import pytest
-from conftest import ROOT
+from conftest import GYM_PYTHON, ROOT
 
 from kit.extras import gym_environments
 from kit.gym import process_specs
@@ -17,7 +18,7 @@ SITE_PACKAGES = next(ROOT.glob(".venv-gym/lib/python3*/site-packages"))
 
 def test_a_failed_install_leaves_nothing(tmp_path, monkeypatch):
     python = tmp_path / ".venv-gym" / "bin" / "python"
-    for folder in ("bin", "lib"):
+    for folder in ("bin", "lib", "pyvenv.cfg"):
         (tmp_path / ".venv-gym").mkdir(exist_ok=True)
         (tmp_path / ".venv-gym" / folder).symlink_to(ROOT / ".venv-gym" / folder)
     original = subprocess.run
@@ -48,10 +49,74 @@ def test_a_failed_install_leaves_nothing(tmp_path, monkeypatch):
         gym_environments.install_environment("mcqaa", str(python))
 
 
+def write_wrapper(path):
+    """Write a script that runs the interpreter of .venv-gym, as for one in a container."""
+    path.write_text(f'#!/bin/sh\nexec {GYM_PYTHON} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_an_environment_can_be_made_for_an_interpreter_that_a_script_starts(tmp_path, monkeypatch):
+    python = write_wrapper(tmp_path / "gym-python")
+    package = process_specs.find_package(python)
+    assert package.samefile(SITE_PACKAGES)
+    judges = {"judge_model_server": "judge_model"}
+    assert process_specs.find_judges("physics_judge", {"python": python}) == judges
+    monkeypatch.setattr(process_specs, "environment_folder", lambda *_: tmp_path / "made" / "mcqa")
+    made = gym_environments.install_environment("mcqa", python)
+    command = "import fastapi, nemo_gym, resources_servers.mcqa, sys; print(sys.prefix)"
+    run = subprocess.run([made, "-c", command], capture_output=True, text=True, cwd=tmp_path)
+    assert run.stdout.strip() == str(tmp_path / "made" / "mcqa"), run.stderr
+
+
+def test_an_interpreter_without_nemo_gym_has_no_package(tmp_path):
+    assert process_specs.find_package(sys.executable) is None
+    assert process_specs.find_package(str(tmp_path / "no such file")) is None
+
+
+def test_an_environment_for_another_version_of_nemo_gym_is_not_used(tmp_path, monkeypatch):
+    environment = tmp_path / ".venv-gym-servers" / "mcqa"
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "python").touch()
+    monkeypatch.setattr(process_specs, "environment_folder", lambda *_: environment)
+    monkeypatch.setattr(process_specs, "PYTHON", str(GYM_PYTHON))
+    (version,) = process_specs.list_versions(SITE_PACKAGES)
+    for text, is_used in ((version, True), ("nemo_gym-0.0.1.dist-info", False), ("", False)):
+        (environment / "installed.txt").write_text(f"{text}\nscipy\n")
+        expected = environment / "bin" / "python" if is_used else GYM_PYTHON
+        assert process_specs.resolve_python("mcqa", {}) == str(expected), text
+
+
+def test_environments_of_two_versions_of_nemo_gym_are_in_two_folders(tmp_path):
+    folders = []
+    for name in (".venv-gym", ".venv-gym-0.4.0"):
+        package = tmp_path / name / "lib" / "python3.11" / "site-packages"
+        package.mkdir(parents=True)
+        (tmp_path / name / "pyvenv.cfg").touch()
+        folders.append(process_specs.environment_folder("mcqa", package))
+    assert folders == [
+        tmp_path / ".venv-gym-servers" / "mcqa",
+        tmp_path / ".venv-gym-0.4.0-servers" / "mcqa",
+    ]
+
+
 def test_a_requirement_from_git_is_not_installed_from_pypi():
     lines = gym_environments.read_requirements(SITE_PACKAGES / "resources_servers" / "code_fim")
     assert any(line.startswith("human-eval-infilling@ git+https://") for line in lines)
     assert not [line for line in lines if "nemo-gym" in line]
+
+
+def test_a_requirement_in_a_folder_of_the_server_is_found_from_any_folder(tmp_path):
+    lines = ["# a comment", "-e nemo-gym[dev] @ ../../", "-e ../../", "a>=1  # why", "-e ./lib[b]"]
+    (tmp_path / "requirements.txt").write_text("\n".join(lines))
+    assert gym_environments.read_requirements(tmp_path) == ["a>=1", f"{tmp_path}/lib[b]"]
+
+
+def test_the_packages_of_gyms_extra_sandbox_are_installed_for_a_server_that_names_it():
+    servers = SITE_PACKAGES / "resources_servers"
+    packages = "\n".join(gym_environments.read_requirements(servers / "job_bench"))
+    assert "opensandbox>=0.1.15" in packages and "mammoth>=1.13.0" in packages
+    assert "opensandbox" not in "\n".join(gym_environments.read_requirements(servers / "moldetox"))
 
 
 @pytest.mark.parametrize(

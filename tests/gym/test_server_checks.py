@@ -95,6 +95,22 @@ def test_a_server_of_a_folder_has_the_settings_of_its_yaml(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
+    ("key", "value"), [("agent_config", {"a": 1}), ("environment", "single_agent_turn")]
+)
+def test_what_needs_an_agent_is_an_error_without_one(key, value):
+    problem = rf"mcqa\.start\.{key} is set without an agent\. Add agent: simple_agent"
+    with pytest.raises(GymStartError, match=problem):
+        check_server("mcqa", {"start": {**START, key: value}})
+
+
+@pytest.mark.parametrize("key", ["config", "agent_config", "global_config"])
+def test_settings_that_are_no_mapping_are_an_error(key):
+    start = {**START, "agent": "simple_agent", key: ["a"]}
+    with pytest.raises(GymStartError, match=rf"mcqa\.start\.{key} is \['a'\]\. Set keys"):
+        check_server("mcqa", {"start": start})
+
+
+@pytest.mark.parametrize(
     ("names", "problem"),
     [
         ("HF_TOKEN", "is 'HF_TOKEN'. Set a list"),

@@ -15,14 +15,14 @@ from typing import NamedTuple
 import httpx
 import psutil
 import pytest
-from conftest import GYM_PYTHON, row
+from conftest import GYM_PYTHON, OLD_GYM_PYTHON, row
 from http_doubles import Endpoint, send
 from omegaconf import OmegaConf
 
 from gym_client import Gym, GymError, message_response
 from kit.config.redaction import redacted
 from kit.extras.judges import judge_proxy, judge_settings
-from kit.gym import network, process_specs
+from kit.gym import network, process_specs, server_process
 from kit.gym import servers as gym_servers
 from kit.gym.network import GymStartError, discover_servers, find_free_port, wait_ready
 from kit.gym.servers import GymServers, running_servers
@@ -105,6 +105,7 @@ def test_a_server_sees_its_settings_and_no_secret_that_its_recipe_does_not_name(
     (tmp_path / "shop" / "app.py").write_text(SPY_SERVER)
     start = {"python": str(GYM_PYTHON), "path": str(tmp_path / "shop"), "agent": "simple_agent"}
     start |= {"config": {"shop_key": "own-key"}, "env": ["SHOP_TOKEN"]}
+    start["global_config"] = {"sandbox": {"docker": {"key": "sandbox-key"}}}
     endpoint = Endpoint(send(500, {}))
     policy = {"base_url": f"{endpoint.url}/v1", "api_key": "policy-key", "model": "policy"}
     judge = {"base_url": endpoint.url, "model": "m", "api_key_env": "JUDGE_WORD"}
@@ -129,7 +130,7 @@ def test_a_server_sees_its_settings_and_no_secret_that_its_recipe_does_not_name(
         key = proxy.key
     assert len(outside) >= 4
     for pid, text in outside.items():
-        for secret in [*SECRETS.values(), "policy-key", "own-key", key]:
+        for secret in [*SECRETS.values(), "policy-key", "own-key", "sandbox-key", key]:
             assert secret.encode() not in text, (pid, secret)
     inside = json.dumps(view)
     for secret in [*SECRETS.values(), "policy-key", key]:
@@ -138,6 +139,7 @@ def test_a_server_sees_its_settings_and_no_secret_that_its_recipe_does_not_name(
     assert view["environment"]["PLAIN"] == "shown-2"
     config = view["config"]
     assert config["shop"]["resources_servers"]["shop"]["shop_key"] == "own-key"
+    assert config["sandbox"] == {"docker": {"key": "sandbox-key"}}
     judge_view = config["judge"]["responses_api_models"]["vllm_model"]
     assert judge_view.keys() == {"entrypoint", "host", "port"}
     assert view["stdin"] == ""
@@ -151,13 +153,60 @@ def test_a_server_sees_its_settings_and_no_secret_that_its_recipe_does_not_name(
 def test_the_policys_model_server_sees_no_secret_of_one_agent(monkeypatch):
     monkeypatch.setenv("SHOP_TOKEN", "x")
     start = {"python": str(GYM_PYTHON), "agent": "simple_agent", "env": ["SHOP_TOKEN"]}
+    sandbox = {"sandbox": {"docker": {"key": "k"}}}
     policy = {"base_url": "http://x/v1", "api_key": "k", "model": "m"}
-    specs = process_specs.plan_processes("mcqa", start, policy)
-    assert {spec["name"]: spec["visible_variables"] for spec in specs} == {
-        "mcqa": ["SHOP_TOKEN"],
-        "policy_model": [],
-        "mcqa_simple_agent": ["SHOP_TOKEN"],
+    specs = process_specs.plan_processes("mcqa", {**start, "global_config": sandbox}, policy)
+    visible = {spec["name"]: (spec["visible_variables"], spec["global_config"]) for spec in specs}
+    assert visible == {
+        "mcqa": (["SHOP_TOKEN"], sandbox),
+        "policy_model": ([], {}),
+        "mcqa_simple_agent": (["SHOP_TOKEN"], sandbox),
     }
+    shown = gym_servers.redact_spec(specs[0], specs[2])
+    assert "global_config" not in shown
+
+
+def test_an_environment_server_is_in_front_of_an_agent_and_answers_for_the_name():
+    package = process_specs.find_package(str(GYM_PYTHON))
+    start = {"python": str(GYM_PYTHON), "server": "mcqa", "port": find_free_port()}
+    start |= {"agent": "simple_agent", "environment": "single_agent_turn"}
+    policy = {"base_url": "http://x/v1", "api_key": "k", "model": "m"}
+    *others, spec = process_specs.plan_processes("x", start, policy)
+    assert [each["name"] for each in others] == ["x", "policy_model", "x_simple_agent"]
+    assert spec["port"] == start["port"]
+    assert (server_process.find_app_folder(spec, package) / "app.py").is_file()
+    config = server_process.build_gym_config(spec, [*others, spec], package)
+    settings = config["x_single_agent_turn"]["environment_servers"]["single_agent_turn"]
+    assert settings["resources_server"]["name"] == "x"
+    assert settings["agent_server"]["name"] == "x_simple_agent"
+    assert settings["default_episode_timeout_seconds"] > 0  # of its YAML
+    with pytest.raises(SystemExit, match="no environment server 'simple'"):
+        server_process.find_app_folder({**spec, "folder": "simple"}, package)
+
+
+@pytest.mark.parametrize("name", ["x", "policy_model", "head_server", "dry_run"])
+def test_an_entry_of_global_config_cannot_replace_a_server(name):
+    package = process_specs.find_package(str(GYM_PYTHON))
+    start = {"python": str(GYM_PYTHON), "server": "mcqa", "agent": "simple_agent"}
+    policy = {"base_url": "http://x/v1", "api_key": "k", "model": "m"}
+    specs = process_specs.plan_processes("x", start | {"global_config": {name: {}}}, policy)
+    with pytest.raises(SystemExit, match=f"global_config of mcqa has an entry {name}"):
+        server_process.build_gym_config(specs[0], specs, package)
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_global_config_sets_the_values_to_which_a_servers_yaml_refers(tmp_path, is_set):
+    (tmp_path / "shop" / "configs").mkdir(parents=True)
+    (tmp_path / "shop" / "app.py").touch()
+    text = "any: {resources_servers: {shop: {key: '${shop_key}'}}}"
+    (tmp_path / "shop" / "configs" / "any.yaml").write_text(text)
+    start = {"python": str(GYM_PYTHON), "path": str(tmp_path / "shop")}
+    start["global_config"] = {"shop_key": "k"} if is_set else {"other": "k"}
+    (spec,) = process_specs.plan_processes("x", start, None)
+    context = pytest.raises(SystemExit, match=r"does not set key\. Set it in gym\.servers\.x")
+    with contextlib.nullcontext() if is_set else context:
+        config = OmegaConf.create(server_process.build_gym_config(spec, [spec], tmp_path))
+        assert config.x.resources_servers.shop.key == "k"
 
 
 @pytest.mark.parametrize(
@@ -203,6 +252,20 @@ def test_a_real_head_server_lists_servers_and_agents(tmp_path):
             "head_server": {"host": "127.0.0.1", "port": port},
             "puzzles": {"resources_servers": {"reasoning_gym": address}},
             "some_agent": {"responses_api_agents": {"simple_agent": agent}},
+            # the environment servers of Gym 0.7: of an agent with a resources server, of one
+            # without, and one that is not started
+            "one_turn": {
+                "environment_servers": {
+                    "single_agent_turn": {**address, "agent_server": {"name": "some_agent"}}
+                }
+            },
+            "relay": {
+                "environment_servers": {
+                    "legacy_agent": {**address, "agent_server": {"name": "whole_agent"}}
+                }
+            },
+            "whole_agent": {"responses_api_agents": {"swe_agents": {"entrypoint": "app.py"}}},
+            "idle": {"environment_servers": {"legacy_agent": {"entrypoint": "app.py"}}},
             "not_started": {"resources_servers": {"mcqa": {"entrypoint": "app.py"}}},
             "policy_model": {
                 "responses_api_models": {"vllm_model": {"base_url": "${policy_base_url}"}}
@@ -214,8 +277,8 @@ def test_a_real_head_server_lists_servers_and_agents(tmp_path):
             head = subprocess.Popen(command, stdout=log, stderr=log, cwd=tmp_path)
         try:
             servers, agents = wait_for_discovery(f"http://127.0.0.1:{port}")
-            assert agents == {"some_agent": "puzzles"}
-            assert servers == {"puzzles": urls["reasoning_gym"]}
+            assert agents == {"some_agent": "puzzles", "whole_agent": "relay"}
+            assert servers == dict.fromkeys(("puzzles", "one_turn", "relay"), urls["reasoning_gym"])
 
             async def verify():
                 async with Gym(servers) as gym, gym.session("puzzles", row()) as session:
@@ -227,8 +290,8 @@ def test_a_real_head_server_lists_servers_and_agents(tmp_path):
             head.wait()
 
 
-async def verify_with_two_servers(urls):
-    """Return the rewards of six responses."""
+async def verify_with_three_servers(urls):
+    """Return the rewards of eight responses."""
     math_row = row("What is 1/2 + 1/4?", expected_answer="\\frac{3}{4}")
     cases = [
         ("reasoning_gym", row(), "7"),
@@ -237,6 +300,8 @@ async def verify_with_two_servers(urls):
         ("reasoning_gym", row(), ""),
         ("math", math_row, "It is \\boxed{0.75}."),
         ("math", math_row, "It is \\boxed{0.5}."),
+        ("older", row(), "7"),
+        ("older", row(), "it is 7"),
     ]
     rewards = []
     async with Gym(urls, concurrency=4) as gym:
@@ -251,7 +316,7 @@ async def verify_with_two_servers(urls):
     return rewards
 
 
-def test_real_servers_start_verify_restart_and_stop(tmp_path, monkeypatch):
+def test_real_servers_of_two_versions_start_verify_restart_and_stop(tmp_path, monkeypatch):
     start = {"python": str(GYM_PYTHON)}
     start_server = gym_servers.start_server
     processes = []
@@ -264,13 +329,14 @@ def test_real_servers_start_verify_restart_and_stop(tmp_path, monkeypatch):
     servers = {
         "reasoning_gym": {"start": start},
         "math": {"start": {**start, "server": "math_with_judge"}},
+        "older": {"start": {"python": str(OLD_GYM_PYTHON), "server": "reasoning_gym"}},
     }
     with running_servers(servers, tmp_path) as urls:
         for _ in range(2):
-            rewards = asyncio.run(verify_with_two_servers(urls))
-            assert rewards == [1.0, pytest.approx(1 / 7), 0.0, 0.0, 1.0, 0.0]
+            rewards = asyncio.run(verify_with_three_servers(urls))
+            assert rewards == [1.0, pytest.approx(1 / 7), 0.0, 0.0, 1.0, 0.0, 1.0, rewards[1]]
             processes[0].kill()
-    assert len(processes) == 3
+    assert len(processes) == 4
     assert all(process.poll() is not None for process in processes)
     for name, url in urls.items():
         with pytest.raises(GymStartError, match="does not answer"):

@@ -1,16 +1,17 @@
 """Detect judge failures inside a verifier of NeMo Gym, and remove the reward that they affect.
 
-A verifier may call a judge (one of Gym's model servers) while it handles POST /verify. If the judge
-fails, half of Gym's verifiers raise, and half return 200 with reward 0 (nemo-gym 0.4.0). If the
-judge's reply holds no verdict, nearly all of them return reward 0, and some return 1.
+A verifier may call a judge (one of Gym's model servers) while it handles POST /verify. If the call
+fails, most verifiers of Gym 0.7 mark their response as invalid (`judge_failsafe` in nemo_gym), and
+those of 0.4 raise, or return 200 with reward 0. If the judge's reply holds no verdict, most
+verifiers of both versions return reward 0, and some return 1.
 
 So this module inspects each call of a judge inside the verifier's process: only there it is clear
 which /verify request a call belongs to. kit/gym calls `watch_judge_calls` before it runs the
 server's app.py. A call fails if its status is not 200, or if its reply is empty or does not match
 the pattern in VERDICT_PATTERNS. The response to that request is then replaced by the one that
-judge_failsafe of Gym 0.5.0 sends: status 200, `_ng_failure_class: judge_failed`, and no reward. If
-the verifier repeats the call and gets a valid reply, the reward stays. The response is also
-replaced if it states that the verifier found no verdict (`judge_failure`).
+`judge_failsafe` sends, but without a reward and with the name of the judge. If the verifier repeats
+the call and gets a valid reply, the reward stays. The response is also replaced if it states that
+the verifier found no verdict (`judge_failure`), unless it marks itself as invalid (`is_marked`).
 
 The Gym environment runs this file by its path, without the kit: import only the standard library
 here, and Gym's own packages inside functions.
@@ -37,15 +38,26 @@ _LABELS = r"\[\[[^\[\]]+\]\]"
 _GRADE = r"(\A|\n)\s*[ABCD]\s*\Z"
 _BOXED = r"\\boxed\{\s*(0|0?\.5|1)(\.0*)?\s*\}(?!(.|\n)*\\boxed\{)"
 # For each resources server, the pattern that a judge's text must match. It follows the parser in
-# the server's app.py. Flag: IGNORECASE.
+# the server's app.py. Flag: IGNORECASE. "": any text, because the server itself marks its response,
+# fails, or says that it found no verdict (`judge_failure`). Only calls during REWARD_PATHS must
+# match: a tool may ask a model for something else.
 VERDICT_PATTERNS = {
     "aalcr": r"\A\s*(?-i:(IN)?CORRECT)\s*\Z",
     "abstention": f"(?-i:{_GRADE})",
+    "aegis_v4_safety": "",
+    "agentif": "",
+    "arena": r"\[\[[AB<>=]+\]\]",
     "arena_judge": r"\[\[[AB<>=]+\]\]",
+    "bbq": "",
     "browsecomp_advanced_harness": r"correct:\s*(yes|no)\b",
+    "conversational_tool_use_simulation": "",
+    "deepsearchqa": r'"Correctness Details"\s*:',
     "equivalence_llm_judge": rf"{_LABELS}|\b(IN)?CORRECT\b",
+    "false_statement_judge": r"<points>\s*\d+\s*</points>",
+    "finance_agent_v2": "",
     "finance_sec_search": r"\[\[[012]\]\]",
     "frontierscience_judge": r"Judgement:\s*(YES|NO)|score\W+\d",
+    "gdp_pdf": "",
     "gdpval": (
         r'"(criteria_scores|(overall_|total_|average_|final_)?score)"\s*:'
         r"|FINAL_SCORE\[\s*[\d.]+\s*\]"
@@ -57,6 +69,7 @@ VERDICT_PATTERNS = {
     "inverse_if": r'"result"\s*:\s*"(PASS|FAIL)"|(PASS|FAIL)[^\n]*(\n[^\n]*){0,4}\Z',
     "jailbreak_detection": rf"{_LABELS}|Response harm:\s*(un)?harmful",
     "labbench2_vlm": _LABELS,
+    "longmemeval": r"\b(yes|no)\b",
     "math_with_autograder": r"(?-i:\\boxed\{(Correct|Incorrect)\})",
     "math_with_judge": r"\[\[A!?=B\]\]",
     "multichallenge": r"\[\[(YES|NO)\]\]|\b(YES|NO)\b[^\n]*\Z",
@@ -70,18 +83,22 @@ VERDICT_PATTERNS = {
     "tavily_search": r"(?-i:correct: (yes|no))",
     "terminus_judge": _LABELS,
     "text_to_sql": _LABELS,
+    "toolsandbox": "",  # its model plays a user
     "ugphysics_judge": r"\b(TRUE|FALSE)\b",
-    "xstest": "",  # any text: only the verifier's response shows a failure (judge_failure)
+    "widesearch": r"```json\s*\{[\s\S]*\}\s*```",
+    "xstest": "",
     "verifif": (
         r'\[\[(YES|NO)\]\]|"verdict"\s*:\s*"(YES|NO)"|\b(YES|NO)\s*\Z'
         r'|"(status|definition)"\s*:'
     ),
 }
-# Fields of a verifier's response, and the value that means "no verdict".
-NO_VERDICT_FIELDS = {
-    "invalid_judge_response": True,
-    "invalid_gen_base": True,
-    "no_judge_score": 1.0,
+# Fields of a verifier's response, and whether their value means "no verdict".
+NO_VERDICT_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "invalid_judge_response": bool,
+    "invalid_gen_base": bool,
+    "no_judge_score": bool,
+    "judge_error": bool,  # finance_agent_v2, longmemeval: the cause
+    "n_error": bool,  # agentif: how many of its checks have no verdict
 }
 # Fields of a verifier's response: one evaluation or a list of them, each with `verdict_label`.
 EVALUATION_FIELDS = ("judge_evaluation", "quality_judge_evaluation", "judge_evaluations")
@@ -102,6 +119,8 @@ App = Callable[..., Awaitable[None]]
 
 # Failed judge calls of the current HTTP request: {key of the call: description of the failure}.
 _failed_calls: ContextVar[dict[str, str] | None] = ContextVar("failed_calls", default=None)
+# Whether the response to the current HTTP request holds a reward.
+_decides_reward: ContextVar[bool] = ContextVar("decides_reward", default=True)
 
 
 # --- replies and responses -----------------------------------------------------------------------
@@ -165,14 +184,26 @@ def read_proxy_error(reply: bytes) -> str:
         return ""
 
 
+def is_marked(response: Any) -> bool:
+    """Return whether a verifier's response marks its reward as invalid, as Gym 0.7 does."""
+    if not isinstance(response, dict):
+        return False
+    config = response.get("instance_config")
+    marks = [response, config if isinstance(config, dict) else {}]
+    return bool(response.get("_ng_failure_class")) or any(m.get("mask_sample") for m in marks)
+
+
 def judge_failure(response: Any) -> str:
     """Return how a verifier's response (parsed JSON) reports that it found no verdict, or "" ."""
     if not isinstance(response, dict):
         return ""
     failures = []
-    for key, value in NO_VERDICT_FIELDS.items():
-        if response.get(key) == value:
+    for key, is_missing in NO_VERDICT_FIELDS.items():
+        if is_missing(response.get(key)):
             failures.append(f"{key}: {response[key]}")
+    # aegis_v4_safety: it asked the judge, but found no labels in the reply
+    if response.get("resolved") is False and response.get("judge_evaluation"):
+        failures.append(f"resolved: False, {response.get('failure_reason')}")
     for key, label in _find_labels(response):
         if label in NO_VERDICT_LABELS:
             failures.append(f"{key}: {label}")
@@ -234,6 +265,7 @@ class JudgeFailureMiddleware:
             return await self.app(scope, receive, send)
         failed_calls: dict[str, str] = {}
         _failed_calls.set(failed_calls)
+        _decides_reward.set(scope["path"] in REWARD_PATHS)
         messages: list[dict[str, Any]] = []
 
         async def collect(message: dict[str, Any]) -> None:
@@ -251,7 +283,8 @@ class JudgeFailureMiddleware:
     def _find_reported_failures(self, messages: list[dict[str, Any]]) -> list[str]:
         with contextlib.suppress(ValueError):
             body = json.loads(b"".join(message.get("body", b"") for message in messages))
-            if reason := judge_failure(body):
+            reason = "" if is_marked(body) else judge_failure(body)
+            if reason:
                 return [f"model {self.models}: the verifier reports no verdict ({reason})"]
         return []
 
@@ -266,6 +299,9 @@ def masked_response(
     failure = "; ".join(failures)[:MAX_FAILURE_CHARS]
     content = {
         "reward": None,
+        "mask_sample": True,
+        "failure_kind": "judge_failed",
+        "failure_reason": failure,
         "_ng_failure_class": "judge_failed",
         "_ng_failure_judge_error": failure,
     }
@@ -316,7 +352,7 @@ async def _inspect_call(
         record_call(request, f"model {name}: {type(error).__name__}: {error}")
         raise
     status = getattr(response, "status", None) or response.status_code
-    problem = find_reply_problem(status, reply, pattern)
+    problem = find_reply_problem(status, reply, pattern if _decides_reward.get() else "")
     record_call(request, f"model {name}: {problem}" if problem else "")
     return response
 

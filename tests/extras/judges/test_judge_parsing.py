@@ -20,9 +20,12 @@ NONSENSE = "Lorem ipsum dolor sit amet."
 VERDICTS = {  # a verdict of each server's judge, as its app.py reads it
     "aalcr": "INCORRECT",
     "abstention": "The grade is\nC",
+    "arena": "Both are bad: [[BB]]",
     "arena_judge": "Mine: [[B>>A]]",
     "browsecomp_advanced_harness": "reasoning: ...\ncorrect: no",
+    "deepsearchqa": '{"Answer Correctness": {"Correctness Details": {"Paris": true}}}',
     "equivalence_llm_judge": "[[A!=B]]",
+    "false_statement_judge": "It repairs it. <points>1</points>",
     "finance_sec_search": "[[1]]",
     "frontierscience_judge": "Judgement: NO",
     "gdpval": '{"criteria_scores": [{"score": 1}], "overall_score": 0.5}',
@@ -30,6 +33,7 @@ VERDICTS = {  # a verdict of each server's judge, as its app.py reads it
     "inverse_if": '```json\n{"result": "FAIL", "explanation": "no"}\n```',
     "jailbreak_detection": "[[UNSAFE]]",
     "labbench2_vlm": "[[A=B]]",
+    "longmemeval": "Yes",
     "math_with_autograder": "\\boxed{Incorrect}",
     "math_with_judge": "They differ: [[A!=B]]",
     "multichallenge": "On the whole, no: [[NO]]",
@@ -44,6 +48,7 @@ VERDICTS = {  # a verdict of each server's judge, as its app.py reads it
     "terminus_judge": "Final verdict: [[A=B]]",
     "text_to_sql": "[[A!=B]]",
     "ugphysics_judge": "## Equivalence Judgement\nFALSE",
+    "widesearch": '```json\n{"idx_0": 1}\n```',
     "verifif": '{"verdict": "NO", "reasoning": "It does not."}',
 }
 
@@ -186,6 +191,17 @@ def test_the_judges_of_a_server_are_the_models_in_its_settings():
         ({"verdict": None, "judge_output": "hm"}, "verdict: None"),
         ({"judge_evaluation": {"verdict_label": None}}, "judge_evaluation: None"),
         ({"judge_evaluations": [{"verdict_label": "judge_parsing_error"}]}, "judge_parsing_error"),
+        # finance_agent_v2, agentif, aegis_v4_safety
+        ({"judge_error": "1/9 criteria unresolved"}, "judge_error: 1/9"),
+        ({"n_error": 2}, "n_error: 2"),
+        (
+            {"resolved": False, "judge_evaluation": {"raw_output": "hm"}, "failure_reason": "why"},
+            "resolved: False, why",
+        ),
+        # no text to judge, and two servers with a verdict
+        ({"resolved": False, "judge_evaluation": None, "failure_reason": "no text"}, ""),
+        ({"resolved": True, "judge_evaluation": {"raw_output": "safe"}}, ""),
+        ({"judge_error": None, "n_error": 0}, ""),
         # jailbreak_detection
         ({"verifier_labels": {"safety_check": None}}, "safety_check: None"),
         (
@@ -279,6 +295,9 @@ def test_a_failed_call_affects_only_the_request_that_made_it():
     bad, good, again, tool = asyncio.run(call_all())
     failure = {
         "reward": None,
+        "mask_sample": True,
+        "failure_kind": "judge_failed",
+        "failure_reason": "no",
         "_ng_failure_class": "judge_failed",
         "_ng_failure_judge_error": "no",
     }
@@ -312,6 +331,48 @@ def test_a_reward_that_its_verifier_reports_as_invalid_is_removed(path):
         reason = "the verifier reports no verdict (invalid_judge_response: True)"
         assert body["_ng_failure_judge_error"] == f"model judge_model: {reason}"
     judge_parsing.record_call({"input": "x"}, "outside of a request, where it has no effect")
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        {"mask_sample": True},
+        {"instance_config": {"mask_sample": True}},
+        {"_ng_failure_class": "judge_failed"},
+    ],
+    ids=str,
+)
+def test_a_response_that_its_verifier_marks_as_invalid_keeps_its_own_reason(mark):
+    response = {"reward": 0.0, "no_judge_score": 1.0, "failure_reason": "its own", **mark}
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(response).encode()})
+
+    scope = {"type": "http", "method": "POST", "path": "/verify"}
+    _, body = asyncio.run(call_app(app, scope, "j"))
+    assert json.loads(body["body"]) == response
+
+
+@pytest.mark.parametrize(("path", "reward"), [("/verify", None), ("/step", None), ("/look", 1.0)])
+def test_a_text_without_a_verdict_fails_a_reward_but_not_a_tool(path, reward):
+    """finance_sec_search asks one model for its tool's output and for its verdict."""
+    reply = json.dumps(completion("A summary.")).encode()
+
+    async def app(scope, receive, send):
+        async def read():
+            return reply
+
+        async def call():
+            return SimpleNamespace(status=200, read=read)
+
+        await judge_parsing._inspect_call("j", {"input": "x"}, call(), "read", r"\[\[[012]\]\]")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b'{"reward": 1.0}'})
+
+    scope = {"type": "http", "method": "POST", "path": path}
+    start, body = asyncio.run(call_app(app, scope, "j"))
+    assert (start["status"], json.loads(body["body"])["reward"]) == (200, reward)
 
 
 # --- clients -------------------------------------------------------------------------------------

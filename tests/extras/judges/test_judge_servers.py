@@ -7,7 +7,7 @@ import contextlib
 import json
 
 import pytest
-from conftest import GYM_PYTHON, ROOT
+from conftest import GYM_PYTHON, OLD_GYM_PYTHON, ROOT
 from judge_doubles import JUDGE_CONFIG, StubJudge, completion
 from tiny_models import ACTIONS, make_model
 
@@ -24,6 +24,10 @@ NONSENSE = "Lorem ipsum dolor sit amet."
 SERVERS = {
     "abstention": ({"config": JUDGE_CONFIG}, "Paris"),
     "physics_judge": ({"config": JUDGE_CONFIG}, "The answer is \\boxed{-1}"),
+    "older": (
+        {"config": JUDGE_CONFIG, "server": "physics_judge", "python": str(OLD_GYM_PYTHON)},
+        "The answer is \\boxed{-1}",
+    ),
     "math_with_judge": (
         {"config": {**JUDGE_CONFIG, "should_use_judge": True}},
         "The answer is \\boxed{-1}",
@@ -35,7 +39,8 @@ CORRECT = "[[A=B]] [Correct]\nA"  # a verdict for each of these servers
 
 
 def read_row(name):
-    folder = SITE_PACKAGES / "resources_servers" / name / "data"
+    server = SERVERS[name][0].get("server", name)
+    folder = SITE_PACKAGES / "resources_servers" / server / "data"
     return json.loads((folder / "example.jsonl").read_text().splitlines()[0])
 
 
@@ -62,7 +67,7 @@ def run_servers(judge, folder, names):
 
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory):
-    """(judge, URLs, proxy): four of Gym's servers with one judge."""
+    """(judge, URLs, proxy): servers of two versions of Gym with one judge."""
     stub = StubJudge((200, completion(CORRECT)))
     folder = tmp_path_factory.mktemp("judged")
     judge = Judge(
