@@ -1,8 +1,11 @@
 # Quintet. Each target first sets up its environments, model and data, and skips those that exist.
 #
 # make demo        Train SmolLM2-135M on small sums on a CPU, with vLLM, FSDP and a NeMo Gym verifier.
-# make math        Train on GSM8K on this machine's GPUs. Without a hub, set MODEL=folder of the model and
-#                  GSM8K=folder of the original JSONL files.
+# make math        Train on GSM8K on this machine's GPUs, in .venv-gpu. Without a hub, set MODEL=folder of the model
+#                  and GSM8K=folder of the original JSONL files. FLASH_ATTN=build: compile flash-attn (1 hour);
+#                  FLASH_ATTN=file.whl: install that wheel. ARGS='key=value ...': further arguments of the run.
+# make gpu-check   Install the GPU environment without a GPU, and test there all that needs none (docs/backends.md);
+#                  30 minutes.
 # make test        Run ruff, mypy and pytest.
 # make bench       Measure a step, its limits, TRL and the startup time (docs/performance.md); 1 hour.
 # make algorithms  Run each recipe of docs/algorithms.md on a small task with three seeds; 75 minutes.
@@ -15,9 +18,13 @@ PYTHON ?= python3.11
 SHELL := bash
 RUN := $(shell date +demo-%Y%m%d-%H%M%S)
 
-SETUP := .venv/ready
+# The environment that prepares data and the Gym servers: the CPU's, or .venv-gpu under `make math`.
+VENV := .venv
+SETUP := $(VENV)/ready
+TOOLS := .venv
+UV := $(TOOLS)/bin/uv
 
-.PHONY: demo math test bench algorithms docs soak mutate lint setup gym model data clean
+.PHONY: demo math test bench algorithms docs soak mutate lint setup gym model data gpu gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: setup gym model data
@@ -25,11 +32,12 @@ demo: setup gym model data
 	.venv/bin/python algorithm.py --config configs/math_cpu.yaml --config configs/machines/cpu.yaml trainer.experiment_name=$(RUN)
 
 math:
-	@nvidia-smi -L >/dev/null 2>&1 || { echo "nvidia-smi -L lists no GPU. On a CPU, run: make demo"; exit 1; }
-	@test ! -e .venv/ready || { echo ".venv is for the CPU. Run make clean, or use another clone."; exit 1; }
-	$(MAKE) SETUP=.venv/gpu-ready gym data/gsm8k_train.jsonl
-	.venv/bin/python algorithm.py --config math trainer.n_gpus_per_node=$$(nvidia-smi -L | wc -l) \
-	    $(if $(MODEL),actor_rollout_ref.model.path=$(MODEL))
+	@bash kit/extras/preflight/check_gpu_node.sh
+	@$(MAKE) VENV=.venv-gpu TOOLS=.venv-uv gym data/gsm8k_train.jsonl
+	@bash kit/extras/preflight/flash_attn.sh .venv-uv/bin/uv .venv-gpu "$(FLASH_ATTN)"
+	@gpus=$$(.venv-gpu/bin/python -m kit.extras.preflight.gpus) || exit 1; set -x; \
+	.venv-gpu/bin/python algorithm.py --config math trainer.n_gpus_per_node=$$gpus \
+	    $(if $(MODEL),actor_rollout_ref.model.path=$(MODEL)) $(ARGS)
 
 test: lint gym
 	.venv/bin/python -m pytest -n 2 --dist loadgroup
@@ -68,6 +76,7 @@ lint: setup
 # --- setup ---------------------------------------------------------------------------------------
 
 setup: .venv/ready
+gpu: .venv-gpu/ready
 gym: .venv-gym/ready
 model: models/SmolLM2-135M-Instruct/config.json
 data: data/arithmetic_train.jsonl
@@ -90,20 +99,27 @@ data: data/arithmetic_train.jsonl
 	.venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true  # some packages contain Python 2 files
 	@touch $@
 
-# If flash-attn has no wheel for this CUDA, Python and torch, it is built here: 1 hour on all cores.
-.venv/gpu-ready: requirements.txt | .venv/bin/uv
-	@echo "== .venv: verl, vLLM and torch for the GPU"
-	.venv/bin/uv pip install --quiet --python .venv/bin/python -r requirements.txt
-	.venv/bin/uv pip install --quiet --python .venv/bin/python --no-build-isolation flash-attn==2.8.3
+# uv without the kit's packages. A GPU node may have any Python 3.
+.venv-uv/bin/uv:
+	python3 -m venv .venv-uv
+	.venv-uv/bin/pip install --quiet --disable-pip-version-check uv==0.13.9
+
+# --no-deps, because the lock file lists every package.
+.venv-gpu/ready: requirements-gpu.txt | .venv-uv/bin/uv
+	@echo "== .venv-gpu: verl, vLLM and torch for CUDA 13 (9.7 GB)"
+	@python=$$(bash kit/extras/preflight/find_python.sh .venv-uv/bin/uv) || exit 1; \
+	set -x; .venv-uv/bin/uv venv --quiet --clear --python "$$python" .venv-gpu
+	.venv-uv/bin/uv pip install --quiet --python .venv-gpu/bin/python --no-deps --require-hashes -r requirements-gpu.txt
+	.venv-gpu/bin/python -m compileall -q -j 0 .venv-gpu/lib >/dev/null 2>&1 || true  # some contain Python 2 files
 	@touch $@
 
 # nemo-gym 0.4.0 declares Python 3.12. Its servers also run on 3.11, with --ignore-requires-python.
 .venv-gym/ready: requirements-gym.txt | $(SETUP)
 	@echo "== .venv-gym: NeMo Gym's verifiers, in a separate environment (1 GB)"
-	@python=$$(python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || echo .venv/bin/python); \
-	set -x; .venv/bin/uv venv --quiet --clear --python "$$python" .venv-gym
-	.venv/bin/uv pip install --quiet --python .venv-gym/bin/python --no-deps -r requirements-gym.txt
-	.venv/bin/pip --disable-pip-version-check --python .venv-gym/bin/python install --quiet --no-deps --ignore-requires-python nemo-gym==0.4.0
+	@python=$$(python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || echo $(VENV)/bin/python); \
+	set -x; $(UV) venv --quiet --clear --python "$$python" .venv-gym
+	$(UV) pip install --quiet --python .venv-gym/bin/python --no-deps -r requirements-gym.txt
+	$(TOOLS)/bin/pip --disable-pip-version-check --python .venv-gym/bin/python install --quiet --no-deps --ignore-requires-python nemo-gym==0.4.0
 	.venv-gym/bin/python -m compileall -q -j 0 .venv-gym/lib >/dev/null 2>&1 || true
 	@touch $@
 
@@ -115,7 +131,7 @@ data/arithmetic_train.jsonl: env.py | .venv/ready
 	.venv/bin/python env.py arithmetic --out data
 
 data/gsm8k_train.jsonl: | $(SETUP)
-	.venv/bin/python env.py gsm8k --out data $(if $(GSM8K),--source $(GSM8K))
+	$(VENV)/bin/python env.py gsm8k --out data $(if $(GSM8K),--source $(GSM8K))
 
 clean:
-	rm -rf .venv .venv-gym .venv-gym-servers .venv-trl models data
+	rm -rf .venv .venv-gpu .venv-uv .venv-gym .venv-gym-servers .venv-trl models data
