@@ -56,9 +56,12 @@ algorithms: setup gym
 	@echo "== algorithms: each recipe of docs/algorithms.md on a small task (75 minutes; resumes if interrupted)"
 	.venv/bin/python benchmarks/algorithms.py
 
-soak: setup gym
+soak: setup gym gpu-check
 	.venv/bin/python benchmarks/soak.py
 	.venv/bin/python -m pytest -s -m soak $$(grep -rl --include='test_*.py' mark.soak tests)
+
+gpu-check: setup gpu gym model data
+	.venv/bin/python benchmarks/gpu_check.py
 
 mutate: setup
 	.venv/bin/python benchmarks/mutate.py $(if $(ONLY),--only $(ONLY))

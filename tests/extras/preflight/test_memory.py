@@ -157,3 +157,30 @@ def test_a_model_of_another_form_is_not_estimated():
     lines = memory.describe(config, other, "train")
     assert "no intermediate_size, num_hidden_layers" in lines[0]
     assert not memory.find_shortages(config, other, "train")
+
+
+SMALL = Qwen2Config(  # Qwen2.5-0.5B, the model of configs/math.yaml
+    **dict(zip(NAMES, (896, 4864, 24, 14, 2), strict=True)),
+    vocab_size=151936,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.mark.parametrize("recipes", [["math"], ["math", "ppo"], ["math", "ahead"]])
+def test_the_sizes_of_math_yaml_fit_on_one_h100(recipes):
+    """A tenth of its 79.6 GiB stays free, since these are estimates."""
+    config, _ = load_config(recipes, ["trainer.n_gpus_per_node=1"])
+    prepare.set_sizes(config, SMALL)
+    stages = memory.estimate_stages(config, SMALL, int(79.6 * GIB), "train")
+    assert max(sum(parts.values()) for parts in stages.values()) < 0.9 * 79.6 * GIB
+
+
+def test_weights_over_nccl_take_two_buckets_on_each_gpu():
+    """verl's engine sends one while it fills the other; gloo and CUDA IPC have one."""
+    bucket = 2048 * 2**20
+    shared = estimate("1.5B")["sync"]["bucket"]
+    separate = "actor_rollout_ref.rollout.nnodes=1"
+    key = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+    over_nccl = estimate("1.5B", separate, f"{key}=nccl")["sync"]["bucket"]
+    over_gloo = estimate("1.5B", separate, f"{key}=gloo")["sync"]["bucket"]
+    assert (shared, over_nccl, over_gloo) == (bucket, 2 * bucket, bucket)
