@@ -1,8 +1,11 @@
 # Quintet. Each target first sets up its environments, model and data, and skips those that exist.
 #
 # make demo        Train SmolLM2-135M on small sums on a CPU, with vLLM, FSDP and a NeMo Gym verifier.
-# make math        Train on GSM8K on this machine's GPUs. Without a hub, set MODEL=folder of the model and
-#                  GSM8K=folder of the original JSONL files.
+# make math        Train on GSM8K on this machine's GPUs, in .venv-gpu. Without a hub, set MODEL=folder of the model
+#                  and GSM8K=folder of the original JSONL files. FLASH_ATTN=build: compile flash-attn (1 hour);
+#                  FLASH_ATTN=file.whl: install that wheel. ARGS='key=value ...': further arguments of the run.
+# make gpu-check   Install the GPU environment without a GPU, and test there all that needs none (docs/backends.md);
+#                  30 minutes.
 # make test        Run ruff, mypy and pytest, with the servers of both versions of NeMo Gym.
 # make gym         Install NeMo Gym's servers. GYM=0.4.0: the older version, in .venv-gym-0.4.0.
 # make bench       Measure a step, its limits, TRL and the startup time (docs/performance.md); 1 hour.
@@ -16,12 +19,16 @@ PYTHON ?= python3.11
 SHELL := bash
 RUN := $(shell date +demo-%Y%m%d-%H%M%S)
 
-SETUP := .venv/ready
+# The environment that prepares data and the Gym servers: the CPU's, or .venv-gpu under `make math`.
+VENV := .venv
+SETUP := $(VENV)/ready
+TOOLS := .venv
+UV := $(TOOLS)/bin/uv
 
 # 0.7.0, or 0.4.0, which was tested until November 2026
 GYM ?= 0.7.0
 
-.PHONY: demo math test bench algorithms docs soak mutate lint setup gym model data clean
+.PHONY: demo math test bench algorithms docs soak mutate lint setup gym model data gpu gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: setup gym model data
@@ -29,11 +36,12 @@ demo: setup gym model data
 	.venv/bin/python algorithm.py --config configs/math_cpu.yaml --config configs/machines/cpu.yaml trainer.experiment_name=$(RUN)
 
 math:
-	@nvidia-smi -L >/dev/null 2>&1 || { echo "nvidia-smi -L lists no GPU. On a CPU, run: make demo"; exit 1; }
-	@test ! -e .venv/ready || { echo ".venv is for the CPU. Run make clean, or use another clone."; exit 1; }
-	$(MAKE) SETUP=.venv/gpu-ready gym data/gsm8k_train.jsonl
-	.venv/bin/python algorithm.py --config math trainer.n_gpus_per_node=$$(nvidia-smi -L | wc -l) \
-	    $(if $(MODEL),actor_rollout_ref.model.path=$(MODEL))
+	@bash kit/extras/preflight/check_gpu_node.sh
+	@$(MAKE) VENV=.venv-gpu TOOLS=.venv-uv gym data/gsm8k_train.jsonl
+	@bash kit/extras/preflight/flash_attn.sh .venv-uv/bin/uv .venv-gpu "$(FLASH_ATTN)"
+	@gpus=$$(.venv-gpu/bin/python -m kit.extras.preflight.gpus) || exit 1; set -x; \
+	.venv-gpu/bin/python algorithm.py --config math trainer.n_gpus_per_node=$$gpus \
+	    $(if $(MODEL),actor_rollout_ref.model.path=$(MODEL)) $(ARGS)
 
 test: lint gym .venv-gym-0.4.0/ready
 	.venv/bin/python -m pytest -n 2 --dist loadgroup
@@ -52,9 +60,12 @@ algorithms: setup gym
 	@echo "== algorithms: each recipe of docs/algorithms.md on a small task (75 minutes; resumes if interrupted)"
 	.venv/bin/python benchmarks/algorithms.py
 
-soak: setup gym
+soak: setup gym gpu-check
 	.venv/bin/python benchmarks/soak.py
 	.venv/bin/python -m pytest -s -m soak $$(grep -rl --include='test_*.py' mark.soak tests)
+
+gpu-check: setup gpu gym model data
+	.venv/bin/python benchmarks/gpu_check.py
 
 mutate: setup
 	.venv/bin/python benchmarks/mutate.py $(if $(ONLY),--only $(ONLY))
@@ -72,6 +83,7 @@ lint: setup
 # --- setup ---------------------------------------------------------------------------------------
 
 setup: .venv/ready
+gpu: .venv-gpu/ready
 gym: .venv-gym$(if $(filter 0.7.0,$(GYM)),,-$(GYM))/ready
 model: models/SmolLM2-135M-Instruct/config.json
 data: data/arithmetic_train.jsonl
@@ -94,11 +106,18 @@ data: data/arithmetic_train.jsonl
 	.venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true  # some packages contain Python 2 files
 	@touch $@
 
-# If flash-attn has no wheel for this CUDA, Python and torch, it is built here: 1 hour on all cores.
-.venv/gpu-ready: requirements.txt | .venv/bin/uv
-	@echo "== .venv: verl, vLLM and torch for the GPU"
-	.venv/bin/uv pip install --quiet --python .venv/bin/python -r requirements.txt
-	.venv/bin/uv pip install --quiet --python .venv/bin/python --no-build-isolation flash-attn==2.8.3
+# uv without the kit's packages. A GPU node may have any Python 3.
+.venv-uv/bin/uv:
+	python3 -m venv .venv-uv
+	.venv-uv/bin/pip install --quiet --disable-pip-version-check uv==0.13.9
+
+# --no-deps, because the lock file lists every package.
+.venv-gpu/ready: requirements-gpu.txt | .venv-uv/bin/uv
+	@echo "== .venv-gpu: verl, vLLM and torch for CUDA 13 (9.7 GB)"
+	@python=$$(bash kit/extras/preflight/find_python.sh .venv-uv/bin/uv) || exit 1; \
+	set -x; .venv-uv/bin/uv venv --quiet --clear --python "$$python" .venv-gpu
+	.venv-uv/bin/uv pip install --quiet --python .venv-gpu/bin/python --no-deps --require-hashes -r requirements-gpu.txt
+	.venv-gpu/bin/python -m compileall -q -j 0 .venv-gpu/lib >/dev/null 2>&1 || true  # some contain Python 2 files
 	@touch $@
 
 # NeMo Gym 0.7.0 declares Python 3.13.14, and 0.4.0 declares 3.12. If this machine has neither and uv cannot fetch it,
@@ -110,15 +129,15 @@ data: data/arithmetic_train.jsonl
 .venv-gym/ready .venv-gym-0.4.0/ready: requirements-gym.txt | $(SETUP)
 	@echo "== $(@D): NeMo Gym $(GYM_VERSION)'s verifiers, in a separate environment (1.2 GB)"
 	@export UV_HTTP_RETRIES=0; \
-	for python in $(if $(shell command -v cc),$(GYM_PYTHON)) 3.12 .venv/bin/python; do \
-	  .venv/bin/uv venv --quiet --clear --python "$$python" $(@D) 2>/dev/null && break; \
+	for python in $(if $(shell command -v cc),$(GYM_PYTHON)) 3.12 $(VENV)/bin/python; do \
+	  $(UV) venv --quiet --clear --python "$$python" $(@D) 2>/dev/null && break; \
 	  export UV_PYTHON_DOWNLOADS=never; \
 	done
 	$(@D)/bin/python -V
 	@set -x; for list in requirements-gym.txt $(filter requirements-gym-%,$^); do \
-	  .venv/bin/uv pip install --quiet --python $(@D)/bin/python --no-deps -r $$list || exit; \
+	  $(UV) pip install --quiet --python $(@D)/bin/python --no-deps -r $$list || exit; \
 	done
-	.venv/bin/pip --disable-pip-version-check --python $(@D)/bin/python install --quiet --no-deps --ignore-requires-python nemo-gym==$(GYM_VERSION)
+	$(TOOLS)/bin/pip --disable-pip-version-check --python $(@D)/bin/python install --quiet --no-deps --ignore-requires-python nemo-gym==$(GYM_VERSION)
 	$(@D)/bin/python -m compileall -q -j 0 $(@D)/lib >/dev/null 2>&1 || true  # some packages contain Python 2 files
 	@touch $@
 
@@ -130,7 +149,7 @@ data/arithmetic_train.jsonl: env.py | .venv/ready
 	.venv/bin/python env.py arithmetic --out data
 
 data/gsm8k_train.jsonl: | $(SETUP)
-	.venv/bin/python env.py gsm8k --out data $(if $(GSM8K),--source $(GSM8K))
+	$(VENV)/bin/python env.py gsm8k --out data $(if $(GSM8K),--source $(GSM8K))
 
 clean:
-	rm -rf .venv .venv-gym .venv-gym-0.4.0 .venv-gym*-servers .venv-trl models data
+	rm -rf .venv .venv-gpu .venv-uv .venv-gym .venv-gym-0.4.0 .venv-gym*-servers .venv-trl models data

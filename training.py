@@ -46,6 +46,7 @@ from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_pad
 
 from kit.config.resources import all_gpus, gpus_per_node, model_parallel_size
 from kit.config.user_functions import is_user_function, needs, select_arguments
+from kit.data import worker_results
 
 WorkerGroup = Any  # a RayWorkerGroup, to which verl adds the workers' methods at run time
 
@@ -411,13 +412,13 @@ def update_actor(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> di
         "distillation_use_topk": False,
         "distillation_only": False,
     }
-    return run_update(actor.update_actor, batch, config, "actor", settings, flags)
+    return run_update(actor, batch, config, "actor", settings, flags)
 
 
 def update_critic(critic: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, float]:
     """Train the critic with the clipped value loss -> metrics (verl 0.9.1, _update_critic)."""
     flags = {"compute_loss": True}
-    return run_update(critic.train_mini_batch, batch, config, "critic", config.critic, flags)
+    return run_update(critic, batch, config, "critic", config.critic, flags)
 
 
 def update_sft(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, float]:
@@ -426,11 +427,11 @@ def update_sft(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> dict
     settings = copy.deepcopy(config.actor_rollout_ref.actor)
     settings.ppo_mini_batch_size = config.data.train_batch_size
     settings.ppo_epochs = 1
-    return run_update(actor.update_actor, batch, config, "actor", settings, flags, is_sft=True)
+    return run_update(actor, batch, config, "actor", settings, flags, is_sft=True)
 
 
 def run_update(
-    call: Callable[..., Any],
+    group: WorkerGroup,
     batch: DataProto,
     config: DictConfig,
     role: str,
@@ -457,8 +458,11 @@ def run_update(
         dataloader_kwargs={"shuffle": settings.shuffle},
         **flags,
     )
-    output = wait_for_output(call(data))
-    return collect_metrics(output, batch, config, role)
+    call = group.update_actor if role == "actor" else group.train_mini_batch
+    metrics = collect_metrics(wait_for_output(call(data)), config, role)
+    if fuses_old_log_probs(config) and role == "actor" and not is_sft:
+        metrics |= add_fused_old_log_probs(batch, worker_results.fetch(group), config)
+    return {key: float(value) for key, value in metrics.items()}
 
 
 def select_live_rows(batch: DataProto) -> torch.Tensor:
@@ -487,20 +491,13 @@ def set_sft_loss_mask(data: TensorDict) -> None:
     data["loss_mask"] = torch.nested.nested_tensor_from_jagged(mask[is_token], offsets=offsets)
 
 
-def collect_metrics(
-    output: TensorDict, batch: DataProto, config: DictConfig, role: str
-) -> dict[str, float]:
-    """Average an update's metrics over micro-batches and ranks; take fused old log-probs out."""
-    worker_metrics = tu.get(output, "metrics")
-    fused = worker_metrics.pop(FUSED_KEY, [])
-    metrics = reduce_metrics(rename_dict(worker_metrics, f"{role}/"))
-    if fused and "old_log_probs" not in batch.batch:
-        metrics |= add_fused_old_log_probs(batch, fused)
-        metrics |= apply_rollout_correction(batch, config)
+def collect_metrics(output: TensorDict, config: DictConfig, role: str) -> dict[str, Any]:
+    """Average an update's metrics over micro-batches and ranks."""
+    metrics = reduce_metrics(rename_dict(tu.get(output, "metrics"), f"{role}/"))
     mfu = metrics.pop(f"{role}/mfu", None)
     if mfu is not None and config.trainer.device != "cpu":  # verl has no peak FLOPS of a CPU
         metrics[f"perf/mfu/{role}"] = mfu
-    return {key: float(value) for key, value in metrics.items()}
+    return dict(metrics)
 
 
 # --- TRY NOT TO MODIFY: the loss in the workers, and fused old log-probs -------------------------
@@ -509,13 +506,8 @@ def collect_metrics(
 # update. Its log-probs are the old ones, so a separate pass for them is not needed. This saves 4 to
 # 6 s of a step of 30 s on a CPU with AMX (docs/performance.md).
 #
-# Contract: an update of verl's workers returns only metrics. So the log-probs return as a metric.
-#   worker   compute_fused_loss adds a FusedOutput to a micro-batch's metrics, under FUSED_KEY.
-#   verl     puts the values of each metric from all micro-batches and ranks into one list.
-#   driver   collect_metrics removes this list before reduce_metrics, which would average it.
-#            add_fused_old_log_probs writes the list's rows to the batch.
-
-FUSED_KEY = "fused_old_log_probs"
+# An update of verl's workers returns only metrics. So compute_fused_loss keeps a FusedOutput of
+# each micro-batch in its worker (kit/data/worker_results.py), and run_update fetches them.
 
 
 class FusedOutput(NamedTuple):
@@ -575,7 +567,7 @@ def compute_custom_loss(
 def compute_fused_loss(
     loss: Any, config: Any, model_output: Any, data: Any, dp_group: Any = None
 ) -> Any:
-    """In a worker: compute `loss` with this pass's log-probs as the old ones; add a FusedOutput."""
+    """In a worker: compute `loss` with this pass's log-probs as the old ones; keep them."""
     log_probs = no_padding_2_padding(model_output["log_probs"], data).detach()  # [b, R]
     entropy = no_padding_2_padding(model_output["entropy"], data).detach()  # [b, R]
     if "old_log_probs" not in data:
@@ -584,16 +576,24 @@ def compute_fused_loss(
         model_output.pop("entropy")  # it was computed for the metric only
     result, metrics = loss(config, model_output, data, dp_group)
     tensors = [data["row"], data["is_padding"], log_probs.float(), entropy.float()]
-    output = FusedOutput(*[tensor.cpu() for tensor in tensors])
-    return result, {**metrics, FUSED_KEY: output}
+    worker_results.keep(FusedOutput(*[tensor.cpu() for tensor in tensors]))
+    return result, metrics
 
 
-def add_fused_old_log_probs(batch: DataProto, outputs: Sequence[FusedOutput]) -> dict[str, float]:
-    """Add `old_log_probs` [B, R] to the batch, 0 in rows that the update did not get -> metrics."""
+def add_fused_old_log_probs(
+    batch: DataProto, outputs: Sequence[FusedOutput], config: DictConfig
+) -> dict[str, float]:
+    """Add `old_log_probs` [B, R] to the batch, 0 in rows that the update did not get -> metrics.
+
+    Also apply the rollout correction. If the batch has old log-probs (a replay), do neither.
+    """
+    if "old_log_probs" in batch.batch:
+        return {}
     is_row = ~torch.cat([output.is_padding for output in outputs])  # [S]
     rows = torch.cat([output.row for output in outputs])[is_row]  # [L]
     log_probs = torch.cat([output.log_probs for output in outputs])[is_row]  # [L, R]
     entropy = torch.cat([output.entropy for output in outputs])[is_row]  # [L, R]
     zeros = torch.zeros(len(batch), log_probs.shape[1])  # [B, R]
     old_log_probs = zeros.index_copy(0, rows, log_probs)  # [B, R]
-    return set_old_log_probs(batch, old_log_probs, zeros.index_copy(0, rows, entropy))
+    metrics = set_old_log_probs(batch, old_log_probs, zeros.index_copy(0, rows, entropy))
+    return metrics | apply_rollout_correction(batch, config)

@@ -21,6 +21,10 @@ import psutil
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from kit.extras.preflight import gpus as preflight_gpus  # noqa: E402
+
 LOGS = ROOT / "runs" / "bench"
 FLAGS = (
     "avx2",
@@ -165,12 +169,8 @@ def machine() -> dict[str, Any]:
 
 
 def gpus(what: str = "name") -> list[str]:
-    """The values that nvidia-smi reports for each (--query-gpu); empty where there is none."""
-    try:
-        asked = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return []
+    """The values that nvidia-smi reports for each visible GPU (--query-gpu)."""
+    return preflight_gpus.query(what)
 
 
 # --- of a run that is over ------------------------------------------------------------------------

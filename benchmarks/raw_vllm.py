@@ -51,10 +51,14 @@ def reload(worker: Any) -> float:
     import time
     from pathlib import Path
 
+    from huggingface_hub import snapshot_download
     from safetensors.torch import load_file
 
     config = worker.model_runner.model_config
-    files = [load_file(path) for path in Path(config.model).glob("*.safetensors")]
+    folder = Path(config.model)
+    if not folder.is_dir():  # a name of the hub
+        folder = Path(snapshot_download(config.model, local_files_only=True))
+    files = [load_file(path) for path in folder.glob("*.safetensors")]
     weights = [(name, w.to(config.dtype, copy=True)) for file in files for name, w in file.items()]
     begin = time.perf_counter()
     worker.model_runner.reload_weights(weights_iterator=iter(weights))

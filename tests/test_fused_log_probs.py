@@ -25,7 +25,15 @@ from worker_doubles import (
 )
 
 import training
-from training import FUSED_KEY, FusedOutput
+from kit.data import worker_results
+from training import FusedOutput
+
+
+@pytest.fixture(autouse=True)
+def fetch_from_doubles(monkeypatch, request):
+    """The doubles are no Ray actors."""
+    if "ranks" not in request.fixturenames:
+        monkeypatch.setattr(worker_results, "fetch", lambda group: list(group.kept))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +97,7 @@ def test_the_updates_pass_gives_old_log_probs_in_the_order_of_the_batch(recipe):
         fused_output([2, 0], [False, True], [[-3.0, -3.5], [-9.0, -9.0]], [[0.3, 0.4], [9.0, 9.0]]),
         fused_output([1, 0], [False] * 2, [[-2.0, 0.0], [-1.0, -1.5]], [[0.5, 0.0], [0.1, 0.2]]),
     ]
-    actor = RecordingGroup({FUSED_KEY: outputs, "loss": [1.0]})
+    actor = RecordingGroup({"loss": [1.0]}, kept=outputs)
     metrics = training.update_actor(actor, batch, config)
     assert close(batch.batch["old_log_probs"], [[-1.0, -1.5], [-2.0, 0.0], [-3.0, -3.5]])
     assert metrics["actor/entropy"] == pytest.approx((0.1 + 0.2 + 0.5 + 0.3 + 0.4) / 5)
@@ -98,14 +106,13 @@ def test_the_updates_pass_gives_old_log_probs_in_the_order_of_the_batch(recipe):
     assert mean == pytest.approx(differences.mean(), rel=1e-5)
     assert metrics["actor/loss"] == 1.0
     assert any(name.startswith("rollout_corr/") for name in metrics)
-    assert not any(FUSED_KEY in name for name in metrics)
     assert all(type(value) is float for value in metrics.values())
 
 
 def test_old_log_probs_of_the_batch_are_kept(recipe):
     batch = make_update_batch([make_episode([5], [7])])
     output = fused_output([0], [False], [[-3.0]], [[0.3]])
-    actor = RecordingGroup({FUSED_KEY: [output]})
+    actor = RecordingGroup(kept=[output])
     metrics = training.update_actor(actor, batch, changed(recipe, *FUSED))
     assert close(batch.batch["old_log_probs"], [[-0.25]]) and metrics == {}
 
@@ -115,6 +122,25 @@ def test_an_update_that_is_not_fused_adds_no_old_log_probs(recipe):
     del batch.batch["old_log_probs"]
     actor = RecordingGroup({"loss": [1.0]})
     assert training.update_actor(actor, batch, recipe) == {"actor/loss": 1.0}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_each_rank_sends_its_own_results_once(monkeypatch, ranks):
+    """Nothing that grows with the square of the number of ranks is sent to the driver."""
+    processes = [[f"rank {rank}, micro-batch {k}" for k in range(2)] for rank in range(ranks)]
+
+    def make_worker(kept):
+        def remote(function):
+            monkeypatch.setattr(worker_results, "kept", kept)  # of that process
+            return function("worker")
+
+        return SimpleNamespace(__ray_call__=SimpleNamespace(remote=remote))
+
+    monkeypatch.setattr(worker_results.ray, "get", lambda calls: calls)
+    group = SimpleNamespace(workers=[make_worker(kept) for kept in processes])
+    expected = [result for kept in processes for result in kept]
+    assert worker_results.fetch(group) == expected and len(expected) == 2 * ranks
+    assert worker_results.fetch(group) == []  # they were taken
 
 
 # --- the workers' side ---------------------------------------------------------------------------
@@ -145,8 +171,8 @@ def test_the_fused_loss_uses_its_log_probs_as_the_old_ones(computes, coefficient
 
     config = SimpleNamespace(calculate_entropy=computes, entropy_coeff=coefficient)
     result, metrics = training.compute_fused_loss(loss, config, model_output, data, "ranks")
-    output = metrics.pop(FUSED_KEY)
-    assert result == "loss" and metrics == {"pg_loss": 1.0}
+    (output,) = worker_results.take(None)
+    assert result == "loss" and metrics == {"pg_loss": 1.0} and not worker_results.kept
     assert seen["config"] is config and seen["group"] == "ranks"
     assert output.row.tolist() == [1, 0] and output.is_padding.tolist() == [False, True]
     assert not output.log_probs.requires_grad and not seen["old"].requires_grad

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+import subprocess
 
 import pytest
 from conftest import ROOT
 
 # of two places that may have different files: PyTorch's index and a folder (Makefile)
-WITHOUT_HASH = {"requirements-cpu.txt": ["torch"], "requirements-gym.txt": []}
-WITHOUT_HASH["requirements-gym-0.4.0.txt"] = []
+WITHOUT_HASH = {
+    "requirements-cpu.txt": ["torch"],
+    "requirements-gym.txt": [],
+    "requirements-gym-0.4.0.txt": [],
+    "requirements-gpu.txt": [],
+}
 
 
 def list_packages(name):
@@ -36,3 +41,27 @@ def test_gym_0_4_0_changes_only_packages_that_0_7_0_has():
     newest = {line.partition("==")[0] for line in list_packages("requirements-gym.txt")}
     older = {line.partition("==")[0] for line in list_packages("requirements-gym-0.4.0.txt")}
     assert older <= newest
+
+
+def test_the_lock_file_of_gpus_has_what_requirements_txt_lists():
+    locked = (ROOT / "requirements-gpu.txt").read_text()
+    lines = [
+        line.partition("#")[0] for line in (ROOT / "requirements.txt").read_text().splitlines()
+    ]
+    pins = [re.sub(r"\[.*\]", "", line).strip() for line in lines if "==" in line]
+    assert len(pins) > 10
+    assert not [pin for pin in pins if f"\n{pin} \\\n" not in locked]
+    assert "\ncupy-cuda13x==14.0.1 \\\n" in locked  # of verl's extra cupy-cu130
+
+
+def list_commands(target: str) -> str:
+    """The commands of a target that is made for the first time, without running them."""
+    command = ["make", "-n", "-B", target]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_environments_of_cpu_and_gpu_leave_each_other_alone():
+    on_gpus, on_cpus = list_commands("math"), list_commands("test")
+    assert "-r requirements-gpu.txt" in on_gpus and "-r requirements-cpu.txt" in on_cpus
+    assert not re.findall(r"\.venv/\S*", on_gpus)
+    assert not re.findall(r"\.venv-(?:gpu|uv)\S*", on_cpus)

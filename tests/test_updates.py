@@ -128,7 +128,8 @@ def test_an_update_has_the_recipes_settings(recipe, shuffle):
         (FUSED, True),  # the update also computes the old log-probs
     ],
 )
-def test_the_entropy_is_computed_if_something_reads_it(recipe, changes, entropy):
+def test_the_entropy_is_computed_if_something_reads_it(recipe, monkeypatch, changes, entropy):
+    monkeypatch.setattr(training.worker_results, "fetch", lambda _: [])
     actor = RecordingGroup()
     config = changed(recipe, f"{ACTOR}.calculate_entropy=false", *changes)
     training.update_actor(actor, make_update_batch(seven_episodes()), config)

@@ -406,8 +406,7 @@ def run_cut(workers, config, mode, tokens, episodes, folder) -> Update:
     before = read_weights(workers, folder / "before")
     flags = {"calculate_entropy": False, "compute_loss": True, "max_token_len_per_gpu": tokens}
     actor = config.actor_rollout_ref.actor
-    call = workers.actor.update_actor
-    metrics = training.run_update(call, batch, config, "actor", actor, flags)
+    metrics = training.run_update(workers.actor, batch, config, "actor", actor, flags)
     after = read_weights(workers, folder / "after")
     workers.actor.load_checkpoint(state)
     gradient = {k: before[k] - after[k] for k in before}

@@ -41,9 +41,10 @@ class Pending:
 class RecordingGroup:
     """A worker group that records each batch, with the name of the method."""
 
-    def __init__(self, metrics: dict[str, Any] | None = None):
+    def __init__(self, metrics: dict[str, Any] | None = None, kept: tuple[Any, ...] = ()):
         self.calls: list[tuple[str, TensorDict]] = []
         self.metrics = metrics or {}
+        self.kept = kept  # what worker_results.fetch returns
 
     @property
     def data(self) -> TensorDict:

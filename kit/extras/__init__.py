@@ -140,7 +140,13 @@ class Extra(NamedTuple):
 
 
 EXTRAS = [
-    Extra("kit.extras.preflight", "every run", always, ("warnings", "dry_run_lines"), True),
+    Extra(
+        "kit.extras.preflight",
+        "every run",
+        always,
+        ("check_workers", "set_sizes", "warnings", "dry_run_lines"),
+        True,
+    ),
     Extra("kit.extras.supervisor", "every run", always, ("before_ray", "after_ray"), True),
     Extra("kit.extras.report", "every run", always, ("write_report",), True),
     Extra(

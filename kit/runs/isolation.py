@@ -17,6 +17,7 @@ SOCKET_PATH_LIMIT = 107  # bytes: Linux's sun_path has 108, and the last one is 
 # the longest socket path below each folder: Ray's, and verl's weight sync in the run's TMPDIR
 RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 RUN_SOCKET = "/kit-abcdefgh/rl-colocate-zmq-01000000-replica-999-rank-999.sock"
+INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch would use TMPDIR
 FOLDER_KEY = "ray_kwargs.ray_init._temp_dir"
 
 
@@ -29,18 +30,23 @@ def check_tmpdir_length() -> None:
 def use_own_tmpdir() -> Iterator[str]:
     """Set TMPDIR to a new folder of mode 0700, and yield its path. Delete it after the block.
 
-    All processes of the run keep their sockets, locks and caches there. Other nodes of a cluster
-    do not have the folder, and use /tmp. Raises RunError if socket paths would be too long.
+    All processes of the run keep their sockets and locks there. The kernels that torch compiles
+    stay for the next run: in TORCHINDUCTOR_CACHE_DIR, or in ~/.cache/torchinductor if it is not
+    set. Other nodes of a cluster do not have the folder, and use /tmp. Raises RunError if socket
+    paths would be too long.
     """
     check_tmpdir_length()
-    previous = os.environ.get("TMPDIR")
+    previous = {name: os.environ.get(name) for name in ("TMPDIR", INDUCTOR_CACHE)}
     folder = tempfile.mkdtemp(prefix="kit-")
     os.environ["TMPDIR"] = folder
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault(INDUCTOR_CACHE, str(caches / "torchinductor"))
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        _restore_variable("TMPDIR", previous)
+        for name, value in previous.items():
+            _restore_variable(name, value)
 
 
 def make_ray_folder(parent: str | None) -> str:

@@ -41,7 +41,7 @@ from kit.gym import network
 from kit.gym.servers import GymServers
 from kit.gym.verifiers import make_verifiers
 from kit.rollout import sampler
-from kit.runs import isolation
+from kit.runs import hub, isolation
 from kit.runs.prepare import RunInputs
 from kit.runs.run_dir import Run
 
@@ -115,6 +115,7 @@ def start(run: Run, inputs: RunInputs, stack: contextlib.ExitStack, samples: boo
     endpoint = make_policy_endpoint(config)
     launch = Launch(run, inputs, stack, endpoint.as_server() if samples else None)
     with run.stage("start"):
+        hub.download_models(config, run.command, run.say)
         urls = start_servers_and_ray(launch)
         loop = stack.enter_context(launch.first("make_loop", config) or asyncio.Runner())
         run.guard.loop = loop
@@ -256,7 +257,7 @@ def start_ray(launch: Launch) -> None:
     imports = threading.Thread(target=import_engine, args=[launch])
     imports.start()
     settings = ray_settings(launch)
-    session = ray.init(**settings).address_info["session_dir"]  # type: ignore[attr-defined]
+    session = init_ray(settings).address_info["session_dir"]
     processes = ray._private.worker._global_node.all_processes  # type: ignore[attr-defined]
     raylets = processes.get("raylet")  # of a Ray that this process started
     raylet_pid = raylets[0].process.pid if raylets else None
@@ -267,6 +268,24 @@ def start_ray(launch: Launch) -> None:
     link.symlink_to(Path(session) / "logs")
     imports.join()
     wait_for_resources(launch.config, run.command, 0.0 if raylets else JOIN_S)
+
+
+def init_ray(settings: dict[str, Any]) -> Any:
+    """Start or join Ray. Raises RunError, with Ray's reason, if that fails."""
+    try:
+        return ray.init(**settings)
+    except Exception as error:  # Ray raises this class if, for example, the start times out
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = lines[0] if lines else repr(error)
+        if settings["address"] != "local":
+            raise RunError(
+                f"Ray at ray_kwargs.ray_init.address={settings['address']} cannot be joined: "
+                f"{reason} Check `ray status` on this node."
+            ) from error
+        raise RunError(
+            f"Ray did not start: {reason} Its logs are in {settings['_temp_dir']}/session_latest/"
+            "logs. If this machine is busy, start again when it is not."
+        ) from error
 
 
 def ray_settings(launch: Launch) -> dict[str, Any]:

@@ -61,6 +61,26 @@ def test_the_default_folder_of_ray_belongs_to_the_user(monkeypatch: pytest.Monke
     assert folders == [Path(f"/tmp/kit-{os.getuid()}")]
 
 
+def test_kernels_that_torch_compiles_stay_for_the_next_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They would be deleted with the run's temporary folder."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code = "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"
+    with isolation.use_own_tmpdir() as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
+        assert Path(done.stdout.strip()) == tmp_path / "torchinductor"
+        assert not Path(done.stdout.strip()).is_relative_to(folder)
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
+    with isolation.use_own_tmpdir():
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
+
+
 @pytest.mark.parametrize("previous", [None, "/tmp"])
 def test_a_run_has_a_temporary_folder_that_is_deleted_after_it(
     previous: str | None, monkeypatch: pytest.MonkeyPatch

@@ -141,3 +141,32 @@ def test_a_long_tmpdir_ends_a_run_before_anything_starts(
     monkeypatch.setattr(isolation.tempfile, "tempdir", "/tmp/" + "x" * 80)
     with pytest.raises(RunError, match="Set TMPDIR to a shorter path"):
         cli.begin_imports(config)
+
+
+# --- Ray does not start --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"address": "local", "_temp_dir": "/short/ray"},
+            "Ray did not start: The current node timed out during startup. Its logs are in "
+            "/short/ray/session_latest/logs. If this machine is busy",
+        ),
+        (
+            {"address": "10.0.0.1:6379"},
+            "Ray at ray_kwargs.ray_init.address=10.0.0.1:6379 cannot be joined: The current node",
+        ),
+    ],
+)
+def test_a_ray_that_does_not_start_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], message: str
+) -> None:
+    def fail(**_: str) -> None:
+        raise Exception("\nThe current node timed out during startup.\nMore lines\n")
+
+    monkeypatch.setattr(launch.ray, "init", fail)
+    with pytest.raises(RunError) as raised:
+        launch.init_ray(settings)
+    assert str(raised.value).startswith(message) and "\n" not in str(raised.value)

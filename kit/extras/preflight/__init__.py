@@ -1,6 +1,7 @@
 """Estimate before a run whether it fits this machine's memory and disk. Find missing packages.
 
-Hooks of kit/extras/__init__.py.
+Hooks of kit/extras/__init__.py. `make math` runs the shell scripts of this folder before and while
+it installs .venv-gpu.
 """
 
 from __future__ import annotations
@@ -10,7 +11,18 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from kit.extras.preflight import memory, node
+from kit.extras.preflight import attention, memory, node
+
+
+def check_workers(config: DictConfig, command: str) -> Iterator[str]:
+    """A driver that is too old, and all that needs flash-attn if it is missing."""
+    yield from node.check_driver(config)
+    yield from attention.check(config, command)
+
+
+def set_sizes(config: DictConfig, hf_config: Any, command: str) -> None:
+    """Choose an attention that is installed."""
+    attention.choose(config, command)
 
 
 def warnings(config: DictConfig, inputs: Any, command: str) -> Iterator[str]:

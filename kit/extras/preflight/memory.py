@@ -9,7 +9,6 @@ logits of prompts, but the estimate includes them.
 
 from __future__ import annotations
 
-import subprocess
 from typing import Any, NamedTuple
 
 import psutil
@@ -19,6 +18,7 @@ from kit.config.load import ACTOR, FSDP, ROLLOUT
 from kit.config.model_files import expert_count
 from kit.config.resources import rollout_gpus
 from kit.config.user_functions import needs, needs_reference, teacher_model
+from kit.extras.preflight import gpus
 
 GIB = 2**30
 ASSUMED_GPU_BYTES = 80 * GIB  # if this node has no GPU
@@ -262,7 +262,9 @@ def estimate_training_stages(
     asleep: Bytes = {}  # memory of the engine while it sleeps
     if not is_separate and not rollout.free_cache_engine:
         asleep = engine_memory
-    bucket = {"bucket": rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20}
+    sync = rollout.checkpoint_engine
+    buckets = 2 if is_separate and sync.backend == "nccl" else 1  # verl's engine sends one of two
+    bucket = {"bucket": buckets * sync.update_weights_bucket_megabytes * 2**20}
     while_sending = asleep
     if not asleep and not is_separate:
         while_sending = sent
@@ -320,12 +322,10 @@ def find_device(config: DictConfig) -> Device:
     if config.trainer.device == "cpu":
         return Device(psutil.virtual_memory().total // config.trainer.n_gpus_per_node, "")
     # without torch, which would take GPU memory for this process
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        return Device(min(int(line) for line in done.stdout.split()) * 2**20, "")
-    except (OSError, ValueError, subprocess.SubprocessError):
+    sizes = [int(line) for line in gpus.query("memory.total") if line.isdigit()]  # MiB
+    if not sizes:
         return Device(ASSUMED_GPU_BYTES, ", assumed: this node has no GPU")
+    return Device(min(sizes) * 2**20, "")
 
 
 def describe_device(config: DictConfig, device: Device) -> str:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-from kit.config.load import FSDP, MODEL, ROLLOUT
+from kit.config.load import FSDP, ROLLOUT
 from kit.config.resources import all_gpus
-from kit.extras.preflight import memory
+from kit.extras.preflight import attention, gpus, memory
 from kit.extras.preflight.memory import GIB
-
-FLASH_ATTENTION = "flash_attention_2"  # verl's default
 
 
 def find_problems(config: DictConfig, text_config: Any, command: str) -> Iterator[str]:
@@ -61,10 +57,27 @@ def check_disk(config: DictConfig, text_config: Any) -> Iterator[str]:
         )
 
 
+def check_driver(config: DictConfig) -> Iterator[str]:
+    """A problem if this node's driver is too old. The workers would fail minutes after starting."""
+    if config.trainer.device == "cpu":
+        return
+    driver = gpus.find_old_driver()
+    if driver:
+        yield (
+            f"NVIDIA driver {driver} is too old for CUDA 13. Install driver {gpus.MIN_DRIVER} or "
+            "newer."
+        )
+
+
 def check_shared_memory(config: DictConfig) -> Iterator[str]:
-    """/dev/shm has room for the weights that are sent, and for NCCL's messages."""
-    bucket = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
-    needed = max(GIB, 2 * bucket * 2**20 * config.trainer.n_gpus_per_node)
+    """/dev/shm has room for NCCL's messages and, on a CPU, for the weights that are sent.
+
+    On GPUs vLLM reads the weights in the trainer's GPU memory, by CUDA IPC.
+    """
+    needed = GIB
+    if config.trainer.device == "cpu":
+        bucket = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
+        needed = max(GIB, 2 * bucket * 2**20 * config.trainer.n_gpus_per_node)
     free = shutil.disk_usage("/dev/shm").free
     if free < needed:
         yield (
@@ -75,12 +88,11 @@ def check_shared_memory(config: DictConfig) -> Iterator[str]:
 
 def check_gpus(config: DictConfig, command: str) -> Iterator[str]:
     """The node has the GPUs and the cores that the run uses."""
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
-    gpus = len(listed.stdout.splitlines())
+    count = gpus.count_gpus()
     needed = all_gpus(config, command)
     is_one_node = not config.ray_kwargs.ray_init.get("address")
-    if is_one_node and gpus != needed:
-        yield f"This node has {gpus} GPUs, and the run uses {needed}. Set trainer.n_gpus_per_node."
+    if is_one_node and count != needed:
+        yield f"This node has {count} GPUs, and the run uses {needed}. Set trainer.n_gpus_per_node."
     processes = config.trainer.n_gpus_per_node
     cores = len(os.sched_getaffinity(0))
     if command in ("train", "sft") and cores < processes:
@@ -94,10 +106,10 @@ def check_packages(config: DictConfig, command: str) -> Iterator[str]:
     """The packages that the recipe needs are installed."""
     rollout = config.actor_rollout_ref.rollout
     sends_by_nccl = rollout.nnodes and rollout.checkpoint_engine.backend == "nccl"
-    if command == "train" and sends_by_nccl and not is_installed("cupy"):
+    if command == "train" and sends_by_nccl and not attention.is_installed("cupy"):
         yield (
-            "Weights are sent to separate GPUs over NCCL by cupy, which is not installed. Run `uv "
-            f"pip install cupy-cuda13x`, or set {ROLLOUT}.checkpoint_engine.backend=gloo."
+            "Weights are sent to separate GPUs over NCCL by cupy, which is not installed. Install "
+            f"requirements-gpu.txt, or set {ROLLOUT}.checkpoint_engine.backend=gloo."
         )
     trains = command in ("train", "sft")
     packages = []
@@ -106,19 +118,6 @@ def check_packages(config: DictConfig, command: str) -> Iterator[str]:
     if command != "sft" and rollout.name != "hf":
         packages.append(rollout.name)
     for package in packages:
-        if not is_installed(package):
+        if not attention.is_installed(package):
             yield f"{package} is not installed. See docs/backends.md for what it needs."
-    override = config.actor_rollout_ref.model.override_config
-    attention = override.get("attn_implementation", FLASH_ATTENTION)
-    has_kernels = is_installed("flash_attn") or is_installed("kernels")
-    if trains and attention == FLASH_ATTENTION and not has_kernels:
-        yield (
-            f"{attention} is not installed. Install flash-attn as requirements.txt says, or the "
-            "package kernels, which downloads it from the hub, or set "
-            f"{MODEL}.override_config.attn_implementation=sdpa."
-        )
-
-
-def is_installed(package: str) -> bool:
-    """Whether a package can be imported."""
-    return importlib.util.find_spec(package) is not None
+    yield from attention.warnings(config, command)

@@ -1,0 +1,293 @@
+"""The parts of benchmarks/gpu_check.py. Each runs in a process of the environment that it checks.
+
+    python benchmarks/gpu_check_parts.py imports|recipes|symbols OUT.json [GPUS]
+
+OUT.json: {name: ""} for each thing that holds, or {name: reason}. For symbols: {name: signature}.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+SOURCES = [
+    *sorted(ROOT.glob("*.py")),
+    *sorted(path for path in ROOT.glob("kit/**/*.py") if path.name != "__init__.py"),
+]
+LIBRARIES = ("vllm", "verl")
+ROWS = 1100  # at least a batch of each recipe
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line."""
+    lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    return lines[0][:500]
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+# --- imports -------------------------------------------------------------------------------------
+
+
+def check_imports() -> dict[str, str]:
+    """Import every module of the kit and of the root, without the patches for a CPU."""
+    results = {}
+    for path in SOURCES:
+        name = module_name(path)
+        if name.startswith("kit.cpu"):  # it would change verl's platform for the other modules
+            code = f"import {name}"
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+            results[name] = done.stderr.strip().splitlines()[-1] if done.returncode else ""
+            continue
+        try:
+            importlib.import_module(name)
+            results[name] = ""
+        except Exception as error:
+            results[name] = describe(error)
+    return results
+
+
+# --- symbols -------------------------------------------------------------------------------------
+
+
+def list_symbols() -> Iterator[tuple[str, str]]:
+    """(module, name) of all that the kit imports from vLLM and verl."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    if str(node.module).partition(".")[0] in LIBRARIES:
+                        yield str(node.module), alias.name
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.name.partition(".")[0] in LIBRARIES:
+                        yield alias.name, ""
+
+
+def list_attributes() -> set[str]:
+    """Every name that the kit reads from an object, or defines as a method."""
+    names = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                names.add(node.attr)
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                names.add(node.name)
+    return names
+
+
+def signature(value: Any) -> str:
+    """The parameters of a function with their defaults, without types."""
+    try:
+        parameters = inspect.signature(value).parameters.values()
+    except (TypeError, ValueError):
+        return type(value).__name__
+    plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+    return ", ".join(str(parameter) for parameter in plain)
+
+
+def read_symbols() -> dict[str, str]:
+    """{symbol: signature} of all that the kit uses; of a class also the methods that it names."""
+    used = list_attributes()
+    results = {}
+    for module, name in sorted(set(list_symbols())):
+        full = f"{module}.{name}".rstrip(".")
+        try:
+            value = importlib.import_module(module)
+            if name:
+                try:
+                    value = getattr(value, name)
+                except AttributeError:  # a module
+                    value = importlib.import_module(full)
+        except Exception as error:
+            results[full] = f"missing: {describe(error)}"
+            continue
+        results[full] = signature(value)
+        if inspect.isclass(value):
+            for method in sorted(used & set(vars(value))):
+                if callable(getattr(value, method)):
+                    results[f"{full}.{method}"] = signature(getattr(value, method))
+    return results
+
+
+# --- recipes -------------------------------------------------------------------------------------
+
+
+def write_models(folder: Path) -> None:
+    """Models of few parameters, with sizes that fp8 and Megatron can divide."""
+    import torch
+    from tiny_models import make_model, make_vision_model
+    from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+    make_model(folder / "policy", tied=True)
+    make_model(folder / "untied", tied=False)
+    make_vision_model(folder / "vision", folder / "untied")
+    scorer = AutoModelForTokenClassification.from_pretrained(
+        folder / "policy", num_labels=1, dtype=torch.float32
+    )
+    scorer.save_pretrained(folder / "scorer")
+    AutoTokenizer.from_pretrained(folder / "policy").save_pretrained(folder / "scorer")
+    path = folder / "policy" / "config.json"
+    sizes = {"hidden_size": 256, "num_key_value_heads": 2, "intermediate_size": 512}
+    sizes |= {"head_dim": 128, "max_position_embeddings": 32768}
+    path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
+
+
+def write_rows(folder: Path) -> None:
+    """Rows of Gym, rows of verl, and conversations."""
+    text = [{"role": "user", "content": "say 7"}]
+    gym = {"responses_create_params": {"input": text}, "answer": "7", "expected_answer": "7"}
+    verl = {"prompt": text, "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "7"}}
+    chat = {"messages": [*text, {"role": "assistant", "content": "7"}]}
+    for name, row in (("gym", gym), ("verl", verl), ("chat", chat)):
+        (folder / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * ROWS)
+
+
+def list_recipes() -> dict[str, list[str]]:
+    """{recipe: the recipe files of its command}. A recipe that names no task is laid over math."""
+    import yaml
+
+    recipes = {}
+    for path in sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("configs/algorithms/*.yaml")]):
+        if path.stem == "base":
+            continue
+        is_task = bool((yaml.safe_load(path.read_text()).get("env") or {}).get("train_files"))
+        recipes[path.stem] = [path.stem] if is_task else ["math", path.stem]
+    recipes["deterministic"] = ["math", "deterministic"]
+    recipes["ahead, separate"] = ["math", "ahead", "separate"]
+    return recipes
+
+
+def make_changes(name: str, files: list[str], folder: Path, gpus: int) -> list[str]:
+    """The arguments that give a recipe rows and a model of this machine."""
+    from omegaconf import OmegaConf
+
+    from kit.config.load import load_config
+
+    config, _ = load_config(files, [])
+    rows = f"{folder}/gym.jsonl"
+    entries = ",".join(f"{{path: {rows}, server: {server}}}" for server in config.gym.servers)
+    if OmegaConf.select(config, "env.verifier"):
+        entries = f"{folder}/verl.jsonl"
+    if name == "sft":
+        entries = f"{folder}/chat.jsonl"
+    model = "vision" if name == "circle_click" else "policy"
+    changes = [
+        f"actor_rollout_ref.model.path={folder / model}",
+        f"env.train_files=[{entries}]",
+        "env.val_files=[]",
+        f"trainer.n_gpus_per_node={gpus}",
+        "trainer.device=cuda",
+        f"trainer.experiment_name=gpu_check_{gpus}",
+    ]
+    if name == "reward_model":
+        changes.append(f"reward.reward_model.model_path={folder / 'scorer'}")
+    if name == "distill":
+        key = "distillation.teacher_models.teacher_model.model_path"
+        changes.append(f"{key}={folder / 'policy'}")
+    if name == "megatron" and gpus == 1:
+        changes.append("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1")
+    return changes
+
+
+def check_recipe(name: str, files: list[str], folder: Path, gpus: int) -> str:
+    """Make a dry run, and give its engine arguments to vLLM's parser -> "", or the first error."""
+    from kit.runs import cli, summary
+
+    command = "sft" if name == "sft" else "train"
+    try:
+        planned = cli.plan(files, make_changes(name, files, folder, gpus), command)
+        text = summary.describe_dry_run(planned.config, planned.defaults, planned.inputs, command)
+        if "nothing was started" not in text:
+            return "the dry run did not end"
+        if planned.config.actor_rollout_ref.rollout.name == "vllm" and command == "train":
+            parse_engine_arguments(planned.config)
+    except (Exception, SystemExit) as error:
+        return describe(error)
+    return ""
+
+
+def parse_engine_arguments(config: Any) -> None:
+    """Have verl's server make vLLM's arguments, and vLLM parse them. Raises what these raise."""
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    class Server(vLLMHttpServer):
+        """verl's server without a device: it stops where vLLM would start."""
+
+        def __init__(self) -> None:
+            self.config = self._init_config(config.actor_rollout_ref.rollout)
+            self.model_config = self._init_model_config(config.actor_rollout_ref.model)
+            self.replica_rank = 1  # verl prints the arguments of replica 0
+            self.node_rank, self.nnodes = 0, 1
+            self._disaggregation_role = "null"
+
+        def _should_profile(self) -> bool:
+            return False
+
+        async def run_server(self, args: Any) -> None:
+            self.engine_arguments = AsyncEngineArgs.from_cli_args(args)
+
+    server = Server()
+    asyncio.run(server.launch_server())
+    sequences = config.actor_rollout_ref.rollout.max_num_seqs
+    assert server.engine_arguments.max_num_seqs == sequences, server.engine_arguments.max_num_seqs
+
+
+def check_recipes(gpus: int) -> dict[str, str]:
+    """Dry runs on a simulated node, with flash-attn and, where it is not installed, without."""
+    import fake_nvidia_smi
+
+    from kit.extras.preflight import attention
+
+    folder = Path(tempfile.mkdtemp(prefix="gpu-check-"))
+    os.environ |= fake_nvidia_smi.write(folder, gpus=gpus)
+    os.environ.setdefault("OPENAI_API_KEY", "unused")  # of configs/judge.yaml
+    write_models(folder)
+    write_rows(folder)
+    installed: Callable[[str], bool] = attention.is_installed
+    has_flash_attention = installed("flash_attn")
+    results = {}
+    for name, files in list_recipes().items():
+        attention.is_installed = lambda package: package == "flash_attn" or installed(package)
+        results[name] = check_recipe(name, files, folder, gpus)
+        attention.is_installed = installed
+        if name in ("math", "ppo", "reward_model", "turn_gae") and not has_flash_attention:
+            reason = check_recipe(name, files, folder, gpus)
+            is_refused = reason.startswith("kit.errors.ConfigError: flash-attn is not installed")
+            expected = is_refused if name != "math" else not reason
+            results[f"{name} without flash-attn"] = "" if expected else reason or "not refused"
+    shutil.rmtree(folder)
+    return results
+
+
+def main() -> None:
+    part, out, *rest = sys.argv[1:]
+    results = {}
+    if part == "imports":
+        results = check_imports()
+    elif part == "symbols":
+        results = read_symbols()
+    elif part == "recipes":
+        results = check_recipes(int(rest[0]))
+    Path(out).write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# Check that a GPU node has what `make math` needs, before anything is downloaded. Each lack is one line with its fix.
+#
+#   bash kit/extras/preflight/check_gpu_node.sh     exit status 1 if something is missing
+#
+# It needs only bash, awk, coreutils and nvidia-smi. GPU_GIB: memory that each GPU must have (default: as much as the
+# sizes of configs/math.yaml need).
+
+set -u
+MIN_DRIVER=580    # of CUDA 13, for which the packages in requirements-gpu.txt are built
+MIN_CAPABILITY=80 # flash-attn and bfloat16 need an A100 or newer
+MIN_DISK_GIB=30   # .venv-gpu 10, .venv-gym 1, the model 1, three checkpoints 18
+MIN_SHM_GIB=1     # NCCL, and PyTorch between processes
+MIN_GLIBC=2.28    # of the packages' wheels
+GPU_GIB=${GPU_GIB:-38}
+missing=0
+
+report() {
+  echo "missing: $*"
+  missing=1
+}
+
+# A value of each GPU that CUDA_VISIBLE_DEVICES leaves visible. nvidia-smi does not read that variable.
+query_gpus() {
+  nvidia-smi ${CUDA_VISIBLE_DEVICES:+--id="$CUDA_VISIBLE_DEVICES"} --query-gpu="$1" --format=csv,noheader,nounits
+}
+
+free_gib() { df --output=avail -B1 "$1" | awk 'NR == 2 {printf "%d", $1 / 2^30}'; }
+
+is_below() { [ "$1" != "$2" ] && [ "$(printf '%s\n' "$1" "$2" | sort -V | head -n 1)" = "$1" ]; }
+
+if ! nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then
+  echo "nvidia-smi -L lists no GPU. On a CPU, run: make demo"
+  exit 1
+fi
+
+driver=$(query_gpus driver_version | head -n 1)
+if is_below "$driver" "$MIN_DRIVER"; then
+  report "NVIDIA driver $driver is too old for CUDA 13. Install driver $MIN_DRIVER or newer, and restart the node."
+fi
+
+capability=$(query_gpus compute_cap | tr -d . | sort -n | head -n 1)
+if [ "${capability:-$MIN_CAPABILITY}" -lt "$MIN_CAPABILITY" ]; then
+  report "a GPU has compute capability ${capability%?}.${capability: -1}. Use GPUs of 8.0 (A100) or newer."
+fi
+
+memory=$(query_gpus memory.total | grep -E '^[0-9]+$' | sort -n | head -n 1)
+if [ $((${memory:-0} / 1024)) -lt "$GPU_GIB" ]; then
+  report "a GPU has $((${memory:-0} / 1024)) GiB, and configs/math.yaml needs $GPU_GIB. Run: make math GPU_GIB=1" \
+    "ARGS=actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192"
+fi
+
+used=$(query_gpus memory.used | grep -E '^[0-9]+$' | sort -n | tail -n 1)
+if [ "${used:-0}" -gt 4096 ]; then
+  report "another process uses $((used / 1024)) GiB of a GPU. End it (nvidia-smi lists it), or hide that GPU with" \
+    "CUDA_VISIBLE_DEVICES."
+fi
+
+if [ "$(uname -m)" != x86_64 ]; then
+  report "requirements-gpu.txt is for x86_64, and this machine is $(uname -m). Compile it as requirements.txt says."
+fi
+
+glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null | awk '{print $2}')
+if is_below "${glibc:-0}" "$MIN_GLIBC"; then
+  report "glibc ${glibc:-is not here}; the packages need $MIN_GLIBC. Use Ubuntu 20.04, Debian 10 or newer."
+fi
+
+if ! echo 'int main() { return 0; }' | "${CC:-cc}" -x c -o /dev/null - 2>/dev/null; then
+  report "no C compiler that works: Triton and vLLM compile at their start. Run: apt-get install gcc libc6-dev"
+fi
+
+if ! python3 -c 'import ensurepip, venv' 2>/dev/null; then
+  report "no python3 with venv, which installs uv. Run: apt-get install python3-venv"
+fi
+
+disk=$(free_gib .)
+if [ ! -e .venv-gpu/ready ] && [ "$disk" -lt "$MIN_DISK_GIB" ]; then
+  report "$disk GiB are free in $PWD, of $MIN_DISK_GIB. Free some, or clone to another disk."
+fi
+
+shared=$(free_gib /dev/shm)
+if [ "$shared" -lt "$MIN_SHM_GIB" ]; then
+  report "$shared GiB are free in /dev/shm, of $MIN_SHM_GIB. Start the container with --shm-size=8g."
+fi
+
+exit $missing

@@ -1,0 +1,92 @@
+"""The GPUs that this process may use: how many, their memory, and whether CUDA starts.
+
+    python -m kit.extras.preflight.gpus
+
+This starts CUDA, and prints the number of GPUs or one line with the reason (make math).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+MIN_DRIVER = 580  # of CUDA 13
+TIMEOUT_S = 20.0
+
+
+def read_smi(*options: str) -> list[str]:
+    """The lines that nvidia-smi prints; none if there is no GPU or no nvidia-smi."""
+    command = ["nvidia-smi", *options]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.splitlines()
+
+
+def list_visible() -> list[str] | None:
+    """The entries of CUDA_VISIBLE_DEVICES (indices or UUIDs); None if it is not set.
+
+    As for CUDA, an entry of -1 hides itself and the entries after it.
+    """
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if variable is None:
+        return None
+    entries: list[str] = []
+    for entry in variable.split(","):
+        if entry.strip() in ("", "-1"):
+            break
+        entries.append(entry.strip())
+    return entries
+
+
+def count_gpus() -> int:
+    """The number of GPUs that CUDA shows to this process, without starting CUDA.
+
+    `nvidia-smi -L` also has a line for each part of a GPU that MIG has divided. CUDA shows one part
+    of such a GPU.
+    """
+    lines = [line for line in read_smi("-L") if line.startswith("GPU ")]
+    visible = list_visible()
+    return len(lines) if visible is None else min(len(visible), len(lines))
+
+
+def query(value: str) -> list[str]:
+    """A value (nvidia-smi --help-query-gpu) of each GPU that is visible to this process."""
+    visible = list_visible()
+    if visible == []:
+        return []
+    ids = [f"--id={','.join(visible)}"] if visible else []
+    lines = read_smi(*ids, f"--query-gpu={value}", "--format=csv,noheader,nounits")
+    return [line.strip() for line in lines]
+
+
+def find_old_driver() -> str:
+    """The version of a driver that is too old for CUDA 13. Empty if it is new enough."""
+    for version in query("driver_version"):
+        major = version.partition(".")[0]
+        if major.isdigit() and int(major) < MIN_DRIVER:
+            return version
+    return ""
+
+
+def main() -> None:
+    """Start CUDA in this process. Print the number of GPUs."""
+    import torch
+
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        sys.exit(
+            f"error: CUDA {torch.version.cuda} does not start: {reason} Check `nvidia-smi`: it "
+            f"must list the GPUs and a driver of {MIN_DRIVER} or newer."
+        )
+    print(torch.cuda.device_count())
+
+
+if __name__ == "__main__":
+    main()
