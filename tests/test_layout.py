@@ -246,6 +246,7 @@ def gsm8k_arguments(workspace) -> list[str]:
     rows = write_rows(workspace / "gsm8k.jsonl", [row(f"say {i}") for i in range(8)])
     return [
         "--config=configs/math.yaml",
+        "env.verifier=null",  # a Python verifier is an extra
         f"actor_rollout_ref.model.path={workspace / 'untied'}",
         f"env.train_files=[{{path: {rows}, server: math_with_judge}}]",
         "env.val_files=[]",

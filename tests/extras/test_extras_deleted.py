@@ -150,6 +150,7 @@ def recipe(name: str, server: str, workspace: Path) -> list[str]:
     return [
         f"--config={name}",
         "--dry-run",
+        "env.verifier=null",
         f"actor_rollout_ref.model.path={workspace / 'untied'}",
         f"env.train_files=[{{path: {rows}, server: {server}}}]",
         "env.val_files=[]",

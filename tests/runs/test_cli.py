@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 
 import pytest
-from conftest import GIVEN, GYM_PYTHON, ROOT, command, metrics_of, run, tiny
+from conftest import GIVEN, ROOT, command, metrics_of, run, tiny
 from test_readme import python_block
 
 
@@ -222,7 +222,7 @@ def test_dry_run_checks_everything_and_starts_nothing(workspace):
 
 
 def test_the_gpu_recipe_passes_its_dry_run_with_a_tiny_model(workspace):
-    """configs/math.yaml with rows like GSM8K's, and the tiny model."""
+    """configs/math.yaml with rows like GSM8K's, the tiny model, and one call of the verifier."""
     entry = {"question": "one and one", "answer": "It is two.\n#### 2"}
     source = workspace / "gsm8k"
     source.mkdir()
@@ -245,10 +245,9 @@ def test_the_gpu_recipe_passes_its_dry_run_with_a_tiny_model(workspace):
         str(ROOT / "configs" / "math.yaml"),
     ]
     arguments += [f"actor_rollout_ref.model.path={workspace / 'tied'}", "--dry-run"]
-    arguments += [f"gym.servers.math_with_judge.start.python={GYM_PYTHON}"]
     result = run(arguments, workspace, timeout=120)
     assert result.returncode == 0, result.stderr
     assert (
-        "1024 prompts x 5 responses = 5120 episodes" in result.stdout
+        "256 prompts x 8 responses = 2048 episodes" in result.stdout
         and "8 cuda, 8 vLLM replicas" in result.stdout
     )
