@@ -40,7 +40,7 @@ math:
 	@$(MAKE) VENV=.venv-gpu TOOLS=.venv-uv gym data/gsm8k_train.jsonl
 	@bash kit/extras/preflight/flash_attn.sh .venv-uv/bin/uv .venv-gpu "$(FLASH_ATTN)"
 	@gpus=$$(.venv-gpu/bin/python -m kit.extras.preflight.gpus) || exit 1; set -x; \
-	.venv-gpu/bin/python algorithm.py --config math trainer.n_gpus_per_node=$$gpus \
+	.venv-gpu/bin/python algorithm.py --config math --config warm_math trainer.n_gpus_per_node=$$gpus \
 	    $(if $(MODEL),actor_rollout_ref.model.path=$(MODEL)) $(ARGS)
 
 test: lint gym .venv-gym-0.4.0/ready

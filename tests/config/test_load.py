@@ -483,3 +483,17 @@ def test_deterministic_sampling_is_sequential_on_a_cpu_only():
     on_gpus, _ = load_config(["math", "deterministic"], [])
     on_cpus, _ = load_config(["math", "cpu", "deterministic"], [])
     assert [OmegaConf.select(c, key) for c in (on_gpus, on_cpus)] == [256, 1]
+
+
+def test_the_recipes_for_gsm8k_have_the_sizes_of_verls_published_run():
+    """256 prompts, mini-batches of 64 and 435 steps, also with verl's own verifier."""
+    math = merged(files=["math"])
+    function = merged(files=["gsm8k_function"])
+    full_batches = 7473 // math.data.train_batch_size  # GSM8K's training rows
+    assert math.trainer.total_training_steps == function.trainer.total_epochs * full_batches == 435
+    mini_batches = math.data.train_batch_size // math.actor_rollout_ref.actor.ppo_mini_batch_size
+    assert 435 * mini_batches == 1740
+    for part in ("data", "actor_rollout_ref"):
+        assert OmegaConf.to_container(math[part], resolve=False) == OmegaConf.to_container(
+            function[part], resolve=False
+        )

@@ -249,6 +249,6 @@ def test_the_gpu_recipe_passes_its_dry_run_with_a_tiny_model(workspace):
     result = run(arguments, workspace, timeout=120)
     assert result.returncode == 0, result.stderr
     assert (
-        "1024 prompts x 5 responses = 5120 episodes" in result.stdout
+        "256 prompts x 8 responses = 2048 episodes" in result.stdout
         and "8 cuda, 8 vLLM replicas" in result.stdout
     )

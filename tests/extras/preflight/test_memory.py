@@ -19,6 +19,7 @@ from kit.runs import prepare
 
 TINY = {"vocab_size": 40, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
 QWEN = {  # Qwen2.5: published parameters, and the sizes of config.json
+    "0.5B": (0.494e9, (896, 4864, 24, 14, 2, 151936, True)),
     "1.5B": (1.54e9, (1536, 8960, 28, 12, 2, 151936, True)),
     "32B": (32.5e9, (5120, 27648, 64, 40, 8, 152064, False)),
 }
@@ -103,6 +104,17 @@ def test_the_cache_of_a_token_computed_by_hand():
     episodes = f"{int(cache / 28672 / 1536)} concurrent episodes of 1536 tokens"
     assert lines[-1] == f"KV cache    28 KiB a token: {episodes}"
     assert not memory.find_shortages(config, qwen("1.5B"), "evaluate")
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+@pytest.mark.parametrize("changes", [[], ["algorithm.adv_estimator=gae"]], ids=["grpo", "ppo"])
+def test_the_gpu_recipe_fits_a_gpu_with_room_for_all_that_vllm_runs_together(gpus, changes):
+    config = make_config("0.5B", f"trainer.n_gpus_per_node={gpus}", *changes)
+    assert not memory.find_shortages(config, qwen("0.5B"), "train")
+    episode = config.data.max_prompt_length + config.data.max_response_length
+    cache = 0.6 * 80 * GIB - 2 * memory.count_parameters(qwen("0.5B")).model
+    needed = config.actor_rollout_ref.rollout.max_num_seqs * episode
+    assert needed * memory.kv_bytes_per_token(qwen("0.5B"), 2) < cache
 
 
 def test_weights_and_optimizer_computed_by_hand():

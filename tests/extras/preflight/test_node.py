@@ -77,6 +77,7 @@ def test_each_shortage_of_a_node_is_a_line_with_a_fix(smi, no_packages, monkeypa
         "trainer.save_freq=10",
     ]
     config = make_config("1.5B", *changes)
+    monkeypatch.setattr(node.shutil, "disk_usage", lambda _: SimpleNamespace(free=500 * GIB))
     assert list(node.find_problems(config, qwen("1.5B"), "train")) == []  # no GPU: another node
 
     def free(folder):
