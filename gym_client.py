@@ -142,7 +142,7 @@ MAX_RUN_BYTES = 64 * 2**20  # of /run, whose answer holds the token ids of every
 MIN_THREAD_BYTES = 64 * 2**10  # a longer answer is parsed in a thread
 # If no call fails for longer, the outage may have ended unnoticed. Retries pause for 5 s at most.
 QUIET_S = 15.0
-CLOSE_TIMEOUT_S = 10.0  # for the call that closes a session; the result does not depend on it
+CLOSE_TIMEOUT_S = 10.0  # to close a session; the result does not depend on it
 CLOSE_PATHS = ("/close", "/close_session")
 RUNS_EPISODES = ("agent", "environment")  # kinds of server that run a whole episode: `Gym.run`
 FIRST = EpisodeIndex()  # of a caller that does not number its episodes
@@ -591,7 +591,9 @@ class Session:
         is_typed = "resources_session_id" in get_fields(self._routes, path)
         body = close_request(next(ids, "")) if is_typed else {}  # else the cookie is sufficient
         try:
-            await connection.call("POST", path, body, CLOSE_TIMEOUT_S)
-        except GymError as error:
-            if error.reason != "session_lost":  # then there is none to close
-                logger.warning("the session may still be open: %s", error)
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await connection.call("POST", path, body)
+        except (GymError, TimeoutError) as error:
+            is_lost = isinstance(error, GymError) and error.reason == "session_lost"
+            if not is_lost:  # otherwise there is none to close
+                logger.warning("%s%s: the session may be open: %r", connection.url, path, error)

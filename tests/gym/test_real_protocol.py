@@ -1,0 +1,316 @@
+"""The protocol of Gym 0.7 with real servers of nemo-gym, and of 0.4.0 if it is installed.
+
+The interpreters are those of .venv-gym and, if it exists, of .venv-gym-0.4.0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import httpx
+import pytest
+from conftest import GYM_PYTHON, ROOT, counting, row
+from turn_doubles import Script, chatml_tokenizer, context_of, encode_turns
+
+import env
+import inference
+from gym_client import Connection, EpisodeIndex, Gym, GymError, message_response
+from kit.gym import process_specs
+from kit.gym import servers as gym_servers
+from kit.gym.network import HOST, find_free_port
+from kit.gym.servers import GymServers, running_servers
+from kit.rollout import openai_server
+
+KEY = "a key of this test"
+OTHER_PYTHON = ROOT / ".venv-gym-0.4.0" / "bin" / "python"
+
+
+def find_packages(python):
+    """Return the site-packages folder of an interpreter."""
+    return next(python.parents[1].glob("lib/python3*/site-packages"))
+
+
+def read_version(python) -> str:
+    """Return the version of nemo-gym that an interpreter has."""
+    folder = next(find_packages(python).glob("nemo_gym-*.dist-info"))
+    return folder.name.removeprefix("nemo_gym-").removesuffix(".dist-info")
+
+
+PYTHONS = {
+    read_version(python): python for python in (OTHER_PYTHON, GYM_PYTHON) if python.is_file()
+}
+needs_environment_servers = pytest.mark.skipif(
+    not (find_packages(GYM_PYTHON) / "environment_servers").is_dir(),
+    reason="the nemo-gym of .venv-gym has no Environment Servers",
+)
+
+
+# --- sessions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", PYTHONS)
+def test_servers_of_each_version_verify_and_close_a_session_if_they_can(
+    version, tmp_path, monkeypatch
+):
+    calls = []
+    request = Connection.request
+
+    async def record(self, method, path, *rest):
+        status, text = await request(self, method, path, *rest)
+        calls.append((path, status))
+        return status, text
+
+    monkeypatch.setattr(Connection, "request", record)
+
+    async def count(urls):
+        async with Gym(urls) as gym:
+            async with gym.session("counter", counting(), EpisodeIndex(3, 1)) as session:
+                await session.call_tool("increment_counter", '{"count": 1}')
+                return await session.verify(message_response("Done."))
+
+    start = {"server": "example_session_state_mgmt", "python": str(PYTHONS[version])}
+    with running_servers({"counter": {"start": start}}, tmp_path) as urls:
+        assert asyncio.run(count(urls)).reward == 1.0
+    expected = ["/openapi.json", "/seed_session", "/increment_counter", "/verify"]
+    if version != "0.4.0":
+        expected.append("/close_session")
+    assert calls == [(path, 200) for path in expected]
+
+
+VAULT = """
+from typing import Any, Optional
+
+from fastapi import Body, Request
+from pydantic import ConfigDict
+
+from nemo_gym.base_resources_server import (
+    BaseResourcesServerConfig,
+    BaseSeedSessionResponse,
+    BaseVerifyRequest,
+    BaseVerifyResponse,
+    SimpleResourcesServer,
+)
+from nemo_gym.server_utils import SESSION_ID_KEY
+
+SANDBOXES = []
+SEEDED = []
+
+
+class VerifyRequest(BaseVerifyRequest):
+    outcome: dict[str, Any]
+
+
+class VerifyResponse(BaseVerifyResponse):
+    model_config = ConfigDict(extra="allow")
+
+
+class Server(SimpleResourcesServer):
+    config: BaseResourcesServerConfig
+
+    def setup_webserver(self):
+        app = super().setup_webserver()
+        app.get("/sandboxes")(self.list_sandboxes)
+        return app
+
+    async def list_sandboxes(self):
+        return {"seeded": len(SEEDED), "open": len(SANDBOXES)}
+
+    async def seed_session(self, request: Request):
+        SEEDED.append(request.session[SESSION_ID_KEY])
+        SANDBOXES.append(request.session[SESSION_ID_KEY])
+        return BaseSeedSessionResponse()
+
+    async def close_resources_session(
+        self, request: Request, body: Optional[dict[str, Any]] = Body(None)
+    ):
+        SANDBOXES.remove(request.session[SESSION_ID_KEY])
+        return {"closed": True}
+
+    async def verify(self, body: VerifyRequest) -> VerifyResponse:
+        if "crash" in body.outcome:
+            raise ValueError("crash")
+        return VerifyResponse(**{**body.model_dump(exclude={"outcome"}), **body.outcome})
+
+
+if __name__ == "__main__":
+    Server.run_webserver()
+"""
+
+
+@pytest.fixture(scope="module")
+def vault(tmp_path_factory):
+    """The URL of a server that keeps something for each session, and whose rows set its answer."""
+    folder = tmp_path_factory.mktemp("vault")
+    (folder / "vault").mkdir()
+    (folder / "vault" / "app.py").write_text(VAULT)
+    start = {"python": str(GYM_PYTHON), "path": str(folder / "vault")}
+    with running_servers({"vault": {"start": start}}, folder) as urls:
+        yield urls["vault"]
+
+
+async def verify_outcome(gym, **outcome):
+    """Return the result of a response to a row that sets the answer of /verify."""
+    task_row = {"responses_create_params": {"input": "x"}, "outcome": outcome}
+    async with gym.session("vault", task_row) as session:
+        return await session.verify(message_response("x"))
+
+
+@needs_environment_servers
+def test_a_server_of_gym_keeps_nothing_for_sessions_that_ended_failed_or_were_canceled(vault):
+    async def cancel(gym):
+        task_row = {"responses_create_params": {"input": "x"}, "outcome": {}}
+        is_open = asyncio.Event()
+
+        async def wait():
+            async with gym.session("vault", task_row):
+                is_open.set()
+                await asyncio.sleep(60)
+
+        episode = asyncio.create_task(wait())
+        await is_open.wait()
+        during = httpx.get(f"{vault}/sandboxes").json()
+        episode.cancel()
+        await asyncio.gather(episode, return_exceptions=True)
+        return during
+
+    async def run():
+        async with Gym({"vault": vault}) as gym:
+            result = await verify_outcome(gym, reward=0.25)
+            with pytest.raises(GymError, match="crash"):
+                await verify_outcome(gym, crash=True)
+            return result.reward, await cancel(gym)
+
+    before = httpx.get(f"{vault}/sandboxes").json()
+    reward, during = asyncio.run(run())
+    assert reward == 0.25
+    assert during["open"] == 1
+    after = httpx.get(f"{vault}/sandboxes").json()
+    assert after["open"] == 0
+    assert after["seeded"] - before["seeded"] == 4  # a crash has one retry, in a new session
+
+
+@needs_environment_servers
+@pytest.mark.parametrize(
+    ("outcome", "reason"),
+    [
+        ({}, ""),
+        ({"failure_kind": "agent_run_error", "failure_reason": "because"}, ""),
+        ({"mask_sample": True, "failure_reason": "because"}, "mask_sample"),
+        (
+            {"instance_config": {"mask_sample": True}, "failure_reason": "because"},
+            "instance_config.mask_sample",
+        ),
+    ],
+    ids=str,
+)
+def test_the_reward_of_a_server_of_gym_counts_unless_it_masks_the_sample(vault, outcome, reason):
+    """Each answer has mask_sample, since it is a field of Gym's own class, with default false."""
+
+    async def run():
+        async with Gym({"vault": vault}) as gym:
+            return await verify_outcome(gym, reward=0.5, **outcome)
+
+    if reason:
+        with pytest.raises(GymError, match=f"invalid by {reason}: because"):
+            asyncio.run(run())
+        return
+    assert asyncio.run(run()).reward == 0.5
+
+
+# --- Environment Servers -------------------------------------------------------------------------
+
+
+def plan_with_environments(name, start, policy, *rest):
+    """Plan the processes of a server with an agent, and two Environment Servers before them."""
+    *specs, agent = process_specs.plan_processes(name, start, policy, *rest)
+    for folder in ("single_agent_turn", "single_agent_turn_legacy"):
+        overrides = {
+            "resources_server": {"type": "resources_servers", "name": name},
+            "agent_server": {"type": "responses_api_agents", "name": agent["name"]},
+        }
+        spec = {**agent, "name": folder, "kind": "environment_servers", "folder": folder}
+        specs.append({**spec, "overrides": overrides, "port": find_free_port(HOST)})
+    return [*specs, agent]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """(URLs of the two Environment Servers, port of the policy endpoint)."""
+    port = find_free_port()
+    policy = {"base_url": f"http://127.0.0.1:{port}/v1", "api_key": KEY, "model": "policy"}
+    start = {"python": str(GYM_PYTHON), "server": "reasoning_gym", "agent": "simple_agent"}
+    servers = {"puzzles": {"start": start}}
+    folder = tmp_path_factory.mktemp("environment")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gym_servers, "plan_processes", plan_with_environments)
+        group = GymServers(servers, folder, policy=policy)
+        with contextlib.closing(group):
+            group.start()
+            group.wait_ready()
+            names = ("single_agent_turn", "single_agent_turn_legacy")
+            yield {name: f"http://{HOST}:{group.specs[name]['port']}" for name in names}, port
+
+
+def run_episodes(environment, name, client, count):
+    """Return the episodes of a group with this rollout engine, and the kind of the server."""
+    urls, port = environment
+    tokenizer = chatml_tokenizer()
+    context = context_of(client, tokenizer, timeout_s=60.0)
+    task_row = row()
+    messages, _ = env.render_row(task_row, "x:1")
+    ids = env.encode_messages(messages, [], tokenizer, "x:1")
+    task = env.Task("x:1", task_row, name, messages, ids)
+
+    async def run():
+        endpoint = openai_server.serve(context, HOST, port, KEY)
+        async with endpoint, Gym({name: urls[name]}, attempts=2) as gym:
+            episodes = await inference.rollout([(task, "g")] * count, {}, context, gym)
+            return episodes, await gym.kind(name)
+
+    return asyncio.run(run())
+
+
+@needs_environment_servers
+@pytest.mark.parametrize(
+    ("name", "expected_kind"),
+    [("single_agent_turn", "environment"), ("single_agent_turn_legacy", "agent")],
+)
+def test_an_environment_server_of_gym_returns_the_reward_and_the_sampled_ids(
+    environment, name, expected_kind
+):
+    policy = Script(encode_turns(["7", "8"], chatml_tokenizer()))
+    episodes, kind = run_episodes(environment, name, policy, 2)
+    assert kind == expected_kind
+    assert [e.status for e in episodes] == ["ok", "ok"], episodes[0].error
+    assert {e.response: e.reward for e in episodes} == {"7": 1.0, "8": 0.0}
+    for e in episodes:
+        assert e.response_ids == encode_turns([e.response], chatml_tokenizer())[0]
+        assert e.log_probs == [-0.5, -1.5] and e.ended == "stop"
+
+
+class NoPolicy:
+    """A rollout engine that fails, and counts its requests."""
+
+    count = 0
+
+    async def generate(self, *_, **__):
+        self.count += 1
+        raise GymError("aborted", "no response")
+
+
+@needs_environment_servers
+@pytest.mark.parametrize(
+    ("name", "status", "calls"),
+    [("single_agent_turn", "environment_agent", 2), ("single_agent_turn_legacy", "masked", 1)],
+)
+def test_a_failure_of_an_environment_server_of_gym_is_no_reward(environment, name, status, calls):
+    policy = NoPolicy()
+    (episode,), _ = run_episodes(environment, name, policy, 1)
+    assert (episode.status, episode.reward) == (status, None)
+    assert policy.count == calls  # the server calls the failure not terminal
+    prefix = "" if name == "single_agent_turn" else "_ng_failure_"
+    assert episode.failure[f"{prefix}stage"] == "agent"
+    assert episode.failure[f"{prefix}terminal"] is False
+    reason = episode.failure.get("failure_reason") or episode.failure["_ng_failure_message"]
+    assert reason[:100] in episode.error
