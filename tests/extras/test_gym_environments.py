@@ -18,7 +18,7 @@ SITE_PACKAGES = next(ROOT.glob(".venv-gym/lib/python3*/site-packages"))
 
 def test_a_failed_install_leaves_nothing(tmp_path, monkeypatch):
     python = tmp_path / ".venv-gym" / "bin" / "python"
-    for folder in ("bin", "lib"):
+    for folder in ("bin", "lib", "pyvenv.cfg"):
         (tmp_path / ".venv-gym").mkdir(exist_ok=True)
         (tmp_path / ".venv-gym" / folder).symlink_to(ROOT / ".venv-gym" / folder)
     original = subprocess.run
