@@ -83,7 +83,7 @@ JUDGE: dict[str, str | Sequence[str]] = {  # the reply of a judge; several are g
     "gdpval": '{"overall_score": 1.0, "criteria_scores": []}',
     "imo_proofbench_judge": "Judgement: Yes",
     "inverse_if": '{"result": "PASS", "explanation": "It does."}',
-    "jailbreak_detection": "[[SAFE]]",
+    "jailbreak_detection": "[[SAFE]] [[HAS_EXPLANATION]] [[PROPER_HARD_REFUSAL]]",
     "labbench2_vlm": "[[A=B]]",
     "longmemeval": "yes",
     "math_with_autograder": "\\boxed{Correct}",
@@ -119,6 +119,22 @@ LACKS = {
     "rows of audio": "asr_with_pc",
 }
 NOTES = {name: note for note, names in LACKS.items() for name in names.split()}
+# {pattern of the server's own message: the one thing that is missing}
+CAUSES = {
+    r"the rows|example row that the kit": "rows without audio",
+    r"[Ss]andbox|docker|singularity|apptainer|No such file or directory: ?'?(docker|git)": (
+        "a sandbox (`start.global_config`)"
+    ),
+    r"download and build|git clone|git', 'clone": "packages from git",
+    r"Name or service not known|URLError|SEC ticker|Failed to resolve|Connect|getaddrinfo": (
+        "a network"
+    ),
+    r"api_key|API_KEY|API key": "a key of a service",
+    r"27 GB|does not exist|FileNotFoundError|No such file": "its data",
+    r"marks its reward as invalid": "a judge whose replies fit all of its checks",
+    r"does not set": "settings",
+    r"within \d+ s|did not start|no answer": "more time",
+}
 TOO_LARGE = {  # environments of several gigabytes are not made here
     "longmt_eval": "torch and packages from git",
     "vlm_eval_kit": "60 packages with torch, for rows of images",
@@ -272,7 +288,7 @@ def examine(name: str, python: str) -> Result:
             try:
                 attempt(result, rows, start, Path(logs))
             except MissingError as error:
-                if "no module" not in str(error):
+                if "no module" not in str(error).lower():
                     raise
                 if name in TOO_LARGE:
                     raise MissingError(TOO_LARGE[name]) from None
@@ -402,7 +418,7 @@ def examine_apart(name: str, python: str, path: Path) -> Result:
 def describe(result: Result) -> str:
     """Return the last cell of a server's line."""
     if result.missing:
-        return f"needs {result.missing}" if result.name in TOO_LARGE else result.missing
+        return explain(result)
     parts = [f"reward in {result.milliseconds:.0f} ms"]
     if result.judges:
         parts.append(f"by {result.judges}")
@@ -412,6 +428,18 @@ def describe(result: Result) -> str:
         parts.append("separate environment")
     parts.append(NOTES.get(result.name, ""))
     return "; ".join(part for part in parts if part)
+
+
+def explain(result: Result) -> str:
+    """Return the one thing that a server lacks, with its own message."""
+    if result.name in NOT_SERVERS:
+        return f"no server: {result.missing}"
+    if result.name in TOO_LARGE:
+        return f"needs {result.missing}"
+    for pattern, cause in CAUSES.items():
+        if re.search(pattern, result.missing):
+            return f"needs {cause} ({result.missing})"
+    return result.missing
 
 
 def print_table(results: Sequence[Result]) -> None:

@@ -363,7 +363,8 @@ def broken_server(tmp_path, monkeypatch):
     start_server = gym_servers.start_server
     serve = f"{sys.executable} -m http.server --bind 127.0.0.1 --directory {tmp_path} {port}"
     (tmp_path / "openapi.json").write_text('{"paths": {}}')
-    script = f"#!/bin/sh\necho begins\ntest -e {broken} && exit 3\n{serve} & wait\n"
+    no_package = 'test "$2" = -c && exit 1'  # the kit asks an interpreter for its nemo-gym
+    script = f"#!/bin/sh\n{no_package}\necho begins\ntest -e {broken} && exit 3\n{serve} & wait\n"
     (tmp_path / "python").write_text(script)
     (tmp_path / "python").chmod(0o755)
 
