@@ -50,7 +50,10 @@ def download_packages(folder: Path) -> None:
         python = ROOT / environment / "bin" / "python"
         options = ["--no-deps", "--quiet", "--dest", folder, "-r", requirements]
         subprocess.run([PIP, "--python", python, "download", *options], cwd=ROOT, check=True)
-    for package in (UV, "nemo-gym"):
+    code = "import importlib.metadata; print(importlib.metadata.version('nemo-gym'))"
+    python = ROOT / ".venv-gym" / "bin" / "python"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    for package in (UV, f"nemo-gym=={done.stdout.strip()}"):
         options = ["--no-deps", "--ignore-requires-python", "--quiet", "--dest", folder]
         subprocess.run([PIP, "download", *options, package], cwd=ROOT, check=True)
 

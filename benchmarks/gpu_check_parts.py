@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,10 @@ def write_models(folder: Path) -> None:
     sizes = {"hidden_size": 256, "num_key_value_heads": 2, "intermediate_size": 512}
     sizes |= {"head_dim": 128, "max_position_embeddings": 32768}
     path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
+    path = folder / "vision" / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["max_position_embeddings"] = 32768
+    path.write_text(json.dumps(config))
 
 
 def write_rows(folder: Path) -> None:
@@ -183,8 +188,9 @@ def make_changes(name: str, files: list[str], folder: Path, gpus: int) -> list[s
     config, _ = load_config(files, [])
     rows = f"{folder}/gym.jsonl"
     entries = ",".join(f"{{path: {rows}, server: {server}}}" for server in config.gym.servers)
-    if OmegaConf.select(config, "env.verifier"):
-        entries = f"{folder}/verl.jsonl"
+    verifier = OmegaConf.select(config, "env.verifier")
+    if verifier:
+        entries = f"{folder}/verl.jsonl" if verifier == "verl" else rows
     if name == "sft":
         entries = f"{folder}/chat.jsonl"
     model = "vision" if name == "circle_click" else "policy"
@@ -196,6 +202,8 @@ def make_changes(name: str, files: list[str], folder: Path, gpus: int) -> list[s
         "trainer.device=cuda",
         f"trainer.experiment_name=gpu_check_{gpus}",
     ]
+    if name == "judge":
+        changes.append("gym.judges={judge_model: policy}")  # the address of the recipe is elsewhere
     if name == "reward_model":
         changes.append(f"reward.reward_model.model_path={folder / 'scorer'}")
     if name == "distill":
@@ -223,8 +231,54 @@ def check_recipe(name: str, files: list[str], folder: Path, gpus: int) -> str:
     return ""
 
 
+def simulate_h100(gpus: int) -> None:
+    """Make vLLM take this machine for a node with H100.
+
+    vLLM's modules are imported before, as without a device: with one they load kernels, which need
+    libcuda, a part of the driver. No kernel runs here.
+    """
+    importlib.import_module("verl.workers.rollout.vllm_rollout.vllm_async_server")
+    sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
+    import vllm.platforms
+    from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.platforms.interface import DeviceCapability
+
+    class H100(CudaPlatformBase):
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+            return DeviceCapability(9, 0)
+
+        @classmethod
+        def get_device_name(cls, device_id: int = 0) -> str:
+            return "NVIDIA H100 80GB HBM3"
+
+        @classmethod
+        def get_device_total_memory(cls, device_id: int = 0) -> int:
+            return 81559 * 2**20
+
+        @classmethod
+        def is_fully_connected(cls, device_ids: list[int]) -> bool:
+            return True
+
+        @classmethod
+        def device_count(cls) -> int:
+            return gpus
+
+        def is_cumem_allocator_available(self) -> bool:
+            return True
+
+        @classmethod
+        def num_compute_units(cls, device_id: int = 0) -> int:
+            return 132
+
+    vllm.platforms.current_platform.__class__ = H100  # every module has this object
+
+
 def parse_engine_arguments(config: Any) -> None:
-    """Have verl's server make vLLM's arguments, and vLLM parse them. Raises what these raise."""
+    """Have verl's server make vLLM's arguments, and vLLM parse them and make its configuration.
+
+    Raises what these raise.
+    """
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -242,12 +296,12 @@ def parse_engine_arguments(config: Any) -> None:
             return False
 
         async def run_server(self, args: Any) -> None:
-            self.engine_arguments = AsyncEngineArgs.from_cli_args(args)
+            self.engine = AsyncEngineArgs.from_cli_args(args).create_engine_config()
 
     server = Server()
     asyncio.run(server.launch_server())
-    sequences = config.actor_rollout_ref.rollout.max_num_seqs
-    assert server.engine_arguments.max_num_seqs == sequences, server.engine_arguments.max_num_seqs
+    sequences = server.engine.scheduler_config.max_num_seqs
+    assert sequences == config.actor_rollout_ref.rollout.max_num_seqs, sequences
 
 
 def check_recipes(gpus: int) -> dict[str, str]:
@@ -258,7 +312,7 @@ def check_recipes(gpus: int) -> dict[str, str]:
 
     folder = Path(tempfile.mkdtemp(prefix="gpu-check-"))
     os.environ |= fake_nvidia_smi.write(folder, gpus=gpus)
-    os.environ.setdefault("OPENAI_API_KEY", "unused")  # of configs/judge.yaml
+    simulate_h100(gpus)
     write_models(folder)
     write_rows(folder)
     installed: Callable[[str], bool] = attention.is_installed

@@ -23,9 +23,10 @@ from kit.extras.preflight import gpus
 GIB = 2**30
 ASSUMED_GPU_BYTES = 80 * GIB  # if this node has no GPU
 # Runtime overhead: Python, torch, Ray, verl and vLLM. For a CPU it is the part of the demo's memory
-# that the estimate does not explain (docs/results.md). For a GPU it is a guess at two CUDA
-# contexts, NCCL's buffers and CUDA graphs.
-OVERHEAD = {"cpu": 6 * GIB, "cuda": 2 * GIB}
+# that the estimate does not explain (docs/results.md). For a GPU it is a guess, not
+# measured here: 4 to 6 GiB for the CUDA contexts and libraries of trainer and vLLM, NCCL's buffers
+# and CUDA graphs.
+OVERHEAD = {"cpu": 6 * GIB, "cuda": 5 * GIB}
 NEEDED_FIELDS = (  # of the Hugging Face configuration
     "hidden_size",
     "intermediate_size",
