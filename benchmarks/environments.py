@@ -119,18 +119,34 @@ LACKS = {
     "rows of audio": "asr_with_pc",
 }
 NOTES = {name: note for note, names in LACKS.items() for name in names.split()}
+# the one thing that is missing, as read in the server's source; for all others, see CAUSES
+NEEDS = {
+    "asr_with_pc": "rows without audio",
+    "bigcodebench": "a second environment, which it builds with uv",
+    "cvdp": "a sandbox with a simulator",
+    "interactive_browser": "a browser for Playwright",
+    "job_bench": "a sandbox",
+    "math_formal_lean": "a sandbox with Lean",
+    "nemo_user_sim": "its environment server, because its rows have no prompt",
+    "osworld": "virtual machines",
+    "rolemrc": "the data of NLTK",
+    "scicode": "its test data",
+    "speed_bench": "the metrics of a vLLM server",
+    "workspace_bench": "a sandbox",
+}
 # {pattern of the server's own message: the one thing that is missing}
 CAUSES = {
-    r"the rows|example row that the kit": "rows without audio",
     r"[Ss]andbox|docker|singularity|apptainer|No such file or directory: ?'?(docker|git)": (
         "a sandbox (`start.global_config`)"
     ),
-    r"download and build|git clone|git', 'clone": "packages from git",
+    r"download and build|[Gg]it operation|git', 'clone|hub\.com/|`uv pip": "packages from git",
     r"Name or service not known|URLError|SEC ticker|Failed to resolve|Connect|getaddrinfo": (
         "a network"
     ),
     r"api_key|API_KEY|API key": "a key of a service",
-    r"27 GB|does not exist|FileNotFoundError|No such file": "its data",
+    r"rollout_index": "all episodes of a group at the same time",
+    r"HTTP 422": "its own agent",
+    r"27 GB|does not exist|FileNotFoundError|No such file|not found": "its data",
     r"marks its reward as invalid": "a judge whose replies fit all of its checks",
     r"does not set": "settings",
     r"within \d+ s|did not start|no answer": "more time",
@@ -435,7 +451,9 @@ def explain(result: Result) -> str:
     if result.name in NOT_SERVERS:
         return f"no server: {result.missing}"
     if result.name in TOO_LARGE:
-        return f"needs {result.missing}"
+        return f"needs {TOO_LARGE[result.name]}"
+    if result.name in NEEDS:
+        return f"needs {NEEDS[result.name]} ({result.missing})"
     for pattern, cause in CAUSES.items():
         if re.search(pattern, result.missing):
             return f"needs {cause} ({result.missing})"
