@@ -96,11 +96,12 @@ def list_attributes() -> set[str]:
 def signature(value: Any) -> str:
     """The parameters of a function with their defaults, without types."""
     try:
-        parameters = inspect.signature(value).parameters.values()
+        found = inspect.signature(value)
     except (TypeError, ValueError):
         return type(value).__name__
-    plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
-    return ", ".join(str(parameter) for parameter in plain)
+    empty = inspect.Parameter.empty
+    plain = [parameter.replace(annotation=empty) for parameter in found.parameters.values()]
+    return str(found.replace(parameters=plain, return_annotation=empty))[1:-1]
 
 
 def read_symbols() -> dict[str, str]:
