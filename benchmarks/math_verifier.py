@@ -1,6 +1,6 @@
 r"""Compare the kit's math verifier with Gym's math_with_judge server: rewards, and answers/s.
 
-    python benchmarks/math_verifier.py [--answers 1000] [--step 5120] [--processes N]
+    python benchmarks/math_verifier.py [--answers 1000] [--seed 0] [--step 5120] [--processes N]
 
 Both verify the same synthetic answers to GSM8K-like questions: right, wrong and adversarial. Any
 difference of a reward is listed and makes the exit status 1. Then the kit's verifier gets a step of
@@ -251,15 +251,17 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--answers", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--step", type=int, default=5120)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
     os.chdir(ROOT)
     load = os.getloadavg()[0]
-    answers = make_answers(args.answers, slow=args.answers // 100)
+    answers = make_answers(args.answers, args.seed, slow=args.answers // 100)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ours, times = asyncio.run(run_kit(folder, answers, args))
+        print(times, flush=True)
         python = str(ROOT / ".venv-gym" / "bin" / "python")
         servers = {"math_with_judge": {"start": {"python": python, "config": GYM_CONFIG}}}
         with running_servers(servers, folder) as urls:
@@ -273,6 +275,7 @@ def main() -> None:
         "benchmark": "math_verifier",
         "date": time.strftime("%Y-%m-%d"),
         "answers": len(answers),
+        "seed": args.seed,
         "right": int(sum(ours)),
         "differences": len(differences),
         "gym_answers_per_s": round(len(answers) / gym_wall, 1),
