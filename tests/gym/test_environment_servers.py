@@ -161,7 +161,7 @@ def test_a_failure_with_a_result_is_a_failure():
         {"result": {"reward": 1.0}},
         {"result": {**RESULT, "reward": None}},
     ],
-    ids=str,
+    ids="-".join,
 )
 def test_an_answer_of_another_form_is_no_reward(changes):
     assert error_of({**SUCCESS, **changes}).reason == "bad_answer"
