@@ -202,7 +202,7 @@ def report(results: dict[str, dict]) -> list[str]:
         "# The GPU environment without a GPU",
         "",
         f"`make gpu-check`, {datetime.date.today()}, {cores} cores, no GPU. .venv-gpu has "
-        f"{read_versions()}. This is all that was run of it: no line has run on a GPU.",
+        f"{read_versions()}. No line of it has run on a GPU.",
         "",
         "| part | result | minutes | |",
         "| --- | --- | ---: | --- |",
@@ -210,6 +210,7 @@ def report(results: dict[str, dict]) -> list[str]:
     for name, result in results.items():
         state = "FAILS" if result["failures"] else "holds"
         lines.append(f"| {name} | {result['summary']} | {result['seconds'] / 60:.1f} | {state} |")
+    lines += [f"| {name} | not run | | |" for name in PARTS if name not in results]
     failures = [failure for result in results.values() for failure in result["failures"]]
     if failures:
         lines += ["", *[f"- {failure}" for failure in failures]]
