@@ -11,11 +11,14 @@ import contextlib
 import httpx
 import pytest
 from conftest import GYM_PYTHON, ROOT, counting, row
+from judge_doubles import StubJudge, completion
 from turn_doubles import Script, chatml_tokenizer, context_of, encode_turns
 
 import env
 import inference
 from gym_client import Connection, EpisodeIndex, Gym, GymError, message_response
+from kit.extras.judges.judge_proxy import JudgeProxy
+from kit.extras.judges.judge_settings import Judge
 from kit.gym import process_specs
 from kit.gym import servers as gym_servers
 from kit.gym.network import HOST, find_free_port
@@ -216,6 +219,50 @@ def test_the_reward_of_a_server_of_gym_counts_unless_it_masks_the_sample(vault, 
             asyncio.run(run())
         return
     assert asyncio.run(run()).reward == 0.5
+
+
+# --- a verifier that compares a group ------------------------------------------------------------
+
+
+@pytest.fixture
+def comparing(tmp_path):
+    """The URL of genrm_compare, which waits for both responses of a group and compares them."""
+    judge = StubJudge((200, completion('{"score_1": 4, "score_2": 4, "ranking": 3}')))
+    start = {"python": str(GYM_PYTHON), "server": "genrm_compare"}
+    start["config"] = {
+        "num_rollouts_per_prompt": 2,
+        "genrm_model_server": {"type": "responses_api_models", "name": "judge_model"},
+    }
+    with JudgeProxy({"judge_model": Judge("judge_model", judge.url, "stub")}) as proxy:
+        specs = proxy.process_specs()
+        with running_servers(
+            {"groups": {"start": start}}, tmp_path, judge_specs=specs, unchecked_judges=["groups"]
+        ) as urls:
+            yield urls["groups"]
+
+
+@needs_environment_servers
+def test_a_verifier_that_compares_a_group_gets_the_members_of_each_group(comparing):
+    """All groups are of one row, as in two steps. Without numbers the server answers 422."""
+    tokenizer = chatml_tokenizer()
+    task_row = {"responses_create_params": {"input": [{"role": "user", "content": "Say it."}]}}
+    messages, _ = env.render_row(task_row, "x:1")
+    ids = env.encode_messages(messages, [], tokenizer, "x:1")
+    task = env.Task("x:1", task_row, "groups", messages, ids)
+
+    async def run():
+        async with Gym({"groups": comparing}, attempts=1) as gym:
+            episodes = []
+            for step in ("1", "2"):
+                answers = encode_turns([f"answer {n} of {step}" for n in range(4)], tokenizer)
+                context = context_of(Script(answers), tokenizer)
+                requests = [(task, f"{step}/{n // 2}") for n in range(4)]
+                episodes += await inference.rollout(requests, {}, context, gym)
+            return episodes
+
+    episodes = asyncio.run(run())
+    assert [(e.status, e.error) for e in episodes] == [("ok", "")] * 8
+    assert {e.reward for e in episodes} == {4.0}
 
 
 # --- Environment Servers -------------------------------------------------------------------------
