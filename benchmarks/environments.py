@@ -454,10 +454,11 @@ def explain(result: Result) -> str:
         return f"needs {TOO_LARGE[result.name]}"
     if result.name in NEEDS:
         return f"needs {NEEDS[result.name]} ({result.missing})"
+    shown = re.sub(r"(?<![\w/:])/(?:[\w.-]+/)+\S*", "...", result.missing)  # paths of this machine
     for pattern, cause in CAUSES.items():
         if re.search(pattern, result.missing):
-            return f"needs {cause} ({result.missing})"
-    return result.missing
+            return f"needs {cause} ({shown})"
+    return shown
 
 
 def print_table(results: Sequence[Result]) -> None:

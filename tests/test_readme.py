@@ -357,7 +357,7 @@ def test_records_are_read_as_readme_says(desk, monkeypatch, capsys):
     code = (
         "import json, sys; from nemo_gym.reward_profile import RewardProfiler\n"
         "rows = [json.loads(line) for line in open(sys.argv[1])]\n"
-        "groups, agents = RewardProfiler().profile_from_data(rows, rows)\n"
+        "groups, agents, *_ = RewardProfiler().profile_from_data(rows, rows)\n"
         "print(len(groups), agents[0]['mean/reward'], agents[0]['agent_ref']['name'])"
     )
     done = run([str(GYM_PYTHON), "-c", code, str(path)], desk)
