@@ -44,7 +44,7 @@ math:
 	    $(if $(MODEL),actor_rollout_ref.model.path=$(MODEL)) $(ARGS)
 
 test: lint gym .venv-gym-0.4.0/ready
-	.venv/bin/python -m pytest -n 3 --dist loadgroup
+	.venv/bin/python -m pytest -n 2 --dist loadgroup
 
 bench: setup gym model data
 	@mkdir -p runs/bench

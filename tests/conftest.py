@@ -262,7 +262,7 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.hookimpl(wrapper=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """Put all tests that start the stack into one process, and the rest into the others.
+    """Put all tests that start the stack into one process, and the rest into the other.
 
     Whole runs come first, so that the session does not idle while they run.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pandas
 from conftest import GYM_PYTHON, WORDS, drop, metrics_of, with_verifiers, write_rows
 from judge_doubles import JUDGE_CONFIG, StubJudge, completion
@@ -100,9 +102,13 @@ def test_the_policy_learns_from_a_judge(stack, tmp_path):
             changes.append(f"gym.servers.{name}.url={urls[name]}")
             with stack.trainer("judged", *changes, gym=gym) as trainer:
                 rewards = train_until(trainer, 0.9)
+                files = (trainer.run.folder / "rollouts").glob("step_*.jsonl")
+                lines = [line for path in files for line in path.read_text().splitlines()]
             stack.servers.loop.run(gym.__aexit__())
-        tokens = proxy.metrics()["judge/judge_model/completion_tokens"]
-        assert tokens == 2 * 64 * len(rewards)
+        answers = [json.loads(line)["_episode"]["response"] for line in lines]
+        assert len(answers) == 64 * len(rewards)
+        judged = sum(bool(answer.strip()) for answer in answers)  # the server refuses empty ones
+        assert proxy.metrics()["judge/judge_model/completion_tokens"] == 2 * judged
     assert sum(rewards[:3]) / 3 < 0.5
     assert sum(rewards[-3:]) / 3 >= 0.9
 

@@ -68,11 +68,5 @@ def _all_gpus_of_root(_root_: Any) -> int:  # OmegaConf passes the root by this 
     return all_gpus(_root_)
 
 
-def _by_device(on_cpu: Any, on_gpu: Any, _root_: Any) -> Any:
-    """The first value on a CPU, the second on GPUs. A recipe writes ${by_device:A,B}."""
-    return on_cpu if _root_.trainer.device == "cpu" else on_gpu
-
-
-OmegaConf.register_new_resolver("by_device", _by_device, replace=True)
 OmegaConf.register_new_resolver("cores", cores, replace=True)
 OmegaConf.register_new_resolver("all_gpus", _all_gpus_of_root, replace=True)

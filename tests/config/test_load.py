@@ -477,14 +477,6 @@ def test_an_unknown_format_of_tool_calls_is_named(workspace):
         load(workspace, files, "actor_rollout_ref.rollout.multi_turn.format=hermess")
 
 
-def test_deterministic_sampling_is_sequential_on_a_cpu_only():
-    """On GPUs vLLM's batch-invariant kernels give the same tokens for any batch size."""
-    key = "actor_rollout_ref.rollout.max_num_seqs"
-    on_gpus, _ = load_config(["math", "deterministic"], [])
-    on_cpus, _ = load_config(["math", "cpu", "deterministic"], [])
-    assert [OmegaConf.select(c, key) for c in (on_gpus, on_cpus)] == [256, 1]
-
-
 def test_the_recipes_for_gsm8k_have_the_sizes_of_verls_published_run():
     """256 prompts, mini-batches of 64 and 435 steps, also with verl's own verifier."""
     math = merged(files=["math"])

@@ -114,7 +114,7 @@ def test_a_result_of_another_session_is_not_a_reward():
     attempts = 1 + inference.MAX_SESSION_RETRIES
     episode = play_rows(server.url, [call()] * attempts, tokenizer)
     assert (episode.status, episode.reward) == ("session_lost", None)
-    assert server.paths() == ["/seed_session", "/look_up"] * attempts
+    assert server.paths() == ["/seed_session", "/look_up", "/close_session"] * attempts
 
 
 def test_a_huge_answer_of_a_tool_fails_the_episode_and_is_not_read_to_its_end():
