@@ -105,7 +105,7 @@ def test_the_policy_learns_from_a_judge(stack, tmp_path):
                 files = (trainer.run.folder / "rollouts").glob("step_*.jsonl")
                 lines = [line for path in files for line in path.read_text().splitlines()]
             stack.servers.loop.run(gym.__aexit__())
-        answers = [json.loads(line)["_episode"]["response"] for line in lines]
+        answers = [json.loads(line)["_episode"]["answer"] for line in lines]
         assert len(answers) == 64 * len(rewards)
         judged = sum(bool(answer.strip()) for answer in answers)  # the server refuses empty ones
         assert proxy.metrics()["judge/judge_model/completion_tokens"] == 2 * judged

@@ -3,10 +3,10 @@ r"""Verify mathematical answers with math-verify, with the rewards of Gym's math
     env:
       verifier: kit/extras/python_verifiers/math_answers.py:verify_math
 
-The ground truth is the row's `expected_answer`. The answer is an expression in the response, such
-as the last `\boxed{}`. The reward is 1 if both are equal, otherwise 0, as from Gym's server with
-`should_use_judge: false`. That server forks a process for each answer, which takes 70 to 80 ms of a
-core. Here one process verifies many answers, and takes about 1 ms each.
+The ground truth is the row's `expected_answer`. The answer is an expression in the response, whose
+last `\boxed{}` must not be empty. The reward is 1 if both are equal, otherwise 0, as from Gym's
+server (0.7.0) with `should_use_judge: false`. That server forks a process for each answer, which
+takes 70 to 80 ms of a core. Here one process verifies many answers, and takes about 1 ms each.
 
 A response cannot run code: math-verify evaluates only its digits and operators as Python, and reads
 the rest with a grammar. math-verify interrupts itself by signals after 2 or 5 s, at any point of
@@ -119,11 +119,24 @@ def verify_math(
 
     Raises ValueError if the expected answer cannot be read, RuntimeError if the process ends.
     """
+    if not has_boxed_answer(solution_str):
+        return {"score": 0.0, "interrupted": 0.0}
     gold = "\\boxed{" + strip_delimiters(str(ground_truth)) + "}"
     verdict = math_process.compare(gold, solution_str)
     if verdict.reward is None:
         raise ValueError(f"the expected answer {ground_truth!r:.80} cannot be read. Change the row")
     return {"score": verdict.reward, "interrupted": float(not verdict.is_reliable)}
+
+
+def has_boxed_answer(response: str) -> bool:
+    r"""Whether the last `\boxed{` of a response is closed, and has content."""
+    _, separator, rest = response.rpartition("\\boxed{")
+    depth = 1
+    for index, character in enumerate(rest if separator else ""):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return bool(rest[:index].strip())
+    return False
 
 
 def strip_delimiters(answer: str) -> str:

@@ -65,7 +65,7 @@ def test_rewards_are_those_of_gyms_server(tmp_path, monkeypatch):
         gyms = asyncio.run(bench.verify_with_gym(url, answers, concurrency=2))
     ours = asyncio.run(verify_with_kit())
     assert bench.list_differences(answers, ours, gyms) == []
-    assert 5 < sum(ours) < len(answers) - 5
+    assert set(ours) == {0.0, 1.0}
 
 
 def test_delimiters_around_the_expected_answer_are_removed_and_no_answer_is_a_failure(
@@ -102,7 +102,7 @@ def test_an_answer_that_takes_too_long_earns_nothing_and_delays_no_other(changed
 
 
 def test_a_lost_process_is_a_failure_and_is_replaced(changed):
-    results = play(changed("lose_process"), RIGHT, "lose", RIGHT, row=ROW)
+    results = play(changed("lose_process"), RIGHT, "lose " + RIGHT, RIGHT, row=ROW)
     assert rewards(results) == [1.0, "raised", 1.0]
     assert "math-verify's process ended with status -9" in str(results[1])
 
