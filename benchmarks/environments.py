@@ -2,7 +2,7 @@
 
     python benchmarks/environments.py [--results DIR] [--only mcqa,blackjack]
 
-Every resources server of the installed nemo-gym is examined in a process of its own, with a time
+Every resources server of the installed nemo-gym is examined in a separate process, with a time
 limit, one after the other. Each result is a file in DIR (runs/environments by default), so the same
 command resumes. At the end it prints the table of docs/environments.md.
 
@@ -410,7 +410,7 @@ def shorten(text: str, length: int = 90) -> str:
 
 
 def examine_apart(name: str, python: str, path: Path) -> Result:
-    """Examine a server in a process of its own, within LIMIT_S, and write its result to `path`."""
+    """Examine a server in a separate process, within LIMIT_S, and write its result to `path`."""
     command = [sys.executable, __file__, "--python", python, "--server", name]
     with tempfile.TemporaryFile() as out:
         process = subprocess.Popen(command, stdout=out, start_new_session=True)

@@ -81,7 +81,7 @@ def test_conversations_may_be_a_prompt_and_a_response(tmp_path):
 
 
 def test_the_model_is_exported_when_the_workers_have_ended(monkeypatch):
-    """Both at once need twice the memory, and an export ends the watch over the processes."""
+    """Both together need twice the memory, and an export ends the watch over the processes."""
     calls = []
     guard = SimpleNamespace(pending_export="")
 
