@@ -29,6 +29,12 @@ def import_file(path: Path) -> ModuleType:
 
 
 def skip_package_init(name: str) -> None:
-    """Let this process import the modules of a package without running its `__init__.py`."""
+    """Let this process import the modules of a package without running its `__init__.py`.
+
+    The package itself stays empty, so this is for processes that use only some of its modules.
+    Raises RuntimeError if it was imported before: an empty copy would replace it for everybody.
+    """
+    if name in sys.modules:
+        raise RuntimeError(f"{name} was imported before its __init__.py could be skipped")
     spec = importlib.util.find_spec(name)
     sys.modules[name] = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]

@@ -34,6 +34,7 @@ from kit.gym import servers as gym_servers
 
 LOAD_TIMEOUT_S = 300.0  # to start a process and import the verifier
 EXIT_TIMEOUT_S = 5.0  # for a killed process to be gone
+TRACEBACK_TIMEOUT_S = 1.0  # for a process that gave no answer to write its current line
 MAX_LOG_BYTES = 16 * 2**20  # a longer log is emptied
 MAX_LOG_TAIL_BYTES = 2**16  # the end of the log, which is searched for the current line
 
@@ -199,6 +200,7 @@ class Worker:
             answer = gym_client.sanitize_json(json.loads(text))
             is_answered = True
         except TimeoutError:
+            await self.wait_for_traceback(log_start)
             raise self.make_timeout_error(timeout_s, method, log_start) from None
         except (asyncio.IncompleteReadError, OSError, ValueError):
             # ValueError: the answer is not JSON, so verifier_process.py did not write it.
@@ -254,6 +256,17 @@ class Worker:
         line = self.find_line(log_start)
         message = f"{self.spec.reference} {problem} within {timeout_s:g} s{line}. {hint}"
         return GymError("timeout", message)
+
+    async def wait_for_traceback(self, log_start: int) -> None:
+        """Wait until the process has written its current line to its log.
+
+        On a busy machine the process receives a request late, and so writes the line late.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TRACEBACK_TIMEOUT_S):
+                while not self.find_line(log_start):
+                    await asyncio.sleep(0.05)
+                await asyncio.sleep(0.05)  # the other lines of the traceback
 
     def make_failure(self, answer: Json, method: str) -> GymError:
         """Return the error in an answer. Kills the process if it cannot be used again."""

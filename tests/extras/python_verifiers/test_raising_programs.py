@@ -84,7 +84,6 @@ def in_fences(program: str) -> str:
 def test_a_program_earns_its_reward_only_if_its_test_ended(
     sandbox_url, program, tests, verl_pays, reward
 ):
-    verl_scorer.load_verl_scorer()
     sandbox = importlib.import_module("verl.utils.reward_score.sandbox_fusion")
     text = in_fences(program)
     verl_score, _ = sandbox.compute_score(

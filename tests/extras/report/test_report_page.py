@@ -230,14 +230,18 @@ def test_the_title_names_the_project_and_the_run(chromium, large_page):
         assert page.locator("h1").inner_text() == "Quintet report: large"
 
 
+@pytest.mark.soak  # a bound on a time: other tests would use the same cores
 def test_twenty_thousand_episodes_open_in_two_seconds(chromium, large_page):
-    times = [float("inf")]  # ms
-    while min(times) >= 2000 and len(times) < 20:  # another process may use the cores for a while
+    times = []  # ms
+    for _ in range(3):
         with open_page(chromium, large_page) as page:
             times.append(float(page.get_attribute("html", "data-ready")))
-            assert "of 20,000 entries" in page.locator("#episodes_info").inner_text()
-    print(times)
     assert min(times) < 2000, times
+
+
+def test_the_table_has_twenty_thousand_episodes(chromium, large_page):
+    with open_page(chromium, large_page) as page:
+        assert "of 20,000 entries" in page.locator("#episodes_info").inner_text()
 
 
 def test_the_table_sorts_and_searches(chromium, large_page):

@@ -166,12 +166,12 @@ def test_responses_that_are_truncated_at_the_limit(stack):
     rows = [row(f"{word} it", "7777777777") for word in WORDS]
     path = write_rows(stack.workspace / "long.jsonl", rows)
     changes = (
-        "data.max_response_length=3",
+        "data.max_response_length=2",  # one response in twenty ends before that
         f"env.train_files=[{{path: {path}, server: reasoning_gym}}]",
         "env.val_files=[]",
     )
     finding = find_first_problem(train(stack, "cut", *changes))
-    expected = r"(9\d|100)% of the responses are truncated at data\.max_response_length=3"
+    expected = r"(9\d|100)% of the responses are truncated at data\.max_response_length=2"
     assert re.match(expected, finding.problem)
     assert "rollout/ended/length_frac" in finding.evidence
     assert "raise data.max_response_length" in finding.next_step
