@@ -267,13 +267,8 @@ def plan_processes(
         "visible_variables": list(start.get("env") or []),
         "global_config": start.get("global_config") or {},
     }
-    resources = {
-        "name": name,
-        "kind": RESOURCES,
-        "folder": folder,
-        "overrides": start.get("config") or {},
-        "config_key": f"gym.servers.{name}.start.config",
-    }
+    config = start.get("config") or {}
+    resources = make_spec(name, RESOURCES, folder, config, f"gym.servers.{name}.start.config")
     specs = [shared | resources]
     specs += [shared | spec for spec in plan_agent(name, start, policy)]
     for spec in specs[:-1]:
@@ -298,43 +293,52 @@ def plan_agent(
             f"{key}.agent={agent} needs a policy endpoint, but none is configured. "
             "Pass `policy`, or remove agent."
         )
-    model_server = {
-        "name": POLICY_MODEL,
-        "kind": MODELS,
-        "folder": "vllm_model",
-        "overrides": {
-            "return_token_id_information": True,
-            "uses_reasoning_parser": False,
-            **policy,
-        },
-        "config_key": "policy",
-        "visible_variables": [],  # all agents of a run share it
-        "global_config": {},
+    model = {"return_token_id_information": True, "uses_reasoning_parser": False, **policy}
+    model_server = make_spec(POLICY_MODEL, MODELS, "vllm_model", model, "policy")
+    model_server["visible_variables"] = []  # all agents of a run share it
+    model_server["global_config"] = {}
+
+    agent_name = f"{name}_{agent}"
+    resources_server = {"type": RESOURCES, "name": name}
+    agent_config = {
+        "resources_server": resources_server,
+        "model_server": {"type": MODELS, "name": POLICY_MODEL},
+        **(start.get("agent_config") or {}),
     }
-    agent_server = {
-        "name": f"{name}_{agent}",
-        "kind": AGENTS,
-        "folder": agent,
-        "overrides": {
-            "resources_server": {"type": RESOURCES, "name": name},
-            "model_server": {"type": MODELS, "name": POLICY_MODEL},
-            **(start.get("agent_config") or {}),
-        },
-        "config_key": f"{key}.agent_config",
-    }
-    if not start.get("environment"):
+    agent_server = make_spec(agent_name, AGENTS, agent, agent_config, f"{key}.agent_config")
+
+    environment = start.get("environment")
+    if not environment:
         return [model_server, agent_server]
-    environment_server = {
-        "name": f"{name}_{start['environment']}",
-        "kind": ENVIRONMENTS,
-        "folder": start["environment"],
-        "overrides": {
-            "resources_server": {"type": RESOURCES, "name": name},
-            "agent_server": {"type": AGENTS, "name": agent_server["name"]},
-        },
-        "config_key": f"{key}.environment",
+    environment_config = {
+        "resources_server": resources_server,
+        "agent_server": {"type": AGENTS, "name": agent_name},
     }
+    environment_server = make_spec(
+        f"{name}_{environment}",
+        ENVIRONMENTS,
+        environment,
+        environment_config,
+        f"{key}.environment",
+    )
     return [model_server, agent_server, environment_server]
+
+
+def make_spec(
+    name: str, kind: str, folder: str, overrides: Mapping[str, Any], config_key: str
+) -> ProcessSpec:
+    """Return the part of a spec that differs between the processes of one server.
+
+    kind, folder: of the server in Gym. overrides: over the server's own configuration.
+    config_key: the recipe's key for them, which errors name.
+    """
+    return {
+        "name": name,
+        "kind": kind,
+        "folder": folder,
+        "overrides": overrides,
+        "config_key": config_key,
+    }
 
 
 # --- interpreters --------------------------------------------------------------------------------

@@ -19,8 +19,6 @@ import inference
 from gym_client import Connection, EpisodeIndex, Gym, GymError, message_response
 from kit.extras.judges.judge_proxy import JudgeProxy
 from kit.extras.judges.judge_settings import Judge
-from kit.gym import process_specs
-from kit.gym import servers as gym_servers
 from kit.gym.network import HOST, find_free_port
 from kit.gym.servers import GymServers, running_servers
 from kit.rollout import openai_server
@@ -268,35 +266,20 @@ def test_a_verifier_that_compares_a_group_gets_the_members_of_each_group(compari
 # --- Environment Servers -------------------------------------------------------------------------
 
 
-def plan_with_environments(name, start, policy, *rest):
-    """Plan the processes of a server with an agent, and two Environment Servers before them."""
-    *specs, agent = process_specs.plan_processes(name, start, policy, *rest)
-    for folder in ("single_agent_turn", "single_agent_turn_legacy"):
-        overrides = {
-            "resources_server": {"type": "resources_servers", "name": name},
-            "agent_server": {"type": "responses_api_agents", "name": agent["name"]},
-        }
-        spec = {**agent, "name": folder, "kind": "environment_servers", "folder": folder}
-        specs.append({**spec, "overrides": overrides, "port": find_free_port(HOST)})
-    return [*specs, agent]
-
-
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """(URLs of the two Environment Servers, port of the policy endpoint)."""
+    """(URLs of two Environment Servers, port of the policy endpoint)."""
     port = find_free_port()
     policy = {"base_url": f"http://127.0.0.1:{port}/v1", "api_key": KEY, "model": "policy"}
     start = {"python": str(GYM_PYTHON), "server": "reasoning_gym", "agent": "simple_agent"}
-    servers = {"puzzles": {"start": start}}
+    servers = {
+        name: {"start": {**start, "environment": name}}
+        for name in ("single_agent_turn", "single_agent_turn_legacy")
+    }
     folder = tmp_path_factory.mktemp("environment")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gym_servers, "plan_processes", plan_with_environments)
-        group = GymServers(servers, folder, policy=policy)
-        with contextlib.closing(group):
-            group.start()
-            group.wait_ready()
-            names = ("single_agent_turn", "single_agent_turn_legacy")
-            yield {name: f"http://{HOST}:{group.specs[name]['port']}" for name in names}, port
+    with contextlib.closing(GymServers(servers, folder, policy=policy)) as group:
+        group.start()
+        yield group.wait_ready(), port
 
 
 def run_episodes(environment, name, client, count):
