@@ -60,7 +60,10 @@ def run_colors(workspace, vision_model, steps: int) -> list[float]:
     trained = [m for m in metrics_of(folder) if "actor/grad_norm" in m]
     print("rewards", [round(m["reward/reasoning_gym/mean"], 2) for m in trained])
     print("largest difference", max(m["training/rollout_probs_diff_max"] for m in trained))
-    assert len(trained) == steps and all(m["actor/grad_norm"] > 0 for m in trained)
+    assert len(trained) == steps
+    # the eight groups of a step may all have equal rewards, which gives no gradient
+    with_signal = [m for m in trained if m["rollout/zero_variance_groups"] < 8]
+    assert with_signal and all(m["actor/grad_norm"] > 0 for m in with_signal)
     assert all(m["training/rollout_probs_diff_max"] < 1e-3 for m in trained)
     assert all(m["rollout/failed_frac"] == 0 for m in trained)
     lines = (folder / "rollouts" / "step_1.jsonl").read_text().splitlines()
