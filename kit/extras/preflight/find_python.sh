@@ -11,6 +11,7 @@ if python3.12 -c "$headers" 2>/dev/null; then
 elif "$1" python install --quiet 3.12 2>/dev/null; then
   "$1" python find --managed-python 3.12
 else
-  echo "missing: Python 3.12 with headers, and uv cannot download it. Run: apt-get install python3.12-dev" >&2
+  echo "missing: Python 3.12 with headers, and uv cannot download it. Put one first in PATH" \
+    "(on Ubuntu 24.04: apt-get install python3.12-dev)." >&2
   exit 1
 fi
