@@ -42,7 +42,7 @@ VERSIONS = ("torch", "vllm", "verl", "transformers", "ray", "flash_attn")
 KNOWN_DIFFERENCES: dict[str, str] = {
     "verl.workers.rollout.replica.RolloutMode": "an Enum, which Python 3.12 formats differently",
     "vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest": (
-        "0.28.0 has seven more optional fields, which Quintet does not set"
+        "seven more optional fields in 0.28.0"
     ),
 }
 # Tests that need the CPU's vLLM, or the other environment's tools.

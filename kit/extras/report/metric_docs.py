@@ -165,7 +165,8 @@ KEYS_TEXT = """All keys of Quintet, and the verl keys with another default in `c
 Set them in a recipe (YAML) or on the command line (`key=value`). An unknown or unused key is an
 error that names the nearest key."""
 VERL_KEYS_TEXT = f"""Keys that recipes in `configs/` set. For their meaning, see
-[verl's documentation]({VERL_DOCS}). To see what a recipe changes, run it with `--dry-run`."""
+[verl's documentation]({VERL_DOCS}).
+To see what a recipe changes, run it with `--dry-run`."""
 METRICS_TEXT = """Names in `metrics.jsonl` and in trackers. Prometheus uses other names, see
 [monitoring](monitoring.md). `*` stands for a server, a stage or a statistic (mean, max, min).
 The last column holds rules of thumb from CPU runs with models of at most 135M parameters. Your
