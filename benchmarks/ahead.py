@@ -1,14 +1,15 @@
-"""The gain of trainer.one_step_off on GPUs: one_step_off.py runs over a sampler and a trainer
-that only take time.
+"""Simulate the gain of trainer.one_step_off on GPUs, without a GPU.
+
+one_step_off.py runs over a rollout engine and a trainer that only wait.
 
     python benchmarks/ahead.py [--steps 5] [--speed 100] [--out docs/ahead.png]
 
 Times are those that verl measured (docs/advance/one_step_off.md: DAPO, Qwen2.5-Math-7B, FSDP2, 16
 H20): on the same 16 GPUs a batch is sampled in 321 s and trained on in 374; on 4 and 12 of them in
-458 and 445, where a step of verl's one-step-off trainer took 520. Half of the answers end after a
-fifth of that time. If sampler and trainer work on the same GPUs, each has half its speed, the worst
-case: few answers slow no update so much. Prints seconds a step, draws
-who did what when; one JSON line last.
+458 and 445, where a step of verl's one-step-off trainer took 520. Half of the responses end after
+a fifth of that time. If sampling and training share the GPUs, each has half its speed, the worst
+case: few responses slow an update less. Prints seconds a step, draws when the GPUs sampled and
+trained, and prints one JSON line last.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from kit.runs.cli import silence_libraries
 PROMPTS, MEMBERS, LONGEST, SYNC_S = 16, 8, 1000, 1.0  # LONGEST: tokens of the longest answer
 CASES = {  # seconds for a batch: sampling, training; whether on the same GPUs; a step ahead
     "one after the other": (321.0, 374.0, True, 0),
-    "a step ahead, same GPUs": (321.0, 374.0, True, 1),
-    "a step ahead, separate GPUs": (458.0, 445.0, False, 1),
+    "one step ahead, same GPUs": (321.0, 374.0, True, 1),
+    "one step ahead, separate GPUs": (458.0, 445.0, False, 1),
 }
 
 
@@ -176,7 +177,7 @@ def simulate(case: str, steps: int, speed: float) -> tuple[Gpus, list[float]]:
 
 
 def draw(found: dict[str, tuple[Gpus, list[float]]], out: Path) -> None:
-    """For each case the answers under way, and below when the trainer was at work."""
+    """Draw for each case the responses in progress, and below it when the trainer was at work."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -198,21 +199,26 @@ def draw(found: dict[str, tuple[Gpus, list[float]]], out: Path) -> None:
         axis.broken_barh([(b, e - b) for b, e in gpus.trained], (-0.35, 0.25), color="C1")
         for end in ended[1:]:
             axis.axvline(end, color="0.3", lw=0.8, ls=":")
-        axis.set_title(f"{case}: {per_step(ended):.0f} s a step", fontsize=9, loc="left")
+        title = f"{case}: {per_step(ended):.0f} s a step (simulated)"
+        axis.set_title(title, fontsize=9, loc="left")
         axis.set(
-            yticks=[-0.22, 0.5], yticklabels=["training", "answers\nunder way"], ylim=(-0.4, 1.05)
+            yticks=[-0.22, 0.5],
+            yticklabels=["training", "responses\nin progress"],
+            ylim=(-0.4, 1.05),
         )
     axes[-1].set(
         xlim=(0, max(ended[-1] for _, ended in found.values())),
-        xlabel="seconds; dotted: new weights",
+        xlabel="simulated seconds; dotted lines: new weights reach vLLM",
+    )
+    figure.suptitle(
+        "Simulation, no GPU: times of DAPO with Qwen2.5-Math-7B on 16 H20, as verl measured them",
+        fontsize=10,
     )
     figure.savefig(out, dpi=110)
 
 
 def per_step(ended: list[float]) -> float:
-    """Seconds of a step in the middle of a run: before the first nothing was begun, and in the last
-    nothing is.
-    """
+    """Median seconds of the middle steps. The first and the last sample or train alone."""
     return median(end - begin for begin, end in pairwise(ended[1:-1]))
 
 

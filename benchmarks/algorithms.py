@@ -279,20 +279,32 @@ def band(axis, curves: list[list[float]], colour: str) -> None:
     axis.plot(range(1, longest + 1), [statistics.mean(c) for c in columns], lw=1.5, color=colour)
 
 
+OTHER_MODEL = ("lora",)  # runs that start from another model, in a separate figure
+
+
 def draw(results: dict[str, dict[str, dict]], out: Path) -> None:
-    """A panel for each run, the default of its task in grey behind it; of a supervised run the
-    loss, over its first.
-    """
+    """Draw a panel for each run. Runs that start from another model get a separate figure."""
+    names = [name for name in [*RUNS, "sft"] if results.get(name)]
+    same = [name for name in names if name not in OTHER_MODEL]
+    other = [name for name in names if name in OTHER_MODEL]
+    if same:
+        draw_panels(results, same, out)
+    if other:
+        draw_panels(results, other, out.with_stem(f"{out.stem}_{other[0]}"))
+
+
+def draw_panels(results: dict[str, dict[str, dict]], names: list[str], out: Path) -> None:
+    """Draw a panel for each run, with the default of its task in grey. Of `sft`, draw the loss."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = [name for name in [*RUNS, "sft"] if results.get(name)]
-    columns = 6
+    columns = min(6, len(names))
     lines = -(-len(names) // columns)
+    size = (max(4.0, 2.2 * columns), 2 * lines + 0.7)
     figure, axes = plt.subplots(
-        lines, columns, figsize=(13, 2 * lines), sharey=True, layout="constrained"
+        lines, columns, figsize=size, sharey=True, layout="constrained", squeeze=False
     )
     for axis, name in zip(axes.flat, names, strict=False):
         found = results[name].values()
@@ -300,7 +312,7 @@ def draw(results: dict[str, dict[str, dict]], out: Path) -> None:
         if name == "sft":
             band(axis, [[loss / r["losses"][0] for loss in r["losses"]] for r in found], "C1")
         else:
-            if base and name != "default":
+            if base and name not in ("default", "turns: default", *OTHER_MODEL):
                 band(axis, [r["rewards"] for r in base.values()], "0.7")
             band(axis, [r["rewards"] for r in found], "C0")
         axis.set_title("sft (loss / first loss)" if name == "sft" else name, fontsize=9)
@@ -309,7 +321,17 @@ def draw(results: dict[str, dict[str, dict]], out: Path) -> None:
     for axis in axes.flat[len(names) :]:
         axis.axis("off")
     figure.supxlabel("step", fontsize=9)
-    figure.supylabel("mean reward", fontsize=9)
+    figure.supylabel("mean reward of a step", fontsize=9)
+    legend = {"this recipe: mean of its seeds": "C0"}
+    if "default" in names:
+        legend["default of the same task: mean of its seeds"] = "0.7"
+    if "sft" in names:
+        legend["loss"] = "C1"
+    handles = [plt.Line2D([], [], color=color) for color in legend.values()]
+    handles.append(plt.Rectangle((0, 0), 1, 1, color="0.5", alpha=0.25))
+    labels = [*legend, "band: range of the seeds"]
+    ncols = min(len(labels), columns)
+    figure.legend(handles, labels, loc="outside upper center", ncols=ncols, fontsize=9)
     figure.savefig(out, dpi=110)
 
 
@@ -347,9 +369,9 @@ def main() -> None:
                         stack, name, seed, args.steps
                     )
                     file.write_text(json.dumps(results))
-                    told = f"{steps_to_goal(found['rewards'])} steps, held out {found['held']}"
+                    outcome = f"{steps_to_goal(found['rewards'])} steps, held out {found['held']}"
                     print(
-                        f"seed {seed} {name}: {told}, {time.time() - begin:.0f} s",
+                        f"seed {seed} {name}: {outcome}, {time.time() - begin:.0f} s",
                         file=sys.stderr,
                         flush=True,
                     )

@@ -160,8 +160,8 @@ NOT_SERVERS = {
     "gymnasium": "the base class of the reset/step servers",
     "sec_local_index": "a library of finance_agent_v2",
 }
-# recipe and mean reward of the first and the last step or evaluation, from docs/environments.md and
-# README.md; SmolLM2-135M-Instruct
+# Recipe and mean reward of the first and the last step with SmolLM2-135M-Instruct, from
+# docs/environments.md. Of `math_cpu`: held-out reward of the first and the last evaluation.
 TRAINED = {
     "blackjack": "`blackjack`: -0.50 to -0.31",
     "example_session_state_mgmt": "`counter`: 0.75 to 0.96",
@@ -437,7 +437,7 @@ def describe(result: Result) -> str:
         return explain(result)
     parts = [f"reward in {result.milliseconds:.0f} ms"]
     if result.judges:
-        parts.append(f"by {result.judges}")
+        parts.append(f"judge: {result.judges}")
         unchecked = "its replies are not checked"
         parts.append(unchecked if result.is_unchecked else result.failing_judge)
     if result.is_installed:
@@ -475,9 +475,9 @@ def print_table(results: Sequence[Result]) -> None:
     unchecked = [result for result in verifying if result.is_unchecked]
     installed = [result for result in verifying if result.is_installed]
     print(
-        f"\n{len(verifying)} of {len(results)} verify: {len(checked)} with a judge, "
-        f"{len(unchecked)} with a judge whose replies the recipe must accept, "
-        f"{len(installed)} in a separate environment."
+        f"\n{len(verifying)} of {len(results)} folders gave a reward for one fixed response to one "
+        f"example row: {len(checked)} with a judge, {len(unchecked)} with a judge whose replies\n"
+        f"the recipe must accept, {len(installed)} in a separate environment."
     )
 
 

@@ -40,9 +40,9 @@ ON_CPU = {  # without them verl does not find the CPU's vLLM
 VERSIONS = ("torch", "vllm", "verl", "transformers", "ray", "flash_attn")
 # Symbols whose signature differs between the environments, and why that does no harm.
 KNOWN_DIFFERENCES: dict[str, str] = {
-    "verl.workers.rollout.replica.RolloutMode": "an Enum, which Python 3.12 describes differently",
+    "verl.workers.rollout.replica.RolloutMode": "an Enum, which Python 3.12 formats differently",
     "vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest": (
-        "0.28.0 has seven more optional fields, which the kit does not set"
+        "seven more optional fields in 0.28.0"
     ),
 }
 # Tests that need the CPU's vLLM, or the other environment's tools.
@@ -95,15 +95,19 @@ def count(results: dict[str, str], noun: str) -> Outcome:
 
 
 def check_imports() -> Outcome:
-    return count(run_part(GPU, "imports"), "modules import")
+    return count(run_part(GPU, "imports"), "modules can be imported")
 
 
 def check_one_gpu() -> Outcome:
-    return count(run_part(GPU, "recipes", "1"), "dry runs and engine arguments, one H100")
+    return count(
+        run_part(GPU, "recipes", "1"), "dry runs and engine arguments, for one simulated H100"
+    )
 
 
 def check_eight_gpus() -> Outcome:
-    return count(run_part(GPU, "recipes", "8"), "dry runs and engine arguments, eight H100")
+    return count(
+        run_part(GPU, "recipes", "8"), "dry runs and engine arguments, for eight simulated H100"
+    )
 
 
 def check_symbols() -> Outcome:
@@ -116,8 +120,11 @@ def check_symbols() -> Outcome:
         differs = pair[0] != pair[1] or any(text.startswith("missing") for text in pair)
         is_known = name in KNOWN_DIFFERENCES
         differing[name] = f"GPU ({pair[0]}), CPU ({pair[1]})" if differs and not is_known else ""
-    outcome = count(differing, "symbols of vLLM and verl have equal signatures, or a known one")
-    return Outcome(f"{outcome.summary} ({len(KNOWN_DIFFERENCES)} known)", outcome.failures)
+    outcome = count(
+        differing,
+        "symbols of vLLM and verl have the same signature as on a CPU, or a known difference",
+    )
+    return Outcome(f"{outcome.summary} ({len(KNOWN_DIFFERENCES)})", outcome.failures)
 
 
 def run_tests(name: str, *folders: str) -> Outcome:
@@ -148,8 +155,9 @@ def check_step() -> Outcome:
     if len(steps) != 2:
         return Outcome("no step", [done.stdout.strip()[-500:]])
     apart = max(line["training/rollout_probs_diff_max"] for line in steps)
-    failures = [f"sampler and trainer are {apart:.4f} apart"] if apart > 0.05 else []
-    return Outcome(f"2 steps by `--config hf`, sampler and trainer {apart:.4f} apart", failures)
+    summary = f"probabilities of rollout engine and trainer differ by at most {apart:.4f}"
+    failures = [summary] if apart > 0.05 else []
+    return Outcome(f"2 steps on the CPU with `--config hf`; {summary}", failures)
 
 
 def check_sglang() -> Outcome:
@@ -199,23 +207,25 @@ def report(results: dict[str, dict]) -> list[str]:
     """The lines of docs/gpu_check.md."""
     cores = os.cpu_count()
     lines = [
-        "# The GPU environment without a GPU",
+        "# Checks of the GPU environment without a GPU",
         "",
-        f"`make gpu-check`, {datetime.date.today()}, {cores} cores, no GPU. .venv-gpu has "
-        f"{read_versions()}. No line of it has run on a GPU.",
+        f"`make gpu-check`, {datetime.date.today()}, {cores} cores, no GPU. Nothing here has run "
+        "on a GPU.",
         "",
-        "| part | result | minutes | |",
+        f"`.venv-gpu` has {read_versions()}.",
+        "",
+        "| part | result | minutes | status |",
         "| --- | --- | ---: | --- |",
     ]
     for name, result in results.items():
-        state = "FAILS" if result["failures"] else "holds"
+        state = "FAILED" if result["failures"] else "passed"
         lines.append(f"| {name} | {result['summary']} | {result['seconds'] / 60:.1f} | {state} |")
     lines += [f"| {name} | not run | | |" for name in PARTS if name not in results]
     failures = [failure for result in results.values() for failure in result["failures"]]
     if failures:
         lines += ["", *[f"- {failure}" for failure in failures]]
     if KNOWN_DIFFERENCES:
-        lines += ["", "Known differences between vLLM 0.24.0 and the CPU's 0.28.0:", ""]
+        lines += ["", "Known differences between vLLM 0.24.0 here and 0.28.0 on a CPU:", ""]
         lines += [f"- `{name}`: {reason}" for name, reason in KNOWN_DIFFERENCES.items()]
     return lines
 

@@ -1,17 +1,18 @@
-"""docs/performance.md and its picture, out of what the other benchmarks printed:
-runs/bench/NAME.json, a line each.
+"""Write docs/performance.md and its picture from the results of the other benchmarks.
 
-    make bench                           runs them, and this
+    make bench                           runs the benchmarks, then this
     python benchmarks/performance.py     this alone
 
-The page after MARK is written by hand, and kept. The exit status is 1 where a
-benchmark is missing.
+Each result is the last line that a benchmark printed, in runs/bench/NAME.json. The text of the page
+after MARK is written by hand, and kept. The exit status is 1 if a result is missing.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, PICTURE = ROOT / "docs" / "performance.md", ROOT / "docs" / "performance.png"
-MARK = "<!-- From here on by hand: benchmarks/performance.py writes what is above, and keeps the rest. -->"
+MARK = "<!-- benchmarks/performance.py writes the text above. Edit the text below by hand. -->"
 NAMES = ("step", "startup", "driver", "peers")
+WIDTH = 120  # of a line of the page
 Found = dict[str, dict[str, Any]]
 
 
 def read() -> Found:
-    """The last line that each benchmark printed; nothing of one that has not ended well."""
+    """Return the last line that each benchmark printed, without those that failed."""
     found = {}
     for name in NAMES:
         try:
@@ -37,153 +39,208 @@ def read() -> Found:
 
 
 def targets(found: Found) -> list[list[str]]:
-    """[what, wanted, measured, whether that is met] of each target, as text."""
-    rows: list[tuple[str, float, str, float, str]] = []  # what, measured, sign, wanted, unit
+    """Return [target, goal, measured, met] of each target, as text."""
+    rows: list[tuple[str, float, str, float, str]] = []  # target, measured, sign, goal, unit
     if peers := found.get("peers"):
-        rows.append(("a step, as a share of TRL's", peers["kit_over_trl_step"], "<=", 0.5, ""))
+        ratio = peers["kit"]["step"] / peers["trl"]["step"]
+        rows.append(("time of a step / TRL's, without vLLM", ratio, "<=", 0.5, ""))
     if step := found.get("step"):
-        taken, best, ratio = step["stages_s"], step["limits_s"], step["best_over_taken"]
-        sync = 2 * best["update_weights"] + step["reload_s"]
-        rows.append(("a step, over the sum of its limits", 1 / ratio["step"], "<=", 1.25, ""))
-        rows.append(("generation: raw vLLM's time over the kit's", ratio["gen"], ">=", 0.95, ""))
-        packed = best["packed"] / taken["update_actor"]
-        rows.append(("update: the bare packed model's time over the kit's", packed, ">=", 0.85, ""))
-        rows.append(
-            (
-                "sync: two copies of the weights and vLLM's reload",
-                taken["update_weights"],
-                "<=",
-                sync,
-                " s",
-            )
-        )
-        rows.append(("all else, of the step", 100 * taken["else"] / taken["step"], "<=", 3, " %"))
-        rows += (
-            [("memory of all processes", step["peak_gb"]["all"], "<=", 9, " GB")]
-            if step["peak_gb"]
-            else []
-        )
+        rows += step_targets(step)
     if startup := found.get("startup"):
-        rows.append(
-            (
-                "from the command to the first answer",
-                startup["warm"]["first_answer_s"],
-                "<=",
-                45,
-                " s",
-            )
-        )
+        first = startup["warm"]["first_answer_s"]
+        rows.append(("time from the command to the first response", first, "<=", 45, " s"))
     if driver := found.get("driver"):
-        rows.append(("the driver, for an episode", driver["ms_per_episode"], "<=", 1, " ms"))
-        stalls = [
-            each["stall"] for each in driver.values() if isinstance(each, dict) and "stall" in each
-        ]
-        rows.append(("its event loop is late by at most", max(stalls), "<=", 100, " ms"))
-    told = []
-    for what, measured, sign, wanted, unit in rows:
-        met = measured <= wanted if sign == "<=" else measured >= wanted
-        told.append(
-            [what, f"{sign} {wanted:.3g}{unit}", f"{measured:.3g}{unit}", "yes" if met else "no"]
-        )
-    return told
+        rows.append(("driver's time for an episode", driver["ms_per_episode"], "<=", 1, " ms"))
+        parts = [part for part in driver.values() if isinstance(part, dict)]
+        if stalls := [part["stall"] for part in parts if "stall" in part]:
+            rows.append(("longest delay of the event loop", max(stalls), "<=", 100, " ms"))
+    cells = []
+    for target, measured, sign, goal, unit in rows:
+        is_met = measured <= goal if sign == "<=" else measured >= goal
+        texts = [f"{sign} {goal:.3g}{unit}", f"{measured:.3g}{unit}", "yes" if is_met else "no"]
+        cells.append([target, *texts])
+    return cells
+
+
+def step_targets(step: dict[str, Any]) -> list[tuple[str, float, str, float, str]]:
+    """The targets of one step. A ratio is the quotient of two numbers that the page shows."""
+    taken = round_seconds(step["stages_s"])
+    best = round_seconds(step["limits_s"])
+    sync = 2 * best["update_weights"] + round(step["reload_s"], 2)
+    rest = 100 * taken["else"] / taken["step"]
+    rows = [
+        ("time of a step / sum of its limits", taken["step"] / best["step"], "<=", 1.25, ""),
+        ("generation: limit / time", best["gen"] / taken["gen"], ">=", 0.95, ""),
+        ("update: limit / time", best["update_actor"] / taken["update_actor"], ">=", 0.85, ""),
+        ("weight sync, at most two copies and a reload", taken["update_weights"], "<=", sync, " s"),
+        ("all other work, fraction of a step", rest, "<=", 3, " %"),
+    ]
+    if step["peak_gb"]:
+        rows.append(("peak memory of all processes", step["peak_gb"]["all"], "<=", 9, " GB"))
+    return rows
 
 
 def table(head: str, rows: list[list[str]]) -> str:
-    """Markdown; all columns but the first to the right."""
+    """Return a Markdown table. All columns except the first are aligned to the right."""
     count = head.count("|") - 1
     lines = [head, "| --- |" + " ---: |" * (count - 1), *(f"| {' | '.join(row)} |" for row in rows)]
     return "\n".join(lines)
 
 
+def round_seconds(seconds: dict[str, float]) -> dict[str, float]:
+    """Round to the digits that the page shows."""
+    return {name: round(value, 2) for name, value in seconds.items()}
+
+
+def wrap(text: str) -> str:
+    """Wrap the paragraphs and list items of a Markdown text at WIDTH characters."""
+    blocks = []
+    for block in text.split("\n\n"):
+        if block.startswith(("|", "#", "!", "<")):
+            blocks.append(block)
+            continue
+        items = re.split(r"\n(?=- )", block)
+        indents = ["  " if item.startswith("- ") else "" for item in items]
+        lines = [
+            textwrap.fill(
+                " ".join(item.split()),
+                WIDTH,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            for item, indent in zip(items, indents, strict=True)
+        ]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
 def step_part(step: dict[str, Any]) -> str:
-    taken, best, ratio = step["stages_s"], step["limits_s"], step["best_over_taken"]
-    beside = {name: [f"{best[name]:.2f}", f"{ratio[name]:.2f}"] for name in ratio}
-    rows = [
-        [name, f"{seconds:.2f}", *beside.get(name, ["", ""])] for name, seconds in taken.items()
-    ]
+    """Return the section about the stages of a step."""
+    taken = round_seconds(step["stages_s"])
+    best = round_seconds(step["limits_s"])
+    rows = []
+    for name, seconds in taken.items():
+        limit = best.get(name)
+        cells = ["", ""] if limit is None else [f"{limit:.2f}", f"{limit / seconds:.2f}"]
+        rows.append([name, f"{seconds:.2f}", *cells])
     memory = ", ".join(f"{name} {size:.2f}" for name, size in step["peak_gb"].items())
     return f"""## A step, stage by stage
 
-Medians of {step["steps"]} warm steps of about {step["tokens"]:.0f} tokens (`benchmarks/step.py`), each stage with
-the time of the same work alone: raw vLLM on the same prompts with answers as long
-(`benchmarks/raw_vllm.py`), the bare model's forward and backward pass and fused AdamW on the same episodes, and a copy
-of all weights in memory (`benchmarks/bare_model.py`). The checkpoint after the last step is left out.
+`benchmarks/step.py` measures {step["steps"]} warm steps of about {step["tokens"]:.0f} tokens. The table has their
+medians, without the checkpoint after the last step. The limit of a stage is the time of the same work outside of
+Quintet:
 
-An update at best takes {best["shared"]:.2f} s with prompts computed once for their answers, {best["packed"]:.2f} s as
-a plain packed batch. vLLM takes new weights from memory in {step["reload_s"]:.2f} s.
+- `gen`: raw vLLM on the same prompts, with responses of the same length (`benchmarks/raw_vllm.py`). On a CPU, Quintet
+  replaces vLLM's sampler and raw vLLM uses its own. So this ratio does not compare the same sampler.
+- `update_actor`: a forward and backward pass of the bare model and fused AdamW on the same episodes
+  (`benchmarks/bare_model.py`). The limit computes a prompt once for all its responses, with Quintet's attention for
+  CPUs. It takes {best["shared"]:.2f} s. A plain packed batch takes {best["packed"]:.2f} s.
+- `update_weights`: a copy of all weights in memory (`benchmarks/bare_model.py`). In addition, vLLM takes
+  {step["reload_s"]:.2f} s to load new weights from memory.
 
-{table("| stage | kit, s | at best, s | best / kit |", rows)}
+{table("| stage | Quintet, s | limit, s | limit / Quintet |", rows)}
 
-Peak memory, GB, of each kind of process and of all together: {memory}."""
+Peak memory by kind of process, and of all processes together, in GB: {memory}."""
 
 
 def peers_part(peers: dict[str, Any]) -> str:
+    """Return the section about TRL."""
     names = ("step", "gen", "tokens", "ms_a_token")
-    rows = [
-        [label, *(f"{part[name]:.4g}" for name in names), f"{part['peak_gb']['all']:.1f}"]
-        for label, part in (
-            ("kit", peers["kit"]),
-            (f"TRL {peers['trl_versions']['trl']}", peers["trl"]),
-        )
-    ]
+    trl = f"TRL {peers['trl_versions']['trl']}"
+    rows = []
+    for label, part in (("Quintet", peers["kit"]), (trl, peers["trl"])):
+        cells = [f"{part[name]:.4g}" for name in names]
+        rows.append([label, *cells, f"{part['peak_gb']['all']:.1f}"])
     settings = peers["trl_settings"]
     return f"""## Compared with TRL
 
-`benchmarks/peers.py`: TRL's GRPOTrainer on the same model, rows and sizes, by turns with the kit. It samples by
-transformers' own generation, in {settings["dtype"]} with micro-batches of {settings["micro_batch"]} answers, the
-fastest of those tried.
+`benchmarks/peers.py` runs TRL's GRPOTrainer and Quintet alternately, with the same model, rows and sizes: 8 prompts with
+8 responses of at most 48 tokens, on a CPU. TRL generates with transformers, not with vLLM. It uses
+{settings["dtype"]} and micro-batches of {settings["micro_batch"]} responses, the fastest of the settings that were
+tried. Quintet's step takes another time than above, because it is from other runs of the same task. This comparison says
+nothing about GPUs, larger models or TRL with vLLM.
 
-{table("| | step, s | of that sampling | tokens | ms a token | memory, GB |", rows)}"""
+{table("| | step, s | of it sampling, s | tokens | ms per token | peak memory, GB |", rows)}"""
 
 
 def startup_part(startup: dict[str, Any]) -> str:
+    """Return the section about the start of a run."""
     cold, warm = startup["cold"], startup["warm"]
-    rows = [
-        [line["process"] + (f" x {line['count']}" if line["count"] > 1 else "")]
-        + [
-            "" if line[key] is None else f"{line[key]:.1f}"
-            for key in ("there_s", "cpu_s", "busy_from_s", "busy_to_s")
-        ]
-        for line in warm["processes"]
-    ]
-    return f"""## To the first answer
+    rows = []
+    for line in warm["processes"]:
+        count = f" x {line['count']}" if line["count"] > 1 else ""
+        times = [line[key] for key in ("there_s", "cpu_s", "busy_from_s", "busy_to_s")]
+        cells = ["" if value is None else f"{value:.1f}" for value in times]
+        rows.append([line["process"] + count, *cells])
+    return f"""## Time to the first response
 
-`benchmarks/startup.py`: the first answer is there {warm["first_answer_s"]:.0f} s after the command,
-{cold["first_answer_s"]:.0f} s with the files dropped from the disk cache before. By then each process, with a warm
-cache:
+`benchmarks/startup.py`: the first response arrives {warm["first_answer_s"]:.0f} s after the command. If the files are
+dropped from the disk cache first, it takes {cold["first_answer_s"]:.0f} s. Each number is from one run. The table shows
+the processes of the run with a warm cache, up to the first response:
 
-{table("| process | there after, s | CPU, s | busy from, s | to, s |", rows)}"""
+{table("| process | starts at, s | CPU, s | busy from, s | busy to, s |", rows)}"""
+
+
+STAGES = (
+    "sampling",
+    "update (in the two bars with TRL: all except sampling)",
+    "weight sync",
+    "all else",
+)
+LEAST_S = 1.5  # the shortest part of a bar that gets its value as text
 
 
 def draw(found: Found) -> None:
-    """The stages of a step: the kit, its limits, TRL."""
+    """Draw the stages of a step: Quintet, the limits, TRL."""
     matplotlib.use("Agg")
-    bars: list[tuple[str, list[float]]] = []  # sampling, update, sync, all else
+    bars: list[tuple[str, float, list[float]]] = []  # label, seconds of a step, of each of STAGES
     if step := found.get("step"):
         parts = ("gen", "update_actor", "update_weights")
-        bars.append(("kit", [step["stages_s"][part] for part in (*parts, "else")]))
-        bars.append(("at best", [step["limits_s"][part] for part in parts] + [0.0]))
-    if "trl" in (peers := found.get("peers", {})):
-        bars.append(
-            ("TRL", [peers["trl"]["gen"], peers["trl"]["step"] - peers["trl"]["gen"], 0.0, 0.0])
-        )
-    figure, axis = plt.subplots(figsize=(8, 0.9 + 0.6 * len(bars)), layout="constrained")
-    begins = [0.0] * len(bars)
-    for i, label in enumerate(("sampling", "update", "sync", "all else")):
-        widths = [seconds[i] for _, seconds in bars]
-        axis.barh([name for name, _ in bars], widths, left=begins, label=label)
-        begins = [begin + width for begin, width in zip(begins, widths, strict=True)]
+        taken, best = step["stages_s"], step["limits_s"]
+        bars.append(("Quintet", taken["step"], [taken[part] for part in (*parts, "else")]))
+        bars.append(("limits", best["step"], [*(best[part] for part in parts), 0.0]))
+    if peers := found.get("peers"):
+        for label, name in (("Quintet, alternating with TRL", "kit"), ("TRL, without vLLM", "trl")):
+            part = peers[name]
+            stages = [part["gen"], part["step"] - part["gen"], 0.0, 0.0]
+            bars.append((label, part["step"], stages))
+    figure, axis = plt.subplots(figsize=(9, 1.6 + 0.6 * len(bars)), layout="constrained")
+    for row, (_, total, stages) in enumerate(bars):
+        draw_bar(axis, row, total, stages)
+    axis.set_yticks(range(len(bars)), [label for label, _, _ in bars])
+    axis.set_xlim(0, 1.12 * max(total for _, total, _ in bars))
     axis.invert_yaxis()
-    axis.set_xlabel("seconds of a step (median)")
+    axis.set_xlabel("seconds of one step (median)")
+    axis.set_axisbelow(True)
     axis.grid(axis="x", alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=8)
+    about = next(iter(found.values()))
+    axis.set_title(
+        "One GRPO step on a CPU: SmolLM2-135M, 8 prompts x 8 responses\n"
+        f"{about['cpu']}, {about['cores']} cores, {about['date']}",
+        fontsize=10,
+    )
+    handles = [plt.Rectangle((0, 0), 1, 1, color=f"C{i}") for i in range(len(STAGES))]
+    figure.legend(handles, STAGES, loc="outside lower center", ncols=len(STAGES), fontsize=8)
     figure.savefig(PICTURE, dpi=110)
+
+
+def draw_bar(axis: Any, row: int, total: float, stages: list[float]) -> None:
+    """Draw one bar: its stages, the values of the longer ones, and its total."""
+    begin = 0.0
+    for i, width in enumerate(stages):
+        axis.barh(row, width, left=begin, color=f"C{i}")
+        if width >= LEAST_S:
+            middle = begin + width / 2
+            axis.text(middle, row, f"{width:.2f}", ha="center", va="center", color="white")
+        begin += width
+    axis.text(begin, row, f" {total:.2f} s", va="center", weight="bold")
 
 
 def main() -> None:
     found = read()
     if not found:
-        sys.exit("nothing was measured; make bench")
+        sys.exit("There are no results. Run `make bench`.")
     about = next(iter(found.values()))
     versions = ", ".join(
         f"{package} {version}" for package, version in about.get("versions", {}).items()
@@ -195,12 +252,14 @@ def main() -> None:
     )
     parts = [
         "# Performance",
-        f"`make bench`, {about['date']}: {about['cpu']}, {about['cores']} cores "
-        f"({', '.join(about['flags'])}), "
-        f"{about['memory_gb']} GB; {versions}. Load: {loads}.",
-        f"![the stages of a step: the kit, what they take at "
-        f"best{', TRL' * ('peers' in found)}](performance.png)",
-        table("| target | wanted | measured | met |", targets(found)),
+        f"`make bench`, {about['date']}, on one machine without a GPU: {about['cpu']}, "
+        f"{about['cores']} cores ({', '.join(about['flags'])}), {about['memory_gb']} GB. "
+        f"Versions: {versions}. Load of the machine: {loads}.",
+        "The task is `make demo`: SmolLM2-135M-Instruct, 8 prompts with 8 responses per step. The "
+        "model's weights come from a file in 4 bits (GGUF, Q4_1), converted to bfloat16. Nothing on "
+        "this page was measured on a GPU.",
+        "![Seconds of one step, by stage: Quintet, its limits, TRL](performance.png)",
+        table("| target | goal | measured | met |", targets(found)),
     ]
     parts += [
         part(found[name])
@@ -209,9 +268,9 @@ def main() -> None:
     ]
     parts += [startup_part(found["startup"])] if "startup" in found else []
     by_hand = PAGE.read_text().partition(MARK)[2] if PAGE.is_file() else "\n"
-    PAGE.write_text("\n\n".join([*parts, MARK]) + by_hand)
+    PAGE.write_text(wrap("\n\n".join([*parts, MARK])) + by_hand)
     draw(found)
-    print(f"{PAGE.relative_to(ROOT)} and its picture; by hand: {len(by_hand.split())} words")
+    print(f"Wrote {PAGE.relative_to(ROOT)} and its picture. Kept {len(by_hand.split())} words")
     sys.exit(0 if len(found) == len(NAMES) else 1)
 
 

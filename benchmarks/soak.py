@@ -1,12 +1,11 @@
-"""A long run with faults, and the resources of each process: memory, files, sockets,
-shared memory.
+"""A long run with faults, and the resources of each process: memory, files, sockets, shared memory.
 
     python benchmarks/soak.py [--steps 300] [--faults 0.1] [--out docs/soak.md]
 
-The tiny model of the tests, over a real Gym server behind a proxy that spoils every tenth call: it
-breaks the connection, answers 500 or 503, half a JSON object, a page of HTML, a reward of NaN, or
-late. The table compares the steps from 50 with the last; the exit status is 1 if anything grew by
-more than LIMITS.
+The run trains the tests' tiny model with a Gym server. A proxy in front of the server spoils every
+tenth call: it breaks the connection, answers 500 or 503, sends half a JSON object, a page of HTML
+or a reward of NaN, or answers late. The table compares steps 50 to 75 with the last 25. The exit
+status is 1 if anything grew by more than LIMITS.
 """
 
 from __future__ import annotations
@@ -180,7 +179,7 @@ def main() -> None:
                 last = step
                 looks.append((step, look(watched, server)))
     if run.returncode:
-        sys.exit(f"the run ended with {run.returncode}: {(folder / 'out.log').read_text()[-3000:]}")
+        sys.exit(f"The run ended with {run.returncode}: {(folder / 'out.log').read_text()[-3000:]}")
     report(args, folder, looks, spoiled, time.monotonic() - begin)
 
 
@@ -204,16 +203,26 @@ def report(args, folder: Path, looks: list, spoiled: collections.Counter, second
     early = [found for step, found in looks if 50 <= step < 75]
     late = [found for step, found in looks if step > args.steps - 25]
     calls, bad = sum(spoiled.values()), sum(n for fault, n in spoiled.items() if fault)
+    causes = ", ".join(f"{n:.0f} {status}" for status, n in reasons.most_common())
+    median_s = statistics.median(m["timing_s/step"] for m in steps)
     lines = [
-        f"`python benchmarks/soak.py --steps {args.steps} --faults {args.faults:g}`, "
-        f"{datetime.date.today()}, {os.cpu_count()} cores, load {os.getloadavg()[1]:.1f}, "
-        f"{seconds / 60:.0f} minutes:",
+        "# A long run with faults",
         "",
-        f"{bad} of {calls} calls spoiled; {failed:.2%} of the episodes failed "
-        f"({', '.join(f'{n:.0f} {why}' for why, n in reasons.most_common()) or 'none'}); no step "
-        f"was lost "
-        f"({len(steps)} of {args.steps}); median step "
-        f"{statistics.median(m['timing_s/step'] for m in steps):.2f} s.",
+        f"`python benchmarks/soak.py --steps {args.steps} --faults {args.faults:g}`, "
+        f"{datetime.date.today()}, on a CPU: {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[1]:.1f}, {seconds / 60:.0f} minutes.",
+        "",
+        "The run trains the tests' tiny model with a Gym server. A proxy in front of the server "
+        "spoils calls at random:",
+        "it breaks the connection, answers 500 or 503, sends an invalid body, or answers late.",
+        "",
+        f"- Spoiled calls: {bad} of {calls}.",
+        f"- Completed steps: {len(steps)} of {args.steps}. Median time of a step: "
+        f"{median_s:.2f} s.",
+        f"- Failed episodes: {failed:.2%} ({causes or 'none'}).",
+        "",
+        "The table has the medians of two parts of the run. `/dev/shm` is the machine's shared "
+        "memory.",
         "",
         "| process | MB, steps 50 to 75 | MB, last 25 | files | sockets |",
         "| --- | ---: | ---: | ---: | ---: |",
@@ -236,7 +245,7 @@ def report(args, folder: Path, looks: list, spoiled: collections.Counter, second
     args.out.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
     if grown or len(steps) != args.steps:
-        sys.exit(f"grown after step 50: {'; '.join(grown)}")
+        sys.exit(f"Grew by more than the limit after step 50: {'; '.join(grown)}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ An entry sets one of three sources:
     start       a vLLM server that this run starts (judge_processes.py)
     policy      the model that this run trains
 
-configs/base.yaml describes every key, and docs/environments.md has an example.
+configs/base.yaml describes every key, and docs/guides/judges.md has an example.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def test_no_part_of_a_reward_is_at_an_observed_token_or_at_padding():
 def test_each_path_of_the_list_has_its_tests():
     """docs/reliability.md names existing tests for each path of a reward into an episode."""
     text = (ROOT / "docs" / "reliability.md").read_text()
-    section = text.partition("## The reward cannot be forged")[2].partition("\n## ")[0]
+    section = text.partition("## Reward integrity")[2].partition("\n## ")[0]
     rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| ")][2:]
     paths = {row[0].strip() for row in rows}
     assert paths == {
