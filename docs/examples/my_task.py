@@ -3,7 +3,7 @@ import random
 import re
 
 
-def rows(batch, size, seed, pass_rates):  # the rows of one batch, drawn from the arguments alone
+def rows(batch, size, seed, pass_rates):  # one batch of rows, from the arguments alone
     draw = random.Random(f"{seed} {batch}")
     return [row(draw.randint(10, 50), draw.randint(1, 9)) for _ in range(size)]
 
