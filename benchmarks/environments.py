@@ -161,7 +161,7 @@ NOT_SERVERS = {
     "sec_local_index": "a library of finance_agent_v2",
 }
 # recipe and mean reward of the first and the last step or evaluation, from docs/environments.md and
-# README.md; SmolLM2-135M-Instruct
+# docs/results.md (seed1); SmolLM2-135M-Instruct
 TRAINED = {
     "blackjack": "`blackjack`: -0.50 to -0.31",
     "example_session_state_mgmt": "`counter`: 0.75 to 0.96",
