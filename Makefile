@@ -10,14 +10,15 @@
 # make gym         Install NeMo Gym's servers. GYM=0.4.0: the older version, in .venv-gym-0.4.0.
 # make bench       Measure a step, its limits, TRL and the startup time (docs/performance.md); 1 hour.
 # make algorithms  Run each recipe of docs/algorithms.md on a small task with three seeds; 75 minutes.
-# make docs        Run the tutorial in an empty folder and make the pictures; 25 minutes.
+# make docs        Run the tutorial in an empty folder, make the pictures, count README's lines; 25 minutes.
 # make soak        Run the long tests: 300 steps with faults, losses, ranks, nodes (docs/reliability.md); 1 hour.
 # make mutate      Plant small bugs and list those that the fast tests miss (docs/reliability.md); at most 40
 #                  minutes, resumes. ONLY=training.py: one file.
 
 PYTHON ?= python3.11
 SHELL := bash
-RUN := $(shell date +demo-%Y%m%d-%H%M%S)
+# The demo's run: math_cpu, as in the documentation. If that run is finished, `make demo` makes a new one.
+RUN := math_cpu$(if $(wildcard runs/math_cpu/export),$(shell date +-%Y%m%d-%H%M%S))
 
 # The environment that prepares data and the Gym servers: the CPU's, or .venv-gpu under `make math`.
 VENV := .venv
@@ -72,6 +73,7 @@ mutate: setup
 
 docs: setup
 	.venv/bin/python -m kit.extras.report.metric_docs > docs/reference.md
+	.venv/bin/python benchmarks/sizes.py --write
 	folder=$$(mktemp -d)/quintet && .venv/bin/python benchmarks/walk.py $$folder && \
 	    .venv/bin/python benchmarks/pictures.py $$folder/runs/math_cpu --out docs
 

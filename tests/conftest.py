@@ -219,6 +219,7 @@ STARTS_COMMANDS = (
     "test_docs",
     "test_draft_tokens",
     "test_extras_deleted",
+    "test_guides",
     "test_gym_environments",
     "test_hf_rollout",
     "test_image_training",

@@ -1,5 +1,5 @@
-"""Every block of the pages in docs/, in the order of its page, in a folder of its own: files are
-written, commands run.
+"""Every block of CONTRIBUTING and docs/, in the order of its page, in a separate folder: files
+are written, commands run.
 
 `python algorithm.py ...` is tried in a dry run, and `make ...` by make -n; all else is executed.
 What cannot be is marked by a comment on the line before the block, and counted: MARKS.
@@ -16,19 +16,20 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, run
-from test_readme import PAGES, above_main, blocks, dry_run, furnish, write_gsm8k
+from markdown_blocks import PAGES, above_main, blocks, dry_run, furnish, write_gsm8k
 from test_report_page import write_synthetic_run
 
 from kit.config.load import load_config
 from kit.extras.report import metric_docs
 
 MARKS = {
-    "needs a GPU": 1,
+    "needs a GPU": 2,
     "needs a cluster": 4,
-    "needs a server": 4,
-    "needs the hub": 1,
-    "needs a run": 2,
-    "takes minutes": 7,
+    "needs a judge": 1,
+    "needs a server": 5,
+    "needs the hub": 2,
+    "needs a run": 3,
+    "takes minutes": 8,
 }
 DOCS = PAGES[1:]
 
@@ -47,7 +48,9 @@ def test_the_reference_is_what_the_code_says():
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Path:
-    """What all pages begin with: the kit, a model, the demo's rows, the demo's run."""
+    """What all pages begin with: the kit, a model, the demo's rows, the demo's run, and an export
+    of `sft`.
+    """
     folder = tmp_path_factory.mktemp("clone")
     model = furnish(folder)
     write_gsm8k(folder)
@@ -55,6 +58,8 @@ def clone(tmp_path_factory) -> Path:
         done = run([sys.executable, "env.py", *words], folder)
         assert done.returncode == 0, done.stderr
     (write_synthetic_run(folder / "runs" / "math_cpu", 3, 64, model) / "export").symlink_to(model)
+    (folder / "runs" / "sft").mkdir()
+    (folder / "runs" / "sft" / "export").symlink_to(model)
     return folder
 
 
@@ -133,5 +138,6 @@ KINDS = {
     "python": write_python,
     "yaml": write_yaml,
     "text": lambda *_: None,
+    "mermaid": lambda *_: None,
     "json": lambda *_: None,
 }

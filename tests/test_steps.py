@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, drop, with_values
 from learning import AGREE, NO_EVALUATION
+from markdown_blocks import GUIDES, files_shown
 
 import training
 from kit.runs import checkpoints
@@ -281,28 +282,34 @@ def test_critic_and_reference_run_in_separate_resource_pools(stack):
     assert len(list((folder / "critic").glob("model_world_size_2_rank_*.pt"))) == 2
 
 
-def test_the_functions_of_the_readme_work(stack):
-    readme = (ROOT / "README.md").read_text()
-    blocks = re.findall(r"```python\n# (my_ideas\.py.*?)```", readme, re.DOTALL)
-    (stack.workspace / "my_ideas.py").write_text("\n".join("# " + block for block in blocks))
+def test_the_functions_of_the_guides_work(stack):
+    """A step with the reward, filter, advantage and loss of one guide, and the sampler of another.
+
+    The limits are those of the tiny task: a random policy earns little, in at most 12 tokens.
+    """
+    for name, page in (("my_ideas.py", "functions.md"), ("my_sampler.py", "curriculum.md")):
+        (stack.workspace / name).write_text(files_shown(GUIDES / page)[name])
+    low, free, per_token = 0.001, 4, 0.01
     changes = [
-        "algorithm.adv_estimator=my_ideas.py:leave_one_out",
-        "actor_rollout_ref.actor.policy_loss.loss_mode=my_ideas.py:plain_ratio",
-        "env.reward=my_ideas.py:shorter",
-        "env.filters=[my_ideas.py:finished]",
-        "env.sampler=my_ideas.py:hardest",
+        "algorithm.adv_estimator=my_ideas.py:ranks",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=my_ideas.py:leashed",
+        f"env.reward={{function: my_ideas.py:brief, free: {free}, per_token: {per_token}}}",
+        f"env.filters=[{{function: my_ideas.py:learnable, low: {low}}}]",
+        "env.sampler=my_sampler.py:frontier",
         NO_EVALUATION,
     ]
     with stack.trainer("ideas", *changes) as trainer:
         metrics = trainer.step_or_skip()
         records = read_records(trainer, 1)
-    ended = [r for r in records if r["_episode"]["ended"] == "stop"]
-    assert metrics["actor/grad_norm"] > 0
-    assert metrics["rollout/filtered/finished"] == 64 - len(ended)
-    sizes = Counter(r["_episode"]["group_id"] for r in ended)
-    # an episode alone in its group is dropped: there is nothing to compare it with
-    kept = [r for r in ended if sizes[r["_episode"]["group_id"]] > 1]
-    rewards = [
-        r["reward"] - 0.001 * len(r["response"]["output"][0]["generation_token_ids"]) for r in kept
-    ]
+    groups: dict[str, list[dict]] = {}
+    for record in records:
+        groups.setdefault(record["_episode"]["group_id"], []).append(record)
+    kept = [g for g in groups.values() if low <= sum(r["reward"] for r in g) / len(g) <= 0.95]
+    assert len(groups) == 8 and kept and metrics["actor/grad_norm"] > 0
+    assert metrics["rollout/filtered/learnable"] == 64 - sum(len(group) for group in kept)
+    rewards = []
+    for record in (record for group in kept for record in group):
+        tokens = len(record["response"]["output"][0]["generation_token_ids"])
+        over = max(tokens - free, 0) if record["reward"] > 0 else 0
+        rewards.append(record["reward"] - per_token * over)
     assert metrics["critic/rewards/mean"] == pytest.approx(sum(rewards) / len(rewards))

@@ -11,15 +11,17 @@ from collections import Counter
 
 import pytest
 from conftest import GIVEN, GYM_PYTHON, ROOT, command, metrics_of, run, tiny
-from test_readme import python_block
+from markdown_blocks import GUIDES, python_block
 
 
 def test_the_loop_from_python_and_the_command_are_one_run(workspace):
-    """README's loop with the tiny recipe. Then the command resumes the run and writes its files."""
+    """The guide's loop with the tiny recipe. Then the command resumes it and writes its files."""
     name = "annealed"
     files = ["cpu", str(ROOT / "tests" / "tiny.yaml")]
     settings = tiny(workspace, "trainer.total_training_steps=2")
-    block = python_block("with train(plan(").replace('["math_cpu", "cpu"]', repr(files))
+    block = python_block(GUIDES / "python.md", "with train(plan(").replace(
+        '["math_cpu", "cpu"]', repr(files)
+    )
     block = re.sub(
         r"\[\"trainer\.experiment_name=(\w+)\"\]", lambda m: repr([m[0][2:-2], *settings]), block
     )

@@ -8,7 +8,8 @@ import re
 import sys
 
 import pytest
-from conftest import ROOT, load
+from conftest import load
+from markdown_blocks import GUIDES, files_shown
 from omegaconf import OmegaConf
 
 import training
@@ -118,12 +119,12 @@ def test_without_training_tasks_there_is_nothing_to_try(named, tmp_path, monkeyp
         trial.try_functions(config, dataclasses.replace(data, train=train))
 
 
-def test_readmes_functions_pass(named, tmp_path, monkeypatch):
-    """Those of README's my_ideas.py, each under the key that its first parameter tells."""
-    blocks = re.findall(
-        r"```python\n(# my_ideas\.py.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
-    )
-    (tmp_path / "my_ideas.py").write_text("\n".join(blocks))
+def test_the_functions_of_the_guides_pass(named, tmp_path, monkeypatch):
+    """Those of my_ideas.py and my_sampler.py, each under the key of its first parameter."""
+    shown = {"my_ideas.py": "functions.md", "my_sampler.py": "curriculum.md"}
+    texts = {name: files_shown(GUIDES / page)[name] for name, page in shown.items()}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     keys = {
         "episode": "env.reward",
@@ -131,7 +132,9 @@ def test_readmes_functions_pass(named, tmp_path, monkeypatch):
         "tasks": "env.sampler",
         "old_log_prob": LOSS_MODE,
     }
-    found = re.findall(r"^def (\w+)\(\s*(\w+)", "\n".join(blocks), re.MULTILINE)
-    changes = {keys.get(first, ADVANTAGE): f"my_ideas.py:{function}" for function, first in found}
+    changes = {}
+    for name, text in texts.items():
+        for function, first in re.findall(r"^def (\w+)\(\s*(\w+)", text, re.MULTILINE):
+            changes[keys.get(first, ADVANTAGE)] = f"{name}:{function}"
     assert {*keys.values(), ADVANTAGE} == set(changes)
     trial.try_functions(*named({**changes, "env.filters": [changes["env.filters"]]}))

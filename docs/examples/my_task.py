@@ -1,0 +1,18 @@
+# my_task.py
+import random
+import re
+
+
+def rows(batch, size, seed, pass_rates):  # one batch of rows, from the arguments alone
+    draw = random.Random(f"{seed} {batch}")
+    return [row(draw.randint(10, 50), draw.randint(1, 9)) for _ in range(size)]
+
+
+def row(a, b):  # the prompt, and the answer for the verifier
+    prompt = f"Complete the equation: {a} - {b} ="
+    return {"responses_create_params": {"input": prompt}, "answer": str(a - b)}
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):  # the verifier
+    numbers = re.findall(r"-?[0-9]+", solution_str)
+    return float(numbers[-1:] == [ground_truth])  # the reward: 1 if the last number is right

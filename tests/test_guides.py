@@ -1,0 +1,173 @@
+"""The examples of guides do what the guides say. tests/test_docs.py runs all blocks in order."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import GYM_PYTHON, ROOT, row, run
+from judge_doubles import StubJudge
+from markdown_blocks import (
+    EXAMPLES,
+    GUIDES,
+    above_main,
+    all_commands,
+    dry_run,
+    files_shown,
+    furnish,
+    python_block,
+)
+
+import env
+import gym_client
+from kit.data.episode import Episode, append_tokens
+from kit.data.rollout_files import open_records, to_record, write_record
+from kit.data.verl_rows import read_rows
+from kit.gym import network
+
+VALID = "dry run: model, files, sizes and servers are valid"
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory) -> Path:
+    """A clone with the demo's rows, the server of a guide, and env.py with the task of a guide."""
+    folder = tmp_path_factory.mktemp("desk")
+    furnish(folder)
+    above_main(folder / "env.py", python_block(GUIDES / "task.md", "def larger(args)"))
+    (folder / "my_server.py").write_text((EXAMPLES / "my_server.py").read_text())
+    for name in ("arithmetic", "larger"):
+        done = run([sys.executable, "env.py", name], folder)
+        assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr}"
+    return folder
+
+
+def test_a_task_is_added_beside_the_others(desk):
+    """The block of env.py: its rows are there, the demo's are written as before, and the kit can
+    ask them.
+    """
+    rows = [r for _, r in read_rows(desk / "data" / "larger_train.jsonl")]
+    held_out = [r for _, r in read_rows(desk / "data" / "larger_validation.jsonl")]
+    for one in (rows[0], held_out[0]):
+        assert one["answer"] == str(max(numbers_of(one)))
+        messages, _ = env.render_row(one, "x:1")
+        assert messages[-1] == {"role": "user", "content": one["question"]}
+    pairs = {frozenset(numbers_of(r)) for r in held_out}
+    assert len(held_out) == 128 and not pairs & {frozenset(numbers_of(r)) for r in rows}
+    assert len(list(read_rows(desk / "data" / "arithmetic_train.jsonl"))) == 537
+
+
+def numbers_of(row: dict) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", row["question"])]
+
+
+def test_a_server_without_nemo_gym_is_two_routes(desk, monkeypatch, capsys):
+    """Started by the guide's command, asked over HTTP, and taken by a run; on a port that is
+    free.
+    """
+    serve, train = all_commands(GUIDES / "verifier.md", "needs a server")
+    port = str(network.find_free_port())
+    command = [word.replace("8001", port) for word in serve]
+    assert command[0] == "uvicorn" and port in command
+    with (desk / "uvicorn.log").open("w") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", *command], cwd=desk, stdout=log, stderr=log
+        )
+    urls = {"mine": f"http://127.0.0.1:{port}"}
+
+    async def ask(text):
+        async with (
+            gym_client.Gym(urls) as gym,
+            gym.session("mine", row(answer="3 + 4 = 7")) as session,
+        ):
+            return (await session.verify(gym_client.message_response(text))).reward
+
+    try:
+        network.wait_ready("mine", urls["mine"], server, desk / "uvicorn.log")
+        assert [asyncio.run(ask(text)) for text in ("It is 7", "It is 8", "")] == [1.0, 0.0, 0.0]
+        dry_run([word.replace("8001", port) for word in train[2:]], desk, monkeypatch)
+        assert VALID in capsys.readouterr().out
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_a_judge_by_its_address(desk, monkeypatch, capsys):
+    """The page's rows, and its run up to the dry run, which asks the address for its model;
+    Ollama's is the stub here.
+    """
+    judge = StubJudge()
+    rows, _, train = all_commands(ROOT / "docs" / "environments.md", "needs a judge")
+    assert run([sys.executable, "env.py", *rows[2:]], desk).returncode == 0
+    words = [
+        word.replace("http://127.0.0.1:11434/v1", judge.url).replace("qwen3:4b", "stub")
+        for word in train[2:]
+    ]
+    assert f"gym.judges.judge_model.base_url={judge.url}" in words
+    dry_run(words, desk, monkeypatch)
+    assert VALID in capsys.readouterr().out
+
+
+def test_custom_functions_are_all_named_by_a_command():
+    page = GUIDES / "functions.md"
+    functions = re.findall(r"^def (\w+)\(", files_shown(page)["my_ideas.py"], re.MULTILINE)
+    named = {
+        name
+        for words in all_commands(page, "")
+        for word in words
+        for name in re.findall(r"my_ideas\.py:(\w+)", word)
+    }
+    assert len(functions) == 4 and set(functions) == named
+
+
+def test_the_loop_from_python_is_short_and_compiles():
+    """It is run over the real stack by another test; this one holds its length."""
+    text = python_block(GUIDES / "python.md", "with train(plan(")
+    assert len(text.splitlines()) <= 12
+    compile(text, "python.md", "exec")
+
+
+def write_records(path: Path) -> Path:
+    """Two episodes of each of two rows, and a failed one, as a run writes them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open_records(path, "w") as out:
+        for task in range(2):
+            asked = row(f"say {task}", agent_ref={"name": "reasoning_gym_simple_agent"})
+            for k in range(2 + task):
+                episode = Episode(
+                    f"rows.jsonl:{task + 1}", f"1/{task}", "reasoning_gym", [5, 6], row=asked
+                )
+                episode.output.append(gym_client.message(f"the answer is {k}"))
+                append_tokens(episode, [7, 8], [-0.5, -0.25])
+                episode.reward, episode.ended, episode.timings = float(k), "stop", {"verify": 0.1}
+                if k == 2:
+                    episode.status, episode.reward, episode.error = (
+                        "timeout",
+                        None,
+                        "no answer within 1 s",
+                    )
+                write_record(out, to_record(episode, task, k))
+    return path
+
+
+def test_records_are_read_as_the_guide_says(desk, monkeypatch, capsys):
+    """By pandas, as in the block; and by Gym's profile of rewards, for which the file is its own
+    inputs.
+    """
+    block = python_block(GUIDES / "inspect_and_evaluate.md", "import pandas")
+    path = write_records(desk / re.findall(r'"(runs/\S+\.jsonl)"', block)[0])
+    monkeypatch.chdir(desk)
+    exec(compile(block, "inspect_and_evaluate.md", "exec"), {})
+    shown = capsys.readouterr().out
+    assert "say 1" in shown and "the answer is 1" in shown and "timeout" in shown
+    code = (
+        "import json, sys; from nemo_gym.reward_profile import RewardProfiler\n"
+        "rows = [json.loads(line) for line in open(sys.argv[1])]\n"
+        "groups, agents, *_ = RewardProfiler().profile_from_data(rows, rows)\n"
+        "print(len(groups), agents[0]['mean/reward'], agents[0]['agent_ref']['name'])"
+    )
+    done = run([str(GYM_PYTHON), "-c", code, str(path)], desk)
+    assert done.stdout.split() == ["2", "0.5", "reasoning_gym_simple_agent"], done.stderr
