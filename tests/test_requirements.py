@@ -14,7 +14,9 @@ WITHOUT_HASH = {
     "requirements-gym.txt": [],
     "requirements-gym-0.4.0.txt": [],
     "requirements-gpu.txt": [],
+    "requirements-docs.txt": [],
 }
+MIN_PACKAGES = {"requirements-gym-0.4.0.txt": 1, "requirements-docs.txt": 25}  # the others: 101
 
 
 def list_packages(name):
@@ -26,7 +28,7 @@ def list_packages(name):
 @pytest.mark.parametrize("name", WITHOUT_HASH)
 def test_every_package_has_its_hash(name):
     packages = list_packages(name)
-    assert len(packages) > (0 if name == "requirements-gym-0.4.0.txt" else 100)
+    assert len(packages) >= MIN_PACKAGES.get(name, 101)
     assert not [line for line in packages if not re.match(r"[\w.-]+==[\w.+]+", line)]
     unhashed = [
         line.partition("==")[0]
