@@ -136,7 +136,7 @@ def test_without_any_python_312_the_package_to_install_is_named(node):
     write_program(node, "uv", "exit 1")
     done = run_script("find_python.sh", node, str(node / "uv"))
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
-    assert "Run: apt-get install python3.12-dev" in done.stderr
+    assert "apt-get install python3.12-dev" in done.stderr
 
 
 # --- flash-attn ----------------------------------------------------------------------------------
