@@ -174,7 +174,7 @@ TRAINED = {
 
 @dataclass
 class Result:
-    """What was found out about one server. It verifies if nothing is `missing`."""
+    """The findings about one server. It verifies if nothing is `missing`."""
 
     name: str
     rows: int = 0  # example rows that the kit can use

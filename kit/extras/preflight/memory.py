@@ -23,7 +23,7 @@ from kit.extras.preflight import gpus
 GIB = 2**30
 ASSUMED_GPU_BYTES = 80 * GIB  # if this node has no GPU
 # Runtime overhead: Python, torch, Ray, verl and vLLM. For a CPU it is the part of the demo's memory
-# that the estimate does not explain (docs/results.md). For a GPU it is a guess, not
+# that the estimate does not explain (docs/performance.md). For a GPU it is a guess, not
 # measured here: 4 to 6 GiB for the CUDA contexts and libraries of trainer and vLLM, NCCL's buffers
 # and CUDA graphs.
 OVERHEAD = {"cpu": 6 * GIB, "cuda": 5 * GIB}

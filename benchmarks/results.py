@@ -1,0 +1,126 @@
+"""Draw docs/results.png from several runs of configs/math_cpu.yaml, and print their table.
+
+    python benchmarks/results.py runs/seed1 runs/seed2 runs/seed3 [--out docs/results.png]
+
+The picture has the mean and the range of the runs: held-out accuracy of each evaluation, and the
+reward of each step. Set trainer.test_freq=2 in the runs for an evaluation every 2 steps. The table
+has a row for each evaluation. `right` is the fraction of held-out responses that contain the
+answer of their row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+import pandas as pd
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from kit.extras.report.run_data import RunData  # noqa: E402
+
+ACCURACY = "val-core/reasoning_gym/acc/mean@1"
+REWARD = "rollout/reward/mean"
+COLUMNS = {REWARD: ".2f", "response_length/mean": ".2f", "timing_s/step": ".2f"}
+
+
+def compute_right(folder: Path, step: int) -> float:
+    """Return the fraction of an evaluation's responses that contain the answer of their row."""
+    lines = (folder / "rollouts" / f"val_{step}.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    right = [record["answer"] in record["_episode"]["answer"] for record in records]
+    return sum(right) / len(right)
+
+
+def read_evaluations(folder: Path) -> pd.DataFrame:
+    """Return the metrics of the steps with an evaluation, with `minutes` and `right`."""
+    steps = RunData(folder).steps
+    evaluations = steps[steps[ACCURACY].notna()].copy()
+    evaluations["minutes"] = (evaluations["time"] - evaluations["time"].iloc[0]) / 60
+    evaluations["right"] = [compute_right(folder, int(step)) for step in evaluations.index]
+    return evaluations
+
+
+def print_table(evaluations: dict[str, pd.DataFrame]) -> None:
+    """Print the table of docs/results.md."""
+    print(
+        "| run | step | minutes | held-out acc | held-out right | reward (train) | "
+        "response tokens | step, s |"
+    )
+    print("| --- |" + " ---: |" * 7)
+    for name, frame in evaluations.items():
+        for step, line in frame.iterrows():
+            cells = [name, str(step), f"{line['minutes']:.1f}"]
+            cells += [f"{line[ACCURACY]:.3f}", f"{line['right']:.3f}"]
+            for column, digits in COLUMNS.items():
+                value = line.get(column, float("nan"))
+                cells.append("" if pd.isna(value) else f"{value:{digits}}")
+            print(f"| {' | '.join(cells)} |")
+
+
+def draw_range(
+    axis: Any, curves: list[pd.Series], label: str, color: str, va: str = "center"
+) -> None:
+    """Draw the mean and the range of some curves, with the label at the end of the mean.
+
+    va: the vertical alignment of the label.
+    """
+    table = pd.concat(curves, axis=1).dropna()
+    mean = table.mean(axis=1)
+    axis.fill_between(
+        table.index, table.min(axis=1), table.max(axis=1), alpha=0.25, color=color, lw=0
+    )
+    axis.plot(table.index, mean, color=color, lw=1.5)
+    axis.annotate(
+        label,
+        (table.index[-1], mean.iloc[-1]),
+        xytext=(5, 0),
+        textcoords="offset points",
+        va=va,
+        color=color,
+        annotation_clip=False,
+    )
+
+
+def draw(evaluations: dict[str, pd.DataFrame], rewards: dict[str, pd.Series], out: Path) -> None:
+    """Draw held-out accuracy and training reward: mean and range of the runs."""
+    matplotlib.use("Agg")
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
+    accuracy = [frame[ACCURACY] for frame in evaluations.values()]
+    draw_range(axes[0], accuracy, "only the\nequation", "C0", "top")
+    right = [frame["right"] for frame in evaluations.values()]
+    draw_range(axes[0], right, "contains the\nequation", "C1", "bottom")
+    draw_range(axes[1], list(rewards.values()), "reward", "C2")
+    axes[0].set_title("held-out rows, greedy: fraction of responses", fontsize=10)
+    axes[1].set_title("training rows, sampled: mean reward of a step", fontsize=10)
+    for axis in axes:
+        last = max(frame.index[-1] for frame in evaluations.values())
+        axis.set(xlabel="step", ylim=(0, 1), xlim=(0, 1.25 * last))
+        axis.set_xticks(range(0, last + 1, max(1, last // 5)))
+        axis.grid(alpha=0.3)
+    figure.suptitle(
+        f"SmolLM2-135M on a CPU, {len(evaluations)} runs: line is the mean, band is the range",
+        fontsize=11,
+    )
+    figure.savefig(out, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", type=Path, nargs="+", help="run folders")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results.png")
+    args = parser.parse_args()
+    evaluations = {folder.name: read_evaluations(folder) for folder in args.runs}
+    rewards = {folder.name: RunData(folder).steps[REWARD].dropna() for folder in args.runs}
+    print_table(evaluations)
+    draw(evaluations, rewards, args.out)
+
+
+if __name__ == "__main__":
+    main()
