@@ -1,4 +1,4 @@
-"""The pictures of report.html in README and docs: Debian's Chromium looks at the page of a run that
+"""The pictures of report.html in docs: Debian's Chromium looks at the page of a run that
 is there.
 
 python benchmarks/pictures.py runs/math_cpu --out docs

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, run
 from markdown_blocks import (
+    BLOCK,
     EXAMPLES,
+    GUIDES,
     PAGES,
     README,
     all_commands,
@@ -25,6 +27,7 @@ from markdown_blocks import (
     files_shown,
     furnish,
 )
+from test_style import PHRASE, SUBJECT
 
 from benchmarks import sizes
 from kit.config.keys import KEYS
@@ -34,6 +37,12 @@ MARKS = {"takes minutes": 1}
 # kinds of blocks: commands that run, files, output, and a diagram that only a browser draws
 LANGUAGES = {"bash", "python", "text", "mermaid"}
 OTHERS = {"tools": ("box.yaml",)}  # what a page makes by a command, by its stem
+# pages that are written in the plain words of tests/test_style.py, with lines of 120 characters
+PLAIN = [
+    README,
+    *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "docs/concepts.md")),
+    *(GUIDES / name for name in ("data.md", "inspect_and_evaluate.md", "python.md")),
+]
 
 
 def of_algorithm(words: list[str]) -> bool:
@@ -70,8 +79,16 @@ def test_every_block_is_of_a_kind_that_is_looked_at():
 
 
 def test_readme_fits_on_four_screens():
-    lines = README.read_text().splitlines()
-    assert 120 <= len(lines) <= 150
+    assert 120 <= len(README.read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PLAIN, ids=lambda page: page.name)
+def test_a_page_is_plain(page):
+    """No banned phrase, no sentence with `What ...` as its subject, no long line but in tables."""
+    text = page.read_text()
+    prose = re.sub(r"`[^`\n]+`", "code", BLOCK.sub("", text))
+    assert [match[0] for pattern in (PHRASE, SUBJECT) for match in pattern.finditer(prose)] == []
+    lines = text.splitlines()
     assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
 
 
