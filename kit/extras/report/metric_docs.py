@@ -165,7 +165,8 @@ KEYS_TEXT = """All keys of Quintet, and the verl keys with another default in `c
 Set them in a recipe (YAML) or on the command line (`key=value`). An unknown or unused key is an
 error that names the nearest key."""
 VERL_KEYS_TEXT = f"""Keys that recipes in `configs/` set. For their meaning, see
-[verl's documentation]({VERL_DOCS}). To see what a recipe changes, run it with `--dry-run`."""
+[verl's documentation]({VERL_DOCS}).
+To see what a recipe changes, run it with `--dry-run`."""
 METRICS_TEXT = """Names in `metrics.jsonl` and in trackers. Prometheus has other names:
 [monitoring](monitoring.md). `*` stands for a server, a stage or a statistic (mean, max, min).
 The last column describes runs of the included recipes that learn."""
