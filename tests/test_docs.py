@@ -133,5 +133,6 @@ KINDS = {
     "python": write_python,
     "yaml": write_yaml,
     "text": lambda *_: None,
+    "mermaid": lambda *_: None,
     "json": lambda *_: None,
 }

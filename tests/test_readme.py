@@ -50,10 +50,7 @@ MINE = (
     "my_tasks.py",
 )  # a block each, beside my_ideas.py
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-OTHERS = {  # what a page makes by a command, or shows as a placeholder, by its stem
-    "messages": ("path.py",),
-    "tools": ("box.yaml",),
-}
+OTHERS = {"tools": ("box.yaml",)}  # what a page makes by a command, by its stem
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[^>]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,

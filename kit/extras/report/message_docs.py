@@ -413,7 +413,7 @@ def render_page() -> str:
         lines += ["", f"## {file}", ""]
         summary = ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8"))) or ""
         lines += [
-            summary.partition("\n")[0],
+            summary.partition("\n")[0].replace("`", ""),
             "",
             "| message | kind | status |",
             "| --- | --- | --- |",
