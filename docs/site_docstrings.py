@@ -8,6 +8,7 @@ from typing import Any
 import griffe
 
 DOCTEST = re.compile(r"(?:^>>> .*\n?(?:^(?!>>> ).+\n?)*)+", re.MULTILINE)
+TABLE = re.compile(r":\n(?P<table>(?: {4,}\S.*\n?)+)", re.MULTILINE)
 CODE_OR_BRACKET = re.compile(r"(`[^`]*`|^```.*?^```$)|\[", re.MULTILINE | re.DOTALL)
 
 
@@ -17,6 +18,7 @@ class PlainDocstrings(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring:
             text = DOCTEST.sub(write_code, obj.docstring.value)
+            text = TABLE.sub(r":\n\n\g<table>\n", text)  # aligned columns, as code
             obj.docstring.value = CODE_OR_BRACKET.sub(escape_bracket, text)
 
 

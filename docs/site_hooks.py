@@ -19,7 +19,11 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-ROOT_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
+ROOT_PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 COPIES = "files"  # folder of the site for linked files from outside docs/
 MERMAID = ROOT / ".venv-docs" / "mermaid.min.js"  # `make site` downloads it if npm is installed
 FENCE = re.compile(r"^```.*?^```[^\n]*$\n?", re.MULTILINE | re.DOTALL)

@@ -410,10 +410,10 @@ def render_page() -> str:
     links = read_links()
     lines = [INTRODUCTION.format(count=len(messages))]
     for file in dict.fromkeys(message.file for message in messages):
-        lines += ["", f"## {file}", ""]
+        lines += ["", f"## `{file}`", ""]
         summary = ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8"))) or ""
         lines += [
-            summary.partition("\n")[0],
+            summary.partition("\n")[0].replace("`", ""),
             "",
             "| message | kind | status |",
             "| --- | --- | --- |",

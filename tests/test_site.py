@@ -1,0 +1,205 @@
+"""The documentation site, as `make site` builds it, in a browser: search, phone, dark mode, links.
+
+`make docs` and `make soak` run it. tests/test_site_navigation.py is fast, and part of `make test`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urldefrag, urljoin, urlparse
+
+import pytest
+import test_report_page
+from conftest import ROOT
+from markdown_it import MarkdownIt
+
+pytestmark = pytest.mark.soak
+chromium = test_report_page.chromium  # a fixture
+PHONE = {"width": 390, "height": 844}
+DESKTOP = {"width": 1400, "height": 1000}
+TAG = re.compile(r"<(?P<name>\w+)(?P<attributes>[^>]*)>")
+ATTRIBUTE = re.compile(r'\b(?P<name>id|href|src)=(?P<quote>"|)(?P<value>[^"\s>]*)(?P=quote)')
+# What a page's Markdown and the site must have in equal numbers: tokens of markdown-it and tags.
+BLOCKS = {"table_open": "<table", "list_item_open": "<li", "tr_open": "<tr"}
+
+
+class Handler(SimpleHTTPRequestHandler):
+    def log_message(self, *_) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture(scope="module")
+def site() -> Path:
+    """The folder of the site, built again."""
+    done = subprocess.run(["make", "site"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return ROOT / "site"
+
+
+@pytest.fixture(scope="module")
+def address(site) -> Iterator[str]:
+    handler = functools.partial(Handler, directory=str(site))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+
+
+@contextlib.contextmanager
+def open_page(browser, url: str, **settings):
+    """Open a page. An error, or a request to another host, fails the test."""
+    page = browser.new_page(**settings)
+    faults: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+
+    def check_request(request) -> None:
+        is_local = request.url.startswith(("http://127.0.0.1", "data:", "blob:"))
+        if not is_local:
+            faults.append(request.url)
+
+    page.on("request", check_request)
+    page.goto(url)
+    page.wait_for_load_state("networkidle")
+    yield page
+    page.close()
+    assert faults == []
+
+
+def list_pages(site: Path) -> list[Path]:
+    return sorted(path for path in site.rglob("*.html") if path.name != "404.html")
+
+
+def page_url(address: str, site: Path, path: Path) -> str:
+    return urljoin(address, path.relative_to(site).as_posix().removesuffix("index.html"))
+
+
+def sum_color(color: str) -> int:
+    return sum(int(part) for part in re.findall(r"\d+", color)[:3])
+
+
+# --- without a browser ---------------------------------------------------------------------------
+
+
+def test_no_link_is_dead(site):
+    """Links inside the site lead to files and anchors that exist."""
+    ids: dict[Path, set[str]] = {}
+    links: list[tuple[Path, str]] = []
+    for path in list_pages(site):
+        ids[path] = set()
+        for tag in TAG.finditer(path.read_text()):
+            for attribute in ATTRIBUTE.finditer(tag["attributes"]):
+                if attribute["name"] == "id":
+                    ids[path].add(attribute["value"])
+                else:
+                    links.append((path, attribute["value"]))
+    dead = []
+    for path, link in links:
+        target, anchor = urldefrag(link)
+        if urlparse(target).scheme:
+            continue
+        file = (path.parent / unquote(target)).resolve() if target else path
+        file = file / "index.html" if file.is_dir() else file
+        is_dead_anchor = file in ids and anchor and unquote(anchor) not in ids[file]
+        if not file.is_file() or is_dead_anchor:
+            dead.append(f"{path.relative_to(site)}: {link}")
+    assert len(links) > 1000
+    assert sorted(set(dead)) == []
+
+
+def test_lists_and_tables_are_those_of_the_code_host(site):
+    """Python-Markdown needs an empty line before a list, GitHub does not: docs/site_hooks.py."""
+    parser = MarkdownIt("commonmark").enable("table")
+    different = []
+    for path in list_pages(site):
+        name = path.parent.relative_to(site).as_posix()
+        source = ROOT / "docs" / f"{name}.md"
+        if not source.is_file() or name == "api":  # made from docstrings
+            continue
+        found = Counter(token.type for token in parser.parse(source.read_text()))
+        html = path.read_text()
+        article = html[html.index("<article") : html.index("</article")]
+        for token, tag in BLOCKS.items():
+            count = len(re.findall(rf"{tag}\b", article))
+            if count != found[token]:
+                different.append(f"{name}: {found[token]} {token}, {count} {tag}>")
+    assert different == []
+
+
+def test_language_models_get_all_pages(site):
+    index = (site / "llms.txt").read_text()
+    full = (site / "llms-full.txt").read_text()
+    pages = re.findall(r"^- \[.+?\]\((.+?)\)", index, re.MULTILINE)
+    assert len(pages) == len(list_pages(site))
+    assert [page for page in pages if not (site / page).is_file()] == []
+    assert [page for page in pages if f"<!-- {page} -->" not in full] == []
+    assert "`compute_advantages(" in full  # the API page has the docstrings
+
+
+# --- in a browser --------------------------------------------------------------------------------
+
+
+def test_the_search_finds_the_entry_for_oom(chromium, address):
+    with open_page(chromium, address, viewport=DESKTOP) as page:
+        page.keyboard.press("/")
+        page.keyboard.type("OOM")
+        page.wait_for_selector(".md-search-result__item a")
+        links = page.locator(".md-search-result__link").evaluate_all("all => all.map(a => a.href)")
+        assert any("troubleshooting/" in link for link in links), links
+        page.locator(".md-search-result__link[href*='troubleshooting/']").first.click()
+        page.wait_for_url("**/troubleshooting/**")
+
+
+def test_a_phone_has_the_navigation_and_no_wide_page(chromium, site, address):
+    wide = []
+    with open_page(chromium, address, viewport=PHONE) as page:
+        for path in list_pages(site):
+            page.goto(page_url(address, site, path))
+            width = page.evaluate("document.documentElement.scrollWidth")
+            if width > PHONE["width"]:
+                wide.append(f"{path.parent.name}: {width}")
+        page.goto(address)
+        page.locator("label[for=__drawer].md-header__button").click()
+        drawer = page.locator(".md-nav--primary")
+        drawer.locator(".md-nav__title:visible", has_text="Start").click()  # back to all sections
+        drawer.get_by_text("Train and operate", exact=True).first.click()
+        drawer.get_by_role("link", name="Troubleshooting", exact=True).click()
+        page.wait_for_url("**/troubleshooting/")
+    assert wide == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_has_the_scheme_of_the_system_and_a_switch(chromium, address, scheme):
+    background = "getComputedStyle(document.body).backgroundColor"
+    with open_page(chromium, address, viewport=DESKTOP, color_scheme=scheme) as page:
+        paper = sum_color(page.evaluate(background))
+        ink = sum_color(page.evaluate("getComputedStyle(document.body).color"))
+        assert (ink > paper + 200) if scheme == "dark" else (paper > ink + 200)
+        for _ in range(2):  # system, light, dark
+            page.locator("form[data-md-component=palette] label:not([hidden])").click()
+        assert sum_color(page.evaluate(background)) < 300
+
+
+def test_diagrams_are_drawn(chromium, address):
+    if not (ROOT / ".venv-docs" / "mermaid.min.js").is_file():
+        pytest.skip("without npm the site loads Mermaid from a CDN")
+    with open_page(chromium, f"{address}design/", viewport=DESKTOP) as page:
+        page.wait_for_function("document.querySelectorAll('div.mermaid').length === 1")
+        heights = page.locator("div.mermaid").evaluate_all("all => all.map(a => a.offsetHeight)")
+        assert min(heights) > 40 and page.locator("pre.mermaid").count() == 0
+
+
+def test_backends_have_tabs(chromium, address):
+    with open_page(chromium, f"{address}backends/", viewport=DESKTOP) as page:
+        command = page.get_by_text("requirements-sglang.overrides", exact=False).last
+        assert not command.is_visible()
+        page.locator(".tabbed-labels label", has_text="SGLang").click()
+        command.wait_for(state="visible")
