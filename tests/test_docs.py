@@ -23,12 +23,12 @@ from kit.config.load import load_config
 from kit.extras.report import metric_docs
 
 MARKS = {
-    "needs a GPU": 1,
+    "needs a GPU": 3,
     "needs a cluster": 4,
-    "needs a server": 4,
-    "needs the hub": 1,
+    "needs a server": 5,
+    "needs the hub": 2,
     "needs a run": 2,
-    "takes minutes": 7,
+    "takes minutes": 8,
 }
 DOCS = PAGES[1:]
 
@@ -43,6 +43,15 @@ def test_the_reference_is_what_the_code_says():
     assert path.read_text() == metric_docs.render_reference(), (
         "python -m kit.extras.report.metric_docs > docs/reference.md"
     )
+
+
+def test_the_tutorial_takes_the_minutes_of_its_table():
+    text = (ROOT / "docs" / "tutorial.md").read_text()
+    stated = re.findall(r"took (\d+\.\d) minutes \(\[time", text)
+    steps = re.findall(r"^\| \d+\. .* \| (\d+\.\d) \|$", text, re.MULTILINE)
+    (total,) = re.findall(r"^\| all \| (\d+\.\d) \|$", text, re.MULTILINE)
+    assert stated == [total]
+    assert abs(sum(map(float, steps)) - float(total)) < 0.05 * len(steps)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +91,7 @@ def write_python(text: str, folder: Path, _) -> None:
         above_main(folder / "env.py", text)
     elif name := re.fullmatch(r"# (\w[\w/]*\.py)(, continued)?", first):
         path = folder / name[1]
+        path.parent.mkdir(exist_ok=True)
         assert path.exists() == bool(name[2]), (
             f"{name[1]} is written once, and continued after that"
         )
@@ -133,5 +143,6 @@ KINDS = {
     "python": write_python,
     "yaml": write_yaml,
     "text": lambda *_: None,
+    "mermaid": lambda *_: None,
     "json": lambda *_: None,
 }
