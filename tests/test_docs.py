@@ -21,6 +21,7 @@ from test_report_page import write_synthetic_run
 
 from kit.config.load import load_config
 from kit.extras.report import metric_docs
+from kit.gym.process_specs import START_KEYS
 
 MARKS = {
     "needs a GPU": 3,
@@ -52,6 +53,17 @@ def test_the_tutorial_takes_the_minutes_of_its_table():
     (total,) = re.findall(r"^\| all \| (\d+\.\d) \|$", text, re.MULTILINE)
     assert stated == [total]
     assert abs(sum(map(float, steps)) - float(total)) < 0.05 * len(steps)
+
+
+def test_the_tutorial_has_every_key_of_gym_and_of_start():
+    text = (ROOT / "docs" / "tutorial.md").read_text()
+    documented = re.findall(r"^\| `(gym\.[\w.]+)` \| `([^`]*)` \|", text, re.MULTILINE)
+    keys = [key for key in metric_docs.list_kit_keys() if key.name.startswith("gym.")]
+    assert dict(documented) == {key.name: key.default for key in keys}
+    _, _, table = text.partition("| key of `start:` | meaning |\n")
+    first_cells = re.findall(r"^\| (`[^|]*) \|", table.partition("\n\n")[0], re.MULTILINE)
+    named = [name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(named) == sorted(START_KEYS)
 
 
 @pytest.fixture(scope="module")
