@@ -34,7 +34,9 @@ def main() -> None:
     with (args.folder / "walk.log").open("w") as log:
         page = (ROOT / args.page).read_text()
         for name, text in files(page):
-            (args.folder / name).write_text(text)
+            path = args.folder / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
         for found in SECTION.finditer(page):
             title = found["title"] or title
             if found["text"] is None or (found["mark"] or "") not in DONE:
@@ -63,9 +65,8 @@ def main() -> None:
 def files(page: str) -> list[tuple[str, str]]:
     """(name, text) of the blocks whose first line is a file's name."""
     blocks = re.findall(r"^```(?:python|yaml)\n(.*?)^```$", page, re.M | re.S)
-    return [
-        (name[1], text) for text in blocks if (name := re.match(r"# (\w+\.(?:py|yaml))\n", text))
-    ]
+    name_line = re.compile(r"# ((?:\w+/)*\w+\.(?:py|yaml))\n")
+    return [(name[1], text) for text in blocks if (name := name_line.match(text))]
 
 
 if __name__ == "__main__":

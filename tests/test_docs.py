@@ -21,15 +21,16 @@ from test_report_page import write_synthetic_run
 
 from kit.config.load import load_config
 from kit.extras.report import metric_docs
+from kit.gym.process_specs import START_KEYS
 
 MARKS = {
-    "needs a GPU": 2,
+    "needs a GPU": 3,
     "needs a cluster": 4,
     "needs a judge": 1,
     "needs a server": 5,
     "needs the hub": 2,
     "needs a run": 3,
-    "takes minutes": 8,
+    "takes minutes": 9,
 }
 DOCS = PAGES[1:]
 
@@ -44,6 +45,26 @@ def test_the_reference_is_what_the_code_says():
     assert path.read_text() == metric_docs.render_reference(), (
         "python -m kit.extras.report.metric_docs > docs/reference.md"
     )
+
+
+def test_the_tutorial_takes_the_minutes_of_its_table():
+    text = (ROOT / "docs" / "tutorial.md").read_text()
+    stated = re.findall(r"took (\d+\.\d) minutes \(\[time", text)
+    steps = re.findall(r"^\| \d+\. .* \| (\d+\.\d) \|$", text, re.MULTILINE)
+    (total,) = re.findall(r"^\| all \| (\d+\.\d) \|$", text, re.MULTILINE)
+    assert stated == [total]
+    assert abs(sum(map(float, steps)) - float(total)) < 0.05 * len(steps)
+
+
+def test_the_tutorial_has_every_key_of_gym_and_of_start():
+    text = (ROOT / "docs" / "tutorial.md").read_text()
+    documented = re.findall(r"^\| `(gym\.[\w.]+)` \| `([^`]*)` \|", text, re.MULTILINE)
+    keys = [key for key in metric_docs.list_kit_keys() if key.name.startswith("gym.")]
+    assert dict(documented) == {key.name: key.default for key in keys}
+    _, _, table = text.partition("| key of `start:` | meaning |\n")
+    first_cells = re.findall(r"^\| (`[^|]*) \|", table.partition("\n\n")[0], re.MULTILINE)
+    named = [name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(named) == sorted(START_KEYS)
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +108,7 @@ def write_python(text: str, folder: Path, _) -> None:
         above_main(folder / "env.py", text)
     elif name := re.fullmatch(r"# (\w[\w/]*\.py)(, continued)?", first):
         path = folder / name[1]
+        path.parent.mkdir(exist_ok=True)
         assert path.exists() == bool(name[2]), (
             f"{name[1]} is written once, and continued after that"
         )

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from markdown_blocks import EXAMPLES, PAGES, files_shown
+from conftest import ROOT
+from markdown_blocks import EXAMPLES, GUIDES, PAGES, files_shown
 
-NAMES = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".yaml")}
+NAMES = {
+    str(path.relative_to(EXAMPLES))
+    for path in EXAMPLES.rglob("*")
+    if path.suffix in (".py", ".yaml")
+}
 
 
 def test_a_page_shows_an_example_as_the_file_has_it():
@@ -22,6 +27,17 @@ def test_every_example_is_on_a_page():
 def test_an_example_begins_with_its_name():
     for name in NAMES:
         assert (EXAMPLES / name).read_text().startswith(f"# {name}\n")
+
+
+def test_each_file_of_a_guide_is_an_example():
+    guides = [ROOT / "docs" / "tutorial.md", *sorted(GUIDES.glob("*.md"))]
+    missing = [
+        (page.name, name)
+        for page in guides
+        for name in files_shown(page)
+        if not (EXAMPLES / name).is_file()
+    ]
+    assert not missing, "write these to docs/examples/"
 
 
 def test_files_of_pages_are_cut_at_their_names(tmp_path):

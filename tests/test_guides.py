@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import GYM_PYTHON, ROOT, row, run
+from conftest import GYM_PYTHON, row, run
 from judge_doubles import StubJudge
 from markdown_blocks import (
     EXAMPLES,
@@ -38,7 +38,7 @@ def desk(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("desk")
     furnish(folder)
     above_main(folder / "env.py", python_block(GUIDES / "task.md", "def larger(args)"))
-    (folder / "my_server.py").write_text((EXAMPLES / "my_server.py").read_text())
+    (folder / "two_routes.py").write_text((EXAMPLES / "two_routes.py").read_text())
     for name in ("arithmetic", "larger"):
         done = run([sys.executable, "env.py", name], folder)
         assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr}"
@@ -100,7 +100,7 @@ def test_a_judge_by_its_address(desk, monkeypatch, capsys):
     Ollama's is the stub here.
     """
     judge = StubJudge()
-    rows, _, train = all_commands(ROOT / "docs" / "environments.md", "needs a judge")
+    rows, _, train = all_commands(GUIDES / "judges.md", "needs a judge")
     assert run([sys.executable, "env.py", *rows[2:]], desk).returncode == 0
     words = [
         word.replace("http://127.0.0.1:11434/v1", judge.url).replace("qwen3:4b", "stub")
@@ -113,12 +113,12 @@ def test_a_judge_by_its_address(desk, monkeypatch, capsys):
 
 def test_custom_functions_are_all_named_by_a_command():
     page = GUIDES / "functions.md"
-    functions = re.findall(r"^def (\w+)\(", files_shown(page)["my_ideas.py"], re.MULTILINE)
+    functions = re.findall(r"^def (\w+)\(", files_shown(page)["my_functions.py"], re.MULTILINE)
     named = {
         name
         for words in all_commands(page, "")
         for word in words
-        for name in re.findall(r"my_ideas\.py:(\w+)", word)
+        for name in re.findall(r"my_functions\.py:(\w+)", word)
     }
     assert len(functions) == 4 and set(functions) == named
 

@@ -287,14 +287,14 @@ def test_the_functions_of_the_guides_work(stack):
 
     The limits are those of the tiny task: a random policy earns little, in at most 12 tokens.
     """
-    for name, page in (("my_ideas.py", "functions.md"), ("my_sampler.py", "curriculum.md")):
+    for name, page in (("my_functions.py", "functions.md"), ("my_sampler.py", "curriculum.md")):
         (stack.workspace / name).write_text(files_shown(GUIDES / page)[name])
     low, free, per_token = 0.001, 4, 0.01
     changes = [
-        "algorithm.adv_estimator=my_ideas.py:ranks",
-        "actor_rollout_ref.actor.policy_loss.loss_mode=my_ideas.py:leashed",
-        f"env.reward={{function: my_ideas.py:brief, free: {free}, per_token: {per_token}}}",
-        f"env.filters=[{{function: my_ideas.py:learnable, low: {low}}}]",
+        "algorithm.adv_estimator=my_functions.py:ranks",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=my_functions.py:quadratic",
+        f"env.reward={{function: my_functions.py:brief, free: {free}, per_token: {per_token}}}",
+        f"env.filters=[{{function: my_functions.py:learnable, low: {low}}}]",
         "env.sampler=my_sampler.py:frontier",
         NO_EVALUATION,
     ]

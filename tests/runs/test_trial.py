@@ -120,8 +120,8 @@ def test_without_training_tasks_there_is_nothing_to_try(named, tmp_path, monkeyp
 
 
 def test_the_functions_of_the_guides_pass(named, tmp_path, monkeypatch):
-    """Those of my_ideas.py and my_sampler.py, each under the key of its first parameter."""
-    shown = {"my_ideas.py": "functions.md", "my_sampler.py": "curriculum.md"}
+    """Those of my_functions.py and my_sampler.py, each under the key of its first parameter."""
+    shown = {"my_functions.py": "functions.md", "my_sampler.py": "curriculum.md"}
     texts = {name: files_shown(GUIDES / page)[name] for name, page in shown.items()}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
