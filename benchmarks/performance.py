@@ -43,7 +43,7 @@ def targets(found: Found) -> list[list[str]]:
     rows: list[tuple[str, float, str, float, str]] = []  # target, measured, sign, goal, unit
     if peers := found.get("peers"):
         ratio = peers["kit"]["step"] / peers["trl"]["step"]
-        rows.append(("time of a step / TRL's, without vLLM", ratio, "<=", 0.5, ""))
+        rows.append(("step: Quintet's time / TRL's time without vLLM", ratio, "<=", 0.5, ""))
     if step := found.get("step"):
         rows += step_targets(step)
     if startup := found.get("startup"):
@@ -69,11 +69,17 @@ def step_targets(step: dict[str, Any]) -> list[tuple[str, float, str, float, str
     sync = 2 * best["update_weights"] + round(step["reload_s"], 2)
     rest = 100 * taken["else"] / taken["step"]
     rows = [
-        ("time of a step / sum of its limits", taken["step"] / best["step"], "<=", 1.25, ""),
+        ("step: time / sum of its limits", taken["step"] / best["step"], "<=", 1.25, ""),
         ("generation: limit / time", best["gen"] / taken["gen"], ">=", 0.95, ""),
         ("update: limit / time", best["update_actor"] / taken["update_actor"], ">=", 0.85, ""),
-        ("weight sync, at most two copies and a reload", taken["update_weights"], "<=", sync, " s"),
-        ("all other work, fraction of a step", rest, "<=", 3, " %"),
+        (
+            "weight sync: time (limit: two copies and a reload)",
+            taken["update_weights"],
+            "<=",
+            sync,
+            " s",
+        ),
+        ("all other work: share of a step", rest, "<=", 3, " %"),
     ]
     if step["peak_gb"]:
         rows.append(("peak memory of all processes", step["peak_gb"]["all"], "<=", 9, " GB"))
@@ -158,8 +164,8 @@ def peers_part(peers: dict[str, Any]) -> str:
 `benchmarks/peers.py` runs TRL's GRPOTrainer and Quintet alternately, with the same model, rows and sizes: 8 prompts with
 8 responses of at most 48 tokens, on a CPU. TRL generates with transformers, not with vLLM. It uses
 {settings["dtype"]} and micro-batches of {settings["micro_batch"]} responses, the fastest of the settings that were
-tried. Quintet's step takes another time than above, because it is from other runs of the same task. This comparison says
-nothing about GPUs, larger models or TRL with vLLM.
+tried. Quintet's time differs from the one above, because it comes from other runs of the same task. This comparison does not
+apply to GPUs, larger models or TRL with vLLM.
 
 {table("| | step, s | of it sampling, s | tokens | ms per token | peak memory, GB |", rows)}"""
 
