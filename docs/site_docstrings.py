@@ -9,7 +9,7 @@ import griffe
 
 DOCTEST = re.compile(r"(?:^>>> .*\n?(?:^(?!>>> ).+\n?)*)+", re.MULTILINE)
 TABLE = re.compile(r"^(?P<line>\S.*:)\n(?P<table>(?: {4,}\S.*\n?)+)", re.MULTILINE)
-CODE_OR_BRACKET = re.compile(r"(`[^`]*`|^```.*?^```$)|\[", re.MULTILINE | re.DOTALL)
+CODE_OR_BRACKET = re.compile(r"(`[^`]*`|^```.*?^```$|^ {4}[^\n]*$)|\[", re.MULTILINE | re.DOTALL)
 
 
 class PlainDocstrings(griffe.Extension):
