@@ -8,18 +8,26 @@ from typing import Any
 import griffe
 
 DOCTEST = re.compile(r"(?:^>>> .*\n?(?:^(?!>>> ).+\n?)*)+", re.MULTILINE)
-TABLE = re.compile(r":\n(?P<table>(?: {4,}\S.*\n?)+)", re.MULTILINE)
-CODE_OR_BRACKET = re.compile(r"(`[^`]*`|^```.*?^```$)|\[", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(r"^(?P<line>\S.*:)\n(?P<table>(?: {4,}\S.*\n?)+)", re.MULTILINE)
+CODE_OR_BRACKET = re.compile(r"(`[^`]*`|^```.*?^```$|^ {4}[^\n]*$)|\[", re.MULTILINE | re.DOTALL)
 
 
 class PlainDocstrings(griffe.Extension):
-    """Write doctests as code, and brackets as text: `rows[0][1]` is no link."""
+    """Write doctests and aligned columns as code, and brackets as text: `rows[0][1]` is no link."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        if obj.docstring:
-            text = DOCTEST.sub(write_code, obj.docstring.value)
-            text = TABLE.sub(r":\n\n\g<table>\n", text)  # aligned columns, as code
-            obj.docstring.value = CODE_OR_BRACKET.sub(escape_bracket, text)
+        adapt_docstring(obj)
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        """Called for a file: `on_object` is not."""
+        adapt_docstring(pkg)
+
+
+def adapt_docstring(obj: griffe.Object) -> None:
+    if obj.docstring:
+        text = DOCTEST.sub(write_code, obj.docstring.value)
+        text = TABLE.sub(r"\g<line>\n\n\g<table>\n", text)
+        obj.docstring.value = CODE_OR_BRACKET.sub(escape_bracket, text)
 
 
 def write_code(doctest: re.Match) -> str:
