@@ -101,10 +101,10 @@ gym: .venv-gym$(if $(filter 0.7.0,$(GYM)),,-$(GYM))/ready
 model: models/SmolLM2-135M-Instruct/config.json
 data: data/arithmetic_train.jsonl
 
-# uv, because pip resolves the versions for many minutes.
+# uv, because pip resolves the versions for many minutes. pip, because Debian 12's cannot install for Python 3.12.
 .venv/bin/uv:
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/pip install --quiet --disable-pip-version-check uv==0.13.9
+	.venv/bin/pip install --quiet --disable-pip-version-check uv==0.13.9 pip==25.3
 
 # --no-deps, because the file lists every package. If pip's find-links names a folder with the CPU build of torch, it
 # is used. Otherwise PyTorch's index is.
@@ -122,7 +122,7 @@ data: data/arithmetic_train.jsonl
 # uv without the kit's packages. A GPU node may have any Python 3.
 .venv-uv/bin/uv:
 	python3 -m venv .venv-uv
-	.venv-uv/bin/pip install --quiet --disable-pip-version-check uv==0.13.9
+	.venv-uv/bin/pip install --quiet --disable-pip-version-check uv==0.13.9 pip==25.3
 
 # --no-deps, because the lock file lists every package.
 .venv-gpu/ready: requirements-gpu.txt | .venv-uv/bin/uv

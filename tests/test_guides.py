@@ -14,7 +14,6 @@ from judge_doubles import StubJudge
 from markdown_blocks import (
     EXAMPLES,
     GUIDES,
-    above_main,
     all_commands,
     dry_run,
     files_shown,
@@ -34,34 +33,32 @@ VALID = "dry run: model, files, sizes and servers are valid"
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory) -> Path:
-    """A clone with the demo's rows, the server of a guide, and env.py with the task of a guide."""
+    """A clone with the demo's rows, the server of a guide, and the rows of a guide's task."""
     folder = tmp_path_factory.mktemp("desk")
     furnish(folder)
-    above_main(folder / "env.py", python_block(GUIDES / "task.md", "def larger(args)"))
-    (folder / "two_routes.py").write_text((EXAMPLES / "two_routes.py").read_text())
-    for name in ("arithmetic", "larger"):
-        done = run([sys.executable, "env.py", name], folder)
-        assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr}"
+    for name in ("two_routes.py", "make_plus.py"):
+        (folder / name).write_text((EXAMPLES / name).read_text())
+    for words in (["env.py", "arithmetic"], ["make_plus.py"]):
+        done = run([sys.executable, *words], folder)
+        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
     return folder
 
 
-def test_a_task_is_added_beside_the_others(desk):
-    """The block of env.py: its rows are there, the demo's are written as before, and the kit can
-    ask them.
-    """
-    rows = [r for _, r in read_rows(desk / "data" / "larger_train.jsonl")]
-    held_out = [r for _, r in read_rows(desk / "data" / "larger_validation.jsonl")]
-    for one in (rows[0], held_out[0]):
-        assert one["answer"] == str(max(numbers_of(one)))
+def test_the_task_of_the_guide_has_rows_and_no_number_is_in_both_parts(desk):
+    rows = [r for _, r in read_rows(desk / "data" / "plus_train.jsonl")]
+    held_out = [r for _, r in read_rows(desk / "data" / "plus_validation.jsonl")]
+    assert (len(rows), len(held_out)) == (112, 64)
+    for one in (*rows, *held_out):
+        number, added, total = numbers_of(one["answer"])
+        assert added in (1, 10) and total == number + added
         messages, _ = env.render_row(one, "x:1")
         assert messages[-1] == {"role": "user", "content": one["question"]}
-    pairs = {frozenset(numbers_of(r)) for r in held_out}
-    assert len(held_out) == 128 and not pairs & {frozenset(numbers_of(r)) for r in rows}
-    assert len(list(read_rows(desk / "data" / "arithmetic_train.jsonl"))) == 537
+    trained = {numbers_of(one["question"])[0] for one in rows}
+    assert not trained & {numbers_of(one["question"])[0] for one in held_out}
 
 
-def numbers_of(row: dict) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", row["question"])]
+def numbers_of(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
 
 
 def test_a_server_without_nemo_gym_is_two_routes(desk, monkeypatch, capsys):

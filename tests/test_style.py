@@ -17,30 +17,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("C*.md"), *ROOT.glob("docs/**/*.md")])
-# Pages that still have banned phrases or long lines. Remove a page here when it is rewritten.
-NOT_CHECKED_YET = (
-    "README.md",
-    "docs/algorithms.md",
-    "docs/cluster.md",
-    "docs/environments.md",
-    "docs/gpu_check.md",
-    "docs/guides/curriculum.md",
-    "docs/guides/diagnosis.md",
-    "docs/guides/from_trl.md",
-    "docs/guides/from_verl.md",
-    "docs/guides/functions.md",
-    "docs/guides/gpu.md",
-    "docs/guides/task.md",
-    "docs/guides/tools.md",
-    "docs/guides/turns.md",
-    "docs/guides/verifier.md",
-    "docs/monitoring.md",
-    "docs/performance.md",
-    "docs/reliability.md",
-    "docs/results.md",
-    "docs/soak.md",
-    "docs/tutorial.md",
-)
 SOURCES = sorted([*ROOT.glob("*.py"), *ROOT.glob("kit/**/*.py"), *ROOT.glob("templates/**/*.py")])
 MAX_FUNCTION_LINES = 50
 MAX_FILE_LINES = {"algorithm.py": 400}
@@ -251,16 +227,9 @@ def test_a_file_reads_easily(path):
     assert problems(path) == []
 
 
-CHECKED = [path for path in PAGES if str(path.relative_to(ROOT)) not in NOT_CHECKED_YET]
-
-
-@pytest.mark.parametrize("path", CHECKED, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_page_is_in_plain_words(path):
     assert list(markdown_problems(path)) == []
-
-
-def test_only_pages_that_need_it_are_left_out():
-    assert [name for name in NOT_CHECKED_YET if not list(markdown_problems(ROOT / name))] == []
 
 
 def test_phrases_in_markdown_are_found(tmp_path):
