@@ -42,7 +42,7 @@ math:
 	@bash kit/extras/preflight/check_gpu_node.sh
 	@$(MAKE) VENV=.venv-gpu TOOLS=.venv-uv gym data/gsm8k_train.jsonl
 	@bash kit/extras/preflight/flash_attn.sh .venv-uv/bin/uv .venv-gpu "$(FLASH_ATTN)"
-	@gpus=$$(.venv-gpu/bin/python -m kit.extras.preflight.gpus) || exit 1; set -x; \
+	@gpus=$$(.venv-gpu/bin/python -P kit/extras/preflight/gpus.py) || exit 1; set -x; \
 	.venv-gpu/bin/python algorithm.py --config math --config warm_math trainer.n_gpus_per_node=$$gpus \
 	    $(if $(MODEL),actor_rollout_ref.model.path=$(MODEL)) $(ARGS)
 
