@@ -19,6 +19,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
+EXAMPLES = DOCS / "examples"  # excluded in mkdocs.yml: pages show these files
 ROOT_PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -59,7 +60,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page in files.documentation_pages():
         for link in LINK.finditer(outside_fences(page.content_string)):
             target = find_target(page.src_uri, link["target"])
-            if target and target.is_file() and not target.is_relative_to(DOCS):
+            if target and target.is_file() and needs_copy(target):
                 add_copy(files, config, target)
     if MERMAID.is_file():
         file = File.generated(config, "assets/mermaid.min.js", abs_src_path=str(MERMAID))
@@ -78,6 +79,11 @@ def find_target(page: str, link: str) -> Path | None:
         return None
     folder = ROOT if page in ROOT_PAGES.values() else (DOCS / page).parent
     return Path(os.path.normpath(folder / link))
+
+
+def needs_copy(target: Path) -> bool:
+    """Whether a file is not a part of the site, so that a link to it needs a copy."""
+    return not target.is_relative_to(DOCS) or target.is_relative_to(EXAMPLES)
 
 
 def add_copy(files: Files, config: MkDocsConfig, target: Path) -> None:
@@ -127,7 +133,7 @@ def write_link(page: str, link: re.Match) -> str:
         return "]"  # the site has no page of a folder: `[name]` stays text
     if name in ROOT_PAGES:
         uri = ROOT_PAGES[name]
-    elif target.is_relative_to(DOCS):
+    elif not needs_copy(target):
         uri = target.relative_to(DOCS).as_posix()
     else:
         uri = f"{COPIES}/{name}"
