@@ -29,6 +29,8 @@ COPIES = "files"  # folder of the site for linked files from outside docs/
 MERMAID = ROOT / ".venv-docs" / "mermaid.min.js"  # `make site` downloads it if npm is installed
 FENCE = re.compile(r"^```.*?^```[^\n]*$\n?", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
+FOLDER = "folder"  # a link to a folder, of which the site has no page: its text stays
+FOLDER_LINK = re.compile(rf"\[(?P<text>[^\[\]]*)\]\({FOLDER}\)")
 TABS = re.compile(r"^<!-- tabs -->\n(?P<body>.*?)^<!-- /tabs -->$\n?", re.MULTILINE | re.DOTALL)
 API = re.compile(r"^<!-- api: (?P<module>\w+) -->$", re.MULTILINE)
 PICTURE = re.compile(
@@ -102,6 +104,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     uri = page.file.src_uri
     text = change_outside_fences(markdown, PICTURE.sub, write_pictures)
     text = change_outside_fences(text, LINK.sub, lambda link: write_link(uri, link))
+    text = change_outside_fences(text, FOLDER_LINK.sub, lambda link: link["text"])
     pages[uri] = API.sub(lambda match: describe_module(match["module"]), text)
     text = change_outside_fences(text, ALERT.sub, write_alert)
     text = change_outside_fences(text, lambda _, part: separate_lists(part), None)
@@ -130,7 +133,7 @@ def write_link(page: str, link: re.Match) -> str:
         return link[0]  # `mkdocs build --strict` reports it
     name = target.relative_to(ROOT).as_posix()
     if target.is_dir():
-        return "]"  # the site has no page of a folder: `[name]` stays text
+        return f"]({FOLDER})"
     if name in ROOT_PAGES:
         uri = ROOT_PAGES[name]
     elif not needs_copy(target):
