@@ -45,8 +45,8 @@ KNOWN_DIFFERENCES: dict[str, str] = {
         "seven more optional fields in 0.28.0"
     ),
 }
-# Tests that need the CPU's vLLM, or the other environment's tools.
-NOT_HERE: tuple[str, ...] = ()
+# Tests that need a device, if only a simulated one. The part `routes` has them.
+NOT_HERE = ("tests/rollout/test_vllm_routes.py",)
 
 
 class Outcome(NamedTuple):
@@ -127,6 +127,10 @@ def check_symbols() -> Outcome:
     return Outcome(f"{outcome.summary} ({len(KNOWN_DIFFERENCES)})", outcome.failures)
 
 
+def check_routes() -> Outcome:
+    return count(run_part(GPU, "routes"), "tests of vLLM's routes pass, one H100")
+
+
 def run_tests(name: str, *folders: str) -> Outcome:
     """Run the tests of some folders that start no engine, no Ray and no program of the CPU's."""
     paths = [path for folder in folders for path in sorted((ROOT / "tests").glob(folder))]
@@ -176,6 +180,7 @@ PARTS: dict[str, Callable[[], Outcome]] = {
     "one_gpu": check_one_gpu,
     "eight_gpus": check_eight_gpus,
     "symbols": check_symbols,
+    "routes": check_routes,
     "sglang": check_sglang,
     "step": check_step,
     "tests_root": functools.partial(run_tests, "tests_root", "test_*.py"),

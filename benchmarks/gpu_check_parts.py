@@ -1,6 +1,6 @@
 """The parts of benchmarks/gpu_check.py. Each runs in a process of the environment that it checks.
 
-    python benchmarks/gpu_check_parts.py imports|recipes|symbols OUT.json [GPUS]
+    python benchmarks/gpu_check_parts.py imports|recipes|symbols|routes OUT.json [GPUS]
 
 OUT.json: {name: ""} for each thing that holds, or {name: reason}. For symbols: {name: signature}.
 """
@@ -332,6 +332,33 @@ def check_recipes(gpus: int) -> dict[str, str]:
     return results
 
 
+# --- routes --------------------------------------------------------------------------------------
+
+
+class TestReports:
+    """A plugin of pytest that collects the result of each test."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self.results[report.nodeid] = report.longreprtext.strip().splitlines()[-1]
+        elif report.when == "call":
+            self.results.setdefault(report.nodeid, "")
+
+
+def check_routes() -> dict[str, str]:
+    """Run the tests of vLLM's HTTP routes. vLLM parses its arguments only if there is a device."""
+    import pytest
+
+    simulate_h100(1)
+    reports = TestReports()
+    test_file = ROOT / "tests" / "rollout" / "test_vllm_routes.py"
+    pytest.main(["-p", "no:cacheprovider", str(test_file)], plugins=[reports])
+    return reports.results or {str(test_file): "no test ran"}
+
+
 def main() -> None:
     part, out, *rest = sys.argv[1:]
     results = {}
@@ -341,6 +368,8 @@ def main() -> None:
         results = read_symbols()
     elif part == "recipes":
         results = check_recipes(int(rest[0]))
+    elif part == "routes":
+        results = check_routes()
     Path(out).write_text(json.dumps(results, indent=1))
 
 

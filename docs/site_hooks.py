@@ -19,6 +19,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
+EXAMPLES = DOCS / "examples"  # excluded in mkdocs.yml: pages show these files
 ROOT_PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -28,6 +29,8 @@ COPIES = "files"  # folder of the site for linked files from outside docs/
 MERMAID = ROOT / ".venv-docs" / "mermaid.min.js"  # `make site` downloads it if npm is installed
 FENCE = re.compile(r"^```.*?^```[^\n]*$\n?", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
+FOLDER = "folder"  # a link to a folder, of which the site has no page: its text stays
+FOLDER_LINK = re.compile(rf"\[(?P<text>[^\[\]]*)\]\({FOLDER}\)")
 TABS = re.compile(r"^<!-- tabs -->\n(?P<body>.*?)^<!-- /tabs -->$\n?", re.MULTILINE | re.DOTALL)
 API = re.compile(r"^<!-- api: (?P<module>\w+) -->$", re.MULTILINE)
 PICTURE = re.compile(
@@ -59,7 +62,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page in files.documentation_pages():
         for link in LINK.finditer(outside_fences(page.content_string)):
             target = find_target(page.src_uri, link["target"])
-            if target and target.is_file() and not target.is_relative_to(DOCS):
+            if target and target.is_file() and needs_copy(target):
                 add_copy(files, config, target)
     if MERMAID.is_file():
         file = File.generated(config, "assets/mermaid.min.js", abs_src_path=str(MERMAID))
@@ -80,6 +83,11 @@ def find_target(page: str, link: str) -> Path | None:
     return Path(os.path.normpath(folder / link))
 
 
+def needs_copy(target: Path) -> bool:
+    """Whether a file is not a part of the site, so that a link to it needs a copy."""
+    return not target.is_relative_to(DOCS) or target.is_relative_to(EXAMPLES)
+
+
 def add_copy(files: Files, config: MkDocsConfig, target: Path) -> None:
     """Add a file from outside docs/ to the site, once."""
     uri = f"{COPIES}/{target.relative_to(ROOT).as_posix()}"
@@ -96,6 +104,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     uri = page.file.src_uri
     text = change_outside_fences(markdown, PICTURE.sub, write_pictures)
     text = change_outside_fences(text, LINK.sub, lambda link: write_link(uri, link))
+    text = change_outside_fences(text, FOLDER_LINK.sub, lambda link: link["text"])
     pages[uri] = API.sub(lambda match: describe_module(match["module"]), text)
     text = change_outside_fences(text, ALERT.sub, write_alert)
     text = change_outside_fences(text, lambda _, part: separate_lists(part), None)
@@ -124,10 +133,10 @@ def write_link(page: str, link: re.Match) -> str:
         return link[0]  # `mkdocs build --strict` reports it
     name = target.relative_to(ROOT).as_posix()
     if target.is_dir():
-        return "]"  # the site has no page of a folder: `[name]` stays text
+        return f"]({FOLDER})"
     if name in ROOT_PAGES:
         uri = ROOT_PAGES[name]
-    elif target.is_relative_to(DOCS):
+    elif not needs_copy(target):
         uri = target.relative_to(DOCS).as_posix()
     else:
         uri = f"{COPIES}/{name}"

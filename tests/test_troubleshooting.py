@@ -18,7 +18,12 @@ from kit.extras.report.metric_docs import DOCS, STATUSES, find_metric
 PAGE = ROOT / "docs" / "troubleshooting.md"
 GROUPS = ["Install", "Recipe", "Data", "Gym", "Ray", "vLLM", "Memory", "Learning", "Resume"]
 # Headings that show messages of other programs, or a setting.
-OTHERS = ("operator torchvision::nms does not exist", "CUDA out of memory", "max_num_gen_batches")
+OTHERS = (
+    "operator torchvision::nms does not exist",
+    "CUDA out of memory",
+    'Specified attn_implementation="cpu_packed" is not supported',
+    "max_num_gen_batches",
+)
 NO_MESSAGE = "has no attribute"  # an AttributeError for Python, which nobody sees
 
 
