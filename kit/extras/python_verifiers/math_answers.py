@@ -6,7 +6,8 @@ r"""Verify mathematical answers with math-verify, with the rewards of Gym's math
 The ground truth is the row's `expected_answer`. The answer is an expression in the response, whose
 last `\boxed{}` must not be empty. The reward is 1 if both are equal, otherwise 0, as from Gym's
 server (0.7.0) with `should_use_judge: false`. That server forks a process for each answer, which
-takes 70 to 80 ms of a core. Here one process verifies many answers, and takes about 1 ms each.
+takes 70 to 80 ms of a core. Here one process verifies many answers, and takes 6 to 8 ms each
+(benchmarks/math_verifier.py, whose answers are partly adversarial).
 
 A response cannot run code: math-verify evaluates only its digits and operators as Python, and reads
 the rest with a grammar. math-verify interrupts itself by signals after 2 or 5 s, at any point of
