@@ -57,15 +57,9 @@ supports_explicit_close response type role content text name arguments prompt_to
 generation_token_ids generation_log_probs paths responses_create_params input instructions
 metadata tools function parameters summary agent_ref question audio_path
 """.split()  # noqa: SIM905
-KINDS = [
-    "message",
-    "reasoning",
-    "function_call",
-    "function_call_output",
-    "function",
-    "input_text",
-    "output_text",
-]
+KINDS = """
+message reasoning function_call function_call_output function input_text output_text
+""".split()  # noqa: SIM905
 ROLES = ["user", "assistant", "system"]
 
 

@@ -124,6 +124,7 @@ def test_prometheus_reads_the_run_and_its_servers(stack, prometheus, tmp_path):
         trainer.evaluate()
         with trainer.run.stage("gen"):
             [reward] = server.wait_for("kit_rollout_reward_mean")
+            server.wait_for('kit_stage_running_seconds{stage="gen"}')
             server.wait_for("up == 1", 2)
         assert reward["metric"] == {
             "__name__": "kit_rollout_reward_mean",
@@ -134,7 +135,6 @@ def test_prometheus_reads_the_run_and_its_servers(stack, prometheus, tmp_path):
         assert float(reward["value"][1]) == pytest.approx(metrics["rollout/reward/mean"])
         [failed] = server.query('kit_failures_total{reason="http_500"}')
         assert failed["value"][1] == "16"
-        assert server.query('kit_stage_running_seconds{stage="gen"}')
         queries = dashboard_queries("monitored")
         assert len(queries) > 20
         # a rate needs more samples than this run gives
