@@ -121,8 +121,11 @@ LACKS = {
     "its tools need a network": "browsecomp_advanced_harness google_search tavily_search",
     "rows of audio": "asr_with_pc",
 }
-NOTES = {name: note for note, names in LACKS.items() for name in names.split()}
-# What a server needs here before it returns a reward, from its source. For all others, see CAUSES.
+NOTES: dict[str, str] = {}  # server -> what is missing
+for note, names in LACKS.items():
+    NOTES |= dict.fromkeys(names.split(), note)
+# {server: the thing without which it returns no reward}, from its source code. For the servers that
+# are not in this table, see CAUSES.
 NEEDS = {
     "asr_with_pc": "rows without audio",
     "bigcodebench": "a second environment, which it builds with uv",
@@ -222,8 +225,10 @@ def read_examples(folder: Path, result: Result) -> list[dict[str, Any]]:
 
 def count_tools(rows: Iterable[dict[str, Any]], routes: Any) -> str:
     """Return "routed of offered" over all rows, or "" if they offer no tools."""
-    tools = [tool for row in rows for tool in row["responses_create_params"].get("tools") or []]
-    offered = {tool.get("name") for tool in tools} - {None}
+    offered = set()
+    for row in rows:
+        tools = row["responses_create_params"].get("tools") or []
+        offered |= {tool["name"] for tool in tools if tool.get("name") is not None}
     return f"{len(find_routed_tools(offered, routes))} of {len(offered)}" if offered else ""
 
 

@@ -120,11 +120,16 @@ class Part(NamedTuple):
 
 
 def train(
-    name: str, context: Context, changes: Sequence[str], recipes: Sequence[str] = ()
+    name: str,
+    context: Context,
+    changes: Sequence[str],
+    recipes: Sequence[str] = (),
+    resumes: bool = False,
 ) -> list[dict[str, Any]]:
     """Run a recipe to its end, in runs/acceptance/NAME. Returns the metrics of each step.
 
-    changes, recipes: in addition to those of the context.
+    changes, recipes: in addition to those of the context. resumes: whether to start from the last
+    checkpoint of the same run, if there is one.
     """
     configs: list[str] = []
     for recipe in [*context.recipes, *recipes]:
@@ -132,6 +137,8 @@ def train(
     settings = [*SETTINGS, *context.changes, *changes, f"trainer.experiment_name=acceptance/{name}"]
     if context.gpu_count:
         settings.append(f"trainer.n_gpus_per_node={context.gpu_count}")
+    if not resumes:
+        settings.append("trainer.resume_mode=disable")
     command = [sys.executable, "algorithm.py", *configs, *settings]
     run(command, FOLDER / f"{name}.log", context.memory, 0.5)
     lines = map(json.loads, (FOLDER / name / "metrics.jsonl").read_text().splitlines())
@@ -238,8 +245,11 @@ def check_training(context: Context) -> Part:
 
 
 def check_resume(context: Context) -> Part:
-    """Repeat the command of `check_training` with one more step."""
-    lines = train("train", context, [steps(3), "trainer.save_freq=-1"])
+    """Repeat the run of `check_training` with one more step.
+
+    If --again repeats this slice, it must also repeat `training`.
+    """
+    lines = train("train", context, [steps(3), "trainer.save_freq=-1"], resumes=True)
     numbers = [line["step"] for line in lines]
     holds = {"the run resumes at step 3": numbers == [1, 2, 3]}
     return Part([f"The run has the steps {numbers}."], holds)
@@ -295,10 +305,12 @@ def measure_best(context: Context) -> Part:
 
     benchmarks/bare_model.py measures the update `shared` only on a CPU.
     """
-    found = measure_limits(FOLDER / "train", 1)
-    updates = [median_seconds(found[way]) for way in ("shared", "packed") if way in found]
-    text = f"Lowest times: sampling {median_seconds(found['gen']):.2f} s, "
-    text += f"update {min(updates):.2f} s, copy of the weights {median(found['copy']):.2f} s."
+    limits = measure_limits(FOLDER / "train", 1)
+    updates = [median_seconds(limits[way]) for way in ("shared", "packed") if way in limits]
+    text = (
+        f"Lowest times: sampling {median_seconds(limits['gen']):.2f} s, "
+        f"update {min(updates):.2f} s, copy of the weights {median(limits['copy']):.2f} s."
+    )
     return Part([text], {})
 
 

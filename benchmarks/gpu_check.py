@@ -139,12 +139,14 @@ def check_routes() -> Outcome:
     return count(run_part(GPU, "routes"), "tests of vLLM's routes pass, with one simulated H100")
 
 
-def run_tests(name: str, *folders: str) -> Outcome:
+def run_tests(name: str, *patterns: str) -> Outcome:
     """Run the tests of some files that start neither the stack nor programs of .venv.
 
-    folders: patterns of test files.
+    patterns: of test files, relative to tests/.
     """
-    paths = [path for folder in folders for path in sorted((ROOT / "tests").glob(folder))]
+    paths: list[Path] = []
+    for pattern in patterns:
+        paths += sorted((ROOT / "tests").glob(pattern))
     chosen = [path for path in paths if path.stem not in (*STARTS_RUNS, *STARTS_COMMANDS)]
     skipped = [f"--deselect={test}" for test in DEVICE_TESTS]
     # tests/conftest.py puts the tests that start the stack into a group (xdist_group).
@@ -154,7 +156,7 @@ def run_tests(name: str, *folders: str) -> Outcome:
     failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     if done.returncode and not failures:
         failures = lines[-1:]
-    return Outcome(f"tests that need no device, {folders[0]}: {lines[-1].strip('= ')}", failures)
+    return Outcome(f"tests that need no device, {patterns[0]}: {lines[-1].strip('= ')}", failures)
 
 
 def check_step() -> Outcome:
@@ -237,7 +239,9 @@ def report(results: dict[str, dict]) -> list[str]:
         state = "FAILED" if result["failures"] else "passed"
         lines.append(f"| {name} | {result['summary']} | {result['seconds'] / 60:.1f} | {state} |")
     lines += [f"| {name} | not run | | |" for name in PARTS if name not in results]
-    failures = [failure for result in results.values() for failure in result["failures"]]
+    failures: list[str] = []
+    for result in results.values():
+        failures += result["failures"]
     if failures:
         lines += ["", *[f"- {failure}" for failure in failures]]
     if KNOWN_DIFFERENCES:

@@ -181,7 +181,7 @@ def write_rows(folder: Path) -> None:
     verl = {"prompt": text, "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "7"}}
     chat = {"messages": [*text, {"role": "assistant", "content": "7"}]}
     for name, row in (("gym", gym), ("verl", verl), ("chat", chat)):
-        (folder / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * ROWS)
+        (folder / f"{name}.jsonl").write_text("".join([json.dumps(row) + "\n"] * ROWS))
 
 
 def list_recipes() -> dict[str, list[str]]:
@@ -355,8 +355,12 @@ def check_recipes(gpus: int) -> dict[str, str]:
     is_installed: Callable[[str], bool] = attention.is_installed
     has_flash_attention = is_installed("flash_attn")
     results = {}
+
+    def is_installed_or_flash_attention(package: str) -> bool:
+        return package == "flash_attn" or is_installed(package)
+
     for name, files in list_recipes().items():
-        attention.is_installed = lambda package: package == "flash_attn" or is_installed(package)
+        attention.is_installed = is_installed_or_flash_attention
         results[name] = check_recipe(name, files, folder, gpus)
         attention.is_installed = is_installed
         if name in WITHOUT_FLASH_ATTENTION and not has_flash_attention:

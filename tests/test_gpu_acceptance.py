@@ -109,6 +109,22 @@ def test_memory_belongs_to_the_stage_in_which_it_was_seen(acceptance, monkeypatc
     assert table[2:4] == ["| gen | 7.00 | 60.0 | 60.0 |", "| update_actor | 5.00 | 20.0 | 20.0 |"]
 
 
+def test_only_the_slice_that_resumes_starts_from_a_checkpoint(acceptance, monkeypatch):
+    """With a checkpoint of the last step, a repeated slice would have nothing left to train."""
+    commands = []
+
+    def record(command, *_):
+        commands.append(command)
+        (acceptance.FOLDER / "train").mkdir(parents=True, exist_ok=True)
+        (acceptance.FOLDER / "train" / "metrics.jsonl").write_text("")
+
+    monkeypatch.setattr(acceptance, "run", record)
+    context = acceptance.Context(["math"], [], 1, acceptance.MemoryLog(deadline=0.0))
+    acceptance.train("train", context, [])
+    acceptance.check_resume(context)
+    assert ["trainer.resume_mode=disable" in command for command in commands] == [True, False]
+
+
 def test_the_lowest_times_on_a_gpu_have_no_shared_update(acceptance, monkeypatch):
     found = {"gen": {"step_2": [3.0]}, "packed": {"step_2": [2.0]}, "copy": [0.1]}
     monkeypatch.setattr(acceptance, "measure_limits", lambda *_: found)
