@@ -72,7 +72,7 @@ class Setup(NamedTuple):
 
     recipes: list[str]
     changes: list[str]
-    has_workers: bool = False  # whether it starts separate workers, for other models
+    has_workers: bool = False  # separate workers, for other models or another learning rate
 
 
 SETUPS = {
