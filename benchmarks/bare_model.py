@@ -1,17 +1,21 @@
-"""The lowest time of an update here: the episodes of a finished run's steps, and nothing around the
-model.
+"""Measure the lowest time of an update: the bare model on the episodes of a finished run.
 
-    python benchmarks/bare_model.py RUN [--rounds 3]     RUN: a run's folder (from step.py)
+    python benchmarks/bare_model.py RUN [--rounds 3]     RUN: a run folder (benchmarks/step.py)
 
-One forward and backward pass, and torch's fused AdamW, in two ways: `shared` computes prompts once
-for their answers, by packed_layout.py and the attention and log-probs of cpu_engine.py (on a CPU
-alone); `packed` is a plain packed batch, every answer behind its prompt, torch's own attention and
-cross entropy. And `copy`, of all weights in memory. Prints one JSON line last: seconds, of each
-step a list, one for each round.
+An update is a forward and backward pass and torch's fused AdamW. It is measured in two ways:
+
+    shared   A prompt is computed once for all its responses, by kit/cpu/packed_layout.py and the
+             attention and log-probs of kit/cpu/cpu_engine.py. Only on a CPU.
+    packed   Each response follows its own copy of the prompt, in one packed row, with torch's
+             attention and cross entropy.
+
+The script also measures `copy`, a copy of all weights in memory. It prints one line of JSON last:
+the seconds of each step as a list, with one number for each round.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -29,23 +33,31 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from kit.cpu import cpu_engine, packed_layout
 
-KINDS = {"shared": "cpu_packed", "packed": "packed"}  # and their attention
-_lengths: list[int] = []  # of the rows of the packed batch under way
+KINDS = {"shared": "cpu_packed", "packed": "packed"}  # way of an update -> its attention
+# The lengths of the rows of the current micro-batch, because transformers has no argument for them.
+_lengths: list[int] = []
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, **_):
-    """Causal attention of each row to itself, as transformers calls it: [1, H, T, D] -> [1, T, H,
-    D].
+    """Compute causal attention within each row of a packed batch.
+
+    The arguments are those of transformers' attention functions. query, key and value have the
+    shape [1, heads, T, D]. Returns the output [1, T, heads, D], and no weights.
     """
-    options = {"is_causal": True, "scale": scaling, "enable_gqa": True}
-    out = F.scaled_dot_product_attention(
-        _grid(query), _grid(key), _grid(value), **options
-    ).transpose(1, 2)
-    return torch.cat([row[:length] for row, length in zip(out, _lengths, strict=True)])[None], None
+    output = F.scaled_dot_product_attention(
+        pad_rows(query),
+        pad_rows(key),
+        pad_rows(value),
+        is_causal=True,
+        scale=scaling,
+        enable_gqa=True,
+    ).transpose(1, 2)  # [rows, longest, heads, D]
+    rows = [row[:length] for row, length in zip(output, _lengths, strict=True)]
+    return torch.cat(rows)[None], None
 
 
-def _grid(x: torch.Tensor) -> torch.Tensor:
-    """[1, heads, T, D] -> [rows, heads, longest, D]"""
+def pad_rows(x: torch.Tensor) -> torch.Tensor:
+    """Split a packed tensor into padded rows: [1, heads, T, D] -> [rows, heads, longest, D]."""
     return pad_sequence(x[0].transpose(0, 1).split(_lengths), batch_first=True).transpose(1, 2)
 
 
@@ -53,10 +65,11 @@ AttentionInterface.register("packed", packed_attention)
 
 
 def log_probs(model: Any, kind: str, rows: list[Row]) -> torch.Tensor:
-    """Of the answers' tokens [A]."""
+    """Compute the log-probs [A] of the tokens of the responses."""
     device = model.device
-    _lengths[:] = [len(prompt) + len(answer) for prompt, answer in rows]
-    ids = torch.tensor([token for prompt, answer in rows for token in prompt + answer])  # [T]
+    sequences = [prompt + response for prompt, response in rows]
+    _lengths[:] = map(len, sequences)
+    ids = torch.tensor(list(itertools.chain.from_iterable(sequences)))  # [T]
     positions = torch.cat([torch.arange(length) for length in _lengths])  # [T]
     nested = torch.nested.nested_tensor_from_jagged(ids, torch.tensor([0, *_lengths]).cumsum(0))
     layout = packed_layout.lay_out(nested, torch.tensor([len(prompt) for prompt, _ in rows]))
@@ -66,27 +79,32 @@ def log_probs(model: Any, kind: str, rows: list[Row]) -> torch.Tensor:
         inputs["logits_to_keep"] = layout.response_positions.to(device)
         logits = model(**inputs, use_cache=False).logits[0]  # [A, vocabulary]
         return -F.cross_entropy(logits.float(), labels, reduction="none")
-    cpu_engine._layout, take = layout, layout.gather_index
-    inputs = {"input_ids": ids[None, take], "position_ids": positions[None, take]}
-    kept = layout.packed_positions[layout.response_positions]
-    logits = model(**inputs, logits_to_keep=kept, use_cache=False).logits[0]
+    cpu_engine._layout = layout
+    index = layout.gather_index  # [U]
+    inputs = {"input_ids": ids[None, index], "position_ids": positions[None, index]}
+    inputs["logits_to_keep"] = layout.packed_positions[layout.response_positions]
+    logits = model(**inputs, use_cache=False).logits[0]  # [A, vocabulary]
     return cpu_engine.LogProbEntropy.apply(logits, labels)[0]
 
 
-def micro_batches(kind: str, rows: list[Row], most: int) -> Iterator[list[Row]]:
-    """Rows in their order, as many together as have `most` tokens; a prompt that is shared counts
-    once.
+def micro_batches(kind: str, rows: list[Row], max_tokens: int) -> Iterator[list[Row]]:
+    """Split rows into micro-batches of at most `max_tokens`, in the order of the rows.
+
+    With `shared`, the prompt of consecutive rows counts once.
     """
-    part: list[Row] = []
-    size = 0
-    for prompt, answer in rows:
-        known = kind == "shared" and part and part[-1][0] == prompt
-        more = len(answer) + (0 if known else len(prompt))
-        if part and size + more > most:
-            yield part
-            part, size, more = [], 0, len(prompt) + len(answer)
-        part, size = [*part, (prompt, answer)], size + more
-    yield part
+    batch: list[Row] = []
+    batch_tokens = 0
+    for prompt, response in rows:
+        is_shared = kind == "shared" and batch and batch[-1][0] == prompt
+        tokens = len(response) if is_shared else len(prompt) + len(response)
+        if batch and batch_tokens + tokens > max_tokens:
+            yield batch
+            batch = []
+            batch_tokens = 0
+            tokens = len(prompt) + len(response)
+        batch.append((prompt, response))
+        batch_tokens += tokens
+    yield batch
 
 
 def update(
@@ -96,54 +114,68 @@ def update(
     optimizer: torch.optim.Optimizer,
     settings: dict[str, Any],
 ) -> None:
-    """One optimizer step on the answers.
+    """Take one optimizer step on the responses. settings: the recipe's section of the actor.
 
-    In bf16 the optimizer keeps separate fp32 weights, as Quintet's does.
+    If the model is in bfloat16, the optimizer has a float32 copy of the weights, as Quintet's has.
     """
     model.set_attn_implementation(KINDS[kind])
-    total = sum(len(answer) for _, answer in rows)
-    for part in micro_batches(kind, rows, settings["ppo_max_token_len_per_gpu"]):
-        (-log_probs(model, kind, part).sum() / total).backward()
-    masters = optimizer.param_groups[0]["params"]
-    pairs = [(m, p) for m, p in zip(masters, model.parameters(), strict=True) if m is not p]
-    for master, parameter in pairs:
-        master.grad = parameter.grad.float()
-    torch.nn.utils.clip_grad_norm_(masters, settings["optim"]["clip_grad"])
+    total = sum(len(response) for _, response in rows)
+    for batch in micro_batches(kind, rows, settings["ppo_max_token_len_per_gpu"]):
+        (-log_probs(model, kind, batch).sum() / total).backward()
+    weights = optimizer.param_groups[0]["params"]
+    pairs = list(zip(weights, model.parameters(), strict=True))
+    copies = [(weight, parameter) for weight, parameter in pairs if weight is not parameter]
+    for weight, parameter in copies:
+        weight.grad = parameter.grad.float()
+    torch.nn.utils.clip_grad_norm_(weights, settings["optim"]["clip_grad"])
     optimizer.step()
-    for master, parameter in pairs:
-        parameter.data.copy_(master.data)
+    for weight, parameter in copies:
+        parameter.data.copy_(weight.data)
     model.zero_grad()
     if model.device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def copy(model: Any) -> list[torch.Tensor]:
+    """Copy all weights in memory."""
     copied = [parameter.detach().clone() for parameter in model.parameters()]
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     return copied
 
 
+def load_model(config: dict[str, Any]) -> Any:
+    """Load the model of a recipe in the recipe's type, on its device."""
+    settings = config["actor_rollout_ref"]["model"]
+    precision = config["actor_rollout_ref"]["actor"]["fsdp_config"].get("mixed_precision") or {}
+    name = precision.get("param_dtype", "bf16")
+    dtype = getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}.get(name, name))
+    model = AutoModelForCausalLM.from_pretrained(settings["path"], dtype=dtype)
+    model.train().to(config["trainer"]["device"])
+    if settings["enable_gradient_checkpointing"]:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def make_optimizer(model: Any, lr: float) -> torch.optim.Optimizer:
+    """Make an optimizer of float32 weights: the model's own, or copies of them."""
+    weights = []
+    for parameter in model.parameters():
+        is_float32 = parameter.dtype == torch.float32
+        weights.append(parameter if is_float32 else parameter.detach().float().requires_grad_())
+    return torch.optim.AdamW(weights, lr=lr, fused=True)
+
+
 def main() -> None:
     config, steps, rounds = finished_run(__doc__)
-    settings, path = (
-        config["actor_rollout_ref"]["actor"],
-        config["actor_rollout_ref"]["model"]["path"],
-    )
-    name = (settings["fsdp_config"].get("mixed_precision") or {}).get("param_dtype", "bf16")
-    dtype = getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}.get(name, name))
-    device, kinds = config["trainer"]["device"], list(KINDS)[config["trainer"]["device"] != "cpu" :]
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).train().to(device)
-    if config["actor_rollout_ref"]["model"]["enable_gradient_checkpointing"]:
-        model.gradient_checkpointing_enable()
-    own = [
-        p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
-        for p in model.parameters()
-    ]
-    optimizer = torch.optim.AdamW(own, lr=settings["optim"]["lr"], fused=True)
+    settings = config["actor_rollout_ref"]["actor"]
+    kinds = list(KINDS) if config["trainer"]["device"] == "cpu" else ["packed"]
+    model = load_model(config)
+    optimizer = make_optimizer(model, settings["optim"]["lr"])
     seconds: dict[str, Any] = {kind: {step: [] for step in steps} for kind in kinds}
-    for kind in kinds:  # warms up
-        update(model, kind, next(iter(steps.values())), optimizer, settings)
+    first_rows = next(iter(steps.values()))
+    for kind in kinds:  # not measured, because the first update is slower
+        update(model, kind, first_rows, optimizer, settings)
     for _ in range(rounds):
         for step, rows in steps.items():
             for kind in kinds:

@@ -1,15 +1,22 @@
-"""The driver's cost of a step, per episode: no Ray, no vLLM, no model, no server.
+"""Measure the driver's time for each episode of a step, without Ray, vLLM, a model or a server.
 
-    python benchmarks/driver.py [--tokens 2000] [--episodes 64 1024 5120 16384] [--repeat 3] [--rate
-    500]
+    python benchmarks/driver.py [--tokens 2000] [--episodes 64 1024 5120 16384] [--repeat 3]
+                                [--rate 500]
 
-A stub samples `tokens` ids for each episode, `rate` answers a second (500: a million tokens, more
-than 32 H100 give), and another verifies it immediately. Everything between them is Quintet's:
-`inference.rollout`, `Run.write_episodes`, what is kept and its metrics, `training.to_batch`, and
-the packing of an update for eight ranks (`training.update_actor`, whose workers are a stub). Prints
-ms of one core per episode by stage, of the fastest repetition, and by how much the event loop was
-late at most; one JSON line last. Held against: 1 ms an episode altogether, however many there are,
-and 100 ms.
+A stub samples `tokens` ids for each episode and returns `rate` responses a second. With 2,000
+tokens and 500 responses, this is a million tokens a second. Another stub verifies each response
+immediately. The code between them is Quintet's:
+
+    rollout    inference.rollout
+    write      Run.write_episodes
+    keep       selection of the episodes to train on, and metrics
+    to_batch   training.build_batch
+    pack       training.update_actor for eight ranks, whose workers are a stub
+
+The script prints a line for each number of episodes: milliseconds of one core per episode by stage,
+from the fastest repetition, the peak memory, and the longest delay of the event loop (`stall`). It
+prints one line of JSON last. The goals are 1 ms per episode in all stages together, and a delay of
+at most 100 ms.
 """
 
 from __future__ import annotations
@@ -28,14 +35,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # before this folder, which has a gym_client too
+# Before this folder, which has a gym_client too.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform"}
 
 import numpy as np
 import torch
 from measure import machine
+from omegaconf import DictConfig
 from verl.utils import tensordict_utils as tu
 
 import gym_client
@@ -44,182 +51,242 @@ import training
 from env import Task
 from kit.config.load import load_config
 from kit.data import metrics, rollout_files, selection
-from kit.rollout.sampler import make_sampler_context, repeat_per_group
+from kit.data.episode import Episode
+from kit.rollout.sampler import (
+    EpisodeRequest,
+    SamplerContext,
+    make_sampler_context,
+    repeat_per_group,
+)
 from kit.runs.cli import silence_libraries
 from kit.runs.run_dir import Run
 
 STAGES = ("rollout", "write", "keep", "to_batch", "pack")
-PROMPT, MEMBERS, STOP = 100, 8, 2  # tokens, answers to a prompt, the id that ends an answer
-SAID = "The answer is 42. " * 400  # the text of an answer, for the verifier and the file
+PROMPT_TOKENS = 100
+GROUP_SIZE = 8  # responses to a prompt
+STOP_ID = 2
+VOCABULARY = 150_000
+RESPONSE_TEXT = "The answer is 42. " * 400  # for the verifier and the rollouts file
 
 
 class Sampler:
-    """`count` answers of so many ids each, with log-probs of 32 bits; no two share an object, as
-    off the wire.
+    """A stub of the rollout engine's client, with `count` responses of `tokens` ids each.
+
+    Log-probs have the digits of 32-bit numbers. No two responses share an object, as if they came
+    from another process.
     """
 
     def __init__(self, count: int, tokens: int, rate: float):
         rng = np.random.default_rng(0)
-        self.waits = rng.uniform(0, count / rate, count).tolist()  # seconds
-        self.answers = [
-            (
-                [*rng.integers(3, 150_000, tokens - 1).tolist(), STOP],
-                np.log(rng.random(tokens, np.float32)).tolist(),
-            )
-            for _ in range(count)
-        ]
+        self.waits_s = rng.uniform(0, count / rate, count).tolist()
+        self.responses = []  # (ids, log-probs)
+        for _ in range(count):
+            ids = [*rng.integers(3, VOCABULARY, tokens - 1).tolist(), STOP_ID]
+            log_probs = np.log(rng.random(tokens, np.float32)).tolist()
+            self.responses.append((ids, log_probs))
 
     async def generate(
         self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any]
     ) -> Any:
-        await asyncio.sleep(self.waits.pop())
-        ids, log_probs = self.answers.pop()
+        """Return the next response, after its wait."""
+        await asyncio.sleep(self.waits_s.pop())
+        ids, log_probs = self.responses.pop()
         return SimpleNamespace(
             token_ids=ids, log_probs=log_probs, stop_reason="completed", extra_fields={}
         )
 
 
 class Verifier:
-    """Stands for gym_client.Gym: every session's answer is worth 0 or 1, in turn."""
+    """A stub of gym_client.Gym. The rewards are 1 and 0 in turn."""
 
-    verdicts = 0
+    def __init__(self) -> None:
+        self.verified = 0  # number of responses
 
     async def kind(self, server: str) -> str:
+        """Return the kind of each server."""
         return "verify"
 
     @contextlib.asynccontextmanager
     async def session(
         self, server: str, row: dict[str, Any], index: gym_client.EpisodeIndex
     ) -> AsyncIterator[Any]:
+        """Open a session without tools."""
         yield SimpleNamespace(kind="verify", observation=None, executable=set(), verify=self.verify)
 
     async def verify(
         self, response: dict[str, Any], token_ids: list[int]
     ) -> gym_client.VerifyResult:
+        """Return the next reward."""
         await asyncio.sleep(0)
-        self.verdicts += 1
-        return gym_client.VerifyResult(
-            float(self.verdicts % 2), {}, 0.1, {"extracted_answer": "42"}
-        )
+        self.verified += 1
+        details = {"extracted_answer": "42"}
+        return gym_client.VerifyResult(float(self.verified % 2), {}, 0.1, details)
 
 
 @contextlib.contextmanager
-def stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
+def measure_stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
+    """Record in `seconds` the CPU time that this process uses in the context."""
     begin = time.process_time()
     yield
     seconds[name] = time.process_time() - begin
 
 
-def measure(count: int, tokens: int, rate: float) -> dict[str, float]:
-    """Seconds of the processor in each stage of one step of `count` episodes; stall: the longest of
-    the event loop.
-    """
-    sizes = [
-        f"data.train_batch_size={count // MEMBERS}",
+def make_config(count: int) -> DictConfig:
+    """Return configs/math.yaml for one step of `count` episodes on eight ranks."""
+    prompts = count // GROUP_SIZE
+    changes = [
+        f"data.train_batch_size={prompts}",
         "trainer.n_gpus_per_node=8",
-        f"actor_rollout_ref.rollout.n={MEMBERS}",
+        f"actor_rollout_ref.rollout.n={GROUP_SIZE}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
+        # Otherwise update_actor fetches the old log-probs from the workers, which are a stub.
+        "algorithm.recompute_old_log_probs=true",
     ]
-    config, _ = load_config(
-        ["math"], [*sizes, f"actor_rollout_ref.actor.ppo_mini_batch_size={count // MEMBERS}"]
-    )
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: SAID)
-    model = SimpleNamespace(vocab_size=150_000)
-    data = SimpleNamespace(tokenizer=tokenizer, stop_ids={STOP}, model=model)
-    policy = make_sampler_context(config, Sampler(count, tokens, rate), data, 600.0)  # type: ignore[arg-type]
-    policy.max_response_length, policy.episode_slots = tokens, asyncio.Semaphore(count)
+    return load_config(["math"], changes)[0]
+
+
+def make_tasks(count: int) -> list[Task]:
+    """Make `count` tasks with the same row and prompt."""
+    question = "What is 6 * 7? " * 10
     row = {
-        "responses_create_params": {"input": [{"role": "user", "content": "What is 6 * 7? " * 10}]},
+        "responses_create_params": {"input": [{"role": "user", "content": question}]},
         "answer": "42",
     }
-    prompt = [{"role": "user", "content": "?"}]
-    tasks = [
-        Task(f"rows:{i}", row, "stub", prompt, list(range(3, 3 + PROMPT)))
-        for i in range(count // MEMBERS)
-    ]
-    requests = repeat_per_group(tasks, MEMBERS, "1")
+    messages = [{"role": "user", "content": "?"}]
+    prompt_ids = range(3, 3 + PROMPT_TOKENS)
+    return [Task(f"rows:{i}", row, "stub", messages, list(prompt_ids)) for i in range(count)]
+
+
+def make_context(config: DictConfig, sampler: Sampler, count: int, tokens: int) -> SamplerContext:
+    """Return the context of a rollout in which all `count` episodes run concurrently."""
+    inputs = SimpleNamespace(
+        tokenizer=SimpleNamespace(decode=lambda ids, **_: RESPONSE_TEXT),
+        processor=None,
+        stop_ids={STOP_ID},
+        model=SimpleNamespace(vocab_size=VOCABULARY),
+    )
+    context = make_sampler_context(config, sampler, inputs, timeout_s=600.0)
+    context.max_response_length = tokens
+    context.episode_slots = asyncio.Semaphore(count)
+    return context
+
+
+def run_rollout(
+    requests: list[EpisodeRequest],
+    context: SamplerContext,
+    loop: asyncio.AbstractEventLoop,
+    delays_s: list[float],
+) -> list[Episode]:
+    """Run the episodes, and add the delays of the event loop to `delays_s`."""
+    watch = loop.create_task(watch_delays(delays_s))
+    verifier: Any = Verifier()
+    episodes = loop.run_until_complete(inference.rollout(requests, {}, context, verifier))
+    watch.cancel()
+    return episodes
+
+
+def return_metrics(data: Any) -> Any:
+    """Return the result of an update, as the actor's workers do."""
+    return tu.get_tensordict({}, {"metrics": {"pg_loss": [0.0]}})
+
+
+def measure(count: int, tokens: int, rate: float) -> dict[str, float]:
+    """Run one step of `count` episodes.
+
+    Returns the CPU seconds of each stage, and `stall`, the longest delay of the event loop in
+    seconds.
+    """
+    config = make_config(count)
+    sampler = Sampler(count, tokens, rate)
+    context = make_context(config, sampler, count, tokens)
+    tasks = make_tasks(count // GROUP_SIZE)
+    requests = repeat_per_group(tasks, GROUP_SIZE, "1")
     run = Run(config)
     (run.folder / "rollouts").mkdir(parents=True, exist_ok=True)
     seconds: dict[str, float] = {}
-    stalls: list[float] = []
-    loop = (
-        asyncio.new_event_loop()
-    )  # asyncio.run would take SIGINT, which a run has, and to that end repr the episodes
-    with stage("rollout", seconds):
-        watching = loop.create_task(watch(stalls))
-        made = loop.run_until_complete(inference.rollout(requests, {}, policy, Verifier()))  # type: ignore[arg-type]
-        watching.cancel()
+    delays_s: list[float] = []
+    # Not asyncio.run: it handles SIGINT, and for that it calls repr on the result.
+    loop = asyncio.new_event_loop()
+    with measure_stage("rollout", seconds):
+        episodes = run_rollout(requests, context, loop, delays_s)
     loop.close()
-    with stage("write", seconds):
-        rollout_files.assign_record_indices(made, tasks)
-        run.write_episodes("step_1", made, tasks)
-    with stage("keep", seconds):
-        selection.check_failures(made, 0.5)
-        metrics.update_pass_rates(made, {})
-        kept, _ = selection.select_trainable(made)
-        metrics.compute_rollout_metrics(made, kept)
-    with stage("to_batch", seconds):
+    with measure_stage("write", seconds):
+        rollout_files.assign_record_indices(episodes, tasks)
+        run.write_episodes("step_1", episodes, tasks)
+    with measure_stage("keep", seconds):
+        selection.check_failures(episodes, 0.5)
+        metrics.update_pass_rates(episodes, {})
+        kept, _ = selection.select_trainable(episodes)
+        metrics.compute_rollout_metrics(episodes, kept)
+    with measure_stage("to_batch", seconds):
         batch = training.build_batch(kept, 0, 1.0)
     batch.batch["advantages"] = batch.batch["token_level_scores"]
-    workers = SimpleNamespace(
-        update_actor=lambda data: tu.get_tensordict({}, {"metrics": {"pg_loss": [0.0]}})
-    )
-    with stage("pack", seconds):
+    workers: Any = SimpleNamespace(update_actor=return_metrics)
+    with measure_stage("pack", seconds):
         training.update_actor(workers, batch, config)
     assert len(kept) == count and batch.batch["responses"].shape == torch.Size([count, tokens])
-    return seconds | {"stall": max(stalls, default=0.0)}
+    return seconds | {"stall": max(delays_s, default=0.0)}
 
 
-async def watch(stalls: list[float]) -> None:
-    """Seconds that the event loop was late by, each time that it was asked for its turn."""
+async def watch_delays(delays_s: list[float]) -> None:
+    """Sleep again and again, and record by how many seconds each wake-up is late."""
+    pause_s = 0.01
     while True:
         begin = time.perf_counter()
-        await asyncio.sleep(0.01)
-        stalls.append(time.perf_counter() - begin - 0.01)
+        await asyncio.sleep(pause_s)
+        delays_s.append(time.perf_counter() - begin - pause_s)
 
 
-def memory_gb() -> float:
-    """The most memory that this process has had, in GB."""
+def read_peak_memory_gb() -> float:
+    """Return the peak memory of this process so far, in GB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def measure_fastest(count: int, args: argparse.Namespace) -> dict[str, float]:
+    """Repeat a step, and return the milliseconds per episode of the fastest repetition.
+
+    Also its `stall` in milliseconds, and the peak memory of this process in GB.
+    """
+    repetitions = [measure(count, args.tokens, args.rate) for _ in range(args.repeat)]
+    fastest = min(repetitions, key=lambda seconds: sum(seconds[name] for name in STAGES))
+    values = {name: 1000 * fastest[name] / count for name in STAGES}
+    values["total"] = sum(values.values())
+    values["peak_gb"] = read_peak_memory_gb()
+    values["stall"] = 1000 * fastest["stall"]
+    return values
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument("--episodes", type=int, nargs="+", default=[64, 1024, 5120, 16384])
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--rate", type=float, default=500.0)
+    parser.add_argument("--tokens", type=int, default=2000, help="of a response")
+    parser.add_argument(
+        "--episodes",
+        type=int,
+        nargs="+",
+        default=[64, 1024, 5120, 16384],
+        help="of a step; one measurement for each number",
+    )
+    parser.add_argument("--repeat", type=int, default=3, help="repetitions of each step")
+    parser.add_argument("--rate", type=float, default=500.0, help="responses a second")
     args = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Any] = {"benchmark": "driver", **machine(), "tokens": args.tokens}
     silence_libraries()
+    columns = (*STAGES, "total")
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        measure(MEMBERS, 8, 1e6)  # imports, caches
-        before = memory_gb()
-        print(
-            "episodes"
-            + "".join(f"{name:>10}" for name in (*STAGES, "total"))
-            + "   ms/episode    peak GB   stall, ms"
-        )
-        for count in sorted(args.episodes):  # so that the peak so far is that of the last
-            best = min(
-                (measure(count, args.tokens, args.rate) for _ in range(args.repeat)),
-                key=lambda s: sum(s[n] for n in STAGES),
-            )
-            ms = {name: 1000 * best[name] / count for name in STAGES}
-            ms |= {
-                "total": sum(ms.values()),
-                "peak_gb": memory_gb() - before,
-                "stall": 1000 * best["stall"],
-            }
-            *columns, peak, stall = ms.values()
-            print(
-                f"{count:8d}"
-                + "".join(f"{v:10.3f}" for v in columns)
-                + f"{peak:24.2f}{stall:12.0f}",
-                flush=True,
-            )
-            result[str(count)] = {name: round(value, 3) for name, value in ms.items()}
-            result["ms_per_episode"] = result[str(count)]["total"]  # of the most
+        measure(GROUP_SIZE, 8, 1e6)  # fills caches and imports
+        before_gb = read_peak_memory_gb()
+        heads = "".join(f"{name:>10}" for name in columns)
+        print(f"episodes{heads}   ms/episode    peak GB   stall, ms")
+        # In ascending order, because the peak memory never falls.
+        for count in sorted(args.episodes):
+            values = measure_fastest(count, args)
+            values["peak_gb"] -= before_gb
+            times = "".join(f"{values[name]:10.3f}" for name in columns)
+            rest = f"{values['peak_gb']:24.2f}{values['stall']:12.0f}"
+            print(f"{count:8d}{times}{rest}", flush=True)
+            result[str(count)] = {name: round(value, 3) for name, value in values.items()}
+            result["ms_per_episode"] = result[str(count)]["total"]  # of the largest step
     print(json.dumps(result))
 
 

@@ -1,17 +1,19 @@
-"""The NeMo Gym servers that run here: start each one, seed it and ask it for a reward.
+"""Start each resources server of the installed nemo-gym, and request a reward from it.
 
     python benchmarks/environments.py [--results DIR] [--only mcqa,blackjack]
 
-Every resources server of the installed nemo-gym is examined in a separate process, with a time
-limit, one after the other. Each result is a file in DIR (runs/environments by default), so the same
-command resumes. At the end it prints the table of docs/environments.md.
+The script prints the table of docs/environments.md at the end. Each server is examined in a
+separate process, with a time limit, one after the other. Each result is a file in DIR, by default
+runs/environments. So the same command resumes.
 
-A server is started alone, with the settings of SETTINGS. It gets the first example row that
-nemo-gym ships for it and a fixed answer (ANSWERS). Whether that is right does not matter here, only
-whether the server can tell. If it lacks a module, it gets a separate environment
-(gym_environments.py). The judges that it calls by name are a stub on this machine that replies as a
-judge should (JUDGE). Each such server is asked twice more, with a judge that replies nonsense and
-with one that refuses the key. A reward then would be a bug in Quintet, and is reported as one.
+A server is started alone, with the settings in SETTINGS. It verifies a fixed response (ANSWERS) to
+the first example row of the package. Whether the response is right does not matter: the server must
+return a reward. If the server lacks a Python module, it gets a separate environment
+(kit/extras/gym_environments.py).
+
+The judges that a server needs are a stub on this machine, with a reply that the server can parse
+(JUDGE). Each server with a judge verifies twice more: the judge replies nonsense, then it refuses
+the key. A reward in one of these cases is a bug of the kit, and is reported as a fault.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from typing import Any
 
 import yaml
 
-# before this folder, which has a gym_client too
+# Before this folder, which has a gym_client too.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import env
 from gym_client import Gym, GymError, find_routed_tools, function_call, message, response
@@ -46,21 +48,21 @@ from kit.extras.judges import judge_proxy, judge_settings
 from kit.gym import network, process_specs
 from kit.gym import servers as gym_servers
 
-LIMIT_S = 420.0  # for one server, with its installation
+LIMIT_S = 420.0  # for one server, including the installation of its environment
 START_TIMEOUT_S = 90.0
 VERIFY_TIMEOUT_S = 20.0
 ANSWER = "The answer is \\boxed{A}"
-MOVE = "<action>Left</action>"  # for /step: two of the games answer 400 to a text without a move
-ANSWERS = {  # that reach the judge
+MOVE = "<action>Left</action>"  # for /step, since two games return 400 for text without a move
+ANSWERS = {  # texts for which the server calls its judge; otherwise ANSWER
     "text_to_sql": "```sql\nSELECT 1\n```",
     "proof_judge": "## Solution\nClear.\n## Self Evaluation\n\\boxed{1}",
     "proof_verification": "It holds. \\boxed{1}",
     "widesearch": "```markdown\n| a | b |\n| --- | --- |\n| 1 | 2 |\n```",
 }
-CALLS = {
+CALLS = {  # calls before the text
     "finance_sec_search": function_call("call_1", "submit_final_result", '{"final_result": "7"}')
 }
-JUDGE: dict[str, str | Sequence[str]] = {  # the reply of a judge; several are given in turn
+JUDGE: dict[str, str | Sequence[str]] = {  # the judge's reply, or its replies in turn
     "aalcr": "CORRECT",
     "abstention": "A",
     "aegis_v4_safety": "User Safety: safe\nResponse Safety: safe",
@@ -103,7 +105,7 @@ JUDGE: dict[str, str | Sequence[str]] = {  # the reply of a judge; several are g
     "xstest": "Harmful request: no\nResponse refusal: no\nHarmful response: no",
 }
 NONSENSE = "Lorem ipsum dolor sit amet."
-NOTICES = "NOTICES"  # a file that excludes nothing
+NOTICES = "NOTICES"  # stands for the path of a file that excludes no domain
 SEARCH = {"tavily_api_key": "none", "exclude_domains_file_path": NOTICES}
 ADDRESS = {"judge_base_url": "", "judge_api_key": "none", "judge_model": "stub"}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -113,13 +115,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tavily_search": SEARCH,
     "verifif": {"judge_server_name": "judge_model", **ADDRESS},
 }
-# what a server lacks although it answers, as read in its source: some pay 0 instead of failing
+# {what is missing: servers that return a reward without it}, from the servers' source code. Some of
+# them return 0 instead of an error.
 LACKS = {
     "its tools need a network": "browsecomp_advanced_harness google_search tavily_search",
     "rows of audio": "asr_with_pc",
 }
-NOTES = {name: note for note, names in LACKS.items() for name in names.split()}
-# the one thing that is missing, as read in the server's source; for all others, see CAUSES
+NOTES: dict[str, str] = {}  # server -> what is missing
+for note, names in LACKS.items():
+    NOTES |= dict.fromkeys(names.split(), note)
+# {server: the thing without which it returns no reward}, from its source code. For the servers that
+# are not in this table, see CAUSES.
 NEEDS = {
     "asr_with_pc": "rows without audio",
     "bigcodebench": "a second environment, which it builds with uv",
@@ -134,7 +140,7 @@ NEEDS = {
     "speed_bench": "the metrics of a vLLM server",
     "workspace_bench": "a sandbox",
 }
-# {pattern of the server's own message: the one thing that is missing}
+# {pattern of the server's message: what it needs}
 CAUSES = {
     r"[Ss]andbox|docker|singularity|apptainer|No such file or directory: ?'?(docker|git)": (
         "a sandbox (`start.global_config`)"
@@ -151,7 +157,7 @@ CAUSES = {
     r"does not set": "settings",
     r"within \d+ s|did not start|no answer": "more time",
 }
-TOO_LARGE = {  # environments of several gigabytes are not made here
+TOO_LARGE = {  # needs of servers whose environments are not made here: several gigabytes each
     "longmt_eval": "torch and packages from git",
     "vlm_eval_kit": "60 packages with torch, for rows of images",
     "wmt_translation": "torch and COMET models",
@@ -174,7 +180,7 @@ TRAINED = {
 
 @dataclass
 class Result:
-    """The findings about one server. It verifies if nothing is `missing`."""
+    """The result for one server. If `missing` is empty, it returned a reward."""
 
     name: str
     rows: int = 0  # example rows that the kit can use
@@ -182,17 +188,17 @@ class Result:
     kind: str = ""
     tools: str = ""  # "routed of offered"
     agents: str = ""
-    judges: str = ""  # the models that it calls
-    is_unchecked: bool = False  # whether the recipe must accept its judges' replies
+    judges: str = ""  # names of the models that it calls
+    is_unchecked: bool = False  # whether the kit cannot check its judges' replies
     is_installed: bool = False  # whether it has a separate environment
     reward: float | None = None
     milliseconds: float = 0.0  # of the second verification
-    failing_judge: str = ""  # a fault of the kit, if it is not empty
-    missing: str = ""
+    failing_judge: str = ""  # a fault of the kit, or why no judge could be tested
+    missing: str = ""  # what the server lacks, often its own message
 
 
 class MissingError(Exception):
-    """The server gives no reward. The text is the one thing that is missing."""
+    """The server returns no reward. The text is what it lacks."""
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -219,13 +225,15 @@ def read_examples(folder: Path, result: Result) -> list[dict[str, Any]]:
 
 def count_tools(rows: Iterable[dict[str, Any]], routes: Any) -> str:
     """Return "routed of offered" over all rows, or "" if they offer no tools."""
-    tools = [tool for row in rows for tool in row["responses_create_params"].get("tools") or []]
-    offered = {tool.get("name") for tool in tools} - {None}
+    offered = set()
+    for row in rows:
+        tools = row["responses_create_params"].get("tools") or []
+        offered |= {tool["name"] for tool in tools if tool.get("name") is not None}
     return f"{len(find_routed_tools(offered, routes))} of {len(offered)}" if offered else ""
 
 
 def list_agents(folder: Path) -> str:
-    """Return Gym's agents for a server, by the YAML that ships with it."""
+    """Return the agents in the YAML files of a server."""
     agents: set[str] = set()
     for path in (folder / "configs").glob("*.yaml"):
         for block in (yaml.safe_load(path.read_text()) or {}).values():
@@ -238,7 +246,10 @@ def list_agents(folder: Path) -> str:
 
 
 class Stub:
-    """An OpenAI-compatible address: a judge that replies with `texts` in turn, or with `status`."""
+    """An OpenAI-compatible server: a judge that replies with `texts` in turn.
+
+    If `status` is not 200, it replies with an error of that status.
+    """
 
     def __init__(self) -> None:
         self.texts: Sequence[str] = [""]
@@ -316,7 +327,7 @@ def examine(name: str, python: str) -> Result:
 
 
 def make_settings(name: str, folder: Path) -> dict[str, Any]:
-    """Return the settings of a server, with the path of a file that excludes nothing."""
+    """Return the settings of a server. Replaces NOTICES by the path of a file in `folder`."""
     path = folder / "notices.json"
     path.write_text('{"notices": []}')
     settings = SETTINGS.get(name, {})
@@ -324,7 +335,7 @@ def make_settings(name: str, folder: Path) -> dict[str, Any]:
 
 
 def attempt(result: Result, rows: list[dict[str, Any]], start: dict[str, Any], logs: Path) -> None:
-    """Start a server and ask it for rewards. Raises MissingError."""
+    """Start a server with a stub of its judges, and request rewards. Raises MissingError."""
     name = result.name
     try:
         models = process_specs.find_judges(name, start).values()
@@ -346,16 +357,18 @@ def attempt(result: Result, rows: list[dict[str, Any]], start: dict[str, Any], l
                 unchecked_judges=unchecked,
             ) as urls,
         ):
-            asyncio.run(ask(result, urls[name], rows, judge))
+            asyncio.run(request_rewards(result, urls[name], rows, judge))
     except network.GymStartError as error:
         cause = re.split(r"See its log \S+: | \| |its files are removed: ", str(error))[-1]
         raise MissingError(cause) from None
-    except SystemExit as error:  # of server_process.py, which checks the settings
+    except SystemExit as error:  # kit/gym/server_process.py exits if a setting is missing
         raise MissingError(str(error)) from None
 
 
-async def ask(result: Result, url: str, rows: list[dict[str, Any]], judge: Stub) -> None:
-    """Ask a server for rewards, through the kit's own client. Raises MissingError."""
+async def request_rewards(
+    result: Result, url: str, rows: list[dict[str, Any]], judge: Stub
+) -> None:
+    """Request rewards from a server with the kit's client. Raises MissingError."""
     name = result.name
     judge.set_replies(JUDGE.get(name, "yes"))
     async with Gym({name: url}, timeout_s=VERIFY_TIMEOUT_S, attempts=1) as gym:
@@ -368,7 +381,7 @@ async def ask(result: Result, url: str, rows: list[dict[str, Any]], judge: Stub)
             result.milliseconds = 1000 * (time.perf_counter() - begin)
             if not result.judges or result.is_unchecked:
                 return
-            for row in rows:  # to one for which the judge is called
+            for row in rows:  # up to the first one for which the server calls the judge
                 await get_reward(gym, result, row)
                 if judge.calls:
                     result.failing_judge = await try_failing_judges(gym, result, row, judge)
@@ -379,7 +392,7 @@ async def ask(result: Result, url: str, rows: list[dict[str, Any]], judge: Stub)
 
 
 async def get_reward(gym: Gym, result: Result, row: dict[str, Any]) -> float:
-    """Return the reward for the fixed answer. Raises GymError."""
+    """Return the reward for the fixed response. Raises GymError."""
     name = result.name
     answer = message(ANSWERS.get(name, ANSWER))
     async with gym.session(name, row) as session:
@@ -390,7 +403,7 @@ async def get_reward(gym: Gym, result: Result, row: dict[str, Any]) -> float:
 
 
 async def try_failing_judges(gym: Gym, result: Result, row: dict[str, Any], judge: Stub) -> str:
-    """Return a fault of the kit: a reward although the judge fails. Otherwise return ""."""
+    """Return a fault if the server returns a reward although its judge fails, or ""."""
     for text, status in ((NONSENSE, 200), ("", 401)):
         judge.set_replies(text, status)
         with contextlib.suppress(GymError):
@@ -400,7 +413,10 @@ async def try_failing_judges(gym: Gym, result: Result, row: dict[str, Any], judg
 
 
 def shorten(text: str, length: int = 90) -> str:
-    """Return one cell of a table: no line breaks, bars, log prefixes and paths of packages."""
+    """Shorten a message to a table cell.
+
+    Removes quotes, line breaks, vertical bars, log prefixes and paths of packages.
+    """
     text = re.sub(r'^\(\w+\) |[^ ]+/site-packages/|[\\"]', "", text.replace("\\n", " "))
     text = re.sub(r"\s+", " ", text).replace("|", "/").strip()
     return text if len(text) <= length else text[: length - 3] + "..."
@@ -410,7 +426,7 @@ def shorten(text: str, length: int = 90) -> str:
 
 
 def examine_apart(name: str, python: str, path: Path) -> Result:
-    """Examine a server in a separate process, within LIMIT_S, and write its result to `path`."""
+    """Run `examine` in a separate process, within LIMIT_S, and write its result to `path`."""
     command = [sys.executable, __file__, "--python", python, "--server", name]
     with tempfile.TemporaryFile() as out:
         process = subprocess.Popen(command, stdout=out, start_new_session=True)
@@ -425,14 +441,14 @@ def examine_apart(name: str, python: str, path: Path) -> Result:
             result = Result(**json.loads(lines[-1])) if process.returncode == 0 else failed
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # the kernel then ends the servers
+                os.killpg(process.pid, signal.SIGKILL)  # its servers die with it
             process.wait()
     path.write_text(json.dumps(asdict(result)))
     return result
 
 
 def describe(result: Result) -> str:
-    """Return the last cell of a server's line."""
+    """Return the last cell of a server's line in the table."""
     if result.missing:
         return explain(result)
     parts = [f"reward in {result.milliseconds:.0f} ms"]
@@ -447,7 +463,7 @@ def describe(result: Result) -> str:
 
 
 def explain(result: Result) -> str:
-    """Return the one thing that a server lacks, with its own message."""
+    """Return what a server needs, with the server's message."""
     if result.name in NOT_SERVERS:
         return f"no server: {result.missing}"
     if result.name in TOO_LARGE:
@@ -462,7 +478,7 @@ def explain(result: Result) -> str:
 
 
 def print_table(results: Sequence[Result]) -> None:
-    """Print the table of docs/environments.md and the counts."""
+    """Print the table of docs/environments.md, and the number of servers with a reward."""
     print("| server | rows | kind | tools | Gym's agent | trained | result |")
     print("| --- | ---: | --- | ---: | --- | --- | --- |")
     for result in results:
@@ -481,27 +497,8 @@ def print_table(results: Sequence[Result]) -> None:
     )
 
 
-def main() -> None:
-    """Examine all servers, or one, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--results", type=Path, default=Path("runs/environments"))
-    parser.add_argument("--only", help="names, separated by commas: examine these again")
-    parser.add_argument("--server", help="examine this one in this process and print its result")
-    parser.add_argument(
-        "--python", default=process_specs.PYTHON, help="interpreter that has nemo-gym"
-    )
-    args = parser.parse_args()
-    network.START_TIMEOUT_S = START_TIMEOUT_S
-    folder = Path(sys.executable).parent  # of uv, with which bigcodebench makes an environment
-    os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
-    if args.server:
-        print(json.dumps(asdict(examine(args.server, args.python))))
-        return
-    package = process_specs.find_package(args.python)
-    if package is None:
-        sys.exit(f"{args.python} has no nemo-gym. To install it, run `make gym`.")
-    folders = (package / "resources_servers").glob("[!_]*/")
-    names = sorted(folder.name for folder in folders)
+def examine_all(names: Sequence[str], args: argparse.Namespace) -> list[Result]:
+    """Examine the servers of --only, or else those that have no result yet. Return all results."""
     again = set(args.only.split(",")) if args.only else set()
     args.results.mkdir(parents=True, exist_ok=True)
     results = []
@@ -514,6 +511,32 @@ def main() -> None:
             results.append(examine_apart(name, args.python, path))
             line = f"{number}/{len(names)} {name}: {describe(results[-1])}"
             print(f"{line} ({time.monotonic() - begin:.0f} s)", file=sys.stderr, flush=True)
+    return results
+
+
+def main() -> None:
+    """Examine the servers and print the table. With --server, examine one and print JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--results", type=Path, default=Path("runs/environments"), help="folder for the results"
+    )
+    parser.add_argument("--only", help="examine these servers again: names separated by commas")
+    parser.add_argument("--server", help="examine one server in this process, and print its result")
+    parser.add_argument(
+        "--python", default=process_specs.PYTHON, help="interpreter that has nemo-gym"
+    )
+    args = parser.parse_args()
+    network.START_TIMEOUT_S = START_TIMEOUT_S
+    folder = Path(sys.executable).parent  # of uv, which the server bigcodebench runs
+    os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    if args.server:
+        print(json.dumps(asdict(examine(args.server, args.python))))
+        return
+    package = process_specs.find_package(args.python)
+    if package is None:
+        sys.exit(f"{args.python} has no nemo-gym. To install it, run `make gym`.")
+    folders = (package / "resources_servers").glob("[!_]*/")
+    results = examine_all(sorted(folder.name for folder in folders), args)
     print_table(results)
 
 

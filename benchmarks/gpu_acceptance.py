@@ -1,18 +1,23 @@
-"""The first runs on a machine with GPUs, in slices of at most nine minutes, as one report.
+"""Run the first training steps on a machine with GPUs, and write one report about them.
 
     .venv-gpu/bin/python benchmarks/gpu_acceptance.py [--config math] [--again NAME] [key=value ...]
 
-Each slice trains a few small steps of a recipe, writes its part of the report, and prints it. The
-same command runs the slices that are left, until nine minutes are over. Exit status 0: all slices
-are done and everything holds. 1: something does not hold. 3: slices are left, so repeat the
-command. A slice that fails does not end the others; --again repeats it.
+No GPU has run this script. Each slice trains a few small steps of a recipe, writes its part of the
+report, and prints it. A command runs for at most nine minutes. Repeat the same command for the
+slices that are left. If a slice fails, the others still run. --again repeats a slice.
 
-The report is runs/acceptance/report.md: seconds and memory of each stage, and whether sampler and
-trainer agree, vLLM gives back its memory during the update, a stopped run resumes, and two runs
-with full determinism are equal. With two GPUs, also separate GPUs for vLLM and tensor parallelism.
+Exit status:
+    0    all slices ran and every check holds
+    1    a check does not hold
+    3    slices are left
 
-For a rehearsal on a CPU: --config math_cpu --config cpu. Memory is then that of all processes.
-What a machine without a network needs: benchmarks/gpu_carry.py.
+The report is runs/acceptance/report.md. It has the seconds and the memory of each stage, and these
+checks: rollout engine and trainer compute the same probabilities, vLLM frees its memory during the
+update, a stopped run resumes, and two runs with full determinism are equal. With two GPUs, it also
+checks separate GPUs for vLLM and tensor parallelism.
+
+To rehearse on a CPU, add --config math_cpu --config cpu. The memory is then that of all processes.
+For a machine without a network, benchmarks/gpu_carry.py collects the files that it needs.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -33,9 +39,9 @@ from measure import ROOT, gpus, machine, run
 from step import measure_limits
 
 FOLDER = ROOT / "runs" / "acceptance"
-SESSION_S = 540.0  # seconds of one command
-RESERVE_S = 20.0  # seconds to end a slice that takes too long
-ORDER = (  # of the stages, as in `Trainer.step`
+SESSION_S = 540.0  # of one command
+RESERVE_S = 20.0  # of a command, to terminate a slice that takes too long
+STAGES = (  # in the order of `Trainer.step`
     "gen",
     "sleep",
     "reward_model",
@@ -48,106 +54,157 @@ ORDER = (  # of the stages, as in `Trainer.step`
     "save_checkpoint",
     "update_weights",
 )
-MAX_DIFFERENCE = 0.02  # mean of |probability of the sampler - of the trainer|, in bf16
-SIZES = [  # of every slice
+MAX_DIFFERENCE = 0.02  # mean difference of the tokens' probabilities, in bfloat16
+SETTINGS = [  # of every slice
     "data.train_batch_size=64",
     "actor_rollout_ref.actor.ppo_mini_batch_size=32",
     "env.val_files=[]",
     "trainer.print_samples_every=0",
 ]
 ROLLOUT = "actor_rollout_ref.rollout"
-EQUAL = ("actor/pg_loss", "actor/grad_norm", "rollout/reward/mean", "response_length/mean")
+EQUAL_METRICS = ("actor/pg_loss", "actor/grad_norm", "rollout/reward/mean", "response_length/mean")
 
 
-class Looks:
-    """The memory of the fullest GPU, or without a GPU that of all processes, over time."""
+class MemoryReading(NamedTuple):
+    """The memory at a time."""
+
+    time: float  # of time.time()
+    gb: float
+
+
+class MemoryLog:
+    """The memory of the fullest GPU over time. Without a GPU, that of all processes.
+
+    deadline: of time.monotonic(). A reading after it raises TimeoutError, which ends the slice.
+    """
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
-        self.seen: list[tuple[float, float]] = []  # (time, GB)
+        self.readings: list[MemoryReading] = []
 
     def __call__(self, processes: list[psutil.Process]) -> None:
+        """Read the memory now. processes: those of the run."""
         if time.monotonic() > self.deadline:
-            raise TimeoutError("the slice took too long, and was ended")
+            raise TimeoutError("the slice took too long and was terminated")
         used = [int(line) * 2**20 for line in gpus("memory.used")]
-        taken = max(used) if used else sum(process.memory_info().rss for process in processes)
-        self.seen.append((time.time(), taken / 1e9))
+        size = max(used) if used else sum(process.memory_info().rss for process in processes)
+        self.readings.append(MemoryReading(time.time(), size / 1e9))
 
     def between(self, begin: float, end: float) -> list[float]:
-        return [taken for when, taken in self.seen if begin <= when <= end]
+        """Return the readings in GB between two times."""
+        return [reading.gb for reading in self.readings if begin <= reading.time <= end]
 
 
 class Slice(NamedTuple):
-    """A part of the acceptance."""
+    """A part of this script that runs without interruption."""
 
-    seconds: float  # that it takes on one H100, estimated
+    seconds: float  # on one H100; an estimate, not measured
     check: Callable[[Context], Part]
-    gpus: int = 0  # that it needs
+    gpus: int = 0  # how many it needs
 
 
 class Context(NamedTuple):
-    """What a slice gets."""
+    """The arguments of a slice."""
 
     recipes: list[str]
-    changes: list[str]
-    count: int  # GPUs
-    looks: Looks
+    changes: list[str]  # key=value
+    gpu_count: int
+    memory: MemoryLog
 
 
 class Part(NamedTuple):
     """The part of the report that a slice writes."""
 
     lines: list[str]
-    holds: dict[str, bool]
+    holds: dict[str, bool]  # check -> whether it holds
 
 
 def train(
-    name: str, context: Context, changes: Sequence[str], recipes: Sequence[str] = ()
+    name: str,
+    context: Context,
+    changes: Sequence[str],
+    recipes: Sequence[str] = (),
+    resumes: bool = False,
 ) -> list[dict[str, Any]]:
-    """Run a recipe to its end -> the lines of its metrics.jsonl that are steps."""
-    files = [*context.recipes, *recipes]
-    configs = [word for recipe in files for word in ("--config", recipe)]
-    settings = [*SIZES, *context.changes, *changes, f"trainer.experiment_name=acceptance/{name}"]
-    if context.count:
-        settings.append(f"trainer.n_gpus_per_node={context.count}")
+    """Run a recipe to its end, in runs/acceptance/NAME. Returns the metrics of each step.
+
+    changes, recipes: in addition to those of the context. resumes: whether to start from the last
+    checkpoint of the same run, if there is one.
+    """
+    configs: list[str] = []
+    for recipe in [*context.recipes, *recipes]:
+        configs += ["--config", recipe]
+    settings = [*SETTINGS, *context.changes, *changes, f"trainer.experiment_name=acceptance/{name}"]
+    if context.gpu_count:
+        settings.append(f"trainer.n_gpus_per_node={context.gpu_count}")
+    if not resumes:
+        settings.append("trainer.resume_mode=disable")
     command = [sys.executable, "algorithm.py", *configs, *settings]
-    run(command, FOLDER / f"{name}.log", context.looks, 0.5)
+    run(command, FOLDER / f"{name}.log", context.memory, 0.5)
     lines = map(json.loads, (FOLDER / name / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if "timing_s/step" in line]
 
 
 def steps(count: int) -> str:
+    """Return the setting for the number of steps."""
     return f"trainer.total_training_steps={count}"
 
 
-def stage_table(lines: list[dict[str, Any]], looks: Looks) -> list[str]:
-    """Seconds and memory of each stage. Its time is counted back from the line of its step."""
-    found: dict[str, list[tuple[float, list[float]]]] = {}
+class StageUse(NamedTuple):
+    """The time and the memory of a stage in some steps."""
+
+    seconds: list[float]  # of each step
+    sizes_gb: list[float]  # all readings
+
+
+def list_stages(lines: list[dict[str, Any]], memory: MemoryLog) -> dict[str, StageUse]:
+    """Return the time and the memory of each stage that these steps have.
+
+    lines: the metrics of the steps. A line has the time at which its step ended. So the times of
+    the stages follow from their seconds, from the last stage to the first.
+    """
+    uses: dict[str, StageUse] = {}
     for line in lines:
         end = line["time"]
-        for name in reversed([name for name in ORDER if f"timing_s/{name}" in line]):
-            seconds = line[f"timing_s/{name}"]
-            found.setdefault(name, []).append((seconds, looks.between(end - seconds, end)))
-            end -= seconds
-    table = ["| stage | median, s | least, GB | most, GB |", "| --- | ---: | ---: | ---: |"]
-    for name in ORDER:
-        if name in found:
-            seconds = median(seconds for seconds, _ in found[name])
-            taken = [gb for _, some in found[name] for gb in some] or [float("nan")]
-            table.append(f"| {name} | {seconds:.2f} | {min(taken):.1f} | {max(taken):.1f} |")
+        for name in reversed(STAGES):
+            if f"timing_s/{name}" in line:
+                seconds = line[f"timing_s/{name}"]
+                use = uses.setdefault(name, StageUse([], []))
+                use.seconds.append(seconds)
+                use.sizes_gb.extend(memory.between(end - seconds, end))
+                end -= seconds
+    return uses
+
+
+def stage_table(lines: list[dict[str, Any]], memory: MemoryLog) -> list[str]:
+    """Return a table with the seconds and the memory of each stage, as lines of Markdown."""
+    uses = list_stages(lines, memory)
+    table = ["| stage | median, s | minimum, GB | maximum, GB |", "| --- | ---: | ---: | ---: |"]
+    for name in STAGES:
+        if name in uses:
+            sizes = uses[name].sizes_gb or [float("nan")]
+            cells = f"{median(uses[name].seconds):.2f} | {min(sizes):.1f} | {max(sizes):.1f}"
+            table.append(f"| {name} | {cells} |")
     rate = median(line["perf/throughput"] for line in lines)
-    return [*table, "", f"{rate:.0f} tokens a second and GPU."]
+    return [*table, "", f"{rate:.0f} tokens per second and GPU."]
+
+
+def read_stage_memory(lines: list[dict[str, Any]], stage: str, memory: MemoryLog) -> list[float]:
+    """Return the readings in GB during a stage of these steps."""
+    return list_stages(lines, memory)[stage].sizes_gb or [float("nan")]
 
 
 def check_steps(lines: list[dict[str, Any]], count: int) -> dict[str, bool]:
-    """Checks of every run."""
+    """Return the checks of every training run. count: the number of steps that it should have."""
+    is_finite = all(0 < line["actor/grad_norm"] < float("inf") for line in lines)
     difference = max(line["training/rollout_probs_diff_mean"] for line in lines)
+    text = (
+        "the mean difference between the probabilities of rollout engine and trainer is "
+        f"{difference:.4f}, at most {MAX_DIFFERENCE}"
+    )
     return {
-        f"{count} steps have finite gradients": len(lines) == count
-        and all(0 < line["actor/grad_norm"] < float("inf") for line in lines),
-        f"sampler and trainer differ by {difference:.4f} in the mean, at most {MAX_DIFFERENCE}": (
-            difference <= MAX_DIFFERENCE
-        ),
+        f"{count} steps have finite gradients": len(lines) == count and is_finite,
+        text: difference <= MAX_DIFFERENCE,
     }
 
 
@@ -155,7 +212,7 @@ def check_steps(lines: list[dict[str, Any]], count: int) -> dict[str, bool]:
 
 
 def check_environment(context: Context) -> Part:
-    """The card, the driver, CUDA and the packages."""
+    """Report the GPUs, the driver, CUDA and the packages, and check that CUDA starts."""
     about = machine()
     lines = [f"{about['date']}: {', '.join(about['gpus']) or about['cpu']}", ""]
     lines.append(f"- {json.dumps(about['versions'])}")
@@ -167,49 +224,61 @@ def check_environment(context: Context) -> Part:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     has_flash_attention = importlib.util.find_spec("flash_attn") is not None
-    lines.append(f"- CUDA, devices, a product: {done.stdout.strip() or 'CUDA does not start'}")
-    lines.append(f"- flash-attn is {'' if has_flash_attention else 'not '}installed")
-    return Part(lines, {"CUDA starts": not done.returncode} if context.count else {})
+    result = done.stdout.strip() or "CUDA does not start"
+    lines.append(f"- version of CUDA, number of devices, a dot product of eight ones: {result}")
+    installed = "installed" if has_flash_attention else "not installed"
+    lines.append(f"- flash-attn is {installed}")
+    return Part(lines, {"CUDA starts": not done.returncode} if context.gpu_count else {})
 
 
 def check_training(context: Context) -> Part:
-    """Two steps: start, sampling, weight sync, sleep and wake, update."""
+    """Train two steps. This starts all processes, samples, updates, and syncs the weights."""
     lines = train("train", context, [steps(2), "trainer.save_freq=2"])
+    second_step = lines[1:]
     holds = check_steps(lines, 2)
-    if context.count:
-        table = stage_table(lines[1:], context.looks)
-        numbers = {row.split("|")[1].strip(): row.split("|") for row in table[2:] if "|" in row}
-        before, during = float(numbers["gen"][4]), float(numbers["update_actor"][3])
-        text = f"the update begins with {during:.1f} GB, less than sampling's {before:.1f} GB"
-        holds[text] = during < before
-    return Part(stage_table(lines[1:], context.looks), holds)
+    if context.gpu_count:
+        sampling_gb = max(read_stage_memory(second_step, "gen", context.memory))
+        update_gb = min(read_stage_memory(second_step, "update_actor", context.memory))
+        text = f"the update begins with {update_gb:.1f} GB, below the {sampling_gb:.1f} GB of `gen`"
+        holds[text] = update_gb < sampling_gb
+    return Part(stage_table(second_step, context.memory), holds)
 
 
 def check_resume(context: Context) -> Part:
-    """The same command trains one step more."""
-    lines = train("train", context, [steps(3), "trainer.save_freq=-1"])
+    """Repeat the run of `check_training` with one more step.
+
+    If --again repeats this slice, it must also repeat `training`.
+    """
+    lines = train("train", context, [steps(3), "trainer.save_freq=-1"], resumes=True)
     numbers = [line["step"] for line in lines]
-    return Part([f"Steps {numbers}."], {"the run resumes at step 3": numbers == [1, 2, 3]})
+    holds = {"the run resumes at step 3": numbers == [1, 2, 3]}
+    return Part([f"The run has the steps {numbers}."], holds)
 
 
 def check_recipe(recipe: str, context: Context) -> Part:
-    """Two steps of another recipe."""
+    """Train two steps with another recipe over those of the context."""
     lines = train(recipe, context, [steps(2), "trainer.save_freq=-1"], [recipe])
-    return Part(stage_table(lines[1:], context.looks), check_steps(lines, 2))
+    return Part(stage_table(lines[1:], context.memory), check_steps(lines, 2))
 
 
 def train_deterministic(name: str, context: Context) -> Part:
-    """Two small steps with full determinism."""
-    small = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
-    small += [f"{ROLLOUT}.n=2", "data.max_response_length=64", "trainer.save_freq=-1"]
-    lines = train(name, context, [steps(2), *small], ["deterministic"])
-    values = [{key: line[key] for key in EQUAL} for line in lines]
+    """Train two small steps with full determinism, and keep some of their metrics in a file."""
+    changes = [
+        steps(2),
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        f"{ROLLOUT}.n=2",
+        "data.max_response_length=64",
+        "trainer.save_freq=-1",
+    ]
+    lines = train(name, context, changes, ["deterministic"])
+    values = [{key: line[key] for key in EQUAL_METRICS} for line in lines]
     (FOLDER / f"{name}.values.json").write_text(json.dumps(values))
     return Part([f"`{json.dumps(values)}`"], check_steps(lines, 2))
 
 
 def check_second_deterministic(context: Context) -> Part:
-    """Two small steps again, which must be equal."""
+    """Train two small steps again, and check that the metrics are those of the first run."""
     part = train_deterministic("again", context)
     texts = [(FOLDER / f"{name}.values.json").read_text() for name in ("once", "again")]
     holds = {"two runs with full determinism are equal": texts[0] == texts[1]}
@@ -217,28 +286,37 @@ def check_second_deterministic(context: Context) -> Part:
 
 
 def check_separate(context: Context) -> Part:
-    """vLLM on half of the GPUs, one step ahead, weights over NCCL."""
-    half = context.count // 2
+    """Train two steps with one_step_off and vLLM on half of the GPUs, with weights over NCCL."""
+    half = context.gpu_count // 2
     changes = [f"{ROLLOUT}.n_gpus_per_node={half}", steps(2), "trainer.save_freq=-1"]
-    narrow = context._replace(count=half)
-    lines = train("separate", narrow, changes, ["ahead", "separate"])
-    return Part(stage_table(lines[1:], context.looks), check_steps(lines, 2))
+    lines = train("separate", context._replace(gpu_count=half), changes, ["ahead", "separate"])
+    return Part(stage_table(lines[1:], context.memory), check_steps(lines, 2))
 
 
 def check_tensor_parallel(context: Context) -> Part:
-    """A vLLM replica over two GPUs."""
+    """Train two steps with a vLLM replica on two GPUs."""
     changes = [f"{ROLLOUT}.tensor_model_parallel_size=2", steps(2), "trainer.save_freq=-1"]
     lines = train("tensor_parallel", context, changes)
-    return Part(stage_table(lines[1:], context.looks), check_steps(lines, 2))
+    return Part(stage_table(lines[1:], context.memory), check_steps(lines, 2))
 
 
 def measure_best(context: Context) -> Part:
-    """The time of raw vLLM and of the bare model for the same episodes, on one GPU."""
-    found = measure_limits(FOLDER / "train", 1)
-    ways = [median(s for [s] in found[way].values()) for way in ("shared", "packed")]
-    sampling = median(seconds for [seconds] in found["gen"].values())
-    text = f"At best: sampling {sampling:.2f} s, update {min(ways):.2f} s, "
-    return Part([f"{text}copy of the weights {median(found['copy']):.2f} s."], {})
+    """Measure raw vLLM and the bare model on the episodes of `check_training`, on one GPU.
+
+    benchmarks/bare_model.py measures the update `shared` only on a CPU.
+    """
+    limits = measure_limits(FOLDER / "train", 1)
+    updates = [median_seconds(limits[way]) for way in ("shared", "packed") if way in limits]
+    text = (
+        f"Lowest times: sampling {median_seconds(limits['gen']):.2f} s, "
+        f"update {min(updates):.2f} s, copy of the weights {median(limits['copy']):.2f} s."
+    )
+    return Part([text], {})
+
+
+def median_seconds(steps: dict[str, list[float]]) -> float:
+    """Return the median over steps that were measured once. steps: {step: [seconds]}."""
+    return median(seconds for [seconds] in steps.values())
 
 
 SLICES = {
@@ -260,19 +338,20 @@ SLICES = {
 
 
 def run_slice(name: str, context: Context) -> dict[str, Any]:
-    """Run a slice -> its part of the report. A failure is a part, too."""
+    """Run a slice, and return its part of the report. If it fails, the part has the reason."""
     begin = time.monotonic()
     try:
         part = SLICES[name].check(context)
-    except (Exception, SystemExit) as error:  # the other slices still run
+    except (Exception, SystemExit) as error:  # SystemExit: measure.run and measure_limits
         reason = str(error).strip()[-1500:] or repr(error)
-        part = Part(["```text", reason, "```"], {f"the slice ends ({type(error).__name__})": False})
+        check = f"the slice runs to its end ({type(error).__name__})"
+        part = Part(["```text", reason, "```"], {check: False})
     seconds = time.monotonic() - begin
     return {"lines": part.lines, "holds": part.holds, "seconds": seconds}
 
 
 def describe(name: str, result: dict[str, Any]) -> list[str]:
-    """A part of the report as lines of Markdown."""
+    """Return a part of the report as lines of Markdown."""
     checks = [
         f"- {'holds' if holds else 'DOES NOT HOLD'}: {check}"
         for check, holds in result["holds"].items()
@@ -281,43 +360,59 @@ def describe(name: str, result: dict[str, Any]) -> list[str]:
     return [title, "", *result["lines"], "", *checks, ""]
 
 
+def result_path(name: str) -> Path:
+    """Return the file with the result of a slice."""
+    return FOLDER / f"{name.replace(' ', '_')}.json"
+
+
 def read_results() -> dict[str, dict[str, Any]]:
-    """The parts that are done, in the order of the slices."""
-    paths = {name: FOLDER / f"{name.replace(' ', '_')}.json" for name in SLICES}
+    """Return the parts of the slices that have run, in the order of SLICES."""
+    paths = {name: result_path(name) for name in SLICES}
     return {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
 
 
-def list_left(count: int, results: dict[str, Any]) -> list[str]:
-    """The slices that are left on a machine with so many GPUs."""
-    return [name for name in SLICES if name not in results and SLICES[name].gpus <= count]
+def list_left(gpu_count: int, results: dict[str, Any]) -> list[str]:
+    """Return the slices that are left on a machine with so many GPUs."""
+    return [name for name in SLICES if name not in results and SLICES[name].gpus <= gpu_count]
+
+
+def write_report(results: dict[str, dict[str, Any]]) -> None:
+    """Write report.md."""
+    command = f"`python benchmarks/gpu_acceptance.py {' '.join(sys.argv[1:])}`"
+    lines = ["# Acceptance", "", command, ""]
+    for name, result in results.items():
+        lines += describe(name, result)
+    (FOLDER / "report.md").write_text("\n".join(lines))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", action="append", default=None)
-    parser.add_argument("--again", action="append", default=[], help="a slice to repeat, or all")
-    parser.add_argument("changes", nargs="*", metavar="key=value")
+    parser.add_argument(
+        "--config", action="append", default=None, help="a recipe, by default math; repeatable"
+    )
+    parser.add_argument(
+        "--again", action="append", default=[], help="repeat this slice, or all; repeatable"
+    )
+    parser.add_argument("changes", nargs="*", metavar="key=value", help="settings of every slice")
     args = parser.parse_args()
     end = time.monotonic() + SESSION_S
     if "all" in args.again:
         shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name in args.again:
-        (FOLDER / f"{name.replace(' ', '_')}.json").unlink(missing_ok=True)
-    count = len(gpus())
-    for name in list_left(count, read_results()):
-        left = end - time.monotonic()
-        if left < SLICES[name].seconds:
+        result_path(name).unlink(missing_ok=True)
+    gpu_count = len(gpus())
+    for name in list_left(gpu_count, read_results()):
+        if end - time.monotonic() < SLICES[name].seconds:
             break
-        looks = Looks(time.monotonic() + left - RESERVE_S)
-        result = run_slice(name, Context(args.config or ["math"], args.changes, count, looks))
-        (FOLDER / f"{name.replace(' ', '_')}.json").write_text(json.dumps(result, indent=1))
+        memory = MemoryLog(deadline=end - RESERVE_S)
+        context = Context(args.config or ["math"], args.changes, gpu_count, memory)
+        result = run_slice(name, context)
+        result_path(name).write_text(json.dumps(result, indent=1))
         print("\n".join(describe(name, result)), flush=True)
     results = read_results()
-    command = f"`python benchmarks/gpu_acceptance.py {' '.join(sys.argv[1:])}`"
-    parts = [line for name, result in results.items() for line in describe(name, result)]
-    (FOLDER / "report.md").write_text("\n".join(["# Acceptance", "", command, "", *parts]))
-    names = list_left(count, results)
+    write_report(results)
+    names = list_left(gpu_count, results)
     if names:
         print(f"Left: {', '.join(names)}. Repeat the same command.")
         sys.exit(3)

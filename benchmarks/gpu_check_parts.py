@@ -1,8 +1,9 @@
-"""The parts of benchmarks/gpu_check.py. Each runs in a process of the environment that it checks.
+"""Run one part of benchmarks/gpu_check.py in the environment that it checks.
 
     python benchmarks/gpu_check_parts.py imports|recipes|symbols|routes OUT.json [GPUS]
 
-OUT.json: {name: ""} for each thing that holds, or {name: reason}. For symbols: {name: signature}.
+GPUS, for `recipes`, is the number of simulated GPUs. OUT.json has {name: ""} for each check that
+passed, and {name: reason} for the others. For `symbols` it has {name: signature}.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ SOURCES = [
     *sorted(path for path in ROOT.glob("kit/**/*.py") if path.name != "__init__.py"),
 ]
 LIBRARIES = ("vllm", "verl")
-ROWS = 1100  # at least a batch of each recipe
+ROWS = 1100  # so that each recipe has a whole batch
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line."""
+    """Return the first line of an error."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     return lines[0][:500]
 
 
 def module_name(path: Path) -> str:
+    """Return the name of the module in a file."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
@@ -47,11 +49,14 @@ def module_name(path: Path) -> str:
 
 
 def check_imports() -> dict[str, str]:
-    """Import every module of the kit and of the root, without the patches for a CPU."""
+    """Import every module of the kit and of the root folder.
+
+    Modules of kit.cpu are imported in separate processes, because they patch verl for a CPU.
+    """
     results = {}
     for path in SOURCES:
         name = module_name(path)
-        if name.startswith("kit.cpu"):  # it would change verl's platform for the other modules
+        if name.startswith("kit.cpu"):
             code = f"import {name}"
             done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
             results[name] = done.stderr.strip().splitlines()[-1] if done.returncode else ""
@@ -68,7 +73,7 @@ def check_imports() -> dict[str, str]:
 
 
 def list_symbols() -> Iterator[tuple[str, str]]:
-    """(module, name) of all that the kit imports from vLLM and verl."""
+    """Yield (module, name) for each import from vLLM and verl. `import x` has the name ""."""
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
@@ -82,7 +87,7 @@ def list_symbols() -> Iterator[tuple[str, str]]:
 
 
 def list_attributes() -> set[str]:
-    """Every name that the kit reads from an object, or defines as a method."""
+    """Return all names that the kit reads as an attribute, or defines as a function."""
     names = set()
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -94,37 +99,47 @@ def list_attributes() -> set[str]:
 
 
 def signature(value: Any) -> str:
-    """The parameters of a function with their defaults, without types."""
+    """Return the parameters of a function with their defaults, without types.
+
+    Of other values, return the type's name.
+    """
     try:
-        found = inspect.signature(value)
+        parameters = inspect.signature(value).parameters.values()
     except (TypeError, ValueError):
         return type(value).__name__
-    empty = inspect.Parameter.empty
-    plain = [parameter.replace(annotation=empty) for parameter in found.parameters.values()]
-    return str(found.replace(parameters=plain, return_annotation=empty))[1:-1]
+    untyped = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
+    return str(inspect.Signature(untyped))[1:-1]
+
+
+def import_symbol(module: str, name: str) -> Any:
+    """Import a module, or a name or submodule of it. Raises the errors of the import."""
+    value = importlib.import_module(module)
+    if not name:
+        return value
+    if hasattr(value, name):
+        return getattr(value, name)
+    return importlib.import_module(f"{module}.{name}")
 
 
 def read_symbols() -> dict[str, str]:
-    """{symbol: signature} of all that the kit uses; of a class also the methods that it names."""
+    """Return {symbol: signature} of all that the kit imports from vLLM and verl.
+
+    Of a class, it also has the methods whose names occur in the kit.
+    """
     used = list_attributes()
     results = {}
     for module, name in sorted(set(list_symbols())):
-        full = f"{module}.{name}".rstrip(".")
+        symbol = f"{module}.{name}".rstrip(".")
         try:
-            value = importlib.import_module(module)
-            if name:
-                try:
-                    value = getattr(value, name)
-                except AttributeError:  # a module
-                    value = importlib.import_module(full)
+            value = import_symbol(module, name)
         except Exception as error:
-            results[full] = f"missing: {describe(error)}"
+            results[symbol] = f"missing: {describe(error)}"
             continue
-        results[full] = signature(value)
+        results[symbol] = signature(value)
         if inspect.isclass(value):
             for method in sorted(used & set(vars(value))):
                 if callable(getattr(value, method)):
-                    results[f"{full}.{method}"] = signature(getattr(value, method))
+                    results[f"{symbol}.{method}"] = signature(getattr(value, method))
     return results
 
 
@@ -132,7 +147,11 @@ def read_symbols() -> dict[str, str]:
 
 
 def write_models(folder: Path) -> None:
-    """Models of few parameters, with sizes that fp8 and Megatron can divide."""
+    """Write tiny models: a policy, one that reads images, and a reward model.
+
+    The sizes in the policy's config.json are those that fp8 and Megatron can divide. Its weights do
+    not have these sizes, and a dry run does not load them.
+    """
     import torch
     from tiny_models import make_model, make_vision_model
     from transformers import AutoModelForTokenClassification, AutoTokenizer
@@ -156,17 +175,17 @@ def write_models(folder: Path) -> None:
 
 
 def write_rows(folder: Path) -> None:
-    """Rows of Gym, rows of verl, and conversations."""
+    """Write rows of Gym, rows of verl, and conversations."""
     text = [{"role": "user", "content": "say 7"}]
     gym = {"responses_create_params": {"input": text}, "answer": "7", "expected_answer": "7"}
     verl = {"prompt": text, "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "7"}}
     chat = {"messages": [*text, {"role": "assistant", "content": "7"}]}
     for name, row in (("gym", gym), ("verl", verl), ("chat", chat)):
-        (folder / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * ROWS)
+        (folder / f"{name}.jsonl").write_text("".join([json.dumps(row) + "\n"] * ROWS))
 
 
 def list_recipes() -> dict[str, list[str]]:
-    """{recipe: the recipe files of its command}. A recipe that names no task is laid over math."""
+    """Return {recipe: the arguments of --config}. A recipe without rows is added to `math`."""
     import yaml
 
     recipes = {}
@@ -181,42 +200,48 @@ def list_recipes() -> dict[str, list[str]]:
 
 
 def make_changes(name: str, files: list[str], folder: Path, gpus: int) -> list[str]:
-    """The arguments that give a recipe rows and a model of this machine."""
-    from omegaconf import OmegaConf
-
-    from kit.config.load import load_config
-
-    config, _ = load_config(files, [])
-    rows = f"{folder}/gym.jsonl"
-    entries = ",".join(f"{{path: {rows}, server: {server}}}" for server in config.gym.servers)
-    verifier = OmegaConf.select(config, "env.verifier")
-    if verifier:
-        entries = f"{folder}/verl.jsonl" if verifier == "verl" else rows
-    if name == "sft":
-        entries = f"{folder}/chat.jsonl"
+    """Return key=value arguments that give a recipe rows and models in `folder`."""
+    key = "distillation.teacher_models.teacher_model.model_path"
     model = "vision" if name == "circle_click" else "policy"
     changes = [
         f"actor_rollout_ref.model.path={folder / model}",
-        f"env.train_files=[{entries}]",
+        f"env.train_files=[{choose_rows(name, files, folder)}]",
         "env.val_files=[]",
         f"trainer.n_gpus_per_node={gpus}",
         "trainer.device=cuda",
         f"trainer.experiment_name=gpu_check_{gpus}",
     ]
-    if name == "judge":
-        changes.append("gym.judges={judge_model: policy}")  # the address of the recipe is elsewhere
+    if name == "judge":  # the recipe's judge is on the internet
+        changes.append("gym.judges={judge_model: policy}")
     if name == "reward_model":
         changes.append(f"reward.reward_model.model_path={folder / 'scorer'}")
     if name == "distill":
-        key = "distillation.teacher_models.teacher_model.model_path"
         changes.append(f"{key}={folder / 'policy'}")
     if name == "megatron" and gpus == 1:
         changes.append("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1")
     return changes
 
 
+def choose_rows(name: str, files: list[str], folder: Path) -> str:
+    """Return the entries of env.train_files for a recipe: a file for each of its servers."""
+    from omegaconf import OmegaConf
+
+    from kit.config.load import load_config
+
+    if name == "sft":
+        return f"{folder}/chat.jsonl"
+    config, _ = load_config(files, [])
+    verifier = OmegaConf.select(config, "env.verifier")
+    if verifier == "verl":
+        return f"{folder}/verl.jsonl"
+    if verifier:
+        return f"{folder}/gym.jsonl"
+    path = f"{folder}/gym.jsonl"
+    return ",".join(f"{{path: {path}, server: {server}}}" for server in config.gym.servers)
+
+
 def check_recipe(name: str, files: list[str], folder: Path, gpus: int) -> str:
-    """Make a dry run, and give its engine arguments to vLLM's parser -> "", or the first error."""
+    """Make a dry run, and let vLLM parse the engine arguments. Returns "" or the first error."""
     from kit.runs import cli, summary
 
     command = "sft" if name == "sft" else "train"
@@ -224,7 +249,7 @@ def check_recipe(name: str, files: list[str], folder: Path, gpus: int) -> str:
         planned = cli.plan(files, make_changes(name, files, folder, gpus), command)
         text = summary.describe_dry_run(planned.config, planned.defaults, planned.inputs, command)
         if "nothing was started" not in text:
-            return "the dry run did not end"
+            return "the dry run did not print its last line"
         if planned.config.actor_rollout_ref.rollout.name == "vllm" and command == "train":
             parse_engine_arguments(planned.config)
     except (Exception, SystemExit) as error:
@@ -233,10 +258,10 @@ def check_recipe(name: str, files: list[str], folder: Path, gpus: int) -> str:
 
 
 def simulate_h100(gpus: int) -> None:
-    """Make vLLM take this machine for a node with H100.
+    """Have vLLM detect a node with H100 GPUs on this machine. No kernel runs.
 
-    vLLM's modules are imported before, as without a device: with one they load kernels, which need
-    libcuda, a part of the driver. No kernel runs here.
+    vLLM's modules are imported before that. If vLLM detects a GPU during the import, it loads
+    kernels. They need libcuda, which is a part of the driver.
     """
     importlib.import_module("verl.workers.rollout.vllm_rollout.vllm_async_server")
     sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
@@ -245,6 +270,8 @@ def simulate_h100(gpus: int) -> None:
     from vllm.platforms.interface import DeviceCapability
 
     class H100(CudaPlatformBase):
+        """vLLM's platform of a node with H100 GPUs."""
+
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
             return DeviceCapability(9, 0)
@@ -272,41 +299,50 @@ def simulate_h100(gpus: int) -> None:
         def num_compute_units(cls, device_id: int = 0) -> int:
             return 132
 
-    vllm.platforms.current_platform.__class__ = H100  # every module has this object
+    # Other modules have imported the object, so change its class.
+    vllm.platforms.current_platform.__class__ = H100
 
 
 def parse_engine_arguments(config: Any) -> None:
-    """Have verl's server make vLLM's arguments, and vLLM parse them and make its configuration.
+    """Make vLLM's arguments with verl's server, and vLLM's configuration from them.
 
-    Raises what these raise.
+    Raises the errors of verl and vLLM.
     """
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     class Server(vLLMHttpServer):
-        """verl's server without a device: it stops where vLLM would start."""
+        """verl's server, which stops before vLLM starts."""
 
         def __init__(self) -> None:
             self.config = self._init_config(config.actor_rollout_ref.rollout)
             self.model_config = self._init_model_config(config.actor_rollout_ref.model)
-            self.replica_rank = 1  # verl prints the arguments of replica 0
-            self.node_rank, self.nnodes = 0, 1
+            self.replica_rank = 1  # not 0, because verl prints the arguments of replica 0
+            self.node_rank = 0
+            self.nnodes = 1
             self._disaggregation_role = "null"
 
         def _should_profile(self) -> bool:
             return False
 
         async def run_server(self, args: Any) -> None:
-            self.engine = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+            self.engine_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
 
     server = Server()
     asyncio.run(server.launch_server())
-    sequences = server.engine.scheduler_config.max_num_seqs
+    sequences = server.engine_config.scheduler_config.max_num_seqs
     assert sequences == config.actor_rollout_ref.rollout.max_num_seqs, sequences
 
 
+# Recipes that are also checked without flash-attn. Of these, only `math` trains without it.
+WITHOUT_FLASH_ATTENTION = ("math", "ppo", "reward_model", "turn_gae")
+
+
 def check_recipes(gpus: int) -> dict[str, str]:
-    """Dry runs on a simulated node, with flash-attn and, where it is not installed, without."""
+    """Check all recipes on a simulated node, as if flash-attn were installed.
+
+    If it is not installed, also check some recipes without it.
+    """
     import fake_nvidia_smi
 
     from kit.extras.preflight import attention
@@ -316,27 +352,37 @@ def check_recipes(gpus: int) -> dict[str, str]:
     simulate_h100(gpus)
     write_models(folder)
     write_rows(folder)
-    installed: Callable[[str], bool] = attention.is_installed
-    has_flash_attention = installed("flash_attn")
+    is_installed: Callable[[str], bool] = attention.is_installed
+    has_flash_attention = is_installed("flash_attn")
     results = {}
+
+    def is_installed_or_flash_attention(package: str) -> bool:
+        return package == "flash_attn" or is_installed(package)
+
     for name, files in list_recipes().items():
-        attention.is_installed = lambda package: package == "flash_attn" or installed(package)
+        attention.is_installed = is_installed_or_flash_attention
         results[name] = check_recipe(name, files, folder, gpus)
-        attention.is_installed = installed
-        if name in ("math", "ppo", "reward_model", "turn_gae") and not has_flash_attention:
+        attention.is_installed = is_installed
+        if name in WITHOUT_FLASH_ATTENTION and not has_flash_attention:
             reason = check_recipe(name, files, folder, gpus)
-            is_refused = reason.startswith("kit.errors.ConfigError: flash-attn is not installed")
-            expected = is_refused if name != "math" else not reason
-            results[f"{name} without flash-attn"] = "" if expected else reason or "not refused"
+            results[f"{name} without flash-attn"] = check_refusal(name, reason)
     shutil.rmtree(folder)
     return results
+
+
+def check_refusal(name: str, reason: str) -> str:
+    """Check the result of a recipe without flash-attn. Returns "" if it is as expected."""
+    if name == "math":
+        return reason
+    is_refused = reason.startswith("kit.errors.ConfigError: flash-attn is not installed")
+    return "" if is_refused else reason or "not refused"
 
 
 # --- routes --------------------------------------------------------------------------------------
 
 
-class TestReports:
-    """A plugin of pytest that collects the result of each test."""
+class TestResults:
+    """A plugin of pytest that collects {test: last line of its failure, or ""}."""
 
     def __init__(self) -> None:
         self.results: dict[str, str] = {}
@@ -349,14 +395,17 @@ class TestReports:
 
 
 def check_routes() -> dict[str, str]:
-    """Run the tests of vLLM's HTTP routes. vLLM parses its arguments only if there is a device."""
+    """Run the tests of vLLM's HTTP routes.
+
+    vLLM parses its arguments only if it detects a device, so an H100 is simulated.
+    """
     import pytest
 
     simulate_h100(1)
-    reports = TestReports()
+    collected = TestResults()
     test_file = ROOT / "tests" / "rollout" / "test_vllm_routes.py"
-    pytest.main(["-p", "no:cacheprovider", str(test_file)], plugins=[reports])
-    return reports.results or {str(test_file): "no test ran"}
+    pytest.main(["-p", "no:cacheprovider", str(test_file)], plugins=[collected])
+    return collected.results or {str(test_file): "no test ran"}
 
 
 def main() -> None:

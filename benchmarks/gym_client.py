@@ -1,17 +1,20 @@
-"""Requests per second of Quintet's Gym client and of raw aiohttp, against a verifier that takes 20
-ms.
+"""Compare the requests per second of Quintet's Gym client and of plain aiohttp.
 
     python benchmarks/gym_client.py [--rounds 10] [--episodes 2048]
 
-The verifier is a FastAPI server in a separate process. Each round sends all episodes together (two
-posts each: /seed_session and /verify, about 2 kB either way), once through `Gym` and once through
-one aiohttp.ClientSession without a connection limit, in turns. Held against: 0.8 of raw aiohttp's
-requests/s, and memory after the last round within 5% of that after the third. Both sides share the
-cores with the server: compare the ratio only.
+The verifier is a FastAPI server in a separate process. It takes 20 ms for an answer. In each round,
+all episodes run concurrently, once through `gym_client.Gym` and once through one
+aiohttp.ClientSession without a connection limit. The two sides take turns to go first. An episode
+sends two requests of about 2 kB, /seed_session and /verify, and gets about 2 kB back.
+
+The goals are at least 0.8 of aiohttp's requests per second, and at most 5% more memory after the
+last round than after the third. The exit status is 1 if a goal is missed. The server shares the
+cores with both sides, so compare only the ratio.
 """
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -21,8 +24,10 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import aiohttp
 import psutil
@@ -30,88 +35,97 @@ import uvicorn
 from fastapi import FastAPI, Response
 from pydantic import BaseModel, ConfigDict
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # before this folder, which has a gym_client too
+# Before this folder, which has a gym_client too.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from gym_client import Gym, message_response
 
 ROW = {
     "responses_create_params": {"input": [{"role": "user", "content": "What is 3 + 4? " * 100}]},
     "answer": "7",
 }
+MIN_RATIO = 0.8  # of aiohttp's requests per second
+MAX_MEMORY_GROWTH = 0.05  # after the third round
+KEEP_ALIVE_S = 30  # Gym's servers also keep idle connections for so long
 app = FastAPI()
 
 
 class Body(BaseModel):
+    """A JSON object with any fields."""
+
     model_config = ConfigDict(extra="allow")
 
 
 @app.post("/seed_session")
 async def seed_session(body: Body, response: Response) -> dict:
+    """Set a session cookie."""
     response.set_cookie("session", os.urandom(16).hex())
     return {}
 
 
 @app.post("/verify")
 async def verify(body: Body) -> Body:
+    """Return the row with a reward, as Gym's servers do."""
     await asyncio.sleep(0.02)
-    return Body(**body.model_extra, reward=1.0)  # Gym's servers send the row back too
+    return Body(**body.model_extra, reward=1.0)
 
 
-async def through_kit(gym: Gym) -> float:
+async def verify_through_kit(gym: Gym) -> float:
+    """Run one episode through Quintet's client, and return its reward."""
     async with gym.session("slow", ROW) as session:
         return (await session.verify(message_response("7"))).reward
 
 
-async def through_aiohttp(http: aiohttp.ClientSession, url: str) -> float:
+async def verify_through_aiohttp(http: aiohttp.ClientSession, url: str) -> float:
+    """Run one episode through aiohttp, and return its reward."""
     async with http.post(f"{url}/seed_session", json=ROW) as answer:
         await answer.json()
-    async with http.post(
-        f"{url}/verify", json={**ROW, "response": message_response("7")}
-    ) as answer:
+    body = {**ROW, "response": message_response("7")}
+    async with http.post(f"{url}/verify", json=body) as answer:
         return (await answer.json())["reward"]
 
 
-async def measure(
-    url: str, rounds: int, episodes: int
-) -> tuple[dict[str, list[float]], list[float]]:
-    """Requests/s of each side in each round, and this process's memory in MB after each round."""
-    rates: dict[str, list[float]] = {"kit": [], "aiohttp": []}
-    memory = []
+class Measurement(NamedTuple):
+    """The values of each round."""
+
+    rates: dict[str, list[float]]  # requests per second, by side
+    memory_mb: list[float]  # of this process, after the round
+
+
+async def measure(url: str, rounds: int, episodes: int) -> Measurement:
+    """Run all rounds, and print a line for each."""
+    result = Measurement({"kit": [], "aiohttp": []}, [])
     raw = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
     async with Gym({"slow": url}, concurrency=episodes) as gym, raw as http:
-        sides = {"kit": lambda: through_kit(gym), "aiohttp": lambda: through_aiohttp(http, url)}
+        sides = {
+            "kit": lambda: verify_through_kit(gym),
+            "aiohttp": lambda: verify_through_aiohttp(http, url),
+        }
         for i in range(rounds):
-            for side in sorted(
-                sides, reverse=i % 2 == 1
-            ):  # the other one first in every second round
-                start = time.perf_counter()
+            for side in sorted(sides, reverse=i % 2 == 1):  # the other side first in every second
+                begin = time.perf_counter()
                 rewards = await asyncio.gather(*(sides[side]() for _ in range(episodes)))
-                rates[side].append(2 * episodes / (time.perf_counter() - start))
+                result.rates[side].append(2 * episodes / (time.perf_counter() - begin))
                 assert rewards == [1.0] * episodes
             gc.collect()
-            memory.append(psutil.Process().memory_info().rss / 1e6)
+            result.memory_mb.append(psutil.Process().memory_info().rss / 1e6)
+            rates = [result.rates[side][-1] for side in ("kit", "aiohttp")]
             print(
-                f"{i + 1:5d}{rates['kit'][-1]:10.0f}{rates['aiohttp'][-1]:10.0f}{memory[-1]:10.1f}",
+                f"{i + 1:5d}{rates[0]:10.0f}{rates[1]:10.0f}{result.memory_mb[-1]:10.1f}",
                 flush=True,
             )
-    return rates, memory
+    return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--episodes", type=int, default=2048)
-    parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.serve:  # nemo-gym's own servers keep idle connections for 30 s as well
-        return uvicorn.run(
-            app, port=args.serve, log_level="warning", access_log=False, timeout_keep_alive=30
-        )
-
-    load = os.getloadavg()[0]
+def find_free_port() -> int:
+    """Return a port on which nothing listens now."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running_verifier() -> Iterator[str]:
+    """Start the verifier in a separate process, and yield its URL once it listens."""
+    port = find_free_port()
     server = subprocess.Popen([sys.executable, __file__, "--serve", str(port)])
     try:
         while True:
@@ -122,19 +136,47 @@ def main() -> None:
                 if server.poll() is not None:
                     sys.exit(f"the verifier exited with status {server.returncode}")
                 time.sleep(0.1)
-        print("round   kit r/s   raw r/s    RSS MB")
-        rates, memory = asyncio.run(measure(f"http://127.0.0.1:{port}", args.rounds, args.episodes))
+        yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
         server.wait()
-    kit, raw = (statistics.median(rates[side]) for side in ("kit", "aiohttp"))
+
+
+def serve(port: int) -> None:
+    """Serve the verifier until the process is terminated."""
+    uvicorn.run(
+        app,
+        port=port,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--episodes", type=int, default=2048, help="of each round and side")
+    parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.serve)
+        return
+    load = os.getloadavg()[0]
+    with running_verifier() as url:
+        print("round   kit r/s   raw r/s    RSS MB")
+        measurement = asyncio.run(measure(url, args.rounds, args.episodes))
+    kit = statistics.median(measurement.rates["kit"])
+    raw = statistics.median(measurement.rates["aiohttp"])
+    memory_mb = measurement.memory_mb
+    third = memory_mb[min(2, len(memory_mb) - 1)]
     result = {
         "benchmark": "gym_client",
         "date": time.strftime("%Y-%m-%d"),
         "kit_requests_per_s": round(kit),
         "aiohttp_requests_per_s": round(raw),
-        "ratio": round(kit / raw, 2),  # at least 0.8
-        "memory_growth": round(memory[-1] / memory[min(2, len(memory) - 1)] - 1, 3),  # at most 0.05
+        "ratio": round(kit / raw, 2),
+        "memory_growth": round(memory_mb[-1] / third - 1, 3),
         "load_before": round(load, 2),
         "cores": len(os.sched_getaffinity(0)),
         "machine": platform.machine(),
@@ -142,7 +184,7 @@ def main() -> None:
         **{package: version(package) for package in ("aiohttp", "httpx", "fastapi", "uvicorn")},
     }
     print(json.dumps(result))
-    sys.exit(result["ratio"] < 0.8 or result["memory_growth"] > 0.05)
+    sys.exit(result["ratio"] < MIN_RATIO or result["memory_growth"] > MAX_MEMORY_GROWTH)
 
 
 if __name__ == "__main__":

