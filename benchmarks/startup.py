@@ -111,8 +111,8 @@ def measure(label: str, changes: list[str]) -> dict[str, Any]:
     cpu_s = sum(line["cpu_s"] for line in lines)
     print(
         f"\n{label} disk cache: first response after {first:.1f} s. The recipe was checked after "
-        f"{checks:.1f} s, and all processes had started after {checks + start:.1f} s. They used "
-        f"{cpu_s:.1f} CPU seconds.\n"
+        f"{checks:.1f} s, and all processes had started after {checks + start:.1f} s. Until the "
+        f"first response, they used {cpu_s:.1f} CPU seconds.\n"
     )
     print(f"{'process':<24}{'starts, s':>10}{'CPU, s':>10}{'busy from':>12}{'to':>8}")
     for line in lines:
