@@ -352,9 +352,9 @@ def check_file(
     unchanged = Mutant(file, "", 0, [], "no edit", source)
     (control,) = try_mutants(file, [unchanged], measured, 1, math.inf)
     if control["result"] != "survived":
+        problem = f"{control['by']} fails" if control["by"] else "the tests take too long"
         raise SystemExit(
-            f"{file}: {control['by'] or 'a timeout'} in a forked process with the unchanged "
-            "source. Make its tests pass there."
+            f"{file}: {problem} in a forked process with the unchanged source. Correct the tests."
         )
     path = RESULTS / f"{file.replace('/', '.')}.jsonl"
     keys = {"source": digest(ROOT / file), "tests": digest(*(ROOT / test for test in tests))}

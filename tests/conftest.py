@@ -279,7 +279,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "stack" in item.fixturenames or item.path.stem in STARTS_RUNS:
             item.add_marker(pytest.mark.xdist_group("stack"))
-        elif "chromium" in item.fixturenames:  # which two processes cannot fetch together
+        elif "chromium" in item.fixturenames:  # two processes must not unpack it together
             item.add_marker(pytest.mark.xdist_group("chromium"))
     for item in items:
         if not item.get_closest_marker("timeout"):
