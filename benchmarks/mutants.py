@@ -1,4 +1,4 @@
-"""The small bugs that benchmarks/mutate.py plants: edits of one expression or statement each."""
+"""The small bugs that benchmarks/mutate.py plants. Each edits one expression or statement."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Mod: ast.Mult,
     ast.Pow: ast.Mult,
 }
-MESSAGE = re.compile(r"[A-Za-z;:,] |\s[A-Za-z]")  # an f-string with such a part is read by people
-NO_MUTATE = "# pragma: no mutate"
-TALK = {
+# An f-string with such a part is a message for people. Messages are not mutated.
+MESSAGE = re.compile(r"[A-Za-z;:,] |\s[A-Za-z]")
+NO_MUTATE = "# pragma: no mutate"  # in a line that is not mutated
+# functions and exceptions whose arguments are messages
+MESSAGE_CALLS = {
     "say",
     "print",
     "GymError",
@@ -52,58 +54,67 @@ class Mutant:
     file: str
     function: str  # qualified name; empty at module level
     line: int
-    lines: list[int]  # one of which a test must execute to notice; empty for what runs at import
-    edit: str  # for people: old -> new
+    lines: list[int]  # a test can notice the edit if it executes one; empty: they run at import
+    edit: str  # a description: old -> new
     source: str
-    number: int = 0  # how many equal edits the same function has before it
+    number: int = 0  # how many earlier edits of the function have the same description
 
     @property
     def name(self) -> str:
-        again = f" @{self.number}" if self.number else ""
-        return f"{self.function}: {self.edit}{again}"
+        suffix = f" @{self.number}" if self.number else ""
+        return f"{self.function}: {self.edit}{suffix}"
 
     def record(self, result: str, by: str) -> dict[str, Any]:
+        """Return a line of the results. by: the test that failed, or why no test ran."""
         return {"mutant": self.name, "line": self.line, "result": result, "by": by}
 
 
 def plant(file: str, source: str, bug: dict[str, str]) -> Mutant:
-    """A bug of mutate.yaml. Raises SystemExit if its snippet is not once in its function."""
+    """Return the mutant of a bug in mutate.yaml.
+
+    Raises SystemExit if the function does not have the bug's `old` text exactly once.
+    """
     functions = dict(functions_of(ast.parse(source)))
     if bug["function"] not in functions:
         raise SystemExit(
-            f"mutate.yaml: {file} has no function {bug['function']}; name the one that has "
-            f"{bug['old']!r}"
+            f"mutate.yaml: {file} has no function {bug['function']}. Name the function that has "
+            f"{bug['old']!r}."
         )
     node = functions[bug["function"]]
     lines = source.splitlines(keepends=True)
     begin = sum(map(len, lines[: node.lineno - 1]))
     end = sum(map(len, lines[: node.end_lineno]))
     body = source[begin:end]
-    if body.count(bug["old"]) != 1:
-        found = body.count(bug["old"])
+    count = body.count(bug["old"])
+    if count != 1:
         raise SystemExit(
-            f"mutate.yaml: {file} {bug['function']} has {bug['old']!r} {found} times; give it once"
+            f"mutate.yaml: {bug['function']} of {file} has {bug['old']!r} {count} times. "
+            "Choose a text that it has once."
         )
     mutated = source[:begin] + body.replace(bug["old"], bug["new"]) + source[end:]
     compile(mutated, file, "exec")
     line = source.count("\n", 0, begin + body.index(bug["old"])) + 1
-    span = list(range(line, line + bug["old"].count("\n") + 1))
+    edited = range(line, line + bug["old"].count("\n") + 1)
     edit = f"planted: {bug['old']} -> {bug['new']}"
-    covered = sorted({*span, *(number for at in span for number in statement_lines(node, at))})
-    return Mutant(file, bug["function"], line, covered, edit, mutated)
+    lines_to_execute = set(edited)
+    for edited_line in edited:
+        lines_to_execute.update(statement_lines(node, edited_line))
+    return Mutant(file, bug["function"], line, sorted(lines_to_execute), edit, mutated)
 
 
 def statement_lines(function: ast.AST, line: int) -> range:
-    """The lines of the innermost statement of `function` at `line`."""
+    """Return the lines of the innermost statement of `function` at `line`."""
     spans = [own_lines(node) for node in ast.walk(function) if isinstance(node, ast.stmt)]
     return min((span for span in spans if line in span), key=len, default=range(line, line + 1))
 
 
 def shorten(text: str) -> str:
+    """Cut the middle out of a text of more than 60 characters."""
     return text if len(text) <= 60 else f"{text[:40]} ... {text[-15:]}"
 
 
 def functions_of(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (qualified name, node) of each function in `tree`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             if not isinstance(node, ast.ClassDef):
@@ -114,7 +125,7 @@ def functions_of(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def own_lines(node: ast.stmt) -> range:
-    """A statement's lines without those of its body."""
+    """Return the lines of a statement, without those of its body."""
     body = getattr(node, "body", None)
     if isinstance(body, list) and body:
         return range(node.lineno, max(node.lineno + 1, body[0].lineno))
@@ -122,64 +133,67 @@ def own_lines(node: ast.stmt) -> range:
 
 
 def find_mutants(file: str, source: str) -> list[Mutant]:
-    """Every mutant of a file that compiles, in the order of its lines."""
+    """Return all mutants of a file that compile, in the order of their lines."""
     visitor = Visitor(file, source)
     visitor.visit(ast.parse(source))
     return visitor.mutants
 
 
 class Visitor:
-    """Walks a module, and edits one node at a time."""
+    """Walks through a module and makes a mutant of each edit of a node."""
 
     def __init__(self, file: str, source: str):
         self.file = file
         self.source = source
-        self.rows = source.splitlines(keepends=True)
-        self.starts = [0]
-        for row in self.rows:
-            self.starts.append(self.starts[-1] + len(row))
+        self.source_lines = source.splitlines(keepends=True)
+        self.starts = [0]  # the index in `source` at which each line begins
+        for line in self.source_lines:
+            self.starts.append(self.starts[-1] + len(line))
         self.mutants: list[Mutant] = []
-        self.seen: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # mutants by name
+        # where the visitor is now: in these classes and functions, and in this statement
         self.names: list[str] = []
         self.functions: list[Any] = []
         self.statement: ast.stmt | None = None
 
-    def at(self, line: int, column: int) -> int:
-        """The place in the source of a column, which ast counts in bytes."""
-        return self.starts[line - 1] + len(self.rows[line - 1].encode()[:column].decode())
+    def find_index(self, line: int, column: int) -> int:
+        """Return the index in the source of a position. ast counts columns in bytes."""
+        before = self.source_lines[line - 1].encode()[:column].decode()
+        return self.starts[line - 1] + len(before)
 
     def edit(self, node: Any, new: str, label: str = "") -> None:
-        begin = self.at(node.lineno, node.col_offset)
-        end = self.at(node.end_lineno, node.end_col_offset)
+        """Add the mutant that has `new` instead of the node, if it compiles."""
+        begin = self.find_index(node.lineno, node.col_offset)
+        end = self.find_index(node.end_lineno, node.end_col_offset)
         mutated = self.source[:begin] + new + self.source[end:]
         try:
             compile(mutated, self.file, "exec")
         except SyntaxError:
             return
-        lines = self.lines()
-        if any(
-            NO_MUTATE in self.rows[line - 1] for line in range(node.lineno, node.end_lineno + 1)
-        ):
+        if any(NO_MUTATE in line for line in self.source_lines[node.lineno - 1 : node.end_lineno]):
             return
         name = ".".join(self.names)
         label = label or f"{shorten(ast.unparse(node))} -> {shorten(new)}"
-        made = Mutant(self.file, name, node.lineno, lines, label, mutated)
-        made.number = self.seen[made.name]
-        self.seen[made.name] += 1
-        self.mutants.append(made)
+        lines = self.lines_to_execute()
+        mutant = Mutant(self.file, name, node.lineno, lines, label, mutated)
+        mutant.number = self.counts[mutant.name]
+        self.counts[mutant.name] += 1
+        self.mutants.append(mutant)
 
     def change(self, node: Any, label: str = "", **fields: Any) -> None:
+        """Add the mutant in which the node has other values in some fields."""
         changed = copy.copy(node)
         for name, value in fields.items():
             setattr(changed, name, value)
         text = ast.unparse(changed)
         self.edit(node, text if isinstance(node, ast.stmt) else f"({text})", label)
 
-    def lines(self) -> list[int]:
+    def lines_to_execute(self) -> list[int]:
+        """Return `Mutant.lines` of the current statement."""
         if not self.functions or self.statement is None:
             return []
         function = self.functions[-1]
-        if self.statement is function:  # defaults of its parameters
+        if self.statement is function:  # the edit is in a default of a parameter
             return list(range(function.body[0].lineno, function.end_lineno + 1))
         return list(own_lines(self.statement))
 
@@ -201,13 +215,13 @@ class Visitor:
             return
         if (
             isinstance(node, ast.Call)
-            and getattr(node.func, "attr", getattr(node.func, "id", "")) in TALK
+            and getattr(node.func, "attr", getattr(node.func, "id", "")) in MESSAGE_CALLS
         ):
             return
         if isinstance(node, ast.stmt):
             self.statement = node
         self.mutate(node)
-        if isinstance(node, ast.JoinedStr):  # Python 3.11 does not know where its parts stand
+        if isinstance(node, ast.JoinedStr):  # Python 3.11 has no positions for its parts
             return
         for child in ast.iter_child_nodes(node):
             statement = self.statement
@@ -229,7 +243,7 @@ class Visitor:
         self.names.pop()
 
     def mutate(self, node: Any) -> None:
-        """The edits of one node."""
+        """Make the mutants of one node."""
         function = getattr(self, f"mutate_{type(node).__name__.lower()}", None)
         if function:
             function(node)
@@ -250,9 +264,8 @@ class Visitor:
     def mutate_binop(self, node: ast.BinOp) -> None:
         if type(node.op) in OPERATORS:
             self.change(node, op=OPERATORS[type(node.op)]())
-        elif isinstance(node.op, ast.BitOr) and not isinstance(
-            node.right, ast.Constant
-        ):  # a type that may be None
+        # `X | None` is a type, and not mutated
+        elif isinstance(node.op, ast.BitOr) and not isinstance(node.right, ast.Constant):
             self.edit(node, f"({ast.unparse(node.left)})")
 
     def mutate_augassign(self, node: ast.AugAssign) -> None:
@@ -267,11 +280,11 @@ class Visitor:
 
     def mutate_expr(self, node: ast.Expr) -> None:
         value = node.value.value if isinstance(node.value, ast.Await) else node.value
-        talk = (
+        is_message = (
             isinstance(value, ast.Call)
-            and getattr(value.func, "attr", getattr(value.func, "id", "")) in TALK
+            and getattr(value.func, "attr", getattr(value.func, "id", "")) in MESSAGE_CALLS
         )
-        if not isinstance(value, ast.Constant) and not talk:
+        if not isinstance(value, ast.Constant) and not is_message:
             self.edit(node, "pass")
 
     def mutate_return(self, node: ast.Return) -> None:
@@ -313,16 +326,16 @@ class Visitor:
 
     def mutate_dict(self, node: ast.Dict) -> None:
         for i in range(len(node.keys)):
-            keys, values = list(node.keys), list(node.values)
-            # type: ignore[arg-type]
-            name = ast.unparse(keys[i]) if keys[i] else "**" + ast.unparse(values[i])
+            key = node.keys[i]
+            name = ast.unparse(key) if key else "**" + ast.unparse(node.values[i])
             label = f"drop {name} of a dict"
-            del keys[i], values[i]
+            keys = node.keys[:i] + node.keys[i + 1 :]
+            values = node.values[:i] + node.values[i + 1 :]
             self.change(node, label, keys=keys, values=values)
 
     def mutate_joinedstr(self, node: ast.JoinedStr) -> None:
-        words = [part.value for part in node.values if isinstance(part, ast.Constant)]
-        if any(MESSAGE.search(word) for word in words):
+        texts = [part.value for part in node.values if isinstance(part, ast.Constant)]
+        if any(MESSAGE.search(text) for text in texts):
             return
         for i, part in enumerate(node.values):
             if isinstance(part, ast.FormattedValue):

@@ -1,21 +1,26 @@
-"""Plant small bugs, one at a time, and list those that the fast tests do not catch: `make mutate`.
+"""Plant small bugs, one at a time, and list those that the fast tests do not catch.
 
-    .venv/bin/python benchmarks/mutate.py                      every file of mutate.yaml
-    .venv/bin/python benchmarks/mutate.py --only training.py     one file
-    .venv/bin/python benchmarks/mutate.py --only training.py --planted     its planted bugs
+    make mutate                                                          all files of mutate.yaml
+    .venv/bin/python benchmarks/mutate.py --only training.py             one file
+    .venv/bin/python benchmarks/mutate.py --only training.py --planted   the bugs written by hand
 
-A mutant is a file with one edit. verl takes a minute to import, so that each mutant is tried in a
-process forked from one that has imported every library, but no module of the project and no test:
+A mutant is a file with one edit. For each file:
 
-1. The tests of a file run once, unchanged. That gives the lines of the file that each test
-executes, and its seconds. 2. Each mutant is tried by the tests that execute its line, the fastest
-first, until one fails. A mutant that no test
-   executes survives. A mutant whose tests take far longer than before is caught, as a timeout.
+1. The tests of the file run once on the unchanged source. This measures the time of each test and
+   the lines of the file that it executes.
+2. The tests that execute the mutant's lines run on each mutant, the fastest test first, until one
+   fails. Then the mutant is caught. If the tests take far longer than before, it counts as caught,
+   with the result `timeout`. If no test fails, or no test executes the lines, the mutant survives.
 
-Results go to runs/mutate/<file>.jsonl. A second run skips the mutants that were caught in the same
-source, and the survivors if the tests have not changed. mutate.yaml holds the tests of each file,
-the bugs planted by hand, and the survivors that are accepted, with the reason. Exits with 1 if
-fewer than 85% of a required file's mutants are caught.
+verl takes a minute to import. So each mutant is tested in a forked process. Its parent has imported
+all libraries, but no tests and no modules of the project.
+
+Results are in runs/mutate/<file>.jsonl. If you run the command again, it skips mutants that were
+caught in the same source. It skips survivors only if the tests have not changed either.
+
+mutate.yaml lists the tests of each file, the bugs written by hand, and the accepted survivors with
+their reasons. The exit status is 1 if fewer than 85% of a required file's mutants are caught, or if
+there was no time for all mutants.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ import gc
 import hashlib
 import importlib
 import importlib.machinery
+import importlib.util
 import json
 import math
 import os
@@ -47,6 +53,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 from mutants import Mutant, find_mutants, plant  # noqa: E402
 
 RESULTS = ROOT / "runs" / "mutate"
+# Prefixes of the project's own modules, which each forked process imports again. The modules in
+# tests/ import the others.
 PROJECT = (
     "algorithm",
     "inference",
@@ -56,34 +64,22 @@ PROJECT = (
     "gym_messages",
     "kit",
     "templates",
-    "conftest",
-    "test_",
-    # helpers of the tests, which import the modules above
-    "fault_server",
-    "http_doubles",
-    "judge_doubles",
-    "learning",
-    "rollout_doubles",
-    "tiny_models",
-    "trainer_doubles",
-    "turn_doubles",
-    "worker_doubles",
-    "verifier_helpers",
+    *(path.stem for path in (ROOT / "tests").rglob("*.py")),
 )
-KEPT = (
-    "kit.cpu.platform",
-    "kit.rollout.verl_patches",
-)  # which verl imports, and which change verl: once a process
-SLOW_TEST_S = 8.0
-REQUIRED = 0.85
-FIXTURES = {"stack", "values", "chromium"}  # tests that use one start the whole stack, or a browser
+# verl imports these modules, and they patch verl. A process can import them only once.
+KEPT = ("kit.cpu.platform", "kit.rollout.verl_patches")
+SLOW_TEST_S = 8.0  # slower tests are not used
+REQUIRED = 0.85  # fraction of the mutants of a required file that must be caught
+SLOW_FIXTURES = {"stack", "values", "chromium"}  # they start the whole stack, or a browser
 
 
 def is_project(name: str) -> bool:
+    """Whether a module belongs to the project, and is imported again in each forked process."""
     return name.startswith(PROJECT) and not name.startswith(KEPT)
 
 
 def digest(*paths: Path) -> str:
+    """Return a short hash of the contents of some files."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
 
 
@@ -91,7 +87,7 @@ def digest(*paths: Path) -> str:
 
 
 def warm(names: list[str]) -> None:
-    """Import what the tests need, then forget the project's own modules."""
+    """Import all that the tests need. Then remove the project's modules from sys.modules."""
     os.environ |= {
         "VERL_PLATFORM": "cpu",
         "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform,kit.rollout.verl_patches",
@@ -105,12 +101,13 @@ def warm(names: list[str]) -> None:
     for name in [name for name in sys.modules if is_project(name)]:
         del sys.modules[name]
     gc.collect()
-    # or each child's garbage collector goes over, and copies, all that is imported here: 10 s
+    # Otherwise the garbage collector of each child visits all objects that are imported here. That
+    # copies their memory, which takes 10 s.
     gc.freeze()
 
 
 class Finder:
-    """Imports the mutated source in place of the file's; everything else is imported as usual."""
+    """A finder for sys.meta_path. It imports `source` instead of the text of `file`."""
 
     def __init__(self, file: str, source: str):
         self.name = file.removesuffix(".py").replace("/", ".")
@@ -121,33 +118,34 @@ class Finder:
         if name != self.name:
             return None
         loader = importlib.machinery.SourceFileLoader(name, self.path)
-        # type: ignore[method-assign]
         loader.get_code = lambda _: compile(self.source, self.path, "exec")
         return importlib.util.spec_from_file_location(name, self.path, loader=loader)
 
 
 class Plugin:
-    """pytest's: chooses the tests, and writes down what each did."""
+    """A plugin of pytest. It selects tests, and records their times, failures and lines of `file`.
+
+    chosen: seconds of each test to run, by node id. None: all tests without SLOW_FIXTURES.
+    """
 
     def __init__(self, file: str, chosen: dict[str, float] | None):
         self.path = str(ROOT / file)
         self.chosen = chosen
-        self.lines: dict[str, set[int]] = defaultdict(
-            set
-        )  # by test; "" for the import of the module
+        # executed lines of `file` by test; "" has those that ran before the first test
+        self.lines: dict[str, set[int]] = defaultdict(set)
         self.seconds: dict[str, float] = defaultdict(float)
         self.failed: list[str] = []
-        self.now = ""
+        self.current_test = ""
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         if self.chosen is None:
-            items[:] = [item for item in items if not FIXTURES & set(item.fixturenames)]
+            items[:] = [item for item in items if not SLOW_FIXTURES & set(item.fixturenames)]
         else:
             items[:] = [item for item in items if item.nodeid in self.chosen]
             items.sort(key=lambda item: self.chosen[item.nodeid])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.now = nodeid
+        self.current_test = nodeid
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.seconds[report.nodeid] += report.duration
@@ -155,15 +153,15 @@ class Plugin:
             self.failed.append(report.nodeid)
 
     def trace(self, frame: Any, event: str, _: Any) -> Any:
-        """Python's trace function: notes the lines of the file that are executed."""
+        """A trace function for sys.settrace. It records the executed lines of the file."""
         if frame.f_code.co_filename != self.path:
             return None
-        self.lines[self.now].add(frame.f_lineno)
+        self.lines[self.current_test].add(frame.f_lineno)
         return self.trace
 
 
-def in_child(work: Any, log: Path) -> int:
-    """Fork a process that calls `work` with its output in `log`; its id."""
+def start_child(work: Any, log: Path) -> int:
+    """Fork a process that calls `work` and writes its output to `log`. Return its process id."""
     pid = os.fork()
     if pid:
         return pid
@@ -179,14 +177,22 @@ def in_child(work: Any, log: Path) -> int:
         os._exit(code)
 
 
-def run_tests(plugin: Plugin, files: list[str], place: Path, *more: str) -> int:
+def run_tests(plugin: Plugin, files: list[str], temporary: Path, *more: str) -> int:
+    """Run pytest in this process. Return its exit status."""
     import pytest
 
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     plugins = [
         f"-pno:{name}" for name in ("cacheprovider", "unraisableexception", "threadexception")
     ]
-    arguments = ["-q", *plugins, "--assert=plain", "--durations=0", f"--basetemp={place}", *more]
+    arguments = [
+        "-q",
+        *plugins,
+        "--assert=plain",
+        "--durations=0",
+        f"--basetemp={temporary}",
+        *more,
+    ]
     return int(pytest.main([*arguments, *files], plugins=[plugin]))
 
 
@@ -194,15 +200,16 @@ def run_tests(plugin: Plugin, files: list[str], place: Path, *more: str) -> int:
 
 
 def measure(file: str, tests: list[str], folder: Path) -> dict[str, Any]:
-    """The seconds and the lines of each test of `file`, from runs/mutate if neither it nor they
-    have changed.
+    """Measure the seconds of each test of `file`, and the lines of `file` that it executes.
+
+    If neither the file nor its tests have changed, read an earlier result from runs/mutate.
     """
-    kept = RESULTS / f"{file.replace('/', '.')}.lines.json"
+    saved = RESULTS / f"{file.replace('/', '.')}.lines.json"
     key = digest(ROOT / file, *(ROOT / test for test in tests))
-    if kept.is_file():
-        found = json.loads(kept.read_text())
-        if found["key"] == key:
-            return found
+    if saved.is_file():
+        measured = json.loads(saved.read_text())
+        if measured["key"] == key:
+            return measured
     plugin = Plugin(file, None)
 
     def work() -> int:
@@ -210,33 +217,28 @@ def measure(file: str, tests: list[str], folder: Path) -> dict[str, Any]:
         sys.settrace(plugin.trace)
         code = run_tests(plugin, tests, folder / "unchanged")
         sys.settrace(None)
-        lines = {name: sorted(found) for name, found in plugin.lines.items()}
-        names = [name for name in sys.modules if not is_project(name)]
-        seconds = dict(plugin.seconds)
-        kept.write_text(
-            json.dumps(
-                {
-                    "key": key,
-                    "lines": lines,
-                    "seconds": seconds,
-                    "modules": names,
-                    "failed": plugin.failed,
-                }
-            )
-        )
+        measured = {
+            "key": key,
+            "lines": {name: sorted(lines) for name, lines in plugin.lines.items()},
+            "seconds": dict(plugin.seconds),
+            "modules": [name for name in sys.modules if not is_project(name)],
+            "failed": plugin.failed,
+        }
+        saved.write_text(json.dumps(measured))
         return code
 
-    kept.unlink(missing_ok=True)
+    saved.unlink(missing_ok=True)
     log = RESULTS / f"{file.replace('/', '.')}.log"
-    os.waitpid(in_child(work, log), 0)
-    if not kept.is_file():
-        raise SystemExit(f"the tests of {file} did not run to their end; see {log}")
-    return json.loads(kept.read_text())
+    os.waitpid(start_child(work, log), 0)
+    if not saved.is_file():
+        raise SystemExit(f"The tests of {file} did not finish. See {log}.")
+    return json.loads(saved.read_text())
 
 
 def tests_of(mutant: Mutant, measured: dict[str, Any]) -> dict[str, float]:
-    """{test: seconds} of those that execute the mutant's lines; all of them for what runs at
-    import.
+    """Return {test: seconds} of the tests that execute the mutant's lines.
+
+    If the mutant's lines run at import, return all tests.
     """
     fast = {
         name: seconds
@@ -245,12 +247,9 @@ def tests_of(mutant: Mutant, measured: dict[str, Any]) -> dict[str, float]:
     }
     if not mutant.lines:
         return fast
-    wanted = set(mutant.lines)
-    return {
-        name: seconds
-        for name, seconds in fast.items()
-        if wanted & set(measured["lines"].get(name, ()))
-    }
+    lines = set(mutant.lines)
+    executed = measured["lines"]
+    return {name: seconds for name, seconds in fast.items() if lines & set(executed.get(name, ()))}
 
 
 # --- step 2: the mutants -------------------------------------------------------------------------
@@ -259,8 +258,9 @@ def tests_of(mutant: Mutant, measured: dict[str, Any]) -> dict[str, float]:
 def try_mutants(
     file: str, mutants: list[Mutant], measured: dict[str, Any], jobs: int, end: float
 ) -> Iterator[dict[str, Any]]:
-    """The result of each mutant, as it comes: caught, timeout or survived. None starts after the
-    time `end`.
+    """Test mutants, `jobs` concurrently, and yield the record of each as it ends.
+
+    Its result is caught, timeout or survived. After the time `end`, no further mutant is started.
     """
     waiting = list(reversed(mutants))
     running: dict[int, tuple[Mutant, float, tempfile.TemporaryDirectory[str]]] = {}
@@ -281,24 +281,29 @@ def try_mutants(
                 folder,
             )
         for pid, (mutant, deadline, folder) in list(running.items()):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            late = time.monotonic() > deadline
-            if not done and not late:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            is_late = time.monotonic() > deadline
+            if not ended and not is_late:
                 continue
-            if not done:
+            if not ended:
                 os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-            by = Path(folder.name, "failed")
-            name = by.read_text() if by.is_file() else "its import"
+            failed = Path(folder.name, "failed")
+            by = failed.read_text() if failed.is_file() else "its import"
             code = os.waitstatus_to_exitcode(status)
-            result = "timeout" if late and not done else "caught" if code else "survived"
-            yield mutant.record(result, name if result == "caught" else "")
+            result = "timeout" if not ended else "caught" if code else "survived"
+            yield mutant.record(result, by if result == "caught" else "")
             folder.cleanup()
             del running[pid]
         time.sleep(0.02)
 
 
 def start_mutant(file: str, mutant: Mutant, tests: dict[str, float], folder: Path) -> int:
+    """Start a process that runs some tests on a mutant. Return its process id.
+
+    The process writes the name of the test that failed to folder/failed.
+    """
+
     def work() -> int:
         sys.meta_path.insert(0, Finder(file, mutant.source))
         plugin = Plugin(file, tests)
@@ -307,82 +312,86 @@ def start_mutant(file: str, mutant: Mutant, tests: dict[str, float], folder: Pat
         Path(folder, "failed").write_text(plugin.failed[0] if plugin.failed else "its import")
         return code
 
-    return in_child(work, folder / "log")
+    return start_child(work, folder / "log")
 
 
-def known_results(path: Path, source: str, tests: str) -> dict[str, dict[str, Any]]:
-    """{mutant: result} of earlier runs that still hold."""
-    found = {}
+def read_results(path: Path, source: str, tests: str) -> dict[str, dict[str, Any]]:
+    """Read {mutant: record} of earlier runs. Leave out records that may not hold any more."""
+    records = {}
     for line in path.read_text().splitlines() if path.is_file() else ():
         record = json.loads(line)
         if record["source"] == source and (
             record["result"] != "survived" or record["tests"] == tests
         ):
-            found[record["mutant"]] = record
-    return found
+            records[record["mutant"]] = record
+    return records
 
 
 def check_file(
     file: str, settings: dict[str, Any], options: argparse.Namespace, folder: Path
 ) -> tuple[list[dict[str, Any]], bool]:
-    """The results of a file's mutants, known ones and those of this run; whether all were tried."""
+    """Test the mutants of a file. Return their records, and whether all mutants have one.
+
+    The records include those of earlier runs.
+    """
     tests = [f"tests/{name}" for name in settings["files"][file]["tests"]]
     source = (ROOT / file).read_text()
     planted = [plant(file, source, one) for one in settings["planted"] if one["file"] == file]
-    made = [] if options.planted else find_mutants(file, source)
-    of = len(made)
-    if of > options.sample:
-        made = random.Random(f"{options.seed} {file}").sample(made, options.sample)
-    made.sort(key=lambda mutant: mutant.line)
+    drawn = [] if options.planted else find_mutants(file, source)
+    total = len(drawn)
+    if total > options.sample:
+        drawn = random.Random(f"{options.seed} {file}").sample(drawn, options.sample)
+    drawn.sort(key=lambda mutant: mutant.line)
     measured = measure(file, tests, folder)
     if measured["failed"]:
         print(
-            f"{file}: without {', '.join(measured['failed'])}, which fail in the unchanged source"
+            f"{file}: these tests are not used, because they fail on the unchanged source: "
+            f"{', '.join(measured['failed'])}"
         )
     warm(measured["modules"])
     unchanged = Mutant(file, "", 0, [], "no edit", source)
     (control,) = try_mutants(file, [unchanged], measured, 1, math.inf)
     if control["result"] != "survived":
+        problem = f"{control['by']} fails" if control["by"] else "the tests take too long"
         raise SystemExit(
-            f"{file}: {control['by'] or 'a timeout'} in a forked process without a mutant; make "
-            f"it pass there"
+            f"{file}: {problem} in a forked process with the unchanged source. Correct the tests."
         )
     path = RESULTS / f"{file.replace('/', '.')}.jsonl"
     keys = {"source": digest(ROOT / file), "tests": digest(*(ROOT / test for test in tests))}
-    known = known_results(path, **keys)
-    mutants = planted + made
-    fresh = [mutant for mutant in mutants if mutant.name not in known]
+    records = read_results(path, **keys)
+    mutants = planted + drawn
+    untested = [mutant for mutant in mutants if mutant.name not in records]
     print(
-        f"{file}: {len(made)} of {of} mutants, {len(planted)} planted; {len(fresh)} to try",
+        f"{file}: {len(drawn)} of {total} mutants and {len(planted)} bugs written by hand, "
+        f"{len(untested)} of them not tested yet",
         flush=True,
     )
     with path.open("a") as out:
-        for record in try_mutants(file, fresh, measured, options.jobs, options.end):
-            known[record["mutant"]] = record | keys
-            out.write(json.dumps(known[record["mutant"]]) + "\n")
+        for record in try_mutants(file, untested, measured, options.jobs, options.end):
+            records[record["mutant"]] = record | keys
+            out.write(json.dumps(records[record["mutant"]]) + "\n")
             out.flush()
-    left = [mutant for mutant in mutants if mutant.name not in known]
+    left = [mutant for mutant in mutants if mutant.name not in records]
     if left:
         print(
-            f"{file}: {len(left)} mutants were not tried within --minutes; run the same command "
-            f"again"
+            f"{file}: {len(left)} mutants were not tested within --minutes. Run the same command "
+            "again."
         )
-    return [known[mutant.name] for mutant in mutants if mutant.name in known], not left
+    return [records[mutant.name] for mutant in mutants if mutant.name in records], not left
 
 
 def report(file: str, results: list[dict[str, Any]], settings: dict[str, Any]) -> bool:
-    """Print a file's table; whether enough of its mutants were caught."""
+    """Print the survivors and the totals of a file. Return whether it has enough caught mutants."""
     reasons = {one["mutant"]: one["reason"] for one in settings["accepted"] if one["file"] == file}
     survivors = [record for record in results if record["result"] == "survived"]
     timeouts = sum(record["result"] == "timeout" for record in results)
     rate = 1 - len(survivors) / max(1, len(results))
     for record in sorted(survivors, key=lambda record: record["line"]):
-        why = reasons.get(record["mutant"]) or record["by"] or "no test fails"
-        print(f"  {file}:{record['line']} {record['mutant']}  # {why}")
+        reason = reasons.get(record["mutant"]) or record["by"] or "no test fails"
+        print(f"  {file}:{record['line']} {record['mutant']}  # {reason}")
     print(
         f"{file}: {len(results)} mutants, {len(results) - len(survivors)} caught ({timeouts} of "
-        f"them timeouts), "
-        f"{len(survivors)} survived: {rate:.1%} caught",
+        f"them by a timeout), {len(survivors)} survived: {rate:.1%} caught",
         flush=True,
     )
     return rate >= REQUIRED or not settings["files"][file].get("required")
@@ -390,28 +399,28 @@ def report(file: str, results: list[dict[str, Any]], settings: dict[str, Any]) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="plant bugs and list those that the fast tests do not catch"
+        description="plant small bugs and list those that the fast tests do not catch"
     )
-    parser.add_argument("--only", help="one file of mutate.yaml, as training.py")
+    parser.add_argument("--only", help="test one file of mutate.yaml, such as training.py")
     parser.add_argument(
-        "--planted", action="store_true", help="only the bugs written in mutate.yaml"
-    )
-    parser.add_argument(
-        "--sample", type=int, default=320, help="mutants of a file, at most; drawn by --seed"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--minutes", type=float, default=40.0, help="after which no more mutants are tried"
+        "--planted", action="store_true", help="test only the bugs that mutate.yaml lists"
     )
     parser.add_argument(
-        "--jobs", type=int, default=2, help="mutants that are tried at the same time"
+        "--sample", type=int, default=320, help="most mutants of a file (default: 320)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed that selects the sample")
+    parser.add_argument(
+        "--minutes", type=float, default=40.0, help="start no mutant after this time (default: 40)"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="mutants that are tested concurrently (default: 2)"
     )
     options = parser.parse_args()
     settings = yaml.safe_load((ROOT / "benchmarks" / "mutate.yaml").read_text())
     files = [options.only] if options.only else list(settings["files"])
     if unknown := [file for file in files if file not in settings["files"]]:
         raise SystemExit(
-            f"--only {unknown[0]}: benchmarks/mutate.yaml has no tests of it; add them"
+            f"--only {unknown[0]}: benchmarks/mutate.yaml lists no tests for this file. Add them."
         )
     os.chdir(ROOT)
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -421,8 +430,8 @@ def main() -> None:
     good = []
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         for file in files:
-            results, whole = check_file(file, settings, options, Path(folder))
-            good.append(report(file, results, settings) and whole)
+            results, is_complete = check_file(file, settings, options, Path(folder))
+            good.append(report(file, results, settings) and is_complete)
     print(f"{(time.monotonic() - begin) / 60:.1f} minutes")
     raise SystemExit(0 if all(good) else 1)
 

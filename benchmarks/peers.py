@@ -1,13 +1,18 @@
-"""The demo's step and that of TRL's GRPOTrainer, on the same work: kit, TRL, kit, TRL, ...
+"""Compare a step of the demo with a step of TRL's GRPOTrainer on the same task.
 
     python benchmarks/peers.py [--steps 4] [--rounds 2] [--only kit|trl]
 
-Same model folder, rows, 8 prompts x 8 answers of at most 48 tokens, temperature, learning rate,
-torch's fused AdamW, no reference model, one optimiser step a batch. TRL samples by transformers'
-own generation, which is what it does on a CPU, and gets its reward from a function in place; the
-kit asks a Gym server. TRL's precision and micro-batch are the fastest of those tried once, two
-steps each. The first step of each run is left out. Prints medians, and one JSON line last. TRL gets
-a separate environment, .venv-trl, with Quintet's torch and transformers.
+A round is one run of Quintet and one run of TRL. Both use the same model, rows and temperature, the
+same initial learning rate, and torch's fused AdamW. A step has 8 prompts with 8 responses of at
+most 48 tokens, and one optimizer step. There is no reference model.
+
+Differences: TRL generates with transformers, and Quintet with vLLM. TRL calls a Python function for
+the reward, and Quintet calls a Gym server. TRL keeps its learning rate, and
+Quintet's has a cosine schedule.
+
+First, each setting of TRL's precision and micro-batch is tried once, for two steps. The fastest one
+is used. The first step of each run is left out. The command prints medians. Its last line is JSON.
+TRL has a separate environment, .venv-trl, with the versions of torch and transformers in .venv.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import argparse
 import glob
 import importlib.metadata
+import itertools
 import json
 import os
 import re
@@ -28,12 +34,17 @@ from measure import LOGS, ROOT, Memory, demo, last_json, machine, run, stages
 
 TRL = "1.16.0"
 PYTHON = ROOT / ".venv-trl" / "bin" / "python"
-MODEL, ROWS = "models/SmolLM2-135M-Instruct", "data/arithmetic_train.jsonl"
+MODEL = "models/SmolLM2-135M-Instruct"
+ROWS = "data/arithmetic_train.jsonl"
 Step = dict[str, float]
 
 
 def make_environment() -> None:
-    """Make .venv-trl, if it is not there. torch's CPU build has the Makefile's source."""
+    """Make .venv-trl if it does not exist.
+
+    The CPU build of torch comes from the same place as in the Makefile: a folder of pip's
+    find-links, or PyTorch's index.
+    """
     ready = PYTHON.parent.parent / "ready"
     if ready.is_file() and ready.read_text() == TRL:
         return
@@ -44,21 +55,21 @@ def make_environment() -> None:
         f for f in re.findall(r"find-links='(.*?)'", config) if glob.glob(f"{f}/torch-{torch}-*")
     ]
     source = ["--find-links", folders[0]] if folders else ["--torch-backend", "cpu"]
-    wanted = [
+    packages = [
         f"trl=={TRL}",
         f"torch=={torch}",
         f"transformers=={importlib.metadata.version('transformers')}",
     ]
-    print(f"== .venv-trl: {', '.join(wanted)} (1 GB)", flush=True)
-    new = ["venv", "--quiet", "--clear", "--python", sys.executable, str(ready.parent)]
-    install = ["pip", "install", "--quiet", "--python", str(PYTHON), *source, *wanted]
-    for words in (new, install):
-        subprocess.run([f"{bin}/uv", *words], check=True)
+    print(f"== .venv-trl: {', '.join(packages)} (1 GB)", flush=True)
+    create = ["venv", "--quiet", "--clear", "--python", sys.executable, str(ready.parent)]
+    install = ["pip", "install", "--quiet", "--python", str(PYTHON), *source, *packages]
+    for arguments in (create, install):
+        subprocess.run([f"{bin}/uv", *arguments], check=True)
     ready.write_text(TRL)
 
 
-def kit_steps(steps: int, memory: Memory) -> list[Step]:
-    """Seconds of each step by stage, and its tokens."""
+def run_quintet(steps: int, memory: Memory) -> list[Step]:
+    """Run the demo. Return the seconds of each step by stage, and its tokens."""
     folder, rows = demo("bench-peers", steps, memory, Memory.EVERY)
     shutil.rmtree(folder)
     return [
@@ -68,8 +79,8 @@ def kit_steps(steps: int, memory: Memory) -> list[Step]:
     ]
 
 
-def trl_steps(steps: int, memory: Memory, dtype: str, micro_batch: int) -> dict[str, Any]:
-    """The output of trl_grpo.py: its steps and its versions."""
+def run_trl(steps: int, memory: Memory, dtype: str, micro_batch: int) -> dict[str, Any]:
+    """Run trl_grpo.py. Return its JSON output: steps and versions."""
     command = [
         str(PYTHON),
         "benchmarks/trl_grpo.py",
@@ -86,76 +97,73 @@ def trl_steps(steps: int, memory: Memory, dtype: str, micro_batch: int) -> dict[
     return last_json(log.read_text())
 
 
-def best_settings(flags: list[str]) -> dict[str, Any]:
-    """TRL's precision and micro-batch with the fastest second step. bf16 is tried where the CPU
-    multiplies it.
+def find_best_settings(flags: list[str]) -> dict[str, Any]:
+    """Return TRL's precision and micro-batch with the fastest second step.
+
+    bfloat16 is tried only if the CPU has instructions for it.
     """
     dtypes = ["float32", "bfloat16"] if {"avx512_bf16", "amx_bf16"} & set(flags) else ["float32"]
-    taken = {}
-    for settings in [(dtype, size) for dtype in dtypes for size in (16, 64)]:
-        taken[settings] = trl_steps(2, Memory(), *settings)["steps"][1]["step"]
+    seconds = {}
+    for dtype, size in itertools.product(dtypes, (16, 64)):
+        second_step = run_trl(2, Memory(), dtype, size)["steps"][1]
+        seconds[dtype, size] = second_step["step"]
         print(
-            f"TRL in {settings[0]}, {settings[1]} answers a micro-batch: {taken[settings]:.1f} s "
-            f"a step",
+            f"TRL with {dtype} and micro-batches of {size} responses: "
+            f"{second_step['step']:.1f} s per step",
             flush=True,
         )
-    dtype, size = min(taken, key=lambda settings: taken[settings])
+    dtype, size = min(seconds, key=seconds.__getitem__)
     return {"dtype": dtype, "micro_batch": size}
+
+
+def summarize(rounds: list[list[Step]], peaks: dict[str, float]) -> dict[str, Any]:
+    """Return the medians over the steps of all rounds, and the peak memory."""
+    steps = list(itertools.chain.from_iterable(rounds))
+    medians = {part: round(median(step.get(part, 0.0) for step in steps), 3) for part in steps[-1]}
+    ms_per_token = round(1000 * medians["step"] / medians["tokens"], 2)
+    return {**medians, "ms_a_token": ms_per_token, "peak_gb": peaks}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--only", choices=["kit", "trl"])
+    parser.add_argument("--steps", type=int, default=4, help="steps of each run (default: 4)")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each (default: 2)")
+    parser.add_argument("--only", choices=["kit", "trl"], help="run only Quintet or only TRL")
     args = parser.parse_args()
     about = machine()
-    taken: dict[str, list[list[Step]]] = {"kit": [], "trl": []}  # rounds of steps
+    runs: dict[str, list[list[Step]]] = {"kit": [], "trl": []}  # the steps of each run
     memory = {"kit": Memory(), "trl": Memory()}
     settings: dict[str, Any] = {}
     if args.only != "kit":
         make_environment()
-        settings = best_settings(about["flags"])
-    for turn in range(args.rounds):
+        settings = find_best_settings(about["flags"])
+    for number in range(1, args.rounds + 1):
         if args.only != "trl":
-            taken["kit"].append(kit_steps(args.steps, memory["kit"])[1:])
+            runs["kit"].append(run_quintet(args.steps, memory["kit"])[1:])
         if args.only != "kit":
-            done = trl_steps(args.steps, memory["trl"], **settings)
-            taken["trl"].append(done["steps"][1:])
-            about["trl_versions"] = done["versions"]
-        for name, rounds in taken.items():
+            output = run_trl(args.steps, memory["trl"], **settings)
+            runs["trl"].append(output["steps"][1:])
+            about["trl_versions"] = output["versions"]
+        for name, rounds in runs.items():
             if rounds:
-                print(
-                    f"round {turn + 1}, {name}: "
-                    + ", ".join(f"{s['step']:.1f}" for s in rounds[-1]),
-                    flush=True,
-                )
+                seconds = ", ".join(f"{step['step']:.1f}" for step in rounds[-1])
+                print(f"round {number}, {name}: {seconds} s", flush=True)
     result: dict[str, Any] = {}
-    for name, rounds in taken.items():
-        if warm := [step for steps in rounds for step in steps]:
-            middle = {
-                part: round(median(step.get(part, 0.0) for step in warm), 3) for part in warm[-1]
-            }
-            peaks = memory[name].peaks
-            result[name] = {
-                **middle,
-                "ms_a_token": round(1000 * middle["step"] / middle["tokens"], 2),
-                "peak_gb": peaks,
-            }
+    for name, rounds in runs.items():
+        if any(rounds):
+            summary = summarize(rounds, memory[name].peaks)
+            result[name] = summary
             print(
-                f"{name}: {middle['step']:.1f} s a step, {middle['gen']:.1f} of them sampling, ",
-                end="",
-            )
-            print(
-                f"{middle['tokens']:.0f} tokens, {result[name]['ms_a_token']} ms each, "
-                f"{peaks['all']:.1f} GB"
+                f"{name}: {summary['step']:.1f} s per step, {summary['gen']:.1f} s of it sampling; "
+                f"{summary['tokens']:.0f} tokens, {summary['ms_a_token']} ms per token; peak "
+                f"memory {summary['peak_gb']['all']:.1f} GB"
             )
     if len(result) == 2:
         for part in ("step", "ms_a_token"):
             result[f"kit_over_trl_{part}"] = round(result["kit"][part] / result["trl"][part], 3)
         print(
-            f"kit / TRL: {result['kit_over_trl_step']} of a step, "
-            f"{result['kit_over_trl_ms_a_token']} of a token"
+            f"Quintet / TRL: {result['kit_over_trl_step']} for a step, "
+            f"{result['kit_over_trl_ms_a_token']} for a token"
         )
     print(json.dumps({"benchmark": "peers", **about, "trl_settings": settings, **result}))
 

@@ -3,8 +3,9 @@
     make bench                           runs the benchmarks, then this
     python benchmarks/performance.py     this alone
 
-Each result is the last line that a benchmark printed, in runs/bench/NAME.json. The text of the page
-after MARK is written by hand, and kept. The exit status is 1 if a result is missing.
+The result of a benchmark is the last line that it printed, which `make bench` saves in
+runs/bench/NAME.json. The text of the page after MARK is written by hand, and it is not changed. The
+exit status is 1 if a result is missing.
 """
 
 from __future__ import annotations
@@ -20,36 +21,37 @@ import matplotlib
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, PICTURE = ROOT / "docs" / "performance.md", ROOT / "docs" / "performance.png"
+PAGE = ROOT / "docs" / "performance.md"
+PICTURE = ROOT / "docs" / "performance.png"
 MARK = "<!-- benchmarks/performance.py writes the text above. Edit the text below by hand. -->"
 NAMES = ("step", "startup", "driver", "peers")
-WIDTH = 120  # of a line of the page
-Found = dict[str, dict[str, Any]]
+WIDTH = 120  # longest line of the page, in characters
+Results = dict[str, dict[str, Any]]  # the JSON object of each benchmark, by its name
 
 
-def read() -> Found:
-    """Return the last line that each benchmark printed, without those that failed."""
-    found = {}
+def read_results() -> Results:
+    """Return the result of each benchmark that has one."""
+    results = {}
     for name in NAMES:
         try:
-            found[name] = json.loads((ROOT / "runs" / "bench" / f"{name}.json").read_text())
+            results[name] = json.loads((ROOT / "runs" / "bench" / f"{name}.json").read_text())
         except (FileNotFoundError, json.JSONDecodeError):
-            print(f"{name}: not measured", file=sys.stderr)
-    return found
+            print(f"runs/bench/{name}.json: no result", file=sys.stderr)
+    return results
 
 
-def targets(found: Found) -> list[list[str]]:
-    """Return [target, goal, measured, met] of each target, as text."""
+def targets(results: Results) -> list[list[str]]:
+    """Return the cells of each row of the table of targets: target, goal, measured, met."""
     rows: list[tuple[str, float, str, float, str]] = []  # target, measured, sign, goal, unit
-    if peers := found.get("peers"):
+    if peers := results.get("peers"):
         ratio = peers["kit"]["step"] / peers["trl"]["step"]
         rows.append(("step: Quintet's time / TRL's time without vLLM", ratio, "<=", 0.5, ""))
-    if step := found.get("step"):
+    if step := results.get("step"):
         rows += step_targets(step)
-    if startup := found.get("startup"):
+    if startup := results.get("startup"):
         first = startup["warm"]["first_answer_s"]
         rows.append(("time from the command to the first response", first, "<=", 45, " s"))
-    if driver := found.get("driver"):
+    if driver := results.get("driver"):
         rows.append(("driver's time for an episode", driver["ms_per_episode"], "<=", 1, " ms"))
         parts = [part for part in driver.values() if isinstance(part, dict)]
         if stalls := [part["stall"] for part in parts if "stall" in part]:
@@ -63,23 +65,22 @@ def targets(found: Found) -> list[list[str]]:
 
 
 def step_targets(step: dict[str, Any]) -> list[tuple[str, float, str, float, str]]:
-    """The targets of one step. A ratio is the quotient of two numbers that the page shows."""
-    taken = round_seconds(step["stages_s"])
-    best = round_seconds(step["limits_s"])
-    sync = 2 * best["update_weights"] + round(step["reload_s"], 2)
-    rest = 100 * taken["else"] / taken["step"]
+    """Return the rows of the targets of one step: target, measured, sign, goal, unit.
+
+    A ratio is the quotient of two numbers that the page shows.
+    """
+    measured = round_seconds(step["stages_s"])
+    limits = round_seconds(step["limits_s"])
+    update_ratio = limits["update_actor"] / measured["update_actor"]
+    sync = measured["update_weights"]
+    sync_goal = 2 * limits["update_weights"] + round(step["reload_s"], 2)
+    other_percent = 100 * measured["else"] / measured["step"]
     rows = [
-        ("step: time / sum of its limits", taken["step"] / best["step"], "<=", 1.25, ""),
-        ("generation: limit / time", best["gen"] / taken["gen"], ">=", 0.95, ""),
-        ("update: limit / time", best["update_actor"] / taken["update_actor"], ">=", 0.85, ""),
-        (
-            "weight sync: time (limit: two copies and a reload)",
-            taken["update_weights"],
-            "<=",
-            sync,
-            " s",
-        ),
-        ("all other work: share of a step", rest, "<=", 3, " %"),
+        ("step: time / sum of its limits", measured["step"] / limits["step"], "<=", 1.25, ""),
+        ("generation: limit / time", limits["gen"] / measured["gen"], ">=", 0.95, ""),
+        ("update: limit / time", update_ratio, ">=", 0.85, ""),
+        ("weight sync: time (limit: two copies and a reload)", sync, "<=", sync_goal, " s"),
+        ("all other work: share of a step", other_percent, "<=", 3, " %"),
     ]
     if step["peak_gb"]:
         rows.append(("peak memory of all processes", step["peak_gb"]["all"], "<=", 9, " GB"))
@@ -87,14 +88,14 @@ def step_targets(step: dict[str, Any]) -> list[tuple[str, float, str, float, str
 
 
 def table(head: str, rows: list[list[str]]) -> str:
-    """Return a Markdown table. All columns except the first are aligned to the right."""
+    """Return a Markdown table. All columns except the first one are aligned to the right."""
     count = head.count("|") - 1
     lines = [head, "| --- |" + " ---: |" * (count - 1), *(f"| {' | '.join(row)} |" for row in rows)]
     return "\n".join(lines)
 
 
 def round_seconds(seconds: dict[str, float]) -> dict[str, float]:
-    """Round to the digits that the page shows."""
+    """Round to two decimal places, as on the page."""
     return {name: round(value, 2) for name, value in seconds.items()}
 
 
@@ -106,28 +107,28 @@ def wrap(text: str) -> str:
             blocks.append(block)
             continue
         items = re.split(r"\n(?=- )", block)
-        indents = ["  " if item.startswith("- ") else "" for item in items]
-        lines = [
-            textwrap.fill(
-                " ".join(item.split()),
-                WIDTH,
-                subsequent_indent=indent,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            for item, indent in zip(items, indents, strict=True)
-        ]
-        blocks.append("\n".join(lines))
+        blocks.append("\n".join(wrap_item(item) for item in items))
     return "\n\n".join(blocks)
+
+
+def wrap_item(text: str) -> str:
+    """Wrap a paragraph, or a list item with its lines indented."""
+    return textwrap.fill(
+        " ".join(text.split()),
+        WIDTH,
+        subsequent_indent="  " if text.startswith("- ") else "",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def step_part(step: dict[str, Any]) -> str:
     """Return the section about the stages of a step."""
-    taken = round_seconds(step["stages_s"])
-    best = round_seconds(step["limits_s"])
+    measured = round_seconds(step["stages_s"])
+    limits = round_seconds(step["limits_s"])
     rows = []
-    for name, seconds in taken.items():
-        limit = best.get(name)
+    for name, seconds in measured.items():
+        limit = limits.get(name)
         cells = ["", ""] if limit is None else [f"{limit:.2f}", f"{limit / seconds:.2f}"]
         rows.append([name, f"{seconds:.2f}", *cells])
     memory = ", ".join(f"{name} {size:.2f}" for name, size in step["peak_gb"].items())
@@ -141,7 +142,7 @@ Quintet:
   replaces vLLM's sampler and raw vLLM uses its own. So this ratio does not compare the same sampler.
 - `update_actor`: a forward and backward pass of the bare model and fused AdamW on the same episodes
   (`benchmarks/bare_model.py`). The limit computes a prompt once for all its responses, with Quintet's attention for
-  CPUs. It takes {best["shared"]:.2f} s. A plain packed batch takes {best["packed"]:.2f} s.
+  CPUs. It takes {limits["shared"]:.2f} s. A plain packed batch takes {limits["packed"]:.2f} s.
 - `update_weights`: a copy of all weights in memory (`benchmarks/bare_model.py`). In addition, vLLM takes
   {step["reload_s"]:.2f} s to load new weights from memory.
 
@@ -167,12 +168,13 @@ def peers_part(peers: dict[str, Any]) -> str:
 tried. Quintet's time differs from the one above, because it comes from other runs of the same task. This comparison does not
 apply to GPUs, larger models or TRL with vLLM.
 
-{table("| | step, s | of it sampling, s | tokens | ms per token | peak memory, GB |", rows)}"""
+{table("| | step, s | of which sampling, s | tokens | ms per token | peak memory, GB |", rows)}"""
 
 
 def startup_part(startup: dict[str, Any]) -> str:
     """Return the section about the start of a run."""
-    cold, warm = startup["cold"], startup["warm"]
+    cold = startup["cold"]
+    warm = startup["warm"]
     rows = []
     for line in warm["processes"]:
         count = f" x {line['count']}" if line["count"] > 1 else ""
@@ -188,25 +190,27 @@ the processes of the run with a warm cache, up to the first response:
 {table("| process | starts at, s | CPU, s | busy from, s | busy to, s |", rows)}"""
 
 
-STAGES = (
+STAGES = (  # the legend of the picture
     "sampling",
     "update (in the two bars with TRL: all except sampling)",
     "weight sync",
-    "all else",
+    "all other work",
 )
 LEAST_S = 1.5  # the shortest part of a bar that gets its value as text
 
 
-def draw(found: Found) -> None:
-    """Draw the stages of a step: Quintet, the limits, TRL."""
+def draw(results: Results) -> None:
+    """Draw the stages of a step of Quintet, their limits, and a step of TRL."""
     matplotlib.use("Agg")
-    bars: list[tuple[str, float, list[float]]] = []  # label, seconds of a step, of each of STAGES
-    if step := found.get("step"):
+    # label, seconds of the step, and seconds of each of STAGES
+    bars: list[tuple[str, float, list[float]]] = []
+    if step := results.get("step"):
         parts = ("gen", "update_actor", "update_weights")
-        taken, best = step["stages_s"], step["limits_s"]
-        bars.append(("Quintet", taken["step"], [taken[part] for part in (*parts, "else")]))
-        bars.append(("limits", best["step"], [*(best[part] for part in parts), 0.0]))
-    if peers := found.get("peers"):
+        measured = step["stages_s"]
+        limits = step["limits_s"]
+        bars.append(("Quintet", measured["step"], [measured[part] for part in (*parts, "else")]))
+        bars.append(("limits", limits["step"], [*(limits[part] for part in parts), 0.0]))
+    if peers := results.get("peers"):
         for label, name in (("Quintet, alternating with TRL", "kit"), ("TRL, without vLLM", "trl")):
             part = peers[name]
             stages = [part["gen"], part["step"] - part["gen"], 0.0, 0.0]
@@ -220,7 +224,7 @@ def draw(found: Found) -> None:
     axis.set_xlabel("seconds of one step (median)")
     axis.set_axisbelow(True)
     axis.grid(axis="x", alpha=0.3)
-    about = next(iter(found.values()))
+    about = next(iter(results.values()))
     axis.set_title(
         "One GRPO step on a CPU: SmolLM2-135M, 8 prompts x 8 responses\n"
         f"{about['cpu']}, {about['cores']} cores, {about['date']}",
@@ -232,7 +236,7 @@ def draw(found: Found) -> None:
 
 
 def draw_bar(axis: Any, row: int, total: float, stages: list[float]) -> None:
-    """Draw one bar: its stages, the values of the longer ones, and its total."""
+    """Draw one bar: its stages, and its total. Stages of at least LEAST_S get their value."""
     begin = 0.0
     for i, width in enumerate(stages):
         axis.barh(row, width, left=begin, color=f"C{i}")
@@ -244,16 +248,16 @@ def draw_bar(axis: Any, row: int, total: float, stages: list[float]) -> None:
 
 
 def main() -> None:
-    found = read()
-    if not found:
+    results = read_results()
+    if not results:
         sys.exit("There are no results. Run `make bench`.")
-    about = next(iter(found.values()))
+    about = next(iter(results.values()))
     versions = ", ".join(
         f"{package} {version}" for package, version in about.get("versions", {}).items()
     )
     loads = ", ".join(
         f"{part['load_before']} before {name}"
-        for name, part in found.items()
+        for name, part in results.items()
         if "load_before" in part
     )
     parts = [
@@ -265,19 +269,25 @@ def main() -> None:
         "model's weights come from a file in 4 bits (GGUF, Q4_1), converted to bfloat16. Nothing on "
         "this page was measured on a GPU.",
         "![Seconds of one step, by stage: Quintet, its limits, TRL](performance.png)",
-        table("| target | goal | measured | met |", targets(found)),
+        table("| target | goal | measured | met |", targets(results)),
     ]
     parts += [
-        part(found[name])
-        for name, part in (("step", step_part), ("peers", peers_part))
-        if name in found
+        write_part(results[name])
+        for name, write_part in (
+            ("step", step_part),
+            ("peers", peers_part),
+            ("startup", startup_part),
+        )
+        if name in results
     ]
-    parts += [startup_part(found["startup"])] if "startup" in found else []
     by_hand = PAGE.read_text().partition(MARK)[2] if PAGE.is_file() else "\n"
     PAGE.write_text(wrap("\n\n".join([*parts, MARK])) + by_hand)
-    draw(found)
-    print(f"Wrote {PAGE.relative_to(ROOT)} and its picture. Kept {len(by_hand.split())} words")
-    sys.exit(0 if len(found) == len(NAMES) else 1)
+    draw(results)
+    print(
+        f"Wrote {PAGE.relative_to(ROOT)} and its picture. The text below the mark is unchanged "
+        f"({len(by_hand.split())} words)."
+    )
+    sys.exit(0 if len(results) == len(NAMES) else 1)
 
 
 if __name__ == "__main__":

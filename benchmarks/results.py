@@ -3,9 +3,9 @@
     python benchmarks/results.py runs/seed1 runs/seed2 runs/seed3 [--out docs/results.png]
 
 The picture has the mean and the range of the runs: held-out accuracy of each evaluation, and the
-reward of each step. Set trainer.test_freq=2 in the runs for an evaluation every 2 steps. The table
-has a row for each evaluation. `right` is the fraction of held-out responses that contain the
-answer of their row.
+reward of each step. For an evaluation every 2 steps, set trainer.test_freq=2 in the runs. The table
+has a row for each evaluation. Its column `held-out right` is the fraction of held-out responses
+that contain the field `answer` of their row.
 """
 
 from __future__ import annotations
@@ -31,15 +31,19 @@ COLUMNS = {REWARD: ".2f", "response_length/mean": ".2f", "timing_s/step": ".2f"}
 
 
 def compute_right(folder: Path, step: int) -> float:
-    """Return the fraction of an evaluation's responses that contain the answer of their row."""
+    """Return the fraction of an evaluation's responses that contain `answer` of their row."""
     lines = (folder / "rollouts" / f"val_{step}.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    right = [record["answer"] in record["_episode"]["answer"] for record in records]
-    return sum(right) / len(right)
+    # `answer` is the solution of the row; `_episode.answer` is the text of the response
+    is_right = [record["answer"] in record["_episode"]["answer"] for record in records]
+    return sum(is_right) / len(is_right)
 
 
 def read_evaluations(folder: Path) -> pd.DataFrame:
-    """Return the metrics of the steps with an evaluation, with `minutes` and `right`."""
+    """Return the metrics of the steps with an evaluation, and the columns `minutes` and `right`.
+
+    minutes: from the first evaluation to this one.
+    """
     steps = RunData(folder).steps
     evaluations = steps[steps[ACCURACY].notna()].copy()
     evaluations["minutes"] = (evaluations["time"] - evaluations["time"].iloc[0]) / 60
@@ -67,9 +71,9 @@ def print_table(evaluations: dict[str, pd.DataFrame]) -> None:
 def draw_range(
     axis: Any, curves: list[pd.Series], label: str, color: str, va: str = "center"
 ) -> None:
-    """Draw the mean and the range of some curves, with the label at the end of the mean.
+    """Draw the mean and the range of some curves. The label is at the end of the mean's line.
 
-    va: the vertical alignment of the label.
+    va: the vertical alignment of the label, as in matplotlib.
     """
     table = pd.concat(curves, axis=1).dropna()
     mean = table.mean(axis=1)
@@ -89,7 +93,7 @@ def draw_range(
 
 
 def draw(evaluations: dict[str, pd.DataFrame], rewards: dict[str, pd.Series], out: Path) -> None:
-    """Draw held-out accuracy and training reward: mean and range of the runs."""
+    """Draw the mean and the range of held-out accuracy and of training reward over the runs."""
     matplotlib.use("Agg")
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
     accuracy = [frame[ACCURACY] for frame in evaluations.values()]
@@ -114,7 +118,7 @@ def draw(evaluations: dict[str, pd.DataFrame], rewards: dict[str, pd.Series], ou
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="+", help="run folders")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results.png")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results.png", help="picture")
     args = parser.parse_args()
     evaluations = {folder.name: read_evaluations(folder) for folder in args.runs}
     rewards = {folder.name: RunData(folder).steps[REWARD].dropna() for folder in args.runs}

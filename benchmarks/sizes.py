@@ -3,8 +3,8 @@
     python benchmarks/sizes.py            print each row's paths and lines
     python benchmarks/sizes.py --write    also write the lines into README.md
 
-A row begins with its paths in backticks. The lines are those of Python, YAML, HTML and shell files,
-rounded to ten.
+A row of the table begins with its paths in backticks. Python, YAML, HTML and shell files are
+counted. The numbers in README.md are rounded to multiples of ten.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ ROW = re.compile(r"^(?P<paths>\| `[^|]+) \| (?P<lines>[\d,]+) \|", re.MULTILINE)
 
 
 def count_lines(path: Path) -> int:
-    """Return the lines of a file, or of all code files of a folder."""
+    """Return the number of lines of a file, or of all code files in a folder."""
     files = path.rglob("*") if path.is_dir() else [path]
     code = [file for file in files if file.is_file() and file.suffix in SUFFIXES]
     if not code:
-        raise SystemExit(f"error: {path} has no code. Correct README's table.")
+        raise SystemExit(f"error: {path} has no code files. Correct the table in README.md.")
     return sum(len(file.read_text().splitlines()) for file in code)
 
 
 def count_row(paths: str) -> int:
-    """Return the lines of all paths of a row together."""
+    """Return the number of lines of all paths of a row together."""
     return sum(count_lines(ROOT / name) for name in re.findall(r"`([^`]+)`", paths))
 
 
 def rewrite(text: str) -> str:
-    """Return README's text with the current lines in each row."""
+    """Return the text of README.md with the current number of lines in each row."""
 
     def replace(row: re.Match[str]) -> str:
         return f"{row['paths']} | {round(count_row(row['paths']), -1):,} |"

@@ -1,11 +1,13 @@
-"""A long run with faults, and the resources of each process: memory, files, sockets, shared memory.
+"""Train for many steps with faults, and check that no process leaks memory, files or sockets.
 
     python benchmarks/soak.py [--steps 300] [--faults 0.1] [--out docs/soak.md]
 
-The run trains the tests' tiny model with a Gym server. A proxy in front of the server spoils every
-tenth call: it breaks the connection, answers 500 or 503, sends half a JSON object, a page of HTML
-or a reward of NaN, or answers late. The table compares steps 50 to 75 with the last 25. The exit
-status is 1 if anything grew by more than LIMITS.
+The run trains the tests' tiny model with a Gym server. A proxy in front of the server spoils one
+call in ten, chosen at random. It breaks the connection, answers 500 or 503, answers late, or sends
+half a JSON object, a page of HTML or a reward of NaN.
+
+The table compares steps 50 to 75 with the last 25 steps. The exit status is 1 if a process grew by
+more than LIMITS, or if a step is missing.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from aiohttp import web
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import conftest  # noqa: E402  (the tiny task)
+import conftest  # noqa: E402  (it writes the rows of the tiny task)
 import tiny_models  # noqa: E402
 from measure import ROLES  # noqa: E402
 
@@ -41,15 +43,16 @@ from kit.gym.network import find_free_port  # noqa: E402
 from kit.gym.servers import running_servers  # noqa: E402
 
 FAULTS = ("reset", "500", "503", "half", "html", "nan", "late")
-LIMITS = {
-    "MB": 20.0,
-    "files": 5,
-    "sockets": 5,
-}  # from step 50 to the end, per process; noise stays well below
+# how much a process may grow between the two parts of the table; noise is much smaller
+LIMITS = {"MB": 20.0, "files": 5, "sockets": 5}
+Usage = dict[str, dict[str, float]]  # {role of a process: {MB, files, sockets}}
 
 
 def proxy(target: str, port: int, share: float, spoiled: collections.Counter) -> None:
-    """Serve the answers of `target` on `port` in a thread, with faults in `share` of the calls."""
+    """In a thread, serve `target` on `port` with faults in the fraction `share` of the calls.
+
+    spoiled: the number of calls by fault; the key of calls without a fault is "".
+    """
     rng = random.Random(0)
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -57,23 +60,20 @@ def proxy(target: str, port: int, share: float, spoiled: collections.Counter) ->
         spoiled[fault] += 1
         if fault == "reset":
             request.transport.abort()
-            return web.Response()  # which nobody gets
+            return web.Response()  # the client does not get it
         if fault in ("500", "503"):
             return web.json_response({"detail": "spoiled"}, status=int(fault))
         if fault == "late":
             await asyncio.sleep(0.3)
-        headers = {
-            k: v for k, v in request.headers.items() if k.lower() in ("cookie", "content-type")
-        }
+        kept = ("cookie", "content-type")
+        headers = {name: value for name, value in request.headers.items() if name.lower() in kept}
         body = await request.read()
         async with request.app["http"].request(
             request.method, target + request.path, data=body, headers=headers
         ) as answer:
-            text, status, cookies = (
-                await answer.read(),
-                answer.status,
-                answer.headers.getall("Set-Cookie", []),
-            )
+            text = await answer.read()
+            status = answer.status
+            cookies = answer.headers.getall("Set-Cookie", [])
         if fault == "half":
             text = text[: len(text) // 2] if len(text) > 2 else b"{"
         if fault == "html":
@@ -97,12 +97,13 @@ def proxy(target: str, port: int, share: float, spoiled: collections.Counter) ->
     threading.Thread(target=lambda: asyncio.run(serve()), daemon=True).start()
 
 
-def look(root: psutil.Process, extra: list[psutil.Process]) -> dict[str, dict[str, float]]:
-    """{role: {MB, files, sockets}} of a run's processes, and the shared memory of the machine as
-    role `/dev/shm`.
+def measure_usage(driver: psutil.Process, servers: list[psutil.Process]) -> Usage:
+    """Measure the driver, its child processes and the Gym servers.
+
+    The role `/dev/shm` is the shared memory of the machine.
     """
-    found: dict[str, dict[str, float]] = {}
-    for process in [root, *root.children(recursive=True), *extra]:
+    usage: Usage = {}
+    for process in [driver, *driver.children(recursive=True), *servers]:
         try:
             title = " ".join(process.cmdline())
             role = next(
@@ -112,99 +113,116 @@ def look(root: psutil.Process, extra: list[psutil.Process]) -> dict[str, dict[st
                 links = [os.readlink(link.path) for link in os.scandir(f"/proc/{process.pid}/fd")]
                 sockets = sum(link.startswith("socket:") for link in links)
                 mb = process.memory_info().rss / 2**20
-                found[role] = {"MB": mb, "files": len(links) - sockets, "sockets": sockets}
+                usage[role] = {"MB": mb, "files": len(links) - sockets, "sockets": sockets}
         except (psutil.Error, OSError):
             continue
     shared = list(Path("/dev/shm").iterdir())
-    found["/dev/shm"] = {
-        "MB": sum(p.stat().st_size for p in shared if p.exists()) / 2**20,
-        "files": len(shared),
-    }
-    return found
+    shared_bytes = sum(path.stat().st_size for path in shared if path.exists())
+    usage["/dev/shm"] = {"MB": shared_bytes / 2**20, "files": len(shared)}
+    return usage
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=300, help="at least 100 (default: 300)")
     parser.add_argument(
-        "--faults", type=float, default=0.1, help="share of the calls that are spoiled"
+        "--faults", type=float, default=0.1, help="fraction of the calls to spoil (default: 0.1)"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "soak.md")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "soak.md", help="result page")
     args = parser.parse_args()
-    folder, spoiled, begin = (
-        Path(tempfile.mkdtemp(prefix="soak-")),
-        collections.Counter(),
-        time.monotonic(),
-    )
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    spoiled = collections.Counter()
+    begin = time.monotonic()
     tiny_models.make_model(folder / "tied", tied=True)
     conftest.write_task(folder)
-    looks: list[tuple[int, dict[str, dict[str, float]]]] = []
     with running_servers(
         {"reasoning_gym": {"start": {"python": str(conftest.GYM_PYTHON)}}}, folder
     ) as urls:
         port = find_free_port()
         proxy(urls["reasoning_gym"], port, args.faults, spoiled)
-        changes = [
-            "trainer.experiment_name=soak",
-            f"trainer.total_training_steps={args.steps}",
-            "trainer.save_freq=25",
-        ]
-        changes += [
-            "gym.servers.reasoning_gym.start=null",
-            f"gym.servers.reasoning_gym.url=http://127.0.0.1:{port}",
-        ]
-        changes += ["trainer.test_freq=50", "trainer.max_actor_ckpt_to_keep=2"]
-        changes += ["gym.concurrency=32", "trainer.print_samples_every=0"]
-        # vLLM's cache becomes resident as it is first used: one that is all used by step 50
-        changes += ["actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=67108864"]
-        # of a policy that has learned, all answers are alike: nothing to train on
-        changes += ["actor_rollout_ref.actor.optim.lr=0.0001"]
-        arguments = [a for a in conftest.tiny(folder, *changes) if "start.python" not in a]
         with (folder / "out.log").open("w") as out:
             run = subprocess.Popen(
-                conftest.command(folder, *arguments), cwd=folder, stdout=out, stderr=out
+                make_command(folder, port, args.steps),
+                cwd=folder,
+                env=conftest.GIVEN,
+                stdout=out,
+                stderr=out,
             )
-        watched, server = psutil.Process(run.pid), psutil.Process().children(recursive=True)
-        server = [
-            p for p in server if p.pid != run.pid and "server_process.py" in " ".join(p.cmdline())
-        ]
-        metrics, last = folder / "runs" / "soak" / "metrics.jsonl", 0
-        while run.poll() is None:
-            time.sleep(0.5)
-            lines = metrics.read_text().splitlines() if metrics.is_file() else []
-            step = max(
-                (m["step"] for m in map(json.loads, lines) if "rollout/failed_frac" in m), default=0
-            )
-            if step > last and step % 5 == 0:
-                last = step
-                looks.append((step, look(watched, server)))
+        samples = watch(run, folder / "runs" / "soak" / "metrics.jsonl")
     if run.returncode:
-        sys.exit(f"The run ended with {run.returncode}: {(folder / 'out.log').read_text()[-3000:]}")
-    report(args, folder, looks, spoiled, time.monotonic() - begin)
+        log = (folder / "out.log").read_text()
+        sys.exit(f"The run ended with status {run.returncode}: {log[-3000:]}")
+    report(args, folder, samples, spoiled, time.monotonic() - begin)
 
 
-def report(args, folder: Path, looks: list, spoiled: collections.Counter, seconds: float) -> None:
-    """Write the table; exit with 1 if anything grew."""
-    rows = [
-        json.loads(line)
-        for line in (folder / "runs" / "soak" / "metrics.jsonl").read_text().splitlines()
+def make_command(folder: Path, port: int, steps: int) -> list[str]:
+    """Return the command of the run, which calls the proxy on `port`."""
+    changes = [
+        "trainer.experiment_name=soak",
+        f"trainer.total_training_steps={steps}",
+        "trainer.save_freq=25",
+        "trainer.test_freq=50",
+        "trainer.max_actor_ckpt_to_keep=2",
+        "trainer.print_samples_every=0",
+        "gym.servers.reasoning_gym.start=null",
+        f"gym.servers.reasoning_gym.url=http://127.0.0.1:{port}",
+        "gym.concurrency=32",
+        # vLLM's KV cache takes memory when it is first used. All of this size is used by step 50.
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=67108864",
+        # With a high rate the policy learns the task. Then most groups have zero variance.
+        "actor_rollout_ref.actor.optim.lr=0.0001",
     ]
-    steps = [m for m in rows if "rollout/failed_frac" in m]
-    failed = statistics.mean(m["rollout/failed_frac"] for m in steps)
-    reasons = collections.Counter()
-    for m in steps:
-        reasons.update(
-            {
-                k.removeprefix("rollout/failed/"): v
-                for k, v in m.items()
-                if k.startswith("rollout/failed/")
-            }
-        )
-    early = [found for step, found in looks if 50 <= step < 75]
-    late = [found for step, found in looks if step > args.steps - 25]
-    calls, bad = sum(spoiled.values()), sum(n for fault, n in spoiled.items() if fault)
-    causes = ", ".join(f"{n:.0f} {status}" for status, n in reasons.most_common())
-    median_s = statistics.median(m["timing_s/step"] for m in steps)
+    arguments = conftest.tiny(folder, *changes)
+    arguments = [argument for argument in arguments if "start.python" not in argument]
+    return conftest.command(folder, *arguments)
+
+
+def watch(run: subprocess.Popen, metrics: Path) -> list[tuple[int, Usage]]:
+    """Measure the processes after every fifth step until the run ends -> [(step, usage)]."""
+    driver = psutil.Process(run.pid)
+    servers = []
+    for process in psutil.Process().children(recursive=True):
+        if process.pid != run.pid and "server_process.py" in " ".join(process.cmdline()):
+            servers.append(process)
+    samples = []
+    last = 0
+    while run.poll() is None:
+        time.sleep(0.5)
+        lines = metrics.read_text().splitlines() if metrics.is_file() else []
+        rows = [json.loads(line) for line in lines]
+        step = max((row["step"] for row in rows if "rollout/failed_frac" in row), default=0)
+        if step > last and step % 5 == 0:
+            last = step
+            samples.append((step, measure_usage(driver, servers)))
+    return samples
+
+
+def count_failures(steps: list[dict[str, float]]) -> str:
+    """Return the number of failed episodes by status, as text."""
+    counts = collections.Counter()
+    for metrics in steps:
+        for name, value in metrics.items():
+            if name.startswith("rollout/failed/"):
+                counts[name.removeprefix("rollout/failed/")] += value
+    return ", ".join(f"{count:.0f} {status}" for status, count in counts.most_common()) or "none"
+
+
+def report(
+    args: argparse.Namespace,
+    folder: Path,
+    samples: list[tuple[int, Usage]],
+    spoiled: collections.Counter,
+    seconds: float,
+) -> None:
+    """Write the result page. Exit with status 1 if a process grew or a step is missing."""
+    lines = (folder / "runs" / "soak" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    steps = [row for row in rows if "rollout/failed_frac" in row]
+    failed = statistics.mean(row["rollout/failed_frac"] for row in steps)
+    early = [usage for step, usage in samples if 50 <= step < 75]
+    late = [usage for step, usage in samples if step > args.steps - 25]
+    calls = sum(spoiled.values())
+    median_s = statistics.median(row["timing_s/step"] for row in steps)
     lines = [
         "# A long run with faults",
         "",
@@ -216,10 +234,10 @@ def report(args, folder: Path, looks: list, spoiled: collections.Counter, second
         "spoils calls at random:",
         "it breaks the connection, answers 500 or 503, sends an invalid body, or answers late.",
         "",
-        f"- Spoiled calls: {bad} of {calls}.",
+        f"- Spoiled calls: {calls - spoiled['']} of {calls}.",
         f"- Completed steps: {len(steps)} of {args.steps}. Median time of a step: "
         f"{median_s:.2f} s.",
-        f"- Failed episodes: {failed:.2%} ({causes or 'none'}).",
+        f"- Failed episodes: {failed:.2%} ({count_failures(steps)}).",
         "",
         "The table has the medians of two parts of the run. `/dev/shm` is the machine's shared "
         "memory.",
@@ -227,25 +245,31 @@ def report(args, folder: Path, looks: list, spoiled: collections.Counter, second
         "| process | MB, steps 50 to 75 | MB, last 25 | files | sockets |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
-    grown = []
-    for role, last in late[-1].items():
-        before, after = (
-            {kind: statistics.median(f[role][kind] for f in found if role in f) for kind in last}
-            for found in (early, late)
-        )
+    problems = []
+    for role in late[-1]:
+        before = compute_medians(early, role)
+        after = compute_medians(late, role)
         cells = [
-            f"{before[k]:.0f} → {after[k]:.0f}" if k in before else "" for k in ("files", "sockets")
+            f"{before[kind]:.0f} → {after[kind]:.0f}" if kind in before else ""
+            for kind in ("files", "sockets")
         ]
         lines.append(f"| {role} | {before['MB']:.0f} | {after['MB']:.0f} | {' | '.join(cells)} |")
-        grown += [
-            f"{role}: {k} {before[k]:.0f} -> {after[k]:.0f}"
-            for k in before
-            if after[k] - before[k] > LIMITS[k]
-        ]
+        for kind in before:
+            if after[kind] - before[kind] > LIMITS[kind]:
+                change = f"from {before[kind]:.0f} to {after[kind]:.0f}"
+                problems.append(f"{role}: {kind} grew {change}, by more than {LIMITS[kind]:g}")
     args.out.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
-    if grown or len(steps) != args.steps:
-        sys.exit(f"Grew by more than the limit after step 50: {'; '.join(grown)}")
+    if len(steps) != args.steps:
+        problems.append(f"{args.steps - len(steps)} steps have no metrics")
+    if problems:
+        sys.exit("; ".join(problems))
+
+
+def compute_medians(samples: list[Usage], role: str) -> dict[str, float]:
+    """Return the median usage of a process over some samples."""
+    usages = [usage[role] for usage in samples if role in usage]
+    return {kind: statistics.median(usage[kind] for usage in usages) for kind in usages[-1]}
 
 
 if __name__ == "__main__":

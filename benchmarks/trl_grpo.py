@@ -1,8 +1,9 @@
-"""TRL's GRPOTrainer on the demo's task. benchmarks/peers.py runs it, in
-a separate environment (.venv-trl).
+"""Train the demo's task with TRL's GRPOTrainer, and measure its steps.
 
-Prints one JSON line last: of each step its seconds, those that went into answers and their rewards,
-and the tokens.
+benchmarks/peers.py runs this command in a separate environment, .venv-trl.
+
+The last line is JSON. It has the seconds of each step (`step`), the part of them for responses and
+rewards (`gen`), the number of tokens, and the versions of the packages.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 
 def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """1 for the equation alone, in part where the answer only contains it: the rule of the demo's
-    verifier.
+    """Compute the same reward as the demo's verifier.
+
+    It is 1 for exactly the equation (`answer`), and len(equation) / len(response) for a response
+    that contains it.
     """
     texts = [completion[0]["content"].strip() for completion in completions]
-    return [len(a) / len(t) if a in t else 0.0 for t, a in zip(texts, answer, strict=True)]
+    pairs = zip(texts, answer, strict=True)
+    return [len(equation) / len(text) if equation in text else 0.0 for text, equation in pairs]
 
 
-def dataset(path: Path) -> Dataset:
-    """Prompts as messages, and what is asked for."""
+def load_dataset(path: Path) -> Dataset:
+    """Load the prompts as messages, and the equation of each row as `answer`."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return Dataset.from_list(
         [{"prompt": r["responses_create_params"]["input"], "answer": r["answer"]} for r in rows]
@@ -39,7 +43,7 @@ def dataset(path: Path) -> Dataset:
 
 
 class Clock(TrainerCallback):
-    """Seconds of each step, and of what is wrapped by `around`."""
+    """Measures the seconds of each step, and of the method that `wrap` gets."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -51,10 +55,11 @@ class Clock(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.steps[-1]["step"] = time.perf_counter() - self.begin
 
-    def around(self, trainer: Any, name: str) -> None:
+    def wrap(self, trainer: Any, name: str) -> None:
+        """Add the seconds of a method of the trainer to `gen`, and record its tokens."""
         function = getattr(trainer, name)
 
-        def clocked(*args: Any, **kwargs: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
             result = function(*args, **kwargs)
             self.steps[-1]["gen"] += time.perf_counter() - begin
@@ -63,22 +68,25 @@ class Clock(TrainerCallback):
             )
             return result
 
-        setattr(trainer, name, clocked)
+        setattr(trainer, name, timed)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--model", required=True, help="the model folder")
+    parser.add_argument("--rows", type=Path, required=True, help="the file of rows")
+    parser.add_argument("--steps", type=int, default=6, help="number of steps (default: 6)")
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16"],
         default="float32",
-        help="of products; weights fp32",
+        help="type for matrix products; the weights are float32",
     )
     parser.add_argument(
-        "--micro-batch", type=int, default=64, help="answers together; an optimizer step has 64"
+        "--micro-batch",
+        type=int,
+        default=64,
+        help="responses per forward and backward pass, of the 64 in a step",
     )
     args = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -87,7 +95,7 @@ def main() -> None:
         output_dir=tempfile.mkdtemp(prefix="trl-"),
         max_steps=args.steps,
         per_device_train_batch_size=args.micro_batch,
-        gradient_accumulation_steps=64 // args.micro_batch,  # 8 prompts x 8 answers
+        gradient_accumulation_steps=64 // args.micro_batch,  # 8 prompts x 8 responses
         num_generations=8,
         max_completion_length=48,
         temperature=0.8,
@@ -98,7 +106,7 @@ def main() -> None:
         optim="adamw_torch_fused",
         bf16=args.dtype == "bfloat16",
         use_cpu=True,
-        gradient_checkpointing=False,  # slower, and memory is not what a CPU lacks
+        gradient_checkpointing=False,  # it would save memory, and take more time
         dataloader_pin_memory=False,
         save_strategy="no",
         report_to=[],
@@ -106,14 +114,15 @@ def main() -> None:
     )
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     clock = Clock()
-    settings = {
-        "args": config,
-        "processing_class": tokenizer,
-        "reward_funcs": reward,
-        "callbacks": [clock],
-    }
-    trainer = trl.GRPOTrainer(model=model, train_dataset=dataset(args.rows), **settings)
-    clock.around(trainer, "_generate_and_score_completions")
+    trainer = trl.GRPOTrainer(
+        model=model,
+        args=config,
+        processing_class=tokenizer,
+        train_dataset=load_dataset(args.rows),
+        reward_funcs=reward,
+        callbacks=[clock],
+    )
+    clock.wrap(trainer, "_generate_and_score_completions")
     trainer.train()
     versions = {package.__name__: package.__version__ for package in (trl, transformers, torch)}
     print(json.dumps({"steps": clock.steps, "versions": versions}))

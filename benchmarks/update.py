@@ -2,8 +2,9 @@
 
     python benchmarks/update.py runs/x/rollouts/step_1.jsonl [--rounds 4] [key=value ...]
 
-The recipe is the demo's, with the changes. vLLM does not run. The median leaves out the first
-update, which warms up. Use this to try a change of kit/cpu/cpu_engine.py, or of a setting, within
+The recipe is the demo's, with the changes key=value. They must not turn on a critic, a reference or
+old log-probs before the update. vLLM does not run. The first update is a warm-up, and the median
+leaves it out. Use this command to test a change of kit/cpu/cpu_engine.py or of a setting within
 minutes.
 """
 
@@ -41,14 +42,17 @@ class Usage(NamedTuple):
 
 
 def read_usage(pid: int) -> Usage:
-    """Read /proc, which counts CPU time in hundredths of a second and memory in pages of 4 KiB."""
+    """Read the usage of a process from /proc.
+
+    /proc counts CPU time in hundredths of a second, and memory in pages of 4 KiB.
+    """
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return Usage(int(fields[7]), int(fields[11]) / 100, int(fields[12]) / 100, pages * 4096 / 2**30)
 
 
 def get_pid(_worker: Any) -> int:
-    """In a worker: its process id."""
+    """In a worker: return its process id."""
     return os.getpid()
 
 
@@ -63,8 +67,8 @@ def measure_update(update: Callable[[], Any], pid: int, label: str) -> float:
     system_s = after.system_s - before.system_s
     faults = (after.page_faults - before.page_faults) / 1000
     print(
-        f"{label} {seconds:.1f} s; CPU {user_s:.1f} s, in the kernel {system_s:.1f} s; "
-        f"{faults:.0f}k page faults; {after.resident_gib:.2f} GiB resident",
+        f"{label} {seconds:.1f} s; CPU time {user_s:.1f} s in the process and {system_s:.1f} s in "
+        f"the kernel; {faults:.0f}k page faults; {after.resident_gib:.2f} GiB resident",
         flush=True,
     )
     return seconds
@@ -72,9 +76,11 @@ def measure_update(update: Callable[[], Any], pid: int, label: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("rollouts", type=Path)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("changes", nargs="*")
+    parser.add_argument("rollouts", type=Path, help="a rollouts file of the demo's task")
+    parser.add_argument(
+        "--rounds", type=int, default=4, help="updates after the warm-up (default: 4)"
+    )
+    parser.add_argument("changes", nargs="*", metavar="key=value", help="changes of the recipe")
     args = parser.parse_args()
     settings = ["trainer.experiment_name=bench-update", "env.val_files=[]", *args.changes]
     config, _ = load_config(["math_cpu", "cpu"], settings)
@@ -92,12 +98,12 @@ def main() -> None:
             batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
             training.compute_advantages(batch, config)
             update = functools.partial(training.update_actor, workers.actor, batch, config)
-            taken = measure_update(update, pid, "update" if i else "first ")
+            update_s = measure_update(update, pid, "update" if i else "first ")
             if i:
-                seconds.append(taken)
+                seconds.append(update_s)
     tokens = sum(len(e.prompt_ids) + len(e.response_ids) for e in episodes)
     median = statistics.median(seconds)
-    print(f"median {median:.1f} s for {len(episodes)} responses of {tokens} tokens")
+    print(f"median {median:.1f} s for {len(episodes)} episodes with {tokens} tokens together")
 
 
 if __name__ == "__main__":

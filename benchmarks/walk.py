@@ -1,11 +1,11 @@
-"""Follow docs/tutorial.md as a newcomer does: a clone in an empty folder, each bash block in its
-order, for real.
+"""Run the bash blocks of docs/tutorial.md in their order, in a new clone of the repository.
 
     python benchmarks/walk.py DIR [--page docs/tutorial.md]
 
-DIR is made, and must be new. Blocks that need a GPU, a cluster, a hub or a second terminal are
-skipped, by their mark. Writes the output of each command to DIR/walk.log, and prints the table of
-minutes of the tutorial. Exit status 1 at the first command that fails.
+DIR is the folder of the clone. It must not exist. First, the command writes the files that the page
+shows. Blocks with a mark such as `needs a GPU`, `needs a server` or `needs a cluster` are skipped.
+The output of the blocks is in DIR/walk.log. The command prints the minutes of each section. If a
+block fails, the command stops there, and its exit status is 1.
 """
 
 from __future__ import annotations
@@ -20,53 +20,58 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = r"(?:^<!-- (?P<mark>[^>]+) -->\n)?^```bash\n(?P<text>.*?)^```$"
 SECTION = re.compile(rf"^## (?P<title>[^\n]*)$|{BLOCK}", re.M | re.S)
-DONE = ("", "takes minutes")  # marks of what can be run here
+RUN_MARKS = ("", "takes minutes")  # the marks of the blocks that are run
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--page", default="docs/tutorial.md")
+    parser.add_argument("folder", type=Path, help="new folder for the clone")
+    parser.add_argument("--page", default="docs/tutorial.md", help="the page to follow")
     args = parser.parse_args()
     subprocess.run(["git", "clone", "-q", ROOT, args.folder], check=True)
-    taken: dict[str, float] = {}
-    title, failed = "", ""
+    section_s: dict[str, float] = {}  # by the section's title
+    title = ""
+    problem = ""
     with (args.folder / "walk.log").open("w") as log:
         page = (ROOT / args.page).read_text()
-        for name, text in files(page):
+        for name, text in find_files(page):
             path = args.folder / name
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
-        for found in SECTION.finditer(page):
-            title = found["title"] or title
-            if found["text"] is None or (found["mark"] or "") not in DONE:
+        for match in SECTION.finditer(page):
+            title = match["title"] or title
+            if match["text"] is None or (match["mark"] or "") not in RUN_MARKS:
                 continue
-            begun = time.monotonic()
+            begin = time.monotonic()
             script = (
                 "set -eo pipefail\n[ ! -e .venv/bin/activate ] || source .venv/bin/activate\n"
-                + found["text"]
+                + match["text"]
             )
-            print(f"$ {found['text']}", end="", file=log, flush=True)
-            done = subprocess.run(
+            print(f"$ {match['text']}", end="", file=log, flush=True)
+            status = subprocess.run(
                 ["bash", "-c", script], cwd=args.folder, stdout=log, stderr=subprocess.STDOUT
-            )
-            taken[title] = taken.get(title, 0.0) + time.monotonic() - begun
-            if done.returncode:
-                log = f"{args.folder}/walk.log"
-                failed = f"{title}: status {done.returncode}; see {log}\n{found['text']}"
+            ).returncode
+            section_s[title] = section_s.get(title, 0.0) + time.monotonic() - begin
+            if status:
+                problem = f"{title}: a block ended with status {status}. See {log.name}."
+                problem += f"\n{match['text']}"
                 break
     print("| step | minutes |\n| --- | ---: |")
-    for title, seconds in taken.items():
+    for title, seconds in section_s.items():
         print(f"| {title} | {seconds / 60:.1f} |")
-    print(f"| all | {sum(taken.values()) / 60:.1f} |")
-    sys.exit(failed or 0)
+    print(f"| all | {sum(section_s.values()) / 60:.1f} |")
+    sys.exit(problem or 0)
 
 
-def files(page: str) -> list[tuple[str, str]]:
-    """(name, text) of the blocks whose first line is a file's name."""
-    blocks = re.findall(r"^```(?:python|yaml)\n(.*?)^```$", page, re.M | re.S)
+def find_files(page: str) -> list[tuple[str, str]]:
+    """Return (name, text) of each Python or YAML block that begins with a comment `# name`."""
     name_line = re.compile(r"# ((?:\w+/)*\w+\.(?:py|yaml))\n")
-    return [(name[1], text) for text in blocks if (name := name_line.match(text))]
+    files = []
+    for text in re.findall(r"^```(?:python|yaml)\n(.*?)^```$", page, re.M | re.S):
+        name = name_line.match(text)
+        if name:
+            files.append((name[1], text))
+    return files
 
 
 if __name__ == "__main__":

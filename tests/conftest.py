@@ -1,8 +1,10 @@
-"""A trivial Gym task for the tiny model, hooks of pytest, and one session of the real stack.
+"""A trivial Gym task for the tiny model, hooks of pytest, and the stack that tests share.
 
-The model is random (tiny_models.py). The task asks for the digit 7. Gym's reasoning_gym server pays
-1 for exactly that, and len("7") / len(answer) for an answer that contains it. So chance earns a
-little, and a trained model earns much more.
+The model is random (tiny_models.py). The task asks for the digit 7. The reward of Gym's
+reasoning_gym server is 1 for exactly that, and len("7") / len(response) for a response that has it
+somewhere. So a random model earns a little by chance, and a trained model earns much more.
+
+The stack is Gym servers, Ray, an FSDP actor and vLLM, started on the CPU.
 """
 
 from __future__ import annotations
@@ -40,19 +42,19 @@ from kit.extras.report.metric_docs import find_metric
 from kit.rollout.sampler import make_sampler_context
 from kit.runs import prepare
 
-# A shell that starts the tests in the background makes them ignore SIGINT. Every process that they
-# start inherits that.
+# If a shell starts the tests in the background, they ignore SIGINT, and so does every process that
+# they start. Undo that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# the environment of a command that a test starts, without what recipes set in this process
+# the environment of a command that a test starts, without the variables that are set above
 GIVEN = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "tests" / "tiny.yaml"
 CPU = ROOT / "configs" / "machines" / "cpu.yaml"
 GYM_PYTHON = ROOT / ".venv-gym" / "bin" / "python"
 OLD_GYM_PYTHON = ROOT / ".venv-gym-0.4.0" / "bin" / "python"
-# settings of `algorithm` for training.compute_advantages; each value has an effect
+# settings of `algorithm` for training.compute_advantages; each value changes the result
 ALGORITHM = {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False, "gamma": 0.9, "lam": 0.5}
 WORDS = ["say", "tell me", "i want", "give", "now", "please", "write", "print"]
 
@@ -72,7 +74,7 @@ def row(question: str = "say 7", answer: str = "7", **extra) -> dict:
 def counting(question: str = "count", steps: int = 1) -> dict:
     """A row whose task is to call a real tool `steps` times.
 
-    Gym's server example_session_state_mgmt pays 1 for that.
+    Gym's server example_session_state_mgmt gives a reward of 1 for that.
     """
     tool = {
         "type": "function",
@@ -86,7 +88,7 @@ def counting(question: str = "count", steps: int = 1) -> dict:
 
 
 def gym_examples() -> list[Path]:
-    """The files of example rows in the installed nemo-gym."""
+    """Return the files of example rows in the installed nemo-gym."""
     arguments = [GYM_PYTHON, "-c", "import nemo_gym; print(nemo_gym.__file__)"]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     folder = Path(done.stdout.strip()).parent.parent / "resources_servers"
@@ -96,12 +98,13 @@ def gym_examples() -> list[Path]:
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:
+    """Write a JSONL file. Return its path."""
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
     return path
 
 
 def write_task(folder: Path) -> None:
-    """Write the rows of the tiny recipe, train and val, and those of a task with a tool."""
+    """Write train.jsonl and val.jsonl for the tiny recipe, and tools.jsonl for a tool task."""
     write_rows(folder / "train.jsonl", [row(f"{word} 7") for word in WORDS])
     write_rows(folder / "val.jsonl", [row(f"{word} me 7") for word in WORDS])
     write_rows(folder / "tools.jsonl", [counting(f"{word} one") for word in WORDS])
@@ -143,13 +146,13 @@ def tiny(workspace: Path, *changes: str) -> list[str]:
 
 
 def load(workspace: Path, *changes: str, overlays: Sequence[str] = ()):
-    """The tiny recipe with overlays of configs/, merged and checked: (config, inputs)."""
+    """Load and check the tiny recipe with overlays of configs/ -> (config, inputs)."""
     config, _ = load_config([str(CPU), str(RECIPE), *overlays], tiny(workspace, *changes))
     return config, prepare.prepare(config)
 
 
 def command(workspace: Path, *arguments: str) -> list[str]:
-    """The command line of a run of the tiny recipe."""
+    """Return the command line of a run of the tiny recipe."""
     return [
         sys.executable,
         str(ROOT / "algorithm.py"),
@@ -164,6 +167,7 @@ def command(workspace: Path, *arguments: str) -> list[str]:
 def run(
     arguments: list[str], cwd: Path, timeout: int = 300, **variables: str
 ) -> subprocess.CompletedProcess:
+    """Run a command to its end, with its output as text."""
     return subprocess.run(
         arguments, cwd=cwd, env=GIVEN | variables, capture_output=True, text=True, timeout=timeout
     )
@@ -171,7 +175,7 @@ def run(
 
 @contextlib.contextmanager
 def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """The address of an HTTP server of this process."""
+    """Serve HTTP from a thread of this process, and yield the address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -182,11 +186,15 @@ def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 
 
 def metrics_of(folder) -> list[dict]:
+    """Read the lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def survivors(mark: str, patience: float = 20.0) -> list[str]:
-    """Command lines of the processes that have KIT_MARK=mark after `patience` seconds."""
+    """List the processes with KIT_MARK=mark that still run after at most `patience` seconds.
+
+    Returns their command lines.
+    """
     deadline = time.monotonic() + patience
     while True:
         running = list_marked_processes(mark)
@@ -196,7 +204,7 @@ def survivors(mark: str, patience: float = 20.0) -> list[str]:
 
 
 def list_marked_processes(mark: str) -> list[str]:
-    """Command lines of the processes that have KIT_MARK=mark in their environment now."""
+    """List the command lines of the processes that have KIT_MARK=mark in their environment."""
     running = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -206,13 +214,13 @@ def list_marked_processes(mark: str) -> list[str]:
     return running
 
 
-# --- what pytest does with every test -------------------------------------------------------------
+# --- hooks of pytest ------------------------------------------------------------------------------
 
-# Files whose tests start whole runs of algorithm.py, or replace handlers of signals. They belong to
-# the stack's group.
+# Files whose tests start whole runs of algorithm.py, or replace signal handlers. These tests run in
+# the same process as those that use the stack.
 STARTS_RUNS = ("test_cli", "test_lost_processes", "test_reliability", "test_signals")
-# Further files with tests that start a whole run of algorithm.py or Gym servers, or that install
-# packages.
+# Other files whose tests start runs of algorithm.py or Gym servers, or install packages.
+# These tests have a longer timeout.
 STARTS_COMMANDS = (
     "test_backends",
     "test_conftest",
@@ -233,15 +241,16 @@ STARTS_COMMANDS = (
     "test_servers",
     "test_trackers",
 )
-# Reasons for which a test may be skipped in CI: begin each with the words of the test's own reason.
+# In CI, a test may be skipped only if its reason begins with one of these texts.
 SKIPS_IN_CI = ("needs root: ", "needs bubblewrap")
 
 
 def timeout_s(item: pytest.Item) -> float:
-    """Return how long a test may take, with its fixtures.
+    """Return how many seconds a test may take, with its fixtures.
 
-    The method is `thread` (pyproject.toml): that of signals would take SIGALRM and its only timer
-    from signals.py. It ends the process of the tests, and reaper.py what that has started.
+    pyproject.toml sets pytest-timeout's method `thread`. The method `signal` would take SIGALRM,
+    which kit/runs/signals.py needs. After a timeout, the process of the tests ends. Then
+    kit/extras/supervisor/reaper.py ends the processes that a run has started.
     """
     if item.get_closest_marker("soak"):
         return 3600.0
@@ -251,7 +260,7 @@ def timeout_s(item: pytest.Item) -> float:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """In CI a test that is skipped has failed, unless the environment lacks something by design."""
+    """In CI, report a skipped test as failed, unless its reason is one of SKIPS_IN_CI."""
     report = yield
     if report.skipped and not hasattr(report, "wasxfail") and os.environ.get("CI"):
         reason = report.longrepr[2].removeprefix("Skipped: ")
@@ -263,14 +272,14 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.hookimpl(wrapper=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """Put all tests that start the stack into one process, and the rest into the other.
+    """Put all tests that use the stack into one process, sort the tests, and set their timeouts.
 
-    Whole runs come first, so that the session does not idle while they run.
+    Tests of whole runs come first. Otherwise the stack would stay idle in memory while they run.
     """
     for item in items:
         if "stack" in item.fixturenames or item.path.stem in STARTS_RUNS:
             item.add_marker(pytest.mark.xdist_group("stack"))
-        elif "chromium" in item.fixturenames:  # which two processes cannot fetch together
+        elif "chromium" in item.fixturenames:  # two processes must not unpack it together
             item.add_marker(pytest.mark.xdist_group("chromium"))
     for item in items:
         if not item.get_closest_marker("timeout"):
@@ -280,7 +289,7 @@ def pytest_collection_modifyitems(items):
 
 
 def rank(item: pytest.Item) -> int:
-    """The place of a test in the order: whole runs, then the session's tests, then the rest."""
+    """Return the place of a test in the order: whole runs, tests with the stack, all others."""
     if not item.get_closest_marker("xdist_group"):
         return 3
     return 2 if "stack" in item.fixturenames else 1
@@ -299,7 +308,7 @@ def caplog(caplog, monkeypatch):
 
 @pytest.fixture
 def loop_doubles(workspace, tmp_path, monkeypatch):
-    """Doubles of all that the training loop calls (trainer_doubles.LoopDoubles)."""
+    """Test doubles of everything that the training loop calls (trainer_doubles.LoopDoubles)."""
     from trainer_doubles import make_loop_doubles
 
     monkeypatch.chdir(tmp_path)
@@ -308,19 +317,19 @@ def loop_doubles(workspace, tmp_path, monkeypatch):
 
 @pytest.fixture
 def recorder(loop_doubles, monkeypatch):
-    """A recorder of the loop's calls with their arguments (trainer_doubles.Recorder)."""
+    """Records the calls of the training loop with their arguments (trainer_doubles.Recorder)."""
     from trainer_doubles import make_recorder
 
     return make_recorder(loop_doubles.calls, monkeypatch)
 
 
-# --- the real stack ------------------------------------------------------------------------------
+# --- the stack -----------------------------------------------------------------------------------
 
 SHOP = f"{{path: {ROOT / 'templates' / 'verifier'}, python: {GYM_PYTHON}}}"
 OFFICE = f"{{server: workplace_assistant, agent: simple_agent, python: {GYM_PYTHON}}}"
 JUDGED = f"{{server: abstention, python: {GYM_PYTHON}, config: {{judge_prompt_template: grade}}}}"
-# The untied model (runs/test_cli.py has the tied one), logical GPUs for further workers, and room
-# for conversations.
+# The settings of the stack: the untied model (runs/test_cli.py uses the tied one), logical GPUs for
+# further workers, and a context that is long enough for conversations.
 SESSION = [
     "actor_rollout_ref.model.path=untied",
     "ray_kwargs.ray_init.num_gpus=16",
@@ -342,7 +351,7 @@ SESSION = [
 
 @dataclass
 class Stack:
-    """A session of the stack that tests share: Gym servers, Ray, an FSDP actor and vLLM."""
+    """The processes that tests share: Gym servers, Ray, an FSDP actor and vLLM."""
 
     config: DictConfig
     inputs: prepare.RunInputs
@@ -360,11 +369,10 @@ class Stack:
         workers: Any = None,
         gym: Any = None,
     ):
-        """A Trainer of the tiny recipe with overlays and changes, in runs/<name>.
+        """Yield a Trainer for the tiny recipe with overlays and changes, in runs/<name>.
 
-        It uses the session's vLLM. workers: used instead of the session's. By default the session's
-        workers get their initial weights and the recipe's loss. gym: used instead of the session's
-        servers.
+        It uses the stack's vLLM. workers: used instead of the stack's workers, which otherwise get
+        their initial weights and the recipe's loss. gym: used instead of the stack's Gym servers.
         """
         import inference
         import training
@@ -402,7 +410,7 @@ class Stack:
 
 @contextlib.contextmanager
 def with_verifiers(stack: Stack, *changes: str):
-    """The Python verifiers of a recipe, together with the session's servers."""
+    """Yield a router of a recipe's Python verifiers and the stack's Gym servers."""
     from kit.extras.python_verifiers import verifier_pool
     from kit.gym.verifiers import VerifierRouter
 
@@ -418,13 +426,13 @@ def with_verifiers(stack: Stack, *changes: str):
 
 @contextlib.contextmanager
 def session(workspace: Path, *changes: str) -> Iterator[Stack]:
-    """A Stack over the models and rows of a folder, which becomes the working directory."""
-    import algorithm  # noqa: F401  (its own imports first)
+    """Start a Stack with the models and rows of a folder, and change to that folder."""
+    import algorithm  # noqa: F401  (imported first, as in a run)
     from kit.runs import launch
     from kit.runs.run_dir import Run
 
     os.chdir(workspace)
-    # so that the actor holds a reference, for recipes with a KL term
+    # With this, the actor also holds a reference. Recipes with a KL term need one.
     reference = "actor_rollout_ref.actor.use_kl_loss=true"
     name = "trainer.experiment_name=session"
     config, inputs = load(workspace, *SESSION, *changes, reference, name)
@@ -439,14 +447,14 @@ def session(workspace: Path, *changes: str) -> Iterator[Stack]:
 
 @pytest.fixture(scope="session")
 def stack(workspace) -> Iterator[Stack]:
-    """The real stack, started once."""
+    """The stack, started once for all tests of a process."""
     with session(workspace) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def values(stack):
-    """A critic and a reward model. fresh_critic/ is the critic's first checkpoint."""
+    """Workers of a critic and a reward model. fresh_critic/ has the critic's initial weights."""
     from kit.runs.workers import optional_roles, start_roles
 
     changes = [
@@ -464,7 +472,7 @@ def values(stack):
 
 
 def with_values(stack, values, critic=True, reward_model=False):
-    """The session's actor and the groups of `values`, with their initial weights."""
+    """Return the stack's actor and the groups of `values`, with their initial weights."""
     import training
 
     stack.workers.actor.load_checkpoint(str(stack.fresh))
@@ -477,7 +485,7 @@ def with_values(stack, values, critic=True, reward_model=False):
 
 
 def drop(workers) -> None:
-    """End worker groups that a test has started, and free their logical CPUs and GPUs."""
+    """End worker groups that a test started, and release their logical CPUs and GPUs."""
     import ray
 
     for group in filter(None, workers):

@@ -1,7 +1,7 @@
 """Random models of a few layers with a character tokenizer: a Llama, a mixture of experts, a LLaVA.
 
-Whole tool calls and game moves are single tokens (ACTIONS). So even a random model uses real tools
-and plays real games, and can learn to.
+Whole tool calls and game moves are single tokens (ACTIONS). So even a random model calls tools and
+makes moves in a game, and it can learn to do that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}"
     "{% if m['role'] == 'assistant' %}<end>{% endif %} {% endfor %}"
 )
-# A chat template of content parts. Like LLaVA's, it does not repeat the text of an image.
+# A chat template for content parts. For an image, it writes only <image>, as LLaVA's does.
 IMAGE_CHAT_TEMPLATE = (
     "{% if tools %}{{ tools | length }} {% endif %}"
     "{% for m in messages %}{% for p in m['content'] %}"
@@ -36,7 +36,7 @@ IMAGE_CHAT_TEMPLATE = (
 
 
 def make_tokenizer():
-    """A tokenizer with one token for each character and each action."""
+    """Make a tokenizer with one token for each character and each action."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -57,7 +57,7 @@ def make_tokenizer():
 
 
 def make_model(folder: Path, tied: bool, seed: int = 0) -> Path:
-    """Write a random Llama: two layers, 64 wide."""
+    """Write a random Llama with two layers and a hidden size of 64."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = make_tokenizer()
@@ -68,7 +68,7 @@ def make_model(folder: Path, tied: bool, seed: int = 0) -> Path:
             hidden_size=64,
             intermediate_size=128,
             num_hidden_layers=2,
-            num_attention_heads=2,  # of 32: vLLM has no CPU kernel for narrower ones
+            num_attention_heads=2,  # of size 32: vLLM has no CPU kernel for smaller heads
             num_key_value_heads=1,
             max_position_embeddings=2048,
             tie_word_embeddings=tied,
@@ -175,10 +175,11 @@ def make_vision_model(folder: Path, source: Path) -> Path:
 def make_pretrained(
     folder: Path, source: Path, prompts: list[str], digits: str = "0123456789"
 ) -> None:
-    """Write the model of `source`, trained to answer with a random one of `digits`.
+    """Write the model of `source`, trained to respond with one of `digits`, chosen at random.
 
-    LoRA does not change the output head. The rows of a random head have a norm of 0.16, and a
-    normed state has a norm of 8. So logits stay within 1.3 of zero, and no token becomes likely.
+    LoRA needs such a model, because it does not change the output head. With a random head, no
+    token can become likely: its rows have a norm of 0.16, and a normed hidden state has a norm of
+    8. So logits stay between -1.3 and 1.3.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
