@@ -10,7 +10,8 @@
 # make gym         Install NeMo Gym's servers. GYM=0.4.0: the older version, in .venv-gym-0.4.0.
 # make bench       Measure a step, its limits, TRL and the startup time (docs/performance.md); 1 hour.
 # make algorithms  Run each recipe of docs/algorithms.md on a small task with three seeds; 75 minutes.
-# make docs        Run the tutorial in an empty folder, make the pictures, count README's lines; 25 minutes.
+# make docs        Follow the tutorial and three guides in an empty folder, check that their runs learn, make the
+#                  pictures of the report, count README's lines; 1 hour.
 # make site        Build the documentation site in site/, and fail if a link is dead; 1 minute.
 # make site-serve  Build it, serve it at http://127.0.0.1:8000, and build it again if a page changes.
 # make soak        Run the long tests: 300 steps with faults, losses, ranks, nodes (docs/reliability.md); 1 hour.
@@ -78,7 +79,8 @@ docs: setup
 	.venv/bin/python -m kit.extras.report.metric_docs > docs/reference.md
 	.venv/bin/python benchmarks/sizes.py --write
 	.venv/bin/python -m kit.extras.report.message_docs > docs/messages.md
-	folder=$$(mktemp -d)/quintet && .venv/bin/python benchmarks/walk.py $$folder && \
+	folder=$$(mktemp -d)/quintet && .venv/bin/python benchmarks/walk.py $$folder --pages \
+	    docs/tutorial.md docs/guides/task.md docs/guides/verifier.md docs/guides/tools.md && \
 	    .venv/bin/python benchmarks/pictures.py $$folder/runs/math_cpu --out docs
 	.venv/bin/python -m pytest -s -m soak tests/test_site.py
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import GYM_PYTHON, row, run
+from conftest import GYM_PYTHON, ROOT, row, run
 from judge_doubles import StubJudge
 from markdown_blocks import (
     EXAMPLES,
@@ -168,3 +168,26 @@ def test_records_are_read_as_the_guide_says(desk, monkeypatch, capsys):
     )
     done = run([str(GYM_PYTHON), "-c", code, str(path)], desk)
     assert done.stdout.split() == ["2", "0.5", "reasoning_gym_simple_agent"], done.stderr
+
+
+LEARNED = [
+    "$ python algorithm.py",
+    "    val-core/box/acc/mean@1: 0.000 -> 0.312 (step 0 -> 10)",
+    "    val-core/box/reward/mean@1: 0.354 -> 0.656 (step 0 -> 10)",
+]
+
+
+def test_make_docs_trains_what_the_guides_train(monkeypatch):
+    """It runs the command of the dry run without that option, and its metrics must rise."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import walk
+
+    for name in ("task", "verifier", "tools"):
+        commands = walk.list_commands((GUIDES / f"{name}.md").read_text())
+        [trained] = [c.text for c in commands if "--dry-run" not in c.text and "--config" in c.text]
+        [checked] = [c.text for c in commands if c.text.replace(" --dry-run", "") == trained][:1]
+        assert "--dry-run" in checked
+    walk.check_gains("\n".join(LEARNED))
+    for flat in (LEARNED[:1], [LEARNED[1].replace("0.312", "0.125")]):
+        with pytest.raises(walk.PageError, match="No run raised a held-out metric"):
+            walk.check_gains("\n".join(flat))
