@@ -5,7 +5,7 @@
 #                  and GSM8K=folder of the original JSONL files. FLASH_ATTN=build: compile flash-attn (1 hour);
 #                  FLASH_ATTN=file.whl: install that wheel. ARGS='key=value ...': further arguments of the run.
 # make gpu-check   Install the GPU environment without a GPU, and test there all that needs none (docs/backends.md);
-#                  30 minutes.
+#                  1 hour.
 # make test        Run ruff, mypy and pytest, with the servers of both versions of NeMo Gym.
 # make gym         Install NeMo Gym's servers. GYM=0.4.0: the older version, in .venv-gym-0.4.0.
 # make bench       Measure a step, its limits, TRL and the startup time (docs/performance.md); 1 hour.
