@@ -300,7 +300,9 @@ def test_changed_keys_are_listed_or_refused(tmp_path):
         checkpoints.check(checkpoint, config, "train")
     change = "trainer.n_gpus_per_node 2 -> 4 (each rank loads the shard that it wrote)"
     hint = "Set these back, or set another trainer.experiment_name."
-    assert str(caught.value) == f"{checkpoint} cannot be resumed with {change}. {hint} {allowed}"
+    page = 'See docs/reliability.md, "Resuming a run".'
+    problem = f"{checkpoint} cannot be resumed with {change}"
+    assert str(caught.value) == f"{problem}. {hint} {allowed}. {page}"
 
 
 def test_a_checkpoint_with_old_names_of_keys_resumes_without_a_note(tmp_path):
