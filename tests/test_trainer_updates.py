@@ -206,7 +206,7 @@ def test_a_nonfinite_step_stops_immediately_and_carries_its_batch(
 
 def test_three_nonfinite_steps_in_a_row_end_the_run(workspace, recorder, monkeypatch, capsys):
     monkeypatch.setattr(training, "update_actor", break_update)
-    message = r"3 non-finite steps in a row, the last: actor/grad_norm is nan"
+    message = r"3 non-finite steps in a row, the last: actor/grad_norm is nan.* See docs/"
     with pytest.raises(RunError, match=message):
         with algorithm.train(make_plan(workspace, *QUIET, "trainer.save_freq=1")) as trainer:
             for step in (1, 2):

@@ -24,6 +24,7 @@ OTHERS = (
     'Specified attn_implementation="cpu_packed" is not supported',
     "max_num_gen_batches",
 )
+PAGE_NAME = re.compile(r'See (docs/[\w/]+\.md)(?:, "([^"]+)")?\.$')  # the end of a message
 NO_MESSAGE = "has no attribute"  # an AttributeError for Python, which nobody sees
 
 
@@ -166,6 +167,34 @@ def test_each_symptom_has_a_cause_and_one_fix():
         assert text.count("**Fix:**") == 1, f"{heading}: more than one fix"
         cause = text.partition("**Fix:**")[0].strip()
         assert len(cause.split()) > 3, f"{heading}: no cause"
+
+
+def list_page_names() -> list[str]:
+    """The texts of the code that name a page of docs/, without docstrings."""
+    texts = []
+    for module in message_docs.read_modules():
+        for node in ast.walk(module.tree):
+            is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+            if is_text and not isinstance(module.parents[node], ast.Expr) and "docs/" in node.value:
+                texts.append(node.value)
+    return texts
+
+
+def list_headings(page: str) -> list[str]:
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+
+
+def test_pages_and_headings_that_messages_name_exist(messages):
+    """A message names its page at the end, in one form."""
+    texts = list_page_names()
+    assert len(texts) > 30
+    assert [text for text in texts if text.count("docs/") != 1 or not PAGE_NAME.search(text)] == []
+    in_the_middle = [m.text for m in messages if "docs/" in m.text and not PAGE_NAME.search(m.text)]
+    assert in_the_middle == []
+    for page, heading in {PAGE_NAME.search(text).groups() for text in texts}:
+        assert (ROOT / page).is_file(), page
+        assert heading is None or heading in list_headings(page), f"{page} has no {heading!r}"
 
 
 def test_no_two_headings_have_the_same_anchor():

@@ -101,13 +101,13 @@ def warn_about_failures(metrics: Mapping[str, float], say: Callable[[str], None]
         if score_name not in metrics:
             say(
                 f"WARNING     {score_name}: no response was verified. "
-                "See failures.jsonl of the run."
+                'See failures.jsonl of the run. See docs/reference.md, "How an episode fails".'
             )
         elif metrics[score_name] != score_with_failures:
             say(
                 f"WARNING     {score_name} is {metrics[score_name]:.3f} over verified responses, "
                 f"{score_with_failures:.3f} if a failed one counts as 0. "
-                "See failures.jsonl of the run."
+                'See failures.jsonl of the run. See docs/reference.md, "How an episode fails".'
             )
 
 

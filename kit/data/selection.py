@@ -77,5 +77,6 @@ def check_failures(episodes: Sequence[Episode], max_failed_frac: float) -> None:
     raise RunError(
         f"{len(failed)} of {len(episodes)} episodes failed ({reasons}), "
         f"over gym.{max_failed_frac=:g}. See failures.jsonl of the run. The first failure is "
-        f"{failed[0].row_id}: {failed[0].error}"
+        f"{failed[0].row_id}: {failed[0].error.rstrip('.')}. "
+        'See docs/reference.md, "How an episode fails".'
     )

@@ -117,7 +117,7 @@ class TaskLoader:
             raise DataError(
                 f"{row_id}: {named or 'agent_ref None'} matches none of gym.servers "
                 f"({servers}). Add it there, set the server of the file, or skip such rows with "
-                "env.only_servers."
+                'env.only_servers. See docs/environments.md, "Which server a row uses".'
             )
         return server
 

@@ -45,7 +45,8 @@ def parse_row(raw: Any, row_id: str, prompt_key: str = "prompt") -> dict[str, An
     keys = ", ".join(row) or "no key"
     raise DataError(
         f"{row_id}: it has {keys}, but neither Gym's responses_create_params nor verl's "
-        f"`{prompt_key}` (data.prompt_key). Add one of them. (`sft` reads chats.)"
+        f"`{prompt_key}` (data.prompt_key). Add one of them. (`sft` reads chats.) "
+        'See docs/guides/data.md, "1. The form of a row".'
     )
 
 

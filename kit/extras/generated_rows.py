@@ -191,7 +191,8 @@ class MixedRows:
             if one.row != other.row:
                 raise UserFunctionError(
                     f"{one.row_id} is not deterministic: it changed on a second call, so a run "
-                    "could not resume. Use only batch and seed for randomness."
+                    "could not resume. Use only batch and seed for randomness. "
+                    'See docs/guides/curriculum.md, "3. Make a run that can be resumed".'
                 )
         return first
 

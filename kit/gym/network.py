@@ -177,9 +177,10 @@ def wait_ready(
         time.sleep(0.2)
     problem = problem or "no answer"
     if process:
+        tail = read_tail(log) or "it is empty"
         raise GymStartError(
             f"gym server {name} did not start: {describe_exit(process, problem)}. "
-            f"See its log {log}: {read_tail(log)}"
+            f'See its log {log}: {tail}. See docs/troubleshooting.md, "Gym".'
         )
     command = f"python -m kit.gym.servers {name} --port {url.rpartition(':')[2]}"
     raise GymStartError(

@@ -205,7 +205,8 @@ def check_judges(
         if model not in configured:
             raise GymStartError(
                 f"gym.servers.{name}: {server} needs the model {model} ({key}). Set "
-                f"gym.judges.{model}, or set another {key} in gym.servers.{name}.start.config."
+                f"gym.judges.{model}, or set another {key} in gym.servers.{name}.start.config. "
+                'See docs/guides/judges.md, "Configure judges".'
             )
     if judges and not server_process.JUDGE_PARSING.is_file():
         raise GymStartError(
@@ -217,7 +218,8 @@ def check_judges(
     if folder not in server_process.load_judge_parsing().VERDICT_PATTERNS:
         raise GymStartError(
             f"gym.servers.{name}: {server} scores an unparsable judge reply as a wrong answer and "
-            f"this cannot be detected. Accept it with gym.unchecked_judges=[{name}]."
+            f"this cannot be detected. Accept it with gym.unchecked_judges=[{name}]. "
+            'See docs/guides/judges.md, "Servers whose judges are not checked".'
         )
 
 

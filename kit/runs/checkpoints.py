@@ -86,7 +86,7 @@ def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) 
         raise RunError(
             f"The checkpoint of step {state['step']} could not be written: "
             f"{cause.splitlines()[-1]}. Make room in {folder}, then rerun the same command to "
-            f"resume from {last}"
+            f"resume from {last}. See docs/troubleshooting.md."
         ) from error
     with files.explain_write_errors(target):
         if target.exists():  # broken, or of an earlier run; saving_N is complete
@@ -257,7 +257,8 @@ def find_resume_point(config: DictConfig) -> tuple[Path | None, list[str]]:
         if damage:
             raise ConfigError(
                 f"trainer.resume_from_path={checkpoint} is not a complete checkpoint: {damage}. "
-                "Give another, or let trainer.resume_mode=auto find the newest."
+                "Give another, or let trainer.resume_mode=auto find the newest. "
+                'See docs/troubleshooting.md, "Resume".'
             )
     elif config.trainer.resume_mode == "auto":
         folder = Path(config.trainer.default_local_dir)
@@ -354,9 +355,11 @@ def check(checkpoint: Path, config: DictConfig, command: str) -> list[str]:
     if needs_critic and not (checkpoint / "critic").is_dir():
         refused.append("a critic, which that run did not have")
     if refused:
+        others = "".join(f" {note}." for note in notes)
         raise RunError(
             f"{checkpoint} cannot be resumed with {'; '.join(refused)}. Set these back, or set "
-            f"another trainer.experiment_name. {' '.join(notes)}".rstrip()
+            f"another trainer.experiment_name.{others} "
+            'See docs/reliability.md, "Resuming a run".'
         )
     for path in sorted(checkpoint.glob("*/*.pt")):
         tensors = read(path)

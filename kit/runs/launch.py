@@ -280,11 +280,13 @@ def init_ray(settings: dict[str, Any]) -> Any:
         if settings["address"] != "local":
             raise RunError(
                 f"Ray at ray_kwargs.ray_init.address={settings['address']} cannot be joined: "
-                f"{reason} Check `ray status` on this node."
+                f"{reason} Check `ray status` on this node. "
+                'See docs/cluster.md, "Start Ray by hand".'
             ) from error
         raise RunError(
             f"Ray did not start: {reason} Its logs are in {settings['_temp_dir']}/session_latest/"
-            "logs. If this machine is busy, start again when it is not."
+            "logs. If this machine is busy, start again when it is not. "
+            'See docs/troubleshooting.md, "Ray".'
         ) from error
 
 

@@ -427,7 +427,8 @@ def check_code_execution(config: DictConfig, command: str, inputs: RunInputs) ->
             )
         raise ConfigError(
             f"{name} runs the policy's code on this machine, as your user, without a sandbox. "
-            f"{hint}, or accept that with env.allow_unsandboxed_code=true."
+            f"{hint}, or accept that with env.allow_unsandboxed_code=true. "
+            'See docs/environments.md, "Code of the policy".'
         )
 
 

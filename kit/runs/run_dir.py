@@ -260,7 +260,10 @@ class Run:
             nonfinite = checkpoints.find_nonfinite(workers)
             if nonfinite:
                 names = ", ".join(nonfinite[:3])
-                self.say(f"Not saved: NaN or infinity in {names} ({len(nonfinite)} tensors)")
+                self.say(
+                    f"Not saved: NaN or infinity in {names} ({len(nonfinite)} tensors). "
+                    'See docs/troubleshooting.md, "Learning".'
+                )
             else:
                 folder = Path(self.config.trainer.default_local_dir)
                 self.checkpoint = checkpoints.save(workers, folder, state, self.config)
@@ -391,7 +394,8 @@ class Run:
                 f"{self.nonfinite_steps} non-finite steps in a row, the last: {reason}. Inspect "
                 f"{path.parent} with torch.load. Then resume from the last checkpoint with another "
                 "precision, or with a lower actor_rollout_ref.actor.optim.lr and "
-                "actor_rollout_ref.actor.checkpoint.load_contents=[model]"
+                "actor_rollout_ref.actor.checkpoint.load_contents=[model]. "
+                'See docs/guides/diagnosis.md, "8. Gradient norm and clipping".'
             )
         return f"{reason}; the batch is in {path}"
 

@@ -162,7 +162,10 @@ class Guard:
             return Stop("interrupted", 128 + self.stop_signal, save=True)
         stage = self.current_stage
         if reason is StopReason.LOST_PROCESS:
-            message = f"stage {stage}: {self.lost_process}. {RESUME_HINT}"
+            message = (
+                f"stage {stage}: {self.lost_process}. {RESUME_HINT}. "
+                'See docs/troubleshooting.md, "Ray".'
+            )
             # Without Ray's GCS the workers still answer for a minute, until Ray ends the driver.
             can_save = "gcs_server" in self.lost_process and stage not in UNINTERRUPTIBLE
             if can_save:
@@ -171,13 +174,13 @@ class Guard:
         return Stop(
             f"Stage '{stage}' made no progress for {self.config.trainer.stage_timeout_s:g} s "
             "(trainer.stage_timeout_s). Raise it if the stage is just slow. "
-            f"{log_files.read_newest_log_tail(self.logs)}"
+            f'{log_files.read_newest_log_tail(self.logs)}. See docs/troubleshooting.md, "Ray".'
         )
 
     def _exit_after_timeout(self) -> None:
         """Print the error that ended the run, which nothing else will print, and exit."""
         error = sys.exc_info()[1]
-        cause = f"{error}; " if error else ""
+        cause = f"{str(error).rstrip('.')}; " if error else ""
         message = f"{cause}the run's processes did not end in {SHUTDOWN_TIMEOUT_S} s and are killed"
         if self.pending_export and not error:
             message += f"; {self.pending_export}"
@@ -278,7 +281,9 @@ class Guard:
         # Other processes report a lost connection first. Wait until the monitor finds the dead one.
         if re.search("(closed|reset) by peer|NCCL", cause):
             time.sleep(PEER_LOSS_S)
-        raise RunError(f"stage {name}: {cause}. Fix the cause. {RESUME_HINT}") from error
+        raise RunError(
+            f"stage {name}: {cause}. Fix the cause. {RESUME_HINT}. See docs/troubleshooting.md."
+        ) from error
 
     @contextlib.contextmanager
     def save_on_stop(self, save: Callable[[], Path | None]) -> Iterator[None]:

@@ -179,11 +179,12 @@ def test_an_evaluation_also_reports_scores_with_failures():
     assert all(find_metric(name) for name in metrics)
     told = []
     warn_about_failures(metrics, told.append)
+    pages = 'See failures.jsonl of the run. See docs/reference.md, "How an episode fails".'
     over = (
         "is 1.000 over verified responses, 0.500 if a failed one counts as 0. "
-        "See failures.jsonl of the run."
+        f"{pages}"
     )
-    no_response = "no response was verified. See failures.jsonl of the run."
+    no_response = f"no response was verified. {pages}"
     assert told == [
         f"WARNING     val-core/s/acc/mean@1 {over}",
         f"WARNING     val-core/s/reward/mean@1 {over}",

@@ -147,7 +147,8 @@ def test_one_failure_more_than_the_recipe_allows_stops_the_run():
         check_failures(made, 0.5)
     assert str(told.value) == (
         "3 of 4 episodes failed (2 timeout, 1 http_500), over gym.max_failed_frac=0.5. See "
-        "failures.jsonl of the run. The first failure is x:2: error of x:2"
+        "failures.jsonl of the run. The first failure is x:2: error of x:2. See "
+        'docs/reference.md, "How an episode fails".'
     )
     with pytest.raises(
         RunError, match=r"^1 of 2 episodes failed \(1 timeout\), over gym\.max_failed_frac=0\."

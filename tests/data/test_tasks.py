@@ -44,7 +44,7 @@ def test_the_server_of_a_row():
     assert find_server(row(agent_ref=None), ["mcqa"]) == "mcqa"
     with pytest.raises(env.DataError, match=r"x:1: agent_ref None matches none of gym\.servers"):
         find_server(row(), both)
-    with pytest.raises(env.DataError, match=r"'other' matches none of gym.servers \(mcqa\)"):
+    with pytest.raises(env.DataError, match=r"'other' matches none of gym.servers \(mcqa\).* See "):
         find_server(agent("other"), ["mcqa"])
     with pytest.raises(env.DataError, match="'mcqaplus_agent'"):
         find_server(agent("mcqaplus_agent"), ["mcqa"])

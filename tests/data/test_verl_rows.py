@@ -83,7 +83,7 @@ def test_values_of_numpy_and_pandas_become_plain_values():
         (gsm8k(0, prompt=7), "x:1: `prompt` is 7"),
         (
             {"question": "2?", "answer": "2"},
-            "x:1: it has question, answer, but neither Gym's .* nor verl's `prompt` ",
+            "x:1: it has question, answer, but neither Gym's .* nor verl's `prompt` .* See docs/",
         ),
         (gsm8k(0, images=[{"bytes": "x"}]), "x:1: verl's images are not supported"),
         (gsm8k(0, extra_info=b"x"), "x:1: not JSON .a bytes in it"),

@@ -213,7 +213,8 @@ def test_functions_may_generate_rows_of_verl_or_rows_once(desk):
         ),
         (
             "{function: my_tasks.py:other}",
-            "my_tasks.py:other#1.0 is not deterministic: it changed on a second call",
+            "my_tasks.py:other#1.0 is not deterministic: it changed on a second call.*"
+            r'See docs/guides/curriculum\.md, "3\. Make a run that can be resumed"\.$',
         ),
         (
             "{function: my_tasks.py:rows, bottom: 1}",

@@ -83,10 +83,12 @@ def test_a_server_of_a_folder_has_the_settings_of_its_yaml(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     start = {**START, "path": "mcqa"}
     plan = partial(process_specs.plan_processes, "x", start, None)
-    problem = r"/mcqa needs the model judge_model .*\. Set gym\.judges\.judge_model"
+    problem = r"/mcqa needs the model judge_model .*\. Set gym\.judges\.judge_model.* See docs/"
     with pytest.raises(GymStartError, match=problem):
         plan()
-    problem = r"/mcqa scores an unparsable .*\. Accept it with gym\.unchecked_judges=\[x\]"
+    problem = (
+        r"/mcqa scores an unparsable .*\. Accept it with gym\.unchecked_judges=\[x\]\. See docs/"
+    )
     with pytest.raises(GymStartError, match=problem):
         plan(["judge_model"])
     (spec,) = plan(["judge_model"], ["x"])

@@ -422,7 +422,8 @@ def test_a_server_that_was_never_ready_is_not_restarted(broken_server, tmp_path)
     with contextlib.closing(group):
         group.start()
         time.sleep(3.0)
-        with pytest.raises(GymStartError, match="did not start: it exited with status 3"):
+        problem = r"did not start: it exited with status 3.* See docs/"
+        with pytest.raises(GymStartError, match=problem):
             group.wait_ready()
     assert len(processes) == 1
 

@@ -152,7 +152,7 @@ def test_a_cut_file_is_named_and_the_checkpoint_before_is_used(tmp_path, name):
     assert checkpoints.find_newest(tmp_path)[1] == [f"{unused}: {name} is missing"]
     with pytest.raises(
         ConfigError,
-        match=f"resume_from_path={last} is not a complete checkpoint: {name} is missing",
+        match=f"resume_from_path={last} is not a complete checkpoint: {name} is missing.* See ",
     ):
         checkpoints.find_resume_point(
             config_of(tmp_path, resume_mode="resume_path", resume_from_path=str(last))
@@ -193,7 +193,7 @@ def test_shards_of_half_of_the_ranks_are_no_checkpoint(tmp_path):
     class Half(Group):
         world_size = 4
 
-    missing = "4 shards of 4 ranks are not there, .* the nodes do not share: extra_"
+    missing = "4 shards of 4 ranks are not there, .* the nodes do not share: extra_.* See docs/"
     with pytest.raises(RunError, match=missing):
         save(tmp_path, 2, Half())
     assert checkpoints.find_newest(tmp_path) == (first, [])
@@ -300,7 +300,9 @@ def test_changed_keys_are_listed_or_refused(tmp_path):
         checkpoints.check(checkpoint, config, "train")
     change = "trainer.n_gpus_per_node 2 -> 4 (each rank loads the shard that it wrote)"
     hint = "Set these back, or set another trainer.experiment_name."
-    assert str(caught.value) == f"{checkpoint} cannot be resumed with {change}. {hint} {allowed}"
+    page = 'See docs/reliability.md, "Resuming a run".'
+    problem = f"{checkpoint} cannot be resumed with {change}"
+    assert str(caught.value) == f"{problem}. {hint} {allowed}. {page}"
 
 
 def test_a_checkpoint_with_old_names_of_keys_resumes_without_a_note(tmp_path):

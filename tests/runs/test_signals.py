@@ -107,7 +107,7 @@ def test_a_stage_without_progress_ends_the_run(started):
     started.config.trainer.stage_timeout_s = 1
     message = (
         r"Stage 'ref' made no progress for 1 s \(trainer.stage_timeout_s\). "
-        "Raise it if the stage is just slow."
+        'Raise it if the stage is just slow. .*See docs/troubleshooting.md, "Ray"'
     )
     with pytest.raises(Stop, match=message), started.stage("ref"):
         time.sleep(20)

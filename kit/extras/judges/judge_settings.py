@@ -316,7 +316,8 @@ def _fetch(
     except network.FetchError as error:
         raise ConfigError(
             f"`gym.judges.{judge.name}.base_url={judge.url}` does not answer ({error}). "
-            "Start the server, or correct the address."
+            "Start the server, or correct the address. "
+            'See docs/guides/judges.md, "Configure judges".'
         ) from None
 
 

@@ -53,7 +53,8 @@ def check(config: DictConfig, command: str) -> Iterator[str]:
     if parts:
         yield (
             f"flash-attn is not installed, and verl needs it for {' and '.join(parts)}. {INSTALL}, "
-            "or train with an advantage that has no critic, such as grpo."
+            "or train with an advantage that has no critic, such as grpo. "
+            'See docs/backends.md, "flash-attn".'
         )
 
 
@@ -73,11 +74,13 @@ def warnings(config: DictConfig, command: str) -> Iterator[str]:
     if attention == FLASH_ATTENTION:
         yield (
             f"{attention} is not installed. {INSTALL}, or set "
-            f"{MODEL}.override_config.attn_implementation={SUBSTITUTE}."
+            f"{MODEL}.override_config.attn_implementation={SUBSTITUTE}. "
+            'See docs/backends.md, "flash-attn".'
         )
     elif attention == SUBSTITUTE:
         yield (
             "flash-attn is not installed, so the trainer uses sdpa: results are the same, but an "
             "update takes an estimated 4 to 5 times as long (attention over all pairs of tokens of "
-            f"a micro-batch, log-probs token by token; not measured on a GPU). {INSTALL}."
+            f"a micro-batch, log-probs token by token; not measured on a GPU). {INSTALL}. "
+            'See docs/backends.md, "flash-attn".'
         )

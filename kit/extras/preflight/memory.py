@@ -387,7 +387,8 @@ def find_shortages(config: DictConfig, text_config: Any, command: str) -> list[s
             hint = "use a smaller model" if config.trainer.device == "cpu" else SHARD_HINT
             shortages.append(
                 f"{stage} needs {needed / GIB:.1f} GiB, {describe_device(config, device)}. Lower "
-                f"{KEYS_TO_LOWER[stage]}, or {hint}."
+                f"{KEYS_TO_LOWER[stage]}, or {hint}. "
+                'See docs/guides/gpu.md, "4. Read the memory lines".'
             )
     if "generate" in stages:
         rollout = config.actor_rollout_ref.rollout
@@ -395,6 +396,7 @@ def find_shortages(config: DictConfig, text_config: Any, command: str) -> list[s
         if stages["generate"]["KV cache"] < token * rollout.max_model_len:
             shortages.append(
                 f"The KV cache holds no episode of {rollout.max_model_len} tokens. Raise "
-                f"{KEYS_TO_LOWER['generate']}, or {ROLLOUT}.tensor_model_parallel_size."
+                f"{KEYS_TO_LOWER['generate']}, or {ROLLOUT}.tensor_model_parallel_size. "
+                'See docs/guides/gpu.md, "4. Read the memory lines".'
             )
     return shortages

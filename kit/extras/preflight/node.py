@@ -119,5 +119,5 @@ def check_packages(config: DictConfig, command: str) -> Iterator[str]:
         packages.append(rollout.name)
     for package in packages:
         if not attention.is_installed(package):
-            yield f"{package} is not installed. See docs/backends.md for what it needs."
+            yield f"{package} is not installed. See docs/backends.md."
     yield from attention.warnings(config, command)

@@ -206,8 +206,10 @@ def find_policy_collapse(run: RunData) -> Iterator[Finding]:
         f"{trend.last:.3g} (best {trend.best:.3g}){norm}. "
         f"The learning rate ({rate:.3g}) is too high, or nothing limits the policy.",
         ["actor/entropy", "rollout/reward/mean", "actor/grad_norm"],
-        f"divide {ACTOR}.optim.lr by 10, and start again from the beginning or from an earlier "
-        f"checkpoint. If the policy collapses again, set {ACTOR}.use_kl_loss=true",
+        f"divide {ACTOR}.optim.lr by 10, and start again from the beginning. To continue from an "
+        "earlier checkpoint without its optimizer state, set "
+        f"{ACTOR}.checkpoint.load_contents=[model]. If the policy collapses again, set "
+        f'{ACTOR}.use_kl_loss=true. See docs/guides/diagnosis.md, "5. Entropy".',
     )
 
 
@@ -255,7 +257,7 @@ def find_low_entropy(run: RunData) -> Iterator[Finding]:
             f"at a reward of {reward.iloc[-1]:.3g}",
             ["actor/entropy", "rollout/zero_variance_groups"],
             f"set {ACTOR}.clip_ratio_high=0.28 (DAPO) or {ACTOR}.entropy_coeff=0.001, "
-            f"or lower {ACTOR}.optim.lr",
+            f'or lower {ACTOR}.optim.lr. See docs/guides/diagnosis.md, "5. Entropy".',
         )
 
 
@@ -301,7 +303,7 @@ def find_large_kl(run: RunData) -> Iterator[Finding]:
                 f"The KL divergence from {other} is too large: "
                 f"{first:.3g} -> {last:.3g} nats per token",
                 [metric],
-                next_step,
+                f'{next_step}. See docs/guides/diagnosis.md, "6. KL divergence".',
             )
 
 
@@ -318,7 +320,8 @@ def find_rollout_mismatch(run: RunData) -> Iterator[Finding]:
             ["training/rollout_probs_diff_mean", "rollout_corr/kl"],
             "with trainer.one_step_off or a quantized rollout engine, add "
             "`--config rollout_correction`. Otherwise vLLM does not have the trainer's weights: "
-            "report it as a bug",
+            "report it as a bug. "
+            'See docs/guides/diagnosis.md, "7. Rollout engine against trainer".',
         )
 
 
@@ -381,7 +384,7 @@ def find_zero_variance_groups(run: RunData) -> Iterator[Finding]:
         f"In {late_frac.mean():.0%} of the groups all responses earn the same reward, "
         f"mostly {usual:.3g}: no advantage, nothing to learn. {cause}.",
         ["rollout/zero_variance_groups", "rollout/reward/mean", "actor/grad_norm"],
-        next_step,
+        f'{next_step}. See docs/guides/diagnosis.md, "3. A flat reward, and zero-variance groups".',
     )
 
 
@@ -405,7 +408,7 @@ def explain_zero_variance(run: RunData, usual: float, group_size: float) -> Expl
     else:
         cause = "The verifier gives most responses the same reward"
     next_step = (
-        "start with easier rows (docs/guides/curriculum.md), train on examples first "
+        "start with easier rows, train on examples first "
         "(`--config sft`), reward partial progress, or sample more responses per prompt "
         f"({ROLLOUT}.n, now {group_size:g})"
     )
@@ -425,7 +428,10 @@ def find_reward_trend(run: RunData) -> Iterator[Finding]:
     error = SIGMAS * max(trend.error, 1e-9)
     change = f"{trend.first:.3g} at first, {trend.last:.3g} now, over {len(reward)} steps"
     rate = get_number(run, f"{ACTOR}.optim.lr")
-    hint = "Read the best and worst responses: does the reward separate them?"
+    hint = (
+        "Read the best and worst responses: does the reward separate them? "
+        'See docs/guides/diagnosis.md, "3. A flat reward, and zero-variance groups".'
+    )
     if trend.last < trend.first - error and not has_curriculum(run):
         yield Finding(
             f"The reward falls: {change}",
@@ -458,7 +464,8 @@ def find_held_out_drop(run: RunData) -> Iterator[Finding]:
                 f"{held_out.iloc[-1]:.3g}, while the training reward did not fall",
                 [name, "rollout/reward/mean"],
                 "read the best responses of the last steps: what does the verifier reward? "
-                "Add training rows, or stop earlier",
+                "Add training rows, or stop earlier. "
+                'See docs/guides/diagnosis.md, "10. Held-out rows against training rows".',
             )
 
 

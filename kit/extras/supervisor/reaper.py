@@ -138,7 +138,8 @@ def main() -> None:
     if reaper.wait_for_driver():
         reaper.clean_up()
         checkpoint = describe_checkpoint(Path(sys.argv[3]))
-        print(f"error: {reaper.dead[0]} died, so the run ended. {checkpoint}", file=sys.stderr)
+        text = f"{reaper.dead[0]} died, so the run ended. {checkpoint}"
+        print(f'error: {text}. See docs/troubleshooting.md, "Resume".', file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -165,7 +165,8 @@ def test_the_gpus_of_a_judge_are_hidden_from_the_run(monkeypatch):
         ),
         (
             {"url": "http://127.0.0.1:9/v1"},
-            r"gym\.judges\.j\.base_url=http://127.0.0.1:9/v1` does not answer",
+            r"gym\.judges\.j\.base_url=http://127.0.0.1:9/v1` does not answer.*"
+            r'See docs/guides/judges\.md, "Configure judges"\.$',
         ),
     ],
     ids=["model", "key", "address"],

@@ -149,6 +149,8 @@ def test_each_stage_that_does_not_fit_is_a_line_with_its_keys(monkeypatch):
     assert stages == ["generate", "log-probs", "update", "sync"] and len(shortages) == 5
     for text in shortages[:4]:
         assert "a GPU has 80.0 GiB" in text and "trainer.n_gpus_per_node" in text
+    page = 'See docs/guides/gpu.md, "4. Read the memory lines".'
+    assert all(text.endswith(page) for text in shortages)
     assert shortages[4].startswith("The KV cache holds no episode of 1536 tokens")
     assert "tensor_model_parallel_size" in shortages[4]
     assert "Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu" in shortages[2]

@@ -96,7 +96,7 @@ def test_each_shortage_of_a_node_is_a_line_with_a_fix(smi, no_packages, monkeypa
     assert shared.startswith("/dev/shm has 0.06 GiB free, and the weight sync and NCCL need 1.0.")
     assert found.startswith("This node has 2 GPUs, and the run uses 4. Set trainer.n_gpus_per_node")
     assert cores.startswith("This node has 2 cores, and Ray gives one to each of 4 processes. Set ")
-    assert engine.startswith("vllm is not installed. See docs/backends.md")
+    assert engine == "vllm is not installed. See docs/backends.md."
     assert slow.startswith("flash-attn is not installed, so the trainer uses sdpa: results are")
     rollout_problems = node.find_problems(make_config("1.5B"), qwen("1.5B"), "rollout")
     assert len(list(rollout_problems)) == 3  # nothing is trained
@@ -120,6 +120,7 @@ def test_weights_pass_through_shared_memory_on_a_cpu_only(monkeypatch):
 # --- without flash-attn --------------------------------------------------------------------------
 
 ATTENTION = "actor_rollout_ref.model.override_config"
+PAGE = '. See docs/backends.md, "flash-attn".'
 
 
 def chosen(config) -> str | None:
@@ -132,6 +133,7 @@ def test_grpo_trains_with_sdpa_and_says_what_that_costs(smi, no_packages):
     assert chosen(config) == "sdpa" and not list(attention.check(config, "train"))
     (cost,) = attention.warnings(config, "train")
     assert "4 to 5 times as long" in cost and "make math FLASH_ATTN=build" in cost
+    assert cost.endswith(PAGE)
 
 
 def test_an_attention_that_the_recipe_names_is_kept(smi, no_packages):
@@ -141,6 +143,7 @@ def test_an_attention_that_the_recipe_names_is_kept(smi, no_packages):
     flash = make_config("1.5B", f"+{ATTENTION}.attn_implementation=flash_attention_2")
     (missing,) = attention.warnings(flash, "train")
     assert missing.startswith("flash_attention_2 is not installed. Install flash-attn")
+    assert missing.endswith(PAGE)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +162,7 @@ def test_what_cannot_work_without_flash_attn_is_one_error(smi, no_packages, chan
     config, _ = load_config(["math"], ["trainer.n_gpus_per_node=2", change])
     (problem,) = prepare.extras.collect("check_workers", config, "train", config, "train")
     assert f"is not installed, and verl needs it for {part}. Install flash-attn" in problem
+    assert problem.endswith(PAGE)
 
 
 def test_another_node_may_have_flash_attn(no_packages, monkeypatch, tmp_path):

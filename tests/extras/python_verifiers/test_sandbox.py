@@ -116,7 +116,7 @@ def test_a_recipe_whose_rows_run_programs_is_refused_unless_it_allows_that(works
     ]
     message = (
         r"verl runs the policy's code on this machine, as your user, without a sandbox. "
-        r"Set .*allow_unsandboxed_code"
+        r"Set .*allow_unsandboxed_code.* See docs/"
     )
     with pytest.raises(ConfigError, match=message):
         load(workspace, *changes)

@@ -208,8 +208,8 @@ PROBLEMS = {
 }
 
 
-def find_problems(path, changes, recipe=None) -> list[str]:
-    """The problems of a good run with other metrics or another recipe."""
+def find_findings(path, changes, recipe=None) -> list[diagnosis.Finding]:
+    """The findings of a good run with other metrics or another recipe."""
     defaults = {"actor_rollout_ref": {"rollout": {"n": 8}, "actor": {"optim": {"lr": 1e-3}}}}
     columns = {"time": list(range(STEPS))} | GOOD_RUN | changes
     episodes = []
@@ -218,7 +218,12 @@ def find_problems(path, changes, recipe=None) -> list[str]:
         episode = Episode(row_id, f"1/{i}", "s", [5], row=row("say 7"), reward=i % 2, ended="stop")
         episodes.append(episode)
     run = write_run(path, defaults | (recipe or {}), columns, episodes)
-    return [finding.problem for finding in diagnosis.find_problems(run)]
+    return diagnosis.find_problems(run)
+
+
+def find_problems(path, changes, recipe=None) -> list[str]:
+    """The problems of a good run with other metrics or another recipe."""
+    return [finding.problem for finding in find_findings(path, changes, recipe)]
 
 
 @pytest.mark.parametrize("changes", NO_PROBLEM.values(), ids=NO_PROBLEM)
@@ -232,6 +237,32 @@ def test_a_good_run_has_no_problem(tmp_path, changes):
 )
 def test_the_recipe_explains_numbers_that_would_be_a_problem(tmp_path, changes, recipe):
     assert find_problems(tmp_path, changes, recipe) == []
+
+
+SECTIONS = {
+    "falling reward": "3. A flat reward, and zero-variance groups",
+    "zero variance": "3. A flat reward, and zero-variance groups",
+    "flat reward": "3. A flat reward, and zero-variance groups",
+    "rising entropy": "5. Entropy",
+    "low entropy": "5. Entropy",
+    "far from the reference": "6. KL divergence",
+    "far from the sampling policy": "6. KL divergence",
+    "rollout engine": "7. Rollout engine against trainer",
+    "held-out reward": "10. Held-out rows against training rows",
+}
+
+
+@pytest.mark.parametrize(("case", "section"), SECTIONS.items())
+def test_a_next_step_ends_with_the_section_that_explains_it(tmp_path, case, section):
+    first = find_findings(tmp_path, PROBLEMS[case][0])[0]
+    assert first.next_step.endswith(f' See docs/guides/diagnosis.md, "{section}".')
+
+
+def test_a_collapsed_policy_can_continue_without_the_state_of_its_optimizer(tmp_path):
+    """A checkpoint with that state refuses another learning rate (tests/runs/test_checkpoints)."""
+    next_step = find_findings(tmp_path, PROBLEMS["rising entropy"][0])[0].next_step
+    assert "divide actor_rollout_ref.actor.optim.lr by 10" in next_step
+    assert "actor_rollout_ref.actor.checkpoint.load_contents=[model]" in next_step
 
 
 @pytest.mark.parametrize(("changes", "expected"), PROBLEMS.values(), ids=PROBLEMS)

@@ -62,7 +62,8 @@ def test_the_process_that_died_first_is_named_and_everything_is_cleaned_up(tmp_p
     if victim == "nobody":
         assert errors == ""
     else:
-        assert errors == f"error: {names[victim]} died, so the run ended. {checkpoint}\n"
+        text = f"{names[victim]} died, so the run ended. {checkpoint}"
+        assert errors == f'error: {text}. See docs/troubleshooting.md, "Resume".\n'
     assert not psutil.pid_exists(int(worker)) and not psutil.pid_exists(int(raylet))
     assert not Path(folder).exists()
     status = {"raylet": 1, "driver": -signal.SIGKILL, "nobody": 0}
