@@ -176,8 +176,12 @@ def compute_staleness(kept: Sequence[Episode], step: int) -> dict[str, float]:
 
 
 def compute_endings(verified: Sequence[Episode]) -> dict[str, float]:
-    """Compute the fraction of episodes that ended for each reason."""
-    reasons = Counter(episode.ended for episode in verified)
+    """Compute the fraction of episodes that ended for each reason, and always that of truncation.
+
+    Without a 0, Prometheus would keep the fraction of the last step with a truncated response.
+    """
+    reasons = Counter(length=0)
+    reasons.update(episode.ended for episode in verified)
     return {
         f"rollout/ended/{reason}_frac": count / len(verified) for reason, count in reasons.items()
     }

@@ -85,8 +85,8 @@ def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) 
         last = find_newest(folder)[0] or "the start"
         raise RunError(
             f"The checkpoint of step {state['step']} could not be written: "
-            f"{cause.splitlines()[-1]}. Make room in {folder}, then rerun the same command to "
-            f"resume from {last}. See docs/troubleshooting.md."
+            f"{cause.splitlines()[-1]}. If the disk is full, make room in {folder}. Then rerun the "
+            f"same command to resume from {last}. See docs/troubleshooting.md."
         ) from error
     with files.explain_write_errors(target):
         if target.exists():  # broken, or of an earlier run; saving_N is complete

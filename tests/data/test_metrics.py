@@ -99,6 +99,8 @@ def test_metrics_are_by_server():
     assert [metrics[f"rollout/{s}/failed_frac"] for s in "abc"] == [0.0, 0.5, 1.0]
     assert metrics["rollout/ended/length_frac"] == pytest.approx(1 / 3)
     assert metrics["rollout/turns/mean"] == pytest.approx(4 / 3)
+    whole = compute_rollout_metrics([e for e in episodes if e.ended != "length"], [])
+    assert whole["rollout/ended/length_frac"] == 0  # written, so that no page keeps the last value
 
 
 def test_zero_variance_groups_and_dropped_episodes_are_counted():
@@ -180,10 +182,7 @@ def test_an_evaluation_also_reports_scores_with_failures():
     told = []
     warn_about_failures(metrics, told.append)
     pages = 'See failures.jsonl of the run. See docs/reference.md, "How an episode fails".'
-    over = (
-        "is 1.000 over verified responses, 0.500 if a failed one counts as 0. "
-        f"{pages}"
-    )
+    over = f"is 1.000 over verified responses, 0.500 if a failed one counts as 0. {pages}"
     no_response = f"no response was verified. {pages}"
     assert told == [
         f"WARNING     val-core/s/acc/mean@1 {over}",

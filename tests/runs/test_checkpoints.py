@@ -175,7 +175,7 @@ def test_a_full_disk_is_one_message_and_keeps_earlier_checkpoints(tmp_path):
 
     with pytest.raises(
         RunError,
-        match=r"step 2 could not be written: .*No space left on device\. Make room in",
+        match=r"step 2 could not be written: .*No space left on device\. If the disk is full, make",
     ) as caught:
         save(tmp_path, 2, Full())
     assert f"rerun the same command to resume from {first}" in str(caught.value)
