@@ -24,6 +24,7 @@ import random
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -33,7 +34,10 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform"}
 
+import matplotlib.pyplot as plt
 from driver import Verifier
+from figures import save_light_and_dark
+from matplotlib.figure import Figure
 from verl.workers.rollout.llm_server import LLMServerClient
 
 import inference
@@ -235,13 +239,8 @@ def simulate(case: Case, steps: int, speed: float) -> Simulation:
     return Simulation(gpus, step_ends_s)
 
 
-def draw(simulations: dict[str, Simulation], out: Path) -> None:
+def draw(simulations: dict[str, Simulation]) -> Figure:
     """Draw a panel for each case: the responses in progress, and below them the updates."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     count = len(simulations)
     figure, axes = plt.subplots(
         count, 1, figsize=(10, 2 * count), sharex=True, layout="constrained"
@@ -255,7 +254,7 @@ def draw(simulations: dict[str, Simulation], out: Path) -> None:
         "Simulation, no GPU: times of DAPO with Qwen2.5-Math-7B on 16 H20, as verl measured them",
         fontsize=10,
     )
-    figure.savefig(out, dpi=110)
+    return figure
 
 
 def draw_case(axis: Any, name: str, simulation: Simulation) -> None:
@@ -267,7 +266,7 @@ def draw_case(axis: Any, name: str, simulation: Simulation) -> None:
     updates = [(begin, end - begin) for begin, end in simulation.gpus.trained]
     axis.broken_barh(updates, (-0.35, 0.25), color="C1")
     for end in simulation.step_ends_s[1:]:
-        axis.axvline(end, color="0.3", lw=0.8, ls=":")
+        axis.axvline(end, color="0.5", lw=0.8, ls=":")
     seconds = compute_step_seconds(simulation)
     axis.set_title(f"{name}: {seconds:.0f} s a step (simulated)", fontsize=9, loc="left")
     axis.set(
@@ -294,7 +293,7 @@ def main() -> None:
     seconds = {name: compute_step_seconds(each) for name, each in simulations.items()}
     for name, value in seconds.items():
         print(f"{name:32}{value:8.0f} s a step")
-    draw(simulations, args.out)
+    save_light_and_dark(partial(draw, simulations), args.out)
     rounded = {name: round(value) for name, value in seconds.items()}
     print(json.dumps({"benchmark": "ahead", **rounded}))
 

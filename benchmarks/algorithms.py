@@ -30,6 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import matplotlib.pyplot as plt  # noqa: E402
 from conftest import (  # noqa: E402
     RECIPE,
     SESSION,
@@ -48,6 +50,8 @@ from conftest import (  # noqa: E402
     write_rows,
     write_task,
 )
+from figures import save_light_and_dark  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 from tiny_models import make_model, make_pretrained  # noqa: E402
 
 LR = "actor_rollout_ref.actor.optim.lr"
@@ -346,9 +350,10 @@ def draw(results: Results, out: Path) -> None:
     same = [name for name in names if name not in OTHER_MODEL]
     other = [name for name in names if name in OTHER_MODEL]
     if same:
-        draw_figure(results, same, out)
+        save_light_and_dark(partial(draw_figure, results, same), out)
     if other:
-        draw_figure(results, other, out.with_stem(f"{out.stem}_{other[0]}"))
+        path = out.with_stem(f"{out.stem}_{other[0]}")
+        save_light_and_dark(partial(draw_figure, results, other), path)
 
 
 def draw_run(axis: Any, results: Results, name: str) -> None:
@@ -367,13 +372,8 @@ def draw_run(axis: Any, results: Results, name: str) -> None:
     draw_range(axis, [seed["rewards"] for seed in seeds], "C0")
 
 
-def draw_figure(results: Results, names: list[str], out: Path) -> None:
+def draw_figure(results: Results, names: list[str]) -> Figure:
     """Draw a figure with a panel for each of these runs."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     columns = min(6, len(names))
     lines = -(-len(names) // columns)
     size = (max(4.0, 2.2 * columns), 2 * lines + 0.7)
@@ -396,7 +396,7 @@ def draw_figure(results: Results, names: list[str], out: Path) -> None:
     labels = [*legend, "band: range of the seeds"]
     ncols = min(len(labels), columns)
     figure.legend(handles, labels, loc="outside upper center", ncols=ncols, fontsize=9)
-    figure.savefig(out, dpi=110)
+    return figure
 
 
 def run_seed(folder: Path, seed: int, names: list[str], steps: int, results: Results) -> None:

@@ -14,11 +14,13 @@ import json
 import re
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import matplotlib.pyplot as plt
+from figures import save_light_and_dark
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "performance.md"
@@ -199,9 +201,8 @@ STAGES = (  # the legend of the picture
 LEAST_S = 1.5  # the shortest part of a bar that gets its value as text
 
 
-def draw(results: Results) -> None:
+def draw(results: Results) -> Figure:
     """Draw the stages of a step of Quintet, their limits, and a step of TRL."""
-    matplotlib.use("Agg")
     # label, seconds of the step, and seconds of each of STAGES
     bars: list[tuple[str, float, list[float]]] = []
     if step := results.get("step"):
@@ -232,17 +233,18 @@ def draw(results: Results) -> None:
     )
     handles = [plt.Rectangle((0, 0), 1, 1, color=f"C{i}") for i in range(len(STAGES))]
     figure.legend(handles, STAGES, loc="outside lower center", ncols=len(STAGES), fontsize=8)
-    figure.savefig(PICTURE, dpi=110)
+    return figure
 
 
 def draw_bar(axis: Any, row: int, total: float, stages: list[float]) -> None:
     """Draw one bar: its stages, and its total. Stages of at least LEAST_S get their value."""
+    paper = plt.rcParams["axes.facecolor"]  # white, or black in the dark style
     begin = 0.0
     for i, width in enumerate(stages):
         axis.barh(row, width, left=begin, color=f"C{i}")
         if width >= LEAST_S:
             middle = begin + width / 2
-            axis.text(middle, row, f"{width:.2f}", ha="center", va="center", color="white")
+            axis.text(middle, row, f"{width:.2f}", ha="center", va="center", color=paper)
         begin += width
     axis.text(begin, row, f" {total:.2f} s", va="center", weight="bold")
 
@@ -268,7 +270,9 @@ def main() -> None:
         "The task is `make demo`: SmolLM2-135M-Instruct, 8 prompts with 8 responses per step. The "
         "model's weights come from a file in 4 bits (GGUF, Q4_1), converted to bfloat16. Nothing on "
         "this page was measured on a GPU.",
-        "![Seconds of one step, by stage: Quintet, its limits, TRL](performance.png)",
+        '<picture><source media="(prefers-color-scheme: dark)" srcset="performance_dark.png">\n'
+        '<img alt="Seconds of one step, by stage: Quintet, its limits, TRL" src="performance.png">'
+        "</picture>",
         table("| target | goal | measured | met |", targets(results)),
     ]
     parts += [
@@ -282,7 +286,7 @@ def main() -> None:
     ]
     by_hand = PAGE.read_text().partition(MARK)[2] if PAGE.is_file() else "\n"
     PAGE.write_text(wrap("\n\n".join([*parts, MARK])) + by_hand)
-    draw(results)
+    save_light_and_dark(partial(draw, results), PICTURE)
     print(
         f"Wrote {PAGE.relative_to(ROOT)} and its picture. The text below the mark is unchanged "
         f"({len(by_hand.split())} words)."

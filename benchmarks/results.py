@@ -1,4 +1,4 @@
-"""Draw docs/results.png from several runs of configs/math_cpu.yaml, and print their table.
+"""Draw docs/results.png and its dark version from runs of configs/math_cpu.yaml. Print their table.
 
     python benchmarks/results.py runs/seed1 runs/seed2 runs/seed3 [--out docs/results.png]
 
@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import matplotlib.pyplot as plt
 import pandas as pd
+from figures import save_light_and_dark
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -27,7 +29,7 @@ from kit.extras.report.run_data import RunData  # noqa: E402
 
 ACCURACY = "val-core/reasoning_gym/acc/mean@1"
 REWARD = "rollout/reward/mean"
-COLUMNS = {REWARD: ".2f", "response_length/mean": ".2f", "timing_s/step": ".2f"}
+COLUMNS = {REWARD: ".2f", "response_length/mean": ".2f"}
 
 
 def compute_right(folder: Path, step: int) -> float:
@@ -40,28 +42,20 @@ def compute_right(folder: Path, step: int) -> float:
 
 
 def read_evaluations(folder: Path) -> pd.DataFrame:
-    """Return the metrics of the steps with an evaluation, and the columns `minutes` and `right`.
-
-    minutes: from the first evaluation to this one.
-    """
+    """Return the metrics of the steps with an evaluation, and the column `right`."""
     steps = RunData(folder).steps
     evaluations = steps[steps[ACCURACY].notna()].copy()
-    evaluations["minutes"] = (evaluations["time"] - evaluations["time"].iloc[0]) / 60
     evaluations["right"] = [compute_right(folder, int(step)) for step in evaluations.index]
     return evaluations
 
 
 def print_table(evaluations: dict[str, pd.DataFrame]) -> None:
     """Print the table of docs/results.md."""
-    print(
-        "| run | step | minutes | held-out acc | held-out right | reward (train) | "
-        "response tokens | step, s |"
-    )
-    print("| --- |" + " ---: |" * 7)
+    print("| run | step | held-out acc | held-out right | reward (train) | response tokens |")
+    print("| --- |" + " ---: |" * 5)
     for name, frame in evaluations.items():
         for step, line in frame.iterrows():
-            cells = [name, str(step), f"{line['minutes']:.1f}"]
-            cells += [f"{line[ACCURACY]:.3f}", f"{line['right']:.3f}"]
+            cells = [name, str(step), f"{line[ACCURACY]:.3f}", f"{line['right']:.3f}"]
             for column, digits in COLUMNS.items():
                 value = line.get(column, float("nan"))
                 cells.append("" if pd.isna(value) else f"{value:{digits}}")
@@ -92,9 +86,8 @@ def draw_range(
     )
 
 
-def draw(evaluations: dict[str, pd.DataFrame], rewards: dict[str, pd.Series], out: Path) -> None:
+def draw(evaluations: dict[str, pd.DataFrame], rewards: dict[str, pd.Series]) -> Figure:
     """Draw the mean and the range of held-out accuracy and of training reward over the runs."""
-    matplotlib.use("Agg")
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
     accuracy = [frame[ACCURACY] for frame in evaluations.values()]
     draw_range(axes[0], accuracy, "only the\nequation", "C0", "top")
@@ -112,7 +105,7 @@ def draw(evaluations: dict[str, pd.DataFrame], rewards: dict[str, pd.Series], ou
         f"SmolLM2-135M on a CPU, {len(evaluations)} runs: line is the mean, band is the range",
         fontsize=11,
     )
-    figure.savefig(out, dpi=110)
+    return figure
 
 
 def main() -> None:
@@ -123,7 +116,7 @@ def main() -> None:
     evaluations = {folder.name: read_evaluations(folder) for folder in args.runs}
     rewards = {folder.name: RunData(folder).steps[REWARD].dropna() for folder in args.runs}
     print_table(evaluations)
-    draw(evaluations, rewards, args.out)
+    save_light_and_dark(partial(draw, evaluations, rewards), args.out)
 
 
 if __name__ == "__main__":
