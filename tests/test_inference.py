@@ -138,7 +138,7 @@ def test_an_unforeseen_failure_has_no_reward_and_names_its_line():
     episode = run_with_turns(run_turns)
     assert (episode.status, episode.reward) == ("unforeseen", None)
     line = raise_odd.__code__.co_firstlineno + 1  # where it was raised
-    assert f"ValueError('odd') at {__file__}:{line}, " in episode.error
+    assert f"ValueError('odd') at {__file__}:{line}. " in episode.error
 
 
 @pytest.mark.parametrize("error", [ray.exceptions.RayActorError(), RunError("stale weights")])
