@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from conftest import ROOT
-from markdown_blocks import EXAMPLES, GUIDES, PAGES, files_shown
+from markdown_blocks import EXAMPLES, PAGES, files_shown
 
 NAMES = {
     str(path.relative_to(EXAMPLES))
@@ -29,15 +28,25 @@ def test_an_example_begins_with_its_name():
         assert (EXAMPLES / name).read_text().startswith(f"# {name}\n")
 
 
-def test_each_file_of_a_guide_is_an_example():
-    guides = [ROOT / "docs" / "tutorial.md", *sorted(GUIDES.glob("*.md"))]
+def test_each_file_that_a_page_shows_is_an_example():
     missing = [
         (page.name, name)
-        for page in guides
+        for page in PAGES
         for name in files_shown(page)
         if not (EXAMPLES / name).is_file()
     ]
     assert not missing, "write these to docs/examples/"
+
+
+def test_the_game_of_a_page_is_played():
+    names: dict = {}
+    exec((EXAMPLES / "my_game.py").read_text(), names)
+    game = names["Game"]()
+    assert game.reset({"answer": "7"}).startswith("Guess")
+    assert game.step("3") == ("No.", 0.0, False)
+    assert game.step(" 7 ") == (None, 1.0, True)
+    game.reset({"answer": "7"})
+    assert [game.step("3")[2] for _ in range(5)] == [False] * 4 + [True]
 
 
 def test_files_of_pages_are_cut_at_their_names(tmp_path):
