@@ -183,10 +183,10 @@ def test_make_docs_trains_what_the_guides_train(monkeypatch):
     import walk
 
     for name in ("task", "verifier", "tools"):
-        commands = walk.list_commands((GUIDES / f"{name}.md").read_text())
-        [trained] = [c.text for c in commands if "--dry-run" not in c.text and "--config" in c.text]
-        [checked] = [c.text for c in commands if c.text.replace(" --dry-run", "") == trained][:1]
-        assert "--dry-run" in checked
+        texts = [c.text for c in walk.list_commands((GUIDES / f"{name}.md").read_text())]
+        [trained] = [text for text in texts if "--dry-run" not in text and "--config" in text]
+        before = texts[texts.index(trained) - 1]
+        assert "--dry-run" in before and before.replace(" --dry-run", "") == trained
     walk.check_gains("\n".join(LEARNED))
     for flat in (LEARNED[:1], [LEARNED[1].replace("0.312", "0.125")]):
         with pytest.raises(walk.PageError, match="No run raised a held-out metric"):
