@@ -27,8 +27,7 @@ One step of GRPO, in the order of `Trainer.step` (Shao et al. 2024, arXiv:2402.0
 
 Differences from the paper: there is no KL term unless configured (`actor.use_kl_loss`), and the
 loss is the mean over all tokens of a mini-batch (verl's `loss_agg_mode: token-mean`), not over each
-response first. Other algorithms change steps 4 to 7. They are overrides of a few lines for any
-recipe (docs/algorithms.md), with verl's advantages and losses (verl.trainer.ppo.core_algos).
+response first. Recipes of a few lines set other algorithms of verl (docs/algorithms.md): steps 4-7.
 
 To change the algorithm without editing a file, name a custom function in the recipe (templates/):
 
@@ -52,7 +51,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+try:
+    from omegaconf import DictConfig
+except ModuleNotFoundError as error:  # another Python than this project's
+    raise SystemExit(f"error: {error}. Run `source .venv/bin/activate` first.") from None
 
 import env
 from kit.config.user_functions import needs, needs_reference
@@ -341,7 +343,7 @@ class Trainer:
             n = self.config.actor_rollout_ref.rollout.val_kwargs.n
             self.scores = compute_validation_metrics(episodes, n)
             warn_about_failures(self.scores, self.run.say)
-            self.run.log_responses(step, episodes)
+            self.run.log_evaluation(step, self.scores, episodes)
         self.run.log(step, self.scores | {"timing_s/testing": self.run.timing["testing"]})
         self.run.report_if_due()
 
@@ -349,8 +351,7 @@ class Trainer:
         """Write the step's metrics to metrics.jsonl and the console."""
         step = self.state["step"]
         prompts = self.state["batches"] * self.config.data.train_batch_size
-        self.metrics |= self.run.timings()
-        self.metrics["training/global_step"] = step
+        self.metrics |= self.run.timings() | {"training/global_step": step}
         self.metrics["training/epoch"] = prompts / self.inputs.per_epoch
         self.run.log(step, self.metrics)
         self.run.print_step(step, self.metrics, episodes)

@@ -270,11 +270,12 @@ def test_a_step_samples_each_training_task_as_the_recipe_says(workspace, recorde
 
 def test_an_evaluation_writes_its_responses_to_trackers_and_report(workspace, recorder):
     with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
-        recorder.record(trainer.run, "log_responses")
+        recorder.record(trainer.run, "log_evaluation")
         recorder.record(trainer.run, "report_if_due")
         trainer.evaluate()
-        step, episodes = recorder.arguments["log_responses"]
+        step, scores, episodes = recorder.arguments["log_evaluation"]
         assert step == 0
+        assert scores == trainer.scores
         assert len(episodes) == 8
         assert "report_if_due" in recorder.calls
 

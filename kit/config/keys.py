@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,6 +78,42 @@ def diff(
     usual = flatten(defaults)
     is_changed = {key: key not in usual or value != usual[key] for key, value in values.items()}
     return {key: (values[key], usual.get(key)) for key in values if is_changed[key]}
+
+
+def find_changes(config: DictConfig, defaults: DictConfig) -> dict[str, tuple[Any, Any]]:
+    """{dotted key: (value, default)} of verl's keys with another value than verl would give them.
+
+    verl's default of a key may refer to another key, such as
+    `${oc.select:actor_rollout_ref.rollout.n,1}`. Then the value of that key in `config` counts.
+    config: a resolved recipe. Keys that only the kit has are left out.
+    """
+    usual = flatten(defaults)
+    recipe = copy.deepcopy(config)
+    changes = {}
+    for key, (value, default) in diff(config, defaults).items():
+        if is_kit_key(key):
+            continue
+        # a reference to a section gives the values of all keys below it
+        source = key
+        while source not in usual and "." in source:
+            source = source.rpartition(".")[0]
+        reference = usual.get(source)
+        if isinstance(reference, str) and "${" in reference:
+            default = resolve_reference(recipe, source, reference)
+            default = flatten({source: default}).get(key)
+            if value == default:
+                continue
+        changes[key] = (value, default)
+    return changes
+
+
+def resolve_reference(recipe: DictConfig, key: str, reference: str) -> Any:
+    """The value that `reference`, an interpolation, has at a key. `recipe` stays as it is."""
+    value = OmegaConf.select(recipe, key)
+    OmegaConf.update(recipe, key, reference, merge=False)
+    resolved = to_plain(OmegaConf.select(recipe, key))
+    OmegaConf.update(recipe, key, value, merge=False)
+    return resolved
 
 
 def find_unknown_keys(

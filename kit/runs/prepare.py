@@ -51,6 +51,7 @@ class RunInputs:
     source: RowSource  # the tasks of each batch
     model: Any  # the Hugging Face configuration of the model's text part
     generated: list[env.Task] = dataclasses.field(default_factory=list)  # from functions, batch 1
+    trials: list[str] = dataclasses.field(default_factory=list)  # results of a verifier's trial
     per_epoch: float = math.inf  # prompts for each row of files to be used once; inf without files
 
     @property

@@ -10,10 +10,12 @@ import itertools
 import json
 import math
 import os
+import shlex
+import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -293,11 +295,15 @@ class Run:
             with files.explain_write_errors(self.folder):
                 self.tracking.log(data=values, step=step)
 
-    def log_responses(self, step: int, episodes: Sequence[Episode]) -> None:
-        """Log the first responses of an evaluation to trackers with tables.
+    def log_evaluation(
+        self, step: int, scores: Mapping[str, float], episodes: Sequence[Episode]
+    ) -> None:
+        """Print the scores of an evaluation. Log its first responses to trackers with tables.
 
-        Their number is trainer.log_val_generations.
+        The number of these responses is trainer.log_val_generations.
         """
+        text = ", ".join(f"{name} {score:.3f}" for name, score in select_scores(scores).items())
+        self.say(f"held-out rows, step {step}/{self.last}: {text}")
         count = self.config.trainer.log_val_generations
         if self.tracking and count > 0:
             rows = [[e.question, e.transcript, e.reward] for e in episodes[:count]]
@@ -467,17 +473,14 @@ class Run:
         minutes = (time.monotonic() - self.started_at) / 60
         self.say(f"\nFinished in {minutes:.1f} min. The run is in {self.folder}/")
         first = self.read_first_scores()
-        for name, score in scores.items():
-            if name.startswith("val-core/") and not name.endswith("pass@1"):
-                before = first.get(name)
-                first_score = "not measured" if before is None else f"{before:.3f}"
-                steps = f"(step {first['step']} -> {self.last})"
-                self.say(f"    {name}: {first_score} -> {score:.3f} {steps}")
+        for name, score in select_scores(scores).items():
+            before = first.get(name)
+            first_score = "not measured" if before is None else f"{before:.3f}"
+            steps = f"(step {first['step']} -> {self.last})"
+            self.say(f"    {name}: {first_score} -> {score:.3f} {steps}")
         self.say(f"    checkpoint {self.checkpoint}, Hugging Face folder {self.folder}/export")
-        self.say(
-            f"Next: open {self.folder}/report.html, or train longer with the same command and "
-            f"trainer.total_training_steps={2 * self.last}"
-        )
+        self.say(f"Next: open {self.folder}/report.html, or train longer:")
+        self.say(f"    {repeat_command(f'trainer.total_training_steps={2 * self.last}')}")
 
     def read_first_scores(self) -> dict[str, Any]:
         """The metrics of the first evaluation, of this run or of one that it resumes."""
@@ -487,3 +490,24 @@ class Run:
                 if metrics:
                     return metrics
         return {"step": 0}
+
+
+def select_scores(scores: Mapping[str, float]) -> dict[str, float]:
+    """The scores to print. pass@1 is left out, because it is the same as mean@n of acc."""
+    return {
+        name: score
+        for name, score in scores.items()
+        if name.startswith("val-core/") and not name.endswith("pass@1")
+    }
+
+
+def repeat_command(argument: str) -> str:
+    """The command line of this process with another value of one key. argument: key=value."""
+    python = os.path.relpath(sys.executable)
+    if python.startswith(".."):
+        python = sys.executable
+    if Path(sys.argv[0]).name != "algorithm.py":  # a notebook, for example
+        return f"the same code with {argument}"
+    key = argument.partition("=")[0]
+    words = [word for word in sys.argv if not word.startswith(f"{key}=")]
+    return shlex.join([python, *words, argument])

@@ -43,7 +43,7 @@ config, _ = load_config([], ["trainer." + key for key in keys])
 row = {"responses_create_params": {"input": "2 + 2?"}}
 with Run(config) as run:
     run.log(1, {"loss": 0.5})
-    run.log_responses(1, [Episode("x:1", "1/0", "s", [1], reward=1.0, row=row)])
+    run.log_evaluation(1, {}, [Episode("x:1", "1/0", "s", [1], reward=1.0, row=row)])
 """
 
 

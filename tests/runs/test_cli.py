@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from collections import Counter
 import pytest
 from conftest import GIVEN, GYM_PYTHON, ROOT, command, metrics_of, run, tiny
 from markdown_blocks import GUIDES, python_block
+
+from kit.runs.run_dir import repeat_command
 
 
 def test_the_loop_from_python_and_the_command_are_one_run(workspace):
@@ -220,7 +223,31 @@ def test_dry_run_checks_everything_and_starts_nothing(workspace):
         "nothing was started",
     ):
         assert text in result.stdout, text
+    changed_keys = re.findall(r"^    ([\w.]+): .* \(was .*\)$", result.stdout, re.MULTILINE)
+    assert "actor_rollout_ref.rollout.n" in changed_keys
+    # verl sets it to rollout.n, and GRPO has no critic
+    assert "actor_rollout_ref.actor.rollout_n" not in changed_keys
+    assert not any(key.startswith("critic.") for key in changed_keys)
+    assert "${" not in result.stdout
     assert not (workspace / "runs" / "dry").exists()
+
+
+def test_another_python_gets_one_line_about_the_environment(tmp_path):
+    """-S: without site-packages, as with the Python of the system."""
+    done = run([sys.executable, "-S", str(ROOT / "algorithm.py"), "--help"], tmp_path)
+    assert done.returncode == 1
+    message = "error: No module named 'omegaconf'. Run `source .venv/bin/activate` first.\n"
+    assert done.stderr == message
+
+
+def test_the_next_command_repeats_this_one_with_another_value(monkeypatch):
+    monkeypatch.setattr(sys, "executable", os.path.abspath(".venv/bin/python"))
+    arguments = ["algorithm.py", "--config", "math_cpu", "a.b=[1, 2]", "trainer.steps=20"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    expected = ".venv/bin/python algorithm.py --config math_cpu 'a.b=[1, 2]' trainer.steps=40"
+    assert repeat_command("trainer.steps=40") == expected
+    monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py"])
+    assert repeat_command("trainer.steps=40") == "the same code with trainer.steps=40"
 
 
 def test_the_gpu_recipe_passes_its_dry_run_with_a_tiny_model(workspace):

@@ -102,19 +102,22 @@ def unsandboxed_verifiers(config: Any, tasks: Sequence[Any]) -> list[str]:
 
 
 def check_inputs(config: Any, inputs: Any, command: str) -> None:
-    """Call each verifier once. Raises UserFunctionError."""
+    """Call each verifier, and keep its rewards for the summary. Raises UserFunctionError."""
     from kit.extras.python_verifiers import verifier_settings, verifier_trial
 
     specs = verifier_settings.read_specs(config)
-    verifier_trial.try_verifiers(specs, inputs.tasks, config, inputs.tokenizer)
+    inputs.trials = verifier_trial.try_verifiers(specs, inputs.tasks, config, inputs.tokenizer)
 
 
 def summary_lines(config: Any, inputs: Any, command: str) -> list[str]:
-    """Return the line of the summary that describes the verifiers."""
+    """Return the lines of the summary: the verifiers, and the rewards of the trial."""
     from kit.extras.python_verifiers import verifier_settings
 
     specs = verifier_settings.read_specs(config)
-    return [f"verifier    {verifier_settings.describe(config, list(specs.values()))}"]
+    return [
+        f"verifier    {verifier_settings.describe(config, list(specs.values()))}",
+        *[f"            tried on {line}" for line in inputs.trials],
+    ]
 
 
 def make_pools(config: Any, logs: Path) -> dict[str, Any]:

@@ -13,19 +13,23 @@ from omegaconf import DictConfig
 from env import Task
 from gym_client import GymError
 from kit.errors import UserFunctionError
+from kit.extras.python_verifiers.function_session import make_arguments
 from kit.extras.python_verifiers.verifier_pool import Pool
 from kit.extras.python_verifiers.verifier_settings import VerifierSpec
 
 RESPONSE = "So the answer is 7."
+MAX_GROUND_TRUTH = 60  # characters of a ground truth that is tried as a response
 
 
 def try_verifiers(
     specs: Mapping[str, VerifierSpec], tasks: Sequence[Task], config: DictConfig, tokenizer: Any
-) -> None:
-    """Give each verifier a synthetic response to its first row of each data_source.
+) -> list[str]:
+    """Call each verifier for its first row of each data_source -> a line with each row's rewards.
 
-    Raises UserFunctionError.
+    The responses are RESPONSE and, if the verifier is a function and the row has a short ground
+    truth, this ground truth. Raises UserFunctionError.
     """
+    lines: list[str] = []
     with (
         tempfile.TemporaryDirectory() as logs,
         asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner,
@@ -33,7 +37,8 @@ def try_verifiers(
         for name, spec in specs.items():
             selected = select_tasks([task for task in tasks if task.server == name])
             pool = Pool(spec, config, Path(logs))
-            runner.run(try_verifier(pool, selected, tokenizer))
+            lines += runner.run(try_verifier(pool, selected, tokenizer))
+    return lines
 
 
 def select_tasks(tasks: Sequence[Task]) -> list[Task]:
@@ -44,29 +49,45 @@ def select_tasks(tasks: Sequence[Task]) -> list[Task]:
     return list(selected.values())
 
 
-async def try_verifier(pool: Pool, tasks: Sequence[Task], tokenizer: Any) -> None:
-    """Start a verifier and call it for each task. Raises UserFunctionError."""
-    ids = tokenizer.encode(RESPONSE, add_special_tokens=False)
+async def try_verifier(pool: Pool, tasks: Sequence[Task], tokenizer: Any) -> list[str]:
+    """Start a verifier and call it for each task -> a line for each. Raises UserFunctionError."""
+    lines: list[str] = []
     trial = ""
     try:
-        await pool.kind()
+        kind = await pool.kind()
         for task in tasks:
-            trial = f" (tried on row {task.row_id} with the response {RESPONSE!r})"
-            await call_verifier(pool, task, ids, tokenizer)
+            results: list[str] = []
+            for response in list_responses(task, kind):
+                trial = f" (tried on row {task.row_id} with the response {response!r})"
+                reward = await call_verifier(pool, task, response, tokenizer)
+                label = "" if response == RESPONSE else "the ground truth "
+                results.append(f"{reward} for {label}{response!r}")
+            lines.append(f"row {task.row_id}: reward {', '.join(results)}")
     except GymError as error:
         raise UserFunctionError(f"{pool.spec.key}={error}{trial}") from None
     finally:
         await pool.close()
+    return lines
 
 
-async def call_verifier(pool: Pool, task: Task, ids: list[int], tokenizer: Any) -> None:
-    """Verify a response to the row of a task. Raises GymError."""
+def list_responses(task: Task, kind: str) -> list[str]:
+    """Return the responses to try on a row. kind: `verify` for a function, `step` for a class."""
+    ground_truth = make_arguments(task.row, "", task.server)["ground_truth"]
+    is_text = isinstance(ground_truth, (str, int, float))
+    if kind != "verify" or not is_text or len(str(ground_truth)) > MAX_GROUND_TRUTH:
+        return [RESPONSE]
+    return [RESPONSE, str(ground_truth)]
+
+
+async def call_verifier(pool: Pool, task: Task, response: str, tokenizer: Any) -> str:
+    """Verify a response to the row of a task -> its reward, as text. Raises GymError."""
+    ids = tokenizer.encode(response, add_special_tokens=False)
     try:
         session = await pool.open_session(task.row, tokenizer)
-        if session.kind == "verify":
-            await session.verify({}, ids)
-        else:
-            await session.step({}, ids)
+        verify = session.verify if session.kind == "verify" else session.step
+        result = await verify({}, ids)
     except GymError as error:
         if error.reason != "masked":  # a verifier may mark its reward as invalid
             raise
+        return "none (masked)"
+    return f"{result.reward:g}"

@@ -20,6 +20,7 @@ FAILED_FRAC = 0.02  # of all episodes
 TRUNCATED_FRAC = 0.25  # of the responses: a problem if complete ones earn more
 NEARLY_ALL = 0.9  # of the responses: a problem in any case, since hardly any are complete
 ZERO_VARIANCE_FRAC = 0.7  # of the groups: the others are too small a batch to learn from
+MANY_UNSOLVED = 0.1  # of the groups without variance: if more earn less, the task is not solved
 SIGMAS = 2.5  # two parts of a run differ if they are this many standard errors apart
 ENTROPY_FACTOR = 4.0  # change of the entropy that counts as a collapse if the reward does not rise
 FAR_KL = 0.5  # nats per token from the reference
@@ -371,10 +372,9 @@ def find_zero_variance_groups(run: RunData) -> Iterator[Finding]:
     late_frac = take_last_third(frac)
     if not late_frac.mean() > ZERO_VARIANCE_FRAC:
         return
-    episodes = select_trained_episodes(run)
-    rewards = episodes[episodes.step >= late_frac.index[0]].reward.round(3).mode()
-    usual = rewards.iloc[0] if len(rewards) else float("nan")
-    cause, next_step = explain_zero_variance(run, usual, group_size)
+    rewards = find_uniform_rewards(run, late_frac.index[0])
+    usual = rewards.mode().iloc[0] if len(rewards) else float("nan")
+    cause, next_step = explain_zero_variance(run, rewards, usual, group_size)
     if not run.get_setting("algorithm.filter_groups.enable"):
         next_step += (
             ". algorithm.filter_groups.enable=true (`--config dapo`) samples more prompts until "
@@ -388,6 +388,14 @@ def find_zero_variance_groups(run: RunData) -> Iterator[Finding]:
     )
 
 
+def find_uniform_rewards(run: RunData, first_step: int) -> pd.Series:
+    """Find the groups without variance from a step on, and return the reward of each."""
+    episodes = select_trained_episodes(run)
+    late = episodes[episodes.step >= first_step]
+    groups = late.reward.round(3).groupby(late.group).agg(["min", "max"])
+    return groups["min"][groups["min"] == groups["max"]]
+
+
 class Explanation(NamedTuple):
     """The cause of a problem, and what to do next."""
 
@@ -395,12 +403,22 @@ class Explanation(NamedTuple):
     next_step: str
 
 
-def explain_zero_variance(run: RunData, usual: float, group_size: float) -> Explanation:
-    """Explain groups without variance by the reward that most responses earn."""
+def explain_zero_variance(
+    run: RunData, group_rewards: pd.Series, usual: float, group_size: float
+) -> Explanation:
+    """Explain groups without variance by their rewards; most of them earn `usual`."""
     rewards = select_trained_episodes(run).reward
     lowest = rewards.min()
     highest = rewards.max()
     is_low = usual < highest or (lowest == highest and not usual > 0)
+    unsolved = (group_rewards < usual).mean()
+    if not is_low and unsolved > MANY_UNSOLVED:
+        return Explanation(
+            f"But in {unsolved:.0%} of these groups all responses earn less"
+            f"{describe_entropy(run)}: each time, the policy gives nearly the same response",
+            f"keep the responses different with {ACTOR}.clip_ratio_high=0.28 (DAPO) or "
+            f"{ACTOR}.entropy_coeff=0.001, or use rows that the policy sometimes solves",
+        )
     if not is_low:
         return Explanation("The task is solved or too easy", "use harder rows, or stop here")
     if usual <= lowest:
@@ -413,6 +431,15 @@ def explain_zero_variance(run: RunData, usual: float, group_size: float) -> Expl
         f"({ROLLOUT}.n, now {group_size:g})"
     )
     return Explanation(cause, next_step)
+
+
+def describe_entropy(run: RunData) -> str:
+    """Describe how the entropy changed, as part of a sentence; empty if it was not measured."""
+    entropy = get_sampled_metric(run, "actor/entropy")
+    if not len(entropy):
+        return ""
+    last = take_last_third(entropy).median()
+    return f", and the entropy went from {entropy.iloc[0]:.3g} to {last:.3g} nats"
 
 
 def find_reward_trend(run: RunData) -> Iterator[Finding]:

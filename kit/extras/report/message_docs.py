@@ -26,6 +26,7 @@ BASE_ERRORS = (
     "NotImplementedError",
     "OSError",
     "RuntimeError",
+    "SystemExit",
     "TimeoutError",
     "TypeError",
     "ValueError",
@@ -364,7 +365,7 @@ def list_messages() -> list[Message]:
 def read_links() -> list[tuple[str, str]]:
     """Return (message, anchor) of each heading of docs/troubleshooting.md that is a message."""
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    headings = re.findall(r"^### (`[^`]+`)$", text, re.MULTILINE)
+    headings = re.findall(r"^### (`[^`]+`|``.+``)$", text, re.MULTILINE)
     return [(heading.strip("`"), make_anchor(heading)) for heading in headings]
 
 

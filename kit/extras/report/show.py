@@ -16,6 +16,7 @@ from rich import markup
 from rich.console import Console
 from rich.table import Table
 
+from kit.data.metrics import FAILED_AS_0
 from kit.errors import ConfigError
 from kit.extras.report import diagnosis
 from kit.extras.report.run_data import RunData
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str]) -> None:
     console.print(summary, highlight=False)
     print_problems(console, run)
     if len(run.steps):
-        caption = "\nsteps (held-out: fraction of responses with a reward of at least 1)"
+        caption = "\nsteps (acc: fraction of held-out responses with a reward of at least 1)"
         console.print(caption, style="dim")
         console.print(build_step_table(run.steps))
     print_episodes(console, run, args.worst)
@@ -102,15 +103,14 @@ def escape_text(text: str) -> str:
 def build_step_table(steps: pd.DataFrame) -> Table:
     """Build a table of evenly spaced steps: the first, the last, and each with an evaluation.
 
-    It has the COLUMNS that the run has, and a column for each held-out score.
+    It has the COLUMNS that the run has, and columns for the held-out scores.
     """
-    scores = {name: name.split("/")[1] for name in steps if "/acc/mean@" in name}
-    if len(scores) == 1:
-        scores = dict.fromkeys(scores, "held-out")
+    scores = find_scores(steps)
     titles = {}
     for name, title in (COLUMNS | scores).items():
         if name in steps and steps[name].notna().any():
             titles[name] = title
+    steps = steps[steps[list(titles)].notna().any(axis=1)]
     has_score = steps[list(scores)].notna().any(axis=1).to_numpy()
     is_shown = has_score.astype(bool)
     is_shown[np.linspace(0, len(steps) - 1, MAX_STEPS).round().astype(int)] = True
@@ -119,6 +119,22 @@ def build_step_table(steps: pd.DataFrame) -> Table:
         cells = ["" if np.isnan(metrics[name]) else f"{metrics[name]:.3g}" for name in titles]
         table.add_row(str(step), *cells)
     return table
+
+
+def find_scores(steps: pd.DataFrame) -> dict[str, str]:
+    """Return the metrics with held-out scores, and their titles.
+
+    These are acc of each server, and the mean reward where it is not the same.
+    """
+    accuracies = [name for name in steps if "/acc/mean@" in name and not name.endswith(FAILED_AS_0)]
+    titles = {}
+    for name in accuracies:
+        server = name.split("/")[1] if len(accuracies) > 1 else "held-out"
+        titles[name] = f"{server} acc"
+        reward = name.replace("/acc/", "/reward/")
+        if reward in steps and not steps[reward].equals(steps[name]):
+            titles[reward] = f"{server} reward"
+    return titles
 
 
 def build_episode_table(title: str, episodes: pd.DataFrame) -> Table:

@@ -239,6 +239,37 @@ def test_the_recipe_explains_numbers_that_would_be_a_problem(tmp_path, changes, 
     assert find_problems(tmp_path, changes, recipe) == []
 
 
+def test_solved_and_unsolved_groups_are_told_apart(tmp_path):
+    """Of 8 groups without variance, 6 earn 1 and 2 earn 0. This task is not solved."""
+    recipe = {"actor_rollout_ref": {"rollout": {"n": 2}}}
+    columns = {
+        "rollout/episodes": [16.0] * 6,
+        "rollout/failed_frac": [0.0] * 6,
+        "rollout/reward/mean": [0.75] * 6,
+        "rollout/zero_variance_groups": [8.0] * 6,
+        "actor/entropy": [0.8, 0.8, 0.4, 0.4, 0.2, 0.1],
+    }
+    episodes = []
+    for group, reward in enumerate([1.0] * 6 + [0.0] * 2):
+        for episode in make_episodes("stop", [reward] * 2):
+            episode.group_id = f"1/{group}"
+            episodes.append(episode)
+    run = write_run(tmp_path, recipe, columns, episodes)
+    [finding] = diagnosis.find_zero_variance_groups(run)
+    assert finding.problem == (
+        "In 100% of the groups all responses earn the same reward, mostly 1: no advantage, nothing "
+        "to learn. But in 25% of these groups all responses earn less, and the entropy went from "
+        "0.8 to 0.15 nats: each time, the policy gives nearly the same response."
+    )
+    assert "entropy_coeff" in finding.next_step
+    for episode in episodes:
+        episode.reward = 1.0
+    (tmp_path / "solved").mkdir()
+    run = write_run(tmp_path / "solved", recipe, columns, episodes)
+    [finding] = diagnosis.find_zero_variance_groups(run)
+    assert "The task is solved or too easy" in finding.problem
+
+
 SECTIONS = {
     "falling reward": "3. A flat reward, and zero-variance groups",
     "zero variance": "3. A flat reward, and zero-variance groups",

@@ -6,6 +6,8 @@ import io
 import re
 import sys
 
+import numpy as np
+import pandas as pd
 import pytest
 from conftest import ROOT, load, run
 from rich.console import Console
@@ -29,6 +31,25 @@ def test_show_prints_steps_and_the_best_and_worst_episodes(tmp_path, capsys):
     done = run([sys.executable, str(ROOT / "algorithm.py"), "show", str(tmp_path)], tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ") and "is not a run directory" in done.stderr
+
+
+def test_the_table_has_one_column_per_score_and_no_empty_step():
+    """A score that counts failures as 0 has no column. The reward has one if it is not acc."""
+    metrics = {
+        "rollout/reward/mean": [np.nan, np.nan, 0.5],
+        "val-core/s/acc/mean@1": [np.nan, 0.25, 0.75],
+        "val-core/s/reward/mean@1": [np.nan, 0.25, 0.875],
+        "val-aux/s/acc/mean@1_failed_as_0": [np.nan, 0.25, 0.75],
+        "timing_s/start": [9.0, np.nan, np.nan],
+    }
+    table = show.build_step_table(pd.DataFrame(metrics, index=[0, 1, 2]))
+    titles = [column.header for column in table.columns]
+    assert titles == ["step", "reward", "held-out acc", "held-out reward"]
+    assert list(table.columns[0].cells) == ["1", "2"]
+    assert list(table.columns[2].cells) == ["0.25", "0.75"]
+    del metrics["val-core/s/reward/mean@1"]
+    table = show.build_step_table(pd.DataFrame(metrics, index=[0, 1, 2]))
+    assert [column.header for column in table.columns] == titles[:3]
 
 
 @pytest.mark.parametrize("interactive", [True, False])
