@@ -39,6 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import matplotlib.pyplot as plt  # noqa: E402
+import pandas as pd  # noqa: E402
 from conftest import (  # noqa: E402
     RECIPE,
     SESSION,
@@ -50,7 +51,7 @@ from conftest import (  # noqa: E402
     write_rows,
     write_task,
 )
-from figures import save_light_and_dark  # noqa: E402
+from figures import draw_range, save_light_and_dark  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from tiny_models import make_model, make_pretrained  # noqa: E402
 
@@ -326,8 +327,8 @@ def make_row(name: str, seeds: list[dict[str, Any]]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def draw_range(axis: Any, curves: list[list[float]], color: str) -> None:
-    """Draw the mean and the range of some curves.
+def extend(curves: list[list[float]]) -> list[pd.Series]:
+    """Return curves of the same length, by step.
 
     A curve that has ended continues at the mean of its last GOAL_STEPS steps.
     """
@@ -335,13 +336,9 @@ def draw_range(axis: Any, curves: list[list[float]], color: str) -> None:
     extended = []
     for curve in curves:
         end = statistics.mean(curve[-GOAL_STEPS:])
-        extended.append(curve + [end] * (longest - len(curve)))
-    columns = list(zip(*extended, strict=True))  # the values of each step
-    steps = range(1, longest + 1)
-    axis.fill_between(
-        steps, [min(c) for c in columns], [max(c) for c in columns], alpha=0.25, color=color, lw=0
-    )
-    axis.plot(steps, [statistics.mean(c) for c in columns], lw=1.5, color=color)
+        values = curve + [end] * (longest - len(curve))
+        extended.append(pd.Series(values, index=range(1, longest + 1)))
+    return extended
 
 
 def draw(results: Results, out: Path) -> None:
@@ -364,12 +361,13 @@ def draw_run(axis: Any, results: Results, name: str) -> None:
     axis.grid(alpha=0.3)
     if name == "sft":
         curves = [[loss / seed["losses"][0] for loss in seed["losses"]] for seed in seeds]
-        draw_range(axis, curves, "C1")
+        draw_range(axis, extend(curves), "C1")
         return
     default = "turns: default" if name.startswith("turns") else "default"
     if results.get(default) and name not in (default, *OTHER_MODEL):
-        draw_range(axis, [seed["rewards"] for seed in results[default].values()], "0.7")
-    draw_range(axis, [seed["rewards"] for seed in seeds], "C0")
+        rewards = [seed["rewards"] for seed in results[default].values()]
+        draw_range(axis, extend(rewards), "0.7")
+    draw_range(axis, extend([seed["rewards"] for seed in seeds]), "C0")
 
 
 def draw_figure(results: Results, names: list[str]) -> Figure:

@@ -15,11 +15,11 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
-from figures import save_light_and_dark
+from figures import draw_range, save_light_and_dark
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,22 +62,17 @@ def print_table(evaluations: dict[str, pd.DataFrame]) -> None:
             print(f"| {' | '.join(cells)} |")
 
 
-def draw_range(
-    axis: Any, curves: list[pd.Series], label: str, color: str, va: str = "center"
+def draw_labeled(
+    axis: Axes, curves: list[pd.Series], label: str, color: str, va: str = "center"
 ) -> None:
     """Draw the mean and the range of some curves. The label is at the end of the mean's line.
 
     va: the vertical alignment of the label, as in matplotlib.
     """
-    table = pd.concat(curves, axis=1).dropna()
-    mean = table.mean(axis=1)
-    axis.fill_between(
-        table.index, table.min(axis=1), table.max(axis=1), alpha=0.25, color=color, lw=0
-    )
-    axis.plot(table.index, mean, color=color, lw=1.5)
+    mean = draw_range(axis, curves, color)
     axis.annotate(
         label,
-        (table.index[-1], mean.iloc[-1]),
+        (mean.index[-1], mean.iloc[-1]),
         xytext=(5, 0),
         textcoords="offset points",
         va=va,
@@ -90,10 +85,10 @@ def draw(evaluations: dict[str, pd.DataFrame], rewards: dict[str, pd.Series]) ->
     """Draw the mean and the range of held-out accuracy and of training reward over the runs."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
     accuracy = [frame[ACCURACY] for frame in evaluations.values()]
-    draw_range(axes[0], accuracy, "only the\nequation", "C0", "top")
+    draw_labeled(axes[0], accuracy, "only the\nequation", "C0", "top")
     right = [frame["right"] for frame in evaluations.values()]
-    draw_range(axes[0], right, "contains the\nequation", "C1", "bottom")
-    draw_range(axes[1], list(rewards.values()), "reward", "C2")
+    draw_labeled(axes[0], right, "contains the\nequation", "C1", "bottom")
+    draw_labeled(axes[1], list(rewards.values()), "reward", "C2")
     axes[0].set_title("held-out rows, greedy: fraction of responses", fontsize=10)
     axes[1].set_title("training rows, sampled: mean reward of a step", fontsize=10)
     for axis in axes:
