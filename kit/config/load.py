@@ -46,7 +46,7 @@ FSDP = "dp"  # verl's name of the engine that this kit runs by default
 MODEL_ENGINES = (FSDP, "megatron", "veomni")  # verl composes a different configuration for each
 REFUSED_ENGINES = {
     "torchtitan": "verl's torchtitan engine has no critic, and saves no folder of the actor.",
-    "automodel": "verl supports automodel for fine-tuning only.",
+    "automodel": "verl 0.9.1 has this engine, but no actor configuration for it.",
 }
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # of /proc/cpuinfo
 DTYPE_PLACEHOLDER = "${matmul_dtype:}"
