@@ -83,9 +83,8 @@ def test_tokens_have_the_version_of_the_weights_that_sampled_them(stack, monkeyp
 
     monkeypatch.setattr(sampler, "build_sampling_params", sample_to_the_limit)
     steps = []  # lists of [episodes, the trainer's probabilities, whether the next batch was done]
-    with one_step_off_trainer(
-        stack, *LONG_RESPONSES, "actor_rollout_ref.actor.optim.lr=0.02"
-    ) as trainer:
+    changes = [*LONG_RESPONSES, "actor_rollout_ref.actor.optim.lr=0.02"]
+    with one_step_off_trainer(stack, *changes) as trainer:
         # With two of 16 episodes at a time, a batch takes longer than an update.
         trainer.servers.context.episode_slots = asyncio.Semaphore(2)
         shape_rewards = trainer.shape_rewards
@@ -162,9 +161,8 @@ def test_evaluations_and_checkpoints_keep_the_batch_in_progress(stack):
         # The step trained on this batch, which was sampled before the update.
         assert trainer.metrics["rollout/staleness/max"] == 1
         responses = {tuple(e.response_ids) for e in episodes}
-        assert (
-            len(responses) > len(requests) / 4
-        )  # so they are not the greedy ones of the evaluation
+        # Greedy responses, as in the evaluation, would be equal in each group.
+        assert len(responses) > len(requests) / 4
         trainer.step_or_skip()
         assert not servers.pending_requests  # the last step starts no batch
         state = checkpoints.load(stack.workers, folder)
