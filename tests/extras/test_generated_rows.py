@@ -137,7 +137,7 @@ def rows(batch, size, seed, pass_rates):
 def test_a_sampler_gets_the_same_arguments_with_functions_as_alone(folder, tmp_path):
     """A sampler gets the number of rows from files, and all pass rates.
 
-    A function gets the pass rates of its own rows.
+    A function gets the pass rates of the rows that it generated.
     """
     (tmp_path / "recording.py").write_text(RECORDING_FUNCTIONS)
     path = folder / "train.jsonl"

@@ -109,7 +109,7 @@ def test_greedy_episodes_of_a_worker_count_as_ended(monkeypatch):
 
 
 def test_an_error_of_a_worker_that_ends_the_run_keeps_its_type(stack):
-    """Ray would wrap it in one of its own errors."""
+    """Ray would wrap the error in a RayTaskError."""
     no_server = {"reasoning_gym": f"http://127.0.0.1:{find_free_port('127.0.0.1')}"}
     with both_servers(stack, "gym.outage_budget_s=1", urls=no_server) as both:
         requests = repeat_per_group(both.tasks[:2], 2, "1")

@@ -95,6 +95,13 @@ def fetch_view(folder, children):
     raise AssertionError((folder / "gym_shop.log").read_text())
 
 
+def send_to_policy(config):
+    """Send a request to the model server of the policy, which forwards it to the policy."""
+    model = config["policy_model"]["responses_api_models"]["vllm_model"]
+    url = f"http://{model['host']}:{model['port']}/v1/chat/completions"
+    httpx.post(url, json={"messages": [], "model": "x"}, timeout=60.0)
+
+
 def test_a_server_sees_its_settings_and_no_secret_that_its_recipe_does_not_name(
     tmp_path, monkeypatch
 ):
@@ -121,12 +128,7 @@ def test_a_server_sees_its_settings_and_no_secret_that_its_recipe_does_not_name(
             paths = httpx.get(f"{urls['shop']}/openapi.json").json()["paths"]
             assert "/run" in paths, paths  # the URL is that of the agent
             view = fetch_view(tmp_path, children)
-            model = view["config"]["policy_model"]["responses_api_models"]["vllm_model"]
-            httpx.post(
-                f"http://{model['host']}:{model['port']}/v1/chat/completions",
-                json={"messages": [], "model": "x"},
-                timeout=60.0,
-            )
+            send_to_policy(view["config"])
         key = proxy.key
     assert len(process_texts) >= 4
     for pid, text in process_texts.items():
@@ -268,9 +270,7 @@ def test_a_real_head_server_lists_servers_and_agents(tmp_path):
                 }
             },
             "whole_agent": {"responses_api_agents": {"swe_agents": {"entrypoint": "app.py"}}},
-            "not_started_either": {
-                "environment_servers": {"legacy_agent": {"entrypoint": "app.py"}}
-            },
+            "stopped": {"environment_servers": {"legacy_agent": {"entrypoint": "app.py"}}},
             "not_started": {"resources_servers": {"mcqa": {"entrypoint": "app.py"}}},
             "policy_model": {
                 "responses_api_models": {"vllm_model": {"base_url": "${policy_base_url}"}}

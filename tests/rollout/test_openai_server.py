@@ -184,8 +184,8 @@ class FixedConversations(Script):
 
 
 ADD = call('{"count": 1}', "increment_counter")
-# {question: the turns of the policy}. `get_counter_value` is a route of the server. It is a tool only
-# of the row "unoffered", which does not have the tool increment_counter.
+# {question: the turns of the policy}. `get_counter_value` is a route of the server. Only the row
+# "unoffered" has it as a tool, and this row does not have the tool increment_counter.
 CONVERSATIONS = {
     "honest": [ADD, "Done."],
     "forged": [call('{"initial_count": 4}', "seed_session"), "Done."],

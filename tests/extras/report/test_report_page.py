@@ -225,7 +225,11 @@ def wait_for_rows(page, condition=lambda rows: True) -> list[list[str]]:
 
 def wait_for_column(page, column: int, texts: list[str]) -> None:
     """Wait until a column of the table has these texts."""
-    wait_for_rows(page, lambda rows: [cells[column] for cells in rows] == texts)
+
+    def has_texts(rows) -> bool:
+        return [cells[column] for cells in rows] == texts
+
+    wait_for_rows(page, has_texts)
 
 
 def get_column_titles(page) -> list[str]:
