@@ -1,4 +1,4 @@
-"""Each optional feature can be deleted. A recipe that needs it gets one error, others still work.
+"""Each optional feature can be deleted. Only a recipe that needs it gets an error, and only one.
 
 Each test deletes one feature in a copy of the repository. Importing verl takes 10 s, so one process
 imports it once, and runs each copy in a fork.

@@ -341,7 +341,7 @@ def test_a_failure_of_an_environment_server_of_gym_is_no_reward(environment, nam
     policy = FailingPolicy()
     (episode,), _ = run_episodes(environment, name, policy, 1)
     assert (episode.status, episode.reward) == (status, None)
-    assert policy.count == calls  # an Environment Server marks the failure as not terminal
+    assert policy.count == calls  # a failure that is not terminal has one retry
     prefix = "" if name == "single_agent_turn" else "_ng_failure_"
     assert episode.failure[f"{prefix}stage"] == "agent"
     assert episode.failure[f"{prefix}terminal"] is False

@@ -227,7 +227,7 @@ def test_a_redirect_is_reported_and_not_followed(check, status, monkeypatch):
 # --- Prometheus ----------------------------------------------------------------------------------
 
 
-def test_the_command_that_a_run_prints_for_prometheus_listens_on_this_machine_only(tmp_path):
+def test_the_printed_command_of_prometheus_listens_on_this_machine_only(tmp_path):
     lines = []
     port = find_free_port()
     settings = {"file": str(tmp_path / "prometheus.yml"), "port": port}

@@ -86,7 +86,7 @@ def list_rewards(results):
 
 
 def find_remaining_processes(*command: str) -> list[int]:
-    """Wait up to 2 s until no process has this command line. Return the ids of the others."""
+    """Wait up to 2 s until no process has this command line. Return the remaining ids."""
     deadline = time.monotonic() + 2
     while True:
         pids = []

@@ -1,4 +1,4 @@
-"""Each rule of the report finds its problem in a run, and no rule reports a good run."""
+"""Each rule of the report finds its problem in a run, and no rule finds one in a good run."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def find_problems(path, changes, recipe=None) -> list[str]:
 
 @pytest.mark.parametrize("changes", NO_PROBLEM.values(), ids=NO_PROBLEM)
 def test_a_good_run_has_no_problem(tmp_path, changes):
-    """If a rule reported a good run, users would ignore it the next time."""
+    """If a rule found problems in good runs, users would ignore it."""
     assert find_problems(tmp_path, changes) == []
 
 
