@@ -79,7 +79,7 @@ def test_tokens_are_the_same_with_and_without_workers(stack):
         # each of the two workers has a limit of at least one call
         metrics = both.with_workers.rollout_workers.metrics()
         assert metrics["verify/concurrency/reasoning_gym"] >= 2
-        # The tokens differ: vLLM on a CPU ignores seeds if a batch also has greedy responses.
+        # The tokens may differ: vLLM on a CPU ignores seeds if a batch also has greedy responses.
         greedy = both.with_workers.rollout(requests, both.sampling, baselines=True)
         assert {e.status for e in greedy} == {"ok"} and all(e.baseline is not None for e in greedy)
 

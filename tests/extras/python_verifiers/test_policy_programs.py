@@ -139,7 +139,7 @@ def test_a_program_earns_what_its_tests_say_and_forges_no_reward(build_router, k
     results = play(build_router("verl", sandbox=kind), *texts, row=PROGRAM_ROW)
     values = list_rewards(results)
     assert [values[i] for i in (0, 1, 3, 4, 6, 7)] == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
-    # Without a sandbox, root can write to any pipe. The pool detects this and fails the call.
+    # Without a sandbox, root can write to any pipe. If an attack does so, the pool fails the call.
     allowed = {0.0} if kind else {0.0, "bad_answer", "died"}
     assert {values[2], values[5]} <= allowed, results
 
