@@ -1,4 +1,4 @@
-"""The CPU's attention, log-probs and micro-batches compute what torch and verl compute."""
+"""Attention, log-probs, micro-batches and sampling on a CPU agree with torch and verl."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from worker_doubles import make_episode
 import training
 from kit.cpu import vllm_patches
 
-# groups: (length of the prompt, lengths of its responses)
-RAGGED = {
+# {case: groups}; a group is (length of the prompt, lengths of its responses)
+GROUPS = {
     "ragged": [(5, [1, 7, 3]), (60, [64, 65]), (1, [2])],
     "one token": [(1, [1])],
     "no response": [(4, [0, 3, 0]), (2, [0])],
@@ -24,8 +24,8 @@ RAGGED = {
 }
 
 
-def pack(groups):
-    """(nested ids [B, t], prompt lengths [B]) of groups."""
+def make_ids(groups):
+    """Make the token ids (nested [B, t]) and the prompt lengths [B] of groups."""
     rows = []
     lengths = []
     for prompt_id, (size, responses) in enumerate(groups, 10):
@@ -35,27 +35,30 @@ def pack(groups):
     return torch.nested.nested_tensor(rows, layout=torch.jagged), torch.tensor(lengths)
 
 
-def attend_plainly(tensors, layout, offsets, scaling):
-    """Plain attention over each prompt with its response, [T, H, D]."""
+def compute_reference_attention(tensors, layout, offsets, scaling):
+    """Compute the attention of each prompt with its response separately, [T, H, D]."""
     outputs = []
     for begin, end in itertools.pairwise(offsets):
         q, k, v = (x[0][:, layout.packed_positions[begin:end]] for x in tensors)  # [heads, t, D]
         repeats = len(q) // len(k)
-        k, v = (x.repeat_interleave(repeats, dim=0) for x in (k, v))
+        k = k.repeat_interleave(repeats, dim=0)
+        v = v.repeat_interleave(repeats, dim=0)
         is_later = torch.ones(len(q[0]), len(q[0])).triu(1).bool()
         scores = (q @ k.mT * scaling).masked_fill(is_later, -torch.inf)
         outputs.append((F.softmax(scores, dim=-1) @ v).transpose(0, 1))
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("groups", RAGGED.values(), ids=RAGGED)
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_attention_on_grids_is_that_of_each_sequence_alone(groups, monkeypatch):
-    """Forward and backward, in fp32."""
+    """The grid holds each prompt once. The outputs and the gradients are compared in fp32."""
     from kit.cpu import cpu_engine
 
     torch.manual_seed(0)
-    H, H_kv, D = 4, 2, 8
-    ids, prompts = pack(groups)
+    H = 4
+    H_kv = 2
+    D = 8
+    ids, prompts = make_ids(groups)
     layout = cpu_engine.lay_out(ids, prompts)
     size = len(layout.gather_index)
     assert size == sum(prompt + sum(responses) for prompt, responses in groups)  # each prompt once
@@ -65,20 +68,21 @@ def test_attention_on_grids_is_that_of_each_sequence_alone(groups, monkeypatch):
     weight = torch.randn(len(layout.packed_positions), H, D)
     output = cpu_engine.grid_attention(None, *tensors, None, scaling=0.3)[0][0]
     output = output[layout.packed_positions]  # [T, H, D]
-    expected = attend_plainly(tensors, layout, ids.offsets(), 0.3)
+    expected = compute_reference_attention(tensors, layout, ids.offsets(), 0.3)
     torch.testing.assert_close(output, expected)
     gradients = torch.autograd.grad((output * weight).sum(), tensors)
     expected_gradients = torch.autograd.grad((expected * weight).sum(), tensors)
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-4, atol=1e-4)
 
 
-def test_attention_refuses_what_it_does_not_support(monkeypatch):
+def test_attention_refuses_unsupported_options(monkeypatch):
     from kit.cpu import cpu_engine
 
     tensors = [torch.zeros(1, 2, 4, 8)] * 3
     with pytest.raises(ValueError, match="use_remove_padding"):
         cpu_engine.grid_attention(None, *tensors, None)
-    monkeypatch.setattr(cpu_engine, "_layout", cpu_engine.lay_out(*pack([(2, [2])])))
+    ids, prompts = make_ids([(2, [2])])
+    monkeypatch.setattr(cpu_engine, "_layout", cpu_engine.lay_out(ids, prompts))
     cpu_engine.grid_attention(None, *tensors, None, sliding_window=4)
     message = r"a sliding window of 3 tokens \(the longest row: 4\)"
     with pytest.raises(NotImplementedError, match=message):
@@ -87,13 +91,13 @@ def test_attention_refuses_what_it_does_not_support(monkeypatch):
         cpu_engine.grid_attention(None, *tensors, None, softcap=50.0)
 
 
-def weighted_gradient(outputs, weights, logits):
-    """The gradient by the logits of a weighted sum of log-probs and entropies."""
+def compute_gradient(outputs, weights, logits):
+    """Compute the gradient with respect to the logits of a weighted sum of the two outputs."""
     total = sum((w * x).sum() for w, x in zip(weights, outputs, strict=True))
     return torch.autograd.grad(total, logits, retain_graph=True)
 
 
-def test_log_probs_and_entropy_in_tiles_are_torchs():
+def test_log_probs_and_entropy_in_tiles_agree_with_torch():
     from kit.cpu import cpu_engine
 
     torch.manual_seed(0)
@@ -102,19 +106,20 @@ def test_log_probs_and_entropy_in_tiles_are_torchs():
     temperature = torch.rand(300, 1) + 0.5
     log_probs = (logits / temperature).log_softmax(-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
-    a, b = torch.randn(2, 300)
-    for weights in ((a, b), (a, 0 * b)):
+    log_prob_weights, entropy_weights = torch.randn(2, 300)
+    for factor in (1, 0):
+        weights = (log_prob_weights, factor * entropy_weights)
         scaled = cpu_engine.scale_logits(1.0 * logits, temperature, is_unit_temperature=False)
         outputs = cpu_engine.LogProbEntropy.apply(scaled, labels)
         expected = log_probs.gather(1, labels[:, None])[:, 0], entropy
         torch.testing.assert_close(outputs, expected)
-        gradient = weighted_gradient(outputs, weights, logits)
-        expected_gradient = weighted_gradient(expected, weights, logits)
+        gradient = compute_gradient(outputs, weights, logits)
+        expected_gradient = compute_gradient(expected, weights, logits)
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_micro_batches_keep_responses_to_a_prompt_together(monkeypatch):
-    """In any order of the rows, and each prompt counted once."""
+    """This holds for any order of the rows. The token count of a batch has each prompt once."""
     from kit.cpu import cpu_engine
 
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
@@ -123,18 +128,24 @@ def test_micro_batches_keep_responses_to_a_prompt_together(monkeypatch):
         for member in range(4):
             response = [7 + member] * (1 + 3 * member)
             episodes.append(make_episode([5 + group] * 6, response, turns=[]))
-    cuts = []
+    micro_batches = []  # for each order
     for order in (episodes, episodes[::-1], episodes[1::2] + episodes[::2]):
         data = left_right_2_no_padding(training.build_batch(order, 0, 1.0).to_tensordict())
         tu.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=60)
         parts, indices = cpu_engine.prepare_micro_batches(data)
-        assert sorted(index for part in indices for index in part) == list(range(16))
-        # 4 x 6 tokens of prompts, 4 x 22 of responses; each response with its prompt: 4 x 46
+        assert sorted(itertools.chain(*indices)) == list(range(16))
+        # Prompts have 4 x 6 tokens, responses 4 x 22: two batches of 60. If each response counted
+        # with its prompt, there would be 4 x 46 tokens, which need four.
         assert len(parts) == 2
-        cuts.append([[row.tolist() for row in part["input_ids"].unbind()] for part in parts])
-        prompts = [{tuple(order[index].prompt_ids) for index in part} for part in indices]
+        token_ids = []
+        for part in parts:
+            token_ids.append([row.tolist() for row in part["input_ids"].unbind()])
+        micro_batches.append(token_ids)
+        prompts = []
+        for part in indices:
+            prompts.append({tuple(order[index].prompt_ids) for index in part})
         assert [len(part) for part in prompts] == [2, 2]
-    assert cuts[0] == cuts[1] == cuts[2]
+    assert micro_batches[0] == micro_batches[1] == micro_batches[2]
 
 
 def test_tokens_are_drawn_with_their_probabilities():
@@ -144,9 +155,9 @@ def test_tokens_are_drawn_with_their_probabilities():
     n = 100_000
     drawn = vllm_patches.sample_tokens(probs.log().repeat(n, 1)).view(n, 2)
     frequencies = torch.stack([row.bincount(minlength=6) for row in drawn.T]) / n
-    bound = 4 * (probs * (1 - probs) / n).sqrt()  # 0 for a probability of 0
+    bound = 4 * (probs * (1 - probs) / n).sqrt()  # four standard errors; 0 for a probability of 0
     assert torch.all((frequencies - probs).abs() <= bound), frequencies
-    # of weights that are not finite: the step reports them, not the engine
+    # For logits that are not finite, the engine returns any token, and the step reports them.
     tokens = vllm_patches.sample_tokens(torch.full((3, 6), torch.nan))
     assert torch.all((tokens >= 0) & (tokens < 6))
     values = probs.log().gather(1, torch.tensor([[4], [5]]))

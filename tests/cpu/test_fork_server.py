@@ -1,4 +1,4 @@
-"""A process that the fork server starts does what Python would do, and ends with its client."""
+"""A fork of the fork server behaves like a Python process, and ends with its client."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from conftest import ROOT
 
 from kit.cpu import fork_server
 
-# kit/cpu/fork_server.py forks commands that begin like this one, as those of vLLM's engine do
+# The fork server forks only for code that begins with this line, as that of vLLM's engine does.
 SPAWN = "from multiprocessing.spawn import spawn_main\n"
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Path of the wrapper of a server that has imported ray and a few modules."""
+    """The path of the `python` wrapper of a fork server that has imported ray and other modules."""
     log = tmp_path_factory.mktemp("fork") / "fork.log"
-    # the last one contains a class that is ray.remote
+    # ray.util.collective.util defines a class with ray.remote
     fork_server.start("json wave ray ray.util.collective.util")
     with fork_server.running("nothing", log) as server:
         server.set_env(SHARED="by all")
@@ -54,8 +54,11 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def test_a_fork_does_what_python_would(python: str, tmp_path: Path) -> None:
-    """Arguments, folder, environment, descriptors, streams and exit status are the client's."""
+def test_a_fork_behaves_like_a_python_process(python: str, tmp_path: Path) -> None:
+    """A fork has the arguments, folder, environment, descriptors and streams of its client.
+
+    The client exits with the status of the fork.
+    """
     code = SPAWN + (
         "import os, setproctitle, sys\n"
         "print(sys.argv[1:], os.getcwd(), os.environ['MINE'], 'SHARED' in os.environ)\n"
@@ -64,19 +67,19 @@ def test_a_fork_does_what_python_would(python: str, tmp_path: Path) -> None:
         "print(open('/proc/self/cmdline').read().rstrip('\\0'))\n"
         "print('bad', file=sys.stderr); sys.exit(7)"
     )
-    pipe, end = os.pipe()
-    os.write(end, b"by a pipe")
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"by a pipe")
     done = subprocess.run(
-        [python, "-B", "-c", code, "--multiprocessing-fork", str(pipe)],
+        [python, "-B", "-c", code, "--multiprocessing-fork", str(read_end)],
         input="read",
         capture_output=True,
         text=True,
         cwd=tmp_path,
         env={"MINE": "set", "TMPDIR": str(Path(python).parent), "PATH": os.environ["PATH"]},
-        pass_fds=[pipe],
+        pass_fds=[read_end],
     )
     assert done.stdout.splitlines() == [
-        f"['--multiprocessing-fork', '{pipe}'] {tmp_path} set False",
+        f"['--multiprocessing-fork', '{read_end}'] {tmp_path} set False",
         "read True b'by a pipe'",
         "VLLM::Mine",
     ]
@@ -95,8 +98,8 @@ def test_forks_have_their_own_ids_and_random_numbers(python: str) -> None:
     assert all(a != b for a, b in zip(first, second, strict=True))
 
 
-def start_sleeping(python: str) -> tuple[subprocess.Popen[str], psutil.Process]:
-    """Return a client and its fork, which sleeps."""
+def start_sleeping_fork(python: str) -> tuple[subprocess.Popen[str], psutil.Process]:
+    """Start a client and its fork, which sleeps. Return both processes."""
     code = SPAWN + "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     client = subprocess.Popen([python, "-c", code], stdout=subprocess.PIPE, text=True)
     assert client.stdout
@@ -106,15 +109,15 @@ def start_sleeping(python: str) -> tuple[subprocess.Popen[str], psutil.Process]:
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
-def test_a_client_ends_by_the_signal_that_ended_its_fork(python: str, name: str) -> None:
-    client, fork = start_sleeping(python)
+def test_a_client_ends_with_the_signal_that_ended_its_fork(python: str, name: str) -> None:
+    client, fork = start_sleeping_fork(python)
     fork.send_signal(signal.Signals[name])
     assert client.wait(20) == -signal.Signals[name]
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
 def test_a_fork_ends_with_its_client(python: str, name: str) -> None:
-    client, fork = start_sleeping(python)
+    client, fork = start_sleeping_fork(python)
     client.send_signal(signal.Signals[name])
     wait_for(lambda: has_ended(fork))
     assert client.wait(20) == -signal.Signals[name]
@@ -131,35 +134,36 @@ def test_a_client_that_dies_during_its_request_does_not_end_the_server(python: s
     assert run_code(python, f"{SPAWN}import wave; print(7)").stdout == "7\n"
 
 
-def test_python_itself_runs_other_commands(python: str, tmp_path: Path) -> None:
+def test_commands_of_another_form_run_in_a_new_python_process(python: str, tmp_path: Path) -> None:
     code = "import os, sys; print(os.getppid(), sys.executable, 'wave' in sys.modules)"
     expected = f"{os.getpid()} {sys.executable} False\n"
     assert run_code(python, code).stdout == expected
-    no_server = tmp_path / "python"  # the wrapper of a folder without a server
-    no_server.write_text(Path(python).read_text().replace(str(Path(python).parent), str(tmp_path)))
-    no_server.chmod(0o700)
-    assert run_code(no_server, SPAWN + code).stdout == expected
+    # a wrapper whose folder has no server
+    wrapper = tmp_path / "python"
+    wrapper.write_text(Path(python).read_text().replace(str(Path(python).parent), str(tmp_path)))
+    wrapper.chmod(0o700)
+    assert run_code(wrapper, SPAWN + code).stdout == expected
 
 
 def test_no_part_of_a_path_runs_as_a_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """The paths of Python, the repository and TMPDIR may contain characters of a shell."""
-    odd = Path(tempfile.mkdtemp(prefix="t")) / "a b$(touch x);touch y"
-    odd.mkdir()
-    request.addfinalizer(lambda: shutil.rmtree(odd.parent))
-    (odd / "venv").symlink_to(sys.prefix)
+    """The paths of Python and of TMPDIR contain characters with a meaning in a shell."""
+    folder = Path(tempfile.mkdtemp(prefix="t")) / "a b$(touch x);touch y"
+    folder.mkdir()
+    request.addfinalizer(lambda: shutil.rmtree(folder.parent))
+    (folder / "venv").symlink_to(sys.prefix)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "executable", str(odd / "venv" / "bin" / "python"))
-    monkeypatch.setattr(tempfile, "tempdir", str(odd))
+    monkeypatch.setattr(sys, "executable", str(folder / "venv" / "bin" / "python"))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     with fork_server.running("json", tmp_path / "fork.log") as server:
-        assert server.python.startswith(str(odd))
+        assert server.python.startswith(str(folder))
         done = run_code(server.python, SPAWN + "print(1)")
         assert (done.stdout, done.stderr) == ("1\n", "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fork.log"]
 
 
-def test_python_itself_runs_all_commands_if_the_imports_fail(
+def test_all_commands_run_in_a_new_python_process_if_the_imports_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -167,7 +171,7 @@ def test_python_itself_runs_all_commands_if_the_imports_fail(
         "import time; time.sleep(0.5); raise ImportError('no such library')"
     )
     with fork_server.running("json late", tmp_path / "fork.log") as server:
-        for _ in range(2):  # while the server imports, and after it has ended
+        for _ in range(2):  # first while the server imports, then after it has failed
             assert run_code(server.python, SPAWN + "print(1)").stdout == "1\n"
         server.set_env(SHARED="by nobody")
     assert "no such library" in (tmp_path / "fork.log").read_text()
@@ -180,7 +184,7 @@ def test_python_itself_runs_all_commands_if_the_imports_fail(
 def test_the_server_ends_with_the_process_that_started_it(
     tmp_path: Path, code: str, status: int
 ) -> None:
-    """Also if that process finds a mistake in the recipe, and exits before it uses the server."""
+    """The process is killed, or exits before it uses the server, as after an error in a recipe."""
     code = (
         "from kit.cpu import fork_server; import os, signal, sys\n"
         f"fork_server.start('json ray'); {code}"
@@ -190,13 +194,17 @@ def test_the_server_ends_with_the_process_that_started_it(
     assert process.wait(20) == status
     assert bool(list(tmp_path.iterdir())) == (status < 0)  # a killed process leaves the folder
     servers = [p for p in psutil.process_iter(["cmdline", "cwd"]) if p.info["cwd"] == str(tmp_path)]
-    wait_for(lambda: all(has_ended(server) for server in servers))
+
+    def have_ended() -> bool:
+        return all(has_ended(server) for server in servers)
+
+    wait_for(have_ended)
 
 
 def test_forks_and_clients_end_with_the_server(tmp_path: Path) -> None:
-    """Clients end with the run as well. A fork that outlived the server would then never end."""
+    """Otherwise a fork could run forever: the client that would end it has ended with the run."""
     with fork_server.running("json", tmp_path / "fork.log") as server:
-        client, fork = start_sleeping(server.python)
+        client, fork = start_sleeping_fork(server.python)
         os.kill(fork.ppid(), signal.SIGKILL)
         wait_for(lambda: has_ended(fork))
         assert client.wait(20) == -signal.SIGKILL

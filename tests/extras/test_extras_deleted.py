@@ -1,7 +1,7 @@
-"""Each optional feature can be deleted: the rest works, and a recipe that needs it gets one error.
+"""Each optional feature can be deleted. Only a recipe that needs it gets an error, and only one.
 
-A copy of the repository loses one feature at a time. Importing verl takes 10 s, so one process does
-it once, and forks for each copy.
+Each test deletes one feature in a copy of the repository. Importing verl takes 10 s, so one process
+imports it once, and runs each copy in a fork.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ FEATURES = sorted(
     for path in (ROOT / "kit" / "extras").iterdir()
     if path.name not in ("__init__.py", "__pycache__")
 )
-# what turns a feature on, over a recipe that works without it
-NEEDED_BY = {
+# {feature: the changes of a recipe that turn it on}
+CHANGES = {
     "judges": ["gym.judges={judge_model: {base_url: http://127.0.0.1:9/v1, model: m}}"],
     "python_verifiers": ["env.verifier=templates/reward.py:compute_score"],
     "generated_rows.py": [
@@ -93,7 +93,7 @@ for line in sys.stdin:
 
 
 class Driver:
-    """A process that has imported the libraries, and runs algorithm.py in forks of it."""
+    """A process that has imported the libraries, and runs algorithm.py in its forks."""
 
     def __init__(self, environment: dict[str, str]):
         self.process = subprocess.Popen(
@@ -105,7 +105,7 @@ class Driver:
         )
 
     def run(self, folder: Path, arguments: list[str]) -> tuple[int, str]:
-        """(exit status, output) of `python algorithm.py` in a folder."""
+        """Run `python algorithm.py` in a folder. Return (exit status, output)."""
         case = json.dumps({"folder": str(folder), "arguments": arguments})
         self.process.stdin.write(case + "\n")
         self.process.stdin.flush()
@@ -144,8 +144,8 @@ def delete(path: Path) -> None:
         path.unlink()
 
 
-def recipe(name: str, server: str, workspace: Path) -> list[str]:
-    """The arguments of a dry run of a recipe with a tiny model and rows."""
+def make_arguments(name: str, server: str, workspace: Path) -> list[str]:
+    """Make the arguments of a dry run of a recipe with a tiny model and rows."""
     rows = write_rows(workspace / f"{server}.jsonl", [row(f"say {i}") for i in range(8)])
     return [
         f"--config={name}",
@@ -162,32 +162,32 @@ def recipe(name: str, server: str, workspace: Path) -> list[str]:
 @pytest.mark.parametrize("feature", FEATURES, ids=str)
 def test_without_a_feature_other_recipes_pass_their_dry_run(feature, copy, workspace, driver):
     delete(copy / feature)
-    arguments = recipe("math", "math_with_judge", workspace)
+    arguments = make_arguments("math", "math_with_judge", workspace)
     status, output = driver.run(copy, arguments)
     assert status == 0 and "nothing was started" in output, output[-3000:]
 
 
-@pytest.mark.parametrize("feature", [f for f in FEATURES if f.name in NEEDED_BY], ids=str)
+@pytest.mark.parametrize("feature", [f for f in FEATURES if f.name in CHANGES], ids=str)
 def test_a_recipe_that_needs_a_deleted_feature_gets_one_error(
     feature, copy, workspace, driver, vision_model
 ):
-    changes = [
-        text.replace("{reads_images}", str(vision_model)) for text in NEEDED_BY[feature.name]
-    ]
+    changes = []
+    for change in CHANGES[feature.name]:
+        changes.append(change.replace("{reads_images}", str(vision_model)))
     delete(copy / feature)
-    arguments = recipe("math", "math_with_judge", workspace)
+    arguments = make_arguments("math", "math_with_judge", workspace)
     status, output = driver.run(copy, [*arguments, *changes])
     name = str(feature).removesuffix(".py")
     assert status == 1 and f"needs {name}, which this copy does not have" in output, output[-3000:]
     assert output.count("error: ") == 1 and "Traceback" not in output, output[-3000:]
 
 
-def test_every_feature_that_a_recipe_turns_on_is_tried():
-    """The others are commands, or every run uses them but needs none of them."""
+def test_every_feature_that_a_recipe_turns_on_is_tested():
+    """The other features are commands, or every run uses them if they exist."""
     needed = {extra.module for extra in extras.EXTRAS if not extra.is_optional}
     needed |= {"kit.extras.images", "kit.extras.sft"}
-    tried = {f"kit.extras.{name.removesuffix('.py')}" for name in NEEDED_BY}
-    assert needed - tried == {"kit.cpu.preload"}  # the last test has it
+    tested = {f"kit.extras.{name.removesuffix('.py')}" for name in CHANGES}
+    assert needed - tested == {"kit.cpu.preload"}  # the last test deletes it
 
 
 def test_the_command_show_without_the_report_is_one_error(copy, driver):
@@ -199,8 +199,8 @@ def test_the_command_show_without_the_report_is_one_error(copy, driver):
 
 def test_a_recipe_for_a_gpu_works_without_the_code_for_cpus(copy, workspace, driver):
     delete(copy / "kit" / "cpu")
-    status, output = driver.run(copy, recipe("math", "math_with_judge", workspace))
+    status, output = driver.run(copy, make_arguments("math", "math_with_judge", workspace))
     assert status == 0 and "nothing was started" in output, output[-3000:]
-    arguments = recipe("math_cpu", "reasoning_gym", workspace)
+    arguments = make_arguments("math_cpu", "reasoning_gym", workspace)
     status, output = driver.run(copy, [*arguments, "--config=cpu"])
     assert status == 1 and "kit/cpu" in output and "Traceback" not in output, output[-3000:]

@@ -1,4 +1,4 @@
-"""A Python function generates the rows of each batch, while a run trains."""
+"""A Python function that the recipe names generates the rows of each training batch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from kit.extras.generated_rows import FunctionEntry, FunctionRows, MixedRows
 from kit.runs import prepare, summary
 from kit.runs.run_dir import Run
 
-MADE = """
+TASK_FUNCTIONS = """
 import random
 
 def rows(batch, size, seed, pass_rates, top=10):
     draw = random.Random(f"{seed} {batch}")
     level = sum(sum(rates.values()) > len(rates) / 2 for rates in pass_rates.values())
-    return [made(f"say {draw.randrange(top)} of {level}") for _ in range(size)]
+    return [make_row(f"say {draw.randrange(top)} of {level}") for _ in range(size)]
 
-def made(text):
+def make_row(text):
     return {"responses_create_params": {"input": text}, "answer": "7"}
 
 def verls(batch, size, seed, pass_rates):
@@ -56,10 +56,10 @@ def twice(batch, size, seed, pass_rates):
     return rows(batch, 1, seed, pass_rates) * size
 
 def long(batch, size, seed, pass_rates):
-    return [made("x" * 99) for _ in range(size)]
+    return [make_row("x" * 99) for _ in range(size)]
 
 def other(batch, size, seed, pass_rates):
-    return [made(str(random.random())) for _ in range(size)]
+    return [make_row(str(random.random())) for _ in range(size)]
 
 def late(batch, size, seed, pass_rates):
     return rows(batch, size if batch < 2 else 1, seed, pass_rates)
@@ -67,121 +67,118 @@ def late(batch, size, seed, pass_rates):
 
 
 @pytest.fixture
-def desk(workspace, tmp_path, monkeypatch):
-    """A folder with custom tasks, as the current folder."""
-    (tmp_path / "my_tasks.py").write_text(MADE)
+def folder(workspace, tmp_path, monkeypatch):
+    """The workspace. The current folder is another one, with TASK_FUNCTIONS in my_tasks.py."""
+    (tmp_path / "my_tasks.py").write_text(TASK_FUNCTIONS)
     monkeypatch.chdir(tmp_path)
     return workspace
 
 
-def draw(data, batch, size=8, rates=()):
-    return data.source.batch(batch, size, dict(rates))
+def draw_batch(data, batch, size=8, pass_rates=()):
+    return data.source.batch(batch, size, dict(pass_rates))
 
 
-def test_a_function_generates_the_rows_of_each_batch(desk):
-    config, data = load(desk, "env.train_files=[{function: my_tasks.py:rows, top: 5}]")
-    first = draw(data, 1)
-    assert [t.row_id for t in first] == [f"my_tasks.py:rows#1.{k}" for k in range(8)]
+def test_a_function_generates_the_rows_of_each_batch(folder):
+    config, data = load(folder, "env.train_files=[{function: my_tasks.py:rows, top: 5}]")
+    first = draw_batch(data, 1)
+    assert [task.row_id for task in first] == [f"my_tasks.py:rows#1.{k}" for k in range(8)]
     assert (
-        [t.row for t in first] == [t.row for t in data.generated]
+        [task.row for task in first] == [task.row for task in data.generated]
         and first[0].prompt_ids
         and data.train == []
     )
-    asked = [t.messages[0]["content"] for t in draw(data, 2)]
-    again = random.Random("1 2")
-    assert asked == [f"say {again.randrange(5)} of 0" for _ in range(8)]
-    told = {
+    texts = [task.messages[0]["content"] for task in draw_batch(data, 2)]
+    generator = random.Random("1 2")  # the function's own generator for seed 1 and batch 2
+    assert texts == [f"say {generator.randrange(5)} of 0" for _ in range(8)]
+    # the function counts the batches whose mean pass rate is over a half: batches 1 and 2
+    pass_rates = {
         "my_tasks.py:rows#1.0": 1.0,
         "my_tasks.py:rows#1.1": 0.5,
         "a.jsonl:3": 0.0,
         "my_tasks.py:rows#2.1": 1.0,
     }
-    assert {t.messages[0]["content"][-1] for t in draw(data, 3, rates=told)} == {"2"}
-    assert "rows        8 of each batch from my_tasks.py:rows, " in summary.summarize(
-        config, data, "train"
-    )
-    assert data.per_epoch == math.inf and "epochs" not in summary.summarize(config, data, "train")
+    third = draw_batch(data, 3, pass_rates=pass_rates)
+    assert {task.messages[0]["content"][-1] for task in third} == {"2"}
+    text = summary.summarize(config, data, "train")
+    assert "rows        8 of each batch from my_tasks.py:rows, " in text
+    assert data.per_epoch == math.inf and "epochs" not in text
 
 
-def test_functions_and_files_share_a_batch_by_weight(desk):
-    files = (
-        f"{{path: {desk / 'train.jsonl'}, weight: 2}}, {{function: my_tasks.py:rows, weight: 1}}"
-    )
+def test_functions_and_files_share_a_batch_by_weight(folder):
+    file = f"{{path: {folder / 'train.jsonl'}, weight: 2}}"
+    function = "{function: my_tasks.py:rows, weight: 1}"
     other = "{function: my_tasks.py:rows, weight: 1, top: 3, server: reasoning_gym}"
-    both = f"env.train_files=[{files}, {other}]"
-    _, data = load(desk, both, "env.max_rows=4")
-    names = [t.row_id for t in draw(data, 5)]
-    assert [name.partition("#")[0] for name in names[4:]] == ["my_tasks.py:rows"] * 2 + [
-        "my_tasks.py:rows(2)"
-    ] * 2
-    assert {name.rpartition(":")[2] for name in names[:4]} == {
-        "1",
-        "2",
-        "3",
-        "4",
-    }  # the first env.max_rows
+    train_files = f"env.train_files=[{file}, {function}, {other}]"
+    _, data = load(folder, train_files, "env.max_rows=4")
+    row_ids = [task.row_id for task in draw_batch(data, 5)]
+    functions = [row_id.partition("#")[0] for row_id in row_ids[4:]]
+    assert functions == ["my_tasks.py:rows"] * 2 + ["my_tasks.py:rows(2)"] * 2
+    line_numbers = {row_id.rpartition(":")[2] for row_id in row_ids[:4]}
+    assert line_numbers == {"1", "2", "3", "4"}  # env.max_rows=4 keeps the first four
     assert data.per_epoch == 8  # prompts, of which half are the 4 rows of the file
-    assert [t.row_id for t in draw(data, 5)] == names
-    _, data = load(desk, both, "env.sampler=templates/samplers.py:by_pass_rate")
-    assert len(draw(data, 5)) == 8
+    assert [task.row_id for task in draw_batch(data, 5)] == row_ids
+    _, data = load(folder, train_files, "env.sampler=templates/samplers.py:by_pass_rate")
+    assert len(draw_batch(data, 5)) == 8
 
 
-WATCH = """
-seen = []
+RECORDING_FUNCTIONS = """
+calls = []
 
 def last(tasks, size, batch, seed, pass_rates):
-    seen.append(("last", size, batch, seed, dict(pass_rates)))
+    calls.append(("last", size, batch, seed, dict(pass_rates)))
     return tasks[-size:]
 
 def rows(batch, size, seed, pass_rates):
-    seen.append(("rows", size, batch, seed, pass_rates))
+    calls.append(("rows", size, batch, seed, pass_rates))
     return [{"responses_create_params": {"input": f"say {k}"}, "answer": "7"} for k in range(size)]
 """
 
 
-def test_a_sampler_gets_the_same_arguments_with_functions_as_alone(desk, tmp_path):
-    """The sampler gets the size for files and all pass rates. A function gets those of its rows."""
-    (tmp_path / "watch.py").write_text(WATCH)
-    files = f"{{path: {desk / 'train.jsonl'}, weight: 1}}, {{function: watch.py:rows, weight: 1}}"
-    _, data = load(desk, f"env.train_files=[{files}]", "env.sampler=watch.py:last", "data.seed=9")
-    rates = {f"{desk / 'train.jsonl'}:1": 0.25, "watch.py:rows#4.0": 0.5}
-    watch = sys.modules[data.source.files.sampler.__module__]
-    watch.seen.clear()
-    picked = draw(data, 5, size=6, rates=rates)
-    assert watch.seen == [("last", 3, 5, 9, rates), ("rows", 3, 5, 9, {4: {0: 0.5}})]
-    assert [t.row_id.rpartition(":")[2] for t in picked] == [
-        "6",
-        "7",
-        "8",
-        "rows#5.0",
-        "rows#5.1",
-        "rows#5.2",
-    ]
+def test_a_sampler_gets_the_same_arguments_with_functions_as_alone(folder, tmp_path):
+    """A sampler gets the number of rows from files, and all pass rates.
+
+    A function gets the pass rates of the rows that it generated.
+    """
+    (tmp_path / "recording.py").write_text(RECORDING_FUNCTIONS)
+    path = folder / "train.jsonl"
+    files = f"{{path: {path}, weight: 1}}, {{function: recording.py:rows, weight: 1}}"
+    changes = (f"env.train_files=[{files}]", "env.sampler=recording.py:last", "data.seed=9")
+    _, data = load(folder, *changes)
+    pass_rates = {f"{path}:1": 0.25, "recording.py:rows#4.0": 0.5}
+    recording = sys.modules[data.source.files.sampler.__module__]
+    recording.calls.clear()
+    tasks = draw_batch(data, 5, size=6, pass_rates=pass_rates)
+    sampler_call = ("last", 3, 5, 9, pass_rates)
+    function_call = ("rows", 3, 5, 9, {4: {0: 0.5}})
+    assert recording.calls == [sampler_call, function_call]
+    row_ids = [task.row_id.rpartition(":")[2] for task in tasks]
+    assert row_ids == ["6", "7", "8", "rows#5.0", "rows#5.1", "rows#5.2"]
 
 
-def test_functions_may_generate_rows_of_verl_or_rows_once(desk):
-    config, data = load(desk, "env.train_files=[{function: my_tasks.py:verls}]")
+def test_a_function_may_generate_rows_of_verl_and_rows_for_other_commands(folder):
+    """Commands other than `train` generate env.max_rows rows, once."""
+    config, data = load(folder, "env.train_files=[{function: my_tasks.py:verls}]")
     assert data.generated[3].row == {
         "responses_create_params": {"input": "1 3"},
         "data_source": "x",
     }
-    config, _ = load(desk)
-    made = [{"function": "my_tasks.py:verls"}]
-    config.env.train_files, config.env.val_files = made, made
-    with pytest.raises(
-        ConfigError, match=r"my_tasks\.py:verls generates any number of rows\. Set env\.max_rows"
-    ):
+    config, _ = load(folder)
+    files = [{"function": "my_tasks.py:verls"}]
+    config.env.train_files = files
+    config.env.val_files = files
+    message = r"my_tasks\.py:verls generates any number of rows\. Set env\.max_rows"
+    with pytest.raises(ConfigError, match=message):
         prepare.prepare(config, "rollout")
-    config.env.max_rows, config.env.val_max_rows = 5, 3
-    assert [t.row_id for t in prepare.prepare(config, "rollout").train][
-        4
-    ] == "my_tasks.py:verls#0.4"
+    config.env.max_rows = 5
+    config.env.val_max_rows = 3
+    tasks = prepare.prepare(config, "rollout").train
+    assert tasks[4].row_id == "my_tasks.py:verls#0.4"
     assert len(prepare.prepare(config, "evaluate").validation) == 3
     assert len(prepare.prepare(config, "train").validation) == 3
 
 
 @pytest.mark.parametrize(
-    ("entry", "told"),
+    ("entry", "message"),
     [
         (
             "{function: my_tasks.py:raises}",
@@ -232,89 +229,90 @@ def test_functions_may_generate_rows_of_verl_or_rows_once(desk):
         ),
     ],
 )
-def test_an_error_of_a_function_is_one_line_before_anything_starts(desk, entry, told):
-    entry = entry.replace("train.jsonl", str(desk / "train.jsonl"))
-    with pytest.raises((UserFunctionError, ConfigError, env.DataError), match=told) as raised:
-        load(desk, f"env.train_files=[{entry}]")
-    assert "\n" not in str(raised.value)
+def test_an_error_of_a_function_is_one_line_before_anything_starts(folder, entry, message):
+    entry = entry.replace("train.jsonl", str(folder / "train.jsonl"))
+    with pytest.raises((UserFunctionError, ConfigError, env.DataError), match=message) as caught:
+        load(folder, f"env.train_files=[{entry}]")
+    assert "\n" not in str(caught.value)
 
 
-def test_a_later_error_names_the_function(desk):
-    _, data = load(desk, "env.train_files=[{function: my_tasks.py:late}]")
-    with pytest.raises(
-        UserFunctionError,
-        match=r"my_tasks\.py:late returned a list of 1\. Return a list of 8",
-    ):
-        draw(data, 2)
+def test_a_later_error_names_the_function(folder):
+    _, data = load(folder, "env.train_files=[{function: my_tasks.py:late}]")
+    message = r"my_tasks\.py:late returned a list of 1\. Return a list of 8"
+    with pytest.raises(UserFunctionError, match=message):
+        draw_batch(data, 2)
 
 
-def test_keys_that_do_not_fit_a_function_are_errors(desk):
-    made = "env.train_files=[{function: my_tasks.py:rows}]"
+def test_keys_that_do_not_fit_a_function_are_errors(folder):
+    train_files = "env.train_files=[{function: my_tasks.py:rows}]"
     with pytest.raises(ConfigError, match=r"rows of a function in env\.train_files have no epochs"):
-        load(desk, made, "trainer.total_epochs=2")
+        load(folder, train_files, "trainer.total_epochs=2")
     with pytest.raises(ConfigError, match=r"env\.sampler picks rows of files"):
-        load(desk, made, "env.sampler=templates/samplers.py:by_pass_rate")
-    config, _ = load(desk)
+        load(folder, train_files, "env.sampler=templates/samplers.py:by_pass_rate")
+    config, _ = load(folder)
     config.env.train_files = [{"function": "my_tasks.py:rows"}]
     assert "`sft` reads files only" in str(next(prepare.check_files(config, "sft")))
 
 
-def test_a_resumed_run_generates_the_same_rows_and_a_replay_has_them(desk, tmp_path):
-    """Batches after a checkpoint depend on its state alone. Rollouts hold the generated rows."""
-    files = (
-        f"{{path: {desk / 'train.jsonl'}, weight: 1}}, {{function: my_tasks.py:rows, weight: 1}}"
-    )
-    config, data = load(desk, f"env.train_files=[{files}]", "env.val_files=[]")
-    rates, batches, states = {}, [], []
-    for batch in range(1, 5):
-        states.append(json.loads(json.dumps(rates)))
-        tasks = draw(data, batch, rates=rates)
-        batches.append([(t.row_id, t.row, t.prompt_ids) for t in tasks])
-        episodes = [
-            Episode(t.row_id, f"{batch}/{i}", t.server, t.prompt_ids, row=t.row)
-            for i, t in enumerate(tasks)
-        ]
-        for i, e in enumerate(episodes):
-            append_tokens(e, [5, 1], [-1.0, -2.0])
-            e.reward = float(i % 4 > 0)
-            e.output = [
-                {
-                    "type": "message",
-                    "role": "assistant",
-                    "content": [{"type": "output_text", "text": "7"}],
-                }
-            ]
-            e.turns = [TurnSpan(0, 2, 1)]
-        rates = rates | update_pass_rates(episodes, rates)
-    _, again = load(desk, f"env.train_files=[{files}]", "env.val_files=[]")
-    for batch in (3, 4):
-        found = draw(again, batch, rates=states[batch - 1])
-        assert [(t.row_id, t.row, t.prompt_ids) for t in found] == batches[batch - 1]
-    assert batches[3][-1][1]["responses_create_params"]["input"].endswith(
-        "of 3"
-    )  # it got the pass rates
+def make_episode(task, batch: int, number: int) -> Episode:
+    """Make an episode with one turn. In each four episodes, the first earns 0 and the others 1."""
+    group_id = f"{batch}/{number}"
+    episode = Episode(task.row_id, group_id, task.server, task.prompt_ids, row=task.row)
+    append_tokens(episode, [5, 1], [-1.0, -2.0])
+    episode.reward = float(number % 4 > 0)
+    content = [{"type": "output_text", "text": "7"}]
+    episode.output = [{"type": "message", "role": "assistant", "content": content}]
+    episode.turns = [TurnSpan(0, 2, 1)]
+    return episode
 
-    ended = Run(config)
-    (ended.folder / "rollouts").mkdir(parents=True)
+
+def list_rows(tasks_or_episodes) -> list[tuple[str, dict, list[int]]]:
+    """(row id, row, prompt ids) of each task or episode."""
+    return [(each.row_id, each.row, each.prompt_ids) for each in tasks_or_episodes]
+
+
+def test_a_resumed_run_generates_the_same_rows_and_a_replay_has_them(folder, tmp_path):
+    """Batches after a checkpoint depend on its state alone. Rollouts hold the generated rows."""
+    file = f"{{path: {folder / 'train.jsonl'}, weight: 1}}"
+    function = "{function: my_tasks.py:rows, weight: 1}"
+    changes = (f"env.train_files=[{file}, {function}]", "env.val_files=[]")
+    config, data = load(folder, *changes)
+    pass_rates = {}
+    batches = []
+    states = []  # the pass rates before each batch, as a checkpoint stores them
+    for batch in range(1, 5):
+        states.append(json.loads(json.dumps(pass_rates)))
+        tasks = draw_batch(data, batch, pass_rates=pass_rates)
+        batches.append(list_rows(tasks))
+        episodes = [make_episode(task, batch, number) for number, task in enumerate(tasks)]
+        pass_rates = pass_rates | update_pass_rates(episodes, pass_rates)
+    _, resumed = load(folder, *changes)
+    for batch in (3, 4):
+        tasks = draw_batch(resumed, batch, pass_rates=states[batch - 1])
+        assert list_rows(tasks) == batches[batch - 1]
+    # the function got the pass rates of three batches
+    assert batches[3][-1][1]["responses_create_params"]["input"].endswith("of 3")
+
+    run = Run(config)
+    rollouts = run.folder / "rollouts"
+    rollouts.mkdir(parents=True)
     assign_record_indices(episodes[:6], data.train)
-    ended.write_episodes("step_4", episodes[:6], data.train)
+    run.write_episodes("step_4", episodes[:6], data.train)
     assign_record_indices(episodes[6:], data.train, before=episodes[:6])
-    ended.write_episodes("step_4", episodes[6:], data.train, before=episodes[:6])
-    lines = [
-        json.loads(line)
-        for line in (ended.folder / "rollouts" / "step_4.jsonl").read_text().splitlines()
-    ]
-    assert len({line["_ng_task_index"] for line in lines}) == 8
-    assert ["row" in line["_episode"] for line in lines] == [False] * 4 + [True] * 4
+    run.write_episodes("step_4", episodes[6:], data.train, before=episodes[:6])
+    text = (rollouts / "step_4.jsonl").read_text()
+    records = [json.loads(line) for line in text.splitlines()]
+    assert len({record["_ng_task_index"] for record in records}) == 8
+    assert ["row" in record["_episode"] for record in records] == [False] * 4 + [True] * 4
     os.remove(tmp_path / "my_tasks.py")
-    ((*replayed,),) = load_replay(ended.folder / "rollouts" / "step_4.jsonl", data.train)
-    assert [(e.row_id, e.row, e.prompt_ids) for e in replayed] == batches[3]
+    ((*replayed,),) = load_replay(rollouts / "step_4.jsonl", data.train)
+    assert list_rows(replayed) == batches[3]
 
     config.env.keep_rollouts = 2
     for name in ("val_4", "step_9", "step_10"):
-        ended.write_episodes(name, episodes, data.train)
-    left = {path.name for path in (ended.folder / "rollouts").iterdir()}
-    assert left == {"val_4.jsonl", "step_9.jsonl", "step_10.jsonl"}
+        run.write_episodes(name, episodes, data.train)
+    kept = {path.name for path in rollouts.iterdir()}
+    assert kept == {"val_4.jsonl", "step_9.jsonl", "step_10.jsonl"}
 
 
 def test_a_function_without_a_row_in_the_batch_is_an_error():
@@ -322,9 +320,8 @@ def test_a_function_without_a_row_in_the_batch_is_an_error():
     rows = FunctionRows(entry, TaskLoader(None, {}, 100), seed=1)
     file = SimpleNamespace(file="a.jsonl", weight=1.0)
     mixed = MixedRows(FileRows([file], take_batch, 1), [rows])
-    with pytest.raises(
-        env.DataError, match=r"t\.py:rows: weight=0.01 gives no row in a batch of 8"
-    ):
+    message = r"t\.py:rows: weight=0.01 gives no row in a batch of 8"
+    with pytest.raises(env.DataError, match=message):
         mixed.compute_quotas(8)
     alone = MixedRows(FileRows([], take_batch, 1), [rows])
     assert alone.compute_quotas(8) == {"t.py:rows": 8}

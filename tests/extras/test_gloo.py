@@ -1,4 +1,4 @@
-"""Weights reach the rollout engine's servers by gloo, as verl's manager calls it."""
+"""Weights reach the rollout engine's servers over gloo, with the calls of verl's manager."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ async def receive(engine) -> dict[str, torch.Tensor]:
 
 
 def sync_weights(engines, weights, pool) -> list[dict[str, torch.Tensor]]:
-    """Send weights from the first two engines -> those that each of the other two received."""
+    """Send weights from the first two engines. Return what each of the other two received."""
     metadata = [engine.prepare() for engine in engines]
     senders, receivers = gloo.GlooCheckpointEngine.build_topology(2, 2, metadata)
     arguments = {name: [*senders[name], *receivers[name]] for name in senders}
@@ -41,7 +41,7 @@ def assert_equal(received: dict[str, torch.Tensor], weights: dict[str, torch.Ten
 
 
 def test_weights_reach_servers_on_separate_gpus(monkeypatch):
-    """One rank of two sends. Two workers of servers get all weights, twice."""
+    """One of two ranks sends. Two workers of servers receive all weights, in each of two syncs."""
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     engines = [gloo.GlooCheckpointEngine(2**20, is_master=i == 0) for i in range(4)]
     weights = {
@@ -51,7 +51,9 @@ def test_weights_reach_servers_on_separate_gpus(monkeypatch):
         "scalar": torch.tensor(7),
         "empty": torch.ones(2, 0),
     }
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:  # in a run, each is a process
+    with concurrent.futures.ThreadPoolExecutor(
+        4
+    ) as pool:  # in a run, each engine is in its own process
         for _ in range(2):
             for received in sync_weights(engines, weights, pool):
                 assert_equal(received, weights)

@@ -1,4 +1,4 @@
-"""Environments for Gym servers with more requirements: what is installed, and a failed install."""
+"""Python environments for Gym servers with extra requirements: their packages, failed installs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_failed_install_leaves_nothing(tmp_path, monkeypatch):
 
 
 def write_wrapper(path):
-    """Write a script that runs the interpreter of .venv-gym, as for one in a container."""
+    """Write a script that runs the interpreter of .venv-gym, as if it were in a container."""
     path.write_text(f'#!/bin/sh\nexec {GYM_PYTHON} "$@"\n')
     path.chmod(0o755)
     return str(path)
@@ -62,11 +62,11 @@ def test_an_environment_can_be_made_for_an_interpreter_that_a_script_starts(tmp_
     assert package.samefile(SITE_PACKAGES)
     judges = {"judge_model_server": "judge_model"}
     assert process_specs.find_judges("physics_judge", {"python": python}) == judges
-    monkeypatch.setattr(process_specs, "environment_folder", lambda *_: tmp_path / "made" / "mcqa")
-    made = gym_environments.install_environment("mcqa", python)
+    monkeypatch.setattr(process_specs, "environment_folder", lambda *_: tmp_path / "new" / "mcqa")
+    new_python = gym_environments.install_environment("mcqa", python)
     command = "import fastapi, nemo_gym, resources_servers.mcqa, sys; print(sys.prefix)"
-    run = subprocess.run([made, "-c", command], capture_output=True, text=True, cwd=tmp_path)
-    assert run.stdout.strip() == str(tmp_path / "made" / "mcqa"), run.stderr
+    run = subprocess.run([new_python, "-c", command], capture_output=True, text=True, cwd=tmp_path)
+    assert run.stdout.strip() == str(tmp_path / "new" / "mcqa"), run.stderr
 
 
 def test_an_interpreter_without_nemo_gym_has_no_package(tmp_path):
@@ -106,13 +106,13 @@ def test_a_requirement_from_git_is_not_installed_from_pypi():
     assert not [line for line in lines if "nemo-gym" in line]
 
 
-def test_a_requirement_in_a_folder_of_the_server_is_found_from_any_folder(tmp_path):
+def test_a_requirement_with_a_relative_path_is_relative_to_the_folder_of_the_server(tmp_path):
     lines = ["# a comment", "-e nemo-gym[dev] @ ../../", "-e ../../", "a>=1  # why", "-e ./lib[b]"]
     (tmp_path / "requirements.txt").write_text("\n".join(lines))
     assert gym_environments.read_requirements(tmp_path) == ["a>=1", f"{tmp_path}/lib[b]"]
 
 
-def test_the_packages_of_gyms_extra_sandbox_are_installed_for_a_server_that_names_it():
+def test_the_packages_of_gyms_extra_named_sandbox_are_installed_if_a_server_needs_it():
     servers = SITE_PACKAGES / "resources_servers"
     packages = "\n".join(gym_environments.read_requirements(servers / "job_bench"))
     assert "opensandbox>=0.1.15" in packages and "mammoth>=1.13.0" in packages
@@ -130,7 +130,7 @@ def test_the_packages_of_gyms_extra_sandbox_are_installed_for_a_server_that_name
             "my-pkg[fast]@ git+https://x/a.git@b#subdirectory=c",
         ),
         ('{url = "https://x/a.whl"}', "my-pkg[fast]@ https://x/a.whl"),
-        ('{index = "theirs"}', "index': 'theirs'}, which is not supported"),
+        ('{index = "other"}', "index': 'other'}, which is not supported"),
         ('{git = "https://x/a.git", rev = "1", branch = "b"}', "which is not supported"),
         ('[{git = "https://x/a.git", marker = "x"}]', "which is not supported"),
     ],

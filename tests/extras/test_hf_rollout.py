@@ -1,4 +1,4 @@
-"""Sampling by transformers' `generate` (configs/hf.yaml), in the session of the stack."""
+"""Sampling with `generate` of transformers (configs/hf.yaml), next to the session's vLLM."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LEARNING_RATE = "actor_rollout_ref.actor.optim.lr=0.01"
 
 
 @contextlib.contextmanager
-def trainer_over(stack, name, workers, manager, *changes):
-    """A Trainer over other workers and servers than the session's, with their initial weights."""
+def trainer_with_servers(stack, name, workers, manager, *changes):
+    """Yield a Trainer with these workers and servers, which get the initial weights."""
     workers.actor.load_checkpoint(str(stack.fresh))
     with stack.trainer(name, *changes, overlays=[name], workers=workers) as trainer:
         addresses = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
@@ -51,10 +51,10 @@ def hf(stack):
     drop(workers)
 
 
-def test_greedy_responses_of_transformers_are_those_of_vllm(stack, hf):
+def test_greedy_responses_of_transformers_and_vllm_are_equal(stack, hf):
     with stack.trainer("greedy") as trainer:
         of_vllm = trainer.rollout(trainer.inputs.train, "greedy", validate=True)
-    with trainer_over(stack, "hf", *hf) as trainer:
+    with trainer_with_servers(stack, "hf", *hf) as trainer:
         of_transformers = trainer.rollout(trainer.inputs.train, "greedy", validate=True)
     assert len(of_transformers) == len(of_vllm) > 7
     for one, two in zip(of_transformers, of_vllm, strict=True):
@@ -66,24 +66,26 @@ def test_greedy_responses_of_transformers_are_those_of_vllm(stack, hf):
 
 @pytest.mark.soak
 def test_training_on_responses_of_transformers_raises_the_reward(stack, hf):
-    with trainer_over(stack, "hf", *hf, LEARNING_RATE, "actor_rollout_ref.rollout.n=16") as trainer:
+    with trainer_with_servers(
+        stack, "hf", *hf, LEARNING_RATE, "actor_rollout_ref.rollout.n=16"
+    ) as trainer:
         rewards = train_until(trainer, 0.5)
     assert sum(rewards[:3]) / 3 < UNTRAINED
     assert sum(rewards[-3:]) / 3 >= 0.5
 
 
 def test_transformers_sample_from_updated_weights(stack, hf):
-    with trainer_over(stack, "hf", *hf, LEARNING_RATE) as trainer:
+    with trainer_with_servers(stack, "hf", *hf, LEARNING_RATE) as trainer:
         steps = [dict(trainer.step_or_skip()) for _ in range(3)]
     assert all(m["training/rollout_probs_diff_max"] < AGREE for m in steps)
     assert all(m["actor/grad_norm"] > 0 for m in steps)
 
 
 def test_transformers_repeat_a_response_for_the_same_seed(stack, hf):
-    """With top_k, top_p and a seed for each request."""
+    """Each request has a seed, and top_k and top_p are set."""
     rollout = "actor_rollout_ref.rollout"
     changes = [f"{rollout}.full_determinism=true", f"{rollout}.top_k=3", f"{rollout}.top_p=0.9"]
-    with trainer_over(stack, "hf", *hf, *changes) as trainer:
+    with trainer_with_servers(stack, "hf", *hf, *changes) as trainer:
         args = make_rollout_args(trainer.config, trainer.inputs.train, "1", False)
         first = trainer.servers.rollout(args.requests, args.sampling)
         second = trainer.servers.rollout(args.requests, args.sampling)
@@ -94,7 +96,7 @@ def test_transformers_repeat_a_response_for_the_same_seed(stack, hf):
 SAMPLING = {"max_tokens": 500, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
 
 
-def test_responses_of_a_batch_end_at_their_own_limits(stack, hf):
+def test_each_response_of_a_batch_has_its_own_limit(stack, hf):
     """Each ends at its max_tokens or at a stop token, whichever is first."""
     server = hf[1].server_handles[0]
     limits = [2, 9, 4, 9, 3] * 40
@@ -107,7 +109,7 @@ def test_responses_of_a_batch_end_at_their_own_limits(stack, hf):
         ]
         return [await output for output in outputs]
 
-    with trainer_over(stack, "hf", *hf):  # the initial weights sample any token, also stop tokens
+    with trainer_with_servers(stack, "hf", *hf):  # the initial weights also sample stop tokens
         outputs = stack.servers.loop.run(sample())
     for limit, output in zip(limits, outputs, strict=True):
         assert 0 < len(output.token_ids) == len(output.log_probs) <= limit

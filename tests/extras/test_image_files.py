@@ -24,7 +24,7 @@ def processor(vision_model):
     return load_image_processor(vision_model)
 
 
-def test_the_error_about_an_unreadable_image_names_the_row(processor, workspace):
+def test_an_unreadable_image_is_an_error_that_names_the_row(processor, workspace):
     requests: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -32,7 +32,7 @@ def test_the_error_about_an_unreadable_image_names_the_row(processor, workspace)
             requests.append(self.path)
             if "moved" in self.path:
                 self.send_response(302)
-                self.send_header("Location", f"{here}/ok?from_elsewhere")
+                self.send_header("Location", f"{url}/ok?after_redirect")
                 self.end_headers()
                 return
             self.send_response(200 if "ok" in self.path else 404)
@@ -40,11 +40,11 @@ def test_the_error_about_an_unreadable_image_names_the_row(processor, workspace)
             self.wfile.write(png(COLORS["b"]))
 
     where = f"{workspace / 'rows.jsonl'}:3"
-    with served(Handler) as here:
+    with served(Handler) as url:
         (workspace / "c.png").write_bytes(png(COLORS["r"]))
         os.mkfifo(workspace / "pipe.png")  # no process writes to it
         for source in (
-            f"{here}/ok",
+            f"{url}/ok",
             str(workspace / "c.png"),
             (workspace / "c.png").as_uri(),
             "c.png",
@@ -52,9 +52,9 @@ def test_the_error_about_an_unreadable_image_names_the_row(processor, workspace)
             assert processor.load_image(source, where).size == (40, 30)
         redirects = "it redirects to http://127.0.0.1:.*, which is refused. Give the final address"
         too_large = "5000 x 4000 pixels, over 16777216. Make it smaller"
-        wrong = {
-            f"{here}/gone": "404",
-            f"{here}/moved": redirects,
+        unreadable = {  # {source: the reason in the message}
+            f"{url}/gone": "404",
+            f"{url}/moved": redirects,
             "http://elsewhere/x.png": "elsewhere is not in env.image_hosts",
             "none.png": "No such file",
             "data:image/png;base64,@@": "cannot be read",
@@ -63,20 +63,19 @@ def test_the_error_about_an_unreadable_image_names_the_row(processor, workspace)
             "pipe.png": "not a regular file",
             "/dev/zero": "not a regular file",
         }
-        for source, reason in wrong.items():
+        for source, reason in unreadable.items():
             with pytest.raises(env.DataError, match=rf"rows\.jsonl:3: image .*{reason}"):
                 processor.load_image(source, where)
-        assert (
-            f"{here}/moved".removeprefix(here) in requests and "/ok?from_elsewhere" not in requests
-        )
-    assert processor.load_image(f"{here}/ok", where).size == (40, 30)  # from the cache
+        assert "/moved" in requests and "/ok?after_redirect" not in requests
+    # The server has ended, so this image comes from the cache.
+    assert processor.load_image(f"{url}/ok", where).size == (40, 30)
     with pytest.raises(env.DataError, match="1 images, but 2 placeholders"):
         messages = env.render_row(image_row("c.png", "so <image>"), where)[0]
         env.encode_messages(messages, [], processor.tokenizer, where, processor)
 
 
 @pytest.mark.parametrize("name", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO", "TGA"])
-def test_five_formats_are_read(processor, name):
+def test_five_formats_are_read_and_others_are_refused(processor, name):
     out = io.BytesIO()
     Image.new("RGB", (32, 32), (250, 20, 20)).save(out, name)
     if name in images.FORMATS:
@@ -101,22 +100,22 @@ def test_a_file_over_the_limit_is_refused(processor, tmp_path, monkeypatch):
             env.DataError, match=r"rows\.jsonl:1: image .*: its file is over 0 MiB. Make it smaller"
         ):
             processor.load_image(source, f"{tmp_path}/rows.jsonl:1")
-    checked = []
+    descriptors = []
 
-    def fstat(number):
-        """The file has become a device after it was checked."""
-        checked.append(number)
+    def fstat_of_device(descriptor):
+        """Return the status of a device, as if it had replaced the file after the first check."""
+        descriptors.append(descriptor)
         return os.stat("/dev/null")
 
-    monkeypatch.setattr(images.os, "fstat", fstat)
+    monkeypatch.setattr(images.os, "fstat", fstat_of_device)
     with pytest.raises(env.DataError, match="not a regular file"):
         processor.load_image("a.png", f"{tmp_path}/rows.jsonl:1")
-    assert checked
+    assert descriptors
 
 
 def test_a_huge_file_is_read_up_to_the_limit(tmp_path, monkeypatch):
     with (tmp_path / "a.png").open("wb") as file:
-        file.truncate(10**12)  # bytes, none of them on the disk
+        file.truncate(10**12)  # a sparse file: it takes no space on the disk
     monkeypatch.setattr(images, "MAX_FILE_BYTES", 1000)
     assert images.read_file(tmp_path / "a.png") == bytes(1001)
 
@@ -136,11 +135,11 @@ def test_an_endless_download_ends_at_the_limit(monkeypatch):
     monkeypatch.setattr(images, "MAX_FILE_BYTES", 10**6)
     with served(Endless) as address, pytest.raises(images.TooLargeError):
         images.fetch(f"{address}/x", "x:1")
-    assert sum(sent) < 10**8  # the buffers of the sockets are smaller
+    assert sum(sent) < 10**8  # the limit, and what the buffers of the sockets hold
 
 
-def test_the_images_of_a_row_have_a_common_limit(processor, monkeypatch):
-    """Two images have 1,200 pixels each. Their sizes are read before they are decoded."""
+def test_the_images_of_a_row_share_a_limit_of_pixels(processor, monkeypatch):
+    """Each of two images has 1,200 pixels. The sizes are read before an image is decoded."""
     messages, _ = env.render_row(image_row(data_url(png(COLORS["r"]))), "x:1")
     messages[0]["content"] += [{"type": "image", "image": data_url(png(COLORS["b"]))}]
     monkeypatch.setattr(images, "MAX_ROW_PIXELS", 2400)
@@ -151,7 +150,7 @@ def test_the_images_of_a_row_have_a_common_limit(processor, monkeypatch):
         processor.load_images(messages, "x:1")
 
 
-PEAK = """
+MEASURE_PEAK_MEMORY = """
 import resource, sys
 from env import DataError
 from kit.extras import images
@@ -169,9 +168,11 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 
 
 def test_a_row_of_many_large_images_takes_little_memory(tmp_path):
-    """16 images of 16 Mpixel. Each is 50 KB of text, and 64 MiB when it is decoded."""
+    """The row has 16 images of 16 megapixels: 50 KB of text each, and 64 MiB if decoded."""
     (tmp_path / "big").write_text(data_url(png((0, 0, 0), (4096, 4096))))
-    done = run([sys.executable, "-c", PEAK, str(tmp_path / "big")], ROOT, timeout=120)
+    done = run(
+        [sys.executable, "-c", MEASURE_PEAK_MEMORY, str(tmp_path / "big")], ROOT, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     message, peak = done.stdout.splitlines()
     assert "have over 33554432 pixels together. Make it smaller" in message
@@ -188,7 +189,7 @@ def test_only_small_images_are_cached():
 
 
 def test_a_slow_download_ends_at_the_timeout(monkeypatch):
-    """The server sends single bytes, each within the client's timeout."""
+    """The server sends one byte at a time, each within the socket's timeout."""
 
     class Slow(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -210,7 +211,7 @@ def test_a_slow_download_ends_at_the_timeout(monkeypatch):
 
 
 def test_a_download_is_not_decompressed():
-    """100 MB of zeros in 100 KB of gzip."""
+    """The body is 100 KB of gzip, which would become 100 MB of zeros."""
 
     class Packed(http.server.BaseHTTPRequestHandler):
         def do_GET(self):

@@ -1,4 +1,4 @@
-"""Whole runs with rows that have images."""
+"""Training runs on rows with images."""
 
 from __future__ import annotations
 
@@ -26,22 +26,16 @@ def test_sft_of_a_model_that_reads_images_is_refused(workspace, vision_model):
 
 
 def run_colors(workspace, vision_model, steps: int) -> list[float]:
-    """Train a model to name the color of an image -> the held-out accuracy of each evaluation.
+    """Train a model to name the color of an image. Return the accuracy of each evaluation.
 
-    Rows of Gym's circle_click are in the same batches. The model never calls their tool. Rollout
-    engine and trainer agree: neither gives <image> the probability that other tokens lose.
+    Rows of Gym's circle_click are in the same batches, and the model never calls their tool. Both
+    rollout engine and trainer ban the token <image>, so their probabilities agree.
     """
-    rows = [
-        image_row(data_url(png(color)), answer=name)
-        for name, color in COLORS.items()
-        for _ in range(3)
-    ]
+    rows = []
+    for name, color in COLORS.items():
+        rows += [image_row(data_url(png(color)), answer=name)] * 3
     write_rows(workspace / "colors.jsonl", rows)
-    [clicks] = [
-        path
-        for path in gym_examples()
-        if path.parts[-3] == "circle_click" and path.name == "example.jsonl"
-    ]
+    (clicks,) = [path for path in gym_examples() if path.match("circle_click/*/example.jsonl")]
     changes = [
         f"actor_rollout_ref.model.path={vision_model}",
         f"env.train_files=[{{path: colors.jsonl, server: reasoning_gym, weight: 6}}, "
@@ -61,7 +55,7 @@ def run_colors(workspace, vision_model, steps: int) -> list[float]:
     print("rewards", [round(m["reward/reasoning_gym/mean"], 2) for m in trained])
     print("largest difference", max(m["training/rollout_probs_diff_max"] for m in trained))
     assert len(trained) == steps
-    # the eight groups of a step may all have equal rewards, which gives no gradient
+    # If all eight groups of a step have equal rewards, there is no gradient.
     with_signal = [m for m in trained if m["rollout/zero_variance_groups"] < 8]
     assert with_signal and all(m["actor/grad_norm"] > 0 for m in with_signal)
     assert all(m["training/rollout_probs_diff_max"] < 1e-3 for m in trained)
@@ -80,6 +74,6 @@ def test_a_model_is_trained_on_responses_to_images(workspace, vision_model):
 
 @pytest.mark.soak
 def test_a_model_learns_to_name_a_color(workspace, vision_model):
-    """All texts are equal, so only the image helps. A constant answer is right for half of them."""
+    """All texts are equal, so only the image helps. A constant answer is right in half of them."""
     held_out = run_colors(workspace, vision_model, steps=34)
     assert held_out[0] <= 0.5 < held_out[-1]

@@ -32,7 +32,7 @@ def processor(vision_model):
 def make_episode(
     where: str, group_id: str, prompt: list[int], ids: list[int], row: dict
 ) -> Episode:
-    """An episode with one turn and the reward 1."""
+    """Make an episode with one turn and the reward 1."""
     turns = [TurnSpan(0, len(ids), 0)]
     episode = Episode(where, group_id, "s", prompt, ids, [1] * len(ids), [-1.0] * len(ids), turns)
     episode.row = row
@@ -74,8 +74,8 @@ def test_a_model_that_reads_no_images_refuses_them(workspace):
         loader.load_files([rows])
 
 
-def test_relative_paths_start_at_the_folder_of_the_row(processor, workspace):
-    """Also in the update, where the responses to a prompt share its images."""
+def test_a_relative_path_is_relative_to_the_folder_of_the_row_file(processor, workspace):
+    """This holds in the update too, where the responses to a prompt share its images."""
     episodes = []
     for name, color in COLORS.items():
         (workspace / name).mkdir()
@@ -89,13 +89,14 @@ def test_relative_paths_start_at_the_folder_of_the_row(processor, workspace):
     processor.add_images(batch, episodes)
     assert batch.batch["image"].tolist() == [1, 1, 2, 2]
     inputs = batch.non_tensor_batch["multi_modal_inputs"]
-    first, again, other, _ = (tensors["pixel_values"] for tensors in inputs)
-    assert first is again
-    assert (first[0, 0] > first[0, 2]).all() and (other[0, 0] < other[0, 2]).all()
+    red, same_red, blue, _ = (tensors["pixel_values"] for tensors in inputs)
+    assert red is same_red
+    # channel 0 is red, channel 2 is blue
+    assert (red[0, 0] > red[0, 2]).all() and (blue[0, 0] < blue[0, 2]).all()
 
 
 def test_text_of_the_environment_is_encoded_for_the_model(processor):
-    """Its chat template takes only content in parts."""
+    """The chat template of this model accepts only content in parts."""
     tokenizer = processor.tokenizer
     stop_ids = {tokenizer.eos_token_id}
     ids = chat.encode_observation([{"role": "user", "content": "count 7"}], processor, stop_ids)
@@ -107,7 +108,7 @@ def test_text_of_the_environment_is_encoded_for_the_model(processor):
         openai_server.build_prompt_ids(messages, [], SimpleNamespace(tokenizer=tokenizer))
 
 
-def test_rollout_workers_also_ban_placeholders(processor):
+def test_rollout_workers_get_the_ban_of_placeholders(processor):
     sent = []
     servers = inference.Servers.__new__(inference.Servers)
     servers.context = SimpleNamespace(processor=processor, endpoint_sampling={})
@@ -118,19 +119,24 @@ def test_rollout_workers_also_ban_placeholders(processor):
     assert sent == [{"temperature": 1.0} | processor.sampling_params()]
 
 
-def test_options_that_exclude_images_are_refused(processor):
+def test_options_that_do_not_work_with_images_are_refused(processor):
     task = env.Task(
         "", {}, "s", [{"role": "user", "content": [{"type": "image", "image": "x"}]}], [1]
     )
-    policy = {"rollout": {"name": "hf", "limit_images": None}, "model": {"lora_rank": 8}}
-    policy["actor"] = {"ulysses_sequence_parallel_size": 1, "policy_loss": {"loss_mode": "vanilla"}}
-    policy["rollout"]["engine_kwargs"] = {"vllm": {}}
-    rest: dict = {"gym": {"servers": {"s": {"start": {"agent": "simple_agent"}}}}}
-    rest |= {
+    settings = {
+        "actor_rollout_ref": {
+            "rollout": {"name": "hf", "limit_images": None, "engine_kwargs": {"vllm": {}}},
+            "model": {"lora_rank": 8},
+            "actor": {
+                "ulysses_sequence_parallel_size": 1,
+                "policy_loss": {"loss_mode": "vanilla"},
+            },
+        },
+        "gym": {"servers": {"s": {"start": {"agent": "simple_agent"}}}},
         "trainer": {"device": "cpu", "n_gpus_per_node": 1, "nnodes": 1, "resource_pools": {}},
         "model_engine": "dp",
     }
-    config = OmegaConf.create({"actor_rollout_ref": policy, **rest})
+    config = OmegaConf.create(settings)
     with pytest.raises(
         ConfigError, match=r"do not work with .*rollout\.name=hf; .*lora_rank; an agent server"
     ):
@@ -186,12 +192,8 @@ def qwen(workspace) -> Path:
 
 
 def test_a_recipe_for_qwen2_5_vl_is_checked_and_its_batch_built(workspace, qwen):
-    """Without torchvision. Its get_rope_index gives an image positions in three dimensions."""
-    [clicks] = [
-        path
-        for path in gym_examples()
-        if path.parts[-3] == "circle_click" and path.name == "example.jsonl"
-    ]
+    """It works without torchvision. An image has positions in three dimensions (get_rope_index)."""
+    (clicks,) = [path for path in gym_examples() if path.match("circle_click/*/example.jsonl")]
     changes = [f"actor_rollout_ref.model.path={qwen}", f"env.train_files=[{clicks}]"]
     changes += [f"gym.servers.circle_click.start.python={ROOT / '.venv-gym' / 'bin' / 'python'}"]
     config, _ = load_config(["circle_click"], changes)
@@ -201,7 +203,7 @@ def test_a_recipe_for_qwen2_5_vl_is_checked_and_its_batch_built(workspace, qwen)
     layers = config.actor_rollout_ref.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
     assert layers == ["Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock"]
     task = inputs.train[0]
-    # patches of 14 x 14 pixels, four to a token
+    # 70 x 70 patches of 14 x 14 pixels, with four patches in a token
     assert task.prompt_ids.count(inputs.processor.placeholder) == 35 * 35
     episode = make_episode(task.row_id, "1/0", task.prompt_ids, [5, 6], task.row)
     batch = training.build_batch([episode, episode], 0, 1.0)

@@ -1,4 +1,4 @@
-"""trainer.one_step_off: the next batch is sampled during an update, over the real stack."""
+"""trainer.one_step_off: vLLM samples the next batch during an update."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ from kit.rollout.client import Client
 from kit.runs import checkpoints
 from kit.runs.signals import Guard
 
-LONG = ["data.max_response_length=400", "actor_rollout_ref.rollout.n=2", "env.val_files=[]"]
+LONG_RESPONSES = [
+    "data.max_response_length=400",
+    "actor_rollout_ref.rollout.n=2",
+    "env.val_files=[]",
+]
 
 
 @contextlib.contextmanager
 def one_step_off_trainer(stack, *changes):
-    """A Trainer with configs/ahead.yaml over the session's vLLM, with its loop in a thread."""
+    """Yield a Trainer with configs/ahead.yaml over the session's vLLM. Its loop is in a thread."""
     with stack.trainer("ahead", *changes, overlays=["ahead"]) as trainer:
         servers = trainer.servers
         loop = one_step_off.BackgroundLoop()
@@ -59,7 +63,7 @@ async def cancel_pending(servers):
 
 
 def list_steps(versions) -> list[int]:
-    """The step of each token."""
+    """Return the step of the weights that sampled each token."""
     steps = []
     for version in versions:
         steps += [version.step] * version.token_count
@@ -67,9 +71,9 @@ def list_steps(versions) -> list[int]:
 
 
 def test_tokens_have_the_version_of_the_weights_that_sampled_them(stack, monkeypatch):
-    """New weights interrupt responses, which continue with these weights.
+    """New weights interrupt responses, which then continue with the new weights.
 
-    The trainer's probabilities agree with those of the rollout engine for tokens of its version.
+    For tokens of the trainer's version, its probabilities agree with those of the rollout engine.
     """
 
     build_sampling_params = sampler.build_sampling_params
@@ -78,9 +82,10 @@ def test_tokens_have_the_version_of_the_weights_that_sampled_them(stack, monkeyp
         return {**build_sampling_params(*args), "ignore_eos": True}
 
     monkeypatch.setattr(sampler, "build_sampling_params", sample_to_the_limit)
-    steps = []  # each: episodes, the trainer's probabilities, whether the next batch was done
-    with one_step_off_trainer(stack, *LONG, "actor_rollout_ref.actor.optim.lr=0.02") as trainer:
-        # of 16 episodes: they take longer than an update
+    steps = []  # lists of [episodes, the trainer's probabilities, whether the next batch was done]
+    changes = [*LONG_RESPONSES, "actor_rollout_ref.actor.optim.lr=0.02"]
+    with one_step_off_trainer(stack, *changes) as trainer:
+        # With two of 16 episodes at a time, a batch takes longer than an update.
         trainer.servers.context.episode_slots = asyncio.Semaphore(2)
         shape_rewards = trainer.shape_rewards
         update = trainer.update
@@ -113,7 +118,8 @@ def test_tokens_have_the_version_of_the_weights_that_sampled_them(stack, monkeyp
             interrupted += len(set(versions.tolist())) == 2
             for age in (0, 1):
                 differences[age] += difference[versions == step - 1 - age].tolist()
-    # four; fewer if the weights arrive when both responses in progress end, which is at one time
+    # Two syncs interrupt two responses each. If a sync comes when two responses end, it interrupts
+    # none.
     assert interrupted >= 2 and max(differences[0]) < AGREE < max(differences[1])
 
 
@@ -152,20 +158,21 @@ def test_evaluations_and_checkpoints_keep_the_batch_in_progress(stack):
         folder = trainer.save()
         episodes = servers.pending.result()
         trainer.step_or_skip()
-        # all of it was sampled before the update, and trained on
+        # The step trained on this batch, which was sampled before the update.
         assert trainer.metrics["rollout/staleness/max"] == 1
         responses = {tuple(e.response_ids) for e in episodes}
-        assert len(responses) > len(requests) / 4  # not the greedy ones of the evaluation
+        # Greedy responses, as in the evaluation, would be equal in each group.
+        assert len(responses) > len(requests) / 4
         trainer.step_or_skip()
-        assert not servers.pending_requests  # the last step starts no other batch
+        assert not servers.pending_requests  # the last step starts no batch
         state = checkpoints.load(stack.workers, folder)
     assert (state["step"], state["batches"]) == (1, 1)
 
 
 def test_a_failure_of_the_batch_in_progress_is_raised_when_it_is_collected(stack):
-    with one_step_off_trainer(stack, *LONG) as trainer:
+    with one_step_off_trainer(stack, *LONG_RESPONSES) as trainer:
         trainer.step_or_skip()
-        trainer.servers.pending.result()  # one that has ended cannot be canceled
+        trainer.servers.pending.result()  # it has ended, so it cannot be canceled
         trainer.servers.pending = Future()
         trainer.servers.pending.cancel()
         with pytest.raises(BaseException, match="") as caught:
@@ -196,11 +203,11 @@ def interrupt_stage(guard, loop, work):
 
 
 def test_a_stop_ends_the_work_in_progress(tmp_path, monkeypatch):
-    """First the driver's wait ends, then all episodes in their thread."""
+    """The wait of the driver ends first, then all episodes in the thread of the loop."""
     monkeypatch.chdir(tmp_path)
     ended = []
 
-    async def work(name):
+    async def wait(name):
         try:
             await asyncio.sleep(60)
         finally:
@@ -215,6 +222,6 @@ def test_a_stop_ends_the_work_in_progress(tmp_path, monkeypatch):
             assert loop.run(asyncio.sleep(0, "answer")) == "answer"
             with pytest.raises(ZeroDivisionError):
                 loop.run(fail())
-            loop.start(work("in progress"))
-            interrupt_stage(guard, loop, work("waited for"))
-    assert sorted(ended) == ["in progress", "waited for"] and not loop.thread.is_alive()
+            loop.start(wait("in the background"))
+            interrupt_stage(guard, loop, wait("in the stage"))
+    assert sorted(ended) == ["in the background", "in the stage"] and not loop.thread.is_alive()

@@ -1,4 +1,4 @@
-"""Prometheus reads the run's page and the rollout engine's (configs/monitoring.yaml)."""
+"""Prometheus reads the metrics of the run and of the rollout engine (configs/monitoring.yaml)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def prometheus(tmp_path_factory) -> Path:
     fetch = "apt-get download -q prometheus && dpkg -x prometheus_*.deb ."
     done = subprocess.run(fetch, shell=True, cwd=folder, capture_output=True, text=True)
     if done.returncode:
-        pytest.skip(f"no prometheus here, and none to be had: {done.stderr.strip()[-200:]}")
+        error = done.stderr.strip()[-200:]
+        pytest.skip(f"Prometheus is not installed and cannot be downloaded: {error}")
     return folder / "usr" / "bin" / "prometheus"
 
 
@@ -58,15 +59,17 @@ class Prometheus:
     def wait_for(self, query: str, count: int = 1) -> list[dict]:
         """Return the query's results as soon as there are `count`."""
         deadline = time.monotonic() + 40
-        while len(results := self.query(query)) < count:
+        results = self.query(query)
+        while len(results) < count:
             assert time.monotonic() < deadline, f"{query}: {results}"
             time.sleep(0.5)
+            results = self.query(query)
         return results
 
 
 @contextlib.contextmanager
 def running_prometheus(path: Path, port: int, file: Path, folder: Path) -> Iterator[Prometheus]:
-    """Start Prometheus. file: its configuration, which the run will write."""
+    """Start Prometheus. file: its configuration, which the run writes later."""
     command = [
         str(path),
         f"--config.file={file}",
@@ -85,21 +88,27 @@ def running_prometheus(path: Path, port: int, file: Path, folder: Path) -> Itera
         yield server
 
 
-def dashboard_queries(run: str) -> list[str]:
-    panels = json.loads((ROOT / "docs/monitoring/grafana.json").read_text())["panels"]
-    targets = [target for panel in panels for target in panel["targets"]]
-    return [target["expr"].replace("$run", run) for target in targets]
+def read_dashboard_queries(run: str) -> list[str]:
+    """Read the queries of the Grafana dashboard, with the name of a run."""
+    queries = []
+    for panel in json.loads((ROOT / "docs/monitoring/grafana.json").read_text())["panels"]:
+        queries += [target["expr"].replace("$run", run) for target in panel["targets"]]
+    return queries
 
 
-def metrics_in(query: str) -> list[str]:
+def find_metrics(query: str) -> list[str]:
+    """Find the names of the metrics in a query."""
     return re.findall(r"\b(?:kit_|vllm:|up\b)\w*", query)
 
 
 async def fail_some(rollout, requests, *settings):
     """Make the episodes of two groups fail, as if a server had answered 500."""
     episodes = await rollout(requests, *settings)
-    for e in episodes[:16] if len(episodes) == 64 else ():
-        e.status, e.reward, e.error = "http_500", None, "for the test"
+    if len(episodes) == 64:  # a training step, not an evaluation
+        for episode in episodes[:16]:
+            episode.status = "http_500"
+            episode.reward = None
+            episode.error = "for the test"
     return episodes
 
 
@@ -116,8 +125,9 @@ def test_prometheus_reads_the_run_and_its_servers(stack, prometheus, tmp_path):
         addresses = stack.servers.manager.server_addresses
         monitor.serve_metrics(trainer.run, "127.0.0.1", addresses, exits)
         trainer.servers.rollout_async = partial(fail_some, trainer.servers.rollout_async)
-        # a run's start takes it from Gym's client
-        trainer.run.gauges.append(lambda: {"verify/concurrency/reasoning_gym": 64.0})
+        # a run reads this gauge from its Gym client
+        gauge = {"verify/concurrency/reasoning_gym": 64.0}
+        trainer.run.gauges.append(lambda: gauge)
         metrics = trainer.step_or_skip()
         assert trainer.scores == {}
         assert metrics["rollout/failed/http_500"] == 16
@@ -135,14 +145,16 @@ def test_prometheus_reads_the_run_and_its_servers(stack, prometheus, tmp_path):
         assert float(reward["value"][1]) == pytest.approx(metrics["rollout/reward/mean"])
         [failed] = server.query('kit_failures_total{reason="http_500"}')
         assert failed["value"][1] == "16"
-        queries = dashboard_queries("monitored")
+        queries = read_dashboard_queries("monitored")
         assert len(queries) > 20
-        # a rate needs more samples than this run gives
-        missing = [q for q in queries if "increase(" not in q and "rate(" not in q]
-        missing = [query for query in missing if not server.query(query)]
+        # `rate` and `increase` need more samples than this run gives
+        queries = [query for query in queries if "increase(" not in query and "rate(" not in query]
+        missing = [query for query in queries if not server.query(query)]
         alerts = server.get("/api/v1/rules")["groups"][0]["rules"]
         assert len(alerts) > 10
-        names = {name for alert in alerts for name in metrics_in(alert["query"])}
+        names = set()
+        for alert in alerts:
+            names.update(find_metrics(alert["query"]))
         missing += [name for name in names if not server.query(name)]
         assert not missing
         server.wait_for('ALERTS{alertname="EpisodesFail",alertstate="pending"}')

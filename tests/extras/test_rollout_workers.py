@@ -1,4 +1,4 @@
-"""Episodes in other processes (rollout.agent.num_workers), over the real stack."""
+"""Episodes in worker processes (rollout.agent.num_workers), over the session's vLLM."""
 
 from __future__ import annotations
 
@@ -25,35 +25,38 @@ from kit.rollout.sampler import (
     repeat_per_group,
 )
 
-TWO = [
+TWO_WORKERS = [
     "actor_rollout_ref.rollout.agent.num_workers=2",
     "actor_rollout_ref.rollout.full_determinism=true",
 ]
 
 
-class Both(NamedTuple):
-    """Servers without workers and with two, over the session's vLLM, with a seed per request."""
+class BothServers(NamedTuple):
+    """The servers of one recipe without and with two rollout workers. Each request has a seed."""
 
-    alone: inference.Servers
-    together: inference.Servers
+    without_workers: inference.Servers
+    with_workers: inference.Servers
     tasks: list[env.Task]
     sampling: Sampling
 
 
 @contextlib.contextmanager
 def both_servers(stack, *changes, urls: Any = None):
+    """Yield BothServers over the session's vLLM."""
     name = "trainer.experiment_name=rollout_workers"
-    config, inputs = load(stack.workspace, *SESSION, *TWO, name, *changes)
+    config, inputs = load(stack.workspace, *SESSION, *TWO_WORKERS, name, *changes)
     session = stack.servers
     context = make_sampler_context(config, session.context.client, inputs, 60.0)
     workers = rollout_workers.RolloutWorkers(
         config, context, urls or session.gym.gym.urls, inputs, stack.workspace
     )
     arguments = (config, session.manager, None, context, session.gym, session.loop)
-    alone = inference.Servers(*arguments)
-    together = inference.Servers(*arguments, workers)
+    without_workers = inference.Servers(*arguments)
+    with_workers = inference.Servers(*arguments, workers)
     try:
-        yield Both(alone, together, inputs.train, build_sampling_params(config, False))
+        yield BothServers(
+            without_workers, with_workers, inputs.train, build_sampling_params(config, False)
+        )
     finally:
         for worker in workers.workers:
             ray.kill(worker)
@@ -63,24 +66,26 @@ def test_tokens_are_the_same_with_and_without_workers(stack):
     done = []
     with both_servers(stack) as both:
         requests = repeat_per_group(both.tasks[:5], 4, "1")
-        one = both.alone.rollout(requests, both.sampling)
-        two = both.together.rollout(requests, both.sampling, lambda *pair: done.append(pair))
-        assert {e.status for e in one} == {"ok"} and len({tuple(e.response_ids) for e in one}) > 5
-        for a, b in zip(one, two, strict=True):
+        expected = both.without_workers.rollout(requests, both.sampling)
+        actual = both.with_workers.rollout(requests, both.sampling, lambda *pair: done.append(pair))
+        assert {e.status for e in expected} == {"ok"}
+        assert len({tuple(e.response_ids) for e in expected}) > 5
+        for a, b in zip(expected, actual, strict=True):
             assert (a.row_id, a.group_id) == (b.row_id, b.group_id)
             assert (a.response_ids, a.reward) == (b.response_ids, b.reward)
             assert b.policy_versions == a.policy_versions
-        assert sorted(i for i, _ in done) == list(range(20)) and all(two[i] is e for i, e in done)
-        # at least one call for each of the two
-        metrics = both.together.rollout_workers.metrics()
+        assert sorted(index for index, _ in done) == list(range(20))
+        assert all(actual[index] is episode for index, episode in done)
+        # each of the two workers has a limit of at least one call
+        metrics = both.with_workers.rollout_workers.metrics()
         assert metrics["verify/concurrency/reasoning_gym"] >= 2
-        # not their tokens: vLLM on a CPU ignores seeds if a batch has greedy responses too
-        greedy = both.together.rollout(requests, both.sampling, baselines=True)
+        # The tokens may differ: vLLM on a CPU ignores seeds if a batch also has greedy responses.
+        greedy = both.with_workers.rollout(requests, both.sampling, baselines=True)
         assert {e.status for e in greedy} == {"ok"} and all(e.baseline is not None for e in greedy)
 
 
 def test_greedy_episodes_of_a_worker_count_as_ended(monkeypatch):
-    """The progress bar of ReMax expects them."""
+    """The progress bar of ReMax counts them too."""
     episodes = [Episode("row", "g", "s", [1]) for _ in range(3)]
 
     async def rollout_with_baselines(requests, sampling, context, gym, on_done):
@@ -103,17 +108,17 @@ def test_greedy_episodes_of_a_worker_count_as_ended(monkeypatch):
     assert [episode for _, episode in ended] == episodes
 
 
-def test_an_error_that_ends_the_run_comes_from_a_worker_as_itself(stack):
-    """It is not one of Ray's errors."""
+def test_an_error_of_a_worker_that_ends_the_run_keeps_its_type(stack):
+    """Ray would wrap the error in a RayTaskError."""
     no_server = {"reasoning_gym": f"http://127.0.0.1:{find_free_port('127.0.0.1')}"}
     with both_servers(stack, "gym.outage_budget_s=1", urls=no_server) as both:
         requests = repeat_per_group(both.tasks[:2], 2, "1")
         with pytest.raises(RunError, match="reasoning_gym"):
-            both.together.rollout(requests, both.sampling)
+            both.with_workers.rollout(requests, both.sampling)
     with both_servers(stack) as both:
-        both.together.rollout_workers.set_policy_version(1000)
+        both.with_workers.rollout_workers.set_policy_version(1000)
         with pytest.raises(RunError, match="samples from the weights of step"):
-            both.together.rollout(requests, both.sampling)
+            both.with_workers.rollout(requests, both.sampling)
 
 
 def test_workers_share_the_limits_of_the_recipe(workspace):

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the trained tokens of a conversation, and files of conversations."""
+"""Supervised fine-tuning: the tokens with a loss, files of conversations, and the export."""
 
 from __future__ import annotations
 
@@ -80,13 +80,16 @@ def test_conversations_may_be_a_prompt_and_a_response(tmp_path):
             list(sft.read_conversations(str(path)))
 
 
-def test_the_model_is_exported_when_the_workers_have_ended(monkeypatch):
-    """Both together need twice the memory, and an export ends the watch over the processes."""
+def test_the_model_is_exported_after_the_workers_have_ended(monkeypatch):
+    """Both at the same time would need twice the memory, and an export stops the monitor."""
     calls = []
     guard = SimpleNamespace(pending_export="")
 
+    def record_end():
+        calls.append(f"workers ended: {guard.pending_export}")
+
     def start(run, inputs, stack, samples):
-        stack.callback(lambda: calls.append(f"workers ended: {guard.pending_export}"))
+        stack.callback(record_end)
         return SimpleNamespace(workers=None)
 
     monkeypatch.setattr("kit.runs.launch.start", start)

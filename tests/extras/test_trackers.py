@@ -1,4 +1,4 @@
-"""Experiment trackers that verl supports (trainer.logger) work with the kit."""
+"""Experiment trackers that verl supports (trainer.logger) record the metrics of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Tracker(NamedTuple):
 
     package: str
     variables: dict[str, str]  # its environment variables
-    files: str  # a pattern of the files that it writes
+    files: str  # a glob pattern of the files that it writes
 
 
 TRACKERS = {

@@ -1,7 +1,7 @@
-"""Slots of the rollout engine and of a Gym server, and when a timeout starts to count.
+"""The slots of the rollout engine and of a Gym server, and the start of a timeout.
 
-The client, the rollout and the loop are the real ones. The clock skips to the next event. The
-responses of the rollout engine and the answers of the server are synthetic.
+The tests run the Gym client and the rollout. The rollout engine and HTTP are replaced by doubles,
+and the clock skips to the next event.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ class SkippingSelector(selectors.SelectSelector):
 
     def select(self, timeout=None):
         ready = super().select(0)
-        assert ready or timeout is not None, "nothing will ever happen"
-        self.now += 0.0 if ready else timeout
+        assert ready or timeout is not None, "no event is scheduled: the loop would wait forever"
+        if not ready:
+            self.now += timeout
         return ready
 
 
 def run(coroutine) -> tuple[object, float]:
-    """Return (result, seconds by the clock that skips)."""
+    """Run a coroutine on the clock that skips. Return its result, and the seconds that passed."""
     selector = SkippingSelector()
     loop = asyncio.SelectorEventLoop(selector)
     loop.time = lambda: selector.now
@@ -49,7 +50,10 @@ def run(coroutine) -> tuple[object, float]:
 
 
 class FakeHttp:
-    """aiohttp's session: /verify takes `verify_s` on one of `cores`, all other calls no time."""
+    """A double of aiohttp's session.
+
+    /verify takes `verify_s` on one of `cores`. All other calls take no time.
+    """
 
     def __init__(self, verify_s: float, cores: int = 1000):
         self.verify_s = verify_s
@@ -77,8 +81,8 @@ class FakeHttp:
         yield SimpleNamespace(status=200, headers=headers, content=content)
 
 
-def gym_of(http, limit, **changes) -> Gym:
-    """Return a Gym with this http and this gym.concurrency."""
+def make_gym(http, limit, **changes) -> Gym:
+    """Make a Gym client with this HTTP session and this value of gym.concurrency."""
     limits = ConcurrencyLimits().resolve(limit)
     gym = Gym({"x": "http://x"}, concurrency=limits, **changes)
     gym._http = http
@@ -105,8 +109,8 @@ class FakeEngine:
         )
 
 
-def rollout(count, engine, gym, slots, timeout_s=100.0):
-    """Return (episodes, seconds) of `count` episodes with so many slots."""
+def run_rollout(count, engine, gym, slots, timeout_s=100.0):
+    """Sample `count` episodes with this number of slots. Return (episodes, seconds)."""
     context = SamplerContext(
         engine,
         SimpleNamespace(decode=lambda ids, **_: "five"),
@@ -125,13 +129,14 @@ def rollout(count, engine, gym, slots, timeout_s=100.0):
 
 
 def measure_step(limit, verify_s: float) -> float:
-    """Return the seconds of an eighth of a step on eight GPUs.
+    """Return the seconds of a step on one of eight GPUs: 1,024 of 8,192 episodes in 256 slots.
 
-    That is 1,024 of 8,192 episodes, with 256 of 2,048 slots. A result takes eight times as long, so
-    that the verifier, which has 96 cores, has the same load.
+    The verifier has 96 cores for all eight GPUs. `verify_s` must be eight times the time of one
+    verification, so that the verifier has the same load as in the whole step.
     """
     engine = FakeEngine(4.0, 12.0)
-    episodes, seconds = rollout(1024, engine, gym_of(FakeHttp(verify_s, cores=96), limit), 256)
+    gym = make_gym(FakeHttp(verify_s, cores=96), limit)
+    episodes, seconds = run_rollout(1024, engine, gym, 256)
     assert {e.status for e in episodes} == {"ok"}
     assert engine.max_running == 256
     return seconds
@@ -147,32 +152,35 @@ def test_verification_overlaps_with_generation(monkeypatch):
 
 def test_the_timeout_of_a_response_starts_with_its_slot():
     engine = FakeEngine(3.0, 3.0)
-    episodes, seconds = rollout(10, engine, gym_of(FakeHttp(0.0), 8), slots=1, timeout_s=5.0)
+    gym = make_gym(FakeHttp(0.0), 8)
+    episodes, seconds = run_rollout(10, engine, gym, slots=1, timeout_s=5.0)
     assert {e.status for e in episodes} == {"ok"}
     assert seconds == pytest.approx(30.0, abs=0.1)
     engine = FakeEngine(6.0, 6.0)
-    (late,), _ = rollout(1, engine, gym_of(FakeHttp(0.0), 8), slots=1, timeout_s=5.0)
+    gym = make_gym(FakeHttp(0.0), 8)
+    (late,), _ = run_rollout(1, engine, gym, slots=1, timeout_s=5.0)
     assert late.status == "generate_timeout"
 
 
-def test_an_episode_that_waits_for_its_result_has_released_its_slot():
-    _, seconds = rollout(10, FakeEngine(1.0, 1.0), gym_of(FakeHttp(20.0), 100), slots=1)
-    # ten responses one after another, then the last result
+def test_an_episode_releases_its_slot_before_its_verification():
+    gym = make_gym(FakeHttp(20.0), 100)
+    _, seconds = run_rollout(10, FakeEngine(1.0, 1.0), gym, slots=1)
+    # ten responses one after another take 10 s, and the last verification 20 s
     assert seconds == pytest.approx(30.0, abs=0.1)
 
 
 def test_the_timeout_of_a_call_starts_with_its_slot():
-    gym = gym_of(FakeHttp(20.0), 1, timeout_s=30.0)
-    episodes, seconds = rollout(8, FakeEngine(0.0, 0.0), gym, slots=8)
+    gym = make_gym(FakeHttp(20.0), 1, timeout_s=30.0)
+    episodes, seconds = run_rollout(8, FakeEngine(0.0, 0.0), gym, slots=8)
     assert {e.status for e in episodes} == {"ok"}
     assert seconds == pytest.approx(160.0, abs=0.1)
 
 
 @pytest.mark.parametrize("limit", [1, "auto", {"x": 1}, {"y": "auto", "default": 1}])
-def test_no_session_waits_for_results_to_be_opened(limit, monkeypatch):
+def test_a_session_opens_while_other_responses_are_verified(limit, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     http = FakeHttp(50.0)
-    gym = gym_of(http, limit)
+    gym = make_gym(http, limit)
 
     async def conversation():
         async with gym.session("x", ROW) as first:
@@ -191,8 +199,11 @@ def test_no_session_waits_for_results_to_be_opened(limit, monkeypatch):
 # --- adaptive limits -----------------------------------------------------------------------------
 
 
-def adapt(cores: int, calls: int, latency_of) -> list[int]:
-    """Return the limit at the end of each call to a server with so many cores."""
+def simulate_calls(cores: int, calls: int, latency_of) -> list[int]:
+    """Simulate calls to a server with this number of cores. Return the limit after each call.
+
+    latency_of: the seconds of a call, by its number.
+    """
     limit = ConcurrencyLimit(16)
     history = []
 
@@ -210,22 +221,22 @@ def adapt(cores: int, calls: int, latency_of) -> list[int]:
 
 
 def test_a_limit_settles_near_the_number_of_cores_of_the_server():
-    assert max(adapt(1000, 3000, lambda _: 0.1)) == concurrency.MAX_LIMIT
+    assert max(simulate_calls(1000, 3000, lambda _: 0.1)) == concurrency.MAX_LIMIT
     for cores in (24, 64):
-        settled = adapt(cores, 6000, lambda _: 0.1)[2000:]
+        settled = simulate_calls(cores, 6000, lambda _: 0.1)[2000:]
         assert 0.5 * cores < min(settled)
         assert max(settled) < 3 * cores
-    draw = random.Random(0)
+    generator = random.Random(0)
     # latencies that differ greatly
-    settled = adapt(64, 6000, lambda _: draw.lognormvariate(-2.0, 1.0))[2000:]
+    settled = simulate_calls(64, 6000, lambda _: generator.lognormvariate(-2.0, 1.0))[2000:]
     assert min(settled) > 0.3 * 64
     assert max(settled) < 3 * 64
 
 
 def test_slower_tasks_do_not_lower_the_limit_for_long():
-    settled = adapt(1000, 6000, lambda number: 0.05 if number < 3000 else 0.5)
-    assert min(settled[1500:]) >= concurrency.MAX_LIMIT // 2
-    assert settled[-1] == concurrency.MAX_LIMIT
+    limits = simulate_calls(1000, 6000, lambda number: 0.05 if number < 3000 else 0.5)
+    assert min(limits[1500:]) >= concurrency.MAX_LIMIT // 2
+    assert limits[-1] == concurrency.MAX_LIMIT
 
 
 def test_a_limit_does_not_change_while_no_call_waits():

@@ -1,4 +1,4 @@
-"""Environment Servers of Gym 0.7 and agents: typed requests, numbers of episodes, failures."""
+"""Environment Servers of Gym 0.7 and agents: requests, episode indices, failures."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ FAILURE = {
 FAILED = {**SUCCESS, "result": None, "failure": FAILURE}
 
 
-def environment_server(*answers):
-    """Return an Environment Server with these answers of /run."""
+def make_environment_server(*answers):
+    """Make an Environment Server with these answers of /run."""
     server = ScriptedServer(run=[(200, answer) for answer in answers])
     schema = {"$ref": "#/components/schemas/Request"}
     operation = {"requestBody": {"content": {"application/json": {"schema": schema}}}}
@@ -48,7 +48,7 @@ def environment_server(*answers):
 
 
 def run_row(server, row=ROW, kind="environment", **settings):
-    """Return the result of /run of the second member of the group 41."""
+    """Call /run for the second member of group 41, and return the result."""
 
     async def run():
         async with Gym({"e": server.url}, **settings) as gym:
@@ -58,9 +58,10 @@ def run_row(server, row=ROW, kind="environment", **settings):
     return asyncio.run(run())
 
 
-def error_of(answer, **settings) -> GymError:
+def run_and_catch(answer, **settings) -> GymError:
+    """Call /run of a server with this answer, and return the error that it causes."""
     with pytest.raises(GymError) as caught:
-        run_row(environment_server(answer), **settings)
+        run_row(make_environment_server(answer), **settings)
     return caught.value
 
 
@@ -68,7 +69,7 @@ def error_of(answer, **settings) -> GymError:
 
 
 def test_an_environment_server_gets_the_task_without_routing_and_returns_the_result():
-    server = environment_server(SUCCESS)
+    server = make_environment_server(SUCCESS)
     result, response = run_row(server)
     assert (result.reward, result.details) == (0.5, {"extracted": 7, "mask_sample": False})
     assert response == {"output": [MESSAGE]}
@@ -84,7 +85,7 @@ def test_an_environment_server_gets_the_task_without_routing_and_returns_the_res
 
 @pytest.mark.parametrize("key", ["task_id", "problem_id", "instance_id"])
 def test_a_task_keeps_the_id_of_its_row(key):
-    server = environment_server(SUCCESS)
+    server = make_environment_server(SUCCESS)
     run_row(server, {**ROW, key: 5})
     task = server.log[0][1]["task"]
     assert task["task_id"]["task_id"] == "5"
@@ -92,7 +93,7 @@ def test_a_task_keeps_the_id_of_its_row(key):
 
 
 def test_a_materialized_task_keeps_its_id():
-    server = environment_server(SUCCESS)
+    server = make_environment_server(SUCCESS)
     task_id = {"taskset": "env:math", "task_id": "12"}
     run_row(server, {**ROW, "_ng_task_id": task_id})
     task = server.log[0][1]["task"]
@@ -100,52 +101,55 @@ def test_a_materialized_task_keeps_its_id():
     assert "_ng_task_id" not in task["task_input"]
 
 
-def test_an_agent_gets_the_row_with_the_numbers_of_the_episode():
+def test_an_agent_gets_the_row_with_the_index_of_the_episode():
     server = ScriptedServer(run=[(200, RESULT)])
     run_row(server, kind="agent")
     assert server.log[0][1] == {**ROW, "_ng_task_index": 41, "_ng_rollout_index": 1}
 
 
-def test_members_of_a_group_have_one_task_number_and_count_from_0():
+def test_the_members_of_a_group_share_a_task_index_and_have_rollout_indices_from_0():
     gyms = [FixedRewards(*[1.0] * 6) for _ in range(2)]
     for gym in gyms:
         run_rollout(RecordingClient(), gym, count=2, n=3)
-    first, _, _, second, _, _ = (numbers.task for numbers in gyms[0].numbers)
-    assert gyms[0].numbers == [(task, n) for task in (first, second) for n in range(3)]
-    tasks = {numbers.task for gym in gyms for numbers in gym.numbers}
+    first = gyms[0].numbers[0].task
+    second = gyms[0].numbers[3].task
+    first_group = [(first, 0), (first, 1), (first, 2)]
+    second_group = [(second, 0), (second, 1), (second, 2)]
+    assert gyms[0].numbers == first_group + second_group
+    tasks = {numbers.task for numbers in gyms[0].numbers + gyms[1].numbers}
     assert len(tasks) == 4  # a server may remember the groups of an earlier rollout
 
 
-def test_an_agent_is_called_with_the_numbers_of_the_episode():
+def test_an_agent_is_called_with_the_index_of_the_episode():
     gym = FixedRewards(kind="environment")
     run_rollout(RecordingClient(), gym, n=2)
-    numbers = [arguments[4] for arguments in gym.runs]
-    assert [each.rollout for each in numbers] == [0, 1]
-    assert len({each.task for each in numbers}) == 1
+    indices = [arguments[4] for arguments in gym.runs]
+    assert [index.rollout for index in indices] == [0, 1]
+    assert len({index.task for index in indices}) == 1
 
 
 # --- failures ------------------------------------------------------------------------------------
 
 
 def test_a_failure_is_an_error_with_the_stage_and_the_fields_of_the_server():
-    error = error_of(FAILED)
+    error = run_and_catch(FAILED)
     assert error.reason == "environment_agent"
     assert "at its stage 'agent': the agent crashed" in str(error)
-    text = {key: value for key, value in MESSAGE.items() if "token" not in key}
-    text.pop("generation_log_probs")
-    partial_response = {"id": "resp_1", "output": [text]}
+    message = {key: value for key, value in MESSAGE.items() if "token" not in key}
+    message.pop("generation_log_probs")
+    partial_response = {"id": "resp_1", "output": [message]}
     assert error.details == {**FAILURE, "partial_response": partial_response}
 
 
 @pytest.mark.parametrize("stage", [None, "somewhere", "agent\n"])
-def test_a_failure_at_no_known_stage_has_one_status(stage):
+def test_failures_at_an_unknown_stage_have_the_same_status(stage):
     failure = {"failure_reason": "x", "terminal": True, "stage": stage}
-    error = error_of({"result": None, "failure": failure})
+    error = run_and_catch({"result": None, "failure": failure})
     assert error.reason == "environment_failed"
 
 
 def test_a_failure_with_a_result_is_a_failure():
-    assert error_of({**SUCCESS, "failure": FAILURE}).reason == "environment_agent"
+    assert run_and_catch({**SUCCESS, "failure": FAILURE}).reason == "environment_agent"
 
 
 @pytest.mark.parametrize(
@@ -163,23 +167,23 @@ def test_a_failure_with_a_result_is_a_failure():
     ],
     ids="-".join,
 )
-def test_an_answer_of_another_form_is_no_reward(changes):
-    assert error_of({**SUCCESS, **changes}).reason == "bad_answer"
+def test_an_answer_without_a_valid_result_and_failure_is_no_reward(changes):
+    assert run_and_catch({**SUCCESS, **changes}).reason == "bad_answer"
 
 
 def test_a_masked_result_of_an_environment_server_is_no_reward():
-    assert error_of({**SUCCESS, "result": {**RESULT, "mask_sample": True}}).reason == "masked"
+    assert run_and_catch({**SUCCESS, "result": {**RESULT, "mask_sample": True}}).reason == "masked"
 
 
-def test_only_a_failure_that_is_not_terminal_is_tried_again_under_the_next_attempt():
+def test_only_a_failure_that_is_not_terminal_is_retried_with_the_next_attempt_number():
     failed = {**FAILED, "failure": {**FAILURE, "terminal": False}}
-    server = environment_server(failed, failed, SUCCESS)
+    server = make_environment_server(failed, failed, SUCCESS)
     assert run_row(server).result.reward == 0.5
     ids = [body["episode_id"] for _, body, _ in server.log]
     assert [each["attempt"] for each in ids] == [0, 1, 2]
     assert len({each["rollout_id"] for each in ids}) == 1
     for failure, calls in ((failed, 2), (FAILED, 1)):
-        server = environment_server(failure)
+        server = make_environment_server(failure)
         with pytest.raises(GymError, match="the agent crashed"):
             run_row(server, attempts=2)
         assert len(server.log) == calls
@@ -187,7 +191,7 @@ def test_only_a_failure_that_is_not_terminal_is_tried_again_under_the_next_attem
 
 def test_a_failure_is_in_the_record_of_its_episode_and_survives_a_replay():
     episode = Episode("rows:1", "4/0", "e", [], row=ROW)
-    record_failure(episode, error_of(FAILED))
+    record_failure(episode, run_and_catch(FAILED))
     file = io.BytesIO()
     rollout_files.write_record(file, rollout_files.to_record(episode, 0, 0))
     record = json.loads(file.getvalue())
@@ -200,7 +204,7 @@ def test_a_failure_is_in_the_record_of_its_episode_and_survives_a_replay():
 def test_a_long_partial_response_is_cut():
     item = {**MESSAGE, "content": [{"type": "output_text", "text": "x" * 200_000}]}
     failure = {**FAILURE, "partial_response": {"output": [item]}}
-    error = error_of({**FAILED, "failure": failure})
+    error = run_and_catch({**FAILED, "failure": failure})
     assert len(json.dumps(error.details)) < 70_000
     assert error.details["failure_reason"] == "the agent crashed"
 

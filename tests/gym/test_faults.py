@@ -1,8 +1,8 @@
-"""The fault matrix: a Gym server that fails in 30% of its calls, in eleven ways or more.
+"""Rollouts against a Gym server that fails in 30% of its calls, with each kind of fault.
 
-No failed call becomes a reward. The advantages of the groups that survive whole are exactly those
-of a run without faults. The policy is a script that follows from the row, so that two runs can be
-compared. The HTTP, the client and the rollout are the real ones.
+No failed call becomes a reward. A group without a failed member has exactly the advantages of a run
+without faults. The policy derives its response from the row, so two runs can be compared. The tests
+run the Gym client over HTTP, and the rollout.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CONFIG = OmegaConf.create({"algorithm": ALGORITHM})
 
 
 def run(fault: str, with_tool: bool = False, is_environment: bool = False):
-    """Return (episodes, the server) of one rollout against a server with this fault."""
+    """Run one rollout against a server with this fault. Return (episodes, the server)."""
     tokenizer = chatml_tokenizer()
     requests = make_requests(tokenizer, with_tool)
     timeout_s = TIMEOUT_S if fault in ("hang", "mixed") else 10 * TIMEOUT_S
@@ -52,8 +52,8 @@ def run(fault: str, with_tool: bool = False, is_environment: bool = False):
         return asyncio.run(collect(running.url)), running.server
 
 
-def advantages(episodes) -> dict[str, torch.Tensor]:
-    """Return {row: its advantage on every sampled token}."""
+def compute_advantages(episodes) -> dict[str, torch.Tensor]:
+    """Compute the advantages of all sampled tokens: {row id: a vector}."""
     batch = training.build_batch(episodes, 0, 1.0)
     batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
     training.compute_advantages(batch, CONFIG)
@@ -66,7 +66,7 @@ def advantages(episodes) -> dict[str, torch.Tensor]:
 def faultless():
     """{with_tool: episodes} of runs without faults."""
     chat_tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
-    # The first call imports vLLM's parsers, for seconds.
+    # The first call imports vLLM's parsers, which takes seconds. It must not count for a timeout.
     asyncio.run(parse_response(context_of(None, chatml_tokenizer()), [0], [chat_tool]))
     return {with_tool: run("", with_tool)[0] for with_tool in (False, True)}
 
@@ -84,9 +84,9 @@ def test_no_failed_call_becomes_a_reward(fault, with_tool, faultless):
     paths = {"/seed_session", "/verify"}
     if with_tool and fault not in ("500", "404"):
         paths.add("/look_up")
-    assert set(server.faults) == paths  # the server failed at each of them
+    assert set(server.faults) == paths  # the server failed on each of these paths
     assert bool(failed) == (fault != "delay")
-    if fault in ("reset", "truncated json", "503"):  # retries: fewer episodes fail than calls
+    if fault in ("reset", "truncated json", "503"):  # with retries, fewer episodes fail than calls
         assert server.calls["/seed_session"] > len(episodes)
         assert len(failed) < sum(server.faults.values())
     check_advantages(episodes, honest)
@@ -101,7 +101,7 @@ def test_no_failed_episode_of_an_environment_server_becomes_a_reward(fault, faul
     assert bool(failed) == (fault != "delay")
     if fault in ("reset", "truncated json", "503", "failure"):
         assert len(failed) < server.faults["/run"]
-    elif fault != "mixed":  # another attempt would be a second episode
+    elif fault != "mixed":  # no retry, since another attempt would be another episode
         assert server.calls["/run"] == len(episodes)
     for e in failed:
         is_described = e.status.startswith("environment_")
@@ -120,15 +120,15 @@ def check_failures(episodes, honest, fault, faults):
 
 
 def check_advantages(episodes, honest):
-    """Check that the advantages are those of the honest episodes that survive, bit for bit."""
+    """Check that the remaining episodes have the advantages of the honest ones, bit for bit."""
     kept, _ = select_trainable(episodes)
     groups = defaultdict(list)
     for e in kept:
         groups[e.group_id].append(e)
     assert kept
     assert all(len(members) > 1 for members in groups.values())
-    actual = advantages(kept)
-    expected = advantages(list(honest.values()))
+    actual = compute_advantages(kept)
+    expected = compute_advantages(list(honest.values()))
     whole = []
     for group, members in groups.items():
         if len(members) == MEMBERS[int(group)]:
@@ -136,8 +136,8 @@ def check_advantages(episodes, honest):
     assert whole
     for e in whole:
         assert torch.equal(actual[e.row_id], expected[e.row_id]), e.row_id
-    # The rest of a group, as if its failed members had never existed.
-    without_failed = advantages([honest[e.row_id] for e in kept])
+    # A group with failed members has the advantages of a group that never had these members.
+    without_failed = compute_advantages([honest[e.row_id] for e in kept])
     assert all(torch.equal(actual[e.row_id], without_failed[e.row_id]) for e in kept)
 
 
@@ -171,8 +171,8 @@ def test_an_episode_is_verified_while_others_still_generate():
 
 @pytest.mark.parametrize("with_tool", [False, True], ids=["verify", "tool"])
 @pytest.mark.parametrize("outage", ["gone", "503"])
-def test_a_short_outage_of_a_server_costs_no_episode(outage, with_tool, faultless):
-    """It lasts 2 s in the middle of a rollout: longer than all pauses between three attempts."""
+def test_a_short_outage_of_a_server_fails_no_episode(outage, with_tool, faultless):
+    """The outage lasts 2 s, which is longer than the pauses between three attempts."""
     tokenizer = chatml_tokenizer()
     requests = make_requests(tokenizer, with_tool)
     context = context_of(RowPolicy(tokenizer, [task for task, _ in requests]), tokenizer)
@@ -187,7 +187,7 @@ def test_a_short_outage_of_a_server_costs_no_episode(outage, with_tool, faultles
                 await asyncio.to_thread(running.__exit__)
             await asyncio.sleep(2.0)
             running.server.status = 0
-            if outage == "gone":  # it knows the old cookies, but not the calls in their sessions
+            if outage == "gone":  # a new process accepts the old cookies, but has lost the sessions
                 running.server.forget()
                 running = await asyncio.to_thread(
                     RunningServer, server=running.server, port=running.port

@@ -1,4 +1,4 @@
-"""Outages and lost sessions of a Gym server, and what a server or a row could do to the client."""
+"""Outages and lost sessions of a Gym server, and servers or rows that could harm the client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROW = {
 
 
 def run_with_gym(conversation, **limits):
-    """Return the result of `conversation(gym, running server)`; the gym has read its routes."""
+    """Return the result of `conversation(gym, running server)`. The client has read the routes."""
 
     async def run(running):
         async with Gym({"s": running.url}, **limits) as gym:
@@ -70,18 +70,24 @@ def test_a_server_that_stays_unavailable_ends_the_run():
 
 @pytest.fixture
 def skip_time(monkeypatch):
-    """skip_time(seconds): advance time.monotonic(), as the client reads it."""
-    skipped = [0.0]
-    clock = vars(time) | {"monotonic": lambda: sum(skipped, time.monotonic())}
+    """A function that advances the clock of the client: skip_time(seconds)."""
+    skipped_s = []
+
+    def read_clock():
+        return time.monotonic() + sum(skipped_s)
+
+    clock = vars(time) | {"monotonic": read_clock}
     monkeypatch.setattr(gym_client, "time", SimpleNamespace(**clock))
-    return skipped.append
+    return skipped_s.append
 
 
-@pytest.mark.parametrize("between", [200, 404, 422, 429, 500, 503, None])
-def test_an_outage_ends_with_an_answer_or_after_a_time_without_calls(between, skip_time):
+@pytest.mark.parametrize("other_status", [200, 404, 422, 429, 500, 503, None])
+def test_an_outage_ends_with_an_answer_or_after_a_time_without_calls(other_status, skip_time):
+    """Two calls are answered 503, one with another status or not made, and two again 503."""
+
     async def conversation(gym, running):
         async with gym.session("s", ROW) as session:
-            for status in (503, 503, between, 503, 503):
+            for status in (503, 503, other_status, 503, 503):
                 skip_time(6.0 if status else 20.0)
                 if status:
                     running.server.status = status
@@ -89,12 +95,15 @@ def test_an_outage_ends_with_an_answer_or_after_a_time_without_calls(between, sk
         return error
 
     error = run_with_gym(conversation, outage_budget_s=15.0)
-    expected = ("server_down", False) if between == 503 else ("http_503", True)
+    expected = ("server_down", False) if other_status == 503 else ("http_503", True)
     assert (error.reason, error.session_lost) == expected
 
 
-async def start_hanging(gym, running, skip_time, *paths):
-    """Return the task of an episode whose verifier has worked for 100 s."""
+async def start_hanging_verify(gym, running, skip_time, *paths):
+    """Start an episode whose verifier does not answer, and advance the clock by 100 s.
+
+    Return the task. The server does not answer on `paths` either.
+    """
     running.server.hanging = {"/verify", *paths}
     task = asyncio.create_task(verify(gym))
     while "/verify" not in running.server.paths:
@@ -104,11 +113,11 @@ async def start_hanging(gym, running, skip_time, *paths):
 
 
 @pytest.mark.parametrize(("paths", "reason"), [([], "timeout"), (["/openapi.json"], "server_down")])
-def test_a_timeout_counts_from_its_start_but_one_slow_verifier_is_no_outage(
+def test_a_timeout_is_an_outage_only_if_the_server_does_not_answer_other_calls(
     paths, reason, skip_time
 ):
     async def conversation(gym, running):
-        error = await catch(await start_hanging(gym, running, skip_time, *paths))
+        error = await catch(await start_hanging_verify(gym, running, skip_time, *paths))
         return error, running.server.paths
 
     error, paths = run_with_gym(conversation, timeout_s=1.5)
@@ -116,9 +125,9 @@ def test_a_timeout_counts_from_its_start_but_one_slow_verifier_is_no_outage(
     assert paths.count("/verify") == 1
 
 
-def test_a_long_call_that_breaks_is_no_long_outage(skip_time):
+def test_a_connection_that_breaks_during_a_long_call_is_no_long_outage(skip_time):
     async def conversation(gym, running):
-        task = await start_hanging(gym, running, skip_time)
+        task = await start_hanging_verify(gym, running, skip_time)
         await asyncio.to_thread(running.__exit__)
         with await asyncio.to_thread(RunningServer, port=running.port):
             return (await task).reward
@@ -152,12 +161,12 @@ def test_a_session_that_is_older_than_its_server_is_not_continued():
     assert calls["/verify"] == 2
 
 
-def test_a_restart_that_the_client_is_informed_of_loses_sessions_too():
+def test_a_restart_by_the_run_loses_sessions_too():
     async def conversation(gym, running):
         async with gym.session("s", ROW) as mutated, gym.session("s", ROW) as new:
             await mutated.call_tool("look_up", "{}")
             gym.mark_restarted("s")
-            # like a step that may be retried: but not forever
+            # a lost session must end the retries
             retried = gym._retry("s", lambda: mutated.call_tool("look_up", "{}"))
             reward = (await new.verify(RESPONSE)).reward
             return reward, await catch(asyncio.wait_for(retried, 5))
@@ -167,7 +176,7 @@ def test_a_restart_that_the_client_is_informed_of_loses_sessions_too():
     assert (error.reason, error.session_lost) == ("session_lost", True)
 
 
-# --- what a server or a row could do to the client -----------------------------------------------
+# --- servers or rows that could harm the client --------------------------------------------------
 
 
 @pytest.mark.parametrize("declared", [False, True])
@@ -178,7 +187,7 @@ def test_an_endless_answer_is_not_read_to_its_end(declared):
         nonlocal sent
         length = b"Content-Length: 999999999999\r\n" if declared else b""
         writer.write(b"HTTP/1.1 200 OK\r\n" + length + b"\r\n")
-        while sent < 2**28:  # this is endless enough
+        while sent < 2**28:  # far over the limit
             writer.write(b" " * 2**16)
             await writer.drain()
             sent += 2**16
@@ -190,7 +199,7 @@ def test_an_endless_answer_is_not_read_to_its_end(declared):
             return await catch(gym.routes("s"))
 
     assert asyncio.run(run()).reason == "too_large"
-    assert sent < gym_client.MAX_ANSWER_BYTES + 16 * 2**20  # the sockets hold the rest
+    assert sent < gym_client.MAX_ANSWER_BYTES + 16 * 2**20  # the buffers of the sockets hold more
 
 
 def test_no_tool_is_called_through_another_route():

@@ -1,4 +1,4 @@
-"""Fields and routes of Gym 0.7: masks of rewards, numbers for /verify, ends of sessions."""
+"""Fields and routes of Gym 0.7: masks of rewards, indices for /verify, closing of sessions."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ OPEN = (200, {}, f"Gym={SESSION}.x")
 CLOSED = (200, {"closed": True})
 
 
-def with_fields(server, path, *names):
-    """Have the description of a server list these fields of a body."""
+def describe_fields(server, path, *names):
+    """Add required fields of the body of a path to the OpenAPI description of a server."""
     schema = {"properties": {name: {} for name in names}, "required": list(names)}
     operation = {"requestBody": {"content": {"application/json": {"schema": schema}}}}
     server.openapi["paths"][path] = {"post": operation}
@@ -64,15 +64,15 @@ def test_mask_sample_decides_before_failure_kind(fields, mask):
     assert caught.value.reason == "masked"
 
 
-# --- numbers of an episode -----------------------------------------------------------------------
+# --- index of an episode -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "names", [[], ["_ng_rollout_index"], ["_ng_task_index", "_ng_rollout_index"]]
 )
-def test_verify_gets_the_numbers_that_its_server_expects(names):
+def test_verify_gets_the_indices_that_its_server_expects(names):
     server = ScriptedServer(**VERIFY_ROUTES)
-    with_fields(server, "/verify", "response", *names)
+    describe_fields(server, "/verify", "response", *names)
 
     async def run():
         async with Gym({"s": server.url}) as gym:
@@ -80,12 +80,11 @@ def test_verify_gets_the_numbers_that_its_server_expects(names):
                 await verify_x(session)
 
     asyncio.run(run())
-    (seed, _), (verify, _) = [(body, path) for path, body, _ in server.log]
+    seed, verify = [body for _, body, _ in server.log]
     assert seed == ROW
-    numbers = {"_ng_task_index": 41, "_ng_rollout_index": 1}
-    assert {k: v for k, v in verify.items() if k.startswith("_ng_")} == {
-        name: numbers[name] for name in names
-    }
+    indices = {"_ng_task_index": 41, "_ng_rollout_index": 1}
+    expected = {name: indices[name] for name in names}
+    assert {k: v for k, v in verify.items() if k.startswith("_ng_")} == expected
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -104,18 +103,17 @@ def test_a_row_that_is_no_row_of_gym_is_an_error_before_any_call(row):
     assert not server.log
 
 
-# --- ends of sessions ----------------------------------------------------------------------------
+# --- closing of sessions -------------------------------------------------------------------------
 
 
-def closing_server(**routes):
-    """Return a verify server that keeps sessions and has a route to close them."""
-    return ScriptedServer(
-        **{**VERIFY_ROUTES, "seed_session": [OPEN], "close_session": [CLOSED], **routes}
-    )
+def make_closing_server(**routes):
+    """Make a verify server that keeps sessions and has a route to close them."""
+    closing_routes = {"seed_session": [OPEN], "close_session": [CLOSED]}
+    return ScriptedServer(**{**VERIFY_ROUTES, **closing_routes, **routes})
 
 
-def end_of(server, conversation=verify_x):
-    """Return the log of a server after a session, and the result or the error of the session."""
+def run_and_read_log(server, conversation=verify_x):
+    """Run a session. Return the log of the server, and the result or the error of the session."""
     try:
         result = run_session(server.url, conversation)
     except GymError as error:
@@ -124,7 +122,7 @@ def end_of(server, conversation=verify_x):
 
 
 def test_a_session_is_closed_with_its_cookie_after_its_result():
-    log, result = end_of(closing_server())
+    log, result = run_and_read_log(make_closing_server())
     assert result.reward == 1.0
     path, body, cookie = log[-1]
     assert (path, body, cookie) == ("/close_session", {}, OPEN[2])
@@ -132,9 +130,9 @@ def test_a_session_is_closed_with_its_cookie_after_its_result():
 
 
 def test_a_server_that_requires_a_typed_body_gets_the_id_of_the_cookie():
-    server = closing_server()
-    with_fields(server, "/close_session", "resources_session_id", "episode_id")
-    log, _ = end_of(server)
+    server = make_closing_server()
+    describe_fields(server, "/close_session", "resources_session_id", "episode_id")
+    log, _ = run_and_read_log(server)
     # Gym rejects a rollout id that ends with "-a" and a number.
     episode_id = {"rollout_id": SESSION_ID.replace("-", ""), "attempt": 0}
     assert log[-1][:2] == (
@@ -145,31 +143,31 @@ def test_a_server_that_requires_a_typed_body_gets_the_id_of_the_cookie():
 
 @pytest.mark.parametrize("answer", [(500, "crash"), (422, ""), (200, {"reward": None})], ids=str)
 def test_a_session_is_closed_after_a_failure(answer):
-    log, result = end_of(closing_server(verify=[answer]))
+    log, result = run_and_read_log(make_closing_server(verify=[answer]))
     assert isinstance(result, GymError)
     assert log[-1][0] == "/close_session"
 
 
 def test_the_session_of_each_attempt_is_closed():
     cookies = [f"sid={number}" for number in range(2)]
-    server = closing_server(
+    server = make_closing_server(
         seed_session=[(200, {}, cookie) for cookie in cookies],
         verify=[(503, ""), (200, {"reward": 1.0})],
     )
-    log, result = end_of(server)
+    log, result = run_and_read_log(server)
     assert result.reward == 1.0
     closed = [cookie for path, _, cookie in log if path == "/close_session"]
     assert sorted(closed) == cookies
 
 
-def test_a_session_is_closed_if_its_opening_failed_after_it_began():
-    log, result = end_of(closing_server(seed_session=[(422, "", "sid=1")]))
+def test_a_session_is_closed_if_its_opening_failed_but_set_a_cookie():
+    log, result = run_and_read_log(make_closing_server(seed_session=[(422, "", "sid=1")]))
     assert result.reason == "http_422"
     assert [(path, cookie) for path, _, cookie in log][-1] == ("/close_session", "sid=1")
 
 
 def test_a_session_is_closed_if_its_episode_is_canceled():
-    server = closing_server()
+    server = make_closing_server()
 
     async def run():
         async with Gym({"s": server.url}, concurrency=1) as gym:
@@ -194,22 +192,22 @@ def test_a_session_is_closed_if_its_episode_is_canceled():
 
 def test_a_server_without_the_route_is_not_called():
     server = ScriptedServer(**{**VERIFY_ROUTES, "seed_session": [OPEN]})
-    log, _ = end_of(server)
+    log, _ = run_and_read_log(server)
     assert [path for path, _, _ in log] == ["/seed_session", "/verify"]
 
 
 @pytest.mark.parametrize("answer", [(500, "crash"), (404, ""), (503, "busy"), "reset"], ids=str)
 def test_a_session_that_cannot_be_closed_keeps_its_result(answer, caplog):
     caplog.set_level(logging.WARNING, "gym_client")
-    server = closing_server(close_session=[answer])
-    log, result = end_of(server)
+    server = make_closing_server(close_session=[answer])
+    log, result = run_and_read_log(server)
     assert result.reward == 1.0
     assert [path for path, _, _ in log].count("/close_session") == 1
     assert "/close_session: the session may be open: GymError" in caplog.text
 
 
 def test_a_session_that_its_server_lost_is_not_closed(caplog):
-    server = closing_server()
+    server = make_closing_server()
 
     async def run():
         async with Gym({"s": server.url}) as gym:
@@ -222,9 +220,9 @@ def test_a_session_that_its_server_lost_is_not_closed(caplog):
     assert not caplog.text
 
 
-def test_a_call_that_closes_a_session_has_a_deadline(monkeypatch, caplog):
+def test_a_call_that_closes_a_session_has_a_timeout(monkeypatch, caplog):
     monkeypatch.setattr(gym_client, "CLOSE_TIMEOUT_S", 0.3)
-    server = closing_server()
+    server = make_closing_server()
     answer = server.server.RequestHandlerClass.do_POST
 
     def hang(handler):
@@ -256,5 +254,5 @@ def test_a_step_server_with_a_route_to_close_gets_one_call():
         "close": [CLOSED],
         "close_session": [CLOSED],
     }
-    log, _ = end_of(ScriptedServer(**routes), step_x)
+    log, _ = run_and_read_log(ScriptedServer(**routes), step_x)
     assert [path for path, _, _ in log] == ["/reset", "/step", "/close"]

@@ -1,4 +1,4 @@
-"""The protocol of Gym 0.7 with real servers of nemo-gym, and of 0.4.0 if it is installed.
+"""The protocol of Gym with the servers of nemo-gym 0.7, and of 0.4.0 if it is installed.
 
 The interpreters are those of .venv-gym and, if it exists, of .venv-gym-0.4.0.
 """
@@ -79,7 +79,8 @@ def test_servers_of_each_version_verify_and_close_a_session_if_they_can(
     assert calls == [(path, 200) for path in expected]
 
 
-VAULT = """
+# A server that keeps a sandbox for each open session. A row sets the answer of /verify.
+SANDBOX_SERVER = """
 from typing import Any, Optional
 
 from fastapi import Body, Request
@@ -140,53 +141,53 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def vault(tmp_path_factory):
-    """The URL of a server that keeps something for each session, and whose rows set its answer."""
-    folder = tmp_path_factory.mktemp("vault")
-    (folder / "vault").mkdir()
-    (folder / "vault" / "app.py").write_text(VAULT)
-    start = {"python": str(GYM_PYTHON), "path": str(folder / "vault")}
-    with running_servers({"vault": {"start": start}}, folder) as urls:
-        yield urls["vault"]
+def sandbox_server(tmp_path_factory):
+    """The URL of SANDBOX_SERVER."""
+    folder = tmp_path_factory.mktemp("sandboxes")
+    (folder / "sandboxes").mkdir()
+    (folder / "sandboxes" / "app.py").write_text(SANDBOX_SERVER)
+    start = {"python": str(GYM_PYTHON), "path": str(folder / "sandboxes")}
+    with running_servers({"sandboxes": {"start": start}}, folder) as urls:
+        yield urls["sandboxes"]
 
 
 async def verify_outcome(gym, **outcome):
     """Return the result of a response to a row that sets the answer of /verify."""
     task_row = {"responses_create_params": {"input": "x"}, "outcome": outcome}
-    async with gym.session("vault", task_row) as session:
+    async with gym.session("sandboxes", task_row) as session:
         return await session.verify(message_response("x"))
 
 
 @needs_environment_servers
-def test_a_server_of_gym_keeps_nothing_for_sessions_that_ended_failed_or_were_canceled(vault):
+def test_no_sandbox_stays_open_for_sessions_that_ended_failed_or_were_canceled(sandbox_server):
     async def cancel(gym):
         task_row = {"responses_create_params": {"input": "x"}, "outcome": {}}
         is_open = asyncio.Event()
 
         async def wait():
-            async with gym.session("vault", task_row):
+            async with gym.session("sandboxes", task_row):
                 is_open.set()
                 await asyncio.sleep(60)
 
         episode = asyncio.create_task(wait())
         await is_open.wait()
-        during = httpx.get(f"{vault}/sandboxes").json()
+        during = httpx.get(f"{sandbox_server}/sandboxes").json()
         episode.cancel()
         await asyncio.gather(episode, return_exceptions=True)
         return during
 
     async def run():
-        async with Gym({"vault": vault}) as gym:
+        async with Gym({"sandboxes": sandbox_server}) as gym:
             result = await verify_outcome(gym, reward=0.25)
             with pytest.raises(GymError, match="crash"):
                 await verify_outcome(gym, crash=True)
             return result.reward, await cancel(gym)
 
-    before = httpx.get(f"{vault}/sandboxes").json()
+    before = httpx.get(f"{sandbox_server}/sandboxes").json()
     reward, during = asyncio.run(run())
     assert reward == 0.25
     assert during["open"] == 1
-    after = httpx.get(f"{vault}/sandboxes").json()
+    after = httpx.get(f"{sandbox_server}/sandboxes").json()
     assert after["open"] == 0
     assert after["seeded"] - before["seeded"] == 4  # a crash has one retry, in a new session
 
@@ -205,11 +206,13 @@ def test_a_server_of_gym_keeps_nothing_for_sessions_that_ended_failed_or_were_ca
     ],
     ids=str,
 )
-def test_the_reward_of_a_server_of_gym_counts_unless_it_masks_the_sample(vault, outcome, reason):
-    """Each answer has mask_sample, since it is a field of Gym's own class, with default false."""
+def test_the_reward_of_a_server_of_gym_counts_unless_it_masks_the_sample(
+    sandbox_server, outcome, reason
+):
+    """Each answer has mask_sample, a field of Gym's response class. Its default is false."""
 
     async def run():
-        async with Gym({"vault": vault}) as gym:
+        async with Gym({"sandboxes": sandbox_server}) as gym:
             return await verify_outcome(gym, reward=0.5, **outcome)
 
     if reason:
@@ -223,7 +226,7 @@ def test_the_reward_of_a_server_of_gym_counts_unless_it_masks_the_sample(vault, 
 
 
 @pytest.fixture
-def comparing(tmp_path):
+def comparing_verifier(tmp_path):
     """The URL of genrm_compare, which waits for both responses of a group and compares them."""
     judge = StubJudge((200, completion('{"score_1": 4, "score_2": 4, "ranking": 3}')))
     start = {"python": str(GYM_PYTHON), "server": "genrm_compare"}
@@ -240,8 +243,8 @@ def comparing(tmp_path):
 
 
 @needs_environment_servers
-def test_a_verifier_that_compares_a_group_gets_the_members_of_each_group(comparing):
-    """All groups are of one row, as in two steps. Without numbers the server answers 422."""
+def test_a_verifier_that_compares_a_group_gets_its_members(comparing_verifier):
+    """All groups are of one row, as in two steps. Without indices the server answers 422."""
     tokenizer = chatml_tokenizer()
     task_row = {"responses_create_params": {"input": [{"role": "user", "content": "Say it."}]}}
     messages, _ = env.render_row(task_row, "x:1")
@@ -249,7 +252,7 @@ def test_a_verifier_that_compares_a_group_gets_the_members_of_each_group(compari
     task = env.Task("x:1", task_row, "groups", messages, ids)
 
     async def run():
-        async with Gym({"groups": comparing}, attempts=1) as gym:
+        async with Gym({"groups": comparing_verifier}, attempts=1) as gym:
             episodes = []
             for step in ("1", "2"):
                 answers = encode_turns([f"answer {n} of {step}" for n in range(4)], tokenizer)
@@ -268,7 +271,7 @@ def test_a_verifier_that_compares_a_group_gets_the_members_of_each_group(compari
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """(URLs of two Environment Servers, port of the policy endpoint)."""
+    """Start two Environment Servers, and return (their URLs, the port of the policy endpoint)."""
     port = find_free_port()
     policy = {"base_url": f"http://127.0.0.1:{port}/v1", "api_key": KEY, "model": "policy"}
     start = {"python": str(GYM_PYTHON), "server": "reasoning_gym", "agent": "simple_agent"}
@@ -283,7 +286,7 @@ def environment(tmp_path_factory):
 
 
 def run_episodes(environment, name, client, count):
-    """Return the episodes of a group with this rollout engine, and the kind of the server."""
+    """Sample a group with this rollout engine. Return its episodes, and the kind of the server."""
     urls, port = environment
     tokenizer = chatml_tokenizer()
     context = context_of(client, tokenizer, timeout_s=60.0)
@@ -319,7 +322,7 @@ def test_an_environment_server_of_gym_returns_the_reward_and_the_sampled_ids(
         assert e.log_probs == [-0.5, -1.5] and e.ended == "stop"
 
 
-class NoPolicy:
+class FailingPolicy:
     """A rollout engine that fails, and counts its requests."""
 
     count = 0
@@ -335,10 +338,10 @@ class NoPolicy:
     [("single_agent_turn", "environment_agent", 2), ("single_agent_turn_legacy", "masked", 1)],
 )
 def test_a_failure_of_an_environment_server_of_gym_is_no_reward(environment, name, status, calls):
-    policy = NoPolicy()
+    policy = FailingPolicy()
     (episode,), _ = run_episodes(environment, name, policy, 1)
     assert (episode.status, episode.reward) == (status, None)
-    assert policy.count == calls  # the server calls the failure not terminal
+    assert policy.count == calls  # a failure that is not terminal has one retry
     prefix = "" if name == "single_agent_turn" else "_ng_failure_"
     assert episode.failure[f"{prefix}stage"] == "agent"
     assert episode.failure[f"{prefix}terminal"] is False

@@ -1,4 +1,4 @@
-"""Checks of Gym servers before a run: messages, timeouts, sizes, redirects."""
+"""The checks of Gym servers before a run: messages, timeouts, size limits, redirects."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_a_url_without_a_server_is_an_error_with_the_command_that_starts_one():
         ),
     ],
 )
-def test_a_folder_that_is_no_server_is_an_error_of_one_line(start, problem):
+def test_an_invalid_folder_of_a_server_is_an_error_of_one_line(start, problem):
     with pytest.raises(GymStartError, match=problem) as caught:
         check_server("x", {"start": {**START, **start}})
     assert "\n" not in str(caught.value)
 
 
-def test_a_server_of_a_folder_has_the_settings_of_its_yaml(tmp_path, monkeypatch):
-    """Its judge must be configured, although nemo-gym's server of that name has no judge."""
+def test_a_server_in_a_folder_has_the_settings_of_its_yaml(tmp_path, monkeypatch):
+    """Its judge must be configured, although nemo-gym's server of the same name has none."""
     (tmp_path / "mcqa" / "configs").mkdir(parents=True)
     (tmp_path / "mcqa" / "app.py").touch()
     judge = "{type: responses_api_models, name: judge_model}"
@@ -99,14 +99,14 @@ def test_a_server_of_a_folder_has_the_settings_of_its_yaml(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("key", "value"), [("agent_config", {"a": 1}), ("environment", "single_agent_turn")]
 )
-def test_what_needs_an_agent_is_an_error_without_one(key, value):
+def test_a_key_that_needs_an_agent_is_an_error_without_one(key, value):
     problem = rf"mcqa\.start\.{key} is set without an agent\. Add agent: simple_agent"
     with pytest.raises(GymStartError, match=problem):
         check_server("mcqa", {"start": {**START, key: value}})
 
 
 @pytest.mark.parametrize("key", ["config", "agent_config", "global_config"])
-def test_settings_that_are_no_mapping_are_an_error(key):
+def test_settings_that_are_not_a_mapping_are_an_error(key):
     start = {**START, "agent": "simple_agent", key: ["a"]}
     with pytest.raises(GymStartError, match=rf"mcqa\.start\.{key} is \['a'\]\. Set keys"):
         check_server("mcqa", {"start": start})
@@ -196,7 +196,8 @@ def test_a_check_ends_at_its_timeout_and_its_size_limit(name, check, monkeypatch
     handle, problem = BAD_ANSWERS[name]
     endpoint = Endpoint(handle)
     began = time.monotonic()
-    check = partial(fetch, timeout_s=1.0) if check is fetch else check
+    if check is fetch:
+        check = partial(fetch, timeout_s=1.0)
     with pytest.raises((FetchError, GymStartError, ConfigError)) as caught:
         check(endpoint.url)
     assert problem in str(caught.value)
@@ -204,10 +205,10 @@ def test_a_check_ends_at_its_timeout_and_its_size_limit(name, check, monkeypatch
     endpoint.server.server_close()
 
 
-def test_a_short_body_does_not_become_a_long_one():
-    bomb = Endpoint(send(200, gzip.compress(b"0" * 2**28), Content_Encoding="gzip"))
-    assert len(fetch(bomb.url).content) < 2**20
-    assert bomb.log[0][1]["Accept-Encoding"] == "identity"
+def test_a_compressed_body_is_not_decompressed():
+    endpoint = Endpoint(send(200, gzip.compress(b"0" * 2**28), Content_Encoding="gzip"))
+    assert len(fetch(endpoint.url).content) < 2**20
+    assert endpoint.log[0][1]["Accept-Encoding"] == "identity"
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -226,7 +227,7 @@ def test_a_redirect_is_reported_and_not_followed(check, status, monkeypatch):
 # --- Prometheus ----------------------------------------------------------------------------------
 
 
-def test_the_prometheus_that_a_run_names_listens_only_on_this_machine(tmp_path):
+def test_the_printed_command_of_prometheus_listens_on_this_machine_only(tmp_path):
     lines = []
     port = find_free_port()
     settings = {"file": str(tmp_path / "prometheus.yml"), "port": port}

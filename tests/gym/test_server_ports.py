@@ -1,4 +1,4 @@
-"""A Gym server and a foreign process on its port: whose answers count."""
+"""If another process listens on the port of a Gym server, its answers do not count."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Handler(BaseHTTPRequestHandler):
 HTTPServer.allow_reuse_address = True
 HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
-GYM_LIKE = send(200, {"paths": {}})  # the answer of a foreign process
+GYM_LIKE = send(200, {"paths": {}})  # the answer of a process that is not the server
 
 
 def write_server(folder, role="child"):
@@ -77,23 +77,23 @@ def test_a_server_that_listens_itself_or_through_a_child_is_ready(tmp_path, role
         gym_servers.stop_servers([process])
 
 
-def test_the_answer_of_a_foreign_process_does_not_count():
-    """The port was free when it was chosen; the foreign process is faster than the server."""
-    foreign = Endpoint(GYM_LIKE)
+def test_the_answer_of_another_process_does_not_count():
+    """The port was free when it was chosen, but another process listens on it first."""
+    other = Endpoint(GYM_LIKE)
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     process = subprocess.Popen(command, start_new_session=True)
-    problem = rf"port {foreign.port} belongs to another process: stop that"
+    problem = rf"port {other.port} belongs to another process: stop that"
     try:
         with pytest.raises(GymStartError, match=problem):
-            wait_ready("s", foreign.url, process, timeout_s=2.0)
-        wait_ready("s", foreign.url)  # a URL of the recipe, which this process did not start
+            wait_ready("s", other.url, process, timeout_s=2.0)
+        wait_ready("s", other.url)  # a URL of the recipe needs no process of this run
     finally:
         gym_servers.stop_servers([process])
-        foreign.close()
+        other.close()
 
 
 class WatchedServer:
-    """A running server that GymServers watches; `restarts` and `lost` have what it reports."""
+    """A running server that GymServers watches. `restarts` and `lost` have the reports."""
 
     def __init__(self, folder):
         self.restarts = []
@@ -121,10 +121,10 @@ class WatchedServer:
 
 
 @pytest.mark.parametrize("moment", ["before the restart", "after the restart"])
-def test_a_foreign_process_on_the_port_of_a_dead_server_is_reported(tmp_path, moment):
+def test_another_process_on_the_port_of_a_dead_server_is_reported(tmp_path, moment):
     with contextlib.closing(WatchedServer(tmp_path)) as server, contextlib.ExitStack() as stack:
         port = server.spec["port"]
-        (tmp_path / "flag").write_text("")  # the next one starts slowly
+        (tmp_path / "flag").write_text("")  # the next server starts slowly
         if moment == "before the restart":
             server.kill()
             server.group.processes["s"].wait()
@@ -142,8 +142,8 @@ def test_a_foreign_process_on_the_port_of_a_dead_server_is_reported(tmp_path, mo
     assert server.restarts == ([] if moment == "before the restart" else ["s"])
 
 
-def test_a_server_that_died_is_restarted_and_is_not_taken_for_a_foreign_process(tmp_path):
-    """A process that soon leaves the port is none either, like a child that needs time to end."""
+def test_a_server_that_died_is_restarted_if_the_port_is_free_again_soon(tmp_path):
+    """For example, a child process of the server may need time to end."""
     with contextlib.closing(WatchedServer(tmp_path)) as server:
         server.kill()
         server.group.processes["s"].wait()

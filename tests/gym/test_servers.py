@@ -1,4 +1,4 @@
-"""Gym servers that a run starts: what they see, and whether they start, restart and stop."""
+"""Gym servers that a run starts: the secrets that they see, their start, restart and stop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kit.gym import servers as gym_servers
 from kit.gym.network import GymStartError, discover_servers, find_free_port, wait_ready
 from kit.gym.servers import GymServers, running_servers
 
-# --- what a server sees --------------------------------------------------------------------------
+# --- the settings and secrets of a server --------------------------------------------------------
 
 SPY_SERVER = """
 import os
@@ -62,7 +62,7 @@ class Server(gym.SimpleResourcesServer):
 if __name__ == "__main__":
     Server.run_webserver()
 """
-SECRETS = {  # variable -> value, in the environment of the run
+SECRETS = {  # {variable: value} in the environment of the run
     "HF_TOKEN": "hidden-1",
     "WANDB_API_KEY": "hidden-2",
     "MY_PASSWORD": "hidden-3",
@@ -73,18 +73,18 @@ SECRETS = {  # variable -> value, in the environment of the run
 
 
 def read_process(pid):
-    """Return everything that another process of this user reads of a process in /proc."""
+    """Return the environment and the command line of a process, as /proc shows them to the user."""
     folder = Path("/proc") / str(pid)
     return (folder / "environ").read_bytes() + (folder / "cmdline").read_bytes()
 
 
 def list_children():
-    """Return the processes that this one started, and theirs, by process id."""
+    """Return {process id: process} of all descendants of this process."""
     return {child.pid: child for child in psutil.Process().children(recursive=True)}
 
 
-def look(folder, children):
-    """Return the answer of the server in `folder`/shop: of the one of `children` that has /look."""
+def fetch_view(folder, children):
+    """Find the server in `folder`/shop among the processes, and return the answer of its /look."""
     for child in children:
         connections = child.net_connections("tcp")
         ports = [c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN]
@@ -95,10 +95,17 @@ def look(folder, children):
     raise AssertionError((folder / "gym_shop.log").read_text())
 
 
+def send_to_policy(config):
+    """Send a request to the model server of the policy, which forwards it to the policy."""
+    model = config["policy_model"]["responses_api_models"]["vllm_model"]
+    url = f"http://{model['host']}:{model['port']}/v1/chat/completions"
+    httpx.post(url, json={"messages": [], "model": "x"}, timeout=60.0)
+
+
 def test_a_server_sees_its_settings_and_no_secret_that_its_recipe_does_not_name(
     tmp_path, monkeypatch
 ):
-    """Real servers: one of a folder, Gym's agent, the policy's model server, and a judge's."""
+    """The servers are one in a folder, Gym's agent, and the model servers of policy and judge."""
     for name, value in {**SECRETS, "SHOP_TOKEN": "shown-1", "PLAIN": "shown-2"}.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "shop").mkdir()
@@ -110,31 +117,26 @@ def test_a_server_sees_its_settings_and_no_secret_that_its_recipe_does_not_name(
     policy = {"base_url": f"{endpoint.url}/v1", "api_key": "policy-key", "model": "policy"}
     judge = {"base_url": endpoint.url, "model": "m", "api_key_env": "JUDGE_WORD"}
     judges = judge_settings.build_judges({"judge": judge}, 60.0)
-    earlier = list_children()  # of other tests: for example Ray, whose ports do not speak HTTP
+    earlier = list_children()  # processes of other tests, such as Ray
     with judge_proxy.JudgeProxy(judges) as proxy:
         specs = list(proxy.process_specs())
         with running_servers(
             {"shop": {"start": start}}, tmp_path, policy=policy, judge_specs=specs
         ) as urls:
             children = [child for pid, child in list_children().items() if pid not in earlier]
-            outside = {child.pid: read_process(child.pid) for child in children}
+            process_texts = {child.pid: read_process(child.pid) for child in children}
             paths = httpx.get(f"{urls['shop']}/openapi.json").json()["paths"]
-            assert "/run" in paths, paths  # the agent answers for the name
-            view = look(tmp_path, children)
-            model = view["config"]["policy_model"]["responses_api_models"]["vllm_model"]
-            httpx.post(
-                f"http://{model['host']}:{model['port']}/v1/chat/completions",
-                json={"messages": [], "model": "x"},
-                timeout=60.0,
-            )
+            assert "/run" in paths, paths  # the URL is that of the agent
+            view = fetch_view(tmp_path, children)
+            send_to_policy(view["config"])
         key = proxy.key
-    assert len(outside) >= 4
-    for pid, text in outside.items():
+    assert len(process_texts) >= 4
+    for pid, text in process_texts.items():
         for secret in [*SECRETS.values(), "policy-key", "own-key", "sandbox-key", key]:
             assert secret.encode() not in text, (pid, secret)
-    inside = json.dumps(view)
+    view_text = json.dumps(view)
     for secret in [*SECRETS.values(), "policy-key", key]:
-        assert secret not in inside, secret
+        assert secret not in view_text, secret
     assert view["environment"]["SHOP_TOKEN"] == "shown-1"
     assert view["environment"]["PLAIN"] == "shown-2"
     config = view["config"]
@@ -150,7 +152,7 @@ def test_a_server_sees_its_settings_and_no_secret_that_its_recipe_does_not_name(
     assert headers["Authorization"] == "Bearer policy-key"
 
 
-def test_the_policys_model_server_sees_no_secret_of_one_agent(monkeypatch):
+def test_the_model_server_of_the_policy_does_not_see_the_secrets_of_an_agent(monkeypatch):
     monkeypatch.setenv("SHOP_TOKEN", "x")
     start = {"python": str(GYM_PYTHON), "agent": "simple_agent", "env": ["SHOP_TOKEN"]}
     sandbox = {"sandbox": {"docker": {"key": "k"}}}
@@ -166,7 +168,7 @@ def test_the_policys_model_server_sees_no_secret_of_one_agent(monkeypatch):
     assert "global_config" not in shown
 
 
-def test_an_environment_server_is_in_front_of_an_agent_and_answers_for_the_name():
+def test_the_url_of_a_server_with_an_environment_is_that_of_its_environment_server():
     package = process_specs.find_package(str(GYM_PYTHON))
     start = {"python": str(GYM_PYTHON), "server": "mcqa", "port": find_free_port()}
     start |= {"agent": "simple_agent", "environment": "single_agent_turn"}
@@ -203,8 +205,11 @@ def test_global_config_sets_the_values_to_which_a_servers_yaml_refers(tmp_path, 
     start = {"python": str(GYM_PYTHON), "path": str(tmp_path / "shop")}
     start["global_config"] = {"shop_key": "k"} if is_set else {"other": "k"}
     (spec,) = process_specs.plan_processes("x", start, None)
-    context = pytest.raises(SystemExit, match=r"does not set key\. Set it in gym\.servers\.x")
-    with contextlib.nullcontext() if is_set else context:
+    expectation = contextlib.nullcontext()
+    if not is_set:
+        message = r"does not set key\. Set it in gym\.servers\.x"
+        expectation = pytest.raises(SystemExit, match=message)
+    with expectation:
         config = OmegaConf.create(server_process.build_gym_config(spec, [spec], tmp_path))
         assert config.x.resources_servers.shop.key == "k"
 
@@ -213,7 +218,7 @@ def test_global_config_sets_the_values_to_which_a_servers_yaml_refers(tmp_path, 
     "name",
     ["A_KEY", "hf_token", "My_Secret", "DB_PASSWORD", "CREDENTIALS", "KEYS", "A_NAME", "PATH"],
 )
-def test_the_same_names_mark_a_secret_for_recipes_and_for_servers(name, monkeypatch):
+def test_recipes_and_servers_hide_variables_with_the_same_names(name, monkeypatch):
     monkeypatch.setenv(name, "a-long-value")
     recipe = OmegaConf.to_yaml(redacted(OmegaConf.create({"x": "a-long-value"})))
     is_written = "a-long-value" in recipe
@@ -252,8 +257,8 @@ def test_a_real_head_server_lists_servers_and_agents(tmp_path):
             "head_server": {"host": "127.0.0.1", "port": port},
             "puzzles": {"resources_servers": {"reasoning_gym": address}},
             "some_agent": {"responses_api_agents": {"simple_agent": agent}},
-            # the environment servers of Gym 0.7: of an agent with a resources server, of one
-            # without, and one that is not started
+            # Environment Servers of Gym 0.7: one of an agent with a resources server, one of an
+            # agent without, and one that is not started
             "one_turn": {
                 "environment_servers": {
                     "single_agent_turn": {**address, "agent_server": {"name": "some_agent"}}
@@ -265,7 +270,7 @@ def test_a_real_head_server_lists_servers_and_agents(tmp_path):
                 }
             },
             "whole_agent": {"responses_api_agents": {"swe_agents": {"entrypoint": "app.py"}}},
-            "idle": {"environment_servers": {"legacy_agent": {"entrypoint": "app.py"}}},
+            "stopped": {"environment_servers": {"legacy_agent": {"entrypoint": "app.py"}}},
             "not_started": {"resources_servers": {"mcqa": {"entrypoint": "app.py"}}},
             "policy_model": {
                 "responses_api_models": {"vllm_model": {"base_url": "${policy_base_url}"}}
@@ -346,7 +351,7 @@ def test_real_servers_of_two_versions_start_verify_restart_and_stop(tmp_path, mo
 # --- restarts ------------------------------------------------------------------------------------
 
 
-class BrokenServer(NamedTuple):
+class BreakableServer(NamedTuple):
     """A server that exits immediately while the file `broken` exists."""
 
     servers: dict
@@ -355,15 +360,16 @@ class BrokenServer(NamedTuple):
 
 
 @pytest.fixture
-def broken_server(tmp_path, monkeypatch):
-    """A BrokenServer, of which each restart takes a second."""
+def breakable_server(tmp_path, monkeypatch):
+    """A BreakableServer. Each restart takes a second."""
     port = find_free_port()
     broken = tmp_path / "broken"
     processes = []
     start_server = gym_servers.start_server
     serve = f"{sys.executable} -m http.server --bind 127.0.0.1 --directory {tmp_path} {port}"
     (tmp_path / "openapi.json").write_text('{"paths": {}}')
-    no_package = 'test "$2" = -c && exit 1'  # the kit asks an interpreter for its nemo-gym
+    # the kit runs the interpreter with -c to find nemo-gym, which this one does not have
+    no_package = 'test "$2" = -c && exit 1'
     script = f"#!/bin/sh\n{no_package}\necho begins\ntest -e {broken} && exit 3\n{serve} & wait\n"
     (tmp_path / "python").write_text(script)
     (tmp_path / "python").chmod(0o755)
@@ -376,12 +382,12 @@ def broken_server(tmp_path, monkeypatch):
 
     monkeypatch.setattr(gym_servers, "start_server", start_slowly)
     servers = {"a": {"start": {"python": str(tmp_path / "python"), "port": port}}}
-    return BrokenServer(servers, broken, processes)
+    return BreakableServer(servers, broken, processes)
 
 
-def test_a_server_that_dies_is_restarted_after_an_interval(broken_server, tmp_path, caplog):
-    caplog.set_level("WARNING", "kit")  # vLLM sets the level of all loggers when it is imported
-    servers, broken, processes = broken_server
+def test_a_server_that_dies_is_restarted_after_an_interval(breakable_server, tmp_path, caplog):
+    caplog.set_level("WARNING", "kit")  # an import of vLLM changes the levels of all loggers
+    servers, broken, processes = breakable_server
     restarts = queue.Queue()
 
     def fail_on_restart(name):
@@ -394,7 +400,7 @@ def test_a_server_that_dies_is_restarted_after_an_interval(broken_server, tmp_pa
         first = restarts.get(timeout=60)
         processes[1].wait(60)
         broken.unlink()
-        second = restarts.get(timeout=60)  # although on_restart failed the first time
+        second = restarts.get(timeout=60)  # an error of on_restart does not end the watch
         wait_ready("a", urls["a"], processes[2])
     assert second - first > 4.5
     assert (tmp_path / "gym_a.log").read_text().count("begins") == 3
@@ -403,10 +409,10 @@ def test_a_server_that_dies_is_restarted_after_an_interval(broken_server, tmp_pa
         assert message in caplog.text
 
 
-def test_a_server_that_is_restarted_during_the_stop_is_stopped(broken_server, tmp_path):
-    servers, _, processes = broken_server
+def test_a_server_that_is_restarted_during_the_stop_is_stopped(breakable_server, tmp_path):
+    servers, _, processes = breakable_server
     with running_servers(servers, tmp_path):
-        processes[0].kill()  # but not its child
+        processes[0].kill()  # its child still runs
         while not (tmp_path / "start 1").exists():
             time.sleep(0.05)
     time.sleep(1.5)
@@ -415,8 +421,8 @@ def test_a_server_that_is_restarted_during_the_stop_is_stopped(broken_server, tm
     assert not network.is_port_in_use("127.0.0.1", servers["a"]["start"]["port"])
 
 
-def test_a_server_that_was_never_ready_is_not_restarted(broken_server, tmp_path):
-    servers, broken, processes = broken_server
+def test_a_server_that_was_never_ready_is_not_restarted(breakable_server, tmp_path):
+    servers, broken, processes = breakable_server
     broken.touch()
     group = GymServers(servers, tmp_path)
     with contextlib.closing(group):
@@ -428,8 +434,8 @@ def test_a_server_that_was_never_ready_is_not_restarted(broken_server, tmp_path)
     assert len(processes) == 1
 
 
-def test_the_servers_start_while_the_caller_does_something_else(broken_server, tmp_path):
-    servers, _, processes = broken_server
+def test_the_servers_start_while_the_caller_does_something_else(breakable_server, tmp_path):
+    servers, _, processes = breakable_server
     group = GymServers(servers, tmp_path)
     with contextlib.closing(group):
         group.start()
@@ -437,5 +443,5 @@ def test_the_servers_start_while_the_caller_does_something_else(broken_server, t
         assert group.wait_ready() == group.urls
         assert processes[0].poll() is None
     assert processes[0].poll() is not None
-    # It waits for the child, which may need a moment to release the port.
+    # is_port_taken waits for the child, which may need a moment to release the port
     assert not gym_servers.is_port_taken(group.specs["a"], processes[0])

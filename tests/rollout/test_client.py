@@ -1,4 +1,4 @@
-"""The client of the rollout engine spreads episodes over replicas."""
+"""The client of the rollout engine distributes episodes over replicas."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from conftest import load
 from kit.rollout.client import Client
 
 
-def test_all_turns_of_an_episode_go_to_the_replica_of_the_first(workspace):
-    """Each replica gets the same number of episodes."""
+def test_all_turns_of_an_episode_go_to_the_same_replica(workspace):
+    """The two replicas get the same number of episodes."""
     config, _ = load(workspace)
     client = Client(config, {"a": 1, "b": 2})
 

@@ -1,4 +1,4 @@
-"""The policy endpoint for Gym's agents: its tokens, and the calls that it lets a policy make."""
+"""The policy endpoint for Gym's agents: its token ids, and the tool calls that it allows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def complete(body: dict, context) -> openai_server.Reply:
     return asyncio.run(openai_server.complete_chat(body, context))
 
 
-def message_of(reply) -> dict:
+def get_message(reply) -> dict:
     return reply.body["choices"][0]["message"]
 
 
@@ -42,12 +42,12 @@ def test_the_next_prompt_starts_with_the_sampled_tokens():
     tokenizer = chatml_tokenizer()
     tools = env.render_tools([TOOL], "x:1")
     (call_ids,) = encode_turns([call()], tokenizer)
-    sampled = [200, 201, 202, *call_ids]  # bytes that are the encoding of no text
+    sampled = [200, 201, 202, *call_ids]  # no text has the first three ids as its encoding
     client = Script([sampled, [5, tokenizer.eos_token_id]])
     context = context_of(client, tokenizer)
     first = {"messages": [QUESTION], "tools": tools, "temperature": 9}
     reply = complete(first, context)
-    message = message_of(reply)
+    message = get_message(reply)
     assert reply.status == 200 and reply.body["choices"][0]["finish_reason"] == "tool_calls"
     assert message["generation_token_ids"] == sampled
     assert len(message["generation_log_probs"]) == len(sampled)
@@ -55,7 +55,7 @@ def test_the_next_prompt_starts_with_the_sampled_tokens():
     output = {"role": "tool", "tool_call_id": call_id, "content": "seen"}
     reply = complete({"messages": [QUESTION, message, output], "tools": tools}, context)
     assert reply.status == 200 and reply.body["choices"][0]["finish_reason"] == "stop"
-    prompt = message_of(reply)["prompt_token_ids"]
+    prompt = get_message(reply)["prompt_token_ids"]
     before = client.prompts[0] + sampled
     assert prompt == client.prompts[1] and prompt[: len(before)] == before
     observed = tokenizer.decode(prompt[len(before) :])
@@ -79,8 +79,8 @@ def test_sampling_parameters_are_those_of_the_run():
     assert [each["temperature"] for each in params] == [0.5, 0.0]
 
 
-def test_a_response_that_no_parser_reads_gets_a_status_that_is_not_retried():
-    """After a 500 Gym would send the request three times, and each time the policy would answer."""
+def test_if_no_parser_reads_a_response_the_status_is_not_retried():
+    """After a 500, Gym would send the request three times. Each time the policy would sample."""
     tokenizer = chatml_tokenizer()
     client = one_turn_each(["hello"], tokenizer)
     context = context_of(client, tokenizer, tool_format="no such format")
@@ -99,18 +99,18 @@ def test_a_prompt_without_room_for_a_response_is_reported_as_context_length():
 # --- calls ---------------------------------------------------------------------------------------
 
 
-def tool_of(name: str) -> dict:
+def make_tool(name: str) -> dict:
     return {
         "type": "function",
         "function": {"name": name, "parameters": {"type": "object", "properties": {}}},
     }
 
 
-def choice_of(text: str, names: list[str]) -> dict:
-    """The choice for a request with tools of these names, if the policy writes `text`."""
+def complete_with_tools(text: str, names: list[str]) -> dict:
+    """Send a request with tools of these names. The policy writes `text`. Return the choice."""
     tokenizer = chatml_tokenizer()
     context = context_of(one_turn_each([text], tokenizer), tokenizer)
-    tools = [tool_of(name) for name in names]
+    tools = [make_tool(name) for name in names]
     body = {"messages": [{"role": "user", "content": "x"}], "tools": tools}
     reply = complete(body, context)
     assert reply.status == 200, reply.body
@@ -138,7 +138,7 @@ FORGED = [
 
 @pytest.mark.parametrize("name", FORGED)
 def test_a_call_of_no_tool_of_the_request_is_text(name):
-    choice = choice_of("Well." + call('{"a": 1}', name), ["look_up"])
+    choice = complete_with_tools("Well." + call('{"a": 1}', name), ["look_up"])
     content = choice["message"]["content"]
     assert choice["message"]["tool_calls"] == [] and choice["finish_reason"] == "stop"
     assert content.startswith("Well.") and '"arguments"' in content
@@ -148,27 +148,27 @@ def test_a_call_of_no_tool_of_the_request_is_text(name):
     "name", [*sorted(RESERVED), "../verify", "verify?a", "verify#a", "%76erify"]
 )
 def test_a_row_cannot_declare_a_route_of_the_server_as_a_tool(name):
-    assert choice_of(call(name=name), [name, "look_up"])["message"]["tool_calls"] == []
+    assert complete_with_tools(call(name=name), [name, "look_up"])["message"]["tool_calls"] == []
 
 
 def test_calls_of_offered_tools_stay_calls():
     text = call('{"initial_count": 9}', "seed_session") + call('{"q": 1}') + call(name="look.up-2")
-    message = choice_of(text, ["look_up", "look.up-2"])["message"]
+    message = complete_with_tools(text, ["look_up", "look.up-2"])["message"]
     called = [(c["function"]["name"], c["function"]["arguments"]) for c in message["tool_calls"]]
     assert called == [("look_up", '{"q": 1}'), ("look.up-2", "{}")]
     assert "seed_session" in message["content"] and "look_up" not in message["content"]
 
 
 def test_a_request_without_tools_has_no_calls():
-    choice = choice_of(call(name="seed_session"), [])
+    choice = complete_with_tools(call(name="seed_session"), [])
     assert choice["message"]["tool_calls"] == [] and choice["finish_reason"] == "stop"
 
 
 # --- Gym's simple_agent --------------------------------------------------------------------------
 
 
-class Player(Script):
-    """A policy with a fixed conversation for each row, chosen by the question in the prompt."""
+class FixedConversations(Script):
+    """A policy with a fixed conversation for each row. The question in the prompt selects it."""
 
     def __init__(self, tokenizer, conversations: dict[str, list[str]]):
         super().__init__([])
@@ -184,8 +184,8 @@ class Player(Script):
 
 
 ADD = call('{"count": 1}', "increment_counter")
-# `get_counter_value` is a route of the server. Only the row "unoffered" has it as a tool, and that
-# row does not have the other one.
+# {question: the turns of the policy}. `get_counter_value` is a route of the server. Only the row
+# "unoffered" has it as a tool, and this row does not have the tool increment_counter.
 CONVERSATIONS = {
     "honest": [ADD, "Done."],
     "forged": [call('{"initial_count": 4}', "seed_session"), "Done."],
@@ -197,7 +197,7 @@ CONVERSATIONS = {
 
 
 async def run_rows(urls, context, port) -> dict[str, tuple[float, list[dict]]]:
-    """Run each row of CONVERSATIONS with the agent -> {question: (reward, output items)}."""
+    """Run each row of CONVERSATIONS with the agent. Return {question: (reward, output items)}."""
     results = {}
     async with openai_server.serve(context, "127.0.0.1", port, KEY), Gym(urls) as gym:
         for question in CONVERSATIONS:
@@ -209,14 +209,14 @@ async def run_rows(urls, context, port) -> dict[str, tuple[float, list[dict]]]:
     return results
 
 
-def items_of_type(output, kind) -> list[dict]:
+def select_items(output, kind) -> list[dict]:
     return [item for item in output if item["type"] == kind]
 
 
 def test_gyms_simple_agent_runs_the_tools_of_the_row_and_no_other_route(tmp_path):
-    """nemo-gym's agent, model server and counter. The reward is 1 for a counter of 4, from 3."""
+    """The counter server of nemo-gym starts at 3. It gives a reward of 1 if the counter is 4."""
     tokenizer = chatml_tokenizer()
-    context = context_of(Player(tokenizer, CONVERSATIONS), tokenizer)
+    context = context_of(FixedConversations(tokenizer, CONVERSATIONS), tokenizer)
     port = find_free_port()
     endpoint = {"base_url": f"http://127.0.0.1:{port}/v1", "api_key": KEY, "model": "policy"}
     start = {
@@ -227,18 +227,17 @@ def test_gyms_simple_agent_runs_the_tools_of_the_row_and_no_other_route(tmp_path
     with running_servers({"counter": {"start": start}}, tmp_path, policy=endpoint) as urls:
         results = asyncio.run(run_rows(urls, context, port))
 
-    calls = {
-        question: [item["name"] for item in items_of_type(output, "function_call")]
-        for question, (_, output) in results.items()
-    }
-    print({question: (reward, calls[question]) for question, (reward, _) in results.items()})
-    outputs = items_of_type(results["honest"][1], "function_call_output")
+    calls = {}  # {question: the names of the tools that the policy called}
+    for question, (reward, output) in results.items():
+        calls[question] = [item["name"] for item in select_items(output, "function_call")]
+        print(question, reward, calls[question])
+    outputs = select_items(results["honest"][1], "function_call_output")
     assert [json.loads(item["output"]) for item in outputs] == [{"success": True}]
     assert (results["honest"][0], calls["honest"]) == (1.0, ["increment_counter"])
     assert (results["both"][0], calls["both"]) == (1.0, ["increment_counter"])
     for question in ("forged", "peeks", "verifies", "unoffered"):
         reward, output = results[question]
         assert (reward, calls[question]) == (0.0, [])
-        assert not items_of_type(output, "function_call_output")
+        assert not select_items(output, "function_call_output")
         text = "".join(part["text"] for part in output[-1]["content"])
         assert '"arguments"' in text

@@ -1,4 +1,4 @@
-"""kit/rollout/sampler.py: the context of a recipe, and one response of the policy."""
+"""kit/rollout/sampler.py: make a context from a recipe, and sample one response."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_context_has_the_limits_of_the_recipe():
     assert context.tool_format == "llama3_json"
     assert (context.timeout_s, context.vocab_size) == (77.0, 1000)
     assert (context.seed, context.max_staleness) == (11, 2)
-    # engines of two GPUs on three nodes of four; 7 sequences each
+    # three nodes of four GPUs, engines of two GPUs, 7 sequences for each engine
     assert context.episode_slots._value == 3 * 4 // 2 * 7
     recipe = make_recipe(full_determinism=False)
     assert sampler.make_sampler_context(recipe, "client", inputs, 77.0).seed is None
@@ -53,12 +53,12 @@ def sample(client, request_id="4/0-1#2", max_tokens=9, image_inputs=None, **chan
     return asyncio.run(work)
 
 
-def test_a_request_has_the_room_and_the_sampling_parameters_of_its_turn():
+def test_a_request_has_the_token_limit_and_the_sampling_parameters_of_its_turn():
     client = RecordingClient()
     response = sample(client, image_inputs={"image_data": ["picture"]}, policy_version=3)
     assert response == ([5, STOP], [-1.0, -2.0], [(2, 3)])
     (request,) = client.requests
-    # without the turn: all turns of an episode go to the replica that has their prefix
+    # The id omits the turn, so all turns of an episode go to the replica that caches their prefix.
     assert request.id == "4/0-1"
     assert request.prompt_ids == [1, 2, 3] and request.more == {"image_data": ["picture"]}
     assert request.params == {"temperature": 0.7, "top_p": 0.9, "max_tokens": 9}
@@ -84,7 +84,7 @@ def test_each_turn_has_a_seed_that_follows_from_the_recipes_seed():
         ({"versions": [(1, 8), (1, 9)]}, 1, 9),
     ],
 )
-def test_weights_that_are_too_many_steps_away_end_the_run(fields, max_staleness, bad_step):
+def test_weights_of_a_step_far_from_the_trainers_end_the_run(fields, max_staleness, bad_step):
     def change(output, _):
         output.extra_fields = fields
 
@@ -97,7 +97,7 @@ def test_weights_that_are_too_many_steps_away_end_the_run(fields, max_staleness,
         message = f"samples from the weights of step {bad_step}, the trainer's are of step 7"
         with pytest.raises(RunError, match=message):
             sample(client, policy_version=7, max_staleness=max_staleness)
-    # before the first update of the weights, any version is accepted
+    # before the first weight update, any version is accepted
     sample(client, policy_version=None, max_staleness=0)
 
 

@@ -1,6 +1,6 @@
-"""kit/rollout/vllm_routes.py: which routes of vLLM's HTTP servers answer, and to whom.
+"""kit/rollout/vllm_routes.py: only some routes of vLLM's HTTP servers answer.
 
-No model is loaded.
+A route of a judge's server may need an API key. No model is loaded.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ KEY = "judge-key"
 ORIGIN = {"Origin": "https://example.com"}
 
 
-def routes_of(app):
-    """(method, path) of every route of the app."""
+def list_routes(app):
+    """Return the (method, path) of every route of an app."""
     routes = set()
     for route in app.routes:
         path = route.path.replace("{", "").replace("}", "")
@@ -30,8 +30,8 @@ def routes_of(app):
     return routes
 
 
-def build(arguments, supported=("generate",)):
-    """vLLM's own app for these parsed arguments, as its server builds it."""
+def build_server_app(arguments, supported=("generate",)):
+    """Build vLLM's app for these parsed arguments, as its server does."""
     from vllm.entrypoints.openai.api_server import build_app
 
     app = build_app(arguments, supported_tasks=supported, model_config=None)
@@ -39,13 +39,13 @@ def build(arguments, supported=("generate",)):
     async def healthy(_request):
         return PlainTextResponse("healthy")
 
-    # vLLM's own route would call an engine, which does not exist here
+    # vLLM's route would call an engine, and this app has none
     app.router.routes.insert(0, Route("/health", healthy))
     return app
 
 
-def policy_arguments():
-    """The arguments of the policy's server, as verl makes them from rollout.engine_kwargs.vllm."""
+def parse_policy_arguments():
+    """Parse the policy server's arguments, which verl makes from rollout.engine_kwargs.vllm."""
     from verl.workers.rollout.vllm_rollout.utils import build_cli_args_from_config
     from vllm.entrypoints.cli import serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -59,8 +59,8 @@ def policy_arguments():
     return parser.parse_args(["serve", "folder", *build_cli_args_from_config(settings)])
 
 
-def judge_arguments(judge):
-    """The arguments of a judge's server, as its process parses them."""
+def parse_judge_arguments(judge):
+    """Parse the arguments of a judge's server, as its process does."""
     from vllm.entrypoints.openai.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -70,24 +70,22 @@ def judge_arguments(judge):
 
 @pytest.fixture(scope="module")
 def policy():
-    return build(policy_arguments())
+    return build_server_app(parse_policy_arguments())
 
 
 @pytest.fixture(scope="module")
 def judge():
-    judge = judge_settings.build_judges(
-        {"j": {"start": {"model": "a/b"}}}, 60.0, cpu_dtype="float32"
-    )["j"]
+    settings = {"j": {"start": {"model": "a/b"}}}
+    judge = judge_settings.build_judges(settings, 60.0, cpu_dtype="float32")["j"]
     judge.key = KEY
+    environment = judge_processes.vllm_process_spec(judge)["env"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(
-            "VLLM_API_KEY", judge_processes.vllm_process_spec(judge)["env"]["VLLM_API_KEY"]
-        )
-        return build(judge_arguments(judge))
+        patch.setenv("VLLM_API_KEY", environment["VLLM_API_KEY"])
+        return build_server_app(parse_judge_arguments(judge))
 
 
-def statuses(app, **headers):
-    """{(method, path): status} of every route of an app, and of some that it does not have."""
+def call_routes(app, **headers):
+    """Call every route of an app, and some that it does not have: {(method, path): status}."""
     others = {
         ("GET", "/"),
         ("POST", "/no/such"),
@@ -97,18 +95,19 @@ def statuses(app, **headers):
     http = TestClient(app, raise_server_exceptions=False)
     return {
         (method, path): http.request(method, path, headers=headers, json={}).status_code
-        for method, path in routes_of(app) | others
+        for method, path in list_routes(app) | others
     }
 
 
-def routes_with(statuses, status):
-    return {route for route, each in statuses.items() if each == status}
+def select_routes(results, status):
+    """Return the routes that answered with this status."""
+    return {route for route, answer in results.items() if answer == status}
 
 
 def test_the_policys_server_answers_health_and_metrics_only(policy):
-    results = statuses(policy, **ORIGIN)
+    results = call_routes(policy, **ORIGIN)
     assert len(results) > 25
-    answered = results.keys() - routes_with(results, 403)
+    answered = results.keys() - select_routes(results, 403)
     assert answered == {("GET", "/health"), ("GET", "/metrics")}
     assert results["GET", "/health"] == results["GET", "/metrics"] == 200
     for path in (
@@ -124,7 +123,7 @@ def test_the_policys_server_answers_health_and_metrics_only(policy):
     "path",
     ["/metrics/%2e%2e/v1/completions", "//v1/completions", "/metrics/", "/health/x", "/METRICS"],
 )
-def test_no_spelling_of_a_path_reaches_another_route(policy, path):
+def test_no_variant_of_an_allowed_path_reaches_another_route(policy, path):
     http = TestClient(policy)
     assert http.post(path, json={}).status_code == 403
     assert http.get(path).status_code == 403
@@ -135,8 +134,8 @@ def test_no_web_page_may_call_a_server(server, request):
     http = TestClient(request.getfixturevalue(server))
     for path in ("/health", "/metrics", "/v1/completions"):
         assert "access-control-allow-origin" not in http.get(path, headers=ORIGIN).headers
-        asks = {**ORIGIN, "Access-Control-Request-Method": "POST"}
-        assert "access-control-allow-origin" not in http.options(path, headers=asks).headers
+        preflight = {**ORIGIN, "Access-Control-Request-Method": "POST"}
+        assert "access-control-allow-origin" not in http.options(path, headers=preflight).headers
 
 
 def test_no_websocket_of_the_policys_server_opens(policy):
@@ -146,25 +145,24 @@ def test_no_websocket_of_the_policys_server_opens(policy):
     assert caught.value.code == 1008
 
 
-def test_a_judges_server_answers_its_run_only(judge):
+def test_a_judges_server_answers_completions_only_with_its_key(judge):
     allowed = {("GET", "/openapi.json"), ("GET", "/health"), ("GET", "/metrics")}
     protected = {("POST", "/v1/chat/completions"), ("POST", "/v1/responses")}
     for headers in ({}, {"Authorization": "Bearer wrong"}):
-        results = statuses(judge, **headers)
-        assert routes_with(results, 200) == allowed
-        assert routes_with(results, 401) == protected
+        results = call_routes(judge, **headers)
+        assert select_routes(results, 200) == allowed
+        assert select_routes(results, 401) == protected
         assert set(results.values()) == {200, 401, 403}
-    results = statuses(judge, Authorization=f"Bearer {KEY}")
-    assert routes_with(results, 403) == results.keys() - allowed - protected
-    # the key is accepted; then the engine is missing
+    results = call_routes(judge, Authorization=f"Bearer {KEY}")
+    assert select_routes(results, 403) == results.keys() - allowed - protected
+    # The key is accepted. The call then fails, since there is no engine.
     assert not {results[route] for route in protected} & {401, 403, 404}
     assert results["POST", "/invocations"] == 403
 
 
 def test_a_recipe_may_change_the_protection_of_its_judge():
-    spec = {
-        "start": {"model": "a/b", "args": {"allowed_origins": '["https://x"]', "max_model_len": 64}}
-    }
-    parsed = judge_arguments(judge_settings.build_judges({"j": spec}, 60.0)["j"])
+    args = {"allowed_origins": '["https://x"]', "max_model_len": 64}
+    spec = {"start": {"model": "a/b", "args": args}}
+    parsed = parse_judge_arguments(judge_settings.build_judges({"j": spec}, 60.0)["j"])
     assert isinstance(parsed, argparse.Namespace) and parsed.allowed_origins == ["https://x"]
     assert parsed.middleware == ["kit.rollout.vllm_routes.JudgeRoutes"]

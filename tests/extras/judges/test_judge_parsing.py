@@ -1,4 +1,4 @@
-"""Failed judges are detected inside the verifier, and the reward that they affect is removed."""
+"""Failed judge calls are detected inside the verifier, and the affected reward is removed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from kit.gym import server_process
 
 JUDGE_PARSING = ROOT / "kit" / "extras" / "judges" / "judge_parsing.py"
 SITE_PACKAGES = next(ROOT.glob(".venv-gym/lib/python3*/site-packages"))
-NONSENSE = "Lorem ipsum dolor sit amet."
-VERDICTS = {  # a verdict of each server's judge, as its app.py reads it
+TEXT_WITHOUT_VERDICT = "Lorem ipsum dolor sit amet."
+# {server: a judge's reply with a verdict, in the form that the server's app.py parses}
+VERDICTS = {
     "aalcr": "INCORRECT",
     "abstention": "The grade is\nC",
     "arena": "Both are bad: [[BB]]",
@@ -102,7 +103,7 @@ def test_only_a_text_with_a_verdict_is_a_valid_reply(status, body, problem):
     ids=str,
 )
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["from the proxy", "through Gym"])
-def test_an_error_of_the_proxy_is_known_by_its_code(body, message, is_wrapped):
+def test_an_error_of_the_proxy_is_identified_by_its_code(body, message, is_wrapped):
     reply = json.dumps(body).encode()
     if is_wrapped:
         text = f"Hit an exception in VLLMModel___j calling an inner server: {reply!r}"
@@ -123,7 +124,7 @@ def test_an_error_of_the_proxy_is_known_by_its_code(body, message, is_wrapped):
     ],
     ids=str,
 )
-def test_any_other_reply_is_no_error_of_the_proxy(reply):
+def test_other_replies_are_not_errors_of_the_proxy(reply):
     assert judge_parsing.read_proxy_error(reply) == ""
 
 
@@ -143,9 +144,9 @@ def test_a_text_without_a_verdict_does_not_match_the_servers_pattern(name):
 
     assert find_problem(completion(VERDICTS[name])) == ""
     for text in (
-        NONSENSE,
+        TEXT_WITHOUT_VERDICT,
         "As an AI I Cannot Be Asked.",
-        f"<think>{VERDICTS[name]}</think> {NONSENSE}",
+        f"<think>{VERDICTS[name]}</think> {TEXT_WITHOUT_VERDICT}",
     ):
         assert "no verdict" in find_problem(completion(text)), text
     content = [{"type": "output_text", "text": VERDICTS[name]}]
@@ -159,7 +160,7 @@ def test_a_text_without_a_verdict_does_not_match_the_servers_pattern(name):
 def test_a_server_whose_settings_switch_its_judge_off_has_no_judge(key):
     settings = {"judge_model_server": {"type": "responses_api_models", "name": "j"}}
     assert server_process.find_judges({**settings, key: False}) == {}
-    for value in (True, None, 0, "no"):  # Gym too accepts only false
+    for value in (True, None, 0, "no"):  # Gym also switches a judge off only for `false`
         assert server_process.find_judges({**settings, key: value}) == {"judge_model_server": "j"}
 
 
@@ -198,8 +199,9 @@ def test_the_judges_of_a_server_are_the_models_in_its_settings():
             {"resolved": False, "judge_evaluation": {"raw_output": "hm"}, "failure_reason": "why"},
             "resolved: False, why",
         ),
-        # no text to judge, and two servers with a verdict
+        # without a text there is nothing to judge
         ({"resolved": False, "judge_evaluation": None, "failure_reason": "no text"}, ""),
+        # with a verdict
         ({"resolved": True, "judge_evaluation": {"raw_output": "safe"}}, ""),
         ({"judge_error": None, "n_error": 0}, ""),
         # jailbreak_detection
@@ -220,7 +222,7 @@ def test_the_judges_of_a_server_are_the_models_in_its_settings():
     ],
     ids=str,
 )
-def test_a_verifiers_own_report_of_a_missing_verdict_is_a_failure(response, failure):
+def test_a_verifier_that_reports_a_missing_verdict_fails(response, failure):
     reason = judge_parsing.judge_failure({"reward": 0.0, **response})
     assert failure in reason
     assert bool(failure) == bool(reason)
@@ -252,8 +254,8 @@ async def call_app(app, scope, models):
     return messages
 
 
-async def judged_app(scope, receive, send):
-    """A verifier that calls its judge, with the outcome that the query string names."""
+async def app_with_judge(scope, receive, send):
+    """A verifier that calls its judge. The query string sets the outcome of the call."""
     outcome = scope["query_string"].decode()
     failure = {"bad": "no", "good": "", "again": "no", "other": "no"}[outcome]
 
@@ -273,11 +275,11 @@ async def judged_app(scope, receive, send):
 
 
 def test_a_failed_call_affects_only_the_request_that_made_it():
-    """Concurrent requests: one judge fails, one succeeds, one succeeds at the second call."""
+    """The requests are concurrent. One call fails, one succeeds, one succeeds when repeated."""
 
     async def call(outcome, path="/verify", method="POST"):
         scope = {"type": "http", "method": method, "path": path, "query_string": outcome.encode()}
-        start, body = await call_app(judged_app, scope, "j")
+        start, body = await call_app(app_with_judge, scope, "j")
         headers = dict(start["headers"])
         assert headers[b"set-cookie"] == b"a=b"
         assert int(headers.get(b"content-length", len(body["body"]))) == len(body["body"])
@@ -342,8 +344,8 @@ def test_a_reward_that_its_verifier_reports_as_invalid_is_removed(path):
     ],
     ids=str,
 )
-def test_a_response_that_its_verifier_marks_as_invalid_keeps_its_own_reason(mark):
-    response = {"reward": 0.0, "no_judge_score": 1.0, "failure_reason": "its own", **mark}
+def test_a_response_that_its_verifier_marks_as_invalid_is_not_changed(mark):
+    response = {"reward": 0.0, "no_judge_score": 1.0, "failure_reason": "the verifier's", **mark}
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -356,7 +358,7 @@ def test_a_response_that_its_verifier_marks_as_invalid_keeps_its_own_reason(mark
 
 @pytest.mark.parametrize(("path", "reward"), [("/verify", None), ("/step", None), ("/look", 1.0)])
 def test_a_text_without_a_verdict_fails_a_reward_but_not_a_tool(path, reward):
-    """finance_sec_search asks one model for its tool's output and for its verdict."""
+    """finance_sec_search calls one model both for a tool's output and for a verdict."""
     reply = json.dumps(completion("A summary.")).encode()
 
     async def app(scope, receive, send):
@@ -377,7 +379,7 @@ def test_a_text_without_a_verdict_fails_a_reward_but_not_a_tool(path, reward):
 
 # --- clients -------------------------------------------------------------------------------------
 
-# Replaces Gym's clients by doubles, then calls judges through them.
+# A script that replaces the HTTP clients of Gym by doubles, and then calls judges through them.
 WATCH_CALLS = """
 import asyncio, importlib.util, json, sys
 import httpx
@@ -468,7 +470,7 @@ print(json.dumps({"failures": failures, "sent": sent, "wrapped": apps[0] is not 
 
 
 def test_calls_of_a_judge_are_inspected_in_every_client_and_other_calls_are_not(tmp_path):
-    """In Gym's interpreter, with doubles of its clients. The judge's reply has no verdict."""
+    """The script runs in Gym's interpreter. Each reply has no verdict."""
     (tmp_path / "watch_calls.py").write_text(WATCH_CALLS)
     command = [GYM_PYTHON, tmp_path / "watch_calls.py", JUDGE_PARSING]
     process = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -483,7 +485,7 @@ def test_calls_of_a_judge_are_inspected_in_every_client_and_other_calls_are_not(
     assert len(failures["slow"]) == 1
     assert failures["slow"][0].startswith("model slow: CancelledError")
     bodies = {rest["json"]["input"]: rest["json"] for rest in output["sent"]}
-    assert bodies["judge"] == {"input": "judge"}  # without nulls
+    assert bodies["judge"] == {"input": "judge"}  # the null is removed
     assert bodies["other"] == {"input": "other", "top_p": None}
     assert output["wrapped"]
     process = subprocess.run([*command, "workers"], capture_output=True, text=True, timeout=120)

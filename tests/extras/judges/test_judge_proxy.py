@@ -24,7 +24,7 @@ GOOD = (200, completion("[[A=B]]"))
 def send(url, path="chat/completions", bearer=None, **settings):
     """Send one request through a proxy to the judge at `url`.
 
-    Returns (status, JSON of the response, metrics, seconds).
+    Return (status, JSON of the response, metrics, seconds).
     """
     settings = {"timeout_s": 2.0, **settings}
     judge = Judge("judge_model", url, "stub", **settings)
@@ -87,6 +87,17 @@ def test_a_permanent_status_is_not_retried(status):
     assert metrics[f"judge/judge_model/failed/http_{status}"] == 1
 
 
+def format_date(offset_s: float) -> str:
+    """Return the date in `offset_s` seconds, as an HTTP header has it."""
+    return email.utils.formatdate(time.time() + offset_s, usegmt=True)
+
+
+def format_date_in_another_zone() -> str:
+    """Return the date in 30 s, in a time zone five hours ahead of UTC."""
+    zone = timezone(timedelta(hours=5))
+    return email.utils.format_datetime(datetime.now(zone) + timedelta(seconds=30))
+
+
 @pytest.mark.parametrize(
     ("header", "seconds"),
     [
@@ -95,14 +106,9 @@ def test_a_permanent_status_is_not_retried(status):
         ("in an hour", 0.0),
         ("", 0.0),
         ("nan", 0.0),
-        (lambda: email.utils.formatdate(time.time() + 30, usegmt=True), 30.0),
-        (lambda: email.utils.formatdate(time.time() - 30, usegmt=True), 0.0),
-        (
-            lambda: email.utils.format_datetime(
-                datetime.now(timezone(timedelta(hours=5))) + timedelta(seconds=30)
-            ),
-            30.0,
-        ),
+        (lambda: format_date(30), 30.0),
+        (lambda: format_date(-30), 0.0),
+        (format_date_in_another_zone, 30.0),
     ],
     ids=[
         "seconds",
@@ -116,14 +122,14 @@ def test_a_permanent_status_is_not_retried(status):
     ],
 )
 def test_retry_after_is_seconds_or_a_date(header, seconds):
-    header = header() if callable(header) else header
+    if callable(header):
+        header = header()
     assert judge_proxy._parse_retry_after(header) == pytest.approx(seconds, abs=2.0)
     assert judge_proxy._parse_retry_after(header) >= 0.0
 
 
 def test_the_proxy_waits_until_the_date_of_retry_after():
-    date = email.utils.formatdate(time.time() + 3, usegmt=True)
-    judge = StubJudge((429, {}, [("Retry-After", date)]), GOOD)
+    judge = StubJudge((429, {}, [("Retry-After", format_date(3))]), GOOD)
     status, _, _, seconds = send(judge.url, timeout_s=10.0, attempts=1)
     assert status == 200
     assert 1.5 < seconds < 5.0
@@ -146,7 +152,7 @@ def test_pauses_between_attempts_double():
         ([(400, {"error": {"message": "maximum context length is 10"}})], "http_400", 1),
         ([(500, b"'}{\"")], "http_500", 2),
         ([(500, b'\\"}\' calling an inner server: b"\n')], "http_500", 2),
-        ([(429, {}, [("Retry-After", "60")])], "http_429", 1),  # past the timeout: no wait
+        ([(429, {}, [("Retry-After", "60")])], "http_429", 1),  # no wait beyond the timeout
         ([(200, b"<html>")], "bad_answer", 2),
         ([(200, [])], "bad_answer", 2),
         ([(200, {"choices": [{"message": {"content": 7}}]})], "bad_answer", 2),
@@ -170,7 +176,7 @@ def test_a_failed_judge_is_an_error_with_its_name_and_without_its_key(script, re
     assert judge.log[0][1] == "Bearer right-key"
     assert "right-key" not in message
     assert "context length" not in message
-    # as Gym's model server passes it on to the verifier
+    # the form in which Gym's model server passes the error on to the verifier
     error = (
         f"Hit an exception in VLLMModel calling an inner server: {json.dumps(response).encode()!r}"
     )
@@ -244,15 +250,15 @@ def test_the_proxy_serves_only_the_run_and_only_completions():
 
 def test_concurrency_limits_the_requests_in_flight():
     in_flight = 0
-    most = [0]
+    max_in_flight = 0
     lock = threading.Lock()
 
     class CountingScript(list):
         def __getitem__(self, index):
-            nonlocal in_flight
+            nonlocal in_flight, max_in_flight
             with lock:
                 in_flight += 1
-                most[0] = max(most[0], in_flight)
+                max_in_flight = max(max_in_flight, in_flight)
             time.sleep(0.4)
             with lock:
                 in_flight -= 1
@@ -267,12 +273,12 @@ def test_concurrency_limits_the_requests_in_flight():
         async with httpx.AsyncClient(headers=headers, timeout=30.0) as http:
             return await asyncio.gather(*[http.post(url, json={"messages": []}) for _ in range(12)])
 
-    # Twelve requests use two slots for 2.4 s. The timeout of 1.5 s begins when a request has one.
+    # Twelve requests take 2.4 s in two slots. The timeout of 1.5 s starts with the slot.
     settings = Judge("j", judge.url, "stub", concurrency=2, timeout_s=1.5)
     with JudgeProxy({"j": settings}) as proxy:
         responses = asyncio.run(send_many(proxy.port, proxy.key))
     assert {response.status_code for response in responses} == {200}
-    assert most[0] == 2
+    assert max_in_flight == 2
 
 
 def test_metrics_count_since_the_last_call():
@@ -286,16 +292,16 @@ def test_metrics_count_since_the_last_call():
             assert httpx.post(url, json={"messages": []}, headers=headers).status_code == 200
             return proxy.metrics()
 
-        of_one = {
+        metrics_of_one = {
             "judge/one/asked": 1.0,
             "judge/one/prompt_tokens": 5.0,
             "judge/one/completion_tokens": 2.0,
         }
-        assert count_request("one") == of_one
+        assert count_request("one") == metrics_of_one
         assert proxy.metrics() == {}
-        of_two = {key.replace("one", "two"): value for key, value in of_one.items()}
-        assert count_request("two") == of_two
-        assert count_request("one") == of_one
+        metrics_of_two = {key.replace("one", "two"): value for key, value in metrics_of_one.items()}
+        assert count_request("two") == metrics_of_two
+        assert count_request("one") == metrics_of_one
 
 
 def test_a_verifier_gets_the_text_of_a_judge_without_its_reasoning():

@@ -19,8 +19,8 @@ from kit.gym import servers as gym_servers
 from kit.gym.network import GymStartError
 
 SITE_PACKAGES = next(ROOT.glob(".venv-gym/lib/python3*/site-packages"))
-NONSENSE = "Lorem ipsum dolor sit amet."
-# {server: (its start, a response of the policy that needs the judge)}
+TEXT_WITHOUT_VERDICT = "Lorem ipsum dolor sit amet."
+# {server: (the `start` of its entry, a response of the policy that the judge decides)}
 SERVERS = {
     "abstention": ({"config": JUDGE_CONFIG}, "Paris"),
     "physics_judge": ({"config": JUDGE_CONFIG}, "The answer is \\boxed{-1}"),
@@ -32,10 +32,10 @@ SERVERS = {
         {"config": {**JUDGE_CONFIG, "should_use_judge": True}},
         "The answer is \\boxed{-1}",
     ),
-    # needs scikit-learn; CORRECT is a draw: reward 0
+    # It needs scikit-learn. CORRECT is a draw for it, with the reward 0.
     "arena_judge": ({"config": JUDGE_CONFIG, "install": True}, "Paris"),
 }
-CORRECT = "[[A=B]] [Correct]\nA"  # a verdict for each of these servers
+CORRECT = "[[A=B]] [Correct]\nA"  # each of these servers finds its verdict in this text
 
 
 def read_row(name):
@@ -57,7 +57,7 @@ def verify(urls, name, timeout_s=20.0):
 
 @contextlib.contextmanager
 def run_servers(judge, folder, names):
-    """Start servers and a proxy to `judge`: (URLs, proxy)."""
+    """Start servers and a proxy to `judge`, and yield (URLs, proxy)."""
     servers = {name: {"start": {"python": str(GYM_PYTHON), **SERVERS[name][0]}} for name in names}
     with JudgeProxy({"judge_model": judge}) as proxy:
         specs = proxy.process_specs()
@@ -66,7 +66,7 @@ def run_servers(judge, folder, names):
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory):
+def servers_with_judge(tmp_path_factory):
     """(judge, URLs, proxy): servers of two versions of Gym with one judge."""
     stub = StubJudge((200, completion(CORRECT)))
     folder = tmp_path_factory.mktemp("judged")
@@ -80,8 +80,8 @@ def judged(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_a_server_verifies_with_its_judge(judged, name):
-    judge, urls, proxy = judged
+def test_a_server_verifies_with_its_judge(servers_with_judge, name):
+    judge, urls, proxy = servers_with_judge
     judge.script = [(200, completion(CORRECT))]
     metrics_before = proxy.metrics()
     assert verify(urls, name).reward == float(name != "arena_judge"), metrics_before
@@ -92,7 +92,7 @@ def test_a_server_verifies_with_its_judge(judged, name):
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
-        ((200, completion(NONSENSE)), "no verdict in its reply: .*Lorem"),
+        ((200, completion(TEXT_WITHOUT_VERDICT)), "no verdict in its reply: .*Lorem"),
         ((200, completion("[[A>B]] or [[B>A]]")), "no verdict"),  # as arena_judge reports
         ((200, b"<html>"), "bad_answer"),
         ((401, {"error": "right-key"}), "http_401"),
@@ -103,8 +103,8 @@ def test_a_server_verifies_with_its_judge(judged, name):
     ],
     ids=["nonsense", "both", "html", "401", "wrong model", "429", "500", "never"],
 )
-def test_a_failed_judge_never_gives_a_reward(judged, name, reply, reason):
-    judge, urls, _ = judged
+def test_a_failed_judge_never_gives_a_reward(servers_with_judge, name, reply, reason):
+    judge, urls, _ = servers_with_judge
     judge.script = [reply]
     with pytest.raises(GymError, match=rf"judge_model.*{reason}") as caught:
         verify(urls, name)
@@ -114,7 +114,7 @@ def test_a_failed_judge_never_gives_a_reward(judged, name, reply, reason):
 
 @pytest.mark.soak  # over a minute; tests/test_stack.py has the policy as a judge
 def test_a_model_in_vllm_can_be_a_judge(tmp_path, monkeypatch):
-    """vLLM serves a model with random weights that can sample two verdicts, to three servers."""
+    """vLLM serves a model with random weights to three servers. It can sample only two verdicts."""
     from transformers import AutoTokenizer
 
     verdicts = {"right": CORRECT, "wrong": "[[A!=B]] [Incorrect]\nB"}
@@ -133,7 +133,9 @@ def test_a_model_in_vllm_can_be_a_judge(tmp_path, monkeypatch):
     judge = build_judges({"judge_model": spec}, 60.0, cpu_dtype="float32")["judge_model"]
     names = ["abstention", "physics_judge", "math_with_judge"]
     with run_servers(judge, tmp_path / "logs", names) as (urls, proxy):
-        rewards = [verify(urls, name, 60.0).reward for name in urls for _ in range(4)]
+        rewards = []
+        for name in urls:
+            rewards += [verify(urls, name, 60.0).reward for _ in range(4)]
         metrics = proxy.metrics()
     assert set(rewards) <= {0.0, 1.0}
     assert metrics["judge/judge_model/completion_tokens"] >= 12
@@ -168,10 +170,10 @@ def test_a_model_in_vllm_can_be_a_judge(tmp_path, monkeypatch):
 )
 def test_the_judges_of_a_server_are_checked_before_it_starts(name, start, judges, problem):
     start = {"python": str(GYM_PYTHON), **start}
-    context = contextlib.nullcontext()
+    expectation = contextlib.nullcontext()
     if problem:
-        context = pytest.raises(GymStartError, match=problem)
-    with context:
+        expectation = pytest.raises(GymStartError, match=problem)
+    with expectation:
         process_specs.check_judges(name, start, judges)
     process_specs.check_judges(name, start, ["judge_model", "policy_model", *judges], [name])
 

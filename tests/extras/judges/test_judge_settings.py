@@ -1,4 +1,4 @@
-"""`gym.judges` of a recipe: its checks, the judges that it describes, their keys and their GPUs."""
+"""The section `gym.judges` of a recipe: checks, API keys, GPUs and endpoints of judges."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ from kit.runs import prepare
     ],
     ids=str,
 )
-def test_an_invalid_value_of_a_judge_is_one_error_with_its_key(spec, problem):
+def test_an_invalid_value_of_a_judge_is_one_error_that_names_its_key(spec, problem):
     (message,) = find_problems({"judge_model": spec}, 60.0)
     assert re.search(rf"gym\.judges\.judge_model.*{problem}", message)
     assert "sk-1" not in message
@@ -110,11 +110,12 @@ def test_a_recipe_with_judges_is_checked_before_anything_starts(gym, problems):
 
 
 def test_the_key_of_a_judge_is_not_shown_to_a_server(monkeypatch):
+    # names that do not look like names of secrets
     monkeypatch.setenv("JUDGE_WORD", "hidden")
     monkeypatch.setenv("OTHER_WORD", "shown")
     judge = {"base_url": "https://x/v1", "model": "m", "api_key_env": "JUDGE_WORD"}
 
-    def check(*names):
+    def find_problems_of(*names):
         start = {"python": str(GYM_PYTHON), "env": list(names)}
         settings = {
             "judges": {"judge_model": judge},
@@ -124,8 +125,8 @@ def test_the_key_of_a_judge_is_not_shown_to_a_server(monkeypatch):
         config, _ = load_config([], overrides)
         return list(judges.check_recipe(config, "train"))
 
-    assert check("OTHER_WORD") == []
-    (problem,) = check("OTHER_WORD", "JUDGE_WORD")
+    assert find_problems_of("OTHER_WORD") == []
+    (problem,) = find_problems_of("OTHER_WORD", "JUDGE_WORD")
     expected = r"physics_judge\.start\.env shows JUDGE_WORD, the key of gym\.judges\.judge_model"
     assert re.search(expected, problem) and "hidden" not in problem
 

@@ -1,4 +1,4 @@
-"""The scripts with which `make math` prepares a GPU node: one line for each thing that it lacks."""
+"""The scripts with which `make math` prepares a GPU node. They print a line for each problem."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write_free_space(folder: Path, disk_gib: int, shared_gib: int) -> None:
 
 @pytest.fixture
 def node(tmp_path) -> Path:
-    """A folder with the programs of a node that has all that it needs."""
+    """A folder with stand-ins for the programs of a node without problems."""
     fake_nvidia_smi.write(tmp_path, gpus=8)
     write_free_space(tmp_path, disk_gib=100, shared_gib=16)
     for name in ("cc", "python3"):
@@ -54,7 +54,7 @@ def node(tmp_path) -> Path:
     return tmp_path
 
 
-def test_a_node_that_has_all_is_not_reported(node):
+def test_a_node_without_problems_prints_nothing(node):
     done = run_script("check_gpu_node.sh", node)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -71,14 +71,14 @@ def test_a_node_that_has_all_is_not_reported(node):
         ({"memory_used": "70000"}, "another process uses 68 GiB of a GPU. End it"),
     ],
 )
-def test_each_lack_of_the_gpus_is_one_line(node, values, line):
+def test_each_problem_of_the_gpus_is_one_line(node, values, line):
     fake_nvidia_smi.write(node, gpus=2, **values)
     done = run_script("check_gpu_node.sh", node)
     assert done.returncode == 1 and done.stdout.startswith(f"missing: {line}")
     assert len(done.stdout.splitlines()) == 1 and not done.stderr
 
 
-def test_each_lack_of_the_machine_is_one_line(node):
+def test_each_problem_of_the_machine_is_one_line(node):
     write_free_space(node, disk_gib=7, shared_gib=0)
     write_program(node, "uname", "echo aarch64")
     write_program(node, "getconf", "echo glibc 2.17")
@@ -99,7 +99,7 @@ def test_each_lack_of_the_machine_is_one_line(node):
         assert line.startswith(f"missing: {beginning}")
 
 
-def test_without_a_gpu_the_cpu_command_is_named(node):
+def test_without_a_gpu_the_command_for_a_cpu_is_printed(node):
     write_program(node, "nvidia-smi", "exit 9")
     done = run_script("check_gpu_node.sh", node)
     assert done.stdout == "nvidia-smi -L lists no GPU. On a CPU, run: make demo\n"
@@ -123,7 +123,7 @@ def test_only_visible_gpus_are_checked(node):
 
 @pytest.mark.parametrize("has_headers", [True, False])
 def test_the_systems_python_is_used_if_it_has_headers(node, has_headers):
-    """Triton compiles against them. Otherwise uv's Python is used, which has them."""
+    """Triton compiles against the headers. The Python of uv has them."""
     write_program(node, "python3.12", f"exit {int(not has_headers)}")
     write_program(node, "uv", 'test "$2" = install || echo /of/uv/python3.12')
     done = run_script("find_python.sh", node, str(node / "uv"))
@@ -131,7 +131,7 @@ def test_the_systems_python_is_used_if_it_has_headers(node, has_headers):
     assert (done.returncode, done.stdout.strip()) == (0, expected)
 
 
-def test_without_any_python_312_the_package_to_install_is_named(node):
+def test_without_python_312_the_package_to_install_is_printed(node):
     write_program(node, "python3.12", "exit 1")
     write_program(node, "uv", "exit 1")
     done = run_script("find_python.sh", node, str(node / "uv"))
@@ -151,35 +151,37 @@ def environment(node) -> Path:
     return node
 
 
-def install(environment: Path, choice: str = "", **variables: str):
+def install_flash_attn(environment: Path, choice: str = "", **variables: str):
+    """Run the script with the value of FLASH_ATTN: a file, `build` or nothing."""
     return run_script("flash_attn.sh", environment, "./uv", "venv", choice, **variables)
 
 
-def calls(environment: Path) -> list[str]:
+def read_calls(environment: Path) -> list[str]:
+    """Read the arguments of each call of `uv`."""
     path = environment / "calls"
     return path.read_text().splitlines() if path.exists() else []
 
 
-def test_flash_attn_comes_as_a_wheel_for_these_versions(environment):
-    done = install(environment)
+def test_flash_attn_is_installed_from_a_wheel_for_these_versions(environment):
+    done = install_flash_attn(environment)
     assert (done.returncode, done.stdout) == (0, "")
-    (call,) = calls(environment)
+    (call,) = read_calls(environment)
     assert call.endswith("flash_attn-2.8.3-cp312-cp312-linux_x86_64.whl") and "--no-deps" in call
 
 
-def test_a_wheel_that_cannot_be_reached_is_one_line_and_compiles_nothing(environment):
-    done = install(environment, UV_STATUS="1")
+def test_a_wheel_that_cannot_be_downloaded_is_one_line_and_nothing_is_compiled(environment):
+    done = install_flash_attn(environment, UV_STATUS="1")
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 1
     assert "Run: make math FLASH_ATTN=that-file.whl (or FLASH_ATTN=build, one hour)" in done.stdout
-    assert "--no-build-isolation" not in "".join(calls(environment))
+    assert "--no-build-isolation" not in "".join(read_calls(environment))
 
 
 def test_an_installed_flash_attn_is_kept(environment):
     write_program(environment / "venv" / "bin", "python", "exit 0")
-    assert install(environment, "build").returncode == 0 and not calls(environment)
+    assert install_flash_attn(environment, "build").returncode == 0 and not read_calls(environment)
 
 
-def test_it_is_compiled_only_if_asked_and_for_the_gpus_here(environment):
+def test_it_is_compiled_only_on_request_and_for_the_gpus_of_this_machine(environment):
     (environment / "cuda" / "bin").mkdir(parents=True)
     write_program(environment / "cuda" / "bin", "nvcc", 'echo "Cuda, release 13.0, V13.0.88"')
     write_program(
@@ -187,19 +189,21 @@ def test_it_is_compiled_only_if_asked_and_for_the_gpus_here(environment):
     )
     write_program(environment, "nproc", "echo 64")
     cuda = str(environment / "cuda")
-    assert install(environment, "build", CUDA_HOME=cuda).returncode == 0
-    assert calls(environment)[-1].endswith(f"--no-build-isolation flash-attn==2.8.3 90 16 {cuda}")
+    assert install_flash_attn(environment, "build", CUDA_HOME=cuda).returncode == 0
+    assert read_calls(environment)[-1].endswith(
+        f"--no-build-isolation flash-attn==2.8.3 90 16 {cuda}"
+    )
 
 
-def test_a_compiler_of_another_cuda_is_one_line(environment):
+def test_a_compiler_of_another_cuda_version_is_one_line(environment):
     (environment / "cuda" / "bin").mkdir(parents=True)
     write_program(environment / "cuda" / "bin", "nvcc", 'echo "Cuda, release 12.4, V12.4.1"')
-    done = install(environment, "build", CUDA_HOME=str(environment / "cuda"))
-    assert done.returncode == 1 and not calls(environment)
+    done = install_flash_attn(environment, "build", CUDA_HOME=str(environment / "cuda"))
+    assert done.returncode == 1 and not read_calls(environment)
     assert done.stdout.startswith("missing: ") and len(done.stdout.splitlines()) == 1
 
 
 def test_a_file_that_the_user_gives_is_installed(environment):
-    assert install(environment, "mine.whl").returncode == 0
-    assert calls(environment)[0].endswith("mine.whl")
-    assert install(environment, "mine.whl", UV_STATUS="1").returncode == 1
+    assert install_flash_attn(environment, "mine.whl").returncode == 0
+    assert read_calls(environment)[0].endswith("mine.whl")
+    assert install_flash_attn(environment, "mine.whl", UV_STATUS="1").returncode == 1

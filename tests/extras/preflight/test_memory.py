@@ -1,4 +1,4 @@
-"""The memory estimate: counts of real models, sizes computed by hand, stages that do not fit."""
+"""The memory estimate: parameters of models, sizes computed by hand, stages that do not fit."""
 
 from types import SimpleNamespace
 
@@ -18,34 +18,38 @@ from kit.extras.preflight.memory import GIB
 from kit.runs import prepare
 
 TINY = {"vocab_size": 40, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
-QWEN = {  # Qwen2.5: published parameters, and the sizes of config.json
+# Qwen2.5: {model: (published number of parameters, sizes of its config.json)}
+QWEN = {
     "0.5B": (0.494e9, (896, 4864, 24, 14, 2, 151936, True)),
     "1.5B": (1.54e9, (1536, 8960, 28, 12, 2, 151936, True)),
     "32B": (32.5e9, (5120, 27648, 64, 40, 8, 152064, False)),
 }
-NAMES = (
+CONFIG_KEYS = (  # of the sizes in QWEN
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
+    "vocab_size",
+    "tie_word_embeddings",
 )
 
 
 def qwen(name: str) -> Qwen2Config:
-    return Qwen2Config(
-        **dict(zip((*NAMES, "vocab_size", "tie_word_embeddings"), QWEN[name][1], strict=True))
-    )
+    """The configuration of a model of QWEN."""
+    _, sizes = QWEN[name]
+    return Qwen2Config(**dict(zip(CONFIG_KEYS, sizes, strict=True)))
 
 
 def make_config(model: str, *changes: str):
-    """configs/math.yaml for one GPU and a model of Qwen2.5, with all sizes of a run."""
+    """Load configs/math.yaml for one GPU and a model of QWEN, and set the sizes of a run."""
     config, _ = load_config(["math"], ["trainer.n_gpus_per_node=1", *changes])
     prepare.set_sizes(config, qwen(model))
     return config
 
 
 def estimate(model: str, *changes: str):
+    """Estimate the memory of each stage of training on GPUs of 80 GiB."""
     return memory.estimate_stages(make_config(model, *changes), qwen(model), 80 * GIB, "train")
 
 
@@ -59,25 +63,24 @@ def test_the_parameters_of_a_real_model_are_counted(tied, heads, head):
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     assert memory.count_parameters(config).model == model.num_parameters()
-    assert memory.count_parameters(config).layer == sum(
-        p.numel() for p in model.model.layers[0].parameters()
-    )
+    of_first_layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    assert memory.count_parameters(config).layer == of_first_layer
 
 
 def test_the_parameters_of_experts_and_of_published_models_are_counted():
     config = Qwen3MoeConfig(**TINY, num_attention_heads=4, moe_intermediate_size=64, num_experts=8)
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(config)
-    # not counted: routers, and the norms of queries and keys
+    # The estimate omits routers, and the norms of queries and keys.
     assert memory.count_parameters(config).model == pytest.approx(model.num_parameters(), rel=0.02)
     for name, (published, _) in QWEN.items():
         assert memory.count_parameters(qwen(name)).model == pytest.approx(published, rel=0.01)
 
 
-@pytest.mark.parametrize("keys", [4, 2])
+@pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_activations_are_the_tensors_that_autograd_keeps(keys, dtype):
-    config = LlamaConfig(**TINY, num_attention_heads=4, num_key_value_heads=keys)
+def test_activations_are_the_tensors_that_autograd_keeps(kv_heads, dtype):
+    config = LlamaConfig(**TINY, num_attention_heads=4, num_key_value_heads=kv_heads)
     model = LlamaForCausalLM(config).to(dtype).model
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     tokens = 64
@@ -92,11 +95,11 @@ def test_activations_are_the_tensors_that_autograd_keeps(keys, dtype):
         model(input_ids=torch.arange(tokens)[None] % 40, use_cache=False)
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     estimated = 3 * tokens * memory.activation_bytes(config, dtype.itemsize)
-    assert estimated == pytest.approx(measured, rel=0.1)  # without the last norm
+    assert estimated == pytest.approx(measured, rel=0.1)  # the estimate omits the last norm
 
 
-def test_the_cache_of_a_token_computed_by_hand():
-    # key and value, layers, heads, width, bytes
+def test_the_kv_cache_agrees_with_sizes_computed_by_hand():
+    # 2 tensors (key, value) x 28 layers x 2 heads x 128 values x 2 bytes
     assert memory.kv_bytes_per_token(qwen("1.5B"), 2) == 2 * 28 * 2 * 128 * 2
     config = make_config("1.5B")
     lines = memory.describe(config, qwen("1.5B"), "evaluate")
@@ -108,7 +111,7 @@ def test_the_cache_of_a_token_computed_by_hand():
 
 @pytest.mark.parametrize("gpus", [1, 8])
 @pytest.mark.parametrize("changes", [[], ["algorithm.adv_estimator=gae"]], ids=["grpo", "ppo"])
-def test_the_gpu_recipe_fits_a_gpu_with_room_for_all_that_vllm_runs_together(gpus, changes):
+def test_the_gpu_recipe_fits_and_the_kv_cache_holds_all_concurrent_episodes(gpus, changes):
     config = make_config("0.5B", f"trainer.n_gpus_per_node={gpus}", *changes)
     assert not memory.find_shortages(config, qwen("0.5B"), "train")
     episode = config.data.max_prompt_length + config.data.max_response_length
@@ -117,16 +120,18 @@ def test_the_gpu_recipe_fits_a_gpu_with_room_for_all_that_vllm_runs_together(gpu
     assert needed * memory.kv_bytes_per_token(qwen("0.5B"), 2) < cache
 
 
-def test_weights_and_optimizer_computed_by_hand():
+def test_weights_and_optimizer_agree_with_sizes_computed_by_hand():
     parts = estimate("1.5B")["update"]
     size = memory.count_parameters(qwen("1.5B")).model
     assert (parts["weights"], parts["optimizer"]) == (4 * size, 8 * size)
     assert parts["logits"] == 3 * 24576 * 151936 * 2
-    split = estimate("1.5B", "trainer.n_gpus_per_node=8")["update"]
-    assert (split["weights"], split["optimizer"]) == (4 * size / 8, 8 * size / 8)
-    assert (parts["gradients"], split["gradients"]) == (4 * size, 4 * size / 8)
-    whole = "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation=true"
-    assert estimate("1.5B", "trainer.n_gpus_per_node=8", whole)["update"]["gradients"] == 4 * size
+    sharded = estimate("1.5B", "trainer.n_gpus_per_node=8")["update"]
+    assert (sharded["weights"], sharded["optimizer"]) == (4 * size / 8, 8 * size / 8)
+    assert (parts["gradients"], sharded["gradients"]) == (4 * size, 4 * size / 8)
+    # without a synchronization after each micro-batch, each GPU has all gradients
+    no_sync = "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation=true"
+    unsharded = estimate("1.5B", "trainer.n_gpus_per_node=8", no_sync)["update"]
+    assert unsharded["gradients"] == 4 * size
     engine = "actor_rollout_ref.actor.fsdp_config"
     offloads = [f"{engine}.param_offload=true", f"{engine}.optimizer_offload=true"]
     offloaded = estimate("1.5B", *offloads)
@@ -155,17 +160,17 @@ def test_each_stage_that_does_not_fit_is_a_line_with_its_keys(monkeypatch):
     assert "tensor_model_parallel_size" in shortages[4]
     assert "Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu" in shortages[2]
     engine = "actor_rollout_ref.actor.fsdp_config"
-    spread = [
+    changes = [  # eight GPUs, and states offloaded to the CPU
         "trainer.n_gpus_per_node=8",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=8",
         f"{engine}.param_offload=true",
         f"{engine}.optimizer_offload=true",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
     ]
-    assert not memory.find_shortages(make_config("32B", *spread), qwen("32B"), "train")
+    assert not memory.find_shortages(make_config("32B", *changes), qwen("32B"), "train")
 
 
-def test_a_model_of_another_form_is_not_estimated():
+def test_a_model_with_other_configuration_keys_is_not_estimated():
     config = make_config("1.5B")
     other = SimpleNamespace(hidden_size=8)
     lines = memory.describe(config, other, "train")
@@ -173,24 +178,18 @@ def test_a_model_of_another_form_is_not_estimated():
     assert not memory.find_shortages(config, other, "train")
 
 
-SMALL = Qwen2Config(  # Qwen2.5-0.5B, the model of configs/math.yaml
-    **dict(zip(NAMES, (896, 4864, 24, 14, 2), strict=True)),
-    vocab_size=151936,
-    tie_word_embeddings=True,
-)
-
-
 @pytest.mark.parametrize("recipes", [["math"], ["math", "ppo"], ["math", "ahead"]])
 def test_the_sizes_of_math_yaml_fit_on_one_h100(recipes):
-    """A tenth of its 79.6 GiB stays free, since these are estimates."""
+    """The sizes are estimates, so a tenth of the GPU's 79.6 GiB must stay free."""
     config, _ = load_config(recipes, ["trainer.n_gpus_per_node=1"])
-    prepare.set_sizes(config, SMALL)
-    stages = memory.estimate_stages(config, SMALL, int(79.6 * GIB), "train")
+    model = qwen("0.5B")  # the model of configs/math.yaml
+    prepare.set_sizes(config, model)
+    stages = memory.estimate_stages(config, model, int(79.6 * GIB), "train")
     assert max(sum(parts.values()) for parts in stages.values()) < 0.9 * 79.6 * GIB
 
 
-def test_weights_over_nccl_take_two_buckets_on_each_gpu():
-    """verl's engine sends one while it fills the other; gloo and CUDA IPC have one."""
+def test_a_weight_sync_over_nccl_takes_two_buckets_on_each_gpu():
+    """verl sends one bucket while it fills the other. With gloo and CUDA IPC there is one."""
     bucket = 2048 * 2**20
     shared = estimate("1.5B")["sync"]["bucket"]
     separate = "actor_rollout_ref.rollout.nnodes=1"

@@ -1,4 +1,4 @@
-"""What a node lacks: each lack is a line with a fix, from the GPUs that the run may use."""
+"""The checks of a node: each problem is one line with a fix. Only visible GPUs are checked."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def no_packages(monkeypatch):
 @pytest.mark.parametrize(
     ("visible", "count"), [(None, 8), ("0,1", 2), ("3", 1), ("0,-1,2", 1), ("", 0)]
 )
-def test_only_visible_gpus_count_and_parts_of_one_do_not(smi, monkeypatch, visible, count):
+def test_only_visible_gpus_are_counted_and_mig_parts_are_not(smi, monkeypatch, visible, count):
     smi(gpus=8, mig_parts=7)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -69,7 +69,7 @@ def test_a_driver_that_is_too_old_for_cuda_13_is_a_problem(smi, driver, is_old):
 
 
 def test_each_shortage_of_a_node_is_a_line_with_a_fix(smi, no_packages, monkeypatch, tmp_path):
-    """Disk and shared memory on every node; GPUs, cores and packages on a node with GPUs."""
+    """Disk and shared memory are checked on every node; the rest on a node with GPUs."""
     changes = [
         "trainer.n_gpus_per_node=4",
         "trainer.max_actor_ckpt_to_keep=2",
@@ -78,37 +78,46 @@ def test_each_shortage_of_a_node_is_a_line_with_a_fix(smi, no_packages, monkeypa
     ]
     config = make_config("1.5B", *changes)
     monkeypatch.setattr(node.shutil, "disk_usage", lambda _: SimpleNamespace(free=500 * GIB))
-    assert list(node.find_problems(config, qwen("1.5B"), "train")) == []  # no GPU: another node
+    # This machine has no GPU, so the run is taken to be on another node.
+    assert list(node.find_problems(config, qwen("1.5B"), "train")) == []
 
-    def free(folder):
-        return SimpleNamespace(free={"/dev/shm": 2**26}.get(str(folder), 50 * GIB))
+    def report_little_space(folder):
+        free = 2**26 if str(folder) == "/dev/shm" else 50 * GIB
+        return SimpleNamespace(free=free)
 
-    monkeypatch.setattr(node.shutil, "disk_usage", free)
+    monkeypatch.setattr(node.shutil, "disk_usage", report_little_space)
     monkeypatch.setattr(node.os, "sched_getaffinity", lambda _: {0, 1})
     smi(gpus=2)
     config = make_config("1.5B", *changes)
-    disk, shared, found, cores, engine, slow = node.find_problems(config, qwen("1.5B"), "train")
-    # two stay while the third is written; weights and two moments in fp32
+    problems = list(node.find_problems(config, qwen("1.5B"), "train"))
+    disk, shared_memory, gpu_count, cores, engine, attention_line = problems
+    # Two checkpoints stay while the third is written. Each has weights and two moments in fp32.
     size = 3 * 12 * memory.count_parameters(qwen("1.5B")).model / GIB
     assert disk.startswith(
         f"3 checkpoints take {size:.1f} GiB, and {tmp_path}/new has 50.0. Lower trainer.max_actor"
     )
-    assert shared.startswith("/dev/shm has 0.06 GiB free, and the weight sync and NCCL need 1.0.")
-    assert found.startswith("This node has 2 GPUs, and the run uses 4. Set trainer.n_gpus_per_node")
+    assert shared_memory.startswith(
+        "/dev/shm has 0.06 GiB free, and the weight sync and NCCL need 1.0."
+    )
+    assert gpu_count.startswith(
+        "This node has 2 GPUs, and the run uses 4. Set trainer.n_gpus_per_node"
+    )
     assert cores.startswith("This node has 2 cores, and Ray gives one to each of 4 processes. Set ")
     assert engine == "vllm is not installed. See docs/backends.md."
-    assert slow.startswith("flash-attn is not installed, so the trainer uses sdpa: results are")
+    assert attention_line.startswith(
+        "flash-attn is not installed, so the trainer uses sdpa: results are"
+    )
     rollout_problems = node.find_problems(make_config("1.5B"), qwen("1.5B"), "rollout")
     assert len(list(rollout_problems)) == 3  # nothing is trained
     config.actor_rollout_ref.rollout.nnodes = 1
     config.actor_rollout_ref.rollout.checkpoint_engine.backend = "nccl"
-    *_, found, _, cupy, _, _ = node.find_problems(config, qwen("1.5B"), "train")
-    assert "the run uses 8" in found
+    *_, gpu_count, _, cupy, _, _ = node.find_problems(config, qwen("1.5B"), "train")
+    assert "the run uses 8" in gpu_count
     assert "by cupy, which is not installed. Install requirements-gpu.txt, or set" in cupy
 
 
 def test_weights_pass_through_shared_memory_on_a_cpu_only(monkeypatch):
-    """On GPUs they stay in GPU memory: eight of them do not need 32 GiB of /dev/shm."""
+    """On GPUs the weights stay in GPU memory, so eight GPUs do not need 32 GiB of /dev/shm."""
     monkeypatch.setattr(node.shutil, "disk_usage", lambda _: SimpleNamespace(free=20 * GIB))
     on_gpus = make_config("1.5B", "trainer.n_gpus_per_node=8")
     assert not list(node.check_shared_memory(on_gpus))
@@ -123,27 +132,27 @@ ATTENTION = "actor_rollout_ref.model.override_config"
 PAGE = '. See docs/backends.md, "flash-attn".'
 
 
-def chosen(config) -> str | None:
+def get_attention(config) -> str | None:
     return config.actor_rollout_ref.model.override_config.get("attn_implementation")
 
 
-def test_grpo_trains_with_sdpa_and_says_what_that_costs(smi, no_packages):
+def test_grpo_trains_with_sdpa_and_a_warning_states_the_cost(smi, no_packages):
     smi(gpus=1)
     config = make_config("1.5B")
-    assert chosen(config) == "sdpa" and not list(attention.check(config, "train"))
-    (cost,) = attention.warnings(config, "train")
-    assert "4 to 5 times as long" in cost and "make math FLASH_ATTN=build" in cost
-    assert cost.endswith(PAGE)
+    assert get_attention(config) == "sdpa" and not list(attention.check(config, "train"))
+    (warning,) = attention.warnings(config, "train")
+    assert "4 to 5 times as long" in warning and "make math FLASH_ATTN=build" in warning
+    assert warning.endswith(PAGE)
 
 
 def test_an_attention_that_the_recipe_names_is_kept(smi, no_packages):
     smi(gpus=1)
     eager = make_config("1.5B", f"+{ATTENTION}.attn_implementation=eager")
-    assert chosen(eager) == "eager" and not list(attention.warnings(eager, "train"))
+    assert get_attention(eager) == "eager" and not list(attention.warnings(eager, "train"))
     flash = make_config("1.5B", f"+{ATTENTION}.attn_implementation=flash_attention_2")
-    (missing,) = attention.warnings(flash, "train")
-    assert missing.startswith("flash_attention_2 is not installed. Install flash-attn")
-    assert missing.endswith(PAGE)
+    (warning,) = attention.warnings(flash, "train")
+    assert warning.startswith("flash_attention_2 is not installed. Install flash-attn")
+    assert warning.endswith(PAGE)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +166,7 @@ def test_an_attention_that_the_recipe_names_is_kept(smi, no_packages):
         ),
     ],
 )
-def test_what_cannot_work_without_flash_attn_is_one_error(smi, no_packages, change, part):
+def test_a_feature_that_needs_flash_attn_is_one_error_without_it(smi, no_packages, change, part):
     smi(gpus=2)
     config, _ = load_config(["math"], ["trainer.n_gpus_per_node=2", change])
     (problem,) = prepare.extras.collect("check_workers", config, "train", config, "train")
@@ -169,12 +178,12 @@ def test_another_node_may_have_flash_attn(no_packages, monkeypatch, tmp_path):
     """A dry run on a machine without GPUs changes no attention and refuses no critic."""
     monkeypatch.setenv("PATH", str(tmp_path))
     config = make_config("1.5B", "algorithm.adv_estimator=gae")
-    assert chosen(config) is None and not list(attention.check(config, "train"))
+    assert get_attention(config) is None and not list(attention.check(config, "train"))
 
 
-def test_flash_attn_is_used_where_it_is_installed(smi, monkeypatch):
+def test_flash_attn_is_used_if_it_is_installed(smi, monkeypatch):
     smi(gpus=1)
     monkeypatch.setattr(attention, "is_installed", lambda package: package == "flash_attn")
     config = make_config("1.5B", "algorithm.adv_estimator=gae")
-    assert chosen(config) is None and not list(attention.check(config, "train"))
+    assert get_attention(config) is None and not list(attention.check(config, "train"))
     assert not list(attention.warnings(config, "train"))

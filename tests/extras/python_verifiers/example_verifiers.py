@@ -1,4 +1,4 @@
-"""Functions and environments that the tests of the Python verifiers copy to `my.py`."""
+"""Reward functions and environment classes. The tests of Python verifiers copy them to `my.py`."""
 
 import asyncio
 import ctypes
@@ -10,11 +10,11 @@ import threading
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    print("it prints", solution_str)  # which is not an answer
+    print("it prints", solution_str)  # output must not be taken for the result
     return float(ground_truth in solution_str)
 
 
-def by_name(ground_truth, **others):
+def score_with_details(ground_truth, **others):
     extra_info = others["extra_info"]
     assert extra_info["row"]["answer"] == ground_truth and extra_info["num_turns"] == 2
     return {
@@ -27,16 +27,16 @@ def by_name(ground_truth, **others):
     }
 
 
-async def later(data_source, solution_str, ground_truth, extra_info=None, strict=False):
+async def score_async(data_source, solution_str, ground_truth, extra_info=None, strict=False):
     await asyncio.sleep(0.01)
     return {"score": 1 if strict else 0}
 
 
-def with_failed(data_source, solution_str, ground_truth, extra_info):
+def return_failed_key(data_source, solution_str, ground_truth, extra_info):
     return {"score": 0.5, "failed": solution_str or None}
 
 
-INVALID = {
+INVALID = {  # values that a function must not return
     "none": None,
     "nan": float("nan"),
     "text": "1.0",
@@ -49,7 +49,7 @@ INVALID = {
 }
 
 
-def wrong(data_source, solution_str, ground_truth, extra_info):
+def return_invalid(data_source, solution_str, ground_truth, extra_info):
     return INVALID[solution_str]
 
 
@@ -59,6 +59,8 @@ async def never_yields(data_source, solution_str, ground_truth, extra_info):
 
 
 class HostileError(Exception):
+    """An exception that can be neither unpickled nor converted to text."""
+
     def __init__(self, one, two):
         pass
 
@@ -123,17 +125,17 @@ ACTIONS = {
 }
 
 
-def bad(data_source, solution_str, ground_truth, extra_info):
+def run_action(data_source, solution_str, ground_truth, extra_info):
     return ACTIONS[solution_str]()
 
 
-def picky(solution_str, **_):
+def count_sevens(solution_str, **_):
     if "?" in solution_str:
         raise ValueError(solution_str)
     return {"score": solution_str.count("7"), "length": len(solution_str)}
 
 
-def two(data_source, solution_str):
+def take_two_arguments(data_source, solution_str):
     return 1.0
 
 
@@ -178,11 +180,15 @@ class Unpicklable(Game):
         self.rest = (n for n in range(3))
 
 
-class Wrong(Game):
+class PairStep(Game):
+    """Its step returns two values instead of three."""
+
     def step(self, text):
         return "only", 1.0
 
 
 class Large(Game):
+    """Its state is too large to be sent to another process."""
+
     def reset(self, row):
         self.data = bytes(2**27)

@@ -1,4 +1,4 @@
-"""Functions that the tests of processes and sandboxes copy to `my.py`."""
+"""Reward functions that misuse their process. The tests copy them to `my.py`."""
 
 import contextlib
 import json
@@ -31,14 +31,14 @@ def write_to_pipes(data):
             os.write(fd, data)
 
 
-def claim_much(**_):
-    """An answer of 2**60 bytes, to a request that was never made."""
+def announce_long_answer(**_):
+    """Write the header of an answer of 2**60 bytes, with the number of no request."""
     write_to_pipes(struct.pack("!QQQ", 1, 2**60, 0))
     time.sleep(60)
 
 
 def answer_in_advance(**_):
-    """A whole answer to the next request."""
+    """Write a complete answer before the next request, with a reward of a million."""
     text = json.dumps({"reward": 1e6, "reward_components": {}, "_seconds": 0.0}).encode()
     write_to_pipes(struct.pack("!QQQ", 0, len(text), 0) + text)
     return 0.25
@@ -62,10 +62,10 @@ def can_connect(host, port):
 
 def look_around(solution_str, **_):
     host, port, secret, folder = solution_str.split()
-    seen = {
+    visible = {
         "secret": Path(secret).exists(),
         "processes": sum(name.isdigit() for name in os.listdir("/proc")),
         "writes": can_write(folder),
         "network": can_connect(host, port),
     }
-    return {"score": 1.0, "seen": json.dumps(seen)}
+    return {"score": 1.0, "visible": json.dumps(visible)}

@@ -1,6 +1,6 @@
-"""The math verifier gives the rewards of Gym's math_with_judge server, and its calls end in time.
+"""The math verifier gives the rewards of Gym's math_with_judge server. Its calls have a timeout.
 
-benchmarks/math_verifier.py compares 1,000 answers, and measures a step of 5,120.
+benchmarks/math_verifier.py compares 1,000 answers, and measures a step of 5,120 answers.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import GYM_PYTHON, ROOT
-from verifier_helpers import make_router, play, rewards, run_session
+from verifier_helpers import list_rewards, make_router, play, run_session
 
 from kit.config.python_files import import_file
 from kit.gym.servers import running_servers
 
 VERIFIER = "kit/extras/python_verifiers/math_answers.py:verify_math"
-CHANGED = """
+# Variants of the verifier: one interrupts math-verify after 0.5 s, one loses its process.
+CHANGED_VERIFIERS = """
 import os
 from kit.extras.python_verifiers import math_answers
 
@@ -42,15 +43,19 @@ ROW = {"expected_answer": "18", "responses_create_params": {}}
 
 
 @pytest.fixture
-def changed(tmp_path, monkeypatch):
-    """Makes a router for a function of CHANGED."""
-    (tmp_path / "my.py").write_text(CHANGED)
+def build_changed_router(tmp_path, monkeypatch):
+    """A function that makes a router for a function of CHANGED_VERIFIERS."""
+    (tmp_path / "my.py").write_text(CHANGED_VERIFIERS)
     monkeypatch.chdir(tmp_path)
-    return lambda name, **pool: make_router(tmp_path, f"my.py:{name}", **pool)
+
+    def build_router(name, **pool):
+        return make_router(tmp_path, f"my.py:{name}", **pool)
+
+    return build_router
 
 
 def test_rewards_are_those_of_gyms_server(tmp_path, monkeypatch):
-    """One answer of every second kind, and one that math-verify interrupts."""
+    """The sample has every second kind of answer, and one that math-verify interrupts."""
     monkeypatch.chdir(ROOT)
     bench = import_file(ROOT / "benchmarks" / "math_verifier.py")
     samples = bench.make_samples(len(bench.FORMS) + len(bench.OTHERS) + 1, slow=1)[::2]
@@ -62,10 +67,10 @@ def test_rewards_are_those_of_gyms_server(tmp_path, monkeypatch):
 
     with running_servers({"math_with_judge": {"start": start}}, tmp_path) as urls:
         url = urls["math_with_judge"]
-        gyms = asyncio.run(bench.verify_with_gym(url, samples, concurrency=2))
-    ours = asyncio.run(verify_with_kit())
-    assert bench.list_differences(samples, ours, gyms) == []
-    assert set(ours) == {0.0, 1.0}
+        gym_rewards = asyncio.run(bench.verify_with_gym(url, samples, concurrency=2))
+    kit_rewards = asyncio.run(verify_with_kit())
+    assert bench.list_differences(samples, kit_rewards, gym_rewards) == []
+    assert set(kit_rewards) == {0.0, 1.0}
 
 
 def test_delimiters_around_the_expected_answer_are_removed_and_no_answer_is_a_failure(
@@ -83,36 +88,40 @@ def test_delimiters_around_the_expected_answer_are_removed_and_no_answer_is_a_fa
             return results
 
     results = asyncio.run(verify_all())
-    assert [rewards(pair) for pair in results] == [
-        [1.0, 0.0],
-        [1.0, 0.0],
-        [1.0, 0.0],
-        ["raised", "raised"],
-        [1.0, 0.0],
+    right_and_wrong = [1.0, 0.0]
+    failed = ["raised", "raised"]
+    assert [list_rewards(pair) for pair in results] == [
+        right_and_wrong,
+        right_and_wrong,
+        right_and_wrong,
+        failed,
+        right_and_wrong,
     ]
     assert "the expected answer '' cannot be read" in str(results[3][0])
 
 
-def test_an_answer_that_takes_too_long_earns_nothing_and_delays_no_other(changed):
-    router = changed("verify_with_short_limit")
+def test_an_answer_that_takes_too_long_earns_nothing_and_delays_no_other(build_changed_router):
+    router = build_changed_router("verify_with_short_limit")
     results = play(router, RIGHT, SLOW, RIGHT, WRONG, row=ROW)
-    assert rewards(results) == [1.0, 0.0, 1.0, 0.0]
+    assert list_rewards(results) == [1.0, 0.0, 1.0, 0.0]
     interrupted = [result.components["interrupted"] for result in results]
     assert interrupted == [0.0, 1.0, 0.0, 0.0]
 
 
-def test_a_lost_process_is_a_failure_and_is_replaced(changed):
-    results = play(changed("lose_process"), RIGHT, "lose " + RIGHT, RIGHT, row=ROW)
-    assert rewards(results) == [1.0, "raised", 1.0]
+def test_a_lost_process_is_a_failure_and_is_replaced(build_changed_router):
+    router = build_changed_router("lose_process")
+    results = play(router, RIGHT, "lose " + RIGHT, RIGHT, row=ROW)
+    assert list_rewards(results) == [1.0, "raised", 1.0]
     assert "math-verify's process ended with status -9" in str(results[1])
 
 
-def test_the_deadline_of_the_pool_ends_a_call_with_its_process(changed):
-    """Without its deadline the slow answer would earn 0 after 5 s."""
-    results = play(changed("verify_math", timeout_s=2.0), SLOW, RIGHT, row=ROW)
-    assert rewards(results) == ["timeout", 1.0]
-    left = []
+def test_the_timeout_of_the_pool_ends_a_call_and_its_process(build_changed_router):
+    """Without this timeout, the slow answer would earn 0 after 5 s."""
+    router = build_changed_router("verify_math", timeout_s=2.0)
+    results = play(router, SLOW, RIGHT, row=ROW)
+    assert list_rewards(results) == ["timeout", 1.0]
+    remaining = []
     for process in psutil.process_iter(["cwd"]):
         if process.info["cwd"] == str(Path.cwd()) and process.pid != os.getpid():
-            left.append(process)
-    assert not left
+            remaining.append(process)
+    assert not remaining

@@ -1,6 +1,6 @@
-"""Programs that the policy writes earn what their tests say, and change no other reward.
+"""A program that the policy writes gets the reward of its tests, and changes no other reward.
 
-All processes that a program starts end with its call.
+All processes that it starts end with its call.
 """
 
 from __future__ import annotations
@@ -12,14 +12,22 @@ import shutil
 
 import psutil
 import pytest
-from verifier_helpers import HOSTILE, make_router, play, rewards, run_session, running
+from verifier_helpers import (
+    HOSTILE_SOURCE,
+    find_remaining_processes,
+    list_rewards,
+    make_router,
+    play,
+    run_session,
+)
 
-bubblewrap = pytest.mark.skipif(
+needs_bubblewrap = pytest.mark.skipif(
     not shutil.which("bwrap"), reason="needs bubblewrap, an optional package"
 )
 
-# Write an answer with reward 1,000,000 to every pipe in reach: those of this process, and by /proc
-# those of all ancestors. The number of the request is searched in all frames, and 0 to 3 are tried.
+# Write an answer with the reward 1,000,000 to the pipes of this process and, by /proc, of all its
+# ancestors. An answer needs the number of its request: try 0 to 3, and the large integers of all
+# frames.
 ATTACK = """
 import builtins, json, struct, sys
 names = __import__("posix")
@@ -57,8 +65,8 @@ for fd in range(3, 64):
         pass
 print("wrong")
 """
-# verl evaluates a mathematical answer in the process that scores it. Pay 1,000,000 to this request,
-# with the verifier's own objects.
+# verl evaluates a mathematical answer in the process that scores it. Find the request and the pipe
+# of answers in the frames of this process, and answer the request with the reward 1,000,000.
 MATH_ATTACK = """
 import json, struct, sys
 text = json.dumps({"reward": 1e6, "reward_components": {}, "_seconds": 0.0}).encode()
@@ -100,39 +108,43 @@ MATH_ROW = {
 }
 
 
-def in_fences(program: str) -> str:
+def fence(program: str) -> str:
+    """Put a program into a Markdown code block."""
     return f"```python\n{program}\n```"
 
 
-RIGHT = in_fences("print(7)")
-WRONG = in_fences("print(8)")
+RIGHT = fence("print(7)")
+WRONG = fence("print(8)")
 
 
 @pytest.fixture
-def router_of(tmp_path, monkeypatch):
-    """Makes a router for a verifier: router_of("verl", memory_gb=1.0). The logs are in tmp_path."""
+def build_router(tmp_path, monkeypatch):
+    """A function that makes a router for a verifier: build_router("verl", memory_gb=1.0).
+
+    The logs are in tmp_path.
+    """
     folder = tmp_path / "mine"
     folder.mkdir()
-    (folder / "my.py").write_text(HOSTILE)
+    (folder / "my.py").write_text(HOSTILE_SOURCE)
     monkeypatch.chdir(folder)
     defaults = {"allow_unsandboxed_code": True, "timeout_s": 60.0, "memory_gb": 2.0}
     return functools.partial(make_router, tmp_path, **defaults)
 
 
-@pytest.mark.parametrize("kind", [None, pytest.param("bwrap", marks=bubblewrap)])
-def test_a_program_earns_what_its_tests_say_and_forges_no_reward(router_of, kind):
-    """Rewards before and after an attack are right and in order. An attack earns nothing."""
-    attack = in_fences(ATTACK)
+@pytest.mark.parametrize("kind", [None, pytest.param("bwrap", marks=needs_bubblewrap)])
+def test_a_program_earns_what_its_tests_say_and_forges_no_reward(build_router, kind):
+    """An attack earns nothing, and the answers before and after it get their own rewards."""
+    attack = fence(ATTACK)
     texts = [RIGHT, WRONG, attack, RIGHT, WRONG, attack, WRONG, RIGHT]
-    results = play(router_of("verl", sandbox=kind), *texts, row=PROGRAM_ROW)
-    values = rewards(results)
+    results = play(build_router("verl", sandbox=kind), *texts, row=PROGRAM_ROW)
+    values = list_rewards(results)
     assert [values[i] for i in (0, 1, 3, 4, 6, 7)] == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
-    # Without a sandbox root may write to any pipe. The pool notices it.
+    # Without a sandbox, root can write to any pipe. If an attack does so, the pool fails the call.
     allowed = {0.0} if kind else {0.0, "bad_answer", "died"}
     assert {values[2], values[5]} <= allowed, results
 
 
-def test_code_in_a_mathematical_answer_forges_no_reward(router_of, tmp_path):
+def test_code_in_a_mathematical_answer_forges_no_reward(build_router, tmp_path):
     """verl's prime_math calls eval on an answer with a pi in it.
 
     The code is written as bytes, since verl cuts answers at underscores.
@@ -141,67 +153,72 @@ def test_code_in_a_mathematical_answer_forges_no_reward(router_of, tmp_path):
     attack = rf"\boxed{{\pi+exec(bytes(({code})))}}"
     right = r"\boxed{y+x}"
     wrong = r"\boxed{x-y}"
-    results = play(router_of("verl"), right, wrong, attack, right, wrong, row=MATH_ROW)
-    assert rewards(results) == [1.0, 0.0, 0.0, 1.0, 0.0]
-    for name in ("ran", "reached"):  # otherwise the attack proves nothing
+    results = play(build_router("verl"), right, wrong, attack, right, wrong, row=MATH_ROW)
+    assert list_rewards(results) == [1.0, 0.0, 0.0, 1.0, 0.0]
+    # The code ran, and it found the pipe. Otherwise this test would show nothing.
+    for name in ("ran", "reached"):
         assert (tmp_path / "mine" / name).exists()
 
 
-def test_code_in_a_row_that_was_not_known_before_the_run_is_refused(router_of):
-    """A function makes rows batch by batch: a later batch may have the first program."""
+def test_a_program_in_a_row_that_is_generated_during_the_run_is_refused(build_router):
+    """The check before a run cannot see rows that a function generates for later batches."""
     for row, source in ((PROGRAM_ROW, "taco"), (MATH_ROW, "numina_olympiads")):
-        router = router_of("verl", allow_unsandboxed_code=False)
+        router = build_router("verl", allow_unsandboxed_code=False)
         (error,) = play(router, "print(7)", row=row)
         assert error.reason == "raised"
         assert f"data_source={source} runs code of the policy" in str(error)
     row = {**PROGRAM_ROW, "data_source": ["taco"]}
-    router = router_of("verl", allow_unsandboxed_code=False)
-    assert rewards(play(router, "print(7)", row=row)) == ["raised"]
+    router = build_router("verl", allow_unsandboxed_code=False)
+    assert list_rewards(play(router, "print(7)", row=row)) == ["raised"]
 
 
 @pytest.mark.parametrize(
     "program", ["import sys\nsys.exit(0)", "import posix\nposix._exit(0)", "raise SystemExit"]
 )
-def test_an_exit_status_of_0_is_not_a_right_response(router_of, program):
-    results = play(router_of("verl"), in_fences(program), RIGHT, row=PROGRAM_ROW)
-    assert rewards(results) == [0.0, 1.0]
+def test_an_exit_status_of_0_is_not_a_right_response(build_router, program):
+    results = play(build_router("verl"), fence(program), RIGHT, row=PROGRAM_ROW)
+    assert list_rewards(results) == [0.0, 1.0]
 
 
-def test_a_program_that_prints_without_end_earns_nothing_and_costs_no_memory(router_of):
-    flood = in_fences("for _ in range(10**5):\n    print('7' * 10**3)")
+def test_a_program_that_prints_without_end_earns_nothing_and_costs_no_memory(build_router):
+    flood = fence("for _ in range(10**5):\n    print('7' * 10**3)")
     before = psutil.Process().memory_info().rss
-    assert rewards(play(router_of("verl"), flood, RIGHT, row=PROGRAM_ROW)) == [0.0, 1.0]
+    assert list_rewards(play(build_router("verl"), flood, RIGHT, row=PROGRAM_ROW)) == [0.0, 1.0]
     assert psutil.Process().memory_info().rss - before < 64 * 2**20
 
 
-def test_the_children_of_a_program_end_with_its_call(router_of):
-    router = router_of("verl")
+def test_the_children_of_a_program_end_with_its_call(build_router):
+    router = build_router("verl")
     children = []
 
-    async def calls():
+    async def run_twice():
         async with router:
-            results = await run_session(router, in_fences(LEAVE_A_CHILD), row=PROGRAM_ROW)
-            children.extend(running("/bin/sleep", "1000.75"))
+            results = await run_session(router, fence(LEAVE_A_CHILD), row=PROGRAM_ROW)
+            children.extend(find_remaining_processes("/bin/sleep", "1000.75"))
             return results + await run_session(router, RIGHT, row=PROGRAM_ROW)
 
-    # The first one earns 1 only if its child ran.
-    assert rewards(asyncio.run(calls())) == [1.0, 1.0]
+    # The first program earns 1 only if its child ran.
+    assert list_rewards(asyncio.run(run_twice())) == [1.0, 1.0]
     assert children == []
 
 
-def test_memory_that_a_program_maps_counts(router_of):
-    program = in_fences(MAP_MEMORY)
-    assert rewards(play(router_of("verl", memory_gb=1.0), program, row=PROGRAM_ROW)) == [0.0]
-    assert rewards(play(router_of("verl", memory_gb=6.0), program, row=PROGRAM_ROW)) == [1.0]
+def test_memory_that_a_program_maps_counts_for_its_limit(build_router):
+    program = fence(MAP_MEMORY)
+    assert list_rewards(play(build_router("verl", memory_gb=1.0), program, row=PROGRAM_ROW)) == [
+        0.0
+    ]
+    assert list_rewards(play(build_router("verl", memory_gb=6.0), program, row=PROGRAM_ROW)) == [
+        1.0
+    ]
 
 
-def test_an_answer_that_claims_to_be_long_is_not_read(router_of):
+def test_an_answer_that_claims_to_be_long_is_not_read(build_router):
     before = psutil.Process().memory_info().rss
-    results = play(router_of("my.py:claim_much"), "x")
-    assert rewards(results) == ["bad_answer"] and "too long" in str(results[0])
+    results = play(build_router("my.py:announce_long_answer"), "x")
+    assert list_rewards(results) == ["bad_answer"] and "too long" in str(results[0])
     assert psutil.Process().memory_info().rss - before < 64 * 2**20
 
 
-def test_an_answer_in_advance_counts_for_no_request(router_of):
-    results = play(router_of("my.py:answer_in_advance"), "x", "y")
-    assert rewards(results) == ["bad_answer", "bad_answer"]
+def test_an_answer_in_advance_counts_for_no_request(build_router):
+    results = play(build_router("my.py:answer_in_advance"), "x", "y")
+    assert list_rewards(results) == ["bad_answer", "bad_answer"]

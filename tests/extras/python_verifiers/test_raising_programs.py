@@ -1,6 +1,6 @@
 """A program that raises, or exits before its test has ended, earns nothing.
 
-verl 0.9.1 pays some of them where "" or no output is expected
+verl 0.9.1 gives some of them a reward if the test expects "" or any output
 (https://github.com/verl-project/verl/pull/7853).
 """
 
@@ -15,7 +15,7 @@ from http.server import ThreadingHTTPServer
 
 import pytest
 from http_doubles import JsonHandler
-from verifier_helpers import make_router, play, rewards
+from verifier_helpers import list_rewards, make_router, play
 
 from kit.extras.python_verifiers import verl_scorer
 
@@ -29,7 +29,7 @@ EXITS = "def solve(x):\n    import sys\n    sys.exit(0)"
 EXITS_FIRST = "import os\nos._exit(0)"
 RETURNS_NOTHING = "def solve(x):\n    return ''"
 RETURNS_TWO = "class Solution:\n    def solve(self, x):\n        return 2"
-ASSERTED = "def solve(x):\n    return 2"
+PASSES_ASSERT = "def solve(x):\n    return 2"
 
 
 class RunningSandbox(JsonHandler):
@@ -57,17 +57,17 @@ def sandbox_url():
         server.shutdown()
 
 
-def in_fences(program: str) -> str:
+def fence(program: str) -> str:
     return f"```python\n{program}\n```"
 
 
 @pytest.mark.parametrize(
-    ("program", "tests", "verl_pays", "reward"),
+    ("program", "tests", "verl_reward", "reward"),
     [
         (RAISES, EXPECTS_NO_TEXT, 1, 0),
         (RAISES, EXPECTS_ANYTHING, 1, 0),
         (EXITS, EXPECTS_NO_TEXT, 1, 0),
-        ("x = 1", EXPECTS_NO_TEXT, 1, 0),  # it has no such function
+        ("x = 1", EXPECTS_NO_TEXT, 1, 0),  # the program does not define `solve`
         (EXITS_FIRST, EXPECTS_ANYTHING, 1, 0),
         (EXITS, ASSERTS, 1, 0),
         (EXITS_FIRST, ASSERTS_OF_FUNCTION, 1, 0),
@@ -75,21 +75,21 @@ def in_fences(program: str) -> str:
         (RETURNS_NOTHING, EXPECTS_NO_TEXT, 1, 1),
         (RETURNS_TWO, {**EXPECTS_NO_TEXT, "outputs": ["2"]}, 1, 1),
         (RETURNS_TWO, EXPECTS_NO_TEXT, 0, 0),
-        (ASSERTED, ASSERTS, 1, 1),
-        (ASSERTED, ASSERTS_OF_FUNCTION, 1, 1),
+        (PASSES_ASSERT, ASSERTS, 1, 1),
+        (PASSES_ASSERT, ASSERTS_OF_FUNCTION, 1, 1),
         ("raise ValueError", READS_STDIN, 0, 0),
         ("import sys\nsys.exit()", READS_STDIN, 1, 1),
     ],
 )
 def test_a_program_earns_its_reward_only_if_its_test_ended(
-    sandbox_url, program, tests, verl_pays, reward
+    sandbox_url, program, tests, verl_reward, reward
 ):
     sandbox = importlib.import_module("verl.utils.reward_score.sandbox_fusion")
-    text = in_fences(program)
+    text = fence(program)
     verl_score, _ = sandbox.compute_score(
         sandbox_url, None, 99, text, json.dumps(tests), continuous=True
     )
-    assert verl_score == verl_pays
+    assert verl_score == verl_reward
     arguments = ("taco", text, json.dumps(tests), None, sandbox_url)
     assert verl_scorer.compute_score(*arguments) == reward
 
@@ -97,27 +97,27 @@ def test_a_program_earns_its_reward_only_if_its_test_ended(
 def test_a_program_that_raises_in_one_of_two_tests_earns_half(sandbox_url):
     program = "def solve(x):\n    if x == 1:\n        raise ValueError\n    return ''"
     tests = {"fn_name": "solve", "inputs": ["1", "2"], "outputs": ["", ""]}
-    arguments = ("taco", in_fences(program), json.dumps(tests), None, sandbox_url)
+    arguments = ("taco", fence(program), json.dumps(tests), None, sandbox_url)
     assert verl_scorer.compute_score(*arguments) == 0.5
 
 
 def test_a_function_that_raises_on_this_machine_earns_nothing(tmp_path):
-    """The second run of verl, without the call, would pay both of the first two programs."""
+    """verl runs a program again without the call, and would reward the first two for that."""
     router = make_router(
         tmp_path, "verl", allow_unsandboxed_code=True, timeout_s=60.0, memory_gb=2.0
     )
     prints = "print(2)\n" + RAISES
-    texts = [in_fences(program) for program in (RAISES, prints, RETURNS_TWO)]
-    rewarded = []
+    texts = [fence(program) for program in (RAISES, prints, RETURNS_TWO)]
+    rewards_by_output = []
     for outputs in ([""], ["2"]):
         tests = {"fn_name": "solve", "inputs": ["1"], "outputs": outputs}
         row = {"data_source": "taco", "reward_model": {"ground_truth": json.dumps(tests)}}
-        rewarded.append(rewards(play(router, *texts, row=row)))
-    assert rewarded == [[0.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
+        rewards_by_output.append(list_rewards(play(router, *texts, row=row)))
+    assert rewards_by_output == [[0.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
 
 
 @pytest.mark.parametrize("url", [None, "http://127.0.0.1:9/run_code"])
 def test_a_row_without_readable_tests_is_a_failure(url):
     for tests in ("[1]", "x"):
         with pytest.raises(ValueError, match="tests of the row must be a JSON object"):
-            verl_scorer.compute_score("taco", in_fences("x = 1"), tests, None, url)
+            verl_scorer.compute_score("taco", fence("x = 1"), tests, None, url)

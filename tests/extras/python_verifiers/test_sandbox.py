@@ -12,55 +12,66 @@ import tempfile
 
 import pytest
 from conftest import load, row, write_rows
-from test_policy_programs import MATH_ROW, PROGRAM_ROW, bubblewrap
-from verifier_helpers import HOSTILE, make_router, play, rewards, run_session, running
+from test_policy_programs import MATH_ROW, PROGRAM_ROW, needs_bubblewrap
+from verifier_helpers import (
+    HOSTILE_SOURCE,
+    find_remaining_processes,
+    list_rewards,
+    make_router,
+    play,
+    run_session,
+)
 
 from kit.errors import ConfigError
 from kit.extras.python_verifiers import sandbox
 
 
 @pytest.fixture
-def router_of(tmp_path, monkeypatch):
-    """Makes a router for a verifier: router_of("my.py:flood"). The logs are in tmp_path."""
+def build_router(tmp_path, monkeypatch):
+    """A function that makes a router: build_router("my.py:flood"). The logs are in tmp_path."""
     folder = tmp_path / "mine"
     folder.mkdir()
-    (folder / "my.py").write_text(HOSTILE)
+    (folder / "my.py").write_text(HOSTILE_SOURCE)
     monkeypatch.chdir(folder)
     return functools.partial(make_router, tmp_path, timeout_s=60.0, memory_gb=2.0)
 
 
-def test_a_sandbox_hides_the_folder_of_temporary_files_wherever_it_is(monkeypatch, tmp_path):
+def test_a_sandbox_hides_the_folder_of_temporary_files_at_any_path(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     command = sandbox.wrap_command(["true"], [])
     hidden = {path for option, path in itertools.pairwise(command) if option == "--tmpfs"}
     assert {"/tmp", str(tmp_path)} <= hidden
 
 
-def test_a_timeout_ends_children_in_another_session(router_of):
-    results = play(router_of("my.py:leave_a_child", timeout_s=1.5), "x")
-    assert rewards(results) == ["timeout"] and running("sleep", "1000.25") == []
+def test_a_timeout_ends_children_in_another_session(build_router):
+    results = play(build_router("my.py:leave_a_child", timeout_s=1.5), "x")
+    assert (
+        list_rewards(results) == ["timeout"] and find_remaining_processes("sleep", "1000.25") == []
+    )
 
 
-def test_secrets_of_the_environment_are_hidden_unless_the_recipe_names_them(router_of, monkeypatch):
+def test_secrets_of_the_environment_are_hidden_unless_the_recipe_names_them(
+    build_router, monkeypatch
+):
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-0123456789")
     monkeypatch.setenv("PLAIN_SETTING", "on")
-    for visible in ([], ["OPENAI_API_KEY"]):
-        (result,) = play(router_of("my.py:show_environment", env=visible), "x")
+    for names_in_recipe in ([], ["OPENAI_API_KEY"]):
+        (result,) = play(build_router("my.py:show_environment", env=names_in_recipe), "x")
         names = set(result.details["names"].split())
         assert "PLAIN_SETTING" in names and "HF_TOKEN" not in names
-        assert ("OPENAI_API_KEY" in names) == bool(visible)
+        assert ("OPENAI_API_KEY" in names) == bool(names_in_recipe)
 
 
-def test_a_long_log_is_emptied(router_of, tmp_path):
-    assert rewards(play(router_of("my.py:flood"), "20", "1")) == [0.5, 0.5]
+def test_a_long_log_is_emptied(build_router, tmp_path):
+    assert list_rewards(play(build_router("my.py:flood"), "20", "1")) == [0.5, 0.5]
     assert 0 < (tmp_path / "verifier_flood_0.log").stat().st_size < 2 * 2**20
 
 
-@bubblewrap
-def test_a_sandbox_hides_files_processes_and_the_network(router_of, tmp_path):
+@needs_bubblewrap
+def test_a_sandbox_hides_files_processes_and_the_network(build_router, tmp_path):
     (tmp_path / "secret").write_text("x")
-    seen = {}
+    visible = {}  # {sandbox: what the verifier could see or do}
 
     async def look_with_and_without_sandbox():
         server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
@@ -68,14 +79,14 @@ def test_a_sandbox_hides_files_processes_and_the_network(router_of, tmp_path):
         targets = f"127.0.0.1 {port} {tmp_path / 'secret'} {tmp_path / 'mine'}"
         async with server:
             for kind in (None, "bwrap"):
-                async with router_of("my.py:look_around", sandbox=kind) as router:
+                async with build_router("my.py:look_around", sandbox=kind) as router:
                     (result,) = await run_session(router, targets)
-                    seen[kind] = json.loads(result.details["seen"])
+                    visible[kind] = json.loads(result.details["visible"])
 
     assert sandbox.find_problem() == ""
     asyncio.run(look_with_and_without_sandbox())
-    outside = seen[None]
-    inside = seen["bwrap"]
+    outside = visible[None]
+    inside = visible["bwrap"]
     assert (outside["secret"], outside["writes"], outside["network"]) == (True, True, True)
     assert (inside["secret"], inside["writes"], inside["network"]) == (False, False, False)
     assert inside["processes"] < 5 < outside["processes"]
@@ -99,7 +110,7 @@ def test_a_recipe_whose_responses_verl_evaluates_is_refused(workspace):
     rows = [row(f"add {n}", **MATH_ROW) for n in range(8)]
     path = write_rows(workspace / "math.jsonl", rows)
     changes = [f"env.train_files=[{path}]", "env.val_files=[]", "data.max_prompt_length=64"]
-    # This sandbox runs programs only.
+    # SandboxFusion runs programs, but not the expressions in mathematical answers.
     verifier = "env.verifier={function: verl, sandbox_fusion_url: 'http://127.0.0.1:9/run_code'}"
     with pytest.raises(ConfigError, match="verl runs the policy's code on this machine"):
         load(workspace, *changes, verifier)

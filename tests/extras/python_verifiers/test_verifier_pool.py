@@ -1,4 +1,4 @@
-"""The processes of Python verifiers: a call that fails costs its episode, and the pool recovers."""
+"""The processes of Python verifiers: a failed call fails one episode, and the pool recovers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from pathlib import Path
 
 import psutil
 import pytest
-from verifier_helpers import EXAMPLES, make_router, play, run_session
+from verifier_helpers import EXAMPLE_SOURCE, make_router, play, run_session
 
 import gym_client
 from gym_client import GymError
 
 
 @pytest.fixture
-def router_of(tmp_path, monkeypatch):
-    """Makes a router for a verifier of my.py: router_of("my.py:compute_score", timeout_s=1.0)."""
-    (tmp_path / "my.py").write_text(EXAMPLES)
+def build_router(tmp_path, monkeypatch):
+    """A function that makes a router: build_router("my.py:compute_score", timeout_s=1.0)."""
+    (tmp_path / "my.py").write_text(EXAMPLE_SOURCE)
     monkeypatch.chdir(tmp_path)
     return functools.partial(make_router, tmp_path)
 
 
-DIED = r"my.py:bad: its process ended with"
-SLOW = r"my.py:bad gave no answer within 1 s at"
+ERROR_MESSAGE = r"my.py:run_action failed at FILE:LINE:"
+DIED_MESSAGE = r"my.py:run_action: its process ended with"
+TIMEOUT_MESSAGE = r"my.py:run_action gave no answer within 1 s at"
 
 
 @pytest.mark.parametrize(
@@ -36,63 +37,80 @@ SLOW = r"my.py:bad gave no answer within 1 s at"
         (
             "raise",
             "raised",
-            "my.py:bad failed at FILE:LINE: ValueError: no such answer",
+            f"{ERROR_MESSAGE} ValueError: no such answer",
             "raise ValueError(",
         ),
-        ("hostile", "raised", "my.py:bad failed at FILE:LINE: HostileError", "raise HostileError"),
-        ("sys.exit", "raised", "my.py:bad failed at FILE:LINE: SystemExit: 0", "sys.exit(0)"),
-        ("os._exit", "died", f"{DIED} exit status 0. Read its log, .*/verifier_bad_0.log", ""),
-        ("crash", "died", rf"{DIED} SIGSEGV at FILE:LINE\.", "ctypes.string_at"),
+        (
+            "hostile",
+            "raised",
+            f"{ERROR_MESSAGE} HostileError",
+            "raise HostileError",
+        ),
+        (
+            "sys.exit",
+            "raised",
+            f"{ERROR_MESSAGE} SystemExit: 0",
+            "sys.exit(0)",
+        ),
+        (
+            "os._exit",
+            "died",
+            f"{DIED_MESSAGE} exit status 0. Read its log, .*/verifier_run_action_0.log",
+            "",
+        ),
+        ("crash", "died", rf"{DIED_MESSAGE} SIGSEGV at FILE:LINE\.", "ctypes.string_at"),
         (
             "memory",
             "memory",
             r"FILE:LINE: MemoryError; a process has 1 GiB \(env.verifier_pool.memory_gb",
             "2**30))",
         ),
-        ("loop", "timeout", f"{SLOW} FILE:.* env.verifier_pool.timeout_s", ""),
-        ("regex", "timeout", rf"{SLOW} FILE:LINE\. ", "re.match("),
-        ("child", "timeout", rf"{SLOW} FILE:LINE\. ", "subprocess.run("),
+        ("loop", "timeout", f"{TIMEOUT_MESSAGE} FILE:.* env.verifier_pool.timeout_s", ""),
+        ("regex", "timeout", rf"{TIMEOUT_MESSAGE} FILE:LINE\. ", "re.match("),
+        ("child", "timeout", rf"{TIMEOUT_MESSAGE} FILE:LINE\. ", "subprocess.run("),
     ],
 )
 def test_a_call_that_fails_has_a_reason_and_the_pool_recovers(
-    router_of, tmp_path, text, reason, message, source
+    build_router, tmp_path, text, reason, message, source
 ):
     began = time.monotonic()
-    others = psutil.Process().children(recursive=True)
-    before, error, after = play(router_of("my.py:bad", timeout_s=1.0), "fine", text, "fine")
+    earlier = psutil.Process().children(recursive=True)
+    before, error, after = play(
+        build_router("my.py:run_action", timeout_s=1.0), "fine", text, "fine"
+    )
     assert (before.reward, after.reward) == (1.0, 1.0)
     assert time.monotonic() - began < 10
-    lines = [str(n) for n, line in enumerate(EXAMPLES.splitlines(), 1) if source in line]
+    lines = [str(n) for n, line in enumerate(EXAMPLE_SOURCE.splitlines(), 1) if source in line]
     pattern = message.replace("FILE", str(tmp_path / "my.py")).replace("LINE", lines[0])
     assert isinstance(error, GymError) and error.reason == reason
     assert re.search(pattern, str(error)), str(error)
     assert "\n" not in str(error)
-    started = set(psutil.Process().children(recursive=True)) - set(others)
+    started = set(psutil.Process().children(recursive=True)) - set(earlier)
     assert not [p for p in started if "sleep" in p.name() or "worker" in str(p.cmdline())]
 
 
-def test_an_async_function_that_never_yields_times_out(router_of):
-    (error,) = play(router_of("my.py:never_yields", timeout_s=1.0), "x")
-    head = EXAMPLES.partition("async def never_yields(")[0]
+def test_an_async_function_that_never_yields_times_out(build_router):
+    (error,) = play(build_router("my.py:never_yields", timeout_s=1.0), "x")
+    head = EXAMPLE_SOURCE.partition("async def never_yields(")[0]
     line = len(head.splitlines()) + 1
     assert error.reason == "timeout"
     assert re.search(rf"my.py:({line + 1}|{line + 2})\b", str(error))
 
 
-def test_a_process_that_ends_between_two_calls_costs_no_episode(router_of):
-    async def pause():
-        async with router_of("my.py:bad") as router:
+def test_a_process_that_ends_between_two_calls_fails_no_episode(build_router):
+    async def run_with_pause():
+        async with build_router("my.py:run_action") as router:
             first = await run_session(router, "afterwards")
             await asyncio.sleep(0.5)
             return first + await run_session(router, "fine")
 
-    assert [result.reward for result in asyncio.run(pause())] == [1.0, 1.0]
+    assert [result.reward for result in asyncio.run(run_with_pause())] == [1.0, 1.0]
 
 
-def test_a_crash_costs_one_episode_of_many(router_of):
-    router = router_of("my.py:Game", processes=2)
+def test_a_crash_fails_one_episode_of_many(build_router):
+    router = build_router("my.py:Game", processes=2)
 
-    async def many():
+    async def play_games():
         async with router:
             sessions = []
             for number in range(8):
@@ -100,35 +118,37 @@ def test_a_crash_costs_one_episode_of_many(router_of):
                 sessions.append(run_session(router, "1", second, "7"))
             return await asyncio.gather(*sessions)
 
-    games = asyncio.run(many())
-    assert [g[1].reason for g in games if isinstance(g[1], GymError)] == ["died"]
-    steps = [g[2] for g in games if isinstance(g[2], gym_client.StepResult)]
+    games = asyncio.run(play_games())
+    second_turns = [game[1] for game in games]
+    third_turns = [game[2] for game in games]
+    assert [turn.reason for turn in second_turns if isinstance(turn, GymError)] == ["died"]
+    steps = [turn for turn in third_turns if isinstance(turn, gym_client.StepResult)]
     assert sum(step.reward == 1.0 for step in steps) >= 7
 
 
-def test_waiting_for_a_process_does_not_count_for_the_timeout(router_of, tmp_path):
+def test_waiting_for_a_process_does_not_count_for_the_timeout(build_router, tmp_path):
     source = "import time\ndef score(**_):\n    time.sleep(0.4)\n    return 1\n"
     (tmp_path / "slow.py").write_text(source)
-    router = router_of("slow.py:score", timeout_s=1.0)
+    router = build_router("slow.py:score", timeout_s=1.0)
 
-    async def many():
-        async with router:  # 2 s in all
+    async def run_five_sessions():
+        async with router:  # one process takes 2 s for the five calls of 0.4 s
             return await asyncio.gather(*(run_session(router, "x") for _ in range(5)))
 
-    assert [results[0].reward for results in asyncio.run(many())] == [1.0] * 5
+    assert [results[0].reward for results in asyncio.run(run_five_sessions())] == [1.0] * 5
 
 
-def test_a_cancelled_call_ends_its_process(router_of):
-    async def cancelled():
-        async with router_of("my.py:bad", timeout_s=60.0) as router:
-            await router.kind("bad")
+def test_a_cancelled_call_ends_its_process(build_router):
+    async def cancel_and_call_again():
+        async with build_router("my.py:run_action", timeout_s=60.0) as router:
+            await router.kind("run_action")
             call = asyncio.create_task(run_session(router, "loop"))
             await asyncio.sleep(0.3)
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
             return await run_session(router, "fine")
 
-    assert asyncio.run(cancelled())[0].reward == 1.0
+    assert asyncio.run(cancel_and_call_again())[0].reward == 1.0
 
 
 DRIVER = """
@@ -140,8 +160,8 @@ from kit.extras.python_verifiers.verifier_pool import Worker
 from kit.extras.python_verifiers.verifier_settings import VerifierSpec
 
 async def main():
-    spec = VerifierSpec("bad", "my.py:bad", "env.verifier", {path!r})
-    worker = Worker(spec, make_config("my.py:bad", timeout_s=60.0), Path("log"))
+    spec = VerifierSpec("run_action", "my.py:run_action", "env.verifier", {path!r})
+    worker = Worker(spec, make_config("my.py:run_action", timeout_s=60.0), Path("log"))
     await worker.start()
     print(worker.process.pid, flush=True)
     row = dict.fromkeys(("data_source", "ground_truth", "extra_info"))
@@ -151,8 +171,8 @@ asyncio.run(main())
 """
 
 
-def test_no_process_outlives_a_driver_that_is_killed(router_of, tmp_path):
-    """Even a busy one, which reads no more requests."""
+def test_no_process_outlives_a_driver_that_is_killed(build_router, tmp_path):
+    """This holds for a busy process too, which does not read from its pipe."""
     tests = Path(__file__).resolve().parent
     root = tests.parents[2]
     code = DRIVER.format(root=str(root), tests=str(tests), path=str(tmp_path / "my.py"))

@@ -1,4 +1,4 @@
-"""Mistakes in the Python verifiers of a recipe are errors before anything starts."""
+"""Errors in the Python verifiers of a recipe are reported before anything starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import pytest
 from conftest import CPU, ROOT, load, row, tiny
 from omegaconf import OmegaConf
-from verifier_helpers import EXAMPLES, CharTokenizer, make_config
+from verifier_helpers import EXAMPLE_SOURCE, CharTokenizer, make_config
 
 from env import Task
 from kit.config.load import load_config
@@ -20,9 +20,9 @@ from kit.runs import prepare, summary
     ("verifier", "message"),
     [
         (
-            "my.py:two",
-            r"two of \S+/my.py cannot be called with the keyword arguments data_source, "
-            r"solution_str, ground_truth, extra_info and its settings",
+            "my.py:take_two_arguments",
+            r"take_two_arguments of \S+/my.py cannot be called with the keyword arguments "
+            r"data_source, solution_str, ground_truth, extra_info and its settings",
         ),
         ("my.py:absent", r"my.py has no function or class absent. It has .*compute_score"),
         (
@@ -34,15 +34,15 @@ from kit.runs import prepare, summary
             r"an instance of Unpicklable cannot be pickled \(TypeError: cannot pickle 'generator'",
         ),
         (
-            "my.py:Wrong",
-            r"my.py:Wrong step returned \('only', 1.0\); it must return "
+            "my.py:PairStep",
+            r"my.py:PairStep step returned \('only', 1.0\); it must return "
             r"\(observation, reward, done\)",
         ),
         ("my.py:Large", r"my.py:Large needs 134217\d+ bytes after reset .*, over .* 67108864"),
         (
-            "my.py:wrong",
-            r"my.py:wrong failed at \S+/my.py:LINE: KeyError: .* \(tried on row r:1 with the "
-            "response 'So the answer",
+            "my.py:return_invalid",
+            r"my.py:return_invalid failed at \S+/my.py:LINE: KeyError: .* \(tried on row r:1 with "
+            "the response 'So the answer",
         ),
         (
             {"function": "my.py:compute_score", "strict": 1},
@@ -61,10 +61,10 @@ def test_a_verifier_that_cannot_work_is_an_error_of_one_line(
     tmp_path, monkeypatch, verifier, message
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my.py").write_text(EXAMPLES)
+    (tmp_path / "my.py").write_text(EXAMPLE_SOURCE)
     (tmp_path / "broken.py").write_text("import nothing_at_all\n")
     (tmp_path / "none.py").write_text("def f(**_):\n    pass\n")
-    line = EXAMPLES.splitlines().index("    return INVALID[solution_str]") + 1
+    line = EXAMPLE_SOURCE.splitlines().index("    return INVALID[solution_str]") + 1
     config = make_config(verifier)
     specs = verifier_settings.read_specs(config)
     task = Task("r:1", row(), next(iter(specs)), [], [])
@@ -75,7 +75,7 @@ def test_a_verifier_that_cannot_work_is_an_error_of_one_line(
     assert re.search(message.replace("LINE", str(line)), text), text
 
 
-CHECKED = [
+INVALID_SETTINGS = [
     ("env.verifier=absent.py:f", "env.verifier=absent.py:f: no file absent.py"),
     ("env.verifier=my.py:a/b", "env.verifier=my.py:a/b is not a Python verifier. Name path.py:"),
     ("env.verifier=compute_score", "Name path.py:function, path.py:Class or verl"),
@@ -98,8 +98,8 @@ CHECKED = [
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), CHECKED)
-def test_wrong_settings_are_errors_before_anything_is_loaded(
+@pytest.mark.parametrize(("change", "message"), INVALID_SETTINGS)
+def test_invalid_settings_are_errors_before_anything_is_loaded(
     workspace, monkeypatch, change, message
 ):
     monkeypatch.chdir(workspace)
@@ -111,7 +111,7 @@ def test_wrong_settings_are_errors_before_anything_is_loaded(
 
 def test_a_recipe_with_a_verifier_needs_no_server(workspace, tmp_path, monkeypatch):
     monkeypatch.chdir(workspace)
-    (tmp_path / "my.py").write_text(EXAMPLES)
+    (tmp_path / "my.py").write_text(EXAMPLE_SOURCE)
     recipe = OmegaConf.load(ROOT / "tests" / "tiny.yaml")
     del recipe["gym"]
     OmegaConf.save(recipe, tmp_path / "alone.yaml")
@@ -130,7 +130,7 @@ def test_a_recipe_with_a_verifier_needs_no_server(workspace, tmp_path, monkeypat
     assert f"verifier    {tmp_path}/my.py:compute_score: " in text
     expected = "reward 1 for 'So the answer is 7.', 1 for the ground truth '7'"
     assert f"            tried on row {inputs.train[0].row_id}: {expected}\n" in text
-    source = EXAMPLES.replace("float(ground_truth in solution_str)", "None")
+    source = EXAMPLE_SOURCE.replace("float(ground_truth in solution_str)", "None")
     (tmp_path / "my.py").write_text(source)
     with pytest.raises(
         UserFunctionError, match=r"my.py:compute_score returned None; it must return"
@@ -139,9 +139,9 @@ def test_a_recipe_with_a_verifier_needs_no_server(workspace, tmp_path, monkeypat
 
 
 def test_files_may_have_different_verifiers(workspace, tmp_path, monkeypatch):
-    """env.verifier takes the rows of all files without a server or a verifier."""
+    """env.verifier is the verifier of all files that name neither a server nor a verifier."""
     monkeypatch.chdir(workspace)
-    (tmp_path / "my.py").write_text(EXAMPLES)
+    (tmp_path / "my.py").write_text(EXAMPLE_SOURCE)
     files = [
         f"{{path: train.jsonl, verifier: '{tmp_path}/my.py:Game', weight: 1}}",
         "{path: tools.jsonl, server: reasoning_gym, weight: 1}",

@@ -1,4 +1,4 @@
-"""Training steps with Python verifiers, over the real stack."""
+"""Training steps with Python verifiers, over Ray, FSDP and vLLM."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import contextlib
 import json
 
 from conftest import with_verifiers
-from verifier_helpers import EXAMPLES
+from verifier_helpers import EXAMPLE_SOURCE
 
 
 @contextlib.contextmanager
 def make_trainer(stack, name, *changes):
-    """A Trainer of the tiny recipe with the verifiers of `changes`."""
-    (stack.workspace / "my.py").write_text(EXAMPLES)
+    """Yield a Trainer of the tiny recipe with the verifiers of `changes`."""
+    (stack.workspace / "my.py").write_text(EXAMPLE_SOURCE)
     changes = ("env.train_files=[train.jsonl]", "env.val_files=[]", *changes)
     with with_verifiers(stack, *changes) as gym, stack.trainer(name, *changes, gym=gym) as trainer:
         yield trainer
@@ -23,8 +23,8 @@ def read_lines(path):
 
 
 def test_a_step_with_a_function_and_no_server(stack):
-    """The reward of each response is the function's. A call that raises is a failed episode."""
-    changes = ["env.verifier=my.py:picky", "gym.max_failed_frac=1"]
+    """The function gives the reward of each response. If a call raises, its episode fails."""
+    changes = ["env.verifier=my.py:count_sevens", "gym.max_failed_frac=1"]
     with make_trainer(stack, "function", *changes) as trainer:
         metrics = dict(trainer.step_or_skip())
         records = read_lines(trainer.run.folder / "rollouts" / "step_1.jsonl")
@@ -42,9 +42,9 @@ def test_a_step_with_a_function_and_no_server(stack):
     assert len(records) == 64
     assert 0 < len(failed) == len(failures) == metrics["rollout/failed/raised"]
     assert {
-        "reward/picky/mean",
-        "reward/picky/length/mean",
-        "rollout/picky/failed_frac",
+        "reward/count_sevens/mean",
+        "reward/count_sevens/length/mean",
+        "rollout/count_sevens/failed_frac",
         "verify/latency_s/p50",
     } <= set(metrics)
 
@@ -55,9 +55,11 @@ def test_a_step_with_an_environment_class(stack):
         metrics = dict(trainer.step_or_skip())
         records = read_lines(trainer.run.folder / "rollouts" / "step_1.jsonl")
     assert metrics["actor/grad_norm"] > 0 and metrics["rollout/failed_frac"] == 0
-    turns = [record["_episode"]["turn_rewards"] for record in records]
-    assert max(map(len, turns)) == 2
-    assert all(sum(turn) == r["reward"] for turn, r in zip(turns, records, strict=True))
+    assert max(len(record["_episode"]["turn_rewards"]) for record in records) == 2
+    assert all(sum(r["_episode"]["turn_rewards"]) == r["reward"] for r in records)
     assert metrics["rollout/turns/mean"] > 1 and "reward/Sevens/mean" in metrics
-    ends = {(len(turn), r["_episode"]["ended"]) for turn, r in zip(turns, records, strict=True)}
+    ends = set()  # {(number of turns, reason of the end)}
+    for record in records:
+        episode = record["_episode"]
+        ends.add((len(episode["turn_rewards"]), episode["ended"]))
     assert ends <= {(2, "terminated"), (1, "length"), (2, "length")} and (2, "terminated") in ends

@@ -1,4 +1,4 @@
-"""Helpers of the tests of the Python verifiers: a router for one verifier, and turns with it."""
+"""Helpers of the tests of Python verifiers: make a router for one verifier, and play a session."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kit.extras.python_verifiers import verifier_pool
 from kit.gym.verifiers import VerifierRouter
 
 FOLDER = Path(__file__).parent
-EXAMPLES = (FOLDER / "example_verifiers.py").read_text()
-HOSTILE = (FOLDER / "hostile_verifiers.py").read_text()
+EXAMPLE_SOURCE = (FOLDER / "example_verifiers.py").read_text()
+HOSTILE_SOURCE = (FOLDER / "hostile_verifiers.py").read_text()
 ROW = {"question": "say 7", "answer": "7", "responses_create_params": {}}
 
 
@@ -32,7 +32,7 @@ class CharTokenizer:
 
 
 def make_config(verifier, allow_unsandboxed_code=False, **pool):
-    """The part of a recipe that concerns Python verifiers. pool: keys of env.verifier_pool."""
+    """Make the part of a recipe for Python verifiers. pool: keys of env.verifier_pool."""
     defaults = {"processes": 1, "timeout_s": 20.0, "memory_gb": 1.0, "sandbox": None, "env": []}
     env = {
         "verifier": verifier,
@@ -45,13 +45,19 @@ def make_config(verifier, allow_unsandboxed_code=False, **pool):
 
 
 def make_router(folder, verifier, **settings):
-    """A router with one Python verifier. folder: of its logs. settings: of make_config."""
+    """Make a router with one Python verifier.
+
+    folder: for the logs. settings: the arguments of make_config.
+    """
     pools = verifier_pool.make_pools(make_config(verifier, **settings), folder)
     return VerifierRouter(gym_client.Gym({}), pools, CharTokenizer())
 
 
 async def run_session(router, *texts, row=None):
-    """One session with the only verifier: the result, or the GymError, of a turn for each text."""
+    """Run one session with the only verifier, with one turn for each text.
+
+    Return the result of each turn, or its GymError.
+    """
     (name,) = router.pools
     results = []
     async with router.session(name, row or ROW) as session:
@@ -65,22 +71,22 @@ async def run_session(router, *texts, row=None):
 
 
 def play(router, *texts, row=None):
-    """Open the router and run one session: a list with a result or GymError for each text."""
+    """Open the router and run one session. Return a result or a GymError for each text."""
 
-    async def inside():
+    async def run():
         async with router:
             return await run_session(router, *texts, row=row)
 
-    return asyncio.run(inside())
+    return asyncio.run(run())
 
 
-def rewards(results):
-    """The reward of each result, or the reason of its error."""
+def list_rewards(results):
+    """Return the reward of each result, or the reason of its error."""
     return [r.reason if isinstance(r, GymError) else r.reward for r in results]
 
 
-def running(*command: str) -> list[int]:
-    """Processes with this command line. Waits up to 2 s until there is none."""
+def find_remaining_processes(*command: str) -> list[int]:
+    """Wait up to 2 s until no process has this command line. Return the remaining ids."""
     deadline = time.monotonic() + 2
     while True:
         pids = []

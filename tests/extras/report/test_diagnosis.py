@@ -1,4 +1,4 @@
-"""Each rule of the report finds its problem in metrics and episodes, and none in a good run."""
+"""Each rule of the report finds its problem in a run, and no rule finds one in a good run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ STEPS = 24
 
 
 def write_run(path, recipe, columns, episodes=()) -> RunData:
-    """Write a run directory with metrics {name: values by step, from 1}.
+    """Write a run directory with metrics: columns is {name: values from step 1 on}.
 
-    `episodes` are those of the last step and of the evaluation after it.
+    The last step and the evaluation after it have the same `episodes`.
     """
     count = len(next(iter(columns.values())))
     lines = []
@@ -60,7 +60,7 @@ def make_episodes(ended, rewards, status="ok"):
         ([0.9, 1.0], [0.0, 0.1], 0.5, False),  # truncated ones earn more
         ([0.4, 0.6], [0.5, 0.5], 0.5, False),  # both earn the same
         ([0.0, 0.1], [0.9, 1.0], 0.25, False),  # few are truncated
-        ([0.9, 1.0], [0.0, 0.1], 0.9, True),  # so many that it is a problem in any case
+        ([0.9, 1.0], [0.0, 0.1], 0.9, True),  # nearly all are: always a problem
     ],
 )
 def test_truncated_responses_are_a_problem_if_they_earn_less_than_complete_ones(
@@ -86,7 +86,7 @@ def test_truncated_responses_are_a_problem_if_they_earn_less_than_complete_ones(
 
 
 def test_the_summary_does_not_count_the_pause_before_a_resume(tmp_path):
-    """Six steps of 60 s, and two days between the third and the fourth."""
+    """The run has six steps of 60 s, and a pause of two days after the third."""
     columns = {
         "time": [0.0, 60.0, 120.0, 172920.0, 172980.0, 173040.0],
         "rollout/episodes": [8.0] * 6,
@@ -97,7 +97,7 @@ def test_the_summary_does_not_count_the_pause_before_a_resume(tmp_path):
     assert diagnosis.summarize(run) == expected
 
 
-def test_the_summary_has_each_score_once(tmp_path):
+def test_the_summary_omits_a_score_that_counts_failures_as_0(tmp_path):
     columns = {
         "time": [0.0, 60.0],
         "rollout/episodes": [8.0] * 2,
@@ -115,10 +115,11 @@ def test_the_summary_counts_the_recorded_steps_if_some_are_missing(tmp_path):
     assert diagnosis.summarize(run).startswith("3/3 steps (2 recorded), ")
 
 
-# --- the rules, by metrics -----------------------------------------------------------------------
+# --- the rules on metrics -------------------------------------------------------------------------
 
 
 def geometric(first: float, last: float) -> list[float]:
+    """Values for all steps, from `first` to `last` with a constant ratio."""
     return np.geomspace(first, last, STEPS).tolist()
 
 
@@ -133,6 +134,7 @@ GOOD_RUN = {
     "rollout/failed_frac": [0.0] * STEPS,
     "rollout/episodes": [64.0] * STEPS,
 }
+# Each entry of the next three tables changes some metrics of GOOD_RUN.
 NO_PROBLEM = {
     "good": {},
     "solved, and more certain with each step": {
@@ -208,8 +210,8 @@ PROBLEMS = {
 }
 
 
-def find_findings(path, changes, recipe=None) -> list[diagnosis.Finding]:
-    """The findings of a good run with other metrics or another recipe."""
+def diagnose(path, changes, recipe=None) -> list[diagnosis.Finding]:
+    """Return the findings of GOOD_RUN with changed metrics or another recipe."""
     defaults = {"actor_rollout_ref": {"rollout": {"n": 8}, "actor": {"optim": {"lr": 1e-3}}}}
     columns = {"time": list(range(STEPS))} | GOOD_RUN | changes
     episodes = []
@@ -222,25 +224,25 @@ def find_findings(path, changes, recipe=None) -> list[diagnosis.Finding]:
 
 
 def find_problems(path, changes, recipe=None) -> list[str]:
-    """The problems of a good run with other metrics or another recipe."""
-    return [finding.problem for finding in find_findings(path, changes, recipe)]
+    """Return the problems of GOOD_RUN with changed metrics or another recipe."""
+    return [finding.problem for finding in diagnose(path, changes, recipe)]
 
 
 @pytest.mark.parametrize("changes", NO_PROBLEM.values(), ids=NO_PROBLEM)
 def test_a_good_run_has_no_problem(tmp_path, changes):
-    """A rule that reports a good run is not read the next time."""
+    """If a rule found problems in good runs, users would ignore it."""
     assert find_problems(tmp_path, changes) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "recipe"), NO_PROBLEM_WITH_RECIPE.values(), ids=NO_PROBLEM_WITH_RECIPE
 )
-def test_the_recipe_explains_numbers_that_would_be_a_problem(tmp_path, changes, recipe):
+def test_metrics_that_are_normal_for_the_recipe_are_no_problem(tmp_path, changes, recipe):
     assert find_problems(tmp_path, changes, recipe) == []
 
 
-def test_solved_and_unsolved_groups_are_told_apart(tmp_path):
-    """Of 8 groups without variance, 6 earn 1 and 2 earn 0. This task is not solved."""
+def test_a_task_with_unsolved_groups_is_not_reported_as_solved(tmp_path):
+    """Of 8 groups without variance, 6 earn 1 and 2 earn 0."""
     recipe = {"actor_rollout_ref": {"rollout": {"n": 2}}}
     columns = {
         "rollout/episodes": [16.0] * 6,
@@ -270,7 +272,7 @@ def test_solved_and_unsolved_groups_are_told_apart(tmp_path):
     assert "The task is solved or too easy" in finding.problem
 
 
-SECTIONS = {
+SECTIONS = {  # {case of PROBLEMS: the section of docs/guides/diagnosis.md}
     "falling reward": "3. A flat reward, and zero-variance groups",
     "zero variance": "3. A flat reward, and zero-variance groups",
     "flat reward": "3. A flat reward, and zero-variance groups",
@@ -285,13 +287,13 @@ SECTIONS = {
 
 @pytest.mark.parametrize(("case", "section"), SECTIONS.items())
 def test_a_next_step_ends_with_the_section_that_explains_it(tmp_path, case, section):
-    first = find_findings(tmp_path, PROBLEMS[case][0])[0]
+    first = diagnose(tmp_path, PROBLEMS[case][0])[0]
     assert first.next_step.endswith(f' See docs/guides/diagnosis.md, "{section}".')
 
 
-def test_a_collapsed_policy_can_continue_without_the_state_of_its_optimizer(tmp_path):
-    """A checkpoint with that state refuses another learning rate (tests/runs/test_checkpoints)."""
-    next_step = find_findings(tmp_path, PROBLEMS["rising entropy"][0])[0].next_step
+def test_after_a_policy_collapse_the_optimizer_state_is_not_loaded(tmp_path):
+    """Another learning rate is refused with that state (tests/runs/test_checkpoints.py)."""
+    next_step = diagnose(tmp_path, PROBLEMS["rising entropy"][0])[0].next_step
     assert "divide actor_rollout_ref.actor.optim.lr by 10" in next_step
     assert "actor_rollout_ref.actor.checkpoint.load_contents=[model]" in next_step
 

@@ -1,4 +1,4 @@
-"""The episodes of the report page: their tokens, and the choice of those that are shown."""
+"""The episodes of the report page: their tokens, and the episodes whose tokens are shown."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def test_each_turn_has_the_advantages_of_its_tokens():
 
     advantages = np.array([0.25, 0.5, -0.75])
     items = episode_view.build_episode_view(record, advantages, with_tokens=True)["items"]
-    tokens = [(item["ids"], item["advantages"]) for item in items if "ids" in item]
-    assert tokens == [([6, 7], [0.25, 0.5]), ([9], [-0.75])]
+    turns = [(item["ids"], item["advantages"]) for item in items if "ids" in item]
+    assert turns == [([6, 7], [0.25, 0.5]), ([9], [-0.75])]
 
-    one_for_all = np.array([0.5])
+    one_for_all = np.array([0.5])  # the same advantage for all tokens
     items = episode_view.build_episode_view(record, one_for_all, with_tokens=True)["items"]
     assert [item["advantages"] for item in items if "ids" in item] == [[0.5], [0.5]]
 
 
 def test_tokens_of_the_best_and_worst_of_the_latest_steps_come_first(monkeypatch):
-    """The tokens of other episodes are on the page only if there is room after those."""
+    """The tokens of other episodes are on the page only if there is room left."""
     rewards = [0.0, 0.1, 0.2, 0.5, 0.8, 0.9, 1.0]
     frame = pd.DataFrame(
         {"status": "ok", "tokens": 10, "reward": rewards * 2, "file": ["a"] * 7 + ["b"] * 7}

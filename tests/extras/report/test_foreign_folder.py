@@ -1,4 +1,4 @@
-"""The report of a run directory from elsewhere: its code does not run, a huge text is shortened."""
+"""The report of another person's run directory: its code does not run, long texts are shortened."""
 
 from __future__ import annotations
 
@@ -33,28 +33,30 @@ def write_run(path: Path, model: Path, text: str = "seven", tokens: int = 3) -> 
 
 def test_code_in_the_folder_of_a_tokenizer_does_not_run(workspace, tmp_path, monkeypatch):
     def fail(*_):
-        pytest.fail("asked whether to run a stranger's code")
+        pytest.fail("the user was asked whether to run the code of the tokenizer")
 
     monkeypatch.setattr("builtins.input", fail)
     model = shutil.copytree(workspace / "tied", tmp_path / "model")
     settings = json.loads((model / "tokenizer_config.json").read_text())
-    auto = {"auto_map": {"AutoTokenizer": ["trap.Trap", None]}, "tokenizer_class": "Trap"}
-    (model / "tokenizer_config.json").write_text(json.dumps(settings | auto))
-    (model / "trap.py").write_text(
-        f"open({str(tmp_path / 'sprung')!r}, 'w')\n"
+    auto_map = {"AutoTokenizer": ["custom_code.CustomTokenizer", None]}
+    settings |= {"auto_map": auto_map, "tokenizer_class": "CustomTokenizer"}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    evidence = tmp_path / "the_code_ran"
+    (model / "custom_code.py").write_text(
+        f"open({str(evidence)!r}, 'w')\n"
         "from transformers import PreTrainedTokenizerFast\n"
-        "class Trap(PreTrainedTokenizerFast): pass\n"
+        "class CustomTokenizer(PreTrainedTokenizerFast): pass\n"
     )
     run = write_run(tmp_path / "run", model)
     assert report_page.write_page([tmp_path / "run"], tmp_path / "page.html").is_file()
     report_page.load_tokenizer(run)
-    assert not (tmp_path / "sprung").exists()
+    assert not evidence.exists()
 
 
 def test_a_huge_episode_is_shortened_with_a_note(workspace, tmp_path):
     run = write_run(tmp_path / "run", workspace / "tied", text="x" * 10_000_000, tokens=60_000)
-    ((_, _, record),) = run.records
-    view = episode_view.build_episode_view(record, None, with_tokens=True)
+    (saved,) = run.records
+    view = episode_view.build_episode_view(saved.record, None, with_tokens=True)
     assert len(json.dumps(view)) < 300_000
     item = view["items"][-1]
     assert item["text"].startswith("x" * 1000)

@@ -1,4 +1,4 @@
-"""The report page does in a browser what it promises."""
+"""The report page in a browser: the table, the charts, the tokens, and the size of the screen."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ CHROMIUM_FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-SCRIPT = " & <img src=x onerror='document.title = 1'>"  # as a policy may write it
+SCRIPT = " & <img src=x onerror='document.title = 1'>"  # a policy may write this in a response
+# JavaScript: the texts of the cells of each row in the table
 ROWS = """[...document.querySelectorAll('#episodes > tbody > tr')].map(
     row => [...row.cells].map(cell => cell.innerText))"""
 BACKGROUND = "node => getComputedStyle(node).backgroundColor"
@@ -76,7 +77,7 @@ def write_synthetic_run(
 
 
 def make_metrics(step: int, steps: int, episodes: int) -> dict[str, float]:
-    """Make a line of metrics.jsonl. Step 0 is an evaluation alone."""
+    """Make the metrics of one step. Step 0 has only an evaluation."""
     metrics = {
         "step": step,
         "time": 1.0e9 + step,
@@ -101,7 +102,7 @@ def make_metrics(step: int, steps: int, episodes: int) -> dict[str, float]:
 def make_episode(
     file: str, number: int, count: int, tokens: int, generator: np.random.Generator
 ) -> Episode:
-    """Make the episode `number` of `count` in a rollout file; `tokens` are those of one turn."""
+    """Make the episode `number` of `count` in a rollout file, with `tokens` tokens in each turn."""
 
     def append_turn() -> None:
         ids = generator.integers(2, 38, tokens).tolist()
@@ -150,7 +151,7 @@ def large_page(tmp_path_factory, model) -> Path:
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory) -> Iterator[object]:
-    """Debian's Chromium, driven by playwright. If it is not installed, it is unpacked."""
+    """Chromium, controlled by playwright. If it is not installed, Debian's package is unpacked."""
     from playwright.sync_api import sync_playwright
 
     program = shutil.which("chromium")
@@ -185,19 +186,19 @@ def download_chromium(folder: Path) -> None:
 
 @contextlib.contextmanager
 def open_page(browser, path: Path, **settings):
-    """Open the page from its file and wait for it. An error or a network request fails the test."""
+    """Open a page from its file, and wait for it. An error or a network request fails the test."""
     page = browser.new_page(**settings)
-    faults: list[str] = []
+    problems: list[str] = []
 
     def check_message(message) -> None:
         if message.type == "error":
-            faults.append(message.text)
+            problems.append(message.text)
 
     def check_request(request) -> None:
         if request.url.startswith("http"):
-            faults.append(request.url)
+            problems.append(request.url)
 
-    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("console", check_message)
     page.on("request", check_request)
     page.goto(path.as_uri())
@@ -205,16 +206,30 @@ def open_page(browser, path: Path, **settings):
     yield page
     title = page.title()
     page.close()
-    assert not faults and title != "1"
+    assert not problems and title != "1"  # SCRIPT would set the title to 1
 
 
 def wait_for_rows(page, condition=lambda rows: True) -> list[list[str]]:
-    """Wait until the texts of the table's rows meet a condition: it sorts and searches later."""
+    """Wait until the rows of the table meet a condition, and return the texts of their cells.
+
+    The table sorts and searches some time after the input.
+    """
     deadline = time.monotonic() + 20
-    while not condition(rows := page.evaluate(ROWS)):
+    rows = page.evaluate(ROWS)
+    while not condition(rows):
         assert time.monotonic() < deadline, rows
         page.wait_for_timeout(50)
+        rows = page.evaluate(ROWS)
     return rows
+
+
+def wait_for_column(page, column: int, texts: list[str]) -> None:
+    """Wait until a column of the table has these texts."""
+
+    def has_texts(rows) -> bool:
+        return [cells[column] for cells in rows] == texts
+
+    wait_for_rows(page, has_texts)
 
 
 def get_column_titles(page) -> list[str]:
@@ -230,7 +245,7 @@ def test_the_title_names_the_project_and_the_run(chromium, large_page):
         assert page.locator("h1").inner_text() == "Quintet report: large"
 
 
-@pytest.mark.soak  # a bound on a time: other tests would use the same cores
+@pytest.mark.soak  # it measures time, which other tests on the same cores would change
 def test_twenty_thousand_episodes_open_in_two_seconds(chromium, large_page):
     times = []  # ms
     for _ in range(3):
@@ -252,12 +267,12 @@ def test_the_table_sorts_and_searches(chromium, large_page):
         order = page.locator("#episodes > thead .dtcc-button_order").nth(reward)
         order.click()
         # failed episodes have no reward and come first
-        wait_for_rows(page, lambda rows: [cells[reward] for cells in rows] == [""] * 10)
+        wait_for_column(page, reward, [""] * 10)
         order.click()
-        wait_for_rows(page, lambda rows: [cells[reward] for cells in rows] == ["0.999"] * 10)
+        wait_for_column(page, reward, ["0.999"] * 10)
         search = page.locator("#episodes_wrapper input[type=search]")
         search.fill("what is 11 plus 611 in step_7")
-        wait_for_rows(page, lambda rows: [cells[file] for cells in rows] == ["step_7"])
+        wait_for_column(page, file, ["step_7"])
         assert titles.index("prompt") < reward
 
 
@@ -266,7 +281,7 @@ def test_an_episode_opens_with_its_tokens_colored(chromium, large_page):
         file = get_column_titles(page).index("file")
         search = page.locator("#episodes_wrapper input[type=search]")
         search.fill("what is 11 plus 611 in step_7")
-        wait_for_rows(page, lambda rows: [cells[file] for cells in rows] == ["step_7"])
+        wait_for_column(page, file, ["step_7"])
         page.locator("#episodes > tbody > tr").first.click()
         episode = page.locator(".open")
         text = episode.inner_text()
@@ -322,26 +337,29 @@ def test_a_click_on_a_step_of_a_chart_shows_its_episodes(chromium, large_page):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_reads_on_a_phone_and_in_the_dark(chromium, large_page, scheme):
+def test_the_page_is_readable_on_a_phone_in_light_and_dark_mode(chromium, large_page, scheme):
     def sum_color(color: str) -> int:
         return sum(int(part) for part in re.findall(r"\d+", color)[:3])
 
     viewport = {"width": 390, "height": 844}
     with open_page(chromium, large_page, viewport=viewport, color_scheme=scheme) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
-        ink = sum_color(page.evaluate("getComputedStyle(document.body).color"))
-        paper = sum_color(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-        assert (ink > paper + 300) if scheme == "dark" else (paper > ink + 300)
+        text_color = sum_color(page.evaluate("getComputedStyle(document.body).color"))
+        background = sum_color(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        contrast = text_color - background if scheme == "dark" else background - text_color
+        assert contrast > 300
         cells = page.locator("#episodes > tbody > tr").first.locator("td")
         assert cells.count() == 3  # prompt, response, reward
         cell = sum_color(cells.first.evaluate("node => getComputedStyle(node).color"))
-        assert abs(cell - paper) > 300
+        assert abs(cell - background) > 300
         page.locator("#episodes > tbody > tr").first.click()
         page.locator(".open").get_by_role("button", name="log-prob").click()
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
-def test_the_command_lays_runs_side_by_side_with_the_keys_that_differ(chromium, model, tmp_path):
+def test_the_page_of_two_runs_compares_them_and_lists_the_keys_that_differ(
+    chromium, model, tmp_path
+):
     """The second run has another learning rate."""
     for name, steps in (("one", 3), ("two", 4)):
         folder = write_synthetic_run(tmp_path / "runs" / name, steps, 60, model)
@@ -366,7 +384,7 @@ def test_the_command_lays_runs_side_by_side_with_the_keys_that_differ(chromium, 
 
 
 def test_a_run_without_episodes_has_a_page(tmp_path, model):
-    """Such as supervised training, or a run that ended before its first step."""
+    """Supervised training has no episodes. A run that ended early has no metrics either."""
     folder = write_synthetic_run(tmp_path / "run", 3, 10, model)
     shutil.rmtree(folder / "rollouts")
     lines = []
@@ -383,7 +401,7 @@ def test_a_run_without_episodes_has_a_page(tmp_path, model):
     assert diagnosis.summarize(RunData(folder)) == "no steps yet"
 
 
-def test_a_tokenizer_that_cannot_be_loaded_is_on_the_page(tmp_path, model):
+def test_a_tokenizer_that_cannot_be_loaded_is_reported_on_the_page(tmp_path, model):
     broken = shutil.copytree(model, tmp_path / "broken")
     (broken / "tokenizer_config.json").write_text("{")
     folder = write_synthetic_run(tmp_path / "run", 1, 10, broken)

@@ -1,4 +1,4 @@
-"""A run directory is read as far as it goes: incomplete files, large runs, other commands."""
+"""Read a run directory: with incomplete files, with many episodes, after an evaluation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_unreadable_data_is_a_finding_and_the_rest_is_shown(model, tmp_path):
         RunData(tmp_path)
 
 
-def test_of_many_files_the_most_useful_are_read(model, tmp_path, monkeypatch):
+def test_of_many_files_the_first_the_last_and_some_others_are_read(model, tmp_path, monkeypatch):
     folder = write_synthetic_run(tmp_path / "run", 9, 20, model)
     monkeypatch.setattr("kit.extras.report.run_data.MAX_EPISODES", 100)
     run = RunData(folder)
@@ -61,15 +61,16 @@ def test_an_evaluation_in_the_directory_and_a_resume_change_no_training_numbers(
     }
     with (folder / "metrics.jsonl").open("ab") as out:
         out.write(json.dumps(evaluation).encode() + b'\n12\n{"step": 9, "text": "\xc3')
-    # of steps that a resumed run has abandoned
+    # a file of a step that the resumed run has not reached
     shutil.copy(folder / "rollouts" / "step_4.jsonl", folder / "rollouts" / "step_7.jsonl")
     run = RunData(folder)
-    assert diagnosis.summarize(run) == before and "step_7" not in set(run.episodes["file"])
+    assert diagnosis.summarize(run) == before
+    assert "step_7" not in set(run.episodes["file"])
     problems = [finding.problem.partition(":")[0] for finding in diagnosis.find_problems(run)]
     assert problems == ["Some data could not be read"]
 
 
-def test_each_star_of_a_charts_pattern_stands_for_any_text():
+def test_each_star_in_the_pattern_of_a_chart_matches_any_text():
     (held_out,) = [chart for chart in report_page.CHARTS if chart.title == "Held-out"]
 
     def is_shown(name):

@@ -1,4 +1,4 @@
-"""The terminal: the command `show`, the table of steps of a run, and --quiet."""
+"""The output in a terminal: the command `show`, the table of steps of a run, and --quiet."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_show_prints_steps_and_the_best_and_worst_episodes(tmp_path, capsys):
 
 
 def test_the_table_has_one_column_per_score_and_no_empty_step():
-    """A score that counts failures as 0 has no column. The reward has one if it is not acc."""
+    """A score that counts failures as 0 has no column. A reward that equals acc has none either."""
     metrics = {
         "rollout/reward/mean": [np.nan, np.nan, 0.5],
         "val-core/s/acc/mean@1": [np.nan, 0.25, 0.75],
@@ -56,7 +56,7 @@ def test_the_table_has_one_column_per_score_and_no_empty_step():
 def test_steps_are_a_table_at_a_terminal_and_lines_elsewhere(
     interactive, monkeypatch, tmp_path, workspace
 ):
-    """With the time left, from the mean of the completed steps."""
+    """The table shows the time left, computed from the mean time of the completed steps."""
     monkeypatch.chdir(workspace)
     file = io.StringIO()
     terminal = Console(
@@ -65,16 +65,17 @@ def test_steps_are_a_table_at_a_terminal_and_lines_elsewhere(
     monkeypatch.setattr(console, "console", terminal)
     name = f"trainer.experiment_name=shown{interactive}"
     config, _ = load(workspace, name, "trainer.total_training_steps=40")
-    with Run(config) as one:
-        now = [0.0]
-        bar = one.display.bar
-        monkeypatch.setattr(bar, "get_time", lambda: now[0])
-        bar.reset(one.display.task, total=40)
+    with Run(config) as training:
+        now = 0.0
+        bar = training.display.bar
+        monkeypatch.setattr(bar, "get_time", lambda: now)
+        bar.reset(training.display.task, total=40)
         for step in range(1, 11):
-            now[0] += 60
-            one.begin_step(step)
-            one.timing["gen"] = 2.0
-            one.display.print_step(step, {"reward": f"0.{step}", "loss": "0.1"}, one.timing)
+            now += 60
+            training.begin_step(step)
+            training.timing["gen"] = 2.0
+            metrics = {"reward": f"0.{step}", "loss": "0.1"}
+            training.display.print_step(step, metrics, training.timing)
         seconds_left = bar.tasks[0].time_remaining
     text = file.getvalue()
     if interactive:
@@ -88,7 +89,7 @@ def test_steps_are_a_table_at_a_terminal_and_lines_elsewhere(
 
 
 @pytest.mark.parametrize(("arguments", "interactive"), [(["--quiet"], False), ([], True)])
-def test_quiet_is_for_logs_at_a_terminal_too(arguments, interactive, monkeypatch):
+def test_quiet_prints_plain_lines_in_a_terminal_too(arguments, interactive, monkeypatch):
     monkeypatch.setattr(cli, "console", Console(force_interactive=True))
     monkeypatch.setattr(sys, "argv", ["algorithm.py", "--config", "nobody.yaml", *arguments])
     with pytest.raises(SystemExit, match="no such file"):

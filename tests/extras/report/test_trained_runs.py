@@ -1,4 +1,4 @@
-"""The report of real short runs: four that are broken, and one that learns."""
+"""The report of short training runs: one that learns, and four with a problem."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 9
 
 
 def find_first_problem(folder: Path) -> diagnosis.Finding:
-    """The first finding, which should be the cause. The run has written its page."""
+    """Return the first finding, and check that the run has written its page."""
     findings = diagnosis.find_problems(RunData(folder))
     assert findings, "no problem was found"
     assert (folder / "report.html").is_file()
@@ -29,7 +29,7 @@ def find_first_problem(folder: Path) -> diagnosis.Finding:
 
 
 def train(stack, name: str, *changes: str, before=lambda trainer: None, **others) -> Path:
-    """Train for STEPS steps, call `before` before each, and return the run directory."""
+    """Train for STEPS steps and return the run directory. `before` is called before each step."""
     changes = ("trainer.total_training_steps=40", "gym.max_failed_frac=1", *changes)
     with stack.trainer(name, *changes, **others) as trainer:
         for _ in range(STEPS):
@@ -43,7 +43,7 @@ def train(stack, name: str, *changes: str, before=lambda trainer: None, **others
 
 @pytest.fixture(scope="module")
 def healthy(stack) -> Path:
-    """A run that learns, with an evaluation before and after."""
+    """The directory of a run that learns, with an evaluation before and after the steps."""
     changes = ("trainer.total_training_steps=24", "data.max_response_length=16")
     with stack.trainer("healthy", *changes) as trainer:
         trainer.evaluate()
@@ -55,7 +55,7 @@ def healthy(stack) -> Path:
 def test_a_run_that_learns_has_no_problem(healthy):
     run = RunData(healthy)
     problems = [finding.problem for finding in diagnosis.find_problems(run)]
-    # its policy was random a minute ago and does not know yet how to end a response
+    # The policy started random and has not learned yet to end each response.
     assert [text for text in problems if "are truncated at" not in text] == []
     summary = diagnosis.summarize(run)
     reward = run.steps["rollout/reward/mean"].dropna()
@@ -64,7 +64,7 @@ def test_a_run_that_learns_has_no_problem(healthy):
 
 
 def test_every_file_of_a_run_is_described(healthy):
-    """Those of the healthy run; other commands write more, by the names in the source."""
+    """The files are those of the healthy run. Other commands write more files."""
     described = {name.replace("_N", "_*") for name in FILES}
     folders = {name.partition("/")[0] for name in described}
     paths = [path.relative_to(healthy) for path in healthy.rglob("*") if "ray" not in path.parts]
@@ -87,8 +87,8 @@ def test_every_file_of_a_run_is_described(healthy):
 # --- runs that are broken ------------------------------------------------------------------------
 
 
-class Verifier(JsonHandler):
-    """Rewards different characters: a policy with only one response earns next to nothing."""
+class DiversityVerifier(JsonHandler):
+    """Rewards different characters, so a policy that repeats one character earns almost nothing."""
 
     def do_GET(self):  # noqa: N802  (a name of the base class)
         self.answer(200, {"paths": {"/seed_session": {"post": {}}, "/verify": {"post": {}}}})
@@ -104,8 +104,8 @@ class Verifier(JsonHandler):
         self.answer(200, {"reward": len(set(text)) / 40})
 
 
-class Broken(Verifier):
-    """Rewards a 7, and answers 500 while it is down."""
+class VerifierWithOutage(DiversityVerifier):
+    """Rewards a 7, and answers 500 while `is_down` is set."""
 
     is_down = False
 
@@ -117,8 +117,8 @@ class Broken(Verifier):
 
 
 @contextlib.contextmanager
-def verified_by(stack, handler):
-    """Yield a Gym client whose server reasoning_gym is a server with this handler."""
+def gym_with_verifier(stack, handler):
+    """Yield a Gym client whose entry reasoning_gym is a server with this handler."""
     loop = stack.servers.loop
     with served(handler) as address:
         gym = gym_client.Gym({"reasoning_gym": address})
@@ -129,12 +129,12 @@ def verified_by(stack, handler):
             loop.run(gym.__aexit__(None, None, None))
 
 
-def test_a_verifier_that_was_down_for_a_third(stack):
-    def before(trainer):
-        Broken.is_down = trainer.state["step"] in (3, 4, 5)
+def test_an_outage_of_the_verifier_for_a_third_of_the_steps_is_found(stack):
+    def set_outage(trainer):
+        VerifierWithOutage.is_down = trainer.state["step"] in (3, 4, 5)
 
-    with verified_by(stack, Broken) as gym:
-        folder = train(stack, "down", gym=gym, before=before)
+    with gym_with_verifier(stack, VerifierWithOutage) as gym:
+        folder = train(stack, "down", gym=gym, before=set_outage)
     finding = find_first_problem(folder)
     expected = (
         "33% of the episodes failed (192 http_500), all on server reasoning_gym, in steps 4 to 6"
@@ -145,14 +145,14 @@ def test_a_verifier_that_was_down_for_a_third(stack):
     assert "logs/gym_" in finding.next_step
 
 
-def test_a_learning_rate_a_hundred_times_too_high(stack):
+def test_a_learning_rate_that_is_a_hundred_times_too_high_is_found(stack):
     """The policy collapses into one response, which earns little."""
     rate = "actor_rollout_ref.actor.optim.lr=0.5"
     config, _ = load(stack.workspace, *SESSION, rate)
-    workers = start_workers(config)  # those of the session have another optimizer
+    workers = start_workers(config)  # the session's workers have another learning rate
     workers.actor.init_model()
     try:
-        with verified_by(stack, Verifier) as gym:
+        with gym_with_verifier(stack, DiversityVerifier) as gym:
             folder = train(stack, "fast", rate, workers=workers, gym=gym)
     finally:
         drop(workers)
@@ -162,7 +162,7 @@ def test_a_learning_rate_a_hundred_times_too_high(stack):
     assert "actor/entropy" in finding.evidence and "optim.lr" in finding.next_step
 
 
-def test_responses_that_are_truncated_at_the_limit(stack):
+def test_responses_that_are_truncated_at_the_limit_are_found(stack):
     rows = [row(f"{word} it", "7777777777") for word in WORDS]
     path = write_rows(stack.workspace / "long.jsonl", rows)
     changes = (
@@ -177,7 +177,7 @@ def test_responses_that_are_truncated_at_the_limit(stack):
     assert "raise data.max_response_length" in finding.next_step
 
 
-def test_a_task_that_is_too_hard(stack):
+def test_a_task_that_is_too_hard_is_found(stack):
     rows = [row(f"{word} it", "q9x8z7k6") for word in WORDS]
     path = write_rows(stack.workspace / "hard.jsonl", rows)
     changes = (

@@ -1,4 +1,4 @@
-"""The process monitor names a process that died or is stopped, and removes what dead ones left."""
+"""The process monitor reports processes that died or stopped, and removes files of dead ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kit.extras.supervisor.process_monitor import ProcessInfo, ProcessMonitor, P
 from kit.runs import isolation
 
 
-def test_rays_reason_for_an_actors_death_is_read():
+def test_the_reason_that_ray_gives_for_the_death_of_an_actor_is_read():
     from ray.core.generated import common_pb2
 
     reasons = common_pb2.ActorDiedErrorContext.Reason
@@ -42,7 +42,8 @@ def test_an_engine_is_dead_after_three_checks_and_the_gcs_after_one():
     table = ProcessTable()
     table.update([engine])
     table.update([])
-    assert not table.engine_processes  # seen once: it may be a fork with its parent's title
+    # It was listed only once, so it may be a fork that still has the title of its parent.
+    assert not table.engine_processes
     table.update([engine, gcs])
     table.update([engine, gcs])
     table.update([gcs._replace(status=psutil.STATUS_ZOMBIE)])
@@ -60,21 +61,22 @@ def test_an_answer_of_a_node_counts_once(monkeypatch):
     engine = ProcessInfo("10.0.0.7", 7, "VLLM::EngineCore", psutil.STATUS_SLEEPING)
     nodes = node_monitor.NodeMonitors()
     table = ProcessTable()
-    answers = [[engine], [engine], [], [], []]  # one of them for every second check
+    answers = [[engine], [engine], [], [], []]  # each one arrives at a second check
     remote = SimpleNamespace(remote=lambda *_: answers.pop(0) if answers else [])
     monkeypatch.setattr(nodes, "_get_actor", lambda _: SimpleNamespace(list_processes=remote))
     monkeypatch.setattr(node_monitor.ray, "get", lambda answer: answer)
-    found = []
+    dead_engines = []  # the result of each check
     for check in range(12):
-        is_ready = [1] if check % 2 else []
-        monkeypatch.setattr(node_monitor.ray, "wait", lambda *_, ready=is_ready, **__: (ready, []))
+        ready = [1] if check % 2 else []
+        monkeypatch.setattr(node_monitor.ray, "wait", lambda *_, ready=ready, **__: (ready, []))
         table.update(*nodes.list_processes(actors))
-        found.append(table.find_dead_engine())
-    # check 0 sends the first request; 1 and 3 read the engine's answers; 5, 7 and 9 miss it
-    assert found[:9] == [None] * 9 and found[9] == engine
+        dead_engines.append(table.find_dead_engine())
+    # Check 0 sends the first request. The answers to checks 1 and 3 have the engine, those to
+    # checks 5, 7 and 9 do not have it.
+    assert dead_engines[:9] == [None] * 9 and dead_engines[9] == engine
 
 
-def test_a_process_that_runs_again_is_not_stopped(monkeypatch):
+def test_a_process_that_runs_again_is_not_reported_as_stopped(monkeypatch):
     monkeypatch.setattr(process_monitor, "MAX_STOPPED_S", 0.0)
     stopped = ProcessInfo("", 7, "ray::Actor.work", psutil.STATUS_STOPPED)
     table = ProcessTable()
@@ -101,39 +103,40 @@ def test_files_of_dead_processes_are_removed_and_those_in_use_stay():
     dead = subprocess.run(
         [sys.executable, "-c", LEAVE_SHARED_MEMORY], capture_output=True, text=True
     ).stdout.strip()
-    # Its resource tracker outlives it for a moment and may remove the block. These it misses.
-    names = {"psm_left_by_a_test", "torch_1_2_0", "nccl-aB3dEf"}
-    for name in names:
+    # The resource tracker of that process may still remove the block. It does not know these files.
+    leftover_names = {"psm_left_by_a_test", "torch_1_2_0", "nccl-aB3dEf"}
+    for name in leftover_names:
         (folder / name).touch()
-    mine = shared_memory.SharedMemory(create=True, size=9)
-    # a semaphore, which a child opens by its name
+    own_block = shared_memory.SharedMemory(create=True, size=9)
+    # a child process opens this semaphore by its name
     lock = multiprocessing.get_context("spawn").Lock()
-    other = folder / "not_of_a_run"
-    other.touch()
-    held = folder / f"torch_{os.getpid()}_7_1"  # of another run of the same user
-    holder = held.open("w")
-    stranger = folder / "nccl-xY3dEf"
-    stranger.touch()
+    unrelated = folder / "not_of_a_run"
+    unrelated.touch()
+    open_path = folder / f"torch_{os.getpid()}_7_1"  # as a file of another run of the same user
+    open_file = open_path.open("w")
+    of_another_user = folder / "nccl-xY3dEf"
+    of_another_user.touch()
     if os.getuid() == 0:
-        os.chown(stranger, 65534, 65534)
-    not_shared = Path("/tmp/torch_1_2_0")
-    not_shared.touch()
+        os.chown(of_another_user, 65534, 65534)
+    in_another_folder = Path("/tmp/torch_1_2_0")
+    in_another_folder.touch()
     try:
         process_monitor.remove_leftovers(started_at)
-        left = {path.name for path in folder.iterdir()}
-        assert not {dead, *names} & left and {mine.name, other.name, held.name} <= left
-        assert not_shared.exists() and (stranger.exists() or os.getuid() != 0)
-        assert "sem." + lock._semlock.name.removeprefix("/") in left
+        remaining = {path.name for path in folder.iterdir()}
+        kept = {own_block.name, unrelated.name, open_path.name}
+        assert not {dead, *leftover_names} & remaining and kept <= remaining
+        assert in_another_folder.exists() and (of_another_user.exists() or os.getuid() != 0)
+        assert "sem." + lock._semlock.name.removeprefix("/") in remaining
         (folder / "psm_older").touch()
         process_monitor.remove_leftovers(time.time() + 5)
-        assert (folder / "psm_older").exists()  # older than the run, so it belongs to another run
+        assert (folder / "psm_older").exists()  # it is older than the run
     finally:
         (folder / "psm_older").unlink(missing_ok=True)
-        for path in (other, held, stranger, not_shared):
+        for path in (unrelated, open_path, of_another_user, in_another_folder):
             path.unlink(missing_ok=True)
-        holder.close()
-        mine.close()
-        mine.unlink()
+        open_file.close()
+        own_block.close()
+        own_block.unlink()
 
 
 def start_engine() -> subprocess.Popen[bytes]:
@@ -156,17 +159,19 @@ def test_the_monitor_names_a_stopped_and_a_dead_process(tmp_path, monkeypatch):
         assert monitor.check() == monitor.check() == ""
         engine.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + 5
-        while not (problem := monitor.check()) and time.monotonic() < deadline:
+        problem = monitor.check()
+        while not problem and time.monotonic() < deadline:
             time.sleep(0.1)
+            problem = monitor.check()
         assert problem.startswith(
             f"vLLM's EngineCore (pid {engine.pid}) is stopped (SIGSTOP?). Last lines of "
         )
         assert problem.endswith("two | the cause | the end")
-        # vLLM's processes have no log: they write to their parent's
+        # vLLM's processes write to the log of their parent
         log.rename(log.with_stem(f"worker-abc-01000000-{os.getpid()}"))
         engine.kill()
         engine.wait()
-        assert monitor.check() == monitor.check() == ""  # vLLM may report the cause itself
+        assert monitor.check() == monitor.check() == ""  # it waits, since vLLM may report the cause
         problem = monitor.check()
         assert problem.startswith(f"vLLM's EngineCore (pid {engine.pid}) died. ")
         assert problem.endswith("the cause | the end")
@@ -176,7 +181,7 @@ def test_the_monitor_names_a_stopped_and_a_dead_process(tmp_path, monkeypatch):
     assert not temporary.exists() and os.environ.get("TMPDIR") != str(temporary)
 
 
-def test_a_node_that_does_not_answer_is_named(monkeypatch, tmp_path):
+def test_a_node_that_does_not_answer_is_reported(monkeypatch, tmp_path):
     address = {"NodeID": "n", "IPAddress": "10.0.0.7"}
     actors = {
         "a": {"ActorID": "a", "ActorClassName": "A", "State": "ALIVE", "Pid": 1, "Address": address}
@@ -194,21 +199,21 @@ def test_a_node_that_does_not_answer_is_named(monkeypatch, tmp_path):
     )
 
 
-def test_a_dead_worker_is_named_and_one_that_never_lived_or_was_meant_to_end_is_not(tmp_path):
+def test_a_dead_worker_is_reported_unless_it_never_lived_or_was_stopped(tmp_path):
     from ray.core.generated import common_pb2
 
-    lost = common_pb2.ActorDeathCause()
-    lost.oom_context.error_message = "95% used"
+    out_of_memory = common_pb2.ActorDeathCause()
+    out_of_memory.oom_context.error_message = "95% used"
     alive = {"ActorID": "a", "ActorClassName": "Actor", "State": "ALIVE", "Pid": 7}
     alive["Address"] = {"IPAddress": "10.0.0.7"}
-    dead = alive | {"State": "DEAD", "DeathCause": lost}
+    dead = alive | {"State": "DEAD", "DeathCause": out_of_memory}
     monitor = ProcessMonitor(tmp_path, tmp_path, print)
     assert monitor._find_dead_actor({"a": dead}) == ""
     assert monitor._find_dead_actor({"a": alive}) == ""
-    meant = dead | {"DeathCause": common_pb2.ActorDeathCause()}
-    assert monitor._find_dead_actor({"a": meant}) == ""
-    own = dead | {"ActorClassName": node_monitor.NodeMonitor.__name__}
-    assert monitor._find_dead_actor({"a": own}) == ""
+    stopped = dead | {"DeathCause": common_pb2.ActorDeathCause()}  # no cause: the run stopped it
+    assert monitor._find_dead_actor({"a": stopped}) == ""
+    node_actor = dead | {"ActorClassName": node_monitor.NodeMonitor.__name__}
+    assert monitor._find_dead_actor({"a": node_actor}) == ""
     problem = monitor._find_dead_actor({"a": dead})
     assert problem.startswith("the worker Actor (pid 7) died: ") and "95% used" in problem
     assert problem.endswith(f"See the logs in {tmp_path}")

@@ -22,21 +22,22 @@ monitor = ProcessMonitor(Path("."), Path("checkpoints"), print)
 with isolation.use_own_tmpdir() as folder, monitor:
     monitor.register_folder(folder)
     sleep = ["sleep", "60"]
-    worker, raylet = subprocess.Popen(sleep, start_new_session=True), subprocess.Popen(sleep)
+    worker = subprocess.Popen(sleep, start_new_session=True)
+    raylet = subprocess.Popen(sleep)
     monitor.register_process("Ray's raylet", raylet.pid)
     print(folder, worker.pid, raylet.pid, flush=True)
     while raylet.poll() is None:
         if select.select([sys.stdin], [], [], 0.05)[0] and sys.stdin.readline():
             raise SystemExit(0)
-    # Ray ends its driver some time after the raylet. Without this pause, on a busy machine the
-    # reaper may see both die in one poll.
+    # Ray ends its driver some time after the raylet. Without this pause, the reaper of a busy
+    # machine may see both deaths in one poll.
     time.sleep(1)
     os._exit(1)
 """
 
 
 @pytest.mark.parametrize("victim", ["raylet", "driver", "nobody"])
-def test_the_process_that_died_first_is_named_and_everything_is_cleaned_up(tmp_path, victim):
+def test_the_process_that_died_first_is_reported_and_everything_is_cleaned_up(tmp_path, victim):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("7")
     driver = subprocess.Popen(
@@ -54,7 +55,7 @@ def test_the_process_that_died_first_is_named_and_everything_is_cleaned_up(tmp_p
         driver.stdin.write("end\n")
     else:
         os.kill(driver.pid if victim == "driver" else int(raylet), signal.SIGKILL)
-    errors = driver.communicate()[1]  # until the reaper has ended too
+    _, errors = driver.communicate()  # the reaper has the same stderr, so this waits for both
     names = {"raylet": f"Ray's raylet (pid {raylet})", "driver": f"the driver (pid {driver.pid})"}
     checkpoint = (
         "Last checkpoint: checkpoints/global_step_7. Rerun the same command to resume from it"
