@@ -47,6 +47,13 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
+def pid_has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def wait_for(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + 20
     while not condition():
@@ -186,19 +193,22 @@ def test_the_server_ends_with_the_process_that_started_it(
 ) -> None:
     """The process is killed, or exits before it uses the server, as after an error in a recipe."""
     code = (
-        "from kit.cpu import fork_server; import os, signal, sys\n"
-        f"fork_server.start('json ray'); {code}"
+        "from kit.cpu import fork_server; import os, psutil, signal, sys\n"
+        "fork_server.start('json ray')\n"
+        "print(*[child.pid for child in psutil.Process().children()], flush=True)\n"
+        f"{code}"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    process = subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=tmp_path)
-    assert process.wait(20) == status
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, cwd=tmp_path, stdout=subprocess.PIPE
+    )
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == status
     assert bool(list(tmp_path.iterdir())) == (status < 0)  # a killed process leaves the folder
-    servers = [p for p in psutil.process_iter(["cmdline", "cwd"]) if p.info["cwd"] == str(tmp_path)]
-
-    def have_ended() -> bool:
-        return all(has_ended(server) for server in servers)
-
-    wait_for(have_ended)
+    pids = [int(pid) for pid in output.split()]
+    assert pids
+    for pid in pids:
+        wait_for(lambda pid=pid: pid_has_ended(pid))
 
 
 def test_forks_and_clients_end_with_the_server(tmp_path: Path) -> None:

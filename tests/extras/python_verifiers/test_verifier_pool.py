@@ -86,7 +86,7 @@ def test_a_call_that_fails_has_a_reason_and_the_pool_recovers(
     assert re.search(pattern, str(error)), str(error)
     assert "\n" not in str(error)
     started = set(psutil.Process().children(recursive=True)) - set(earlier)
-    assert not [p for p in started if "sleep" in p.name() or "worker" in str(p.cmdline())]
+    assert not [p for p in started if "sleep" in p.name() or "verifier_process" in str(p.cmdline())]
 
 
 def test_an_async_function_that_never_yields_times_out(build_router):
