@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, drop, with_values
 from learning import AGREE, NO_EVALUATION
-from markdown_blocks import GUIDES, files_shown
+from markdown_blocks import GUIDES, read_shown_files
 
 import training
 from kit.runs import checkpoints
@@ -288,7 +288,7 @@ def test_the_functions_of_the_guides_work(stack):
     The limits are those of the tiny task: a random policy earns little, in at most 12 tokens.
     """
     for name, page in (("my_functions.py", "functions.md"), ("my_sampler.py", "curriculum.md")):
-        (stack.workspace / name).write_text(files_shown(GUIDES / page)[name])
+        (stack.workspace / name).write_text(read_shown_files(GUIDES / page)[name])
     low, free, per_token = 0.001, 4, 0.01
     changes = [
         "algorithm.adv_estimator=my_functions.py:ranks",

@@ -204,8 +204,8 @@ def test_used_keys_are_accepted_and_unused_keys_are_errors(tmp_path):
             keys = used if is_used(key) else unused
             keys[key] = change_value(value)
     errors = load_errors(tmp_path, unused).splitlines()
-    assert {error.split()[0] for error in errors} == set(unused)
-    assert len(errors) == len(unused) > 400
+    reported = {error.split()[0] for error in errors}
+    assert reported == set(unused) and len(errors) == len(unused) > 400
     assert all("is a verl option that this trainer does not use" in error for error in errors)
     assert load_errors(tmp_path, used) == "" and len(used) > 200
 

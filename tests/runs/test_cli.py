@@ -12,7 +12,7 @@ from collections import Counter
 
 import pytest
 from conftest import GIVEN, GYM_PYTHON, ROOT, command, metrics_of, run, tiny
-from markdown_blocks import GUIDES, python_block
+from markdown_blocks import GUIDES, find_python_block
 
 from kit.runs.run_dir import repeat_command
 
@@ -22,7 +22,7 @@ def test_the_loop_from_python_and_the_command_are_one_run(workspace):
     name = "annealed"
     files = ["cpu", str(ROOT / "tests" / "tiny.yaml")]
     settings = tiny(workspace, "trainer.total_training_steps=2")
-    block = python_block(GUIDES / "python.md", "with train(plan(").replace(
+    block = find_python_block(GUIDES / "python.md", "with train(plan(").replace(
         '["math_cpu", "cpu"]', repr(files)
     )
     block = re.sub(

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from conftest import load
-from markdown_blocks import GUIDES, files_shown
+from markdown_blocks import GUIDES, read_shown_files
 from omegaconf import OmegaConf
 
 import training
@@ -122,7 +122,7 @@ def test_without_training_tasks_there_is_nothing_to_try(named, tmp_path, monkeyp
 def test_the_functions_of_the_guides_pass(named, tmp_path, monkeypatch):
     """Those of my_functions.py and my_sampler.py, each under the key of its first parameter."""
     shown = {"my_functions.py": "functions.md", "my_sampler.py": "curriculum.md"}
-    texts = {name: files_shown(GUIDES / page)[name] for name, page in shown.items()}
+    texts = {name: read_shown_files(GUIDES / page)[name] for name, page in shown.items()}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
