@@ -1,4 +1,4 @@
-"""Old log-probs that the update's own forward pass computes, and the loss that the workers get."""
+"""Tests old log-probs that the update's forward pass computes, and the loss of the workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from training import FusedOutput
 
 @pytest.fixture(autouse=True)
 def fetch_from_doubles(monkeypatch, request):
-    """The doubles are no Ray actors."""
+    """Replace `fetch`, because the doubles are not Ray actors."""
     if "ranks" not in request.fixturenames:
         monkeypatch.setattr(worker_results, "fetch", lambda group: list(group.kept))
 
@@ -41,7 +41,7 @@ def recipe(workspace) -> DictConfig:
     return two_rank_recipe(workspace)
 
 
-# --- when ----------------------------------------------------------------------------------------
+# --- whether the pass is fused -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def recipe(workspace) -> DictConfig:
         f"{ACTOR}.ppo_epochs=2",
     ],
 )
-def test_old_log_probs_that_are_needed_before_the_update_have_a_separate_pass(recipe, change):
+def test_old_log_probs_that_are_needed_before_the_update_need_a_separate_pass(recipe, change):
     config = changed(recipe, *FUSED)
     assert training.fuses_old_log_probs(config)
     assert not training.fuses_old_log_probs(changed(config, change))
@@ -67,12 +67,12 @@ def test_old_log_probs_that_are_needed_before_the_update_have_a_separate_pass(re
     ("name", "is_fused"),
     [("sum_pi_squared", False), ("rollout_log_probs", False), ("response_mask", True)],
 )
-def test_an_estimator_that_needs_results_of_the_pass_has_a_separate_pass(
+def test_an_estimator_that_reads_results_of_the_pass_needs_a_separate_pass(
     recipe, tmp_path, name, is_fused
 ):
-    """verl's estimators that read these also read the old log-probs. A custom one need not.
+    """verl's estimators that read these results also read the old log-probs. A custom one may not.
 
-    The pass completes rollout_log_probs: a response that a filter wrote has none of the engine.
+    The pass also completes rollout_log_probs. A response that a filter adds has none.
     """
     file = tmp_path / "mine.py"
     file.write_text(f"def f({name}):\n    return {name}, {name}\n")
@@ -88,7 +88,7 @@ def fused_output(row, is_padding, log_probs, entropy) -> FusedOutput:
 
 
 def test_the_updates_pass_gives_old_log_probs_in_the_order_of_the_batch(recipe):
-    """Two micro-batches in which the rows are mixed, one with a padding row."""
+    """There are two micro-batches in another order. One has a padding row."""
     config = changed(recipe, *FUSED)
     lengths = [[7, 8], [7], [7, 8]]
     batch = make_update_batch([make_episode([5], response) for response in lengths])
@@ -126,7 +126,7 @@ def test_an_update_that_is_not_fused_adds_no_old_log_probs(recipe):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_each_rank_sends_its_own_results_once(monkeypatch, ranks):
-    """Nothing that grows with the square of the number of ranks is sent to the driver."""
+    """So the data that the driver gets does not grow with the square of the number of ranks."""
     processes = [[f"rank {rank}, micro-batch {k}" for k in range(2)] for rank in range(ranks)]
 
     def make_worker(kept):
@@ -140,7 +140,7 @@ def test_each_rank_sends_its_own_results_once(monkeypatch, ranks):
     group = SimpleNamespace(workers=[make_worker(kept) for kept in processes])
     expected = [result for kept in processes for result in kept]
     assert worker_results.fetch(group) == expected and len(expected) == 2 * ranks
-    assert worker_results.fetch(group) == []  # they were taken
+    assert worker_results.fetch(group) == []  # the first call removed them
 
 
 # --- the workers' side ---------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_the_actor_gets_the_recipes_loss(recipe, monkeypatch, changes, name):
     if is_custom:
         monkeypatch.delitem(POLICY_LOSS_REGISTRY, name)  # as in a worker's process
     assert actor.loss("output", "data", "ranks") == ("loss", {})
-    assert calls[:-1] == ["fused"] * bool(changes)
+    assert calls[:-1] == (["fused"] if changes else [])
     settings, *arguments, registered = calls[-1]
     assert arguments == ["output", "data", "ranks"]
     assert settings.clip_ratio == 0.3 and settings.policy_loss.loss_mode == name
