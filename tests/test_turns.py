@@ -1,7 +1,7 @@
-"""Turns of policy and environment as tokens: exactly those that were sampled and observed.
+"""Tests that an episode has exactly the tokens that were sampled and observed in its turns.
 
-The policy is a script and the environment a double, so that every conversation and template can be
-tried. The same code against vLLM and real Gym servers is in test_stack.py.
+Doubles of policy and environment make any conversation and chat template possible. test_stack.py
+tests the same code with vLLM and Gym servers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LETTERS = "abc xyz\n\t{}\"'<>&|éß中🙂0123456789"
 
 
 class RandomConversation:
-    """Turns of 1 to 3 calls, each with the outputs of its calls, and a final response."""
+    """Turns with 1 to 3 tool calls and their outputs, and a final response."""
 
     def __init__(self, rng: random.Random, tokenizer):
         self.rng = rng
@@ -51,7 +51,7 @@ class RandomConversation:
             text = thought + self.text(0, 20).replace("<", "") + "".join(calls)
             self.responses.append(tokenizer.encode(text, add_special_tokens=False))
             self.outputs.append([self.text(0, 60) for _ in calls])
-        # random bytes, which are the encoding of no text
+        # random bytes that are not the encoding of any text
         self.responses.append(rng.choices(range(256), k=rng.randint(0, 30)))
         self.responses = [[*ids, tokenizer.eos_token_id] for ids in self.responses]
 
@@ -62,7 +62,7 @@ class RandomConversation:
 @pytest.mark.parametrize("family", TEMPLATES)
 @pytest.mark.parametrize("seed", range(12))
 def test_an_episode_has_exactly_the_sampled_and_the_observed_tokens(family, seed):
-    """Each prompt is the last prompt, the response to it and the observation, id for id."""
+    """Each prompt is the previous prompt, its response and the observation, id for id."""
     rng = random.Random(f"{family} {seed}")
     tokenizer = bytes_tokenizer(TEMPLATES[family], STOPS[family])
     conversation = RandomConversation(rng, tokenizer)
@@ -91,12 +91,12 @@ def test_an_episode_has_exactly_the_sampled_and_the_observed_tokens(family, seed
         position = 0
         for text in texts:  # in order, each once
             position = observed.index(text, position) + len(text)
-        # the template's own opening of a response
+        # the observation ends with the generation prompt of the template
         assert observed.endswith(opened[len(closed) :])
 
 
-def test_an_episode_reads_as_the_template_renders_the_conversation():
-    """If text encodes back to itself, the two are the same to the last character."""
+def test_the_text_of_an_episode_is_that_of_the_rendered_conversation():
+    """This holds for text that decodes to itself after it is encoded."""
     tokenizer = chatml_tokenizer()
     task = task_of(tokenizer)
     tool_text = '{"found": "it"}'
@@ -154,14 +154,14 @@ def test_an_episode_ends_at_its_limits(changes, ended, turns):
     session = World(["x" * 60] * 3)
     episode = play(task_of(tokenizer), session, context_of(client, tokenizer, **changes))
     assert (episode.ended, len(episode.turns)) == (ended, turns)
-    assert episode.response_mask[-1] == 1  # no observed token at the end
+    assert episode.response_mask[-1] == 1  # the last token is a sampled one
     assert len(episode.response_ids) <= changes.get("max_response_length", 20000)
     types = [item["type"] for item in session.verified["output"]]
-    # the calls of the last turn were run, as Gym's agent does
+    # the calls of the last turn are also run, as in Gym's agent
     assert types.count("function_call_output") == min(turns, 3)
 
 
-def types_of_verified_items(session) -> list[str]:
+def list_verified_types(session) -> list[str]:
     return [item["type"] for item in session.verified["output"]]
 
 
@@ -170,19 +170,19 @@ def test_a_response_without_a_stop_token_runs_no_tools():
     session = World([])
     whole_call = tokenizer.encode(call(), add_special_tokens=False)
     episode = play(task_of(tokenizer), session, context_of(Script([whole_call]), tokenizer))
-    assert episode.ended == "length" and types_of_verified_items(session) == ["function_call"]
+    assert episode.ended == "length" and list_verified_types(session) == ["function_call"]
 
 
-def test_a_call_is_the_answer_if_no_tool_has_a_route():
+def test_a_call_ends_the_episode_if_no_tool_has_a_route():
     tokenizer = chatml_tokenizer()
     session = World([])
     session.executable = set()
     client = one_turn_each([call()], tokenizer)
     episode = play(task_of(tokenizer), session, context_of(client, tokenizer))
-    assert episode.ended == "stop" and types_of_verified_items(session) == ["function_call"]
+    assert episode.ended == "stop" and list_verified_types(session) == ["function_call"]
 
 
-def test_a_long_tool_output_is_cut_for_the_model_but_not_for_the_verifier():
+def test_a_long_tool_output_is_truncated_for_the_model_but_not_for_the_verifier():
     tokenizer = chatml_tokenizer()
     output = "a" * 500 + "b" * 500
     session = World([output])
@@ -213,7 +213,7 @@ def test_rewards_of_steps_are_summed(steps, terminated, changes, ended, reward):
     assert (episode.ended, episode.reward) == (ended, reward)
     prompt = tokenizer.decode(episode.prompt_ids)
     assert prompt.endswith("user\nYour move.<|im_end|>\n<|im_start|>assistant\n")
-    assert all(len(items) == 1 for items in game.bodies)  # a step has the items of its turn only
+    assert all(len(items) == 1 for items in game.bodies)  # a step has only the items of its turn
 
 
 def test_an_empty_row_without_an_observation_is_a_failure():
@@ -340,19 +340,19 @@ def test_an_observation_that_makes_the_prompt_too_long_is_a_failure(over, fails)
     assert caught.value.reason == "prompt_too_long" and not client.prompts
 
 
-def test_a_task_without_ids_is_encoded_and_ids_of_a_task_are_used_as_they_are():
+def test_only_a_task_without_prompt_ids_is_encoded():
     tokenizer = chatml_tokenizer()
     task = task_of(tokenizer)
 
-    def prompt_of(ids):
+    def get_prompt_ids(ids):
         context = context_of(one_turn_each(["a"], tokenizer), tokenizer)
         return play(dataclasses.replace(task, prompt_ids=ids), World([]), context).prompt_ids
 
-    assert prompt_of([]) == task.prompt_ids
-    assert prompt_of([7, 8]) == [7, 8]
+    assert get_prompt_ids([]) == task.prompt_ids
+    assert get_prompt_ids([7, 8]) == [7, 8]
 
 
-def test_seconds_are_summed_over_turns(monkeypatch):
+def test_timings_are_summed_over_turns(monkeypatch):
     tokenizer = chatml_tokenizer()
     clock = itertools.count(100)
     monkeypatch.setattr(inference, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
@@ -360,7 +360,7 @@ def test_seconds_are_summed_over_turns(monkeypatch):
     session = World(["one", "two"])
     episode = play(task_of(tokenizer), session, context_of(client, tokenizer))
     assert episode.timings == {"generate": 3.0, "tools": 3.0, "verify": 1.0, "verify_call": 0.0}
-    # for verifiers that read ids
+    # some verifiers read ids
     assert session.token_ids[:-1] == tokenizer.encode("done", add_special_tokens=False)
 
 
@@ -371,11 +371,11 @@ def test_a_step_server_is_not_called_to_verify():
     assert "verify" not in episode.timings and episode.reward == 0.5
 
 
-# --- agents, which run the turns themselves ------------------------------------------------------
+# --- episodes of Gym's agents --------------------------------------------------------------------
 
 
-def items_of(*calls) -> list[dict]:
-    """The output items of /run: one message per model call (prompt ids, ids), with token ids."""
+def make_items(*calls) -> list[dict]:
+    """The output items of /run. calls: (prompt ids, sampled ids) of each model call."""
     return [
         {
             **gym_client.message("text"),
@@ -394,10 +394,10 @@ def read_response(response, tokenizer=None) -> inference.Episode:
     return episode
 
 
-def test_an_agents_episode_is_joined_from_its_model_calls():
+def test_an_agents_model_calls_are_joined_to_one_episode():
     tokenizer = chatml_tokenizer()
     stop = tokenizer.eos_token_id
-    output = items_of(([1, 2], [3, stop]), ([1, 2, 3, stop, 7, 8], [9, stop]))
+    output = make_items(([1, 2], [3, stop]), ([1, 2, 3, stop, 7, 8], [9, stop]))
     output.insert(1, gym_client.function_call_output("c", "seen"))
     episode = read_response({"output": output}, tokenizer)
     assert episode.prompt_ids == [1, 2] and episode.response_ids == [3, stop, 7, 8, 9, stop]
@@ -415,10 +415,10 @@ def test_an_agents_episode_is_joined_from_its_model_calls():
     ],
     ids=["no stop token", "incomplete", "tool output last"],
 )
-def test_how_an_agents_episode_ended(ids, more, details, ended):
+def test_the_reason_why_an_agents_episode_ended(ids, more, details, ended):
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
     ids = [tokenizer.eos_token_id if i == "stop" else i for i in ids]
-    output = items_of(([1, 2], ids)) + more
+    output = make_items(([1, 2], ids)) + more
     episode = read_response({"output": output, "incomplete_details": details}, tokenizer)
     assert episode.ended == ended
 
@@ -433,7 +433,7 @@ def test_how_an_agents_episode_ended(ids, more, details, ended):
     ],
     ids=["other ids", "shorter", "none", "no prompt"],
 )
-def test_a_break_in_an_agents_ids_is_a_failure(calls, reason):
+def test_ids_that_do_not_continue_the_previous_call_are_a_failure(calls, reason):
     with pytest.raises(gym_client.GymError) as caught:
-        read_response({"output": items_of(*calls)})
+        read_response({"output": make_items(*calls)})
     assert caught.value.reason == reason
