@@ -13,7 +13,7 @@ from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from worker_doubles import (
     CORRECTION,
     changed,
-    close,
+    is_close,
     make_batch,
     make_episode,
     make_update_batch,
@@ -54,7 +54,7 @@ def test_the_kl_penalty_is_subtracted_from_the_rewards(recipe):
     controller = training.make_kl_controller(config, 0.4)
     metrics = training.apply_kl_penalty(batch, controller, config)
     rewards = batch.batch["token_level_rewards"]
-    assert close(rewards, [[-0.4 * 0.5, 1.0 - 0.4 * 1.0], [0.5 - 0.4 * 0.25, 0.0]])
+    assert is_close(rewards, [[-0.4 * 0.5, 1.0 - 0.4 * 1.0], [0.5 - 0.4 * 0.25, 0.0]])
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.4
     assert metrics["actor/reward_kl_penalty"] == pytest.approx((0.75 + 0.25) / 2)
     assert controller.value == pytest.approx(0.4 * (1 + 0.2 * 2 / 100))
@@ -67,7 +67,7 @@ def test_a_rollout_correction_weights_and_rejects_tokens(recipe):
     config = changed(recipe, f"{CORRECTION}.rollout_is=token")
     metrics = training.apply_rollout_correction(batch, config)
     weights = np.exp([[0.3, 0.0], [0.0, -2.5]])
-    assert close(batch.batch["rollout_is_weights"], weights)
+    assert is_close(batch.batch["rollout_is_weights"], weights)
     assert any(name.startswith("rollout_corr/") for name in metrics)
     assert torch.equal(batch.batch["response_mask"], mask)
     rejection = [f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold='0.5_2'"]
@@ -97,7 +97,7 @@ def test_gae_discounts_by_gamma_and_averages_by_lambda(recipe):
         last = reward - 0.4
         first = 0.9 * 0.4 - 0.1 + 0.9 * 0.5 * last
         expected.append([first + 0.1, last + 0.4])
-    assert close(batch["returns"], expected)
+    assert is_close(batch["returns"], expected)
 
 
 @pytest.mark.parametrize("by_std", [True, False])
@@ -106,13 +106,13 @@ def test_grpo_compares_the_responses_of_a_group(recipe, by_std):
     centered = np.array([1.0, -1.0, 0.25, -0.25])
     std = np.array([2**0.5, 2**0.5, 0.125**0.5, 0.125**0.5])
     expected = centered / (std + 1e-6) if by_std else centered
-    assert close(batch["advantages"], np.repeat(expected[:, None], 2, axis=1))
+    assert is_close(batch["advantages"], np.repeat(expected[:, None], 2, axis=1))
 
 
 def test_other_estimators_of_verl_use_the_recipes_gamma(recipe):
     changes = ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9"]
     batch = compute_batch(recipe, *changes)
-    assert close(batch["returns"], [[0.9 * r, r] for r in (2.0, 0.0, 1.0, 0.5)])
+    assert is_close(batch["returns"], [[0.9 * r, r] for r in (2.0, 0.0, 1.0, 0.5)])
 
 
 @pytest.mark.parametrize("has_weights", [True, False])
@@ -135,13 +135,13 @@ def test_a_custom_estimator_gets_the_arguments_that_it_names(recipe, monkeypatch
     assert arguments["gamma"] == 0.9 and arguments["lam"] == 0.5
     assert list(arguments["index"]) == ["a", "b"]
     assert arguments["config"] == config.algorithm
-    assert close(arguments["values"], [[0.1], [0.2]])
+    assert is_close(arguments["values"], [[0.1], [0.2]])
     if has_weights:
-        assert close(arguments["rollout_is_weights"], [[3.0], [4.0]])
+        assert is_close(arguments["rollout_is_weights"], [[3.0], [4.0]])
     else:
         assert arguments["rollout_is_weights"] is None
-    assert close(batch.batch["advantages"], [[1.25], [1.5]])
-    assert close(batch.batch["returns"], [[2.25], [2.5]])
+    assert is_close(batch.batch["advantages"], [[1.25], [1.5]])
+    assert is_close(batch.batch["returns"], [[2.25], [2.5]])
 
 
 def test_failures_and_groups_of_one_are_dropped():

@@ -21,11 +21,11 @@ from algorithm_cases import (
     SINGLE,
     assert_close,
     compute_advantages,
+    list_sampled,
     make_case,
     make_group,
     pad,
     random_cases,
-    sampled,
     tiny_recipe,
 )
 from omegaconf import OmegaConf
@@ -67,7 +67,7 @@ def whiten(rows, cases) -> list[np.ndarray]:
     """Normalize to zero mean and unit variance (+ 1e-8) over all sampled tokens of the batch."""
     values = []
     for row, case in zip(rows, cases, strict=True):
-        values += [row[t] for t in sampled(case)]
+        values += [row[t] for t in list_sampled(case)]
     mean = np.mean(values)
     scale = math.sqrt(np.var(values, ddof=1) + 1e-8)
     pairs = zip(rows, cases, strict=True)
@@ -81,7 +81,7 @@ def compute_returns(case, gamma=1.0) -> np.ndarray:
     """
     value = 0.0
     returns = np.zeros(len(case.rewards))
-    for t in reversed(sampled(case)):
+    for t in reversed(list_sampled(case)):
         value = case.rewards[t] + gamma * value
         returns[t] = value
     return returns
@@ -106,7 +106,7 @@ def leave_one_out(reward, others, *_):
 
 
 def length_weighted(reward, others, case, peers):
-    lengths = [len(sampled(x)) for x in (case, *peers)]
+    lengths = [len(list_sampled(x)) for x in (case, *peers)]
     return reward - np.average([reward, *others], weights=lengths)
 
 
@@ -141,7 +141,7 @@ def minus_greedy(cases):
 
 def weight_until(case, k) -> float:
     """W_t of the k-th sampled token."""
-    positions = sampled(case)[: k + 1]
+    positions = list_sampled(case)[: k + 1]
     return sum(1 - 2 * case.pi[j] + case.squares[j] for j in positions)
 
 
@@ -149,10 +149,10 @@ def token_baseline(cases):
     rows = [np.zeros(len(case.rewards)) for case in cases]
     for row, case in zip(rows, cases, strict=True):
         group = [x for x in cases if x.group_id == case.group_id]
-        for k, t in enumerate(sampled(case)):
-            alive = [x for x in group if len(sampled(x)) > k]
+        for k, t in enumerate(list_sampled(case)):
+            alive = [x for x in group if len(list_sampled(x)) > k]
             weights = [weight_until(x, k) for x in alive]
-            returns = [compute_returns(x)[sampled(x)[k]] for x in alive]
+            returns = [compute_returns(x)[list_sampled(x)[k]] for x in alive]
             baseline = np.dot(returns, weights) / (sum(weights) + 1e-8)
             row[t] = compute_returns(case)[t] - (baseline if len(alive) > 1 else 0.0)
     return rows
@@ -229,7 +229,7 @@ def test_gae_is_the_sum_of_discounted_td_errors(seed):
     raw = [np.zeros(len(case.rewards)) for case in cases]
     returns = [np.zeros(len(case.rewards)) for case in cases]
     for case, row, row_returns in zip(cases, raw, returns, strict=True):
-        positions = sampled(case)
+        positions = list_sampled(case)
         v = [*(case.values[t] for t in positions), 0.0]  # nothing comes after the end
         delta = [case.rewards[t] + gamma * v[k + 1] - v[k] for k, t in enumerate(positions)]
         for k, t in enumerate(positions):
@@ -244,7 +244,7 @@ def test_reinforce_plus_plus_whitens_over_the_batch_and_discounts_by_algorithm_g
     cases = random_cases(0)
     advantages, returns = compute_advantages(cases, "reinforce_plus_plus", gamma=0.9)
     assert_close(returns, pad([compute_returns(case, 0.9) for case in cases]), **EXACT)
-    tokens = np.concatenate([advantages[i, sampled(case)] for i, case in enumerate(cases)])
+    tokens = np.concatenate([advantages[i, list_sampled(case)] for i, case in enumerate(cases)])
     assert_close([tokens.mean(), tokens.std(ddof=1)], [0, 1], atol=1e-6)
 
 
@@ -385,7 +385,7 @@ def test_observed_tokens_change_no_sampled_tokens_advantage(name):
         gapped.append(insert_observed(case, 1 + i % (len(case.rewards) - 1), 1 + i % 3))
     before, _ = compute_advantages(plain, name, **GDPO)
     after, _ = compute_advantages(gapped, name, **GDPO)
-    kept = pad([after[i, sampled(case)] for i, case in enumerate(gapped)])
+    kept = pad([after[i, list_sampled(case)] for i, case in enumerate(gapped)])
     is_same = np.allclose(kept, before, rtol=1e-6, atol=1e-6)
     assert is_same == (name != "optimal_token_baseline")
 

@@ -13,7 +13,7 @@ import torch
 from conftest import ALGORITHM
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
-from worker_doubles import ACTOR, changed, close, make_batch, make_episode, two_rank_recipe
+from worker_doubles import ACTOR, changed, is_close, make_batch, make_episode, two_rank_recipe
 
 import training
 from kit.data.episode import TurnSpan
@@ -105,7 +105,7 @@ def test_a_turn_that_ends_with_the_response_keeps_both_rewards():
 
 def test_baselines_are_in_the_batch_if_every_episode_has_one():
     both = [make_episode([5], [7], baseline=0.25), make_episode([5], [7], baseline=0.0)]
-    assert close(make_batch(both).batch["reward_baselines"], [0.25, 0.0])
+    assert is_close(make_batch(both).batch["reward_baselines"], [0.25, 0.0])
     both[0].baseline = None
     assert "reward_baselines" not in make_batch(both).batch
 

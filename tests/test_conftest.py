@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import GIVEN, ROOT
+from conftest import CLEAN_ENV, ROOT
 
 # Tests that a nested pytest runs.
 INNER_TESTS = """
@@ -44,7 +44,7 @@ def run_tests(folder: Path, *arguments: str, **variables: str) -> str:
     SIGINT is ignored, as in a background process of a shell.
     """
     (folder / "test_inner.py").write_text(INNER_TESTS)
-    inherited = {name: value for name, value in GIVEN.items() if name != "CI"}
+    inherited = {name: value for name, value in CLEAN_ENV.items() if name != "CI"}
     paths = [str(ROOT), str(ROOT / "tests"), *sys.path]
     variables |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-rA"]

@@ -17,7 +17,7 @@ from worker_doubles import (
     FUSED,
     RecordingGroup,
     changed,
-    close,
+    is_close,
     make_batch,
     make_episode,
     make_update_batch,
@@ -99,7 +99,7 @@ def test_the_updates_pass_gives_old_log_probs_in_the_order_of_the_batch(recipe):
     ]
     actor = RecordingGroup({"loss": [1.0]}, kept=outputs)
     metrics = training.update_actor(actor, batch, config)
-    assert close(batch.batch["old_log_probs"], [[-1.0, -1.5], [-2.0, 0.0], [-3.0, -3.5]])
+    assert is_close(batch.batch["old_log_probs"], [[-1.0, -1.5], [-2.0, 0.0], [-3.0, -3.5]])
     assert metrics["actor/entropy"] == pytest.approx((0.1 + 0.2 + 0.5 + 0.3 + 0.4) / 5)
     differences = np.exp(-0.5) - np.exp([-1.0, -1.5, -2.0, -3.0, -3.5])
     mean = metrics["training/rollout_probs_diff_mean"]
@@ -114,7 +114,7 @@ def test_old_log_probs_of_the_batch_are_kept(recipe):
     output = fused_output([0], [False], [[-3.0]], [[0.3]])
     actor = RecordingGroup(kept=[output])
     metrics = training.update_actor(actor, batch, changed(recipe, *FUSED))
-    assert close(batch.batch["old_log_probs"], [[-0.25]]) and metrics == {}
+    assert is_close(batch.batch["old_log_probs"], [[-0.25]]) and metrics == {}
 
 
 def test_an_update_that_is_not_fused_adds_no_old_log_probs(recipe):
@@ -176,9 +176,9 @@ def test_the_fused_loss_uses_its_log_probs_as_the_old_ones(computes, coefficient
     assert seen["config"] is config and seen["group"] == "ranks"
     assert output.row.tolist() == [1, 0] and output.is_padding.tolist() == [False, True]
     assert not output.log_probs.requires_grad and not seen["old"].requires_grad
-    assert close(output.log_probs, [[-0.05, -0.07], [-0.06, 0.0]])
-    assert close(output.entropy, [[0.1, 0.14], [0.12, 0.0]])
-    assert close(seen["old"].float(), [[-7.0] * 2] * 2 if has_old else output.log_probs)
+    assert is_close(output.log_probs, [[-0.05, -0.07], [-0.06, 0.0]])
+    assert is_close(output.entropy, [[0.1, 0.14], [0.12, 0.0]])
+    assert is_close(seen["old"].float(), [[-7.0] * 2] * 2 if has_old else output.log_probs)
     is_entropy_used = computes or coefficient
     assert seen["output"] == ({"log_probs", "entropy"} if is_entropy_used else {"log_probs"})
 

@@ -11,8 +11,8 @@ from http_doubles import (
     ROW,
     VERIFY_ROUTES,
     ScriptedServer,
+    catch_reason,
     measure_longest_pause,
-    reason_of,
     run_session,
     verify_result,
     verify_x,
@@ -71,7 +71,7 @@ def test_no_redirect_is_followed(status):
         assert server.paths() == ["/seed_session", path]
 
     server = ScriptedServer(run=script("/run"))
-    assert reason_of(run_agent, server.url) == f"http_{status}"
+    assert catch_reason(run_agent, server.url) == f"http_{status}"
     assert server.paths() == ["/run"]
     assert not other.log
 
@@ -89,7 +89,7 @@ def run_agent(url, timeout_s=60.0):
 @pytest.mark.parametrize("location", ["", "x", "http://[", "//", "\x1b[31m", "x" * 5000])
 def test_a_redirect_to_an_invalid_location_is_a_one_line_error(location):
     answer = (307, "", f"a=b\r\nLocation: {location}")
-    assert reason_of(verify_result, 0, seed_session=[answer]) == "http_307"
+    assert catch_reason(verify_result, 0, seed_session=[answer]) == "http_307"
 
 
 # --- sizes ---------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_no_answer_blocks_the_event_loop(answer, reason):
     assert rewards == ([] if reason else [1.0])
     assert min(pauses) < 0.15
     if reason:
-        assert reason_of(verify_result, answer) == reason
+        assert catch_reason(verify_result, answer) == reason
 
 
 def test_an_answer_may_be_as_long_as_its_request():
@@ -136,7 +136,7 @@ def test_an_answer_may_be_as_long_as_its_request():
     row = {**ROW, "image": text}
     assert run_session(ScriptedServer(**VERIFY_ROUTES).url, verify_x, row).reward
     assert verify_result({"reward": 1.0, "said": text[: 2**22]}).reward == 1.0
-    assert reason_of(verify_result, {"reward": 1.0, "said": text}) == "too_large"
+    assert catch_reason(verify_result, {"reward": 1.0, "said": text}) == "too_large"
     echo = ScriptedServer(**{**VERIFY_ROUTES, "verify": [(200, {"reward": 1.0, "image": text})]})
     assert run_session(echo.url, verify_x, row).reward == 1.0
     agent = ScriptedServer(run=[(200, {**RUN_ANSWER, "said": text})])
@@ -173,7 +173,7 @@ def test_details_and_components_of_a_result_are_bounded_and_sanitized():
         {"reward": 1, "reward_components": {"a": "1"}},
         7,
     ):
-        assert reason_of(verify_result, answer) == "bad_answer"
+        assert catch_reason(verify_result, answer) == "bad_answer"
 
 
 # --- text and nesting ----------------------------------------------------------------------------
@@ -192,12 +192,12 @@ def test_deep_nesting_does_not_crash_the_client():
 
     server = ScriptedServer(look=[(200, DEEP)], **VERIFY_ROUTES)
     assert run_session(server.url, call_look("{}")) == DEEP.decode()
-    assert reason_of(verify_result, DEEP) == "bad_answer"
-    assert reason_of(verify_result, {}, seed_session=[(200, DEEP)]) == "bad_answer"
+    assert catch_reason(verify_result, DEEP) == "bad_answer"
+    assert catch_reason(verify_result, {}, seed_session=[(200, DEEP)]) == "bad_answer"
     for openapi in (DEEP, b'{"paths": 1}', b'{"paths": {"/verify": ' + DEEP + b"}}", b"[]"):
         server = ScriptedServer(**VERIFY_ROUTES)
         server.openapi = openapi
-        assert reason_of(run_session, server.url, None) == "bad_answer"
+        assert catch_reason(run_session, server.url, None) == "bad_answer"
     cookie = "Gym=" + base64.b64encode(DEEP[:5000]).decode()
     assert verify_result({"reward": 1.0}, seed_session=[(200, {}, cookie)]).reward == 1.0
 

@@ -8,7 +8,7 @@ import re
 import time
 
 import pytest
-from http_doubles import ROW, VERIFY_ROUTES, ScriptedServer, reason_of, run_session, step_x
+from http_doubles import ROW, VERIFY_ROUTES, ScriptedServer, catch_reason, run_session, step_x
 
 from gym_client import RESERVED, Gym, GymError, message_response
 
@@ -188,10 +188,10 @@ def test_a_step_answer_with_a_wrong_type_is_a_failure(changes):
     server = ScriptedServer(reset=[(200, good)], step=[(200, good)])
     assert run_session(server.url, step_x).observation == "go"
     server = ScriptedServer(reset=[(200, good)], step=[(200, {**good, **changes})])
-    assert reason_of(run_session, server.url, step_x) == "bad_answer"
+    assert catch_reason(run_session, server.url, step_x) == "bad_answer"
     if changes.keys() & {"info", "observation"}:
         server = ScriptedServer(reset=[(200, {**good, **changes})], step=[(200, good)])
-        assert reason_of(run_session, server.url, step_x) == "bad_answer"
+        assert catch_reason(run_session, server.url, step_x) == "bad_answer"
 
 
 # --- agents --------------------------------------------------------------------------------------
@@ -327,5 +327,5 @@ def test_the_items_of_an_agent_are_checked(output):
     assert run(good)[1]["output"] == good
     assert run(good, vocabulary=4)
     assert run([])
-    assert reason_of(run, good, vocabulary=3) == "bad_answer"
-    assert reason_of(run, output) == "bad_answer"
+    assert catch_reason(run, good, vocabulary=3) == "bad_answer"
+    assert catch_reason(run, output) == "bad_answer"

@@ -14,10 +14,10 @@ from algorithm_cases import (
     EXACT,
     assert_close,
     assert_same,
+    list_sampled,
     pad,
     random_cases,
     random_tokens,
-    sampled,
 )
 from omegaconf import OmegaConf
 from verl.trainer.ppo import core_algos
@@ -118,10 +118,10 @@ def test_kl_in_the_reward_is_subtracted_on_sampled_tokens_only(kind, target):
     metrics = training.apply_kl_penalty(batch, controller, config)
     penalty, _ = np.vectorize(KL[kind])(old, ref)
     for i, case in enumerate(cases):
-        expected[i, sampled(case)] -= 0.5 * penalty[i, sampled(case)]
+        expected[i, list_sampled(case)] -= 0.5 * penalty[i, list_sampled(case)]
     assert_close(batch.batch["token_level_rewards"].numpy(), expected, **EXACT)
     assert (batch.batch["token_level_rewards"] != batch.batch["token_level_scores"]).any()
-    kl = np.mean([np.mean(penalty[i, sampled(case)]) for i, case in enumerate(cases)])
+    kl = np.mean([np.mean(penalty[i, list_sampled(case)]) for i, case in enumerate(cases)])
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(kl)
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
     change = np.clip(kl / target - 1, -0.2, 0.2) * 10 / 100

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import GIVEN, ROOT, row, write_rows
+from conftest import CLEAN_ENV, ROOT, row, write_rows
 
 # The five root files, and gym_messages.py, which is copied together with gym_client.py.
 ROOT_MODULES = ("algorithm", "inference", "training", "env", "gym_client", "gym_messages")
@@ -283,7 +283,7 @@ def test_a_dry_run_of_math_imports_few_modules_of_the_kit(gsm8k_arguments):
     done = subprocess.run(
         [sys.executable, "-c", DRY_RUN, *gsm8k_arguments, "--dry-run"],
         cwd=ROOT,
-        env=GIVEN,
+        env=CLEAN_ENV,
         capture_output=True,
         text=True,
         timeout=300,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pandas
-from conftest import GYM_PYTHON, WORDS, drop, metrics_of, with_verifiers, write_rows
+from conftest import GYM_PYTHON, WORDS, kill_workers, metrics_of, with_verifiers, write_rows
 from judge_doubles import JUDGE_CONFIG, StubJudge, completion
 from learning import AGREE, COUNTING, NO_EVALUATION, UNTRAINED, train_until
 from tiny_models import make_pretrained
@@ -136,7 +136,7 @@ def test_distillation_learns_only_from_the_teachers_log_probs(stack):
         try:
             steps = [dict(trainer.step_or_skip()) for _ in range(10)]
         finally:
-            drop([trainer.workers.ref])
+            kill_workers([trainer.workers.ref])
     kl = [-m["critic/advantages/mean"] for m in steps]  # nats a token
     print("reverse KL", [round(k, 2) for k in kl])
     print("rewards", [round(m["rollout/reward/mean"], 2) for m in steps])

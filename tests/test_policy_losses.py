@@ -20,7 +20,7 @@ from algorithm_cases import (
     SEEDS,
     assert_close,
     assert_same,
-    loss_and_gradient,
+    compute_loss_and_gradient,
     make_actor_config,
     random_tokens,
     weigh_tokens,
@@ -211,7 +211,7 @@ def test_a_loss_and_its_gradient_equal_those_of_the_paper(name, seed):
     for at, (value, slope) in LOSSES[name](d).items():
         loss += weights[at] * value
         gradient[at] = weights[at] * slope
-    result = loss_and_gradient(name, d, mode, weights=d.w if seed % 2 else None)
+    result = compute_loss_and_gradient(name, d, mode, weights=d.w if seed % 2 else None)
     assert_same(result, loss, gradient)
 
 
@@ -233,7 +233,7 @@ def test_bypass_reinforce_is_truncated_importance_sampling(seed):
         loss += gradient[i, t] * d.x[i, t]
     correction = {"loss_type": "reinforce", "rollout_is": level}
     config = make_actor_config({"rollout_correction": correction})
-    assert_same(loss_and_gradient("bypass_mode", d, config=config), loss, gradient)
+    assert_same(compute_loss_and_gradient("bypass_mode", d, config=config), loss, gradient)
 
 
 @pytest.mark.parametrize("name", core_algos.POLICY_LOSS_REGISTRY)
@@ -245,7 +245,7 @@ def test_on_policy_every_loss_raises_log_probs_by_the_advantage(name):
     d.a = d.a[:-1]
     d.mask = d.mask[:-1]
     config = make_actor_config({"clip_cov_lb": 1e9, "clip_cov_ub": 1e9})  # selects no token
-    _, gradient = loss_and_gradient(name, d, "seq-mean-token-mean", config)
+    _, gradient = compute_loss_and_gradient(name, d, "seq-mean-token-mean", config)
     assert_close(gradient, -d.a * weigh_tokens(d.mask, "seq-mean-token-mean"), **EXACT)
 
 
@@ -257,7 +257,7 @@ def compute_token_weights(name, ratios, a, **changes):
     x = np.full((1, len(ratios)), -3.0)
     a = np.full(x.shape, a)
     d = SimpleNamespace(x=x, old=x - np.log(ratios), a=a, mask=np.full(x.shape, True))
-    _, gradient = loss_and_gradient(name, d, config=make_actor_config(**changes))
+    _, gradient = compute_loss_and_gradient(name, d, config=make_actor_config(**changes))
     return pytest.approx(-gradient[0] / a[0] * x.size)
 
 
@@ -338,8 +338,8 @@ def test_dr_grpos_norm_and_geo_mean_depend_on_the_split_into_micro_batches():
     assert core_algos.agg_loss(wide, wide, mode, loss_scale_factor=4) == loss_of_short
     d = random_tokens(0, per_response=True)
     half = SimpleNamespace(x=d.x[:4], old=d.old[:4], a=d.a[:4], mask=d.mask[:4])
-    _, gradient = loss_and_gradient("geo_mean", d)
-    _, gradient_of_half = loss_and_gradient("geo_mean", half)
+    _, gradient = compute_loss_and_gradient("geo_mean", d)
+    _, gradient_of_half = compute_loss_and_gradient("geo_mean", half)
     assert_close(gradient_of_half, 2 * gradient[:4], **EXACT)
 
 

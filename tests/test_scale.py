@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from conftest import GIVEN, command, metrics_of, run, tiny
+from conftest import CLEAN_ENV, command, metrics_of, run, tiny
 from live_runs import UNEQUAL, LiveRun
 
 from kit.gym.network import find_free_port
@@ -187,7 +187,7 @@ class Cluster:
 
     def start(self, *arguments: str, before: Sequence[str] = ()) -> subprocess.Popen:
         words = [*before, str(RAY), "start", "--num-cpus=8", "--num-gpus=1", "--block", *arguments]
-        return subprocess.Popen(words, env=GIVEN, start_new_session=True)
+        return subprocess.Popen(words, env=CLEAN_ENV, start_new_session=True)
 
     def end(self) -> None:
         for node in reversed(self.nodes):
@@ -201,8 +201,8 @@ class Cluster:
 
 @pytest.fixture
 def cluster(monkeypatch) -> Iterator[Cluster]:
-    monkeypatch.setitem(GIVEN, "RAY_AUTH_MODE", "token")
-    monkeypatch.setitem(GIVEN, "RAY_AUTH_TOKEN", uuid.uuid4().hex * 2)
+    monkeypatch.setitem(CLEAN_ENV, "RAY_AUTH_MODE", "token")
+    monkeypatch.setitem(CLEAN_ENV, "RAY_AUTH_TOKEN", uuid.uuid4().hex * 2)
     running = Cluster()
     try:
         yield running

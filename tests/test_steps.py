@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, drop, with_values
+from conftest import ROOT, kill_workers, with_values
 from learning import AGREE, NO_EVALUATION
 from markdown_blocks import GUIDES, read_shown_files
 
@@ -225,7 +225,7 @@ def test_vllm_gets_the_merged_weights_of_a_lora_adapter(stack):
                 assert metrics["actor/grad_norm"] > 0
                 assert metrics["training/rollout_probs_diff_max"] < AGREE
     finally:
-        drop(workers)
+        kill_workers(workers)
 
 
 def test_weights_reach_vllm_over_a_socket_in_the_private_folder_of_the_run(stack):
@@ -276,7 +276,7 @@ def test_critic_and_reference_run_in_separate_resource_pools(stack):
             second = trainer.step_or_skip()
             folder = trainer.save()
         finally:
-            drop([pools.critic, pools.ref])
+            kill_workers([pools.critic, pools.ref])
     assert (pools.critic.world_size, pools.ref.world_size) == (2, 2)
     for metrics in (first, second):
         assert metrics["critic/grad_norm"] > 0

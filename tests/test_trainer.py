@@ -14,10 +14,10 @@ from trainer_doubles import (
     ACTOR,
     QUIET,
     ROLLOUT,
-    lines_of,
     list_group_ids,
     list_row_ids,
     make_plan,
+    read_run_lines,
 )
 
 import algorithm
@@ -30,7 +30,7 @@ from kit.runs import checkpoints
 
 
 def test_a_run_evaluates_and_saves_after_the_steps_in_the_recipe(workspace, recorder, capsys):
-    """It evaluates after every second of five steps, saves after every third, and does both last."""
+    """It evaluates every two steps, saves every three, and does both after the last of five."""
     sizes = ["trainer.total_training_steps=5", "trainer.test_freq=2", "trainer.save_freq=3"]
     with algorithm.train(make_plan(workspace, *sizes)) as trainer:
         assert trainer.scores == {}
@@ -48,9 +48,9 @@ def test_a_run_evaluates_and_saves_after_the_steps_in_the_recipe(workspace, reco
         *("rollout", "save 5", "update_weights 5", "validate", "export 5"),
     ]
     assert "Finished in" in capsys.readouterr().out
-    steps = [line["step"] for line in lines_of(trainer)]
+    steps = [line["step"] for line in read_run_lines(trainer)]
     assert steps == [0, 0, 1, 2, 2, 3, 4, 4, 5, 5]
-    assert "timing_s/update_weights" in lines_of(trainer)[1]
+    assert "timing_s/update_weights" in read_run_lines(trainer)[1]
 
 
 def test_a_run_without_other_evaluations_evaluates_at_its_end(workspace, recorder):
@@ -202,7 +202,7 @@ def test_a_step_has_no_metrics_or_times_of_the_previous_step(workspace, recorder
         assert metrics["rollout/kept"] == metrics["rollout/episodes"] == 64
         assert metrics["rollout/staleness/max"] == 0
         assert metrics["rollout/prompt_batches"] == 1
-        assert lines_of(trainer)[-1]["actor/pg_loss"] == 0.5
+        assert read_run_lines(trainer)[-1]["actor/pg_loss"] == 0.5
         trainer.step_or_skip()
         assert trainer.metrics["training/global_step"] == 2
         assert trainer.metrics["rollout/staleness/max"] == 0
@@ -242,9 +242,9 @@ def test_an_evaluation_samples_each_held_out_task_with_val_kwargs(workspace, rec
         assert rollout.baselines is False
         assert "val-core/reasoning_gym/reward/mean@3" in trainer.scores
         assert trainer.run.open_episodes == 0
-        records = lines_of(trainer, "rollouts/val_3.jsonl")
+        records = read_run_lines(trainer, "rollouts/val_3.jsonl")
         assert [record["_ng_task_index"] for record in records] == np.repeat(range(8), 3).tolist()
-        line = lines_of(trainer)[-1]
+        line = read_run_lines(trainer)[-1]
         assert line["step"] == 3
         assert line["val-core/reasoning_gym/reward/mean@3"] == 8 / 24
         assert line["timing_s/testing"] == trainer.run.timing["testing"]
@@ -265,7 +265,7 @@ def test_a_step_samples_each_training_task_with_the_rollout_settings(workspace, 
         assert rollout.sampling["temperature"] == 0.7
         assert rollout.sampling["top_p"] == 0.75
         assert rollout.baselines is False
-        assert len(lines_of(trainer, "rollouts/step_4.jsonl")) == 16
+        assert len(read_run_lines(trainer, "rollouts/step_4.jsonl")) == 16
 
 
 def test_an_evaluation_sends_its_responses_to_trackers_and_report(workspace, recorder):
@@ -301,7 +301,7 @@ def test_records_have_the_index_of_their_row_and_each_step_prints_a_line(
     indices = {task.row_id: index for index, task in enumerate(trainer.inputs.train)}
     sampled = []
     for step in (1, 2):
-        records = lines_of(trainer, f"rollouts/step_{step}.jsonl")
+        records = read_run_lines(trainer, f"rollouts/step_{step}.jsonl")
         sampled += [record["_ng_task_index"] for record in records]
         for record in records:
             assert record["_ng_task_index"] == indices[record["_episode"]["row_id"]]

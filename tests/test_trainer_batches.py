@@ -9,12 +9,12 @@ from trainer_doubles import (
     QUIET,
     REFILL,
     ROLLOUT,
-    lines_of,
     list_group_ids,
     list_row_ids,
     make_plan,
+    read_run_lines,
 )
-from worker_doubles import close
+from worker_doubles import is_close
 
 import algorithm
 from kit.errors import RunError, SkippedStep
@@ -38,7 +38,7 @@ def test_greedy_responses_are_sampled_for_an_advantage_that_reads_them(workspace
         batch = recorder.arguments["compute_advantages"][0].batch
         if name == "remax":
             rewards = torch.tensor([float(i % 3 == 0) for i in range(64)])
-            assert close(batch["advantages"], (rewards - 0.25)[:, None].expand(64, 3))
+            assert is_close(batch["advantages"], (rewards - 0.25)[:, None].expand(64, 3))
 
 
 def test_a_sampler_gets_the_sizes_and_seed_of_the_recipe_and_the_pass_rates(workspace, recorder):
@@ -93,7 +93,7 @@ def test_a_batch_is_refilled_with_groups_whose_rewards_differ(workspace, recorde
         assert metrics["rollout/episodes"] == 128
         assert metrics["rollout/kept"] == 64
         assert metrics["rollout/groups_dropped"] == 8
-        records = lines_of(trainer, "rollouts/step_1.jsonl")
+        records = read_run_lines(trainer, "rollouts/step_1.jsonl")
         assert [record["_episode"]["group_id"] for record in records[::64]] == ["1/0", "2/0"]
         assert len(records) == 128
 
@@ -167,7 +167,7 @@ def test_too_many_failures_end_the_run(workspace, recorder):
     with pytest.raises(RunError, match=r"64 of 64 episodes failed"):
         with algorithm.train(plan) as trainer:
             trainer.step_or_skip()
-    assert len(lines_of(trainer, "failures.jsonl")) == 64
+    assert len(read_run_lines(trainer, "failures.jsonl")) == 64
 
 
 # --- trainer.one_step_off ------------------------------------------------------------------------

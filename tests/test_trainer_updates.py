@@ -8,8 +8,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from trainer_doubles import ACTOR, CORRECTION, QUIET, lines_of, make_plan
-from worker_doubles import close
+from trainer_doubles import ACTOR, CORRECTION, QUIET, make_plan, read_run_lines
+from worker_doubles import is_close
 
 import algorithm
 import training
@@ -91,9 +91,9 @@ def test_the_adaptive_coefficient_of_a_kl_penalty_is_saved(workspace, recorder):
         expected = (recorder.workers, batch, trainer.config)
         assert recorder.arguments["compute_ref_log_probs"] == expected
         tensors = batch.batch
-        assert close(tensors["ref_log_prob"], tensors["rollout_log_probs"] - 1.0)
+        assert is_close(tensors["ref_log_prob"], tensors["rollout_log_probs"] - 1.0)
         penalty = 0.4 * 0.5 * torch.ones(64, 3)  # old - ref = 0.5 on each token
-        assert close(tensors["token_level_rewards"], tensors["token_level_scores"] - penalty)
+        assert is_close(tensors["token_level_rewards"], tensors["token_level_scores"] - penalty)
         assert metrics["actor/reward_kl_penalty_coeff"] == 0.4
         assert "timing_s/ref" in metrics
         new = 0.4 * (1 + 0.2 * 64 / 640)
@@ -118,7 +118,7 @@ def test_rollout_engine_and_trainer_are_compared_if_both_log_probs_exist(workspa
         batch, config = recorder.arguments["apply_rollout_correction"]
         assert config is trainer.config
         expected = np.full((64, 3), np.exp(-0.5))
-        assert close(batch.batch["rollout_is_weights"], expected)
+        assert is_close(batch.batch["rollout_is_weights"], expected)
         assert any(name.startswith("rollout_corr/") for name in metrics)
         assert "timing_s/old_log_prob" in metrics
         assert metrics["actor/entropy"] == 0.125
@@ -217,7 +217,7 @@ def test_three_nonfinite_steps_in_a_row_end_the_run(workspace, recorder, monkeyp
                 assert recorder.calls[-2:] == [f"save {step}", f"update_weights {step}"]
                 assert (trainer.run.folder / "damaged" / f"step_{step}.pt").is_file()
                 assert trainer.saved_state["step"] == trainer.state["step"] == step
-                line = lines_of(trainer)[-1]
+                line = read_run_lines(trainer)[-1]
                 assert line["step"] == step
                 assert line["training/skipped_nonfinite_steps"] == step
             trainer.step_or_skip()

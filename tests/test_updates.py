@@ -12,7 +12,7 @@ from worker_doubles import (
     FUSED,
     RecordingGroup,
     changed,
-    close,
+    is_close,
     make_update_batch,
     rows_of,
     sent_rows,
@@ -54,8 +54,8 @@ def test_an_update_gets_each_live_row_once_in_whole_mini_batches(recipe):
     assert not {"turn", "token_level_scores", "token_level_rewards"} & set(data.keys())
     sources = [max(row - 1, 0) for row in rows]
     assert data["row"].tolist() == sources
-    assert close(data["rollout_log_probs"], batch.batch["rollout_log_probs"][sources])
-    assert close(data["old_log_probs"], [[-0.25] * 4] * 8)
+    assert is_close(data["rollout_log_probs"], batch.batch["rollout_log_probs"][sources])
+    assert is_close(data["old_log_probs"], [[-0.25] * 4] * 8)
     # the padding was added to a copy
     assert all(torch.equal(batch.batch[name], tensor) for name, tensor in before.items())
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, RECIPE, drop, tiny, with_values
+from conftest import CPU, RECIPE, kill_workers, tiny, with_values
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl import DataProto
@@ -387,7 +387,7 @@ def worker_variants(stack, workspace):
     started = dict(zip(variants, zip(workers, configs, strict=True), strict=True))
     yield started
     for group in workers:
-        drop(group)
+        kill_workers(group)
 
 
 class Update(NamedTuple):

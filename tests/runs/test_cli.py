@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 
 import pytest
-from conftest import GIVEN, GYM_PYTHON, ROOT, command, metrics_of, run, tiny
+from conftest import CLEAN_ENV, GYM_PYTHON, ROOT, command, metrics_of, run, tiny
 from markdown_blocks import GUIDES, find_python_block
 
 from kit.runs.run_dir import repeat_command
@@ -31,7 +31,7 @@ def test_the_command_resumes_a_run_of_the_python_loop(workspace):
     assert repr(files) in block and f"experiment_name={name}" in block and "entropy_coeff" in block
     block += "\nprint(sorted(metrics), trainer.config.actor_rollout_ref.actor.entropy_coeff)\n"
     done = subprocess.run(
-        [sys.executable, "-c", block], cwd=workspace, env=GIVEN | {"PYTHONPATH": str(ROOT)},
+        [sys.executable, "-c", block], cwd=workspace, env=CLEAN_ENV | {"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

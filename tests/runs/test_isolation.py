@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import GIVEN, ROOT
+from conftest import CLEAN_ENV, ROOT
 
 from kit.errors import RunError
 from kit.rollout import stores
@@ -192,7 +192,7 @@ print("joined", ray.get(ray.remote(num_cpus=0)(lambda: 7).remote()))
 
 def run_driver(address: str, home: Path, **variables: str) -> str:
     """Let another driver run a task on a Ray -> its output."""
-    environment = {name: value for name, value in GIVEN.items() if not name.startswith("RAY_")}
+    environment = {name: value for name, value in CLEAN_ENV.items() if not name.startswith("RAY_")}
     environment |= {"HOME": str(home), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", **variables}
     driver = subprocess.run(
         [sys.executable, "-c", DRIVER_SCRIPT, address],
@@ -223,7 +223,7 @@ def test_only_a_driver_with_the_token_can_use_the_ray_of_a_run(
     home = tmp_path / "home"
     odd_folder.mkdir()
     home.mkdir()
-    environment = {name: value for name, value in GIVEN.items() if not name.startswith("RAY_")}
+    environment = {name: value for name, value in CLEAN_ENV.items() if not name.startswith("RAY_")}
     environment |= {"HOME": str(home), "TMPDIR": str(odd_folder), "PYTHONPATH": str(ROOT)}
     arguments = [str(workspace), str(ROOT / "tests"), str(short_folder / "r y")]
     driver = subprocess.Popen(

@@ -12,7 +12,7 @@ import time
 
 import psutil
 import pytest
-from conftest import GIVEN, ROOT, load
+from conftest import CLEAN_ENV, ROOT, load
 
 from kit.errors import Stop
 from kit.runs import signals
@@ -158,7 +158,7 @@ def test_an_immediate_exit_without_a_monitor_kills_all_descendants(tmp_path):
     process = subprocess.run(
         [sys.executable, "-c", EXIT_NOW],
         cwd=tmp_path,
-        env=GIVEN | {"PYTHONPATH": str(ROOT)},
+        env=CLEAN_ENV | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=60,
