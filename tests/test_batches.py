@@ -153,7 +153,9 @@ def test_every_rank_gets_its_share_of_every_mini_batch(rows, mini_batches, ranks
     slots = [order[i : i + per_slot] for i in range(0, len(order), per_slot)]
     for m in range(mini_batches):
         # mini-batch m of all ranks has every mini_batches-th row
-        members = [i for rank in range(ranks) for i in slots[rank * mini_batches + m]]
+        members = []
+        for rank in range(ranks):
+            members += slots[rank * mini_batches + m]
         real = [i for i in members if i < rows]
         assert all(i % mini_batches == m for i in members) and len(real) >= rows // mini_batches
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -138,7 +139,7 @@ def test_each_rank_sends_its_own_results_once(monkeypatch, ranks):
 
     monkeypatch.setattr(worker_results.ray, "get", lambda calls: calls)
     group = SimpleNamespace(workers=[make_worker(kept) for kept in processes])
-    expected = [result for kept in processes for result in kept]
+    expected = list(itertools.chain.from_iterable(processes))
     assert worker_results.fetch(group) == expected and len(expected) == 2 * ranks
     assert worker_results.fetch(group) == []  # the first call removed them
 

@@ -80,9 +80,11 @@ def test_the_policy_learns_a_game_from_generated_rows(stack):
 
 def test_the_policy_learns_from_a_judge(stack, tmp_path):
     """Gym's equivalence_llm_judge calls a stub, which accepts every answer with a 7."""
-    judge = StubJudge(
-        (200, lambda request: completion("[[A=B]]" if "7" in str(request) else "[[A!=B]]"))
-    )
+
+    def reply(request):
+        return completion("[[A=B]]" if "7" in str(request) else "[[A!=B]]")
+
+    judge = StubJudge((200, reply))
     name = "equivalence_llm_judge"
     rows = [
         {
@@ -103,7 +105,9 @@ def test_the_policy_learns_from_a_judge(stack, tmp_path):
             with stack.trainer("judged", *changes, gym=gym) as trainer:
                 rewards = train_until(trainer, 0.9)
                 files = (trainer.run.folder / "rollouts").glob("step_*.jsonl")
-                lines = [line for path in files for line in path.read_text().splitlines()]
+                lines = []
+                for path in files:
+                    lines += path.read_text().splitlines()
             stack.servers.loop.run(gym.__aexit__())
         answers = [json.loads(line)["_episode"]["answer"] for line in lines]
         assert len(answers) == 64 * len(rewards)

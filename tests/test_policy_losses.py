@@ -55,7 +55,11 @@ def dro(x, old, a):
 
 def by_token(loss):
     """Make a reference from the loss of a token: tokens -> {token: (loss, derivative)}."""
-    return lambda d: {at: loss(d.x[at], d.old[at], d.a[at]) for at in d.tokens}
+
+    def reference(d):
+        return {at: loss(d.x[at], d.old[at], d.a[at]) for at in d.tokens}
+
+    return reference
 
 
 def with_stopped_weight(weight):

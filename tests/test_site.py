@@ -124,13 +124,13 @@ def test_lists_and_tables_are_the_same_as_on_github(site):
         source = ROOT / "docs" / f"{name}.md"
         if not source.is_file() or name == "api":  # made from docstrings
             continue
-        found = Counter(token.type for token in parser.parse(source.read_text()))
+        expected = Counter(token.type for token in parser.parse(source.read_text()))
         html = path.read_text()
         article = html[html.index("<article") : html.index("</article")]
         for token, tag in BLOCKS.items():
             count = len(re.findall(rf"{tag}\b", article))
-            if count != found[token]:
-                different.append(f"{name}: {found[token]} {token}, {count} {tag}>")
+            if count != expected[token]:
+                different.append(f"{name}: {expected[token]} {token}, {count} {tag}>")
     assert different == []
 
 

@@ -292,7 +292,9 @@ def test_the_functions_of_the_guides_work(stack):
     """
     for name, page in (("my_functions.py", "functions.md"), ("my_sampler.py", "curriculum.md")):
         (stack.workspace / name).write_text(read_shown_files(GUIDES / page)[name])
-    low, free, per_token = 0.001, 4, 0.01
+    low = 0.001
+    free = 4
+    per_token = 0.01
     changes = [
         "algorithm.adv_estimator=my_functions.py:ranks",
         "actor_rollout_ref.actor.policy_loss.loss_mode=my_functions.py:quadratic",

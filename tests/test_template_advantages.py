@@ -49,7 +49,8 @@ def make_conversations(seed=0, count=12):
     rng = random.Random(seed)
     conversations = []
     for _ in range(count):
-        mask, rewards = [], []
+        mask = []
+        rewards = []
         for turn in range(rng.randint(1, 4)):
             sampled = rng.randint(1, 4)
             observed = rng.randint(1, 3) if turn else 0

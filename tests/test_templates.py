@@ -238,8 +238,8 @@ def test_the_verifier_templates_validation_rows_are_not_training_rows():
     make_rows = runpy.run_path(str(ROOT / "templates" / "verifier" / "rows.py"))["rows"]
 
     def list_questions(held_out):
-        made = make_rows(1, 200, 0, {}, held_out)
-        return {r["responses_create_params"]["input"][-1]["content"] for r in made}
+        verifier_rows = make_rows(1, 200, 0, {}, held_out)
+        return {r["responses_create_params"]["input"][-1]["content"] for r in verifier_rows}
 
     training_questions = list_questions(False)
     validation_questions = list_questions(True)

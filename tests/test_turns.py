@@ -68,7 +68,7 @@ def test_an_episode_has_exactly_the_sampled_and_the_observed_tokens(family, seed
     conversation = RandomConversation(rng, tokenizer)
     responses = conversation.responses
     client = Script(responses)
-    session = World([text for texts in conversation.outputs for text in texts])
+    session = World(list(itertools.chain.from_iterable(conversation.outputs)))
     task = task_of(tokenizer, prompt=conversation.text(1, 30))
     episode = play(task, session, context_of(client, tokenizer))
 
@@ -376,15 +376,14 @@ def test_a_step_server_is_not_called_to_verify():
 
 def make_items(*calls) -> list[dict]:
     """The output items of /run. calls: (prompt ids, sampled ids) of each model call."""
-    return [
-        {
-            **gym_client.message("text"),
-            "prompt_token_ids": prompt_ids,
-            "generation_token_ids": ids,
-            "generation_log_probs": [-1.0] * len(ids),
-        }
-        for prompt_ids, ids in calls
-    ]
+    items = []
+    for prompt_ids, ids in calls:
+        item = gym_client.message("text")
+        item["prompt_token_ids"] = prompt_ids
+        item["generation_token_ids"] = ids
+        item["generation_log_probs"] = [-1.0] * len(ids)
+        items.append(item)
+    return items
 
 
 def read_response(response, tokenizer=None) -> inference.Episode:

@@ -56,8 +56,8 @@ def test_pass_at_k_is_the_chance_that_one_of_k_is_right():
 )
 def test_pass_at_k_is_computed_for_powers_of_two_and_for_n(n, expected):
     metrics = compute_scores(make_verified({0: [1.0] * n}), n, "s")
-    found = {int(name.rpartition("@")[2]) for name in metrics if "pass@" in name}
-    assert found == expected
+    ks = {int(name.rpartition("@")[2]) for name in metrics if "pass@" in name}
+    assert ks == expected
 
 
 def test_rows_with_too_few_episodes_do_not_count_for_pass_at_k():
@@ -141,12 +141,12 @@ def test_a_pass_rate_is_the_mean_of_the_old_rate_and_the_new_one():
 
 def test_an_evaluation_also_reports_scores_with_failures():
     """Four responses are right, and the verifier fails for four others."""
-    made = [episode("s", str(i), 1.0) for i in range(4)]
-    made += [episode("s", str(i), None) for i in range(4, 8)]
-    made += [episode("t", "9", 0.25), episode("u", "10", None)]
-    for e in made[4:8]:
+    episodes = [episode("s", str(i), 1.0) for i in range(4)]
+    episodes += [episode("s", str(i), None) for i in range(4, 8)]
+    episodes += [episode("t", "9", 0.25), episode("u", "10", None)]
+    for e in episodes[4:8]:
         e.reward = 7.0  # the reward of a failed episode does not count
-    metrics = compute_validation_metrics(made, 1)
+    metrics = compute_validation_metrics(episodes, 1)
     assert metrics.pop("val-aux/failed_frac") == 0.5
     assert metrics == {
         "val-core/s/acc/mean@1": 1.0,
@@ -177,7 +177,7 @@ def test_an_evaluation_also_reports_scores_with_failures():
         f"WARNING     val-core/u/reward/mean@1: {no_response}",
     ]
     warnings.clear()
-    warn_about_failures(compute_validation_metrics(made[:4], 4), warnings.append)
+    warn_about_failures(compute_validation_metrics(episodes[:4], 4), warnings.append)
     assert warnings == []
 
 
@@ -188,8 +188,8 @@ def test_an_evaluation_in_a_run_warns_on_the_console():
     trainer.state = {"step": 3}
     trainer.inputs = SimpleNamespace(validation=["a row"])
     trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"val_kwargs": {"n": 1}}}})
-    made = [episode("s", "1", 1.0), episode("s", "2", None)]
-    trainer.rollout = lambda *_, **__: made
+    episodes = [episode("s", "1", 1.0), episode("s", "2", None)]
+    trainer.rollout = lambda *_, **__: episodes
     trainer.evaluate()
     warnings = [call.args[0] for call in run.say.call_args_list]
     assert [line.partition(" is ")[0] for line in warnings] == [
@@ -198,20 +198,20 @@ def test_an_evaluation_in_a_run_warns_on_the_console():
     ]
     assert run.log.call_args.args[1]["val-aux/s/acc/mean@1_failed_as_0"] == 0.5
     run.say.reset_mock()
-    made.pop()
+    episodes.pop()
     trainer.evaluate()
     run.say.assert_not_called()
 
 
 def test_failed_frac_of_an_evaluation_is_the_fraction_of_failed_episodes():
-    made = [episode("s", "1", 1.0)] * 3 + [episode("s", "1", None)]
-    assert compute_validation_metrics(made, 4)["val-aux/failed_frac"] == 0.25
-    assert compute_validation_metrics(made[:3], 3)["val-aux/failed_frac"] == 0.0
+    episodes = [episode("s", "1", 1.0)] * 3 + [episode("s", "1", None)]
+    assert compute_validation_metrics(episodes, 4)["val-aux/failed_frac"] == 0.25
+    assert compute_validation_metrics(episodes[:3], 3)["val-aux/failed_frac"] == 0.0
 
 
 def test_failures_count_as_zero_in_scores_with_failures():
-    made = [episode("s", "1", r) for r in (2.0, 1.0, 0.5, None)]
-    assert compute_scores_with_failures(made, 4, "s") == {
+    episodes = [episode("s", "1", r) for r in (2.0, 1.0, 0.5, None)]
+    assert compute_scores_with_failures(episodes, 4, "s") == {
         "val-aux/s/acc/mean@4_failed_as_0": 0.5,
         "val-aux/s/reward/mean@4_failed_as_0": 0.875,
     }
@@ -232,7 +232,7 @@ def test_evaluate_reports_scores_with_failures_and_rollout_does_not():
 
 
 def test_all_metrics_of_a_step():
-    made = [
+    episodes = [
         episode(
             "a", "1", 1.0, policy_versions=[(2, 3)], timings={"verify_call": 1.0, "generate": 9.0}
         ),
@@ -254,8 +254,8 @@ def test_all_metrics_of_a_step():
         episode("a", "2", None, policy_versions=[(9, 0)], timings={"verify_call": 99.0}),
         episode("b", "3", 0.5, reward_components={"format": 0.5}),
     ]
-    made[3].status = "http_500"
-    assert compute_rollout_metrics(made, made[:2], step=6) == pytest.approx(
+    episodes[3].status = "http_500"
+    assert compute_rollout_metrics(episodes, episodes[:2], step=6) == pytest.approx(
         {
             "rollout/episodes": 5.0,
             "rollout/kept": 2.0,
@@ -283,9 +283,9 @@ def test_all_metrics_of_a_step():
 
 
 def test_the_metrics_of_a_step_with_only_failures():
-    made = [episode("a", "1", None), episode("a", "2", None)]
-    made[1].status = "connect"
-    assert compute_rollout_metrics(made, []) == {
+    episodes = [episode("a", "1", None), episode("a", "2", None)]
+    episodes[1].status = "connect"
+    assert compute_rollout_metrics(episodes, []) == {
         "rollout/episodes": 2.0,
         "rollout/kept": 0.0,
         "rollout/failed_frac": 1.0,
@@ -321,16 +321,16 @@ def test_a_zero_variance_group_has_two_or_more_equal_rewards():
 
 
 def test_component_means_are_by_server_and_name():
-    made = [
+    episodes = [
         episode("b", "1", 1.0, reward_components={"x": 1.0}),
         episode("b", "1", 1.0, reward_components={"x": 0.0}),
     ]
-    made += [
+    episodes += [
         episode("a", "1", 1.0, reward_components={"x": 3.0, "y": 0.25}),
         episode("a", "1", 1.0),
     ]
-    found = compute_component_means(made)
-    assert list(found.items()) == [
+    means = compute_component_means(episodes)
+    assert list(means.items()) == [
         ("reward/a/x/mean", 3.0),
         ("reward/a/y/mean", 0.25),
         ("reward/b/x/mean", 0.5),

@@ -19,7 +19,7 @@ from kit.data import row_files, verl_rows
 
 def gsm8k(i: int, **changes) -> dict:
     """Make a row as verl's examples/data_preprocess/gsm8k.py does."""
-    made = {
+    fields = {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": f"{i} + 1? Let's think step by step."}],
         "ability": "math",
@@ -31,7 +31,7 @@ def gsm8k(i: int, **changes) -> dict:
             "question": f"{i} + 1?",
         },
     }
-    return made | changes
+    return fields | changes
 
 
 def make_gym_row(i: int) -> dict:
@@ -73,9 +73,9 @@ def test_values_of_numpy_and_pandas_become_plain_values():
         "x": np.array([[1.5], [2.0]]),
         "day": pandas.Timestamp("2026-01-02"),
     }
-    made = verl_rows.parse_row(odd, "x:1")
-    assert made["responses_create_params"]["input"] == [{"role": "user", "content": "x"}]
-    assert made["extra_info"] == {"n": 3, "x": [[1.5], [2.0]], "day": "2026-01-02T00:00:00"}
+    parsed = verl_rows.parse_row(odd, "x:1")
+    assert parsed["responses_create_params"]["input"] == [{"role": "user", "content": "x"}]
+    assert parsed["extra_info"] == {"n": 3, "x": [[1.5], [2.0]], "day": "2026-01-02T00:00:00"}
 
 
 @pytest.mark.parametrize(

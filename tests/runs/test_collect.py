@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -49,7 +50,7 @@ def test_rollouts_without_training_resume_where_they_stopped(stack, monkeypatch,
     lines, run = collect_rollouts(stack, monkeypatch)
     records = [json.loads(line) for line in lines]
     keys = {(r["_ng_task_index"], r["_ng_rollout_index"]) for r in records}
-    assert keys == {(i, k) for i in range(16) for k in range(2)} and len(records) == 32
+    assert keys == set(itertools.product(range(16), range(2))) and len(records) == 32
     for record in records:
         assert isinstance(record["reward"], float) and record["response"]["object"] == "response"
         # the record has every key of its row

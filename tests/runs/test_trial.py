@@ -83,17 +83,19 @@ def test_synthetic_episodes_are_like_those_of_a_run(workspace, make_inputs, tmp_
     changes = {"env.reward": "looks.py:reward", "env.filters": ["looks.py:everything"]}
     config, data = make_inputs({**changes, ADVANTAGE: "looks.py:asks_all"})
     trial.try_functions(config, data)
-    rewarded, made = sys.modules[data.filters[0].__module__].seen
+    rewarded, episodes = sys.modules[data.filters[0].__module__].seen
     assert rewarded.row == data.train[1].row and rewarded.reward == 1.0
     assert (
-        len(made) == 8
-        and len({e.group_id for e in made}) == 2
-        and len({e.reward for e in made[:4]}) == 4
+        len(episodes) == 8
+        and len({e.group_id for e in episodes}) == 2
+        and len({e.reward for e in episodes[:4]}) == 4
     )
-    assert {e.ended for e in made} == {"stop", "length"}
-    assert made[0].prompt_ids == data.train[0].prompt_ids
-    assert data.tokenizer.decode(made[0].response_ids) and all(len(e.turns) == 1 for e in made)
-    training.build_batch(made, 0, 1.0)  # raises an error for incomplete episodes
+    assert {e.ended for e in episodes} == {"stop", "length"}
+    assert episodes[0].prompt_ids == data.train[0].prompt_ids
+    assert data.tokenizer.decode(episodes[0].response_ids) and all(
+        len(e.turns) == 1 for e in episodes
+    )
+    training.build_batch(episodes, 0, 1.0)  # raises an error for incomplete episodes
     trial.try_functions(*make_inputs({ADVANTAGE: "looks.py:open_handed"}))
     trial.try_functions(*make_inputs({"env.reward": "looks.py:words"}))
     with pytest.raises(
@@ -106,9 +108,11 @@ def test_synthetic_episodes_are_like_those_of_a_run(workspace, make_inputs, tmp_
         workspace, "env.filters=[looks.py:everything]", f"env.train_files=[{workspace}/tools.jsonl]"
     )
     trial.try_functions(config, data)
-    made = sys.modules[data.filters[0].__module__].seen[-1]
-    assert all(len(e.turns) == 2 and 0 in e.response_mask and "=> " in e.transcript for e in made)
-    training.build_batch(made, 0, 1.0)
+    episodes = sys.modules[data.filters[0].__module__].seen[-1]
+    assert all(
+        len(e.turns) == 2 and 0 in e.response_mask and "=> " in e.transcript for e in episodes
+    )
+    training.build_batch(episodes, 0, 1.0)
 
 
 def test_without_training_tasks_there_is_nothing_to_try(make_inputs, tmp_path, monkeypatch):
