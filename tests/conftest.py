@@ -71,7 +71,7 @@ def row(question: str = "say 7", answer: str = "7", **extra) -> dict:
     }
 
 
-def counting(question: str = "count", steps: int = 1) -> dict:
+def make_counter_row(question: str = "count", steps: int = 1) -> dict:
     """A row whose task is to call a real tool `steps` times.
 
     Gym's server example_session_state_mgmt gives a reward of 1 for that.
@@ -107,7 +107,7 @@ def write_task(folder: Path) -> None:
     """Write train.jsonl and val.jsonl for the tiny recipe, and tools.jsonl for a tool task."""
     write_rows(folder / "train.jsonl", [row(f"{word} 7") for word in WORDS])
     write_rows(folder / "val.jsonl", [row(f"{word} me 7") for word in WORDS])
-    write_rows(folder / "tools.jsonl", [counting(f"{word} one") for word in WORDS])
+    write_rows(folder / "tools.jsonl", [make_counter_row(f"{word} one") for word in WORDS])
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from conftest import GYM_PYTHON, counting, row
+from conftest import GYM_PYTHON, make_counter_row, row
 from tiny_models import ACTIONS, END
 
 import env
@@ -193,7 +193,12 @@ def play(session, servers, row, server, n, *actions, **changes):
 def test_trainer_and_vllm_agree_around_observations(session, multi_turn_servers):
     """In conversations of several turns, both compute the same log-probs of sampled tokens."""
     episodes = play(
-        session, multi_turn_servers, counting(steps=2), "counter", 64, allowed_token_ids=None
+        session,
+        multi_turn_servers,
+        make_counter_row(steps=2),
+        "counter",
+        64,
+        allowed_token_ids=None,
     )
     assert [e.status for e in episodes] == ["ok"] * 64, episodes[0].error
     several = [e for e in episodes if len(e.turns) > 1]
@@ -204,7 +209,13 @@ def test_trainer_and_vllm_agree_around_observations(session, multi_turn_servers)
 
 def test_a_real_tool_counts_the_calls_of_the_policy(session, multi_turn_servers):
     episodes = play(
-        session, multi_turn_servers, counting(steps=2), "counter", 96, "increment", "unknown"
+        session,
+        multi_turn_servers,
+        make_counter_row(steps=2),
+        "counter",
+        96,
+        "increment",
+        "unknown",
     )
     assert [e.status for e in episodes] == ["ok"] * 96, episodes[0].error
     for e in episodes:

@@ -20,7 +20,7 @@ from turn_doubles import (
     TEMPLATES,
     Game,
     Script,
-    World,
+    ToolSession,
     bytes_tokenizer,
     call,
     chatml_tokenizer,
@@ -68,7 +68,7 @@ def test_an_episode_has_exactly_the_sampled_and_the_observed_tokens(family, seed
     conversation = RandomConversation(rng, tokenizer)
     responses = conversation.responses
     client = Script(responses)
-    session = World(list(itertools.chain.from_iterable(conversation.outputs)))
+    session = ToolSession(list(itertools.chain.from_iterable(conversation.outputs)))
     task = task_of(tokenizer, prompt=conversation.text(1, 30))
     episode = play(task, session, context_of(client, tokenizer))
 
@@ -102,7 +102,7 @@ def test_the_text_of_an_episode_is_that_of_the_rendered_conversation():
     tool_text = '{"found": "it"}'
     texts = ["I will look." + call(), "Here it is."]
     client = one_turn_each(texts, tokenizer)
-    episode = play(task, World([tool_text]), context_of(client, tokenizer))
+    episode = play(task, ToolSession([tool_text]), context_of(client, tokenizer))
     conversation = [
         *task.messages,
         {"role": "assistant", "content": texts[0]},
@@ -118,7 +118,7 @@ def test_the_verifier_sees_every_item_in_order():
     tokenizer = chatml_tokenizer()
     first = "<think>hm</think>Wait." + call() + call('{"a": 1}')
     client = one_turn_each([first, call(), "done"], tokenizer)
-    session = World(["one", "two", "three"])
+    session = ToolSession(["one", "two", "three"])
     episode = play(task_of(tokenizer), session, context_of(client, tokenizer))
     output = session.verified["output"]
     kinds = [item["type"] for item in output]
@@ -151,7 +151,7 @@ def test_the_verifier_sees_every_item_in_order():
 def test_an_episode_ends_at_its_limits(changes, ended, turns):
     tokenizer = chatml_tokenizer()
     client = one_turn_each([call(), call(), call(), "done"], tokenizer)
-    session = World(["x" * 60] * 3)
+    session = ToolSession(["x" * 60] * 3)
     episode = play(task_of(tokenizer), session, context_of(client, tokenizer, **changes))
     assert (episode.ended, len(episode.turns)) == (ended, turns)
     assert episode.response_mask[-1] == 1  # the last token is a sampled one
@@ -167,7 +167,7 @@ def list_verified_types(session) -> list[str]:
 
 def test_a_response_without_a_stop_token_runs_no_tools():
     tokenizer = chatml_tokenizer()
-    session = World([])
+    session = ToolSession([])
     whole_call = tokenizer.encode(call(), add_special_tokens=False)
     episode = play(task_of(tokenizer), session, context_of(Script([whole_call]), tokenizer))
     assert episode.ended == "length" and list_verified_types(session) == ["function_call"]
@@ -175,7 +175,7 @@ def test_a_response_without_a_stop_token_runs_no_tools():
 
 def test_a_call_ends_the_episode_if_no_tool_has_a_route():
     tokenizer = chatml_tokenizer()
-    session = World([])
+    session = ToolSession([])
     session.executable = set()
     client = one_turn_each([call()], tokenizer)
     episode = play(task_of(tokenizer), session, context_of(client, tokenizer))
@@ -185,7 +185,7 @@ def test_a_call_ends_the_episode_if_no_tool_has_a_route():
 def test_a_long_tool_output_is_truncated_for_the_model_but_not_for_the_verifier():
     tokenizer = chatml_tokenizer()
     output = "a" * 500 + "b" * 500
-    session = World([output])
+    session = ToolSession([output])
     client = one_turn_each([call(), "ok"], tokenizer)
     context = context_of(client, tokenizer, max_tool_chars=100)
     episode = play(task_of(tokenizer), session, context)
@@ -243,7 +243,7 @@ def test_later_turns_may_use_the_tokens_that_are_left():
     tokenizer = chatml_tokenizer()
     client = Recorder(encode_turns([call(), "y" * 400], tokenizer))
     context = context_of(client, tokenizer, max_response_length=250)
-    episode = play(task_of(tokenizer), World(["x" * 60]), context)
+    episode = play(task_of(tokenizer), ToolSession(["x" * 60]), context)
     assert len(episode.turns) == 2 and len(episode.response_ids) == 250
     assert episode.ended == "length"
     limits = [params["max_tokens"] for _, params in client.requests]
@@ -257,7 +257,7 @@ def test_an_observation_must_leave_a_token_for_the_next_response(room, turns):
     def run_with_limit(limit):
         client = Script(encode_turns([call(), "y" * 9], tokenizer))
         context = context_of(client, tokenizer, max_response_length=limit)
-        return play(task_of(tokenizer), World(["x" * 60]), context)
+        return play(task_of(tokenizer), ToolSession(["x" * 60]), context)
 
     whole = run_with_limit(20000)
     begin, _, _ = whole.turns[1]
@@ -268,7 +268,7 @@ def test_an_observation_must_leave_a_token_for_the_next_response(room, turns):
 def test_turns_of_an_episode_share_its_request_id_but_not_the_seed():
     tokenizer = chatml_tokenizer()
     client = Recorder(encode_turns([call(), call(), "done"], tokenizer))
-    play(task_of(tokenizer), World(["one", "two"]), context_of(client, tokenizer, seed=3))
+    play(task_of(tokenizer), ToolSession(["one", "two"]), context_of(client, tokenizer, seed=3))
     assert [request_id for request_id, _ in client.requests] == ["r"] * 3
     seeds = [params["seed"] for _, params in client.requests]
     assert seeds == [zlib.crc32(f"3 r#{turn}".encode()) for turn in range(3)]
@@ -282,7 +282,7 @@ def test_calls_are_run_in_order_with_their_names_and_arguments():
         calls.append((name, arguments))
         return f"answer {len(calls)}"
 
-    session = World([])
+    session = ToolSession([])
     session.call_tool = call_tool
     texts = [call('{"a": 1}') + call('{"b": 2}', "other"), "done"]
     task = task_of(tokenizer)
@@ -346,7 +346,7 @@ def test_only_a_task_without_prompt_ids_is_encoded():
 
     def get_prompt_ids(ids):
         context = context_of(one_turn_each(["a"], tokenizer), tokenizer)
-        return play(dataclasses.replace(task, prompt_ids=ids), World([]), context).prompt_ids
+        return play(dataclasses.replace(task, prompt_ids=ids), ToolSession([]), context).prompt_ids
 
     assert get_prompt_ids([]) == task.prompt_ids
     assert get_prompt_ids([7, 8]) == [7, 8]
@@ -357,7 +357,7 @@ def test_timings_are_summed_over_turns(monkeypatch):
     clock = itertools.count(100)
     monkeypatch.setattr(inference, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     client = one_turn_each([call(), call(), "done"], tokenizer)
-    session = World(["one", "two"])
+    session = ToolSession(["one", "two"])
     episode = play(task_of(tokenizer), session, context_of(client, tokenizer))
     assert episode.timings == {"generate": 3.0, "tools": 3.0, "verify": 1.0, "verify_call": 0.0}
     # some verifiers read ids

@@ -104,7 +104,7 @@ def one_turn_each(texts, tokenizer) -> Script:
     return Script(encode_turns(texts, tokenizer))
 
 
-class World:
+class ToolSession:
     """A session of a verify server whose tools answer from a list."""
 
     kind = "verify"

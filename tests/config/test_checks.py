@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from conftest import CPU, RECIPE, ROOT, counting, load, tiny, write_rows
+from conftest import CPU, RECIPE, ROOT, load, make_counter_row, tiny, write_rows
 from omegaconf import OmegaConf
 
 from kit.config import checks, user_functions
@@ -214,7 +214,7 @@ def test_the_summary_warns_of_verl_rows_for_a_gym_server(workspace):
 
 
 def test_a_tool_that_gyms_schema_rejects_is_an_error_before_anything_starts(workspace):
-    row = counting()
+    row = make_counter_row()
     del row["responses_create_params"]["tools"][0]["strict"]
     rows = write_rows(workspace / "lax.jsonl", [row] * 8)
     with pytest.raises(

@@ -16,7 +16,7 @@ from turn_doubles import (
     STOPS,
     TEMPLATES,
     Game,
-    World,
+    ToolSession,
     bytes_tokenizer,
     call,
     chatml_tokenizer,
@@ -151,7 +151,7 @@ def count_openings(ids, tokenizer) -> int:
 def test_no_tool_writes_a_turn_of_an_episode():
     tokenizer = tokenizer_of("chatml")
     client = one_turn_each([call(), "done"], tokenizer)
-    episode = play(task_of(tokenizer), World([FORGED]), context_of(client, tokenizer))
+    episode = play(task_of(tokenizer), ToolSession([FORGED]), context_of(client, tokenizer))
     assert count_openings(episode.response_ids, tokenizer) == 2  # the tool's and the policy's
     assert FORGED in tokenizer.decode(episode.response_ids)
 

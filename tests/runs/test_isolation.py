@@ -131,17 +131,14 @@ def test_a_folder_that_others_may_enter_or_replace_is_an_error(short_folder: Pat
 def test_a_path_that_is_too_long_for_a_socket_is_an_error(
     short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    longest = str(short_folder / ("x" * 40))[
-        : isolation.SOCKET_PATH_LIMIT - len(isolation.RAY_SOCKET)
-    ]
+    long_path = str(short_folder / ("x" * 40))
+    longest = long_path[: isolation.SOCKET_PATH_LIMIT - len(isolation.RAY_SOCKET)]
     assert isolation.make_ray_folder(longest) == longest + "/ray"
     with pytest.raises(
         RunError, match=r"_temp_dir=\S+x has 40 bytes, over 39\. .*\. Set ray_kwargs"
     ):
         isolation.make_ray_folder(longest + "x")
-    longest = str(short_folder / ("x" * 40))[
-        : isolation.SOCKET_PATH_LIMIT - len(isolation.RUN_SOCKET)
-    ]
+    longest = long_path[: isolation.SOCKET_PATH_LIMIT - len(isolation.RUN_SOCKET)]
     monkeypatch.setattr(tempfile, "tempdir", longest)
     isolation.check_tmpdir_length()
     monkeypatch.setattr(tempfile, "tempdir", longest + "x")
