@@ -45,7 +45,7 @@ from conftest import (  # noqa: E402
     SESSION,
     WORDS,
     Stack,
-    drop,
+    kill_workers,
     load,
     session,
     write_rows,
@@ -213,7 +213,7 @@ def start_separate_workers(stack: Stack, recipes: list[str], changes: list[str])
         workers.actor.init_model()
         yield workers
     finally:
-        drop(workers)
+        kill_workers(workers)
 
 
 def has_reached_goal(rewards: list[float]) -> bool:

@@ -144,7 +144,7 @@ def main() -> None:
             run = subprocess.Popen(
                 make_command(folder, port, args.steps),
                 cwd=folder,
-                env=conftest.GIVEN,
+                env=conftest.CLEAN_ENV,
                 stdout=out,
                 stderr=out,
             )

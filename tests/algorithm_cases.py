@@ -1,10 +1,12 @@
-"""Episodes and tokens for the tests that hold advantages and losses against their papers.
+"""Episodes and tokens for the tests that compare advantages and losses with their papers.
 
-Tolerances: float64 goes in, and rewards are multiples of 1/4, so only the rounding of sums is left:
-EXACT. SINGLE is for float32 inside verl: quotients of counts (Bessel's correction in
-`masked_whiten`, gpg's alpha) and the casts of `group_mean_std` and gdpo. Each costs up to 2^-24.
+There are two tolerances:
 
-"Departs:" marks a difference between verl and a paper. The test then holds verl to what it does.
+- EXACT: the inputs are float64 and rewards are multiples of 1/4, so only sums are rounded.
+- SINGLE: verl computes some values in float32, with an error of up to 2^-24 each. They are
+  Bessel's correction in `masked_whiten`, gpg's alpha, and the casts of `group_mean_std` and gdpo.
+
+"Departs:" marks a difference between verl and a paper. Such a test checks verl's behavior.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from kit.data.selection import select_trainable
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 SINGLE = {"rtol": 2e-6, "atol": 2e-6}
-SEEDS = range(10)  # a seed also picks the case: odd or even, and one of the five modes
+SEEDS = range(10)  # some tests also use it to select a variant or a mode
 MODES = [
     "token-mean",
     "token-sum",
@@ -51,7 +53,7 @@ def tiny_recipe() -> DictConfig:
 
 @dataclass(eq=False)
 class Case(Episode):
-    """An episode with all that estimators read of it. T is the number of response tokens."""
+    """An episode with the values that estimators read. T is the number of response tokens."""
 
     rewards: Any = None  # [T]
     values: Any = None  # [T] of the critic
@@ -87,10 +89,10 @@ def make_group(*rewards, group="g") -> list[Case]:
 
 
 def random_cases(seed: int, has_gaps: bool = True) -> list[Case]:
-    """Groups of 2, 3 and 5, shuffled, of many lengths, with ties and observed gaps.
+    """Shuffled groups of 2, 3 and 5 episodes with ties, various lengths, and observed tokens.
 
-    Two failures are dropped, and with one of them a group. Odd seeds have a reward on every token,
-    as a KL term in the reward makes it.
+    Two episodes have failed and are dropped. One of them leaves a group of one, which is dropped
+    too. With an odd seed, each token has a reward, as with a KL term in the reward.
     """
     rng = np.random.default_rng(seed)
     cases = []
@@ -110,7 +112,7 @@ def random_cases(seed: int, has_gaps: bool = True) -> list[Case]:
         case.greedy = rng.normal()
         case.reward_components = {"right": reward, "format": rng.integers(0, 3) / 4}
         cases.append(case)
-    for failed in cases[5], cases[-1]:  # the latter leaves d alone
+    for failed in cases[5], cases[-1]:  # the second one leaves one episode in group d
         failed.status = "http_500"
         failed.reward = None
     rng.shuffle(cases)
@@ -125,13 +127,13 @@ def pad(rows: Sequence[Any]) -> np.ndarray:
     return np.array([list(row) + [0.0] * (width - len(row)) for row in rows], dtype=float)
 
 
-def sampled(case: Case) -> list[int]:
+def list_sampled(case: Case) -> list[int]:
     """The positions of the sampled tokens."""
     return [t for t, m in enumerate(case.response_mask) if m]
 
 
 def compute_advantages(cases, name, **algorithm) -> tuple[np.ndarray, np.ndarray]:
-    """(advantages, returns) [B, R] as the training loop gets them; 0 on observed tokens."""
+    """(advantages, returns) [B, R] from training.compute_advantages; 0 on observed tokens."""
     batch = training.build_batch(cases, 0, 1.0)
     settings = OmegaConf.merge(tiny_recipe().algorithm, algorithm)
     b = batch.batch
@@ -145,7 +147,7 @@ def compute_advantages(cases, name, **algorithm) -> tuple[np.ndarray, np.ndarray
     settings.adv_estimator = name
     training.compute_advantages(batch, OmegaConf.create({"algorithm": settings}))
     if name not in ("gae", "remax"):
-        # these two leave values on observed tokens, which the loss's mask removes
+        # these two have values on observed tokens, which the mask of the loss removes
         assert not (b["advantages"] * (1 - mask)).any()
     return (b["advantages"] * mask).double().numpy(), (b["returns"] * mask).double().numpy()
 
@@ -154,10 +156,10 @@ def compute_advantages(cases, name, **algorithm) -> tuple[np.ndarray, np.ndarray
 
 
 def random_tokens(seed: int, per_response: bool = False, on_policy: bool = False):
-    """Log-probs x and old, advantages a, weights w, all [B, R], and a mask.
+    """Random log-probs x and old, advantages a and weights w, all [B, R], and a mask.
 
-    The mask has padding, gaps and a padding row. per_response: one advantage and one weight for all
-    tokens of a response.
+    The mask has padding, observed tokens and a padding row. per_response: all tokens of a response
+    have the same advantage and weight.
     """
     rng = np.random.default_rng(seed)
     B, R = 8, 9
@@ -176,7 +178,7 @@ def random_tokens(seed: int, per_response: bool = False, on_policy: bool = False
 
 
 def weigh_tokens(mask: np.ndarray, mode: str, width: int | None = None) -> np.ndarray:
-    """The weight of each token's loss in the sum of a mode, [B, R]."""
+    """The weight of each token's loss in an aggregation mode, [B, R]."""
     responses = sum(bool(row.any()) for row in mask)
     weights = np.zeros(mask.shape)
     for i, t in np.argwhere(mask):
@@ -193,7 +195,7 @@ def weigh_tokens(mask: np.ndarray, mode: str, width: int | None = None) -> np.nd
 
 
 def make_actor_config(policy_loss=None, **changes):
-    """The actor's configuration as verl's workers get it: verl's defaults, and changes."""
+    """The actor's configuration in the form of verl's workers: verl's defaults and changes."""
     policy = OmegaConf.to_container(tiny_recipe().actor_rollout_ref, resolve=True)
     settings = {
         "clip_ratio_high": 0.28,
@@ -203,7 +205,7 @@ def make_actor_config(policy_loss=None, **changes):
     return omega_conf_to_dataclass(OmegaConf.merge(OmegaConf.create(policy).actor, settings))
 
 
-def loss_and_gradient(name, d, mode="token-mean", config=None, weights=None):
+def compute_loss_and_gradient(name, d, mode="token-mean", config=None, weights=None):
     """verl's loss and its gradient by x. The mask is bool, as in verl's ppo_loss."""
     old, x, a, mask = (torch.tensor(v) for v in (d.old, d.x, d.a, d.mask))
     x.requires_grad_()

@@ -1,8 +1,8 @@
-"""A trivial Gym task for the tiny model, hooks of pytest, and the stack that tests share.
+"""Shared fixtures: a trivial Gym task for the tiny model, the stack, and hooks of pytest.
 
-The model is random (tiny_models.py). The task asks for the digit 7. The reward of Gym's
-reasoning_gym server is 1 for exactly that, and len("7") / len(response) for a response that has it
-somewhere. So a random model earns a little by chance, and a trained model earns much more.
+The model is random (tiny_models.py). The task asks for the digit 7. Gym's reasoning_gym server
+gives the reward 1 for exactly this digit. If a longer response contains it, the reward is
+len("7") / len(response). So a random model gets a low reward, and a trained one gets a high reward.
 
 The stack is Gym servers, Ray, an FSDP actor and vLLM, started on the CPU.
 """
@@ -47,14 +47,14 @@ from kit.runs import prepare
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# the environment of a command that a test starts, without the variables that are set above
-GIVEN = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
+# Environment variables of commands that tests start, without the variables set above.
+CLEAN_ENV = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "tests" / "tiny.yaml"
 CPU = ROOT / "configs" / "machines" / "cpu.yaml"
 GYM_PYTHON = ROOT / ".venv-gym" / "bin" / "python"
 OLD_GYM_PYTHON = ROOT / ".venv-gym-0.4.0" / "bin" / "python"
-# settings of `algorithm` for training.compute_advantages; each value changes the result
+# Settings of `algorithm` for training.compute_advantages. Each value affects the result.
 ALGORITHM = {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False, "gamma": 0.9, "lam": 0.5}
 WORDS = ["say", "tell me", "i want", "give", "now", "please", "write", "print"]
 
@@ -71,7 +71,7 @@ def row(question: str = "say 7", answer: str = "7", **extra) -> dict:
     }
 
 
-def counting(question: str = "count", steps: int = 1) -> dict:
+def make_counter_row(question: str = "count", steps: int = 1) -> dict:
     """A row whose task is to call a real tool `steps` times.
 
     Gym's server example_session_state_mgmt gives a reward of 1 for that.
@@ -88,7 +88,7 @@ def counting(question: str = "count", steps: int = 1) -> dict:
 
 
 def gym_examples() -> list[Path]:
-    """Return the files of example rows in the installed nemo-gym."""
+    """List the files with example rows in the installed nemo-gym."""
     arguments = [GYM_PYTHON, "-c", "import nemo_gym; print(nemo_gym.__file__)"]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     folder = Path(done.stdout.strip()).parent.parent / "resources_servers"
@@ -98,7 +98,7 @@ def gym_examples() -> list[Path]:
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:
-    """Write a JSONL file. Return its path."""
+    """Write a JSONL file -> its path."""
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
     return path
 
@@ -107,12 +107,12 @@ def write_task(folder: Path) -> None:
     """Write train.jsonl and val.jsonl for the tiny recipe, and tools.jsonl for a tool task."""
     write_rows(folder / "train.jsonl", [row(f"{word} 7") for word in WORDS])
     write_rows(folder / "val.jsonl", [row(f"{word} me 7") for word in WORDS])
-    write_rows(folder / "tools.jsonl", [counting(f"{word} one") for word in WORDS])
+    write_rows(folder / "tools.jsonl", [make_counter_row(f"{word} one") for word in WORDS])
 
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory) -> Path:
-    """A folder with the models tied/, untied/ and scored/ (with a scalar head), and the rows."""
+    """A folder with rows and the models tied/, untied/ and scored/ (with a scalar head)."""
     folder = tmp_path_factory.mktemp("kit")
     make_model(folder / "tied", tied=True)
     make_model(folder / "untied", tied=False)
@@ -135,7 +135,7 @@ def vision_model(workspace) -> Path:
 
 
 def tiny(workspace: Path, *changes: str) -> list[str]:
-    """Arguments of the tiny recipe: key=value overrides."""
+    """The key=value arguments of the tiny recipe, and further changes."""
     return [
         f"actor_rollout_ref.model.path={workspace / 'tied'}",
         f"env.train_files=[{workspace / 'train.jsonl'}]",
@@ -167,9 +167,10 @@ def command(workspace: Path, *arguments: str) -> list[str]:
 def run(
     arguments: list[str], cwd: Path, timeout: int = 300, **variables: str
 ) -> subprocess.CompletedProcess:
-    """Run a command to its end, with its output as text."""
+    """Run a command to its end -> its exit status and output."""
+    env = CLEAN_ENV | variables
     return subprocess.run(
-        arguments, cwd=cwd, env=GIVEN | variables, capture_output=True, text=True, timeout=timeout
+        arguments, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout
     )
 
 
@@ -190,10 +191,10 @@ def metrics_of(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def survivors(mark: str, patience: float = 20.0) -> list[str]:
-    """List the processes with KIT_MARK=mark that still run after at most `patience` seconds.
+def wait_for_marked_processes(mark: str, patience: float = 20.0) -> list[str]:
+    """Wait until all processes with KIT_MARK=mark have ended, for at most `patience` seconds.
 
-    Returns their command lines.
+    Returns the command lines of those that still run.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -216,11 +217,11 @@ def list_marked_processes(mark: str) -> list[str]:
 
 # --- hooks of pytest ------------------------------------------------------------------------------
 
-# Files whose tests start whole runs of algorithm.py, or replace signal handlers. These tests run in
-# the same process as those that use the stack.
+# Files whose tests start whole runs of algorithm.py, or replace signal handlers. They run in the
+# same pytest process as the tests that use the stack.
 STARTS_RUNS = ("test_cli", "test_lost_processes", "test_reliability", "test_signals")
-# Other files whose tests start runs of algorithm.py or Gym servers, or install packages.
-# These tests have a longer timeout.
+# Other files whose tests start runs of algorithm.py or Gym servers, or install packages. They have
+# a longer timeout.
 STARTS_COMMANDS = (
     "test_backends",
     "test_conftest",
@@ -248,9 +249,9 @@ SKIPS_IN_CI = ("needs root: ", "needs bubblewrap")
 def timeout_s(item: pytest.Item) -> float:
     """Return how many seconds a test may take, with its fixtures.
 
-    pyproject.toml sets pytest-timeout's method `thread`. The method `signal` would take SIGALRM,
-    which kit/runs/signals.py needs. After a timeout, the process of the tests ends. Then
-    kit/extras/supervisor/reaper.py ends the processes that a run has started.
+    pyproject.toml sets pytest-timeout's method `thread`. The method `signal` would use SIGALRM,
+    which kit/runs/signals.py needs. After a timeout, pytest's process ends. Then
+    kit/extras/supervisor/reaper.py kills the processes that a run started.
     """
     if item.get_closest_marker("soak"):
         return 3600.0
@@ -279,7 +280,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "stack" in item.fixturenames or item.path.stem in STARTS_RUNS:
             item.add_marker(pytest.mark.xdist_group("stack"))
-        elif "chromium" in item.fixturenames:  # two processes must not unpack it together
+        elif "chromium" in item.fixturenames:  # two processes must not unpack it concurrently
             item.add_marker(pytest.mark.xdist_group("chromium"))
     for item in items:
         if not item.get_closest_marker("timeout"):
@@ -289,7 +290,7 @@ def pytest_collection_modifyitems(items):
 
 
 def rank(item: pytest.Item) -> int:
-    """Return the place of a test in the order: whole runs, tests with the stack, all others."""
+    """Return the sort key of a test: whole runs first, then tests with the stack, then others."""
     if not item.get_closest_marker("xdist_group"):
         return 3
     return 2 if "stack" in item.fixturenames else 1
@@ -303,7 +304,7 @@ def caplog(caplog, monkeypatch):
     return caplog
 
 
-# --- the training loop over doubles --------------------------------------------------------------
+# --- doubles of the training loop ----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -358,7 +359,7 @@ class Stack:
     workspace: Path
     workers: Any  # training.Workers
     servers: Any  # inference.Servers
-    fresh: Path  # the actor's checkpoint from before any update
+    fresh: Path  # a checkpoint of the actor's initial weights
 
     @contextlib.contextmanager
     def trainer(
@@ -468,11 +469,11 @@ def values(stack):
     groups = start_roles(config, optional_roles(config))
     groups.critic.save_checkpoint(str(stack.workspace / "fresh_critic"), None, 0, None)
     yield groups
-    drop(groups)
+    kill_workers(groups)
 
 
 def with_values(stack, values, critic=True, reward_model=False):
-    """Return the stack's actor and the groups of `values`, with their initial weights."""
+    """Reset the stack's actor and the groups of `values` to their initial weights -> Workers."""
     import training
 
     stack.workers.actor.load_checkpoint(str(stack.fresh))
@@ -484,8 +485,8 @@ def with_values(stack, values, critic=True, reward_model=False):
     )
 
 
-def drop(workers) -> None:
-    """End worker groups that a test started, and release their logical CPUs and GPUs."""
+def kill_workers(workers) -> None:
+    """Kill worker groups that a test started, and release their logical CPUs and GPUs."""
     import ray
 
     for group in filter(None, workers):

@@ -1,4 +1,4 @@
-"""A program `nvidia-smi` for tests and benchmarks/gpu_check.py, on machines without a GPU."""
+"""A fake `nvidia-smi` program for tests and benchmarks/gpu_check.py on machines without a GPU."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ H100 = {
 
 
 def write(folder: Path, gpus: int = 1, mig_parts: int = 0, **values: str) -> dict[str, str]:
-    """Write the program -> environment variables with which it is the first `nvidia-smi`.
+    """Write the program to a folder -> the environment variables with which it is found first.
 
-    values: of H100, with `_` for `.`.
+    values: replace those of H100. Their names have `_` instead of `.`.
     """
     changed = H100 | {name.replace("memory_", "memory."): value for name, value in values.items()}
     entries = " ".join(f"[{name}]='{value}'" for name, value in changed.items())

@@ -1,4 +1,4 @@
-"""Doubles of a rollout with faults: a Gym server that fails on purpose, and a scripted policy."""
+"""Test doubles for faults: Gym servers that fail on purpose, and a scripted policy."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ import env
 from gym_client import message
 
 FAILURE_RATE = 0.3
-TIMEOUT_S = 3.0  # of the client if something hangs, else ten times that: a busy machine is slow
+# The client's timeout if a server hangs. In other tests it is ten times as long.
+TIMEOUT_S = 3.0
 GROUPS = 120
 MEMBERS = {group: 2 if group % 2 else 4 for group in range(GROUPS)}
-# fault -> the statuses that an episode with this fault may end with
+# {fault: the statuses of episodes with this fault}
 FAULTS = {
     "delay": set(),
     "reset": {"connect"},
@@ -34,7 +35,7 @@ FAULTS = {
     "masked": {"masked"},
     "hang": {"timeout"},
 }
-# Of an Environment Server. It has no sessions, and it can report a failure.
+# The faults of an Environment Server, which has no sessions and can report a failure.
 ENVIRONMENT_FAULTS = {
     **{fault: statuses for fault, statuses in FAULTS.items() if fault != "wrong cookie"},
     "failure": {"environment_agent"},
@@ -44,11 +45,11 @@ ENVIRONMENT_SCHEMA = {"properties": {}, "required": ["episode_id", "task"]}
 
 
 class FaultServer:
-    """A Gym server over real HTTP: sessions by cookie, a tool that must be called, rewards, faults.
+    """A Gym server with HTTP sessions, a tool that must be called, rewards, and faults.
 
-    fault: what happens to FAILURE_RATE of the calls of /seed_session, /look_up and /verify: "" for
-    nothing, "mixed" for all of FAULTS. If the session is not that of the episode, or its tool was
-    not called, the reward is -1, which no honest call has.
+    fault: the fault of FAILURE_RATE of the calls of /seed_session, /look_up and /verify. "" is no
+    fault, and "mixed" is any of FAULTS. If the session belongs to another episode, or the tool was
+    not called, the reward is -1. No correct episode has this reward.
     """
 
     possible_faults = FAULTS
@@ -60,7 +61,7 @@ class FaultServer:
         self.calls = Counter()  # by path
         self.faults = Counter()  # by path
         self.paths = []  # as they were sent
-        self.status = 0  # if it is set, the answer to all calls
+        self.status = 0  # if not 0, the status of all answers
         self.hanging = set()  # paths without an answer
 
     @web.middleware
@@ -99,7 +100,7 @@ class FaultServer:
         answer = self.answer(request.path, session, body)
         if request.path in ("/verify", "/run"):
             self.spoil(answer, fault)
-        if fault == "wrong cookie":  # of another session; before there is one, of nobody
+        if fault == "wrong cookie":  # of another session, or of none
             session = "tampered" if request.path == "/seed_session" else self.open()
         text = "<html>" if fault == "html" else json.dumps(answer)
         headers = {"Set-Cookie": f"Gym={session}.{self.rng.random()}.signature; path=/; httponly"}
@@ -194,7 +195,7 @@ class FaultyEnvironment(FaultServer):
 
 
 class RunningServer:
-    """A FaultServer in a thread. server: one that ran before, on `port`; else a new one."""
+    """A FaultServer in a thread. server: restart this server, on `port`; by default a new one."""
 
     def __init__(self, fault: str = "", server: FaultServer | None = None, port: int = 0):
         self.server = server or FaultServer(fault)
@@ -237,7 +238,7 @@ class RunningServer:
 
 
 class RowPolicy:
-    """A policy whose responses follow from the row: first a call of its tool, then a number."""
+    """A policy that reads its responses from the row: first a tool call, then a number."""
 
     def __init__(self, tokenizer, tasks):
         self.tokenizer = tokenizer
@@ -257,7 +258,7 @@ class RowPolicy:
 
 
 def make_requests(tokenizer, with_tool: bool):
-    """Return [(task, group id)]; the members of a group respond with different numbers."""
+    """Return [(task, group id)]. The members of a group have different responses."""
     worth = random.Random(7)
     requests = []
     for group in range(GROUPS):

@@ -42,10 +42,10 @@ class JsonHandler(BaseHTTPRequestHandler):
 
 
 class ScriptedServer:
-    """A server over real HTTP: {route: [answer, ...]}, of which the last one repeats.
+    """An HTTP server with a list of answers for each route. The last answer repeats.
 
     An answer is (status, JSON or bytes, optional cookie), or "reset". `log` has (path, body,
-    cookie) of each call. `openapi` is the answer to GET.
+    cookie) of each POST request. `openapi` is the answer to GET.
     """
 
     def __init__(self, **routes):
@@ -101,8 +101,11 @@ def verify_result(answer, conversation=verify_x, **routes):
     return run_session(ScriptedServer(**routes).url, conversation)
 
 
-def reason_of(call, *args, **options):
-    """Return the reason of the GymError that a call raises; its message is one short line."""
+def catch_reason(call, *args, **options):
+    """Return the reason of the GymError that a call raises.
+
+    Also assert that its message is one short line.
+    """
     with pytest.raises(GymError) as caught:
         call(*args, **options)
     assert "\n" not in str(caught.value)
@@ -111,7 +114,7 @@ def reason_of(call, *args, **options):
 
 
 async def measure_longest_pause(work) -> float:
-    """Return the longest time, in seconds, in which nothing else could run while `work` did."""
+    """Return the longest time, in seconds, for which `work` blocked the event loop."""
     pauses = []
     is_done = False
 

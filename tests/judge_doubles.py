@@ -1,4 +1,4 @@
-"""Test doubles for judges: an endpoint that replies from a script, and settings that name it."""
+"""Test doubles for judges: an endpoint with scripted replies, and the settings to use it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def completion(text, **message):
 
 
 class StubJudge:
-    """An OpenAI-compatible endpoint with the model `stub`, which replies from a script.
+    """An OpenAI-compatible endpoint with the model `stub` and scripted replies.
 
-    script: [(status, body, headers)], headers optional; the last entry repeats. A body is JSON,
+    script: (status, body, optional headers) of each reply; the last one repeats. A body is JSON,
     bytes, a function from the request's body to JSON, or None for no reply. `log` has (route,
     Authorization header, body) of each request.
     """

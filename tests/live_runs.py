@@ -1,4 +1,4 @@
-"""Whole runs of algorithm.py that a test can watch, signal and compare."""
+"""Whole runs of algorithm.py in new processes, which tests can watch, signal and compare."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
-from conftest import GIVEN, command, metrics_of, survivors, tiny
+from conftest import CLEAN_ENV, command, metrics_of, tiny, wait_for_marked_processes
 
 from kit.extras.supervisor import process_monitor
 from kit.runs import checkpoints
 
 SECRET = "sk-planted-" + uuid.uuid4().hex
-UNEQUAL = ("time", "timing", "perf/", "verify/", "actor/perf", "critic/perf")  # differ in every run
+# Prefixes of metrics that differ between equal runs.
+UNEQUAL = ("time", "timing", "perf/", "verify/", "actor/perf", "critic/perf")
 
 
 def list_leftovers() -> set[Path]:
@@ -32,7 +33,7 @@ def list_leftovers() -> set[Path]:
 
 
 def restore_sigint() -> None:
-    """Let a process receive SIGINT, also if the tests run in the background of a shell."""
+    """Let a process receive SIGINT, even if the tests run in the background of a shell."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -45,7 +46,7 @@ class LiveRun:
         self.mark = uuid.uuid4().hex
         self.folder = workspace / "runs" / name
         self.before = list_leftovers()
-        # a short path: names of sockets have a limit
+        # the path must be short, because names of sockets have a limit
         self.temporary = Path(tempfile.mkdtemp(prefix="t"))
         self.log = workspace / f"{name}-{self.mark}.out"
         words = arguments or tiny(workspace, f"trainer.experiment_name={name}", *changes)
@@ -53,7 +54,7 @@ class LiveRun:
             "KIT_MARK": self.mark,
             "PYTHONPATH": str(workspace),
             "TMPDIR": str(self.temporary),
-            # torch's cache, which outlives the temporary folder
+            # torch's cache is kept after the temporary folder is deleted
             "TORCHINDUCTOR_CACHE_DIR": str(workspace / "inductor"),
             "JUDGE_API_KEY": SECRET,
             "POLICY_API_KEY": SECRET + "-policy",
@@ -63,7 +64,7 @@ class LiveRun:
             self.process = subprocess.Popen(
                 [*command(workspace), *files, *words],
                 cwd=workspace,
-                env=GIVEN | variables,
+                env=CLEAN_ENV | variables,
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
@@ -133,7 +134,7 @@ class LiveRun:
         return {(names[c.pid], tuple(c.laddr)) for c in listening}
 
     def end(self, status: int, patience: float = 120.0) -> float:
-        """Wait for the end -> seconds. Assert the exit status, and that nothing is left."""
+        """Wait for the end -> seconds. Assert the exit status, and that the run leaves nothing."""
         begin = time.monotonic()
         ports = self.ports()
         try:
@@ -144,8 +145,8 @@ class LiveRun:
             ) from None
         seconds = time.monotonic() - begin
         assert self.process.returncode == status, self.output[-4000:]
-        assert survivors(self.mark, patience=10.0) == []
-        used = process_monitor.list_used_inodes()  # by another run on this machine
+        assert wait_for_marked_processes(self.mark, patience=10.0) == []
+        used = process_monitor.list_used_inodes()  # also by other runs on this machine
         left = [
             path
             for path in list_leftovers() - self.before

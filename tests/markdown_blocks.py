@@ -1,4 +1,4 @@
-"""The fenced blocks of the project's Markdown pages, and a folder in which their commands run."""
+"""Reads the code blocks of the Markdown pages, and prepares a folder to run their commands in."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GUIDES = ROOT / "docs" / "guides"
 EXAMPLES = ROOT / "docs" / "examples"
-CLONE = (  # what a folder needs to be a clone of the kit
+# The files and folders that the commands of the pages need.
+CLONED_FILES = (
     ".venv-gym",
     "kit",
     "templates",
@@ -47,59 +48,66 @@ class Block(NamedTuple):
     text: str
 
 
-def blocks(page: Path = README) -> list[Block]:
-    """The fenced blocks of a page, in order."""
+def read_blocks(page: Path = README) -> list[Block]:
+    """The fenced code blocks of a page, in order."""
     text = page.read_text()
-    found = [Block(m["mark"] or "", m["language"], m["text"]) for m in BLOCK.finditer(text)]
-    assert text.count("```") == 2 * len(found), (
-        f"{page.name}: a fence that is not closed, or not at the start of a line"
+    matches = BLOCK.finditer(text)
+    blocks = [Block(match["mark"] or "", match["language"], match["text"]) for match in matches]
+    assert text.count("```") == 2 * len(blocks), (
+        f"{page.name}: a fence is not closed, or does not begin its line"
     )
-    return found
+    return blocks
 
 
-def python_block(page: Path, words: str) -> str:
-    """The one Python block of a page that has these words in it."""
-    found = [b.text for b in blocks(page) if b.language == "python" and words in b.text]
-    assert len(found) == 1, f"{len(found)} Python blocks of {page.name} have {words!r}"
-    return found[0]
+def find_python_block(page: Path, phrase: str) -> str:
+    """The text of the only Python block of a page that contains a phrase."""
+    texts = [block.text for block in read_blocks(page) if block.language == "python"]
+    matching = [text for text in texts if phrase in text]
+    assert len(matching) == 1, f"{len(matching)} Python blocks of {page.name} contain {phrase!r}"
+    return matching[0]
 
 
-def files_shown(page: Path) -> dict[str, str]:
-    """The text of each file that a page shows, by the name in the block's first line."""
+def read_shown_files(page: Path) -> dict[str, str]:
+    """{name: text} of each file that a page shows. The first line of a block names its file."""
     files: dict[str, str] = {}
-    for block in blocks(page):
+    for block in read_blocks(page):
         name = FILE_NAME.match(block.text)
         if name and block.language in ("python", "yaml"):
             files[name[1]] = files.get(name[1], "") + block.text
     return files
 
 
-def all_commands(page: Path, *marks: str) -> list[list[str]]:
-    """The commands of a page's bash blocks with one of these marks, as words, without comments."""
-    texts = [
-        block.text for block in blocks(page) if block.language == "bash" and block.mark in marks
-    ]
-    lines = "".join(texts).replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
+def list_commands(page: Path, *marks: str) -> list[list[str]]:
+    """The commands of a page's bash blocks, each split into words.
 
-
-def furnish(folder: Path) -> Path:
-    """Make a folder a clone of the kit without tests and docs, with a tiny model.
-
-    Returns the model's folder, which has SmolLM2's name.
+    marks: only blocks with one of these marks count. The empty mark stands for unmarked blocks.
     """
-    for name in CLONE:
+    text = ""
+    for block in read_blocks(page):
+        if block.language == "bash" and block.mark in marks:
+            text += block.text
+    lines = text.replace("\\\n", " ").splitlines()
+    commands = [shlex.split(line, comments=True) for line in lines]
+    return [words for words in commands if words]
+
+
+def make_clone(folder: Path) -> Path:
+    """Turn a folder into a clone of the repository without tests and docs, with a tiny model.
+
+    Returns the folder of the model, which has the name of SmolLM2.
+    """
+    for name in CLONED_FILES:
         (folder / name).symlink_to(ROOT / name)
     shutil.copy(ROOT / "env.py", folder)
     model = make_model(folder / "models" / "SmolLM2-135M-Instruct", tied=True)
-    # a character is a token, so prompts are long
+    # each character is one token, so prompts are long
     settings = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 2**20}
     (model / "config.json").write_text(json.dumps(settings))
     return model
 
 
 def write_gsm8k(folder: Path) -> None:
-    """Write rows in GSM8K's own form, since no hub can be reached."""
+    """Write rows in the format of GSM8K, because the tests cannot download it."""
     for split in ("train", "test"):
         lines = [
             json.dumps({"question": f"{i} + 1?", "answer": f"So #### {i + 1}"}) for i in range(1100)
@@ -107,19 +115,24 @@ def write_gsm8k(folder: Path) -> None:
         (folder / f"{split}.jsonl").write_text("\n".join(lines))
 
 
-def above_main(path: Path, block: str) -> None:
-    """Put a block where env.py has its tasks."""
+def insert_above_main(path: Path, block: str) -> None:
+    """Insert a block into env.py where its tasks are."""
     path.write_text(path.read_text().replace("\ndef main()", f"\n{block}\n\ndef main()"))
 
 
 def dry_run(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run `algorithm.py` with these words and --dry-run, in this process, with the tiny model."""
-    words = [*words, "data.max_prompt_length=30000", *["--dry-run"] * ("--dry-run" not in words)]
+    """Run `algorithm.py` with these arguments and --dry-run, in this process.
+
+    It uses the tiny model, unless the arguments name a model.
+    """
+    words = [*words, "data.max_prompt_length=30000"]
+    if "--dry-run" not in words:
+        words.append("--dry-run")
     if not any(word.startswith("actor_rollout_ref.model.path=") for word in words):
         words.append("actor_rollout_ref.model.path=models/SmolLM2-135M-Instruct")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["algorithm.py", *words])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(cli, "silence_libraries", lambda: None)
-    with mock.patch.dict(os.environ):  # which a recipe sets
-        cli.main(lambda planned: pytest.fail("a dry run starts nothing"))
+    with mock.patch.dict(os.environ):  # restores variables that the recipe sets
+        cli.main(lambda plan: pytest.fail("a dry run must not start anything"))

@@ -1,4 +1,4 @@
-"""Doubles for tests of rollouts: a client that records requests, verifiers with fixed rewards."""
+"""Test doubles for rollouts: a client that records requests, and a Gym with fixed rewards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAMPLING = {"temperature": 0.7, "top_p": 0.9}
 
 
 class RecordingClient:
-    """Answers [5, 1] to every request and records it. `change` edits an answer."""
+    """A client that answers each request with [5, 1] and records it. `change` edits an answer."""
 
     def __init__(self, change=lambda output, request: None, pause=0.0):
         self.requests: list[SimpleNamespace] = []
@@ -121,14 +121,14 @@ def run_rollout(
     sampling=SAMPLING,
     **changes,
 ) -> list[inference.Episode]:
-    """The episodes of a rollout of n episodes for each of `count` tasks."""
+    """Run a rollout with n episodes for each of `count` tasks -> the episodes."""
     rollout = inference.rollout_with_baselines if baselines else inference.rollout
     requests = repeat_per_group(make_tasks(count), n, "4")
     return asyncio.run(rollout(requests, sampling, make_context(client, **changes), gym, on_done))
 
 
 def make_recipe(**rollout) -> OmegaConf:
-    """The keys of verl that inference.py and the sampler read. No two numbers are equal."""
+    """A recipe with the keys that inference.py and the sampler read. All numbers are different."""
     settings = {
         "do_sample": True,
         "temperature": 0.7,

@@ -1,4 +1,4 @@
-"""From rewards to advantages in training.py: the recipe's settings reach verl's functions."""
+"""Tests how training.py turns rewards into advantages, with the recipe's settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from worker_doubles import (
     CORRECTION,
     changed,
-    close,
+    is_close,
     make_batch,
     make_episode,
     make_update_batch,
@@ -35,7 +35,7 @@ def recipe(workspace) -> DictConfig:
 # --- KL penalty and rollout correction -----------------------------------------------------------
 
 
-def test_the_adaptive_coefficient_resumes_and_the_fixed_one_does_not(recipe):
+def test_only_the_adaptive_kl_coefficient_is_taken_from_a_checkpoint(recipe):
     changes = [f"{KL_CTRL}.type=adaptive", f"{KL_CTRL}.horizon=100", f"{KL_CTRL}.kl_coef=0.2"]
     config = changed(recipe, *changes)
     assert training.make_kl_controller(config, 0.5).value == 0.5
@@ -45,7 +45,7 @@ def test_the_adaptive_coefficient_resumes_and_the_fixed_one_does_not(recipe):
 
 
 def test_the_kl_penalty_is_subtracted_from_the_rewards(recipe):
-    """By verl's `abs`, which is positive where `kl` is negative; then the controller moves."""
+    """With kl_penalty=abs, a negative difference is also a penalty. The controller then adapts."""
     changes = [f"{KL_CTRL}.type=adaptive", f"{KL_CTRL}.horizon=100", f"{KL_CTRL}.target_kl=0.1"]
     config = changed(recipe, *changes, "algorithm.kl_penalty=abs")
     batch = make_batch([make_episode([5], [7, 8]), make_episode([5], [7], reward=0.5)])
@@ -54,32 +54,32 @@ def test_the_kl_penalty_is_subtracted_from_the_rewards(recipe):
     controller = training.make_kl_controller(config, 0.4)
     metrics = training.apply_kl_penalty(batch, controller, config)
     rewards = batch.batch["token_level_rewards"]
-    assert close(rewards, [[-0.4 * 0.5, 1.0 - 0.4 * 1.0], [0.5 - 0.4 * 0.25, 0.0]])
+    assert is_close(rewards, [[-0.4 * 0.5, 1.0 - 0.4 * 1.0], [0.5 - 0.4 * 0.25, 0.0]])
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.4
     assert metrics["actor/reward_kl_penalty"] == pytest.approx((0.75 + 0.25) / 2)
     assert controller.value == pytest.approx(0.4 * (1 + 0.2 * 2 / 100))
 
 
-def test_a_rollout_correction_weighs_and_rejects_tokens(recipe):
+def test_a_rollout_correction_weights_and_rejects_tokens(recipe):
     batch = make_batch([make_episode([5], [7, 8]), make_episode([5], [7, 8])])
     batch.batch["old_log_probs"] = torch.tensor([[-0.2, -0.5], [-0.5, -3.0]])
     mask = batch.batch["response_mask"].clone()
     config = changed(recipe, f"{CORRECTION}.rollout_is=token")
     metrics = training.apply_rollout_correction(batch, config)
     weights = np.exp([[0.3, 0.0], [0.0, -2.5]])
-    assert close(batch.batch["rollout_is_weights"], weights)
+    assert is_close(batch.batch["rollout_is_weights"], weights)
     assert any(name.startswith("rollout_corr/") for name in metrics)
     assert torch.equal(batch.batch["response_mask"], mask)
-    rejects = [f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold='0.5_2'"]
-    training.apply_rollout_correction(batch, changed(recipe, *rejects))
+    rejection = [f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold='0.5_2'"]
+    training.apply_rollout_correction(batch, changed(recipe, *rejection))
     assert batch.batch["response_mask"].tolist() == [[1, 1], [1, 0]]
 
 
 # --- advantages ----------------------------------------------------------------------------------
 
 
-def with_advantages(config, *changes, groups="aabb", rewards=(1.0, 0.0, 0.5, 0.25)) -> Any:
-    """A batch with its advantages, of responses of two tokens."""
+def compute_batch(config, *changes, groups="aabb", rewards=(1.0, 0.0, 0.5, 0.25)) -> Any:
+    """A batch of responses with two tokens, with its advantages."""
     pairs = zip(groups, rewards, strict=True)
     episodes = [make_episode([5], [7, 8], reward=reward, group=group) for group, reward in pairs]
     batch = make_batch(episodes)
@@ -91,28 +91,28 @@ def with_advantages(config, *changes, groups="aabb", rewards=(1.0, 0.0, 0.5, 0.2
 
 def test_gae_discounts_by_gamma_and_averages_by_lambda(recipe):
     changes = ["algorithm.adv_estimator=gae", "algorithm.gamma=0.9", "algorithm.lam=0.5"]
-    batch = with_advantages(recipe, *changes)
+    batch = compute_batch(recipe, *changes)
     expected = []
     for reward in (2.0, 0.0, 1.0, 0.5):
         last = reward - 0.4
         first = 0.9 * 0.4 - 0.1 + 0.9 * 0.5 * last
         expected.append([first + 0.1, last + 0.4])
-    assert close(batch["returns"], expected)
+    assert is_close(batch["returns"], expected)
 
 
 @pytest.mark.parametrize("by_std", [True, False])
 def test_grpo_compares_the_responses_of_a_group(recipe, by_std):
-    batch = with_advantages(recipe, f"algorithm.norm_adv_by_std_in_grpo={str(by_std).lower()}")
+    batch = compute_batch(recipe, f"algorithm.norm_adv_by_std_in_grpo={str(by_std).lower()}")
     centered = np.array([1.0, -1.0, 0.25, -0.25])
     std = np.array([2**0.5, 2**0.5, 0.125**0.5, 0.125**0.5])
     expected = centered / (std + 1e-6) if by_std else centered
-    assert close(batch["advantages"], np.repeat(expected[:, None], 2, axis=1))
+    assert is_close(batch["advantages"], np.repeat(expected[:, None], 2, axis=1))
 
 
-def test_verls_other_estimators_read_the_recipe(recipe):
+def test_other_estimators_of_verl_use_the_recipes_gamma(recipe):
     changes = ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9"]
-    batch = with_advantages(recipe, *changes)
-    assert close(batch["returns"], [[0.9 * r, r] for r in (2.0, 0.0, 1.0, 0.5)])
+    batch = compute_batch(recipe, *changes)
+    assert is_close(batch["returns"], [[0.9 * r, r] for r in (2.0, 0.0, 1.0, 0.5)])
 
 
 @pytest.mark.parametrize("has_weights", [True, False])
@@ -135,13 +135,13 @@ def test_a_custom_estimator_gets_the_arguments_that_it_names(recipe, monkeypatch
     assert arguments["gamma"] == 0.9 and arguments["lam"] == 0.5
     assert list(arguments["index"]) == ["a", "b"]
     assert arguments["config"] == config.algorithm
-    assert close(arguments["values"], [[0.1], [0.2]])
+    assert is_close(arguments["values"], [[0.1], [0.2]])
     if has_weights:
-        assert close(arguments["rollout_is_weights"], [[3.0], [4.0]])
+        assert is_close(arguments["rollout_is_weights"], [[3.0], [4.0]])
     else:
         assert arguments["rollout_is_weights"] is None
-    assert close(batch.batch["advantages"], [[1.25], [1.5]])
-    assert close(batch.batch["returns"], [[2.25], [2.5]])
+    assert is_close(batch.batch["advantages"], [[1.25], [1.5]])
+    assert is_close(batch.batch["returns"], [[2.25], [2.5]])
 
 
 def test_failures_and_groups_of_one_are_dropped():
@@ -152,7 +152,7 @@ def test_failures_and_groups_of_one_are_dropped():
     assert select_trainable(failed) == ([], {})
 
 
-def test_advantages_of_survivors_are_those_of_a_run_without_failures():
+def test_failed_episodes_do_not_change_the_advantages_of_the_others():
     config = OmegaConf.create({"algorithm": ALGORITHM})
 
     def compute(episodes):
@@ -164,14 +164,14 @@ def test_advantages_of_survivors_are_those_of_a_run_without_failures():
     good = [make_episode([1], [1], reward=r, group="a") for r in (0.0, 1.0, 1.0)]
     alone = make_episode([1], [1], reward=1.0, group="b")
     failed = [make_episode([1], [1], reward=None, group=g, status="http_500") for g in "aab"]
-    survived = compute([good[0], failed[0], good[1], alone, good[2], *failed[1:]])
-    assert survived == compute(good) == pytest.approx([-2 / 3, 1 / 3, 1 / 3])
+    with_failures = compute([good[0], failed[0], good[1], alone, good[2], *failed[1:]])
+    assert with_failures == compute(good) == pytest.approx([-2 / 3, 1 / 3, 1 / 3])
 
 
 # --- metrics -------------------------------------------------------------------------------------
 
 
-def test_metrics_of_a_step_are_per_gpu_and_include_the_critics(recipe):
+def test_throughput_is_per_gpu_and_the_critics_metrics_are_included(recipe):
     batch = make_update_batch(seven_episodes())
     batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
     batch.batch["returns"] = batch.batch["advantages"]
@@ -182,7 +182,7 @@ def test_metrics_of_a_step_are_per_gpu_and_include_the_critics(recipe):
     assert metrics["perf/throughput"] == pytest.approx(tokens / (2.0 * 2))  # two GPUs
     separate = {"actor_rollout_ref": {"rollout": {"nnodes": 3, "n_gpus_per_node": 2}}}
     metrics = training.compute_step_metrics(batch, timing, OmegaConf.merge(recipe, separate))
-    assert metrics["perf/throughput"] == pytest.approx(tokens / (2.0 * 8))  # and six for vLLM
+    assert metrics["perf/throughput"] == pytest.approx(tokens / (2.0 * 8))  # two, and six for vLLM
     assert metrics["timing_per_token_ms/gen"] == pytest.approx(1000 / 15)
     assert metrics["timing_s/gen"] == 1.0
     assert "critic/rewards/mean" in metrics and "critic/values/mean" not in metrics

@@ -1,7 +1,7 @@
-"""verl's advantages, and custom ones, against their papers (training.compute_advantages).
+"""Tests verl's advantages and custom ones against their papers (training.compute_advantages).
 
-A reference is the paper's equation as loops over episodes and tokens. tests/algorithm_cases.py
-explains the tolerances and "Departs:".
+A reference implements the paper's equation as loops over episodes and tokens. See
+tests/algorithm_cases.py for the tolerances and for "Departs:".
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from algorithm_cases import (
     SINGLE,
     assert_close,
     compute_advantages,
+    list_sampled,
     make_case,
     make_group,
     pad,
     random_cases,
-    sampled,
     tiny_recipe,
 )
 from omegaconf import OmegaConf
@@ -45,10 +45,10 @@ def total_reward(case) -> float:
     return sum(case.rewards)
 
 
-def over_responses(scalar, cases, value=total_reward) -> list[np.ndarray]:
-    """scalar(reward, others, case, peers) on each sampled token of a case.
+def apply_to_responses(scalar, cases, value=total_reward) -> list[np.ndarray]:
+    """The value scalar(reward, others, case, peers) on each sampled token of each case.
 
-    reward: value(case). others: the rewards of its peers in the group.
+    reward: value(case). others: the rewards of its peers, the other cases of the group.
     """
     rows = []
     for case in cases:
@@ -59,15 +59,15 @@ def over_responses(scalar, cases, value=total_reward) -> list[np.ndarray]:
 
 
 def by_response(scalar) -> Callable[[Any], Any]:
-    """A reference from the formula of a response's advantage."""
-    return functools.partial(over_responses, scalar)
+    """A reference with one formula for the advantage of a whole response."""
+    return functools.partial(apply_to_responses, scalar)
 
 
 def whiten(rows, cases) -> list[np.ndarray]:
-    """Zero mean and unit variance (+ 1e-8) over all sampled tokens of the batch."""
+    """Normalize to zero mean and unit variance (+ 1e-8) over all sampled tokens of the batch."""
     values = []
     for row, case in zip(rows, cases, strict=True):
-        values += [row[t] for t in sampled(case)]
+        values += [row[t] for t in list_sampled(case)]
     mean = np.mean(values)
     scale = math.sqrt(np.var(values, ddof=1) + 1e-8)
     pairs = zip(rows, cases, strict=True)
@@ -75,10 +75,13 @@ def whiten(rows, cases) -> list[np.ndarray]:
 
 
 def compute_returns(case, gamma=1.0) -> np.ndarray:
-    """The discounted sum of rewards from each sampled token on. Observed tokens take no time."""
+    """The discounted sum of rewards from each sampled token on.
+
+    Observed tokens are not time steps.
+    """
     value = 0.0
     returns = np.zeros(len(case.rewards))
-    for t in reversed(sampled(case)):
+    for t in reversed(list_sampled(case)):
         value = case.rewards[t] + gamma * value
         returns[t] = value
     return returns
@@ -103,13 +106,13 @@ def leave_one_out(reward, others, *_):
 
 
 def length_weighted(reward, others, case, peers):
-    lengths = [len(sampled(x)) for x in (case, *peers)]
+    lengths = [len(list_sampled(x)) for x in (case, *peers)]
     return reward - np.average([reward, *others], weights=lengths)
 
 
 def gpg(cases):
     alpha = len(cases) / sum(total_reward(case) != 0 for case in cases)
-    return [alpha * row for row in over_responses(center, cases)]
+    return [alpha * row for row in apply_to_responses(center, cases)]
 
 
 def gdpo(cases):
@@ -119,7 +122,7 @@ def gdpo(cases):
         def component(case, name=name):
             return case.reward_components[name]
 
-        rows = over_responses(normalize, cases, component)
+        rows = apply_to_responses(normalize, cases, component)
         total = [old + weight * row for old, row in zip(total, rows, strict=True)]
     return whiten(total, cases)
 
@@ -129,7 +132,7 @@ def whitened_returns(cases):
 
 
 def whitened_rewards(cases):
-    return whiten(over_responses(center, cases), cases)
+    return whiten(apply_to_responses(center, cases), cases)
 
 
 def minus_greedy(cases):
@@ -138,7 +141,7 @@ def minus_greedy(cases):
 
 def weight_until(case, k) -> float:
     """W_t of the k-th sampled token."""
-    positions = sampled(case)[: k + 1]
+    positions = list_sampled(case)[: k + 1]
     return sum(1 - 2 * case.pi[j] + case.squares[j] for j in positions)
 
 
@@ -146,10 +149,10 @@ def token_baseline(cases):
     rows = [np.zeros(len(case.rewards)) for case in cases]
     for row, case in zip(rows, cases, strict=True):
         group = [x for x in cases if x.group_id == case.group_id]
-        for k, t in enumerate(sampled(case)):
-            alive = [x for x in group if len(sampled(x)) > k]
+        for k, t in enumerate(list_sampled(case)):
+            alive = [x for x in group if len(list_sampled(x)) > k]
             weights = [weight_until(x, k) for x in alive]
-            returns = [compute_returns(x)[sampled(x)[k]] for x in alive]
+            returns = [compute_returns(x)[list_sampled(x)[k]] for x in alive]
             baseline = np.dot(returns, weights) / (sum(weights) + 1e-8)
             row[t] = compute_returns(case)[t] - (baseline if len(alive) > 1 else 0.0)
     return rows
@@ -208,7 +211,7 @@ def test_every_estimator_of_verl_has_a_reference():
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_an_advantage_is_that_of_its_paper(name, seed):
+def test_an_advantage_equals_that_of_its_paper(name, seed):
     reference = ESTIMATORS[name]
     cases = random_cases(seed, has_gaps=name != "optimal_token_baseline")
     advantages, _ = compute_advantages(cases, name, **GDPO)
@@ -217,7 +220,7 @@ def test_an_advantage_is_that_of_its_paper(name, seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gae_is_the_sum_of_discounted_td_errors(seed):
-    """Schulman et al., arXiv:1506.02438, eq. 16; after a sampled token comes the next sampled one.
+    """Schulman et al., arXiv:1506.02438, eq. 16. Observed tokens are not time steps.
 
     Departs: advantages are whitened over the batch's tokens, after the returns are computed.
     """
@@ -226,7 +229,7 @@ def test_gae_is_the_sum_of_discounted_td_errors(seed):
     raw = [np.zeros(len(case.rewards)) for case in cases]
     returns = [np.zeros(len(case.rewards)) for case in cases]
     for case, row, row_returns in zip(cases, raw, returns, strict=True):
-        positions = sampled(case)
+        positions = list_sampled(case)
         v = [*(case.values[t] for t in positions), 0.0]  # nothing comes after the end
         delta = [case.rewards[t] + gamma * v[k + 1] - v[k] for k, t in enumerate(positions)]
         for k, t in enumerate(positions):
@@ -241,7 +244,7 @@ def test_reinforce_plus_plus_whitens_over_the_batch_and_discounts_by_algorithm_g
     cases = random_cases(0)
     advantages, returns = compute_advantages(cases, "reinforce_plus_plus", gamma=0.9)
     assert_close(returns, pad([compute_returns(case, 0.9) for case in cases]), **EXACT)
-    tokens = np.concatenate([advantages[i, sampled(case)] for i, case in enumerate(cases)])
+    tokens = np.concatenate([advantages[i, list_sampled(case)] for i, case in enumerate(cases)])
     assert_close([tokens.mean(), tokens.std(ddof=1)], [0, 1], atol=1e-6)
 
 
@@ -252,7 +255,7 @@ def test_grpo_without_the_std_is_dr_grpo_and_with_it_has_bessels_correction():
     """
     cases = random_cases(0)
     advantages, _ = compute_advantages(cases, "grpo", norm_adv_by_std_in_grpo=False)
-    assert_close(advantages, pad(over_responses(center, cases)), **EXACT)
+    assert_close(advantages, pad(apply_to_responses(center, cases)), **EXACT)
     advantages, _ = compute_advantages(make_group(0.0, 1.0), "grpo")
     assert_close(advantages[:, 0], [-(0.5**0.5), 0.5**0.5], rtol=1e-5)
 
@@ -289,8 +292,8 @@ def test_gpg_counts_rewards_that_are_not_zero():
         assert_close(advantages[:, 0], alpha * np.array([-0.5, 0.5, 0, 0]), **SINGLE)
 
 
-def test_gdpo_reads_only_components_so_neither_shaping_nor_kl_in_the_reward():
-    """Departs: token_level_rewards, which env.reward and the KL term change, are not read."""
+def test_gdpo_ignores_reward_shaping_and_kl_in_the_reward():
+    """Departs: env.reward and the KL term change token_level_rewards, which gdpo does not read."""
     cases = random_cases(0)
     before, _ = compute_advantages(cases, "gdpo", **GDPO)
     for i, case in enumerate(cases):
@@ -306,10 +309,10 @@ def test_gdpo_reads_only_components_so_neither_shaping_nor_kl_in_the_reward():
     "name", [name for name in ESTIMATORS if name not in ("remax", "reinforce_plus_plus")]
 )
 def test_a_group_of_one_gets_its_raw_reward(name):
-    """Why select_trainable drops it: it has nothing to compare with.
+    """It has no other response to compare with, so select_trainable drops such groups.
 
-    If the batch is whitened, it also changes all others. Departs: rloo_vectorized gives 0, where
-    rloo gives the reward; grpo_passk ends the run.
+    If the batch is whitened, the group also changes all others. Departs: rloo_vectorized gives 0,
+    and rloo gives the reward. grpo_passk raises an error.
     """
     cases = [*make_group(0.0, 0.0), make_case("h", 1.0)]
     if name == "grpo_passk":
@@ -329,9 +332,9 @@ def test_a_group_of_one_gets_its_raw_reward(name):
 
 @pytest.mark.parametrize("name", [*BY_RETURN, "grpo_passk"])
 def test_a_failed_episode_in_the_batch_changes_its_siblings(name):
-    """Why select_trainable drops it: rewards are averaged without a mask.
+    """The average of the rewards has no mask, so select_trainable drops failed episodes.
 
-    Only opo weighs by length, which is 0 here.
+    Only opo weights by length, and the length of the failed episode is 0.
     """
     good = make_group(1.0, 0.5, 0.75)
     with_failed, _ = compute_advantages([*good, make_case("g", 0.0, [0])], name)
@@ -341,18 +344,19 @@ def test_a_failed_episode_in_the_batch_changes_its_siblings(name):
 
 @pytest.mark.parametrize("name", [*ESTIMATORS, "gae"])
 def test_equal_rewards_have_no_advantage(name):
-    """If float32 holds the reward and its sums.
+    """This holds for rewards whose sums are exact in float32.
 
-    The greedy response has the same reward, and values are all 0.
+    The greedy response has the same reward, and all values are 0.
     """
     cases = [make_case(group, 0.25, [1, 1]) for group in "aabbb"]
     assert_close(compute_advantages(cases, name, **GDPO)[0], 0, atol=1e-6)
 
 
-def test_equal_rewards_that_float32_cannot_hold_may_have_an_advantage():
+def test_equal_rewards_that_are_not_exact_in_float32_may_have_an_advantage():
     """build_batch makes float32 scores.
 
-    The mean of three 0.9 is off by one rounding, and the std is no larger: each gets 0.056.
+    The mean of three rewards of 0.9 has a rounding error, and the std is as small as this error.
+    So each response gets an advantage of 0.056.
     """
     for reward, low, high in [(1.0, 0, 0), (0.25, 0, 0), (0.9, 0.01, 0.1), (170.72, 0.1, 1)]:
         batch = training.build_batch(make_group(reward, reward, reward), 0, 1.0)
@@ -362,7 +366,7 @@ def test_equal_rewards_that_float32_cannot_hold_may_have_an_advantage():
 
 
 def insert_observed(case, at: int, count: int):
-    """A copy of a case with observed tokens before position `at`."""
+    """Copy a case, with `count` observed tokens inserted before position `at`."""
     values = {"response_ids": 2, "log_probs": 0.0, "response_mask": 0, "rewards": 0.0}
     values |= {"values": 9.0, "pi": 0.7, "squares": 0.6}
     longer = copy.copy(case)
@@ -381,7 +385,7 @@ def test_observed_tokens_change_no_sampled_tokens_advantage(name):
         gapped.append(insert_observed(case, 1 + i % (len(case.rewards) - 1), 1 + i % 3))
     before, _ = compute_advantages(plain, name, **GDPO)
     after, _ = compute_advantages(gapped, name, **GDPO)
-    kept = pad([after[i, sampled(case)] for i, case in enumerate(gapped)])
+    kept = pad([after[i, list_sampled(case)] for i, case in enumerate(gapped)])
     is_same = np.allclose(kept, before, rtol=1e-6, atol=1e-6)
     assert is_same == (name != "optimal_token_baseline")
 
@@ -389,8 +393,8 @@ def test_observed_tokens_change_no_sampled_tokens_advantage(name):
 # --- settings and custom functions ---------------------------------------------------------------
 
 
-def test_gamma_lam_and_the_std_are_the_recipes_and_not_verls_defaults():
-    """With other numbers the same call gives other advantages."""
+def test_gamma_lam_and_the_std_come_from_the_recipe():
+    """Other values of the recipe give other advantages."""
     cases = random_cases(0)
     returns = {}
     for gamma in (0.9, 0.5):

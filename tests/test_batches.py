@@ -1,4 +1,7 @@
-"""From episodes to a padded batch, and the order of its rows for the workers. No Ray."""
+"""Tests how episodes become a padded batch, and in which order the workers get its rows.
+
+These tests do not use Ray.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from conftest import ALGORITHM
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
-from worker_doubles import ACTOR, changed, close, make_batch, make_episode, two_rank_recipe
+from worker_doubles import ACTOR, changed, is_close, make_batch, make_episode, two_rank_recipe
 
 import training
 from kit.data.episode import TurnSpan
@@ -24,8 +27,8 @@ def recipe(workspace) -> DictConfig:
 # --- tensors -------------------------------------------------------------------------------------
 
 
-def test_padding_is_marked_by_the_mask_and_not_by_the_id():
-    PAD = 2  # also the id of EOS, which is sampled
+def test_the_mask_and_not_the_id_marks_padding():
+    PAD = 2  # also the id of EOS, which the policy samples
     episodes = [
         make_episode([5, 6, 7], [8, PAD], turns=[]),
         make_episode([9], [PAD], turns=[], reward=0.5),
@@ -35,9 +38,9 @@ def test_padding_is_marked_by_the_mask_and_not_by_the_id():
     assert b["input_ids"].tolist() == [[5, 6, 7, 8, PAD], [PAD, PAD, 9, PAD, PAD]]
     assert b["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [0, 0, 1, 1, 0]]
     assert b["position_ids"].tolist() == [[0, 1, 2, 3, 4], [0, 0, 0, 1, 1]]
-    # the sampled EOS counts, the padding does not
+    # the mask has the sampled EOS, but not the padding
     assert b["response_mask"].tolist() == [[1, 1], [1, 0]]
-    assert b["token_level_scores"].tolist() == [[0.0, 1.0], [0.5, 0.0]]  # on the last token of each
+    assert b["token_level_scores"].tolist() == [[0.0, 1.0], [0.5, 0.0]]  # at the last token
     assert b["rollout_log_probs"].tolist() == [[-0.5, -0.5], [-0.5, 0.0]]
     assert batch.meta_info["temperature"] == 0.7 and batch.meta_info["global_token_num"] == [5, 2]
 
@@ -78,7 +81,7 @@ def test_the_batch_of_a_step_has_the_recipes_temperature_and_images(recipe):
 # --- rewards -------------------------------------------------------------------------------------
 
 
-def test_the_reward_of_a_turn_is_on_its_last_token_and_the_rest_on_the_last_of_the_response():
+def test_turn_rewards_are_at_the_end_of_turns_and_the_rest_is_at_the_end_of_the_response():
     turns = [TurnSpan(0, 2, 1), TurnSpan(3, 5, 3)]
     with_turn_rewards = make_episode(
         [5, 6], [1, 2, 9, 3, 4, 8], [1, 1, 0, 1, 1, 0], turns, reward=1.0, turn_rewards=[0.25, 0.5]
@@ -102,13 +105,13 @@ def test_a_turn_that_ends_with_the_response_keeps_both_rewards():
 
 def test_baselines_are_in_the_batch_if_every_episode_has_one():
     both = [make_episode([5], [7], baseline=0.25), make_episode([5], [7], baseline=0.0)]
-    assert close(make_batch(both).batch["reward_baselines"], [0.25, 0.0])
+    assert is_close(make_batch(both).batch["reward_baselines"], [0.25, 0.0])
     both[0].baseline = None
     assert "reward_baselines" not in make_batch(both).batch
 
 
 def test_components_of_the_reward_reach_verls_multi_reward_advantage():
-    """gdpo normalizes each component alone. Here the sum of both is the same in all episodes."""
+    """gdpo normalizes each component separately. The sum of both is the same in all episodes."""
     parts = [
         {"right": 1.0, "format": 0.0},
         {"right": 0.0, "format": 1.0},
@@ -149,14 +152,19 @@ def test_every_rank_gets_its_share_of_every_mini_batch(rows, mini_batches, ranks
     per_slot = len(order) // (mini_batches * ranks)
     slots = [order[i : i + per_slot] for i in range(0, len(order), per_slot)]
     for m in range(mini_batches):
-        # mini-batch m of every rank together: rows without padding, dealt in turn
-        members = [i for rank in range(ranks) for i in slots[rank * mini_batches + m]]
+        # mini-batch m of all ranks has every mini_batches-th row
+        members = []
+        for rank in range(ranks):
+            members += slots[rank * mini_batches + m]
         real = [i for i in members if i < rows]
         assert all(i % mini_batches == m for i in members) and len(real) >= rows // mini_batches
 
 
 def test_ranks_that_share_one_model_count_once(recipe):
-    """Three nodes of two GPUs, the critic on four separate ones a node, a sequence over two."""
+    """Each of three nodes has two GPUs for the actor, and four separate ones for the critic.
+
+    With ulysses_sequence_parallel_size=2, two ranks share a sequence.
+    """
     config = changed(recipe, "trainer.nnodes=3", "trainer.resource_pools.critic=4")
     assert training.world_size(config) == 6
     assert training.world_size(config, "critic") == 12
@@ -168,9 +176,9 @@ def test_ranks_that_share_one_model_count_once(recipe):
 
 
 def test_forward_passes_are_balanced_over_ranks_and_come_back_in_order():
-    """Responses of 1,024 and of 100 tokens on 8 ranks.
+    """Responses have 1,024 or 100 tokens, on 8 ranks.
 
-    In the order of the batch, the slowest rank has 1.82 times the mean.
+    In the order of the batch, the slowest rank would have 1.82 times the mean.
     """
     rng = random.Random(0)
     lengths = [rng.choice([1024, 100, 100, 100]) for _ in range(61)]
@@ -195,7 +203,7 @@ def test_forward_passes_are_balanced_over_ranks_and_come_back_in_order():
         assert set(row[:length].tolist()) == {float(length + 4)}
 
 
-def test_a_result_is_waited_for_if_it_is_a_future():
+def test_wait_for_output_also_accepts_a_future():
     output = TensorDict({}, batch_size=[])
     assert training.wait_for_output(output) is output
     assert training.wait_for_output(SimpleNamespace(get=lambda: output)) is output

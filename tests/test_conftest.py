@@ -1,4 +1,4 @@
-"""The hooks of conftest.py, and the bugs that `make mutate` plants."""
+"""Tests of the hooks in conftest.py, and of the settings of `make mutate`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import GIVEN, ROOT
+from conftest import CLEAN_ENV, ROOT
 
-TESTS = """
+# Tests that a nested pytest runs.
+INNER_TESTS = """
 import signal, time
 import pytest
 
@@ -38,9 +39,12 @@ def test_hangs():
 
 
 def run_tests(folder: Path, *arguments: str, **variables: str) -> str:
-    """Return the output of pytest on TESTS with SIGINT ignored, as in a shell's background."""
-    (folder / "test_inner.py").write_text(TESTS)
-    kept = {name: value for name, value in GIVEN.items() if name != "CI"}
+    """Run pytest on INNER_TESTS -> its output.
+
+    SIGINT is ignored, as in a background process of a shell.
+    """
+    (folder / "test_inner.py").write_text(INNER_TESTS)
+    inherited = {name: value for name, value in CLEAN_ENV.items() if name != "CI"}
     paths = [str(ROOT), str(ROOT / "tests"), *sys.path]
     variables |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-rA"]
@@ -53,31 +57,33 @@ def run_tests(folder: Path, *arguments: str, **variables: str) -> str:
         *arguments,
     ]
     done = subprocess.run(
-        command, cwd=folder, env=kept | variables, capture_output=True, text=True, timeout=100,
+        command, cwd=folder, env=inherited | variables, capture_output=True, text=True, timeout=100,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )  # fmt: skip
     return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("is_ci", [True, False])
-def test_what_is_skipped_has_failed_in_ci_unless_by_design(tmp_path: Path, is_ci: bool) -> None:
-    output = run_tests(tmp_path, "-k", "not test_hangs", **{"CI": "true"} if is_ci else {})
+def test_a_skipped_test_fails_in_ci_unless_its_reason_is_allowed(
+    tmp_path: Path, is_ci: bool
+) -> None:
+    variables = {"CI": "true"} if is_ci else {}
+    output = run_tests(tmp_path, "-k", "not test_hangs", **variables)
     expected = "1 failed, 1 passed, 1 skipped" if is_ci else "1 passed, 2 skipped"
     assert f"{expected}, 1 deselected, 1 xfailed" in output, output
-    assert (
-        "test_skipped was skipped, which CI does not allow: no such program here" in output
-    ) == is_ci
+    message = "test_skipped was skipped, which CI does not allow: no such program here"
+    assert (message in output) == is_ci
 
 
-def test_a_test_that_hangs_ends_and_says_where(tmp_path: Path) -> None:
+def test_a_test_that_hangs_ends_with_its_traceback(tmp_path: Path) -> None:
     output = run_tests(tmp_path, "-k", "test_hangs")
     assert "Timeout" in output and "time.sleep(60)" in output, output
 
 
-def test_every_bug_of_mutate_yaml_can_be_planted_and_its_files_have_tests(
+def test_every_bug_of_mutate_yaml_can_be_planted_and_its_tests_exist(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`make mutate` takes most of an hour, and would stop at a bug whose line has changed."""
+    """`make mutate` takes about an hour, and stops at a bug whose line has changed."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from mutants import plant
 
@@ -86,6 +92,6 @@ def test_every_bug_of_mutate_yaml_can_be_planted_and_its_files_have_tests(
     for bug in settings["planted"]:
         source = (ROOT / bug["file"]).read_text()
         assert plant(bug["file"], source, bug).source != source, bug
-    for name, of in settings["files"].items():
+    for name, entry in settings["files"].items():
         assert (ROOT / name).is_file()
-        assert all((ROOT / "tests" / test).is_file() for test in of["tests"]), name
+        assert all((ROOT / "tests" / test).is_file() for test in entry["tests"]), name

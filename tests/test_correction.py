@@ -1,4 +1,4 @@
-"""verl's correction between rollout engine and trainer against plain Python: weights, rejection.
+"""Tests verl's rollout correction, its weights and its rejection, against plain Python.
 
 Truncated importance sampling: Ionides 2008, "Truncated Importance Sampling", on the ratio of the
 trainer's probability of a token to the rollout engine's; per token, or per response as the product
@@ -27,7 +27,7 @@ from kit.data.episode import Episode
 
 
 class Case(NamedTuple):
-    """A batch, and by row what it was made of."""
+    """A batch, and the values of each row that it was built from."""
 
     batch: DataProto
     log_ratios: list[list[float]]  # log of the trainer's probability minus log of the engine's
@@ -45,7 +45,7 @@ def select(row: list[float], mask: list[int]) -> list[float]:
 
 
 def make_case(seed: int) -> Case:
-    """12 ragged responses, some with observed tokens, one masked whole."""
+    """12 responses of different lengths. Some have observed tokens, and one is masked entirely."""
     rng = random.Random(seed)
     episodes = []
     for i in range(12):
@@ -64,7 +64,7 @@ def make_case(seed: int) -> Case:
 
 @functools.cache
 def default_settings() -> Any:
-    """Those of a recipe, which differ from verl's dataclass."""
+    """The defaults of a recipe, which differ from those of verl's dataclass."""
     return load_config([str(RECIPE)], [])[0].algorithm.rollout_correction
 
 
@@ -88,26 +88,26 @@ def correct(batch: DataProto, **settings: Any) -> Corrected:
 # --- importance weights --------------------------------------------------------------------------
 
 
-def bound(weight: float, threshold: float | str) -> float:
+def truncate_weight(weight: float, threshold: float | str) -> float:
     """Truncate a weight at 2.0. With two bounds, a weight beyond either one is 0 (IcePop)."""
     if threshold == 2.0:
         return min(weight, 2.0)
     return weight if 0.8 <= weight <= 1.5 else 0.0
 
 
-def expected_weights(case: Case, level: str, threshold: float | str) -> list[list[float]]:
-    """Truncated ratios by row, of each token or of its whole response; 0 outside the mask."""
+def compute_expected_weights(case: Case, level: str, threshold: float | str) -> list[list[float]]:
+    """The truncated ratio of each token or of its whole response, by row; 0 outside the mask."""
     weights = []
     for row, mask in zip(case.log_ratios, case.masks, strict=True):
         whole = sum(select(row, mask))
         logs = row if level == "token" else [whole] * len(row)
-        bounded = [bound(math.exp(value), threshold) for value in logs]
+        bounded = [truncate_weight(math.exp(value), threshold) for value in logs]
         weights.append([live * weight for live, weight in zip(mask, bounded, strict=True)])
     return weights
 
 
 def normalize(weights: list[list[float]], masks: list[list[int]], level: str) -> list[list[float]]:
-    """Divide by the mean over live tokens, or over responses, which have one weight each."""
+    """Divide by the mean over tokens in the mask, or over responses with one weight each."""
     rows = list(zip(weights, masks, strict=True))
     if level == "token":
         live = list(itertools.chain.from_iterable(select(row, mask) for row, mask in rows))
@@ -130,8 +130,8 @@ def test_weights_are_truncated_ratios(level, threshold, normalized, seed):
         rollout_is_threshold=threshold,
         rollout_is_batch_normalize=normalized,
     )
-    assert torch.equal(result.mask, before)  # weights reject nothing
-    expected = expected_weights(case, level, threshold)
+    assert torch.equal(result.mask, before)  # weights do not change the mask
+    expected = compute_expected_weights(case, level, threshold)
     if normalized:
         expected = normalize(expected, case.masks, level)
     for i, row in enumerate(expected):
@@ -140,8 +140,8 @@ def test_weights_are_truncated_ratios(level, threshold, normalized, seed):
 
 
 @pytest.mark.parametrize("side", ["rollout_log_probs", "old_log_probs"])
-def test_a_larger_difference_on_one_token_changes_only_its_weight(side):
-    """The two sides differ by a further ln 1.25 on one token."""
+def test_a_difference_on_one_token_changes_only_its_weight(side):
+    """The log-prob of one side is larger by ln 1.25 on one token."""
     before = correct(make_case(4).batch, rollout_is="token")
     case = make_case(4)
     places = []
@@ -161,7 +161,8 @@ def test_a_larger_difference_on_one_token_changes_only_its_weight(side):
 # --- rejection -----------------------------------------------------------------------------------
 
 
-K: dict[str, Callable[[float], float]] = {  # of the trainer from the rollout engine
+# Estimates of the KL divergence from the log-ratio of trainer to rollout engine.
+K: dict[str, Callable[[float], float]] = {
     "k1": lambda r: -r,
     "k2": lambda r: r * r / 2,
     "k3": lambda r: math.exp(r) - 1 - r,
@@ -186,13 +187,13 @@ def mean(values: list[float]) -> float:
 
 
 def is_inside(value: float, kind: str) -> bool:
-    """Whether an estimate is within the bounds of the test below."""
+    """Whether an estimate is within the bounds of the rejection test."""
     if kind == "k1":
         return math.log(0.7) <= value <= math.log(1.4)
     return value <= 0.1
 
 
-def expected_mask(row: list[float], mask: list[int], span: str, kind: str) -> list[int]:
+def compute_expected_mask(row: list[float], mask: list[int], span: str, kind: str) -> list[int]:
     """A response's mask after rejection, by token or as a whole."""
     estimates = [K[kind](r) for r in row]
     if span == "token":
@@ -214,11 +215,11 @@ def test_tokens_or_responses_that_differ_too_much_are_rejected(option):
     assert result.weights is None
     rejected = 0
     for i, (row, mask) in enumerate(zip(case.log_ratios, case.masks, strict=True)):
-        expected = expected_mask(row, mask, span, kind)
+        expected = compute_expected_mask(row, mask, span, kind)
         assert result.mask[i, : len(row)].tolist() == expected, (i, row)
         rejected += sum(mask) - sum(expected)
     total = sum(map(sum, case.masks))
-    assert 0 < rejected < total  # the bounds separate some from others
+    assert 0 < rejected < total  # the bounds reject some tokens and keep others
     fraction = result.metrics["rollout_corr/rollout_rs_masked_fraction"]
     assert fraction == pytest.approx(rejected / total)
 

@@ -1,8 +1,10 @@
-"""Every block of CONTRIBUTING and docs/, in the order of its page, in a separate folder: files
-are written, commands run.
+"""Runs the code blocks of CONTRIBUTING.md and docs/ in the order of their page.
 
-`python algorithm.py ...` is tried in a dry run, and `make ...` by make -n; all else is executed.
-What cannot be is marked by a comment on the line before the block, and counted: MARKS.
+Each page has a separate folder. Files are written there, and commands run there. Two commands are
+only checked: `python algorithm.py` runs with --dry-run, and `make` with -n.
+
+If a block cannot run here, a comment on the line before it gives the reason. MARKS has the number
+of blocks with each reason.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, run
-from markdown_blocks import PAGES, above_main, blocks, dry_run, furnish, write_gsm8k
+from markdown_blocks import PAGES, dry_run, insert_above_main, make_clone, read_blocks, write_gsm8k
 from test_report_page import write_synthetic_run
 
 from kit.config.load import load_config
@@ -35,19 +37,21 @@ MARKS = {
 DOCS = PAGES[1:]
 
 
-def test_what_cannot_be_run_here_is_marked_and_counted():
-    found = [block.mark for page in DOCS for block in blocks(page) if block.mark]
-    assert {mark: found.count(mark) for mark in {*MARKS, *found}} == MARKS
+def test_blocks_that_cannot_run_here_are_marked_and_counted():
+    marks = []
+    for page in DOCS:
+        marks += [block.mark for block in read_blocks(page) if block.mark]
+    assert {mark: marks.count(mark) for mark in {*MARKS, *marks}} == MARKS
 
 
-def test_the_reference_is_what_the_code_says():
+def test_the_reference_page_is_up_to_date():
     path = ROOT / "docs" / "reference.md"
     assert path.read_text() == metric_docs.render_reference(), (
-        "python -m kit.extras.report.metric_docs > docs/reference.md"
+        "run python -m kit.extras.report.metric_docs > docs/reference.md"
     )
 
 
-def test_the_tutorial_takes_the_minutes_of_its_table():
+def test_the_minutes_in_the_tutorials_table_add_up():
     text = (ROOT / "docs" / "tutorial.md").read_text()
     stated = re.findall(r"took (\d+\.\d) minutes \(\[time", text)
     steps = re.findall(r"^\| \d+\. .* \| (\d+\.\d) \|$", text, re.MULTILINE)
@@ -56,68 +60,75 @@ def test_the_tutorial_takes_the_minutes_of_its_table():
     assert abs(sum(map(float, steps)) - float(total)) < 0.05 * len(steps)
 
 
-def test_the_tutorial_has_every_key_of_gym_and_of_start():
+def test_the_tutorial_documents_every_key_of_gym_and_start():
     text = (ROOT / "docs" / "tutorial.md").read_text()
     documented = re.findall(r"^\| `(gym\.[\w.]+)` \| `([^`]*)` \|", text, re.MULTILINE)
     keys = [key for key in metric_docs.list_kit_keys() if key.name.startswith("gym.")]
     assert dict(documented) == {key.name: key.default for key in keys}
     _, _, table = text.partition("| key of `start:` | meaning |\n")
     first_cells = re.findall(r"^\| (`[^|]*) \|", table.partition("\n\n")[0], re.MULTILINE)
-    named = [name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)]
-    assert sorted(named) == sorted(START_KEYS)
+    names = re.findall(r"`(\w+)`", "\n".join(first_cells))
+    assert sorted(names) == sorted(START_KEYS)
 
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Path:
-    """What all pages begin with: the kit, a model, the demo's rows, the demo's run, and an export
-    of `sft`.
+    """The folder that each page starts from.
+
+    It has the kit, a model, the rows and the run of the demo, and an exported model of `sft`.
     """
     folder = tmp_path_factory.mktemp("clone")
-    model = furnish(folder)
+    model = make_clone(folder)
     write_gsm8k(folder)
     for words in (["arithmetic"], ["gsm8k", "--source", "."]):
         done = run([sys.executable, "env.py", *words], folder)
         assert done.returncode == 0, done.stderr
-    (write_synthetic_run(folder / "runs" / "math_cpu", 3, 64, model) / "export").symlink_to(model)
+    demo = write_synthetic_run(folder / "runs" / "math_cpu", 3, 64, model)
+    (demo / "export").symlink_to(model)
     (folder / "runs" / "sft").mkdir()
     (folder / "runs" / "sft" / "export").symlink_to(model)
     return folder
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
-def test_the_blocks_of_a_page_work_in_their_order(page, clone, tmp_path, monkeypatch, capsys):
+def test_the_blocks_of_a_page_work_in_order(page, clone, tmp_path, monkeypatch, capsys):
     for name in os.listdir(clone):
         (tmp_path / name).symlink_to(clone / name)
-    for name in ("env.py", "data", "runs"):  # which pages change
+    for name in ("env.py", "data", "runs"):  # pages change these, so they must be copies
         (tmp_path / name).unlink()
         subprocess.run(["cp", "-r", clone / name, tmp_path / name], check=True)
     monkeypatch.chdir(tmp_path)
-    for block in blocks(page):
+    for block in read_blocks(page):
         if not block.mark:
-            KINDS[block.language](block.text, tmp_path, monkeypatch)
+            RUN_BLOCK[block.language](block.text, tmp_path, monkeypatch)
     capsys.readouterr()
 
 
-def write_python(text: str, folder: Path, _) -> None:
-    """A file by the name in its first line, its continuation, a part of env.py; or a few lines,
-    which compile.
+def run_python_block(text: str, folder: Path, _) -> None:
+    """Compile a Python block, and write it to the file that its first line names, if any.
+
+    The first line may also say that the block continues a file, or belongs above main() in env.py.
     """
     compile(text, "a block", "exec")
-    first = text.partition("\n")[0]
-    if "above main" in first:
-        above_main(folder / "env.py", text)
-    elif name := re.fullmatch(r"# (\w[\w/]*\.py)(, continued)?", first):
+    first_line = text.partition("\n")[0]
+    if "above main" in first_line:
+        insert_above_main(folder / "env.py", text)
+    elif name := re.fullmatch(r"# (\w[\w/]*\.py)(, continued)?", first_line):
         path = folder / name[1]
         path.parent.mkdir(exist_ok=True)
-        assert path.exists() == bool(name[2]), (
-            f"{name[1]} is written once, and continued after that"
+        is_continued = bool(name[2])
+        assert path.exists() == is_continued, (
+            f"{name[1]}: only the first block of a file lacks `continued`"
         )
         with path.open("a") as out:
             out.write(text)
 
 
-def write_yaml(text: str, folder: Path, _) -> None:
-    """A recipe by the name in its first line; or an overlay, whose keys there are."""
+def run_yaml_block(text: str, folder: Path, _) -> None:
+    """Write a recipe to the file that its first line names.
+
+    Without a name, the block is an overlay, and all its keys must exist.
+    """
     name = re.match(r"# (\w[\w/]*\.yaml)\n", text)
     path = folder / (name[1] if name else "overlay.yaml")
     path.write_text(text)
@@ -127,8 +138,8 @@ def write_yaml(text: str, folder: Path, _) -> None:
         assert not problems
 
 
-def execute(text: str, folder: Path, monkeypatch) -> None:
-    """Commands, a line each."""
+def run_bash_block(text: str, folder: Path, monkeypatch) -> None:
+    """Run each command of a bash block."""
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         if not words:
@@ -155,11 +166,15 @@ def execute(text: str, folder: Path, monkeypatch) -> None:
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
 
 
-KINDS = {
-    "bash": execute,
-    "python": write_python,
-    "yaml": write_yaml,
-    "text": lambda *_: None,
-    "mermaid": lambda *_: None,
-    "json": lambda *_: None,
+def ignore_block(*_) -> None:
+    """Do nothing: output, data and diagrams cannot run."""
+
+
+RUN_BLOCK = {
+    "bash": run_bash_block,
+    "python": run_python_block,
+    "yaml": run_yaml_block,
+    "text": ignore_block,
+    "mermaid": ignore_block,
+    "json": ignore_block,
 }

@@ -1,4 +1,4 @@
-"""Gym rows become chat messages, tools and token ids, as in Gym. Other rows are errors."""
+"""Tests how Gym rows become chat messages, tools and token ids. Invalid rows are errors."""
 
 from __future__ import annotations
 
@@ -14,34 +14,28 @@ from kit.data.verl_rows import read_rows
 
 
 @pytest.fixture(scope="module")
-def shipped():
+def gym_example_files():
     """[(server, file)] of the example rows in the installed nemo-gym."""
     assert GYM_PYTHON.is_file(), f"{GYM_PYTHON}: no NeMo Gym; `make gym` installs it"
     done = run(
         [str(GYM_PYTHON), "-c", "import nemo_gym; print(nemo_gym.__file__)"], cwd=ROOT, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    files = sorted(
-        (Path(done.stdout.strip()).parent.parent / "resources_servers").glob(
-            "*/data/*example*.jsonl"
-        )
-    )
-    no_rows = (
-        "rollouts",
-        "bixbench_example",
-        "example_questions",
-    )  # results, and questions without a prompt
+    servers = Path(done.stdout.strip()).parent.parent / "resources_servers"
+    files = sorted(servers.glob("*/data/*example*.jsonl"))
+    # these files have results, or questions without a prompt
+    no_rows = ("rollouts", "bixbench_example", "example_questions")
     files = [file for file in files if not any(name in file.name for name in no_rows)]
-    # the tasks of nemo_user_sim have no prompt: only its own environment server reads them
+    # the tasks of nemo_user_sim have no prompt; only its environment server reads them
     return [(file.parts[-3], file) for file in files if file.parts[-3] != "nemo_user_sim"]
 
 
-def rendered(**params):
+def render(**params):
     return env.render_row({"responses_create_params": params}, "x.jsonl:1")
 
 
-def messages_of(**params):
-    return rendered(**params)[0]
+def render_messages(**params):
+    return render(**params)[0]
 
 
 def user(text):
@@ -53,11 +47,14 @@ def system(text):
 
 
 def assistant(text, *calls):
-    """An assistant message; calls: (id, name, arguments)."""
-    functions = [
-        {"id": i, "type": "function", "function": {"name": n, "arguments": a}} for i, n, a in calls
-    ]
-    return {"role": "assistant", "content": text} | ({"tool_calls": functions} if calls else {})
+    """An assistant message. calls: (id, name, arguments) of each tool call."""
+    message = {"role": "assistant", "content": text}
+    if calls:
+        message["tool_calls"] = [
+            {"id": i, "type": "function", "function": {"name": n, "arguments": a}}
+            for i, n, a in calls
+        ]
+    return message
 
 
 def call_item(call_id, arguments, name="f"):
@@ -106,9 +103,9 @@ PARTS = [
         ({"input": None}, []),
         ({}, []),
         ({"instructions": "i"}, [system("i")]),
-        # keys that are null
+        # null is the same as a missing key
         ({"input": "hi", "instructions": None, "tools": None, "metadata": None}, [user("hi")]),
-        # instructions and the next system messages become one; otherwise those stay separate
+        # instructions are merged with the system messages after them; others stay separate
         ({"input": "hi", "instructions": "i"}, [system("i"), user("hi")]),
         (
             {
@@ -160,11 +157,11 @@ PARTS = [
         ),
     ],
 )
-def test_input_shapes(params, messages):
-    assert messages_of(**params) == messages
+def test_each_form_of_input_is_rendered(params, messages):
+    assert render_messages(**params) == messages
 
 
-FLAT = {
+RESPONSES_TOOL = {
     "type": "function",
     "name": "f",
     "description": "Does f.",
@@ -172,16 +169,15 @@ FLAT = {
     "strict": True,
 }
 
-
-CHAT = {
+CHAT_TOOL = {
     "type": "function",
     "function": {"name": "f", "description": "Does f.", "parameters": {"type": "object"}},
 }
 
 
 def test_tools_become_chat_tools():
-    assert rendered(input="hi", tools=[FLAT])[1] == [CHAT]
-    assert rendered(input="hi", tools=[CHAT])[1] == [CHAT]
+    assert render(input="hi", tools=[RESPONSES_TOOL])[1] == [CHAT_TOOL]
+    assert render(input="hi", tools=[CHAT_TOOL])[1] == [CHAT_TOOL]
     bare = {
         "type": "function",
         "name": "g",
@@ -189,15 +185,15 @@ def test_tools_become_chat_tools():
         "parameters": None,
         "strict": None,
     }
-    assert rendered(input="hi", tools=[FLAT, bare])[1] == [
-        CHAT,
+    assert render(input="hi", tools=[RESPONSES_TOOL, bare])[1] == [
+        CHAT_TOOL,
         {"type": "function", "function": {"name": "g"}},
     ]
-    assert rendered(input="hi")[1] == []
+    assert render(input="hi")[1] == []
 
 
 @pytest.mark.parametrize(
-    ("params", "named"),
+    ("params", "message"),
     [
         (
             {"input": [{"role": "system", "content": [{"type": "input_image"}, PARTS[0]]}]},
@@ -212,12 +208,12 @@ def test_tools_become_chat_tools():
             r"metadata\.audio_path is not supported",
         ),
         ({"input": [{"type": "web_search_call", "id": "w"}]}, "web_search_call"),
-        ({"input": "hi", "tools": [FLAT, {"type": "web_search"}]}, "web_search"),
+        ({"input": "hi", "tools": [RESPONSES_TOOL, {"type": "web_search"}]}, "web_search"),
     ],
 )
-def test_valid_rows_that_the_kit_cannot_use_are_unsupported(params, named):
-    with pytest.raises(env.UnsupportedRowError, match=r"^x\.jsonl:1: .*" + named):
-        messages_of(**params)
+def test_valid_rows_that_the_kit_cannot_use_are_unsupported(params, message):
+    with pytest.raises(env.UnsupportedRowError, match=r"^x\.jsonl:1: .*" + message):
+        render_messages(**params)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +228,7 @@ def test_a_tool_without_a_type_is_unsupported(tool):
 
 
 @pytest.mark.parametrize(
-    ("params", "named"),
+    ("params", "message"),
     [
         ({"input": 3}, "input must be text or a list"),
         ({"input": "hi", "instructions": ["i"]}, "instructions must be text"),
@@ -267,49 +263,48 @@ def test_a_tool_without_a_type_is_unsupported(tool):
         ({"input": "hi", "tools": [{"type": "function"}]}, "`name` of a function"),
     ],
 )
-def test_malformed_rows_are_errors_and_not_unsupported(params, named):
-    with pytest.raises(env.DataError, match=r"^x\.jsonl:1: .*" + named) as raised:
-        messages_of(**params)
+def test_malformed_rows_are_errors_and_not_unsupported(params, message):
+    with pytest.raises(env.DataError, match=r"^x\.jsonl:1: .*" + message) as raised:
+        render_messages(**params)
     assert not isinstance(raised.value, env.UnsupportedRowError)
 
 
 def test_arguments_nested_too_deep_for_json_stay_text():
     deep = '{"x": ' + "[" * 5000
-    assert (
-        messages_of(input=[call_item("c", deep)])[0]["tool_calls"][0]["function"]["arguments"]
-        == deep
-    )
-
-
-AUDIO = "metadata.audio_data is not supported. Remove such rows."
+    (message,) = render_messages(input=[call_item("c", deep)])
+    assert message["tool_calls"][0]["function"]["arguments"] == deep
 
 
 ROLES = ("system", "user", "assistant", "tool")
+# {server: why its example rows are unsupported}
+UNSUPPORTED = {"asr_with_pc": "metadata.audio_data is not supported. Remove such rows."}
 
 
-REFUSED = {"asr_with_pc": AUDIO}
-
-
-def test_the_example_rows_of_all_servers_load_or_are_unsupported(shipped):
-    assert len({server for server, _ in shipped}) == 144
-    refused, empty, tools, seeing = {}, set(), set(), set()
-    for server, file in shipped:
+def test_the_example_rows_of_all_servers_load_or_are_unsupported(gym_example_files):
+    assert len({server for server, _ in gym_example_files}) == 144
+    unsupported = {}
+    without_prompt = set()
+    with_tools = set()
+    with_images = set()
+    for server, file in gym_example_files:
         for where, example in read_rows(file):
             try:
-                messages, offered = env.render_row(example, where)
+                messages, tools = env.render_row(example, where)
             except env.UnsupportedRowError as error:
-                refused.setdefault(server, set()).add(str(error).removeprefix(f"{where}: "))
+                unsupported.setdefault(server, set()).add(str(error).removeprefix(f"{where}: "))
                 continue
-            lists = {server for m in messages if isinstance(m["content"], list)}
-            seeing |= lists
             assert all(m["role"] in ROLES for m in messages)
             assert all(
-                set(t) == {"type", "function"} and "strict" not in t["function"] for t in offered
+                set(t) == {"type", "function"} and "strict" not in t["function"] for t in tools
             ), where
-            empty |= set() if messages else {server}
-            tools |= {server} if offered else set()
-    assert {name: {reason} for name, reason in REFUSED.items()} == refused
-    assert empty == {
+            if any(isinstance(m["content"], list) for m in messages):
+                with_images.add(server)
+            if not messages:
+                without_prompt.add(server)
+            if tools:
+                with_tools.add(server)
+    assert {name: {reason} for name, reason in UNSUPPORTED.items()} == unsupported
+    assert without_prompt == {
         "aviary",
         "gdpval",
         "legal_agent_bench",
@@ -317,8 +312,8 @@ def test_the_example_rows_of_all_servers_load_or_are_unsupported(shipped):
         "terminal_bench_4",
         "toolsandbox",
     }
-    assert len(tools) >= 15 and "workplace_assistant" in tools
-    assert seeing == {
+    assert len(with_tools) >= 15 and "workplace_assistant" in with_tools
+    assert with_images == {
         "circle_click",
         "circle_count",
         "gui_coordinate",
@@ -339,13 +334,17 @@ for line in sys.stdin:
 """
 
 
-def test_rendering_agrees_with_gyms_own_converter(shipped):
-    """Except for developer, null content, JSON arguments, and the names of tool outputs."""
+def test_rendering_agrees_with_gyms_converter(gym_example_files):
+    """`simplify` removes the known differences.
+
+    They are the role developer, null content, JSON arguments, and the names of tool outputs.
+    """
     rows = []
-    for server, file in shipped:
-        if server not in REFUSED:
+    for server, file in gym_example_files:
+        if server not in UNSUPPORTED:
             rows += list(read_rows(file))
-    for _, example in rows:  # the installed Gym drops instructions; the merge is tested above
+    for _, example in rows:
+        # the installed Gym drops instructions; an earlier test checks how they are merged
         example["responses_create_params"].pop("instructions", None)
         example["responses_create_params"].setdefault("input", [])
     params = [json.dumps(example["responses_create_params"]) + "\n" for _, example in rows]
@@ -354,35 +353,34 @@ def test_rendering_agrees_with_gyms_own_converter(shipped):
         arguments, input="".join(params), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    theirs = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(theirs) == len(rows) > 300
-
-    def plain(message):
-        content, calls = message.get("content") or "", message.get("tool_calls") or []
-        parts = [content] if isinstance(content, str) else [assistant(part) for part in content]
-        called = [
-            (c["id"], c["function"]["name"], decoded(c["function"]["arguments"])) for c in calls
-        ]
-        return (
-            message["role"].replace("developer", "system"),
-            "".join(parts),
-            called,
-            message.get("tool_call_id"),
-        )
-
-    def assistant(part):
-        return part.get("text") or part.get("image") or part["image_url"]["url"]
-
-    def decoded(arguments):
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-
-    for (where, example), chat in zip(rows, theirs, strict=True):
+    chats = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(chats) == len(rows) > 300
+    for (where, example), chat in zip(rows, chats, strict=True):
         messages, tools = env.render_row(example, where)
-        assert [plain(m) for m in messages] == [plain(m) for m in chat["messages"]], where
-        offered = chat.get("tools") or []
-        for tool in offered:
+        assert list(map(simplify, messages)) == list(map(simplify, chat["messages"])), where
+        gym_tools = chat.get("tools") or []
+        for tool in gym_tools:
             tool["function"].pop("strict", None)  # Gym's vllm_model removes it as well
-        assert tools == offered, where
+        assert tools == gym_tools, where
+
+
+def simplify(message):
+    """(role, text, tool calls, tool call id) of a chat message."""
+    content = message.get("content") or ""
+    texts = [content] if isinstance(content, str) else [get_part_text(part) for part in content]
+    calls = []
+    for call in message.get("tool_calls") or []:
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        calls.append((call["id"], call["function"]["name"], arguments))
+    role = message["role"].replace("developer", "system")
+    return role, "".join(texts), calls, message.get("tool_call_id")
+
+
+def get_part_text(part):
+    """The text of a content part, or the URL of its image."""
+    return part.get("text") or part.get("image") or part["image_url"]["url"]
 
 
 @pytest.fixture(scope="module")
@@ -393,7 +391,9 @@ def tokenizer(workspace):
 
 
 @pytest.fixture
-def with_template(tokenizer, monkeypatch):
+def set_template(tokenizer, monkeypatch):
+    """A function that gives the tokenizer another chat template and returns it."""
+
     def change(template):
         monkeypatch.setattr(tokenizer, "chat_template", template)
         return tokenizer
@@ -401,8 +401,8 @@ def with_template(tokenizer, monkeypatch):
     return change
 
 
-def test_the_chat_template_makes_the_prompt_and_its_errors_name_the_row(with_template):
-    plain = with_template(
+def test_the_chat_template_makes_the_prompt_and_its_errors_name_the_row(set_template):
+    plain = set_template(
         "{% for m in messages %}{{ m['content'] }} {% endfor %}"
         "{% if add_generation_prompt %}?{% endif %}"
     )
@@ -411,14 +411,14 @@ def test_the_chat_template_makes_the_prompt_and_its_errors_name_the_row(with_tem
     with pytest.raises(
         env.DataError, match=r"^x:1: .*does not show tools.*model\.custom_chat_template"
     ):
-        env.encode_messages([user("hi")], [CHAT], plain, "x:1")
+        env.encode_messages([user("hi")], [CHAT_TOOL], plain, "x:1")
 
-    shows = with_template(
+    shows = set_template(
         "{% for t in tools %}{{ t.function.name }} {% endfor %}{{ messages[0].content }}"
     )
-    assert shows.decode(env.encode_messages([user("hi")], [CHAT], shows)) == "f hi"
+    assert shows.decode(env.encode_messages([user("hi")], [CHAT_TOOL], shows)) == "f hi"
 
-    refuses = with_template("{{ raise_exception('no system here') }}")
+    refuses = set_template("{{ raise_exception('no system here') }}")
     with pytest.raises(env.DataError, match=r"^x:1: the chat template .*no system here"):
         env.encode_messages([system("hi")], [], refuses, "x:1")
     for broken in (
@@ -430,9 +430,9 @@ def test_the_chat_template_makes_the_prompt_and_its_errors_name_the_row(with_tem
         with pytest.raises(
             env.DataError, match=r"^x:1: the chat template cannot render these messages: "
         ):
-            env.encode_messages([user("hi")], [], with_template(broken), "x:1")
-    adds = with_template("{{ 'text' + messages[0].tool_calls[0].function.arguments }}")
+            env.encode_messages([user("hi")], [], set_template(broken), "x:1")
+    adds = set_template("{{ 'text' + messages[0].tool_calls[0].function.arguments }}")
     with pytest.raises(
         env.DataError, match=r"^the chat template cannot render these messages: .*concatenate"
     ):
-        env.encode_messages(messages_of(input=[call_item("c", "{}")]), [], adds)
+        env.encode_messages(render_messages(input=[call_item("c", "{}")]), [], adds)

@@ -1,7 +1,8 @@
-"""Old log-probs that the update's own forward pass computes, and the loss that the workers get."""
+"""Tests old log-probs that the update's forward pass computes, and the loss of the workers."""
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,7 @@ from worker_doubles import (
     FUSED,
     RecordingGroup,
     changed,
-    close,
+    is_close,
     make_batch,
     make_episode,
     make_update_batch,
@@ -31,7 +32,7 @@ from training import FusedOutput
 
 @pytest.fixture(autouse=True)
 def fetch_from_doubles(monkeypatch, request):
-    """The doubles are no Ray actors."""
+    """Replace `fetch`, because the doubles are not Ray actors."""
     if "ranks" not in request.fixturenames:
         monkeypatch.setattr(worker_results, "fetch", lambda group: list(group.kept))
 
@@ -41,7 +42,7 @@ def recipe(workspace) -> DictConfig:
     return two_rank_recipe(workspace)
 
 
-# --- when ----------------------------------------------------------------------------------------
+# --- whether the pass is fused -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def recipe(workspace) -> DictConfig:
         f"{ACTOR}.ppo_epochs=2",
     ],
 )
-def test_old_log_probs_that_are_needed_before_the_update_have_a_separate_pass(recipe, change):
+def test_old_log_probs_that_are_needed_before_the_update_need_a_separate_pass(recipe, change):
     config = changed(recipe, *FUSED)
     assert training.fuses_old_log_probs(config)
     assert not training.fuses_old_log_probs(changed(config, change))
@@ -67,12 +68,12 @@ def test_old_log_probs_that_are_needed_before_the_update_have_a_separate_pass(re
     ("name", "is_fused"),
     [("sum_pi_squared", False), ("rollout_log_probs", False), ("response_mask", True)],
 )
-def test_an_estimator_that_needs_results_of_the_pass_has_a_separate_pass(
+def test_an_estimator_that_reads_results_of_the_pass_needs_a_separate_pass(
     recipe, tmp_path, name, is_fused
 ):
-    """verl's estimators that read these also read the old log-probs. A custom one need not.
+    """verl's estimators that read these results also read the old log-probs. A custom one may not.
 
-    The pass completes rollout_log_probs: a response that a filter wrote has none of the engine.
+    The pass also completes rollout_log_probs. A response that a filter adds has none.
     """
     file = tmp_path / "mine.py"
     file.write_text(f"def f({name}):\n    return {name}, {name}\n")
@@ -88,7 +89,7 @@ def fused_output(row, is_padding, log_probs, entropy) -> FusedOutput:
 
 
 def test_the_updates_pass_gives_old_log_probs_in_the_order_of_the_batch(recipe):
-    """Two micro-batches in which the rows are mixed, one with a padding row."""
+    """There are two micro-batches in another order. One has a padding row."""
     config = changed(recipe, *FUSED)
     lengths = [[7, 8], [7], [7, 8]]
     batch = make_update_batch([make_episode([5], response) for response in lengths])
@@ -99,7 +100,7 @@ def test_the_updates_pass_gives_old_log_probs_in_the_order_of_the_batch(recipe):
     ]
     actor = RecordingGroup({"loss": [1.0]}, kept=outputs)
     metrics = training.update_actor(actor, batch, config)
-    assert close(batch.batch["old_log_probs"], [[-1.0, -1.5], [-2.0, 0.0], [-3.0, -3.5]])
+    assert is_close(batch.batch["old_log_probs"], [[-1.0, -1.5], [-2.0, 0.0], [-3.0, -3.5]])
     assert metrics["actor/entropy"] == pytest.approx((0.1 + 0.2 + 0.5 + 0.3 + 0.4) / 5)
     differences = np.exp(-0.5) - np.exp([-1.0, -1.5, -2.0, -3.0, -3.5])
     mean = metrics["training/rollout_probs_diff_mean"]
@@ -114,7 +115,7 @@ def test_old_log_probs_of_the_batch_are_kept(recipe):
     output = fused_output([0], [False], [[-3.0]], [[0.3]])
     actor = RecordingGroup(kept=[output])
     metrics = training.update_actor(actor, batch, changed(recipe, *FUSED))
-    assert close(batch.batch["old_log_probs"], [[-0.25]]) and metrics == {}
+    assert is_close(batch.batch["old_log_probs"], [[-0.25]]) and metrics == {}
 
 
 def test_an_update_that_is_not_fused_adds_no_old_log_probs(recipe):
@@ -126,7 +127,7 @@ def test_an_update_that_is_not_fused_adds_no_old_log_probs(recipe):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_each_rank_sends_its_own_results_once(monkeypatch, ranks):
-    """Nothing that grows with the square of the number of ranks is sent to the driver."""
+    """So the data that the driver gets does not grow with the square of the number of ranks."""
     processes = [[f"rank {rank}, micro-batch {k}" for k in range(2)] for rank in range(ranks)]
 
     def make_worker(kept):
@@ -138,9 +139,9 @@ def test_each_rank_sends_its_own_results_once(monkeypatch, ranks):
 
     monkeypatch.setattr(worker_results.ray, "get", lambda calls: calls)
     group = SimpleNamespace(workers=[make_worker(kept) for kept in processes])
-    expected = [result for kept in processes for result in kept]
+    expected = list(itertools.chain.from_iterable(processes))
     assert worker_results.fetch(group) == expected and len(expected) == 2 * ranks
-    assert worker_results.fetch(group) == []  # they were taken
+    assert worker_results.fetch(group) == []  # the first call removed them
 
 
 # --- the workers' side ---------------------------------------------------------------------------
@@ -176,9 +177,9 @@ def test_the_fused_loss_uses_its_log_probs_as_the_old_ones(computes, coefficient
     assert seen["config"] is config and seen["group"] == "ranks"
     assert output.row.tolist() == [1, 0] and output.is_padding.tolist() == [False, True]
     assert not output.log_probs.requires_grad and not seen["old"].requires_grad
-    assert close(output.log_probs, [[-0.05, -0.07], [-0.06, 0.0]])
-    assert close(output.entropy, [[0.1, 0.14], [0.12, 0.0]])
-    assert close(seen["old"].float(), [[-7.0] * 2] * 2 if has_old else output.log_probs)
+    assert is_close(output.log_probs, [[-0.05, -0.07], [-0.06, 0.0]])
+    assert is_close(output.entropy, [[0.1, 0.14], [0.12, 0.0]])
+    assert is_close(seen["old"].float(), [[-7.0] * 2] * 2 if has_old else output.log_probs)
     is_entropy_used = computes or coefficient
     assert seen["output"] == ({"log_probs", "entropy"} if is_entropy_used else {"log_probs"})
 
@@ -219,7 +220,7 @@ def test_the_actor_gets_the_recipes_loss(recipe, monkeypatch, changes, name):
     if is_custom:
         monkeypatch.delitem(POLICY_LOSS_REGISTRY, name)  # as in a worker's process
     assert actor.loss("output", "data", "ranks") == ("loss", {})
-    assert calls[:-1] == ["fused"] * bool(changes)
+    assert calls[:-1] == (["fused"] if changes else [])
     settings, *arguments, registered = calls[-1]
     assert arguments == ["output", "data", "ranks"]
     assert settings.clip_ratio == 0.3 and settings.policy_loss.loss_mode == name

@@ -1,4 +1,4 @@
-"""Random data from servers, rows, policies and verifiers: a typed error, or a result to write."""
+"""Fuzz tests: random data gives a result that can be written, or an error of the kit."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from kit.data.verl_rows import check_gym_row, parse_row
 from kit.extras import convert
 
 set_hypothesis_home_dir(f"{tempfile.gettempdir()}/hypothesis")  # outside the repository
-often = settings(
+many_examples = settings(
     max_examples=150, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
-seldom = settings(often, max_examples=80)
+few_examples = settings(many_examples, max_examples=80)
 
 # --- JSON that is nearly correct ------------------------------------------------------------------
 texts = st.text(st.sampled_from('aé🙂\ud800\x00\n"\\{[/?%._-'), max_size=6) | st.text(max_size=6)
@@ -63,7 +63,7 @@ message reasoning function_call function_call_output function input_text output_
 ROLES = ["user", "assistant", "system"]
 
 
-def nested(depth: int):
+def nest(depth: int):
     """Return a list in a list in a list, `depth` times, without recursion."""
     value: list = []
     for _ in range(depth):
@@ -71,9 +71,9 @@ def nested(depth: int):
     return value
 
 
-plain = st.none() | st.booleans() | numbers | texts | st.sampled_from(KINDS + ROLES)
+scalars = st.none() | st.booleans() | numbers | texts | st.sampled_from(KINDS + ROLES)
 json_values = st.recursive(
-    plain | st.builds(nested, st.sampled_from([70, 700])),
+    scalars | st.builds(nest, st.sampled_from([70, 700])),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(st.sampled_from(KEYS) | texts, inner, max_size=6)
@@ -83,17 +83,18 @@ json_values = st.recursive(
 
 
 def nearly(**shape):
-    """Return objects of this shape; in some, a value is of another type or missing."""
+    """Return objects of this shape. In one of six, a value may be of another type or missing."""
 
-    def bend(good, dice, removed, other):
+    def change(valid, dice, removed, replacement):
         if dice:
-            return good
-        return {name: value for name, value in (good | other).items() if name != removed}
+            return valid
+        changed = valid | replacement
+        return {name: value for name, value in changed.items() if name != removed}
 
-    others = st.dictionaries(st.sampled_from(sorted(shape)), json_values, max_size=1)
-    return st.builds(
-        bend, st.fixed_dictionaries(shape), st.integers(0, 5), st.sampled_from([*shape, ""]), others
-    )
+    replacements = st.dictionaries(st.sampled_from(sorted(shape)), json_values, max_size=1)
+    valid_objects = st.fixed_dictionaries(shape)
+    removed_keys = st.sampled_from([*shape, ""])
+    return st.builds(change, valid_objects, st.integers(0, 5), removed_keys, replacements)
 
 
 finite = st.floats(-9, 9) | st.integers(-3, 3)
@@ -157,14 +158,14 @@ rows = nearly(
 )
 
 
-def as_bytes(value) -> bytes:
-    """Return JSON as a server may send it: with NaN and halves of surrogate pairs, of any depth."""
+def encode_json(value) -> bytes:
+    """Return JSON as a server may send it, also with NaN and half surrogate pairs."""
     return json.dumps(value, ensure_ascii=False).encode(errors="surrogatepass")
 
 
 bodies = (
-    answers.map(as_bytes)
-    | json_values.map(as_bytes)
+    answers.map(encode_json)
+    | json_values.map(encode_json)
     | st.binary(max_size=20)
     | st.just(b"[" * 5000)
 )
@@ -178,7 +179,7 @@ def is_writable(value) -> bool:
 # --- servers -------------------------------------------------------------------------------------
 
 
-@often
+@many_examples
 @given(
     verify_answers | json_values, st.dictionaries(st.sampled_from(KEYS), json_values, max_size=3)
 )
@@ -213,7 +214,7 @@ ROUTES = {
 
 
 async def run_episode(gym, kind, results, arguments):
-    """Append to `results` all that the client returns in one episode. Raises GymError."""
+    """Run an episode, and append each result of the client to `results`. Raises GymError."""
     if kind in ("agent", "environment"):
         results += await gym.run("s", ROW, 1.0, vocabulary=9)
         results.append(await gym.aggregate("s", []))
@@ -227,13 +228,13 @@ async def run_episode(gym, kind, results, arguments):
             results += [text, await session.verify(message_response("x"))]
 
 
-def converse(kind: str, script: list[tuple[int, bytes]], arguments: str = "{}") -> list:
-    """Return all that the client returns for a server with these answers; the last one repeats."""
+def run_client(kind: str, script: list[tuple[int, bytes]], arguments: str = "{}") -> list:
+    """Run an episode with a server whose last answer repeats -> the client's results."""
     script = [*script]
     results = []
 
     async def request(self, method, path, *_):
-        self.health.answered_at = time.monotonic()  # otherwise the client waits for the server
+        self.health.answered_at = time.monotonic()  # otherwise the client would wait
         return script.pop(0) if len(script) > 1 else script[0]
 
     async def run():
@@ -257,13 +258,13 @@ def converse(kind: str, script: list[tuple[int, bytes]], arguments: str = "{}") 
 
 
 @pytest.mark.parametrize("kind", ROUTES)
-@often
+@many_examples
 @given(
     st.lists(st.tuples(st.sampled_from([200, 200, 200, 422, 500]), bodies), min_size=1, max_size=3),
     texts,
 )
 def test_a_server_may_answer_anything(kind, script, arguments):
-    for result in converse(kind, script, arguments):
+    for result in run_client(kind, script, arguments):
         if isinstance(result, StepResult):
             assert math.isfinite(result.reward)
             assert is_writable([result.observation, result.tool_outputs])
@@ -286,7 +287,7 @@ posts = nearly(post=nearly(requestBody=nearly(content=contents)))
 descriptions = nearly(paths=st.dictionaries(texts | st.just("/run"), posts, max_size=2))
 
 
-@often
+@many_examples
 @given(json_values | descriptions)
 def test_any_description_of_routes_has_a_kind_or_is_an_error(description):
     try:
@@ -297,11 +298,11 @@ def test_any_description_of_routes_has_a_kind_or_is_an_error(description):
     assert find_kind(routes) in ROUTES
 
 
-@often
+@many_examples
 @given(items)
 def test_the_items_of_an_agent_become_an_episode_or_an_error(output):
     answer = {"reward": 1.0, "response": {"output": output}}
-    results = converse("agent", [(200, as_bytes(answer))])
+    results = run_client("agent", [(200, encode_json(answer))])
     if not results:
         return
     episode = Episode("r", "g", "s", [], reward=1.0)
@@ -331,7 +332,7 @@ short_values = st.binary(max_size=9).map(
 headers = st.lists(st.tuples(header_names, short_values | odd_values | cookies), max_size=4)
 
 
-@seldom
+@few_examples
 @given(
     st.sampled_from([b"200", b"204", b"302", b"307", b"500", b"503", b"999", b"x"]),
     headers,
@@ -339,7 +340,7 @@ headers = st.lists(st.tuples(header_names, short_values | odd_values | cookies),
     st.booleans(),
 )
 def test_a_server_may_send_any_bytes(status, pairs, body, has_length):
-    """Over a real connection, which the server closes."""
+    """The connection is real, and the server closes it."""
     lines = [b"HTTP/1.1 " + status + b" OK", *(key + b": " + value for key, value in pairs)]
     lines += [b"Content-Length: %d" % len(body)] if has_length else []
     sent = b"\r\n".join([*lines, b"", body])
@@ -367,7 +368,7 @@ def test_a_server_may_send_any_bytes(status, pairs, body, has_length):
 
 
 def load_row(text: str):
-    """Return the row of a line, its messages and its tools; None if it is refused."""
+    """Return the row of a line, its messages and its tools; None if the row is invalid."""
     try:
         row = check_gym_row(parse_object(text, "x.jsonl:1"), "x.jsonl:1")
         TaskLoader(None, {"a": "a"}, 100).find_server(row, "x.jsonl:1", "")
@@ -376,13 +377,13 @@ def load_row(text: str):
         assert str(error).startswith("x.jsonl:1: ")
 
 
-@often
+@many_examples
 @given(
     rows.map(json.dumps)
     | json_values.map(json.dumps)
     | st.sampled_from(["[" * 5000, '{"a":' * 5000, "9" * 5000])
 )
-def test_a_row_is_rendered_or_refused_with_its_line(text):
+def test_a_row_is_rendered_or_its_error_names_the_line(text):
     loaded = load_row(text)
     if not loaded:
         return
@@ -396,8 +397,12 @@ def test_a_row_is_rendered_or_refused_with_its_line(text):
     assert all(type(name) is str and "/" not in name for name in session.tools)
 
 
-@seldom
-@given(st.lists(rows.map(as_bytes) | json_values.map(as_bytes) | st.binary(max_size=9), max_size=4))
+@few_examples
+@given(
+    st.lists(
+        rows.map(encode_json) | json_values.map(encode_json) | st.binary(max_size=9), max_size=4
+    )
+)
 def test_check_accepts_any_file(tmp_path_factory, lines):
     path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"
     path.write_bytes(b"\n".join(lines))
@@ -414,11 +419,11 @@ def test_check_accepts_any_file(tmp_path_factory, lines):
     except UnicodeDecodeError:
         assert (loaded, refused, errors) == (0, 0, 1)
         return
-    kinds = Counter(kind_of(line) for line in text.split("\n") if line.strip())
+    kinds = Counter(classify_line(line) for line in text.split("\n") if line.strip())
     assert (loaded, refused, errors) == (kinds["loads"], kinds["refused"], kinds["error"])
 
 
-def kind_of(line: str) -> str:
+def classify_line(line: str) -> str:
     """Return whether a line's row loads, is refused, or is an error."""
     try:
         env.render_row(parse_row(line, "x.jsonl:1"), "x.jsonl:1")
@@ -432,7 +437,7 @@ def kind_of(line: str) -> str:
 # --- episodes in files ---------------------------------------------------------------------------
 
 
-def call_with(text):
+def make_call(text):
     return gym_client.function_call("c", text, text)
 
 
@@ -440,7 +445,7 @@ turns = st.lists(  # (observed ids before the turn, sampled ids, item builder, t
     st.tuples(
         ids,
         st.lists(st.integers(0, 9), min_size=1),
-        st.sampled_from([gym_client.message, gym_client.reasoning, call_with]),
+        st.sampled_from([gym_client.message, gym_client.reasoning, make_call]),
         texts,
         st.floats(-50, 0, width=32),
     ),
@@ -455,7 +460,7 @@ loadable_rows = st.builds(
 ).filter(lambda row: load_row(json.dumps(row)))
 
 
-@often
+@many_examples
 @given(turns, verify_answers, loadable_rows, texts, st.sampled_from(["ok", "timeout"]))
 def test_a_written_episode_is_read_again(tmp_path_factory, turns, body, row, text, status):
     try:
@@ -483,7 +488,6 @@ def test_a_written_episode_is_read_again(tmp_path_factory, turns, body, row, tex
             append_tokens(episode, observed)
         episode.output.append(build_item(words))
         append_tokens(episode, sampled, [log_prob] * len(sampled))
-
     path = tmp_path_factory.getbasetemp() / "fuzz_rollouts.jsonl"
     with rollout_files.open_records(path, "w") as file:
         rollout_files.write_record(file, rollout_files.to_record(episode, 3, 1))

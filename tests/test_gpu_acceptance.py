@@ -1,4 +1,4 @@
-"""The slices of benchmarks/gpu_acceptance.py resume, and a failure does not end the others."""
+"""Tests benchmarks/gpu_acceptance.py: its slices resume, and a failure does not end the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from conftest import ROOT
 
 @pytest.fixture
 def acceptance(tmp_path, monkeypatch):
-    """The module, with a folder of the test and slices that the test sets."""
+    """The module, with its results in a temporary folder. The test sets the slices."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     spec = importlib.util.spec_from_file_location(
         "gpu_acceptance", ROOT / "benchmarks" / "gpu_acceptance.py"
@@ -38,9 +38,7 @@ def test_every_slice_fits_in_nine_minutes(acceptance):
         assert piece.seconds + acceptance.RESERVE_S < acceptance.SESSION_S == 540.0
 
 
-def test_a_slice_that_fails_is_a_part_of_the_report_and_the_others_run(
-    acceptance, monkeypatch, capsys
-):
+def test_a_failed_slice_is_in_the_report_and_the_others_run(acceptance, monkeypatch, capsys):
     runs: list[str] = []
 
     def fail(context):
@@ -63,7 +61,7 @@ def test_a_slice_that_fails_is_a_part_of_the_report_and_the_others_run(
     for text in (printed, report):
         assert "CUDA out of memory" in text and "- DOES NOT HOLD: the slice runs to its end" in text
         assert "| a table |" in text and "- holds: it holds" in text
-    assert run(acceptance, monkeypatch) == 1 and runs == ["bad", "good"]  # nothing is left
+    assert run(acceptance, monkeypatch) == 1 and runs == ["bad", "good"]  # no slice is left to run
     monkeypatch.setattr(acceptance, "SLICES", slices | {"bad": acceptance.Slice(1, hold)})
     assert run(acceptance, monkeypatch, "--again", "bad") == 0 and runs == ["bad", "good", "good"]
 
@@ -90,7 +88,7 @@ def test_a_slice_that_takes_too_long_is_ended(acceptance):
         memory([])
 
 
-def test_a_step_whose_sampler_and_trainer_disagree_does_not_hold(acceptance):
+def test_a_step_in_which_sampler_and_trainer_disagree_fails_its_check(acceptance):
     lines = [{"training/rollout_probs_diff_mean": 0.01, "actor/grad_norm": 1.0}] * 2
     assert all(acceptance.check_steps(lines, 2).values())
     assert not all(acceptance.check_steps(lines, 3).values())
@@ -100,7 +98,7 @@ def test_a_step_whose_sampler_and_trainer_disagree_does_not_hold(acceptance):
     assert list(acceptance.check_steps(infinite, 2).values()) == [False, True]
 
 
-def test_memory_belongs_to_the_stage_in_which_it_was_seen(acceptance, monkeypatch):
+def test_memory_is_reported_for_the_stage_in_which_it_was_measured(acceptance, monkeypatch):
     memory = acceptance.MemoryLog(deadline=float("inf"))
     readings = [(91.0, 60.0), (98.0, 20.0)]
     memory.readings = [acceptance.MemoryReading(*reading) for reading in readings]
@@ -125,9 +123,9 @@ def test_only_the_slice_that_resumes_starts_from_a_checkpoint(acceptance, monkey
     assert ["trainer.resume_mode=disable" in command for command in commands] == [True, False]
 
 
-def test_the_lowest_times_on_a_gpu_have_no_shared_update(acceptance, monkeypatch):
-    found = {"gen": {"step_2": [3.0]}, "packed": {"step_2": [2.0]}, "copy": [0.1]}
-    monkeypatch.setattr(acceptance, "measure_limits", lambda *_: found)
+def test_the_lowest_times_on_a_gpu_are_reported(acceptance, monkeypatch):
+    limits = {"gen": {"step_2": [3.0]}, "packed": {"step_2": [2.0]}, "copy": [0.1]}
+    monkeypatch.setattr(acceptance, "measure_limits", lambda *_: limits)
     context = acceptance.Context([], [], 1, acceptance.MemoryLog(deadline=0.0))
     assert acceptance.measure_best(context).lines == [
         "Lowest times: sampling 3.00 s, update 2.00 s, copy of the weights 0.10 s."

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_check.py reports each thing that does not hold in the GPU environment."""
+"""Tests that benchmarks/gpu_check.py reports each failed check of the GPU environment."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_part_that_ends_without_a_result_is_a_failure(check, monkeypatch):
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_a_test_that_fails_there_is_named(check, monkeypatch, status):
+def test_a_failed_test_is_named(check, monkeypatch, status):
     line = "FAILED tests/data/test_x.py::test_y\n" if status else ""
     output = f"..F\n{line}1 failed, 2 passed in 3.00s\n"
     done = SimpleNamespace(returncode=status, stdout=output)

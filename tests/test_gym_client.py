@@ -1,4 +1,4 @@
-"""The HTTP client against a server that fails in every way: no failure becomes a reward."""
+"""Tests the HTTP client with a server that fails in many ways. No failure becomes a reward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from kit.gym.servers import running_servers
 
 
 class FaultyHandler(JsonHandler):
-    """Fail as the row's `faults` say, one for each call of /verify; then answer reward 1."""
+    """A Gym server that fails with one of the row's `faults` per call of /verify, in order.
+
+    After the last fault, it answers with reward 1.
+    """
 
     calls: ClassVar[Counter] = Counter()
     sessions: ClassVar[list] = []
@@ -133,7 +136,7 @@ def test_a_permanent_failure_is_an_error_with_its_reason(url, faults, reason, ca
     assert FaultyHandler.calls[key, "/verify"] == calls
 
 
-def test_a_port_on_which_nothing_listens_is_a_server_that_is_down():
+def test_an_unused_port_counts_as_a_server_that_is_down():
     message = r"faulty \(http://\S+\) unreachable .*Cannot connect .* resume"
     url = f"http://127.0.0.1:{find_free_port()}"
     with pytest.raises(ServerDownError, match=message):
@@ -142,7 +145,7 @@ def test_a_port_on_which_nothing_listens_is_a_server_that_is_down():
 
 @pytest.fixture
 def pauses(monkeypatch):
-    """(bounds, sleeps) of the pauses between attempts, in seconds; no pause really happens."""
+    """(bounds, sleeps) of the pauses between attempts, in seconds. Nothing really sleeps."""
     bounds = []
     sleeps = []
     sleep = asyncio.sleep
@@ -178,8 +181,8 @@ def test_the_pauses_between_attempts_grow_to_five_seconds(pauses):
 @pytest.mark.parametrize(
     "status", [201, 202, 204, 206, 401, 403, 409, 413, 418, 451, 501, 505, 511, 599]
 )
-def test_no_status_but_200_holds_a_result(status):
-    """None is retried, since another attempt would have the same answer."""
+def test_only_an_answer_with_status_200_is_a_result(status):
+    """The client does not retry, because another attempt would get the same answer."""
     server = ScriptedServer(**{**VERIFY_ROUTES, "verify": [(status, {"reward": 1.0})]})
     with pytest.raises(GymError) as caught:
         run_session(server.url, verify_x)
@@ -221,7 +224,7 @@ def test_an_error_names_an_unknown_server():
         asyncio.run(run())
 
 
-def test_the_example_of_the_header_works_with_the_two_files_alone(tmp_path):
+def test_the_example_in_the_docstring_needs_only_the_two_client_files(tmp_path):
     header = gym_client.__doc__
     code = textwrap.dedent(header.split("only aiohttp:")[1].split("Why aiohttp")[0])
     for name in ("gym_client.py", "gym_messages.py"):

@@ -1,4 +1,4 @@
-"""Bounds of the HTTP client: redirects, sizes, nesting, surrogates, time on the event loop."""
+"""Tests the limits of the HTTP client: redirects, sizes, nesting, surrogates and blocking time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from http_doubles import (
     ROW,
     VERIFY_ROUTES,
     ScriptedServer,
+    catch_reason,
     measure_longest_pause,
-    reason_of,
     run_session,
     verify_result,
     verify_x,
@@ -36,14 +36,14 @@ DEEP = b"[" * 5000 + b"]" * 5000
 
 @pytest.mark.parametrize("status", [300, 301, 302, 303, 307, 308])
 def test_no_redirect_is_followed(status):
-    """The other host would receive the row, and its answer would be a tool's output or a reward."""
+    """Otherwise another host would get the row, and could send a tool output or a reward."""
     other = ScriptedServer(
         verify=[(200, {"reward": 1.0})], look=[(200, {"found": 1})], run=[(200, RUN_ANSWER)]
     )
     location = f"Location: http://user:secret@127.0.0.1:{other.server.server_port}"
 
     def script(path):
-        # The headers are written after "Set-Cookie: ".
+        # The server writes this text after "Set-Cookie: ", so it can contain more headers.
         return [(status, "", f"stolen=1\r\n{location}{path}\r\nSet-Cookie: more=1")]
 
     calls = {
@@ -71,7 +71,7 @@ def test_no_redirect_is_followed(status):
         assert server.paths() == ["/seed_session", path]
 
     server = ScriptedServer(run=script("/run"))
-    assert reason_of(run_agent, server.url) == f"http_{status}"
+    assert catch_reason(run_agent, server.url) == f"http_{status}"
     assert server.paths() == ["/run"]
     assert not other.log
 
@@ -87,9 +87,9 @@ def run_agent(url, timeout_s=60.0):
 
 
 @pytest.mark.parametrize("location", ["", "x", "http://[", "//", "\x1b[31m", "x" * 5000])
-def test_a_redirect_to_an_invalid_location_is_an_error_of_one_line(location):
+def test_a_redirect_to_an_invalid_location_is_a_one_line_error(location):
     answer = (307, "", f"a=b\r\nLocation: {location}")
-    assert reason_of(verify_result, 0, seed_session=[answer]) == "http_307"
+    assert catch_reason(verify_result, 0, seed_session=[answer]) == "http_307"
 
 
 # --- sizes ---------------------------------------------------------------------------------------
@@ -104,8 +104,8 @@ NUMBERS = b'{"reward": 1.0, "x": [' + b"1.5," * 1_000_000 + b"1]}"
     [(LISTS, "too_large"), (MOST_LISTS, ""), (NUMBERS, "")],
     ids=["lists", "most lists", "numbers"],
 )
-def test_no_answer_stops_the_event_loop(answer, reason):
-    """Measured without the bound: 8 MiB of empty lists took 3.8 s and 377 MiB, and all waited."""
+def test_no_answer_blocks_the_event_loop(answer, reason):
+    """Without the limit, 8 MiB of empty lists blocked the loop for 3.8 s and took 377 MiB."""
     server = ScriptedServer(**{**VERIFY_ROUTES, "verify": [(200, answer)]})
     rewards = []
 
@@ -115,11 +115,11 @@ def test_no_answer_stops_the_event_loop(answer, reason):
 
     async def run():
         async with Gym({"s": server.url}) as gym:
-            with gc_paused():  # as in a rollout: the collector alone may take longer
+            with gc_paused():  # as in a rollout; a garbage collection may take longer
                 return await measure_longest_pause(run_one(gym))
 
     pauses = []
-    # until other processes leave a core free
+    # repeat the measurement while other processes use the cores
     while len(pauses) < 10 and min(pauses, default=1.0) >= 0.15:
         rewards.clear()
         pauses.append(asyncio.run(run()))
@@ -127,7 +127,7 @@ def test_no_answer_stops_the_event_loop(answer, reason):
     assert rewards == ([] if reason else [1.0])
     assert min(pauses) < 0.15
     if reason:
-        assert reason_of(verify_result, answer) == reason
+        assert catch_reason(verify_result, answer) == reason
 
 
 def test_an_answer_may_be_as_long_as_its_request():
@@ -136,7 +136,7 @@ def test_an_answer_may_be_as_long_as_its_request():
     row = {**ROW, "image": text}
     assert run_session(ScriptedServer(**VERIFY_ROUTES).url, verify_x, row).reward
     assert verify_result({"reward": 1.0, "said": text[: 2**22]}).reward == 1.0
-    assert reason_of(verify_result, {"reward": 1.0, "said": text}) == "too_large"
+    assert catch_reason(verify_result, {"reward": 1.0, "said": text}) == "too_large"
     echo = ScriptedServer(**{**VERIFY_ROUTES, "verify": [(200, {"reward": 1.0, "image": text})]})
     assert run_session(echo.url, verify_x, row).reward == 1.0
     agent = ScriptedServer(run=[(200, {**RUN_ANSWER, "said": text})])
@@ -173,13 +173,13 @@ def test_details_and_components_of_a_result_are_bounded_and_sanitized():
         {"reward": 1, "reward_components": {"a": "1"}},
         7,
     ):
-        assert reason_of(verify_result, answer) == "bad_answer"
+        assert catch_reason(verify_result, answer) == "bad_answer"
 
 
 # --- text and nesting ----------------------------------------------------------------------------
 
 
-def test_deep_nesting_is_no_crash():
+def test_deep_nesting_does_not_crash_the_client():
     server = ScriptedServer(look=[(200, {})], **VERIFY_ROUTES)
 
     def call_look(arguments):
@@ -192,17 +192,17 @@ def test_deep_nesting_is_no_crash():
 
     server = ScriptedServer(look=[(200, DEEP)], **VERIFY_ROUTES)
     assert run_session(server.url, call_look("{}")) == DEEP.decode()
-    assert reason_of(verify_result, DEEP) == "bad_answer"
-    assert reason_of(verify_result, {}, seed_session=[(200, DEEP)]) == "bad_answer"
+    assert catch_reason(verify_result, DEEP) == "bad_answer"
+    assert catch_reason(verify_result, {}, seed_session=[(200, DEEP)]) == "bad_answer"
     for openapi in (DEEP, b'{"paths": 1}', b'{"paths": {"/verify": ' + DEEP + b"}}", b"[]"):
         server = ScriptedServer(**VERIFY_ROUTES)
         server.openapi = openapi
-        assert reason_of(run_session, server.url, None) == "bad_answer"
+        assert catch_reason(run_session, server.url, None) == "bad_answer"
     cookie = "Gym=" + base64.b64encode(DEEP[:5000]).decode()
     assert verify_result({"reward": 1.0}, seed_session=[(200, {}, cookie)]).reward == 1.0
 
 
-def test_half_a_surrogate_pair_ends_nothing():
+def test_half_a_surrogate_pair_is_replaced_by_a_question_mark():
     server = ScriptedServer(look=[(200, b'"\xed\xa0\x80"')], **VERIFY_ROUTES)
     half = '{"q": "\ud83d"}'
 
@@ -232,10 +232,10 @@ def test_half_a_surrogate_pair_ends_nothing():
     assert result.tool_outputs == [{"call_id": "c?", "output": "o?"}]
 
 
-def test_no_error_steers_a_terminal():
-    steering = "\x1b]0;title\x07\x1b[31mred\x9b2J\r\u202eright"
+def test_errors_have_no_control_characters():
+    text = "\x1b]0;title\x07\x1b[31mred\x9b2J\r\u202eright"
     with pytest.raises(GymError) as caught:
-        verify_result(0, verify=[(422, steering.encode())])
+        verify_result(0, verify=[(422, text.encode())])
     assert "red" in str(caught.value)
     assert not {*str(caught.value)} & {*"\x1b\x07\x9b\r\u202e"}
     assert str(GymError("x", "one\n\ttwo é中🙂\x00")) == "one\n\ttwo é中🙂?"

@@ -1,4 +1,4 @@
-"""Tools, steps and agents of a Gym server: retries, the text for the model, and checks."""
+"""Tests of tools, steps and agents of a Gym server: retries, checks, and text for the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import time
 
 import pytest
-from http_doubles import ROW, VERIFY_ROUTES, ScriptedServer, reason_of, run_session, step_x
+from http_doubles import ROW, VERIFY_ROUTES, ScriptedServer, catch_reason, run_session, step_x
 
 from gym_client import RESERVED, Gym, GymError, message_response
 
@@ -38,7 +38,7 @@ def test_the_model_reads_the_answer_of_a_tool(answer, text):
 @pytest.mark.parametrize(
     ("name", "arguments"), [("gone", "{}"), ("verify", "{}"), ("look", '{"q": '), ("../look", "{}")]
 )
-def test_an_invalid_call_of_the_policy_reaches_no_server(name, arguments):
+def test_an_invalid_tool_call_does_not_reach_the_server(name, arguments):
     server = ScriptedServer(look=[(200, {})], **VERIFY_ROUTES)
     text = run_session(server.url, lambda session: session.call_tool(name, arguments))
     assert re.match("Unknown tool|Invalid tool call arguments", json.loads(text)["error"])
@@ -58,7 +58,7 @@ def test_a_tool_that_is_unavailable_ends_the_episode_without_a_retry(answer, rea
     assert len(server.paths()) == 2
 
 
-def test_a_session_that_a_tool_has_changed_is_not_repeated():
+def test_a_session_in_which_a_tool_was_called_is_not_retried():
     verify_script = ["reset", (200, {"reward": 0.0})]
     server = ScriptedServer(look=[(200, {})], seed_session=[(200, {})], verify=verify_script)
 
@@ -66,7 +66,7 @@ def test_a_session_that_a_tool_has_changed_is_not_repeated():
         await session.call_tool("look", "{}")
         return await session.verify(message_response("x"))
 
-    # A new session would lack the effect of the tool, and get a lower reward.
+    # A new session would not have the effect of the tool, so its reward would be wrong.
     with pytest.raises(GymError) as caught:
         run_session(server.url, conversation)
     assert (caught.value.reason, caught.value.session_lost) == ("connect", True)
@@ -76,19 +76,19 @@ def test_a_session_that_a_tool_has_changed_is_not_repeated():
 @pytest.mark.parametrize(
     "name", [*sorted(RESERVED), "../look", "a/b", "%76erify", "verify\n", ".", "..", ""]
 )
-def test_no_route_of_the_server_is_a_tool_although_a_row_lists_it(name):
+def test_a_reserved_route_is_not_a_tool_even_if_a_row_lists_it(name):
     tools = [{"type": "function", "name": each} for each in (name, "look")]
     row = {"responses_create_params": {"input": "x", "tools": tools}}
     routes = {**VERIFY_ROUTES, "{tool_name}": [(200, {})], "look": [(200, {"found": 1})]}
     server = ScriptedServer(**routes)
 
     async def conversation(session):
-        refused = await session.call_tool(name, "{}")
-        return session.executable, refused, await session.call_tool("look", "{}")
+        rejection = await session.call_tool(name, "{}")
+        return session.executable, rejection, await session.call_tool("look", "{}")
 
-    executable, refused, text = run_session(server.url, conversation, row)
+    executable, rejection, text = run_session(server.url, conversation, row)
     assert executable == {"look"}
-    assert "Unknown tool" in refused
+    assert "Unknown tool" in rejection
     assert json.loads(text) == {"found": 1}
     assert server.paths() == ["/seed_session", "/look"]
 
@@ -177,7 +177,7 @@ def test_an_invalid_answer_of_reset_or_step_is_a_failure():
     ],
     ids=lambda changes: str(changes)[:80],
 )
-def test_an_environment_that_sends_other_types_is_a_failure(changes):
+def test_a_step_answer_with_a_wrong_type_is_a_failure(changes):
     good = {
         "observation": "go",
         "reward": 1.0,
@@ -188,17 +188,17 @@ def test_an_environment_that_sends_other_types_is_a_failure(changes):
     server = ScriptedServer(reset=[(200, good)], step=[(200, good)])
     assert run_session(server.url, step_x).observation == "go"
     server = ScriptedServer(reset=[(200, good)], step=[(200, {**good, **changes})])
-    assert reason_of(run_session, server.url, step_x) == "bad_answer"
+    assert catch_reason(run_session, server.url, step_x) == "bad_answer"
     if changes.keys() & {"info", "observation"}:
         server = ScriptedServer(reset=[(200, {**good, **changes})], step=[(200, good)])
-        assert reason_of(run_session, server.url, step_x) == "bad_answer"
+        assert catch_reason(run_session, server.url, step_x) == "bad_answer"
 
 
 # --- agents --------------------------------------------------------------------------------------
 
 
 def run_agent(url, timeout_s=5.0, after=None, vocabulary=None, **settings):
-    """Return the result of /run. after: (seconds, what to do to the Gym then)."""
+    """Return the result of /run. after: (seconds, function that is then called with the Gym)."""
 
     async def run():
         async with Gym({"a": url}, **settings) as gym:
@@ -210,8 +210,8 @@ def run_agent(url, timeout_s=5.0, after=None, vocabulary=None, **settings):
     return asyncio.run(run())
 
 
-def slow_agent(seconds):
-    """Return a server whose /run takes so long."""
+def make_slow_agent(seconds):
+    """Return a server whose /run takes this many seconds."""
     server = ScriptedServer(run=[(200, RUN_ANSWER)])
     answer = server.server.RequestHandlerClass.do_POST
 
@@ -239,7 +239,7 @@ def test_an_agents_run_is_retried_only_while_its_server_is_busy():
 
 
 def test_an_agents_run_has_a_separate_timeout():
-    url = slow_agent(1.0).url
+    url = make_slow_agent(1.0).url
     began = time.monotonic()
     with pytest.raises(GymError) as caught:
         run_agent(url, 0.3)
@@ -250,13 +250,13 @@ def test_an_agents_run_has_a_separate_timeout():
         async with Gym({"a": url}, timeout_s=0.5) as gym:
             return await gym.run("a", ROW, 5.0)
 
-    result, _ = asyncio.run(run())  # longer than any other call may take
+    result, _ = asyncio.run(run())  # /run may take longer than timeout_s, other calls may not
     assert result.reward == 0.5
     assert result.latency_s > 0.9
 
 
 def test_an_agents_run_does_not_count_if_its_server_restarted_during_it():
-    url = slow_agent(0.6).url
+    url = make_slow_agent(0.6).url
     with pytest.raises(GymError) as caught:
         run_agent(url, after=(0.2, lambda gym: gym.mark_restarted("a")), attempts=1)
     assert (caught.value.reason, caught.value.session_lost) == ("session_lost", True)
@@ -327,5 +327,5 @@ def test_the_items_of_an_agent_are_checked(output):
     assert run(good)[1]["output"] == good
     assert run(good, vocabulary=4)
     assert run([])
-    assert reason_of(run, good, vocabulary=3) == "bad_answer"
-    assert reason_of(run, output) == "bad_answer"
+    assert catch_reason(run, good, vocabulary=3) == "bad_answer"
+    assert catch_reason(run, output) == "bad_answer"

@@ -1,7 +1,7 @@
-"""Rollouts over doubles that record every request and parameter: episodes, failures, baselines.
+"""Tests of rollouts with doubles that record each request: episodes, failures and baselines.
 
-The turns of one episode are in test_turns.py, the vLLM servers in test_inference_servers.py. The
-same code over vLLM and Gym is in test_stack.py and test_steps.py.
+test_turns.py tests the turns of an episode, and test_inference_servers.py tests the vLLM servers.
+test_stack.py and test_steps.py test the same code with vLLM and Gym.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def test_an_episode_that_lost_its_session_is_repeated_under_new_request_ids():
 
 
 def run_with_turns(run_turns) -> inference.Episode:
-    """The episode of a rollout with another function for its turns."""
+    """Run a rollout with another function for its turns -> its episode."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inference, "run_turns", run_turns)
         (episode,) = run_rollout(RecordingClient(), FixedRewards(1.0))
@@ -137,7 +137,7 @@ def test_an_unforeseen_failure_has_no_reward_and_names_its_line():
 
     episode = run_with_turns(run_turns)
     assert (episode.status, episode.reward) == ("unforeseen", None)
-    line = raise_odd.__code__.co_firstlineno + 1  # where it was raised
+    line = raise_odd.__code__.co_firstlineno + 1  # the line of `raise`
     assert f"ValueError('odd') at {__file__}:{line}. " in episode.error
 
 
@@ -164,7 +164,7 @@ def test_an_agent_runs_the_row_with_the_timeout_and_the_version_at_its_start():
     assert episode.policy_versions == [(2, 6)] and episode.timings["verify_call"] == 0.25
 
 
-def test_agents_need_slots_too():
+def test_an_agent_also_needs_an_episode_slot():
     gym = FixedRewards(kind="agent")
     running = []
     counts = []

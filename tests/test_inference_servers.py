@@ -1,4 +1,4 @@
-"""The vLLM servers of inference.py over doubles: their start, their sleep, their weights."""
+"""Tests the start, sleep and weight updates of the vLLM servers of inference.py with doubles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import inference
 
 
 class Manager:
-    """verl's LLMServerManager: records its arguments, and when its servers start and are ready."""
+    """A double of verl's LLMServerManager that records its arguments and the start of servers."""
 
     instances: list[Manager]
     events: list[str]
@@ -71,12 +71,12 @@ def test_standalone_servers_load_the_weights_of_the_model_folder(manager, nnodes
     assert (rollout.load_format, rollout.nnodes) == ("auto", expected)
     assert servers.more == {"start_rank": 5}
     assert manager.events[-1] == "servers are ready"
-    assert config == make_recipe(nnodes=nnodes)  # the caller's recipe does not change
+    assert config == make_recipe(nnodes=nnodes)  # the recipe of the caller is not changed
     assert asyncio.run(inference.start_standalone_servers(config)).more == {"start_rank": 0}
 
 
 class RecordingCheckpointManager:
-    """verl's CheckpointEngineManager: records its calls."""
+    """A double of verl's CheckpointEngineManager that records its calls."""
 
     def __init__(self, **arguments):
         self.arguments = arguments
@@ -90,7 +90,7 @@ class RecordingCheckpointManager:
 
 
 class RecordingWorkers:
-    """kit.extras.rollout_workers.RolloutWorkers: records its calls."""
+    """A double of kit.extras.rollout_workers.RolloutWorkers that records its calls."""
 
     def __init__(self):
         self.calls: list[object] = []
@@ -110,7 +110,7 @@ def make_servers(monkeypatch):
 
     def make(actor="actor", workers=None) -> inference.Servers:
         context = make_context(None)
-        # of a model whose image tokens are banned
+        # as for a model whose image tokens must not be sampled
         context.processor = SimpleNamespace(sampling_params=lambda: {"logit_bias": {9: -100.0}})
         loop = asyncio.Runner()
         return inference.Servers(make_recipe(), Manager, actor, context, "gym", loop, workers)

@@ -1,4 +1,4 @@
-"""KL penalties against their papers, as a loss and in the reward.
+"""Tests KL penalties, as a loss and in the reward, against their papers.
 
 tests/algorithm_cases.py explains the tolerances and "Departs:".
 """
@@ -14,17 +14,17 @@ from algorithm_cases import (
     EXACT,
     assert_close,
     assert_same,
+    list_sampled,
     pad,
     random_cases,
     random_tokens,
-    sampled,
 )
 from omegaconf import OmegaConf
 from verl.trainer.ppo import core_algos
 
 import training
 
-# (value, derivative by log p = x) at the log-probs x and q.
+# Each function returns (value, derivative by x) at the log-probs x = log p and q.
 # Schulman 2020, joschu.net/blog/kl-approx.html; k3: arXiv:2402.03300, eq. 4
 
 
@@ -41,7 +41,7 @@ def k2(x, q):
 
 
 def k3(x, q):
-    """Departs: verl cuts it at 10."""
+    """Departs: verl clips it at 10."""
     return math.exp(q - x) - (q - x) - 1, 1 - math.exp(q - x)
 
 
@@ -74,17 +74,18 @@ def test_the_kl_penalty_and_its_gradient(kind):
     penalty.sum().backward()
     expected = np.vectorize(KL[kind])(d.x, d.old)
     assert_same((penalty.detach().numpy(), x.grad.numpy()), *expected)
-    # of e^5 - 6 = 142
+    # without the clip, it would be e^5 - 6 = 142
     assert core_algos.kl_penalty(torch.tensor(-5.0), torch.tensor(0.0), "k3") == 10
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k1+", "k3+"])
-def test_all_estimates_but_k2_have_the_mean_of_the_kl_and_only_k2_and_the_plus_ones_its_gradient(
+def test_k2_has_another_mean_than_the_kl_and_k1_and_k3_have_another_gradient(
     kind,
 ):
-    """Expected over a vocabulary of 5, exactly.
+    """The expectation over a vocabulary of 5 is exact.
 
-    As a loss, k1 has no gradient, and k3 has that of the reversed KL.
+    All estimates except k2 have the mean of the KL divergence. Only k2, k1+ and k3+ have its
+    gradient. As a loss, k1 has no gradient, and k3 has that of the reversed KL.
     """
     rng = np.random.default_rng(0)
     logits = torch.tensor(rng.normal(size=5), requires_grad=True)
@@ -101,7 +102,7 @@ def test_all_estimates_but_k2_have_the_mean_of_the_kl_and_only_k2_and_the_plus_o
 
 @pytest.mark.parametrize(("kind", "target"), [("k1", 0.1), ("k2", 0.1), ("k2", 40.0)])
 def test_kl_in_the_reward_is_subtracted_on_sampled_tokens_only(kind, target):
-    """Ziegler et al., arXiv:1909.08593, section 2.2: R - beta log(pi / ref); beta's controller."""
+    """Ziegler et al., arXiv:1909.08593, section 2.2: R - beta log(pi / ref) with adaptive beta."""
     cases = random_cases(0)
     rng = np.random.default_rng(0)
     batch = training.build_batch(cases, 0, 1.0)
@@ -111,16 +112,18 @@ def test_kl_in_the_reward_is_subtracted_on_sampled_tokens_only(kind, target):
     batch.batch["ref_log_prob"] = torch.tensor(ref)
     kl_ctrl = {"type": "adaptive", "kl_coef": 0.25, "target_kl": target, "horizon": 100}
     config = OmegaConf.create({"algorithm": {"kl_ctrl": kl_ctrl, "kl_penalty": kind}})
-    controller = training.make_kl_controller(config, 0.5)  # of a checkpoint, not kl_coef
+    controller = training.make_kl_controller(
+        config, 0.5
+    )  # the coefficient of a checkpoint replaces kl_coef
     metrics = training.apply_kl_penalty(batch, controller, config)
     penalty, _ = np.vectorize(KL[kind])(old, ref)
     for i, case in enumerate(cases):
-        expected[i, sampled(case)] -= 0.5 * penalty[i, sampled(case)]
+        expected[i, list_sampled(case)] -= 0.5 * penalty[i, list_sampled(case)]
     assert_close(batch.batch["token_level_rewards"].numpy(), expected, **EXACT)
     assert (batch.batch["token_level_rewards"] != batch.batch["token_level_scores"]).any()
-    kl = np.mean([np.mean(penalty[i, sampled(case)]) for i, case in enumerate(cases)])
+    kl = np.mean([np.mean(penalty[i, list_sampled(case)]) for i, case in enumerate(cases)])
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(kl)
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
     change = np.clip(kl / target - 1, -0.2, 0.2) * 10 / 100
     assert controller.value == pytest.approx(0.5 * (1 + change)) != 0.5
-    assert training.make_kl_controller(config, 0.0).value == 0.25  # of a new run
+    assert training.make_kl_controller(config, 0.0).value == 0.25  # a new run starts with kl_coef

@@ -1,4 +1,4 @@
-"""The repository stands alone, and its packages import each other in one direction only."""
+"""Tests that the repository stands alone and that its packages import in one direction."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import GIVEN, ROOT, row, write_rows
+from conftest import CLEAN_ENV, ROOT, row, write_rows
 
-# The five files; gym_messages.py is the part of gym_client.py that is copied with it.
+# The five root files, and gym_messages.py, which is copied together with gym_client.py.
 ROOT_MODULES = ("algorithm", "inference", "training", "env", "gym_client", "gym_messages")
-TOP = (  # the names that may stand at the root
+# File and folder names that may exist in the root.
+ROOT_NAMES = (
     *(f"{name}.py" for name in ROOT_MODULES),
     ".ci",
     ".gitignore",
@@ -36,7 +37,8 @@ TOP = (  # the names that may stand at the root
     "templates",
     "tests",
 )
-# A part imports only from the parts before it, and from its own folder. `extras` is the table.
+# A part imports only from the parts before it, and from the same folder. kit.extras is only its
+# __init__.py, which has the table of extras.
 PARTS = (
     ("env",),
     ("gym_messages",),
@@ -53,10 +55,10 @@ PARTS = (
 )
 # Templates are copied to other projects, so they import little.
 TEMPLATE_IMPORTS = {"env", "gym_client", "kit.errors", "kit.data.episode", "kit.data.selection"}
-# Paths of one machine, or of another folder; written so that this file does not contain them.
+# Paths of one machine, or outside the repository. They are written so that they do not match here.
 FOREIGN_PATHS = [rf"(?<![\w.])/{name}/" for name in ("root", "work", "home", "mnt", "Users")]
 FOREIGN_PATHS += [r"(?<![\w.])\.\./\w+/", r"ROOT" + r"\.parent"]
-# an address or a local path in a requirements file; comments may name one
+# A URL or a local path in a requirements file. Comments may contain one.
 HOST = r"^(?!\s*#).*(https?://|--(extra-)?index-url|--find-links|(^|\s)-[if]\s| @ )"
 MAX_CORE_MODULES = 26
 IMPORTED_BY_VERL = {"kit.rollout.verl_patches", "kit.rollout.stores"}  # by a key of base.yaml
@@ -87,11 +89,11 @@ def list_sources() -> list[Path]:
     return [path for path in list_files() if path.suffix == ".py" and path.parent in folders]
 
 
-# --- alone ---------------------------------------------------------------------------------------
+# --- the repository needs no other folder --------------------------------------------------------
 
 
-def without_local_links(line: str, path: Path) -> str:
-    """A line without the links of a page to other files of the repository."""
+def remove_local_links(line: str, path: Path) -> str:
+    """A line of a page without its links to other files of the repository."""
     links = re.findall(r"\]\(([^)#]+)", line) if path.suffix == ".md" else []
     for link in links:
         target = (path.parent / link).resolve()
@@ -106,7 +108,7 @@ def test_no_file_names_a_path_outside_the_repository():
         if path.suffix == ".png":
             continue
         for number, line in enumerate(read_lines(path), 1):
-            text = without_local_links(line, path)
+            text = remove_local_links(line, path)
             if any(re.search(pattern, text) for pattern in FOREIGN_PATHS):
                 problems.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
     assert not problems, "\n".join(problems)
@@ -121,41 +123,43 @@ def test_requirements_name_no_host():
     assert not problems, problems
 
 
-def test_the_root_holds_the_five_files_and_known_folders():
+def test_the_root_has_only_known_files_and_folders():
     top = {path.relative_to(ROOT).parts[0] for path in list_files()}
-    unknown = [name for name in top if not any(fnmatch.fnmatch(name, known) for known in TOP)]
+    unknown = [
+        name for name in top if not any(fnmatch.fnmatch(name, pattern) for pattern in ROOT_NAMES)
+    ]
     assert not unknown
     files = {name for name in top if name.endswith(".py")}
     assert files == {f"{name}.py" for name in ROOT_MODULES}
 
 
-def test_no_script_stands_next_to_a_module_that_hides_one_of_pythons():
-    """`python kit/x/script.py` puts kit/x first on the path: a platform.py there would be found."""
-    shown = "\n".join(
-        p.read_text() for p in list_files() if p.suffix in ("", ".md", ".py", ".yaml")
-    )
-    scripts = {ROOT / name for name in re.findall(r"python\S* ((?:[\w-]+/)+\w+\.py)", shown)}
+def test_no_folder_of_a_script_has_a_module_with_a_standard_library_name():
+    """`python kit/x/script.py` puts kit/x first on sys.path.
+
+    There, a file platform.py would replace Python's module `platform`.
+    """
+    texts = [p.read_text() for p in list_files() if p.suffix in ("", ".md", ".py", ".yaml")]
+    names = re.findall(r"python\S* ((?:[\w-]+/)+\w+\.py)", "\n".join(texts))
+    scripts = {ROOT / name for name in names}
     assert ROOT / "benchmarks" / "step.py" in scripts
-    hiding = [
-        path
-        for script in scripts
-        for path in script.parent.glob("*.py")
-        if path.stem in sys.stdlib_module_names
-    ]
+    hiding = []
+    for script in scripts:
+        paths = script.parent.glob("*.py")
+        hiding += [path for path in paths if path.stem in sys.stdlib_module_names]
     assert not hiding
 
 
-# --- one direction -------------------------------------------------------------------------------
+# --- packages import in one direction ------------------------------------------------------------
 
 
-def module_name(path: Path) -> str:
-    """The dotted name of a file: env, kit.data.episode, kit.extras, ..."""
+def get_module_name(path: Path) -> str:
+    """The dotted name of a file, such as env, kit.data.episode or kit.extras."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts).removesuffix(".__init__")
 
 
 def list_imports(path: Path) -> Iterator[str]:
-    """Dotted names of all that a file imports, at its top and in functions."""
+    """The dotted name of each import of a file, at its top and in functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -165,19 +169,19 @@ def list_imports(path: Path) -> Iterator[str]:
             yield str(node.module)
 
 
-MODULES = {module_name(path): path for path in list_sources()}
+MODULES = {get_module_name(path): path for path in list_sources()}
 
 
 def list_project_imports(path: Path) -> set[str]:
     """The modules of this repository that a file imports, without the packages above them."""
     names = {name for name in list_imports(path) if name in MODULES}
-    is_package = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
-    # `from kit.extras.judges import judge_proxy` names the package only as a part of the path
-    return {name for name in names - is_package if name not in ("kit", module_name(path))}
+    packages = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
+    # `from kit.extras.judges import judge_proxy` does not use the package kit.extras.judges
+    return {name for name in names - packages if name not in ("kit", get_module_name(path))}
 
 
-def part_of(name: str) -> int | None:
-    """The position of a module in PARTS; None for extras and cpu."""
+def find_part(name: str) -> int | None:
+    """The index of a module's part in PARTS. None for modules of extras and cpu."""
     for position, members in enumerate(PARTS):
         for member in members:
             if name == member or (member != "kit.extras" and name.startswith(f"{member}.")):
@@ -188,21 +192,21 @@ def part_of(name: str) -> int | None:
 def test_core_modules_import_only_from_parts_before_them():
     problems = []
     for name, path in MODULES.items():
-        position = part_of(name)
+        position = find_part(name)
         if position is None or name == "kit":
             continue
         for other in list_project_imports(path):
-            other_position = part_of(other)
+            other_position = find_part(other)
             is_same_folder = position == other_position and name.startswith("kit.")
             is_before = other_position is not None and other_position < position
             if not (is_before or is_same_folder):
                 problems.append(f"{name} imports {other}")
-    # the table of extras makes the processor of text models
+    # kit/extras/__init__.py creates the processor of text models
     allowed = {"kit.extras imports kit.data.processor"}
     assert sorted(set(problems) - allowed) == []
 
 
-def test_no_modules_import_each_other():
+def test_no_import_cycles():
     graph = {name: list_project_imports(path) for name, path in MODULES.items()}
     graph["kit.extras"] -= {"kit.data.processor"}
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
@@ -220,7 +224,7 @@ def test_extras_do_not_import_each_other():
     assert problems == []
 
 
-def test_templates_import_little():
+def test_templates_import_only_a_few_modules():
     for path in (ROOT / "templates").glob("*.py"):
         assert list_project_imports(path) <= TEMPLATE_IMPORTS, path
 
@@ -235,13 +239,13 @@ def test_templates_import_little():
         ("inference", ("training",)),
     ],
 )
-def test_a_file_that_can_be_copied_alone_does_not_import_the_rest(name, forbidden):
+def test_a_root_file_does_not_import_forbidden_modules(name, forbidden):
     imported = {module.partition(".")[0] for module in list_imports(ROOT / f"{name}.py")}
     assert not imported & set(forbidden)
 
 
-def test_env_imports_the_kit_only_for_its_other_commands():
-    """`python env.py check` and the like are in kit/; the tasks and their rendering are not."""
+def test_env_imports_the_kit_only_inside_functions():
+    """Only commands such as `python env.py check` need kit/. Tasks and rendering do not."""
     tree = ast.parse((ROOT / "env.py").read_text())
     for node in tree.body:
         names = [alias.name for alias in getattr(node, "names", [])]
@@ -262,7 +266,7 @@ finally:
 
 @pytest.fixture(scope="module")
 def gsm8k_arguments(workspace) -> list[str]:
-    """configs/math.yaml with a tiny model and rows, since no hub can be reached here."""
+    """Arguments for configs/math.yaml with a tiny model and rows, which need no download."""
     rows = write_rows(workspace / "gsm8k.jsonl", [row(f"say {i}") for i in range(8)])
     return [
         "--config=configs/math.yaml",
@@ -279,7 +283,7 @@ def test_a_dry_run_of_math_imports_few_modules_of_the_kit(gsm8k_arguments):
     done = subprocess.run(
         [sys.executable, "-c", DRY_RUN, *gsm8k_arguments, "--dry-run"],
         cwd=ROOT,
-        env=GIVEN,
+        env=CLEAN_ENV,
         capture_output=True,
         text=True,
         timeout=300,

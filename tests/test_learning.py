@@ -1,11 +1,11 @@
-"""The tiny model learns over the real stack: from every kind of verifier, a tool and a teacher."""
+"""Tests that the tiny model learns: from each kind of verifier, a tool, and a teacher."""
 
 from __future__ import annotations
 
 import json
 
 import pandas
-from conftest import GYM_PYTHON, WORDS, drop, metrics_of, with_verifiers, write_rows
+from conftest import GYM_PYTHON, WORDS, kill_workers, metrics_of, with_verifiers, write_rows
 from judge_doubles import JUDGE_CONFIG, StubJudge, completion
 from learning import AGREE, COUNTING, NO_EVALUATION, UNTRAINED, train_until
 from tiny_models import make_pretrained
@@ -20,9 +20,9 @@ FOUR_WORDS = ["say", "give", "write", "print"]
 
 
 def test_the_policy_learns_from_three_kinds_of_verifiers_together(stack):
-    """A server of Gym, the server of templates/verifier, and templates/reward.py over verl's rows.
+    """They are a Gym server, templates/verifier, and templates/reward.py for rows of verl.
 
-    The reward of each increases.
+    The reward from each of them increases.
     """
     rows = [
         {
@@ -43,8 +43,8 @@ def test_the_policy_learns_from_three_kinds_of_verifiers_together(stack):
     changes = [
         f"env.train_files=[{', '.join(files)}]",
         "actor_rollout_ref.rollout.n=16",
-        # Some verifiers pay well for longer answers, such as 77, and others do not. The policy may
-        # keep those for a while.
+        # Some verifiers give a high reward to longer answers such as 77, and others do not. The
+        # policy may sample such answers for a while.
         "data.max_response_length=6",
         NO_EVALUATION,
     ]
@@ -61,7 +61,7 @@ def test_the_policy_learns_from_three_kinds_of_verifiers_together(stack):
 
 
 def test_the_policy_learns_a_game_from_generated_rows(stack):
-    """templates/task.py: two guesses at a number from 1 to 3, with a hint after the first."""
+    """In templates/task.py, the policy guesses a number from 1 to 3, with one hint."""
     rows = "function: templates/task.py:rows, highest: 3, verifier: templates/task.py:Guess"
     changes = [
         f"env.train_files=[{{{rows}}}]",
@@ -80,9 +80,11 @@ def test_the_policy_learns_a_game_from_generated_rows(stack):
 
 def test_the_policy_learns_from_a_judge(stack, tmp_path):
     """Gym's equivalence_llm_judge calls a stub, which accepts every answer with a 7."""
-    judge = StubJudge(
-        (200, lambda request: completion("[[A=B]]" if "7" in str(request) else "[[A!=B]]"))
-    )
+
+    def reply(request):
+        return completion("[[A=B]]" if "7" in str(request) else "[[A!=B]]")
+
+    judge = StubJudge((200, reply))
     name = "equivalence_llm_judge"
     rows = [
         {
@@ -103,18 +105,20 @@ def test_the_policy_learns_from_a_judge(stack, tmp_path):
             with stack.trainer("judged", *changes, gym=gym) as trainer:
                 rewards = train_until(trainer, 0.9)
                 files = (trainer.run.folder / "rollouts").glob("step_*.jsonl")
-                lines = [line for path in files for line in path.read_text().splitlines()]
+                lines = []
+                for path in files:
+                    lines += path.read_text().splitlines()
             stack.servers.loop.run(gym.__aexit__())
         answers = [json.loads(line)["_episode"]["answer"] for line in lines]
         assert len(answers) == 64 * len(rewards)
-        judged = sum(bool(answer.strip()) for answer in answers)  # the server refuses empty ones
+        judged = sum(bool(answer.strip()) for answer in answers)  # the server rejects empty answers
         assert proxy.metrics()["judge/judge_model/completion_tokens"] == 2 * judged
     assert sum(rewards[:3]) / 3 < 0.5
     assert sum(rewards[-3:]) / 3 >= 0.9
 
 
 def test_the_policy_learns_to_use_a_real_tool(stack):
-    """Each episode has its own counter. Exactly one call, between two turns, earns 1."""
+    """Each episode has a separate counter. Exactly one call gives the reward 1."""
     changes = [COUNTING, NO_EVALUATION, "data.max_response_length=32"]
     with stack.trainer("tools", *changes) as trainer:
         rewards = train_until(trainer, 0.6, over=5)
@@ -136,11 +140,11 @@ def test_distillation_learns_only_from_the_teachers_log_probs(stack):
         try:
             steps = [dict(trainer.step_or_skip()) for _ in range(10)]
         finally:
-            drop([trainer.workers.ref])
+            kill_workers([trainer.workers.ref])
     kl = [-m["critic/advantages/mean"] for m in steps]  # nats a token
     print("reverse KL", [round(k, 2) for k in kl])
     print("rewards", [round(m["rollout/reward/mean"], 2) for m in steps])
-    # the KL from the policy itself is 0, and without training it would not change
+    # Without training, the KL would not change. If the teacher were the policy, it would be 0.
     assert kl[0] > 2
     assert kl[-1] < 0.75 * kl[0]
     for m in steps:

@@ -1,4 +1,4 @@
-"""The order of a step and of a run: the loop over doubles that only record calls."""
+"""Tests the order of calls in a step and in a run, with doubles that record them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_run_that_resumes_after_its_last_step_evaluates_and_exports(
 ):
     """Ctrl-C in the last step saves it. The same command then evaluates and exports.
 
-    After the export, the same command is refused.
+    After the export, the same command is an error.
     """
     calls = loop_doubles.calls
     changes = ("trainer.total_training_steps=5", "trainer.val_before_train=false")

@@ -1,4 +1,4 @@
-"""Every error that ends a run says how to fix it: an imperative, valid values, or a suggestion."""
+"""Tests that each error that ends a run has a fix: an imperative, valid values or a suggestion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from conftest import ROOT
 
-ENDS = {
+# Errors that end a run.
+ERRORS = {
     "ConfigError",
     "UserFunctionError",
     "RunError",
@@ -31,22 +32,19 @@ FIX = re.compile(
 class Messages(NamedTuple):
     """The errors of a source file."""
 
-    without_fix: list[str]  # `file:line: text` of each error that names no fix
-    count: int  # errors in all
+    without_fix: list[str]  # `file:line: text` of each error without a fix
+    count: int  # the number of all errors
 
 
 def join_strings(node: ast.AST, texts: dict[str, str]) -> str:
-    """The text of an expression, with the texts of the names in it."""
-    parts = [
-        str(n.value)
-        for n in ast.walk(node)
-        if isinstance(n, ast.Constant) and isinstance(n.value, str)
-    ]
+    """The text of an expression. texts: {name: text} of the names in it."""
+    constants = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
+    parts = [value for value in constants if isinstance(value, str)]
     names = [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]
     return " ".join([*parts, *(texts.get(name, "") for name in names)])
 
 
-def module_texts(tree: ast.Module) -> dict[str, str]:
+def read_module_texts(tree: ast.Module) -> dict[str, str]:
     """{name: text} of the constants of a module."""
     texts = {}
     for node in tree.body:
@@ -71,16 +69,16 @@ def add_assigned_texts(function: ast.AST, texts: dict[str, str]) -> None:
 
 
 def is_error(node: ast.AST) -> bool:
-    """Whether a node makes an error that ends a run, with a message."""
+    """Whether a node creates an error that ends a run and has a message."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         return False
-    return node.func.id in ENDS and bool(node.args)
+    return node.func.id in ERRORS and bool(node.args)
 
 
 def find_messages(source: str, file: str) -> Messages:
     """Find the errors of a source file, and those that name no fix."""
     tree = ast.parse(source)
-    constants = module_texts(tree)
+    constants = read_module_texts(tree)
     without_fix = set()
     count = 0
     for function in ast.walk(tree):
@@ -91,20 +89,20 @@ def find_messages(source: str, file: str) -> Messages:
         for node in filter(is_error, ast.walk(function)):
             count += 1
             text = join_strings(node, texts)
-            # a message without a letter only passes on another one
+            # a message without a letter only repeats that of another error
             if re.search(r"\w", text) and not FIX.search(text):
                 without_fix.add(f"{file}:{node.lineno}: {join_strings(node, {})}")
     return Messages(sorted(without_fix), count)
 
 
-def messages_of(path: Path) -> Messages:
+def read_messages(path: Path) -> Messages:
     return find_messages(path.read_text(), str(path.relative_to(ROOT)))
 
 
 def test_every_error_names_a_fix():
-    messages = [messages_of(path) for path in FILES]
+    messages = [read_messages(path) for path in FILES]
     assert [line for file in messages for line in file.without_fix] == []
-    assert sum(file.count for file in messages) > 80  # otherwise this test reads the wrong files
+    assert sum(file.count for file in messages) > 80  # otherwise, FILES is wrong
 
 
 def test_an_error_without_a_fix_is_found():

@@ -1,7 +1,8 @@
-"""verl's losses and their gradients against their papers.
+"""Tests verl's losses and their gradients against their papers.
 
-A reference is the paper's equation as a loop over tokens. x is the log-prob of a token, `old` that
-of the old policy, a the advantage. tests/algorithm_cases.py explains the tolerances and "Departs:".
+A reference implements the paper's equation as a loop over tokens. x is the log-prob of a token,
+`old` that of the old policy, and a the advantage. See tests/algorithm_cases.py for the tolerances
+and for "Departs:".
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from algorithm_cases import (
     SEEDS,
     assert_close,
     assert_same,
-    loss_and_gradient,
+    compute_loss_and_gradient,
     make_actor_config,
     random_tokens,
     weigh_tokens,
@@ -27,13 +28,13 @@ from algorithm_cases import (
 from verl.trainer.ppo import core_algos
 
 # --- references ----------------------------------------------------------------------------------
-# Of a token: (loss, derivative by x).
+# The references return (loss, derivative by x) of a token.
 
 
 def ppo(x, old, a, low=0.2, high=0.28, c=math.inf):
-    """Schulman et al., arXiv:1707.06347, eq. 7, with DAPO's two bounds and dual-clip PPO's floor.
+    """Schulman et al., arXiv:1707.06347, eq. 7, with DAPO's two bounds and dual-clip PPO's minimum.
 
-    The bounds: arXiv:2503.14476, section 3.1. The floor c A for A < 0: Ye et al., arXiv:1912.09729.
+    Bounds: arXiv:2503.14476, section 3.1. Minimum c A if A < 0: Ye et al., arXiv:1912.09729.
     """
     r = math.exp(x - old)
     objective = min(r * a, np.clip(r, 1 - low, 1 + high) * a)
@@ -53,12 +54,16 @@ def dro(x, old, a):
 
 
 def by_token(loss):
-    """A reference from the loss of a token: tokens -> {token: (loss, derivative)}."""
-    return lambda d: {at: loss(d.x[at], d.old[at], d.a[at]) for at in d.tokens}
+    """Make a reference from the loss of a token: tokens -> {token: (loss, derivative)}."""
+
+    def reference(d):
+        return {at: loss(d.x[at], d.old[at], d.a[at]) for at in d.tokens}
+
+    return reference
 
 
-def stopped(weight):
-    """- sg(weight(pi, pi_old, A)) A log pi."""
+def with_stopped_weight(weight):
+    """- sg(weight(pi, pi_old, A)) A log pi, where sg stops the gradient."""
 
     def loss(x, old, a):
         factor = -weight(math.exp(x), math.exp(old), a) * a
@@ -67,11 +72,11 @@ def stopped(weight):
     return by_token(loss)
 
 
-def constant(pi, mu, a):
+def weight_one(pi, mu, a):
     return 1.0
 
 
-def clipped_ratio(pi, mu, a):
+def clip_ratio(pi, mu, a):
     return np.clip(pi / mu, 0.8, 1.28)
 
 
@@ -81,7 +86,7 @@ def dppo(divergence):
         is_moving_back = (pi > mu) != (a > 0)
         return min(pi / mu, 3.0) * (is_near or is_moving_back)
 
-    return stopped(weight)
+    return with_stopped_weight(weight)
 
 
 def total_variation(mu, pi):
@@ -93,7 +98,7 @@ def binary_kl(p, q):
 
 
 def by_response(loss):
-    """A reference from loss(log-ratios of the token's response, its own log-ratio, A)."""
+    """Make a reference from loss(log-ratios of the response, log-ratio of the token, A)."""
 
     def reference(d):
         results = {}
@@ -115,14 +120,14 @@ def gmpo(log_ratios, log_r, a):
     return value, value * (log_r <= 0.28 if a > 0 else log_r >= -0.2)
 
 
-def covariances(d):
+def compute_covariances(d):
     mean_a = np.mean([d.a[at] for at in d.tokens])
     mean_x = np.mean([d.x[at] for at in d.tokens])
     return {at: (d.a[at] - mean_a) * (d.x[at] - mean_x) for at in d.tokens}
 
 
 def clip_cov(d):
-    covariance = covariances(d)
+    covariance = compute_covariances(d)
     results = by_token(ppo)(d)
     for at, (_, slope) in results.items():
         if 1 < covariance[at] < 5 and slope:
@@ -136,7 +141,7 @@ def ratio_times_advantage(x, old, a):
 
 
 def kl_cov(d, fraction=0.2, beta=0.1):
-    ranked = sorted(d.tokens, key=covariances(d).get)
+    ranked = sorted(d.tokens, key=compute_covariances(d).get)
     results = by_token(ratio_times_advantage)(d)
     for at in ranked[-max(1, int(fraction * len(ranked))) :]:
         value, slope = results[at]
@@ -157,13 +162,13 @@ LOSSES = {
     # 4 p (1 - p) A.
     "sapo": by_token(sapo),
     # Chu et al., arXiv:2504.02546: A log pi.
-    "gpg": stopped(constant),
+    "gpg": with_stopped_weight(weight_one),
     # Richemond et al., arXiv:2405.19107, DRO-V's gradient of the policy. Departs: its quadratic
     # term is around the old policy, not the reference, and of tokens, not responses. beta = 0.3.
     "dro": by_token(dro),
     # MiniMax, arXiv:2506.13585, eq. 4 and 5: sg(clip(r)) A log pi. Departs: the lower bound is on
     # by default.
-    "cispo": stopped(clipped_ratio),
+    "cispo": with_stopped_weight(clip_ratio),
     # Cui et al., arXiv:2505.22617: PPO, no gradient on (here all) tokens whose covariance is in
     # (1, 5); r A and a KL penalty on the tokens of largest covariance. Departs: Clip-Cov's tokens
     # also lose their loss, and are not drawn from those that PPO clips; KL-Cov's KL is |log r|,
@@ -183,7 +188,7 @@ LOSSES = {
 
 def test_every_loss_of_verl_has_a_reference():
     registered = {name for name in core_algos.POLICY_LOSS_REGISTRY if ".py:" not in name}
-    assert set(LOSSES) == registered  # other tests register losses of files
+    assert set(LOSSES) == registered  # other tests also register custom losses
 
 
 # --- losses and gradients ------------------------------------------------------------------------
@@ -191,11 +196,11 @@ def test_every_loss_of_verl_has_a_reference():
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_and_its_gradient_are_those_of_the_paper(name, seed):
+def test_a_loss_and_its_gradient_equal_those_of_the_paper(name, seed):
     """Odd seeds have weights of rollout correction.
 
-    Departs: bypass_mode does not read them; sapo and geo_mean read no mode, and the latter's mean
-    is over all rows, padding included; gspo is the paper's with seq-mean-token-mean.
+    Departs: bypass_mode ignores these weights. sapo and geo_mean ignore the mode. The mean of
+    geo_mean is over all rows, also padding. gspo is that of the paper with seq-mean-token-mean.
     """
     d = random_tokens(seed, per_response=name == "geo_mean")
     mode = MODES[seed % 5]
@@ -210,7 +215,7 @@ def test_a_loss_and_its_gradient_are_those_of_the_paper(name, seed):
     for at, (value, slope) in LOSSES[name](d).items():
         loss += weights[at] * value
         gradient[at] = weights[at] * slope
-    result = loss_and_gradient(name, d, mode, weights=d.w if seed % 2 else None)
+    result = compute_loss_and_gradient(name, d, mode, weights=d.w if seed % 2 else None)
     assert_same(result, loss, gradient)
 
 
@@ -232,82 +237,82 @@ def test_bypass_reinforce_is_truncated_importance_sampling(seed):
         loss += gradient[i, t] * d.x[i, t]
     correction = {"loss_type": "reinforce", "rollout_is": level}
     config = make_actor_config({"rollout_correction": correction})
-    assert_same(loss_and_gradient("bypass_mode", d, config=config), loss, gradient)
+    assert_same(compute_loss_and_gradient("bypass_mode", d, config=config), loss, gradient)
 
 
 @pytest.mark.parametrize("name", core_algos.POLICY_LOSS_REGISTRY)
 def test_on_policy_every_loss_raises_log_probs_by_the_advantage(name):
-    """The sign: a loss decreases, so if the policy has not moved, its gradient is -A."""
+    """If the policy has not changed yet, the gradient of the loss is -A."""
     d = random_tokens(0, per_response=True, on_policy=True)
     # without the padding row, over which geo_mean averages
     d.x = d.old = d.x[:-1]
     d.a = d.a[:-1]
     d.mask = d.mask[:-1]
-    config = make_actor_config({"clip_cov_lb": 1e9, "clip_cov_ub": 1e9})  # no token is chosen
-    _, gradient = loss_and_gradient(name, d, "seq-mean-token-mean", config)
+    config = make_actor_config({"clip_cov_lb": 1e9, "clip_cov_ub": 1e9})  # selects no token
+    _, gradient = compute_loss_and_gradient(name, d, "seq-mean-token-mean", config)
     assert_close(gradient, -d.a * weigh_tokens(d.mask, "seq-mean-token-mean"), **EXACT)
 
 
 # --- clipping ------------------------------------------------------------------------------------
 
 
-def pull(name, ratios, a, **changes):
-    """The gradient on the tokens of one response over -A / length: the weight of each token."""
+def compute_token_weights(name, ratios, a, **changes):
+    """The weight of each token of a response: its gradient divided by -A / length."""
     x = np.full((1, len(ratios)), -3.0)
     a = np.full(x.shape, a)
     d = SimpleNamespace(x=x, old=x - np.log(ratios), a=a, mask=np.full(x.shape, True))
-    _, gradient = loss_and_gradient(name, d, config=make_actor_config(**changes))
+    _, gradient = compute_loss_and_gradient(name, d, config=make_actor_config(**changes))
     return pytest.approx(-gradient[0] / a[0] * x.size)
 
 
-def test_clip_higher_gives_more_room_above_than_below():
+def test_clip_higher_allows_larger_increases_than_decreases():
     """DAPO, arXiv:2503.14476, section 3.1.
 
-    Departs: clip_ratio is not read, as both bounds have defaults.
+    Departs: clip_ratio is not read, because both bounds have defaults.
     """
-    assert pull("vanilla", [1.25, 1.29, 0.79], 1.0) == [1.25, 0, 0.79]
-    assert pull("vanilla", [1.25, 1.29, 0.79], -1.0) == [1.25, 1.29, 0]
-    assert pull("vanilla", [1.25], 1.0, clip_ratio_high=0.2) == [0]
-    assert pull("vanilla", [1.25], 1.0, clip_ratio=0.01) == [1.25]
+    assert compute_token_weights("vanilla", [1.25, 1.29, 0.79], 1.0) == [1.25, 0, 0.79]
+    assert compute_token_weights("vanilla", [1.25, 1.29, 0.79], -1.0) == [1.25, 1.29, 0]
+    assert compute_token_weights("vanilla", [1.25], 1.0, clip_ratio_high=0.2) == [0]
+    assert compute_token_weights("vanilla", [1.25], 1.0, clip_ratio=0.01) == [1.25]
 
 
-def test_dual_clip_drops_bad_tokens_that_grew():
-    assert pull("vanilla", [2.9, 3.1], -1.0) == [2.9, 0]
-    assert pull("vanilla", [3.1], -1.0, clip_ratio_c=10.0) == [3.1]
+def test_dual_clip_drops_tokens_with_a_negative_advantage_and_a_large_ratio():
+    assert compute_token_weights("vanilla", [2.9, 3.1], -1.0) == [2.9, 0]
+    assert compute_token_weights("vanilla", [3.1], -1.0, clip_ratio_c=10.0) == [3.1]
 
 
 def test_cispo_drops_no_token():
-    assert pull("cispo", [3.1, 0.1], 1.0) == [1.28, 0.8]
-    assert pull("cispo", [3.1, 0.1], -1.0) == [1.28, 0.8]
+    assert compute_token_weights("cispo", [3.1, 0.1], 1.0) == [1.28, 0.8]
+    assert compute_token_weights("cispo", [3.1, 0.1], -1.0) == [1.28, 0.8]
 
 
 def test_gspo_drops_whole_responses():
-    assert pull("gspo", [2.0, 1.0], 1.0) == [0, 0]
-    assert pull("gspo", [2.0, 0.5], 1.0) == [1, 1]
-    assert pull("vanilla", [2.0, 1.0], 1.0) == [0, 1]
-    assert pull("vanilla", [2.0, 0.5], 1.0) == [0, 0.5]
+    assert compute_token_weights("gspo", [2.0, 1.0], 1.0) == [0, 0]
+    assert compute_token_weights("gspo", [2.0, 0.5], 1.0) == [1, 1]
+    assert compute_token_weights("vanilla", [2.0, 1.0], 1.0) == [0, 1]
+    assert compute_token_weights("vanilla", [2.0, 0.5], 1.0) == [0, 0.5]
 
 
 def test_dppo_truncates_at_dual_clips_default_of_3():
-    """Departs: verl's code falls back to 20, and the paper has a large value.
+    """Departs: the paper has a large value, and verl's code has 20 as its default.
 
-    But clip_ratio_c always has a value.
+    But clip_ratio_c always has a value, so this default is never used.
     """
-    assert pull("dppo_tv", [5.0], -1.0) == [3.0]
-    assert pull("dppo_tv", [5.0], -1.0, clip_ratio_c=20.0) == [5.0]
+    assert compute_token_weights("dppo_tv", [5.0], -1.0) == [3.0]
+    assert compute_token_weights("dppo_tv", [5.0], -1.0, clip_ratio_c=20.0) == [5.0]
 
 
 # --- aggregation ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_aggregation_by_hand_of_random_tokens_and_in_micro_batches(mode):
-    """With the totals that verl's engine passes on. It sums micro-batches and averages 2 ranks."""
+def test_aggregation_of_examples_random_tokens_and_micro_batches(mode):
+    """verl's engine passes the totals, sums the micro-batches, and averages over 2 ranks."""
     results = [7 / 4, 7, 7 / 2, (4 + 1) / 2, 7 / 2 / 4]
-    by_hand = dict(zip(MODES, results, strict=True))[mode]
+    expected = dict(zip(MODES, results, strict=True))[mode]
     losses = torch.tensor([[4.0, 9, 9, 9], [1.0, 1, 1, 9]])
     mask = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0]])
-    assert core_algos.agg_loss(losses, mask, mode) == by_hand
+    assert core_algos.agg_loss(losses, mask, mode) == expected
     d = random_tokens(0)
     losses = torch.tensor(d.x)
     mask = torch.tensor(d.mask)
@@ -324,21 +329,21 @@ def test_aggregation_by_hand_of_random_tokens_and_in_micro_batches(mode):
 
 
 def test_dr_grpos_norm_and_geo_mean_depend_on_the_split_into_micro_batches():
-    """Departs: the former divides by the width of the tensor, unless loss_scale_factor is set.
+    """Departs: without loss_scale_factor, Dr. GRPO's mode divides by the width of the tensor.
 
-    That is the longest response of a micro-batch. The latter reads no totals, so each of 2
-    micro-batches has twice its gradient.
+    This is the length of the longest response of a micro-batch. geo_mean ignores the totals, so
+    the gradient of each of 2 micro-batches is twice as large.
     """
     mode = "seq-mean-token-sum-norm"
     short = torch.ones(2, 4)
     wide = torch.nn.functional.pad(torch.ones(2, 4), (0, 4))
-    of_short = core_algos.agg_loss(short, short, mode)
-    assert core_algos.agg_loss(wide, wide, mode) == of_short / 2
-    assert core_algos.agg_loss(wide, wide, mode, loss_scale_factor=4) == of_short
+    loss_of_short = core_algos.agg_loss(short, short, mode)
+    assert core_algos.agg_loss(wide, wide, mode) == loss_of_short / 2
+    assert core_algos.agg_loss(wide, wide, mode, loss_scale_factor=4) == loss_of_short
     d = random_tokens(0, per_response=True)
     half = SimpleNamespace(x=d.x[:4], old=d.old[:4], a=d.a[:4], mask=d.mask[:4])
-    _, gradient = loss_and_gradient("geo_mean", d)
-    _, gradient_of_half = loss_and_gradient("geo_mean", half)
+    _, gradient = compute_loss_and_gradient("geo_mean", d)
+    _, gradient_of_half = compute_loss_and_gradient("geo_mean", half)
     assert_close(gradient_of_half, 2 * gradient[:4], **EXACT)
 
 

@@ -1,4 +1,4 @@
-"""What `make` installs is what was tested: each package by its version and its hash."""
+"""Tests that `make` installs the tested packages: each has a version and a hash."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from conftest import ROOT
 
-# of two places that may have different files: PyTorch's index and a folder (Makefile)
+# Packages from several sources with different files: PyTorch's index and a folder (Makefile).
 WITHOUT_HASH = {
     "requirements-cpu.txt": ["torch"],
     "requirements-gym.txt": [],
@@ -16,7 +16,7 @@ WITHOUT_HASH = {
     "requirements-gpu.txt": [],
     "requirements-docs.txt": [],
 }
-MIN_PACKAGES = {"requirements-gym-0.4.0.txt": 1, "requirements-docs.txt": 25}  # the others: 101
+MIN_PACKAGES = {"requirements-gym-0.4.0.txt": 1, "requirements-docs.txt": 25}  # all others have 101
 
 
 def list_packages(name):
@@ -53,17 +53,18 @@ def test_the_lock_file_of_gpus_has_what_requirements_txt_lists():
     pins = [re.sub(r"\[.*\]", "", line).strip() for line in lines if "==" in line]
     assert len(pins) > 10
     assert not [pin for pin in pins if f"\n{pin} \\\n" not in locked]
-    assert "\ncupy-cuda13x==14.0.1 \\\n" in locked  # of verl's extra cupy-cu130
+    assert "\ncupy-cuda13x==14.0.1 \\\n" in locked  # from verl's extra cupy-cu130
 
 
 def list_commands(target: str) -> str:
-    """The commands of a target that is made for the first time, without running them."""
+    """The commands of a target that was not made before. They are not run."""
     command = ["make", "-n", "-B", target]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-def test_the_environments_of_cpu_and_gpu_leave_each_other_alone():
-    on_gpus, on_cpus = list_commands("math"), list_commands("test")
-    assert "-r requirements-gpu.txt" in on_gpus and "-r requirements-cpu.txt" in on_cpus
-    assert not re.findall(r"\.venv/\S*", on_gpus)
-    assert not re.findall(r"\.venv-(?:gpu|uv)\S*", on_cpus)
+def test_the_commands_for_gpus_and_cpus_use_separate_environments():
+    gpu_commands = list_commands("math")
+    cpu_commands = list_commands("test")
+    assert "-r requirements-gpu.txt" in gpu_commands and "-r requirements-cpu.txt" in cpu_commands
+    assert not re.findall(r"\.venv/\S*", gpu_commands)
+    assert not re.findall(r"\.venv-(?:gpu|uv)\S*", cpu_commands)

@@ -1,6 +1,6 @@
-"""The documentation site, as `make site` builds it, in a browser: search, phone, dark mode, links.
+"""Tests the documentation site of `make site`, in a browser: search, phone, dark mode and links.
 
-`make docs` and `make soak` run it. tests/test_site_navigation.py is fast, and part of `make test`.
+`make docs` and `make soak` run this file. `make test` runs tests/test_site_navigation.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PHONE = {"width": 390, "height": 844}
 DESKTOP = {"width": 1400, "height": 1000}
 TAG = re.compile(r"<(?P<name>\w+)(?P<attributes>[^>]*)>")
 ATTRIBUTE = re.compile(r'\b(?P<name>id|href|src)=(?P<quote>"|)(?P<value>[^"\s>]*)(?P=quote)')
-# What a page's Markdown and the site must have in equal numbers: tokens of markdown-it and tags.
+# {token of markdown-it: HTML tag}. A page must have equal numbers of both.
 BLOCKS = {"table_open": "<table", "list_item_open": "<li", "tr_open": "<tr"}
 
 
@@ -38,7 +38,7 @@ class Handler(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def site() -> Path:
-    """The folder of the site, built again."""
+    """Build the site -> its folder."""
     done = subprocess.run(["make", "site"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return ROOT / "site"
@@ -56,7 +56,7 @@ def address(site) -> Iterator[str]:
 
 @contextlib.contextmanager
 def open_page(browser, url: str, **settings):
-    """Open a page. An error, or a request to another host, fails the test."""
+    """Open a page. An error or a request to another host fails the test."""
     page = browser.new_page(**settings)
     faults: list[str] = []
     page.on("pageerror", lambda error: faults.append(str(error)))
@@ -115,8 +115,8 @@ def test_no_link_is_dead(site):
     assert sorted(set(dead)) == []
 
 
-def test_lists_and_tables_are_those_of_the_code_host(site):
-    """Python-Markdown needs an empty line before a list, GitHub does not: docs/site_hooks.py."""
+def test_lists_and_tables_are_the_same_as_on_github(site):
+    """Python-Markdown needs an empty line before a list, so docs/site_hooks.py adds it."""
     parser = MarkdownIt("commonmark").enable("table")
     different = []
     for path in list_pages(site):
@@ -124,17 +124,17 @@ def test_lists_and_tables_are_those_of_the_code_host(site):
         source = ROOT / "docs" / f"{name}.md"
         if not source.is_file() or name == "api":  # made from docstrings
             continue
-        found = Counter(token.type for token in parser.parse(source.read_text()))
+        expected = Counter(token.type for token in parser.parse(source.read_text()))
         html = path.read_text()
         article = html[html.index("<article") : html.index("</article")]
         for token, tag in BLOCKS.items():
             count = len(re.findall(rf"{tag}\b", article))
-            if count != found[token]:
-                different.append(f"{name}: {found[token]} {token}, {count} {tag}>")
+            if count != expected[token]:
+                different.append(f"{name}: {expected[token]} {token}, {count} {tag}>")
     assert different == []
 
 
-def test_language_models_get_all_pages(site):
+def test_llms_txt_lists_all_pages(site):
     index = (site / "llms.txt").read_text()
     full = (site / "llms-full.txt").read_text()
     pages = re.findall(r"^- \[.+?\]\((.+?)\)", index, re.MULTILINE)
@@ -177,12 +177,13 @@ def test_a_phone_has_the_navigation_and_no_wide_page(chromium, site, address):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_has_the_scheme_of_the_system_and_a_switch(chromium, address, scheme):
+def test_the_site_has_the_color_scheme_of_the_system_and_a_switch(chromium, address, scheme):
     background = "getComputedStyle(document.body).backgroundColor"
     with open_page(chromium, address, viewport=DESKTOP, color_scheme=scheme) as page:
-        paper = sum_color(page.evaluate(background))
-        ink = sum_color(page.evaluate("getComputedStyle(document.body).color"))
-        assert (ink > paper + 200) if scheme == "dark" else (paper > ink + 200)
+        page_color = sum_color(page.evaluate(background))
+        text_color = sum_color(page.evaluate("getComputedStyle(document.body).color"))
+        difference = text_color - page_color
+        assert (difference > 200) if scheme == "dark" else (difference < -200)
         for _ in range(2):  # system, light, dark
             page.locator("form[data-md-component=palette] label:not([hidden])").click()
         assert sum_color(page.evaluate(background)) < 300

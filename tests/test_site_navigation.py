@@ -1,4 +1,4 @@
-"""The navigation of the documentation site names every page once, and no other.
+"""Tests that the navigation of the documentation site has each page exactly once.
 
 tests/test_site.py builds the site and opens it in a browser.
 """
@@ -14,7 +14,7 @@ from conftest import ROOT
 
 
 class Loader(yaml.SafeLoader):
-    """Reads mkdocs.yml: the Python objects in it are for MkDocs, and become None."""
+    """Reads mkdocs.yml. Its Python objects, which only MkDocs needs, become None."""
 
 
 Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
@@ -40,7 +40,7 @@ def list_navigation(entries: list[Any]) -> Iterator[str]:
                 yield from list_navigation(value)
 
 
-def test_the_navigation_names_every_page_once_and_no_other():
+def test_the_navigation_has_each_page_exactly_once():
     root_pages = read_root_pages()
     assert [name for name in root_pages if not (ROOT / name).is_file()] == []
     docs = ROOT / "docs"
@@ -55,7 +55,7 @@ def test_sections_have_the_order_in_which_a_reader_needs_them():
 
 
 def test_only_pages_are_published():
-    """Python files of docs/ are no pages, and no other host is asked for fonts."""
+    """Python files of docs/ are excluded, and fonts are not loaded from another host."""
     excluded = SETTINGS["exclude_docs"].split()
     scripts = [f"/{path.name}" for path in (ROOT / "docs").glob("*.py")]
     assert set(scripts) <= set(excluded)

@@ -1,4 +1,4 @@
-"""Steps that the real stack does not train on, and weights that it does not save."""
+"""Tests of skipped steps, and of weights that are not saved, with FSDP and vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kit.runs import checkpoints
 
 
 def test_a_batch_without_verified_episodes_is_skipped_with_a_message(stack, capsys):
-    name = "nobody"
+    name = "no_episodes"
     changes = [NO_EVALUATION, "gym.max_failed_frac=1"]
     with stack.trainer(name, *changes, gym=gym_client.Gym({})) as trainer:
         trainer.step_or_skip()
@@ -48,7 +48,8 @@ def test_rejecting_every_token_skips_the_step(stack):
             trainer.step()
 
 
-DAMAGE = """
+# An estimator and a loss that return NaN in some steps.
+NAN_FUNCTIONS = """
 import torch
 from verl.trainer.ppo.core_algos import agg_loss
 
@@ -80,9 +81,9 @@ def reward(episode):  # the same for every response, so that no advantage is 0
 """
 
 
-def test_nonfinite_steps_are_skipped_and_kept_and_three_in_a_row_end_the_run(stack, capsys):
+def test_nonfinite_steps_are_skipped_and_written_and_three_in_a_row_end_the_run(stack, capsys):
     """Step 2 has a NaN advantage. From step 4 on the loss is NaN, so verl skips the mini-batch."""
-    (stack.workspace / "damage.py").write_text(DAMAGE)
+    (stack.workspace / "damage.py").write_text(NAN_FUNCTIONS)
     changes = [
         "trainer.total_training_steps=9",
         "trainer.save_freq=1",
@@ -105,7 +106,7 @@ def test_nonfinite_steps_are_skipped_and_kept_and_three_in_a_row_end_the_run(sta
     assert batch["advantages"].isnan().any()
     assert batch["responses"].shape[0] == len(batch["uid"])
     saved = {path.name for path in (folder / "checkpoints").glob("global_step_*")}
-    # the weights are finite in every step, whatever the batch was
+    # the weights are finite after every step
     assert saved == {f"global_step_{n}" for n in range(1, 7)}
     steps = {
         m["step"]: m.get("training/skipped_nonfinite_steps", 0)
@@ -115,10 +116,13 @@ def test_nonfinite_steps_are_skipped_and_kept_and_three_in_a_row_end_the_run(sta
     assert steps == {1: 0, 2: 1, 3: 0, 4: 1, 5: 2}
 
 
-def make_poison():
-    """A function that sets a weight of a worker to NaN. Ray pickles it by value, as it is local."""
+def make_nan_setter():
+    """Make a function that sets a weight of a worker to NaN.
 
-    def poison(worker):
+    It is a local function, so Ray pickles it by value.
+    """
+
+    def set_nan(worker):
         import torch
 
         weight = next(iter(worker.actor.engine.module.parameters()))
@@ -126,14 +130,14 @@ def make_poison():
         with torch.no_grad():
             local.view(-1)[0] = float("nan")
 
-    return poison
+    return set_nan
 
 
 @pytest.mark.parametrize("bypass_mode", [False, True])
 def test_weights_that_are_not_finite_are_never_saved(stack, capsys, bypass_mode):
-    """Any tensor may show it first. In bypass mode no log-prob of the trainer is checked.
+    """The step may fail at any tensor. In bypass mode, no log-prob of the trainer is checked.
 
-    The weights are not published: NaN would stay in the KV cache of vLLM, which other tests share.
+    The weights are not sent to vLLM, because NaN would stay in the KV cache that tests share.
     """
     import ray
 
@@ -143,7 +147,7 @@ def test_weights_that_are_not_finite_are_never_saved(stack, capsys, bypass_mode)
     try:
         with stack.trainer(name, *changes) as trainer:
             workers = trainer.workers.actor.workers
-            ray.get([worker.__ray_call__.remote(make_poison()) for worker in workers])
+            ray.get([worker.__ray_call__.remote(make_nan_setter()) for worker in workers])
             with pytest.raises((NonFiniteStep, SkippedStep)):
                 trainer.step()
             trainer.saved_state["step"] = trainer.state["step"]

@@ -1,4 +1,4 @@
-"""The real stack with the tiny untied model: FSDP actor, vLLM server and Gym servers."""
+"""Tests with an FSDP actor, a vLLM server and Gym servers, and the tiny untied model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from conftest import GYM_PYTHON, counting, row
+from conftest import GYM_PYTHON, make_counter_row, row
 from tiny_models import ACTIONS, END
 
 import env
@@ -20,8 +20,8 @@ from kit.extras import convert
 from kit.gym.network import find_free_port
 from kit.rollout.sampler import build_sampling_params, repeat_per_group
 
-# Bound on the mean |log-prob difference| of a sampled token. It is rounding: both sides compute in
-# float32.
+# Bound on the mean |log-prob difference| of sampled tokens. Both sides compute in float32, so only
+# rounding differs.
 AGREE = 4e-5
 
 
@@ -57,7 +57,7 @@ def compute_disagreement(trainer, episodes) -> float:
 
 
 def build_batch_with_advantages(trainer, episodes):
-    """A batch whose advantages are 1 and -1 in turns."""
+    """A batch whose advantages alternate between 1 and -1."""
     batch = build_batch(trainer, episodes)
     batch.batch["old_log_probs"] = compute_log_probs(trainer, batch)
     signs = torch.tensor([1.0, -1.0]).repeat(len(episodes) // 2)[:, None]
@@ -79,10 +79,10 @@ def test_responses_are_token_ids_with_log_probs_and_a_reward(session):
             e.response_ids, skip_special_tokens=True
         )
         assert e.turns == [(0, len(e.response_ids), 1)]
-        # The verifier's rule (chain_sum, which removes commas): 1 for the answer, and a part of it
-        # for a text that contains the answer.
+        # The verifier (chain_sum) removes commas. The reward is 1 for the answer, and less for a
+        # text that contains the answer.
         text = e.response.strip().replace(",", "")
-        expected = 1.0 if text == "7" else 1 / len(text) if "7" in text else 0.0
+        expected = 1 / len(text) if "7" in text else 0.0
         assert e.reward == pytest.approx(expected), e.response
         assert {"generate", "verify", "verify_call"} <= set(e.timings)
 
@@ -92,16 +92,16 @@ def test_vllm_has_the_weights_of_the_trainer_after_a_sync(session):
     batch = build_batch_with_advantages(session, sample(session))
     training.update_actor(session.workers.actor, batch, session.config)
     stale = compute_disagreement(session, sample(session))
-    assert stale > 1000 * AGREE  # without a sync the two are far apart, so this test can fail
+    assert stale > 1000 * AGREE  # without a sync, the difference is large
     session.servers.update_weights(1)
     assert compute_disagreement(session, sample(session)) < AGREE
 
 
 def test_a_server_with_old_weights_ends_the_run(session):
-    """A sync that did not reach a server: it still reports the step before."""
+    """If a sync does not reach a server, the server still reports the previous step."""
     session.servers.update_weights(2)
     assert {e.status for e in sample(session, n=1)} == {"ok"}
-    session.servers.context.policy_version = 3  # as after an update whose sync was lost
+    session.servers.context.policy_version = 3  # as after a sync that did not arrive
     with pytest.raises(
         RunError, match="samples from the weights of step 2, the trainer's are of step 3"
     ):
@@ -119,14 +119,14 @@ def test_an_empty_answer_is_verified_like_any_other(session):
     assert torch.isfinite(compute_log_probs(session, batch)).all()
 
 
-def test_a_truncated_answer_is_marked(session):
-    episodes = sample(session, n=1, allowed_token_ids=[9])  # the digit 7, without end
+def test_a_truncated_response_has_ended_length(session):
+    episodes = sample(session, n=1, allowed_token_ids=[9])  # only the digit 7, without <end>
     assert all(e.ended == "length" and len(e.response_ids) == 12 for e in episodes)
     assert all(e.reward == pytest.approx(1 / 12) for e in episodes)
 
 
 def sample_with_gym(session, gym, n=2):
-    """Sample episodes with other Gym servers than the session's."""
+    """Sample episodes with these Gym servers instead of the session's."""
     running = session.servers
     servers = inference.Servers(
         session.config, running.manager, None, running.context, gym, running.loop
@@ -164,8 +164,8 @@ def test_an_episode_without_a_server_fails_and_has_no_reward(session):
 
 @pytest.fixture(scope="module")
 def multi_turn_servers(stack, session):
-    """The session's servers with room for conversations. Gym's agent calls them, too."""
-    # the initial weights sample every action; trained ones may never sample some
+    """The session's servers with long limits for conversations. Gym's agent also calls them."""
+    # the initial weights sample every action; trained weights may not
     session.workers.actor.load_checkpoint(str(stack.fresh))
     session.servers.update_weights(0)
     context = stack.servers.context
@@ -191,9 +191,14 @@ def play(session, servers, row, server, n, *actions, **changes):
 
 
 def test_trainer_and_vllm_agree_around_observations(session, multi_turn_servers):
-    """Conversations of several turns: both compute the same log-probs of the sampled tokens."""
+    """In conversations of several turns, both compute the same log-probs of sampled tokens."""
     episodes = play(
-        session, multi_turn_servers, counting(steps=2), "counter", 64, allowed_token_ids=None
+        session,
+        multi_turn_servers,
+        make_counter_row(steps=2),
+        "counter",
+        64,
+        allowed_token_ids=None,
     )
     assert [e.status for e in episodes] == ["ok"] * 64, episodes[0].error
     several = [e for e in episodes if len(e.turns) > 1]
@@ -204,7 +209,13 @@ def test_trainer_and_vllm_agree_around_observations(session, multi_turn_servers)
 
 def test_a_real_tool_counts_the_calls_of_the_policy(session, multi_turn_servers):
     episodes = play(
-        session, multi_turn_servers, counting(steps=2), "counter", 96, "increment", "unknown"
+        session,
+        multi_turn_servers,
+        make_counter_row(steps=2),
+        "counter",
+        96,
+        "increment",
+        "unknown",
     )
     assert [e.status for e in episodes] == ["ok"] * 96, episodes[0].error
     for e in episodes:

@@ -1,7 +1,8 @@
-"""`Trainer.step` over the real stack: a step of every recipe, and how weights reach vLLM."""
+"""Tests `Trainer.step` with FSDP, vLLM and Gym: a step of each recipe, and weight updates."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -12,15 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, drop, with_values
+from conftest import ROOT, kill_workers, with_values
 from learning import AGREE, NO_EVALUATION
-from markdown_blocks import GUIDES, files_shown
+from markdown_blocks import GUIDES, read_shown_files
 
 import training
 from kit.runs import checkpoints
 from kit.runs.workers import optional_roles, start_roles, start_workers
 
-PLAIN = [
+RECIPES = [
     "grpo",
     "dr_grpo",
     "rloo",
@@ -38,8 +39,8 @@ PLAIN = [
     "sppo",
     "spin",
 ]
-# recipes that other tests run
-OTHERS = {"dapo", "ppo", "turn_gae", "reward_model", "lora", "sft", "distill"}
+# Recipes that other tests run.
+TESTED_ELSEWHERE = {"dapo", "ppo", "turn_gae", "reward_model", "lora", "sft", "distill"}
 
 
 def read_records(trainer, step: int) -> list[dict]:
@@ -56,17 +57,20 @@ def compute_log_probs(trainer, batch):
 
 def test_every_algorithm_recipe_has_a_test():
     recipes = {path.stem for path in (ROOT / "configs" / "algorithms").glob("*.yaml")}
-    assert recipes == {*PLAIN, *OTHERS}
+    assert recipes == {*RECIPES, *TESTED_ELSEWHERE}
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", RECIPES)
 def test_an_update_of_each_recipe_raises_log_probs_with_positive_advantages(stack, name):
-    """This holds to first order. In the next step vLLM agrees with the trainer, so it has the new
-    weights.
+    """This holds to first order.
+
+    In the next step, vLLM agrees with the trainer, so vLLM has the new weights.
     """
     changes = [NO_EVALUATION, "trainer.total_training_steps=2"]
     if name == "sppo":
-        changes.append("actor_rollout_ref.actor.ppo_epochs=1")  # its second epoch turns back
+        changes.append(
+            "actor_rollout_ref.actor.ppo_epochs=1"
+        )  # its second epoch reverses the first
     batches = []
     with stack.trainer(name, *changes, overlays=[name]) as trainer:
         original_update = trainer.update
@@ -83,7 +87,7 @@ def test_an_update_of_each_recipe_raises_log_probs_with_positive_advantages(stac
             assert metrics["actor/grad_norm"] > 0
             assert metrics["training/rollout_probs_diff_max"] < AGREE
             assert "training/skipped_nonfinite_steps" not in metrics
-    # the first batch: later updates of the optimizer also depend on earlier gradients
+    # only the first batch, because later optimizer steps also depend on earlier gradients
     first = batches[0].batch
     change = (first["after"] - first["old_log_probs"]) * first["response_mask"]
     gain = (first["advantages"] * change).sum()
@@ -110,9 +114,9 @@ def test_a_critic_warms_up_saves_and_loads(stack, values, name):
 
 
 def test_baselines_a_reward_model_a_kl_penalty_and_correction_work_together(stack, values):
-    """ReMax, a reward model, an adaptive KL penalty, importance weights and rejection.
+    """The recipe has ReMax, a reward model, an adaptive KL penalty, and rollout correction.
 
-    The metrics of all of them are there.
+    All of them have metrics.
     """
     changes = [
         f"reward.reward_model.model_path={stack.workspace / 'scored'}",
@@ -139,21 +143,21 @@ def test_baselines_a_reward_model_a_kl_penalty_and_correction_work_together(stac
         assert m["critic/rewards/mean"] != m["reward/reasoning_gym/mean"]
         assert m["actor/grad_norm"] > 0
         assert math.isfinite(m["reward/reasoning_gym/reward_model/mean"])
-    # There was no update before step 1. But the reference computes in bf16, which rounds log-probs
-    # from 2 to 4 by at most 2**-7.
+    # Before step 1 there is no update, so only rounding differs. The reference computes in bf16,
+    # which rounds log-probs from 2 to 4 by at most 2**-7.
     assert abs(steps[0]["actor/reward_kl_penalty"]) < 2**-7
     assert math.isfinite(steps[1]["actor/reward_kl_penalty"])
     coefficients = [m["actor/reward_kl_penalty_coeff"] for m in steps]
     assert coefficients[1] != coefficients[0]
-    # The saved coefficient is that after the last update. An update changes it by at most a fifth
-    # of batch over horizon.
+    # The saved coefficient is that after the last update. An update changes it by at most
+    # 0.2 * batch size / horizon.
     change = state["kl_coef"] / coefficients[1] - 1
     assert 0 < abs(change) <= 0.2 * 4 / 100 + 1e-6
     assert len(episodes) == 4
     assert all(e["baseline"] is not None for e in episodes)
 
 
-def test_dapo_fills_up_the_batch_and_reports_the_batches_that_it_sampled(stack, capsys):
+def test_dapo_refills_the_batch_and_reports_how_many_batches_it_sampled(stack, capsys):
     """Dynamic sampling, filters, reward shaping and a curriculum."""
     changes = [
         "data.train_batch_size=4",
@@ -185,11 +189,10 @@ def test_dapo_fills_up_the_batch_and_reports_the_batches_that_it_sampled(stack, 
     assert steps[-1]["training/epoch"] == pytest.approx(sum(batches) * 4 / 8)
     pattern = r"step \d/3  verifier \S+  shaped \S+  len .*  kept (\d+)/(\d+)"
     printed = re.findall(pattern, capsys.readouterr().out)
-    expected = [  # no count is printed if all episodes are kept
-        16 * count
-        for count, m in zip(batches, steps, strict=True)
-        if m["rollout/kept"] < m["rollout/episodes"]
-    ]
+    expected = []
+    for count, m in zip(batches, steps, strict=True):
+        if m["rollout/kept"] < m["rollout/episodes"]:  # otherwise no count is printed
+            expected.append(16 * count)
     assert [int(total) for _, total in printed] == expected
 
 
@@ -206,7 +209,7 @@ def test_a_batch_mixes_two_servers_by_weight(stack):
 
 
 def test_vllm_gets_the_merged_weights_of_a_lora_adapter(stack):
-    """The test starts further workers. After an update vLLM agrees with the trainer."""
+    """After an update, vLLM agrees with the trainer. The workers are those of this test."""
     changes = [
         "actor_rollout_ref.actor.optim.lr=0.03",
         "actor_rollout_ref.model.lora_rank=8",
@@ -222,11 +225,11 @@ def test_vllm_gets_the_merged_weights_of_a_lora_adapter(stack):
                 assert metrics["actor/grad_norm"] > 0
                 assert metrics["training/rollout_probs_diff_max"] < AGREE
     finally:
-        drop(workers)
+        kill_workers(workers)
 
 
 def test_weights_reach_vllm_over_a_socket_in_the_private_folder_of_the_run(stack):
-    """verl's name is the same in every run of a machine, and the receiver unpickles the data."""
+    """verl uses the same socket name in all runs, and the receiver unpickles the data."""
     sockets: set[str] = set()
     ended = threading.Event()
 
@@ -248,9 +251,9 @@ def test_weights_reach_vllm_over_a_socket_in_the_private_folder_of_the_run(stack
 
 
 def test_critic_and_reference_run_in_separate_resource_pools(stack):
-    """Each has two GPUs, the actor has one. The reference returns the same as the actor's.
+    """Each of them has two GPUs, and the actor has one.
 
-    The critic learns and saves shards.
+    The reference returns the same log-probs as in the actor. The critic learns and saves shards.
     """
     changes = [
         "trainer.resource_pools={critic: 2, ref: 2}",
@@ -273,7 +276,7 @@ def test_critic_and_reference_run_in_separate_resource_pools(stack):
             second = trainer.step_or_skip()
             folder = trainer.save()
         finally:
-            drop([pools.critic, pools.ref])
+            kill_workers([pools.critic, pools.ref])
     assert (pools.critic.world_size, pools.ref.world_size) == (2, 2)
     for metrics in (first, second):
         assert metrics["critic/grad_norm"] > 0
@@ -283,13 +286,15 @@ def test_critic_and_reference_run_in_separate_resource_pools(stack):
 
 
 def test_the_functions_of_the_guides_work(stack):
-    """A step with the reward, filter, advantage and loss of one guide, and the sampler of another.
+    """Run a step with the functions of two guides.
 
-    The limits are those of the tiny task: a random policy earns little, in at most 12 tokens.
+    The settings fit the tiny task, in which rewards are small and responses have up to 12 tokens.
     """
     for name, page in (("my_functions.py", "functions.md"), ("my_sampler.py", "curriculum.md")):
-        (stack.workspace / name).write_text(files_shown(GUIDES / page)[name])
-    low, free, per_token = 0.001, 4, 0.01
+        (stack.workspace / name).write_text(read_shown_files(GUIDES / page)[name])
+    low = 0.001
+    free = 4
+    per_token = 0.01
     changes = [
         "algorithm.adv_estimator=my_functions.py:ranks",
         "actor_rollout_ref.actor.policy_loss.loss_mode=my_functions.py:quadratic",
@@ -308,7 +313,7 @@ def test_the_functions_of_the_guides_work(stack):
     assert len(groups) == 8 and kept and metrics["actor/grad_norm"] > 0
     assert metrics["rollout/filtered/learnable"] == 64 - sum(len(group) for group in kept)
     rewards = []
-    for record in (record for group in kept for record in group):
+    for record in itertools.chain.from_iterable(kept):
         tokens = len(record["response"]["output"][0]["generation_token_ids"])
         over = max(tokens - free, 0) if record["reward"] > 0 else 0
         rewards.append(record["reward"] - per_token * over)

@@ -1,7 +1,7 @@
-"""The code reads easily: short functions, one statement for one thing, plain names, plain English.
+"""Checks the style rules that Ruff cannot check: short functions, plain names and plain English.
 
-Ruff checks line length, branches, statements and nesting (pyproject.toml), this file the rest. The
-same phrases are banned in the Markdown of the documentation.
+Ruff checks line length, branches, statements and nesting (pyproject.toml). The list of banned
+phrases also applies to the Markdown pages of the documentation.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ MAX_FUNCTION_LINES = 50
 MAX_FILE_LINES = {"algorithm.py": 400}
 MAX_ROOT_FILE_LINES = 600
 MAX_TEST_FILE_LINES = 500
-MAX_COMPREHENSION = 160  # characters: two lines
+MAX_COMPREHENSION = 160  # characters, about two lines
 MAX_LAMBDA = 40  # characters
-MAX_MARKDOWN_LINE = 120  # characters; a table's row is one line
+MAX_MARKDOWN_LINE = 120  # characters; rows of tables may be longer
 
-PHRASES = [
+BANNED_PHRASES = [
     "beside",
     "at once",
     "goes on",
@@ -49,11 +49,13 @@ PHRASES = [
     "gets nowhere",
     "got nowhere",
 ]
-PHRASE = re.compile(rf"\b({'|'.join(PHRASES)})\b", re.IGNORECASE)
-SUBJECT = re.compile(
+BANNED_PHRASE = re.compile(rf"\b({'|'.join(BANNED_PHRASES)})\b", re.IGNORECASE)
+# a sentence with a clause as its subject, such as `What it needs is a row.`
+CLAUSE_SUBJECT = re.compile(
     r"(?:^|[.:;] )(What|Where|Who|Whoever|Whatever) (?!is\b.*\?|if\b)[a-z]", re.MULTILINE
 )
-NAMES = {
+# names that do not describe their value
+BANNED_NAMES = {
     "told",
     "said",
     "why",
@@ -74,8 +76,8 @@ def read_tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of each comment, and of each string that has a space in it."""
+def iterate_texts(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of each comment, and of each string that contains a space."""
     source = path.read_text()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and "noqa" not in token.string:
@@ -85,16 +87,16 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
-def phrase_problems(path: Path) -> Iterator[str]:
-    for line, text in texts(path):
-        for pattern in (PHRASE, SUBJECT):
+def find_phrase_problems(path: Path) -> Iterator[str]:
+    for line, text in iterate_texts(path):
+        for pattern in (BANNED_PHRASE, CLAUSE_SUBJECT):
             for match in pattern.finditer(text):
                 context = text[max(0, match.start() - 30) : match.end() + 30]
                 yield f"{line}: {match[0].strip()!r} in {context!r}"
 
 
-def markdown_paragraphs(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of each paragraph, list item, heading and row of a table, without code."""
+def iterate_markdown_paragraphs(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of each paragraph, list item, heading and table row. Code is left out."""
     is_code = False
     first = 0
     words: list[str] = []
@@ -111,10 +113,10 @@ def markdown_paragraphs(path: Path) -> Iterator[tuple[int, str]]:
             words.append(line[starts.end() if starts and not words else 0 :].strip())
 
 
-def markdown_problems(path: Path) -> Iterator[str]:
-    """Banned phrases of a page, and lines that are too long."""
-    for line, text in markdown_paragraphs(path):
-        for pattern in (PHRASE, SUBJECT):
+def find_markdown_problems(path: Path) -> Iterator[str]:
+    """The banned phrases of a page, and its lines that are too long."""
+    for line, text in iterate_markdown_paragraphs(path):
+        for pattern in (BANNED_PHRASE, CLAUSE_SUBJECT):
             for match in pattern.finditer(text):
                 context = text[max(0, match.start() - 30) : match.end() + 30]
                 yield f"{line}: {match[0].strip()!r} in {context!r}"
@@ -123,7 +125,7 @@ def markdown_problems(path: Path) -> Iterator[str]:
             yield f"{number}: {len(line)} characters"
 
 
-def bound_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def iterate_defined_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """(line, name) of each name that the file defines."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
@@ -136,14 +138,14 @@ def bound_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.name
 
 
-def name_problems(path: Path) -> Iterator[str]:
-    for line, name in bound_names(read_tree(path)):
-        if name.strip("_") in NAMES:
-            yield f"{line}: the name {name!r} says nothing; name the value"
+def find_name_problems(path: Path) -> Iterator[str]:
+    for line, name in iterate_defined_names(read_tree(path)):
+        if name.strip("_") in BANNED_NAMES:
+            yield f"{line}: the name {name!r} does not describe its value; choose a specific name"
 
 
 def is_walrus_test(node: ast.expr, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether a walrus is the whole test of an `if`, or the left side of such a comparison."""
+    """Whether a walrus is the whole condition of an `if`, or the left side of its comparison."""
     parent = parents[node]
     if isinstance(parent, ast.Compare) and parent.left is node:
         node, parent = parent, parents[parent]
@@ -151,7 +153,7 @@ def is_walrus_test(node: ast.expr, parents: dict[ast.AST, ast.AST]) -> bool:
 
 
 def multiplies_text(node: ast.BinOp) -> bool:
-    """Whether this is `"text" * condition`, which an `if` says more clearly."""
+    """Whether this is `"text" * condition`. An `if` is clearer."""
     for text, factor in ((node.left, node.right), (node.right, node.left)):
         if isinstance(factor, ast.Constant):
             continue
@@ -165,7 +167,7 @@ def multiplies_text(node: ast.BinOp) -> bool:
     return False
 
 
-def structure_problems(path: Path) -> Iterator[str]:
+def find_structure_problems(path: Path) -> Iterator[str]:
     tree = read_tree(path)
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     for node in ast.walk(tree):
@@ -198,7 +200,7 @@ def is_swap(node: ast.Assign) -> bool:
     }
 
 
-def size_problems(path: Path) -> Iterator[str]:
+def find_size_problems(path: Path) -> Iterator[str]:
     tree = read_tree(path)
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -216,30 +218,34 @@ def size_problems(path: Path) -> Iterator[str]:
         yield f"1: {lines} lines"
 
 
-def problems(path: Path) -> list[str]:
-    """All that is wrong with a file: a line number and a text each."""
-    checks = (phrase_problems, name_problems, structure_problems, size_problems)
-    return [problem for check in checks for problem in check(path)]
+def find_problems(path: Path) -> list[str]:
+    """All style problems of a source file, each as `line: description`."""
+    return [
+        *find_phrase_problems(path),
+        *find_name_problems(path),
+        *find_structure_problems(path),
+        *find_size_problems(path),
+    ]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_reads_easily(path):
-    assert problems(path) == []
+def test_a_source_file_follows_the_style_rules(path):
+    assert find_problems(path) == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_page_is_in_plain_words(path):
-    assert list(markdown_problems(path)) == []
+def test_a_page_has_no_banned_phrase_and_no_long_line(path):
+    assert list(find_markdown_problems(path)) == []
 
 
-def test_phrases_in_markdown_are_found(tmp_path):
-    """Also across two lines, in lists and tables, but not in code."""
+def test_banned_phrases_in_markdown_are_found(tmp_path):
+    """They are found across lines, in lists and in tables, but not in code."""
     page = tmp_path / "page.md"
     page.write_text(
         "# A page\n\nAll of them start at\nonce.\n\n- What it needs is a row.\n\n"
         "| a | b |\n| --- | --- |\n| it is told | `told` |\n\n```text\ntold at once\n```\n"
     )
-    found = [problem.partition(" in ")[0] for problem in markdown_problems(page)]
+    found = [problem.partition(" in ")[0] for problem in find_markdown_problems(page)]
     assert found == ["3: 'at once'", "6: 'What i'", "10: 'told'"]
 
 

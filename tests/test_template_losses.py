@@ -1,4 +1,4 @@
-"""SPPO, SPIN and distillation of templates/ against their papers.
+"""Tests SPPO, SPIN and distillation of templates/ against their papers.
 
 tests/algorithm_cases.py explains the tolerances and "Departs:".
 """
@@ -26,10 +26,10 @@ from templates.losses import dpo, sppo
 TWO_PARTS = (slice(0, 3), slice(3, 8))
 
 
-def gradient_in_parts(loss, d, advantages, mode, parts):
-    """(loss, gradient by x) of a mini-batch in micro-batches, added up as verl's engine does.
+def compute_in_parts(loss, d, advantages, mode, parts):
+    """(loss, gradient by x) of a mini-batch, summed over micro-batches as in verl's engine.
 
-    parts: the rows of each.
+    parts: the rows of each micro-batch.
     """
     config = make_actor_config()
     x = torch.tensor(d.x, requires_grad=True)
@@ -50,11 +50,11 @@ def gradient_in_parts(loss, d, advantages, mode, parts):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_sppo_regresses_a_responses_log_ratio_on_how_often_it_wins(seed):
-    """Wu et al., arXiv:2405.00675, Algorithm 1, mean over responses.
+def test_sppo_fits_the_log_ratio_of_a_response_to_its_win_rate(seed):
+    """Wu et al., arXiv:2405.00675, Algorithm 1, as a mean over responses.
 
-    (log pi(y)/pi_t(y) - eta (P(y > pi_t) - 1/2))^2; P is the mean over the K responses to the
-    prompt. Departs: the larger reward wins; eta = 1.
+    (log pi(y)/pi_t(y) - eta (P(y > pi_t) - 1/2))^2, where P is the mean over the K responses to the
+    prompt. Departs: the larger reward wins, and eta = 1.
     """
     d = random_tokens(seed)
     rng = np.random.default_rng(seed)
@@ -72,10 +72,10 @@ def test_sppo_regresses_a_responses_log_ratio_on_how_often_it_wins(seed):
     token_rewards = torch.zeros(d.x.shape, dtype=torch.float64)
     token_rewards[:, -1] = torch.tensor(rewards)
     advantages, _ = preference(token_rewards, torch.tensor(d.mask), groups)
-    result = gradient_in_parts(sppo, d, advantages, MODES[3], TWO_PARTS)
+    result = compute_in_parts(sppo, d, advantages, MODES[3], TWO_PARTS)
     assert_same(result, loss, gradient)
     with pytest.raises(UserFunctionError, match="seq-mean-token-mean"):
-        gradient_in_parts(sppo, d, advantages, MODES[0], [slice(0, 8)])
+        compute_in_parts(sppo, d, advantages, MODES[0], [slice(0, 8)])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -101,16 +101,16 @@ def test_the_gradient_of_spin_is_that_of_its_loss(seed):
     turn = torch.where(mask, 0, -1)
     turn[from_row] = -1
     advantages, _ = spin(mask, turn, index, torch.tensor(d.old), ref)
-    # a pair is cut in two
-    _, gradient = gradient_in_parts(dpo, d, advantages, MODES[2], TWO_PARTS)
+    # the two responses of a pair are in different micro-batches
+    _, gradient = compute_in_parts(dpo, d, advantages, MODES[2], TWO_PARTS)
     assert_close(gradient, x.grad.numpy(), **EXACT)
 
 
 def test_distillation_follows_the_reverse_kl():
     """Agarwal et al., arXiv:2306.13649, section 3 with lambda = 1 and KL(student || teacher).
 
-    The gradient of the advantages, and minus their mean, expected over a vocabulary of 5, exactly.
-    Observed tokens have no advantage.
+    The expectation over a vocabulary of 5 is exact. Minus the mean advantage is the KL divergence,
+    and the gradients are equal. Observed tokens have no advantage.
     """
     rng = np.random.default_rng(0)
     logits = torch.tensor(rng.normal(size=5), requires_grad=True)

@@ -1,4 +1,4 @@
-"""The calls of a run and of a step, their order, and the files that they write.
+"""Tests the calls of a run and of a step, their order, and the files that are written.
 
 The doubles of trainer_doubles.py record all calls.
 """
@@ -14,10 +14,10 @@ from trainer_doubles import (
     ACTOR,
     QUIET,
     ROLLOUT,
-    lines_of,
     list_group_ids,
     list_row_ids,
     make_plan,
+    read_run_lines,
 )
 
 import algorithm
@@ -29,8 +29,8 @@ from kit.runs import checkpoints
 # --- the run -------------------------------------------------------------------------------------
 
 
-def test_a_run_evaluates_and_saves_when_it_is_due(workspace, recorder, capsys):
-    """Five steps: an evaluation every two, a checkpoint every three, both after the last."""
+def test_a_run_evaluates_and_saves_after_the_steps_in_the_recipe(workspace, recorder, capsys):
+    """It evaluates every two steps, saves every three, and does both after the last of five."""
     sizes = ["trainer.total_training_steps=5", "trainer.test_freq=2", "trainer.save_freq=3"]
     with algorithm.train(make_plan(workspace, *sizes)) as trainer:
         assert trainer.scores == {}
@@ -48,12 +48,12 @@ def test_a_run_evaluates_and_saves_when_it_is_due(workspace, recorder, capsys):
         *("rollout", "save 5", "update_weights 5", "validate", "export 5"),
     ]
     assert "Finished in" in capsys.readouterr().out
-    steps = [line["step"] for line in lines_of(trainer)]
+    steps = [line["step"] for line in read_run_lines(trainer)]
     assert steps == [0, 0, 1, 2, 2, 3, 4, 4, 5, 5]
-    assert "timing_s/update_weights" in lines_of(trainer)[1]
+    assert "timing_s/update_weights" in read_run_lines(trainer)[1]
 
 
-def test_a_run_without_a_first_evaluation_is_evaluated_at_its_end(workspace, recorder):
+def test_a_run_without_other_evaluations_evaluates_at_its_end(workspace, recorder):
     changes = [*QUIET, "trainer.total_training_steps=2"]
     with algorithm.train(make_plan(workspace, *changes)) as trainer:
         trainer.fit()
@@ -63,14 +63,14 @@ def test_a_run_without_a_first_evaluation_is_evaluated_at_its_end(workspace, rec
     assert calls.index("validate") > calls.index("update_weights 2")
 
 
-def test_a_run_that_ends_early_exports_nothing(workspace, recorder, capsys):
+def test_a_run_that_ends_early_does_not_export(workspace, recorder, capsys):
     with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
         trainer.step_or_skip()
     assert not any(name.startswith("export") for name in recorder.calls)
     assert "Finished in" not in capsys.readouterr().out
 
 
-def test_a_run_starts_with_servers_and_a_fresh_state(workspace, recorder):
+def test_a_run_starts_with_servers_and_a_new_state(workspace, recorder):
     plan = make_plan(workspace, *QUIET)
     with algorithm.train(plan) as trainer:
         run, inputs, _, samples = recorder.started
@@ -92,8 +92,8 @@ def test_a_run_starts_with_servers_and_a_fresh_state(workspace, recorder):
         assert run.command == "train"
 
 
-def test_a_resumed_run_continues_its_checkpoint(workspace, recorder, tmp_path, capsys):
-    """It continues the step, the batches, the pass rates and the adaptive coefficient."""
+def test_a_resumed_run_has_the_state_of_its_checkpoint(workspace, recorder, tmp_path, capsys):
+    """The state has the step, the batches, the pass rates and the adaptive coefficient."""
     state = {"command": "train", "step": 5, "batches": 9, "pass_rates": {"x": 1.0}, "kl_coef": 0.75}
     recorder.record(checkpoints, "load", lambda *_: dict(state))
     changes = [
@@ -116,7 +116,7 @@ def test_a_resumed_run_continues_its_checkpoint(workspace, recorder, tmp_path, c
 
 
 def make_recorded_episode(task, group_id: str, reward: float) -> Episode:
-    """An episode as a rollouts file has it."""
+    """Make an episode like one that was read from a rollouts file."""
     episode = Episode(task.row_id, group_id, task.server, [5], row=task.row, reward=reward)
     episode.output.append(gym_client.message("six"))
     append_tokens(episode, [7, 8], [-1.0, -1.0])
@@ -144,8 +144,8 @@ def test_a_replay_trains_on_recorded_episodes_for_one_step(
         assert "update_actor" in recorder.calls
 
 
-def test_a_save_writes_the_state_of_the_update_that_the_workers_have(workspace, recorder):
-    """The state is copied with the update. Later changes are not in it."""
+def test_a_checkpoint_has_the_state_after_the_last_update(workspace, recorder):
+    """The state is copied after each update, so later changes are not saved."""
     with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
         trainer.step_or_skip()
         assert trainer.saved_state == trainer.state
@@ -183,7 +183,7 @@ def test_a_step_passes_its_episodes_to_the_batch_and_the_batch_to_the_update(wor
         assert [tuple(place) for place in written["places"]] == [e.record_index for e in kept]
 
 
-def test_a_step_has_only_its_own_metrics_and_times(workspace, recorder):
+def test_a_step_has_no_metrics_or_times_of_the_previous_step(workspace, recorder):
     with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
         trainer.metrics["stale"] = 1.0
         trainer.run.timing["stale"] = 1.0
@@ -202,7 +202,7 @@ def test_a_step_has_only_its_own_metrics_and_times(workspace, recorder):
         assert metrics["rollout/kept"] == metrics["rollout/episodes"] == 64
         assert metrics["rollout/staleness/max"] == 0
         assert metrics["rollout/prompt_batches"] == 1
-        assert lines_of(trainer)[-1]["actor/pg_loss"] == 0.5
+        assert read_run_lines(trainer)[-1]["actor/pg_loss"] == 0.5
         trainer.step_or_skip()
         assert trainer.metrics["training/global_step"] == 2
         assert trainer.metrics["rollout/staleness/max"] == 0
@@ -210,7 +210,7 @@ def test_a_step_has_only_its_own_metrics_and_times(workspace, recorder):
 
 
 def test_the_epoch_counts_batches_of_prompts_and_not_steps(workspace, recorder, tmp_path):
-    """Two files have 12 rows. A batch has 4, and step 2 is the seventh batch."""
+    """Two files have 12 rows in total. A batch has 4 rows, and step 2 uses the seventh batch."""
     more = write_rows(tmp_path / "more.jsonl", [row(f"add {i}") for i in range(4)])
     files = f"env.train_files=[{workspace / 'train.jsonl'},{more}]"
     changes = [*QUIET, files, "data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4"]
@@ -225,7 +225,7 @@ def test_the_epoch_counts_batches_of_prompts_and_not_steps(workspace, recorder, 
         assert trainer.step_or_skip()["training/epoch"] == 7 * 4 / 12
 
 
-def test_an_evaluation_samples_each_held_out_task_as_the_recipe_says(workspace, recorder):
+def test_an_evaluation_samples_each_held_out_task_with_val_kwargs(workspace, recorder):
     settings = ["n=3", "top_k=5", "do_sample=true", "temperature=0.5"]
     changes = [*QUIET, *(f"{ROLLOUT}.val_kwargs.{setting}" for setting in settings)]
     changes.append("trainer.val_before_train=true")
@@ -242,15 +242,15 @@ def test_an_evaluation_samples_each_held_out_task_as_the_recipe_says(workspace, 
         assert rollout.baselines is False
         assert "val-core/reasoning_gym/reward/mean@3" in trainer.scores
         assert trainer.run.open_episodes == 0
-        records = lines_of(trainer, "rollouts/val_3.jsonl")
+        records = read_run_lines(trainer, "rollouts/val_3.jsonl")
         assert [record["_ng_task_index"] for record in records] == np.repeat(range(8), 3).tolist()
-        line = lines_of(trainer)[-1]
+        line = read_run_lines(trainer)[-1]
         assert line["step"] == 3
         assert line["val-core/reasoning_gym/reward/mean@3"] == 8 / 24
         assert line["timing_s/testing"] == trainer.run.timing["testing"]
 
 
-def test_a_step_samples_each_training_task_as_the_recipe_says(workspace, recorder):
+def test_a_step_samples_each_training_task_with_the_rollout_settings(workspace, recorder):
     settings = ["temperature=0.7", "top_p=0.75", "n=2", "val_kwargs.n=3", "val_kwargs.top_k=5"]
     settings += ["val_kwargs.do_sample=true", "val_kwargs.temperature=0.5"]
     changes = [*QUIET, *(f"{ROLLOUT}.{setting}" for setting in settings)]
@@ -265,10 +265,10 @@ def test_a_step_samples_each_training_task_as_the_recipe_says(workspace, recorde
         assert rollout.sampling["temperature"] == 0.7
         assert rollout.sampling["top_p"] == 0.75
         assert rollout.baselines is False
-        assert len(lines_of(trainer, "rollouts/step_4.jsonl")) == 16
+        assert len(read_run_lines(trainer, "rollouts/step_4.jsonl")) == 16
 
 
-def test_an_evaluation_writes_its_responses_to_trackers_and_report(workspace, recorder):
+def test_an_evaluation_sends_its_responses_to_trackers_and_report(workspace, recorder):
     with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
         recorder.record(trainer.run, "log_evaluation")
         recorder.record(trainer.run, "report_if_due")
@@ -290,8 +290,10 @@ def test_without_held_out_rows_nothing_is_evaluated(workspace, recorder):
 # --- what a run writes and prints ----------------------------------------------------------------
 
 
-def test_records_have_the_index_of_their_row_and_each_step_has_a_line(workspace, recorder, capsys):
-    """The index is that of the files, in whatever order the rows were sampled."""
+def test_records_have_the_index_of_their_row_and_each_step_prints_a_line(
+    workspace, recorder, capsys
+):
+    """The index is the position in the files, whatever the order of the rows in a batch."""
     changes = ["data.train_batch_size=2", "trainer.print_samples_every=2", *QUIET]
     with algorithm.train(make_plan(workspace, *changes)) as trainer:
         trainer.step_or_skip()
@@ -299,13 +301,13 @@ def test_records_have_the_index_of_their_row_and_each_step_has_a_line(workspace,
     indices = {task.row_id: index for index, task in enumerate(trainer.inputs.train)}
     sampled = []
     for step in (1, 2):
-        records = lines_of(trainer, f"rollouts/step_{step}.jsonl")
+        records = read_run_lines(trainer, f"rollouts/step_{step}.jsonl")
         sampled += [record["_ng_task_index"] for record in records]
         for record in records:
             assert record["_ng_task_index"] == indices[record["_episode"]["row_id"]]
         rollout_indices = [record["_ng_rollout_index"] for record in records]
         assert rollout_indices == [*range(len(records) // 2)] * 2
-    assert sampled != sorted(sampled)  # the order is not that of the files
+    assert sampled != sorted(sampled)  # batches are not in the order of the files
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [json.loads(line.split()[1].split("/")[0]) for line in lines] == [1, 2]
     assert "reward" in lines[0]

@@ -1,4 +1,4 @@
-"""Which prompts and episodes the loop trains on: samplers, filters, failures, one_step_off."""
+"""Tests which prompts and episodes the loop uses: samplers, filters, failures and one_step_off."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from trainer_doubles import (
     QUIET,
     REFILL,
     ROLLOUT,
-    lines_of,
     list_group_ids,
     list_row_ids,
     make_plan,
+    read_run_lines,
 )
-from worker_doubles import close
+from worker_doubles import is_close
 
 import algorithm
 from kit.errors import RunError, SkippedStep
@@ -27,7 +27,7 @@ def take_row_ids(trainer, batch: int) -> list[str]:
 
 @pytest.mark.parametrize("name", ["remax", "grpo"])
 def test_greedy_responses_are_sampled_for_an_advantage_that_reads_them(workspace, recorder, name):
-    """They are sampled only in training. The count of a batch includes them."""
+    """They are sampled only in training. The number of open episodes includes them."""
     plan = make_plan(workspace, *QUIET, f"algorithm.adv_estimator={name}")
     with algorithm.train(plan) as trainer:
         trainer.evaluate()
@@ -38,7 +38,7 @@ def test_greedy_responses_are_sampled_for_an_advantage_that_reads_them(workspace
         batch = recorder.arguments["compute_advantages"][0].batch
         if name == "remax":
             rewards = torch.tensor([float(i % 3 == 0) for i in range(64)])
-            assert close(batch["advantages"], (rewards - 0.25)[:, None].expand(64, 3))
+            assert is_close(batch["advantages"], (rewards - 0.25)[:, None].expand(64, 3))
 
 
 def test_a_sampler_gets_the_sizes_and_seed_of_the_recipe_and_the_pass_rates(workspace, recorder):
@@ -53,7 +53,7 @@ def test_a_sampler_gets_the_sizes_and_seed_of_the_recipe_and_the_pass_rates(work
         assert take_row_ids(trainer, 3) != order
 
 
-def test_pass_rates_move_halfway_and_rows_that_were_not_sampled_keep_theirs(workspace, recorder):
+def test_pass_rates_of_sampled_rows_are_averaged_and_others_do_not_change(workspace, recorder):
     with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
         row_ids = [task.row_id for task in trainer.inputs.train]
         before = dict.fromkeys(row_ids, 1.0) | {"other": 0.25}
@@ -65,19 +65,23 @@ def test_pass_rates_move_halfway_and_rows_that_were_not_sampled_keep_theirs(work
         assert set(before.values()) == {1.0, 0.25}
 
 
-# --- batches that are filled up ------------------------------------------------------------------
+# --- refilled batches ----------------------------------------------------------------------------
 
 
-def half_equal(i: int, group_id: str) -> float:
-    """A reward. In odd batches all responses to each of the first four prompts have the same."""
+def compute_reward(i: int, group_id: str) -> float:
+    """In odd batches, all responses to each of the first four prompts have the reward 1.
+
+    All other groups have rewards of 0 and 1.
+    """
     batch, _, prompt = group_id.partition("/")
-    return 1.0 if int(batch) % 2 and int(prompt) < 4 else float(i % 2)
+    is_uniform = int(batch) % 2 and int(prompt) < 4
+    return 1.0 if is_uniform else float(i % 2)
 
 
-def test_a_batch_is_filled_up_with_groups_whose_rewards_differ(workspace, recorder):
+def test_a_batch_is_refilled_with_groups_whose_rewards_differ(workspace, recorder):
     refill = [f"{REFILL}.enable=true", f"{REFILL}.max_num_gen_batches=5"]
     with algorithm.train(make_plan(workspace, *QUIET, *refill)) as trainer:
-        recorder.servers.reward = half_equal
+        recorder.servers.reward = compute_reward
         metrics = trainer.step_or_skip()
         kept = recorder.arguments["to_batch"][0]
         group_ids = [f"1/{i}" for i in range(4, 8)] + [f"2/{i}" for i in range(4)]
@@ -89,12 +93,12 @@ def test_a_batch_is_filled_up_with_groups_whose_rewards_differ(workspace, record
         assert metrics["rollout/episodes"] == 128
         assert metrics["rollout/kept"] == 64
         assert metrics["rollout/groups_dropped"] == 8
-        records = lines_of(trainer, "rollouts/step_1.jsonl")
+        records = read_run_lines(trainer, "rollouts/step_1.jsonl")
         assert [record["_episode"]["group_id"] for record in records[::64]] == ["1/0", "2/0"]
         assert len(records) == 128
 
 
-def test_filling_up_ends_after_max_num_gen_batches(workspace, recorder):
+def test_refilling_ends_after_max_num_gen_batches(workspace, recorder):
     refill = [f"{REFILL}.enable=true", f"{REFILL}.max_num_gen_batches=3"]
     with algorithm.train(make_plan(workspace, *QUIET, *refill)) as trainer:
         recorder.servers.reward = lambda i, group_id: 1.0
@@ -105,7 +109,7 @@ def test_filling_up_ends_after_max_num_gen_batches(workspace, recorder):
         assert len(recorder.servers.rollouts) == 3
         assert trainer.metrics["rollout/filtered/drop_uniform"] == 3 * 64
         recorder.servers.reward = lambda i, group_id: float(group_id.startswith("4/0") and i == 0)
-        assert len(trainer.collect()) == 8  # a batch that is not full is kept
+        assert len(trainer.collect()) == 8  # an incomplete batch is used
 
 
 def test_without_filter_groups_a_step_has_one_batch_of_prompts(workspace, recorder):
@@ -118,7 +122,7 @@ def test_without_filter_groups_a_step_has_one_batch_of_prompts(workspace, record
         assert take_row_ids(trainer, 1) == sampled
 
 
-def test_prompts_of_batches_that_may_be_cut_are_shuffled_by_the_seed(workspace, recorder):
+def test_prompts_of_batches_that_may_be_truncated_are_shuffled_by_the_seed(workspace, recorder):
     refill = [f"{REFILL}.enable=true", f"{REFILL}.max_num_gen_batches=2", "data.shuffle=false"]
     orders = set()
     for seed in (1, 2):
@@ -163,7 +167,7 @@ def test_too_many_failures_end_the_run(workspace, recorder):
     with pytest.raises(RunError, match=r"64 of 64 episodes failed"):
         with algorithm.train(plan) as trainer:
             trainer.step_or_skip()
-    assert len(lines_of(trainer, "failures.jsonl")) == 64
+    assert len(read_run_lines(trainer, "failures.jsonl")) == 64
 
 
 # --- trainer.one_step_off ------------------------------------------------------------------------
@@ -175,7 +179,7 @@ ONE_STEP_OFF = [
 ]
 
 
-def test_the_next_batch_starts_while_this_one_is_trained_on(workspace, recorder):
+def test_the_rollout_of_the_next_batch_starts_before_the_update(workspace, recorder):
     sizes = ["data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4"]
     changes = [*QUIET, *ONE_STEP_OFF, *sizes, f"{ROLLOUT}.temperature=0.7"]
     with algorithm.train(make_plan(workspace, *changes)) as trainer:
@@ -192,10 +196,10 @@ def test_the_next_batch_starts_while_this_one_is_trained_on(workspace, recorder)
         assert calls.index("sleep", 2) < start < calls.index("update_actor")
         trainer.step_or_skip()
         assert list_group_ids(recorder.servers.rollouts[1].requests) == group_ids
-        assert len(recorder.servers.started) == 1  # the last step starts none
+        assert len(recorder.servers.started) == 1  # the last step does not start another one
 
 
-def test_without_one_step_off_no_batch_starts_early(workspace, recorder):
+def test_without_one_step_off_no_rollout_starts_early(workspace, recorder):
     with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
         trainer.step_or_skip()
     assert recorder.servers.started == []

@@ -1,4 +1,4 @@
-"""Rewards, log-probs, advantages and updates of a step, and steps that are skipped."""
+"""Tests the rewards, log-probs, advantages and updates of a step, and skipped steps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from trainer_doubles import ACTOR, CORRECTION, QUIET, lines_of, make_plan
-from worker_doubles import close
+from trainer_doubles import ACTOR, CORRECTION, QUIET, make_plan, read_run_lines
+from worker_doubles import is_close
 
 import algorithm
 import training
@@ -20,8 +20,8 @@ GAE = ["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=8"]
 # --- rewards -------------------------------------------------------------------------------------
 
 
-def test_a_learned_reward_is_a_component_that_the_recipes_reward_reads(workspace, recorder):
-    """The means of components from the verifier stay those of all episodes."""
+def test_a_learned_reward_is_a_component_that_env_reward_can_read(workspace, recorder):
+    """The means of the verifier's components are still over all episodes."""
     recorder.workers = training.Workers("actor", None, "reward model")
     with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
         trainer.inputs.reward = lambda e: e.reward + e.reward_components["reward_model"]
@@ -41,7 +41,7 @@ def test_a_learned_reward_is_a_component_that_the_recipes_reward_reads(workspace
         assert trainer.metrics["reward/reasoning_gym/right/mean"] == 0.75
 
 
-def test_without_a_reward_model_the_reward_is_the_verifiers(workspace, recorder):
+def test_without_a_reward_model_no_scores_are_added(workspace, recorder):
     with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
         metrics = trainer.step_or_skip()
         assert "add_reward_model_scores" not in recorder.calls
@@ -52,7 +52,7 @@ def test_without_a_reward_model_the_reward_is_the_verifiers(workspace, recorder)
 
 
 def test_critic_warmup_trains_only_the_critic(workspace, recorder):
-    """trainer.critic_warmup=2: steps 1 and 2 compute old log-probs and train only the critic."""
+    """With critic_warmup=2, steps 1 and 2 compute old log-probs and update only the critic."""
     recorder.workers = training.Workers("actor", "critic", None)
     changes = [*GAE, "trainer.critic_warmup=2"]
     with algorithm.train(make_plan(workspace, *QUIET, *changes)) as trainer:
@@ -79,7 +79,7 @@ def test_critic_warmup_trains_only_the_critic(workspace, recorder):
         assert metrics["critic/values/mean"] == 0.25
 
 
-def test_the_coefficient_of_a_kl_penalty_is_adapted_and_saved(workspace, recorder):
+def test_the_adaptive_coefficient_of_a_kl_penalty_is_saved(workspace, recorder):
     settings = ["type=adaptive", "horizon=640", "kl_coef=0.4", "target_kl=0.1"]
     changes = ["algorithm.use_kl_in_reward=true"]
     changes += [f"algorithm.kl_ctrl.{setting}" for setting in settings]
@@ -91,9 +91,9 @@ def test_the_coefficient_of_a_kl_penalty_is_adapted_and_saved(workspace, recorde
         expected = (recorder.workers, batch, trainer.config)
         assert recorder.arguments["compute_ref_log_probs"] == expected
         tensors = batch.batch
-        assert close(tensors["ref_log_prob"], tensors["rollout_log_probs"] - 1.0)
+        assert is_close(tensors["ref_log_prob"], tensors["rollout_log_probs"] - 1.0)
         penalty = 0.4 * 0.5 * torch.ones(64, 3)  # old - ref = 0.5 on each token
-        assert close(tensors["token_level_rewards"], tensors["token_level_scores"] - penalty)
+        assert is_close(tensors["token_level_rewards"], tensors["token_level_scores"] - penalty)
         assert metrics["actor/reward_kl_penalty_coeff"] == 0.4
         assert "timing_s/ref" in metrics
         new = 0.4 * (1 + 0.2 * 64 / 640)
@@ -112,13 +112,13 @@ def test_without_a_kl_penalty_rewards_are_the_scores(workspace, recorder):
 
 
 def test_rollout_engine_and_trainer_are_compared_if_both_log_probs_exist(workspace, recorder):
-    """old - sampled = -0.5 on each token."""
+    """The difference is -0.5 on each token."""
     with algorithm.train(make_plan(workspace, *QUIET, f"{CORRECTION}.rollout_is=token")) as trainer:
         metrics = trainer.step_or_skip()
         batch, config = recorder.arguments["apply_rollout_correction"]
         assert config is trainer.config
         expected = np.full((64, 3), np.exp(-0.5))
-        assert close(batch.batch["rollout_is_weights"], expected)
+        assert is_close(batch.batch["rollout_is_weights"], expected)
         assert any(name.startswith("rollout_corr/") for name in metrics)
         assert "timing_s/old_log_prob" in metrics
         assert metrics["actor/entropy"] == 0.125
@@ -135,7 +135,7 @@ def test_in_bypass_mode_the_rollout_engine_is_the_old_policy_and_the_loss_correc
         assert not {"apply_rollout_correction", "add_old_log_probs"} & set(recorder.calls)
 
 
-def test_old_log_probs_that_the_update_computes_are_not_corrected_before(workspace, recorder):
+def test_without_old_log_probs_before_the_update_there_is_no_correction(workspace, recorder):
     with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
         trainer.step_or_skip()
     unused = {
@@ -192,7 +192,7 @@ def break_advantages(batch, _config):
         ("update_actor", break_update, ["update_weights 1"]),
     ],
 )
-def test_a_nonfinite_step_stops_immediately_and_carries_its_batch(
+def test_a_nonfinite_step_stops_immediately_and_its_error_has_the_batch(
     workspace, recorder, monkeypatch, name, function, later_calls
 ):
     recorder.workers = training.Workers("actor", "critic", None)
@@ -217,7 +217,7 @@ def test_three_nonfinite_steps_in_a_row_end_the_run(workspace, recorder, monkeyp
                 assert recorder.calls[-2:] == [f"save {step}", f"update_weights {step}"]
                 assert (trainer.run.folder / "damaged" / f"step_{step}.pt").is_file()
                 assert trainer.saved_state["step"] == trainer.state["step"] == step
-                line = lines_of(trainer)[-1]
+                line = read_run_lines(trainer)[-1]
                 assert line["step"] == step
                 assert line["training/skipped_nonfinite_steps"] == step
             trainer.step_or_skip()
@@ -227,7 +227,7 @@ def test_three_nonfinite_steps_in_a_row_end_the_run(workspace, recorder, monkeyp
     assert f"a non-finite gradient): {reason}" in output
 
 
-def test_a_step_is_called_skipped_only_if_it_has_no_update(
+def test_the_console_calls_a_step_skipped_only_if_it_has_no_update(
     workspace, recorder, monkeypatch, capsys
 ):
     monkeypatch.setattr(training, "compute_advantages", break_advantages)

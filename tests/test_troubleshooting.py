@@ -1,6 +1,6 @@
-"""Every message that Quintet can print is on docs/messages.md, and pages show no other message.
+"""Tests that docs/messages.md has each message of the source code, and that pages show no others.
 
-docs/messages.md is generated from the source code, so a new message without an entry fails here.
+docs/messages.md is generated from the source code. A new message must be added to it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from kit.extras.report.metric_docs import DOCS, STATUSES, find_metric
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
 GROUPS = ["Install", "Recipe", "Data", "Gym", "Ray", "vLLM", "Memory", "Learning", "Resume"]
-# Headings that show messages of other programs, or a setting.
-OTHERS = (
+# Code in headings that is a message of another program, or a setting.
+FOREIGN_MESSAGES = (
     "operator torchvision::nms does not exist",
     "CUDA out of memory",
     'Specified attn_implementation="cpu_packed" is not supported',
     "max_num_gen_batches",
 )
 PAGE_NAME = re.compile(r'See (docs/[\w/]+\.md)(?:, "([^"]+)")?\.$')  # the end of a message
-NO_MESSAGE = "has no attribute"  # an AttributeError for Python, which nobody sees
+NO_MESSAGE = "has no attribute"  # an AttributeError that users never see
 
 
 @pytest.fixture(scope="module")
@@ -39,24 +39,26 @@ def messages() -> list[Message]:
 def test_the_page_of_messages_is_current():
     path = ROOT / "docs" / "messages.md"
     assert path.read_text() == message_docs.render_page(), (
-        "python -m kit.extras.report.message_docs > docs/messages.md"
+        "run python -m kit.extras.report.message_docs > docs/messages.md"
     )
 
 
 def list_raised_texts(tree: ast.Module) -> list[str]:
-    """The constant parts, of three words or more, of all that a file raises."""
-    parts = [
-        part.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Raise) and node.exc
-        for part in ast.walk(node.exc)
-        if isinstance(part, ast.Constant) and isinstance(part.value, str)
-    ]
-    return [" ".join(part.split()) for part in parts if len(part.split()) > 2]
+    """The constant parts of three words or more in the `raise` statements of a file."""
+    texts = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Raise) or not node.exc:
+            continue
+        for part in ast.walk(node.exc):
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                words = part.value.split()
+                if len(words) > 2:
+                    texts.append(" ".join(words))
+    return texts
 
 
-def test_all_that_the_code_raises_is_on_the_page():
-    """The words of each `raise` are there, whether or not message_docs knows that kind of call."""
+def test_the_page_has_the_text_of_each_raise_statement():
+    """This does not depend on the kinds of calls that message_docs knows."""
     page = (ROOT / "docs" / "messages.md").read_text().replace("\\|", "|")
     missing = []
     count = 0
@@ -68,7 +70,7 @@ def test_all_that_the_code_raises_is_on_the_page():
     assert [entry for entry in missing if NO_MESSAGE not in entry[1]] == []
 
 
-def find_in(source: str) -> list[tuple[str, str, str]]:
+def list_messages_of(source: str) -> list[tuple[str, str, str]]:
     """(text, kind, status) of the messages of a piece of code."""
     module = message_docs.parse_module(source, "file.py")
     repository = index_repository([module])
@@ -100,7 +102,7 @@ def test_each_way_to_make_a_message_is_found(line, expected):
         "def describe(x):\n    return f'{x} cannot be written'\n"
         f"def f(x) -> Iterator[str]:\n    {line}\n"
     )
-    assert find_in(source) == [expected]
+    assert list_messages_of(source) == [expected]
 
 
 def test_a_variable_has_the_texts_that_were_assigned_before_its_use():
@@ -114,7 +116,7 @@ def test_a_variable_has_the_texts_that_were_assigned_before_its_use():
         "    reason = 'it is dry'\n"
         "    raise ValueError(f'{x}: {reason}!')\n"
     )
-    texts = [text for text, *_ in find_in(source)]
+    texts = [text for text, *_ in list_messages_of(source)]
     assert texts == ["<x>: it is cold.", "<x>: it is hot.", "<x>: it is wet.", "<x>: it is dry!"]
 
 
@@ -122,10 +124,10 @@ def test_code_that_prints_no_message_has_none():
     source = (
         "def f(x) -> list[str]:\n    print('a table of x')\n    yield x\n    return f'{x} is'\n"
     )
-    assert find_in(source) == []
+    assert list_messages_of(source) == []
 
 
-# --- the page that is written by hand ------------------------------------------------------------
+# --- the manual page -----------------------------------------------------------------------------
 
 
 def read_headings() -> list[str]:
@@ -137,20 +139,19 @@ def test_the_symptoms_are_in_groups():
 
 
 def test_headings_show_messages_that_the_code_can_print(messages):
-    """A heading of code is a message; one without code is a symptom without a message."""
-    shown = [text for heading in read_headings() for text in re.findall(r"`([^`]+)`", heading)]
+    """Code in a heading is a message. A heading without code is a symptom without a message."""
+    shown = re.findall(r"`([^`\n]+)`", "\n".join(read_headings()))
     assert len(shown) > 40
-    names = [text for text in shown if text in STATUSES or find_metric(text) or text in OTHERS]
-    unknown = [
-        text
-        for text in shown
-        if text not in names and not any(is_same(text, m.text) for m in messages)
-    ]
+    unknown = []
+    for text in shown:
+        is_known = text in STATUSES or find_metric(text) or text in FOREIGN_MESSAGES
+        if not is_known and not any(is_same(text, m.text) for m in messages):
+            unknown.append(text)
     assert unknown == []
-    assert [text for text in OTHERS if text not in shown] == []
+    assert [text for text in FOREIGN_MESSAGES if text not in shown] == []
 
 
-def test_a_heading_of_another_message_is_noticed():
+def test_is_same_compares_a_heading_with_a_message():
     message = "<path>: no such file. Check the path<...>."
     assert is_same("FILE: no such file. Check the path", message)
     assert not is_same("FILE: no such folder", message)
@@ -169,8 +170,8 @@ def test_each_symptom_has_a_cause_and_one_fix():
         assert len(cause.split()) > 3, f"{heading}: no cause"
 
 
-def list_page_names() -> list[str]:
-    """The texts of the code that name a page of docs/, without docstrings."""
+def list_texts_with_pages() -> list[str]:
+    """The strings of the source code that name a page of docs/, without docstrings."""
     texts = []
     for module in message_docs.read_modules():
         for node in ast.walk(module.tree):
@@ -186,8 +187,8 @@ def list_headings(page: str) -> list[str]:
 
 
 def test_pages_and_headings_that_messages_name_exist(messages):
-    """A message names its page at the end, in one form."""
-    texts = list_page_names()
+    """A message names its page at the end, always in the same form."""
+    texts = list_texts_with_pages()
     assert len(texts) > 30
     assert [text for text in texts if text.count("docs/") != 1 or not PAGE_NAME.search(text)] == []
     in_the_middle = [m.text for m in messages if "docs/" in m.text and not PAGE_NAME.search(m.text)]
@@ -203,21 +204,21 @@ def test_no_two_headings_have_the_same_anchor():
 
 
 def test_statuses_and_exit_statuses_are_explained(messages):
-    """Each status of an episode, by its name in the code, is in the reference."""
+    """The reference has each status of an episode under its name in the code."""
     reference = (ROOT / "docs" / "reference.md").read_text()
     table = reference.partition("## How an episode fails")[2].partition("## ")[0]
     assert [name for name in STATUSES if f"| `{name}` |" not in table] == []
     raised = {m.status for m in messages if re.fullmatch(r"\w+", m.status)}
     assert len(raised) > 15
     assert [name for name in raised if name not in STATUSES] == []
-    exits = reference.partition("## Exit status")[2]
-    assert [code for code in DOCS["exits"] if f"| `{code}` |" not in exits] == []
+    exit_section = reference.partition("## Exit status")[2]
+    assert [code for code in DOCS["exits"] if f"| `{code}` |" not in exit_section] == []
     page = PAGE.read_text()
     assert "reference.md#how-an-episode-fails" in page and "reference.md#exit-status" in page
 
 
-def test_rows_about_memory_say_that_nobody_has_seen_them():
-    """No run of the kit has used a GPU, so advice about GPU memory is untested."""
+def test_entries_about_gpu_memory_are_marked_as_not_observed():
+    """No run of the kit has used a GPU, so this advice is untested."""
     section = PAGE.read_text().partition("\n## Memory\n")[2].partition("\n## ")[0]
     assert "has not run on a GPU" in section
     entries = section.split("\n### ")[1:]

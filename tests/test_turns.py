@@ -1,7 +1,7 @@
-"""Turns of policy and environment as tokens: exactly those that were sampled and observed.
+"""Tests that an episode has exactly the tokens that were sampled and observed in its turns.
 
-The policy is a script and the environment a double, so that every conversation and template can be
-tried. The same code against vLLM and real Gym servers is in test_stack.py.
+Doubles of policy and environment make any conversation and chat template possible. test_stack.py
+tests the same code with vLLM and Gym servers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from turn_doubles import (
     TEMPLATES,
     Game,
     Script,
-    World,
+    ToolSession,
     bytes_tokenizer,
     call,
     chatml_tokenizer,
@@ -39,7 +39,7 @@ LETTERS = "abc xyz\n\t{}\"'<>&|éß中🙂0123456789"
 
 
 class RandomConversation:
-    """Turns of 1 to 3 calls, each with the outputs of its calls, and a final response."""
+    """Turns with 1 to 3 tool calls and their outputs, and a final response."""
 
     def __init__(self, rng: random.Random, tokenizer):
         self.rng = rng
@@ -51,7 +51,7 @@ class RandomConversation:
             text = thought + self.text(0, 20).replace("<", "") + "".join(calls)
             self.responses.append(tokenizer.encode(text, add_special_tokens=False))
             self.outputs.append([self.text(0, 60) for _ in calls])
-        # random bytes, which are the encoding of no text
+        # random bytes that are not the encoding of any text
         self.responses.append(rng.choices(range(256), k=rng.randint(0, 30)))
         self.responses = [[*ids, tokenizer.eos_token_id] for ids in self.responses]
 
@@ -62,13 +62,13 @@ class RandomConversation:
 @pytest.mark.parametrize("family", TEMPLATES)
 @pytest.mark.parametrize("seed", range(12))
 def test_an_episode_has_exactly_the_sampled_and_the_observed_tokens(family, seed):
-    """Each prompt is the last prompt, the response to it and the observation, id for id."""
+    """Each prompt is the previous prompt, its response and the observation, id for id."""
     rng = random.Random(f"{family} {seed}")
     tokenizer = bytes_tokenizer(TEMPLATES[family], STOPS[family])
     conversation = RandomConversation(rng, tokenizer)
     responses = conversation.responses
     client = Script(responses)
-    session = World([text for texts in conversation.outputs for text in texts])
+    session = ToolSession(list(itertools.chain.from_iterable(conversation.outputs)))
     task = task_of(tokenizer, prompt=conversation.text(1, 30))
     episode = play(task, session, context_of(client, tokenizer))
 
@@ -91,18 +91,18 @@ def test_an_episode_has_exactly_the_sampled_and_the_observed_tokens(family, seed
         position = 0
         for text in texts:  # in order, each once
             position = observed.index(text, position) + len(text)
-        # the template's own opening of a response
+        # the observation ends with the generation prompt of the template
         assert observed.endswith(opened[len(closed) :])
 
 
-def test_an_episode_reads_as_the_template_renders_the_conversation():
-    """If text encodes back to itself, the two are the same to the last character."""
+def test_the_text_of_an_episode_is_that_of_the_rendered_conversation():
+    """This holds for text that decodes to itself after it is encoded."""
     tokenizer = chatml_tokenizer()
     task = task_of(tokenizer)
     tool_text = '{"found": "it"}'
     texts = ["I will look." + call(), "Here it is."]
     client = one_turn_each(texts, tokenizer)
-    episode = play(task, World([tool_text]), context_of(client, tokenizer))
+    episode = play(task, ToolSession([tool_text]), context_of(client, tokenizer))
     conversation = [
         *task.messages,
         {"role": "assistant", "content": texts[0]},
@@ -118,7 +118,7 @@ def test_the_verifier_sees_every_item_in_order():
     tokenizer = chatml_tokenizer()
     first = "<think>hm</think>Wait." + call() + call('{"a": 1}')
     client = one_turn_each([first, call(), "done"], tokenizer)
-    session = World(["one", "two", "three"])
+    session = ToolSession(["one", "two", "three"])
     episode = play(task_of(tokenizer), session, context_of(client, tokenizer))
     output = session.verified["output"]
     kinds = [item["type"] for item in output]
@@ -151,41 +151,41 @@ def test_the_verifier_sees_every_item_in_order():
 def test_an_episode_ends_at_its_limits(changes, ended, turns):
     tokenizer = chatml_tokenizer()
     client = one_turn_each([call(), call(), call(), "done"], tokenizer)
-    session = World(["x" * 60] * 3)
+    session = ToolSession(["x" * 60] * 3)
     episode = play(task_of(tokenizer), session, context_of(client, tokenizer, **changes))
     assert (episode.ended, len(episode.turns)) == (ended, turns)
-    assert episode.response_mask[-1] == 1  # no observed token at the end
+    assert episode.response_mask[-1] == 1  # the last token is a sampled one
     assert len(episode.response_ids) <= changes.get("max_response_length", 20000)
     types = [item["type"] for item in session.verified["output"]]
-    # the calls of the last turn were run, as Gym's agent does
+    # the calls of the last turn are also run, as in Gym's agent
     assert types.count("function_call_output") == min(turns, 3)
 
 
-def types_of_verified_items(session) -> list[str]:
+def list_verified_types(session) -> list[str]:
     return [item["type"] for item in session.verified["output"]]
 
 
 def test_a_response_without_a_stop_token_runs_no_tools():
     tokenizer = chatml_tokenizer()
-    session = World([])
+    session = ToolSession([])
     whole_call = tokenizer.encode(call(), add_special_tokens=False)
     episode = play(task_of(tokenizer), session, context_of(Script([whole_call]), tokenizer))
-    assert episode.ended == "length" and types_of_verified_items(session) == ["function_call"]
+    assert episode.ended == "length" and list_verified_types(session) == ["function_call"]
 
 
-def test_a_call_is_the_answer_if_no_tool_has_a_route():
+def test_a_call_ends_the_episode_if_no_tool_has_a_route():
     tokenizer = chatml_tokenizer()
-    session = World([])
+    session = ToolSession([])
     session.executable = set()
     client = one_turn_each([call()], tokenizer)
     episode = play(task_of(tokenizer), session, context_of(client, tokenizer))
-    assert episode.ended == "stop" and types_of_verified_items(session) == ["function_call"]
+    assert episode.ended == "stop" and list_verified_types(session) == ["function_call"]
 
 
-def test_a_long_tool_output_is_cut_for_the_model_but_not_for_the_verifier():
+def test_a_long_tool_output_is_truncated_for_the_model_but_not_for_the_verifier():
     tokenizer = chatml_tokenizer()
     output = "a" * 500 + "b" * 500
-    session = World([output])
+    session = ToolSession([output])
     client = one_turn_each([call(), "ok"], tokenizer)
     context = context_of(client, tokenizer, max_tool_chars=100)
     episode = play(task_of(tokenizer), session, context)
@@ -213,7 +213,7 @@ def test_rewards_of_steps_are_summed(steps, terminated, changes, ended, reward):
     assert (episode.ended, episode.reward) == (ended, reward)
     prompt = tokenizer.decode(episode.prompt_ids)
     assert prompt.endswith("user\nYour move.<|im_end|>\n<|im_start|>assistant\n")
-    assert all(len(items) == 1 for items in game.bodies)  # a step has the items of its turn only
+    assert all(len(items) == 1 for items in game.bodies)  # a step has only the items of its turn
 
 
 def test_an_empty_row_without_an_observation_is_a_failure():
@@ -243,7 +243,7 @@ def test_later_turns_may_use_the_tokens_that_are_left():
     tokenizer = chatml_tokenizer()
     client = Recorder(encode_turns([call(), "y" * 400], tokenizer))
     context = context_of(client, tokenizer, max_response_length=250)
-    episode = play(task_of(tokenizer), World(["x" * 60]), context)
+    episode = play(task_of(tokenizer), ToolSession(["x" * 60]), context)
     assert len(episode.turns) == 2 and len(episode.response_ids) == 250
     assert episode.ended == "length"
     limits = [params["max_tokens"] for _, params in client.requests]
@@ -257,7 +257,7 @@ def test_an_observation_must_leave_a_token_for_the_next_response(room, turns):
     def run_with_limit(limit):
         client = Script(encode_turns([call(), "y" * 9], tokenizer))
         context = context_of(client, tokenizer, max_response_length=limit)
-        return play(task_of(tokenizer), World(["x" * 60]), context)
+        return play(task_of(tokenizer), ToolSession(["x" * 60]), context)
 
     whole = run_with_limit(20000)
     begin, _, _ = whole.turns[1]
@@ -268,7 +268,7 @@ def test_an_observation_must_leave_a_token_for_the_next_response(room, turns):
 def test_turns_of_an_episode_share_its_request_id_but_not_the_seed():
     tokenizer = chatml_tokenizer()
     client = Recorder(encode_turns([call(), call(), "done"], tokenizer))
-    play(task_of(tokenizer), World(["one", "two"]), context_of(client, tokenizer, seed=3))
+    play(task_of(tokenizer), ToolSession(["one", "two"]), context_of(client, tokenizer, seed=3))
     assert [request_id for request_id, _ in client.requests] == ["r"] * 3
     seeds = [params["seed"] for _, params in client.requests]
     assert seeds == [zlib.crc32(f"3 r#{turn}".encode()) for turn in range(3)]
@@ -282,7 +282,7 @@ def test_calls_are_run_in_order_with_their_names_and_arguments():
         calls.append((name, arguments))
         return f"answer {len(calls)}"
 
-    session = World([])
+    session = ToolSession([])
     session.call_tool = call_tool
     texts = [call('{"a": 1}') + call('{"b": 2}', "other"), "done"]
     task = task_of(tokenizer)
@@ -340,27 +340,27 @@ def test_an_observation_that_makes_the_prompt_too_long_is_a_failure(over, fails)
     assert caught.value.reason == "prompt_too_long" and not client.prompts
 
 
-def test_a_task_without_ids_is_encoded_and_ids_of_a_task_are_used_as_they_are():
+def test_only_a_task_without_prompt_ids_is_encoded():
     tokenizer = chatml_tokenizer()
     task = task_of(tokenizer)
 
-    def prompt_of(ids):
+    def get_prompt_ids(ids):
         context = context_of(one_turn_each(["a"], tokenizer), tokenizer)
-        return play(dataclasses.replace(task, prompt_ids=ids), World([]), context).prompt_ids
+        return play(dataclasses.replace(task, prompt_ids=ids), ToolSession([]), context).prompt_ids
 
-    assert prompt_of([]) == task.prompt_ids
-    assert prompt_of([7, 8]) == [7, 8]
+    assert get_prompt_ids([]) == task.prompt_ids
+    assert get_prompt_ids([7, 8]) == [7, 8]
 
 
-def test_seconds_are_summed_over_turns(monkeypatch):
+def test_timings_are_summed_over_turns(monkeypatch):
     tokenizer = chatml_tokenizer()
     clock = itertools.count(100)
     monkeypatch.setattr(inference, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     client = one_turn_each([call(), call(), "done"], tokenizer)
-    session = World(["one", "two"])
+    session = ToolSession(["one", "two"])
     episode = play(task_of(tokenizer), session, context_of(client, tokenizer))
     assert episode.timings == {"generate": 3.0, "tools": 3.0, "verify": 1.0, "verify_call": 0.0}
-    # for verifiers that read ids
+    # some verifiers read ids
     assert session.token_ids[:-1] == tokenizer.encode("done", add_special_tokens=False)
 
 
@@ -371,20 +371,19 @@ def test_a_step_server_is_not_called_to_verify():
     assert "verify" not in episode.timings and episode.reward == 0.5
 
 
-# --- agents, which run the turns themselves ------------------------------------------------------
+# --- episodes of Gym's agents --------------------------------------------------------------------
 
 
-def items_of(*calls) -> list[dict]:
-    """The output items of /run: one message per model call (prompt ids, ids), with token ids."""
-    return [
-        {
-            **gym_client.message("text"),
-            "prompt_token_ids": prompt_ids,
-            "generation_token_ids": ids,
-            "generation_log_probs": [-1.0] * len(ids),
-        }
-        for prompt_ids, ids in calls
-    ]
+def make_items(*calls) -> list[dict]:
+    """The output items of /run. calls: (prompt ids, sampled ids) of each model call."""
+    items = []
+    for prompt_ids, ids in calls:
+        item = gym_client.message("text")
+        item["prompt_token_ids"] = prompt_ids
+        item["generation_token_ids"] = ids
+        item["generation_log_probs"] = [-1.0] * len(ids)
+        items.append(item)
+    return items
 
 
 def read_response(response, tokenizer=None) -> inference.Episode:
@@ -394,10 +393,10 @@ def read_response(response, tokenizer=None) -> inference.Episode:
     return episode
 
 
-def test_an_agents_episode_is_joined_from_its_model_calls():
+def test_an_agents_model_calls_are_joined_to_one_episode():
     tokenizer = chatml_tokenizer()
     stop = tokenizer.eos_token_id
-    output = items_of(([1, 2], [3, stop]), ([1, 2, 3, stop, 7, 8], [9, stop]))
+    output = make_items(([1, 2], [3, stop]), ([1, 2, 3, stop, 7, 8], [9, stop]))
     output.insert(1, gym_client.function_call_output("c", "seen"))
     episode = read_response({"output": output}, tokenizer)
     assert episode.prompt_ids == [1, 2] and episode.response_ids == [3, stop, 7, 8, 9, stop]
@@ -415,10 +414,10 @@ def test_an_agents_episode_is_joined_from_its_model_calls():
     ],
     ids=["no stop token", "incomplete", "tool output last"],
 )
-def test_how_an_agents_episode_ended(ids, more, details, ended):
+def test_the_reason_why_an_agents_episode_ended(ids, more, details, ended):
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
     ids = [tokenizer.eos_token_id if i == "stop" else i for i in ids]
-    output = items_of(([1, 2], ids)) + more
+    output = make_items(([1, 2], ids)) + more
     episode = read_response({"output": output, "incomplete_details": details}, tokenizer)
     assert episode.ended == ended
 
@@ -433,7 +432,7 @@ def test_how_an_agents_episode_ended(ids, more, details, ended):
     ],
     ids=["other ids", "shorter", "none", "no prompt"],
 )
-def test_a_break_in_an_agents_ids_is_a_failure(calls, reason):
+def test_ids_that_do_not_continue_the_previous_call_are_a_failure(calls, reason):
     with pytest.raises(gym_client.GymError) as caught:
-        read_response({"output": items_of(*calls)})
+        read_response({"output": make_items(*calls)})
     assert caught.value.reason == reason

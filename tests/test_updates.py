@@ -1,4 +1,4 @@
-"""Updates of actor and critic, and SFT, by worker groups that record each batch."""
+"""Tests the updates of actor and critic, and SFT, with worker groups that record each batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker_doubles import (
     FUSED,
     RecordingGroup,
     changed,
-    close,
+    is_close,
     make_update_batch,
     rows_of,
     sent_rows,
@@ -32,7 +32,7 @@ def recipe(workspace) -> DictConfig:
 
 
 def test_an_update_gets_each_live_row_once_in_whole_mini_batches(recipe):
-    """Six live rows of seven, 2 ranks, 2 mini-batches: two padding rows without any loss."""
+    """Six of seven rows have tokens to train on. On 2 ranks, 2 mini-batches get 2 padding rows."""
     episodes = seven_episodes()
     actor = RecordingGroup({"pg_loss": [1.0, 3.0], "actor/grad_norm": [2.0], "mfu": [0.5]})
     batch = make_update_batch(episodes)
@@ -54,14 +54,14 @@ def test_an_update_gets_each_live_row_once_in_whole_mini_batches(recipe):
     assert not {"turn", "token_level_scores", "token_level_rewards"} & set(data.keys())
     sources = [max(row - 1, 0) for row in rows]
     assert data["row"].tolist() == sources
-    assert close(data["rollout_log_probs"], batch.batch["rollout_log_probs"][sources])
-    assert close(data["old_log_probs"], [[-0.25] * 4] * 8)
-    # padding changed a copy
+    assert is_close(data["rollout_log_probs"], batch.batch["rollout_log_probs"][sources])
+    assert is_close(data["old_log_probs"], [[-0.25] * 4] * 8)
+    # the padding was added to a copy
     assert all(torch.equal(batch.batch[name], tensor) for name, tensor in before.items())
 
 
 def test_a_mini_batch_has_rows_of_every_part_of_the_batch(recipe):
-    """Rows are dealt to the mini-batches in turn: the first has the 1st, 3rd, 5th... live row."""
+    """The first mini-batch gets the 1st, 3rd, 5th... row, and the second one gets the others."""
     actor = RecordingGroup()
     training.update_actor(actor, make_update_batch(seven_episodes()), recipe)
     rows = sent_rows(actor.data)
@@ -76,8 +76,8 @@ def test_a_mini_batch_has_rows_of_every_part_of_the_batch(recipe):
 @pytest.mark.parametrize(
     ("rows", "mini_batches", "per_mini_batch"), [(7, 2, 4), (4, 1, 4), (2, 1, 2)]
 )
-def test_a_small_batch_is_cut_into_fewer_mini_batches(recipe, rows, mini_batches, per_mini_batch):
-    """Each rank has a row of each mini-batch: 6, 3 and 2 live rows on 2 ranks."""
+def test_a_small_batch_is_split_into_fewer_mini_batches(recipe, rows, mini_batches, per_mini_batch):
+    """Each rank gets a row of each mini-batch. The batches have 6, 3 and 2 rows with tokens."""
     actor = RecordingGroup()
     training.update_actor(actor, make_update_batch(seven_episodes()[:rows]), recipe)
     assert tu.get(actor.data, "mini_batch_size") == per_mini_batch
@@ -85,13 +85,13 @@ def test_a_small_batch_is_cut_into_fewer_mini_batches(recipe, rows, mini_batches
     assert len(actor.data) == mini_batches * per_mini_batch
 
 
-def test_one_row_alone_is_still_an_update(recipe):
+def test_a_batch_with_one_row_to_train_on_is_an_update(recipe):
     actor = RecordingGroup()
     training.update_actor(actor, make_update_batch(seven_episodes()[2:4]), recipe)
     assert sent_rows(actor.data) in ([1, 0], [0, 1])
 
 
-def test_images_go_with_their_rows(recipe):
+def test_images_stay_with_their_rows(recipe):
     batch = make_update_batch(seven_episodes())
     actor = RecordingGroup()
     images = [{"pixels": i} for i in range(7)]
@@ -136,7 +136,7 @@ def test_the_entropy_is_computed_if_something_reads_it(recipe, monkeypatch, chan
     assert tu.get(actor.data, "calculate_entropy") is entropy
 
 
-def test_the_critic_is_trained_by_the_settings_of_the_critic_on_its_ranks(recipe):
+def test_an_update_of_the_critic_has_the_settings_and_ranks_of_the_critic(recipe):
     changes = [
         "critic.ppo_mini_batch_size=4",
         "critic.ppo_epochs=3",
@@ -156,7 +156,7 @@ def test_the_critic_is_trained_by_the_settings_of_the_critic_on_its_ranks(recipe
     assert tu.get(data, "compute_loss") is True
 
 
-def test_utilization_is_a_metric_of_devices_with_a_known_peak(recipe):
+def test_utilization_is_a_metric_only_on_gpus(recipe):
     config = changed(recipe, "trainer.device=cuda")
     batch = make_update_batch(seven_episodes())
     actor = RecordingGroup({"mfu": [0.25, 0.75]})

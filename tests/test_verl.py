@@ -1,9 +1,10 @@
-"""The update against verl's trainer, and against itself cut differently: FSDP workers, tiny model.
+"""Compares updates with those of verl's trainer, and with other splits into micro-batches.
 
-Two bounds, both in float32. LOSS is relative, on advantages, losses and gradient norms. GRADIENT is
-on the norm of the difference of two gradients over the norm of one. There the optimizer is SGD with
-a learning rate of 1, so that a change of weights is the gradient. Against verl it is on the new
-weights, over how far they moved.
+The workers use FSDP and the tiny model, in float32. There are two bounds:
+
+- LOSS is a relative bound on differences of advantages, losses and gradient norms.
+- GRADIENT is a bound on the norm of the difference of two gradients, divided by the norm of one.
+  The optimizer is SGD with a learning rate of 1, so the change of the weights is the gradient.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, RECIPE, drop, tiny, with_values
+from conftest import CPU, RECIPE, kill_workers, tiny, with_values
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl import DataProto
@@ -55,14 +56,14 @@ def load_recipe(workspace, *changes, overlays=()):
     return config, prepare.prepare(config)
 
 
-def start(config) -> training.Workers:
+def start_actor(config) -> training.Workers:
     workers = start_workers(config)
     workers.actor.init_model()
     return workers
 
 
 def make_episodes(seed=0, groups=8, members=4) -> list[Episode]:
-    """Ragged responses with graded rewards and ties. Some have observed tokens in the middle."""
+    """Episodes of different lengths, with rewards from 0 to 1. Some have observed tokens."""
     rng = random.Random(seed)
     episodes = []
     for g in range(groups):
@@ -89,27 +90,27 @@ def make_episodes(seed=0, groups=8, members=4) -> list[Episode]:
 
 
 def read_weights(workers, folder, name="actor") -> dict[str, torch.Tensor]:
-    """{name: parameter} of a group, whole, by way of a checkpoint."""
+    """{name: complete parameter} of a group. They are read from a checkpoint."""
     group = getattr(workers, name)
     group.save_checkpoint(str(folder), None, 0, None)
     shards = []
     for file in sorted(folder.glob("model_world_size_*.pt")):
         shard = torch.load(file, weights_only=False)
         shards.append({k: getattr(v, "_local_tensor", v) for k, v in shard.items()})
-    # FSDP cuts the first dimension
+    # FSDP splits the first dimension
     return {k: torch.cat([shard[k] for shard in shards]).clone() for k in shards[0]}
 
 
-def distance(a, b) -> float:
+def compute_distance(a, b) -> float:
     """Norm of the difference of two sets of weights."""
     return float(torch.stack([(a[k] - b[k]).float().norm() for k in a]).norm())
 
 
-# --- one step of the kit, one of verl's trainer --------------------------------------------------
+# --- a step of the kit and a step of verl's trainer ----------------------------------------------
 
 
 def make_verl_batch(episodes, order, config) -> DataProto:
-    """The same episodes as verl's agent loop pads them: to the lengths of the recipe."""
+    """The episodes as verl's agent loop pads them, to the maximum lengths of the recipe."""
     P = config.data.max_prompt_length
     R = config.data.max_response_length
     rows = [episodes[i] for i in order]
@@ -143,9 +144,10 @@ def make_verl_batch(episodes, order, config) -> DataProto:
 
 
 def order_for_verl(episodes, config) -> list[int]:
-    """The order in which verl's mini-batches get the rows that the kit's get.
+    """The order of rows that gives verl's mini-batches the same rows as the kit's.
 
-    verl cuts rows into mini-batches as they come. The kit deals live rows to them in turn.
+    verl splits the batch into consecutive mini-batches. The kit assigns rows with tokens to train
+    on to mini-batches in turn.
     """
     size = config.actor_rollout_ref.actor.ppo_mini_batch_size
     mini_batches = config.data.train_batch_size // size
@@ -159,8 +161,8 @@ def order_for_verl(episodes, config) -> list[int]:
     return order
 
 
-def step_of_verl(episodes, workers, config):
-    """(advantages, metrics) of a step by the methods of RayPPOTrainer, in the order of its fit."""
+def run_verl_step(episodes, workers, config):
+    """Run a step of RayPPOTrainer, as its `fit` does -> (advantages, metrics)."""
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
     from verl.utils.metric import reduce_metrics
 
@@ -191,8 +193,8 @@ def step_of_verl(episodes, workers, config):
     return batch.batch["advantages"][back], metrics
 
 
-def step_of_kit(episodes, workers, config):
-    """(advantages, metrics) of a step, in the order of algorithm.py."""
+def run_kit_step(episodes, workers, config):
+    """Run a step as algorithm.py does -> (advantages, metrics)."""
     batch = training.build_batch(episodes, 1, 1.0)
     log_probs = training.compute_log_probs(workers.actor, batch, config)["log_probs"]
     batch.batch["old_log_probs"] = log_probs
@@ -209,13 +211,13 @@ def step_of_kit(episodes, workers, config):
     return batch.batch["advantages"], metrics
 
 
-def prepare_workers(config, stack, values, cuts, name) -> training.Workers:
-    """Workers with their first weights and the recipe's losses: an SGD actor, for ppo a critic.
+def prepare_workers(config, stack, values, worker_variants, name) -> training.Workers:
+    """An SGD actor, and for ppo a critic, with their initial weights and the recipe's losses.
 
-    verl pads to other lengths. AdamW divides the rounding that this causes by the root of a tiny
-    mean square, which would give 6e-6.
+    The actor does not use AdamW. verl pads to other lengths, which changes the rounding. AdamW
+    divides by small numbers, so the difference would become 6e-6.
     """
-    actor = cuts["one rank"][0].actor
+    actor = worker_variants["one rank"][0].actor
     workers = with_values(stack, values, critic=name == "ppo")._replace(actor=actor)
     training.set_policy_loss(workers.actor, config)
     if workers.critic:
@@ -224,8 +226,8 @@ def prepare_workers(config, stack, values, cuts, name) -> training.Workers:
     return workers
 
 
-def recipe_changes(name: str) -> list[str]:
-    """Changes under which no number of the advantage has a neutral value."""
+def list_changes(name: str) -> list[str]:
+    """Settings of a recipe. No setting of the advantage has a neutral value such as gamma=1."""
     changes = [
         *SGD,
         "actor_rollout_ref.rollout.n=4",
@@ -239,7 +241,7 @@ def recipe_changes(name: str) -> list[str]:
     return changes
 
 
-def compared_metrics(name: str) -> list[str]:
+def list_compared_metrics(name: str) -> list[str]:
     names = ["actor/pg_loss", "actor/loss", "actor/grad_norm", "actor/pg_clipfrac", "actor/ppo_kl"]
     if name == "grpo":
         names.append("actor/kl_loss")
@@ -249,7 +251,7 @@ def compared_metrics(name: str) -> list[str]:
 
 
 class StepResult(NamedTuple):
-    """The result of a step, and the weights around it."""
+    """The result of a step, and the weights before and after it."""
 
     advantages: torch.Tensor  # [B, R]
     metrics: dict[str, Any]
@@ -258,7 +260,7 @@ class StepResult(NamedTuple):
 
 
 def run_step(step, episodes, workers, config, folder) -> StepResult:
-    """Run a step from the current weights. folder: for checkpoints."""
+    """Run a step from the current weights. folder: where to write checkpoints."""
     before = read_weights(workers, folder / "before")
     advantages, metrics = step(episodes, workers, config)
     groups = [name for name in ("actor", "critic") if getattr(workers, name)]
@@ -267,17 +269,22 @@ def run_step(step, episodes, workers, config, folder) -> StepResult:
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "dapo"])
-def test_a_step_equals_one_of_verls_trainer(stack, values, cuts, workspace, tmp_path, name):
-    """Same episodes, weights, seed; two mini-batches; KL term, critic, clip-higher by recipe."""
-    config, inputs = load_recipe(workspace, *recipe_changes(name), overlays=[name])
-    # for dapo, two thirds are left, some masked whole
+def test_a_step_equals_that_of_verls_trainer(
+    stack, values, worker_variants, workspace, tmp_path, name
+):
+    """Both have the same episodes, weights and seed, and two mini-batches.
+
+    The recipes have a KL term, a critic, and clip-higher.
+    """
+    config, inputs = load_recipe(workspace, *list_changes(name), overlays=[name])
+    # dapo drops a third of the episodes, and masks some others entirely
     episodes, _ = select_trainable(make_episodes(groups=24), 2, inputs.filters)
     episodes = take_groups(episodes, 8)
     has_all_live = all(any(e.response_mask) for e in episodes)
     assert len(episodes) == 32 and has_all_live == (name != "dapo")
     for e in episodes:
         e.reward = inputs.reward(e)
-    workers = prepare_workers(config, stack, values, cuts, name)
+    workers = prepare_workers(config, stack, values, worker_variants, name)
     groups = [group for group in ("actor", "critic") if getattr(workers, group)]
 
     def reset_weights():
@@ -286,27 +293,27 @@ def test_a_step_equals_one_of_verls_trainer(stack, values, cuts, workspace, tmp_
 
     for group in groups:
         getattr(workers, group).save_checkpoint(str(tmp_path / f"start_{group}"), None, 0, None)
-    kit = run_step(step_of_kit, episodes, workers, config, tmp_path / "kit")
+    kit = run_step(run_kit_step, episodes, workers, config, tmp_path / "kit")
     reset_weights()
-    verl = run_step(step_of_verl, episodes, workers, config, tmp_path / "verl")
-    reset_weights()  # other tests start where this one did
-    moved = distance(kit.before, kit.after[0])
-    assert distance(kit.before, verl.before) == 0.0 and moved > 0.01
+    verl = run_step(run_verl_step, episodes, workers, config, tmp_path / "verl")
+    reset_weights()  # other tests need the initial weights
+    moved = compute_distance(kit.before, kit.after[0])
+    assert compute_distance(kit.before, verl.before) == 0.0 and moved > 0.01
     verl_advantages = verl.advantages[:, : kit.advantages.shape[1]]
     torch.testing.assert_close(kit.advantages, verl_advantages, rtol=LOSS, atol=LOSS)
-    for key in compared_metrics(name):
+    for key in list_compared_metrics(name):
         print(key, kit.metrics[key], verl.metrics[key])
         expected = pytest.approx(float(verl.metrics[key]), rel=LOSS, abs=LOSS)
         assert kit.metrics[key] == expected, key
     for kit_weights, verl_weights in zip(kit.after, verl.after, strict=True):
-        difference = distance(kit_weights, verl_weights)
+        difference = compute_distance(kit_weights, verl_weights)
         print("weights differ by", difference, "of", moved)
         assert difference < GRADIENT * moved
 
 
-def test_fused_old_log_probs_equal_those_of_a_separate_pass(cuts, workspace, tmp_path):
-    """One optimizer step a batch: the ratio is 1, so loss, gradient, weights, metrics are equal."""
-    workers, _ = cuts["one rank"]
+def test_fused_old_log_probs_equal_those_of_a_separate_pass(worker_variants, workspace, tmp_path):
+    """With one optimizer step per batch, the ratio is 1, so all results are equal."""
+    workers, _ = worker_variants["one rank"]
     config, _ = load_recipe(workspace, *SGD, "actor_rollout_ref.rollout.n=4")
     assert training.fuses_old_log_probs(config)
     training.set_policy_loss(workers.actor, config)
@@ -336,11 +343,11 @@ def test_fused_old_log_probs_equal_those_of_a_separate_pass(cuts, workspace, tmp
         expected = pytest.approx(metrics_separate[key], rel=LOSS, abs=LOSS)
         assert metrics_fused[key] == expected, key
     assert "rollout_corr/kl" in metrics_fused and metrics_fused["actor/grad_norm"] > 0
-    moved = distance(read_weights(workers, tmp_path / "before"), weights_separate)
-    assert distance(weights_fused, weights_separate) < GRADIENT * moved
+    moved = compute_distance(read_weights(workers, tmp_path / "before"), weights_separate)
+    assert compute_distance(weights_fused, weights_separate) < GRADIENT * moved
 
 
-# --- one batch, cut differently ------------------------------------------------------------------
+# --- a batch in other micro-batches --------------------------------------------------------------
 
 MODES = [
     "token-mean",
@@ -349,7 +356,8 @@ MODES = [
     "seq-mean-token-sum-norm",
     "seq-mean-token-mean",
 ]
-CUTS = [  # the workers, and the tokens of a micro-batch
+# (name of the workers, tokens per micro-batch)
+SPLITS = [
     ("one rank", 2048),
     ("one rank", 64),
     ("one rank", 33),
@@ -360,10 +368,10 @@ CUTS = [  # the workers, and the tokens of a micro-batch
 
 
 @pytest.fixture(scope="module")
-def cuts(stack, workspace):
-    """Workers of one rank, of two, and of one that pads instead of packing: (workers, config).
+def worker_variants(stack, workspace):
+    """{name: (workers, config)}: one rank, two ranks, and one rank that pads instead of packing.
 
-    With SGD, so that weights show gradients.
+    The optimizer is SGD, so a change of the weights is the gradient.
     """
     padded = [
         "actor_rollout_ref.model.override_config.attn_implementation=sdpa",
@@ -372,14 +380,14 @@ def cuts(stack, workspace):
     variants = {"one rank": [], "two ranks": ["trainer.n_gpus_per_node=2"], "padded": padded}
     configs = [load_recipe(workspace, *SGD, *changes)[0] for changes in variants.values()]
     with_reference = copy.deepcopy(configs)
-    for config in with_reference:  # the reference of grpo
+    for config in with_reference:  # grpo needs it
         config.actor_rollout_ref.actor.use_kl_loss = True
     with ThreadPoolExecutor() as pool:  # they import their modules concurrently
-        workers = list(pool.map(start, with_reference))
+        workers = list(pool.map(start_actor, with_reference))
     started = dict(zip(variants, zip(workers, configs, strict=True), strict=True))
     yield started
     for group in workers:
-        drop(group)
+        kill_workers(group)
 
 
 class Update(NamedTuple):
@@ -390,8 +398,8 @@ class Update(NamedTuple):
     gradient: dict[str, torch.Tensor]
 
 
-def run_cut(workers, config, mode, tokens, episodes, folder) -> Update:
-    """Update with micro-batches of `tokens` tokens, and load the weights from before it again."""
+def run_split_update(workers, config, mode, tokens, episodes, folder) -> Update:
+    """Run an update with micro-batches of `tokens` tokens, and then restore the weights."""
     config = copy.deepcopy(config)
     config.actor_rollout_ref.actor.loss_agg_mode = mode
     prepare.set_sizes(config, load_model_files(config).hf_config)
@@ -414,29 +422,31 @@ def run_cut(workers, config, mode, tokens, episodes, folder) -> Update:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_cut_of_a_batch_changes_nothing(cuts, workspace, tmp_path, mode):
-    """Micro-batches of 33, 64 or 2,048 tokens, packed or padded, on one rank or two."""
+def test_the_split_of_a_batch_does_not_change_the_update(
+    worker_variants, workspace, tmp_path, mode
+):
+    """Micro-batches have 33, 64 or 2,048 tokens, packed or padded, on one or two ranks."""
     episodes = make_episodes()[:31]  # an odd number: one of two ranks gets a padding row
     episodes[7].response_mask = [0] * len(episodes[7].response_mask)
     results = {}
-    for name, tokens in CUTS:
-        workers, config = cuts[name]
+    for name, tokens in SPLITS:
+        workers, config = worker_variants[name]
         folder = tmp_path / f"{name}_{tokens}"
-        results[name, tokens] = run_cut(workers, config, mode, tokens, episodes, folder)
+        results[name, tokens] = run_split_update(workers, config, mode, tokens, episodes, folder)
     loss, norm, gradient = results["one rank", 2048]
     zero = {k: torch.zeros_like(v) for k, v in gradient.items()}
     # the change of the weights is the gradient
-    assert norm > 0 and distance(gradient, zero) == pytest.approx(norm, rel=1e-3)
-    for cut, other in results.items():
-        difference = distance(gradient, other.gradient)
-        print(mode, cut, other.loss - loss, other.grad_norm / norm - 1, difference / norm)
-        assert other.loss == pytest.approx(loss, rel=LOSS, abs=LOSS * norm), cut
-        assert other.grad_norm == pytest.approx(norm, rel=LOSS), cut
-        assert difference < GRADIENT * norm, cut
+    assert norm > 0 and compute_distance(gradient, zero) == pytest.approx(norm, rel=1e-3)
+    for split, other in results.items():
+        difference = compute_distance(gradient, other.gradient)
+        print(mode, split, other.loss - loss, other.grad_norm / norm - 1, difference / norm)
+        assert other.loss == pytest.approx(loss, rel=LOSS, abs=LOSS * norm), split
+        assert other.grad_norm == pytest.approx(norm, rel=LOSS), split
+        assert difference < GRADIENT * norm, split
 
 
 def set_loss_settings(workers, settings):
-    """Give the workers verl's ppo_loss with another configuration than they started with."""
+    """Give the workers verl's ppo_loss with another configuration."""
     from verl.workers.utils.losses import ppo_loss
 
     actor_config = omega_conf_to_dataclass(OmegaConf.create(settings))

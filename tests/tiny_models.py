@@ -1,7 +1,7 @@
-"""Random models of a few layers with a character tokenizer: a Llama, a mixture of experts, a LLaVA.
+"""Tiny random models with a character tokenizer: a Llama, a mixture of experts and a LLaVA.
 
-Whole tool calls and game moves are single tokens (ACTIONS). So even a random model calls tools and
-makes moves in a game, and it can learn to do that.
+Each tool call and game move in ACTIONS is a single token. So even a random model calls tools and
+plays games, and it can learn to do so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Doubles of servers, workers and checkpoints that record every call of the training loop."""
+"""Test doubles of servers, workers and checkpoints that record each call of the training loop."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ class Servers:
 
 @dataclass
 class LoopDoubles:
-    """The servers of a run, and all calls in order: of servers, workers and checkpoints."""
+    """The servers of a run, and the calls of servers, workers and checkpoints in order."""
 
     servers: Servers
     calls: list[str]
 
 
 def replace_workers(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the functions of training.py that need the actor by ones that record calls."""
+    """Replace the functions of training.py that need the actor. The new ones record calls."""
 
     def add_old_log_probs(_actor, batch, _config):
         calls.append("old_log_probs")
@@ -89,7 +89,7 @@ def replace_workers(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def replace_checkpoints(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace saving, loading and the export by functions that record the call."""
+    """Replace saving, loading and exporting. The new functions record calls."""
 
     def save(_workers, folder, state, _config):
         calls.append(f"save {state['step']}")
@@ -169,7 +169,7 @@ class RecordingServers(Servers):
 
 
 class Recorder:
-    """Calls by name with their arguments, in one order for servers and workers."""
+    """The calls of servers and workers in order, and the arguments of the last call by name."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, servers: RecordingServers):
         self.monkeypatch = monkeypatch
@@ -180,7 +180,7 @@ class Recorder:
         self.started: tuple[Any, ...] = ()  # the arguments of launch.start
 
     def record(self, owner, name, function=None):
-        """Record the calls of owner.name. function: replaces it."""
+        """Record the calls of owner.name. function: a replacement for it."""
         original = function or getattr(owner, name)
 
         def call(*arguments, **named):
@@ -191,13 +191,13 @@ class Recorder:
         self.monkeypatch.setattr(owner, name, call)
 
     def start(self, run, inputs, stack, samples=True):
-        """Stand in for kit.runs.launch.start."""
+        """Replace kit.runs.launch.start."""
         self.started = (run, inputs, stack, samples)
         return Stack(self.workers, self.servers if samples else None)
 
 
 def make_recorder(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """A recorder of all calls of training.py, with fixed results where workers would compute."""
+    """Make a recorder of the calls of training.py. Functions of workers have fixed results."""
     recorder = Recorder(monkeypatch, RecordingServers(calls))
     monkeypatch.setattr("kit.runs.launch.start", recorder.start)
 
@@ -233,8 +233,8 @@ def make_recorder(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> Recorder
     return recorder
 
 
-def lines_of(trainer, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """The lines of a JSONL file of the run's folder."""
+def read_run_lines(trainer, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """Read a JSONL file of the run's folder."""
     return [json.loads(line) for line in (trainer.run.folder / name).read_text().splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""Doubles for tests of turns: chat templates, a tokenizer, a scripted policy, and sessions."""
+"""Test doubles for turns: chat templates, a tokenizer, a scripted policy, and sessions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHATML = (
     "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Like Qwen3's, it drops the reasoning of earlier turns. Rendered again, a conversation differs.
+# Like Qwen3's template, it drops the reasoning of earlier turns. So a second rendering differs.
 FORGETFUL = CHATML.replace(
     "{{ m.content or '' }}",
     "{{ (m.content or '') if loop.last else (m.content or '').split('</think>')[-1] }}",
@@ -60,7 +60,7 @@ TOOL = {
 
 
 def bytes_tokenizer(template: str, stop: str) -> PreTrainedTokenizerFast:
-    """A tokenizer with a token for every byte and for the templates' marks. It loses no text."""
+    """A tokenizer with a token for each byte and each special mark of the templates."""
     alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     core = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -79,7 +79,7 @@ def chatml_tokenizer() -> PreTrainedTokenizerFast:
 
 
 class Script:
-    """A rollout engine that answers with a list of responses and records the prompts."""
+    """A rollout engine that gives a list of responses and records the prompts."""
 
     def __init__(self, answers: list[list[int]]):
         self.answers = list(answers)
@@ -95,7 +95,7 @@ class Script:
 
 
 def encode_turns(texts, tokenizer) -> list[list[int]]:
-    """The ids of responses with these texts, with the stop token."""
+    """Encode the texts of responses, each with a stop token at the end."""
     encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     return [[*ids, tokenizer.eos_token_id] for ids in encoded]
 
@@ -104,7 +104,7 @@ def one_turn_each(texts, tokenizer) -> Script:
     return Script(encode_turns(texts, tokenizer))
 
 
-class World:
+class ToolSession:
     """A session of a verify server whose tools answer from a list."""
 
     kind = "verify"
@@ -125,7 +125,7 @@ class World:
 
 
 class Game:
-    """A session of a step server: each step has the reward 0.5, and the last one ends the game."""
+    """A session of a step server. Each step has the reward 0.5, and the last one ends the game."""
 
     kind = "step"
     executable = frozenset()

@@ -1,7 +1,7 @@
-"""Worker groups that record each batch, and episodes for them. They stand in for verl's workers.
+"""Test doubles of verl's worker groups, which record each batch, and episodes for them.
 
-The outputs of RecordingGroup follow from the token ids alone, so that a test can write down each
-expected number.
+The outputs of RecordingGroup depend only on the token ids, so a test can compute each expected
+number.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kit.data.episode import Episode, TurnSpan
 ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
 FUSED = [f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.ppo_epochs=1"]  # one optimizer step a batch
-# An output of a token is this factor times its id.
+# The output of a token is this factor times its id.
 FACTORS = {"log_probs": -0.01, "entropy": 0.02, "values": 0.03, "sum_pi_squared": 0.04}
-REFERENCE_FACTOR = 10  # the outputs of the reference are larger
+REFERENCE_FACTOR = 10  # the outputs of the reference are larger by this factor
 
 
 class Pending:
@@ -82,12 +82,12 @@ class RecordingGroup:
 
 
 def changed(config: DictConfig, *changes: str) -> DictConfig:
-    """A copy of a recipe with changes, key=value, that nothing checks."""
+    """Copy a recipe with key=value changes. The changes are not checked."""
     return OmegaConf.merge(config, OmegaConf.from_dotlist(list(changes)))
 
 
 def two_rank_recipe(workspace: Path) -> DictConfig:
-    """The tiny recipe on two ranks: 4 prompts a batch, 2 a mini-batch, 2 epochs."""
+    """The tiny recipe on two ranks: 4 prompts per batch, 2 per mini-batch, 2 epochs."""
     changes = [
         "data.train_batch_size=4",
         f"{ACTOR}.ppo_mini_batch_size=2",
@@ -102,7 +102,7 @@ def two_rank_recipe(workspace: Path) -> DictConfig:
 def make_episode(
     prompt, response, mask=None, turns=None, reward=1.0, group="a", **fields
 ) -> Episode:
-    """An episode of one turn, unless `turns` says otherwise; all of it sampled without `mask`."""
+    """Make an episode. By default it has one turn, and all of its tokens are sampled."""
     mask = mask or [1] * len(response)
     turns = [TurnSpan(0, len(response), 1)] if turns is None else turns
     log_probs = [-0.5] * len(response)
@@ -112,7 +112,7 @@ def make_episode(
 
 
 def seven_episodes() -> list[Episode]:
-    """Rows of different lengths. The fourth, ids 40 and up, has no token to train on."""
+    """Episodes of different lengths. The fourth, with ids from 40 on, has no token to train on."""
     return [
         make_episode([10], [11, 12, 13], group="a"),
         make_episode([20, 21], [22], group="a"),
@@ -125,12 +125,12 @@ def seven_episodes() -> list[Episode]:
 
 
 def make_batch(episodes) -> DataProto:
-    """Their batch, with pad id 3 and temperature 0.7."""
+    """Build a batch of episodes with pad id 3 and temperature 0.7."""
     return training.build_batch(episodes, 3, 0.7)
 
 
 def make_update_batch(episodes) -> DataProto:
-    """A batch with all that an update reads. The advantage of a row is its position, from 1."""
+    """Make a batch for an update. The advantage of a row is its position, counted from 1."""
     batch = make_batch(episodes)
     shape = batch.batch["responses"].shape
     batch.batch["advantages"] = torch.arange(1.0, len(episodes) + 1)[:, None].expand(shape).clone()
@@ -144,12 +144,12 @@ def rows_of(data: TensorDict, name: str = "input_ids") -> list[list[int]]:
 
 
 def sent_rows(data: TensorDict) -> list[int]:
-    """The row of the batch in each slot of an update, counted from 1; 0 for padding."""
+    """The row number of each row of an update, counted from 1; 0 for padding."""
     return torch.where(data["is_padding"], 0, data["row"] + 1).tolist()
 
 
-def shifted(episodes, factor: float) -> list[list[float]]:
-    """The outputs of RecordingGroup before each response token, padded with zeros."""
+def compute_outputs(episodes, factor: float) -> list[list[float]]:
+    """The outputs of RecordingGroup at the position before each response token, with padding."""
     width = max(len(e.response_ids) for e in episodes)
     expected = []
     for e in episodes:
@@ -158,8 +158,8 @@ def shifted(episodes, factor: float) -> list[list[float]]:
     return expected
 
 
-def close(actual: torch.Tensor, expected: Any) -> bool:
-    """Whether a float32 tensor has the shape and, up to rounding, the numbers that are expected."""
+def is_close(actual: torch.Tensor, expected: Any) -> bool:
+    """Whether a float32 tensor has the expected shape and, up to rounding, the expected values."""
     expected = torch.as_tensor(expected, dtype=torch.float32)
     return (
         actual.dtype == torch.float32

@@ -1,11 +1,11 @@
-"""What of a recipe goes together, and what does not."""
+"""Tests which settings of a recipe can be combined, and which combinations are errors."""
 
 from __future__ import annotations
 
 import shutil
 
 import pytest
-from conftest import CPU, RECIPE, ROOT, counting, load, tiny, write_rows
+from conftest import CPU, RECIPE, ROOT, load, make_counter_row, tiny, write_rows
 from omegaconf import OmegaConf
 
 from kit.config import checks, user_functions
@@ -21,31 +21,30 @@ def tiny_recipe(workspace):
     return load_config([str(CPU), str(RECIPE)], tiny(workspace))[0]
 
 
-def changed(config, *changes):
+def with_changes(config, *changes):
     return OmegaConf.merge(config, OmegaConf.from_dotlist(list(changes)))
 
 
-def test_all_that_verl_has_is_taken_and_group_estimators_need_groups(tiny_recipe):
+def test_all_estimators_and_losses_of_verl_are_accepted_and_some_need_groups(tiny_recipe):
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, AdvantageEstimator
 
     estimators = [f"{ADVANTAGE}={estimator.value}" for estimator in AdvantageEstimator]
-    losses = [
-        f"{LOSS_MODE}={name}"
-        for name in POLICY_LOSS_REGISTRY
-        if not user_functions.is_user_function(name)
-    ]
+    names = [n for n in POLICY_LOSS_REGISTRY if not user_functions.is_user_function(n)]
+    losses = [f"{LOSS_MODE}={name}" for name in names]
     assert len(estimators) >= 13 and len(losses) >= 12
     for change in estimators + losses:
-        assert not list(checks.check_names(changed(tiny_recipe, change), "train")), change
-    one = changed(tiny_recipe, "actor_rollout_ref.rollout.n=1")
-    alone = {
-        name for name in estimators if not list(checks.check_names(changed(one, name), "train"))
-    }
-    assert alone == {f"{ADVANTAGE}={name}" for name in ("gae", "reinforce_plus_plus", "remax")}
+        assert not list(checks.check_names(with_changes(tiny_recipe, change), "train")), change
+    single_response = with_changes(tiny_recipe, "actor_rollout_ref.rollout.n=1")
+    without_group = set()
+    for change in estimators:
+        if not list(checks.check_names(with_changes(single_response, change), "train")):
+            without_group.add(change)
+    names = ("gae", "reinforce_plus_plus", "remax")
+    assert without_group == {f"{ADVANTAGE}={name}" for name in names}
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "message"),
     [
         (
             ["algorithm.adv_estimator=grppo"],
@@ -169,13 +168,13 @@ def test_all_that_verl_has_is_taken_and_group_estimators_need_groups(tiny_recipe
         ),
     ],
 )
-def test_what_does_not_go_together_is_an_error(tiny_recipe, workspace, monkeypatch, changes, named):
+def test_an_invalid_combination_is_an_error(tiny_recipe, workspace, monkeypatch, changes, message):
     monkeypatch.chdir(workspace)
-    with pytest.raises(ConfigError, match=named):
-        prepare.check_recipe(changed(tiny_recipe, *changes), "train")
+    with pytest.raises(ConfigError, match=message):
+        prepare.check_recipe(with_changes(tiny_recipe, *changes), "train")
 
 
-def test_a_teacher_of_another_vocabulary_is_refused(tiny_recipe, workspace, tmp_path):
+def test_a_teacher_with_another_vocabulary_is_an_error(tiny_recipe, workspace, tmp_path):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(workspace / "tied")
@@ -183,7 +182,9 @@ def test_a_teacher_of_another_vocabulary_is_refused(tiny_recipe, workspace, tmp_
     tokenizer.save_pretrained(tmp_path)
     shutil.copy(workspace / "tied" / "config.json", tmp_path)
     estimator = f"{ADVANTAGE}=templates/advantages.py:distill"
-    config = changed(tiny_recipe, estimator, "distillation.enabled=true", f"{TEACHER}={tmp_path}")
+    config = with_changes(
+        tiny_recipe, estimator, "distillation.enabled=true", f"{TEACHER}={tmp_path}"
+    )
     with pytest.raises(
         ConfigError,
         match=rf"{TEACHER}={tmp_path}: its vocabulary differs from the policy's.*'stranger'",
@@ -191,26 +192,29 @@ def test_a_teacher_of_another_vocabulary_is_refused(tiny_recipe, workspace, tmp_
         prepare.check_recipe(config, "train")
 
 
-def test_a_truncated_sampling_distribution_is_warned_of(workspace):
-    for change, warned in (("top_p=0.9", True), ("top_k=20", True), ("temperature=0.9", False)):
+def test_the_summary_warns_of_a_truncated_sampling_distribution(workspace):
+    for change, has_warning in (
+        ("top_p=0.9", True),
+        ("top_k=20", True),
+        ("temperature=0.9", False),
+    ):
         text = summary.summarize(*load(workspace, f"actor_rollout_ref.rollout.{change}"), "train")
-        assert ("rollout_correction is biased" in text) == warned
+        assert ("rollout_correction is biased" in text) == has_warning
 
 
-def test_rows_of_verls_for_a_server_of_gyms_are_warned_of(workspace):
-    made = {"prompt": "say 7", "data_source": "mine", "reward_model": {"ground_truth": "7"}}
-    rows = write_rows(workspace / "verls.jsonl", [made] * 8)
-    for more, warned in (("", True), (", verifier: templates/reward.py:compute_score", False)):
-        text = summary.summarize(
-            *load(workspace, f"env.train_files=[{{path: {rows}{more}}}]"), "train"
-        )
-        assert (
-            "WARNING     Rows in verl's format go to the server reasoning_gym" in text
-        ) == warned
+def test_the_summary_warns_of_verl_rows_for_a_gym_server(workspace):
+    verl_row = {"prompt": "say 7", "data_source": "mine", "reward_model": {"ground_truth": "7"}}
+    rows = write_rows(workspace / "verls.jsonl", [verl_row] * 8)
+    warning = "WARNING     Rows in verl's format go to the server reasoning_gym"
+    verifier = ", verifier: templates/reward.py:compute_score"
+    for settings, has_warning in (("", True), (verifier, False)):
+        files = f"env.train_files=[{{path: {rows}{settings}}}]"
+        text = summary.summarize(*load(workspace, files), "train")
+        assert (warning in text) == has_warning
 
 
-def test_a_tool_that_gyms_schema_refuses_is_told_before_anything_starts(workspace):
-    row = counting()
+def test_a_tool_that_gyms_schema_rejects_is_an_error_before_anything_starts(workspace):
+    row = make_counter_row()
     del row["responses_create_params"]["tools"][0]["strict"]
     rows = write_rows(workspace / "lax.jsonl", [row] * 8)
     with pytest.raises(
@@ -220,8 +224,10 @@ def test_a_tool_that_gyms_schema_refuses_is_told_before_anything_starts(workspac
 
 
 def test_another_reward_does_not_inherit_settings(workspace):
-    """dapo's shaper has a limit; what comes after it replaces it whole, unless it only changes a
-    setting.
+    """The reward function of dapo has the setting `limit`.
+
+    A later env.reward replaces the function with its settings. A later env.reward.penalty only
+    changes one setting.
     """
     folder = ROOT / "configs" / "algorithms"
     dapo = str(folder / "dapo.yaml")
@@ -248,10 +254,10 @@ def test_another_reward_does_not_inherit_settings(workspace):
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "configs" / "algorithms").glob("*.yaml")), ids=lambda path: path.stem
 )
-def test_an_overlay_is_fifteen_lines_and_goes_over_either_recipe(workspace, path):
+def test_an_overlay_is_short_and_works_with_both_math_recipes(workspace, path):
     assert len(path.read_text().splitlines()) <= 15
-    for over in ("math.yaml", "math_cpu.yaml"):
-        config, _ = load_config([str(ROOT / "configs" / over), str(path)], [])
+    for base in ("math.yaml", "math_cpu.yaml"):
+        config, _ = load_config([str(ROOT / "configs" / base), str(path)], [])
         assert not [*checks.check_algorithm(config), *checks.check_names(config, "train")]
         user_functions.load_recipe_functions(config)
     changes = tiny(workspace)
@@ -261,13 +267,12 @@ def test_an_overlay_is_fifteen_lines_and_goes_over_either_recipe(workspace, path
         changes.append(f"{TEACHER}={workspace / 'tied'}")
     if path.stem == "sft":
         changes = [c for c in changes if not c.startswith("env.")]
-        chat = {
-            "messages": [
-                {"role": "user", "content": "say 7"},
-                {"role": "assistant", "content": "7"},
-            ]
-        }
-        changes.append(f"env.train_files=[{write_rows(workspace / 'eight.jsonl', [chat] * 8)}]")
+        messages = [
+            {"role": "user", "content": "say 7"},
+            {"role": "assistant", "content": "7"},
+        ]
+        rows = write_rows(workspace / "eight.jsonl", [{"messages": messages}] * 8)
+        changes.append(f"env.train_files=[{rows}]")
     config, _ = load_config(
         [str(CPU), str(RECIPE), str(path)], [*changes, "data.train_batch_size=8"]
     )

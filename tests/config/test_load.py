@@ -23,12 +23,13 @@ from kit.runs import prepare, summary
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def merged(*changes, files=(str(CPU), str(RECIPE))):
+def load_tiny(*changes, files=(str(CPU), str(RECIPE))):
+    """The tiny recipe with changes, merged over verl's configuration."""
     return load_config(files, changes)[0]
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "message"),
     [
         (f"{ROLLOUT}.temprature=1", "Did you mean actor_rollout_ref.rollout.temperature"),
         ("gym.timeout=3", "unknown key gym.timeout. Did you mean gym.timeout_s"),
@@ -58,14 +59,14 @@ def merged(*changes, files=(str(CPU), str(RECIPE))):
         ("just_a_word", "'just_a_word' is not key=value"),
     ],
 )
-def test_an_unknown_or_unused_key_is_an_error(change, named):
-    with pytest.raises(ConfigError, match=named):
-        merged(change)
+def test_an_unknown_or_unused_key_is_an_error(change, message):
+    with pytest.raises(ConfigError, match=message):
+        load_tiny(change)
 
 
 def test_an_unused_key_with_its_default_value_is_accepted():
-    """Recipes of others set some defaults. rollout.n is 8, and the others follow from it."""
-    merged(
+    """Recipes from elsewhere set such keys. actor.rollout_n must be rollout.n, which is 8."""
+    load_tiny(
         "actor_rollout_ref.actor.rollout_n=8",
         f"{ROLLOUT}.mode=async",
         "actor_rollout_ref.actor.grad_clip=1.0",
@@ -73,62 +74,60 @@ def test_an_unused_key_with_its_default_value_is_accepted():
 
 
 def test_keys_that_only_verls_dataclasses_have_are_accepted():
-    config = merged(
+    config = load_tiny(
         "+actor_rollout_ref.model.override_config.attn_implementation=eager", "data.seed=7"
     )
     assert config.actor_rollout_ref.model.override_config.attn_implementation == "eager"
-    config = merged(
-        "actor_rollout_ref.rollout.enable_sleep_mode=false"
-    )  # a field of verl's RolloutConfig only
+    # verl's RolloutConfig has this field, its YAML does not
+    config = load_tiny("actor_rollout_ref.rollout.enable_sleep_mode=false")
     assert config.actor_rollout_ref.rollout.enable_sleep_mode is False
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "message"),
     [("a: [", "not valid YAML"), ("- 1\n", "is a YAML mapping"), (None, "no such file")],
 )
-def test_bad_recipe_files_are_named(tmp_path, text, named):
+def test_an_error_of_a_recipe_file_names_the_file(tmp_path, text, message):
     if text is not None:
         (tmp_path / "recipe.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=rf"recipe\.yaml: .*{named}"):
-        merged(files=[str(tmp_path / "recipe.yaml")])
+    with pytest.raises(ConfigError, match=rf"recipe\.yaml: .*{message}"):
+        load_tiny(files=[str(tmp_path / "recipe.yaml")])
 
 
-def test_a_recipe_file_that_is_not_utf8_is_named(tmp_path):
+def test_a_recipe_file_that_is_not_utf8_is_an_error(tmp_path):
     (tmp_path / "recipe.yaml").write_bytes("trainer: {project_name: caf\xe9}".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"recipe\.yaml is not UTF-8 \(byte 27: .*Save it"):
-        merged(files=[str(tmp_path / "recipe.yaml")])
+        load_tiny(files=[str(tmp_path / "recipe.yaml")])
 
 
 def test_a_recipe_is_found_by_its_name_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = merged(files=["math_cpu", "dapo", "cpu"])
+    config = load_tiny(files=["math_cpu", "dapo", "cpu"])
     assert (config.trainer.device, config.actor_rollout_ref.actor.clip_ratio_high) == ("cpu", 0.28)
-    for old, now in (
+    for old_name, new_name in (
         ("cpu.yaml", "machines/cpu"),
         ("dapo.yaml", "algorithms/dapo"),
         ("smollm.yaml", "models/smollm2"),
     ):
         with pytest.raises(
             ConfigError,
-            match=rf"configs/{old}: no such file. Use configs/{now}\.yaml, or just",
+            match=rf"configs/{old_name}: no such file. Use configs/{new_name}\.yaml, or just",
         ):
-            merged(files=[f"configs/{old}"])
+            load_tiny(files=[f"configs/{old_name}"])
     (tmp_path / "dapo").write_text("trainer: {save_freq: 3}")  # a local file comes first
-    assert merged(files=["dapo"]).trainer.save_freq == 3
+    assert load_tiny(files=["dapo"]).trainer.save_freq == 3
 
 
 def test_names_of_recipes_are_unique():
-    assert (
-        Counter(path.stem for path in (ROOT / "configs").rglob("*.yaml")).most_common(1)[0][1] == 1
-    )
+    names = Counter(path.stem for path in (ROOT / "configs").rglob("*.yaml"))
+    assert names.most_common(1)[0][1] == 1
 
 
 # --- invalid recipes -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "named"),
+    ("change", "error", "message"),
     [
         (
             "actor_rollout_ref.actor.ppo_mini_batch_size=3",
@@ -230,19 +229,20 @@ def test_names_of_recipes_are_unique():
         ("gym.servers.reasoning_gym.start.python=nowhere", network.GymStartError, "`make gym`"),
     ],
 )
-def test_an_invalid_recipe_is_an_error_before_a_run_starts(workspace, change, error, named):
-    with pytest.raises(error, match=named):
+def test_an_invalid_recipe_is_an_error_before_a_run_starts(workspace, change, error, message):
+    with pytest.raises(error, match=message):
         load(workspace, change)
 
 
 def test_all_problems_are_in_one_message_without_the_network(workspace, monkeypatch):
+    """`mistakes` maps each change to a part of its message; the name of a hub model has none."""
     monkeypatch.setattr(
         "transformers.AutoConfig.from_pretrained",
         lambda *_, **__: pytest.fail("a request to the hub"),
     )
     unused = "is a verl option that this trainer does not use"
     mini_batch = "actor_rollout_ref.actor.ppo_mini_batch_size"
-    wrong = {
+    mistakes = {
         "trainr.save_freq=3": "unknown key trainr",
         f"{ROLLOUT}.trace.backend=mlflow": f"trace.backend {unused}",
         "data.train_batch_size=many": "data.train_batch_size=many is not valid. "
@@ -256,14 +256,14 @@ def test_all_problems_are_in_one_message_without_the_network(workspace, monkeypa
         "algorithm.filter_groups.enable=true": "needs max_num_gen_batches",
     }
     problems: list[Exception] = []
-    config, _ = load_config([str(CPU), str(RECIPE)], [*tiny(workspace), *wrong], problems)
+    config, _ = load_config([str(CPU), str(RECIPE)], [*tiny(workspace), *mistakes], problems)
     with pytest.raises(ConfigError) as raised:
         prepare.check_recipe(config, "train", problems)
     first, *lines = str(raised.value).split("\n")
     assert first == "9 problems with this recipe:"
     assert [line.split(". ")[0] for line in lines] == [f"  {number}" for number in range(1, 10)]
-    for named in wrong.values():
-        assert sum(named in line for line in lines) == 1 or not named, named
+    for part in mistakes.values():
+        assert sum(part in line for line in lines) == 1 or not part, part
 
 
 GREEDY = (
@@ -272,7 +272,7 @@ GREEDY = (
 
 
 @pytest.mark.parametrize(
-    ("command", "changes", "named"),
+    ("command", "changes", "message"),
     [
         (
             "train",
@@ -285,12 +285,9 @@ GREEDY = (
         ("evaluate", ["temperature=0"], ""),
         ("evaluate", ["val_kwargs.n=4"], GREEDY),
         ("train", ["val_kwargs.n=4"], GREEDY),
-        ("rollout", ["val_kwargs.n=4"], ""),  # it has no evaluation
-        (
-            "evaluate",
-            ["val_kwargs.n=4", "val_kwargs.do_sample=true"],
-            GREEDY,
-        ),  # verl's temperature is 0
+        ("rollout", ["val_kwargs.n=4"], ""),  # this command has no evaluation
+        # verl's default of val_kwargs.temperature is 0
+        ("evaluate", ["val_kwargs.n=4", "val_kwargs.do_sample=true"], GREEDY),
         (
             "evaluate",
             ["val_kwargs.temperature=0.8"],
@@ -303,43 +300,39 @@ GREEDY = (
         ),
     ],
 )
-def test_responses_that_should_differ_are_sampled(command, changes, named):
-    config = merged("env.val_files=[x]", *(f"{ROLLOUT}.{change}" for change in changes))
+def test_greedy_decoding_of_several_responses_is_an_error(command, changes, message):
+    """Without a message, the settings are valid."""
+    config = load_tiny("env.val_files=[x]", *(f"{ROLLOUT}.{change}" for change in changes))
     problems = list(checks.check_sampling(config, command))
-    assert len(problems) == bool(named)
-    if named:
-        with pytest.raises(AssertionError if not problems else ConfigError, match=named):
+    assert len(problems) == bool(message)
+    if message:
+        with pytest.raises(AssertionError if not problems else ConfigError, match=message):
             raise ConfigError(problems[0])
 
 
 def test_the_accepted_names_are_those_that_verl_accepts():
-    """The lists come from verl's source. None is empty, and verl accepts each of their names."""
+    """The lists come from verl's source code. verl accepts each name in them."""
     from verl.trainer.ppo import core_algos, rollout_corr_helper
 
     ones = torch.ones(2, 2)
     modes = checks.string_literals_compared_with(core_algos.agg_loss, "loss_agg_mode")
     assert len(modes) == 5 and all(core_algos.agg_loss(ones, ones, mode) > 0 for mode in modes)
     kinds = checks.string_literals_compared_with(core_algos.kl_penalty_forward, "kl_penalty")
-    assert kinds.pop() == "full" and len(kinds) == 7  # which verl has not
-    assert all(
-        core_algos.kl_penalty(ones, ones, f"{kind}{plus}").shape == (2, 2)
-        for kind in kinds
-        for plus in ("", "+")
-    )
-    assert checks.string_literals_compared_with(core_algos.get_kl_controller, "kl_ctrl.type") == [
-        "fixed",
-        "adaptive",
-    ]
-    weigh = rollout_corr_helper.compute_rollout_correction_weights
-    assert checks.string_literals_compared_with(weigh, "rollout_is") == ["token", "sequence"]
-    assert set(
-        checks.string_literals_compared_with(
-            core_algos.compute_policy_loss_bypass_mode, "loss_type"
-        )
-    ) == {
-        "ppo_clip",
-        "reinforce",
-    }
+    # verl's code compares with "full", but does not implement it
+    assert kinds.pop() == "full" and len(kinds) == 7
+    penalties = []
+    for kind in kinds:
+        penalties.append(core_algos.kl_penalty(ones, ones, kind))
+        penalties.append(core_algos.kl_penalty(ones, ones, f"{kind}+"))
+    assert all(penalty.shape == (2, 2) for penalty in penalties)
+    types = checks.string_literals_compared_with(core_algos.get_kl_controller, "kl_ctrl.type")
+    assert types == ["fixed", "adaptive"]
+    weights_function = rollout_corr_helper.compute_rollout_correction_weights
+    levels = checks.string_literals_compared_with(weights_function, "rollout_is")
+    assert levels == ["token", "sequence"]
+    bypass_loss = core_algos.compute_policy_loss_bypass_mode
+    loss_types = checks.string_literals_compared_with(bypass_loss, "loss_type")
+    assert set(loss_types) == {"ppo_clip", "reinforce"}
 
 
 # --- derived values ------------------------------------------------------------------------------
@@ -350,19 +343,16 @@ def test_derived_sizes(workspace):
     rollout = config.actor_rollout_ref.rollout
     assert rollout.max_model_len == 32 + 12
     assert config.actor_rollout_ref.actor.optim.total_training_steps == 40
-    assert (
-        rollout.checkpoint_engine.update_weights_bucket_megabytes == 64
-    )  # the floor: the model is tiny
+    # the minimum, because the model is tiny
+    assert rollout.checkpoint_engine.update_weights_bucket_megabytes == 64
     assert data.stop_ids == {1} and len(data.validation) == 3
-    assert (
-        config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 1024
-    )  # as configs/machines/cpu.yaml says
+    # the value in configs/machines/cpu.yaml
+    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 1024
     small = [f"{key}=100" for key in MICRO_BATCH_TOKENS]
-    longer, _ = load(
-        workspace, "data.max_prompt_length=1000", *small
-    )  # a micro-batch must hold a whole episode
+    # a micro-batch must be large enough for a whole episode
+    longer, _ = load(workspace, "data.max_prompt_length=1000", *small)
     assert [OmegaConf.select(longer, key) for key in MICRO_BATCH_TOKENS] == [1012] * 4
-    longer.actor_rollout_ref.actor.ulysses_sequence_parallel_size = 2  # on GPUs
+    longer.actor_rollout_ref.actor.ulysses_sequence_parallel_size = 2  # possible only on GPUs
     for key in MICRO_BATCH_TOKENS:
         OmegaConf.update(longer, key, 100)
     prepare.set_sizes(longer, data.model)
@@ -373,11 +363,9 @@ def test_derived_sizes(workspace):
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
     )
     assert "distributed_executor_backend" not in parts.actor_rollout_ref.rollout.engine_kwargs.vllm
-    threads = parts.ray_kwargs.ray_init.runtime_env.env_vars
-    assert (
-        str(max(1, len(os.sched_getaffinity(0)) // 2)) == threads.OMP_NUM_THREADS
-        and threads.TENSOR_PARALLEL == "2"
-    )
+    variables = parts.ray_kwargs.ray_init.runtime_env.env_vars
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert str(threads) == variables.OMP_NUM_THREADS and variables.TENSOR_PARALLEL == "2"
     assert "8 prompts x 8 responses = 64 episodes" in summary.summarize(config, data, "train")
     overlap = load(workspace, f"env.val_files=[{workspace / 'train.jsonl'}]")
     assert "WARNING     8 of the held-out prompts" in summary.summarize(*overlap, "train")
@@ -387,7 +375,7 @@ def test_derived_sizes(workspace):
     ("command", "rows"), [("train", (4, 8)), ("rollout", (4, 0)), ("evaluate", (0, 8))]
 )
 def test_the_rows_of_a_command(workspace, command, rows):
-    config = merged(*tiny(workspace, "env.max_rows=4", "data.train_batch_size=4"))
+    config = load_tiny(*tiny(workspace, "env.max_rows=4", "data.train_batch_size=4"))
     data = prepare.prepare(config, command)
     assert (len(data.train), len(data.validation)) == rows
 
@@ -402,22 +390,21 @@ def test_every_recipe_is_short_and_merges(path):
     assert config.trainer.device == ("cpu" if path == CPU else "cuda")
 
 
-class Head(BaseHTTPRequestHandler):
-    """A head server and, at the same address, the resources server that it knows."""
+class HeadServer(BaseHTTPRequestHandler):
+    """A Gym head server, and at the same address the resources server that it lists."""
 
     def do_GET(self):
-        here = {"host": "127.0.0.1", "port": self.server.server_port}
-        known = {
-            "puzzles": {"resources_servers": {"reasoning_gym": here}},
-            "unused": {"resources_servers": {"mcqa": {**here, "port": 1}}},
+        address = {"host": "127.0.0.1", "port": self.server.server_port}
+        configuration = {
+            "puzzles": {"resources_servers": {"reasoning_gym": address}},
+            "unused": {"resources_servers": {"mcqa": {**address, "port": 1}}},
             "odd_agent": {
                 "responses_api_agents": {"simple_agent": {"resources_server": {"name": "puzzles"}}}
             },
         }
         routes = {"paths": {"/verify": {"post": {}}}}
-        data = json.dumps(
-            routes if self.path == "/openapi.json" else yaml.safe_dump(known)
-        ).encode()
+        answer = routes if self.path == "/openapi.json" else yaml.safe_dump(configuration)
+        data = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("content-length", str(len(data)))
         self.end_headers()
@@ -427,8 +414,8 @@ class Head(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_head_server_gives_the_servers_that_the_recipe_does_not_name(workspace):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Head)
+def test_a_head_server_provides_servers_that_the_recipe_lacks(workspace):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), HeadServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     rows = [
         row(f"say {i}", agent_ref={"name": "odd_agent" if i % 2 else "reasoning_gym_agent"})
@@ -438,9 +425,8 @@ def test_a_head_server_gives_the_servers_that_the_recipe_does_not_name(workspace
     head = f"http://127.0.0.1:{server.server_port}"
     config, data = load(workspace, files, "env.val_files=[]", f"gym.head_server={head}")
     assert [task.server for task in data.train] == ["reasoning_gym", "puzzles"] * 4
-    assert (
-        config.gym.servers.puzzles.url == head
-    )  # and `unused`, where nobody listens, is not asked for
+    assert config.gym.servers.puzzles.url == head
+    # no row uses the server `unused`, so it is not contacted
     assert set(config.gym.servers) == {"reasoning_gym", "puzzles"}
     with pytest.raises(
         env.DataError,
@@ -468,7 +454,7 @@ def test_a_public_policy_endpoint_needs_a_key(workspace, monkeypatch):
         load(workspace, "gym.policy_endpoint.port=12345")
 
 
-def test_an_unknown_format_of_tool_calls_is_named(workspace):
+def test_an_unknown_format_of_tool_calls_is_an_error(workspace):
     files = f"env.train_files=[{workspace / 'tools.jsonl'}]"
     with pytest.raises(
         ConfigError,
@@ -478,9 +464,9 @@ def test_an_unknown_format_of_tool_calls_is_named(workspace):
 
 
 def test_the_recipes_for_gsm8k_have_the_sizes_of_verls_published_run():
-    """256 prompts, mini-batches of 64 and 435 steps, also with verl's own verifier."""
-    math = merged(files=["math"])
-    function = merged(files=["gsm8k_function"])
+    """256 prompts, mini-batches of 64 and 435 steps, also in the recipe with verl's verifier."""
+    math = load_tiny(files=["math"])
+    function = load_tiny(files=["gsm8k_function"])
     full_batches = 7473 // math.data.train_batch_size  # GSM8K's training rows
     assert math.trainer.total_training_steps == function.trainer.total_epochs * full_batches == 435
     mini_batches = math.data.train_batch_size // math.actor_rollout_ref.actor.ppo_mini_batch_size

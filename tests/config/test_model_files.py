@@ -1,4 +1,4 @@
-"""The files of a model: configuration, tokenizer, ids that end a response."""
+"""Tests how the ids that end a response are read from the files of a model."""
 
 from __future__ import annotations
 

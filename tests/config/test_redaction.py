@@ -1,4 +1,4 @@
-"""A recipe that is written or printed has no secrets."""
+"""Tests that a recipe contains no secrets when it is written or printed."""
 
 import base64
 import gzip
@@ -14,14 +14,14 @@ from kit.runs import summary
 from kit.runs.run_dir import Run
 
 
-def merge(*changes):
+def load_changed(*changes):
     return load_config([str(CPU), str(RECIPE)], changes)[0]
 
 
-def test_values_of_the_environment_stay_interpolations(workspace, monkeypatch):
+def test_values_of_environment_variables_are_written_as_interpolations(workspace, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "sk-planted-judge")
     monkeypatch.setenv("SECRET_HOST", "planted.example")
-    # not the name of a secret, but a value of the environment
+    # the name does not suggest a secret, but the recipe reads the variable
     monkeypatch.setenv("JUDGE_ADDRESS", "planted.elsewhere")
     changes = [
         "gym.servers.judge.start.config.judge={key: '${oc.env:JUDGE_API_KEY}', "
@@ -41,9 +41,11 @@ def test_values_of_the_environment_stay_interpolations(workspace, monkeypatch):
 @pytest.mark.parametrize(
     "name", ["HF_TOKEN", "JUDGE_KEY", "MY_SECRET_2", "DB_PASSWORD", "aws_credential"]
 )
-def test_a_variable_with_a_secrets_name_is_written_nowhere(workspace, tmp_path, monkeypatch, name):
+def test_the_value_of_a_variable_with_a_secret_name_is_never_written(
+    workspace, tmp_path, monkeypatch, name
+):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(name, "planted8")  # the shortest value that is a secret
+    monkeypatch.setenv(name, "planted8")  # the shortest value that counts as a secret
     config, _ = load(
         workspace, "gym.servers.reasoning_gym.start.config.url=http://planted8.example/v1"
     )
@@ -88,21 +90,21 @@ LITERALS = [
 
 @pytest.mark.parametrize(("name", "value"), LITERALS)
 def test_a_literal_secret_is_hidden(name, value):
-    config = merge(f"gym.servers.judge.start.config={{{name}: {value}, model: kept}}")
+    config = load_changed(f"gym.servers.judge.start.config={{{name}: {value}, model: kept}}")
     written = OmegaConf.to_yaml(redacted(config).gym.servers.judge)
     assert "planted" not in written and "model: kept" in written, written
     assert name in written
 
 
-def test_other_values_are_written():
-    """verl's keys with `key` or `token` in the name, and the name of a variable."""
+def test_values_that_are_not_secret_are_written():
+    """They have `key` or `token` in their name, but are no secrets."""
     settings = {
         "eos_token": "<end>",
         "api_key_env": "JUDGE_KEY",
         "prompt_key": "question",
         "token": None,
     }
-    config = merge("data.prompt_key=question")
+    config = load_changed("data.prompt_key=question")
     OmegaConf.update(config, "gym.servers.judge.start.config", settings, force_add=True)
     assert redacted(config).gym.servers.judge.start.config == settings
     assert OmegaConf.to_yaml(redacted(config)).count(HIDDEN) == 0

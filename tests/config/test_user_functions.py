@@ -1,5 +1,6 @@
-"""Functions of one's own: named in a recipe, called, tried out before a run; each mistake says its
-key and function.
+"""Tests of custom functions: how a recipe names them, and how mistakes in them are reported.
+
+A mistake is found in a trial before the run starts. The error has the key and the function.
 """
 
 from __future__ import annotations
@@ -65,24 +66,25 @@ def tiny_recipe(workspace):
 
 
 @pytest.fixture
-def named(tiny_recipe):
-    """The tiny recipe with other functions: {key: value} -> (config, data)."""
+def make_inputs(tiny_recipe):
+    """A function that loads the tiny recipe with {key: value} changes -> (config, data)."""
 
-    def change(changes):
-        config, data = copy.deepcopy(tiny_recipe[0]), tiny_recipe[1]
+    def make(changes):
+        config = copy.deepcopy(tiny_recipe[0])
+        data = tiny_recipe[1]
         for key, value in changes.items():
             OmegaConf.update(config, key, value, merge=False)
         reward, filters, sampler = user_functions.load_recipe_functions(config)
         return config, dataclasses.replace(data, reward=reward, filters=filters, sampler=sampler)
 
-    return change
+    return make
 
 
 # --- naming a function in a recipe ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         (
             "env.reward",
@@ -128,17 +130,17 @@ def named(tiny_recipe):
         (LOSS_MODE, "good.py:flat", r"cannot be called with \(old_log_prob, log_prob"),
     ],
 )
-def test_what_cannot_be_called_is_an_error_before_anything_starts(
-    named, tmp_path, monkeypatch, key, value, said
+def test_an_invalid_function_is_an_error_before_anything_starts(
+    make_inputs, tmp_path, monkeypatch, key, value, message
 ):
     (tmp_path / "good.py").write_text(GOOD)
     (tmp_path / "broken.py").write_text(BROKEN)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserFunctionError, match=said):
-        named({key: value})
+    with pytest.raises(UserFunctionError, match=message):
+        make_inputs({key: value})
 
 
-def test_functions_of_ones_own_are_taken_with_their_settings(workspace, tmp_path, monkeypatch):
+def test_custom_functions_are_called_with_their_settings(workspace, tmp_path, monkeypatch):
     (tmp_path / "good.py").write_text(GOOD)
     monkeypatch.chdir(tmp_path)
     config, data = load(
@@ -151,14 +153,12 @@ def test_functions_of_ones_own_are_taken_with_their_settings(workspace, tmp_path
     )
     assert data.reward(episode(length=3)) == 1.0 - 1.5
     assert [f([]) for f in data.filters] == [[], []] and data.filters[0]([episode()]) == []
-    assert [f.__name__ for f in data.filters] == [
-        "none",
-        "drop_uniform",
-    ]  # as rollout/filtered/<name> says
+    # these are the names in the metrics rollout/filtered/<name>
+    assert [f.__name__ for f in data.filters] == ["none", "drop_uniform"]
     assert data.sampler(data.train, 2, 1, 0, {}) == data.train[:2]
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
 
-    for _ in range(2):  # as often as one likes
+    for _ in range(2):  # a second registration is not an error
         user_functions.register_in_verl(
             config.algorithm.adv_estimator, OmegaConf.select(config, LOSS_MODE)
         )
@@ -168,80 +168,85 @@ def test_functions_of_ones_own_are_taken_with_their_settings(workspace, tmp_path
     assert not user_functions.needs(config, "values") and not user_functions.needs(config, "index")
     import ray
 
-    # the loss goes to processes that have no such file
-    travels = ray.cloudpickle.dumps(get_policy_loss_fn("good.py:loss"))
+    # worker processes get the loss without its file
+    pickled = ray.cloudpickle.dumps(get_policy_loss_fn("good.py:loss"))
     name = get_policy_loss_fn("good.py:loss").__module__
     module = sys.modules.pop(name)
     try:
-        assert (
-            ray.cloudpickle.loads(travels)(None, torch.ones(2), torch.ones(2), None, "", None)[0]
-            == 2
-        )
+        loss = ray.cloudpickle.loads(pickled)
+        assert loss(None, torch.ones(2), torch.ones(2), None, "", None)[0] == 2
     finally:
         sys.modules[name] = module
 
 
-def test_verls_filter_groups_is_the_last_filter(named, tmp_path, monkeypatch):
+def test_verls_filter_groups_is_the_last_filter(make_inputs, tmp_path, monkeypatch):
     (tmp_path / "templates").mkdir()
-    (tmp_path / "templates" / "filters.py").write_text("")  # a folder of one's own with that name
+    # an empty user file with the path of the kit's template
+    (tmp_path / "templates" / "filters.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    filters = named({"algorithm.filter_groups": {"enable": True, "metric": "acc"}})[1].filters
+    filters = make_inputs({"algorithm.filter_groups": {"enable": True, "metric": "acc"}})[1].filters
     assert [f.__name__ for f in filters] == ["drop_uniform"]
-    made = [episode(0.5), episode(1.0), episode(0.2, group="h"), episode(0.4, group="h")]
-    assert filters[0](made) == made[:2]
+    episodes = [episode(0.5), episode(1.0), episode(0.2, group="h"), episode(0.4, group="h")]
+    assert filters[0](episodes) == episodes[:2]
 
 
-def test_verls_filter_groups_comes_after_the_filters_of_the_recipe(named):
-    """Two right ones and a wrong one, which was cut: uniform only once that is dropped."""
+def test_verls_filter_groups_comes_after_the_filters_of_the_recipe(make_inputs):
+    """Two responses are right, and a truncated one is wrong.
+
+    The group is uniform only after the truncated response was dropped.
+    """
     drop = {"function": "templates/filters.py:drop_ended", "reasons": ["length"]}
-    own = ["templates/filters.py:drop_uniform", drop]
+    custom = ["templates/filters.py:drop_uniform", drop]
     refill = {"enable": True, "metric": "reward"}
-    filters = named({"env.filters": own, "algorithm.filter_groups": refill})[1].filters
+    filters = make_inputs({"env.filters": custom, "algorithm.filter_groups": refill})[1].filters
     assert [f.__name__ for f in filters] == ["drop_uniform", "drop_ended", "drop_uniform"]
-    made = [episode(1.0), episode(1.0), episode(0.0)]
-    made[2].ended = "length"
-    filters = named({"env.filters": [drop], "algorithm.filter_groups": refill})[1].filters
-    assert select_trainable(made, 2, filters) == ([], {"drop_ended": 1, "drop_uniform": 2})
-    filters = named(
-        {"env.filters": [drop], "algorithm.filter_groups": {"enable": False, "metric": "reward"}}
-    )[1].filters
-    assert select_trainable(made, 2, filters) == (made[:2], {"drop_ended": 1})
+    episodes = [episode(1.0), episode(1.0), episode(0.0)]
+    episodes[2].ended = "length"
+    filters = make_inputs({"env.filters": [drop], "algorithm.filter_groups": refill})[1].filters
+    assert select_trainable(episodes, 2, filters) == ([], {"drop_ended": 1, "drop_uniform": 2})
+    no_refill = {"enable": False, "metric": "reward"}
+    filters = make_inputs({"env.filters": [drop], "algorithm.filter_groups": no_refill})[1].filters
+    assert select_trainable(episodes, 2, filters) == (episodes[:2], {"drop_ended": 1})
 
 
-def test_rows_are_shuffled_if_data_shuffle_says_so(named):
+def test_data_shuffle_decides_whether_rows_are_shuffled(make_inputs):
     orders = {}
     for shuffle in (True, False):
-        _, data = named({"data.shuffle": shuffle})
-        orders[shuffle] = [
-            data.train.index(task) for task in data.sampler(data.train, len(data.train), 1, 3, {})
-        ]
+        _, data = make_inputs({"data.shuffle": shuffle})
+        tasks = data.sampler(data.train, len(data.train), 1, 3, {})
+        orders[shuffle] = [data.train.index(task) for task in tasks]
     assert orders[False] == list(range(len(data.train))) != orders[True]
-    assert orders[True] == [
-        data.train.index(task) for task in env.take_batch(data.train, len(data.train), 1, 3)
-    ]
+    shuffled = env.take_batch(data.train, len(data.train), 1, 3)
+    assert orders[True] == [data.train.index(task) for task in shuffled]
 
 
-def test_a_teacher_is_used_only_if_distillation_is_enabled(named):
-    config, _ = named({user_functions.TEACHER: "models/teacher", "distillation.enabled": False})
+def test_a_teacher_is_used_only_if_distillation_is_enabled(make_inputs):
+    config, _ = make_inputs(
+        {user_functions.TEACHER: "models/teacher", "distillation.enabled": False}
+    )
     assert user_functions.teacher_model(config) == ""
-    config, _ = named({user_functions.TEACHER: "models/teacher", "distillation.enabled": True})
+    config, _ = make_inputs(
+        {user_functions.TEACHER: "models/teacher", "distillation.enabled": True}
+    )
     assert user_functions.teacher_model(config) == "models/teacher"
-    config, _ = named({user_functions.TEACHER: None, "distillation.enabled": True})
+    config, _ = make_inputs({user_functions.TEACHER: None, "distillation.enabled": True})
     assert user_functions.teacher_model(config) == ""
 
 
 @pytest.mark.parametrize(
     "changes", [{"actor_rollout_ref.actor.use_kl_loss": True}, {"algorithm.use_kl_in_reward": True}]
 )
-def test_a_reference_is_needed_for_a_kl_term_or_an_advantage_that_asks_for_it(named, changes):
-    assert not user_functions.needs_reference(named({})[0])
-    assert user_functions.needs_reference(named(changes)[0])
-    assert user_functions.needs_reference(named({ADVANTAGE: "templates/advantages.py:distill"})[0])
+def test_a_kl_term_or_an_advantage_with_ref_log_prob_needs_a_reference(make_inputs, changes):
+    assert not user_functions.needs_reference(make_inputs({})[0])
+    assert user_functions.needs_reference(make_inputs(changes)[0])
+    assert user_functions.needs_reference(
+        make_inputs({ADVANTAGE: "templates/advantages.py:distill"})[0]
+    )
 
 
-# --- called --------------------------------------------------------------------------------------
+# --- mistakes in functions -----------------------------------------------------------------------
 
-BAD = """
+FUNCTIONS_WITH_MISTAKES = """
 import torch
 from kit.errors import UserFunctionError, RunError, Stop
 
@@ -315,7 +320,7 @@ def in_place(old_log_prob, log_prob, advantages, response_mask,
     ratio.zero_()
     return loss, {}
 """
-MISTAKES = [  # key, function, what is said
+MISTAKES = [  # (key, function, message)
     ("env.reward", "reward_of_text", "returned '1'. Return a finite number"),
     ("env.reward", "reward_of_truth", "returned True. Return a finite number"),
     ("env.reward", "reward_without_end", "a finite number"),
@@ -342,33 +347,35 @@ MISTAKES = [  # key, function, what is said
 
 
 @pytest.fixture
-def bad(tmp_path, monkeypatch):
-    (tmp_path / "bad.py").write_text(BAD)
+def bad_file(tmp_path, monkeypatch):
+    """A file bad.py in the working directory, whose functions have mistakes."""
+    (tmp_path / "bad.py").write_text(FUNCTIONS_WITH_MISTAKES)
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("key", "function", "said"), MISTAKES, ids=[function for _, function, _ in MISTAKES]
+    ("key", "function", "message"), MISTAKES, ids=[function for _, function, _ in MISTAKES]
 )
-def test_a_mistake_is_told_before_anything_starts_with_its_key_and_function(
-    named, bad, key, function, said
+def test_a_mistake_is_an_error_with_key_and_function_before_anything_starts(
+    make_inputs, bad_file, key, function, message
 ):
     name = f"bad.py:{function}"
-    config, data = named({key: [name] if key == "env.filters" else name})
+    config, data = make_inputs({key: [name] if key == "env.filters" else name})
     with pytest.raises(
-        UserFunctionError, match=f"{re.escape(key)}=bad.py:{function}:? .*{said}"
-    ) as told:
+        UserFunctionError, match=f"{re.escape(key)}=bad.py:{function}:? .*{message}"
+    ) as caught:
         trial.try_functions(config, data)
-    assert "Nothing was started" in str(told.value)
+    assert "Nothing was started" in str(caught.value)
 
 
-def test_a_mistake_in_a_run_is_told_alike(bad):
+def test_a_mistake_during_a_run_is_reported_in_the_same_way(bad_file):
     rewards = torch.zeros(3, 7)
-    made, tasks = [episode(), episode()], [env.Task(str(i), {}, "s", [], [1]) for i in range(5)]
+    episodes = [episode(), episode()]
+    tasks = [env.Task(str(i), {}, "s", [], [1]) for i in range(5)]
     calls = [
-        ("env.reward", "reward_of_text", lambda f: f(made[0])),
-        ("env.reward", "raises", lambda f: f(made[0])),
-        ("env.filters", "forgets", lambda f: f(made)),
+        ("env.reward", "reward_of_text", lambda f: f(episodes[0])),
+        ("env.reward", "raises", lambda f: f(episodes[0])),
+        ("env.filters", "forgets", lambda f: f(episodes)),
         ("env.sampler", "few", lambda f: f(tasks, 4, 1, 0, {})),
         (ADVANTAGE, "per_answer", lambda f: f(token_level_rewards=rewards, response_mask=rewards)),
         (LOSS_MODE, "per_token", lambda f: f(None, rewards, rewards, rewards, "token-mean", None)),
@@ -376,32 +383,28 @@ def test_a_mistake_in_a_run_is_told_alike(bad):
     for key, function, call in calls:
         with pytest.raises(UserFunctionError, match=f"^{re.escape(key)}=bad.py:{function} "):
             call(user_functions.load_function(f"bad.py:{function}", key))
+    invents = {"function": "bad.py:invents", "count": 3}
     with pytest.raises(UserFunctionError, match=r"^env\.filters=bad\.py:invents returned a list"):
-        user_functions.load_function({"function": "bad.py:invents", "count": 3}, "env.filters")(
-            made
-        )
-    for function, kind in (
-        ("refuses", UserFunctionError),
-        ("ends", RunError),
-        ("stops", Stop),
-    ):  # what is the kit's passes
+        user_functions.load_function(invents, "env.filters")(episodes)
+    # exceptions of the kit are passed on unchanged
+    for function, kind in (("refuses", UserFunctionError), ("ends", RunError), ("stops", Stop)):
         with pytest.raises(
             kind, match=r"^(env\.reward: refuses: as it says|no judge at http://x; start it|lost)$"
         ):
-            user_functions.load_function(f"bad.py:{function}", "env.reward")(made[0])
+            user_functions.load_function(f"bad.py:{function}", "env.reward")(episodes[0])
 
 
-def test_a_loss_fails_by_name_in_a_process_without_its_file(bad):
+def test_an_error_of_a_loss_names_it_also_in_a_process_without_its_file(bad_file):
     import ray
 
     user_functions.register_in_verl("grpo", "bad.py:per_token")
     loss = user_functions.load_function("bad.py:per_token", LOSS_MODE)
-    travels = ray.cloudpickle.dumps(loss)
+    pickled = ray.cloudpickle.dumps(loss)
     module = sys.modules.pop(loss.__module__)
     try:
-        there = ray.cloudpickle.loads(travels)
+        unpickled = ray.cloudpickle.loads(pickled)
     finally:
         sys.modules[module.__name__] = module
-    assert list(inspect.signature(there).parameters) == list(user_functions.LOSS)
+    assert list(inspect.signature(unpickled).parameters) == list(user_functions.LOSS)
     with pytest.raises(UserFunctionError, match=r"loss_mode=bad\.py:per_token returned"):
-        there(None, torch.ones(2), torch.ones(2), None, "", None)
+        unpickled(None, torch.ones(2), torch.ones(2), None, "", None)

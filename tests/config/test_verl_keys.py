@@ -1,10 +1,11 @@
-"""Each of verl's keys that a recipe may set is read by the kit, or by the parts of verl it runs.
+"""Tests that each verl key of a recipe has an effect, or is reported as unused.
 
-The tests collect names from the source of both: attributes, and words given to get, getattr, pop,
-select and [...]. A key is unused if its last part is not among these names.
+A key counts as read if its last part is a name that the source code reads. The source code is that
+of the kit and of the parts of verl that the kit runs. Names are attributes, and strings passed to
+get, getattr, pop, select and [...].
 
-The check has a limit: the name may belong to another key. If you find such a key, add it to
-`unused` in kit/config/verl_keys.yaml.
+The check has a limit. The same name may belong to a different key. If you find such a key, add it
+to `unused` in kit/config/verl_keys.yaml.
 """
 
 import ast
@@ -24,138 +25,167 @@ from omegaconf import DictConfig, OmegaConf
 from kit.config.keys import KEYS, find_changes, flatten, is_used
 from kit.config.load import base_configs, load_config
 
-THEIRS = Path(verl.__file__).parent
-RUNS = (  # of verl, by the kit: FSDP's workers beside vLLM, and some of its trainer's functions
-    *(
-        "base_config.py",
-        "protocol.py",
-        "checkpoint_engine",
-        "models",
-        "single_controller",
-        "utils",
-        "workers",
-    ),
-    *(
-        "trainer/ppo/core_algos.py",
-        "trainer/ppo/rollout_corr_helper.py",
-        "trainer/ppo/metric_utils.py",
-    ),
+VERL_DIR = Path(verl.__file__).parent
+
+# The parts of verl that the kit runs: FSDP workers, vLLM servers, and functions of the trainer.
+VERL_PARTS = (
+    "base_config.py",
+    "protocol.py",
+    "checkpoint_engine",
+    "models",
+    "single_controller",
+    "utils",
+    "workers",
+    "trainer/ppo/core_algos.py",
+    "trainer/ppo/rollout_corr_helper.py",
+    "trainer/ppo/metric_utils.py",
 )
-# below those: other engines and servers, verl's own data, rewards and agent loops, profilers
-NOT = re.compile(
-    r"megatron|mcore|mindspeed|torchtitan|veomni|automodel|turbo|sglang|trtllm|modelopt|hf_rollout|naive|tinker|npu|hccl"
-    r"|reward_|dataset|rollout_trace|skip/|distillation|profiler|rollout/schemas|config/critic|utils/config"
+
+# Files of these parts that the kit does not run: other engines and servers, profilers, and verl's
+# own data sets, rewards and agent loops.
+EXCLUDED_VERL_FILES = re.compile(
+    r"megatron|mcore|mindspeed|torchtitan|veomni|automodel|turbo|sglang|trtllm|modelopt"
+    r"|hf_rollout|naive|tinker|npu|hccl|reward_|dataset|rollout_trace|skip/|distillation"
+    r"|profiler|rollout/schemas|config/critic|utils/config"
 )
-OTHERS = re.compile(  # keys that are not verl's to read by name
-    r"_target_$"  # hydra's, which makes a dataclass of it
-    r"|^model_engine$"  # by which all is composed: tests/extras/test_backends.py
-    r"|engine_kwargs\.vllm\."  # vLLM's
-    rf"|^({'|'.join(map(re.escape, KEYS.free_form))})\."  # ray.init's
+
+# Files of the kit that check keys. A check does not count as a use.
+EXCLUDED_KIT_FILES = ("load.py", "checks.py", "keys.py")
+
+# Keys that no code reads by name.
+UNCHECKED_KEYS = re.compile(
+    r"_target_$"  # Hydra creates a dataclass from it
+    r"|^model_engine$"  # Hydra's defaults list uses it; tests/extras/test_backends.py
+    r"|engine_kwargs\.vllm\."  # passed to vLLM
+    rf"|^({'|'.join(map(re.escape, KEYS.free_form))})\."  # passed to ray.init
 )
+
+LOOKUP_FUNCTIONS = ("get", "getattr", "_get_attr", "pop", "select")
+
+
+def list_kit_sources() -> list[Path]:
+    """The Python files of the kit that may use a key."""
+    paths = []
+    for pattern in ("*.py", "kit/**/*.py", "templates/*.py"):
+        paths += ROOT.glob(pattern)
+    return [path for path in paths if path.name not in EXCLUDED_KIT_FILES]
+
+
+def list_verl_sources() -> list[Path]:
+    """The Python files of verl that the kit runs."""
+    paths = []
+    for part in VERL_PARTS:
+        path = VERL_DIR / part
+        paths += [path] if path.is_file() else path.rglob("*.py")
+    return [
+        path for path in paths if not EXCLUDED_VERL_FILES.search(str(path.relative_to(VERL_DIR)))
+    ]
 
 
 @functools.cache
-def names_read() -> frozenset[str]:
-    """Every name that the source of the kit and of verl's workers asks something for."""
-    ours = [
-        path for pattern in ("*.py", "kit/**/*.py", "templates/*.py") for path in ROOT.glob(pattern)
-    ]
-    ours = [
-        path for path in ours if path.name not in ("load.py", "checks.py", "keys.py")
-    ]  # to check a key is not to use it
-    theirs = [
-        path
-        for part in RUNS
-        for path in [THEIRS / part, *(THEIRS / part).rglob("*.py")]
-        if path.is_file()
-    ]
-    theirs = [path for path in theirs if not NOT.search(str(path.relative_to(THEIRS)))]
-    assert len(theirs) > 80 and len(ours) > 15
-    return frozenset(name for path in ours + theirs for name in names_in(path.read_text()))
+def collect_read_names() -> frozenset[str]:
+    """Every name that the source code of the kit and of verl reads."""
+    verl_sources = list_verl_sources()
+    kit_sources = list_kit_sources()
+    assert len(verl_sources) > 80 and len(kit_sources) > 15
+    names: set[str] = set()
+    for path in kit_sources + verl_sources:
+        names.update(find_read_names(path.read_text()))
+    return frozenset(names)
 
 
-def names_in(source: str) -> Iterator[str]:
+def find_read_names(source: str) -> Iterator[str]:
+    """The attributes that a source file reads, and the keys that it looks up."""
     for node in ast.walk(ast.parse(source)):
-        words: list[ast.expr] = []
+        lookup_keys: list[ast.expr] = []
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             yield node.attr
         elif isinstance(node, ast.Subscript):
-            words = [node.slice]
-        elif isinstance(node, ast.Call):
-            asked = (
-                node.func.attr
-                if isinstance(node.func, ast.Attribute)
-                else getattr(node.func, "id", "")
-            )
-            words = node.args if asked in ("get", "getattr", "_get_attr", "pop", "select") else []
-        for word in words:
-            if isinstance(word, ast.Constant) and isinstance(word.value, str):
-                yield from word.value.split(".")
+            lookup_keys = [node.slice]
+        elif isinstance(node, ast.Call) and get_function_name(node) in LOOKUP_FUNCTIONS:
+            lookup_keys = node.args
+        for key in lookup_keys:
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                yield from key.value.split(".")
 
 
-def idle(keys: list[str]) -> list[str]:
-    return [
-        key for key in keys if key.split(".")[-1] not in names_read() and not OTHERS.search(key)
-    ]
+def get_function_name(call: ast.Call) -> str:
+    """The name of the called function or method, without its object."""
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return getattr(call.func, "id", "")
+
+
+def is_unchecked(key: str) -> bool:
+    return UNCHECKED_KEYS.search(key) is not None
+
+
+def find_unread_keys(keys: list[str]) -> list[str]:
+    """The keys whose last part no source file reads."""
+    read_names = collect_read_names()
+    return [key for key in keys if key.split(".")[-1] not in read_names and not is_unchecked(key)]
 
 
 @functools.cache
-def known() -> dict[str, Any]:
-    """{key: value} of verl's YAML and of configs/base.yaml."""
+def load_defaults() -> dict[str, Any]:
+    """{dotted key: default} of verl's YAML files and of configs/base.yaml."""
     return flatten(load_config([], [])[0])
 
 
-def dataclass_fields() -> list[str]:
-    """The keys that verl's dataclasses have, and its YAML has not."""
-
-    def walk(node: DictConfig, prefix: str) -> Iterator[str]:
-        target = OmegaConf.to_container(node).get("_target_")
-        for field in dataclasses.fields(get_class(target)) if target else ():
-            if node._get_node(field.name) is None:  # `in` does not see what is ???
-                yield f"{prefix}{field.name}"
-        for name in node:
-            child = node._get_node(name)
-            if (
-                isinstance(child, DictConfig)
-                and not child._is_none()
-                and not child._is_interpolation()
-            ):
-                yield from walk(child, f"{prefix}{name}.")
-
-    return list(walk(base_configs()[0], ""))
+def list_dataclass_only_keys() -> list[str]:
+    """The keys that exist in verl's dataclasses but not in its YAML files."""
+    return list(walk_dataclass_only_keys(base_configs()[0], ""))
 
 
-def told(tmp_path: Path, keys: dict[str, Any]) -> str:
-    """What load_config says to a recipe with these keys."""
-    recipe, problems = OmegaConf.create(), []
+def walk_dataclass_only_keys(section: DictConfig, prefix: str) -> Iterator[str]:
+    target = OmegaConf.to_container(section).get("_target_")
+    fields = dataclasses.fields(get_class(target)) if target else ()
+    for field in fields:
+        # `field.name in section` is False for a key with the value ???
+        if section._get_node(field.name) is None:
+            yield f"{prefix}{field.name}"
+    for name in section:
+        child = section._get_node(name)
+        if not isinstance(child, DictConfig):
+            continue
+        if not child._is_none() and not child._is_interpolation():
+            yield from walk_dataclass_only_keys(child, f"{prefix}{name}.")
+
+
+def load_errors(tmp_path: Path, keys: dict[str, Any]) -> str:
+    """The errors that load_config reports for a recipe with these keys, one per line."""
+    recipe = OmegaConf.create()
     for key, value in keys.items():
         OmegaConf.update(recipe, key, value, force_add=True)
     OmegaConf.save(recipe, tmp_path / "recipe.yaml")
+    problems = []
     load_config([str(tmp_path / "recipe.yaml")], [], problems)
     return "\n".join(map(str, problems))
 
 
-def other(value: Any) -> Any:
-    """A value of the same kind that is not `value`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return not value if isinstance(value, bool) else "other"
-    return value + 1
+def change_value(value: Any) -> Any:
+    """A different value of the same type; a string if the type is not bool, int or float."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    return "other"
 
 
 def test_every_key_that_a_recipe_may_set_is_read():
-    assert not idle([key for key in known() if is_used(key)])
-    assert not idle(KEYS.dataclass_fields)
-    planted = ["gym.nobody_reads_this", "actor_rollout_ref.rollout.max_parallel_turns"]
-    assert idle(["trainer.save_freq", *planted]) == planted
+    assert not find_unread_keys([key for key in load_defaults() if is_used(key)])
+    assert not find_unread_keys(KEYS.dataclass_fields)
+    unread = ["gym.nobody_reads_this", "actor_rollout_ref.rollout.max_parallel_turns"]
+    assert find_unread_keys(["trainer.save_freq", *unread]) == unread
 
 
-def test_the_names_find_half_of_what_is_idle():
-    keys = [
-        key
-        for key in known()
-        if not is_used(key) and key.startswith(("actor_rollout_ref.", "critic."))
-    ]
-    assert len(idle(keys)) > 80
+def test_the_name_check_finds_many_of_verls_unused_keys():
+    unused = []
+    for key in load_defaults():
+        if not is_used(key) and key.startswith(("actor_rollout_ref.", "critic.")):
+            unused.append(key)
+    unread = find_unread_keys(unused)
+    assert len(unread) > 80
     for name in (
         "over_sample_rate",
         "max_parallel_calls",
@@ -163,50 +193,49 @@ def test_the_names_find_half_of_what_is_idle():
         "use_prefix_grouper",
         "async_save",
     ):
-        assert any(key.endswith(f".{name}") for key in idle(keys)), name
+        assert any(key.endswith(f".{name}") for key in unread), name
 
 
-def test_a_key_is_taken_or_refused_as_the_tables_say(tmp_path):
-    refused = {
-        key: other(value)
-        for key, value in known().items()
-        if not is_used(key) and not OTHERS.search(key)
-    }
-    lines = told(tmp_path, refused).splitlines()
-    assert {line.split()[0] for line in lines} == set(refused) and len(lines) == len(refused) > 400
-    assert all("is a verl option that this trainer does not use" in line for line in lines)
-    taken = {
-        key: other(value)
-        for key, value in known().items()
-        if is_used(key) and not OTHERS.search(key)
-    }
-    assert told(tmp_path, taken) == "" and len(taken) > 200
+def test_used_keys_are_accepted_and_unused_keys_are_errors(tmp_path):
+    used = {}
+    unused = {}
+    for key, value in load_defaults().items():
+        if not is_unchecked(key):
+            keys = used if is_used(key) else unused
+            keys[key] = change_value(value)
+    errors = load_errors(tmp_path, unused).splitlines()
+    reported = {error.split()[0] for error in errors}
+    assert reported == set(unused) and len(errors) == len(unused) > 400
+    assert all("is a verl option that this trainer does not use" in error for error in errors)
+    assert load_errors(tmp_path, used) == "" and len(used) > 200
 
 
-def test_a_field_of_verls_dataclasses_is_read_or_refused(tmp_path):
-    fields = dataclass_fields()
-    assert set(KEYS.dataclass_fields) <= set(fields)
-    lines = told(tmp_path, dict.fromkeys(fields, 1)).splitlines()
-    assert {line.split("unknown key ")[1].split(". ")[0] for line in lines} == set(fields) - set(
-        KEYS.dataclass_fields
-    )
+def test_dataclass_only_keys_are_errors_unless_the_table_lists_them(tmp_path):
+    keys = list_dataclass_only_keys()
+    assert set(KEYS.dataclass_fields) <= set(keys)
+    errors = load_errors(tmp_path, dict.fromkeys(keys, 1)).splitlines()
+    unknown = {error.split("unknown key ")[1].split(". ")[0] for error in errors}
+    assert unknown == set(keys) - set(KEYS.dataclass_fields)
 
 
-def test_the_tables_name_what_verl_has():
+def test_every_key_of_the_tables_exists():
     for name in [*KEYS.used, *KEYS.dataclass_fields, *KEYS.kit, *KEYS.unused]:
-        others = name.endswith((".megatron", ".veomni"))  # which are there with these engines
+        # these sections exist only with another model_engine
+        is_of_other_engine = name.endswith((".megatron", ".veomni"))
         assert (
-            others
+            is_of_other_engine
             or name in KEYS.dataclass_fields
-            or any(f"{key}.".startswith(f"{name}.") for key in known())
+            or any(f"{key}.".startswith(f"{name}.") for key in load_defaults())
         ), name
 
 
-def test_a_key_of_an_earlier_version_is_an_error_with_its_new_name(tmp_path):
-    problems = told(tmp_path, {"env.show_every": 5, "gym.door.port": 1, "trainer.rollout_ahead": 1})
-    assert "unknown key env.show_every. It is now trainer.print_samples_every." in problems
-    assert "unknown key gym.door. It is now gym.policy_endpoint." in problems
-    assert "unknown key trainer.rollout_ahead. It is now trainer.one_step_off." in problems
+def test_a_renamed_key_is_an_error_that_gives_the_new_name(tmp_path):
+    errors = load_errors(
+        tmp_path, {"env.show_every": 5, "gym.door.port": 1, "trainer.rollout_ahead": 1}
+    )
+    assert "unknown key env.show_every. It is now trainer.print_samples_every." in errors
+    assert "unknown key gym.door. It is now gym.policy_endpoint." in errors
+    assert "unknown key trainer.rollout_ahead. It is now trainer.one_step_off." in errors
 
 
 @pytest.mark.parametrize(("old", "new"), KEYS.renamed.items())
@@ -216,8 +245,8 @@ def test_a_new_name_exists_and_the_old_one_does_not(old, new):
     assert not any(f"{key}.".startswith(f"{old}.") for key in keys)
 
 
-def test_a_change_is_a_value_that_verl_would_not_give():
-    """A default that refers to another key or section counts as the value of that key."""
+def test_find_changes_compares_with_the_value_that_verl_would_use():
+    """If a default refers to another key or section, it has the value of that key in the recipe."""
     defaults = OmegaConf.create(
         {
             "n": 1,

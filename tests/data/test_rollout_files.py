@@ -1,4 +1,4 @@
-"""Episodes are written to files, read again and replayed. Failures of an episode are recorded."""
+"""Tests how episodes are written, read and replayed, and how their failures are recorded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kit.rollout.sampler import SamplerContext, repeat_per_group
 
 def episode(group_id="3/0", **changes) -> Episode:
     """Make an episode of two turns with an observation between them, and 32-bit log-probs."""
-    said = [
+    output = [
         gym_client.message("one"),
         gym_client.function_call_output("c", "seen"),
         gym_client.message("two"),
@@ -42,10 +42,10 @@ def episode(group_id="3/0", **changes) -> Episode:
             float(np.float32(-20.123457)),
         ],
         "turns": [TurnSpan(0, 2, 1), TurnSpan(3, 4, 3)],
-        "output": said,
+        "output": output,
         "ended": "stop",
         "reward": 0.1 + 0.2,
-        "error": "a line\u2028that is none",
+        "error": "not a line\u2028break in JSONL",
         "turn_rewards": [0.1, 0.2],
         "reward_components": {"a": 1.5},
         "verify_result": {"extracted": "7"},
@@ -60,16 +60,17 @@ def task(row_id: str) -> env.Task:
     )
 
 
-def written(path, *given) -> list[list[Episode]]:
+def write_and_load(path, *episodes) -> list[list[Episode]]:
+    """Write episodes to a file, and load the batches of a replay from it."""
     with rollout_files.open_records(path, "w") as out:
-        for k, e in enumerate(given):
+        for k, e in enumerate(episodes):
             rollout_files.write_record(out, rollout_files.to_record(e, 0, k))
     return rollout_files.load_replay(path, [task("rows.jsonl:1")])
 
 
-def test_a_record_gives_the_same_episode_bit_for_bit(tmp_path):
+def test_an_episode_that_is_written_and_read_is_the_same_bit_for_bit(tmp_path):
     one = episode()
-    ((again,),) = written(tmp_path / "step_1.jsonl", one)
+    ((again,),) = write_and_load(tmp_path / "step_1.jsonl", one)
     assert again == one
     failed = episode(
         status="timeout",
@@ -80,38 +81,38 @@ def test_a_record_gives_the_same_episode_bit_for_bit(tmp_path):
         log_probs=[],
     )
     failed = dataclasses.replace(failed, turns=[], output=[], turn_rewards=[], prompt_ids=[])
-    ((again,),) = written(tmp_path / "step_1.jsonl", failed)
+    ((again,),) = write_and_load(tmp_path / "step_1.jsonl", failed)
     assert again == failed and (again.status, again.reward) == ("timeout", None)
     for odd in (
         {"verify_result": {"said": "half a pair \ud800"}, "error": "\udfff"},
         {"verify_result": {"n": 2**70}},
     ):
         one = episode(**odd)
-        ((again,),) = written(tmp_path / "step_1.jsonl", one)
+        ((again,),) = write_and_load(tmp_path / "step_1.jsonl", one)
         assert again == one
     damaged = episode(log_probs=[-math.inf, math.nan, 0.0, -1.0])
-    ((again,),) = written(tmp_path / "step_1.jsonl", damaged)
+    ((again,),) = write_and_load(tmp_path / "step_1.jsonl", damaged)
     assert str(again) == str(damaged)
 
 
-def test_the_steps_whose_weights_sampled_each_token_are_written(tmp_path):
+def test_the_policy_versions_of_the_tokens_are_written(tmp_path):
     one = Episode("rows.jsonl:1", "3/0", "reasoning_gym", [1], row=row(), reward=1.0)
     for ids, versions in (([5, 6], [(2, 4)]), ([7], [(1, 5)])):
         one.output.append(gym_client.message("x"))
         append_tokens(one, ids, [-1.0] * len(ids), versions)
     assert one.policy_versions == [(2, 4), (1, 5)]
-    ((again,),) = written(tmp_path / "step_1.jsonl", one)
+    ((again,),) = write_and_load(tmp_path / "step_1.jsonl", one)
     assert again.policy_versions == [(2, 4), (1, 5)]
 
 
 def test_infinite_numbers_and_any_alphabet_are_written(tmp_path):
-    for reward, said in ((math.inf, "inf"), (1.0, "half \ud800 \u00e9")):
+    for reward, text in ((math.inf, "inf"), (1.0, "half \ud800 \u00e9")):
         with rollout_files.open_records(tmp_path / "x.jsonl", "w") as out:
-            rollout_files.write_record(out, {"reward": reward, "text": said})
+            rollout_files.write_record(out, {"reward": reward, "text": text})
         line = (tmp_path / "x.jsonl").read_bytes()
-        assert (b"Infinity" in line) == (reward == math.inf) and ("\u00e9".encode() in line) == (
-            reward == 1.0
-        )
+        has_infinity = b"Infinity" in line
+        has_accent = "\u00e9".encode() in line
+        assert has_infinity == (reward == math.inf) and has_accent == (reward == 1.0)
 
 
 def test_an_image_in_a_row_is_written_as_its_hash():
@@ -121,36 +122,34 @@ def test_an_image_in_a_row_is_written_as_its_hash():
         {"type": "input_text", "text": "what?"},
         {"type": "input_image", "image_url": "https://x/a.png"},
     ]
-    said = [{"role": "system", "content": "look"}, {"role": "user", "content": parts}]
-    of_row = {"responses_create_params": {"input": said, "temperature": 1.0}, "answer": "7"}
+    messages = [{"role": "system", "content": "look"}, {"role": "user", "content": parts}]
+    image_row = {"responses_create_params": {"input": messages, "temperature": 1.0}, "answer": "7"}
     digest = hashlib.sha256(b"data:image/png;base64,AAAA").hexdigest()[:16]
-    shorter = json.loads(json.dumps(of_row))
-    shorter["responses_create_params"]["input"][1]["content"][0]["image_url"] = f"sha256 {digest}"
-    assert rollout_files.replace_images_by_hash(of_row) == shorter and parts[0][
-        "image_url"
-    ].startswith("data:")
+    expected = json.loads(json.dumps(image_row))
+    expected["responses_create_params"]["input"][1]["content"][0]["image_url"] = f"sha256 {digest}"
+    assert rollout_files.replace_images_by_hash(image_row) == expected
+    assert parts[0]["image_url"].startswith("data:")
     for plain in (row(), {"question": "x"}, {"responses_create_params": {"input": "say 7"}}):
         assert rollout_files.replace_images_by_hash(plain) is plain
 
 
 def test_the_question_is_the_last_input_message_of_the_row():
-    said = [
-        {
-            "role": "user",
-            "content": [{"type": "input_image"}, {"type": "input_text", "text": "what?"}],
-        }
-    ]
-    assert episode(row={"responses_create_params": {"input": said}}).question == "what?"
+    parts = [{"type": "input_image"}, {"type": "input_text", "text": "what?"}]
+    messages = [{"role": "user", "content": parts}]
+    assert episode(row={"responses_create_params": {"input": messages}}).question == "what?"
     assert episode(row={}).question == "" and episode().record_index == (-1, -1)
 
 
 def test_gc_paused_restores_the_garbage_collector():
-    for was in (True, False):
-        (gc.enable if was else gc.disable)()
+    for is_enabled in (True, False):
+        if is_enabled:
+            gc.enable()
+        else:
+            gc.disable()
         try:
             with gc_paused():
                 assert not gc.isenabled()
-            assert gc.isenabled() == was
+            assert gc.isenabled() == is_enabled
         finally:
             gc.enable()
 
@@ -159,19 +158,18 @@ def test_32_bit_log_probs_are_written_with_few_digits_and_read_bit_for_bit(tmp_p
     bits = np.random.default_rng(0).integers(0, 2**32, 20_000, dtype=np.uint32).view(np.float32)
     sampled = [float(p) for p in bits if np.isfinite(p)]
     ids = list(range(len(sampled)))
-    said = {
+    fields = {
         "response_ids": ids,
         "response_mask": [1] * len(ids),
         "turns": [TurnSpan(0, len(ids), 1)],
         "log_probs": sampled,
     }
-    ((again,),) = written(tmp_path / "step_1.jsonl", episode(**said))
+    ((again,),) = write_and_load(tmp_path / "step_1.jsonl", episode(**fields))
     assert again.log_probs == sampled and again.response_ids == ids
     (_, record), *_ = rollout_files.read_records(tmp_path / "step_1.jsonl")
-    found = next(item for item in record["response"]["output"] if TOKEN_FIELDS[2] in item)[
-        TOKEN_FIELDS[2]
-    ]
-    assert found == [float(str(np.float32(p))) for p in sampled]  # of 32 bits each
+    item = next(item for item in record["response"]["output"] if TOKEN_FIELDS[2] in item)
+    # numpy prints as few digits as 32 bits need
+    assert item[TOKEN_FIELDS[2]] == [float(str(np.float32(p))) for p in sampled]
 
 
 def test_a_record_has_the_format_of_gym_and_begins_with_a_summary():
@@ -183,9 +181,10 @@ def test_a_record_has_the_format_of_gym_and_begins_with_a_summary():
     ]
     assert record["_episode"]["prompt"] == "say 7" and record["_episode"]["prompt_tokens"] == 3
     assert record["_episode"]["response_tokens"] == 4
+    # fields of the row do not replace those of the record
     other = episode(row={**row(), "_episode": "of the row", "reward": 9.0})
-    theirs = rollout_files.to_record(other, 0, 0)
-    assert theirs["_episode"]["reward"] == theirs["reward"] == 0.1 + 0.2
+    other_record = rollout_files.to_record(other, 0, 0)
+    assert other_record["_episode"]["reward"] == other_record["reward"] == 0.1 + 0.2
     assert (
         record["reward"] == 0.1 + 0.2
         and record["extracted"] == "7"
@@ -194,7 +193,7 @@ def test_a_record_has_the_format_of_gym_and_begins_with_a_summary():
     assert (record["_ng_task_index"], record["_ng_rollout_index"]) == (3, 5)
     first, seen, second = record["response"]["output"]
     assert first["prompt_token_ids"] == [1, 2, 3] and first["generation_token_ids"] == [5, 6]
-    assert first["generation_log_probs"][0] == -0.33333334  # no longer than 32 bits
+    assert first["generation_log_probs"][0] == -0.33333334  # the digits of a 32-bit number
     assert "generation_token_ids" not in seen
     assert second["prompt_token_ids"] == [1, 2, 3, 5, 6, 7] and second["generation_token_ids"] == [
         8
@@ -202,12 +201,14 @@ def test_a_record_has_the_format_of_gym_and_begins_with_a_summary():
 
 
 def test_the_batches_of_a_refilled_step_stay_separate(tmp_path):
-    batches = written(tmp_path / "step_1.jsonl", episode("3/0"), episode("3/1"), episode("4/0"))
+    batches = write_and_load(
+        tmp_path / "step_1.jsonl", episode("3/0"), episode("3/1"), episode("4/0")
+    )
     assert [[e.group_id for e in batch] for batch in batches] == [["3/0", "3/1"], ["4/0"]]
 
 
 @pytest.mark.parametrize(
-    ("line", "why"),
+    ("line", "message"),
     [
         ("{oops", r"step_1.jsonl:1 is no episode of a rollouts file \(JSONDecodeError"),
         (
@@ -222,17 +223,17 @@ def test_the_batches_of_a_refilled_step_stay_separate(tmp_path):
         ("", "holds no episode"),
     ],
 )
-def test_another_file_format_is_an_error_with_its_line(tmp_path, line, why):
+def test_a_line_that_is_no_episode_is_an_error_with_its_number(tmp_path, line, message):
     path = tmp_path / "step_1.jsonl"
     path.write_text(line)
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ConfigError, match=message):
         rollout_files.load_replay(path, [task("rows.jsonl:1")])
     with pytest.raises(ConfigError, match=r"nowhere.jsonl: no such file"):
         rollout_files.load_replay(tmp_path / "nowhere.jsonl", [])
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("changes", "message"),
     [
         ({"response_mask": [1, 1, 0]}, "lists differ in length: 4 ids, 3 of mask, 4 log-probs"),
         ({"log_probs": [0.0] * 5}, "lists differ in length: 4 ids, 4 of mask, 5 log-probs"),
@@ -243,18 +244,22 @@ def test_another_file_format_is_an_error_with_its_line(tmp_path, line, why):
         ({"response_mask": [1, 1, 1, 1]}, "3 sampled tokens, 4 in the mask"),
     ],
 )
-def test_lists_of_different_lengths_are_an_error(changes, why):
+def test_lists_of_different_lengths_are_an_error(changes, message):
     inference.check_ids(episode())
-    with pytest.raises(GymError, match=why) as caught:
+    with pytest.raises(GymError, match=message) as caught:
         inference.check_ids(episode(**changes))
     assert caught.value.reason == "bad_ids"
 
 
-class World:
-    """A Gym whose sessions end in the given order: with an error, or with a reward for None."""
+class ScriptedGym:
+    """A Gym with one entry of `errors` for each session. A session without an error has reward 1.
 
-    def __init__(self, *ends):
-        self.ends, self.sessions = list(ends), 0
+    sessions: the number of sessions so far.
+    """
+
+    def __init__(self, *errors):
+        self.errors = list(errors)
+        self.sessions = 0
 
     async def kind(self, _):
         return "verify"
@@ -262,9 +267,9 @@ class World:
     @contextlib.asynccontextmanager
     async def session(self, *_):
         self.sessions += 1
-        end = self.ends.pop(0)
-        if end:
-            raise end
+        error = self.errors.pop(0)
+        if error:
+            raise error
         yield SimpleNamespace(kind="verify", observation=None, executable=set(), verify=self.verify)
 
     async def verify(self, *_):
@@ -283,60 +288,55 @@ class Sampler:
         return SimpleNamespace(**fields, extra_fields={"global_steps": 7})
 
 
-def roll(world, groups=1, n=1, **changes) -> tuple[list[Episode], Sampler]:
+def run_rollout(gym, groups=1, n=1, **changes) -> tuple[list[Episode], Sampler]:
     tokenizer = SimpleNamespace(decode=lambda ids, **_: "five")
     policy = SamplerContext(Sampler(), tokenizer, {1}, 32, 12, None, 100, "hermes", 5.0, **changes)
     tasks = [task(f"rows.jsonl:{i}") for i in range(groups)]
-    done = asyncio.run(inference.rollout(repeat_per_group(tasks, n, "4"), {}, policy, world))
-    return done, policy.client
+    episodes = asyncio.run(inference.rollout(repeat_per_group(tasks, n, "4"), {}, policy, gym))
+    return episodes, policy.client
 
 
-def lost(reason="connect") -> GymError:
+def make_session_lost(reason="connect") -> GymError:
     error = GymError(reason, "the server went away")
     error.session_lost = True
     return error
 
 
 def test_an_episode_with_a_lost_session_is_retried():
-    world = World(lost(), lost("session_lost"), None)
-    (done,), _ = roll(world)
-    assert (done.status, done.reward, world.sessions) == ("ok", 1.0, 3) and done.response_ids == [
-        5,
-        1,
-    ]
-    world = World(*[lost() for _ in range(9)])
-    (done,), _ = roll(world)
-    assert (done.status, done.reward, world.sessions) == (
-        "connect",
-        None,
-        1 + inference.MAX_SESSION_RETRIES,
-    )
-    world = World(GymError("http_500", "broken"), None)
-    (done,), _ = roll(world)
-    assert (done.status, world.sessions) == ("http_500", 1)
+    gym = ScriptedGym(make_session_lost(), make_session_lost("session_lost"), None)
+    (done,), _ = run_rollout(gym)
+    assert (done.status, done.reward, gym.sessions) == ("ok", 1.0, 3)
+    assert done.response_ids == [5, 1]
+    gym = ScriptedGym(*[make_session_lost() for _ in range(9)])
+    (done,), _ = run_rollout(gym)
+    sessions = 1 + inference.MAX_SESSION_RETRIES
+    assert (done.status, done.reward, gym.sessions) == ("connect", None, sessions)
+    gym = ScriptedGym(GymError("http_500", "broken"), None)
+    (done,), _ = run_rollout(gym)
+    assert (done.status, gym.sessions) == ("http_500", 1)
 
 
 def test_a_server_that_is_down_stops_the_run():
     with pytest.raises(gym_client.ServerDownError):
-        roll(World(gym_client.ServerDownError("server_down", "for 90 s")))
+        run_rollout(ScriptedGym(gym_client.ServerDownError("server_down", "for 90 s")))
 
 
-def test_each_response_has_its_seed_and_it_is_the_same_in_every_run():
-    _, one = roll(World(*[None] * 6), groups=2, n=3, seed=42)
-    _, again = roll(World(*[None] * 6), groups=2, n=3, seed=42)
-    _, other = roll(World(*[None] * 6), groups=2, n=3, seed=43)
+def test_each_response_has_another_seed_and_it_is_the_same_in_every_run():
+    _, one = run_rollout(ScriptedGym(*[None] * 6), groups=2, n=3, seed=42)
+    _, again = run_rollout(ScriptedGym(*[None] * 6), groups=2, n=3, seed=42)
+    _, other = run_rollout(ScriptedGym(*[None] * 6), groups=2, n=3, seed=43)
     assert sorted(one.seeds) == sorted(again.seeds) and len(set(one.seeds)) == 6
     assert not set(one.seeds) & set(other.seeds)
-    _, free = roll(World(None))
-    assert free.seeds == [None]
+    _, unseeded = run_rollout(ScriptedGym(None))
+    assert unseeded.seeds == [None]
 
 
 def test_weights_of_another_step_stop_the_run():
-    roll(World(None), policy_version=7)
+    run_rollout(ScriptedGym(None), policy_version=7)
     with pytest.raises(
         RunError, match=r"samples from the weights of step 7, the trainer's are of step 8"
     ):
-        roll(World(None), policy_version=8)
+        run_rollout(ScriptedGym(None), policy_version=8)
 
 
 def test_an_episode_with_inconsistent_lists_fails(monkeypatch):
@@ -346,7 +346,7 @@ def test_an_episode_with_inconsistent_lists_fails(monkeypatch):
         episode.turns = [TurnSpan(0, 1, 1)]
 
     monkeypatch.setattr(inference, "run_turns", run_turns)
-    (done,), _ = roll(World(None))
+    (done,), _ = run_rollout(ScriptedGym(None))
     assert (done.status, done.reward) == ("bad_ids", None)
 
 
@@ -364,5 +364,5 @@ def test_an_unexpected_exception_is_a_failed_episode(monkeypatch, error, status)
         raise error
 
     monkeypatch.setattr(inference, "run_turns", run_turns)
-    (done,), _ = roll(World(None))
+    (done,), _ = run_rollout(ScriptedGym(None))
     assert (done.status, done.reward) == (status, None) and str(error) in done.error

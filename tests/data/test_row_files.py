@@ -1,4 +1,4 @@
-"""Rows are read from JSON, gzip and parquet files. Errors name the file and the line."""
+"""Tests how rows are read from JSON, gzip and Parquet files. Errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kit.data.verl_rows import read_rows
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "message"),
     [
         ('{"responses_create_params": {}}\n{oops\n', r"rows\.jsonl:2: not JSON"),
         ('{"responses_create_params": {}, "x": NaN}\n', r"rows\.jsonl:1: not JSON \(Out of range"),
@@ -44,9 +44,9 @@ from kit.data.verl_rows import read_rows
         ('\n\n{"question": "x"}\n', r"rows\.jsonl:3: it has question, but neither Gym"),
     ],
 )
-def test_malformed_lines_name_file_and_line(tmp_path, text, named):
+def test_the_error_of_a_malformed_line_names_file_and_line(tmp_path, text, message):
     (tmp_path / "rows.jsonl").write_text(text)
-    with pytest.raises(env.DataError, match=named):
+    with pytest.raises(env.DataError, match=message):
         list(read_rows(tmp_path / "rows.jsonl"))
 
 
@@ -65,13 +65,11 @@ def test_malformed_lines_name_file_and_line(tmp_path, text, named):
         ("_examples.jsonl", ""),
     ],
 )
-def test_a_missing_file_is_named_with_the_command_that_writes_it(tmp_path, name, hint):
+def test_the_error_of_a_missing_file_gives_the_command_that_writes_it(tmp_path, name, hint):
     with pytest.raises(env.DataError) as raised:
         list(read_rows(tmp_path / name))
-    assert (
-        str(raised.value)
-        == f"{tmp_path}/{name}: no such file. Check the path{hint.format(tmp_path)}."
-    )
+    message = f"{tmp_path}/{name}: no such file. Check the path{hint.format(tmp_path)}."
+    assert str(raised.value) == message
 
 
 ROWS = [row("one", metadata={"n": 1}), row("zwei: ü", other=[1, {"x": None}]), row("three")]
@@ -83,9 +81,8 @@ def test_gzip_is_read_as_plain_text(tmp_path):
     (tmp_path / "rows.jsonl").write_text(text)
     zipped = tmp_path / "rows.jsonl.gz"
     zipped.write_bytes(gzip.compress(text.encode()))
-    assert list(read_rows(zipped)) == [
-        (f"{zipped}:{n}", r) for n, r in zip((1, 3, 4), ROWS, strict=True)
-    ]
+    row_ids = [f"{zipped}:{line}" for line in (1, 3, 4)]
+    assert list(read_rows(zipped)) == list(zip(row_ids, ROWS, strict=True))
     assert [r for _, r in read_rows(tmp_path / "rows.jsonl")] == ROWS
 
     zipped.write_bytes(zipped.read_bytes()[:40])
@@ -111,7 +108,8 @@ def write_parquet(path, **columns):
 
 
 def test_parquet_holds_rows_as_json(tmp_path):
-    texts, numbers = [json.dumps(r) for r in ROWS], [1, 2, 3]
+    texts = [json.dumps(r) for r in ROWS]
+    numbers = [1, 2, 3]
     only = write_parquet(tmp_path / "only.parquet", n=numbers, anything=texts)
     assert list(read_rows(only)) == [(f"{only}:{n}", r) for n, r in enumerate(ROWS, 1)]
     named = write_parquet(tmp_path / "named.parquet", source=["a", "b", "c"], row=texts)
@@ -135,7 +133,8 @@ def test_parquet_holds_rows_as_json(tmp_path):
 # --- limits ---------------------------------------------------------------------------------------
 
 
-PEAK = """
+# Reads a file, and prints the error, if any, and the MiB of memory that reading it took.
+MEASURE_MEMORY = """
 import resource, sys
 import pyarrow.compute
 from pyarrow import parquet
@@ -151,16 +150,16 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 """
 
 
-def reading(path) -> tuple[str, int]:
-    """Read a file in another process -> (the error, MiB of memory that it took)."""
-    done = run([sys.executable, "-c", PEAK, str(path)], cwd=ROOT, timeout=120)
+def measure_memory(path) -> tuple[str, int]:
+    """Read a file in another process -> (the error or "", MiB of memory that it took)."""
+    done = run([sys.executable, "-c", MEASURE_MEMORY, str(path)], cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
-    *told, peak = done.stdout.splitlines()
-    return "".join(told), int(peak)
+    *error_lines, peak = done.stdout.splitlines()
+    return "".join(error_lines), int(peak)
 
 
 def test_a_value_that_parquet_stores_once_is_not_copied_for_each_row(tmp_path):
-    """Files of a few KB with 512 rows of 4 MiB: 2 GiB together, and 1 GiB in a batch of 256."""
+    """The files have a few KB, and 512 rows of 4 MiB. A batch of 256 rows would take 1 GiB."""
     texts = pyarrow.DictionaryArray.from_arrays(np.zeros(512, np.int32), ["x" * 2**22])
     roles = pyarrow.array(["user"] * 512)
     chats = pyarrow.StructArray.from_arrays([roles, texts], ["role", "content"])
@@ -172,8 +171,8 @@ def test_a_value_that_parquet_stores_once_is_not_copied_for_each_row(tmp_path):
         path = tmp_path / f"{name}.parquet"
         parquet.write_table(pyarrow.table(table), path, compression="zstd", store_schema=False)
         assert path.stat().st_size < 8192
-        told, peak = reading(path)
-        assert told == "" and peak < 400
+        error, peak = measure_memory(path)
+        assert error == "" and peak < 400
 
 
 def test_a_small_parquet_row_that_needs_much_memory_is_an_error(tmp_path):
@@ -189,18 +188,18 @@ def test_a_small_parquet_row_that_needs_much_memory_is_an_error(tmp_path):
         "prompt.list.element: 67108864 values of 8 bytes in 1 rows. Remove large rows",
         numbers,
     )
-    for name, (why, column) in tables.items():
+    for name, (reason, column) in tables.items():
         path = tmp_path / f"{name}.parquet"
         table = pyarrow.table({"prompt": column})
         parquet.write_table(table, path, compression="zstd", store_schema=False)
         assert path.stat().st_size < 2048
-        told, peak = reading(path)
-        assert f"{name}.parquet: cannot be read ({why}" in told and peak < 200
+        error, peak = measure_memory(path)
+        assert f"{name}.parquet: cannot be read ({reason}" in error and peak < 200
 
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "dictionary"])
 def test_parquet_rows_are_read_as_they_were_written(tmp_path, kind):
-    """The row groups have dictionaries that end after 1,000 bytes, in the middle."""
+    """The dictionary of each row group ends in the middle, after 1,000 bytes."""
     kinds = {"string": pyarrow.string(), "large_string": pyarrow.large_string()}
     kinds["dictionary"] = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
     rows = [
@@ -208,8 +207,8 @@ def test_parquet_rows_are_read_as_they_were_written(tmp_path, kind):
         for i in range(600)
     ]
     rows[5] |= {"prompt": None, "extra": None, "x": None}
-    of = pyarrow.struct({"n": pyarrow.int64(), "of": pyarrow.list_(kinds[kind])})
-    schema = pyarrow.schema({"prompt": kinds[kind], "extra": of, "x": pyarrow.float64()})
+    extra = pyarrow.struct({"n": pyarrow.int64(), "of": pyarrow.list_(kinds[kind])})
+    schema = pyarrow.schema({"prompt": kinds[kind], "extra": extra, "x": pyarrow.float64()})
     small = {
         "row_group_size": 250,
         "data_page_size": 500,
@@ -224,9 +223,8 @@ def test_parquet_rows_are_read_as_they_were_written(tmp_path, kind):
 
 
 def test_a_parquet_batch_is_split_by_its_size_in_memory(monkeypatch):
-    batch = pyarrow.RecordBatch.from_pylist(
-        [{"t": "x" * 36}] * 5
-    )  # 100 bytes each as objects, with Arrow's offsets
+    # as a Python object, each row takes 100 bytes, with Arrow's offsets
+    batch = pyarrow.RecordBatch.from_pylist([{"t": "x" * 36}] * 5)
     sizes = [row_files.estimate_size(batch.slice(0, n).column(0)) for n in (1, 2, 4)]
     monkeypatch.setattr(row_files, "MAX_ROW_CHARS", sizes[1])
     assert [part.num_rows for part in row_files.split_batch(batch)] == [2, 1, 2]

@@ -1,4 +1,4 @@
-"""Which episodes are trained on: verified ones that pass the filters, in groups."""
+"""Tests which episodes are selected for training: complete groups that pass the filters."""
 
 from __future__ import annotations
 
@@ -25,47 +25,50 @@ def episode(server: str, group: str, reward: float | None, **changes) -> Episode
 
 
 def test_groups_are_in_order_of_appearance():
-    a, b, c = episode("t", "2", 1.0), episode("s", "1", 1.0), episode("s", "2", 0.0)
+    a = episode("t", "2", 1.0)
+    b = episode("s", "1", 1.0)
+    c = episode("s", "2", 0.0)
     assert list(group_episodes([a, b, c]).items()) == [("2", [a, c]), ("1", [b])]
     assert list(group_episodes([a, b, c], "server").items()) == [("t", [a]), ("s", [b, c])]
     assert group_episodes([]) == {}
 
 
 def test_failed_episodes_and_groups_that_become_too_small_are_dropped():
-    made = [
+    episodes = [
         episode("s", "1", 1.0),
         episode("s", "1", None),
         episode("s", "2", 0.0),
         episode("s", "2", 1.0),
     ]
-    made += [episode("s", "3", 1.0), episode("s", "3", 0.0), episode("s", "3", 0.5)]
-    assert select_trainable(made) == (made[2:], {})
-    assert select_trainable(made, 1) == ([made[0], *made[2:]], {})
-    assert select_trainable(made, 3) == (made[4:], {})
+    episodes += [episode("s", "3", 1.0), episode("s", "3", 0.0), episode("s", "3", 0.5)]
+    assert select_trainable(episodes) == (episodes[2:], {})
+    assert select_trainable(episodes, 1) == ([episodes[0], *episodes[2:]], {})
+    assert select_trainable(episodes, 3) == (episodes[4:], {})
+    nothing = ([], {})
     assert (
-        select_trainable([], 2) == ([], {})
-        and select_trainable(made[:2], 2) == ([], {})
-        and select_trainable(made[1:2], 1) == ([], {})
+        select_trainable([], 2) == nothing
+        and select_trainable(episodes[:2], 2) == nothing
+        and select_trainable(episodes[1:2], 1) == nothing
     )
 
 
 def test_the_selected_groups_are_in_order_and_complete():
-    made = [
+    episodes = [
         episode("s", name, reward)
         for name, reward in (("2", 1.0), ("1", 0.0), ("2", 0.0), ("1", 1.0))
     ]
-    assert select_trainable(made)[0] == [made[0], made[2], made[1], made[3]]
+    assert select_trainable(episodes)[0] == [episodes[0], episodes[2], episodes[1], episodes[3]]
 
 
-def right_alone(some):
+def keep_right(some):
     return [e for e in some if e.reward]
 
 
-def masking_cut_ones(some):
+def mask_truncated(some):
     return [replace(e, response_mask=[0, 0]) if e.ended == "length" else e for e in some]
 
 
-def doubling(some):
+def repeat_all(some):
     return [*some, *some]
 
 
@@ -76,76 +79,77 @@ def test_each_filter_gets_the_result_of_the_one_before_in_complete_groups():
         seen.append([e.group_id for e in some])
         return some
 
-    made = [
+    episodes = [
         episode("s", "1", 1.0),
         episode("s", "1", None),
         episode("s", "2", 0.0),
         episode("s", "2", 1.0),
     ]
-    made += [episode("s", "3", 1.0), episode("s", "3", 1.0)]
-    kept, dropped = select_trainable(made, 2, [watch, right_alone, watch])
-    assert seen == [
-        ["2", "2", "3", "3"],
-        ["3", "3"],
-    ]  # group 2 had one left, and was dropped before the next filter
-    assert kept == made[4:] and dropped == {"watch": 0, "right_alone": 1}
+    episodes += [episode("s", "3", 1.0), episode("s", "3", 1.0)]
+    kept, dropped = select_trainable(episodes, 2, [watch, keep_right, watch])
+    # group 2 had one episode left, so it was dropped before the next filter
+    assert seen == [["2", "2", "3", "3"], ["3", "3"]]
+    assert kept == episodes[4:] and dropped == {"watch": 0, "keep_right": 1}
 
 
 def test_each_filter_reports_how_many_unmasked_episodes_it_dropped():
-    made = [episode("s", "1", 1.0, ended="length"), episode("s", "1", 0.0), episode("s", "1", 1.0)]
-    made += [episode("s", "2", 1.0, response_mask=[0, 0]), episode("s", "2", 0.0)]
-    kept, dropped = select_trainable(made, 2, [masking_cut_ones, right_alone])
-    # The masked one stays in group 1. Group 2 loses the wrong one, and its other one was masked.
-    assert dropped == {"masking_cut_ones": 1, "right_alone": 2}
+    episodes = [
+        episode("s", "1", 1.0, ended="length"),
+        episode("s", "1", 0.0),
+        episode("s", "1", 1.0),
+    ]
+    episodes += [episode("s", "2", 1.0, response_mask=[0, 0]), episode("s", "2", 0.0)]
+    kept, dropped = select_trainable(episodes, 2, [mask_truncated, keep_right])
+    # Group 1 keeps its masked episode. Group 2 has only a masked episode left, which is dropped.
+    assert dropped == {"mask_truncated": 1, "keep_right": 2}
     assert [(e.group_id, e.response_mask) for e in kept] == [("1", [0, 0]), ("1", [1, 1])]
-    assert select_trainable(made, 1, [doubling, right_alone, right_alone])[1] == {
-        "doubling": -4,
-        "right_alone": 4,
+    assert select_trainable(episodes, 1, [repeat_all, keep_right, keep_right])[1] == {
+        "repeat_all": -4,
+        "keep_right": 4,
     }
-    assert select_trainable(made, 1, [lambda some: some[1:]])[1] == {"<lambda>": 1}
-    assert select_trainable(made, 1, [functools.partial(right_alone)])[1] == {
-        "filter": 2
-    }  # has no name
+    assert select_trainable(episodes, 1, [lambda some: some[1:]])[1] == {"<lambda>": 1}
+    # a functools.partial has no name
+    assert select_trainable(episodes, 1, [functools.partial(keep_right)])[1] == {"filter": 2}
 
 
 def test_nothing_is_selected_if_every_token_is_masked():
-    made = [episode("s", "1", reward, ended="length") for reward in (1.0, 0.0)]
-    assert select_trainable(made, 2, [masking_cut_ones]) == ([], {"masking_cut_ones": 2})
-    made[0].ended = "stop"
-    kept, dropped = select_trainable(made, 2, [masking_cut_ones])
-    assert [e.response_mask for e in kept] == [[1, 1], [0, 0]] and dropped == {
-        "masking_cut_ones": 1
-    }
+    episodes = [episode("s", "1", reward, ended="length") for reward in (1.0, 0.0)]
+    assert select_trainable(episodes, 2, [mask_truncated]) == ([], {"mask_truncated": 2})
+    episodes[0].ended = "stop"
+    kept, dropped = select_trainable(episodes, 2, [mask_truncated])
+    assert [e.response_mask for e in kept] == [[1, 1], [0, 0]] and dropped == {"mask_truncated": 1}
 
 
-def test_the_first_groups_are_complete():
-    made = [episode("s", name, 1.0) for name in ("2", "1", "2", "3", "1")]
-    assert take_groups(made, 0) == [] == take_groups([], 3)
-    assert take_groups(made, 1) == [made[0], made[2]]
-    assert take_groups(made, 2) == [made[0], made[2], made[1], made[4]]
+def test_take_groups_returns_the_first_groups_complete():
+    episodes = [episode("s", name, 1.0) for name in ("2", "1", "2", "3", "1")]
+    assert take_groups(episodes, 0) == [] == take_groups([], 3)
+    assert take_groups(episodes, 1) == [episodes[0], episodes[2]]
+    assert take_groups(episodes, 2) == [episodes[0], episodes[2], episodes[1], episodes[4]]
     assert (
-        take_groups(made, 3)
-        == take_groups(made, 9)
-        == [made[0], made[2], made[1], made[4], made[3]]
+        take_groups(episodes, 3)
+        == take_groups(episodes, 9)
+        == [episodes[0], episodes[2], episodes[1], episodes[4], episodes[3]]
     )
 
 
-def failing(*statuses):
-    made = [Episode(f"x:{i}", "g", "s", [1], status=status) for i, status in enumerate(statuses, 1)]
-    for e in made:
+def make_with_statuses(*statuses):
+    episodes = [
+        Episode(f"x:{i}", "g", "s", [1], status=status) for i, status in enumerate(statuses, 1)
+    ]
+    for e in episodes:
         e.error = f"error of {e.row_id}" if e.status != "ok" else ""
-    return made
+    return episodes
 
 
 def test_one_failure_more_than_the_recipe_allows_stops_the_run():
     check_failures([], 0.0)
-    check_failures(failing("ok", "ok"), 0.0)
-    check_failures(failing("ok", "timeout", "http_500", "ok"), 0.5)
-    check_failures(failing("timeout"), 1.0)
-    made = failing("ok", "http_500", "timeout", "timeout")
-    with pytest.raises(RunError) as told:
-        check_failures(made, 0.5)
-    assert str(told.value) == (
+    check_failures(make_with_statuses("ok", "ok"), 0.0)
+    check_failures(make_with_statuses("ok", "timeout", "http_500", "ok"), 0.5)
+    check_failures(make_with_statuses("timeout"), 1.0)
+    episodes = make_with_statuses("ok", "http_500", "timeout", "timeout")
+    with pytest.raises(RunError) as caught:
+        check_failures(episodes, 0.5)
+    assert str(caught.value) == (
         "3 of 4 episodes failed (2 timeout, 1 http_500), over gym.max_failed_frac=0.5. See "
         "failures.jsonl of the run. The first failure is x:2: error of x:2. See "
         'docs/reference.md, "How an episode fails".'
@@ -153,4 +157,4 @@ def test_one_failure_more_than_the_recipe_allows_stops_the_run():
     with pytest.raises(
         RunError, match=r"^1 of 2 episodes failed \(1 timeout\), over gym\.max_failed_frac=0\."
     ):
-        check_failures(failing("ok", "timeout"), 0.0)
+        check_failures(make_with_statuses("ok", "timeout"), 0.0)

@@ -1,4 +1,4 @@
-"""Rows become tasks: each with its server, its prompt ids, and the share of its file."""
+"""Tests how rows become tasks, which have a server, prompt ids, and the weight of their file."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def agent(name):
 
 def find_server(gym_row, servers) -> str:
     """Find the server of a row. servers: names, or {alias: name}."""
-    return TaskLoader(None, as_aliases(servers), 20).find_server(gym_row, "x:1", "")
+    return TaskLoader(None, make_aliases(servers), 20).find_server(gym_row, "x:1", "")
 
 
 def load_files(files, tokenizer, servers, only=None) -> LoadedTasks:
     """Load tasks of at most 20 prompt tokens."""
-    return TaskLoader(TextProcessor(tokenizer), as_aliases(servers), 20, only).load_files(files)
+    return TaskLoader(TextProcessor(tokenizer), make_aliases(servers), 20, only).load_files(files)
 
 
-def as_aliases(servers) -> dict[str, str]:
+def make_aliases(servers) -> dict[str, str]:
     return servers if isinstance(servers, dict) else {name: name for name in servers}
 
 
@@ -145,16 +145,12 @@ def test_files_with_a_server_and_a_weight(tmp_path, tokenizer):
         (str(b), "mcqa", 0.5),
     ]
     assert dropped == [] and tasks[0].row["agent_ref"]["name"] == "mcqa_simple_agent"  # verbatim
-    assert [
-        t.server for t in load_files([{"path": str(b), "server": "alias"}], tokenizer, servers)[0]
-    ] == [
-        "math",
-        "math",
-    ]
+    tasks, _ = load_files([{"path": str(b), "server": "alias"}], tokenizer, servers)
+    assert [t.server for t in tasks] == ["math", "math"]
 
 
 @pytest.mark.parametrize(
-    ("entry", "named"),
+    ("entry", "message"),
     [
         ({"path": "a.jsonl", "wieght": 1}, "wieght"),
         ({"weight": 1}, "weight"),
@@ -169,13 +165,13 @@ def test_files_with_a_server_and_a_weight(tmp_path, tokenizer):
         ("{tmp}/refused.jsonl", r"refused\.jsonl:1: input_file"),
     ],
 )
-def test_files_that_cannot_be_used(tmp_path, tokenizer, entry, named):
+def test_an_invalid_entry_or_file_is_an_error(tmp_path, tokenizer, entry, message):
     write_rows(tmp_path / "a.jsonl", [row()])
     write_rows(tmp_path / "other.jsonl", [agent("other")])
     picture = [{"role": "user", "content": [{"type": "input_file"}]}]
     write_rows(tmp_path / "refused.jsonl", [{"responses_create_params": {"input": picture}}])
     entry = json.loads(json.dumps(entry).replace("{tmp}", str(tmp_path)))
-    with pytest.raises(env.DataError, match=named):
+    with pytest.raises(env.DataError, match=message):
         load_files([entry], tokenizer, ["mcqa"])
 
 
@@ -222,10 +218,8 @@ def test_rows_of_other_servers_are_counted_for_each_file(tmp_path):
     ]
     assert dropped == [f"{one}: 2 rows of other servers"]
     tasks, dropped = load_files(files, Letters(), ["a", "b"], only=["a"])
-    assert tasks == [] and dropped == [
-        f"{one}: 3 rows of other servers",
-        f"{two}: 2 rows of other servers",
-    ]
+    excluded = [f"{one}: 3 rows of other servers", f"{two}: 2 rows of other servers"]
+    assert tasks == [] and dropped == excluded
 
 
 # --- epochs ---------------------------------------------------------------------------------------
@@ -234,17 +228,13 @@ def test_rows_of_other_servers_are_counted_for_each_file(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "steps"),
     [
-        (
-            ["trainer.total_epochs=3"],
-            6,
-        ),  # 8 rows are two batches of 3: verl drops the last one
+        # 8 rows are two batches of 3, since verl drops an incomplete batch
+        (["trainer.total_epochs=3"], 6),
         (["trainer.total_training_steps=null", "trainer.total_epochs=3"], 6),
         (["trainer.total_epochs=3", "trainer.total_training_steps=5"], 5),
-        (
-            ["trainer.total_training_steps=5", "trainer.total_epochs=3"],
-            5,
-        ),  # as in verl, the steps count
-        (["trainer.total_training_steps=null"], 60),  # verl's 30 epochs
+        # as in verl, total_training_steps has priority
+        (["trainer.total_training_steps=5", "trainer.total_epochs=3"], 5),
+        (["trainer.total_training_steps=null"], 60),  # verl's default of 30 epochs
     ],
 )
 def test_epochs_become_steps_as_in_verl(workspace, changes, steps):
@@ -254,9 +244,8 @@ def test_epochs_become_steps_as_in_verl(workspace, changes, steps):
         == config.actor_rollout_ref.actor.optim.total_training_steps
         == steps
     )
-    assert f"training    {steps} steps = {steps * 3 / 8:.2f} epochs" in summary.summarize(
-        config, data, "train"
-    )
+    line = f"training    {steps} steps = {steps * 3 / 8:.2f} epochs"
+    assert line in summary.summarize(config, data, "train")
 
 
 def test_zero_epochs_are_an_error(workspace):

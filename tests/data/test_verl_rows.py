@@ -1,4 +1,4 @@
-"""Files of verl's rows are read as Gym rows."""
+"""Tests how files in verl's format are read as Gym rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kit.data import row_files, verl_rows
 
 def gsm8k(i: int, **changes) -> dict:
     """Make a row as verl's examples/data_preprocess/gsm8k.py does."""
-    made = {
+    fields = {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": f"{i} + 1? Let's think step by step."}],
         "ability": "math",
@@ -31,34 +31,37 @@ def gsm8k(i: int, **changes) -> dict:
             "question": f"{i} + 1?",
         },
     }
-    return made | changes
+    return fields | changes
 
 
-def as_gym(i: int) -> dict:
-    verls = gsm8k(i)
-    return {"responses_create_params": {"input": verls.pop("prompt")}, **verls}
+def make_gym_row(i: int) -> dict:
+    """The Gym row of gsm8k(i)."""
+    verl_row = gsm8k(i)
+    return {"responses_create_params": {"input": verl_row.pop("prompt")}, **verl_row}
+
+
+def read_inputs(path) -> list:
+    """The input of each row of a file."""
+    rows = [r for _, r in verl_rows.read_rows(str(path))]
+    return [r["responses_create_params"]["input"] for r in rows]
 
 
 def test_verl_files_are_read_whichever_library_wrote_them(tmp_path):
-    verls = [gsm8k(i) for i in range(3)]
-    pandas.DataFrame(verls).to_parquet(tmp_path / "pandas.parquet")
-    parquet.write_table(pyarrow.Table.from_pylist(verls), tmp_path / "arrow.parquet")
-    write_rows(tmp_path / "lines.jsonl", verls)
-    (tmp_path / "list.json").write_text("\n" + json.dumps(verls, indent=1))
-    write_rows(tmp_path / "lines.json", verls)
+    rows = [gsm8k(i) for i in range(3)]
+    pandas.DataFrame(rows).to_parquet(tmp_path / "pandas.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "arrow.parquet")
+    write_rows(tmp_path / "lines.jsonl", rows)
+    (tmp_path / "list.json").write_text("\n" + json.dumps(rows, indent=1))
+    write_rows(tmp_path / "lines.json", rows)
     for name in ("pandas.parquet", "arrow.parquet", "lines.jsonl", "list.json", "lines.json"):
         path = tmp_path / name
-        assert list(verl_rows.read_rows(str(path))) == [
-            (f"{path}:{i + 1}", as_gym(i)) for i in range(3)
-        ], name
+        expected = [(f"{path}:{i + 1}", make_gym_row(i)) for i in range(3)]
+        assert list(verl_rows.read_rows(str(path))) == expected, name
     mixed = write_rows(tmp_path / "mixed.jsonl", [gsm8k(0), row(), gsm8k(1, prompt="as text")])
-    assert [r["responses_create_params"]["input"] for _, r in verl_rows.read_rows(str(mixed))] == [
-        gsm8k(0)["prompt"],
-        row()["responses_create_params"]["input"],
-        "as text",
-    ]
-    asked = write_rows(tmp_path / "asked.jsonl", [{"asked": "2?", "prompt": 7}])
-    assert [r for _, r in verl_rows.read_rows(str(asked), "asked")] == [
+    gym_input = row()["responses_create_params"]["input"]
+    assert read_inputs(mixed) == [gsm8k(0)["prompt"], gym_input, "as text"]
+    other_key = write_rows(tmp_path / "asked.jsonl", [{"asked": "2?", "prompt": 7}])
+    assert [r for _, r in verl_rows.read_rows(str(other_key), "asked")] == [
         {"responses_create_params": {"input": "2?"}, "prompt": 7}
     ]
 
@@ -70,13 +73,13 @@ def test_values_of_numpy_and_pandas_become_plain_values():
         "x": np.array([[1.5], [2.0]]),
         "day": pandas.Timestamp("2026-01-02"),
     }
-    made = verl_rows.parse_row(odd, "x:1")
-    assert made["responses_create_params"]["input"] == [{"role": "user", "content": "x"}]
-    assert made["extra_info"] == {"n": 3, "x": [[1.5], [2.0]], "day": "2026-01-02T00:00:00"}
+    parsed = verl_rows.parse_row(odd, "x:1")
+    assert parsed["responses_create_params"]["input"] == [{"role": "user", "content": "x"}]
+    assert parsed["extra_info"] == {"n": 3, "x": [[1.5], [2.0]], "day": "2026-01-02T00:00:00"}
 
 
 @pytest.mark.parametrize(
-    ("bad", "told"),
+    ("invalid_row", "message"),
     [
         (gsm8k(0, prompt=None), "x:1: `prompt` is null. It must be text or chat messages."),
         (gsm8k(0, prompt=[]), r"x:1: `prompt` is \[\]"),
@@ -100,16 +103,16 @@ def test_values_of_numpy_and_pandas_become_plain_values():
         (7, "x:1: a row must be a JSON object, this is a int"),
     ],
 )
-def test_an_invalid_row_is_an_error_with_its_line(bad, told):
-    with pytest.raises(env.DataError, match=f"^{told}"):
-        verl_rows.parse_row(bad, "x:1")
+def test_an_invalid_row_is_an_error_with_its_line(invalid_row, message):
+    with pytest.raises(env.DataError, match=f"^{message}"):
+        verl_rows.parse_row(invalid_row, "x:1")
 
 
 TASK = {"taskset": "puzzles:train", "task_id": "7"}
 
 
 @pytest.mark.parametrize("is_nested", [False, True], ids=["flat", "task_data"])
-def test_a_materialized_task_is_its_row_with_its_identifiers(tmp_path, is_nested):
+def test_a_materialized_task_becomes_its_row_with_the_identifiers_of_the_task(tmp_path, is_nested):
     gym_row = row("2?", answer="2", task_id="own")
     prompt = {"responses_create_params": gym_row["responses_create_params"]}
     fields = {key: value for key, value in gym_row.items() if key not in prompt}
@@ -138,31 +141,27 @@ def test_an_invalid_materialized_task_is_an_error_with_its_line(tmp_path, task_i
 def test_an_unreadable_file_is_an_error_before_it_is_loaded(tmp_path, monkeypatch):
     other = tmp_path / "other.parquet"
     pandas.DataFrame({"question": ["2?"], "answer": ["2"]}).to_parquet(other)
-    told = re.escape(
+    message = re.escape(
         f"{other}: cannot be read (it needs prompt, a string column `row`, or exactly one string "
         "column; it has ["
     )
-    with pytest.raises(env.DataError, match=told):
+    with pytest.raises(env.DataError, match=message):
         list(verl_rows.read_rows(str(other)))
-    pandas.DataFrame(
-        [gsm8k(0), gsm8k(1, prompt=[{"role": "user", "content": "x" * 5000}])]
-    ).to_parquet(tmp_path / "huge.parquet")
+    long_row = gsm8k(1, prompt=[{"role": "user", "content": "x" * 5000}])
+    pandas.DataFrame([gsm8k(0), long_row]).to_parquet(tmp_path / "huge.parquet")
     write_rows(tmp_path / "huge.jsonl", [gsm8k(0), gsm8k(1, prompt="x" * 5000)])
     (tmp_path / "huge.json").write_text(json.dumps([gsm8k(1, prompt="x" * 50000)]))
     monkeypatch.setattr(row_files, "MAX_ROW_CHARS", 3000)
-    for name, why in (
+    for name, reason in (
         ("huge.jsonl", "a line of over"),
         ("huge.json", "a line of over"),
         ("huge.parquet", "a row of"),
     ):
-        with pytest.raises(env.DataError, match=rf"{re.escape(name)}.*{why}"):
+        with pytest.raises(env.DataError, match=rf"{re.escape(name)}.*{reason}"):
             list(verl_rows.read_rows(str(tmp_path / name)))
-    frame = pandas.DataFrame(
-        [gsm8k(0), gsm8k(1, prompt=[{"role": "user", "content": "x" * 200_000}])]
-    )
-    frame.to_parquet(
-        tmp_path / "huge.parquet"
-    )  # an error from the metadata, before any data is read
+    longer_row = gsm8k(1, prompt=[{"role": "user", "content": "x" * 200_000}])
+    pandas.DataFrame([gsm8k(0), longer_row]).to_parquet(tmp_path / "huge.parquet")
+    # the size is known from the metadata, before any data is read
     monkeypatch.setattr(parquet.ParquetFile, "iter_batches", None)
     with pytest.raises(
         env.DataError,
@@ -175,21 +174,22 @@ def test_rows_of_verl_and_gym_train_together(workspace, tmp_path):
     pandas.DataFrame([gsm8k(i) for i in range(8)]).to_parquet(tmp_path / "train.parquet")
     both = f"env.train_files=[{tmp_path / 'train.parquet'}, {workspace / 'train.jsonl'}]"
     _, data = load(workspace, both, "data.max_prompt_length=64")
+    first = data.train[0]
     assert (
         len(data.train) == 16
-        and data.train[0].row == as_gym(0)
-        and data.train[0].row_id.endswith("train.parquet:1")
+        and first.row == make_gym_row(0)
+        and first.row_id.endswith("train.parquet:1")
     )
     assert data.tokenizer.decode(data.train[0].prompt_ids).startswith("0 <unk> 1?")
-    asked = write_rows(tmp_path / "asked.jsonl", [{"asked": f"say {i}"} for i in range(8)])
-    _, data = load(workspace, f"env.train_files=[{asked}]", "data.prompt_key=asked")
+    other_key = write_rows(tmp_path / "asked.jsonl", [{"asked": f"say {i}"} for i in range(8)])
+    _, data = load(workspace, f"env.train_files=[{other_key}]", "data.prompt_key=asked")
     assert data.train[7].messages == [{"role": "user", "content": "say 7"}]
     reason = r"it has asked, but neither .* nor verl's `prompt` \(data\.prompt_key\)"
     with pytest.raises(env.DataError, match=rf"asked\.jsonl:1: {reason}"):
-        load(workspace, f"env.train_files=[{asked}]")
+        load(workspace, f"env.train_files=[{other_key}]")
 
 
-def test_a_row_is_verls_if_it_has_the_prompt_key_and_no_gym_field():
+def test_a_row_with_the_prompt_key_and_no_gym_field_is_a_verl_row():
     both = {"responses_create_params": {"input": "gym"}, "prompt": "verl", "asked": "other"}
     assert verl_rows.parse_row(both, "x:1")["responses_create_params"] == {"input": "gym"}
     assert verl_rows.parse_row({"prompt": "verl", "asked": "other"}, "x:1", "asked") == {

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import GIVEN, ROOT, row, write_rows
+from conftest import CLEAN_ENV, ROOT, row, write_rows
 
 from kit import extras
 
@@ -117,7 +117,7 @@ class Driver:
 
 @pytest.fixture(scope="module")
 def driver():
-    driver = Driver(GIVEN)
+    driver = Driver(CLEAN_ENV)
     yield driver
     driver.process.stdin.close()
     driver.process.wait(timeout=30)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from conftest import SESSION, drop, load
+from conftest import SESSION, kill_workers, load
 from learning import AGREE, UNTRAINED, train_until
 
 import inference
@@ -48,7 +48,7 @@ def hf(stack):
     yield workers, manager
     for handle in manager.server_handles:
         ray.kill(handle)
-    drop(workers)
+    kill_workers(workers)
 
 
 def test_greedy_responses_of_transformers_and_vllm_are_equal(stack, hf):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import GIVEN, ROOT
+from conftest import CLEAN_ENV, ROOT
 
 
 class Tracker(NamedTuple):
@@ -58,7 +58,7 @@ def test_trackers_start_offline(name, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", TRACKED_RUN % name],
         cwd=tmp_path,
-        env={**GIVEN, **tracker.variables, "PYTHONPATH": str(ROOT)},
+        env={**CLEAN_ENV, **tracker.variables, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,

@@ -10,7 +10,7 @@ import contextlib
 
 import httpx
 import pytest
-from conftest import GYM_PYTHON, ROOT, counting, row
+from conftest import GYM_PYTHON, ROOT, make_counter_row, row
 from judge_doubles import StubJudge, completion
 from turn_doubles import Script, chatml_tokenizer, context_of, encode_turns
 
@@ -66,7 +66,7 @@ def test_servers_of_each_version_verify_and_close_a_session_if_they_can(
 
     async def count(urls):
         async with Gym(urls) as gym:
-            async with gym.session("counter", counting(), EpisodeIndex(3, 1)) as session:
+            async with gym.session("counter", make_counter_row(), EpisodeIndex(3, 1)) as session:
                 await session.call_tool("increment_counter", '{"count": 1}')
                 return await session.verify(message_response("Done."))
 

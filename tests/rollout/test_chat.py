@@ -19,7 +19,7 @@ from turn_doubles import (
     STOPS,
     TEMPLATES,
     Game,
-    World,
+    ToolSession,
     bytes_tokenizer,
     call,
     chatml_tokenizer,
@@ -158,7 +158,7 @@ def count_turns(ids, tokenizer) -> int:
 def test_no_tool_writes_a_turn_of_an_episode():
     tokenizer = make_tokenizer("chatml")
     client = one_turn_each([call(), "done"], tokenizer)
-    episode = play(task_of(tokenizer), World([FORGED]), context_of(client, tokenizer))
+    episode = play(task_of(tokenizer), ToolSession([FORGED]), context_of(client, tokenizer))
     # one turn of the tool, and one of the policy
     assert count_turns(episode.response_ids, tokenizer) == 2
     assert FORGED in tokenizer.decode(episode.response_ids)

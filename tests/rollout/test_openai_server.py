@@ -6,7 +6,7 @@ import asyncio
 import json
 
 import pytest
-from conftest import GYM_PYTHON, counting
+from conftest import GYM_PYTHON, make_counter_row
 from turn_doubles import (
     TOOL,
     Script,
@@ -201,7 +201,7 @@ async def run_rows(urls, context, port) -> dict[str, tuple[float, list[dict]]]:
     results = {}
     async with openai_server.serve(context, "127.0.0.1", port, KEY), Gym(urls) as gym:
         for question in CONVERSATIONS:
-            row = counting(question)
+            row = make_counter_row(question)
             if question == "unoffered":
                 row["responses_create_params"]["tools"][0]["name"] = "get_counter_value"
             result, response = await gym.run("counter", row, 60.0)

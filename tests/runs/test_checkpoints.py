@@ -1,4 +1,4 @@
-"""Checkpoints: saves that are killed or fail, files that are cut, other models, code in files."""
+"""Tests of checkpoints: interrupted saves, damaged files, other models, and code in files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kit.runs import checkpoints
 
 
 class Group:
-    """A worker group whose ranks write what verl's ranks write: a shard of a model, and the RNG."""
+    """A worker group whose ranks write the same files as verl's: a model shard and the RNG."""
 
     world_size = 2
 
@@ -42,7 +42,8 @@ class Group:
         Path(path, "fsdp_config.json").write_text("{}")
 
 
-def config_of(folder: Path, **trainer):
+def make_config(folder: Path, **trainer):
+    """A recipe that saves to a folder. trainer: keys of its section `trainer`."""
     settings = {
         "default_local_dir": str(folder),
         "resume_mode": "auto",
@@ -68,16 +69,45 @@ def config_of(folder: Path, **trainer):
 
 
 def save(folder: Path, step: int, group=None, **trainer) -> Path:
+    """Save a checkpoint of a step. group: the actor's worker group."""
     workers = SimpleNamespace(actor=group or Group(), critic=None)
     return checkpoints.save(
-        workers, folder, {"step": step, "command": "train"}, config_of(folder, **trainer)
+        workers, folder, {"step": step, "command": "train"}, make_config(folder, **trainer)
     )
 
 
-def test_a_save_that_is_killed_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
-    """A child saves step 2, over complete steps 1 and 2 of an earlier run.
+# Audit events of the calls that change the file system.
+FILE_EVENTS = (
+    "open",
+    "os.rename",
+    "os.remove",
+    "os.mkdir",
+    "os.rmdir",
+    "shutil.rmtree",
+    "os.replace",
+)
 
-    It kills itself at its n-th call of the file system, for every n until the save is complete.
+
+def save_and_die(folder: Path, n: int) -> None:
+    """Save step 2, and kill this process at the n-th call that changes the file system."""
+    left = n
+
+    def die(event, _):
+        nonlocal left
+        if event in FILE_EVENTS:
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(die)
+    save(folder, 2, Group(width=5))
+    os._exit(0)
+
+
+def test_a_save_that_is_killed_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
+    """A child process saves step 2, over complete steps 1 and 2 of an earlier run.
+
+    It kills itself at its n-th call of the file system, for each n until the save is complete.
     """
     moments = set()
     for n in range(1, 1000):
@@ -86,42 +116,22 @@ def test_a_save_that_is_killed_at_any_moment_leaves_a_complete_checkpoint(tmp_pa
         save(folder, 2)
         child = os.fork()
         if not child:
-            left = n
-
-            def die(event, _):
-                nonlocal left
-                if event in (
-                    "open",
-                    "os.rename",
-                    "os.remove",
-                    "os.mkdir",
-                    "os.rmdir",
-                    "shutil.rmtree",
-                    "os.replace",
-                ):
-                    left -= 1
-                    if not left:
-                        os.kill(os.getpid(), signal.SIGKILL)
-
-            sys.addaudithook(die)
-            save(folder, 2, Group(width=5))
-            os._exit(0)
+            save_and_die(folder, n)
         _, status = os.waitpid(child, 0)
         last, notes = checkpoints.find_newest(folder)
         assert last is not None and not checkpoints.find_damage(last)
-        width = checkpoints.read(last / "actor" / "model_world_size_2_rank_1.pt")[
-            "layer.weight"
-        ].shape[0]
+        shard = checkpoints.read(last / "actor" / "model_world_size_2_rank_1.pt")
+        width = shard["layer.weight"].shape[0]
         state = checkpoints.read(last / "data.pt")
         moments.add((last.name, width, state["step"]))
-        # the old step 2 until it is deleted: by then the new one is complete under another name
+        # The old step 2 is used until it is deleted. Then the new one is complete as saving_2.
         assert (last.name, width) in {
             ("global_step_2", 4),
             ("saving_2", 5),
             ("global_step_2", 5),
         }, (n, moments)
         assert all("_2 is not complete and is not used" in note for note in notes)
-        again = save(folder, 2, Group(width=6))  # files of the killed save are no obstacle
+        again = save(folder, 2, Group(width=6))  # files of the killed save do not matter
         assert checkpoints.find_newest(folder)[0] == again and not (folder / "saving_2").exists()
         if status == 0:
             break
@@ -139,12 +149,12 @@ def test_a_save_that_is_killed_at_any_moment_leaves_a_complete_checkpoint(tmp_pa
 @pytest.mark.parametrize(
     "name", ["data.pt", "actor/model_world_size_2_rank_1.pt", "actor/fsdp_config.json"]
 )
-def test_a_cut_file_is_named_and_the_checkpoint_before_is_used(tmp_path, name):
+def test_a_truncated_file_is_reported_and_the_previous_checkpoint_is_used(tmp_path, name):
     save(tmp_path, 1)
     last = save(tmp_path, 2)
     size = (last / name).stat().st_size
     os.truncate(last / name, size // 2)
-    checkpoint, notes = checkpoints.find_resume_point(config_of(tmp_path))
+    checkpoint, notes = checkpoints.find_resume_point(make_config(tmp_path))
     assert checkpoint == tmp_path / "global_step_1"
     unused = f"{last} is not complete and is not used"
     assert notes == [f"{unused}: {name} has {size // 2} bytes of {size}"]
@@ -155,19 +165,19 @@ def test_a_cut_file_is_named_and_the_checkpoint_before_is_used(tmp_path, name):
         match=f"resume_from_path={last} is not a complete checkpoint: {name} is missing.* See ",
     ):
         checkpoints.find_resume_point(
-            config_of(tmp_path, resume_mode="resume_path", resume_from_path=str(last))
+            make_config(tmp_path, resume_mode="resume_path", resume_from_path=str(last))
         )
     shutil.rmtree(tmp_path / "global_step_1")
     with pytest.raises(
         ConfigError, match=r"There is no other\. Set trainer.resume_mode=disable to start at step 0"
     ):
-        checkpoints.find_resume_point(config_of(tmp_path))
+        checkpoints.find_resume_point(make_config(tmp_path))
 
 
-def test_a_full_disk_is_one_message_and_keeps_earlier_checkpoints(tmp_path):
+def test_a_full_disk_is_one_error_and_keeps_earlier_checkpoints(tmp_path):
     first = save(tmp_path, 1)
 
-    class Full(Group):
+    class GroupOnFullDisk(Group):
         def save_checkpoint(self, path, *_):
             super().save_checkpoint(path)
             with open("/dev/full", "w") as out:  # a device that answers every write with ENOSPC
@@ -177,7 +187,7 @@ def test_a_full_disk_is_one_message_and_keeps_earlier_checkpoints(tmp_path):
         RunError,
         match=r"step 2 could not be written: .*No space left on device\. If the disk is full, make",
     ) as caught:
-        save(tmp_path, 2, Full())
+        save(tmp_path, 2, GroupOnFullDisk())
     assert f"rerun the same command to resume from {first}" in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "global_step_1",
@@ -186,16 +196,18 @@ def test_a_full_disk_is_one_message_and_keeps_earlier_checkpoints(tmp_path):
     assert not checkpoints.find_damage(first)
 
 
-def test_shards_of_half_of_the_ranks_are_no_checkpoint(tmp_path):
+def test_shards_of_only_half_of_the_ranks_are_an_error(tmp_path):
     """Two nodes do not share a disk: the driver sees only the shards of its node."""
     first = save(tmp_path, 1)
 
-    class Half(Group):
+    class GroupOfFour(Group):
+        """It has four ranks, and only two of them write to this folder."""
+
         world_size = 4
 
     missing = "4 shards of 4 ranks are not there, .* the nodes do not share: extra_.* See docs/"
     with pytest.raises(RunError, match=missing):
-        save(tmp_path, 2, Half())
+        save(tmp_path, 2, GroupOfFour())
     assert checkpoints.find_newest(tmp_path) == (first, [])
 
 
@@ -207,17 +219,17 @@ def test_old_checkpoints_are_deleted_but_never_the_last_complete_one(tmp_path):
         "global_step_3",
     ]
     os.truncate(tmp_path / "global_step_4" / "data.pt", 3)
-    save(tmp_path, 5, max_actor_ckpt_to_keep=1)  # an incomplete one does not count, and stays
+    save(tmp_path, 5, max_actor_ckpt_to_keep=1)  # it neither counts nor deletes the incomplete one
     assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == [
         "global_step_5",
         "global_step_4",
     ]
     assert checkpoints.find_newest(tmp_path)[0] == tmp_path / "global_step_5"
-    # a run that starts again keeps the one that it has just written
+    # after a run starts again at step 0, it keeps the checkpoint that it has just saved
     assert save(tmp_path, 2, max_actor_ckpt_to_keep=1).is_dir()
 
 
-def test_checkpoints_after_the_step_that_a_run_starts_at_are_set_aside(tmp_path):
+def test_checkpoints_of_later_steps_than_the_resumed_one_are_renamed(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
     os.truncate(tmp_path / "global_step_3" / "data.pt", 3)
@@ -228,10 +240,10 @@ def test_checkpoints_after_the_step_that_a_run_starts_at_are_set_aside(tmp_path)
     assert (tmp_path / "global_step_3").is_dir()  # an incomplete one keeps its name
 
 
-def test_a_file_with_code_in_it_is_not_loaded(tmp_path):
-    class Trap:
+def test_a_file_that_contains_code_is_not_loaded(tmp_path):
+    class Malicious:
         def __reduce__(self):
-            return os.system, (f"touch {tmp_path}/sprung",)
+            return os.system, (f"touch {tmp_path}/executed",)
 
     checkpoint = save(tmp_path, 1)
     for name in (
@@ -240,35 +252,36 @@ def test_a_file_with_code_in_it_is_not_loaded(tmp_path):
         "actor/model_world_size_2_rank_0.pt",
     ):
         path = checkpoint / name
-        whole = path.read_bytes()
-        torch.save({"step": Trap()}, path)
+        original = path.read_bytes()
+        torch.save({"step": Malicious()}, path)
         with pytest.raises(
             RunError,
             match=f"{name} is not loaded, since it holds more than tensors .*values: .*system",
         ):
-            checkpoints.check(checkpoint, config_of(tmp_path), "train")
-        path.write_bytes(pickle.dumps({"step": Trap()}))
+            checkpoints.check(checkpoint, make_config(tmp_path), "train")
+        path.write_bytes(pickle.dumps({"step": Malicious()}))
         with pytest.raises(RunError, match=f"{name} is not loaded"):
-            checkpoints.check(checkpoint, config_of(tmp_path), "train")
-        path.write_bytes(whole)
-    assert not (tmp_path / "sprung").exists()
-    assert checkpoints.check(checkpoint, config_of(tmp_path), "train") == []
+            checkpoints.check(checkpoint, make_config(tmp_path), "train")
+        path.write_bytes(original)
+    assert not (tmp_path / "executed").exists()
+    assert checkpoints.check(checkpoint, make_config(tmp_path), "train") == []
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(tmp_path):
+def test_a_checkpoint_of_another_model_is_an_error_with_both_shapes(tmp_path):
     checkpoint = save(tmp_path, 1)
     (tmp_path / "model").mkdir()
     save_file({"layer.weight": torch.ones(4, 3)}, tmp_path / "model" / "model.safetensors")
-    assert checkpoints.check(checkpoint, config_of(tmp_path), "train") == []
+    assert checkpoints.check(checkpoint, make_config(tmp_path), "train") == []
     save_file({"layer.weight": torch.ones(7, 3)}, tmp_path / "model" / "model.safetensors")
     with pytest.raises(
         RunError, match=r"its layer.weight is \(4, 3\), that of .*model is \(7, 3\)"
     ):
-        checkpoints.check(checkpoint, config_of(tmp_path), "train")
+        checkpoints.check(checkpoint, make_config(tmp_path), "train")
 
 
-def test_changed_keys_are_listed_or_refused(tmp_path):
-    checkpoint, config = save(tmp_path, 1), config_of(tmp_path)
+def test_changed_keys_are_notes_or_errors(tmp_path):
+    checkpoint = save(tmp_path, 1)
+    config = make_config(tmp_path)
     config.trainer.total_training_steps = 200
     allowed = f"Changed since {checkpoint}: trainer.total_training_steps 100 -> 200"
     assert checkpoints.check(checkpoint, config, "train") == [allowed]
@@ -288,13 +301,10 @@ def test_changed_keys_are_listed_or_refused(tmp_path):
     ):
         changed = OmegaConf.merge(config, {"algorithm": {"adv_estimator": "gae"}})
         checkpoints.check(checkpoint, changed, "train")
-    spread = OmegaConf.merge(
-        config, {"trainer": {"n_gpus_per_node": 1, "nnodes": 2}}
-    )  # as many ranks
-    assert (
-        "trainer.n_gpus_per_node 2 -> 1, trainer.nnodes 1 -> 2"
-        in checkpoints.check(checkpoint, spread, "train")[0]
-    )
+    # the same number of ranks, on two nodes
+    spread = OmegaConf.merge(config, {"trainer": {"n_gpus_per_node": 1, "nnodes": 2}})
+    change = "trainer.n_gpus_per_node 2 -> 1, trainer.nnodes 1 -> 2"
+    assert change in checkpoints.check(checkpoint, spread, "train")[0]
     config.trainer.n_gpus_per_node = 4
     with pytest.raises(RunError) as caught:
         checkpoints.check(checkpoint, config, "train")
@@ -309,11 +319,11 @@ def test_a_checkpoint_with_old_names_of_keys_resumes_without_a_note(tmp_path):
     """The old names are in the checkpoint's config.yaml, and the recipe has the new ones."""
     assert KEYS.renamed
     checkpoint = save(tmp_path, 1)
-    config = config_of(tmp_path)
+    config = make_config(tmp_path)
     path = checkpoint / "config.yaml"
     saved = OmegaConf.load(path)
     for old, new in KEYS.renamed.items():
-        below = ".port" if old == "gym.door" else ""  # it was a section
+        below = ".port" if old == "gym.door" else ""  # gym.door was a section
         OmegaConf.update(saved, old + below, f"value of {old}", force_add=True)
         OmegaConf.update(config, new + below, f"value of {old}", force_add=True)
     OmegaConf.save(saved, path)
@@ -333,7 +343,7 @@ def test_nothing_left_to_train_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"Nothing is left to train: .*global_step_100 is the last of 100 steps"
     ):
-        checkpoints.find_resume_point(config_of(tmp_path))
+        checkpoints.find_resume_point(make_config(tmp_path))
 
 
 def test_a_manifest_lists_every_file(tmp_path):
@@ -346,7 +356,7 @@ def test_a_manifest_lists_every_file(tmp_path):
 
 
 def test_the_module_is_imported_without_verl_and_ray():
-    """So a damaged checkpoint is reported in seconds."""
+    """Their imports take long, and a damaged checkpoint must be reported in seconds."""
     code = (
         "import sys; import kit.runs.checkpoints; sys.exit(bool({'verl', 'ray'} & {*sys.modules}))"
     )
@@ -357,8 +367,9 @@ def test_the_module_is_imported_without_verl_and_ray():
     "name", ["lr", "betas", "weight_decay", "optimizer", "override_optimizer_config"]
 )
 @pytest.mark.parametrize("part", ["actor_rollout_ref.actor", "critic"])
-def test_values_of_the_saved_optimizer_must_not_change(tmp_path, name, part):
-    checkpoint, config = save(tmp_path, 1), config_of(tmp_path)
+def test_settings_in_the_saved_optimizer_must_not_change(tmp_path, name, part):
+    checkpoint = save(tmp_path, 1)
+    config = make_config(tmp_path)
     OmegaConf.update(config, f"{part}.optim.{name}", [0.5, 0.6], force_add=True)
     with pytest.raises(
         RunError, match=rf"{part}\.optim\.{name} .* \(the saved optimizer has its value"
@@ -372,14 +383,14 @@ def test_values_of_the_saved_optimizer_must_not_change(tmp_path, name, part):
     "name",
     ["layer.weight", "base_model.model.layer.weight", "base_model.model.layer.base_layer.weight"],
 )
-def test_shapes_are_checked_also_for_names_of_lora_adapters(tmp_path, name):
+def test_shapes_are_also_checked_for_parameters_of_lora_adapters(tmp_path, name):
     save_file({"layer.weight": torch.ones(7, 3)}, tmp_path / "model.safetensors")
     with pytest.raises(RunError, match=r"its layer\.weight is \(4, 3\), that of .* is \(7, 3\)"):
         checkpoints.check_shapes(tmp_path / "model_0.pt", {name: torch.ones(4, 3)}, tmp_path)
     checkpoints.check_shapes(tmp_path / "model_0.pt", {name: torch.ones(7, 3)}, tmp_path)
 
 
-def test_a_replay_starts_from_the_step_before(tmp_path):
+def test_a_replay_starts_from_the_previous_step(tmp_path):
     folder = tmp_path / "runs" / "a"
     saved = {step: save(folder / "checkpoints", step) for step in (1, 2, 3)}
     (folder / "rollouts").mkdir()
@@ -387,18 +398,18 @@ def test_a_replay_starts_from_the_step_before(tmp_path):
     rollouts.write_text("")
 
     def make_recipe(**trainer):
-        config = config_of(tmp_path / "none", **trainer)
+        config = make_config(tmp_path / "none", **trainer)
         return OmegaConf.merge(
             config, {"env": {"val_files": ["x"]}, "trainer": {"val_before_train": True}}
         )
 
     assert checkpoints.prepare_replay(make_recipe(), rollouts) == saved[2]
     for step in (1, 3):
-        named = make_recipe(resume_mode="resume_path", resume_from_path=str(saved[step]))
+        config = make_recipe(resume_mode="resume_path", resume_from_path=str(saved[step]))
         with pytest.raises(
             ConfigError, match=rf"weights after step 2, but .*global_step_{step} is of another step"
         ):
-            checkpoints.prepare_replay(named, rollouts)
+            checkpoints.prepare_replay(config, rollouts)
     shutil.rmtree(saved[2])
     with pytest.raises(ConfigError, match="global_step_2 is not complete: there is no such folder"):
         checkpoints.prepare_replay(make_recipe(), rollouts)

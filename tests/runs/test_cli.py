@@ -1,7 +1,8 @@
-"""`python algorithm.py` as users start it: commands, files, resumes and errors."""
+"""Tests of `python algorithm.py` in new processes: commands, files, resumes and errors."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -11,27 +12,26 @@ import sys
 from collections import Counter
 
 import pytest
-from conftest import GIVEN, GYM_PYTHON, ROOT, command, metrics_of, run, tiny
-from markdown_blocks import GUIDES, python_block
+from conftest import CLEAN_ENV, GYM_PYTHON, ROOT, command, metrics_of, run, tiny
+from markdown_blocks import GUIDES, find_python_block
 
 from kit.runs.run_dir import repeat_command
 
 
-def test_the_loop_from_python_and_the_command_are_one_run(workspace):
-    """The guide's loop with the tiny recipe. Then the command resumes it and writes its files."""
+def test_the_command_resumes_a_run_of_the_python_loop(workspace):
+    """The loop is that of the guide, with the tiny recipe. The command writes all files."""
     name = "annealed"
     files = ["cpu", str(ROOT / "tests" / "tiny.yaml")]
     settings = tiny(workspace, "trainer.total_training_steps=2")
-    block = python_block(GUIDES / "python.md", "with train(plan(").replace(
-        '["math_cpu", "cpu"]', repr(files)
-    )
+    block = find_python_block(GUIDES / "python.md", "with train(plan(")
+    block = block.replace('["math_cpu", "cpu"]', repr(files))
     block = re.sub(
         r"\[\"trainer\.experiment_name=(\w+)\"\]", lambda m: repr([m[0][2:-2], *settings]), block
     )
     assert repr(files) in block and f"experiment_name={name}" in block and "entropy_coeff" in block
     block += "\nprint(sorted(metrics), trainer.config.actor_rollout_ref.actor.entropy_coeff)\n"
     done = subprocess.run(
-        [sys.executable, "-c", block], cwd=workspace, env=GIVEN | {"PYTHONPATH": str(ROOT)},
+        [sys.executable, "-c", block], cwd=workspace, env=CLEAN_ENV | {"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -74,21 +74,19 @@ STEP_METRICS = (
 
 
 def check_outputs(folder, stdout):
-    """Assert that a finished run has all its files, and printed its steps."""
+    """Assert that a finished run wrote all its files and printed its steps."""
     from omegaconf import OmegaConf
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert OmegaConf.load(folder / "config.yaml").actor_rollout_ref.actor.optim.lr == 0.003
-    episodes = [
-        json.loads(line) for line in (folder / "rollouts" / "step_3.jsonl").read_text().splitlines()
-    ]
+    lines = (folder / "rollouts" / "step_3.jsonl").read_text().splitlines()
+    episodes = [json.loads(line) for line in lines]
     fields = [e["_episode"] for e in episodes]
     assert len(episodes) == 64 and len({e["group_id"] for e in fields}) == 8
     assert all(e["status"] == "ok" and e["prompt"].endswith("7") for e in fields)
     assert all(e["reward"] >= 0 for e in fields)
-    assert {(e["_ng_task_index"], e["_ng_rollout_index"]) for e in episodes} == {
-        (i, k) for i in range(8) for k in range(8)
-    }
+    indices = {(e["_ng_task_index"], e["_ng_rollout_index"]) for e in episodes}
+    assert indices == set(itertools.product(range(8), range(8)))
     assert (folder / "rollouts" / "val_3.jsonl").is_file()
     assert (folder / "failures.jsonl").read_text() == ""
     events = b"".join(path.read_bytes() for path in (folder / "tensorboard").glob("events*"))
@@ -97,19 +95,16 @@ def check_outputs(folder, stdout):
     step = [m for m in metrics_of(folder) if "rollout/failed_frac" in m][-1]
     assert not [name for name in STEP_METRICS if name not in step]
     assert "perf/mfu/actor" not in step
-    # tied embeddings; test_stack.py has untied ones
+    # this model has tied embeddings; test_stack.py has untied ones
     assert step["training/rollout_probs_diff_max"] < 1e-3
     checkpoints = folder / "checkpoints"
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "3"
     for n in (2, 3):
-        assert (
-            checkpoints / f"global_step_{n}" / "actor" / "model_world_size_1_rank_0.pt"
-        ).is_file()
-        assert (checkpoints / f"global_step_{n}" / "data.pt").is_file()
-    assert (
-        re.search(r"step 3/3 +reward [01]", stdout)
-        and len(re.findall(r"' -> '.*reward \d\.\d\d", stdout)) == 2
-    )
+        checkpoint = checkpoints / f"global_step_{n}"
+        assert (checkpoint / "actor" / "model_world_size_1_rank_0.pt").is_file()
+        assert (checkpoint / "data.pt").is_file()
+    samples = re.findall(r"' -> '.*reward \d\.\d\d", stdout)
+    assert re.search(r"step 3/3 +reward [01]", stdout) and len(samples) == 2
     assert "device_mesh" not in stdout and "Writing model shards" not in stdout
 
     model = AutoModelForCausalLM.from_pretrained(folder / "export")
@@ -118,9 +113,8 @@ def check_outputs(folder, stdout):
     prompt = tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)[
-        0, prompt["input_ids"].shape[1] :
-    ]
+    output = model.generate(**prompt, max_new_tokens=12, do_sample=False)
+    answer = output[0, prompt["input_ids"].shape[1] :]
     assert len(answer)
 
 
@@ -142,7 +136,7 @@ def check_outputs(folder, stdout):
     ],
     ids=["key", "file", "url"],
 )
-def test_invalid_input_is_one_line_and_a_status(workspace, arguments, message):
+def test_invalid_input_is_a_one_line_error_and_exit_status_1(workspace, arguments, message):
     result = run(
         command(workspace, *tiny(workspace, *arguments), "--dry-run"), workspace, timeout=120
     )
@@ -153,13 +147,12 @@ def test_invalid_input_is_one_line_and_a_status(workspace, arguments, message):
 
 
 def test_sft_learns_saves_and_resumes(workspace):
-    chats = [
-        [{"role": "user", "content": f"{w} 7"}, {"role": "assistant", "content": "7"}]
-        for w in ("say", "give") * 4
-    ]
-    (workspace / "chats.jsonl").write_text(
-        "".join(json.dumps({"messages": m}) + "\n" for m in chats)
-    )
+    lines = []
+    for word in ("say", "give") * 4:
+        question = {"role": "user", "content": f"{word} 7"}
+        answer = {"role": "assistant", "content": "7"}
+        lines.append(json.dumps({"messages": [question, answer]}) + "\n")
+    (workspace / "chats.jsonl").write_text("".join(lines))
     files = [f"env.{name}=[{workspace / 'chats.jsonl'}]" for name in ("train_files", "val_files")]
     changes = [
         *files,
@@ -167,19 +160,19 @@ def test_sft_learns_saves_and_resumes(workspace):
         "actor_rollout_ref.actor.optim.lr=0.003",
         "trainer.save_freq=10",
     ]
-    steps, folder, output = sft(workspace, *changes, "trainer.total_training_steps=20")
+    steps, folder, output = run_sft(workspace, *changes, "trainer.total_training_steps=20")
     losses = [m["actor/loss"] for m in steps if "actor/loss" in m]
     assert len(losses) == 20 and losses[0] > 3 and losses[-1] < 0.3, losses
-    held = [m["val/loss"] for m in metrics_of(folder) if "val/loss" in m]
-    # the same rows before the first step: both losses have one definition
-    assert held[0] == pytest.approx(losses[0], rel=1e-4)
+    validation_losses = [m["val/loss"] for m in metrics_of(folder) if "val/loss" in m]
+    # before the first step, both losses are of the same rows and weights
+    assert validation_losses[0] == pytest.approx(losses[0], rel=1e-4)
     assert (folder / "export" / "model.safetensors").is_file() and "path=runs/sft/export" in output
-    steps, _, _ = sft(workspace, *changes, "trainer.total_training_steps=21")
+    steps, _, _ = run_sft(workspace, *changes, "trainer.total_training_steps=21")
     assert steps[-1]["step"] == 21 and steps[-1]["actor/loss"] < 0.3
 
 
-def sft(workspace, *changes):
-    """A finished run of `sft`: (metrics of its steps, folder, output)."""
+def run_sft(workspace, *changes):
+    """Run `sft` to its end -> (metrics of its steps, folder, output)."""
     untied = f"actor_rollout_ref.model.path={workspace / 'untied'}"
     arguments = [*command(workspace), "--config", "sft", "sft", *tiny(workspace, untied), *changes]
     result = run([*arguments, "trainer.experiment_name=sft"], workspace)
@@ -197,10 +190,12 @@ def test_an_evaluation_has_mean_and_pass_at_k_and_the_servers_metrics(workspace)
     folder = workspace / "runs" / "evaluated"
     records = [json.loads(line) for line in (folder / "evaluation.jsonl").read_text().splitlines()]
     assert len(records) == 32
-    metrics = {name: value for m in metrics_of(folder) for name, value in m.items()}
+    metrics = {}
+    for line in metrics_of(folder):
+        metrics |= line
     mean = sum(r["reward"] for r in records) / 32
     assert metrics["val-core/reasoning_gym/reward/mean@4"] == pytest.approx(mean)
-    # of /aggregate_metrics
+    # the server computes this one in /aggregate_metrics
     assert metrics["val-gym/reasoning_gym/mean/reward"] == pytest.approx(mean)
     right = Counter(r["_ng_task_index"] for r in records if r["reward"] == 1.0)
     rates = [metrics[f"val-core/reasoning_gym/acc/pass@{k}"] for k in (1, 2, 4)]
@@ -208,7 +203,7 @@ def test_an_evaluation_has_mean_and_pass_at_k_and_the_servers_metrics(workspace)
         chances = [1 - math.comb(4 - right[index], k) / math.comb(4, k) for index in range(8)]
         assert rate == pytest.approx(sum(chances) / 8)
     assert f"pass@4: {rates[2]:.4g}" in result.stdout
-    # the three best and the three worst
+    # the three best and the three worst responses are printed
     assert len(re.findall(r"' -> '.*reward \d\.\d\d", result.stdout)) == 6
 
 
@@ -232,8 +227,8 @@ def test_dry_run_checks_everything_and_starts_nothing(workspace):
     assert not (workspace / "runs" / "dry").exists()
 
 
-def test_another_python_gets_one_line_about_the_environment(tmp_path):
-    """-S: without site-packages, as with the Python of the system."""
+def test_the_wrong_python_gets_a_one_line_error(tmp_path):
+    """With -S, Python has no site-packages, like the Python of the system."""
     done = run([sys.executable, "-S", str(ROOT / "algorithm.py"), "--help"], tmp_path)
     assert done.returncode == 1
     message = "error: No module named 'omegaconf'. Run `source .venv/bin/activate` first.\n"
@@ -251,28 +246,18 @@ def test_the_next_command_repeats_this_one_with_another_value(monkeypatch):
 
 
 def test_the_gpu_recipe_passes_its_dry_run_with_a_tiny_model(workspace):
-    """configs/math.yaml with rows like GSM8K's, and the tiny model."""
+    """It is configs/math.yaml, with rows in the format of GSM8K."""
     entry = {"question": "one and one", "answer": "It is two.\n#### 2"}
     source = workspace / "gsm8k"
     source.mkdir()
     for split in ("train", "test"):
         (source / f"{split}.jsonl").write_text((json.dumps(entry) + "\n") * 1024)
-    env_py = [
-        command(workspace)[0],
-        str(ROOT / "env.py"),
-        "gsm8k",
-        "--source",
-        str(source),
-        "--out",
-        "data",
-    ]
+    python = command(workspace)[0]
+    env_py = [python, str(ROOT / "env.py"), "gsm8k"]
+    env_py += ["--source", str(source), "--out", "data"]
     assert run(env_py, workspace).returncode == 0
-    arguments = [
-        command(workspace)[0],
-        str(ROOT / "algorithm.py"),
-        "--config",
-        str(ROOT / "configs" / "math.yaml"),
-    ]
+    recipe = str(ROOT / "configs" / "math.yaml")
+    arguments = [python, str(ROOT / "algorithm.py"), "--config", recipe]
     arguments += [f"actor_rollout_ref.model.path={workspace / 'tied'}", "--dry-run"]
     arguments += [f"gym.servers.math_with_judge.start.python={GYM_PYTHON}"]
     result = run(arguments, workspace, timeout=120)

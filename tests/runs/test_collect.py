@@ -1,7 +1,8 @@
-"""`rollout` over the session's servers: the episodes that it collects, and how it resumes."""
+"""Tests of the command `rollout`: the episodes that it collects, and how it resumes."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -49,10 +50,10 @@ def test_rollouts_without_training_resume_where_they_stopped(stack, monkeypatch,
     lines, run = collect_rollouts(stack, monkeypatch)
     records = [json.loads(line) for line in lines]
     keys = {(r["_ng_task_index"], r["_ng_rollout_index"]) for r in records}
-    assert keys == {(i, k) for i in range(16) for k in range(2)} and len(records) == 32
+    assert keys == set(itertools.product(range(16), range(2))) and len(records) == 32
     for record in records:
         assert isinstance(record["reward"], float) and record["response"]["object"] == "response"
-        # every key of the row is there
+        # the record has every key of its row
         assert ("expected_count" in record) != ("question" in record)
         seen: list[int] = []
         for item in record["response"]["output"]:
@@ -93,14 +94,14 @@ def test_rollouts_without_training_resume_where_they_stopped(stack, monkeypatch,
         collect_rollouts(stack, monkeypatch)
 
 
-def test_the_rows_can_be_limited(stack, monkeypatch):
+def test_env_max_rows_limits_the_rows(stack, monkeypatch):
     lines, _ = collect_rollouts(
         stack, monkeypatch, "env.max_rows=3", "trainer.experiment_name=limited"
     )
     assert len(lines) == 6 and all(math.isfinite(json.loads(line)["reward"]) for line in lines)
 
 
-def test_episodes_of_other_weights_are_not_continued(tmp_path):
+def test_a_file_with_episodes_of_other_weights_is_an_error(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").touch()
@@ -117,7 +118,7 @@ def test_episodes_of_other_weights_are_not_continued(tmp_path):
         check("actor_rollout_ref.rollout.val_kwargs.top_p=0.5")
     with pytest.raises(ConfigError, match=r"model\.path was .*/a and is now .*/b\."):
         check(f"actor_rollout_ref.model.path={tmp_path / 'b'}")
-    os.utime(tmp_path / "a" / "model.safetensors", (0, 0))  # as another export to the same folder
+    os.utime(tmp_path / "a" / "model.safetensors", (0, 0))  # as after another export to this folder
     with pytest.raises(ConfigError, match=r"time of the weights .* is now 1970-01-01T00:00:00Z"):
         check()
     check(has_episodes=False)

@@ -1,4 +1,4 @@
-"""A run downloads its models once, and its workers do not ask the hub again."""
+"""Tests that a run downloads its models once, and that its workers make no request to the hub."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
     return calls
 
 
-def recipe(workspace: Path, *changes: str):
-    """The tiny recipe with a model of the hub, which is not loaded here."""
+def load_recipe(workspace: Path, *changes: str):
+    """The tiny recipe with the name of a hub model. The model is not loaded."""
     config, _ = load(workspace, *changes)
     config.actor_rollout_ref.model.path = "org/policy"
     return config
 
 
-def offline(config) -> str | None:
+def get_offline_variable(config) -> str | None:
     return config.ray_kwargs.ray_init.runtime_env.env_vars.get(hub.OFFLINE)
 
 
 def test_a_model_is_downloaded_once_and_then_the_workers_are_offline(workspace, downloads):
-    config = recipe(workspace)
+    config = load_recipe(workspace)
     config.algorithm.adv_estimator = "gae"  # the critic starts from the same model
-    said: list[str] = []
-    hub.download_models(config, "train", said.append)
+    messages: list[str] = []
+    hub.download_models(config, "train", messages.append)
     ((name, ignored),) = downloads
     assert name == "org/policy" and {"*.bin", "*.pth", "original/*"} <= set(ignored)
-    assert said == ["Downloading org/policy from the hub, if it is not here"]
-    assert offline(config) == "1"
+    assert messages == ["Downloading org/policy from the hub, if it is not here"]
+    assert get_offline_variable(config) == "1"
 
 
 def test_every_model_of_a_recipe_is_downloaded(workspace, downloads):
-    config = recipe(workspace)
+    config = load_recipe(workspace)
     config.reward.reward_model.enable = True
     config.reward.reward_model.model_path = "org/reward"
     assert hub.list_hub_models(config, "train") == ["org/policy", "org/reward"]
@@ -63,30 +63,30 @@ def test_every_model_of_a_recipe_is_downloaded(workspace, downloads):
 def test_a_folder_is_not_downloaded(workspace, downloads):
     config, _ = load(workspace)
     hub.download_models(config, "train", lambda _: None)
-    assert not downloads and offline(config) == "1"
+    assert not downloads and get_offline_variable(config) == "1"
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("ray_kwargs.ray_init.address", "auto"),  # the other nodes have not downloaded it
-        ("actor_rollout_ref.model.trust_remote_code", True),  # code may be in another repository
+        ("ray_kwargs.ray_init.address", "auto"),  # other nodes have not downloaded the model
+        ("actor_rollout_ref.model.trust_remote_code", True),  # its code may be elsewhere
     ],
 )
 def test_workers_that_may_need_the_hub_are_not_offline(workspace, downloads, key, value):
-    config = recipe(workspace)
+    config = load_recipe(workspace)
     hub.OmegaConf.update(config, key, value, force_add=True)
     hub.download_models(config, "train", lambda _: None)
-    assert len(downloads) == 1 and offline(config) is None
+    assert len(downloads) == 1 and get_offline_variable(config) is None
 
 
-def test_weights_without_safetensors_are_downloaded_as_they_are(monkeypatch, downloads):
+def test_other_weight_files_are_downloaded_if_there_are_no_safetensors(monkeypatch, downloads):
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda _, name: FILES[2:])
     hub.download_model("org/old")
     assert "*.bin" not in downloads[0][1]
 
 
-def test_a_model_that_cannot_be_downloaded_is_one_message(monkeypatch):
+def test_a_model_that_cannot_be_downloaded_is_a_one_line_error(monkeypatch):
     def fail(*_, **__):
         raise LocalEntryNotFoundError("no connection\nmore")
 

@@ -1,4 +1,4 @@
-"""Other users and runs on a machine cannot use a run's temporary folder, Ray, or torch store."""
+"""Tests that other users and runs cannot use a run's temporary folder, Ray or torch store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import GIVEN, ROOT
+from conftest import CLEAN_ENV, ROOT
 
 from kit.errors import RunError
 from kit.rollout import stores
@@ -26,7 +26,7 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root: it acts as
 
 
 @pytest.fixture
-def short() -> Iterator[Path]:
+def short_folder() -> Iterator[Path]:
     """A folder with a short path that every user may enter."""
     with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
         os.chmod(folder, 0o755)
@@ -34,7 +34,7 @@ def short() -> Iterator[Path]:
 
 
 def run_as_nobody(*command: str | Path) -> str:
-    """Return the error output of a command that another user runs; empty if it succeeds."""
+    """Run a command as another user -> its error output, which is empty if it succeeds."""
     done = subprocess.run(
         command, user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, text=True, cwd="/"
     )
@@ -42,16 +42,16 @@ def run_as_nobody(*command: str | Path) -> str:
 
 
 @needs_root
-def test_another_user_cannot_use_the_folder_of_ray(short: Path) -> None:
-    ray_folder = Path(isolation.make_ray_folder(str(short / "mine")))
-    open_folder = short / "open"
+def test_another_user_cannot_use_the_folder_of_ray(short_folder: Path) -> None:
+    ray_folder = Path(isolation.make_ray_folder(str(short_folder / "mine")))
+    open_folder = short_folder / "open"
     for folder in (ray_folder, open_folder):
         folder.mkdir()
-        folder.chmod(0o777)  # as Ray does with its own
+        folder.chmod(0o777)  # as Ray does with its folder
     assert run_as_nobody("ls", open_folder) == run_as_nobody("touch", open_folder / "x") == ""
     assert "Permission denied" in run_as_nobody("ls", ray_folder)
     assert "Permission denied" in run_as_nobody("touch", ray_folder / "x")
-    assert isolation.make_ray_folder(str(short / "mine")) == str(ray_folder)
+    assert isolation.make_ray_folder(str(short_folder / "mine")) == str(ray_folder)
 
 
 def test_the_default_folder_of_ray_belongs_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,10 +61,10 @@ def test_the_default_folder_of_ray_belongs_to_the_user(monkeypatch: pytest.Monke
     assert folders == [Path(f"/tmp/kit-{os.getuid()}")]
 
 
-def test_kernels_that_torch_compiles_stay_for_the_next_run(
+def test_kernels_that_torch_compiles_are_kept_for_the_next_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """They would be deleted with the run's temporary folder."""
+    """In the run's temporary folder, they would be deleted with it."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code = "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"
@@ -96,8 +96,8 @@ def test_a_run_has_a_temporary_folder_that_is_deleted_after_it(
 
 
 @needs_root
-def test_a_folder_of_another_user_is_refused(short: Path) -> None:
-    folder = short / "other"
+def test_a_folder_of_another_user_is_an_error(short_folder: Path) -> None:
+    folder = short_folder / "other"
     folder.mkdir(mode=0o700)
     os.chown(folder, NOBODY, NOBODY)
     with pytest.raises(
@@ -106,38 +106,39 @@ def test_a_folder_of_another_user_is_refused(short: Path) -> None:
         isolation.make_ray_folder(str(folder))
 
 
-def test_a_folder_that_others_may_enter_or_replace_is_refused(short: Path) -> None:
-    isolation.make_ray_folder(str(short / "mine"))
-    (short / "link").symlink_to(short / "mine")
-    (short / "file").touch()
+def test_a_folder_that_others_may_enter_or_replace_is_an_error(short_folder: Path) -> None:
+    isolation.make_ray_folder(str(short_folder / "mine"))
+    (short_folder / "link").symlink_to(short_folder / "mine")
+    (short_folder / "file").touch()
     for name in ("link", "file"):
         with pytest.raises(RunError, match=f"{name} is a symbolic link or a file, so other users"):
-            isolation.make_ray_folder(str(short / name))
-    (short / "mine").chmod(0o711)
+            isolation.make_ray_folder(str(short_folder / name))
+    (short_folder / "mine").chmod(0o711)
     with pytest.raises(
         RunError, match=r"mine is open to other users \(mode 0711\), .*\. Run `chmod 700 /tmp/"
     ):
-        isolation.make_ray_folder(str(short / "mine"))
-    (short / "mine").chmod(0o700)
-    short.chmod(0o777)
+        isolation.make_ray_folder(str(short_folder / "mine"))
+    (short_folder / "mine").chmod(0o700)
+    short_folder.chmod(0o777)
     with pytest.raises(
-        RunError, match=rf"mine can be replaced by other users, who can write to {short}"
+        RunError, match=rf"mine can be replaced by other users, who can write to {short_folder}"
     ):
-        isolation.make_ray_folder(str(short / "mine"))
-    short.chmod(0o1777)
-    isolation.make_ray_folder(str(short / "mine"))
+        isolation.make_ray_folder(str(short_folder / "mine"))
+    short_folder.chmod(0o1777)
+    isolation.make_ray_folder(str(short_folder / "mine"))
 
 
-def test_a_long_path_is_refused_before_a_socket_is_made(
-    short: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_path_that_is_too_long_for_a_socket_is_an_error(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    longest = str(short / ("x" * 40))[: isolation.SOCKET_PATH_LIMIT - len(isolation.RAY_SOCKET)]
+    long_path = str(short_folder / ("x" * 40))
+    longest = long_path[: isolation.SOCKET_PATH_LIMIT - len(isolation.RAY_SOCKET)]
     assert isolation.make_ray_folder(longest) == longest + "/ray"
     with pytest.raises(
         RunError, match=r"_temp_dir=\S+x has 40 bytes, over 39\. .*\. Set ray_kwargs"
     ):
         isolation.make_ray_folder(longest + "x")
-    longest = str(short / ("x" * 40))[: isolation.SOCKET_PATH_LIMIT - len(isolation.RUN_SOCKET)]
+    longest = long_path[: isolation.SOCKET_PATH_LIMIT - len(isolation.RUN_SOCKET)]
     monkeypatch.setattr(tempfile, "tempdir", longest)
     isolation.check_tmpdir_length()
     monkeypatch.setattr(tempfile, "tempdir", longest + "x")
@@ -147,9 +148,10 @@ def test_a_long_path_is_refused_before_a_socket_is_made(
         isolation.check_tmpdir_length()
 
 
-# --- a Ray as a run starts it --------------------------------------------------------------------
+# --- the Ray of a run ----------------------------------------------------------------------------
 
-RUN = """
+# Starts Ray as a run does, and prints where it is.
+RUN_SCRIPT = """
 import contextlib, json, os, sys
 from pathlib import Path
 
@@ -177,19 +179,20 @@ with Run(config, "sft") as run, contextlib.ExitStack() as exits:
     sys.stdin.readline()
 print("RAY_AUTH_TOKEN" in os.environ, "RAY_AUTH_MODE" in os.environ)
 """
-DRIVER = """
+# Connects to a Ray and runs a task.
+DRIVER_SCRIPT = """
 import ray, sys
 ray.init(address=sys.argv[1], logging_level="error")
 print("joined", ray.get(ray.remote(num_cpus=0)(lambda: 7).remote()))
 """
 
 
-def join(address: str, home: Path, **variables: str) -> str:
-    """Return the output of another driver that tries to run a task on that Ray."""
-    environment = {name: value for name, value in GIVEN.items() if not name.startswith("RAY_")}
+def run_driver(address: str, home: Path, **variables: str) -> str:
+    """Let another driver run a task on a Ray -> its output."""
+    environment = {name: value for name, value in CLEAN_ENV.items() if not name.startswith("RAY_")}
     environment |= {"HOME": str(home), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", **variables}
     driver = subprocess.run(
-        [sys.executable, "-c", DRIVER, address],
+        [sys.executable, "-c", DRIVER_SCRIPT, address],
         env=environment,
         capture_output=True,
         text=True,
@@ -200,62 +203,72 @@ def join(address: str, home: Path, **variables: str) -> str:
 
 def list_files_with(text: str, *folders: Path) -> list[Path]:
     """Return the files below the folders that contain a text."""
-    paths = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-    return [path for path in paths if text.encode() in path.read_bytes()]
+    matching = []
+    for folder in folders:
+        for path in folder.rglob("*"):
+            if path.is_file() and text.encode() in path.read_bytes():
+                matching.append(path)
+    return matching
 
 
 @pytest.mark.timeout(600)
 def test_only_a_driver_with_the_token_can_use_the_ray_of_a_run(
-    workspace: Path, tmp_path: Path, short: Path
+    workspace: Path, tmp_path: Path, short_folder: Path
 ) -> None:
-    """Also if TMPDIR and the folder of Ray have names that a shell would split."""
-    odd, home = short / "a $(touch x)", tmp_path / "home"
-    odd.mkdir()
+    """TMPDIR and the folder of Ray have names that a shell would split."""
+    odd_folder = short_folder / "a $(touch x)"
+    home = tmp_path / "home"
+    odd_folder.mkdir()
     home.mkdir()
-    environment = {name: value for name, value in GIVEN.items() if not name.startswith("RAY_")}
-    environment |= {"HOME": str(home), "TMPDIR": str(odd), "PYTHONPATH": str(ROOT)}
-    arguments = [str(workspace), str(ROOT / "tests"), str(short / "r y")]
+    environment = {name: value for name, value in CLEAN_ENV.items() if not name.startswith("RAY_")}
+    environment |= {"HOME": str(home), "TMPDIR": str(odd_folder), "PYTHONPATH": str(ROOT)}
+    arguments = [str(workspace), str(ROOT / "tests"), str(short_folder / "r y")]
     driver = subprocess.Popen(
-        [sys.executable, "-c", RUN, *arguments],
+        [sys.executable, "-c", RUN_SCRIPT, *arguments],
         cwd=tmp_path, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     assert driver.stdin and driver.stdout
     try:
         line = next(line for line in driver.stdout if line.startswith("{"))
         report = json.loads(line)
-        address, token, logs = report["address"], report["token"], Path(report["logs"])
+        address = report["address"]
+        token = report["token"]
+        logs = Path(report["logs"])
         assert report["script"].endswith("default_worker.py")
-        assert report["temporary"].startswith(str(odd))
-        assert logs.is_relative_to(short / "r y" / "ray") and list(logs.iterdir())
+        assert report["temporary"].startswith(str(odd_folder))
+        assert logs.is_relative_to(short_folder / "r y" / "ray") and list(logs.iterdir())
         if os.getuid() == 0:
             assert "Permission denied" in run_as_nobody("ls", logs)
-        strangers = [
+        wrong_tokens = [
             {"RAY_AUTH_TOKEN": "0" * 64, "RAY_AUTH_MODE": "token"},
             {"RAY_AUTH_MODE": "disabled"},
             {},
         ]
         with ThreadPoolExecutor() as pool:
-            allowed = pool.submit(join, address, home, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
-            refused = [pool.submit(join, address, home, **variables) for variables in strangers]
+            right_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+            allowed = pool.submit(run_driver, address, home, **right_token)
+            rejected = []
+            for variables in wrong_tokens:
+                rejected.append(pool.submit(run_driver, address, home, **variables))
         assert "joined 7" in allowed.result()
-        for variables, output in zip(strangers, refused, strict=True):
+        for variables, output in zip(wrong_tokens, rejected, strict=True):
             assert "joined" not in output.result(), variables
             assert "AuthenticationError" in output.result(), variables
-        assert not list_files_with(token, tmp_path, short)
+        assert not list_files_with(token, tmp_path, short_folder)
         assert not (home / ".ray" / "auth_token").exists()
         for process in psutil.Process(driver.pid).children(recursive=True):
             assert token not in " ".join(process.cmdline())
     finally:
-        rest = driver.communicate("end\n", timeout=60)[0]
-    assert driver.returncode == 0 and rest.split() == ["False", "False"]
-    assert not list(tmp_path.rglob("x")) and not list(short.rglob("x"))
-    assert list(logs.iterdir())  # they stay after the run
+        output = driver.communicate("end\n", timeout=60)[0]
+    assert driver.returncode == 0 and output.split() == ["False", "False"]
+    assert not list(tmp_path.rglob("x")) and not list(short_folder.rglob("x"))
+    assert list(logs.iterdir())  # the logs are kept after the run
 
 
 # --- torch's stores ------------------------------------------------------------------------------
 
 
-def listens_at(port: int) -> list[str]:
+def list_listening_addresses(port: int) -> list[str]:
     """Return the addresses at which this process listens on a port."""
     connections = psutil.Process().net_connections("inet")
     return [
@@ -273,7 +286,7 @@ def test_the_store_for_weights_over_gloo_listens_on_one_address(
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     engine = gloo.GlooCheckpointEngine(bucket_size=1, is_master=True)
     address, port = engine.prepare()["master"]
-    assert (address, listens_at(port)) == ("127.0.0.1", ["127.0.0.1"])
+    assert (address, list_listening_addresses(port)) == ("127.0.0.1", ["127.0.0.1"])
 
 
 def test_the_rendezvous_of_torch_on_one_machine_listens_on_loopback() -> None:
@@ -288,7 +301,7 @@ def test_the_rendezvous_of_torch_on_one_machine_listens_on_loopback() -> None:
         store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=20)))
         torch_stores.append(store)
     torch_stores[0].set("key", "value")
-    assert listens_at(torch_stores[0].port) == ["127.0.0.1"]
+    assert list_listening_addresses(torch_stores[0].port) == ["127.0.0.1"]
     assert torch_stores[1].get("key") == b"value"
 
 

@@ -1,4 +1,4 @@
-"""A run starts its processes with the right GPUs, variables and folders."""
+"""Tests that a run starts its processes with the right GPUs, variables and folders."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SEPARATE = [
 @pytest.mark.parametrize(
     ("changes", "expected"), [(SEPARATE, 2), (SEPARATE[:1], 4)], ids=["separate", "shared"]
 )
-def test_a_rollout_engine_has_the_nodes_of_its_recipe(
+def test_a_rollout_engine_gets_the_number_of_nodes_from_the_recipe(
     workspace: Path, managers: list[Manager], changes, expected
 ) -> None:
     config, _ = load(workspace, *changes)
@@ -96,10 +96,13 @@ def test_the_pythonpath_of_the_user_reaches_every_process(
 def test_a_python_with_an_odd_path_is_quoted_for_ray(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_forked: bool
 ) -> None:
-    """Ray puts it into a command of a shell. is_forked: Ray starts workers by the fork server."""
+    """Ray inserts the path into a shell command.
+
+    is_forked: Ray starts its workers through the fork server.
+    """
     settings: list[dict[str, Any]] = []
 
-    def init(**arguments: Any) -> Any:
+    def record_and_stop(**arguments: Any) -> Any:
         settings.append(arguments)
         raise RunError("the end of this test")
 
@@ -107,7 +110,7 @@ def test_a_python_with_an_odd_path_is_quoted_for_ray(
     def running(modules: str, log: Path) -> Iterator[Any]:
         yield SimpleNamespace(python="/tmp/a b/python", set_env=print)
 
-    monkeypatch.setattr(launch.ray, "init", init)
+    monkeypatch.setattr(launch.ray, "init", record_and_stop)
     monkeypatch.setattr(launch, "import_engine", lambda launch: None)
     monkeypatch.setattr(isolation, "make_ray_folder", lambda parent: f"{parent} made private")
     monkeypatch.setattr(preload.fork_server, "running", running)
@@ -134,7 +137,7 @@ def test_workers_run_with_the_python_of_the_run(workspace: Path) -> None:
     assert starting.python == sys.executable
 
 
-def test_a_long_tmpdir_ends_a_run_before_anything_starts(
+def test_a_long_tmpdir_is_an_error_before_anything_starts(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, _ = load(workspace)
@@ -163,7 +166,7 @@ def test_a_long_tmpdir_ends_a_run_before_anything_starts(
         ),
     ],
 )
-def test_a_ray_that_does_not_start_is_one_message(
+def test_a_ray_that_does_not_start_is_a_one_line_error(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], message: str
 ) -> None:
     def fail(**_: str) -> None:

@@ -1,4 +1,4 @@
-"""The cause of a failure, and the newest lines, are read from the logs of Ray's workers."""
+"""Tests that the cause of a failure is found in the logs of Ray's workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kit.runs import log_files
     "error",
     [
         "EngineDeadError: EngineCore encountered an issue. See stack trace (above)",
-        # of a worker that died in the weight sync
+        # a worker died during the weight sync
         "Exception: Call to collective_rpc method failed: cancelled",
     ],
 )

@@ -1,6 +1,6 @@
-"""A run ends with a clear message if a process is lost, stopped or hangs, with whole runs.
+"""Tests with whole runs that a lost, stopped or hanging process ends the run with a clear message.
 
-The tests marked `soak` take long: `make soak` runs them.
+Tests marked `soak` take long. `make soak` runs them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,12 @@ from conftest import metrics_of
 from live_runs import LiveRun
 
 
+def list_failed_fractions(run: LiveRun) -> list[float]:
+    """rollout/failed_frac of each step."""
+    name = "rollout/failed_frac"
+    return [m[name] for m in metrics_of(run.folder) if name in m]
+
+
 def test_a_dead_gym_server_is_restarted_and_a_stopped_engine_ends_the_run(workspace):
     with LiveRun(
         workspace, "lost", "trainer.total_training_steps=500", "trainer.save_freq=1"
@@ -26,14 +32,7 @@ def test_a_dead_gym_server_is_restarted_and_a_stopped_engine_ends_the_run(worksp
         last = max(run.steps())
         run.until_step(last + 3)
         assert "gym server reasoning_gym exited with status -9 and is restarted; log" in run.output
-        assert (
-            max(
-                m["rollout/failed_frac"]
-                for m in metrics_of(run.folder)
-                if "rollout/failed_frac" in m
-            )
-            == 0
-        )
+        assert max(list_failed_fractions(run)) == 0
         run.signal("^VLLM::EngineCore", signal.SIGSTOP)
         seconds = run.end(1)
     print(f"ended {seconds:.1f} s after SIGSTOP of vLLM's engine")
@@ -44,7 +43,8 @@ def test_a_dead_gym_server_is_restarted_and_a_stopped_engine_ends_the_run(worksp
     assert (run.folder / "checkpoints" / f"global_step_{last + 2}").is_dir()
 
 
-LOST = {  # case: title of the process, signal, pattern of the last line
+# {case: (title of the process, signal, pattern of the last output line)}
+LOST_PROCESSES = {
     "engine killed": (
         "^VLLM::EngineCore",
         signal.SIGKILL,
@@ -76,13 +76,13 @@ LOST = {  # case: title of the process, signal, pattern of the last line
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("case", LOST)
+@pytest.mark.parametrize("case", LOST_PROCESSES)
 def test_a_lost_process_ends_the_run_with_its_name(workspace, case):
-    """One of the actor's two ranks is lost: the other would wait for it.
+    """The actor has two ranks. If one is lost, the other would wait for it forever.
 
-    Without the GCS the last update is saved. Without the driver the last checkpoint stays.
+    If the GCS is lost, the last update is saved. If the driver is lost, it is not.
     """
-    title, signum, pattern = LOST[case]
+    title, signum, pattern = LOST_PROCESSES[case]
     two = ["trainer.n_gpus_per_node=2", "trainer.total_training_steps=500", "trainer.save_freq=2"]
     with LiveRun(workspace, case.replace(" ", "_").replace("'", ""), *two) as run:
         run.until_step(3)
@@ -90,10 +90,8 @@ def test_a_lost_process_ends_the_run_with_its_name(workspace, case):
         seconds = run.end(-signum if case == "driver killed" else 1)
         run.until(lambda: "error: " in run.output, 20.0, ended=True)  # the reaper's line
     last = run.output.splitlines()[-1]
-    saved = max(
-        int(path.name.removeprefix("global_step_"))
-        for path in (run.folder / "checkpoints").glob("global_*")
-    )
+    paths = (run.folder / "checkpoints").glob("global_*")
+    saved = max(int(path.name.removeprefix("global_step_")) for path in paths)
     assert saved >= 3 if case == "GCS killed" else saved >= 2
     print(f"{case}: ended after {seconds:.1f} s: {last[:300]}")
     assert last.startswith("error: ") and re.search(pattern, last), run.output[-2000:]
@@ -101,13 +99,13 @@ def test_a_lost_process_ends_the_run_with_its_name(workspace, case):
 
 @pytest.mark.soak
 def test_a_run_ends_if_the_engine_dies_in_the_weight_sync(workspace):
-    """The sender waits forever for the receiver, and the driver for the sender."""
+    """Otherwise the sender would wait forever for the receiver, and the driver for the sender."""
     with LiveRun(workspace, "sync", "trainer.total_training_steps=500") as run:
         run.until_step(1)
         actor = run.processes("^ray::ActorRolloutRefWorker")[0]
         receiver = run.processes("^VLLM::EngineCore")[0]
         run.until(lambda: "update_actor" in actor.cmdline()[0])
-        receiver.suspend()  # else the sync ends before the kill
+        receiver.suspend()  # otherwise the sync would end before the kill
         run.until(lambda: "update_weights" in actor.cmdline()[0])
         receiver.kill()
         seconds = run.end(1)
@@ -174,14 +172,7 @@ def test_a_stopped_gym_server_ends_the_run_after_its_outage_budget(workspace):
         time.sleep(10)
         run.signal(r"server_process\.py", signal.SIGCONT)
         run.until_step(max(run.steps()) + 3)
-        assert (
-            max(
-                m["rollout/failed_frac"]
-                for m in metrics_of(run.folder)
-                if "rollout/failed_frac" in m
-            )
-            == 0
-        )
+        assert max(list_failed_fractions(run)) == 0
         run.signal(r"server_process\.py", signal.SIGSTOP)
         seconds = run.end(1)
     print(
@@ -215,7 +206,7 @@ def loss(
 
 @pytest.mark.soak
 def test_a_stage_without_progress_ends_a_whole_run(workspace):
-    """A loss sleeps: no process is stopped or dead, and the stage timeout ends the run."""
+    """The loss function sleeps. All processes are alive, so only the stage timeout ends the run."""
     (workspace / "sleepy.py").write_text(SLEEPY_LOSS)
     changes = [
         "actor_rollout_ref.actor.policy_loss.loss_mode=sleepy.py:loss",

@@ -1,4 +1,4 @@
-"""A cluster with too few GPUs or CPUs is an error before any worker waits for them."""
+"""Tests that too few GPUs or CPUs in a cluster are an error before any worker starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from conftest import load
 from kit.runs import launch
 
 SEPARATE = "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo"
-NEEDS = (
+NEEDS_GPUS = (
     r"Config needs {} GPUs \(trainer\.n_gpus_per_node \* nnodes, and separate pools\), Ray has {}\."
 )
 
@@ -18,11 +18,11 @@ NEEDS = (
 @pytest.mark.parametrize(
     ("gpus", "cpus", "pool", "has_servers", "command", "expected"),
     [
-        (1.0, 64.0, "null", False, "train", NEEDS.format(2, 1)),
+        (1.0, 64.0, "null", False, "train", NEEDS_GPUS.format(2, 1)),
         (2.0, 1.0, "null", False, "train", r"Ray has 1 CPUs, .* 2 GPUs takes one\..*num_cpus=2"),
         (2.0, 2.0, "null", False, "train", "$"),
-        (2.0, 2.0, "1", False, "train", NEEDS.format(3, 2)),
-        (3.0, 4.0, "null", True, "train", NEEDS.format(4, 3)),
+        (2.0, 2.0, "1", False, "train", NEEDS_GPUS.format(3, 2)),
+        (3.0, 4.0, "null", True, "train", NEEDS_GPUS.format(4, 3)),
         (4.0, 4.0, "null", True, "train", r"Ray has 4 CPUs, .* 4 GPUs takes one, two .*num_cpus=6"),
         (4.0, 6.0, "null", True, "train", "$"),
         (2.0, 4.0, "1", True, "evaluate", "$"),

@@ -1,6 +1,6 @@
-"""The promises of docs/reliability.md about stops, resumes and replays, with whole runs.
+"""Tests the guarantees of docs/reliability.md about stops, resumes and replays with whole runs.
 
-The tests marked `soak` take long: `make soak` runs them.
+Tests marked `soak` take long. `make soak` runs them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from live_runs import (
     assert_same_steps,
 )
 
-ROWS = """
+GENERATED_ROWS = """
 import random
 
 def rows(batch, size, seed, pass_rates):
@@ -41,8 +41,8 @@ LOCAL_HOSTS = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 
 
 def ppo_changes(workspace: Path) -> list[str]:
-    """Five steps of PPO with refilled batches, over epochs. A function makes 1/3 of the rows."""
-    (workspace / "generated.py").write_text(ROWS)
+    """Settings of five PPO steps with refilled batches. A function generates 1/3 of the rows."""
+    (workspace / "generated.py").write_text(GENERATED_ROWS)
     file = f"{{path: {workspace / 'train.jsonl'}, weight: 2}}"
     return [
         "trainer.total_training_steps=5",
@@ -60,9 +60,10 @@ def ppo_changes(workspace: Path) -> list[str]:
 
 
 def test_a_run_in_two_parts_and_its_replay_equal_the_whole_run(workspace):
-    """Five steps, the same five with a SIGTERM in between, and step 4 again from its rollouts.
+    """One run has five steps. Another run is stopped by SIGTERM and resumed. Step 4 is replayed.
 
-    The whole run and the first part run concurrently. Neither changes a bit of the other.
+    All results are equal bit for bit. The first two runs are concurrent and do not affect each
+    other.
     """
     changes = ppo_changes(workspace)
     with LiveRun(workspace, "whole", *changes, files=PPO_FILES) as run:
@@ -92,16 +93,16 @@ def finish_whole(run: LiveRun) -> Path:
 
 
 def run_in_two_parts(workspace: Path, changes: list[str]) -> Path:
-    """Stop the same run with SIGTERM, and resume it with another key -> its folder.
+    """Stop the same run with SIGTERM, and resume it with one changed key -> its folder.
 
-    It listens only on this machine.
+    Also assert that its ports are open only to this machine.
     """
     with LiveRun(workspace, "parts", *changes, files=PPO_FILES) as run:
         run.until_step(2)
         outside = {name for name, (host, _) in run.ports() if host not in LOCAL_HOSTS}
         run.process.send_signal(signal.SIGTERM)
         seconds = run.end(143, patience=60.0)
-    assert not outside, "these processes listen for other machines"
+    assert not outside, "these processes accept connections from other machines"
     print(f"saved and ended {seconds:.1f} s after SIGTERM")
     saved = re.search(r"Last checkpoint: .*global_step_(\d)", run.output)
     assert saved and "SIGTERM: saving and exiting." in run.output
@@ -141,9 +142,9 @@ def metrics_of_update_4(folder: Path) -> dict:
 
 
 def assert_no_secret(folder: Path) -> None:
-    """Assert that no file of a run has a key of the environment."""
+    """Assert that no file of a run contains an API key from an environment variable."""
     for path in folder.rglob("*"):
-        target = path.resolve()  # Ray's logs are linked
+        target = path.resolve()  # the folder of Ray's logs is a link
         is_linked_folder = path.is_symlink() and target.is_dir()
         for file in target.rglob("*") if is_linked_folder else [path]:
             assert not file.is_file() or SECRET.encode() not in file.read_bytes(), file
@@ -151,7 +152,7 @@ def assert_no_secret(folder: Path) -> None:
 
 @pytest.mark.soak
 def test_two_concurrent_runs_do_not_affect_each_other(workspace):
-    """Each learns, and its rollout engine agrees with its trainer. One is killed, one continues."""
+    """Both learn, and their rollout engines agree with their trainers. One run is killed."""
     changes = ["trainer.total_training_steps=60", "env.val_files=[]"]
     with (
         LiveRun(workspace, "one", *changes) as one,
@@ -179,12 +180,12 @@ def test_ctrl_c_while_starting_leaves_nothing(workspace):
 
 
 @pytest.mark.soak
-def test_a_second_ctrl_c_is_immediate(workspace):
+def test_a_second_ctrl_c_ends_the_run_immediately(workspace):
     with LiveRun(workspace, "twice") as run:
         run.until(lambda: bool(run.processes("raylet")))
         run.signal(r"server_process\.py", signal.SIGSTOP)  # a normal exit waits for it
         run.process.send_signal(signal.SIGINT)
-        time.sleep(2.0)  # a second signal within a second is taken for a copy of the first
+        time.sleep(2.0)  # a signal within a second counts as a copy of the first one
         run.process.send_signal(signal.SIGINT)
         seconds = run.end(130, patience=10.0)
     print(f"ended {seconds:.1f} s after the second Ctrl-C")
@@ -198,7 +199,7 @@ def has_match(folder: Path, pattern: re.Pattern[str]) -> bool:
 
 @pytest.mark.soak
 def test_a_run_that_is_killed_in_a_save_resumes_from_a_complete_checkpoint(workspace):
-    """SIGKILL to every process, at three moments of a real save. Then the run resumes and ends."""
+    """All processes get SIGKILL, at three moments of a save. Then the run resumes and ends."""
     changes = ["trainer.save_freq=1", "trainer.total_training_steps=9"]
     for moment in (r"saving_2$", r"saving_4/actor$", r"saving_6/actor/optim.*"):
         with LiveRun(workspace, "killed", *changes) as run:
@@ -217,7 +218,7 @@ def test_a_run_that_is_killed_in_a_save_resumes_from_a_complete_checkpoint(works
 
 
 @pytest.mark.soak
-def test_a_kv_cache_without_memory_is_one_message(workspace):
+def test_a_kv_cache_larger_than_memory_is_a_one_line_error(workspace):
     change = "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=10000000000000"
     with LiveRun(workspace, "kv", change) as run:
         run.end(1, patience=240.0)
@@ -240,14 +241,13 @@ def test_a_lora_adapter_is_sent_to_vllm_and_merged_into_the_export(workspace):
     assert all(
         m["actor/grad_norm"] > 0 and m["training/rollout_probs_diff_max"] < 1e-3 for m in steps
     )
-    base, trained = (
-        AutoModelForCausalLM.from_pretrained(f) for f in (workspace / "tied", run.folder / "export")
-    )
+    base = AutoModelForCausalLM.from_pretrained(workspace / "tied")
+    trained = AutoModelForCausalLM.from_pretrained(run.folder / "export")
     assert (run.folder / "export" / "lora_adapter" / "adapter_model.safetensors").is_file()
     weight = "model.layers.0.mlp.up_proj.weight"
     change = trained.state_dict()[weight] - base.state_dict()[weight]
     singular = torch.linalg.svdvals(change.float())
-    # of rank 8, and rounded in bf16
+    # the change has rank 8, up to rounding in bf16
     assert singular[7] > 0.05 * singular[0] and singular[8] < 0.02 * singular[0]
     untouched = base.state_dict()["model.embed_tokens.weight"]
     assert torch.equal(

@@ -1,4 +1,4 @@
-"""A run's folder: a full disk at every write, cut lines, and two runs with one name."""
+"""Tests of a run's folder: a full disk, truncated lines, and two runs with the same name."""
 
 from __future__ import annotations
 
@@ -28,53 +28,59 @@ from kit.runs.run_dir import Run
 
 
 class Disk:
-    """A disk that is full from its `room`-th write: half of the data is written, then ENOSPC."""
+    """A disk that is full from its `room`-th write on.
+
+    That write writes half of the data, and then raises ENOSPC.
+    """
 
     def __init__(self, folder: Path, monkeypatch):
         self.folder = folder
         self.room = float("inf")
         self.writes = 0
         disk = self
-        usual = io.open
+        original_open = io.open
 
         class File(io.FileIO):
             def write(self, data):
-                disk.take(lambda: super(File, self).write(bytes(data)[: len(data) // 2]))
+                disk.count_write(lambda: super(File, self).write(bytes(data)[: len(data) // 2]))
                 return super().write(data)
 
-        def opened(
+        def open_file(
             file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, **others
         ):
             is_inside = isinstance(file, int) or Path(file).absolute().is_relative_to(folder)
             if not is_inside or not set(mode) & set("wax+"):
-                return usual(file, mode, buffering, encoding, errors, newline, **others)
+                return original_open(file, mode, buffering, encoding, errors, newline, **others)
             raw = File(file, mode.replace("b", "").replace("t", ""))
             buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
-            return (
-                buffered if "b" in mode else io.TextIOWrapper(buffered, encoding, errors, newline)
-            )
+            if "b" in mode:
+                return buffered
+            return io.TextIOWrapper(buffered, encoding, errors, newline)
 
-        monkeypatch.setattr(builtins, "open", opened)
-        monkeypatch.setattr(io, "open", opened)
+        monkeypatch.setattr(builtins, "open", open_file)
+        monkeypatch.setattr(io, "open", open_file)
         for name in ("replace", "mkdir", "fsync"):
-            monkeypatch.setattr(os, name, self.counting(getattr(os, name)))
+            monkeypatch.setattr(os, name, self.wrap(getattr(os, name)))
 
-    def take(self, before=lambda: None):
+    def count_write(self, before_error=lambda: None):
+        """Count a write, and raise an error if the disk is full."""
         self.writes += 1
         if self.writes >= self.room:
-            before()
+            before_error()
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def counting(self, usual):
+    def wrap(self, function):
+        """A function whose calls count as writes."""
+
         def call(*arguments, **named):
-            self.take()
-            return usual(*arguments, **named)
+            self.count_write()
+            return function(*arguments, **named)
 
         return call
 
 
 class Group:
-    """A worker group of one rank whose shards are a few bytes."""
+    """A worker group of one rank, whose shards have a few bytes."""
 
     world_size = 1
 
@@ -89,7 +95,7 @@ class Group:
 
 @pytest.fixture
 def command(workspace, tmp_path, monkeypatch):
-    """The command `train` with doubles of workers and servers. Call it for its last message."""
+    """A function that runs `train` with doubles of workers and servers -> its error message."""
     monkeypatch.chdir(tmp_path)
     changes = ("trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=1")
     config, data = load(workspace, *changes)
@@ -127,11 +133,11 @@ def command(workspace, tmp_path, monkeypatch):
     return run_command
 
 
-def lines_of(folder: Path) -> list[dict]:
+def read_metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in files.read_lines(folder / "metrics.jsonl")]
 
 
-def check_lines(folder: Path) -> None:
+def assert_complete_lines(folder: Path) -> None:
     """Assert that every line of every JSONL file is complete."""
     for path in folder.rglob("*.jsonl"):
         text = path.read_bytes()
@@ -139,10 +145,12 @@ def check_lines(folder: Path) -> None:
         assert all(files.parse_line(line) for line in text.splitlines()), path
 
 
-def test_a_full_disk_at_any_write_is_one_message_and_loses_nothing(command, tmp_path, monkeypatch):
+def test_a_full_disk_at_any_write_is_a_one_line_error_and_loses_nothing(
+    command, tmp_path, monkeypatch
+):
     disk = Disk(tmp_path, monkeypatch)
     folder = tmp_path / "runs" / "tiny"
-    ended = set()
+    unwritten = set()
     for room in range(1, 1000):
         disk.room = room
         disk.writes = 0
@@ -150,44 +158,40 @@ def test_a_full_disk_at_any_write_is_one_message_and_loses_nothing(command, tmp_
         if disk.writes < room:
             break
         disk.room = float("inf")
-        if message:  # a report that was not written ends no run
+        if message:  # an error while writing the report does not end the run
             assert message.startswith("error: ") and "No space left on device" in message, message
             assert "\n" not in message and "Traceback" not in message, message
-            ended.add(message.partition(" cannot be")[0])
-        check_lines(folder)
-        saved = [
-            path
-            for path in (folder / "checkpoints").glob("global_step_*")
-            if not checkpoints.find_damage(path)
-        ]
+            unwritten.add(message.partition(" cannot be")[0])
+        assert_complete_lines(folder)
+        paths = (folder / "checkpoints").glob("global_step_*")
+        saved = [path for path in paths if not checkpoints.find_damage(path)]
         last, _ = checkpoints.find_newest(folder / "checkpoints")
         assert not saved or last, (room, saved)
         if room % 4 == 0 and not (folder / "export" / checkpoints.EXPORTED).exists():
-            kept = [
-                line
-                for line in lines_of(folder)
-                if line["step"] <= (checkpoints.step_of(last) if last else -1)
+            last_step = checkpoints.step_of(last) if last else -1
+            kept = [line for line in read_metrics(folder) if line["step"] <= last_step]
+            assert command() == "", room  # the disk has room again
+            assert read_metrics(folder)[: len(kept)] == kept, room
+            steps = [
+                line["step"] for line in read_metrics(folder) if "training/global_step" in line
             ]
-            assert command() == "", room  # there is room again
-            assert lines_of(folder)[: len(kept)] == kept, room
-            steps = [line["step"] for line in lines_of(folder) if "training/global_step" in line]
-            # the line of step 1 is missing if the disk was full between its checkpoint and this
-            # line
-            assert (
-                steps in ([1, 2], [2], [1]) and (folder / "export" / checkpoints.EXPORTED).is_file()
-            ), (room, steps)
-            check_lines(folder)
+            # The line of step 1 may be missing: the disk may become full after its checkpoint.
+            is_exported = (folder / "export" / checkpoints.EXPORTED).is_file()
+            assert steps in ([1, 2], [2], [1]) and is_exported, (room, steps)
+            assert_complete_lines(folder)
         subprocess.run(["rm", "-r", folder], check=False)
     else:
         raise AssertionError("no run was complete")
-    print(f"full at {room - 1} writes; {sorted(ended)}")
-    assert room > 40 and any("metrics.jsonl" in text for text in ended), ended
+    print(f"full at {room - 1} writes; {sorted(unwritten)}")
+    assert room > 40 and any("metrics.jsonl" in text for text in unwritten), unwritten
 
 
 @pytest.mark.parametrize(
     "cut", [b'{"step": 2, "rollout/rew', b'{"step": 2, "ti{"step": 2, "time": 1}\n', b"\x00\xff}"]
 )
-def test_a_cut_line_is_set_aside_and_the_run_resumes(command, tmp_path, capsys, cut):
+def test_a_truncated_line_is_moved_to_another_file_and_the_run_resumes(
+    command, tmp_path, capsys, cut
+):
     assert command() == ""
     folder = tmp_path / "runs" / "tiny"
     (folder / "export" / checkpoints.EXPORTED).unlink()
@@ -209,8 +213,8 @@ def test_a_cut_line_is_set_aside_and_the_run_resumes(command, tmp_path, capsys, 
 @pytest.mark.parametrize(
     ("code", "path"), [(errno.ENOSPC, None), (errno.EROFS, "runs/tiny/rollouts.jsonl")]
 )
-def test_a_failed_write_anywhere_in_a_run_is_one_message(command, monkeypatch, code, path):
-    """The file may be of a library, or of a command."""
+def test_a_failed_write_anywhere_in_a_run_is_a_one_line_error(command, monkeypatch, code, path):
+    """A library or a command may have written the file."""
 
     def fail(*_, **__):
         raise OSError(code, os.strerror(code), path)
@@ -224,14 +228,15 @@ def test_a_failed_write_anywhere_in_a_run_is_one_message(command, monkeypatch, c
         raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
 
     monkeypatch.setattr("kit.runs.launch.start", refuse)
-    with pytest.raises(ConnectionRefusedError):  # not of a file: it needs its traceback
+    # this OSError is not about a file, so the user needs its traceback
+    with pytest.raises(ConnectionRefusedError):
         command()
 
 
-def test_an_export_on_a_full_disk_is_one_message(command, tmp_path, monkeypatch):
+def test_an_export_on_a_full_disk_is_a_one_line_error(command, tmp_path, monkeypatch):
     from safetensors.torch import save_file
 
-    def too_large(_, target):
+    def export_too_large_file(_, target):
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # bytes
         try:
@@ -239,14 +244,14 @@ def test_an_export_on_a_full_disk_is_one_message(command, tmp_path, monkeypatch)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    usual = export.export
-    monkeypatch.setattr(export, "export", too_large)
+    original_export = export.export
+    monkeypatch.setattr(export, "export", export_too_large_file)
     message = command()
     assert (
         message.startswith("error: runs/tiny/export cannot be written") and "Free space" in message
     ), message
     assert "File too large" in message and "\n" not in message
-    monkeypatch.setattr(export, "export", usual)
+    monkeypatch.setattr(export, "export", original_export)
     assert command() == "" and (tmp_path / "runs/tiny/export/step.txt").read_text() == "2"
 
 
@@ -283,19 +288,19 @@ def test_an_export_that_fails_keeps_the_earlier_one(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "merge", merge)
     export.export(checkpoint, target)
     contents = [path.read_text() for path in sorted(target.iterdir())]
-    # a file that the user added stays, an index of older weights does not
+    # a file that the user added is kept, the index of the old weights is deleted
     assert contents == ["of step 5", "of step 7", "of step 7", "7\n"]
     assert sorted(tmp_path.iterdir()) == [target]
 
 
-def test_a_complete_last_line_without_a_line_end_stays(tmp_path):
+def test_a_complete_last_line_without_a_newline_is_kept(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}')
     assert files.set_cut_line_aside(path) == ""
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n' and not list(tmp_path.glob("*.cut"))
 
 
-def test_an_incomplete_file_replaces_none(tmp_path):
+def test_an_incomplete_file_does_not_replace_a_complete_one(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     path.write_text("whole")
     with pytest.raises(
@@ -307,10 +312,10 @@ def test_an_incomplete_file_replaces_none(tmp_path):
     assert path.read_text() == "whole" and list(tmp_path.iterdir()) == [path]
 
 
-# --- steps that are trained again ----------------------------------------------------------------
+# --- steps that a resumed run repeats ------------------------------------------------------------
 
 
-def test_metrics_of_steps_that_are_trained_again_are_set_aside(workspace, tmp_path, monkeypatch):
+def test_metrics_of_repeated_steps_are_moved_to_another_file(workspace, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config, _ = load(workspace)
     folder = Path("runs/tiny")
@@ -325,14 +330,15 @@ def test_metrics_of_steps_that_are_trained_again_are_set_aside(workspace, tmp_pa
     assert (folder / "metrics.jsonl.cut").read_text().splitlines() == ['{"step": 4, "cut']
     with Run(config, "rollout"):
         assert path.read_text() != ""
-    with Run(config):  # from the start
+    with Run(config):  # starts at step 0
         pass
     assert path.read_text() == ""
 
 
-# --- two runs with one name ----------------------------------------------------------------------
+# --- two runs with the same name -----------------------------------------------------------------
 
-HOLD = """
+# Locks a folder, and prints the ids of two child processes that hold the open file.
+HOLD_LOCK = """
 import os, subprocess, sys, time
 from pathlib import Path
 from kit.runs.files import FolderLock
@@ -349,24 +355,27 @@ time.sleep(60)
 """
 
 
-def test_a_second_run_is_refused_until_the_first_ends_or_is_killed(
+def test_a_second_run_is_an_error_until_the_first_ends_or_is_killed(
     workspace, tmp_path, monkeypatch
 ):
-    """The first is killed while a child that it forked and one that it executed still live."""
+    """The first is killed. A child that it forked and one that it executed are still alive."""
     monkeypatch.chdir(tmp_path)
     config, _ = load(workspace)
     folder = Path("runs/tiny")
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE, text=True, env=environment()
+        [sys.executable, "-c", HOLD_LOCK, folder],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=make_environment(),
     )
     children = [int(pid) for pid in holder.stdout.readline().split()]
     try:
         for command in ("train", "evaluate", "rollout", "sft"):
             in_use = rf"runs/tiny is in use by another run \(pid {holder.pid} on .*Wait"
             with pytest.raises(RunError, match=in_use), Run(config, command):
-                pytest.fail("two runs with one name")
+                pytest.fail("two runs with the same name")
         assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
         assert not (folder / "config.yaml").exists()
         holder.kill()
@@ -382,20 +391,19 @@ def test_a_second_run_is_refused_until_the_first_ends_or_is_killed(
             os.kill(pid, 9)
 
 
-def environment() -> dict[str, str]:
+def make_environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 def test_two_runs_cannot_save_into_one_folder(workspace, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shared = f"trainer.default_local_dir={tmp_path / 'shared'}"
-    first, second = (
-        load(workspace, f"trainer.experiment_name={name}", shared)[0] for name in ("one", "two")
-    )
+    first, _ = load(workspace, "trainer.experiment_name=one", shared)
+    second, _ = load(workspace, "trainer.experiment_name=two", shared)
     with Run(first):
         with pytest.raises(RunError, match="shared is in use by another run"):
             with Run(second):
-                pytest.fail("two runs that save into one folder")
+                pytest.fail("two runs that save to the same folder")
     with Run(second):
         pass
 
@@ -410,9 +418,9 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
     assert "do not start a second run with this name" in caplog.text
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-def test_a_lock_that_is_no_file_is_one_message(tmp_path, make):
-    make(tmp_path / files.LOCK_NAME)
+@pytest.mark.parametrize("make_lock", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_a_lock_that_is_not_a_regular_file_is_an_error(tmp_path, make_lock):
+    make_lock(tmp_path / files.LOCK_NAME)
     begin = time.monotonic()
     with pytest.raises(RunError, match=r"run\.lock"):
         files.FolderLock(tmp_path).acquire()
@@ -420,7 +428,7 @@ def test_a_lock_that_is_no_file_is_one_message(tmp_path, make):
 
 
 def test_a_checkpoint_with_a_fifo_is_not_complete(tmp_path):
-    """Reading a FIFO waits forever."""
+    """Reading a FIFO would wait forever."""
     folder = tmp_path / "global_step_1"
     (folder / "actor").mkdir(parents=True)
     torch.save({"step": 1}, folder / "data.pt")
@@ -433,10 +441,12 @@ def test_a_checkpoint_with_a_fifo_is_not_complete(tmp_path):
     assert "manifest.json" in checkpoints.find_damage(folder)
 
 
-# --- what a terminal gets ----------------------------------------------
+# --- console output ------------------------------------------------------------------------------
 
 
-def test_control_characters_of_a_server_reach_no_terminal(workspace, tmp_path, monkeypatch, capsys):
+def test_control_characters_from_a_server_do_not_reach_the_terminal(
+    workspace, tmp_path, monkeypatch, capsys
+):
     import pandas as pd
     from rich.console import Console
 
@@ -453,6 +463,7 @@ def test_control_characters_of_a_server_reach_no_terminal(workspace, tmp_path, m
         [{"reward": float("nan"), "prompt": escapes, "response": escapes, "status": escapes}]
     )
     Console().print(show.build_episode_table(show.escape_text(escapes), shown))
-    out = capsys.readouterr().out
-    assert "a server answered" in out and "title" in out
-    assert not [c for c in out if (ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160], out
+    output = capsys.readouterr().out
+    assert "a server answered" in output and "title" in output
+    controls = [chr(code) for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"]
+    assert not [character for character in output if character in controls], output

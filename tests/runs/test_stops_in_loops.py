@@ -1,4 +1,4 @@
-"""A stop while an event loop runs: no task is lost, and a blocked loop does not block the stop."""
+"""Tests that a stop ends all tasks of a running event loop, even if the loop is blocked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kit.runs.signals import Guard
 
 
 class SignalAfterPop(deque):
-    """The event loop's queue. Sends SIGTERM between a callback's removal and its call."""
+    """The event loop's queue. It sends SIGTERM after it removes a callback and before its call."""
 
     is_armed = False
 
@@ -34,7 +34,7 @@ class SignalAfterPop(deque):
 
 @pytest.fixture
 def guard(tmp_path, monkeypatch) -> Iterator[Guard]:
-    """A Guard with an event loop. `begin_shutdown` has 5 s."""
+    """A Guard with an event loop. Its `begin_shutdown` waits at most 5 s."""
 
     def exit_now(status, _monitor):
         raise SystemExit(f"exit_now({status})")
@@ -49,7 +49,7 @@ def guard(tmp_path, monkeypatch) -> Iterator[Guard]:
         new_guard.restore_handlers()
 
 
-def test_a_stop_between_two_callbacks_leaves_every_task_able_to_end(guard):
+def test_a_stop_between_two_callbacks_lets_every_task_end(guard):
     runner = guard.loop
     loop = runner.get_loop()
     queue = loop._ready = SignalAfterPop(loop._ready)
@@ -94,7 +94,8 @@ def test_a_loop_can_be_used_again_if_its_work_ended_with_the_stop(guard):
 
 def test_a_call_that_blocks_the_event_loop_does_not_block_the_stop(guard, monkeypatch):
     monkeypatch.setattr(signals, "BLOCKED_LOOP_S", 2)
-    runner, begin = guard.loop, time.monotonic()
+    runner = guard.loop
+    begin = time.monotonic()
 
     async def block() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -122,7 +123,7 @@ def test_the_first_lost_process_is_reported(guard):
 
 
 def test_a_stop_in_the_last_round_of_a_loop_does_not_stop_later_work(guard):
-    """The work ends in the round that stops the loop, so the callback for that stays queued."""
+    """The work ends in the same round as the loop, so a callback stays in the queue."""
     runner = guard.loop
     loop = runner.get_loop()
     ended = []
@@ -149,7 +150,7 @@ def test_a_stop_in_the_last_round_of_a_loop_does_not_stop_later_work(guard):
 
 
 def test_a_stop_between_two_calls_is_raised_in_a_notebook(tmp_path, monkeypatch):
-    """In a notebook an event loop always runs, and it is not the run's loop."""
+    """In a notebook, an event loop is always running. It is not the loop of the run."""
     config = OmegaConf.create({"trainer": {"stage_timeout_s": 60}})
 
     async def cell() -> bool:

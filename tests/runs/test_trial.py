@@ -1,4 +1,4 @@
-"""Custom functions are called once on synthetic episodes before anything starts."""
+"""Tests of the trial: custom functions are called on synthetic episodes before a run starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from conftest import load
-from markdown_blocks import GUIDES, files_shown
+from markdown_blocks import GUIDES, read_shown_files
 from omegaconf import OmegaConf
 
 import training
@@ -26,20 +26,21 @@ def tiny_recipe(workspace):
 
 
 @pytest.fixture
-def named(tiny_recipe):
-    """The tiny recipe with other functions: {key: value} -> (config, data)."""
+def make_inputs(tiny_recipe):
+    """A function that loads the tiny recipe with {key: value} changes -> (config, data)."""
 
-    def change(changes):
-        config, data = copy.deepcopy(tiny_recipe[0]), tiny_recipe[1]
+    def make(changes):
+        config = copy.deepcopy(tiny_recipe[0])
+        data = tiny_recipe[1]
         for key, value in changes.items():
             OmegaConf.update(config, key, value, merge=False)
         reward, filters, sampler = user_functions.load_recipe_functions(config)
         return config, dataclasses.replace(data, reward=reward, filters=filters, sampler=sampler)
 
-    return change
+    return make
 
 
-LOOKS = """
+FUNCTIONS = """
 seen = []
 
 def reward(episode):
@@ -76,53 +77,56 @@ def open_handed(token_level_rewards, **others):
 """
 
 
-def test_what_is_made_up_is_like_what_a_run_makes(workspace, named, tmp_path, monkeypatch):
-    (tmp_path / "looks.py").write_text(LOOKS)
+def test_synthetic_episodes_are_like_those_of_a_run(workspace, make_inputs, tmp_path, monkeypatch):
+    (tmp_path / "looks.py").write_text(FUNCTIONS)
     monkeypatch.chdir(tmp_path)
     changes = {"env.reward": "looks.py:reward", "env.filters": ["looks.py:everything"]}
-    config, data = named({**changes, ADVANTAGE: "looks.py:asks_all"})
+    config, data = make_inputs({**changes, ADVANTAGE: "looks.py:asks_all"})
     trial.try_functions(config, data)
-    worth, made = sys.modules[data.filters[0].__module__].seen
-    assert worth.row == data.train[1].row and worth.reward == 1.0
+    rewarded, episodes = sys.modules[data.filters[0].__module__].seen
+    assert rewarded.row == data.train[1].row and rewarded.reward == 1.0
     assert (
-        len(made) == 8
-        and len({e.group_id for e in made}) == 2
-        and len({e.reward for e in made[:4]}) == 4
+        len(episodes) == 8
+        and len({e.group_id for e in episodes}) == 2
+        and len({e.reward for e in episodes[:4]}) == 4
     )
-    assert {e.ended for e in made} == {"stop", "length"} and made[0].prompt_ids == data.train[
-        0
-    ].prompt_ids
-    assert data.tokenizer.decode(made[0].response_ids) and all(len(e.turns) == 1 for e in made)
-    training.build_batch(made, 0, 1.0)  # they are whole
-    trial.try_functions(*named({ADVANTAGE: "looks.py:open_handed"}))
-    trial.try_functions(*named({"env.reward": "looks.py:words"}))
+    assert {e.ended for e in episodes} == {"stop", "length"}
+    assert episodes[0].prompt_ids == data.train[0].prompt_ids
+    assert data.tokenizer.decode(episodes[0].response_ids) and all(
+        len(e.turns) == 1 for e in episodes
+    )
+    training.build_batch(episodes, 0, 1.0)  # raises an error for incomplete episodes
+    trial.try_functions(*make_inputs({ADVANTAGE: "looks.py:open_handed"}))
+    trial.try_functions(*make_inputs({"env.reward": "looks.py:words"}))
     with pytest.raises(
         UserFunctionError,
         match=r"looks\.py:wrong_row failed at .*looks\.py:16: KeyError: 'questoin'",
     ):
-        trial.try_functions(*named({"env.reward": "looks.py:wrong_row"}))
+        trial.try_functions(*make_inputs({"env.reward": "looks.py:wrong_row"}))
 
     config, data = load(
         workspace, "env.filters=[looks.py:everything]", f"env.train_files=[{workspace}/tools.jsonl]"
     )
     trial.try_functions(config, data)
-    made = sys.modules[data.filters[0].__module__].seen[-1]
-    assert all(len(e.turns) == 2 and 0 in e.response_mask and "=> " in e.transcript for e in made)
-    training.build_batch(made, 0, 1.0)
+    episodes = sys.modules[data.filters[0].__module__].seen[-1]
+    assert all(
+        len(e.turns) == 2 and 0 in e.response_mask and "=> " in e.transcript for e in episodes
+    )
+    training.build_batch(episodes, 0, 1.0)
 
 
-def test_without_training_tasks_there_is_nothing_to_try(named, tmp_path, monkeypatch):
+def test_without_training_tasks_there_is_nothing_to_try(make_inputs, tmp_path, monkeypatch):
     (tmp_path / "bad.py").write_text("def forgets(episodes):\n    [e for e in episodes]\n")
     monkeypatch.chdir(tmp_path)
-    config, data = named({"env.filters": ["bad.py:forgets"]})
-    for train in ([], [Episode("r", "", "", [1])]):  # of evaluate, of sft
+    config, data = make_inputs({"env.filters": ["bad.py:forgets"]})
+    for train in ([], [Episode("r", "", "", [1])]):  # as in `evaluate` and `sft`
         trial.try_functions(config, dataclasses.replace(data, train=train))
 
 
-def test_the_functions_of_the_guides_pass(named, tmp_path, monkeypatch):
-    """Those of my_functions.py and my_sampler.py, each under the key of its first parameter."""
+def test_the_functions_of_the_guides_pass_the_trial(make_inputs, tmp_path, monkeypatch):
+    """The first parameter of a function determines its key."""
     shown = {"my_functions.py": "functions.md", "my_sampler.py": "curriculum.md"}
-    texts = {name: files_shown(GUIDES / page)[name] for name, page in shown.items()}
+    texts = {name: read_shown_files(GUIDES / page)[name] for name, page in shown.items()}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -137,4 +141,4 @@ def test_the_functions_of_the_guides_pass(named, tmp_path, monkeypatch):
         for function, first in re.findall(r"^def (\w+)\(\s*(\w+)", text, re.MULTILINE):
             changes[keys.get(first, ADVANTAGE)] = f"{name}:{function}"
     assert {*keys.values(), ADVANTAGE} == set(changes)
-    trial.try_functions(*named({**changes, "env.filters": [changes["env.filters"]]}))
+    trial.try_functions(*make_inputs({**changes, "env.filters": [changes["env.filters"]]}))

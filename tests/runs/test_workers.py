@@ -1,4 +1,4 @@
-"""The worker processes of a recipe: pools, roles and their settings. Recorders stand in for Ray."""
+"""Tests of a recipe's worker processes: pools, roles and settings. Doubles replace Ray."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RoleGroup:
 
 
 class ProcessGroup(RoleGroup):
-    """Stands in for RayWorkerGroup. Each one is recorded with its arguments."""
+    """A double of RayWorkerGroup. `started` has all of them, with their arguments."""
 
     started: list[ProcessGroup]
 
@@ -86,7 +86,7 @@ def recipe(workspace) -> DictConfig:
 
 
 @pytest.fixture
-def scored(workspace) -> list[str]:
+def reward_model_settings(workspace) -> list[str]:
     """The settings of a reward model."""
     return [
         "reward.reward_model.enable=true",
@@ -121,24 +121,28 @@ def test_grpo_starts_one_group_with_only_the_actor(recipe, groups):
         ([KL, "distillation.enabled=false", f"{TEACHER}=teacher"], "actor_rollout_ref"),
     ],
 )
-def test_the_actor_holds_the_reference_unless_it_is_another_model(recipe, groups, changes, role):
+def test_the_actors_processes_hold_the_reference_unless_it_is_a_separate_model(
+    recipe, groups, changes, role
+):
     start_workers(changed(recipe, *changes))
     parts = groups[0].part
     actor = parts["colocated"]["actor"] if isinstance(parts, dict) else parts
     assert actor.kwargs["role"] == role
 
 
-def test_sft_starts_only_the_actor(recipe, groups, scored):
-    config = changed(recipe, GAE, KL, *scored)
+def test_sft_starts_only_the_actor(recipe, groups, reward_model_settings):
+    config = changed(recipe, GAE, KL, *reward_model_settings)
     workers = start_workers(config, "sft")
     [group] = groups
     assert workers == Workers(group, None, None, None)
     assert group.part.kwargs == {"config": config.actor_rollout_ref, "role": "actor"}
 
 
-def test_roles_without_separate_gpus_share_a_process_on_each_gpu(recipe, groups, scored, capsys):
+def test_roles_without_separate_gpus_share_a_process_on_each_gpu(
+    recipe, groups, reward_model_settings, capsys
+):
     changes = ["trainer.resource_pools.ref=1", "critic.cliprange_value=0.3"]
-    workers = start_workers(changed(recipe, GAE, KL, *scored, *changes))
+    workers = start_workers(changed(recipe, GAE, KL, *reward_model_settings, *changes))
     shared, separate = groups
     assert shared.arguments["resource_pool"] == ([3, 3], 1)
     assert separate.arguments["resource_pool"] == ([1, 1], 1)
@@ -147,7 +151,7 @@ def test_roles_without_separate_gpus_share_a_process_on_each_gpu(recipe, groups,
     assert workers == Workers(*children, separate)
     assert [child.calls for child in children] == [[], ["reset", "set_loss_fn"], ["reset"]]
     assert separate.calls == ["init_model"]
-    assert capsys.readouterr().out == ""  # without verl's line about the base class
+    assert capsys.readouterr().out == ""  # verl's line about the base class is not printed
     loss = workers.critic.loss
     assert loss.func is value_loss and loss.keywords["config"].cliprange_value == 0.3
 
@@ -174,17 +178,19 @@ def test_all_roles_may_have_separate_gpus(recipe, groups):
     assert workers == Workers(None, critic, None, None)
 
 
-# --- roles besides the actor ---------------------------------------------------------------------
+# --- optional roles ------------------------------------------------------------------------------
 
 
 def test_grpo_has_no_other_role_than_the_actor(recipe):
     assert optional_roles(recipe) == {}
-    # nothing is compared with the reference
+    # without a KL term, no reference is needed
     assert optional_roles(changed(recipe, "trainer.resource_pools.ref=1")) == {}
 
 
-def test_the_reward_model_is_a_value_model_that_is_not_trained(recipe, workspace, scored):
-    config = changed(recipe, GAE, *scored)
+def test_the_reward_model_is_a_value_model_that_is_not_trained(
+    recipe, workspace, reward_model_settings
+):
+    config = changed(recipe, GAE, *reward_model_settings)
     roles = optional_roles(config)
     assert list(roles) == ["critic", "reward_model"]
     assert roles["critic"].worker_class is roles["reward_model"].worker_class is TrainingWorker
@@ -212,7 +218,7 @@ def test_the_reward_model_is_a_value_model_that_is_not_trained(recipe, workspace
 def test_a_separate_reference_is_the_teacher_or_the_policys_first_model(
     recipe, workspace, changes, path
 ):
-    """Without the policy's adapter."""
+    """It does not have the policy's LoRA adapter."""
     changes = [change.replace("=untied", f"={workspace / 'untied'}") for change in changes]
     config = changed(recipe, *changes, "actor_rollout_ref.model.lora_rank=8")
     [(name, role)] = optional_roles(config).items()

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import SESSION, WORDS, drop, load, row, served, write_rows
+from conftest import SESSION, WORDS, kill_workers, load, row, served, write_rows
 from http_doubles import JsonHandler
 
 import gym_client
@@ -155,7 +155,7 @@ def test_a_learning_rate_that_is_a_hundred_times_too_high_is_found(stack):
         with gym_with_verifier(stack, DiversityVerifier) as gym:
             folder = train(stack, "fast", rate, workers=workers, gym=gym)
     finally:
-        drop(workers)
+        kill_workers(workers)
     finding = find_first_problem(folder)
     assert "Policy collapse" in finding.problem
     assert "The learning rate (0.5) is too high" in finding.problem

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import GIVEN, ROOT
+from conftest import CLEAN_ENV, ROOT
 
 DRIVER = """
 import os, select, subprocess, sys, time
@@ -43,7 +43,7 @@ def test_the_process_that_died_first_is_reported_and_everything_is_cleaned_up(tm
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER],
         cwd=tmp_path,
-        env=GIVEN | {"PYTHONPATH": str(ROOT)},
+        env=CLEAN_ENV | {"PYTHONPATH": str(ROOT)},
         text=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
