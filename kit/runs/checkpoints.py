@@ -243,11 +243,15 @@ def find_newest(folder: Path) -> tuple[Path | None, list[str]]:
     return None, notes
 
 
+class NothingLeftError(ConfigError):
+    """The run that this recipe would resume is finished."""
+
+
 def find_resume_point(config: DictConfig) -> tuple[Path | None, list[str]]:
     """(the checkpoint to resume from, lines to print), by verl's trainer.resume_mode.
 
-    resume_mode: auto, disable or resume_path. Raises ConfigError if nothing is left to train, or if
-    there are checkpoints and none is complete.
+    resume_mode: auto, disable or resume_path. Raises NothingLeftError, and ConfigError if there are
+    checkpoints and none is complete.
     """
     checkpoint: Path | None = None
     notes: list[str] = []
@@ -274,7 +278,7 @@ def find_resume_point(config: DictConfig) -> tuple[Path | None, list[str]]:
     if step_of(checkpoint) == total and not is_exported(config, total):
         notes.append(f"All {total} steps are done. The last evaluation and the export remain.")
         return checkpoint, notes
-    raise ConfigError(
+    raise NothingLeftError(
         f"Nothing is left to train: {checkpoint} is the last of {total} steps. Raise "
         "trainer.total_training_steps, or set another trainer.experiment_name."
     )

@@ -65,10 +65,12 @@ def plan(
     command: str = "train",
     replay: str = "",
     on_merged: Callable[[DictConfig], None] = do_nothing,
+    is_dry_run: bool = False,
 ) -> Plan:
     """Merge recipe files and key=value, and check all that can be checked without a worker.
 
-    on_merged: called with the merged recipe before the checks. Raises EXPECTED_ERRORS.
+    on_merged: called with the merged recipe before the checks. is_dry_run: a finished run of this
+    name is a warning. Raises EXPECTED_ERRORS.
     """
     silence_libraries()
     problems: list[Exception] = []
@@ -85,7 +87,12 @@ def plan(
     else:
         inputs = prepare.prepare(config, command)
     if command in ("train", "sft") and not replay:  # only now: the rows may set the number of steps
-        resume_from, notes = checkpoints.find_resume_point(config)
+        try:
+            resume_from, notes = checkpoints.find_resume_point(config)
+        except checkpoints.NothingLeftError as error:
+            if not is_dry_run:
+                raise
+            notes = [f"WARNING     {error}"]
     replayed: list[list[Episode]] = []
     if replay:
         from kit.data.rollout_files import load_replay
@@ -185,7 +192,7 @@ def run(args: argparse.Namespace, train: Callable[[Plan], AbstractContextManager
     if args.replay and command != "train":
         raise ConfigError(f"--replay repeats an update of `train`. Remove `{command}`.")
     on_merged = do_nothing if args.dry_run else begin_imports
-    planned = plan(args.config, overrides, command, args.replay, on_merged)
+    planned = plan(args.config, overrides, command, args.replay, on_merged, args.dry_run)
     texts = [summary.summarize(planned.config, planned.inputs, command), *planned.notes]
     if args.dry_run:
         texts.append(

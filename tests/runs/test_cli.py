@@ -15,6 +15,8 @@ import pytest
 from conftest import CLEAN_ENV, GYM_PYTHON, ROOT, command, metrics_of, run, tiny
 from markdown_blocks import GUIDES, find_python_block
 
+from kit.errors import ConfigError
+from kit.runs import checkpoints, cli
 from kit.runs.run_dir import repeat_command
 
 
@@ -225,6 +227,22 @@ def test_dry_run_checks_everything_and_starts_nothing(workspace):
     assert not any(key.startswith("critic.") for key in changed_keys)
     assert "${" not in result.stdout
     assert not (workspace / "runs" / "dry").exists()
+
+
+def test_a_finished_run_is_an_error_and_a_warning_in_a_dry_run(workspace, monkeypatch):
+    """The commands of the pages are dry runs of the demo's recipe, whose run may be finished."""
+
+    def raise_nothing_left(_):
+        raise checkpoints.NothingLeftError("Nothing is left to train: x is the last.")
+
+    monkeypatch.chdir(workspace)
+    monkeypatch.setattr(checkpoints, "find_resume_point", raise_nothing_left)
+    monkeypatch.setattr(cli, "silence_libraries", lambda: None)
+    files = [str(ROOT / "tests" / "tiny.yaml"), "cpu"]
+    planned = cli.plan(files, tiny(workspace), is_dry_run=True)
+    assert planned.notes == ["WARNING     Nothing is left to train: x is the last."]
+    with pytest.raises(ConfigError, match="Nothing is left to train"):
+        cli.plan(files, tiny(workspace))
 
 
 def test_the_wrong_python_gets_a_one_line_error(tmp_path):
