@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
+import torch
 from omegaconf import OmegaConf
 
 from kit.runs import files
@@ -45,7 +49,11 @@ def export(checkpoint: Path, target: Path) -> None:
 
 
 def merge(checkpoint: Path, target: Path) -> None:
-    """Write weights, tokenizer and configuration of a checkpoint (verl.model_merger)."""
+    """Write weights, tokenizer and configuration of a checkpoint (verl.model_merger).
+
+    The weights have the dtype of the rollout engine. So the folder has the policy that the run
+    sampled from and evaluated.
+    """
     # it warns about DTensors that are read without a process group
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     from verl.model_merger.base_model_merger import ModelMergerConfig
@@ -63,13 +71,28 @@ def merge(checkpoint: Path, target: Path) -> None:
         local_dir=str(actor),
         hf_model_config_path=str(actor / "huggingface"),
     )
-    FSDPModelMerger(config).merge_and_save()
+    recipe = OmegaConf.load(checkpoint / "config.yaml").actor_rollout_ref
+    dtype = getattr(torch, recipe.rollout.dtype, torch.bfloat16)  # vLLM's "auto" is no dtype
+    with cast_in_merger(dtype):
+        FSDPModelMerger(config).merge_and_save()
+    hf_config = json.loads((target / "config.json").read_text())
+    hf_config["dtype"] = str(dtype).removeprefix("torch.")
+    (target / "config.json").write_text(json.dumps(hf_config, indent=2))
     if (target / "lora_adapter").is_dir():
         merge_adapter(target)
-    hf_config = json.loads((target / "config.json").read_text())
     if "vision_config" in hf_config:
-        model = OmegaConf.load(checkpoint / "config.yaml").actor_rollout_ref.model.path
-        copy_processor(model, target)
+        copy_processor(recipe.model.path, target)
+
+
+@contextlib.contextmanager
+def cast_in_merger(dtype: torch.dtype) -> Iterator[None]:
+    """Let verl's merger write weights of another dtype. It calls Tensor.bfloat16 on each shard.
+
+    Without this, a run that samples in float32 exports another policy: after 20 steps of the demo,
+    bfloat16 has the initial value for 83% of the weights.
+    """
+    with mock.patch.object(torch.Tensor, "bfloat16", lambda shard: shard.to(dtype)):
+        yield
 
 
 def merge_adapter(target: Path) -> None:

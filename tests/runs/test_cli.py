@@ -12,8 +12,11 @@ import sys
 from collections import Counter
 
 import pytest
+import torch
 from conftest import CLEAN_ENV, GYM_PYTHON, ROOT, command, metrics_of, run, tiny
 from markdown_blocks import GUIDES, find_python_block
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
 
 from kit.errors import ConfigError
 from kit.runs import checkpoints, cli
@@ -40,6 +43,7 @@ def test_the_command_resumes_a_run_of_the_python_loop(workspace):
     assert "actor/entropy_loss" in done.stdout and "Finished in" in done.stdout
     folder = workspace / "runs" / name
     assert (folder / "export" / "step.txt").read_text() == "2\n"
+    check_exported_weights(folder)
 
     more = [
         "trainer.total_training_steps=3",
@@ -55,6 +59,20 @@ def test_the_command_resumes_a_run_of_the_python_loop(workspace):
     check_outputs(folder, result.stdout)
     again = run(arguments, workspace, timeout=120)
     assert again.returncode == 1 and "Nothing is left to train" in again.stderr.splitlines()[-1]
+
+
+def check_exported_weights(folder):
+    """The export has the checkpoint's weights, in the dtype in which the run sampled."""
+    dtype = OmegaConf.load(folder / "config.yaml").actor_rollout_ref.rollout.dtype
+    assert json.loads((folder / "export" / "config.json").read_text())["dtype"] == dtype
+    [path] = folder.glob("checkpoints/global_step_2/actor/model_*.pt")
+    shards = torch.load(path, weights_only=False)
+    exported = load_file(folder / "export" / "model.safetensors")
+    assert len(exported) > 10
+    for name, weight in exported.items():
+        shard = getattr(shards[name], "_local_tensor", shards[name])
+        assert weight.dtype == getattr(torch, dtype)
+        assert torch.equal(weight, shard.to(weight.dtype))
 
 
 STEP_METRICS = (

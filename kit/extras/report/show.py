@@ -29,7 +29,7 @@ RESPONSE_CHARACTERS = 300
 COLUMNS = {  # metric: title; all of them fit into a terminal of 80 columns
     "rollout/reward/mean": "reward",
     "response_length/mean": "length",
-    "rollout/ended/length_frac": "truncated",
+    "rollout/ended/length_frac": "trunc.",
     "actor/entropy": "entropy",
     "actor/grad_norm": "grad",
     "rollout/zero_variance_groups": "zero-var",
