@@ -251,7 +251,7 @@ def test_banned_phrases_in_markdown_are_found(tmp_path):
 
 def test_no_test_file_is_long():
     lengths = {
-        path.name: len(path.read_text().splitlines())
+        str(path): len(path.read_text().splitlines())
         for path in (ROOT / "tests").rglob("test_*.py")
     }
     assert {name: lines for name, lines in lengths.items() if lines > MAX_TEST_FILE_LINES} == {}

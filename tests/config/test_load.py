@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -306,8 +307,7 @@ def test_greedy_decoding_of_several_responses_is_an_error(command, changes, mess
     problems = list(checks.check_sampling(config, command))
     assert len(problems) == bool(message)
     if message:
-        with pytest.raises(AssertionError if not problems else ConfigError, match=message):
-            raise ConfigError(problems[0])
+        assert re.search(message, str(problems[0]))
 
 
 def test_the_accepted_names_are_those_that_verl_accepts():
