@@ -224,7 +224,7 @@ def test_two_nodes(workspace, recorded, one_rank_metrics, cluster):
     """
     on_cluster = replay(workspace, recorded, "nodes", *cluster_changes(cluster))
     assert_equal_up_to_rounding(one_rank_metrics, on_cluster)
-    with_separate_ray = replay(workspace, recorded, "beside")
+    with_separate_ray = replay(workspace, recorded, "separate_ray")
     assert_equal_up_to_rounding(one_rank_metrics, with_separate_ray)
     long = [*cluster_changes(cluster), "trainer.total_training_steps=500", "trainer.save_freq=2"]
     with LiveRun(workspace, "nodes", *long) as run:

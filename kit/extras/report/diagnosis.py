@@ -12,9 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from kit.data.metrics import FAILED_AS_0
 from kit.extras.report.metric_docs import find_status
-from kit.extras.report.run_data import RunData
+from kit.extras.report.run_data import RunData, is_accuracy
 
 FAILED_FRAC = 0.02  # of all episodes
 TRUNCATED_FRAC = 0.25  # of the responses: a problem if complete ones earn more
@@ -554,8 +553,7 @@ def summarize(run: RunData) -> str:
             change = f"{format_reward(reward.iloc[0])} -> {format_reward(last.mean())}"
             parts.append(f"reward {change} (mean of the last {len(last)})")
     for name in run.steps:
-        is_accuracy = "/acc/mean@" in name and not name.endswith(FAILED_AS_0)
-        if is_accuracy or name == "val/loss":
+        if is_accuracy(name) or name == "val/loss":
             parts += summarize_score(run, name)
     return "; ".join(parts) or "no steps yet"
 

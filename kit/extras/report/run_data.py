@@ -21,6 +21,7 @@ import pandas as pd
 import yaml
 
 from kit.data.episode import SAMPLED_IDS
+from kit.data.metrics import FAILED_AS_0
 from kit.data.rollout_files import read_records
 from kit.errors import ConfigError
 
@@ -29,6 +30,11 @@ from kit.errors import ConfigError
 MAX_ROLLOUT_BYTES = 64 * 2**20
 MAX_EPISODES = 20_000  # of all files; at most a quarter of them from one file
 NO_STEP = -1  # the step of episodes whose file name has no step number
+
+
+def is_accuracy(name: str) -> bool:
+    """Whether a metric is mean@n of acc, without the failed episodes that count as 0."""
+    return "/acc/mean@" in name and not name.endswith(FAILED_AS_0)
 
 
 class SavedEpisode(NamedTuple):

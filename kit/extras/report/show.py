@@ -16,10 +16,9 @@ from rich import markup
 from rich.console import Console
 from rich.table import Table
 
-from kit.data.metrics import FAILED_AS_0
 from kit.errors import ConfigError
 from kit.extras.report import diagnosis
-from kit.extras.report.run_data import RunData
+from kit.extras.report.run_data import RunData, is_accuracy
 from kit.runs.console import remove_control_characters
 
 MAX_STEPS = 12  # rows of the table, not counting steps with an evaluation
@@ -126,7 +125,7 @@ def find_scores(steps: pd.DataFrame) -> dict[str, str]:
 
     These are acc of each server, and the mean reward where it is not the same.
     """
-    accuracies = [name for name in steps if "/acc/mean@" in name and not name.endswith(FAILED_AS_0)]
+    accuracies = [name for name in steps if is_accuracy(name)]
     titles = {}
     for name in accuracies:
         server = name.split("/")[1] if len(accuracies) > 1 else "held-out"

@@ -13,7 +13,7 @@ import shutil
 import psutil
 import pytest
 from verifier_helpers import (
-    HOSTILE_SOURCE,
+    enter_hostile_folder,
     find_remaining_processes,
     list_rewards,
     make_router,
@@ -123,10 +123,7 @@ def build_router(tmp_path, monkeypatch):
 
     The logs are in tmp_path.
     """
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / "my.py").write_text(HOSTILE_SOURCE)
-    monkeypatch.chdir(folder)
+    enter_hostile_folder(tmp_path, monkeypatch)
     defaults = {"allow_unsandboxed_code": True, "timeout_s": 60.0, "memory_gb": 2.0}
     return functools.partial(make_router, tmp_path, **defaults)
 

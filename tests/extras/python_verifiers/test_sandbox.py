@@ -14,7 +14,7 @@ import pytest
 from conftest import load, row, write_rows
 from test_policy_programs import MATH_ROW, PROGRAM_ROW, needs_bubblewrap
 from verifier_helpers import (
-    HOSTILE_SOURCE,
+    enter_hostile_folder,
     find_remaining_processes,
     list_rewards,
     make_router,
@@ -29,10 +29,7 @@ from kit.extras.python_verifiers import sandbox
 @pytest.fixture
 def build_router(tmp_path, monkeypatch):
     """A function that makes a router: build_router("my.py:flood"). The logs are in tmp_path."""
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / "my.py").write_text(HOSTILE_SOURCE)
-    monkeypatch.chdir(folder)
+    enter_hostile_folder(tmp_path, monkeypatch)
     return functools.partial(make_router, tmp_path, timeout_s=60.0, memory_gb=2.0)
 
 

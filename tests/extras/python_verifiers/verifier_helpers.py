@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 from omegaconf import OmegaConf
 
 import gym_client
@@ -96,3 +97,11 @@ def find_remaining_processes(*command: str) -> list[int]:
         if not pids or time.monotonic() > deadline:
             return pids
         time.sleep(0.05)
+
+
+def enter_hostile_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change to a new folder that has HOSTILE_SOURCE as my.py."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "my.py").write_text(HOSTILE_SOURCE)
+    monkeypatch.chdir(folder)
