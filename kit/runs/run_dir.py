@@ -303,7 +303,8 @@ class Run:
         The number of these responses is trainer.log_val_generations.
         """
         text = ", ".join(f"{name} {score:.3f}" for name, score in select_scores(scores).items())
-        self.say(f"held-out rows, step {step}/{self.last}: {text}")
+        result = text or "no score, because every episode failed"
+        self.say(f"held-out rows, step {step}/{self.last}: {result}")
         count = self.config.trainer.log_val_generations
         if self.tracking and count > 0:
             rows = [[e.question, e.transcript, e.reward] for e in episodes[:count]]

@@ -21,6 +21,8 @@ from trainer_doubles import Servers
 
 import algorithm
 import training
+from kit.data.episode import Episode
+from kit.data.metrics import compute_validation_metrics
 from kit.errors import RunError
 from kit.runs import checkpoints, cli, export, files
 from kit.runs.launch import Stack
@@ -442,6 +444,18 @@ def test_a_checkpoint_with_a_fifo_is_not_complete(tmp_path):
 
 
 # --- console output ------------------------------------------------------------------------------
+
+
+def test_an_evaluation_in_which_every_episode_failed_says_so(
+    workspace, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    config, _ = load(workspace)
+    failed = [Episode("x:1", "1/0", "s", [1], status="timeout")]
+    with Run(config) as run:
+        run.log_evaluation(3, compute_validation_metrics(failed, 1), failed)
+    assert "step 3/" in (printed := capsys.readouterr().out)
+    assert "no score, because every episode failed" in printed
 
 
 def test_control_characters_from_a_server_do_not_reach_the_terminal(
