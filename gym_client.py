@@ -15,8 +15,8 @@ gym_messages.py. They need only aiohttp:
     asyncio.run(main(json.loads(open("rows.jsonl").readline())))
 
 Why aiohttp and not httpx: with warm connections, httpx reached 0.4 of the requests per second of
-aiohttp (docs/environments.md, benchmarks/gym_client.py). httpx also ran 100 requests concurrently,
-whatever limit was set. It shared cookies between episodes, although a cookie identifies a session.
+aiohttp (docs/environments.md). httpx also ran 100 requests concurrently, whatever limit was set.
+It shared cookies between episodes, although a cookie identifies a session.
 
 Kinds of server, by the routes that they publish (`Gym.kind`):
     verify   /seed_session, one route for each tool, /verify: `Session.call_tool`, `Session.verify`

@@ -383,7 +383,8 @@ def record_failure(episode: Episode, error: Exception) -> None:
         line = traceback.extract_tb(error.__traceback__)[-1]
         episode.status = "unforeseen"
         episode.error = (
-            f"{error!r} at {line.filename}:{line.lineno}. This is a bug in Quintet. Report it."
+            f"{error!r} at {line.filename}:{line.lineno}. "
+            "This is a bug in Quintet. Report it (CONTRIBUTING.md)."
         )
 
 

@@ -167,15 +167,16 @@ NOT_SERVERS = {
     "sec_local_index": "a library of finance_agent_v2",
 }
 # Recipe and mean reward of the first and the last step with SmolLM2-135M-Instruct, from
-# docs/environments.md. Of `math_cpu`: held-out reward of the first and the last evaluation.
+# docs/environments.md. For `math_cpu`, a link.
 TRAINED = {
     "blackjack": "`blackjack`: -0.50 to -0.31",
     "example_session_state_mgmt": "`counter`: 0.75 to 0.96",
     "mcqa": "`mcqa`: 0",
-    "reasoning_gym": "`math_cpu`: 0.07 to 0.56",
+    "reasoning_gym": "`math_cpu`: [results](results.md)",
     "structured_outputs": "`structured_outputs`: 0",
     "workplace_assistant": "`workplace_assistant`: 0",
 }
+UNCALLED = "its judge was not called"
 
 
 @dataclass
@@ -388,7 +389,7 @@ async def request_rewards(
                     return
         except GymError as error:
             raise MissingError(str(error).removeprefix(url)) from None
-        result.failing_judge = "its judge was not called"
+        result.failing_judge = UNCALLED
 
 
 async def get_reward(gym: Gym, result: Result, row: dict[str, Any]) -> float:
@@ -489,11 +490,13 @@ def print_table(results: Sequence[Result]) -> None:
     verifying = [result for result in results if not result.missing]
     checked = [result for result in verifying if result.judges and not result.is_unchecked]
     unchecked = [result for result in verifying if result.is_unchecked]
+    uncalled = [result for result in checked if result.failing_judge == UNCALLED]
     installed = [result for result in verifying if result.is_installed]
     print(
         f"\n{len(verifying)} of {len(results)} folders gave a reward for one fixed response to one "
-        f"example row: {len(checked)} with a judge, {len(unchecked)} with a judge whose replies\n"
-        f"the recipe must accept, {len(installed)} in a separate environment."
+        f"example row: {len(checked)} with a judge ({len(uncalled)} of them: {UNCALLED}), "
+        f"{len(unchecked)} with a judge whose replies the recipe must accept, {len(installed)} "
+        "in a separate environment."
     )
 
 

@@ -320,7 +320,7 @@ def find_rollout_mismatch(run: RunData) -> Iterator[Finding]:
             ["training/rollout_probs_diff_mean", "rollout_corr/kl"],
             "with trainer.one_step_off or a quantized rollout engine, add "
             "`--config rollout_correction`. Otherwise vLLM does not have the trainer's weights: "
-            "report it as a bug. "
+            "report it as a bug (CONTRIBUTING.md). "
             'See docs/guides/diagnosis.md, "7. Rollout engine against trainer".',
         )
 
