@@ -9,7 +9,7 @@
 # make test        Run ruff, mypy and pytest, with the servers of both versions of NeMo Gym.
 # make gym         Install NeMo Gym's servers. GYM=0.4.0: the older version, in .venv-gym-0.4.0.
 # make bench       Measure a step, its limits, TRL and the startup time (docs/performance.md); 1 hour.
-# make algorithms  Run each recipe of docs/algorithms.md on a small task with three seeds; 75 minutes.
+# make algorithms  Run each recipe of docs/algorithms.md on a small task with three seeds; 110 minutes.
 # make docs        Follow the tutorial and three guides in an empty folder, check that their runs learn, make the
 #                  pictures of the report, count README's lines; 1 hour.
 # make site        Build the documentation site in site/, and fail if a link is dead; 1 minute.
@@ -62,7 +62,7 @@ bench: setup gym model data
 	.venv/bin/python benchmarks/performance.py
 
 algorithms: setup gym
-	@echo "== algorithms: each recipe of docs/algorithms.md on a small task (75 minutes; resumes if interrupted)"
+	@echo "== algorithms: each recipe of docs/algorithms.md on a small task (110 minutes; resumes if interrupted)"
 	.venv/bin/python benchmarks/algorithms.py
 
 soak: setup gym gpu-check
