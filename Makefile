@@ -37,7 +37,7 @@ GYM ?= 0.7.0
 
 demo: setup gym model data
 	@echo "== demo: 64 episodes per step on this machine's CPU cores. The run folder is runs/$(RUN)."
-	.venv/bin/python algorithm.py --config configs/math_cpu.yaml --config configs/machines/cpu.yaml trainer.experiment_name=$(RUN)
+	.venv/bin/python algorithm.py --config math_cpu --config cpu trainer.experiment_name=$(RUN)
 
 math:
 	@bash kit/extras/preflight/check_gpu_node.sh
@@ -119,6 +119,7 @@ data: data/arithmetic_train.jsonl
 	  if ls "$$folder"/torch-2.13.0+cpu-* >/dev/null 2>&1; then from="--find-links $$folder"; fi; \
 	done; \
 	set -x; .venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps $$from -r requirements-cpu.txt
+	@echo "compiling the packages (about a minute)"
 	.venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true  # some packages contain Python 2 files
 	@touch $@
 

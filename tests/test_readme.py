@@ -130,8 +130,8 @@ def test_readmes_task_makes_the_same_rows_for_a_seed_and_scores_any_text():
     assert len(first) == 5 and first == my_task.rows(3, 5, 1, {}) != my_task.rows(4, 5, 1, {})
     assert my_task.rows(0, 5, 1, {}, held_out=True) != my_task.rows(0, 5, 1, {})
     number = re.search(r"\d+", first[0]["responses_create_params"]["input"])[0]
-    assert first[0]["answer"] == str(int(number) - 1)
-    texts = ("12 - 5 = 7", "7", "8", "7 or 8", "", "seven")
+    assert first[0]["answer"] == number[-1]
+    texts = ("The last digit of 127 is 7.", "7", "8", "7 or 8", "", "seven")
     scores = [my_task.compute_score("", text, "7", {}) for text in texts]
     assert scores == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 

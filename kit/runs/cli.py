@@ -194,10 +194,9 @@ def run(args: argparse.Namespace, train: Callable[[Plan], AbstractContextManager
     on_merged = do_nothing if args.dry_run else begin_imports
     planned = plan(args.config, overrides, command, args.replay, on_merged, args.dry_run)
     texts = [summary.summarize(planned.config, planned.inputs, command), *planned.notes]
-    if args.dry_run:
-        texts.append(
-            summary.describe_dry_run(planned.config, planned.defaults, planned.inputs, command)
-        )
+    if args.dry_run:  # the summary comes after the long list of changes
+        texts.insert(0, summary.describe_changes(planned.config, planned.defaults, command))
+        texts.append(summary.describe_dry_run(planned.config, planned.inputs, command))
     text = remove_control_characters("\n".join(texts))
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     if args.dry_run:

@@ -159,7 +159,9 @@ def print_examples(episodes: Sequence[Episode], count: int) -> None:
     ranked = sorted(episodes, key=reward_or_zero, reverse=True)
     worst = ranked[max(count, len(ranked) - count) :]
     for episode in [*ranked[:count], *worst]:
-        question = " ".join(episode.question.split())[-100:]
+        question = " ".join(episode.question.split())
+        if len(question) > 100:
+            question = f"...{question[-97:]}"
         reward = f"reward {episode.reward:.2f}"
         say(f"    {question!r} -> {episode.transcript[:200]!r}  {reward}")
 

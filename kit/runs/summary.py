@@ -226,15 +226,9 @@ def warn_of_overlap(inputs: RunInputs) -> Iterator[str]:
 # --- dry run -------------------------------------------------------------------------------------
 
 
-def describe_dry_run(
-    config: DictConfig, defaults: DictConfig, inputs: RunInputs, command: str
-) -> str:
-    """The further lines of a dry run: changes to verl's defaults, the first prompts."""
-    lines = extras.collect("dry_run_lines", config, command, config, inputs, command)
-    lines.append(
-        f"stop ids    {sorted(inputs.stop_ids)}, pad id {inputs.tokenizer.pad_token_id} (masked)"
-    )
-    lines.append("changes to verl's defaults:")
+def describe_changes(config: DictConfig, defaults: DictConfig, command: str) -> str:
+    """The first lines of a dry run: changes to verl's defaults, and Quintet's own sections."""
+    lines = ["changes to verl's defaults:"]
     has_critic = command == "train" and needs(config, "values")
     for key, (value, default) in find_changes(redacted(config), defaults).items():
         if has_critic or not is_below(key, "critic"):
@@ -242,6 +236,15 @@ def describe_dry_run(
     for section in ("gym", "env"):
         text = OmegaConf.to_yaml(redacted(config)[section]).strip()
         lines.append(f"{section}:\n{textwrap.indent(text, '    ')}")
+    return "\n".join(lines)
+
+
+def describe_dry_run(config: DictConfig, inputs: RunInputs, command: str) -> str:
+    """The last lines of a dry run: estimates of extras, stop ids, the first prompts."""
+    lines = extras.collect("dry_run_lines", config, command, config, inputs, command)
+    lines.append(
+        f"stop ids    {sorted(inputs.stop_ids)}, pad id {inputs.tokenizer.pad_token_id} (masked)"
+    )
     lines += describe_first_prompts(inputs)
     lines.append("dry run: model, files, sizes and servers are valid; nothing was started")
     return "\n".join(lines)

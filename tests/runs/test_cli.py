@@ -238,6 +238,8 @@ def test_dry_run_checks_everything_and_starts_nothing(workspace):
         "nothing was started",
     ):
         assert text in result.stdout, text
+    changes, _, rest = result.stdout.partition("8 prompts x 8 responses")
+    assert "changes to verl's defaults" in changes and "first prompt" in rest
     changed_keys = re.findall(r"^    ([\w.]+): .* \(was .*\)$", result.stdout, re.MULTILINE)
     assert "actor_rollout_ref.rollout.n" in changed_keys
     # verl sets it to rollout.n, and GRPO has no critic

@@ -56,18 +56,33 @@ async def try_verifier(pool: Pool, tasks: Sequence[Task], tokenizer: Any) -> lis
     try:
         kind = await pool.kind()
         for task in tasks:
-            results: list[str] = []
+            rewards: dict[str, float | None] = {}  # by response
             for response in list_responses(task, kind):
                 trial = f" (tried on row {task.row_id} with the response {response!r})"
-                reward = await call_verifier(pool, task, response, tokenizer)
-                label = "" if response == RESPONSE else "the ground truth "
-                results.append(f"{reward} for {label}{response!r}")
-            lines.append(f"row {task.row_id}: reward {', '.join(results)}")
+                rewards[response] = await call_verifier(pool, task, response, tokenizer)
+            lines.append(f"row {task.row_id}: reward {describe_rewards(rewards)}")
     except GymError as error:
         raise UserFunctionError(f"{pool.spec.key}={error}{trial}") from None
     finally:
         await pool.close()
     return lines
+
+
+def describe_rewards(rewards: Mapping[str, float | None]) -> str:
+    """Describe the rewards of RESPONSE and of the ground truth, if it was tried.
+
+    >>> describe_rewards({RESPONSE: 0.0, "42": 1.0})
+    "0 for 'So the answer is 7.', 1 for the ground truth '42'"
+    """
+    parts = []
+    for response, reward in rewards.items():
+        label = "" if response == RESPONSE else "the ground truth "
+        shown = "none (masked)" if reward is None else f"{reward:g}"
+        parts.append(f"{shown} for {label}{response!r}")
+    text = ", ".join(parts)
+    if any(reward is not None and reward <= 0 for reward in list(rewards.values())[1:]):
+        text += ". The ground truth earns nothing. Does the verifier require another format?"
+    return text
 
 
 def list_responses(task: Task, kind: str) -> list[str]:
@@ -79,15 +94,18 @@ def list_responses(task: Task, kind: str) -> list[str]:
     return [RESPONSE, str(ground_truth)]
 
 
-async def call_verifier(pool: Pool, task: Task, response: str, tokenizer: Any) -> str:
-    """Verify a response to the row of a task -> its reward, as text. Raises GymError."""
+async def call_verifier(pool: Pool, task: Task, response: str, tokenizer: Any) -> float | None:
+    """Verify a response to the row of a task -> its reward. Raises GymError.
+
+    None if the verifier marks its reward as invalid.
+    """
     ids = tokenizer.encode(response, add_special_tokens=False)
     try:
         session = await pool.open_session(task.row, tokenizer)
         verify = session.verify if session.kind == "verify" else session.step
         result = await verify({}, ids)
     except GymError as error:
-        if error.reason != "masked":  # a verifier may mark its reward as invalid
+        if error.reason != "masked":
             raise
-        return "none (masked)"
-    return f"{result.reward:g}"
+        return None
+    return result.reward

@@ -130,6 +130,10 @@ def test_a_recipe_with_a_verifier_needs_no_server(workspace, tmp_path, monkeypat
     assert f"verifier    {tmp_path}/my.py:compute_score: " in text
     expected = "reward 1 for 'So the answer is 7.', 1 for the ground truth '7'"
     assert f"            tried on row {inputs.train[0].row_id}: {expected}\n" in text
+    source = EXAMPLE_SOURCE.replace("float(ground_truth in solution_str)", "0.0")
+    (tmp_path / "my.py").write_text(source)
+    text = summary.summarize(config, prepare.prepare(config), "train")
+    assert "0 for the ground truth '7'. The ground truth earns nothing." in text
     source = EXAMPLE_SOURCE.replace("float(ground_truth in solution_str)", "None")
     (tmp_path / "my.py").write_text(source)
     with pytest.raises(
