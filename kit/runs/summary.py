@@ -230,11 +230,12 @@ def describe_changes(config: DictConfig, defaults: DictConfig, command: str) -> 
     """The first lines of a dry run: changes to verl's defaults, and Quintet's own sections."""
     lines = ["changes to verl's defaults:"]
     has_critic = command == "train" and needs(config, "values")
-    for key, (value, default) in find_changes(redacted(config), defaults).items():
+    shown = redacted(config)
+    for key, (value, default) in find_changes(shown, defaults).items():
         if has_critic or not is_below(key, "critic"):
             lines.append(f"    {key}: {value} (was {default})")
     for section in ("gym", "env"):
-        text = OmegaConf.to_yaml(redacted(config)[section]).strip()
+        text = OmegaConf.to_yaml(shown[section]).strip()
         lines.append(f"{section}:\n{textwrap.indent(text, '    ')}")
     return "\n".join(lines)
 

@@ -80,7 +80,8 @@ def describe_rewards(rewards: Mapping[str, float | None]) -> str:
         shown = "none (masked)" if reward is None else f"{reward:g}"
         parts.append(f"{shown} for {label}{response!r}")
     text = ", ".join(parts)
-    if any(reward is not None and reward <= 0 for reward in list(rewards.values())[1:]):
+    ground_truth_rewards = [rewards[response] for response in rewards if response != RESPONSE]
+    if any(reward is not None and reward <= 0 for reward in ground_truth_rewards):
         text += ". The ground truth earns nothing. Does the verifier require another format?"
     return text
 
