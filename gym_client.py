@@ -33,12 +33,13 @@ failure as not terminal. A 500 has one retry. After a tool call or a step there 
 the server recognizes a repeated step by its id. If a tool answers 4xx or 500, the model reads that
 answer as the tool's output.
 
-Outages. connect, timeout and UNAVAILABLE mean that the server did not answer. An outage begins when
-the first such call fails. If that call timed out, the outage began with the call. It ends with the
-next answer to any call. During an outage, retries are at most 5 s apart, and `attempts` does not
-limit them. So a server that returns within `outage_budget_s` costs time, but no episodes. After
-that, a call without an answer raises ServerDownError. A call that timed out does so only if
-/openapi.json does not answer either, because the server may only be slow.
+Outages. connect, timeout and UNAVAILABLE mean that the server did not answer a call. This is an
+outage if it has not answered any other call since then, and does not answer GET /openapi.json. An
+outage begins when the first such call fails. If that call timed out, or a proxy answered 504, the
+outage began with the call. It ends with the next answer to any call. During an outage, retries are
+at most 5 s apart, and `attempts` does not limit them. So a server that returns within
+`outage_budget_s` costs time, but no episodes. After that, a call without an answer raises
+ServerDownError.
 
 Lost sessions. A restarted server may accept an old cookie with an empty session, and then compute a
 wrong reward. So a session does not continue after a connection to its server failed, or after a
@@ -142,6 +143,7 @@ MAX_RUN_BYTES = 64 * 2**20  # of /run, whose answer holds the token ids of every
 MIN_THREAD_BYTES = 64 * 2**10  # a longer answer is parsed in a thread
 # If no call fails for longer, the outage may have ended unnoticed. Retries pause for 5 s at most.
 QUIET_S = 15.0
+PROBE_TIMEOUT_S = 5.0  # to find out whether a server answers at all
 CLOSE_TIMEOUT_S = 10.0  # to close a session; the result does not depend on it
 CLOSE_PATHS = ("/close", "/close_session")
 RUNS_EPISODES = ("agent", "environment")  # kinds of server that run a whole episode: `Gym.run`
@@ -306,17 +308,22 @@ class Gym:
 
         Pauses have exponential backoff and full jitter.
         """
+        health = self._health[server]
         attempts = 0
+        first_failed_at = math.inf
         pause_s = 0.4
         while True:
             began = time.monotonic()
             try:
                 return await call(*args)
             except GymError as error:
-                is_outage = self._health[server].answered_at < began  # no call was answered since
+                now = time.monotonic()
+                first_failed_at = min(first_failed_at, now)
+                silent_s = now - max(first_failed_at, health.answered_at)
                 # During an outage only the first attempt counts, because the budget limits the
                 # rest. Outside an outage every attempt counts. Otherwise a call that crashes each
                 # restarted server would be repeated forever.
+                is_outage = health.answered_at < began and silent_s <= self.outage_budget_s
                 if attempts == 0 or not is_outage:
                     attempts += 1
                 is_crash = error.reason == "http_500"
@@ -455,15 +462,20 @@ class Connection:
             self.cookies[name] = value
 
     async def _record_outage(self, error: GymError, began: float) -> GymError:
-        """Record that the server answered no call since `began`. Return the error to raise.
+        """Record an outage, unless the server has answered a call since `began`.
 
-        That is `error`, or ServerDownError if the outage exceeds its budget.
+        Returns the error to raise: `error`, or ServerDownError if the outage exceeds its budget.
         """
         health = self.health
+        is_timeout = error.reason == "timeout"
+        if not is_timeout:
+            await self._probe(PROBE_TIMEOUT_S)  # it may refuse this one call only
+        if health.answered_at >= began:
+            return error
         now = time.monotonic()
-        # A broken connection worked until now. If a call timed out, the server was silent from the
-        # start of the call.
-        silent_since = began if error.reason == "timeout" else now
+        # A broken connection worked until now. If a call timed out, here or in a proxy, the server
+        # was silent from the start of the call.
+        silent_since = began if is_timeout or error.reason == "http_504" else now
         is_over = health.answered_at > health.outage_began  # the last outage
         if is_over or silent_since > health.failed_at + QUIET_S:
             health.outage_began = silent_since
@@ -472,8 +484,8 @@ class Connection:
         health.failed_calls += 1
         outage_s = now - health.outage_began
         budget_s = self.gym.outage_budget_s
-        if error.reason == "timeout" and outage_s > budget_s:
-            await self._probe()
+        if is_timeout and outage_s > budget_s:
+            await self._probe(self.gym.timeout_s)  # it may only be slow
         if outage_s <= budget_s or health.answered_at >= began:
             return error
         return ServerDownError(
@@ -483,11 +495,11 @@ class Connection:
             f"Last error: {error}. Restart it, then rerun the same command to resume.",
         )
 
-    async def _probe(self) -> None:
-        """Record an answer if the server still answers GET /openapi.json: then it is only slow."""
+    async def _probe(self, timeout_s: float) -> None:
+        """Record an answer if the server answers GET /openapi.json within `timeout_s`."""
         with contextlib.suppress(aiohttp.ClientError, OSError):
             get = self.gym._http.get(f"{self.url}/openapi.json", allow_redirects=False)
-            async with asyncio.timeout(self.gym.timeout_s), get as answer:
+            async with asyncio.timeout(timeout_s), get as answer:
                 if answer.status not in UNAVAILABLE:
                     self.health.answered_at = time.monotonic()
 

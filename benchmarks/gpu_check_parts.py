@@ -242,12 +242,12 @@ def choose_rows(name: str, files: list[str], folder: Path) -> str:
 
 def check_recipe(name: str, files: list[str], folder: Path, gpus: int) -> str:
     """Make a dry run, and let vLLM parse the engine arguments. Returns "" or the first error."""
-    from kit.runs import cli, summary
+    from kit.runs import cli
 
     command = "sft" if name == "sft" else "train"
     try:
         planned = cli.plan(files, make_changes(name, files, folder, gpus), command)
-        text = summary.describe_dry_run(planned.config, planned.defaults, planned.inputs, command)
+        text = cli.describe_plan(planned, command, is_dry_run=True)
         if "nothing was started" not in text:
             return "the dry run did not print its last line"
         if planned.config.actor_rollout_ref.rollout.name == "vllm" and command == "train":

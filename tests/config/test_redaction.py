@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from kit.config.load import base_configs, load_config
 from kit.config.redaction import HIDDEN, redacted
 from kit.extras.report import report_page
-from kit.runs import summary
+from kit.runs import cli
 from kit.runs.run_dir import Run
 
 
@@ -64,7 +64,8 @@ def test_a_dry_run_shows_no_secret(workspace, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "planted8")
     extra = "actor_rollout_ref.rollout.engine_kwargs.vllm"
     config, data = load(workspace, f"{extra}.hf_token=planted8", f"{extra}.api_key=sk-planted")
-    text = summary.describe_dry_run(config, base_configs()[0], data, "train")
+    planned = cli.Plan(config, base_configs()[0], data, None, [], [])
+    text = cli.describe_plan(planned, "train", is_dry_run=True)
     assert f"{extra}.hf_token: ${{oc.env:HF_TOKEN}}" in text and f"{extra}.api_key: " in text
     assert "planted8" not in text and "sk-planted" not in text
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from fault_server import RunningServer
+from http_doubles import Endpoint, send
 from turn_doubles import TOOL
 
 import gym_client
@@ -133,6 +134,42 @@ def test_a_connection_that_breaks_during_a_long_call_is_no_long_outage(skip_time
             return (await task).reward
 
     assert run_with_gym(conversation) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "seconds", "is_alive", "expected"),
+    [
+        (503, 0, True, ("http_503", 3)),
+        (504, 60, True, ("http_504", 3)),
+        ("reset", 0, True, ("connect", 3)),
+        (504, 60, False, ("server_down", 2)),  # a proxy in front of a server that hangs
+        ("reset", 60, False, ("connect", 4)),  # a proxy that closes idle connections
+    ],
+)
+def test_the_last_episode_of_a_step_is_not_repeated_forever(
+    answer, seconds, is_alive, expected, skip_time
+):
+    """No other call is made that the server could answer. Each attempt takes some seconds."""
+    runs = []
+
+    def handle(handler):
+        if handler.command == "GET":
+            is_up = is_alive or not runs
+            send(200 if is_up else 504, {"paths": {"/run": {"post": {}}}})(handler)
+            return
+        runs.append(handler.path)
+        skip_time(seconds)
+        if answer != "reset":
+            send(answer, {})(handler)
+
+    async def run():
+        async with Gym({"s": endpoint.url}) as gym:
+            return await catch(gym.run("s", ROW, 30.0))
+
+    endpoint = Endpoint(handle)
+    error = asyncio.run(run())
+    endpoint.close()
+    assert (error.reason, len(runs)) == expected
 
 
 # --- lost sessions -------------------------------------------------------------------------------
