@@ -389,7 +389,7 @@ def draw_figure(results: Results, names: list[str]) -> Figure:
         legend["default of the same task: mean of its seeds"] = "0.7"
     if "sft" in names:
         legend["loss"] = "C1"
-    handles = [plt.Line2D([], [], color=color) for color in legend.values()]
+    handles: list[Any] = [plt.Line2D([], [], color=color) for color in legend.values()]
     handles.append(plt.Rectangle((0, 0), 1, 1, color="0.5", alpha=0.25))
     labels = [*legend, "band: range of the seeds"]
     ncols = min(len(labels), columns)

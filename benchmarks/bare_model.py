@@ -38,7 +38,15 @@ KINDS = {"shared": "cpu_packed", "packed": "packed"}  # way of an update -> its 
 _lengths: list[int] = []
 
 
-def packed_attention(module, query, key, value, attention_mask, scaling=None, **_):
+def packed_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
     """Compute causal attention within each row of a packed batch.
 
     The arguments are those of transformers' attention functions. query, key and value have the

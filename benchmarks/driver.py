@@ -35,7 +35,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-# Before this folder, which has a gym_client too.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform"}
 

@@ -38,7 +38,6 @@ from typing import Any
 
 import yaml
 
-# Before this folder, which has a gym_client too.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import env
 from gym_client import Gym, GymError, find_routed_tools, function_call, message, response

@@ -52,13 +52,13 @@ def download_packages(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     for requirements, environment in WHEELS.items():
         python = ROOT / environment / "bin" / "python"
-        options = ["--no-deps", "--quiet", "--dest", folder, "-r", requirements]
+        options = ["--no-deps", "--quiet", "--dest", str(folder), "-r", requirements]
         subprocess.run([PIP, "--python", python, "download", *options], cwd=ROOT, check=True)
     code = "import importlib.metadata; print(importlib.metadata.version('nemo-gym'))"
     python = ROOT / ".venv-gym" / "bin" / "python"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
     for package in (*TOOLS, f"nemo-gym=={done.stdout.strip()}"):
-        options = ["--no-deps", "--ignore-requires-python", "--quiet", "--dest", folder]
+        options = ["--no-deps", "--ignore-requires-python", "--quiet", "--dest", str(folder)]
         subprocess.run([PIP, "download", *options, package], cwd=ROOT, check=True)
 
 

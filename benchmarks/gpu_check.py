@@ -150,8 +150,8 @@ def run_tests(name: str, *patterns: str) -> Outcome:
     chosen = [path for path in paths if path.stem not in (*STARTS_RUNS, *STARTS_COMMANDS)]
     skipped = [f"--deselect={test}" for test in DEVICE_TESTS]
     # tests/conftest.py puts the tests that start the stack into a group (xdist_group).
-    arguments = ["-p", "no:cacheprovider", "-m", "not soak and not xdist_group", *skipped, *chosen]
-    done = run([GPU, "-m", "pytest", *arguments], name, 1800)
+    options = ["-p", "no:cacheprovider", "-m", "not soak and not xdist_group", *skipped]
+    done = run([GPU, "-m", "pytest", *options, *chosen], name, 1800)
     lines = done.stdout.strip().splitlines() or ["no output"]
     failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     if done.returncode and not failures:
@@ -180,7 +180,7 @@ def check_step() -> Outcome:
 def check_sglang() -> Outcome:
     """Resolve requirements-sglang.txt for glibc 2.34."""
     uv = ROOT / ".venv-uv" / "bin" / "uv"
-    arguments = ["--override", "requirements-sglang.overrides", "--python", GPU]
+    arguments = ["--override", "requirements-sglang.overrides", "--python", str(GPU)]
     arguments += ["--python-platform", "x86_64-manylinux_2_34", "--only-binary", ":all:"]
     done = run([uv, "pip", "compile", "requirements-sglang.txt", *arguments], "sglang", 600)
     packages = len(re.findall(r"^[\w.-]+==", done.stdout, re.MULTILINE))

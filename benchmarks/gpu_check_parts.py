@@ -20,7 +20,7 @@ import sys
 import tempfile
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -352,7 +352,7 @@ def check_recipes(gpus: int) -> dict[str, str]:
     simulate_h100(gpus)
     write_models(folder)
     write_rows(folder)
-    is_installed: Callable[[str], bool] = attention.is_installed
+    is_installed = attention.is_installed
     has_flash_attention = is_installed("flash_attn")
     results = {}
 

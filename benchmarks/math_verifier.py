@@ -31,7 +31,7 @@ import psutil
 from omegaconf import OmegaConf
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # Before this folder, which has a gym_client too.
+sys.path.insert(0, str(ROOT))
 
 from gym_client import Gym, message_response  # noqa: E402
 from kit.extras.python_verifiers import verifier_pool  # noqa: E402
@@ -174,7 +174,7 @@ class TextTokenizer:
 
 def make_router(folder: Path, processes: int) -> VerifierRouter:
     """Make a router with the kit's verifier. folder: for its logs."""
-    base = OmegaConf.load(ROOT / "configs" / "base.yaml")
+    base: Any = OmegaConf.load(ROOT / "configs" / "base.yaml")
     base.env.verifier = VERIFIER
     base.env.verifier_pool.processes = processes
     return VerifierRouter(Gym({}), verifier_pool.make_pools(base, folder), TextTokenizer())

@@ -193,8 +193,9 @@ class Visitor:
         if not self.functions or self.statement is None:
             return []
         function = self.functions[-1]
+        body = range(function.body[0].lineno, function.end_lineno + 1)
         if self.statement is function:  # the edit is in a default of a parameter
-            return list(range(function.body[0].lineno, function.end_lineno + 1))
+            return list(body)
         return list(own_lines(self.statement))
 
     def visit(self, node: ast.AST) -> None:
@@ -334,7 +335,7 @@ class Visitor:
             self.change(node, label, keys=keys, values=values)
 
     def mutate_joinedstr(self, node: ast.JoinedStr) -> None:
-        texts = [part.value for part in node.values if isinstance(part, ast.Constant)]
+        texts = [str(part.value) for part in node.values if isinstance(part, ast.Constant)]
         if any(MESSAGE.search(text) for text in texts):
             return
         for i, part in enumerate(node.values):

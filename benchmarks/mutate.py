@@ -117,7 +117,7 @@ class Finder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != self.name:
             return None
-        loader = importlib.machinery.SourceFileLoader(name, self.path)
+        loader: Any = importlib.machinery.SourceFileLoader(name, self.path)
         loader.get_code = lambda _: compile(self.source, self.path, "exec")
         return importlib.util.spec_from_file_location(name, self.path, loader=loader)
 
@@ -138,11 +138,12 @@ class Plugin:
         self.current_test = ""
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        if self.chosen is None:
+        chosen = self.chosen
+        if chosen is None:
             items[:] = [item for item in items if not SLOW_FIXTURES & set(item.fixturenames)]
         else:
-            items[:] = [item for item in items if item.nodeid in self.chosen]
-            items.sort(key=lambda item: self.chosen[item.nodeid])
+            items[:] = [item for item in items if item.nodeid in chosen]
+            items.sort(key=lambda item: chosen[item.nodeid])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.current_test = nodeid

@@ -11,6 +11,7 @@ import argparse
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
@@ -41,7 +42,7 @@ def main() -> None:
         browser.close()
 
 
-def open_page(browser: Browser, address: str, width: int, height: int, **settings) -> Page:
+def open_page(browser: Browser, address: str, width: int, height: int, **settings: Any) -> Page:
     """Open the page, and wait until what is visible is drawn."""
     page = browser.new_page(viewport={"width": width, "height": height}, **settings)
     page.goto(address)

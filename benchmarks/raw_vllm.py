@@ -20,7 +20,7 @@ from measure import Row, finished_run, timed
 # VLLM_ALLOW_INSECURE_SERIALIZATION: collective_rpc may send a function to the worker.
 os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))))}
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, TokensPrompt
 
 ROLLOUT_KEYS = (  # settings of the run that vLLM gets, too
     "dtype",
@@ -38,8 +38,13 @@ def generate(llm: LLM, rows: list[Row], temperature: float) -> None:
 
     The length is set with ignore_eos and max_tokens. With min_tokens, vLLM would also mask logits.
     """
-    options = {"temperature": temperature, "logprobs": 0, "ignore_eos": True, "detokenize": False}
-    prompts = [{"prompt_token_ids": prompt} for prompt, _ in rows]
+    options: dict[str, Any] = {
+        "temperature": temperature,
+        "logprobs": 0,
+        "ignore_eos": True,
+        "detokenize": False,
+    }
+    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt, _ in rows]
     lengths = [len(response) for _, response in rows]
     sampling = [SamplingParams(max_tokens=length, **options) for length in lengths]
     outputs = llm.generate(prompts, sampling, use_tqdm=False)

@@ -59,7 +59,8 @@ def proxy(target: str, port: int, share: float, spoiled: collections.Counter) ->
         fault = rng.choice(FAULTS) if request.method == "POST" and rng.random() < share else ""
         spoiled[fault] += 1
         if fault == "reset":
-            request.transport.abort()
+            if request.transport:
+                request.transport.abort()
             return web.Response()  # the client does not get it
         if fault in ("500", "503"):
             return web.json_response({"detail": "spoiled"}, status=int(fault))
@@ -131,7 +132,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "soak.md", help="result page")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
-    spoiled = collections.Counter()
+    spoiled: collections.Counter[str] = collections.Counter()
     begin = time.monotonic()
     tiny_models.make_model(folder / "tied", tied=True)
     conftest.write_task(folder)
@@ -199,12 +200,12 @@ def watch(run: subprocess.Popen, metrics: Path) -> list[tuple[int, Usage]]:
 
 def count_failures(steps: list[dict[str, float]]) -> str:
     """Return the number of failed episodes by status, as text."""
-    counts = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
     for metrics in steps:
         for name, value in metrics.items():
             if name.startswith("rollout/failed/"):
-                counts[name.removeprefix("rollout/failed/")] += value
-    return ", ".join(f"{count:.0f} {status}" for status, count in counts.most_common()) or "none"
+                counts[name.removeprefix("rollout/failed/")] += int(value)
+    return ", ".join(f"{count} {status}" for status, count in counts.most_common()) or "none"
 
 
 def report(

@@ -56,7 +56,7 @@ class Sampler:
             samples = [sample for sample in samples if sample[0] <= end]
             if not samples:
                 continue
-            line = {
+            line: dict[str, Any] = {
                 "process": self.roles[pid],
                 "there_s": samples[0][0],
                 "cpu_s": samples[-1][1],

@@ -1,6 +1,6 @@
 """Compare the requests per second of Quintet's Gym client and of plain aiohttp.
 
-    python benchmarks/gym_client.py [--rounds 10] [--episodes 2048]
+    python benchmarks/client_speed.py [--rounds 10] [--episodes 2048]
 
 The verifier is a FastAPI server in a separate process. It takes 20 ms for an answer. In each round,
 all episodes run concurrently, once through `gym_client.Gym` and once through one
@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 import psutil
@@ -35,7 +35,6 @@ import uvicorn
 from fastapi import FastAPI, Response
 from pydantic import BaseModel, ConfigDict
 
-# Before this folder, which has a gym_client too.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from gym_client import Gym, message_response
 
@@ -66,7 +65,7 @@ async def seed_session(body: Body, response: Response) -> dict:
 async def verify(body: Body) -> Body:
     """Return the row with a reward, as Gym's servers do."""
     await asyncio.sleep(0.02)
-    return Body(**body.model_extra, reward=1.0)
+    return Body(**{**(body.model_extra or {}), "reward": 1.0})
 
 
 async def verify_through_kit(gym: Gym) -> float:
@@ -170,7 +169,7 @@ def main() -> None:
     raw = statistics.median(measurement.rates["aiohttp"])
     memory_mb = measurement.memory_mb
     third = memory_mb[min(2, len(memory_mb) - 1)]
-    result = {
+    result: dict[str, Any] = {
         "benchmark": "gym_client",
         "date": time.strftime("%Y-%m-%d"),
         "kit_requests_per_s": round(kit),
