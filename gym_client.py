@@ -62,15 +62,7 @@ import random
 import time
 import urllib.parse
 import uuid
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -95,6 +87,7 @@ from gym_messages import (
     function_call_output,
     get_fields,
     list_tool_names,
+    max_answer_bytes,
     message,
     message_response,
     parse_environment_result,
@@ -138,8 +131,6 @@ __all__ = [  # import these from this module, wherever they are defined
 
 RETRYABLE = {408, 429, 502, 503, 504}  # statuses of a server that is busy or unavailable
 UNAVAILABLE = RETRYABLE - {408, 429}  # a proxy sends these if the server behind it is down
-MAX_ANSWER_BYTES = 8 * 2**20  # in addition to the size of the request, which verifiers echo
-MAX_RUN_BYTES = 64 * 2**20  # of /run, whose answer holds the token ids of every turn
 MIN_THREAD_BYTES = 64 * 2**10  # a longer answer is parsed in a thread
 # If no call fails for longer, the outage may have ended unnoticed. Retries pause for 5 s at most.
 QUIET_S = 15.0
@@ -152,11 +143,6 @@ T = TypeVar("T")
 Slot = contextlib.AbstractAsyncContextManager[None]
 Limit = int | Callable[[str, str], Slot]  # a number, or (server, path) -> slot
 logger = logging.getLogger(__name__)
-
-
-def max_answer_bytes(path: str, sent: bytes | None) -> int:
-    """Return the size up to which an answer to `sent` is read."""
-    return MAX_RUN_BYTES if path == "/run" else MAX_ANSWER_BYTES + len(sent or b"")
 
 
 # --- servers and sessions -------------------------------------------------------------------------
@@ -453,7 +439,7 @@ class Connection:
                 return answer, error.partial
             raise GymError("too_large", f"{url}: the answer has over {limit} bytes. Shorten it.")
 
-    def _keep_cookies(self, headers: Iterable[str], url: str) -> None:
+    def _keep_cookies(self, headers: Sequence[str], url: str) -> None:
         """Keep the cookies of an answer. Raises GymError if they are of another session."""
         for header in filter(str.isprintable, headers):  # others cannot be sent back
             name, _, value = header.partition(";")[0].strip().partition("=")

@@ -36,6 +36,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+MAX_ANSWER_BYTES = 8 * 2**20  # in addition to the size of the request, which verifiers echo
+MAX_RUN_BYTES = 64 * 2**20  # of /run, whose answer holds the token ids of every turn
 MAX_DETAILS_BYTES = 64 * 2**10  # of VerifyResult.details as JSON
 MAX_CONTAINERS = 100_000  # lists and objects of an answer: each takes over 50 bytes of memory
 MAX_FAST_VALUES = 300_000  # the C parser takes 0.1 s for these, and blocks all other threads
@@ -484,6 +486,11 @@ def parse_environment_result(body: Any, url: str, row: Json, vocabulary: int) ->
     at = f" at its stage {stage!r:.50}" if stage else ""
     problem = f"{url}: the episode failed{at}: {cause:.300}"
     raise GymError(reason, problem, not is_terminal, details=describe_failure(failure))
+
+
+def max_answer_bytes(path: str, sent: bytes | None) -> int:
+    """Return the size up to which an answer to `sent` is read."""
+    return MAX_RUN_BYTES if path == "/run" else MAX_ANSWER_BYTES + len(sent or b"")
 
 
 class SlowDecoder(json.JSONDecoder):

@@ -186,7 +186,9 @@ def send(status, body, **headers):
     def handle(handler):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         handler.send_response(status)
-        for name, value in {"Content-Length": len(data), **headers}.items():
+        # Endpoint closes each connection. Without this header, the client would use it again.
+        standard = {"Content-Length": len(data), "Connection": "close"}
+        for name, value in (standard | headers).items():
             handler.send_header(name.replace("_", "-"), str(value))
         handler.end_headers()
         handler.wfile.write(data)

@@ -18,13 +18,8 @@ from http_doubles import (
     verify_x,
 )
 
-from gym_client import (
-    MAX_ANSWER_BYTES,
-    Gym,
-    GymError,
-    function_call,
-    message_response,
-)
+from gym_client import Gym, GymError, function_call, message_response
+from gym_messages import MAX_ANSWER_BYTES
 
 RUN_ANSWER = {"reward": 0.5, "response": {"output": []}}
 DEEP = b"[" * 5000 + b"]" * 5000

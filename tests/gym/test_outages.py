@@ -14,6 +14,7 @@ from http_doubles import Endpoint, send
 from turn_doubles import TOOL
 
 import gym_client
+import gym_messages
 from gym_client import Gym, GymError, ServerDownError, message_response
 
 RESPONSE = message_response("1.0")
@@ -236,7 +237,7 @@ def test_an_endless_answer_is_not_read_to_its_end(declared):
             return await catch(gym.routes("s"))
 
     assert asyncio.run(run()).reason == "too_large"
-    assert sent < gym_client.MAX_ANSWER_BYTES + 16 * 2**20  # the buffers of the sockets hold more
+    assert sent < gym_messages.MAX_ANSWER_BYTES + 16 * 2**20  # the buffers of the sockets hold more
 
 
 def test_no_tool_is_called_through_another_route():

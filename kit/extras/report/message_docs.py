@@ -9,6 +9,7 @@ a variable, `...` for any other value.
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Iterator
@@ -224,7 +225,7 @@ def find_assigned_texts(name: str, scope: Scope) -> Iterator[str]:
     """
     assignments = [
         node
-        for node in ast.walk(scope.function)
+        for node in list_nodes(scope.function)
         if isinstance(node, ast.Assign)
         and ast.unparse(node.targets[0]) == name
         and node.lineno < scope.before
@@ -232,7 +233,7 @@ def find_assigned_texts(name: str, scope: Scope) -> Iterator[str]:
     last_line = max((node.lineno for node in assignments), default=0)
     uses = [
         node.lineno
-        for node in ast.walk(scope.function)
+        for node in list_nodes(scope.function)
         if isinstance(node, ast.FormattedValue)
         and ast.unparse(node.value) == name
         and node.lineno < last_line
@@ -241,6 +242,12 @@ def find_assigned_texts(name: str, scope: Scope) -> Iterator[str]:
     for node in assignments:
         if node.lineno > last_use:
             yield from find_parts(node.value, scope._replace(before=node.lineno))
+
+
+@functools.cache
+def list_nodes(function: ast.AST) -> list[ast.AST]:
+    """List the nodes of a function. Each text in it asks for them."""
+    return list(ast.walk(function))
 
 
 def find_returned_texts(call: ast.Call, scope: Scope) -> Iterator[str]:
