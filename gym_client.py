@@ -33,12 +33,13 @@ failure as not terminal. A 500 has one retry. After a tool call or a step there 
 the server recognizes a repeated step by its id. If a tool answers 4xx or 500, the model reads that
 answer as the tool's output.
 
-Outages. connect, timeout and UNAVAILABLE mean that the server did not answer a call. This is an
-outage if it has not answered any other call since then, and does not answer GET /openapi.json. An
-outage begins when the first such call fails. If that call timed out, or a proxy answered 504, the
-outage began with the call. It ends with the next answer to any call. During an outage, retries are
-at most 5 s apart, and `attempts` does not limit them. So a server that returns within
-`outage_budget_s` costs time, but no episodes. After that, a call without an answer raises
+Outages. connect, timeout and UNAVAILABLE mean that the server did not answer a call. It is an
+outage if the server has answered no other call since that call began, and does not answer GET
+/openapi.json either. After a timeout, the client asks it only at the end of `outage_budget_s`.
+An outage begins when the first such call fails. If that call timed out, or a proxy answered 504,
+the outage began with the call. It ends with the next answer to any call. During an outage, retries
+are at most 5 s apart, and `attempts` does not limit them. So a server that returns within
+`outage_budget_s` costs time, but no episodes. Later, a call without an answer raises
 ServerDownError.
 
 Lost sessions. A restarted server may accept an old cookie with an empty session, and then compute a
