@@ -60,7 +60,10 @@ async def try_verifier(pool: Pool, tasks: Sequence[Task], tokenizer: Any) -> lis
             for response in list_responses(task, kind):
                 trial = f" (tried on row {task.row_id} with the response {response!r})"
                 rewards[response] = await call_verifier(pool, task, response, tokenizer)
-            lines.append(f"row {task.row_id}: reward {describe_rewards(rewards)}")
+            line = f"row {task.row_id}: reward {describe_rewards(rewards)}"
+            if kind == "verify" and len(rewards) == 1:
+                line += ". The row has no ground truth that can be tried as a response."
+            lines.append(line)
     except GymError as error:
         raise UserFunctionError(f"{pool.spec.key}={error}{trial}") from None
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from conftest import CPU, ROOT, load, row, tiny
+from conftest import CPU, ROOT, WORDS, load, row, tiny, write_rows
 from omegaconf import OmegaConf
 from verifier_helpers import EXAMPLE_SOURCE, CharTokenizer, make_config
 
@@ -134,6 +134,10 @@ def test_a_recipe_with_a_verifier_needs_no_server(workspace, tmp_path, monkeypat
     (tmp_path / "my.py").write_text(source)
     text = summary.summarize(config, prepare.prepare(config), "train")
     assert "0 for the ground truth '7'. The ground truth earns nothing." in text
+    rows = [{**row(f"{word} 7"), "answer": None} for word in WORDS]
+    config.env.train_files = [str(write_rows(tmp_path / "without_answer.jsonl", rows))]
+    text = summary.summarize(config, prepare.prepare(config), "train")
+    assert "reward 0 for 'So the answer is 7.'. The row has no ground truth that" in text
     source = EXAMPLE_SOURCE.replace("float(ground_truth in solution_str)", "None")
     (tmp_path / "my.py").write_text(source)
     with pytest.raises(
