@@ -244,16 +244,19 @@ def test_a_parser_that_takes_cubic_time_is_stopped_and_the_event_loop_continues(
     assert [c["name"] for c in parse(context, honest, [CHAT_TOOL]).calls] == ["look_up"]
     monkeypatch.setattr(chat, "PARSE_TIMEOUT_S", 0.5)
     responses = []
+    seconds = []
     cpu_seconds = []
 
     async def parse_hostile():
-        began = time.process_time()
+        began = time.monotonic()
+        cpu_began = time.process_time()
         responses.append(await chat.parse_response(context, hostile, [CHAT_TOOL]))
-        cpu_seconds.append(time.process_time() - began)
+        seconds.append(time.monotonic() - began)
+        cpu_seconds.append(time.process_time() - cpu_began)
 
     assert measure_longest_pause(parse_hostile, 0.15) < 0.15
     # vLLM treats a response as text if its search fails
-    assert not any(response.calls for response in responses)
-    # the timeout counts the CPU time of this process
-    print("CPU seconds", cpu_seconds)
-    assert min(cpu_seconds) > 0.5 and max(cpu_seconds) < 5
+    assert responses and not any(response.calls for response in responses)
+    print("seconds", seconds, "CPU seconds", cpu_seconds)
+    assert max(seconds) < 5
+    assert min(cpu_seconds) > 0.5  # the timeout counts the CPU time of this process

@@ -255,7 +255,7 @@ def find_returned_texts(call: ast.Call, scope: Scope) -> Iterator[str]:
     functions = scope.repository.functions.get(ast.unparse(call.func).split(".")[-1], [])
     if len(functions) != 1 or scope.depth > MAX_DEPTH:  # or the name does not tell which one
         return
-    for node in ast.walk(functions[0]):
+    for node in list_nodes(functions[0]):
         if isinstance(node, ast.Return) and node.value:
             inner = Scope(functions[0], node.lineno, scope.repository, scope.depth + 1)
             yield from find_parts(node.value, inner)
