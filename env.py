@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import itertools
 import json
 import random
@@ -218,8 +217,8 @@ class Task:
     messages: list[dict[str, Any]]  # chat messages; empty: the environment writes the prompt
     prompt_ids: list[int]  # [P]; empty if messages is
     tools: list[dict[str, Any]] = field(default_factory=list)  # in chat format
-    file: str = ""  # the file of the row
-    weight: float | None = None  # the share of that file in each batch
+    file: str = ""  # the entry of env.train_files that has the row; no two have the same name
+    weight: float | None = None  # the share of this entry in each batch
 
 
 def render_row(
@@ -258,40 +257,40 @@ def render_row(
     return messages, render_tools(params.get("tools", []), row_id)
 
 
-CONTENT_KEYS = {  # {type of an input item: the key of its text}
-    "message": "content",
-    "reasoning": "summary",
-    "function_call": "",
-    "function_call_output": "output",
-}
+ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # of an assistant message, by peers
 
 
 def render_items(items: Sequence[Any], row_id: str) -> list[dict[str, Any]]:
-    """Render Responses items to chat messages. Raises UnsupportedRowError or DataError.
+    """Render Responses items and chat messages to chat messages of one form.
 
-    Consecutive items of the assistant become one message: its reasoning in think tags, its text,
-    and its function calls. An empty message of the assistant is dropped, as in Gym.
+    Consecutive items of the assistant become one message: its reasoning under `reasoning_content`,
+    its text, and its function calls, whose arguments are objects. An empty message of the assistant
+    is dropped, as in Gym. An output of a tool has the id and the name of its call.
+    Raises UnsupportedRowError or DataError.
     """
     messages: list[dict[str, Any]] = []
-    tool_names: dict[str, str] = {}  # call_id -> the name of the called function
+    open_calls: dict[str, str] = {}  # {call id: function name} of calls without an output yet
     for item in items:
         kind = check_item_type(item, row_id)
-        is_assistant = kind == "message" and item.get("role") == "assistant"
-        if kind == "function_call_output":
-            messages.append(render_tool_output(item, tool_names, row_id))
-        elif kind == "message" and not is_assistant:
+        role = item.get("role") if kind == "message" else None
+        if kind == "function_call_output" or role == "tool":
+            messages.append(render_tool_output(item, open_calls, row_id))
+        elif kind == "message" and role != "assistant":
             messages.append(render_message(item, row_id))
         else:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             extend_assistant_message(messages[-1], item, kind, row_id)
-            if kind == "function_call":
-                tool_names[item["call_id"]] = item["name"]
-    return [
-        message
-        for message in messages
-        if message["role"] != "assistant" or message["content"] or "tool_calls" in message
-    ]
+            for call in messages[-1].get("tool_calls", []):
+                open_calls.setdefault(call["id"], call["function"]["name"])
+    return [message for message in messages if not is_empty_answer(message)]
+
+
+def is_empty_answer(message: Mapping[str, Any]) -> bool:
+    """Return whether a message of the assistant has no text, reasoning or call."""
+    keys = ("content", "reasoning_content", "tool_calls")
+    return message["role"] == "assistant" and not any(message.get(key) for key in keys)
 
 
 def check_item_type(item: Any, row_id: str) -> str:
@@ -301,7 +300,7 @@ def check_item_type(item: Any, row_id: str) -> str:
             f"{row_id}: an input item must be a JSON object, this is a {type(item).__name__}."
         )
     kind = str(item.get("type") or "message")
-    if kind not in CONTENT_KEYS:
+    if kind not in ITEM_TYPES:
         raise UnsupportedRowError(
             f"{row_id}: input items of type {kind} are not supported, only messages, reasoning and "
             "function calls. Remove such rows."
@@ -321,7 +320,8 @@ def render_message(item: Mapping[str, Any], row_id: str) -> dict[str, Any]:
     if role in ("system", "developer"):  # no chat template has OpenAI's developer role
         return {"role": "system", "content": text}
     raise DataError(
-        f"{row_id}: a message has the role {role!r}. Use user, system, developer or assistant."
+        f"{row_id}: a message has the role {role!r}. Use user, system, developer, assistant or "
+        "tool."
     )
 
 
@@ -339,40 +339,87 @@ def render_user_parts(content: Sequence[Any], row_id: str) -> str | list[dict[st
 
 
 def render_tool_output(
-    item: Mapping[str, Any], tool_names: Mapping[str, str], row_id: str
+    item: Mapping[str, Any], open_calls: dict[str, str], row_id: str
 ) -> dict[str, Any]:
-    """Render the output of a function call. Some chat templates need the function's name."""
-    content = "".join(read_texts(item.get("output"), row_id))
-    call_id = read_text(item, "call_id", row_id)
+    """Render the output of a function call: an item with `call_id`, or a message of role tool.
+
+    Without an id it is the output of the first open call, as in chats of TRL. The call is then no
+    longer open. Some chat templates need the function's name.
+    """
+    is_item = item.get("type") == "function_call_output"
+    content = "".join(read_texts(item.get("output" if is_item else "content"), row_id))
+    key = "call_id" if is_item else "tool_call_id"
+    call_id = next(iter(open_calls), "")
+    if is_item or item.get(key) is not None:
+        call_id = read_text(item, key, row_id)
     message = {"role": "tool", "tool_call_id": call_id, "content": content}
-    if call_id in tool_names:
-        message["name"] = tool_names[call_id]
+    name = open_calls.pop(call_id, None) or item.get("name")
+    if name:
+        message["name"] = str(name)
     return message
 
 
 def extend_assistant_message(
     message: dict[str, Any], item: Mapping[str, Any], kind: str, row_id: str
 ) -> None:
-    """Add the text, reasoning or function call of an item to a message of the assistant."""
+    """Add the text, reasoning and function calls of an item to a message of the assistant."""
     if kind == "function_call":
         message.setdefault("tool_calls", []).append(render_call(item, row_id))
         return
-    texts = read_texts(item.get(CONTENT_KEYS[kind]), row_id)
     if kind == "reasoning":
-        texts = [f"<think>{text}</think>" for text in texts if text]
-    message["content"] += "".join(texts)
+        add_thought(message, read_texts(item.get("summary"), row_id))
+        return
+    thoughts = [read_texts(item.get(key), row_id) for key in THOUGHT_KEYS if item.get(key)]
+    add_thought(message, thoughts[0] if thoughts else [])  # Gym writes one under two keys
+    message["content"] += "".join(read_texts(item.get("content"), row_id))
+    calls = item.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise DataError(f"{row_id}: tool_calls must be a list of JSON objects.")
+    for call in calls:
+        rendered = message.setdefault("tool_calls", [])
+        rendered.append(render_chat_call(call, len(rendered), row_id))
+
+
+def add_thought(message: dict[str, Any], texts: Sequence[str]) -> None:
+    """Add texts to the reasoning of a message of the assistant."""
+    thoughts = [message.get("reasoning_content", ""), *texts]
+    thought = "\n".join(text for text in thoughts if text)
+    if thought:
+        message["reasoning_content"] = thought
 
 
 def render_call(item: Mapping[str, Any], row_id: str) -> dict[str, Any]:
-    """Render a function call. Chat templates expect its arguments as an object, not as JSON."""
+    """Render a function_call item to a tool call of the chat format."""
+    arguments = read_text(item, "arguments", row_id)
+    function = {"name": item.get("name"), "arguments": arguments}
     call_id = read_text(item, "call_id", row_id)
-    name = read_text(item, "name", row_id)
-    arguments: Any = read_text(item, "arguments", row_id)
-    with contextlib.suppress(ValueError, RecursionError):
-        parsed = json.loads(arguments)
-        if isinstance(parsed, dict):
-            arguments = parsed
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return render_chat_call({"id": call_id, "function": function}, 0, row_id)
+
+
+def render_chat_call(call: Mapping[str, Any], number: int, row_id: str) -> dict[str, Any]:
+    """Render a tool call of the chat format. Chat templates expect its arguments as an object.
+
+    number: of the call in its message. A call without an id gets one of nine characters, since
+    Mistral's chat templates raise for all other ids.
+    """
+    function = call.get("function", call)
+    if not isinstance(function, dict):
+        raise DataError(f"{row_id}: `function` of a tool call must be an object. Correct it.")
+    name = read_text({"type": "function_call", **function}, "name", row_id)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            parsed = json.loads(arguments)
+            if isinstance(parsed, dict):
+                arguments = parsed
+    elif not isinstance(arguments, dict | None):
+        raise DataError(
+            f"{row_id}: `arguments` of a function_call must be JSON text or an object, not "
+            f"{arguments!r:.40}."
+        )
+    call_id = str(call.get("id") or f"call{number:05d}")
+    rendered = {"name": name, "arguments": {} if arguments is None else arguments}
+    return {"id": call_id, "type": "function", "function": rendered}
 
 
 def render_tools(tools: Any, row_id: str) -> list[dict[str, Any]]:
@@ -393,8 +440,36 @@ def render_tools(tools: Any, row_id: str) -> list[dict[str, Any]]:
         read_text(function, "name", row_id)
         keys = ("name", "description", "parameters")
         fields = {key: function[key] for key in keys if function.get(key) is not None}
+        if isinstance(fields.get("parameters"), dict):
+            fields["parameters"] = drop_nulls(fields["parameters"])
         rendered.append({"type": "function", "function": fields})
     return rendered
+
+
+def drop_nulls(schema: Any) -> Any:
+    """Drop the keys of a JSON schema whose value is null: Arrow adds them to each object of a list.
+
+    `const` and the `default` of a schema that allows null stay.
+    """
+    if isinstance(schema, list):
+        return [drop_nulls(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for key, value in schema.items():
+        is_meant = key == "const" or (key == "default" and allows_null(schema))
+        if value is not None or is_meant:
+            kept[key] = drop_nulls(value)
+    return kept
+
+
+def allows_null(schema: Mapping[str, Any]) -> bool:
+    """Return whether a JSON schema says that null is a valid value."""
+    kinds = schema.get("type")
+    if kinds == "null" or (isinstance(kinds, list) and "null" in kinds) or schema.get("nullable"):
+        return True
+    choices = [*(schema.get("anyOf") or []), *(schema.get("oneOf") or [])]
+    return any(isinstance(choice, dict) and allows_null(choice) for choice in choices)
 
 
 TEXT_TYPES = {"input_text", "output_text", "text", "summary_text"}
@@ -439,11 +514,13 @@ def encode_messages(
     tokenizer: Any,
     row_id: str = "",
     processor: Any = None,
+    template_arguments: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Encode chat messages and tools to prompt ids [P].
 
-    row_id: for error messages. processor: of kit/data/processor.py, needed for images only. Raises
-    DataError if the chat template fails or does not show the tools.
+    row_id: for error messages. processor: of kit/data/processor.py, needed for images only.
+    template_arguments: of the chat template (data.apply_chat_template_kwargs). Raises DataError if
+    the chat template fails.
     """
     reads_images = processor is not None and processor.reads_images
     if reads_images:
@@ -451,18 +528,19 @@ def encode_messages(
     elif any(has_image(message) for message in messages):
         raise UnsupportedRowError(f"{row_id}: input_image: the model reads no images. Remove it.")
     place = f"{row_id}: the chat template" if row_id else "the chat template"
-    options = {"add_generation_prompt": True, "return_dict": True}
     try:
-        template = functools.partial(tokenizer.apply_chat_template, messages, **options)
-        ids = list(template(tools=tools or None)["input_ids"])
-        # [], not None: a template for tools may loop over the list without a check
-        shows_tools = not tools or ids != list(template(tools=[])["input_ids"])
+        output = tokenizer.apply_chat_template(
+            messages,
+            tools=tools or None,
+            add_generation_prompt=True,
+            return_dict=True,
+            **(template_arguments or {}),
+        )
     except Exception as error:  # a template is a program, and may raise anything
         raise DataError(
             f"{place} cannot render these messages: {error}. Change them, or {TEMPLATE_HINT}."
         ) from error
-    if not shows_tools:
-        raise DataError(f"{place} does not show tools to the model. To use it, {TEMPLATE_HINT}.")
+    ids = list(output["input_ids"])
     return processor.expand(ids, messages, row_id) if reads_images else ids
 
 
@@ -480,10 +558,10 @@ def take_batch(
 ) -> list[Any]:
     """Take the `size` tasks of training step `step` (1, 2, ...) from an endless stream of epochs.
 
-    Each epoch has its own order. A batch may begin in one epoch and end in the next. If files have
-    weights, each file is such a stream and gives its quota to each batch. The result depends on the
-    arguments alone, so a resumed run gets the same batches. A task is anything with `file` and
-    `weight`. Raises DataError.
+    Each epoch has its own order. A batch may begin in one epoch and end in the next. If the entries
+    of env.train_files have weights, each entry (`file`) is such a stream and gives its quota to
+    each batch. The result depends on the arguments alone, so a resumed run gets the same batches. A
+    task is anything with `file` and `weight`. Raises DataError.
 
     >>> rows = [Task(name, {}, "", [], [], file=name[0], weight=1) for name in ("a1", "a2", "b1")]
     >>> [[t.row_id for t in take_batch(rows, 2, step, 0, shuffle=False)] for step in (1, 2)]

@@ -42,6 +42,7 @@ from gym_client import RUNS_EPISODES, EpisodeIndex, Gym, GymError, ServerDownErr
 from kit.data.episode import Episode, PolicyVersion, append_tokens, from_output_items, gc_paused
 from kit.errors import RunError
 from kit.rollout import chat
+from kit.rollout.chat_template import TURNS
 from kit.rollout.sampler import (
     EpisodeId,
     EpisodeRequest,
@@ -81,12 +82,20 @@ async def run_turns(
     `ended` is then the reason: a response without tool calls, a limit of tokens or turns, or the
     end of the environment. request_id: the id of the episode (`number_members`). Raises GymError.
     """
+    check_template(session, context)
     build_prompt(episode, task, session, context)
     while not episode.ended:
         response = await sample_turn(episode, task, context, sampling, request_id)
         observations = await step_environment(episode, session, response)
         if not episode.ended:
             append_observations(episode, response.calls, observations, context)
+
+
+def check_template(session: Session, context: SamplerContext) -> None:
+    """Check that the chat template has the turns of a game. Raises RunError."""
+    template = context.template
+    if session.kind == "step" and context.max_turns != 1 and TURNS in template.failures:
+        raise RunError(template.describe_failure(TURNS))
 
 
 def build_prompt(episode: Episode, task: Task, session: Session, context: SamplerContext) -> None:
@@ -107,13 +116,11 @@ def build_prompt(episode: Episode, task: Task, session: Session, context: Sample
         problem = f"{task.row_id}: {len(observation)} characters observed, {advice}"
         raise GymError("prompt_too_long", problem)
     if observation:
-        episode.prompt_ids = chat.encode_first_prompt(
-            task.messages, observation, task.tools, context.processor, task.row_id
+        episode.prompt_ids = context.template.encode_first_prompt(
+            task.messages, observation, task.tools, task.row_id
         )
     else:
-        episode.prompt_ids = env.encode_messages(
-            task.messages, task.tools, context.tokenizer, task.row_id, context.processor
-        )
+        episode.prompt_ids = context.template.encode_prompt(task.messages, task.tools, task.row_id)
     length = len(episode.prompt_ids)
     if length > limit:
         problem = f"{task.row_id}: {length} tokens with the observation, {advice}"
@@ -135,7 +142,7 @@ async def sample_turn(
     max_tokens = context.max_response_length - len(episode.response_ids)
     sampled = await sample(context, sampling, turn_id, prompt_ids, max_tokens, **image_inputs)
     add_time(episode, "generate", begin)
-    response = await chat.parse_response(context, sampled.ids, task.tools)
+    response = await chat.parse_response(context, sampled.ids, task.tools, ids)
     episode.output += response.items
     append_tokens(episode, sampled.ids, sampled.log_probs, sampled.policy_versions)
     if sampled.ids[-1] not in context.stop_ids:
@@ -225,7 +232,8 @@ def append_observations(
     if characters > MAX_CHARS_PER_TOKEN * room:  # tokenizing takes seconds
         episode.ended = "length"
         return
-    new_ids = chat.encode_observation(messages, context.processor, context.stop_ids)
+    last_id = episode.response_ids[-1]
+    new_ids = context.template.encode_continuation(messages, last_id)
     if len(new_ids) >= room:
         episode.ended = "length"
         return
@@ -340,13 +348,30 @@ def episode_from_response(
 ) -> None:
     """Fill `episode` from the Response of an agent's /run, whose model calls have token ids.
 
-    Raises GymError('not_contiguous' | 'no_tokens').
+    Raises GymError('not_contiguous' | 'no_tokens' | 'prompt_too_long').
     """
     from_output_items(episode, response["output"])
+    is_incomplete = bool(response.get("incomplete_details"))
+    if not episode.turns and is_incomplete:
+        problem = (
+            f"the agent's first prompt is over data.max_prompt_length={context.max_prompt_length}"
+        )
+        raise GymError("prompt_too_long", f"{problem}. Raise it, or shorten the row.")
     if not episode.turns:
         problem = f"the agent of {episode.server} answers without token ids"
         raise GymError("no_tokens", f"{problem}. Set its model server to the kit's endpoint.")
-    if response.get("incomplete_details") or episode.response_ids[-1] not in context.stop_ids:
+    lengths = (len(episode.prompt_ids), len(episode.response_ids))
+    limits = (context.max_prompt_length, context.max_response_length)
+    if lengths[0] > limits[0] or lengths[1] > limits[1]:
+        problem = (
+            f"the agent left out calls: {lengths} tokens of prompt and response, over {limits}"
+        )
+        raise GymError("not_contiguous", f"{problem}. Return all model calls from /run.")
+    ends_with_stop = episode.response_ids[-1] in context.stop_ids
+    has_all_turns = context.max_turns is not None and len(episode.turns) >= context.max_turns
+    if is_incomplete and ends_with_stop and has_all_turns:
+        episode.ended = "turns"
+    elif is_incomplete or not ends_with_stop:
         episode.ended = "length"
     elif episode.output[-1].get("type") == "function_call_output":
         episode.ended = "turns"  # the agent reached its own limit of turns after this tool call

@@ -47,7 +47,7 @@ class Guess:
 
     def reset(self, row: dict[str, Any]) -> str:
         """Start an episode, and return the prompt. The kit adds it to the row's `input`."""
-        self.number: int = row["number"]
+        self.number = int(row["number"])  # raises if there is none: the row is at fault
         self.turns_left = int(row["top"]).bit_length()
         return f"Guess a number from 1 to {row['top']}."
 

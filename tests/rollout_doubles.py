@@ -98,8 +98,20 @@ def verify_session(verify) -> SimpleNamespace:
     return SimpleNamespace(kind="verify", observation=None, executable=set(), verify=verify)
 
 
+def make_tokenizer(text: str) -> SimpleNamespace:
+    """A tokenizer that decodes all ids to `text`. It has no special tokens and no template."""
+    return SimpleNamespace(
+        decode=lambda ids, **_: text,
+        chat_template=None,
+        added_tokens_decoder={},
+        get_added_vocab=dict,
+        all_special_tokens=[],
+        unk_token=None,
+    )
+
+
 def make_context(client, **changes) -> SamplerContext:
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: "five")
+    tokenizer = make_tokenizer("five")
     return SamplerContext(client, tokenizer, {STOP}, 32, 12, None, 100, "hermes", 5.0, **changes)
 
 

@@ -125,7 +125,7 @@ PARTS = [
         ({"input": [user("a"), assistant(""), user("c")]}, [user("a"), user("c")]),
         (
             {"input": [user("a"), reasoning_item("t", "", "u"), assistant("b")]},
-            [user("a"), assistant("<think>t</think><think>u</think>b")],
+            [user("a"), {**assistant("b"), "reasoning_content": "t\nu"}],
         ),
         ({"input": [user("a"), {"type": "reasoning", "summary": []}]}, [user("a")]),
         (
@@ -149,7 +149,10 @@ PARTS = [
                 ]
             },
             [
-                assistant("<think>t</think>b", ("c1", "f", "{oops"), ("c2", "g", "[2]")),
+                {
+                    **assistant("b", ("c1", "f", "{oops"), ("c2", "g", "[2]")),
+                    "reasoning_content": "t",
+                },
                 {"role": "tool", "tool_call_id": "c2", "content": "two", "name": "g"},
                 {"role": "tool", "tool_call_id": "elsewhere", "content": "three"},
                 assistant("", ("c3", "f", {})),
@@ -234,7 +237,7 @@ def test_a_tool_without_a_type_is_unsupported(tool):
         ({"input": "hi", "instructions": ["i"]}, "instructions must be text"),
         ({"input": ["hi"]}, "an input item must be a JSON object, this is a str"),
         ({"input": [{"content": "hi"}]}, "the role None"),
-        ({"input": [{"role": "tool", "content": "hi"}]}, "the role 'tool'"),
+        ({"input": [{"role": "function", "content": "hi"}]}, "the role 'function'"),
         ({"input": [{"role": "user", "content": 3}]}, "content must be text"),
         ({"input": [{"role": "user", "content": ["hi"]}]}, "must be an object with a type"),
         (
@@ -337,7 +340,8 @@ for line in sys.stdin:
 def test_rendering_agrees_with_gyms_converter(gym_example_files):
     """`simplify` removes the known differences.
 
-    They are the role developer, null content, JSON arguments, and the names of tool outputs.
+    They are the role developer, null content, JSON arguments, reasoning, and the names of tool
+    outputs.
     """
     rows = []
     for server, file in gym_example_files:
@@ -368,6 +372,8 @@ def simplify(message):
     """(role, text, tool calls, tool call id) of a chat message."""
     content = message.get("content") or ""
     texts = [content] if isinstance(content, str) else [get_part_text(part) for part in content]
+    if message.get("reasoning_content"):  # Gym writes it into the text
+        texts.insert(0, f"<think>{message['reasoning_content']}</think>")
     calls = []
     for call in message.get("tool_calls") or []:
         arguments = call["function"]["arguments"]
@@ -408,10 +414,6 @@ def test_the_chat_template_makes_the_prompt_and_its_errors_name_the_row(set_temp
     )
     ids = env.encode_messages([user("hi")], [], plain)
     assert all(type(i) is int for i in ids) and plain.decode(ids) == "hi ?"
-    with pytest.raises(
-        env.DataError, match=r"^x:1: .*does not show tools.*model\.custom_chat_template"
-    ):
-        env.encode_messages([user("hi")], [CHAT_TOOL], plain, "x:1")
 
     shows = set_template(
         "{% for t in tools %}{{ t.function.name }} {% endfor %}{{ messages[0].content }}"
@@ -436,3 +438,132 @@ def test_the_chat_template_makes_the_prompt_and_its_errors_name_the_row(set_temp
         env.DataError, match=r"^the chat template cannot render these messages: .*concatenate"
     ):
         env.encode_messages(render_messages(input=[call_item("c", "{}")]), [], adds)
+
+
+# --- chat messages -------------------------------------------------------------------------------
+
+
+def chat_call(arguments, call_id="c1", name="f"):
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+CHAT = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "u"},
+    {"role": "assistant", "content": "a", "tool_calls": [chat_call({"x": [1, None]})]},
+    {"role": "tool", "tool_call_id": "c1", "content": "o", "name": "f"},
+    {"role": "assistant", "content": "b", "reasoning_content": "t"},
+]
+
+
+def parts(text):
+    return [{"type": "text", "text": text[:1]}, {"type": "text", "text": text[1:]}]
+
+
+def write_parts(message):
+    return {**message, "content": parts(message["content"])}
+
+
+def write_json(message):
+    calls = [
+        chat_call(json.dumps(call["function"]["arguments"], indent=1))
+        for call in message.get("tool_calls", [])
+    ]
+    return {**message, "tool_calls": calls or None, "name": None}
+
+
+def write_developer(message):
+    return {**message, "role": message["role"].replace("system", "developer")}
+
+
+def write_thinking(message):
+    message = dict(message)
+    thought = message.pop("reasoning_content", None)
+    return message | ({"thinking": thought, "reasoning": None} if thought else {})
+
+
+def pad(message):
+    """Add the keys that Arrow adds to each message of a table."""
+    keys = ("content", "name", "tool_calls", "tool_call_id", "reasoning_content", "type")
+    return {**dict.fromkeys(keys), **message}
+
+
+@pytest.mark.parametrize(
+    "write", [dict, write_parts, write_json, write_developer, write_thinking, pad]
+)
+def test_all_forms_of_a_chat_are_one(write):
+    assert env.render_items([write(message) for message in CHAT], "x:1") == CHAT
+
+
+def test_items_of_gym_and_chat_messages_are_the_same():
+    items = [
+        {"type": "message", "role": "system", "content": "s"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "u"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+        call_item("c1", '{"x": [1, null]}'),
+        output_item("c1", "o"),
+        reasoning_item("t"),
+        assistant("b"),
+    ]
+    assert env.render_items(items, "x:1") == CHAT
+
+
+def test_ids_that_a_chat_leaves_out_are_given_in_order():
+    """Chats of TRL have neither ids of calls nor those of their outputs."""
+    call_a = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    call_b = {"type": "function", "function": {"name": "g", "arguments": None}}
+    chat = [
+        user("u"),
+        {"role": "assistant", "tool_calls": [call_a, call_b]},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+    ]
+    _, answer, first, second = env.render_items(chat, "x:1")
+    ids = [call["id"] for call in answer["tool_calls"]]
+    assert len(set(ids)) == 2 and all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)
+    assert [first["tool_call_id"], second["tool_call_id"]] == ids
+    assert [first["name"], second["name"]] == ["f", "g"]
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"role": "assistant", "tool_calls": "f"}, "tool_calls must be a list"),
+        ({"role": "assistant", "tool_calls": ["f"]}, "tool_calls must be a list"),
+        ({"role": "assistant", "tool_calls": [{"function": "f"}]}, "`function` of a tool call"),
+        ({"role": "assistant", "tool_calls": [chat_call(3)]}, "`arguments` of a function_call"),
+        ({"role": "assistant", "tool_calls": [chat_call({}, name=None)]}, "`name` of a function"),
+        ({"role": "tool", "tool_call_id": 3, "content": "x"}, "`tool_call_id` of a"),
+        ({"role": "tool", "tool_call_id": "c", "content": 3}, "content must be text"),
+    ],
+)
+def test_a_malformed_chat_message_is_an_error(message, problem):
+    with pytest.raises(env.DataError, match=f"^x:1: .*{problem}"):
+        env.render_items([user("u"), message], "x:1")
+
+
+@pytest.mark.parametrize(
+    ("schema", "rendered"),
+    [
+        ({"a": None, "b": 1}, {"b": 1}),
+        (
+            {"properties": {"city": {"type": "string", "enum": None}, "sign": None}},
+            {"properties": {"city": {"type": "string"}}},
+        ),
+        ({"enum": ["a", None]}, {"enum": ["a", None]}),
+        ({"const": None}, {"const": None}),
+        ({"type": "string", "default": None}, {"type": "string"}),
+        (
+            {"type": ["string", "null"], "default": None},
+            {"type": ["string", "null"], "default": None},
+        ),
+        (
+            {"anyOf": [{"type": "string", "items": None}, {"type": "null"}], "default": None},
+            {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+        ),
+    ],
+)
+def test_null_keys_of_a_tools_schema_do_not_reach_the_model(schema, rendered):
+    tool = {"type": "function", "name": "f", "description": None, "parameters": schema}
+    (result,) = env.render_tools([tool], "x:1")
+    assert result["function"] == {"name": "f", "parameters": rendered}

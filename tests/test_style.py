@@ -19,9 +19,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("C*.md"), *ROOT.glob("docs/**/*.md")])
 SOURCES = sorted([*ROOT.glob("*.py"), *ROOT.glob("kit/**/*.py"), *ROOT.glob("templates/**/*.py")])
 MAX_FUNCTION_LINES = 50
-MAX_FILE_LINES = {"algorithm.py": 400}
-MAX_ROOT_FILE_LINES = 600
-MAX_TEST_FILE_LINES = 500
 MAX_COMPREHENSION = 160  # characters, about two lines
 MAX_LAMBDA = 40  # characters
 MAX_MARKDOWN_LINE = 120  # characters; rows of tables may be longer
@@ -213,9 +210,6 @@ def find_size_problems(path: Path) -> Iterator[str]:
             summary = (ast.get_docstring(node) or "").partition("\n")[0]
             if len(summary) > 100:
                 yield f"{node.lineno}: the docstring's first line has {len(summary)} characters"
-    lines = len(path.read_text().splitlines())
-    if path.parent == ROOT and lines > MAX_FILE_LINES.get(path.name, MAX_ROOT_FILE_LINES):
-        yield f"1: {lines} lines"
 
 
 def find_problems(path: Path) -> list[str]:
@@ -247,11 +241,3 @@ def test_banned_phrases_in_markdown_are_found(tmp_path):
     )
     found = [problem.partition(" in ")[0] for problem in find_markdown_problems(page)]
     assert found == ["3: 'at once'", "6: 'What i'", "10: 'told'"]
-
-
-def test_no_test_file_is_long():
-    lengths = {
-        str(path): len(path.read_text().splitlines())
-        for path in (ROOT / "tests").rglob("test_*.py")
-    }
-    assert {name: lines for name, lines in lengths.items() if lines > MAX_TEST_FILE_LINES} == {}

@@ -19,6 +19,8 @@ def row(thing):
 
 def brief_description(data_source, solution_str, ground_truth, extra_info, limit=10):
     """Return 1 for at most `limit` words that name the thing, and less for more words."""
+    if not ground_truth:
+        raise ValueError("the row has no answer")
     words = re.findall("[a-z']+", solution_str.lower())
     if ground_truth not in words:
         score = 0.0

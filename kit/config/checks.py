@@ -492,20 +492,28 @@ def check_tools(tasks: Iterable[Task]) -> None:
                 )
 
 
-def check_tool_format(name: str) -> None:
-    """Check that a parser for the model's tool calls exists. Raises ConfigError."""
+AUTO_FORMAT = "auto"  # multi_turn.format: the first parser that reads the template's own calls
+COMMON_FORMATS = ("hermes", "llama3_json", "qwen3_coder", "mistral", "glm45", "pythonic")
+
+
+def list_tool_formats() -> list[str]:
+    """List the tool parsers of vLLM, or of verl without it, the most common ones first."""
     try:
         from vllm.tool_parsers import ToolParserManager  # takes 7 s, and is needed later anyway
     except ImportError:
         from verl.experimental.agent_loop.tool_parser import ToolParser
 
-        library = "verl"
         parsers = list(ToolParser._registry)
     else:
-        library = "vLLM"
         parsers = ToolParserManager.list_registered()
-    if name not in parsers:
+    common = [name for name in COMMON_FORMATS if name in parsers]
+    return [*common, *sorted(set(parsers) - {*common})]
+
+
+def check_tool_format(name: str, formats: Sequence[str]) -> None:
+    """Check that a parser for the model's tool calls exists. Raises ConfigError."""
+    if name not in formats:
         raise ConfigError(
-            f"{ROLLOUT}.multi_turn.format={name}: {library} has no such tool parser. Use one of: "
-            f"{', '.join(parsers)}."
+            f"{ROLLOUT}.multi_turn.format={name}: there is no such tool parser. Use {AUTO_FORMAT}, "
+            f"or one of: {', '.join(formats)}."
         )

@@ -5,27 +5,165 @@ The processes of Python verifiers use this file, too, so it imports nothing that
 
 from __future__ import annotations
 
+import builtins
 import functools
 import importlib.util
+import os
+import shlex
 import sys
 import zlib
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+
+FOLDERS: dict[str, Path] = {}  # {name of the package that stands for a folder: the folder}
+
+
+# --- import a file -------------------------------------------------------------------------------
 
 
 @functools.cache
 def import_file(path: Path) -> ModuleType:
     """Import the file at `path` and return its module. A second call returns the same module.
 
-    The module name contains a checksum of the path, so that it cannot collide with an installed
-    module of the same name. Raises every exception that the file raises.
+    As after `python FILE`, its import statements find the files and packages of its folder, before
+    installed modules of the same name. Only the modules of that folder import each other in this
+    way: sys.path stays as it is, so a file random.py in the folder hides `random` from no library,
+    and two folders may have a file of the same name. Raises every exception that the file raises.
     """
-    name = f"{path.stem}_{zlib.crc32(bytes(path)):08x}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    package = make_folder_package(path.parent)
+    stem = path.stem.replace(".", "-")  # a dot would separate modules
+    name = f"{package}.{stem}"
+    loader = FolderLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
     sys.modules[name] = module  # dataclasses and pickle look the module up here
-    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    try:
+        loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # a later import would get a module without its last lines
+        raise
     return module
+
+
+def make_folder_package(folder: Path) -> str:
+    """Enter a package whose modules are the files of a folder, and return its name.
+
+    The name has a checksum of the path, so that it differs from the name of any other module.
+    """
+    name = f"{folder.name.replace('.', '_')}_{zlib.crc32(bytes(folder)):08x}"
+    if name not in FOLDERS:
+        spec = ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(folder)]
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        FOLDERS[name] = folder
+    if FolderFinder not in sys.meta_path:
+        sys.meta_path.insert(0, FolderFinder)  # type: ignore[arg-type]
+    return name
+
+
+def folder_package(module: ModuleType) -> ModuleType:
+    """Return the package that stands for the folder of a module from `import_file`."""
+    return sys.modules[module.__name__.partition(".")[0]]
+
+
+class FolderFinder:
+    """Finds the modules of the packages in FOLDERS. An entry of sys.meta_path."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a module of a folder, whose imports begin in that folder."""
+        if name.partition(".")[0] not in FOLDERS:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec and type(spec.loader) is SourceFileLoader:
+            spec.loader = FolderLoader(spec.loader.name, str(spec.loader.path))
+        return spec
+
+
+class FolderLoader(SourceFileLoader):
+    """Loads a module of a folder. Its import statements call `import_from_folder`."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module. Its functions keep these builtins, also for imports in their bodies."""
+        package = module.__name__.partition(".")[0]
+        import_module = functools.partial(import_from_folder, package)
+        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": import_module}
+        super().exec_module(module)
+
+
+def import_from_folder(
+    package: str,
+    name: str,
+    globals: Mapping[str, object] | None = None,
+    locals: Mapping[str, object] | None = None,
+    fromlist: Sequence[str] | None = (),
+    level: int = 0,
+) -> ModuleType:
+    """`__import__` for the modules of a folder. Raises every exception that the module raises."""
+    first = name.partition(".")[0]
+    if level > 0 or not is_in_folder(package, first):
+        return builtins.__import__(name, globals, locals, fromlist or (), level)
+    try:
+        module = builtins.__import__(f"{package}.{name}", globals, locals, fromlist or ())
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if not missing.startswith(f"{package}."):
+            raise
+        missing = missing.removeprefix(f"{package}.")
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing) from None
+    return module if fromlist else sys.modules[f"{package}.{first}"]
+
+
+def is_in_folder(package: str, name: str) -> bool:
+    """Return whether a module without a dot in its name is imported from a folder.
+
+    Python decides in the same way if the folder is the first one in sys.path.
+    """
+    if f"{package}.{name}" in sys.modules:
+        return True
+    local = PathFinder.find_spec(name, [str(FOLDERS[package])])
+    if local is None:
+        return False
+    other = find_other_spec(name)
+    if other is None:
+        return True
+    if other.origin in ("built-in", "frozen"):  # these precede sys.path
+        return False
+    if set(list_locations(local)) & set(list_locations(other)):
+        return False  # the same file, because the folder is in sys.path: no second copy of it
+    is_plain_folder = local.origin is None  # without __init__.py: modules elsewhere precede it
+    return not is_plain_folder or other.origin is None
+
+
+def find_other_spec(name: str) -> ModuleSpec | None:
+    """Return the spec of a module without a dot in its name that is not of a folder."""
+    try:
+        return importlib.util.find_spec(name)
+    except ValueError:  # it was imported, and has no spec, such as __main__
+        return ModuleSpec(name, None, origin="built-in")
+
+
+def list_locations(spec: ModuleSpec) -> list[str]:
+    """Return the file of a module, or the folders of a package."""
+    locations = spec.submodule_search_locations or [str(spec.origin)]
+    return [os.path.realpath(location) for location in locations]
+
+
+def suggest_fix(error: Exception, path: Path) -> str:
+    """Return one sentence that says how to repair a file that cannot be imported."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return f"Run `python {shlex.quote(str(path))}` to see where."
+    folder = path.resolve().parent
+    if "." not in error.name and PathFinder.find_spec(error.name, [str(folder)]):
+        return f"It is in {folder}: import it with an import statement."
+    return f"Install it for {sys.executable}, or save it in {folder}."
+
+
+# --- import a part of a package ------------------------------------------------------------------
 
 
 def skip_package_init(name: str) -> None:

@@ -8,10 +8,12 @@
     algorithm.adv_estimator    function(some of ESTIMATOR) -> (advantages, returns)
     policy_loss.loss_mode      function(LOSS) -> (loss, metrics)
 
-The path is relative to the current folder, or to the kit's. The first four may have settings, which
-become keyword arguments: `{function: templates/filters.py:drop_ended, reasons: [length]}`. The last
-two are entered into verl's registries under the name in the recipe. The loss runs in the workers,
-which get it by pickle and do not import its file. templates/ has functions to copy.
+The path is relative to the current folder, or to the kit's. The file imports the files next to it
+(kit/config/python_files.py). The first four may have settings, which become keyword arguments:
+`{function: templates/filters.py:drop_ended, reasons: [length]}`. The last two are entered into
+verl's registries under the name in the recipe. The loss runs in the workers, which get it by pickle
+and do not import its file: it imports the files next to it at the top, not in a function.
+templates/ has functions to copy.
 
 An episode (kit.data.episode.Episode) has these fields, among others:
 
@@ -53,7 +55,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import env
 import gym_client
-from kit.config.python_files import import_file
+from kit.config.python_files import folder_package, import_file, suggest_fix
 from kit.errors import ConfigError, RunError, UserFunctionError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -245,7 +247,7 @@ def import_function_file(name: str, key: str) -> ModuleType:
         return import_file(path.resolve())
     except Exception as error:  # whatever the file raises
         raise UserFunctionError(
-            f"{key}={name}: {path} cannot be imported: {error!r}. Run `python {path}` to see where."
+            f"{key}={name}: {path} cannot be imported: {error!r}. {suggest_fix(error, path)}"
         ) from error
 
 
@@ -290,8 +292,9 @@ def register_in_verl(adv_estimator: str, loss_mode: str) -> None:
     for name, key, registry in entries:
         if is_user_function(name):
             registry[name] = load_function(name, key)
-            # the workers cannot import the file
-            ray.cloudpickle.register_pickle_by_value(import_function_file(name, key))
+            # the workers cannot import the file or the files next to it
+            package = folder_package(import_function_file(name, key))
+            ray.cloudpickle.register_pickle_by_value(package)
 
 
 # --- a call and its result -----------------------------------------------------------------------
@@ -350,7 +353,7 @@ def describe_expected(key: str, result: Any, arguments: Sequence[Any]) -> str:
     is_list = isinstance(result, list)
     if key == "env.reward":
         expected = "a finite number"
-        is_number = isinstance(result, numbers.Real) and not isinstance(result, bool)
+        is_number = isinstance(result, numbers.Real)
         is_valid = is_number and abs(result) <= sys.float_info.max
     elif key == "env.filters":
         expected = "a list of some of the episodes that it got, or of copies of them"

@@ -5,21 +5,36 @@ files -> read_rows (verl_rows.py) -> env.render_row -> env.encode_messages -> ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import env
 from env import DataError, Task
+from kit.data.row_files import find_files, report_progress
 from kit.data.verl_rows import TASK_ID, read_rows
+
+ENTRY_KEYS = {"path", "weight", "server"}
+
+
+class RowFile(NamedTuple):
+    """A file of an entry."""
+
+    path: str
+    name: str  # in row ids: the path; if earlier entries have the file, with (2), (3), ... added
 
 
 class FileEntry(NamedTuple):
-    """An entry of env.train_files or env.val_files."""
+    """An entry of env.train_files or env.val_files. Its rows are one stream."""
 
-    path: str
+    name: str  # the path, folder or pattern; if earlier entries have it, with (2), (3), ... added
     weight: float | None = None  # the share of each batch
-    server: str = ""  # the server of all rows of the file; "": the row names it
+    server: str = ""  # the server of all its rows; "": the row names it
+    files: tuple[RowFile, ...] = ()
 
 
 class LoadedTasks(NamedTuple):
@@ -29,17 +44,53 @@ class LoadedTasks(NamedTuple):
     dropped: list[str]  # rows whose prompt is too long, and counts of rows of other servers
 
 
-def parse_entry(entry: Any) -> FileEntry:
-    """Parse a path, or {path, weight, server}. Raises DataError."""
-    fields: dict[str, Any] = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
-    if not fields.get("path") or not fields.keys() <= {*FileEntry._fields}:
-        raise DataError(
-            f"{fields}: an entry must be a path, or {{path, weight, server}}. Change it."
-        )
-    weight = fields.get("weight")
-    if not is_weight(weight):
-        raise DataError(f"{fields}: a weight must be a number over 0. Change it.")
-    return FileEntry(str(fields["path"]), weight, str(fields.get("server") or ""))
+def parse_entries(entries: Sequence[Any]) -> list[FileEntry]:
+    """Parse entries, each a path or {path, weight, server}, and find their files.
+
+    A path is a file, a folder or a pattern (`find_files`). Two entries may name the same file, each
+    with its weight and server. Raises DataError.
+    """
+    parsed: list[FileEntry] = []
+    entry_names: set[str] = set()
+    file_names: set[str] = set()
+    for value in entries:
+        fields: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {"path": value}
+        if not fields.get("path") or not fields.keys() <= ENTRY_KEYS:
+            raise DataError(
+                f"{fields}: an entry must be a path, or {{path, weight, server}}. Change it."
+            )
+        weight = fields.get("weight")
+        if not is_weight(weight):
+            raise DataError(f"{fields}: a weight must be a number over 0. Change it.")
+        path = str(fields["path"])
+        files = []
+        for file in find_files(path):
+            files.append(RowFile(file, make_unique(str(Path(file)), file_names)))
+        name = make_unique(path, entry_names)
+        parsed.append(FileEntry(name, weight, str(fields.get("server") or ""), tuple(files)))
+    return parsed
+
+
+def make_unique(name: str, used: set[str]) -> str:
+    """Return a name, with (2), (3), ... added if it is in `used`, and add it to `used`.
+
+    >>> used = {"a.jsonl"}
+    >>> [make_unique("a.jsonl", used), make_unique("a.jsonl", used), make_unique("b.jsonl", used)]
+    ['a.jsonl(2)', 'a.jsonl(3)', 'b.jsonl']
+    """
+    unique = name
+    number = 1
+    while unique in used:
+        number += 1
+        unique = f"{name}({number})"
+    used.add(unique)
+    return unique
+
+
+def rename_rows(rows: Iterable[tuple[str, Any]], name: str) -> Iterator[tuple[str, Any]]:
+    """Give rows the ids `name:line`. rows: (`file:line`, row)."""
+    for row_id, row in rows:
+        yield f"{name}:{row_id.rpartition(':')[2]}", row
 
 
 def is_function(entry: Any) -> bool:
@@ -52,55 +103,106 @@ def is_weight(weight: Any) -> bool:
     return weight is None or (isinstance(weight, int | float) and 0 < weight < float("inf"))
 
 
+def ignore(_line: str) -> None:
+    """Print nothing."""
+
+
+def compute_digest(row: Mapping[str, Any], row_id: str) -> bytes:
+    """Compute a digest that copies of a row share.
+
+    verl numbers rows in extra_info.index, so a copy may have another one. Relative paths of images
+    begin at the folder of the file, so rows of other folders are no copies.
+    """
+    extra_info = row.get("extra_info")
+    if isinstance(extra_info, dict) and "index" in extra_info:
+        row = {**row, "extra_info": {**extra_info, "index": None}}
+    text = json.dumps([row_id.rpartition("/")[0], row])
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+class PromptEncoder(Protocol):
+    """kit.rollout.chat_template.ChatTemplate, as far as rows need it."""
+
+    def encode_prompt(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], row_id: str
+    ) -> list[int]:
+        """Encode the messages and tools of a prompt. Raises DataError."""
+
+
 @dataclass(frozen=True)
 class TaskLoader:
     """The settings by which all rows of a recipe become tasks."""
 
-    processor: Any  # kit.data.processor.TextProcessor, or the one for images
+    template: PromptEncoder
     aliases: Mapping[str, str]  # {alias of a Gym server, or its name: its name}
     max_prompt_length: int  # tokens; rows with a longer prompt are dropped
     only_servers: Collection[str] | None = None  # None: the rows of all servers
     custom_verifiers: Collection[str] = ()  # names that FileEntry.server may have, too
     prompt_key: str = "prompt"  # data.prompt_key, of verl's rows
+    report: Callable[[str], None] = ignore  # prints a line
 
     def load_files(self, entries: Sequence[Any]) -> LoadedTasks:
-        """Load the tasks of all entries, in order. Raises DataError."""
+        """Load the tasks of all entries, in order, and report long waits. Raises DataError."""
         loaded = LoadedTasks([], [])
-        for value in entries:
-            entry = parse_entry(value)
-            tasks, dropped = self.make_tasks(read_rows(entry.path, self.prompt_key), entry)
+        for entry in parse_entries(entries):
+            rows = itertools.chain.from_iterable(self.read_file(file) for file in entry.files)
+            tasks, dropped = self.make_tasks(report_progress(rows, entry.name, self.report), entry)
+            self.report_copies(tasks, entry.name)
             loaded.tasks.extend(tasks)
             loaded.dropped.extend(dropped)
         return loaded
 
+    def read_file(self, file: RowFile) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (row id, Gym row) for each row of a file. Raises DataError."""
+        return rename_rows(read_rows(file.path, self.prompt_key), file.name)
+
     def make_tasks(
         self, rows: Iterable[tuple[str, dict[str, Any]]], entry: FileEntry
     ) -> LoadedTasks:
-        """Make tasks from (row id, Gym row). Raises DataError."""
+        """Make tasks from (row id, Gym row). Raises DataError.
+
+        A copy of an earlier row shares its prompt, so that it takes little time and memory.
+        """
         tasks: list[Task] = []
         dropped: list[str] = []
         skipped = 0  # rows of other servers
+        first: dict[bytes, Task] = {}  # {digest of a row: the first task with this row}
         for row_id, row in rows:
             server = self.find_server(row, row_id, entry.server)
             if server is None:
                 skipped += 1
+                continue
+            digest = compute_digest(row, row_id)
+            if digest in first:
+                same_row = first[digest].row if first[digest].row == row else row
+                tasks.append(replace(first[digest], row_id=row_id, row=same_row))
                 continue
             messages, tools = env.render_row(row, row_id)
             ids = self.encode(messages, tools, row_id)
             if len(ids) > self.max_prompt_length:
                 dropped.append(f"{row_id} ({len(ids)} tokens)")
                 continue
-            tasks.append(Task(row_id, row, server, messages, ids, tools, entry.path, entry.weight))
+            task = Task(row_id, row, server, messages, ids, tools, entry.name, entry.weight)
+            first[digest] = task
+            tasks.append(task)
         if skipped:
-            dropped.append(f"{entry.path}: {skipped} rows of other servers")
+            dropped.append(f"{entry.name}: {skipped} rows of other servers")
         return LoadedTasks(tasks, dropped)
+
+    def report_copies(self, tasks: Sequence[Task], name: str) -> None:
+        """Report how many rows of an entry repeat earlier rows, if any do."""
+        copies = len(tasks) - len({id(task.messages) for task in tasks})
+        if copies:
+            self.report(
+                f"{name}: {copies:,} of {len(tasks):,} rows repeat an earlier row, and each copy "
+                "counts. To use each row once, remove the copies from the file."
+            )
 
     def encode(self, messages: Sequence[Any], tools: Sequence[Any], row_id: str) -> list[int]:
         """Encode a prompt. It has no ids if the environment writes it. Raises DataError."""
         if not messages:
             return []
-        tokenizer = self.processor.tokenizer
-        return env.encode_messages(messages, tools, tokenizer, row_id, self.processor)
+        return self.template.encode_prompt(messages, tools, row_id)
 
     def find_server(self, row: Mapping[str, Any], row_id: str, name: str) -> str | None:
         """Find the server of a row, or None if only_servers does not have it. Raises DataError."""

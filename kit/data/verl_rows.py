@@ -2,7 +2,8 @@
 
 A row of verl (RLHFDataset) has `prompt`, `data_source`, `reward_model` and `extra_info`. It becomes
 a Gym row: its prompt is the `input`, and all other keys stay at the top level, unchanged. So a
-verifier finds verl's fields, and `to_verl` (kit/extras/convert.py) gives the same row back.
+verifier finds verl's fields, and `to_verl` (kit/extras/convert.py) gives the same row back. Only
+`images` move into the prompt, to the places of `<image>`.
 
 A materialized task of Gym 0.7 is {"task_id": {"taskset", "task_id"}, "task_input": row}. It becomes
 this row, with its identifiers under TASK_ID. The verifier's fields may be in the row's `task_data`.
@@ -10,7 +11,13 @@ this row, with its identifiers under TASK_ID. The verifier's fields may be in th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import base64
+import binascii
+import contextlib
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import env
@@ -19,6 +26,25 @@ from kit.data.row_files import parse_object, read_raw_rows
 
 GYM_ROW = "gym_row"  # key of extra_info: `to_verl` saves the Gym row there, as JSON
 TASK_ID = "_ng_task_id"  # key of a row: {taskset, task_id} of the materialized task
+OBJECTS = (  # fields of a Gym row or of a task that are objects; some tables hold them as JSON text
+    "responses_create_params",
+    "task_input",
+    "task_data",
+    "task_id",
+    "agent_ref",
+    TASK_ID,
+)
+SINGLE_TURN = "single_turn_agent"  # verl's agent loop that samples one response
+TOOL_KEYS = ("need_tools_kwargs", "tools_kwargs", "interaction_kwargs")  # of extra_info
+PYTHON_LIST = re.compile(r"\s*\[\s*\{'(role|content)':")  # as pandas writes messages to CSV
+IMAGE_MARK = "<image>"
+MEDIA_TYPES = {  # {first bytes of an image: its type}
+    b"\x89PNG": "png",
+    b"\xff\xd8": "jpeg",
+    b"RIFF": "webp",
+    b"GIF8": "gif",
+    b"BM": "bmp",
+}
 
 
 def read_rows(path: str, prompt_key: str = "prompt") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -36,9 +62,13 @@ def parse_row(raw: Any, row_id: str, prompt_key: str = "prompt") -> dict[str, An
     Raises DataError, and UnsupportedRowError for a valid row that the kit cannot use.
     """
     row = parse_object(raw, row_id)
-    if "task_input" in row and isinstance(row.get("task_id"), dict):
-        row = flatten_task(row, row_id)
-    if "responses_create_params" in row:
+    is_gym_row = row.get("responses_create_params") is not None
+    if is_gym_row or row.get("task_input") is not None:
+        row = parse_objects(row, row_id)
+    if isinstance(row.get("task_id"), dict) and row.get("task_input") is not None:
+        row = parse_objects(flatten_task(row, row_id), row_id)
+        is_gym_row = row.get("responses_create_params") is not None
+    if is_gym_row or ("responses_create_params" in row and prompt_key not in row):
         return check_gym_row(row, row_id)
     if prompt_key in row:
         return from_verl(row, row_id, prompt_key)
@@ -50,6 +80,19 @@ def parse_row(raw: Any, row_id: str, prompt_key: str = "prompt") -> dict[str, An
     )
 
 
+def parse_objects(row: dict[str, Any], row_id: str) -> dict[str, Any]:
+    """Parse the fields of a Gym row or of a task that are JSON text instead of objects.
+
+    Raises DataError.
+    """
+    parsed = dict(row)
+    for key in OBJECTS:
+        value = row.get(key)
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            parsed[key] = parse_object(value, f"{row_id}: {key}")
+    return parsed
+
+
 def flatten_task(task: dict[str, Any], row_id: str) -> dict[str, Any]:
     """Convert a materialized task to a Gym row. Raises DataError.
 
@@ -58,12 +101,13 @@ def flatten_task(task: dict[str, Any], row_id: str) -> dict[str, Any]:
     '2'
     """
     row = task["task_input"]
-    if not isinstance(row, dict) or not isinstance(row.get("task_data", {}), dict):
+    task_data = row.get("task_data") if isinstance(row, dict) else None
+    if not isinstance(row, dict) or not isinstance(task_data, dict | None):
         raise DataError(
             f"{row_id}: task_input must be an object, and so must its task_data. Correct them."
         )
     fields = {key: value for key, value in row.items() if key != "task_data"}
-    task_data = row.get("task_data", {})
+    task_data = task_data or {}
     conflicts = [key for key in fields.keys() & task_data.keys() if fields[key] != task_data[key]]
     if conflicts:
         raise DataError(
@@ -89,7 +133,7 @@ def from_verl(row: dict[str, Any], row_id: str, prompt_key: str = "prompt") -> d
     >>> from_verl({"prompt": "2 + 2?", "data_source": "openai/gsm8k"}, "x:1")
     {'responses_create_params': {'input': '2 + 2?'}, 'data_source': 'openai/gsm8k'}
     """
-    prompt = row[prompt_key]
+    prompt = parse_messages(row[prompt_key], row_id, prompt_key)
     check_verl_row(row, prompt, row_id, prompt_key)
     extra_info = row.get("extra_info")
     if isinstance(extra_info, dict) and isinstance(extra_info.get(GYM_ROW), str):
@@ -100,22 +144,185 @@ def from_verl(row: dict[str, Any], row_id: str, prompt_key: str = "prompt") -> d
                 f"Remove {GYM_ROW} to use `{prompt_key}`."
             )
         return gym_row
-    other_fields = {key: value for key, value in row.items() if key != prompt_key}
+    moved = {prompt_key, "responses_create_params"}
+    if row.get("images"):
+        moved.add("images")
+    prompt = place_images(prompt, row.get("images") or [], row_id)
+    other_fields = {key: value for key, value in row.items() if key not in moved}
     return {"responses_create_params": {"input": prompt}, **other_fields}
 
 
+def parse_messages(prompt: Any, row_id: str, prompt_key: str) -> Any:
+    """Return a prompt, and parse messages that are JSON text, as a CSV file has them.
+
+    Any other text is the prompt itself. Raises DataError for a list in Python's notation.
+
+    >>> parse_messages('[{"role": "user", "content": "2?"}]', "x:1", "prompt")
+    [{'role': 'user', 'content': '2?'}]
+    """
+    if not isinstance(prompt, str):
+        return prompt
+    if PYTHON_LIST.match(prompt):
+        raise DataError(
+            f"{row_id}: `{prompt_key}` has messages in Python's notation, as pandas writes them to "
+            "CSV. Write them with json.dumps."
+        )
+    if prompt.lstrip().startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            messages = json.loads(prompt)
+            if are_messages(messages):
+                return messages
+    return prompt
+
+
+def are_messages(value: Any) -> bool:
+    """Whether a value is a list of chat messages, each with a role and a content."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(item, dict) and {"role", "content"} <= item.keys() for item in value)
+
+
 def check_verl_row(row: dict[str, Any], prompt: Any, row_id: str, prompt_key: str) -> None:
-    """Check that a row of verl has a prompt of text alone. Raises DataError."""
+    """Check that a row of verl has a prompt that one turn answers.
+
+    Raises DataError, UnsupportedRowError.
+    """
     if not prompt or not isinstance(prompt, str | list):
         value = "null" if prompt is None else f"{prompt!r:.40}"
         raise DataError(f"{row_id}: `{prompt_key}` is {value}. It must be text or chat messages.")
-    for key in ("images", "videos", "audios"):
+    for key in ("videos", "audios"):
         if row.get(key):
             raise UnsupportedRowError(
                 f"{row_id}: verl's {key} are not supported. Remove such rows."
             )
-    if any(isinstance(message, dict) and message.get("tool_calls") for message in prompt):
+    reason = find_tool_agent(row)
+    if reason:
         raise UnsupportedRowError(
-            f"{row_id}: tool_calls in `{prompt_key}` are not supported. Write them as "
-            "function_call items of a Gym row."
+            f"{row_id}: {reason}: verl's agent loops and their tools do not run here. Remove this "
+            'field to sample one turn, or write a Gym server. See docs/guides/tools.md, "1. Write '
+            'the server".'
         )
+
+
+def find_tool_agent(row: dict[str, Any]) -> str:
+    """Find the field by which a row of verl needs an agent loop with tools, or ""."""
+    agent = row.get("agent_name")
+    if agent:
+        return "" if agent == SINGLE_TURN else f"agent_name={agent}"
+    extra_info = row.get("extra_info")
+    fields = extra_info if isinstance(extra_info, dict) else {}
+    for key in TOOL_KEYS:
+        value = fields.get(key)
+        is_set = any(value.values()) if isinstance(value, dict) else value  # null in Parquet
+        if is_set:
+            return f"extra_info.{key}"
+    return ""
+
+
+# --- images of verl's rows ------------------------------------------------------------------------
+
+
+def place_images(prompt: Any, images: Any, row_id: str) -> Any:
+    """Put the images of a row at the places of `<image>` in its prompt, as verl's RLHFDataset does.
+
+    Parts of a content that are images get the form of OpenAI's Responses, too. Raises DataError.
+    """
+    if not isinstance(images, list):
+        raise DataError(f"{row_id}: images must be a list. Correct it.")
+    urls = [find_image_url(image, row_id) for image in images]
+    messages = [{"role": "user", "content": prompt}] if urls and isinstance(prompt, str) else prompt
+    if isinstance(messages, str):
+        return messages
+    placed: list[Any] = []
+    used = 0
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            message = {**message, "content": [convert_part(part, row_id) for part in content]}
+        elif isinstance(content, str) and urls:
+            count = content.count(IMAGE_MARK)
+            parts = split_content(content, urls[used : used + count])
+            message = {**message, "content": parts} if count else message
+            used += count
+        placed.append(message)
+    if used != len(urls):
+        raise DataError(
+            f"{row_id}: {len(urls)} images, but the prompt has {IMAGE_MARK} {used} times. Write "
+            f"{IMAGE_MARK} once for each image."
+        )
+    return placed
+
+
+def remove_images(prompt: Any) -> tuple[Any, list[dict[str, str]]]:
+    """Undo `place_images`: return a prompt with `<image>` in its texts, and the images."""
+    images: list[dict[str, str]] = []
+    messages: list[Any] = []
+    for message in prompt if isinstance(prompt, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+            urls = [part["image_url"] for part in content if part.get("image_url")]
+            texts = [IMAGE_MARK if part.get("image_url") else part.get("text") for part in content]
+            message = {**message, "content": "".join(map(str, texts))}
+            images += [{"image": url} for url in urls]
+        messages.append(message)
+    return (messages, images) if images else (prompt, [])
+
+
+def split_content(content: str, urls: Sequence[str]) -> list[dict[str, str]]:
+    """Split a text at each `<image>` into parts, with these images between the texts."""
+    parts: list[dict[str, str]] = []
+    for text, url in itertools.zip_longest(content.split(IMAGE_MARK), urls):
+        if text:
+            parts.append({"type": "input_text", "text": text})
+        if url:
+            parts.append(make_image_part(url))
+    return parts
+
+
+def convert_part(part: Any, row_id: str) -> Any:
+    """Convert a part of a content that is an image. Other parts stay."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "image":
+        return make_image_part(find_image_url(part, row_id))
+    if kind == "image_url":  # of OpenAI's chat format
+        return make_image_part(find_image_url(part["image_url"], row_id))
+    return part
+
+
+def make_image_part(url: str) -> dict[str, str]:
+    """Make the part of a content that shows an image."""
+    return {"type": "input_image", "image_url": url, "detail": "auto"}
+
+
+def find_image_url(image: Any, row_id: str) -> str:
+    """Find the address of an image of verl: text, or a dict with its bytes, path or url.
+
+    Raises DataError, and UnsupportedRowError for settings such as verl's `max_pixels`.
+    """
+    fields = {"path": image} if isinstance(image, str) else image
+    if not isinstance(fields, dict):
+        raise DataError(f"{row_id}: an image must be text or an object, not {image!r:.40}.")
+    fields = {key: value for key, value in fields.items() if value is not None}
+    others = sorted(fields.keys() - {"type", "bytes", "image", "path", "url", "detail"})
+    if others:
+        raise UnsupportedRowError(
+            f"{row_id}: `{others[0]}` of an image is not supported. Resize the image instead."
+        )
+    raw = fields.get("bytes")
+    address = fields.get("image") or fields.get("path") or fields.get("url")
+    if isinstance(raw, str):
+        return make_data_url(raw)
+    if not isinstance(address, str):
+        raise DataError(f"{row_id}: an image has neither bytes nor a path. Correct the row.")
+    return address
+
+
+def make_data_url(text: str) -> str:
+    """Make the data URL of an image. text: base64, or the bytes as text if they are UTF-8."""
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raw = text.encode()
+        text = base64.b64encode(raw).decode()
+    kinds = [kind for start, kind in MEDIA_TYPES.items() if raw.startswith(start)]
+    return f"data:image/{kinds[0] if kinds else 'png'};base64,{text}"

@@ -11,15 +11,20 @@ to-verl writes parquet if a reader gets the same rows back. Parquet changes rows
 differ: each row gets the keys of all rows, and a column has one type. For such rows, to-verl writes
 <name>_verl.jsonl, which verl reads too. to-verl and from-verl undo each other.
 
-`--map` names function(entry) -> a row of Gym or verl. An entry is one row of a table: CSV, JSON,
-parquet, or a data set of the hub, which Hugging Face's datasets reads in parts. A command writes a
-file only if all of its rows are valid.
+`--map` names function(entry) -> a row of Gym or verl. An entry is one row of a table: CSV, TSV,
+JSON, Parquet, or a data set of the hub, which Hugging Face's datasets reads in parts. No command
+changes a value. The cells of CSV and TSV files are text: 007 stays "007". Values that JSON cannot
+hold become those of kit/data/row_files.py.
+
+FILES are files, folders or patterns. A command writes a file only if all of its rows are valid.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
+import itertools
 import json
 import subprocess
 import sys
@@ -29,12 +34,21 @@ from typing import Any, NamedTuple
 
 import env
 from env import DataError, UnsupportedRowError
-from kit.data.row_files import parse_object, read_raw_rows
+from kit.data.row_files import (
+    MAX_ROW_CHARS,
+    find_files,
+    open_text,
+    parse_object,
+    read_entries,
+    read_raw_rows,
+    report_progress,
+)
 from kit.data.tasks import list_references
-from kit.data.verl_rows import GYM_ROW, from_verl, parse_row, read_rows
+from kit.data.verl_rows import GYM_ROW, from_verl, parse_row, read_rows, remove_images
 from kit.errors import UserFunctionError
 
-TABLES = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+TABLES = (*SEPARATORS, ".json", ".jsonl", ".parquet")
 FIND_EXAMPLES = (
     "import pathlib, nemo_gym; "
     "print(pathlib.Path(nemo_gym.__file__).parent.parent / 'resources_servers')"
@@ -50,6 +64,11 @@ class WrittenFile(NamedTuple):
     note: str = ""
 
 
+def report(line: str) -> None:
+    """Print a line of progress. Stdout has the results."""
+    print(line, file=sys.stderr)
+
+
 # --- check ----------------------------------------------------------------------------------------
 
 
@@ -62,7 +81,7 @@ def check(path: str, prompt_key: str = "prompt") -> bool:
     unsupported: dict[str, list[str]] = {}  # {reason: row ids}
     errors: list[str] = []
     try:
-        for row_id, raw in read_raw_rows(path, prompt_key):
+        for row_id, raw in report_progress(read_raw_rows(path, prompt_key), path, report):
             try:
                 env.render_row(parse_row(raw, row_id, prompt_key), row_id)
                 loaded += 1
@@ -101,12 +120,14 @@ def read_examples(server: str, python: str) -> Iterator[dict[str, Any]]:
             f"{folder}: no example*.jsonl. Set --server to one of {', '.join(servers)}."
         )
     agent_ref = {"type": "responses_api_agents", "name": f"{server}_simple_agent"}
-    rows: list[dict[str, Any]] = []
+    earlier: set[str] = set()  # some rows are in two files; within one file, all are kept
     for file in files:
-        # some rows are in two files; within one file, all are kept
-        rows += [row for _, row in read_rows(str(file)) if row not in rows]
-    for row in rows:
-        yield row if row.get("agent_ref") else row | {"agent_ref": agent_ref}
+        rows = [row for _, row in read_rows(str(file))]
+        texts = to_json_lines(rows)
+        for row, text in zip(rows, texts, strict=True):
+            if text not in earlier:
+                yield row if row.get("agent_ref") else row | {"agent_ref": agent_ref}
+        earlier.update(texts)
 
 
 def find_servers(python: str) -> Path:
@@ -150,7 +171,10 @@ def find_verl_row(row: dict[str, Any], row_id: str, prompt_key: str) -> dict[str
     if "agent_ref" in row or prompt_key in row or not {"data_source", "reward_model"} & {*row}:
         return None
     fields = {key: value for key, value in row.items() if key != "responses_create_params"}
-    verl_row = {prompt_key: row["responses_create_params"].get("input"), **fields}
+    prompt, images = remove_images(row["responses_create_params"].get("input"))
+    verl_row = {prompt_key: prompt, **fields}
+    if images:
+        verl_row["images"] = images
     with contextlib.suppress(DataError):
         if from_verl(verl_row, row_id, prompt_key) == row:
             return verl_row
@@ -184,7 +208,7 @@ def read_supported_rows(file: str, prompt_key: str) -> Iterator[dict[str, Any]]:
 
     Raises DataError, UnsupportedRowError.
     """
-    for row_id, row in read_rows(file, prompt_key):
+    for row_id, row in report_progress(read_rows(file, prompt_key), file, report):
         env.render_row(row, row_id)
         yield row
 
@@ -259,20 +283,22 @@ def read_mapped_rows(
 def read_table(data: str, subset: str | None, split: str) -> Iterator[tuple[str, Any]]:
     """Yield (`data:row`, entry) of a file, or of a data set of the hub. Raises DataError."""
     path = Path(data)
-    kind = TABLES.get(path.suffix)
+    is_table = path.suffix in TABLES
     is_file = path.is_file()
-    is_path = kind or data.startswith((".", "/", "~")) or data.count("/") > 1
+    is_path = is_table or data.startswith((".", "/", "~")) or data.count("/") > 1
     if not is_file and is_path:
         raise DataError(
             f"{data}: no such file. Name one that exists, or a data set of the hub (owner/name)."
         )
-    if is_file and not kind:
+    if is_file and not is_table:
         raise DataError(f"{data}: this is no known table. Use one of {', '.join(TABLES)}.")
     number = 0
     try:
         table = open_file_table(path) if is_file else open_hub_table(data, subset, split)
         for number, entry in enumerate(table, 1):
             yield f"{data}:{number}", entry
+    except DataError:
+        raise
     except Exception as error:  # from the network, the hub, the disk or a parser
         reason = " ".join(str(error).split())[:200] or repr(error)
         if is_file:
@@ -285,14 +311,37 @@ def read_table(data: str, subset: str | None, split: str) -> Iterator[tuple[str,
         ) from None
 
 
-def open_file_table(path: Path) -> Any:
-    """Open a table file as a stream of entries."""
-    import datasets
+def open_file_table(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a table file with the values that the file has.
 
-    separator = {"sep": "\t"} if path.suffix == ".tsv" else {}
-    return datasets.load_dataset(
-        TABLES[path.suffix], data_files=str(path), split="train", streaming=True, **separator
-    )
+    Raises DataError, ValueError, csv.Error and Arrow's errors.
+    """
+    if path.suffix in SEPARATORS:
+        return read_cells(path)
+    if path.suffix == ".parquet":
+        return read_entries(path)
+    return (parse_object(raw, row_id) for row_id, raw in read_raw_rows(path))
+
+
+def read_cells(path: Path) -> Iterator[dict[str, str]]:
+    """Yield the rows of a CSV or TSV file, with each cell as text. Skips blank lines.
+
+    Raises ValueError and csv.Error.
+    """
+    csv.field_size_limit(MAX_ROW_CHARS)
+    with open_text(path, newline="") as file:
+        reader = csv.reader(file, delimiter=SEPARATORS[path.suffix], strict=True)
+        names = next(reader, [])
+        repeated = [name for name in names if names.count(name) > 1]
+        if repeated:
+            raise ValueError(f"two columns have the name {repeated[0]!r}")
+        for cells in reader:
+            if cells and len(cells) != len(names):
+                raise ValueError(
+                    f"line {reader.line_num} has {len(cells)} cells, and line 1 has {len(names)}"
+                )
+            if cells:
+                yield dict(zip(names, cells, strict=True))
 
 
 def open_hub_table(name: str, subset: str | None, split: str) -> Any:
@@ -347,6 +396,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def find_all_files(paths: Sequence[str]) -> list[str]:
+    """Find the files of all paths, folders and patterns. Raises DataError."""
+    return list(itertools.chain.from_iterable(find_files(path) for path in paths))
+
+
 def add_out(command: argparse.ArgumentParser) -> None:
     """Add the option --out to a command."""
     command.add_argument("--out", default="data", help="folder to write to (default: data)")
@@ -385,21 +439,25 @@ def run_command(args: argparse.Namespace) -> Iterator[WrittenFile]:
         if not Path(args.data).is_file():  # a data set of the hub
             path = path.with_name(f"{Path(args.data).name}_{args.split}.jsonl")
         rows = read_mapped_rows(args.data, args.map, args.subset, args.split)
+        rows = report_progress(rows, args.data, report)
         yield WrittenFile(path, env.write_rows(path, rows))
     elif args.name == "from-verl":
-        targets = choose_targets(args.files, args.out, ".jsonl")
-        for file, path in zip(args.files, targets, strict=True):
+        files = find_all_files(args.files)
+        targets = choose_targets(files, args.out, ".jsonl")
+        for file, path in zip(files, targets, strict=True):
             rows = read_supported_rows(file, args.prompt_key)
             yield WrittenFile(path, env.write_rows(path, rows))
     else:
-        targets = choose_targets(args.files, args.out, ".parquet")
-        for file, path in zip(args.files, targets, strict=True):
+        files = find_all_files(args.files)
+        targets = choose_targets(files, args.out, ".parquet")
+        for file, path in zip(files, targets, strict=True):
             yield convert_to_verl(file, path, args.prompt_key)
 
 
 def convert_to_verl(file: str, path: Path, prompt_key: str) -> WrittenFile:
     """Write the rows of a file as verl's."""
-    rows = [to_verl(row, row_id, prompt_key) for row_id, row in read_rows(file, prompt_key)]
+    gym_rows = report_progress(read_rows(file, prompt_key), file, report)
+    rows = [to_verl(row, row_id, prompt_key) for row_id, row in gym_rows]
     written = write_verl(path, rows, prompt_key)
     note = "" if written == path else " (as JSONL, since parquet would change them)"
     return WrittenFile(written, len(rows), note)
@@ -411,10 +469,10 @@ def main() -> None:
     The exit status is 0, or 1 if a file or row is invalid, or 2 if the command line is invalid.
     """
     args = make_parser().parse_args()
-    if args.name == "check":
-        are_valid = [check(file, args.prompt_key) for file in args.files]
-        sys.exit(0 if all(are_valid) else 1)
     try:
+        if args.name == "check":
+            are_valid = [check(file, args.prompt_key) for file in find_all_files(args.files)]
+            sys.exit(0 if all(are_valid) else 1)
         for file in run_command(args):
             print(f"{file.path}: {file.rows} rows{file.note}")
     except (DataError, UserFunctionError, OSError) as error:

@@ -27,7 +27,15 @@ from omegaconf import DictConfig, OmegaConf
 import env
 from env import DataError, Task
 from kit.config import user_functions
-from kit.data.tasks import FileEntry, FileRows, RowSource, TaskLoader, is_function, is_weight
+from kit.data.tasks import (
+    FileEntry,
+    FileRows,
+    RowSource,
+    TaskLoader,
+    is_function,
+    is_weight,
+    make_unique,
+)
 from kit.data.verl_rows import parse_row
 from kit.errors import ConfigError, UserFunctionError
 
@@ -57,6 +65,7 @@ def check_entry(entry: Mapping[str, Any], key: str) -> None:
 def parse_functions(entries: Sequence[Any], key: str) -> list[FunctionEntry]:
     """Load the functions among the entries of `key`. Raises UserFunctionError, DataError."""
     functions: list[FunctionEntry] = []
+    used: set[str] = set()
     for entry in entries:
         if not is_function(entry):
             continue
@@ -66,9 +75,8 @@ def parse_functions(entries: Sequence[Any], key: str) -> list[FunctionEntry]:
         name = str(entry["function"])
         settings = {key: value for key, value in entry.items() if key not in ENTRY_KEYS}
         function = user_functions.load_function({"function": name, **settings}, key)
-        count = sum(other.file.partition("(")[0] == name for other in functions)
-        file = f"{name}({count + 1})" if count else name
         server = str(entry.get("server") or "")
+        file = make_unique(name, used)
         functions.append(FunctionEntry(file, weight, server, key, function))
     return functions
 

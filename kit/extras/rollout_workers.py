@@ -153,6 +153,7 @@ class RolloutWorkers:
         worker_inputs = SimpleNamespace(
             tokenizer=inputs.tokenizer,
             processor=inputs.processor,
+            template=inputs.template,
             stop_ids=inputs.stop_ids,
             model=inputs.model,
         )

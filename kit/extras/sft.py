@@ -19,18 +19,21 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from jinja2 import TemplateError
 from omegaconf import DictConfig
 
 import env
+from gym_client import GymError
 from kit.config.keys import to_plain
 from kit.data.episode import Episode
-from kit.data.row_files import parse_object, read_raw_rows
+from kit.data.row_files import parse_object, read_raw_rows, report_progress
+from kit.data.tasks import FileEntry, parse_entries, rename_rows
+from kit.data.verl_rows import parse_messages
 from kit.errors import ConfigError
+from kit.rollout.chat_template import ChatTemplate, RenderError
 from kit.runs import checkpoints, prepare
-from kit.runs.console import format_value
+from kit.runs.console import format_value, say
 from kit.runs.prepare import RunInputs
 from kit.runs.run_dir import Run
 
@@ -49,13 +52,6 @@ class Example(Episode):
     weight: float | None = None
 
 
-class Segment(NamedTuple):
-    """A piece of a conversation as the chat template writes it."""
-
-    text: str
-    mask: int
-
-
 # --- rows ----------------------------------------------------------------------------------------
 
 
@@ -65,6 +61,8 @@ def read_conversations(
     """Yield (`file:line`, row), each with `messages`. Raises env.DataError."""
     for row_id, raw in read_raw_rows(path, "messages", prompt_key):
         row = parse_object(raw, row_id)
+        if isinstance(row.get("messages"), str):  # JSON, as in a CSV file
+            row["messages"] = parse_messages(row["messages"], row_id, "messages")
         if row.get("messages") is None and prompt_key in row:
             row = from_prompt_and_response(row, row_id, prompt_key)
         yield row_id, row
@@ -72,7 +70,7 @@ def read_conversations(
 
 def from_prompt_and_response(row: dict[str, Any], row_id: str, prompt_key: str) -> dict[str, Any]:
     """Convert a row with a prompt and a response to one with `messages`. Raises env.DataError."""
-    prompt = row[prompt_key]
+    prompt = parse_messages(row[prompt_key], row_id, prompt_key)
     response = row.get("response")
     is_valid = prompt and isinstance(prompt, str | list) and response and isinstance(response, str)
     if not is_valid:
@@ -85,38 +83,61 @@ def from_prompt_and_response(row: dict[str, Any], row_id: str, prompt_key: str) 
     return {"tools": row.get("tools"), "messages": [*messages, answer]}
 
 
-def tokenize(row: Mapping[str, Any], tokenizer: Any, stop_ids: set[int], row_id: str) -> Example:
+def tokenize(row: Mapping[str, Any], template: ChatTemplate, row_id: str) -> Example:
     """Turn a conversation into token ids, split where the assistant begins and ends.
 
-    Each assistant message is encoded separately, as it is sampled in RL. Raises env.DataError.
+    The ids are those of an episode of RL with these answers: each assistant message is encoded
+    separately, as it is sampled, and the messages between two of them as observations are. Raises
+    env.DataError.
     """
     messages = check_messages(row, row_id)
+    tools = env.render_tools(row.get("tools") or [], row_id)
+    starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    prompt_ids = template.encode_prompt(messages[: starts[0]], tools, row_id)
     ids: list[int] = []
     mask: list[int] = []
-    for segment in split_conversation(messages, row, tokenizer, stop_ids, row_id):
-        segment_ids = tokenizer.encode(segment.text, add_special_tokens=False)
-        ids += segment_ids
-        mask += [segment.mask] * len(segment_ids)
-    start = mask.index(IS_TRAINED)
-    no_log_probs = [0.0] * (len(ids) - start)
-    return Example(
-        row_id,
-        "",
-        "",
-        ids[:start],
-        ids[start:],
-        mask[start:],
-        log_probs=no_log_probs,
-        reward=0.0,
-    )
+    end = starts[0]  # of the messages that are encoded
+    for start in starts:
+        if ids:
+            context = encode_between(messages[end:start], ids[-1], template, row_id)
+            ids += context
+            mask += [IS_CONTEXT] * len(context)
+        answer = encode_answer(messages, start, template, row_id)
+        ids += answer
+        mask += [IS_TRAINED] * len(answer)
+        end = start + 1
+    no_log_probs = [0.0] * len(ids)
+    return Example(row_id, "", "", prompt_ids, ids, mask, log_probs=no_log_probs, reward=0.0)
+
+
+def encode_answer(
+    messages: list[dict[str, Any]], index: int, template: ChatTemplate, row_id: str
+) -> list[int]:
+    """Encode an assistant message of a conversation as it is sampled. Raises env.DataError."""
+    try:
+        return template.encode_answer(messages[index], messages[index - 1]["role"])
+    except RenderError as error:
+        raise env.DataError(
+            f"{row_id}: the chat template does not take message {index + 1}: {error}. Change the "
+            f"message, or {env.TEMPLATE_HINT}."
+        ) from None
+
+
+def encode_between(
+    messages: list[dict[str, Any]], last_id: int, template: ChatTemplate, row_id: str
+) -> list[int]:
+    """Encode the messages between two answers. Raises env.DataError."""
+    try:
+        return template.encode_continuation(messages, last_id, is_trusted=True)
+    except GymError as error:
+        raise env.DataError(f"{row_id}: {error}") from None
 
 
 def check_messages(row: Mapping[str, Any], row_id: str) -> list[dict[str, Any]]:
     """Return the messages of a row. Raises env.DataError if there is nothing to train on."""
-    messages = row.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        messages = []
-    roles = [message.get("role") for message in messages]
+    items = row.get("messages")
+    messages = env.render_items(items, row_id) if isinstance(items, list) else []
+    roles = [message["role"] for message in messages]
     if "assistant" not in roles:
         raise env.DataError(
             f"{row_id}: there are no `messages` with one of the assistant, and no `prompt` and "
@@ -127,51 +148,6 @@ def check_messages(row: Mapping[str, Any], row_id: str) -> list[dict[str, Any]]:
             f"{row_id}: nothing comes before the assistant's first message. Add what it answers."
         )
     return messages
-
-
-def split_conversation(
-    messages: list[dict[str, Any]],
-    row: Mapping[str, Any],
-    tokenizer: Any,
-    stop_ids: set[int],
-    row_id: str,
-) -> Iterator[Segment]:
-    """Split a conversation, in the template's text, into context and assistant messages.
-
-    Text that the template writes after a stop token is context: the policy does not sample it.
-    Raises env.DataError.
-    """
-    stops = tokenizer.convert_ids_to_tokens(sorted(stop_ids))
-    render = functools.partial(
-        tokenizer.apply_chat_template, tools=row.get("tools") or None, tokenize=False
-    )
-    done = ""
-    for i, message in enumerate(messages):
-        if message.get("role") != "assistant":
-            continue
-        try:
-            before = render(messages[:i], add_generation_prompt=True)
-            after = render(messages[: i + 1])
-        except (TemplateError, TypeError) as error:  # TypeError: content that is no text
-            raise env.DataError(
-                f"{row_id}: the chat template does not take message {i + 1}: {error}. Change the "
-                f"message, or {env.TEMPLATE_HINT}."
-            ) from None
-        if not before.startswith(done) or not after.startswith(before):
-            raise env.DataError(
-                f"{row_id}: the chat template changes the text before message {i + 1}. Please "
-                f"{env.TEMPLATE_HINT}."
-            )
-        answer = cut_after_stop(after[len(before) :], stops)
-        yield Segment(before[len(done) :], IS_CONTEXT)
-        yield Segment(answer, IS_TRAINED)
-        done = before + answer
-
-
-def cut_after_stop(text: str, stops: list[str]) -> str:
-    """The text up to its last stop token; all of it if there is none."""
-    ends = [text.rfind(stop) + len(stop) for stop in stops if stop in text]
-    return text[: max(ends)] if ends else text
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -209,19 +185,30 @@ def load_examples(config: DictConfig, inputs: RunInputs, key: str) -> list[Examp
     """The conversations of env.train_files or env.val_files that fit the recipe's lengths."""
     limits = config.data
     examples = []
-    for entry in to_plain(config.env[key]):
-        file = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
-        path = str(file["path"])
-        for row_id, row in read_conversations(path, limits.prompt_key):
-            example = tokenize(row, inputs.tokenizer, inputs.stop_ids, row_id)
-            example.file = path
-            example.weight = file.get("weight")
+    for entry in parse_entries([select_keys(entry) for entry in to_plain(config.env[key])]):
+        for row_id, row in report_progress(read_entry(entry, limits.prompt_key), entry.name, say):
+            example = tokenize(row, inputs.template, row_id)
+            example.file = entry.name
+            example.weight = entry.weight
             is_prompt_short = len(example.prompt_ids) <= limits.max_prompt_length
             if is_prompt_short and len(example.response_ids) <= limits.max_response_length:
                 examples.append(example)
             else:
                 inputs.dropped.append(row_id)
     return examples
+
+
+def select_keys(entry: Any) -> Any:
+    """Select the keys of an entry that `sft` uses: conversations have no verifier."""
+    if not isinstance(entry, Mapping):
+        return entry
+    return {key: value for key, value in entry.items() if key in ("path", "weight")}
+
+
+def read_entry(entry: FileEntry, prompt_key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (row id, row) of the conversations of an entry. Raises env.DataError."""
+    for file in entry.files:
+        yield from rename_rows(read_conversations(file.path, prompt_key), file.name)
 
 
 def run_command(config: DictConfig, run: Run, inputs: RunInputs) -> None:

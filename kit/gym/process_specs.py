@@ -295,7 +295,7 @@ def plan_agent(
             f"{key}.agent={agent} needs a policy endpoint, but none is configured. "
             "Pass `policy`, or remove agent."
         )
-    model = {"return_token_id_information": True, "uses_reasoning_parser": False, **policy}
+    model = {"return_token_id_information": True, "uses_reasoning_parser": True, **policy}
     model_server = make_spec(POLICY_MODEL, MODELS, "vllm_model", model, "policy")
     model_server["visible_variables"] = []  # all agents of a run share it
     model_server["global_config"] = {}

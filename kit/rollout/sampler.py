@@ -19,6 +19,7 @@ from kit.config.user_functions import needs
 from kit.data.episode import ABORTED, PolicyVersion, PolicyVersions
 from kit.data.processor import TextProcessor
 from kit.errors import RunError
+from kit.rollout.chat_template import ChatTemplate
 
 Sampling = dict[str, Any]  # vLLM's sampling parameters, from `build_sampling_params`
 DEFAULT_SLOTS = 256
@@ -48,10 +49,13 @@ class SamplerContext:
     # do not say which rollout they belong to, so `Servers` sets this when a rollout starts.
     endpoint_sampling: Sampling = field(default_factory=dict)
     processor: Any = None  # kit.data.processor: for text, unless the model reads images
+    template: ChatTemplate = None  # type: ignore[assignment]  # __post_init__ sets it
 
     def __post_init__(self) -> None:
         if self.processor is None:
             self.processor = TextProcessor(self.tokenizer)
+        if self.template is None:
+            self.template = ChatTemplate(self.processor, self.stop_ids)
 
 
 class SampledResponse(NamedTuple):
@@ -68,7 +72,7 @@ def make_sampler_context(
     """Make the context from verl's keys: data.max_*_length, rollout.multi_turn.* and others.
 
     Each engine runs rollout.max_num_seqs sequences concurrently. There is one episode slot for each
-    of them. inputs: the tokenizer, processor, stop_ids and model of kit.runs.prepare.RunInputs.
+    of them. inputs: of kit.runs.prepare.RunInputs.
     """
     rollout = config.actor_rollout_ref.rollout
     turns = rollout.multi_turn
@@ -77,6 +81,7 @@ def make_sampler_context(
         client=client,
         tokenizer=inputs.tokenizer,
         processor=inputs.processor,
+        template=inputs.template,
         stop_ids=inputs.stop_ids,
         max_prompt_length=config.data.max_prompt_length,
         max_response_length=config.data.max_response_length,

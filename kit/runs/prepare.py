@@ -17,13 +17,16 @@ import env
 from kit import extras
 from kit.config import checks, model_files, user_functions
 from kit.config.keys import to_plain
-from kit.config.load import ACTOR, FSDP, MICRO_BATCH_TOKENS, MODEL, raise_all
+from kit.config.load import ACTOR, FSDP, MICRO_BATCH_TOKENS, MODEL, ROLLOUT, raise_all
 from kit.config.resources import sequence_parallel_size
 from kit.data.processor import TextProcessor
-from kit.data.row_files import read_raw_rows
+from kit.data.row_files import find_files, read_raw_rows
 from kit.data.tasks import FileRows, RowSource, TaskLoader, is_function
 from kit.errors import ConfigError, UserFunctionError
 from kit.gym import network, process_specs
+from kit.rollout import template_trial
+from kit.rollout.chat_template import OUTPUTS, PARALLEL, TURNS, ChatTemplate
+from kit.runs.console import say
 
 TRAIN = "env.train_files"
 VAL = "env.val_files"
@@ -44,6 +47,7 @@ class RunInputs:
     dropped: list[str]  # rows whose prompt is over data.max_prompt_length
     tokenizer: Any
     processor: TextProcessor  # or the one of a model that reads images
+    template: ChatTemplate
     stop_ids: set[int]  # ids that end a response
     reward: Callable[[Any], float]  # episode -> the reward to train on
     filters: list[Callable[[list[Any]], list[Any]]]  # env.filters, then algorithm.filter_groups
@@ -77,8 +81,9 @@ def prepare(config: DictConfig, command: str = "train") -> RunInputs:
     load_rows(config, command, inputs, aliases | names)
     custom = extras.first("verifier_names", config, command, config, default=set())
     check_code_execution(config, command, inputs)
+    check_turns(config, inputs)
     if any(task.tools for task in inputs.tasks):
-        checks.check_tool_format(config.actor_rollout_ref.rollout.multi_turn.format)
+        set_tool_format(config, inputs.template)
         checks.check_tools(task for task in inputs.tasks if task.server not in custom)
     used = {task.server for task in inputs.tasks}
     for name in sorted(used - {*config.gym.servers, *custom}):
@@ -112,6 +117,12 @@ def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception]
     if not files.tokenizer.chat_template:
         path = config.actor_rollout_ref.model.path
         raise ConfigError(f"{path} has no chat template. Set {MODEL}.custom_chat_template.")
+    arguments = to_plain(config.data.apply_chat_template_kwargs)
+    template = ChatTemplate(processor, files.stop_ids, arguments)
+    template.failures = template_trial.try_template(template)
+    for part in (template_trial.PROMPTS, template_trial.ANSWERS):
+        if part in template.failures:
+            raise ConfigError(template.describe_failure(part))
     check_other_models(config, command, files.tokenizer)
     set_sizes(config, files.hf_config, command)
     model_problems = extras.collect(
@@ -124,6 +135,7 @@ def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception]
         dropped=[],
         tokenizer=files.tokenizer,
         processor=processor,
+        template=template,
         stop_ids=files.stop_ids,
         reward=functions.reward,
         filters=functions.filters,
@@ -233,9 +245,15 @@ def check_row_files(config: DictConfig, command: str, key: str) -> Iterator[Exce
             elif is_function(entry):
                 extras.call("check_entry", config, command, entry, key)
             else:
-                next(read_raw_rows(path, *columns), None)
+                read_first_rows(path, columns)
         except (env.DataError, UserFunctionError, ConfigError) as error:
             yield error
+
+
+def read_first_rows(path: str, columns: Sequence[str]) -> None:
+    """Read the first row of each file of a path. Raises env.DataError."""
+    for file in find_files(path):
+        next(read_raw_rows(file, *columns), None)
 
 
 def check_model_path(config: DictConfig, key: str) -> Iterator[Exception]:
@@ -311,12 +329,13 @@ def load_rows(
     aliases: {agent or server: server}. Raises ConfigError, UserFunctionError, env.DataError.
     """
     loader = TaskLoader(
-        processor=inputs.processor,
+        template=inputs.template,
         aliases=aliases,
         max_prompt_length=config.data.max_prompt_length,
         only_servers=to_plain(config.env.only_servers),
         custom_verifiers=extras.first("verifier_names", config, command, config, default=()),
         prompt_key=config.data.prompt_key,
+        report=say,
     )
     train = loader.load_files(list_files(config, command, TRAIN))
     validation = loader.load_files(list_files(config, command, VAL))
@@ -393,6 +412,42 @@ def check_enough_rows(config: DictConfig, command: str, inputs: RunInputs, file_
 def describe_dropped(inputs: RunInputs) -> str:
     """Describe the first dropped rows, for messages."""
     return f"dropped rows: {', '.join(inputs.dropped[:3]) or 'none'}"
+
+
+# --- the chat template ---------------------------------------------------------------------------
+
+
+def check_turns(config: DictConfig, inputs: RunInputs) -> None:
+    """Check that the chat template has the turns that the rows need. Raises ConfigError.
+
+    A server whose rows have messages may also play turns. That is known when it runs, so
+    inference.py checks it then.
+    """
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    has_tools = any(task.tools for task in inputs.tasks) and turns.max_assistant_turns != 1
+    needed = [OUTPUTS, PARALLEL] if has_tools else []
+    if any(not task.messages for task in inputs.tasks):  # the environment writes the messages
+        needed.append(TURNS)
+    for part in needed:
+        if part in inputs.template.failures:
+            hint = ""
+            if part != TURNS:
+                hint = (
+                    f" If the calls themselves are the answer, set {ROLLOUT}.multi_turn."
+                    "max_assistant_turns=1."
+                )
+            raise ConfigError(inputs.template.describe_failure(part) + hint)
+
+
+def set_tool_format(config: DictConfig, template: ChatTemplate) -> None:
+    """Choose the tool parser if multi_turn.format=auto, else check it. Raises ConfigError."""
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    formats = checks.list_tool_formats()
+    if turns.format != checks.AUTO_FORMAT:
+        checks.check_tool_format(turns.format, formats)
+        return
+    readable = template_trial.find_tool_formats(template, formats)
+    turns.format = next(readable, formats[0])  # if none reads them, the summary warns
 
 
 # --- code of the policy --------------------------------------------------------------------------

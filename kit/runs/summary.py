@@ -12,11 +12,14 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from kit import extras
+from kit.config import checks
 from kit.config.keys import find_changes, is_below, to_plain
 from kit.config.load import FSDP
 from kit.config.redaction import redacted
 from kit.config.resources import rollout_gpus
 from kit.config.user_functions import needs
+from kit.rollout import template_trial
+from kit.rollout.chat_template import TURNS
 from kit.runs.prepare import RunInputs, find_unsandboxed
 
 ENGINES = {"vllm": "vLLM", "hf": "transformers", "sglang": "SGLang"}
@@ -190,6 +193,7 @@ def list_warnings(config: DictConfig, inputs: RunInputs, command: str) -> Iterat
             "training/rollout_probs_diff_* grows and algorithm.rollout_correction is biased. "
             "Remove them unless you want that."
         )
+    yield from warn_of_template(config, inputs)
     for name, is_here in find_unsandboxed(config, command, inputs).items():
         place = "on this machine, as your user" if is_here else "on the machine of its server"
         yield (
@@ -198,6 +202,38 @@ def list_warnings(config: DictConfig, inputs: RunInputs, command: str) -> Iterat
         )
     yield from warn_of_verl_rows(config, inputs, command)
     yield from warn_of_overlap(inputs)
+
+
+def warn_of_template(config: DictConfig, inputs: RunInputs) -> Iterator[str]:
+    """Warn of parts of the chat template that may be wrong for this recipe."""
+    template = inputs.template
+    if TURNS in template.failures:
+        yield (
+            f"{template.describe_failure(TURNS)} A server that plays turns (`step`) cannot be used "
+            "without it."
+        )
+    end = template_trial.find_unknown_end(template)
+    if end:
+        yield (
+            f"The chat template ends an answer with {end!r}, which is no stop token of the model, "
+            "so a response continues after it. Add its id to eos_token_id in the model's "
+            "generation_config.json, or set another template."
+        )
+    if template_trial.writes_date(template):
+        yield (
+            "The chat template writes today's date, so a run that is resumed tomorrow has other "
+            "prompts. If the template has an argument for the date, set it in "
+            "data.apply_chat_template_kwargs."
+        )
+    tool_format = config.actor_rollout_ref.rollout.multi_turn.format
+    has_tools = any(task.tools for task in inputs.tasks)
+    if has_tools and not list(template_trial.find_tool_formats(template, [tool_format])):
+        others = list(template_trial.find_tool_formats(template, checks.list_tool_formats()))
+        advice = f"These do: {', '.join(others)}" if others else "No other parser does"
+        yield (
+            f"rollout.multi_turn.format={tool_format} does not read the calls that the chat "
+            f"template writes, so a response in the template's form calls no tool. {advice}."
+        )
 
 
 def warn_of_verl_rows(config: DictConfig, inputs: RunInputs, command: str) -> Iterator[str]:

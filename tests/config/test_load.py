@@ -458,7 +458,7 @@ def test_an_unknown_format_of_tool_calls_is_an_error(workspace):
     files = f"env.train_files=[{workspace / 'tools.jsonl'}]"
     with pytest.raises(
         ConfigError,
-        match=r"multi_turn\.format=hermess: vLLM has no such tool parser. Use one of: .*hermes",
+        match=r"multi_turn\.format=hermess: there is no such tool parser. Use auto, or .*hermes",
     ):
         load(workspace, files, "actor_rollout_ref.rollout.multi_turn.format=hermess")
 

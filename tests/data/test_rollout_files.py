@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import row
+from rollout_doubles import make_tokenizer
 
 import env
 import gym_client
@@ -289,7 +290,7 @@ class Sampler:
 
 
 def run_rollout(gym, groups=1, n=1, **changes) -> tuple[list[Episode], Sampler]:
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: "five")
+    tokenizer = make_tokenizer("five")
     policy = SamplerContext(Sampler(), tokenizer, {1}, 32, 12, None, 100, "hermes", 5.0, **changes)
     tasks = [task(f"rows.jsonl:{i}") for i in range(groups)]
     episodes = asyncio.run(inference.rollout(repeat_per_group(tasks, n, "4"), {}, policy, gym))

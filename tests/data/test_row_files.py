@@ -22,14 +22,18 @@ from kit.data.verl_rows import read_rows
     ("text", "message"),
     [
         ('{"responses_create_params": {}}\n{oops\n', r"rows\.jsonl:2: not JSON"),
-        ('{"responses_create_params": {}, "x": NaN}\n', r"rows\.jsonl:1: not JSON \(Out of range"),
         (
             '{"responses_create_params": {}, "x": 1e999}\n',
-            r"rows\.jsonl:1: not JSON \(Out of range",
+            r"rows\.jsonl:1: not JSON \(Out of range .*in `x`\)",
         ),
         (
             '{"responses_create_params": {}, "x": "\\ud800"}\n',
-            r"rows\.jsonl:1: not JSON .*surrogates not allowed",
+            r"rows\.jsonl:1: not JSON .*surrogates not allowed, in `x`\)",
+        ),
+        ('{"a": 1}\n{"a": 1, "b": 2, "a": 3}\n', r"rows\.jsonl:1: it has a, but neither Gym"),
+        (
+            '{"prompt": "2?"}\n{"prompt": "2?", "x": {"a": 1, "b": [], "a": 1}}\n',
+            r"rows\.jsonl:2: an object has the key 'a' twice\. Remove one of the two\.",
         ),
         ("[" * 5000 + "\n", r"rows\.jsonl:1: not JSON \(maximum recursion depth"),
         (
@@ -115,6 +119,9 @@ def test_parquet_holds_rows_as_json(tmp_path):
     named = write_parquet(tmp_path / "named.parquet", source=["a", "b", "c"], row=texts)
     assert [r for _, r in read_rows(named)] == ROWS
 
+    texts_of_answers = write_parquet(tmp_path / "answers.parquet", n=numbers, answer=["5", "6", ""])
+    with pytest.raises(env.DataError, match=r"answers\.parquet: cannot be read \(it needs .*'n'"):
+        list(read_rows(texts_of_answers))
     unclear = write_parquet(tmp_path / "unclear.parquet", source=["a", "b", "c"], text=texts)
     with pytest.raises(env.DataError, match=r"unclear\.parquet: .*'source', 'text'"):
         list(read_rows(unclear))

@@ -11,6 +11,7 @@ import env
 from kit.data.processor import TextProcessor
 from kit.data.tasks import LoadedTasks, TaskLoader
 from kit.errors import ConfigError
+from kit.rollout.chat_template import ChatTemplate
 from kit.runs import summary
 
 
@@ -25,7 +26,8 @@ def find_server(gym_row, servers) -> str:
 
 def load_files(files, tokenizer, servers, only=None) -> LoadedTasks:
     """Load tasks of at most 20 prompt tokens."""
-    return TaskLoader(TextProcessor(tokenizer), make_aliases(servers), 20, only).load_files(files)
+    template = ChatTemplate(TextProcessor(tokenizer), {1}, {})
+    return TaskLoader(template, make_aliases(servers), 20, only).load_files(files)
 
 
 def make_aliases(servers) -> dict[str, str]:

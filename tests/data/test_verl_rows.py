@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 
 import numpy as np
@@ -88,13 +87,9 @@ def test_values_of_numpy_and_pandas_become_plain_values():
             {"question": "2?", "answer": "2"},
             "x:1: it has question, answer, but neither Gym's .* nor verl's `prompt` .* See docs/",
         ),
-        (gsm8k(0, images=[{"bytes": "x"}]), "x:1: verl's images are not supported"),
-        (gsm8k(0, extra_info=b"x"), "x:1: not JSON .a bytes in it"),
-        (gsm8k(0, extra_info=math.nan), "x:1: not JSON"),
-        (
-            gsm8k(0, prompt=[{"role": "assistant", "content": "", "tool_calls": [{}]}]),
-            "x:1: tool_calls in `prompt`",
-        ),
+        (gsm8k(0, videos=["x.mp4"]), "x:1: verl's videos are not supported"),
+        (gsm8k(0, audios=["x.wav"]), "x:1: verl's audios are not supported"),
+        (gsm8k(0, other={1, 2}), "x:1: not JSON .a set in it cannot be JSON, in `other`"),
         (
             gsm8k(0, extra_info={"gym_row": json.dumps(row("other"))}),
             "x:1: `prompt` differs from that of extra_info.gym_row",
@@ -142,8 +137,8 @@ def test_an_unreadable_file_is_an_error_before_it_is_loaded(tmp_path, monkeypatc
     other = tmp_path / "other.parquet"
     pandas.DataFrame({"question": ["2?"], "answer": ["2"]}).to_parquet(other)
     message = re.escape(
-        f"{other}: cannot be read (it needs prompt, a string column `row`, or exactly one string "
-        "column; it has ["
+        f"{other}: cannot be read (it needs prompt, responses_create_params, a string column "
+        "`row`, or exactly one string column, with JSON objects; it has ["
     )
     with pytest.raises(env.DataError, match=message):
         list(verl_rows.read_rows(str(other)))
@@ -154,7 +149,7 @@ def test_an_unreadable_file_is_an_error_before_it_is_loaded(tmp_path, monkeypatc
     monkeypatch.setattr(row_files, "MAX_ROW_CHARS", 3000)
     for name, reason in (
         ("huge.jsonl", "a line of over"),
-        ("huge.json", "a line of over"),
+        ("huge.json", "a list of over"),
         ("huge.parquet", "a row of"),
     ):
         with pytest.raises(env.DataError, match=rf"{re.escape(name)}.*{reason}"):

@@ -353,7 +353,7 @@ def row(entry):
     return {"prompt": entry["question"], "data_source": "trivia", "reward_model": truth}
 
 def nothing(entry):
-    return None if entry["answer"] == 2 else row(entry)
+    return None if entry["answer"] == "2" else row(entry)
 
 def raises(entry):
     return entry["wrong"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from conftest import ROOT, gym_examples, row, write_rows
 from image_doubles import COLORS, data_url, image_row, load_image_processor, png
 from omegaconf import OmegaConf
 from tiny_models import IMAGE_CHAT_TEMPLATE
+from turn_doubles import context_of
 
 import env
 import inference
@@ -20,7 +22,8 @@ from kit.data.episode import Episode, TurnSpan
 from kit.data.processor import TextProcessor
 from kit.data.tasks import TaskLoader
 from kit.errors import ConfigError
-from kit.rollout import chat, openai_server
+from kit.rollout import openai_server
+from kit.rollout.chat_template import ChatTemplate
 from kit.runs import prepare, summary
 
 
@@ -68,7 +71,9 @@ def test_a_model_that_reads_no_images_refuses_them(workspace):
 
     rows = write_rows(workspace / "pictures.jsonl", [image_row(data_url(png(COLORS["r"])))])
     tokenizer = AutoTokenizer.from_pretrained(workspace / "tied")
-    loader = TaskLoader(TextProcessor(tokenizer), {"reasoning_gym": "reasoning_gym"}, 100)
+    loader = TaskLoader(
+        ChatTemplate(TextProcessor(tokenizer), set()), {"reasoning_gym": "reasoning_gym"}, 100
+    )
     reason = r"pictures\.jsonl:1: input_image: the model reads no images"
     with pytest.raises(env.UnsupportedRowError, match=reason):
         loader.load_files([rows])
@@ -99,13 +104,17 @@ def test_text_of_the_environment_is_encoded_for_the_model(processor):
     """The chat template of this model accepts only content in parts."""
     tokenizer = processor.tokenizer
     stop_ids = {tokenizer.eos_token_id}
-    ids = chat.encode_observation([{"role": "user", "content": "count 7"}], processor, stop_ids)
+    template = ChatTemplate(processor, stop_ids)
+    (stop_id,) = stop_ids
+    ids = template.encode_continuation([{"role": "user", "content": "count 7"}], stop_id)
     assert tokenizer.decode(ids).strip() == "count 7"
     with pytest.raises(GymError, match="stands for an image"):
-        chat.encode_observation([{"role": "user", "content": "so <image>"}], processor, stop_ids)
-    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-    with pytest.raises(env.UnsupportedRowError, match="images that an agent shows"):
-        openai_server.build_prompt_ids(messages, [], SimpleNamespace(tokenizer=tokenizer))
+        template.encode_continuation([{"role": "user", "content": "so <image>"}], stop_id)
+    part = {"type": "image_url", "image_url": {"url": "x"}}
+    body = {"messages": [{"role": "user", "content": [part]}]}
+    context = context_of(None, tokenizer, processor=processor)
+    reply = asyncio.run(openai_server.complete_chat(body, context))
+    assert reply.status == 400 and reply.body["error"]["param"] == "messages[0].content[0].type"
 
 
 def test_rollout_workers_get_the_ban_of_placeholders(processor):

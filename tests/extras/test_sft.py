@@ -13,7 +13,9 @@ import pytest
 from conftest import write_rows
 
 import env
+from kit.data.processor import TextProcessor
 from kit.extras import sft
+from kit.rollout.chat_template import ChatTemplate
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +25,15 @@ def tokenizer(workspace):
     return AutoTokenizer.from_pretrained(workspace / "tied")
 
 
-def test_only_messages_of_the_assistant_are_trained(tokenizer):
+@pytest.fixture(scope="module")
+def template(tokenizer):
+    return ChatTemplate(TextProcessor(tokenizer), {1})
+
+
+def test_only_messages_of_the_assistant_are_trained(tokenizer, template):
     turns = [("user", "say 7"), ("assistant", "7"), ("user", "again"), ("assistant", "77")]
     messages = [{"role": role, "content": text} for role, text in turns]
-    example = sft.tokenize({"messages": messages}, tokenizer, {1}, "f:1")
+    example = sft.tokenize({"messages": messages}, template, "f:1")
     assert tokenizer.decode(example.prompt_ids) == "say 7 "
     assert tokenizer.decode(example.response_ids) == "7<end> again 77<end>"
     pairs = zip(example.response_ids, example.response_mask, strict=True)
@@ -34,9 +41,9 @@ def test_only_messages_of_the_assistant_are_trained(tokenizer):
     assert tokenizer.decode(trained) == "7<end>77<end>"
     for row in ({}, {"messages": messages[:1]}, {"messages": "say 7"}):
         with pytest.raises(env.DataError, match="f:1: there are no `messages`"):
-            sft.tokenize(row, tokenizer, {1}, "f:1")
+            sft.tokenize(row, template, "f:1")
     with pytest.raises(env.DataError, match="nothing comes before"):
-        sft.tokenize({"messages": messages[1:2]}, tokenizer, {1}, "f:1")
+        sft.tokenize({"messages": messages[1:2]}, template, "f:1")
 
 
 def test_conversations_come_from_jsonl_and_parquet(tmp_path):

@@ -228,6 +228,7 @@ def _build_policy_judge(name: str, policy: Mapping[str, str] | None, timeout_s: 
         key=endpoint["api_key"],
         key_name="POLICY_API_KEY",
         timeout_s=timeout_s,
+        parameters={"for_training": False},  # the limits of episodes are not those of a judge
     )
 
 

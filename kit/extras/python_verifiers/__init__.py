@@ -13,12 +13,12 @@ verifier, such as `strict`, are its settings. `verl` is verl's default_compute_s
 setting sandbox_fusion_url it runs programs in that sandbox.
 
 A function gets these keyword arguments, as from verl. It returns a finite number, or a dict with a
-finite number `score`. Other numbers in the dict become metrics, and everything else is saved in the
-rollouts.
+finite number `score`. A bool, a Decimal, a 0-d array and a 0-d tensor are numbers, too. Other
+numbers in the dict become metrics, and everything else is saved in the rollouts.
     data_source     of the row, otherwise the name of the function
     solution_str    the policy's last turn, decoded without special tokens, with its reasoning
-    ground_truth    reward_model.ground_truth of the row, otherwise the first of GROUND_TRUTH_KEYS
-                    (function_session.py) that it has, otherwise None
+    ground_truth    of the row, unchanged: reward_model.ground_truth, answer, ... or None
+                    (ground_truths.py)
     extra_info      of the row, with verl's num_turns and rollout_reward_scores, and the whole row
                     as `row`
 
@@ -34,12 +34,13 @@ lost, only the episode of that call fails, and the next call starts a new proces
 A failed call is a GymError, so its episode fails without a reward. The reasons:
     raised          an exception, also sys.exit
     memory          MemoryError: a process may use env.verifier_pool.memory_gb
-    bad_answer      not a finite number: None, text, a bool, NaN, a dict without `score`, ...
+    bad_answer      not a finite number: None, text, a list, NaN, a dict without `score`, ...
     timeout         no answer in time. The process is killed.
     died            the process ended: a crash of C code, os._exit, no memory on the machine
     too_large       a pickled environment of over 64 MiB
 
-Each verifier is called once before a run starts (verifier_trial.py).
+The file of a verifier imports the files next to it (kit/config/python_files.py). Each verifier is
+called before a run starts (verifier_trial.py).
 
 The functions below are hooks of kit/extras/__init__.py. They import modules in their bodies. Each
 verifier process imports this package, too, and must stay small.
@@ -116,7 +117,7 @@ def summary_lines(config: Any, inputs: Any, command: str) -> list[str]:
     specs = verifier_settings.read_specs(config)
     return [
         f"verifier    {verifier_settings.describe(config, list(specs.values()))}",
-        *[f"            tried on {line}" for line in inputs.trials],
+        *[f"            {line}" for line in inputs.trials],
     ]
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import gym_client
 from gym_client import GymError, Json
+from kit.extras.python_verifiers.ground_truths import find_ground_truth
 from kit.extras.python_verifiers.verifier_calls import CallResult
 from kit.extras.python_verifiers.verifier_settings import VerifierSpec, runs_policy_code
-
-GROUND_TRUTH_KEYS = ("ground_truth", "expected_answer", "answer")  # of Gym's rows, in this order
 
 
 class FunctionSession:
@@ -54,6 +53,8 @@ class FunctionSession:
         """
         arguments = make_arguments(self.row, self.decode(token_ids), self.spec.name)
         data_source = arguments["data_source"]
+        if not self.spec.path:
+            self.check_data_source()
         is_code = runs_policy_code(self.spec, [data_source])
         # The check of the recipe is not enough: a function that makes rows may make the first
         # program later.
@@ -73,6 +74,17 @@ class FunctionSession:
                 "returns 0 to 1. The program may have changed it.",
             )
         return result
+
+    def check_data_source(self) -> None:
+        """Check that the row has a data source, by which verl chooses a scorer. Raises GymError."""
+        data_source = self.row.get("data_source")
+        if not isinstance(data_source, str) or not data_source.strip():
+            raise GymError(
+                "raised",
+                f"{self.spec.reference}: the row has data_source={data_source!r:.80}, by which "
+                "verl chooses the scorer. Set it in the row, such as openai/gsm8k, or name another "
+                "verifier, such as templates/reward.py:compute_score.",
+            )
 
     async def step(self, _: Json, token_ids: Sequence[int]) -> gym_client.StepResult:
         """Give the policy's last turn to the environment. Raises GymError.
@@ -97,17 +109,12 @@ def make_arguments(row: Json, text: str, name: str) -> Json:
     They are those of verl 0.9.1 (experimental/reward_loop/reward_manager/naive.py).
     name: of the verifier, used as the data source of a row without one.
     """
-    reward_model = row.get("reward_model")
     extra_info = row.get("extra_info")
     if not isinstance(extra_info, dict):
         extra_info = {}
-    if isinstance(reward_model, dict) and "ground_truth" in reward_model:
-        ground_truth = reward_model["ground_truth"]
-    else:
-        ground_truth = next((row[key] for key in GROUND_TRUTH_KEYS if key in row), None)
     return {
         "data_source": row.get("data_source") or name,
         "solution_str": text,
-        "ground_truth": ground_truth,
+        "ground_truth": find_ground_truth(row),
         "extra_info": {"row": row, **extra_info, "num_turns": 2, "rollout_reward_scores": {}},
     }

@@ -3,11 +3,13 @@ r"""Verify mathematical answers with math-verify, with the rewards of Gym's math
     env:
       verifier: kit/extras/python_verifiers/math_answers.py:verify_math
 
-The ground truth is the row's `expected_answer`. The answer is an expression in the response, whose
-last `\boxed{}` must not be empty. The reward is 1 if both are equal, otherwise 0, as from Gym's
-server (0.7.0) with `should_use_judge: false`. That server forks a process for each answer, which
-takes 70 to 80 ms of a core. Here one process verifies many answers, and takes 6 to 8 ms each
-(benchmarks/math_verifier.py, whose answers are partly adversarial).
+The expected answer is in the row's ground truth (ground_truths.py). The answer is an expression in
+the response, whose last `\boxed{}` must not be empty. The reward is 1 if both are equal, otherwise
+0, as from Gym's server (0.7.0) with `should_use_judge: false`. That server reads `expected_answer`
+only, as text: a row without it is an error there, too, but an empty text or a worked solution is an
+answer that no response has. It forks a process for each answer, which takes 70 to 80 ms of a core.
+Here one process verifies many answers, and takes 6 to 8 ms each (benchmarks/math_verifier.py, whose
+answers are partly adversarial).
 
 A response cannot run code: math-verify evaluates only its digits and operators as Python, and reads
 the rest with a grammar. math-verify interrupts itself by signals after 2 or 5 s, at any point of
@@ -19,7 +21,9 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import re
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from typing import Any, NamedTuple
@@ -28,9 +32,18 @@ from math_verify.errors import TimeoutException
 from math_verify.metric import math_metric
 from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig, parse
 
+from kit.extras.python_verifiers.ground_truths import (
+    find_last_box,
+    make_error,
+    read_expected_answers,
+)
+
 TIME_LIMIT_S = 20.0  # below env.verifier_pool.timeout_s, after which the episode fails
 SLOW_S = 1.9  # math-verify may have interrupted itself: its shortest limit is 2 s
 DELIMITERS = (("\\(", "\\)"), ("$", "$"))  # that Gym's server removes from an expected answer
+WORD = r"(?<!\\)\b[^\W\d_]{2,}\b"  # not a command of LaTeX
+TEXT_COMMAND = r"\\(?:text|textbf|mbox|mathrm)\{[^{}]*\}"
+MAX_WORDS = 10  # of an expected answer. More of them are sentences, which no boxed answer equals.
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 FORK = multiprocessing.get_context("fork")
@@ -45,7 +58,7 @@ compare(["\\boxed{1}"], ["\\boxed{1}"])  # fills caches, which each forked proce
 class Verdict(NamedTuple):
     """The result of one comparison."""
 
-    reward: float | None  # None: the expected answer cannot be read
+    reward: float | None  # None: an expected answer cannot be read
     is_reliable: bool  # False: replace the process
 
 
@@ -56,14 +69,14 @@ class MathProcess:
         self.process: ForkProcess | None = None
         self.connection: Connection | None = None
 
-    def compare(self, gold: str, response: str) -> Verdict:
-        """Compare a response with an expected answer. Raises RuntimeError if the process ends."""
+    def compare(self, golds: Sequence[str], response: str) -> Verdict:
+        """Compare a response with expected answers. Raises RuntimeError if the process ends."""
         if self.process is None:
             self.start()
         assert self.process and self.connection
         verdict = Verdict(0.0, is_reliable=False)
         try:
-            self.connection.send((gold, response))
+            self.connection.send((golds, response))
             if self.connection.poll(TIME_LIMIT_S):
                 verdict = Verdict(*self.connection.recv())
         except (EOFError, OSError):
@@ -97,47 +110,53 @@ def serve(connection: Connection, other_end: Connection) -> None:
     other_end.close()
     while True:
         try:
-            gold, response = connection.recv()
+            golds, response = connection.recv()
         except EOFError:
             return
-        connection.send(tuple(compare_once(gold, response)))
+        connection.send(tuple(compare_once(golds, response)))
 
 
-def compare_once(gold: str, response: str) -> Verdict:
-    """Compare a response with an expected answer. The reward of an error is 0, as in Gym."""
+def compare_once(golds: Sequence[str], response: str) -> Verdict:
+    """Compare a response with expected answers. The reward of an error is 0, as in Gym."""
     begin = time.monotonic()
     try:
-        reward = float(compare([gold], [response])[0])
+        reward = float(compare(golds, [response])[0])
     except (Exception, TimeoutException):  # TimeoutException is no Exception
-        return Verdict(0.0 if parse(gold, GOLD) else None, is_reliable=False)
+        is_readable = all(parse(gold, GOLD) for gold in golds)
+        return Verdict(0.0 if is_readable else None, is_reliable=False)
     return Verdict(reward, is_reliable=time.monotonic() - begin < SLOW_S)
 
 
 def verify_math(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any
 ) -> dict[str, float]:
-    """Return the score 1 for a response with the expected answer, otherwise 0.
+    """Return the score 1 for a response with an expected answer, otherwise 0.
 
-    Raises ValueError if the expected answer cannot be read, RuntimeError if the process ends.
+    Raises ValueError if an expected answer cannot be read, RuntimeError if the process ends.
     """
-    if not has_boxed_answer(solution_str):
-        return {"score": 0.0, "interrupted": 0.0}
-    gold = "\\boxed{" + strip_delimiters(str(ground_truth)) + "}"
-    verdict = math_process.compare(gold, solution_str)
-    if verdict.reward is None:
-        raise ValueError(f"the expected answer {ground_truth!r:.80} cannot be read. Change the row")
+    golds = [make_gold(answer) for answer in read_expected_answers(ground_truth)]
+    # Without a boxed answer, the empty response is compared: the expected answers must be readable.
+    response = solution_str if has_boxed_answer(solution_str) else ""
+    verdict = math_process.compare(golds, response)
+    # If the comparison was interrupted: was it the response, or the expected answer?
+    gold_verdict = verdict if verdict.is_reliable else math_process.compare(golds, "")
+    if verdict.reward is None or not gold_verdict.is_reliable:
+        raise make_error(ground_truth, "math-verify does not find an expression in it in time")
     return {"score": verdict.reward, "interrupted": float(not verdict.is_reliable)}
 
 
+def make_gold(answer: str) -> str:
+    """Return an expected answer in the form that math-verify reads. Raises ValueError."""
+    words = re.findall(WORD, re.sub(TEXT_COMMAND, "", answer))
+    if len(words) > MAX_WORDS:
+        reason = f"it has {len(words)} words, but no answer in \\boxed{{}} or after ####"
+        raise make_error(answer, reason)
+    return "\\boxed{" + strip_delimiters(answer) + "}"
+
+
 def has_boxed_answer(response: str) -> bool:
-    r"""Whether the last `\boxed{` of a response is closed, and has content."""
-    _, separator, rest = response.rpartition("\\boxed{")
-    depth = 1
-    for index, character in enumerate(rest if separator else ""):
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth == 0:
-            return bool(rest[:index].strip())
-    return False
+    r"""Return whether the last `\boxed{` of a response is closed, and has content."""
+    return bool(find_last_box(response).strip())
 
 
 def strip_delimiters(answer: str) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_SCORED_TESTS = 10  # as in verl
+TEST_LISTS = ("inputs", "outputs", "assert_case")  # an entry for each test
 TEST_TIMEOUT_S = 5  # for all tests on this machine, as in verl
 # Results of a test that verl 0.9.1 reports. Any other result is a failure of the sandbox.
 PROGRAM_RESULTS = (
@@ -41,14 +42,15 @@ def {name}_with_mark(*arguments):
 # --- in a sandbox --------------------------------------------------------------------------------
 
 
-def score_in_sandbox(url: str, memory_limit_mb: int, completion: str, ground_truth: Any) -> float:
+def score_in_sandbox(
+    url: str, memory_limit_mb: int, completion: str, tests: Mapping[str, Any]
+) -> float:
     """Return the fraction of tests that a program passes in a sandbox.
 
-    Raises RuntimeError if the sandbox has no result for a test, ValueError if the row has no tests.
+    Raises RuntimeError if the sandbox has no result for a test.
     """
     sandbox = importlib.import_module("verl.utils.reward_score.sandbox_fusion")
-    tests = read_tests(ground_truth)
-    has_end = calls_function(tests) or isinstance(tests.get("assert_case"), list)
+    has_end = calls_function(tests) or "assert_case" in tests
     mark = secrets.token_hex(16) if has_end else ""
     marked = mark_ends(tests, mark) if mark else tests
     score, results = sandbox.compute_score(
@@ -62,13 +64,27 @@ def score_in_sandbox(url: str, memory_limit_mb: int, completion: str, ground_tru
 
 
 def read_tests(ground_truth: Any) -> dict[str, Any]:
-    """Return the tests of a row, which may be JSON. Raises ValueError."""
+    """Return the tests of a row, which may be JSON. Raises ValueError if there are none.
+
+    verl gives a program the reward 0 or 1 if a row has no tests, or tests that it cannot read.
+    """
     tests = ground_truth
     if isinstance(tests, str):
         with contextlib.suppress(ValueError):
             tests = json.loads(tests)
     if not isinstance(tests, dict):
         raise ValueError(f"the tests of the row must be a JSON object, not {tests!r:.80}")
+    tests = {name: value for name, value in tests.items() if value is not None}
+    required = ("assert_case",) if "assert_case" in tests else ("inputs", "outputs")
+    for name in required:
+        values = tests.get(name)
+        if not isinstance(values, list) or not values:
+            raise ValueError(
+                f"the tests of the row have {name}={values!r:.80}. Set a list of texts"
+            )
+    lengths = {name: len(tests[name]) for name in TEST_LISTS if name in tests}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"the lists of the row's tests differ in length: {lengths}. Change them")
     return tests
 
 

@@ -6,15 +6,17 @@ import asyncio
 import functools
 import inspect
 import json
+import math
 import numbers
 import pickle
 import reprlib
 from collections.abc import Awaitable, Callable, Mapping
+from decimal import Decimal
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, NamedTuple
 
-from kit.config.python_files import import_file
+from kit.config.python_files import import_file, suggest_fix
 from kit.extras.python_verifiers.verl_scorer import load_verl_scorer
 
 Json = dict[str, Any]
@@ -54,7 +56,7 @@ def import_verifier(path: str, attribute: str) -> Callable[..., Any]:
     except Exception as error:
         reason = describe_failure(error, path)["why"]
         raise VerifierError(
-            f"{path} cannot be imported: {reason}. Run `python {path}` to see where."
+            f"{path} cannot be imported: {reason}. {suggest_fix(error, Path(path))}"
         ) from error
     verifier = getattr(module, attribute, None)
     if callable(verifier):
@@ -109,8 +111,8 @@ def check_methods(verifier: type, name: str) -> None:
 def score(verifier: Callable[..., Any], runner: asyncio.Runner, arguments: Json) -> CallResult:
     """Call a function and return the JSON of a verification result. Raises VerifierError.
 
-    The other numbers of a dict are components of the reward, where a bool is 0 or 1. If JSON can
-    express another value, it is returned unchanged, otherwise as its repr.
+    The other numbers of a dict are components of the reward. If JSON can express another value, it
+    is returned unchanged, otherwise as its repr.
     """
     value = await_result(verifier(**arguments), runner)
     parts = dict(value) if isinstance(value, Mapping) else {"score": value}
@@ -118,12 +120,10 @@ def score(verifier: Callable[..., Any], runner: asyncio.Runner, arguments: Json)
     components: dict[str, float | None] = {}
     details: Json = {}
     for name, part in parts.items():
-        if isinstance(part, bool):
-            components[str(name)] = float(part)
-        elif isinstance(part, numbers.Real):
-            components[str(name)] = to_finite_number(part)
-        else:
+        if to_number(part) is None:
             details[str(name)] = to_json_value(part)
+        else:
+            components[str(name)] = to_finite_number(part)
     if reward is None or None in components.values():
         raise VerifierError(f"returned {reprlib.repr(value)}; it must return {SCORE_RESULT}.")
     return CallResult({**details, "reward": reward, "reward_components": components})
@@ -156,12 +156,10 @@ def parse_step(value: Any) -> Json | None:
         return None
     observation, reward, done = value
     reward = to_finite_number(reward)
-    is_numpy_bool = str(getattr(done, "dtype", "")) == "bool"
-    if not isinstance(observation, str | None) or reward is None:
+    done = to_scalar(done)
+    if not isinstance(observation, str | None) or reward is None or not isinstance(done, bool):
         return None
-    if not isinstance(done, bool) and not is_numpy_bool:
-        return None
-    return {"observation": observation, "reward": reward, "done": bool(done)}
+    return {"observation": observation, "reward": reward, "done": done}
 
 
 def await_result(value: Any, runner: asyncio.Runner) -> Any:
@@ -190,9 +188,27 @@ def pickle_environment(environment: Any) -> bytes:
 
 
 def to_finite_number(value: Any) -> float | None:
-    """Return a finite number that is not a bool, else None. The limit is that of sanitize_json."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < 1e308 else None
+    """Return the finite number that a value is, else None. The limit is that of sanitize_json."""
+    number = to_number(value)
+    return number if number is not None and abs(number) < 1e308 else None
+
+
+def to_number(value: Any) -> float | None:
+    """Return the number that a value is, where True is 1, or None if it is not one number.
+
+    Numbers are those of Python, Decimal, Fraction, and scalars and 0-d arrays of NumPy and torch.
+    """
+    if not isinstance(to_scalar(value), numbers.Real | Decimal):
+        return None
+    try:
+        return float(value)  # of a masked value of NumPy, the scalar would be 0
+    except (OverflowError, ValueError):  # ValueError: a signaling NaN
+        return math.nan
+
+
+def to_scalar(value: Any) -> Any:
+    """Return a scalar or 0-d array of NumPy or torch as Python's number, and others unchanged."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def to_json_value(value: Any) -> Any:

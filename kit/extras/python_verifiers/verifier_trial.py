@@ -13,12 +13,19 @@ from omegaconf import DictConfig
 from env import Task
 from gym_client import GymError
 from kit.errors import UserFunctionError
-from kit.extras.python_verifiers.function_session import make_arguments
+from kit.extras.python_verifiers.ground_truths import (
+    find_ground_truth,
+    is_empty,
+    read_expected_answers,
+)
 from kit.extras.python_verifiers.verifier_pool import Pool
 from kit.extras.python_verifiers.verifier_settings import VerifierSpec
 
 RESPONSE = "So the answer is 7."
-MAX_GROUND_TRUTH = 60  # characters of a ground truth that is tried as a response
+# Responses with the expected answer. They are tried in this order, until one earns a reward.
+FORMS = ("{}", "\\boxed{{{}}}", "#### {}")
+MAX_ANSWER = 60  # characters of an expected answer that is tried as a response
+MAX_NAMED_ROWS = 3  # in a message
 
 
 def try_verifiers(
@@ -26,8 +33,9 @@ def try_verifiers(
 ) -> list[str]:
     """Call each verifier for its first row of each data_source -> a line with each row's rewards.
 
-    The responses are RESPONSE and, if the verifier is a function and the row has a short ground
-    truth, this ground truth. Raises UserFunctionError.
+    The responses are RESPONSE and, if the verifier is a function and the row's ground truth has a
+    short expected answer, FORMS with this answer. A further line counts the rows without a ground
+    truth, if other rows of the function have one. Raises UserFunctionError.
     """
     lines: list[str] = []
     with (
@@ -35,9 +43,9 @@ def try_verifiers(
         asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner,
     ):
         for name, spec in specs.items():
-            selected = select_tasks([task for task in tasks if task.server == name])
+            own_tasks = [task for task in tasks if task.server == name]
             pool = Pool(spec, config, Path(logs))
-            lines += runner.run(try_verifier(pool, selected, tokenizer))
+            lines += runner.run(try_verifier(pool, own_tasks, tokenizer))
     return lines
 
 
@@ -50,52 +58,102 @@ def select_tasks(tasks: Sequence[Task]) -> list[Task]:
 
 
 async def try_verifier(pool: Pool, tasks: Sequence[Task], tokenizer: Any) -> list[str]:
-    """Start a verifier and call it for each task -> a line for each. Raises UserFunctionError."""
+    """Start a verifier and call it for some of its tasks. Returns lines for the summary.
+
+    Raises UserFunctionError.
+    """
     lines: list[str] = []
-    trial = ""
+    missing: list[str] = []  # row ids
     try:
         kind = await pool.kind()
-        for task in tasks:
-            rewards: dict[str, float | None] = {}  # by response
-            for response in list_responses(task, kind):
-                trial = f" (tried on row {task.row_id} with the response {response!r})"
-                rewards[response] = await call_verifier(pool, task, response, tokenizer)
-            line = f"row {task.row_id}: reward {describe_rewards(rewards)}"
-            if kind == "verify" and len(rewards) == 1:
-                line += ". The row has no ground truth that can be tried as a response."
-            lines.append(line)
+        if kind == "verify":
+            missing = [task.row_id for task in tasks if is_empty(find_ground_truth(task.row))]
+        for task in select_tasks(tasks):
+            hint = describe_missing(missing, len(tasks)) if task.row_id in missing else ""
+            lines.append(await try_row(pool, task, kind, tokenizer, hint))
     except GymError as error:
-        raise UserFunctionError(f"{pool.spec.key}={error}{trial}") from None
+        raise UserFunctionError(f"{pool.spec.key}={error}") from None
     finally:
         await pool.close()
+    if 0 < len(missing) < len(tasks):
+        lines.append(describe_missing(missing, len(tasks)))
     return lines
+
+
+async def try_row(pool: Pool, task: Task, kind: str, tokenizer: Any, hint: str) -> str:
+    """Call a verifier for one row. Returns a line with the rewards. Raises UserFunctionError.
+
+    hint: the end of the error's message.
+    """
+    rewards: dict[str, float | None] = {}  # by response
+    for response in list_responses(task, kind):
+        try:
+            reward = await call_verifier(pool, task, response, tokenizer)
+        except GymError as error:
+            trial = f"(tried on row {task.row_id} with the response {response!r})"
+            message = f"{pool.spec.key}={error} {trial} {hint}".rstrip()
+            raise UserFunctionError(message) from None
+        rewards[response] = reward
+        if response != RESPONSE and is_positive(reward):
+            break
+    line = f"tried on row {task.row_id}: reward {describe_rewards(rewards)}"
+    if kind == "verify" and len(rewards) == 1:
+        line += ". The row has no ground truth that can be tried as a response."
+    return line
+
+
+def describe_missing(ids: Sequence[str], count: int) -> str:
+    """Describe the rows without a ground truth. ids: of these rows. count: of all rows.
+
+    >>> describe_missing(["a:2", "a:3"], 4)
+    '2 of 4 rows have no ground truth: a:2 and a:3. If the verifier needs one, remove these rows.'
+    """
+    names = list(ids[:MAX_NAMED_ROWS])
+    if len(ids) > MAX_NAMED_ROWS:
+        names.append(f"{len(ids) - MAX_NAMED_ROWS:,} more")
+    text = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    return (
+        f"{len(ids):,} of {count:,} rows have no ground truth: {text}. If the verifier needs one, "
+        "remove these rows."
+    )
 
 
 def describe_rewards(rewards: Mapping[str, float | None]) -> str:
     """Describe the rewards of RESPONSE and of the ground truth, if it was tried.
 
-    >>> describe_rewards({RESPONSE: 0.0, "42": 1.0})
-    "0 for 'So the answer is 7.', 1 for the ground truth '42'"
+    >>> describe_rewards({RESPONSE: 0.0, "42": 0.0, "#### 42": 1.0})
+    "0 for 'So the answer is 7.', 1 for the ground truth '#### 42'"
     """
+    tried = [response for response in rewards if response != RESPONSE]
+    earning = [response for response in tried if is_positive(rewards[response])]
     parts = []
-    for response, reward in rewards.items():
+    for response in [RESPONSE, *(earning or tried)[:1]]:
+        reward = rewards[response]
         label = "" if response == RESPONSE else "the ground truth "
         shown = "none (masked)" if reward is None else f"{reward:g}"
         parts.append(f"{shown} for {label}{response!r}")
     text = ", ".join(parts)
-    ground_truth_rewards = [rewards[response] for response in rewards if response != RESPONSE]
-    if any(reward is not None and reward <= 0 for reward in ground_truth_rewards):
+    if tried and not earning:
         text += ". The ground truth earns nothing. Does the verifier require another format?"
     return text
 
 
+def is_positive(reward: float | None) -> bool:
+    """Return whether a response earned something. A masked reward is not known."""
+    return reward is None or reward > 0
+
+
 def list_responses(task: Task, kind: str) -> list[str]:
     """Return the responses to try on a row. kind: `verify` for a function, `step` for a class."""
-    ground_truth = make_arguments(task.row, "", task.server)["ground_truth"]
-    is_text = isinstance(ground_truth, (str, int, float))
-    if kind != "verify" or not is_text or len(str(ground_truth)) > MAX_GROUND_TRUTH:
-        return [RESPONSE]
-    return [RESPONSE, str(ground_truth)]
+    responses = [RESPONSE]
+    if kind == "verify":
+        try:
+            answer = read_expected_answers(find_ground_truth(task.row))[0]
+        except ValueError:  # a function may have a ground truth of any other form
+            return responses
+        if len(answer) <= MAX_ANSWER:
+            responses += [form.format(answer) for form in FORMS]
+    return responses
 
 
 async def call_verifier(pool: Pool, task: Task, response: str, tokenizer: Any) -> float | None:

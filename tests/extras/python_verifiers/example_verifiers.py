@@ -40,7 +40,7 @@ INVALID = {  # values that a function must not return
     "none": None,
     "nan": float("nan"),
     "text": "1.0",
-    "bool": True,
+    "pair": (1.0, "reason"),
     "infinite": float("inf"),
     "list": [1.0],
     "without": {"acc": 1.0},

@@ -174,7 +174,7 @@ def test_an_invalid_return_value_is_a_failure_whose_message_shows_it(build_route
         "none": "None",
         "nan": "nan",
         "text": "'1.0'",
-        "bool": "True",
+        "pair": "(1.0, 'reason')",
         "infinite": "inf",
         "list": "[1.0]",
         "without": "{'acc': 1.0}",

@@ -54,7 +54,7 @@ from kit.runs import prepare, summary
             ".*nothing_at_all",
         ),
         ("none.py:f", r"none.py:f returned None; it must return a finite number"),
-        ("verl", r"verl failed: NotImplementedError: .* data_source='verl'"),
+        ("verl", r"verl: the row has data_source=None, by which verl chooses the scorer. Set it"),
     ],
 )
 def test_a_verifier_that_cannot_work_is_an_error_of_one_line(

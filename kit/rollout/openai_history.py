@@ -1,0 +1,273 @@
+"""The history of an agent's conversation: which of its tokens the policy has sampled.
+
+An agent sends the whole conversation with each request. Earlier responses have the token ids of
+their prompt and of the response, which it got with them. These ids become the beginning of the next
+prompt, so that no sampled token is encoded again. This holds only if the agent shows the policy
+what it has seen and written. So the ids are checked against the messages:
+
+    the first prompt     is the encoding of the messages before the first response
+    each later prompt    is the one before, its response, and the encoding of the messages between
+    each response        has the text and the calls that are parsed from its ids
+
+If one of them differs, the agent has rewritten the history. Then the messages are encoded as a new
+conversation, as by any other server. So the policy sees what the agent shows it. The prompt does
+not begin with the earlier tokens, and the episode fails as not_contiguous.
+
+The check needs nothing but the request, so several endpoints can serve one episode. A cache of
+checked histories keeps the time of a long episode linear.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import env
+from gym_client import GymError, find_callable_tools, sanitize_json
+from kit.rollout.chat import ParsedResponse, parse_response
+from kit.rollout.chat_template import OUTPUTS, PARALLEL, SYSTEM, TURNS, Message
+from kit.rollout.openai_requests import (
+    WHERE,
+    Answer,
+    AnyMessage,
+    ChatRequest,
+    RequestError,
+    join_parts,
+)
+from kit.rollout.sampler import SamplerContext
+
+MAX_CHECKED = 2**16  # histories in the cache, of some 100 bytes
+INLINE_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)  # as Gym's converter finds it
+
+logger = logging.getLogger(__name__)
+
+
+class Prompt(NamedTuple):
+    """The prompt of a request."""
+
+    ids: list[int]
+    first_length: int  # of the first prompt of the conversation, in tokens
+    turn_count: int  # responses of the policy in `ids`
+    is_rewritten: bool  # whether the history differs from the one that the policy has seen
+
+
+# --- what the policy has written -----------------------------------------------------------------
+
+
+async def parse_offered(
+    context: SamplerContext, ids: list[int], tools: list[Message], prompt_ids: Sequence[int]
+) -> ParsedResponse:
+    """Parse a response. Calls of tools that the request does not offer become text.
+
+    Gym's agents post each call to the route of that name, without a check. A call of `seed_session`
+    would start the session again, with an answer that the policy wrote. Agents do not URL-quote the
+    name either, so `verify?x` would reach /verify. Raises GymError('tool_parser').
+    """
+    response = await parse_response(context, ids, tools, prompt_ids)
+    names = find_callable_tools(tool["function"]["name"] for tool in tools)
+    offered = {name for name in names if not set(name) & set("?#")}
+    calls: list[dict[str, Any]] = []
+    texts = [response.text]
+    for call in response.calls:
+        if call["name"] in offered:
+            calls.append(call)
+        else:
+            texts.append(json.dumps({"name": call["name"], "arguments": call["arguments"]}))
+    return ParsedResponse(response.reasoning, "\n".join(texts), calls)
+
+
+class Contents(NamedTuple):
+    """The contents of a response, in a form that does not depend on how an agent passes them."""
+
+    thoughts: set[str]
+    text: str
+    calls: list[tuple[str, Any]]  # name and arguments
+
+
+def make_contents(text: str, thoughts: Sequence[str | None], calls: list[Message]) -> Contents:
+    """Move the thoughts out of the text, and decode the arguments of the calls."""
+    texts = {thought.strip() for thought in (*thoughts, *INLINE_THOUGHT.findall(text)) if thought}
+    decoded = [(call["name"], decode_arguments(call["arguments"])) for call in calls]
+    return Contents(texts - {""}, INLINE_THOUGHT.sub("", text).strip(), decoded)
+
+
+def decode_arguments(arguments: str) -> Any:
+    """Decode JSON text. Text that is not JSON stays text."""
+    try:
+        return json.loads(arguments, parse_constant=str)  # NaN is not equal to NaN
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def has_contents(answer: Answer, response: ParsedResponse) -> bool:
+    """Return whether a message has the contents of a response. It may lack the thought.
+
+    Gym's converter and other clients change the form: null or "" without text, the thought in think
+    tags or in another field, the white space of the arguments, the ids of the calls.
+    """
+    thoughts = (answer.reasoning_content, answer.reasoning)
+    functions = [call.function.model_dump() for call in answer.tool_calls or []]
+    shown = make_contents(join_parts(answer.content), thoughts, functions)
+    written = make_contents(response.text, [response.reasoning], response.calls)
+    is_same = shown.text == written.text and shown.calls == written.calls
+    return is_same and shown.thoughts <= written.thoughts
+
+
+# --- prompts -------------------------------------------------------------------------------------
+
+
+class Turn(NamedTuple):
+    """An earlier response of the policy: messages[position] of a request."""
+
+    position: int
+    answer: Answer
+
+
+class Histories:
+    """Builds the prompts of an endpoint, and remembers which histories it has checked."""
+
+    def __init__(self, context: SamplerContext):
+        self.context = context
+        self.rewritten_count = 0
+        self._checked: OrderedDict[bytes, None] = OrderedDict()  # digests, the newest at the end
+
+    async def build_prompt(self, request: ChatRequest) -> Prompt:
+        """Build the prompt of a request. Raises RequestError."""
+        try:
+            return await self._build_prompt(request.messages, request.chat_tools)
+        except (env.DataError, GymError) as error:
+            raise RequestError(str(error), "messages") from error
+        except RecursionError:
+            problem = "the JSON of the request has too many levels. Remove some."
+            raise RequestError(problem, "messages") from None
+
+    async def _build_prompt(self, messages: Sequence[AnyMessage], tools: list[Message]) -> Prompt:
+        turns = list_turns(messages)
+        if turns and await self.is_unchanged(messages, tools, turns):
+            ids = self.extend(turns[-1], messages, len(messages))
+            first_length = len(turns[0].answer.prompt_token_ids or [])
+            return Prompt(ids, first_length, len(turns), is_rewritten=False)
+        if turns:
+            self.count_rewritten()
+        ids = self.encode_prompt(messages, tools)
+        return Prompt(ids, len(ids), turn_count=0, is_rewritten=bool(turns))
+
+    def encode_prompt(self, messages: Sequence[AnyMessage], tools: list[Message]) -> list[int]:
+        """Encode messages as those of a row are encoded. Raises env.DataError."""
+        rendered = env.render_items(to_items(messages), WHERE)
+        return self.context.template.encode_prompt(rendered, tools, WHERE)
+
+    def extend(self, turn: Turn, messages: Sequence[AnyMessage], end: int) -> list[int]:
+        """Return the ids up to the end of `turn`, then the encoding of the messages before `end`.
+
+        Text of these messages cannot open a turn of another role. Raises RequestError,
+        env.DataError, GymError('template').
+        """
+        template = self.context.template
+        rendered = env.render_items(to_items(messages[turn.position : end]), WHERE)
+        between = [message for message in rendered if message["role"] != "assistant"]
+        for part in list_parts(between):
+            if part in template.failures:
+                raise RequestError(template.describe_failure(part), "messages")
+        ids = turn.answer.token_ids
+        return ids + template.encode_continuation(between, ids[-1])
+
+    # --- the check ---
+
+    async def is_unchanged(
+        self, messages: Sequence[AnyMessage], tools: list[Message], turns: Sequence[Turn]
+    ) -> bool:
+        """Return whether the token ids of all turns belong to these messages."""
+        later_answers = [each for each in messages[turns[0].position :] if each.role == "assistant"]
+        if len(later_answers) > len(turns):  # the agent has written some of them
+            return False
+        digests = digest_histories(messages, tools)
+        checked = [number for number, digest in enumerate(digests) if digest in self._checked]
+        for number in range(checked[-1] + 1 if checked else 0, len(turns)):
+            previous = turns[number - 1] if number else None
+            if not await self.is_consistent(messages, tools, turns[number], previous):
+                return False
+        self.remember(digests[-1])
+        return True
+
+    async def is_consistent(
+        self,
+        messages: Sequence[AnyMessage],
+        tools: list[Message],
+        turn: Turn,
+        previous: Turn | None,
+    ) -> bool:
+        """Return whether a turn follows the previous one, and has the contents of its ids."""
+        try:
+            if previous:
+                prompt_ids = self.extend(previous, messages, turn.position)
+            else:
+                prompt_ids = self.encode_prompt(messages[: turn.position], tools)
+            if turn.answer.prompt_token_ids != prompt_ids:
+                return False
+            ids = turn.answer.generation_token_ids or []
+            response = await parse_offered(self.context, ids, tools, prompt_ids)
+            if has_contents(turn.answer, response):
+                return True
+            response = await parse_offered(self.context, ids, [], prompt_ids)  # tool_choice: none
+            return has_contents(turn.answer, response)
+        except (env.DataError, GymError):  # no prompt or response of this endpoint
+            return False
+
+    def remember(self, digest: bytes) -> None:
+        """Add a checked history to the cache. If the cache is full, drop the oldest one."""
+        self._checked[digest] = None
+        self._checked.move_to_end(digest)
+        if len(self._checked) > MAX_CHECKED:
+            self._checked.popitem(last=False)
+
+    def count_rewritten(self) -> None:
+        """Count a rewritten history, and log the first one."""
+        self.rewritten_count += 1
+        if self.rewritten_count == 1:
+            logger.warning(
+                "an agent has rewritten the history of its conversation, so its episode fails as "
+                "not_contiguous. Later cases are counted only as failed episodes. Turn off the "
+                'agent\'s compaction. See docs/environments.md, "Agents that rewrite the history".'
+            )
+
+
+def list_turns(messages: Sequence[AnyMessage]) -> list[Turn]:
+    """Return the responses that have token ids."""
+    return [
+        Turn(position, message)
+        for position, message in enumerate(messages)
+        if isinstance(message, Answer) and message.is_sampled
+    ]
+
+
+def list_parts(between: list[Message]) -> list[str]:
+    """Return the parts of a conversation (chat_template.py) that stand between two responses."""
+    roles = [message["role"] for message in between]
+    parts = {"system": SYSTEM, "user": TURNS, "tool": OUTPUTS}
+    needed = [parts[role] for role in roles]
+    return [*needed, PARALLEL] if roles.count("tool") > 1 else needed
+
+
+def to_items(messages: Sequence[AnyMessage]) -> list[Message]:
+    """Return messages in the form of a row's input items."""
+    return [sanitize_json(message.to_item()) for message in messages]
+
+
+def digest_histories(messages: Sequence[AnyMessage], tools: list[Message]) -> list[bytes]:
+    """Return a digest for each turn, of the tools and all messages up to its end."""
+    state = hashlib.sha256(json.dumps(tools).encode())
+    digests = []
+    for message in messages:
+        state.update(json.dumps(message.to_item()).encode())
+        if isinstance(message, Answer) and message.is_sampled:
+            for ids in (message.prompt_token_ids or [], message.generation_token_ids or []):
+                state.update(f" {len(ids)} ".encode() + array("i", ids).tobytes())
+            digests.append(state.copy().digest())
+    return digests

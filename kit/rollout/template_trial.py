@@ -1,0 +1,255 @@
+"""Try a chat template before a run: does the policy see each message, once and in order?
+
+The trial renders small conversations with marked texts. For each part of a conversation that a
+template may lack, it returns why the part fails. A recipe that needs this part is then refused.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from kit.rollout.chat_template import (
+    ANSWER,
+    CALLS,
+    OUTPUTS,
+    PARALLEL,
+    QUESTION,
+    SYSTEM,
+    TOOLS,
+    TURNS,
+    ChatTemplate,
+    Message,
+    RenderError,
+    make_call,
+    make_output,
+    text_after,
+)
+from kit.rollout.tool_calls import extract_by_vllm
+
+TOOL: Message = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look up a text.",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string", "description": "The text."}},
+            "required": ["text"],
+        },
+    },
+}
+MARKS = ("quintetone", "quintettwo")  # texts that no template writes or changes
+PROMPTS = "prompts"
+ANSWERS = "answers"
+
+
+def try_template(template: ChatTemplate) -> dict[str, str]:
+    """Try each part of a conversation. Returns {part: why it fails} of those that fail."""
+    trials: dict[str, Callable[[ChatTemplate], None]] = {
+        PROMPTS: try_prompt,
+        ANSWERS: try_answer,
+        SYSTEM: try_system_message,
+        TOOLS: try_tools,
+        CALLS: try_call,
+        TURNS: try_user_message,
+        OUTPUTS: try_output,
+        PARALLEL: try_two_outputs,
+    }
+    failures = {}
+    for part, trial in trials.items():
+        try:
+            trial(template)
+        except RenderError as error:
+            failures[part] = str(error).strip().rstrip(".")
+    return failures
+
+
+def try_prompt(template: ChatTemplate) -> None:
+    """Try a prompt of one user message."""
+    text = template.render([user(MARKS[0])], add_generation_prompt=True)
+    check_marks(text, MARKS[:1])
+
+
+def try_answer(template: ChatTemplate) -> None:
+    """Try to read an answer as the template writes it."""
+    if template.is_harmony:  # kit/rollout/harmony.py reads it
+        return
+    try:
+        ids = template.encode_answer({"role": "assistant", "content": MARKS[0]})
+    except RenderError:  # the prompt opens a thought that the template does not write later
+        return
+    without_stop = [i for i in ids if i not in template.stop_ids]
+    answer = template.split_thought((), without_stop).answer
+    text = template.tokenizer.decode(answer, skip_special_tokens=True).strip()
+    if not text.startswith(MARKS[0]):  # `find_unknown_end` looks at the text after it
+        raise RenderError(f"they are read as {text!r} instead of {MARKS[0]!r}")
+
+
+def find_unknown_end(template: ChatTemplate) -> str:
+    """Find the text that ends an answer in the template, if it is no stop token; else ""."""
+    try:
+        conversation = [user(QUESTION), {"role": "assistant", "content": ANSWER}]
+        closed = text_after(template.render(conversation), ANSWER)
+    except RenderError:
+        return ""
+    has_stop = template.find_stop(closed).start < len(closed)
+    return "" if has_stop else closed.strip()
+
+
+def try_system_message(template: ChatTemplate) -> None:
+    """Try a system message before a user message."""
+    messages = [{"role": "system", "content": MARKS[0]}, user(MARKS[1])]
+    check_marks(template.render(messages, add_generation_prompt=True), MARKS)
+
+
+def try_tools(template: ChatTemplate) -> None:
+    """Try a tool in the prompt."""
+    text = template.render([user(MARKS[0])], [TOOL], add_generation_prompt=True)
+    if text == template.render([user(MARKS[0])], add_generation_prompt=True):
+        raise RenderError("it does not show the tools to the model")
+    check_marks(text, MARKS[:1])
+
+
+def try_call(template: ChatTemplate) -> None:
+    """Try a call of a tool in an answer."""
+    if not template.shows_one_call:
+        raise RenderError("it does not show the call to the model")
+
+
+def try_user_message(template: ChatTemplate) -> None:
+    """Try a user message after an answer, as an environment sends it."""
+    earlier = [user(QUESTION), {"role": "assistant", "content": "Yes."}]
+    check_continuation(template, [user(MARKS[0])], MARKS[:1], earlier)
+
+
+def try_output(template: ChatTemplate) -> None:
+    """Try the output of a tool after a call."""
+    output = make_output("c", MARKS[0])
+    check_continuation(template, [output], MARKS[:1], call_and_output(QUESTION))
+
+
+def try_two_outputs(template: ChatTemplate) -> None:
+    """Try the outputs of two calls in one answer."""
+    outputs = [make_output(letter, mark) for letter, mark in zip("cd", MARKS, strict=True)]
+    check_continuation(template, outputs, MARKS, call_and_output(QUESTION))
+
+
+def user(text: str) -> Message:
+    """Make a user message."""
+    return {"role": "user", "content": text}
+
+
+def call_and_output(question: str) -> list[Message]:
+    """Make the first three messages of a conversation with a tool."""
+    answer: Message = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [make_call("b", {"text": "x"})],
+    }
+    return [user(question), answer, make_output("b", "An output.")]
+
+
+def check_marks(text: str, marks: Sequence[str]) -> None:
+    """Check that a text has each mark once, and in order. Raises RenderError."""
+    end = 0
+    for mark in marks:
+        count = text.count(mark)
+        if count == 0:
+            raise RenderError("the message does not reach the model")
+        if count > 1:
+            raise RenderError(f"the message reaches the model {count} times")
+        place = text.find(mark)
+        if place < end:
+            raise RenderError("the messages reach the model in another order")
+        end = place
+
+
+def check_continuation(
+    template: ChatTemplate, messages: list[Message], marks: Sequence[str], earlier: list[Message]
+) -> None:
+    """Check what the template writes between two answers. Raises RenderError.
+
+    It must have the marked texts, must not repeat the token that ended the first answer, and must
+    be the same after a longer conversation, rendered as a whole. earlier: its first messages.
+    """
+    conversation = template.make_conversation(messages)
+    stop_id = find_sampled_stop(template, conversation, messages)
+    text = template.continue_conversation(conversation, messages, stop_id)
+    check_marks(text, marks)
+    stop = template.tokenizer.convert_ids_to_tokens(stop_id)
+    if text.startswith(stop):
+        raise RenderError(f"it writes {stop!r} again after the policy sampled it")
+    longer = [*earlier, *conversation]
+    if earlier[-1]["role"] == "tool":
+        longer = [*earlier, conversation[-1]]
+    try:
+        whole = template.continue_conversation(longer, messages, stop_id)
+    except RenderError:
+        whole = template.continue_conversation([*earlier, *conversation], messages, stop_id)
+    if whole != text:
+        raise RenderError("it writes the message differently in a longer conversation")
+    ids = template.encode_continuation(messages, stop_id)
+    expected = template.tokenizer.encode(ANSWER + stop + text, add_special_tokens=False)
+    if stop_id in expected and expected[expected.index(stop_id) + 1 :] != ids:
+        raise RenderError("its tokens depend on the answer before them")
+
+
+def find_sampled_stop(
+    template: ChatTemplate, conversation: list[Message], messages: list[Message]
+) -> int:
+    """Find the stop token that ends the conversation's answer; by default the tokenizer's EOS."""
+    closed = template.render(conversation).partition(ANSWER)[2]
+    place = template.find_stop(closed)
+    text = closed[place.start : place.end]
+    if not text:
+        no_stop = -1
+        rest = template.continue_conversation(conversation, messages, no_stop)
+        text = next((stop for stop in template.stop_texts if rest.startswith(stop)), "")
+    stop_id = template.tokenizer.convert_tokens_to_ids(text) if text else None
+    return template.tokenizer.eos_token_id if stop_id is None else int(stop_id)
+
+
+def writes_date(template: ChatTemplate) -> bool:
+    """Return whether the chat template writes today's date into a prompt."""
+    today = datetime.date.today()
+    forms = ("%d %b %Y", "%Y-%m-%d", "%B %d, %Y", "%d %B %Y", "%b %d, %Y", "%d/%m/%Y", "%m/%d/%Y")
+    text = template.render([user(QUESTION)], add_generation_prompt=True)
+    return any(today.strftime(form) in text for form in forms)
+
+
+# --- the format of calls -------------------------------------------------------------------------
+
+
+def find_tool_formats(template: ChatTemplate, formats: Iterable[str]) -> Iterator[str]:
+    """Yield those of vLLM's tool parsers that read a call as the chat template writes it."""
+    if template.is_harmony:  # kit/rollout/harmony.py reads the calls
+        yield from formats
+        return
+    call = make_call("a", {"text": "a word"})
+    answer: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    try:
+        ids = template.encode_answer(answer)
+    except RenderError:
+        return
+    without_stop = ids[:-1] if ids[-1] in template.stop_ids else ids
+    written = template.split_thought((), without_stop).answer
+    text = template.tokenizer.decode(written, skip_special_tokens=False)
+    yield from (name for name in formats if reads_call(template.tokenizer, name, text))
+
+
+def reads_call(tokenizer: Any, tool_format: str, text: str) -> bool:
+    """Return whether a tool parser finds the call of `find_tool_formats` in a text."""
+    parsers_logger = logging.getLogger("vllm.tool_parsers.abstract_tool_parser")
+    parsers_logger.disabled = True  # it logs a traceback for parsers that miss a package
+    try:
+        calls = extract_by_vllm(tokenizer, tool_format, text, [TOOL]).calls
+        parsed = [(call.name, json.loads(call.arguments)) for call in calls]
+    except Exception:  # many parsers need tokens that only their models have
+        return False
+    finally:
+        parsers_logger.disabled = False
+    return parsed == [("look_up", {"text": "a word"})]

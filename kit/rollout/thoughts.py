@@ -1,0 +1,106 @@
+"""Thoughts: the part of a response that a reasoning model writes before its answer.
+
+A thought is closed by its end marker. It begins at the start of the response, or the prompt has
+opened it. A thought that is not closed is not an answer and has no tool calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+TAIL = 64  # tokens at the end of a prompt, where the template may have opened a thought
+
+
+class Markers(NamedTuple):
+    """The texts around a thought."""
+
+    start: str
+    end: str
+
+
+MARKERS = (  # of the templates that vLLM has a reasoning parser for
+    Markers("<think>", "</think>"),
+    Markers("<|channel>thought", "<channel|>"),  # Gemma 4
+    Markers("[THINK]", "[/THINK]"),  # Magistral
+    Markers("<seed:think>", "</seed:think>"),
+    Markers("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
+    Markers("<longcat_think>", "</longcat_think>"),
+    Markers("◁think▷", "◁/think▷"),  # Kimi-VL
+)
+
+
+class SplitResponse(NamedTuple):
+    """The ids of a response, split after its thought."""
+
+    thought: list[int]  # with its markers
+    answer: list[int]  # empty if the thought is not closed
+
+
+def find_markers(tokenizer: Any) -> Markers:
+    """Find the markers that the chat template or the vocabulary has, by default `<think>`."""
+    template = str(tokenizer.chat_template or "")
+    vocabulary = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    for markers in MARKERS[1:]:
+        if markers.end in template or markers.end in vocabulary:
+            return markers
+    return MARKERS[0]
+
+
+def split_thought(
+    tokenizer: Any, ids: list[int], markers: Markers, is_open: bool = False
+) -> SplitResponse:
+    """Split a response after its thought. ids: without a stop token at the end.
+
+    Only the first end marker counts: later ones are text of the answer. An end marker without a
+    start marker ends a thought, too, because some prompts ask for a thought in their text.
+    is_open: whether the prompt has opened the thought (`opens_thought`).
+    """
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    is_open = is_open or text.lstrip().startswith(markers.start)
+    if not is_open and markers.end not in text:
+        return SplitResponse([], ids)
+    end = find_end(tokenizer, ids, markers.end)
+    if is_open:
+        return SplitResponse(ids[:end], ids[end:])
+    before = tokenizer.decode(ids[:end], skip_special_tokens=False)
+    if markers.start in before or markers.end not in before:
+        return SplitResponse([], ids)
+    return SplitResponse(ids[:end], ids[end:])
+
+
+def find_end(tokenizer: Any, ids: list[int], marker: str) -> int:
+    """Find the index after the first `marker`, which is one token or several; else len(ids)."""
+    marker_id = tokenizer.get_added_vocab().get(marker)
+    if marker_id is not None:
+        return ids.index(marker_id) + 1 if marker_id in ids else len(ids)
+    low = 0
+    high = len(ids)
+    while low < high:  # the shortest beginning of `ids` whose text has the marker
+        middle = (low + high) // 2
+        if marker in tokenizer.decode(ids[:middle], skip_special_tokens=False):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def opens_thought(
+    tokenizer: Any, prompt_ids: Sequence[int], markers: Markers, controls: Collection[str]
+) -> bool:
+    """Return whether a prompt ends within a thought that its template opened.
+
+    A control token after the start marker, such as the end of a message, means that the marker is
+    text of an earlier message. controls: the texts of the control tokens.
+    """
+    tail = tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
+    _, start, rest = tail.rpartition(markers.start)
+    if not start or markers.end in rest:
+        return False
+    return not any(token in rest for token in controls if token not in markers)
+
+
+def decode_thought(tokenizer: Any, ids: list[int], markers: Markers) -> str:
+    """Decode the ids of a thought to its text, without the markers."""
+    text = str(tokenizer.decode(ids, skip_special_tokens=False)).lstrip()
+    return text.removeprefix(markers.start).removesuffix(markers.end).strip()

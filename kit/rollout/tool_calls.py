@@ -1,0 +1,142 @@
+"""Tool parsers: find the calls in a response, with vLLM's parser of the format or with verl's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import regex
+
+PARSE_TIMEOUT_S = 5.0  # for one search of a tool parser, in CPU seconds of this process
+SEARCHES = frozenset(
+    ("search", "match", "fullmatch", "findall", "finditer", "sub", "subn", "split")
+)
+
+
+class Call(NamedTuple):
+    """A tool call of a response."""
+
+    name: str
+    arguments: str  # JSON text
+    id: str = ""  # as the policy wrote it, or "" if it wrote none
+
+
+class ExtractedCalls(NamedTuple):
+    """The output of a tool parser."""
+
+    text: str | None  # outside of the calls
+    calls: Sequence[Call]
+
+
+async def extract_tool_calls(
+    tokenizer: Any, tool_format: str, ids: list[int], tools: list[dict[str, Any]]
+) -> ExtractedCalls:
+    """Find the tool calls in the ids of a response with vLLM's parser, or verl's without vLLM."""
+    try:
+        import vllm.tool_parsers  # noqa: F401
+    except ImportError:
+        return await extract_tool_calls_by_verl(tokenizer, tool_format, ids, tools)
+    # Some formats mark their calls with special tokens.
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    return await asyncio.to_thread(extract_by_vllm, tokenizer, tool_format, text, tools)
+
+
+def extract_by_vllm(
+    tokenizer: Any, tool_format: str, text: str, tools: list[dict[str, Any]]
+) -> ExtractedCalls:
+    """Find the tool calls in the text of a response with vLLM's parser of the format."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    body = {"messages": [], "model": "policy", "tools": tools}
+    request: Any = ChatCompletionRequest.model_validate(body)
+    parser_class = ToolParserManager.get_tool_parser(tool_format)
+    parser = parser_class(tokenizer, request.tools)
+    limit_search_time(parser)
+    result = parser.extract_tool_calls(text, request)
+    if not result.tools_called:
+        return ExtractedCalls(result.content, [])
+    ids = find_written_ids(text, [call.id for call in result.tool_calls])
+    functions = [call.function for call in result.tool_calls]
+    calls = [Call(f.name, f.arguments, i) for f, i in zip(functions, ids, strict=True)]
+    return ExtractedCalls(result.content, calls)
+
+
+def find_written_ids(text: str, parsed_ids: Sequence[str]) -> list[str]:
+    """Find the ids that the policy wrote for its calls, or "" for each.
+
+    Kimi and Mistral write them, and the outputs must have the same ids. vLLM returns those of Kimi.
+    It makes new ones for Mistral, whose calls are a JSON list. parsed_ids: those of vLLM.
+    """
+    ids = [call_id for call_id in parsed_ids if call_id and call_id in text]
+    if not ids:
+        with contextlib.suppress(ValueError, RecursionError):
+            entries = json.JSONDecoder().raw_decode(text[text.index("[{") :])[0]
+            ids = [str(entry["id"]) for entry in entries if isinstance(entry.get("id"), str)]
+    is_valid = all(re.fullmatch(r"[\w.:-]{1,64}", call_id) for call_id in ids)
+    if len(set(ids)) == len(parsed_ids) and is_valid:
+        return ids
+    return [""] * len(parsed_ids)
+
+
+async def extract_tool_calls_by_verl(
+    tokenizer: Any, tool_format: str, ids: list[int], tools: list[dict[str, Any]]
+) -> ExtractedCalls:
+    """Find the tool calls in the ids of a response with verl's parser of the format."""
+    from verl.experimental.agent_loop.tool_parser import ToolParser
+    from verl.tools.schemas import OpenAIFunctionToolSchema
+
+    parser = ToolParser.get_tool_parser(tool_format, tokenizer)
+    schemas = [
+        OpenAIFunctionToolSchema.model_validate(to_verl_tool(tool["function"])) for tool in tools
+    ]
+    text, calls = await parser.extract_tool_calls(ids, schemas)
+    return ExtractedCalls(text, [Call(call.name, call.arguments) for call in calls])
+
+
+def to_verl_tool(function: dict[str, Any]) -> dict[str, Any]:
+    """Reduce a tool to the part of JSON schema that verl's schema accepts."""
+    parameters = function.get("parameters") or {}
+    properties = {}
+    for name, schema in (parameters.get("properties") or {}).items():
+        if isinstance(schema, dict):
+            properties[name] = {"type": schema.get("type") or "string"}
+    verl_parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": list(parameters.get("required") or []),
+    }
+    return {
+        "type": "function",
+        "function": {"name": function["name"], "description": "", "parameters": verl_parameters},
+    }
+
+
+class TimedPattern:
+    """A compiled pattern whose searches raise TimeoutError after PARSE_TIMEOUT_S.
+
+    Some patterns of vLLM's parsers take time cubic in the length of the text. vLLM uses the package
+    `regex`, whose searches accept a timeout and let other threads run.
+    """
+
+    def __init__(self, pattern: regex.Pattern[str]):
+        self.pattern = pattern
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.pattern, name)
+        if name in SEARCHES:
+            return functools.partial(value, timeout=PARSE_TIMEOUT_S)
+        return value
+
+
+def limit_search_time(parser: Any) -> None:
+    """Replace the patterns of a tool parser by patterns with a timeout."""
+    for name in dir(parser):
+        value = getattr(parser, name, None)
+        if isinstance(value, regex.Pattern):
+            setattr(parser, name, TimedPattern(value))

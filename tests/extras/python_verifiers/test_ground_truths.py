@@ -1,0 +1,366 @@
+"""Without a ground truth that can be read, no verifier of the kit returns a reward."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import math
+import re
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from verifier_helpers import list_rewards, make_router, run_session
+
+import kit.extras.python_verifiers.ground_truths as truths
+from gym_client import GymError
+from kit.extras.python_verifiers import verl_scorer
+from kit.extras.python_verifiers.math_answers import verify_math
+from templates.reward import compute_score as score_last_number
+from templates.task import Guess
+
+MISSING = [
+    None,
+    "",
+    " \n\t",
+    [],
+    [None],
+    ["", None],
+    {},
+    {"target": None},
+    math.nan,
+    np.float32("nan"),
+]
+MISSING += [np.array([]), Decimal("nan"), float("nan")]
+WRONG_TYPES = [True, np.bool_(False), {"a": "5"}, {"target": ["5"]}, b"5", math.inf, -math.inf]
+WRONG_TYPES += [{5}, ["5", None], ["5", ""], [["5"]], ["5", {"a": 1}], ["5", math.nan], 5j]
+MISSING_TEXTS = ["None", "nan", "NaN", "null", "<NA>", " None "]
+UNREADABLE_TEXTS = [
+    "\\boxed{}",
+    "so \\boxed{ }",
+    "\\boxed{5",
+    "####",
+    "x\n#### ",
+    "['5', '6']",
+    '["5',
+]
+HEADING = "#### 1. Sum\nWe add 2 and 3.\n#### 2. Result\nIt is\n5"
+PROOF = "Suppose that the number five is even. Then half of it is whole, which it is not."
+RESPONSES = ["", "5", "\\boxed{5}", "\\boxed{}", "\\boxed{None}", "\\boxed{nan}", "#### 5"]
+RESPONSES += ["Answer: None", "<answer></answer>", "<answer>5</answer>", "```python\nx = 1\n```"]
+SEARCH_SOURCE = "searchR1_nq"
+SANDBOX = "http://127.0.0.1:9/run_code"
+
+
+def score_with_verl(source, truth, response, url=None):
+    return verl_scorer.compute_score(source, response, truth, {}, url)
+
+
+def fails(score, truth, responses=RESPONSES):
+    """Whether a verifier raises for a ground truth, whatever the response is."""
+    outcomes = set()
+    for response in [*responses, str(truth), f"\\boxed{{{truth}}}"]:
+        try:
+            score(truth, response)
+            outcomes.add("reward")
+        except ValueError as error:
+            assert "\n" not in str(error) and len(str(error)) < 400, error
+            outcomes.add("error")
+    return outcomes == {"error"}
+
+
+# --- find ----------------------------------------------------------------------------------------
+
+ROW_PLACES = ["ground_truth", "expected_answer", "answer", "final_answer", "solution"]
+PLACES = ["reward_model.ground_truth", *ROW_PLACES, *(f"extra_info.{key}" for key in ROW_PLACES)]
+
+
+DOCUMENTED_PLACES = [*ROW_PLACES, "extra_info"]
+
+
+def make_row(values):
+    """Make a row from {place: value}."""
+    row = {"prompt": "2 + 3?", "extra_info": {"index": 1}, "reward_model": {"style": "rule"}}
+    for place, value in values.items():
+        outer, _, key = place.rpartition(".")
+        fields = row[outer] if outer else row
+        fields[key] = value
+    return row
+
+
+@given(
+    values=st.dictionaries(st.sampled_from(PLACES), st.sampled_from([*MISSING[:9], "4", 5, ["6"]]))
+)
+def test_the_first_place_with_a_value_has_the_ground_truth(values):
+    ordered = [values[place] for place in PLACES if place in values]
+    usable = [value for value in ordered if value in ("4", 5, ["6"])]
+    found = truths.find_ground_truth(make_row(values))
+    expected = [*usable, *ordered, None][0]
+    assert found is expected
+
+
+def test_a_row_without_these_fields_has_no_ground_truth():
+    for row in (
+        {},
+        {"target": "5"},
+        {"reward_model": None, "extra_info": "5"},
+        {"reward_model": "5"},
+    ):
+        assert truths.find_ground_truth(row) is None
+
+
+def test_the_documentation_lists_the_places_in_their_order():
+    for text in (truths.__doc__, (ROOT / "docs" / "guides" / "verifier.md").read_text()):
+        table = text.partition("reward_model.ground_truth")[2]
+        positions = [re.search(rf"\b{place}\b", table).start() for place in DOCUMENTED_PLACES]
+        assert positions == sorted(positions)
+
+
+@pytest.mark.parametrize("value", MISSING, ids=repr)
+def test_missing_values_are_empty(value):
+    assert truths.is_empty(value)
+
+
+@pytest.mark.parametrize(
+    "value", [0, 0.0, False, "0", "nan", [0], {"a": 0}, np.array([0])], ids=repr
+)
+def test_other_values_are_not_empty(value):
+    assert not truths.is_empty(value)
+
+
+# --- no ground truth: no reward ------------------------------------------------------------------
+
+UNREADABLE = [*MISSING, *WRONG_TYPES, *MISSING_TEXTS, *UNREADABLE_TEXTS, HEADING]
+TEXT_SOURCES = [*verl_scorer.TEXT_SOURCES, "aime2024"]
+
+
+@pytest.mark.parametrize("truth", UNREADABLE, ids=repr)
+def test_a_verifier_of_texts_raises_without_a_readable_ground_truth(truth):
+    assert fails(lambda truth, text: verify_math("", text, truth, {}), truth)
+    for source in TEXT_SOURCES:
+        assert fails(lambda truth, text, source=source: score_with_verl(source, truth, text), truth)
+
+
+@pytest.mark.parametrize(
+    "truth", [PROOF, "}", "$", "$$", "\\(\\)", "\\text{}", ["5", "}"]], ids=repr
+)
+def test_an_expected_answer_that_math_verify_cannot_read_is_a_failure(truth):
+    responses = ["", "\\boxed{5}"]
+    assert fails(lambda truth, text: verify_math("", text, truth, {}), truth, responses)
+
+
+@pytest.mark.parametrize(
+    "truth", [*MISSING, *WRONG_TYPES, *MISSING_TEXTS, "none", "####", "\\boxed{}"], ids=repr
+)
+def test_the_template_raises_without_a_number(truth):
+    assert fails(lambda truth, text: score_last_number("", text, truth, {}), truth)
+
+
+@pytest.mark.parametrize(
+    "truth", [*UNREADABLE, "5", 5, ["5"], {"target": []}, {"target": [""]}], ids=repr
+)
+def test_verls_search_scorer_raises_without_targets(truth):
+    is_readable = truth == {"target": ["5"]} if isinstance(truth, dict) else False
+    assert fails(lambda t, text: score_with_verl(SEARCH_SOURCE, t, text), truth) != is_readable
+
+
+NO_TESTS = [
+    {"inputs": [], "outputs": []},
+    {"inputs": ["1"]},
+    {"outputs": ["1"]},
+    {"inputs": ["1"], "outputs": None},
+    {"inputs": ["1", "2"], "outputs": ["1"]},
+    {"inputs": "1", "outputs": "1"},
+    {"assert_case": []},
+    {"assert_case": None},
+    {"assert_case": "assert True"},
+    {"assert_case": ["assert True"], "inputs": ["1", "2"]},
+    {"fn_name": "solve"},
+]
+
+
+@pytest.mark.parametrize("url", [None, SANDBOX])
+@pytest.mark.parametrize("truth", [*UNREADABLE, "5", 5, "[]", *NO_TESTS], ids=repr)
+def test_a_scorer_of_programs_raises_without_tests(truth, url):
+    for source in verl_scorer.PROGRAM_SOURCES:
+        assert fails(lambda t, text, source=source: score_with_verl(source, t, text, url), truth)
+        if isinstance(truth, dict):
+            text = json.dumps(truth)
+            assert fails(lambda t, r, source=source: score_with_verl(source, t, r, url), text)
+
+
+def test_assertions_need_a_sandbox():
+    tests = {"assert_case": ["assert True"], "inputs": None, "outputs": None}
+    with pytest.raises(ValueError, match="verl runs only in SandboxFusion"):
+        score_with_verl("taco", tests, "```python\nx = 1\n```")
+
+
+@pytest.mark.parametrize("number", [None, "", "five", math.nan])
+def test_the_game_of_the_template_raises_without_its_number(number):
+    with pytest.raises((TypeError, ValueError)):
+        Guess().reset({"number": number, "top": 3})
+
+
+def test_each_data_source_of_verl_is_known():
+    """verl gives the reward 0 without a ground truth, so a new source needs a check."""
+    import verl.utils.reward_score as reward_score
+
+    tree = ast.parse(Path(reward_score.__file__).read_text())
+    sources = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and ast.unparse(node.left) == "data_source":
+            value = ast.literal_eval(node.comparators[0])
+            sources |= {value} if isinstance(value, str) else set(value)
+    search = {source for source in sources if source.startswith(verl_scorer.SEARCH_PREFIX)}
+    assert len(search) == 7
+    assert sources - search == {*verl_scorer.TEXT_SOURCES, *verl_scorer.PROGRAM_SOURCES}
+
+
+# --- what is read --------------------------------------------------------------------------------
+
+GSM8K = "She has 48/2 = <<48/2=24>>24 clips.\nIn total 48+24 = <<48+24=72>>72.\n#### 72"
+MATH = "We have $x = \\boxed{4}$ at first, so the answer is $\\boxed{\\frac{1}{2}}$."
+
+
+@pytest.mark.parametrize(
+    ("truth", "expected"),
+    [
+        (" 5 ", ["5"]),
+        (5, ["5"]),
+        (5.0, ["5"]),
+        (-0.5, ["-0.5"]),
+        (1e-7, ["0.0000001"]),
+        (1e22, ["1" + "0" * 22]),
+        (np.int64(5), ["5"]),
+        (np.float32(0.5), ["0.5"]),
+        (torch.tensor(5), ["5"]),
+        (Decimal("5.10"), ["5.10"]),
+        (["4", 5, 6.5], ["4", "5", "6.5"]),
+        (("4", "5"), ["4", "5"]),
+        (np.array(["4", "5"]), ["4", "5"]),
+        ('["4", "\\\\frac{1}{2}"]', ["4", "\\frac{1}{2}"]),
+        ("[4, 5]", ["[4, 5]"]),  # an interval
+        (GSM8K, ["72"]),
+        ("#### -1,234.5", ["-1234.5"]),
+        ("#### (1, 2)", ["(1, 2)"]),
+        (MATH, ["\\frac{1}{2}"]),
+        ("x #### y \\boxed{5}", ["5"]),
+        ("\\boxed{None}", ["None"]),
+        ("\\text{None}", ["\\text{None}"]),
+        ([GSM8K, MATH], ["72", "\\frac{1}{2}"]),
+        (PROOF, [PROOF]),
+    ],
+)
+def test_expected_answers_are_read_as_texts(truth, expected):
+    assert truths.read_expected_answers(truth) == expected
+
+
+def wrap(truth, kind):
+    """Write a number as another kind of ground truth."""
+    return {
+        "number": truth,
+        "text": str(truth),
+        "dollars": f"${truth}$",
+        "list": ["1000003", str(truth)],
+        "numbers": [1000003, truth],
+        "JSON": json.dumps(["1000003", str(truth)]),
+        "GSM8K": f"so\n#### {truth:,}",
+        "box": f"so \\boxed{{{truth}}}",
+        "numpy": np.array(truth),
+    }[kind]
+
+
+KINDS = ["number", "text", "list", "numbers", "GSM8K", "box", "numpy"]
+NUMBERS = st.integers(-(10**6), 10**6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(number=NUMBERS, other=NUMBERS, kind=st.sampled_from([*KINDS, "JSON", "dollars"]))
+def test_the_right_number_earns_1_and_another_one_0(number, other, kind):
+    truth = wrap(number, kind)
+    for value in (number, other):
+        expected = float(value == number)
+        assert verify_math("", f"\\boxed{{{value}}}", truth, {})["score"] == expected
+        assert score_with_verl("openai/gsm8k", wrap(number, kind), f"#### {value}") == (
+            expected if kind != "dollars" else 0.0
+        )
+        for source in ("math", "HuggingFaceH4/MATH-500"):
+            score = verl_scorer.read_score(score_with_verl(source, truth, f"\\boxed{{{value}}}"))
+            assert (score > 0) == (value == number) or kind == "dollars"
+
+
+@given(number=NUMBERS, other=NUMBERS, kind=st.sampled_from([k for k in KINDS if k != "numpy"]))
+def test_the_template_reads_the_same_numbers(number, other, kind):
+    truth = wrap(number, kind)
+    assert score_last_number("", f"it is {number}", truth, {})["score"] == 1.0
+    assert score_last_number("", f"it is {other}", truth, {})["score"] == float(other == number)
+
+
+@settings(max_examples=30, deadline=None)
+@given(number=st.decimals(-1000, 1000, places=3))
+def test_a_float_is_compared_as_a_number(number):
+    for truth in (float(number), np.float64(number), number):
+        for response in (
+            f"\\boxed{{{number}}}",
+            f"\\boxed{{\\frac{{{number * 1000:.0f}}}{{1000}}}}",
+        ):
+            assert verify_math("", response, truth, {})["score"] == 1.0
+
+
+def test_a_target_of_verls_search_scorer_may_be_a_text_or_several():
+    for target in ("Five", ["four", "Five"]):
+        text = "<answer>five</answer>"
+        assert score_with_verl(SEARCH_SOURCE, {"target": target}, text) == 1.0
+        assert score_with_verl(SEARCH_SOURCE, {"target": target}, "<answer>six</answer>") == 0.0
+
+
+# --- in the pool ---------------------------------------------------------------------------------
+
+ROWS = {  # {name: (fields, outcome of a right and of a wrong response)}
+    "gym": ({"expected_answer": "5"}, [1.0, 0.0]),
+    "gsm8k": ({"question": "2 + 3?", "answer": "2 + 3 = 5\n#### 5"}, [1.0, 0.0]),
+    "math": ({"solution": "It is $\\boxed{5}$.", "level": "Level 1"}, [1.0, 0.0]),
+    "deepmath": ({"final_answer": "5", "r1_solution_1": "..."}, [1.0, 0.0]),
+    "olympiad": ({"final_answer": ["5"], "solution": ["..."]}, [1.0, 0.0]),
+    "verl": ({"reward_model": {"style": "rule", "ground_truth": "5"}}, [1.0, 0.0]),
+    "verl_and_raw": (
+        {"reward_model": {"ground_truth": 5}, "extra_info": {"answer": "9"}},
+        [1.0, 0.0],
+    ),
+    "extra_info": ({"extra_info": {"answer": "so\n#### 5"}}, [1.0, 0.0]),
+    "padded": ({"answer": None, "expected_answer": math.nan, "solution": "5"}, [1.0, 0.0]),
+    "null": ({"answer": None}, ["raised", "raised"]),
+    "other_key": ({"target": "5"}, ["raised", "raised"]),
+    "object": ({"answer": {"value": "5"}}, ["raised", "raised"]),
+    "list_of_null": ({"answer": [None]}, ["raised", "raised"]),
+}
+
+
+def test_an_episode_of_each_row_has_the_right_reward_or_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    router = make_router(tmp_path, "kit/extras/python_verifiers/math_answers.py:verify_math")
+
+    async def verify_all():
+        async with router:
+            results = {}
+            for name, (fields, _) in ROWS.items():
+                row = {"responses_create_params": {}, **fields}
+                results[name] = await run_session(
+                    router, "\\boxed{5}", "\\boxed{None}", "5", row=row
+                )
+            return results
+
+    results = asyncio.run(verify_all())
+    expected = {name: [*outcomes, outcomes[1]] for name, (_, outcomes) in ROWS.items()}
+    assert {name: list_rewards(result) for name, result in results.items()} == expected
+    error = results["other_key"][0]
+    assert isinstance(error, GymError)
+    assert "the expected answer None cannot be read: the row has none in reward_model." in str(
+        error
+    )

@@ -1,0 +1,335 @@
+"""A file that a recipe names imports the files next to it, as after `python FILE`."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from verifier_helpers import (
+    CharTokenizer,
+    list_rewards,
+    make_config,
+    make_router,
+    play,
+    run_session,
+)
+
+import env
+from env import Task
+from kit.config import python_files, user_functions
+from kit.config.python_files import import_file
+from kit.errors import UserFunctionError
+from kit.extras.python_verifiers import verifier_settings, verifier_trial
+
+# The folder of the file. Some names are those of other modules.
+FILES = {
+    "helpers.py": "VALUE = 'helpers'",
+    "chain.py": "import helpers\nVALUE = helpers.VALUE + ' of chain'",
+    "lazy.py": "def value():\n    import chain\n    return chain.VALUE",
+    "pkg/__init__.py": "import helpers\nfrom . import part\nVALUE = helpers.VALUE + part.VALUE",
+    "pkg/part.py": "from pkg.deep import leaf\nfrom .deep.leaf import VALUE as AGAIN\n"
+    "VALUE = leaf.VALUE + AGAIN",
+    "pkg/deep/__init__.py": "",
+    "pkg/deep/leaf.py": "VALUE = 'leaf'",
+    "plain/inner.py": "import helpers\nVALUE = 'inner' + helpers.VALUE",  # without __init__.py
+    "random.py": "VALUE = 'own random'",
+    "yaml.py": "VALUE = 'own yaml'",
+    "time.py": "VALUE = 'never imported'",
+    "env.py": "VALUE = 'own env'",
+    "gym_client.py": "VALUE = 'own gym_client'",
+    "data.py": "VALUE = 'own data'",  # the repository has a folder of this name
+    "docs/inner.py": "VALUE = 'own docs'",
+    "json/inner.py": "VALUE = 'hidden by the package json'",
+}
+CASES = {
+    "import helpers": "helpers.VALUE",
+    "import helpers as h": "h.VALUE",
+    "from helpers import VALUE": "VALUE",
+    "from helpers import *": "VALUE",
+    "import chain, helpers": "chain.VALUE + helpers.VALUE",
+    "from lazy import value": "value()",
+    "import pkg": "pkg.VALUE",
+    "import pkg.part": "pkg.part.VALUE",
+    "import pkg.deep.leaf as leaf": "leaf.VALUE",
+    "from pkg import part, deep": "part.VALUE + deep.__name__[-4:]",
+    "from pkg.deep import leaf": "leaf.VALUE",
+    "import plain.inner": "plain.inner.VALUE",
+    "from plain import inner": "inner.VALUE",
+    "import random": "random.VALUE",
+    "import yaml": "yaml.VALUE",
+    "import time": "time.strftime('') + str(hasattr(time, 'VALUE'))",
+    "import env, gym_client": "env.VALUE + gym_client.VALUE",
+    "import data": "data.VALUE",
+    "from docs import inner": "inner.VALUE",
+    "import json": "json.dumps([])",
+    "import json.inner": "json.inner.VALUE",
+    "from helpers import nothing": "nothing",
+    "import pkg.nothing": "pkg.nothing",
+    "import helpers.nothing": "helpers.nothing",
+    "import nothing_of_this_name": "nothing_of_this_name",
+    "helpers = __import__('helpers')": "helpers.VALUE",
+    "exec('import helpers')": "helpers.VALUE",
+}
+
+
+def write_files(folder: Path, **files: str) -> Path:
+    """Write FILES and further files with the given lines into a folder, and return it."""
+    named = {f"{name}.py": text for name, text in files.items()}
+    for name, text in (FILES | named).items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return folder
+
+
+def write_case(statement: str, expression: str) -> str:
+    """Return a file whose RESULT is the value of an expression after an import, or its error."""
+    lines = [
+        "try:",
+        f"    {statement}",
+        f"    RESULT = {expression}",
+        "except ImportError as error:",
+        "    RESULT = type(error).__name__ + ' ' + error.name.rpartition('.')[2]",
+    ]
+    return "\n".join(lines)
+
+
+def test_a_file_imports_the_same_modules_as_a_script(tmp_path):
+    """One folder for each case, whose file the kit imports and Python runs."""
+    for number, (statement, expression) in enumerate(CASES.items()):
+        source = write_case(statement, expression)
+        script = f"{source}\nprint(RESULT)"
+        folder = write_files(tmp_path / f"{number}.d", reward=source, script=script)
+        command = [sys.executable, "-S", f"{folder}/script.py"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        module = import_file(folder / "reward.py")
+        assert done.stdout.strip() == module.RESULT, statement
+
+
+def test_no_other_module_sees_the_files_of_a_folder(tmp_path):
+    folder = write_files(tmp_path, reward="import random, yaml, env, gym_client, data, pkg")
+    search_path = list(sys.path)
+    before = dict(sys.modules)
+    module = import_file(folder / "reward.py")
+    added = {name for name in sys.modules if name not in before}
+    package = module.__name__.partition(".")[0]
+    assert {name.partition(".")[0] for name in added} == {package}
+    assert all(sys.modules[name] is before[name] for name in before)
+    assert sys.path == search_path
+    for library in (random, yaml, env):
+        assert importlib.import_module(library.__name__) is library
+        assert not hasattr(library, "VALUE")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'helpers'"):
+        importlib.import_module("helpers")
+
+
+def test_two_folders_may_have_files_of_the_same_name(tmp_path):
+    values = []
+    for name in ("one", "two"):
+        folder = write_files(tmp_path / name / "rewards", reward="import chain, lazy")
+        (folder / "helpers.py").write_text(f"VALUE = {name!r}\n")
+        module = import_file(folder / "reward.py")
+        values.append((module.chain.VALUE, module.lazy.value()))
+    assert values == [("one of chain",) * 2, ("two of chain",) * 2]
+
+
+@pytest.mark.parametrize("name", ["my reward.py", "reward.v2.py", "2nd-reward.py", "a.py"])
+def test_a_file_may_have_any_name_and_be_reached_by_any_path(tmp_path, monkeypatch, name):
+    folder = write_files(tmp_path / "a folder.with dots")
+    lines = ["import chain", "def reward(episode):", "    return len(chain.VALUE)"]
+    (folder / name).write_text("\n".join(lines))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "link.py").symlink_to(folder / name)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    modules = set()
+    for path in (f"../{folder.name}/{name}", str(folder / name), "link.py"):
+        function = user_functions.load_function(f"{path}:reward", "env.reward")
+        assert function(None) == len("helpers of chain")
+        modules.add(function.__module__)
+    assert len(modules) == 1
+
+
+def test_a_file_and_a_sibling_may_import_each_other(tmp_path):
+    folder = write_files(tmp_path, one="VALUE = 1\nimport two", two="import one\nAGAIN = one.VALUE")
+    module = import_file(folder / "one.py")
+    assert module.two.AGAIN == 1 and module.two.one is module
+
+
+def test_a_folder_in_the_search_path_has_no_second_copy_of_its_modules(tmp_path, monkeypatch):
+    """The kit's own folder is in it: a second class UserFunctionError would not be caught."""
+    source = "import own_copy\nfrom kit.errors import UserFunctionError"
+    folder = write_files(tmp_path, own_copy="VALUE = 1", reward=source)
+    (folder / "kit").symlink_to(user_functions.ROOT / "kit")
+    monkeypatch.syspath_prepend(str(folder))
+    module = import_file(folder / "reward.py")
+    own_copy = importlib.import_module("own_copy")
+    assert module.own_copy is own_copy and module.UserFunctionError is UserFunctionError
+    del sys.modules["own_copy"]
+
+
+# --- in the processes of verifiers ---------------------------------------------------------------
+
+VERIFIERS = """
+import helpers
+from pkg import part
+from board import Board
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    import chain
+    return float(solution_str in (chain.VALUE, part.VALUE, helpers.VALUE))
+
+
+class Game:
+    def reset(self, row):
+        self.board = Board()
+
+    def step(self, text):
+        self.board.turns.append(text)
+        return "more", float(len(self.board.turns)), len(self.board.turns) == 3
+"""
+BOARD = "class Board:\n    def __init__(self):\n        self.turns = []"
+
+
+def test_verifiers_import_their_siblings_in_the_pool_and_in_the_trial(tmp_path):
+    folder = write_files(tmp_path / "my rewards", my=VERIFIERS, board=BOARD)
+    reference = f"{folder}/my.py:compute_score"
+    results = play(make_router(tmp_path, reference), "helpers", "helpers of chain", "other")
+    assert list_rewards(results) == [1.0, 1.0, 0.0]
+    config = make_config(reference)
+    task = Task("r:1", {"answer": "helpers"}, "compute_score", [], [])
+    specs = verifier_settings.read_specs(config)
+    lines = verifier_trial.try_verifiers(specs, [task], config, CharTokenizer())
+    assert lines == [
+        "tried on row r:1: reward 0 for 'So the answer is 7.', 1 for the ground truth 'helpers'"
+    ]
+
+
+def test_the_state_of_an_environment_may_have_objects_of_a_sibling(tmp_path):
+    """Its steps run in two processes, which pickle the objects by the names of their classes."""
+    folder = write_files(tmp_path, my=VERIFIERS, board=BOARD)
+    router = make_router(tmp_path, f"{folder}/my.py:Game", processes=2)
+
+    async def play_three_games():
+        async with router:
+            return await asyncio.gather(*(run_session(router, *"abc") for _ in range(3)))
+
+    for game in asyncio.run(play_three_games()):
+        assert [turn.reward for turn in game] == [1.0, 2.0, 3.0]
+
+
+# --- functions of the recipe ---------------------------------------------------------------------
+
+FUNCTIONS = """
+import helpers
+from pkg.part import VALUE
+import losses_here as own
+
+
+def reward(episode):
+    import chain
+    return len(chain.VALUE) + len(VALUE)
+
+
+def keep(episodes):
+    return own.keep(episodes)
+
+
+def take(tasks, size, batch, seed, pass_rates):
+    return own.keep(tasks)[:size]
+
+
+def flat(token_level_rewards, response_mask):
+    return own.scale(token_level_rewards), own.scale(token_level_rewards)
+
+
+def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
+         rollout_is_weights=None):
+    return own.scale(advantages).mean(), {helpers.VALUE: own.COUNT.total}
+"""
+LOSSES = """
+import helpers
+
+class Count:
+    total = len(helpers.VALUE)
+
+COUNT = Count()
+
+def keep(items):
+    return list(items)
+
+def scale(values):
+    return values * COUNT.total
+"""
+
+
+def load(folder: Path, function: str, key: str):
+    return user_functions.load_function(f"{folder}/my.py:{function}", key)
+
+
+def test_functions_of_a_recipe_import_their_siblings(tmp_path):
+    folder = write_files(tmp_path, my=FUNCTIONS, losses_here=LOSSES)
+    assert load(folder, "reward", "env.reward")(None) == len("helpers of chain") + len("leafleaf")
+    tasks = [Task("r:1", {}, "s", [], [])]
+    assert load(folder, "keep", "env.filters")([]) == []
+    assert load(folder, "take", "env.sampler")(tasks, 1, 0, 0, {}) == tasks
+    rewards = torch.ones(1, 2)
+    advantage = load(folder, "flat", user_functions.ADVANTAGE)
+    assert torch.equal(advantage(rewards, rewards)[0], 7 * rewards)
+
+
+def test_a_worker_gets_a_loss_with_the_siblings_of_its_file(tmp_path, monkeypatch):
+    """The folder does not exist in the process of the worker."""
+    import ray
+
+    folder = write_files(tmp_path / "losses", my=FUNCTIONS, losses_here=LOSSES)
+    user_functions.register_in_verl("grpo", f"{folder}/my.py:loss")
+    loss = load(folder, "loss", user_functions.LOSS_MODE)
+    pickled = ray.cloudpickle.dumps(loss)
+    shutil.rmtree(folder)
+    package = loss.__module__.partition(".")[0]
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(python_files.FOLDERS, package)
+    unpickled = ray.cloudpickle.loads(pickled)
+    value, metrics = unpickled(None, None, torch.ones(2), None, "", None)
+    assert (float(value), metrics) == (7.0, {"helpers": 7})
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import absent", "'absent'. Install it for {python}, or save it in {folder}."),
+        ("import pkg.absent", "'pkg.absent'. Install it for {python}, or save it in {folder}."),
+        ("import uses_absent", "'absent'. Install it for {python}, or save it in {folder}."),
+        (
+            "import importlib\nimportlib.import_module('helpers')",
+            "'helpers'. It is in {folder}: import it with an import statement.",
+        ),
+        ("1 / 0", "ZeroDivisionError: division by zero. Run `python '{folder}/my.py'` to see"),
+    ],
+)
+def test_an_import_that_fails_is_an_error_with_the_right_fix(tmp_path, source, expected):
+    folder = write_files(tmp_path / "my folder", my=source, uses_absent="import absent")
+    expected = expected.format(python=sys.executable, folder=folder)
+    config = make_config(f"{folder}/my.py:f")
+    specs = verifier_settings.read_specs(config)
+    with pytest.raises(UserFunctionError) as error:
+        verifier_trial.try_verifiers(specs, [], config, CharTokenizer())
+    assert expected in str(error.value)
+    with pytest.raises(UserFunctionError) as error:
+        load(folder, "f", "env.reward")
+    assert expected.partition(". ")[2] in str(error.value)
+    for name in [name for name in sys.modules if name.startswith("my folder")]:
+        assert not name.endswith((".my", ".uses_absent"))

@@ -1,0 +1,159 @@
+"""Before a run starts, each verifier is tried, and the rows without a ground truth are counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import datasets
+import pandas
+import pytest
+from conftest import ROOT
+from verifier_helpers import EXAMPLE_SOURCE, CharTokenizer, make_config
+
+from env import Task
+from kit.data.verl_rows import read_rows
+from kit.errors import UserFunctionError
+from kit.extras.python_verifiers import verifier_settings, verifier_trial
+
+MATH = "kit/extras/python_verifiers/math_answers.py:verify_math"
+TEMPLATE = "templates/reward.py:compute_score"
+
+
+def try_rows(verifier, rows):
+    """Try a verifier for {row id: row}, and return the lines for the summary."""
+    config = make_config(verifier)
+    specs = verifier_settings.read_specs(config)
+    (name,) = specs
+    tasks = [Task(row_id, row, name, [], []) for row_id, row in rows.items()]
+    return verifier_trial.try_verifiers(specs, tasks, config, CharTokenizer())
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("verifier", [MATH, TEMPLATE, "verl"])
+def test_a_tried_row_without_a_ground_truth_is_an_error_that_counts_these_rows(verifier):
+    source = {"data_source": "openai/gsm8k"}
+    rows = {f"a.jsonl:{n}": {**source, "answer": None if n % 2 else "5"} for n in range(1, 90)}
+    with pytest.raises(UserFunctionError) as error:
+        try_rows(verifier, rows)
+    assert str(error.value).startswith(f"env.verifier={verifier} failed")
+    assert str(error.value).endswith(
+        "(tried on row a.jsonl:1 with the response 'So the answer is 7.') 45 of 89 rows have no "
+        "ground truth: a.jsonl:1, a.jsonl:3, a.jsonl:5 and 42 more. If the verifier needs one, "
+        "remove these rows."
+    )
+    with pytest.raises(UserFunctionError, match=r"2 of 2 rows have no ground truth: a and b\."):
+        try_rows(verifier, {"a": source, "b": {**source, "answer": " "}})
+
+
+@pytest.mark.parametrize("verifier", [MATH, TEMPLATE, "verl"])
+def test_other_rows_without_a_ground_truth_are_counted_in_the_summary(verifier):
+    rows = {"a:1": {"answer": "5", "data_source": "openai/gsm8k"}}
+    rows["b:7"] = {"data_source": "openai/gsm8k"}
+    *_, line = try_rows(verifier, rows)
+    assert line.startswith("1 of 2 rows have no ground truth: b:7. If the verifier needs one")
+    assert len(try_rows(verifier, {"a:1": rows["a:1"]})) == 1
+
+
+def test_a_verifier_that_reads_no_ground_truth_needs_none(tmp_path):
+    (tmp_path / "my.py").write_text(EXAMPLE_SOURCE)
+    (line,) = try_rows(f"{tmp_path}/my.py:count_sevens", {"a:1": {}, "a:2": {"answer": None}})
+    assert line == (
+        "tried on row a:1: reward 1 for 'So the answer is 7.'. The row has no ground truth that "
+        "can be tried as a response."
+    )
+    (line,) = try_rows(f"{tmp_path}/my.py:Sevens", {"a:1": {"answer": "7"}, "a:2": {}})
+    assert line == "tried on row a:1: reward 1 for 'So the answer is 7.'"
+
+
+GSM8K = {"question": "How many?", "answer": "She has 48 - 7 = 41.\n#### 41"}
+
+
+@pytest.mark.parametrize(
+    ("verifier", "row", "earning"),
+    [
+        (TEMPLATE, GSM8K, "41"),
+        (MATH, GSM8K, "\\boxed{41}"),
+        (MATH, {"solution": "$\\boxed{\\frac12}$"}, "\\boxed{\\frac12}"),
+        (MATH, {"final_answer": ["3", 4]}, "\\boxed{3}"),
+        ("verl", {**GSM8K, "data_source": "openai/gsm8k"}, "#### 41"),
+        ("verl", {"answer": 41, "data_source": "HuggingFaceH4/MATH-500"}, "\\boxed{41}"),
+    ],
+)
+def test_the_expected_answer_is_tried_in_the_usual_formats(verifier, row, earning):
+    (line,) = try_rows(verifier, {"a:1": row})
+    expected = f"reward 0 for 'So the answer is 7.', 1 for the ground truth {earning!r}"
+    assert line == f"tried on row a:1: {expected}"
+
+
+def test_an_expected_answer_that_earns_nothing_is_a_warning():
+    (line,) = try_rows("verl", {"a:1": {"answer": "1,000", "data_source": "openai/gsm8k"}})
+    assert line.endswith(
+        "0 for the ground truth '1,000'. The ground truth earns nothing. Does the "
+        "verifier require another format?"
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"data_source": None},
+        {"data_source": " "},
+        {"data_source": 5},
+        {"data_source": ["openai/gsm8k"]},
+    ],
+)
+def test_a_row_without_a_data_source_is_an_error_that_shows_its_value(fields):
+    value = fields.get("data_source")
+    with pytest.raises(UserFunctionError) as error:
+        try_rows("verl", {"a:1": {"answer": "5", **fields}})
+    assert str(error.value).startswith(
+        f"env.verifier=verl: the row has data_source={value!r}, by which verl chooses the scorer. "
+        "Set it in the row"
+    )
+
+
+def test_an_unknown_data_source_is_an_error_with_another_verifier():
+    with pytest.raises(
+        UserFunctionError, match=r"not implemented for data_source='mine'\. Name an"
+    ):
+        try_rows("verl", {"a:1": {"answer": "5", "data_source": "mine"}})
+
+
+# --- rows of real files --------------------------------------------------------------------------
+
+TABLE = [
+    {"prompt": "2 + 3?", "answer": "5", "solution": "2 + 3 = \\boxed{5}"},
+    {"prompt": "2 + 4?", "answer": None, "solution": "2 + 4 = \\boxed{6}"},
+    {"prompt": "2 + 5?", "answer": None, "solution": None},
+]
+
+
+def write_table(path: Path) -> None:
+    """Write TABLE as the library of the file's name does."""
+    frame = pandas.DataFrame(TABLE)
+    match path.name:
+        case "pandas.parquet":
+            frame.to_parquet(path)
+        case "pandas.jsonl":
+            frame.to_json(path, orient="records", lines=True)
+        case "datasets.parquet":
+            datasets.Dataset.from_list(TABLE).to_parquet(path)
+        case "datasets.jsonl":
+            datasets.Dataset.from_list(TABLE).to_json(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["pandas.parquet", "pandas.jsonl", "datasets.parquet", "datasets.jsonl"]
+)
+def test_cells_without_a_value_are_found_in_real_files(tmp_path, name):
+    write_table(tmp_path / name)
+    rows = dict(read_rows(str(tmp_path / name), "prompt"))
+    first, line = try_rows(MATH, rows)
+    assert first.endswith("1 for the ground truth '\\\\boxed{5}'")
+    (missing,) = list(rows)[2:]
+    assert line.startswith(f"1 of 3 rows have no ground truth: {missing}.")

@@ -1,0 +1,459 @@
+"""NeMo Gym's own model server (vllm_model) as the client of the policy endpoint.
+
+Its process gets the Responses requests of an agent and converts them, in both directions, as in a
+run. The tests play the agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+
+import pytest
+from aiohttp import web
+from conftest import GYM_PYTHON, make_counter_row
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from turn_doubles import (
+    STOPS,
+    TEMPLATES,
+    TOOL,
+    bytes_tokenizer,
+    call,
+    chatml_tokenizer,
+    context_of,
+    one_turn_each,
+)
+
+import env
+from gym_client import GymError
+from inference import Episode, episode_from_response
+from kit.gym.network import find_free_port
+from kit.rollout import openai_history, openai_server
+
+KEY = "a key of this test"
+PORT = find_free_port()
+URL = f"http://127.0.0.1:{PORT}/v1"
+# Reads a request per line, and writes the response of the model server.
+MODEL_SERVER = """
+import asyncio, json, sys, types, unittest.mock
+import nemo_gym.server_utils as server_utils
+from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming as Params
+from responses_api_models.vllm_model.app import VLLMModel, VLLMModelConfig
+
+server_utils.get_global_config_dict = dict
+URL, KEY = sys.argv[1:]
+
+def make_server(uses_reasoning_parser):
+    client = unittest.mock.MagicMock(spec=server_utils.ServerClient, global_config_dict={})
+    config = VLLMModelConfig(
+        host="", port=0, entrypoint="", name="policy_model", base_url=URL, api_key=KEY,
+        model="policy", return_token_id_information=True,
+        uses_reasoning_parser=uses_reasoning_parser,
+    )
+    return VLLMModel(config=config, server_client=client)
+
+async def main():
+    servers = {flag: make_server(flag) for flag in (False, True)}
+    output = sys.stdout
+    sys.stdout = sys.stderr
+    print("ready", file=output, flush=True)
+    for line in sys.stdin:
+        flag, params = json.loads(line)
+        request = types.SimpleNamespace(
+            session={server_utils.SESSION_ID_KEY: "s"}, state=types.SimpleNamespace(), headers={}
+        )
+        try:
+            response = await servers[flag].responses(request, Params(**params))
+            answer = response.model_dump(mode="json")
+        except Exception as error:
+            content = getattr(error, "response_content", b"").decode()
+            status = getattr(error, "status", 0)
+            answer = {"failure": repr(error), "status": status, "body": content}
+        print(json.dumps(answer), file=output, flush=True)
+
+asyncio.run(main())
+"""
+
+
+class ModelServer:
+    """The process of Gym's model server, and the endpoint that it calls."""
+
+    def __init__(self, process):
+        self.process = process
+        self.endpoint = openai_server.Endpoint(None, KEY)
+        self.loop = asyncio.Runner()
+
+    async def ask(self, params, uses_reasoning_parser=True) -> dict:
+        """Send one Responses request to the model server."""
+        self.process.stdin.write(json.dumps([uses_reasoning_parser, params]) + "\n")
+        self.process.stdin.flush()
+        return json.loads(await asyncio.to_thread(self.process.stdout.readline))
+
+    def use(self, context) -> None:
+        """Serve another context."""
+        self.endpoint.context = context
+        self.endpoint.histories = openai_history.Histories(context)
+
+    async def play(self, params, outputs, uses_reasoning_parser=True, edit=None) -> dict:
+        """Run the turns of an agent like Gym's simple_agent, and return its last Response.
+
+        outputs: of the tools. edit: changes the input before a request.
+        """
+        items = params["input"]
+        if isinstance(items, str):
+            items = [{"role": "user", "content": items}]
+        answers = list(outputs)
+        new_items = []
+        while True:
+            body = {**params, "input": [*items, *new_items]}
+            body = edit(body) if edit else body
+            response = await self.ask(body, uses_reasoning_parser)
+            if "failure" in response:
+                return response
+            new_items += response["output"]
+            calls = [item for item in response["output"] if item["type"] == "function_call"]
+            if not calls or response["incomplete_details"]:
+                return {**response, "output": new_items}
+            for item in calls:
+                output = {"type": "function_call_output", "call_id": item["call_id"]}
+                new_items.append({**output, "output": answers.pop(0)})
+
+
+@pytest.fixture(scope="module")
+def server():
+    """The model server. The process starts once, and so does the endpoint."""
+    process = subprocess.Popen(
+        [str(GYM_PYTHON), "-c", MODEL_SERVER, URL, KEY],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    server = ModelServer(process)
+    with contextlib.ExitStack() as stack:
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        loop = stack.enter_context(server.loop)
+        runner = web.AppRunner(server.endpoint.make_app(), shutdown_timeout=0)
+        loop.run(runner.setup())
+        stack.callback(lambda: loop.run(runner.cleanup()))
+        loop.run(web.TCPSite(runner, "127.0.0.1", PORT).start())
+        assert process.stdout.readline().strip() == "ready"
+        yield server
+
+
+def play(server, context, *arguments, **options) -> dict:
+    server.use(context)
+    return server.loop.run(server.play(*arguments, **options))
+
+
+# --- prompts -------------------------------------------------------------------------------------
+
+LOOK_UP = {**TOOL, "strict": True}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "Größe in °C"},
+        "days": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+EXAMPLE = [
+    {"role": "user", "content": [{"type": "input_text", "text": "Add 7."}]},
+    {"type": "function_call", "call_id": "a" * 9, "name": "look_up", "arguments": '{"n": 7}'},
+    {"type": "function_call_output", "call_id": "a" * 9, "output": '{"ok":true}'},
+    {"role": "assistant", "content": "Done."},
+]
+ROWS = {
+    "text": {"input": "Look it up."},
+    "instructions": {
+        "instructions": "Be brief.",
+        "input": [
+            {"role": "developer", "content": "Use °C."},
+            {"role": "user", "content": [{"type": "input_text", "text": part} for part in "ab"]},
+        ],
+    },
+    "example": {"input": [*EXAMPLE, {"role": "user", "content": "Add 8."}], "tools": [LOOK_UP]},
+    "schema": {"input": "Weather?", "tools": [{**LOOK_UP, "parameters": SCHEMA}]},
+    "two calls": {
+        "input": [
+            {"role": "user", "content": "Two."},
+            {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "Hm"}]},
+            {**EXAMPLE[1], "call_id": "b" * 9},
+            {**EXAMPLE[1], "arguments": '{"n": {"m": [1, 2.5, "é"]}}'},
+            {**EXAMPLE[2], "call_id": "b" * 9},
+            EXAMPLE[2],
+            {"role": "user", "content": "Now three."},
+        ],
+        "tools": [LOOK_UP],
+    },
+}
+
+
+@pytest.mark.parametrize("uses_reasoning_parser", [True, False])
+@pytest.mark.parametrize("family", sorted(TEMPLATES))
+def test_the_first_prompt_is_the_one_of_the_dry_run(server, family, uses_reasoning_parser):
+    tokenizer = bytes_tokenizer(TEMPLATES[family], STOPS[family])
+    rows = {**ROWS, "counter": make_counter_row("Add 3.")["responses_create_params"]}
+    if family == "mistral":  # its ids have nine characters
+        del rows["counter"]
+    for name, params in rows.items():
+        client = one_turn_each(["Done."], tokenizer)
+        context = context_of(client, tokenizer)
+        play(server, context, params, [], uses_reasoning_parser)
+        messages, tools = env.render_row({"responses_create_params": params}, "x:1")
+        expected = context.template.encode_prompt(messages, tools, "x:1")
+        assert client.prompts == [expected], (name, tokenizer.decode(client.prompts[0]))
+
+
+# --- turns ---------------------------------------------------------------------------------------
+
+PARAMS = {"input": "Look it up.", "instructions": "Be brief.", "tools": [LOOK_UP]}
+TWO_CALLS = call('{"q": [1, {"é": null}]}') + call('{ "q":2.0 }')
+ANSWERS = [
+    "<think>Plan: " + call('{"q": "draft"}') + " no</think>\n\nI look. " + call('{"q": "final"}'),
+    "  Two at once.\n" + TWO_CALLS,
+    call('{"q": NaN}') + call("{}", "verify"),
+    "ä" + call('"text"') + call(),
+    "It is <think>not a thought</think> 7.",
+]
+OUTPUTS = ["seen", "", '{"a": "<|im_end|>"}', "ü\n", "5", "6", "7"]
+
+
+def make_episode(response, context) -> Episode:
+    episode = Episode("x:1", "g", "server", [])
+    episode_from_response(episode, response, context)
+    return episode
+
+
+def count_sampled(episode) -> int:
+    return sum(episode.response_mask)
+
+
+@pytest.mark.parametrize("family", sorted(TEMPLATES))
+def test_the_turns_of_an_agent_are_one_contiguous_episode(server, family, caplog):
+    tokenizer = bytes_tokenizer(TEMPLATES[family], STOPS[family])
+    client = one_turn_each(ANSWERS, tokenizer)
+    sampled = [list(ids) for ids in client.answers]
+    context = context_of(client, tokenizer)
+    response = play(server, context, PARAMS, OUTPUTS)
+    episode = make_episode(response, context)
+    assert len(episode.turns) == 5 and episode.ended == "stop" and "rewritten" not in caplog.text
+    turns = [episode.response_ids[turn.start : turn.end] for turn in episode.turns]
+    assert turns == sampled and count_sampled(episode) == sum(map(len, sampled))
+    calls = [item for item in response["output"] if item["type"] == "function_call"]
+    assert [(item["name"], item["arguments"]) for item in calls] == [
+        ("look_up", '{"q": "final"}'),
+        ("look_up", '{"q": [1, {"é": null}]}'),
+        ("look_up", '{"q": 2.0}'),
+        ("look_up", '{"q": NaN}'),
+        ("look_up", '"text"'),
+        ("look_up", "{}"),
+    ]
+    thought = response["output"][0]
+    assert thought["type"] == "reasoning" and "draft" in thought["summary"][0]["text"]
+
+
+FRAGMENTS = ["<think>", "</think>", "<think>x</think>", "\n\n", " ", "é", "Yes"]
+FRAGMENTS += [call('{"q": "a<b"}'), call("{}", "verify"), "<tool_call>", "</tool_call>"]
+FRAGMENTS += ['{"name": "look_up"', "<|im_start|>"]
+
+
+@given(st.lists(st.lists(st.sampled_from(FRAGMENTS), max_size=6), min_size=1, max_size=3))
+@settings(max_examples=40, deadline=None)
+def test_no_text_of_the_policy_looks_like_a_rewritten_history(server, turns):
+    """Property: after each turn of any text with a call, Gym's converter returns what it got."""
+    tokenizer = bytes_tokenizer(TEMPLATES["forgetful"], STOPS["forgetful"])
+    texts = ["".join(fragments) + "</think>" + call() for fragments in turns]
+    context = context_of(one_turn_each([*texts, "Done."], tokenizer), tokenizer)
+    response = play(server, context, PARAMS, ["seen"] * 30)
+    assert server.endpoint.histories.rewritten_count == 0
+    make_episode(response, context)
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_thought_that_is_not_closed_is_no_answer(server, is_cut):
+    tokenizer = chatml_tokenizer()
+    client = one_turn_each(["<think>so \\boxed{5} " + call()], tokenizer)
+    if is_cut:
+        client.answers[0].pop()
+    context = context_of(client, tokenizer)
+    response = play(server, context, PARAMS, [])
+    assert [item["type"] for item in response["output"]] == ["reasoning"]
+    episode = make_episode(response, context)
+    assert (episode.ended, episode.response) == ("length" if is_cut else "stop", "")
+    assert len(episode.turns) == 1
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [60, 75, 84, 85, 150, 400])
+def test_the_length_of_a_response_limits_an_agent(server, limit):
+    """It counts the tokens of all turns and of the tool's outputs, as in an episode of the kit."""
+    tokenizer = chatml_tokenizer()
+    client = one_turn_each([call(), call(), "Done."], tokenizer)
+    context = context_of(client, tokenizer, max_response_length=limit)
+    response = play(server, context, PARAMS, ["seen", "seen"])
+    episode = make_episode(response, context)
+    print(limit, len(episode.response_ids), len(episode.turns), episode.ended)
+    assert len(episode.response_ids) <= limit
+    assert len(client.prompts) == len(episode.turns)  # no request was repeated
+    assert episode.ended == ("stop" if limit == 400 else "length")
+    assert len(episode.turns) == {60: 1, 75: 1, 84: 1, 85: 2, 150: 2, 400: 3}[limit]
+
+
+def test_the_number_of_turns_limits_an_agent(server):
+    tokenizer = chatml_tokenizer()
+    client = one_turn_each([call()] * 5, tokenizer)
+    context = context_of(client, tokenizer, max_turns=3)
+    response = play(server, context, PARAMS, ["seen"] * 5)
+    episode = make_episode(response, context)
+    assert len(episode.turns) == len(client.prompts) == 3
+
+
+def test_a_row_can_lower_the_length_of_a_response(server):
+    tokenizer = chatml_tokenizer()
+    context = context_of(one_turn_each(["Hello."], tokenizer), tokenizer)
+    params = {**PARAMS, "max_output_tokens": 4}
+    episode = make_episode(play(server, context, params, []), context)
+    assert (episode.response, episode.ended) == ("Hell", "length")
+
+
+# --- requests that are refused -------------------------------------------------------------------
+
+
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,aaaa", "detail": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tool_choice", "required"),
+        ("text", {"format": {"type": "json_object"}}),
+        ("input", [{"role": "user", "content": [IMAGE]}]),
+    ],
+)
+def test_a_refused_request_fails_without_a_repetition(server, monkeypatch, field, value):
+    tokenizer = chatml_tokenizer()
+    context = context_of(one_turn_each(["Hello."] * 9, tokenizer), tokenizer)
+    requests = []
+    complete_chat = openai_server.complete_chat
+
+    async def record(body, *rest):
+        requests.append(body)
+        return await complete_chat(body, *rest)
+
+    monkeypatch.setattr(openai_server, "complete_chat", record)
+    failure = play(server, context, {**PARAMS, field: value}, [])
+    assert failure["status"] == 400 and len(requests) == 1 and not context.client.prompts
+    param = json.loads(failure["body"])["error"]["param"]
+    assert param.startswith({"text": "response_format", "input": "messages[1]"}.get(field, field))
+
+
+# --- agents that rewrite the history -------------------------------------------------------------
+
+
+def replace_system(body):
+    return {**body, "instructions": "Now be long."}
+
+
+def replace_tools(body):
+    return {**body, "tools": [LOOK_UP, {**LOOK_UP, "name": "ask"}]}
+
+
+def summarize(body):
+    return {**body, "input": [{"role": "user", "content": "SUMMARY"}, *body["input"][-2:]]}
+
+
+def edit_output(body):
+    items = [dict(item) for item in body["input"]]
+    first = next(item for item in items if item["type"] == "function_call_output")
+    first["output"] = "[removed]"
+    return {**body, "input": items}
+
+
+def edit_answer(body):
+    items = [json.loads(json.dumps(item).replace("I look", "I wait")) for item in body["input"]]
+    return {**body, "input": items}
+
+
+def edit_thought(body):
+    items = [json.loads(json.dumps(item).replace("A plan", "A lie")) for item in body["input"]]
+    return {**body, "input": items}
+
+
+def edit_call(body):
+    items = [json.loads(json.dumps(item).replace("first", "second")) for item in body["input"]]
+    return {**body, "input": items}
+
+
+def slide(body):
+    return {**body, "input": [body["input"][0], *body["input"][-2:]]}
+
+
+EDITS = [
+    (replace_system, "Now be long."),
+    (replace_tools, '"ask"'),
+    (summarize, "SUMMARY"),
+    (edit_output, "[removed]"),
+    (edit_answer, "I wait"),
+    (edit_thought, "A lie"),
+    (edit_call, "second"),
+    (slide, "Look it up."),
+]
+
+
+@pytest.mark.parametrize(("edit", "shown"), EDITS)
+@pytest.mark.parametrize("dropped", [0, 1])
+def test_a_rewritten_history_is_shown_and_fails_the_episode(server, edit, shown, dropped):
+    """Also if the agent's output lacks the first turns. dropped: their number."""
+    tokenizer = chatml_tokenizer()
+    first = "<think>A plan.</think>I look. " + call('{"q": "first"}')
+    client = one_turn_each([first, call('{"q": 2}'), call('{"q": 3}'), "Done."], tokenizer)
+    context = context_of(client, tokenizer)
+
+    def edit_last(body):
+        outputs = [item for item in body["input"] if item.get("type") == "function_call_output"]
+        return edit(body) if len(outputs) == 3 else body
+
+    items = [{"type": "message", "role": "user", "content": "Look it up."}]
+    params = {**PARAMS, "input": items}
+    response = play(server, context, params, ["1", "2", "3"], edit=edit_last)
+    seen = tokenizer.decode(client.prompts[-1])
+    assert shown in seen
+    if edit is slide:
+        assert "first" not in seen
+    output = response["output"]
+    for _ in range(dropped):
+        ends = [i for i, item in enumerate(output) if item["type"] == "function_call_output"]
+        output = output[ends[0] + 1 :]
+    with pytest.raises(GymError) as caught:
+        make_episode({**response, "output": output}, context)
+    assert caught.value.reason == "not_contiguous"
+    print(edit.__name__, caught.value)
+
+
+def test_a_retried_turn_continues_from_what_the_agent_shows(server):
+    """An agent may throw its last answer away and ask again. Its output then lacks the answer."""
+    tokenizer = chatml_tokenizer()
+    client = one_turn_each([call(), "Bad.", "Good."], tokenizer)
+    context = context_of(client, tokenizer)
+
+    async def retry():
+        first = (await server.ask(PARAMS))["output"]
+        output = {"type": "function_call_output", "call_id": first[-1]["call_id"]}
+        question = {"role": "user", "content": PARAMS["input"]}
+        items = [question, *first, {**output, "output": "1"}]
+        await server.ask({**PARAMS, "input": items})
+        last = await server.ask({**PARAMS, "input": items})
+        return {**last, "output": [*items[1:], *last["output"]]}
+
+    server.use(context)
+    episode = make_episode(server.loop.run(retry()), context)
+    assert len(episode.turns) == 2 and episode.response == "Good."
+    assert client.prompts[1] == client.prompts[2]

@@ -1,0 +1,147 @@
+"""The kit's tokens are those of `renderers`, which writes each model family's format in Python.
+
+It is an independent second opinion: its authors compare it with the models' own tokenizers. It
+knows the formats of 28 families. A template belongs to a family if both write the same prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from public_templates import MODEL_TOKENS, list_template_files, load, make_tokenizer
+from turn_doubles import context_of
+
+from kit.config import checks
+from kit.data.processor import TextProcessor
+from kit.rollout.chat import parse_response
+from kit.rollout.chat_template import ChatTemplate, make_call, make_output
+from kit.rollout.template_trial import TOOL, find_tool_formats, try_template
+
+FAMILIES = {  # {template: its family in `renderers`}
+    "trl/glm4moe": "glm-4.5",
+    "trl/nemotron_3_nano": "nemotron-3",
+    "trl/nemotron_3_super": "nemotron-3",
+    "trl/nemotron_3_ultra": "nemotron-3-ultra",
+    "trl/nemotron_3_5_lightning": "nemotron-3.5",
+    "trl/qwen2_5": "qwen3",
+    "trl/qwen3": "qwen3",
+    "trl/qwen3_training": "qwen3",
+    "trl/qwen3_instruct_2507": "qwen3",
+    "trl/qwen3_5_think": "qwen3.5",
+    "trl/qwen3_6": "qwen3.6",
+    "trl/qwen3_8": "qwen3.8",
+    "trl/qwen3_vl": "qwen3-vl",
+}
+QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+
+
+class Pair:
+    """A template of the kit and the renderer of its family, with one tokenizer."""
+
+    def __init__(self, name: str):
+        import renderers
+        from renderers.base import RENDERER_REGISTRY, _populate_registry
+
+        _populate_registry()
+        self.name = name
+        public = load(name)
+        tokens = [*public.tokenizer.get_added_vocab(), *MODEL_TOKENS]
+        tokenizer = make_tokenizer(
+            public.tokenizer.chat_template, public.tokenizer.eos_token, tokens
+        )
+        self.tokenizer = tokenizer
+        stop_texts = public.tokenizer.convert_ids_to_tokens(sorted(public.stop_ids))
+        stop_ids = set(tokenizer.convert_tokens_to_ids(stop_texts))
+        self.template = ChatTemplate(TextProcessor(tokenizer), stop_ids)
+        assert not try_template(self.template)
+        config = renderers.config_from_name(FAMILIES[name])
+        config = type(config)(thinking_retention="all")
+        self.renderer = RENDERER_REGISTRY[FAMILIES[name]](tokenizer, config)
+        self.tool_format = next(find_tool_formats(self.template, checks.list_tool_formats()))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request):
+    assert request.param in list_template_files()
+    return Pair(request.param)
+
+
+@pytest.mark.parametrize("tools", [[], [TOOL]], ids=["no tools", "tools"])
+def test_a_prompt_is_the_same(pair, tools):
+    ids = pair.template.encode_prompt(QUESTION, tools)
+    assert ids == pair.renderer.render_ids(QUESTION, tools=tools, add_generation_prompt=True)
+
+
+def test_what_stands_between_two_answers_is_the_same(pair):
+    template = pair.template
+    call = {"role": "assistant", "content": "", "tool_calls": [make_call("a", {"text": "x"})]}
+    calls = {**call, "tool_calls": [make_call(letter, {"text": "x"}) for letter in "ab"]}
+    text = {"role": "assistant", "content": "An answer."}
+    cases = [
+        (call, [make_output("a", 'One line.\n{"two": 2}')]),
+        (calls, [make_output("a", "One."), make_output("b", " two ")]),
+        (text, [{"role": "user", "content": "And then?\n"}]),
+    ]
+    for answer, messages in cases:
+        prompt = template.encode_prompt(QUESTION, [TOOL])
+        ids = template.encode_answer(answer)
+        ours = prompt + ids + template.encode_continuation(messages, ids[-1])
+        theirs = pair.renderer.bridge_to_next_turn(prompt, ids, messages, tools=[TOOL])
+        assert theirs is not None and ours == theirs.token_ids, pair.tokenizer.decode(ours)
+
+
+def parse(pair, prompt, ids):
+    context = context_of(None, pair.tokenizer, tool_format=pair.tool_format, template=pair.template)
+    context.stop_ids = pair.template.stop_ids
+    ours = asyncio.run(parse_response(context, ids, [TOOL], prompt))
+    theirs = pair.renderer.parse_response(ids, tools=[TOOL], prompt_ids=prompt)
+    return ours, theirs
+
+
+def test_a_response_is_read_in_the_same_way(pair):
+    template = pair.template
+    prompt = template.encode_prompt(QUESTION, [TOOL])
+    start, end = template.markers
+    is_open = template.split_thought(prompt, [0]).answer == []
+    opening = "" if is_open else start
+    call = {"role": "assistant", "content": "", "tool_calls": [make_call("a", {"text": "x"})]}
+    written = pair.tokenizer.decode(template.encode_answer(call)[:-1]).rpartition(end)[2].strip()
+    stop = pair.tokenizer.eos_token
+    responses = [
+        f"{opening}\nA thought.\n{end}\n\nAn answer.{stop}",
+        f"{opening}\nA thought.\n{end}\n\n{written}{stop}",
+        f"{opening}\nA thought that is cut",
+    ]
+    if pair.name != "trl/glm4moe":  # GLM's answers may have a second thought
+        responses.append(f"{opening}\nA thought.{end}An answer with {start}markers{end}{stop}")
+    if not is_open and pair.name != "trl/glm4moe":  # all responses of GLM begin with a thought
+        responses += [f"An answer.{stop}", f"{written}{stop}"]
+    for response in responses:
+        ids = pair.tokenizer.encode(response, add_special_tokens=False)
+        ours, theirs = parse(pair, prompt, ids)
+        assert ours.reasoning == (theirs.reasoning_content or "").strip(), response
+        if not ours.calls:
+            # the markers are special tokens here, and so they are no text for the kit
+            content = theirs.content.replace(start, "").replace(end, "").strip()
+            assert ours.text.strip() == content, response
+        assert [c["name"] for c in ours.calls] == [c.name for c in theirs.tool_calls], response
+
+
+def test_a_call_in_a_thought_is_not_made(pair):
+    """Here the kit is stricter: in `renderers` a call ends a thought that is not closed.
+
+    In GLM's format it also ends one that is closed later.
+    """
+    template = pair.template
+    prompt = template.encode_prompt(QUESTION, [TOOL])
+    start, end = template.markers
+    call = {"role": "assistant", "content": "", "tool_calls": [make_call("a", {"text": "x"})]}
+    written = pair.tokenizer.decode(template.encode_answer(call)[:-1]).rpartition(end)[2]
+    opening = "" if template.split_thought(prompt, [0]).answer == [] else start
+    for closing in ("", f"{end}\n\nNo."):
+        text = f"{opening}\nA draft: {written}{closing}{pair.tokenizer.eos_token}"
+        ids = pair.tokenizer.encode(text, add_special_tokens=False)
+        ours, _ = parse(pair, prompt, ids)
+        assert (ours.text, ours.calls) == ("No." if closing else "", [])
+        assert ours.reasoning.startswith("A draft:")

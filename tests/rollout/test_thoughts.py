@@ -1,0 +1,138 @@
+"""Thoughts: an unfinished one is no answer, and only its end marker ends it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from turn_doubles import (
+    CHATML,
+    TOOL,
+    ToolSession,
+    bytes_tokenizer,
+    call,
+    context_of,
+    encode_turns,
+    one_turn_each,
+    play,
+    task_of,
+)
+
+import env
+from kit.rollout.chat import parse_response
+
+TOOLS = env.render_tools([TOOL], "x:1")
+OPENS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+MARKERS = [
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|channel>thought", "<channel|>"),
+    ("◁think▷", "◁/think▷"),
+]
+
+
+def make_context(source=CHATML, tokens=()):
+    tokenizer = bytes_tokenizer(source, "<|im_end|>")
+    tokenizer.add_tokens(list(tokens))
+    return context_of(None, tokenizer)
+
+
+def parse(context, text, tools=TOOLS):
+    """Parse a response after the context's generation prompt."""
+    prompt = context.template.encode_prompt([{"role": "user", "content": "Who?"}], tools)
+    ids = context.tokenizer.encode(text, add_special_tokens=False)
+    return asyncio.run(parse_response(context, ids, tools, prompt))
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+@pytest.mark.parametrize(("start", "end"), MARKERS)
+@pytest.mark.parametrize("is_opened", [False, True])
+def test_a_thought_is_split_from_the_answer(is_opened, start, end, as_tokens):
+    opening = f"assistant\n{start}\n{{% endif %}}" if is_opened else "assistant\n{% endif %}"
+    source = CHATML.replace("assistant\n{% endif %}", opening) + f"{{# {end} #}}"
+    context = make_context(source, (start, end) if as_tokens else ())
+    begin = "" if is_opened else f"\n{start}"
+    draft = call('{"q": "draft"}')
+    final = call('{"q": "final"}')
+    stop = "<|im_end|>"
+
+    response = parse(context, f"{begin}Plan: {draft} No.{end}\n\nIt is 7.{stop}")
+    assert (response.reasoning, response.text) == (f"Plan: {draft} No.", "It is 7.")
+    assert not response.calls
+
+    response = parse(context, f"{begin}Plan: {draft} No.{end}{final}{stop}")
+    assert [c["arguments"] for c in response.calls] == ['{"q": "final"}']
+    assert response.reasoning == f"Plan: {draft} No."
+
+    for unfinished in (f"{begin}Plan: {draft} No", f"{begin}Plan: {draft} No{stop}"):
+        response = parse(context, unfinished)
+        assert (response.reasoning, response.text) == (f"Plan: {draft} No", "")
+        assert not response.calls
+        kinds = [item["type"] for item in response.items]
+        assert kinds == ["reasoning", "message"]  # the verifier gets an empty message
+
+    # after the first end marker all is text of the answer, unless a parser or tokenizer removes it
+    response = parse(context, f"{begin}Plan{end}a {start}b{end} c{stop}", tools=[])
+    assert response.reasoning == "Plan"
+    assert response.text.startswith("a ") and response.text.endswith(" c")
+
+
+def test_markers_that_are_no_thought_stay_text():
+    context = make_context()
+    assert parse(context, "Say <think>x</think> to think.", []).text == (
+        "Say <think>x</think> to think."
+    )
+    assert parse(context, "It is 7.", []).reasoning == ""
+    # an end marker alone: the prompt's text has asked for a thought
+    response = parse(context, "So 3 + 4.</think>It is 7.", [])
+    assert (response.reasoning, response.text) == ("So 3 + 4.", "It is 7.")
+
+
+def test_a_marker_in_an_earlier_message_opens_nothing():
+    context = make_context()
+    tokenizer = context.tokenizer
+    messages = [{"role": "user", "content": "Write <think>"}]
+    prompt = context.template.encode_prompt(messages)
+    ids = tokenizer.encode("It is 7.", add_special_tokens=False)
+    assert asyncio.run(parse_response(context, ids, [], prompt)).text == "It is 7."
+
+
+@given(st.text(max_size=40), st.text(max_size=40))
+def test_thought_and_answer_are_what_was_written(thought, answer):
+    context = make_context(OPENS)
+    if "</think>" in thought or "think>" in answer:
+        return
+    response = parse(context, f"{thought}</think>{answer}", [])
+    assert response.reasoning == thought.strip().removeprefix("<think>").strip()
+    assert response.text == answer.lstrip("\n")
+    unfinished = parse(context, f"{thought}{answer}.", [])
+    assert unfinished.text == ""
+
+
+def test_an_episode_whose_thought_is_cut_has_no_answer_for_the_verifier():
+    tokenizer = bytes_tokenizer(OPENS, "<|im_end|>")
+    (ids,) = encode_turns(["The answer is 5, or else"], tokenizer)
+    client = one_turn_each(["The answer is 5, or else"], tokenizer)
+    session = ToolSession([])
+    context = context_of(client, tokenizer, max_response_length=len(ids) - 5)
+    episode = play(task_of(tokenizer), session, context)
+    assert episode.ended == "length"
+    texts = [
+        item["content"][0]["text"]
+        for item in session.verified["output"]
+        if item["type"] == "message"
+    ]
+    assert texts == [""]
+
+
+def test_a_draft_of_a_call_is_not_made_in_an_episode():
+    tokenizer = bytes_tokenizer(OPENS, "<|im_end|>")
+    texts = [f"{call()} no</think>{call()}", "so</think>done"]
+    client = one_turn_each(texts, tokenizer)
+    session = ToolSession(["RESULT", "a second call"])
+    episode = play(task_of(tokenizer), session, context_of(client, tokenizer))
+    assert session.answers == ["a second call"] and episode.ended == "stop"
+    assert len(episode.turns) == 2
