@@ -205,7 +205,7 @@ class ChatTemplate:
         if marked != outputs:
             remaining = iter(marked)
             messages = [next(remaining) if m["role"] == "tool" else m for m in messages]
-            return self.encode_marked(messages, tools, mark)
+            return self.encode_marked(messages, tools, mark, row_id)
         adapted = [self.adapt(message) for message in messages]
         return env.encode_messages(
             adapted, tools, self.tokenizer, row_id, self.processor, self.arguments
@@ -225,15 +225,15 @@ class ChatTemplate:
         messages = [*messages, {"role": "user", "content": marked}]
         if marked == observation:
             return self.encode_prompt(messages, tools, row_id)
-        if self.processor.reads_images:
-            problem = f"{row_id}: the first observation contains control tokens"
-            raise GymError("template", f"{problem}. Remove them on the server.")
-        return self.encode_marked(messages, tools, mark)
+        return self.encode_marked(messages, tools, mark, row_id)
 
     def encode_marked(
-        self, messages: Sequence[Message], tools: Sequence[Message], mark: str
+        self, messages: Sequence[Message], tools: Sequence[Message], mark: str, row_id: str
     ) -> list[int]:
         """Encode a prompt some of whose texts have `mark` in control tokens."""
+        if self.processor.reads_images:
+            problem = f"{row_id}: text of the environment contains control tokens"
+            raise GymError("template", f"{problem}. Models that read images do not support it.")
         try:
             text = self.render(messages, tools, add_generation_prompt=True)
         except RenderError as error:

@@ -34,7 +34,7 @@ MAKE_NUMBER = {  # {type: a function of 0 or 1}
     "with gradient": lambda value: torch.tensor(float(value), requires_grad=True),
 }
 NO_NUMBERS = [
-    *(None, "1", b"1", "", [1.0], (1.0,), {1.0}, [], (1.0, {}), 1j, object(), Decimal),
+    *(None, "1", b"1", "", [1.0], (1.0,), {1.0}, [], (1.0, {}), 1j, Ellipsis, Decimal),
     *(np.array([1.0]), np.array([]), np.array("1"), np.array(None), np.datetime64("2026-01-01")),
     *(torch.tensor([1.0]), torch.tensor(1j), np.ma.masked),
     *(math.nan, math.inf, -math.inf, np.float32("nan"), np.array(math.nan), torch.tensor(math.inf)),
