@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform"}
 
 import matplotlib.pyplot as plt
-from driver import Verifier
+from driver import Verifier, make_tokenizer
 from figures import save_light_and_dark
 from matplotlib.figure import Figure
 from verl.workers.rollout.llm_server import LLMServerClient
@@ -43,7 +43,9 @@ from verl.workers.rollout.llm_server import LLMServerClient
 import inference
 from env import Task
 from kit.config.load import load_config
+from kit.data.processor import TextProcessor
 from kit.extras import one_step_off
+from kit.rollout.chat_template import ChatTemplate
 from kit.rollout.client import Client
 from kit.rollout.sampler import make_sampler_context, repeat_per_group
 from kit.runs.cli import silence_libraries
@@ -190,9 +192,11 @@ class Gpus:
 def make_servers(case: Case, gpus: Gpus, loop: Any) -> Any:
     """Return the kit's Servers over the simulated GPUs, without Ray, vLLM and Gym."""
     config, _ = load_config(["math"], [f"trainer.one_step_off={case.one_step_off}"])
+    processor = TextProcessor(make_tokenizer(""))
     inputs = SimpleNamespace(
-        tokenizer=SimpleNamespace(decode=lambda ids, **_: ""),
-        processor=None,
+        tokenizer=processor.tokenizer,
+        processor=processor,
+        template=ChatTemplate(processor, {STOP_ID}),
         stop_ids={STOP_ID},
         model=SimpleNamespace(vocab_size=100),
     )

@@ -51,6 +51,8 @@ from env import Task
 from kit.config.load import load_config
 from kit.data import metrics, rollout_files, selection
 from kit.data.episode import Episode
+from kit.data.processor import TextProcessor
+from kit.rollout.chat_template import ChatTemplate
 from kit.rollout.sampler import (
     EpisodeRequest,
     SamplerContext,
@@ -156,11 +158,25 @@ def make_tasks(count: int) -> list[Task]:
     return [Task(f"rows:{i}", row, "stub", messages, list(prompt_ids)) for i in range(count)]
 
 
+def make_tokenizer(text: str) -> SimpleNamespace:
+    """Return a tokenizer that decodes all ids to `text`. It has no template."""
+    return SimpleNamespace(
+        decode=lambda ids, **_: text,
+        chat_template=None,
+        added_tokens_decoder={},
+        get_added_vocab=dict,
+        all_special_tokens=[],
+        unk_token=None,
+    )
+
+
 def make_context(config: DictConfig, sampler: Sampler, count: int, tokens: int) -> SamplerContext:
     """Return the context of a rollout in which all `count` episodes run concurrently."""
+    processor = TextProcessor(make_tokenizer(RESPONSE_TEXT))
     inputs = SimpleNamespace(
-        tokenizer=SimpleNamespace(decode=lambda ids, **_: RESPONSE_TEXT),
-        processor=None,
+        tokenizer=processor.tokenizer,
+        processor=processor,
+        template=ChatTemplate(processor, {STOP_ID}),
         stop_ids={STOP_ID},
         model=SimpleNamespace(vocab_size=VOCABULARY),
     )

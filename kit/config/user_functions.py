@@ -353,7 +353,7 @@ def describe_expected(key: str, result: Any, arguments: Sequence[Any]) -> str:
     is_list = isinstance(result, list)
     if key == "env.reward":
         expected = "a finite number"
-        is_number = isinstance(result, numbers.Real)
+        is_number = isinstance(result, numbers.Real) and not isinstance(result, bool)
         is_valid = is_number and abs(result) <= sys.float_info.max
     elif key == "env.filters":
         expected = "a list of some of the episodes that it got, or of copies of them"

@@ -201,7 +201,7 @@ class ChatTemplate:
                 raise env.DataError(f"{place}{self.describe_failure(part)}")
         mark = uuid.uuid4().hex
         outputs = [message for message in messages if message["role"] == "tool"]
-        marked = mark_tokens(outputs, self.control_tokens, mark)
+        marked = mark_tokens(outputs, self.control_tokens, mark) if outputs else []
         if marked != outputs:
             remaining = iter(marked)
             messages = [next(remaining) if m["role"] == "tool" else m for m in messages]

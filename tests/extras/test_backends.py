@@ -188,6 +188,7 @@ def test_verl_parses_tool_calls_if_vllm_is_not_installed(monkeypatch):
     broken = "<tool_call>{broken</tool_call>"
     assert parse(broken) == ("", broken, [])
     assert [c["name"] for c in parse("<think>so</think>" + call())[2]] == ["look_up"]
-    checks.check_tool_format("qwen3_coder")
-    with pytest.raises(ConfigError, match="verl has no such tool parser"):
-        checks.check_tool_format("mistral")
+    formats = checks.list_tool_formats()
+    checks.check_tool_format("qwen3_coder", formats)
+    with pytest.raises(ConfigError, match="format=mistral: there is no such tool parser"):
+        checks.check_tool_format("mistral", formats)

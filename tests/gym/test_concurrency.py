@@ -14,6 +14,7 @@ import selectors
 from types import SimpleNamespace
 
 import pytest
+from rollout_doubles import make_tokenizer
 
 import inference
 from env import Task
@@ -113,7 +114,7 @@ def run_rollout(count, engine, gym, slots, timeout_s=100.0):
     """Sample `count` episodes with this number of slots. Return (episodes, seconds)."""
     context = SamplerContext(
         engine,
-        SimpleNamespace(decode=lambda ids, **_: "five"),
+        make_tokenizer("five"),
         {1},
         32,
         12,
