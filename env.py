@@ -283,7 +283,7 @@ def render_items(items: Sequence[Any], row_id: str) -> list[dict[str, Any]]:
                 messages.append({"role": "assistant", "content": ""})
             extend_assistant_message(messages[-1], item, kind, row_id)
             for call in messages[-1].get("tool_calls", []):
-                open_calls.setdefault(call["id"], call["function"]["name"])
+                open_calls[call["id"]] = call["function"]["name"]
     return [message for message in messages if not is_empty_answer(message)]
 
 
@@ -343,13 +343,14 @@ def render_tool_output(
 ) -> dict[str, Any]:
     """Render the output of a function call: an item with `call_id`, or a message of role tool.
 
-    Without an id it is the output of the first open call, as in chats of TRL. The call is then no
-    longer open. Some chat templates need the function's name.
+    Without an id it is the output of the first open call of its name, or else of the first open
+    call, as in chats of TRL. The call is then no longer open. Some chat templates need the name.
     """
     is_item = item.get("type") == "function_call_output"
     content = "".join(read_texts(item.get("output" if is_item else "content"), row_id))
     key = "call_id" if is_item else "tool_call_id"
-    call_id = next(iter(open_calls), "")
+    named = [each for each, name in open_calls.items() if name == item.get("name")]
+    call_id = next(iter([*named, *open_calls]), "")
     if is_item or item.get(key) is not None:
         call_id = read_text(item, key, row_id)
     message = {"role": "tool", "tool_call_id": call_id, "content": content}
@@ -407,18 +408,20 @@ def render_chat_call(call: Mapping[str, Any], number: int, row_id: str) -> dict[
         raise DataError(f"{row_id}: `function` of a tool call must be an object. Correct it.")
     name = read_text({"type": "function_call", **function}, "name", row_id)
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
+    if arguments in (None, "", "null"):
+        arguments = {}
+    elif isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
             parsed = json.loads(arguments)
             if isinstance(parsed, dict):
                 arguments = parsed
-    elif not isinstance(arguments, dict | None):
+    elif not isinstance(arguments, dict):
         raise DataError(
             f"{row_id}: `arguments` of a function_call must be JSON text or an object, not "
             f"{arguments!r:.40}."
         )
     call_id = str(call.get("id") or f"call{number:05d}")
-    rendered = {"name": name, "arguments": {} if arguments is None else arguments}
+    rendered = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": rendered}
 
 

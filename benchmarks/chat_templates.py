@@ -27,6 +27,7 @@ from kit.rollout.chat_template import (  # noqa: E402
     OUTPUTS,
     PARALLEL,
     SYSTEM,
+    TOOL,
     TOOLS,
     TURNS,
     ChatTemplate,
@@ -181,7 +182,7 @@ def agrees_with_renderers(template: ChatTemplate, case: list[dict[str, Any]]) ->
     tokenizer = make_tokenizer(source.chat_template, source.eos_token, tokens)
     stop_ids = {*tokenizer.convert_tokens_to_ids(template.stop_texts)}
     copy = ChatTemplate(TextProcessor(tokenizer), stop_ids)
-    prompt = copy.encode_prompt(QUESTION, [template_trial.TOOL])
+    prompt = copy.encode_prompt(QUESTION, [TOOL])
     ids, ours = encode_case(copy, case)
     for family, kind in RENDERER_REGISTRY.items():
         if family in ("default", "gpt-oss"):  # the second loads its vocabulary from the network
@@ -192,10 +193,8 @@ def agrees_with_renderers(template: ChatTemplate, case: list[dict[str, Any]]) ->
             renderer = kind(
                 tokenizer, config(**({"thinking_retention": "all"} if is_optional else {}))
             )
-            rendered = renderer.render_ids(
-                QUESTION, tools=[template_trial.TOOL], add_generation_prompt=True
-            )
-            bridged = renderer.bridge_to_next_turn(prompt, ids, case, tools=[template_trial.TOOL])
+            rendered = renderer.render_ids(QUESTION, tools=[TOOL], add_generation_prompt=True)
+            bridged = renderer.bridge_to_next_turn(prompt, ids, case, tools=[TOOL])
         except Exception:  # most need tokens that other models lack
             continue
         if rendered == prompt and bridged and bridged.token_ids == prompt + ids + ours:

@@ -23,9 +23,18 @@ FOREIGN_MESSAGES = (
     "CUDA out of memory",
     'Specified attn_implementation="cpu_packed" is not supported',
     "max_num_gen_batches",
+    "the chat template fails for PART: REASON.",  # ChatTemplate.describe_failure
 )
 PAGE_NAME = re.compile(r'See (docs/[\w/]+\.md)(?:, "([^"]+)")?\.$')  # the end of a message
 NO_MESSAGE = "has no attribute"  # an AttributeError that users never see
+# Their errors are reasons within other messages, or answers of the policy endpoint.
+FILES_OF_REASONS = {
+    "kit/config/python_files.py",
+    "kit/extras/python_verifiers/ground_truths.py",
+    "kit/extras/python_verifiers/math_answers.py",
+    "kit/extras/python_verifiers/verl_scorer.py",
+    "kit/rollout/openai_requests.py",
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +74,8 @@ def test_the_page_has_the_text_of_each_raise_statement():
     for module in message_docs.read_modules():
         texts = list_raised_texts(module.tree)
         count += len(texts)
-        missing += [(module.file, text) for text in texts if text not in page]
+        if module.file not in FILES_OF_REASONS:
+            missing += [(module.file, text) for text in texts if text not in page]
     assert count > 300
     assert [entry for entry in missing if NO_MESSAGE not in entry[1]] == []
 

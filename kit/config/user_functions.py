@@ -247,7 +247,7 @@ def import_function_file(name: str, key: str) -> ModuleType:
         return import_file(path.resolve())
     except Exception as error:  # whatever the file raises
         raise UserFunctionError(
-            f"{key}={name}: {path} cannot be imported: {error!r}. {suggest_fix(error, path)}"
+            f"{key}={name}: {path} cannot be imported: {error!r}. Fix: {suggest_fix(error, path)}"
         ) from error
 
 

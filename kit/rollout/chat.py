@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import gym_client
 from gym_client import GymError
+from kit.config.checks import AUTO_FORMAT, list_tool_formats
 from kit.rollout import harmony, thoughts
 from kit.rollout.sampler import SamplerContext
-from kit.rollout.tool_calls import extract_tool_calls
+from kit.rollout.template_trial import find_tool_formats
+from kit.rollout.tool_calls import ExtractedCalls, extract_tool_calls
 
 CALL_ID_LENGTH = 9  # letters and digits: Mistral's chat templates raise for all other ids
 
@@ -77,7 +79,7 @@ async def parse_answer(
     if not tools or not ids:
         return ParsedResponse(reasoning, text, [])
     try:
-        parsed = await extract_tool_calls(context.tokenizer, context.tool_format, ids, tools)
+        parsed = await find_calls(context, ids, tools)
     except Exception as error:  # of any of vLLM's forty parsers
         start = context.tokenizer.decode(ids)[:200]
         problem = f"the {context.tool_format} parser failed on {start!r}: {error!r}"
@@ -87,6 +89,29 @@ async def parse_answer(
     calls = [make_call(*call) for call in parsed.calls]
     text = parsed.text or ""
     return ParsedResponse(reasoning, text.lstrip("\n") if reasoning else text, calls)
+
+
+async def find_calls(
+    context: SamplerContext, ids: list[int], tools: list[dict[str, Any]]
+) -> ExtractedCalls:
+    """Find the calls in the ids of an answer, without those in a second thought.
+
+    A marker in the arguments of a call begins no thought.
+    """
+    tokenizer = context.tokenizer
+    if context.tool_format == AUTO_FORMAT:
+        formats = list_tool_formats()
+        readable = find_tool_formats(context.template, formats)
+        context.tool_format = next(readable, formats[0])
+    parsed = await extract_tool_calls(tokenizer, context.tool_format, ids, tools)
+    markers = context.template.markers
+    answer = tokenizer.decode(ids, skip_special_tokens=False)
+    has_marker = any(markers.start in call.arguments for call in parsed.calls)
+    if not parsed.calls or has_marker or markers.start not in answer:
+        return parsed
+    visible = thoughts.remove_thoughts(answer, markers)
+    visible_ids = tokenizer.encode(visible, add_special_tokens=False)
+    return await extract_tool_calls(tokenizer, context.tool_format, visible_ids, tools)
 
 
 def make_call(name: str, arguments: str, call_id: str = "") -> dict[str, Any]:

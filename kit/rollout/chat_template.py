@@ -13,11 +13,10 @@ conversation, and is what the template writes after that conversation's answer.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,6 +28,7 @@ from kit.rollout import harmony, thoughts
 from kit.rollout.control_tokens import encode_marked_text, find_control_tokens, mark_tokens
 
 SYSTEM = "a system message"  # the parts of a conversation that a template may lack
+LATER_SYSTEM = "a second system message"
 TOOLS = "tools"
 CALLS = "a call in an earlier message"
 OUTPUTS = "outputs of tools"
@@ -37,9 +37,21 @@ TURNS = "a user message after a response"
 QUESTION = "A question."
 ANSWER = "quintetanswer"  # a text that no template changes; its end is the end of the answer
 ARGUMENT = {"text": ANSWER}
-THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message, by template
 
 Message = dict[str, Any]  # of OpenAI's chat format
+
+TOOL: Message = {  # an example
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look up a text.",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string", "description": "The text."}},
+            "required": ["text"],
+        },
+    },
+}
 
 
 class RenderError(ValueError):
@@ -85,9 +97,7 @@ class ChatTemplate:
 
     def split_thought(self, prompt_ids: Sequence[int], ids: list[int]) -> thoughts.SplitResponse:
         """Split a response, without its stop token, after its thought."""
-        is_open = thoughts.opens_thought(
-            self.tokenizer, prompt_ids, self.markers, self.control_tokens
-        )
+        is_open = thoughts.opens_thought(self.tokenizer, prompt_ids, self.markers)
         return thoughts.split_thought(self.tokenizer, ids, self.markers, is_open)
 
     # --- rendering ---
@@ -121,63 +131,55 @@ class ChatTemplate:
     @functools.cached_property
     def forms(self) -> Forms:
         """Find how the template takes text, arguments of calls and reasoning."""
-        if self.takes_text_as_parts():
-            return Forms(True, arguments_as_text=False, thought_key="")
-        key = next((key for key in THOUGHT_KEYS if self.shows_thought(key)), "")
-        return Forms(False, self.takes_arguments_as_text(), key)
+        text_as_parts = self.takes_text_as_parts()
+        question = [make_message("user", QUESTION, text_as_parts)]
+        key = next((key for key in env.THOUGHT_KEYS if self.shows_thought(question, key)), "")
+        as_object = self.shows_arguments(question, ARGUMENT)
+        as_text = self.shows_arguments(question, json.dumps(ARGUMENT))
+        return Forms(text_as_parts, as_text and not as_object, key)
 
     def takes_text_as_parts(self) -> bool:
         """Return whether text reaches the model only as a part of a list, as in vision models."""
-        is_shown = []
-        for content in (ANSWER, [{"type": "text", "text": ANSWER}]):
-            try:
-                text = self.apply([{"role": "user", "content": content}], (), False)
-            except RenderError:
-                text = ""
-            is_shown.append(ANSWER in text)
+        is_shown = [
+            self.shows([make_message("user", ANSWER, as_parts)], ANSWER)
+            for as_parts in (False, True)
+        ]
         return is_shown == [False, True]
 
-    def shows_thought(self, key: str) -> bool:
-        """Return whether the template shows this key of the last answer, with or without a call."""
-        answer = {"role": "assistant", "content": QUESTION, key: ANSWER}
-        calls = [make_call("a", {})]
-        for message in (answer, {**answer, "content": "", "tool_calls": calls}):
-            with contextlib.suppress(RenderError):
-                if ANSWER in self.apply(
-                    [{"role": "user", "content": QUESTION}, message], (), False
-                ):
-                    return True
-        return False
-
-    def takes_arguments_as_text(self) -> bool:
-        """Return whether only arguments as JSON text are rendered as JSON."""
-        return not self.shows_arguments(ARGUMENT) and self.shows_arguments(json.dumps(ARGUMENT))
-
-    def shows_arguments(self, arguments: Any) -> bool:
-        """Return whether the template renders a call with these arguments, unchanged."""
-        answer = {"role": "assistant", "content": "", "tool_calls": [make_call("a", arguments)]}
+    def shows(self, messages: Sequence[Message], text: str) -> bool:
+        """Return whether a conversation in the template's own form shows a text."""
         try:
-            text = self.apply([{"role": "user", "content": QUESTION}, answer], (), False)
+            return text in self.apply(messages, (), add_generation_prompt=False)
         except RenderError:
             return False
-        is_python = f"'{ANSWER}'" in text  # a dict as Python prints it
-        is_encoded_twice = f'\\"{ANSWER}\\"' in text
-        return ANSWER in text and not is_python and not is_encoded_twice
+
+    def shows_thought(self, question: list[Message], key: str) -> bool:
+        """Return whether the template shows this key of the last answer, with or without a call."""
+        answer = {**question[0], "role": "assistant", key: ANSWER}
+        call = {**answer, "tool_calls": [make_call("a", {})]}
+        return self.shows([*question, answer], ANSWER) or self.shows([*question, call], ANSWER)
+
+    def shows_arguments(self, question: list[Message], arguments: Any) -> bool:
+        """Return whether the template renders a call with these arguments, unchanged."""
+        call = make_call("a", arguments)
+        messages = [*question, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        is_python = self.shows(messages, f"'{ANSWER}'")  # a dict as Python prints it
+        is_encoded_twice = self.shows(messages, f'\\"{ANSWER}\\"')
+        return self.shows(messages, ANSWER) and not is_python and not is_encoded_twice
 
     def adapt(self, message: Message) -> Message:
         """Return a message in the form that the template takes."""
-        if self.forms.text_as_parts and isinstance(message.get("content"), str):
-            return {**message, "content": [{"type": "text", "text": message["content"]}]}
-        if message.get("role") != "assistant":
-            return message
         adapted = dict(message)
         thought = adapted.pop("reasoning_content", None)
         if thought and self.forms.thought_key:
             adapted[self.forms.thought_key] = thought
         elif thought:
-            adapted["content"] = f"<think>{thought}</think>{adapted.get('content') or ''}"
+            start, end = self.markers
+            adapted["content"] = f"{start}{thought}{end}{adapted.get('content') or ''}"
         if adapted.get("tool_calls") and self.forms.arguments_as_text:
             adapted["tool_calls"] = [with_text_arguments(call) for call in adapted["tool_calls"]]
+        if self.forms.text_as_parts and isinstance(adapted.get("content"), str):
+            adapted["content"] = [{"type": "text", "text": adapted["content"]}]
         return adapted
 
     # --- prompts ---
@@ -190,22 +192,11 @@ class ChatTemplate:
         Control tokens in outputs of tools stay text. In other messages they are encoded as control
         tokens, since the author of the row is trusted. Raises env.DataError, GymError('template').
         """
-        is_needed = {
-            SYSTEM: any(message["role"] == "system" for message in messages),
-            TOOLS: bool(tools),
-            CALLS: any(message.get("tool_calls") for message in messages),
-        }
-        for part in self.failures:
-            if is_needed.get(part):
-                place = f"{row_id}: " if row_id else ""
-                raise env.DataError(f"{place}{self.describe_failure(part)}")
+        self.check_prompt(messages, tools, row_id)
         mark = uuid.uuid4().hex
-        outputs = [message for message in messages if message["role"] == "tool"]
-        marked = mark_tokens(outputs, self.control_tokens, mark) if outputs else []
-        if marked != outputs:
-            remaining = iter(marked)
-            messages = [next(remaining) if m["role"] == "tool" else m for m in messages]
-            return self.encode_marked(messages, tools, mark, row_id)
+        marked = self.mark_outputs(messages, mark)
+        if marked != messages:
+            return self.encode_marked(marked, tools, mark, row_id)
         adapted = [self.adapt(message) for message in messages]
         return env.encode_messages(
             adapted, tools, self.tokenizer, row_id, self.processor, self.arguments
@@ -225,21 +216,33 @@ class ChatTemplate:
         messages = [*messages, {"role": "user", "content": marked}]
         if marked == observation:
             return self.encode_prompt(messages, tools, row_id)
-        return self.encode_marked(messages, tools, mark, row_id)
+        self.check_prompt(messages, tools, row_id)
+        return self.encode_marked(self.mark_outputs(messages, mark), tools, mark, row_id)
+
+    def check_prompt(
+        self, messages: Sequence[Message], tools: Sequence[Message], row_id: str
+    ) -> None:
+        """Check that the template has all parts of a prompt. Raises env.DataError."""
+        for part in list_parts(messages, has_tools=bool(tools)):
+            if part in self.failures:
+                place = f"{row_id}: " if row_id else ""
+                raise env.DataError(f"{place}{self.describe_failure(part)}")
+
+    def mark_outputs(self, messages: Sequence[Message], mark: str) -> list[Message]:
+        """Return messages with `mark` in the control tokens of outputs of tools."""
+        return mark_messages(messages, self.control_tokens, mark, ["tool"])
 
     def encode_marked(
         self, messages: Sequence[Message], tools: Sequence[Message], mark: str, row_id: str
     ) -> list[int]:
         """Encode a prompt some of whose texts have `mark` in control tokens."""
-        if self.processor.reads_images:
-            problem = f"{row_id}: text of the environment contains control tokens"
-            raise GymError("template", f"{problem}. Models that read images do not support it.")
         try:
             text = self.render(messages, tools, add_generation_prompt=True)
         except RenderError as error:
             problem = f"the chat template does not take what the environment returned: {error}"
             raise GymError("template", problem) from error
-        return encode_marked_text(text, self.control_tokens, mark, self.tokenizer)
+        ids = encode_marked_text(text, self.control_tokens, mark, self.tokenizer)
+        return self.processor.expand(ids, messages, row_id)
 
     def describe_failure(self, part: str) -> str:
         """Describe a part that the template lacks, with what to set."""
@@ -258,31 +261,34 @@ class ChatTemplate:
         These ids follow the last token of the first response. They have the rest of its turn, such
         as a line feed, then `messages`, then the opening of the next response's turn.
         messages: of the environment, with role tool or user. Control tokens in them stay text, so
-        that no server can write a turn of another role, unless `is_trusted` is set. last_id: the
-        last token of the first response. Raises GymError('template').
+        that no server can write a turn of another role. If `is_trusted` is set, this holds only for
+        outputs of tools. last_id: the last token of the first response. Raises
+        GymError('template').
         """
+        for part in list_parts(messages, follows_answer=True):
+            if part in self.failures:
+                raise GymError("template", self.describe_failure(part))
         placeholders = set(self.processor.placeholder_ids())
         tokens = {text: i for text, i in self.control_tokens.items() if i not in placeholders}
         mark = uuid.uuid4().hex
-        marked = list(messages) if is_trusted else mark_tokens(list(messages), tokens, mark)
+        roles = ["tool"] if is_trusted else ["tool", "user", "system"]
+        marked = mark_messages(messages, tokens, mark, roles)
         try:
             text = self.render_continuation(marked, last_id)
         except RenderError as error:
             problem = f"the chat template does not take what the environment returned: {error}"
             raise GymError("template", f"{problem}. To use it, {TEMPLATE_HINT}.") from error
-        # Some tokenizers drop or add a space after a token, so the last one is encoded, too.
         last = self.tokenizer.convert_ids_to_tokens(last_id) if last_id in self.stop_ids else ""
-        ids = encode_marked_text(last + text, tokens, mark, self.tokenizer)
-        if last and ids[0] == last_id:
-            ids = ids[1:]
-        elif last:
-            ids = encode_marked_text(text, tokens, mark, self.tokenizer)
+        encode = functools.partial(
+            encode_marked_text, tokens=tokens, mark=mark, tokenizer=self.tokenizer
+        )
+        ids = encode_after(last, text, encode)
         if placeholders & set(ids):
             problem = "the environment's text contains a token that stands for an image"
             raise GymError("template", f"{problem}. Remove it from the server's answer.")
         return ids
 
-    def render_continuation(self, messages: Sequence[Message], last_id: int) -> str:
+    def render_continuation(self, messages: Sequence[Message], last_id: int | None) -> str:
         """Return what the template writes between an answer that ends with `last_id` and the next.
 
         The template renders a short conversation without and with `messages`. Both texts have the
@@ -291,16 +297,18 @@ class ChatTemplate:
         return self.continue_conversation(self.make_conversation(messages), messages, last_id)
 
     def continue_conversation(
-        self, conversation: Sequence[Message], messages: Sequence[Message], last_id: int
+        self, conversation: Sequence[Message], messages: Sequence[Message], last_id: int | None
     ) -> str:
         """Return what the template writes for `messages` after a conversation.
 
-        conversation: its last message has the first and only ANSWER. Raises RenderError.
+        conversation: its last message has the first and only ANSWER. last_id: None, or the last
+        token of that answer. Raises RenderError.
         """
-        closed = text_after(self.render(conversation), ANSWER)
-        after = self.render([*conversation, *messages], add_generation_prompt=True)
+        tools = self.turn_tools if conversation[-1].get("tool_calls") else []
+        closed = text_after(self.render(conversation, tools), ANSWER)
+        after = self.render([*conversation, *messages], tools, add_generation_prompt=True)
         rest = text_after(after, ANSWER)
-        ending = self.cut_before_stop(closed)
+        ending = self.cut_turn_end(closed)
         if not rest.startswith(ending):
             raise RenderError("it changes the answer before them")
         return self.drop_turn_end(rest[len(ending) :], last_id)
@@ -344,20 +352,49 @@ class ChatTemplate:
         calls = [make_call(mark[-1], {"text": mark}) for mark in marks]
         answer = {"role": "assistant", "content": "", "tool_calls": calls}
         try:
-            text = self.render([{"role": "user", "content": QUESTION}, answer])
+            text = self.render([{"role": "user", "content": QUESTION}, answer], self.turn_tools)
         except RenderError:
             return False
         return all(mark in text for mark in marks)
 
-    def cut_before_stop(self, text: str) -> str:
-        """Return the text before its first stop token. Without one, before an output's opening."""
+    @functools.cached_property
+    def turn_tools(self) -> list[Message]:
+        """Tools with which calls and outputs are rendered, if the template does that otherwise.
+
+        Some models have another template for prompts with tools. Tools that would be written again
+        after an answer are left out.
+        """
+        answer = {"role": "assistant", "content": ANSWER, "tool_calls": [make_call("a", ARGUMENT)]}
+        messages: list[Message] = [
+            {"role": "user", "content": QUESTION},
+            answer,
+            make_output("a", QUESTION),
+        ]
+        texts = []
+        for tools in ([], [TOOL]):
+            try:
+                texts.append(text_after(self.render(messages, tools), ANSWER))
+            except RenderError:
+                texts.append("")
+        description = TOOL["function"]["description"]
+        is_needed = texts[0] != texts[1] and texts[1] and description not in texts[1]
+        return [TOOL] if is_needed else []
+
+    def cut_turn_end(self, text: str) -> str:
+        """Return what a policy samples of `text`, the template's end of an answer and its turn.
+
+        The turn ends with a stop token, or with the token that ends other messages. Otherwise
+        white space and the opening of an output follow the answer.
+        """
         place = self.find_stop(text)
         if place.start < len(text):
             return text[: place.start]
+        for token in self.message_ends:
+            if token in text:
+                return text.partition(token)[0]
         for token in self.output_openings:
-            if text.endswith(token):
-                return text.removesuffix(token)
-        return text
+            text = text.removesuffix(token)
+        return text.rstrip()
 
     @functools.cached_property
     def output_openings(self) -> list[str]:
@@ -386,14 +423,14 @@ class ChatTemplate:
         texts = self.tokenizer.convert_ids_to_tokens(sorted(self.stop_ids))
         return [text for text in texts if text]
 
-    def drop_turn_end(self, text: str, last_id: int) -> str:
-        """Drop the token at the start of `text` that a sampled stop token stands for.
+    def drop_turn_end(self, text: str, last_id: int | None) -> str:
+        """Drop the template's end of a turn if the policy has sampled one, `last_id`.
 
         A template may end a turn with another token than the one that was sampled: with another
         stop token, or as in gpt-oss with one that only ends turns of the past. Some templates end
         no turn. The policy then samples the token that opens the next one.
         """
-        if last_id not in self.stop_ids:
+        if last_id is None or last_id not in self.stop_ids:
             return text
         last = self.tokenizer.convert_ids_to_tokens(last_id)
         for token in (last, *self.message_ends):
@@ -414,31 +451,50 @@ class ChatTemplate:
     def encode_answer(self, answer: Message, previous_role: str = "user") -> list[int]:
         """Encode a message of the assistant as the ids that a policy would have sampled.
 
-        They end with a stop token, if the template has one. previous_role: user or tool, of the
-        message before. The answer is rendered after a short conversation, so that it is the same
-        after any other. Raises RenderError.
+        They end with a stop token. previous_role: user or tool, of the message before. The answer
+        is rendered after a short conversation, so that it is the same after any other. Raises
+        RenderError, also if a part of the answer is not in the template's text.
         """
+        calls = answer.get("tool_calls")
+        if calls and CALLS in self.failures:
+            raise RenderError(self.failures[CALLS])
         before: list[Message] = [{"role": "user", "content": QUESTION}]
         if previous_role == "tool":
             call = {"role": "assistant", "content": "", "tool_calls": [make_call("q", ARGUMENT)]}
             before += [call, make_output("q", QUESTION)]
-        opened = self.render(before, add_generation_prompt=True)
-        text = self.cut_opening(self.render([*before, answer]), opened)
-        stop = self.find_last_stop(text)
-        text = text[: stop.end] if stop.end else text + self.find_opening_stop(answer)
-        # Some tokenizers add a space to the first word of a text, so more text is encoded.
-        opening = self.cut_to_last_token(opened)
-        opening_ids = self.tokenizer.encode(opening, add_special_tokens=False)
-        ids: list[int] = self.tokenizer.encode(opening + text, add_special_tokens=False)
-        if ids[: len(opening_ids)] == opening_ids:
-            return ids[len(opening_ids) :]
+        tools = self.turn_tools if calls else []
+        opened = self.render(before, tools, add_generation_prompt=True)
+        text = self.cut_opening(self.render([*before, answer], tools), opened)
+        check_is_shown(answer, text)
+        example = make_output("a", QUESTION) if calls else {"role": "user", "content": QUESTION}
+        turn_end = self.find_turn_end(example)
+        if not text.endswith(turn_end):
+            raise RenderError("it ends the turn of an answer in another way")
+        text = text.removesuffix(turn_end) + self.find_sampled_stop(turn_end, example)
+        return encode_after(opened, text, self.encode_text)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Encode a text that has control tokens."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def cut_to_last_token(self, text: str) -> str:
-        """Return the text from its last control token on, or "" if it has none."""
-        starts = [text.rfind(token) for token in self.control_tokens]
-        start = max(starts, default=-1)
-        return text[start:] if start >= 0 else ""
+    def find_turn_end(self, following: Message) -> str:
+        """Find what the template writes after an answer that a message like `following` follows."""
+        conversation = self.make_conversation([following])
+        tools = self.turn_tools if conversation[-1].get("tool_calls") else []
+        closed = text_after(self.render(conversation, tools), ANSWER)
+        return closed[len(self.cut_turn_end(closed)) :]
+
+    def find_sampled_stop(self, turn_end: str, following: Message) -> str:
+        """Find the stop token that a policy samples at the end of a turn.
+
+        A template that ends no turn writes it at the beginning of the next one, or not at all.
+        """
+        place = self.find_stop(turn_end)
+        if place.start < len(turn_end):
+            return turn_end[place.start : place.end]
+        rest = self.render_continuation([following], None)
+        opening = next((stop for stop in self.stop_texts if rest.startswith(stop)), "")
+        return opening or str(self.tokenizer.eos_token or "")
 
     def cut_opening(self, closed: str, opened: str) -> str:
         """Return what a conversation adds to its generation prompt. Raises RenderError.
@@ -458,23 +514,71 @@ class ChatTemplate:
             return closed[len(base) :]
         raise RenderError("it changes the text before an answer")
 
-    def find_last_stop(self, text: str) -> Place:
-        """Find the last stop token in a text, or Place(0, 0)."""
-        places = []
-        for stop in self.stop_texts:
-            start = text.rfind(stop)
-            if start >= 0:
-                places.append(Place(start, start + len(stop)))
-        return max(places, default=Place(0, 0))
 
-    def find_opening_stop(self, answer: Message) -> str:
-        """Find the stop token that opens the next turn, for templates that end no turn, or ""."""
-        messages: list[Message] = [{"role": "user", "content": QUESTION}]
-        if answer.get("tool_calls"):
-            messages = [make_output("a", QUESTION)]
-        no_stop = -1
-        rest = self.render_continuation(messages, no_stop)
-        return next((stop for stop in self.stop_texts if rest.startswith(stop)), "")
+def list_parts(
+    messages: Sequence[Message], has_tools: bool = False, follows_answer: bool = False
+) -> list[str]:
+    """List the parts of a conversation that these messages need the template to have.
+
+    follows_answer: whether an answer of the policy comes before them.
+    """
+    parts = [TOOLS] if has_tools else []
+    previous = "assistant" if follows_answer else ""
+    for message in messages:
+        role = message["role"]
+        if role == "system":
+            parts.append(LATER_SYSTEM if previous else SYSTEM)
+        elif role == "tool":
+            parts += [OUTPUTS, PARALLEL] if previous == "tool" else [OUTPUTS]
+        elif role == "user" and previous == "assistant":
+            parts.append(TURNS)
+        elif message.get("tool_calls"):
+            parts.append(CALLS)
+        previous = role
+    return parts
+
+
+def mark_messages(
+    messages: Sequence[Message], tokens: Mapping[str, int], mark: str, roles: Collection[str]
+) -> list[Message]:
+    """Return messages with `mark` in the control tokens of those with one of `roles`."""
+    marked = []
+    for message in messages:
+        is_marked = message["role"] in roles
+        marked.append(mark_tokens(message, tokens, mark) if is_marked else message)
+    return marked
+
+
+def check_is_shown(answer: Message, text: str) -> None:
+    """Check that a text has the content, the thought and the calls of an answer.
+
+    Raises RenderError.
+    """
+    for key in ("content", "reasoning_content"):
+        value = answer.get(key)
+        if isinstance(value, str) and value.strip() not in text:
+            raise RenderError(f"it does not show the {key} of the answer")
+    names = [call["function"]["name"] for call in answer.get("tool_calls") or []]
+    for name in names:
+        if text.count(name) < names.count(name):
+            raise RenderError(f"it does not show each call of {name}")
+
+
+def encode_after(prefix: str, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+    """Encode `text` as it stands after `prefix`.
+
+    Some tokenizers add a space to the first word of a text, or drop one after a control token.
+    """
+    prefix_ids = encode(prefix) if prefix else []
+    ids = encode(prefix + text)
+    if ids[: len(prefix_ids)] == prefix_ids:
+        return ids[len(prefix_ids) :]
+    return encode(text)
+
+
+def make_message(role: str, text: str, as_parts: bool) -> Message:
+    """Make a message whose content is a text, or a list with it as its only part."""
+    return {"role": role, "content": [{"type": "text", "text": text}] if as_parts else text}
 
 
 def make_call(letter: str, arguments: Any) -> Message:

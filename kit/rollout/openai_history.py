@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import env
 from gym_client import GymError, find_callable_tools, sanitize_json
 from kit.rollout.chat import ParsedResponse, parse_response
-from kit.rollout.chat_template import OUTPUTS, PARALLEL, SYSTEM, TURNS, Message
+from kit.rollout.chat_template import Message
 from kit.rollout.openai_requests import (
     WHERE,
     Answer,
@@ -172,9 +172,6 @@ class Histories:
         template = self.context.template
         rendered = env.render_items(to_items(messages[turn.position : end]), WHERE)
         between = [message for message in rendered if message["role"] != "assistant"]
-        for part in list_parts(between):
-            if part in template.failures:
-                raise RequestError(template.describe_failure(part), "messages")
         ids = turn.answer.token_ids
         return ids + template.encode_continuation(between, ids[-1])
 
@@ -245,14 +242,6 @@ def list_turns(messages: Sequence[AnyMessage]) -> list[Turn]:
         for position, message in enumerate(messages)
         if isinstance(message, Answer) and message.is_sampled
     ]
-
-
-def list_parts(between: list[Message]) -> list[str]:
-    """Return the parts of a conversation (chat_template.py) that stand between two responses."""
-    roles = [message["role"] for message in between]
-    parts = {"system": SYSTEM, "user": TURNS, "tool": OUTPUTS}
-    needed = [parts[role] for role in roles]
-    return [*needed, PARALLEL] if roles.count("tool") > 1 else needed
 
 
 def to_items(messages: Sequence[AnyMessage]) -> list[Message]:

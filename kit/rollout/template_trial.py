@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import datetime
 import json
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kit.rollout.chat_template import (
     ANSWER,
     CALLS,
+    LATER_SYSTEM,
     OUTPUTS,
     PARALLEL,
     QUESTION,
     SYSTEM,
+    TOOL,
     TOOLS,
     TURNS,
     ChatTemplate,
@@ -30,19 +31,8 @@ from kit.rollout.chat_template import (
 )
 from kit.rollout.tool_calls import extract_by_vllm
 
-TOOL: Message = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Look up a text.",
-        "parameters": {
-            "type": "object",
-            "properties": {"text": {"type": "string", "description": "The text."}},
-            "required": ["text"],
-        },
-    },
-}
-MARKS = ("quintetone", "quintettwo")  # texts that no template writes or changes
+# Texts that no template writes, and that one which changes or cuts messages would change.
+MARKS = tuple(f"Quintet's {n}: <&>\n" + "A longer text. " * 20 + "End." for n in ("one", "two"))
 PROMPTS = "prompts"
 ANSWERS = "answers"
 
@@ -53,6 +43,7 @@ def try_template(template: ChatTemplate) -> dict[str, str]:
         PROMPTS: try_prompt,
         ANSWERS: try_answer,
         SYSTEM: try_system_message,
+        LATER_SYSTEM: try_later_system_messages,
         TOOLS: try_tools,
         CALLS: try_call,
         TURNS: try_user_message,
@@ -79,14 +70,14 @@ def try_answer(template: ChatTemplate) -> None:
     if template.is_harmony:  # kit/rollout/harmony.py reads it
         return
     try:
-        ids = template.encode_answer({"role": "assistant", "content": MARKS[0]})
+        ids = template.encode_answer({"role": "assistant", "content": ANSWER})
     except RenderError:  # the prompt opens a thought that the template does not write later
         return
     without_stop = [i for i in ids if i not in template.stop_ids]
     answer = template.split_thought((), without_stop).answer
     text = template.tokenizer.decode(answer, skip_special_tokens=True).strip()
-    if not text.startswith(MARKS[0]):  # `find_unknown_end` looks at the text after it
-        raise RenderError(f"they are read as {text!r} instead of {MARKS[0]!r}")
+    if not text.startswith(ANSWER):  # `find_unknown_end` looks at the text after it
+        raise RenderError(f"they are read as {text!r} instead of {ANSWER!r}")
 
 
 def find_unknown_end(template: ChatTemplate) -> str:
@@ -103,6 +94,19 @@ def find_unknown_end(template: ChatTemplate) -> str:
 def try_system_message(template: ChatTemplate) -> None:
     """Try a system message before a user message."""
     messages = [{"role": "system", "content": MARKS[0]}, user(MARKS[1])]
+    check_marks(template.render(messages, add_generation_prompt=True), MARKS)
+
+
+def try_later_system_messages(template: ChatTemplate) -> None:
+    """Try a second system message at the beginning, and one after an answer."""
+    answer = {"role": "assistant", "content": "Yes."}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "system", "content": MARKS[0]},
+        *[user(QUESTION), answer],
+        {"role": "system", "content": MARKS[1]},
+        user(QUESTION),
+    ]
     check_marks(template.render(messages, add_generation_prompt=True), MARKS)
 
 
@@ -154,15 +158,19 @@ def call_and_output(question: str) -> list[Message]:
 
 
 def check_marks(text: str, marks: Sequence[str]) -> None:
-    """Check that a text has each mark once, and in order. Raises RenderError."""
+    """Check that a text has each mark once and in order, as text or as JSON. Raises RenderError."""
     end = 0
     for mark in marks:
-        count = text.count(mark)
+        as_json = json.dumps(mark)[1:-1]
+        form = mark if mark in text else as_json
+        count = text.count(mark) + text.count(as_json)
         if count == 0:
-            raise RenderError("the message does not reach the model")
+            is_changed = mark.partition(":")[0] in text
+            reason = "is changed" if is_changed else "does not reach the model"
+            raise RenderError(f"the message {reason}")
         if count > 1:
             raise RenderError(f"the message reaches the model {count} times")
-        place = text.find(mark)
+        place = text.find(form)
         if place < end:
             raise RenderError("the messages reach the model in another order")
         end = place
@@ -177,11 +185,11 @@ def check_continuation(
     be the same after a longer conversation, rendered as a whole. earlier: its first messages.
     """
     conversation = template.make_conversation(messages)
-    stop_id = find_sampled_stop(template, conversation, messages)
+    stop = template.find_sampled_stop(template.find_turn_end(messages[0]), messages[0])
+    stop_id = template.tokenizer.convert_tokens_to_ids(stop) if stop else None
     text = template.continue_conversation(conversation, messages, stop_id)
     check_marks(text, marks)
-    stop = template.tokenizer.convert_ids_to_tokens(stop_id)
-    if text.startswith(stop):
+    if stop and text.startswith(stop):
         raise RenderError(f"it writes {stop!r} again after the policy sampled it")
     longer = [*earlier, *conversation]
     if earlier[-1]["role"] == "tool":
@@ -192,29 +200,16 @@ def check_continuation(
         whole = template.continue_conversation([*earlier, *conversation], messages, stop_id)
     if whole != text:
         raise RenderError("it writes the message differently in a longer conversation")
+    if stop_id is None:
+        return
     ids = template.encode_continuation(messages, stop_id)
     expected = template.tokenizer.encode(ANSWER + stop + text, add_special_tokens=False)
     if stop_id in expected and expected[expected.index(stop_id) + 1 :] != ids:
         raise RenderError("its tokens depend on the answer before them")
 
 
-def find_sampled_stop(
-    template: ChatTemplate, conversation: list[Message], messages: list[Message]
-) -> int:
-    """Find the stop token that ends the conversation's answer; by default the tokenizer's EOS."""
-    closed = template.render(conversation).partition(ANSWER)[2]
-    place = template.find_stop(closed)
-    text = closed[place.start : place.end]
-    if not text:
-        no_stop = -1
-        rest = template.continue_conversation(conversation, messages, no_stop)
-        text = next((stop for stop in template.stop_texts if rest.startswith(stop)), "")
-    stop_id = template.tokenizer.convert_tokens_to_ids(text) if text else None
-    return template.tokenizer.eos_token_id if stop_id is None else int(stop_id)
-
-
 def writes_date(template: ChatTemplate) -> bool:
-    """Return whether the chat template writes today's date into a prompt."""
+    """Return whether the chat template writes today's date or the time into a prompt."""
     today = datetime.date.today()
     forms = ("%d %b %Y", "%Y-%m-%d", "%B %d, %Y", "%d %B %Y", "%b %d, %Y", "%d/%m/%Y", "%m/%d/%Y")
     text = template.render([user(QUESTION)], add_generation_prompt=True)
@@ -243,13 +238,9 @@ def find_tool_formats(template: ChatTemplate, formats: Iterable[str]) -> Iterato
 
 def reads_call(tokenizer: Any, tool_format: str, text: str) -> bool:
     """Return whether a tool parser finds the call of `find_tool_formats` in a text."""
-    parsers_logger = logging.getLogger("vllm.tool_parsers.abstract_tool_parser")
-    parsers_logger.disabled = True  # it logs a traceback for parsers that miss a package
     try:
         calls = extract_by_vllm(tokenizer, tool_format, text, [TOOL]).calls
         parsed = [(call.name, json.loads(call.arguments)) for call in calls]
     except Exception:  # many parsers need tokens that only their models have
         return False
-    finally:
-        parsers_logger.disabled = False
     return parsed == [("look_up", {"text": "a word"})]

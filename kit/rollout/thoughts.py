@@ -6,10 +6,10 @@ opened it. A thought that is not closed is not an answer and has no tool calls.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-TAIL = 64  # tokens at the end of a prompt, where the template may have opened a thought
+TAIL = 32  # tokens at the end of a prompt, where the template may have opened a thought
 
 
 class Markers(NamedTuple):
@@ -19,13 +19,14 @@ class Markers(NamedTuple):
     end: str
 
 
-MARKERS = (  # of the templates that vLLM has a reasoning parser for
+MARKERS = (
     Markers("<think>", "</think>"),
     Markers("<|channel>thought", "<channel|>"),  # Gemma 4
     Markers("[THINK]", "[/THINK]"),  # Magistral
     Markers("<seed:think>", "</seed:think>"),
     Markers("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
     Markers("<longcat_think>", "</longcat_think>"),
+    Markers("<mm:think>", "</mm:think>"),  # MiniMax M3
     Markers("◁think▷", "◁/think▷"),  # Kimi-VL
 )
 
@@ -38,13 +39,12 @@ class SplitResponse(NamedTuple):
 
 
 def find_markers(tokenizer: Any) -> Markers:
-    """Find the markers that the chat template or the vocabulary has, by default `<think>`."""
+    """Find the markers that the chat template or else the vocabulary has, or `<think>`."""
     template = str(tokenizer.chat_template or "")
     vocabulary = {token.content for token in tokenizer.added_tokens_decoder.values()}
-    for markers in MARKERS[1:]:
-        if markers.end in template or markers.end in vocabulary:
-            return markers
-    return MARKERS[0]
+    in_template = [markers for markers in MARKERS if markers.end in template]
+    in_vocabulary = [markers for markers in MARKERS if markers.end in vocabulary]
+    return next(iter([*in_template, *in_vocabulary]), MARKERS[0])
 
 
 def split_thought(
@@ -85,19 +85,20 @@ def find_end(tokenizer: Any, ids: list[int], marker: str) -> int:
     return low
 
 
-def opens_thought(
-    tokenizer: Any, prompt_ids: Sequence[int], markers: Markers, controls: Collection[str]
-) -> bool:
-    """Return whether a prompt ends within a thought that its template opened.
-
-    A control token after the start marker, such as the end of a message, means that the marker is
-    text of an earlier message. controls: the texts of the control tokens.
-    """
+def opens_thought(tokenizer: Any, prompt_ids: Sequence[int], markers: Markers) -> bool:
+    """Return whether a prompt ends with the start marker of a thought and white space."""
     tail = tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
-    _, start, rest = tail.rpartition(markers.start)
-    if not start or markers.end in rest:
-        return False
-    return not any(token in rest for token in controls if token not in markers)
+    return str(tail).rstrip().endswith(markers.start)
+
+
+def remove_thoughts(text: str, markers: Markers) -> str:
+    """Remove all thoughts of a text, and the rest of the text after one that is not closed."""
+    answer = ""
+    while markers.start in text:
+        before, _, rest = text.partition(markers.start)
+        _, _, text = rest.partition(markers.end)
+        answer += before
+    return answer + text
 
 
 def decode_thought(tokenizer: Any, ids: list[int], markers: Markers) -> str:

@@ -23,6 +23,7 @@ from kit.rollout import openai_server
 from kit.rollout.chat import parse_response
 from kit.rollout.chat_template import (
     CALLS,
+    LATER_SYSTEM,
     OUTPUTS,
     PARALLEL,
     SYSTEM,
@@ -135,7 +136,9 @@ def encode_answer(template, message, previous="user") -> list[int]:
 
 def test_there_are_templates_of_many_models():
     assert PACKAGES.is_dir(), f"{PACKAGES} is missing; `make test` installs it"
-    passing = [name for name in NAMES if not make_template(load(name)).failures]
+    passing = [
+        name for name in NAMES if make_template(load(name)).failures.keys() <= {LATER_SYSTEM}
+    ]
     assert len(NAMES) >= 100 and len(passing) >= 50, passing
 
 
@@ -155,7 +158,7 @@ def test_a_part_that_a_template_lacks_is_refused_with_its_name(public):
             env.DataError, match=f"^x:1: the chat template fails for {part}: .+Set|"
         ):
             template.encode_prompt(*requests[part], "x:1")
-    known = {PROMPTS, ANSWERS, SYSTEM, TOOLS, CALLS, OUTPUTS, PARALLEL, TURNS}
+    known = {PROMPTS, ANSWERS, SYSTEM, LATER_SYSTEM, TOOLS, CALLS, OUTPUTS, PARALLEL, TURNS}
     assert template.failures.keys() <= known
     assert all(template.failures.values())
 
@@ -195,6 +198,8 @@ def test_a_game_of_three_turns_has_the_templates_tokens(public):
             conversation.append({"role": "user", "content": f"Observation {2 - number}."})
     ids = episode.prompt_ids + episode.response_ids
     check_whole_conversation(ids, conversation, [], template)
+    if "deepseek_r1" not in public.name and "deepseekv3" not in public.name:  # thoughts are dropped
+        assert_chat_is_the_episode(episode, conversation, task, template)
 
 
 def make_tool_conversation(template, count: int) -> list[dict[str, Any]]:
@@ -305,7 +310,8 @@ def test_an_unfinished_thought_is_no_answer_and_makes_no_calls(public, formats):
     opened = template.render(task.messages, add_generation_prompt=True)
     start, end = template.markers
     is_open = opened.rstrip().endswith(start)
-    readable = [] if template.failures else list(find_tool_formats(template, formats))
+    is_usable = template.failures.keys() <= {LATER_SYSTEM}
+    readable = list(find_tool_formats(template, formats)) if is_usable else []
     context = make_context(None, public, template, readable[0] if readable else "hermes")
     call = make_call("a", {"text": "a draft"})
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}

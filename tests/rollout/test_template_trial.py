@@ -24,9 +24,11 @@ from kit.errors import RunError
 from kit.rollout import template_trial
 from kit.rollout.chat_template import (
     CALLS,
+    LATER_SYSTEM,
     OUTPUTS,
     PARALLEL,
     SYSTEM,
+    TOOL,
     TOOLS,
     TURNS,
     ChatTemplate,
@@ -35,7 +37,7 @@ from kit.rollout.chat_template import (
 )
 from kit.rollout.template_trial import ANSWERS, PROMPTS
 
-ALL = {PROMPTS, SYSTEM, TOOLS, CALLS, TURNS, OUTPUTS, PARALLEL}
+ALL = {PROMPTS, SYSTEM, LATER_SYSTEM, TOOLS, CALLS, TURNS, OUTPUTS, PARALLEL}
 NO_TOOLS = {TOOLS, CALLS}
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -67,8 +69,8 @@ def for_role(role: str, text: str) -> str:
         ("", ALL),
         ("{{ 1 // 0 }}", ALL),
         (RAISE, ALL),
-        (for_role("system", RAISE), {SYSTEM}),
-        (for_role("system", ""), {SYSTEM}),
+        (for_role("system", RAISE), {SYSTEM, LATER_SYSTEM}),
+        (for_role("system", ""), {SYSTEM, LATER_SYSTEM}),
         (for_role("tool", ""), {OUTPUTS, PARALLEL}),
         (for_role("tool", RAISE), {OUTPUTS, PARALLEL}),
         # the output reaches the model twice
@@ -97,7 +99,7 @@ def for_role(role: str, text: str) -> str:
         # no later turns
         (
             "{% if messages | length > 2 %}" + RAISE + "{% endif %}" + PLAIN,
-            {*NO_TOOLS, TURNS, OUTPUTS, PARALLEL},
+            {*NO_TOOLS, LATER_SYSTEM, TURNS, OUTPUTS, PARALLEL},
         ),
         # an answer has a heading that nobody samples as text
         (
@@ -122,7 +124,7 @@ def test_a_part_fails_if_and_only_if_the_template_lacks_it(source, failures):
 @pytest.mark.parametrize("family", sorted(TEMPLATES))
 def test_the_templates_of_the_tests_have_all_parts(family):
     failures = make_template(TEMPLATES[family], STOPS[family]).failures
-    assert failures.keys() == ({SYSTEM} if family == "mistral" else set())
+    assert failures.keys() == ({SYSTEM, LATER_SYSTEM} if family == "mistral" else set())
 
 
 def test_a_template_that_ignores_the_role_tool_is_not_used_for_outputs():
@@ -134,7 +136,7 @@ def test_a_template_that_ignores_the_role_tool_is_not_used_for_outputs():
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     failures = make_template(source).failures
-    assert failures.keys() == {SYSTEM, OUTPUTS, PARALLEL}
+    assert failures.keys() == {SYSTEM, LATER_SYSTEM, OUTPUTS, PARALLEL}
     assert failures[OUTPUTS] == "the message does not reach the model"
 
 
@@ -151,7 +153,7 @@ def test_a_prompt_that_needs_a_missing_part_is_refused_and_any_other_is_not():
     ):
         template.encode_prompt([{"role": "system", "content": "s"}, *user], [], "x:3")
     with pytest.raises(env.DataError, match="fails for tools: it does not show the tools"):
-        template.encode_prompt(user, [template_trial.TOOL], "x:3")
+        template.encode_prompt(user, [TOOL], "x:3")
     answer = {"role": "assistant", "content": "", "tool_calls": [make_call("a", {})]}
     with pytest.raises(env.DataError, match="fails for a call in an earlier message"):
         template.encode_prompt([*user, answer, make_output("a", "x")], [], "x:3")
