@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import env
 from env import DataError, UnsupportedRowError
 from kit.data.row_files import (
-    MAX_ROW_CHARS,
+    PARQUET_SUFFIXES,
     find_files,
     open_text,
     parse_object,
@@ -48,7 +48,8 @@ from kit.data.verl_rows import GYM_ROW, from_verl, parse_row, read_rows, remove_
 from kit.errors import UserFunctionError
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
-TABLES = (*SEPARATORS, ".json", ".jsonl", ".parquet")
+TABLES = (*SEPARATORS, ".json", ".jsonl", *PARQUET_SUFFIXES)  # or with .gz, except Parquet
+MAX_CELL_CHARS = 2**31 - 1
 FIND_EXAMPLES = (
     "import pathlib, nemo_gym; "
     "print(pathlib.Path(nemo_gym.__file__).parent.parent / 'resources_servers')"
@@ -283,7 +284,7 @@ def read_mapped_rows(
 def read_table(data: str, subset: str | None, split: str) -> Iterator[tuple[str, Any]]:
     """Yield (`data:row`, entry) of a file, or of a data set of the hub. Raises DataError."""
     path = Path(data)
-    is_table = path.suffix in TABLES
+    is_table = find_table_suffix(path) in TABLES
     is_file = path.is_file()
     is_path = is_table or data.startswith((".", "/", "~")) or data.count("/") > 1
     if not is_file and is_path:
@@ -314,34 +315,56 @@ def read_table(data: str, subset: str | None, split: str) -> Iterator[tuple[str,
 def open_file_table(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a table file with the values that the file has.
 
-    Raises DataError, ValueError, csv.Error and Arrow's errors.
+    Raises DataError, OSError, ValueError and Arrow's errors.
     """
-    if path.suffix in SEPARATORS:
-        return read_cells(path)
-    if path.suffix == ".parquet":
+    suffix = find_table_suffix(path)
+    if suffix in SEPARATORS:
+        return read_cells(path, SEPARATORS[suffix])
+    if suffix in PARQUET_SUFFIXES:
         return read_entries(path)
     return (parse_object(raw, row_id) for row_id, raw in read_raw_rows(path))
 
 
-def read_cells(path: Path) -> Iterator[dict[str, str]]:
+def find_table_suffix(path: Path) -> str:
+    """Find the suffix of a table, in lower case and without .gz.
+
+    >>> find_table_suffix(Path("Table.CSV.gz"))
+    '.csv'
+    """
+    return Path(path.name.lower().removesuffix(".gz")).suffix
+
+
+def read_cells(path: Path, separator: str) -> Iterator[dict[str, str]]:
     """Yield the rows of a CSV or TSV file, with each cell as text. Skips blank lines.
 
-    Raises ValueError and csv.Error.
+    Raises OSError and ValueError.
     """
-    csv.field_size_limit(MAX_ROW_CHARS)
+    csv.field_size_limit(MAX_CELL_CHARS)
     with open_text(path, newline="") as file:
-        reader = csv.reader(file, delimiter=SEPARATORS[path.suffix], strict=True)
-        names = next(reader, [])
-        repeated = [name for name in names if names.count(name) > 1]
-        if repeated:
-            raise ValueError(f"two columns have the name {repeated[0]!r}")
-        for cells in reader:
-            if cells and len(cells) != len(names):
-                raise ValueError(
-                    f"line {reader.line_num} has {len(cells)} cells, and line 1 has {len(names)}"
-                )
-            if cells:
-                yield dict(zip(names, cells, strict=True))
+        reader = csv.DictReader(file, delimiter=separator, strict=True)
+        try:
+            check_names(reader.fieldnames or [])
+            for row in reader:
+                check_cells(row, reader.line_num)
+                yield row
+        except csv.Error as error:
+            line = reader.reader.line_num  # that of DictReader is the last one without an error
+            raise ValueError(f"line {line}: {error}") from None
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Check that no two columns have one name. Raises ValueError."""
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        raise ValueError(f"two columns have the name {repeated[0]!r}")
+
+
+def check_cells(row: dict[Any, Any], line: int) -> None:
+    """Check that a row of csv.DictReader has a cell for each column. Raises ValueError."""
+    if None in row:
+        raise ValueError(f"line {line} has more cells than line 1")
+    if None in row.values():
+        raise ValueError(f"line {line} has fewer cells than line 1")
 
 
 def open_hub_table(name: str, subset: str | None, split: str) -> Any:

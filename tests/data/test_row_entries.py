@@ -122,6 +122,7 @@ def shards(tmp_path, monkeypatch):
             "data/**/*.jsonl",
             ["a.jsonl", "b.jsonl", "sub/c.jsonl", "sub/spark.jsonl/part-0.jsonl"],
         ),
+        ("data/sub", ["sub/c.jsonl", "sub/spark.jsonl/part-0.jsonl"]),
         ("data/sub/spark.jsonl", ["sub/spark.jsonl/part-0.jsonl"]),
         ("data/a.jsonl", ["a.jsonl"]),
     ],

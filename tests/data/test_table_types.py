@@ -179,7 +179,6 @@ VALUES = [  # (value, its Arrow type or None, the value in the row)
     (date(2026, 1, 2), None, "2026-01-02"),
     (datetime(2026, 1, 2, 3, 4, 5, 6), None, "2026-01-02T03:04:05.000006"),
     (datetime(2026, 1, 2), pyarrow.timestamp("ns", "Europe/Rome"), "2026-01-02T01:00:00+01:00"),
-    (2**62, pyarrow.timestamp("ms"), "<value out of range: 4611686018427387904>"),
     (time(10, 30), None, "10:30:00"),
     (1, pyarrow.time64("ns"), "00:00:00"),
     (IDENTIFIER, pyarrow.uuid(), str(IDENTIFIER)),
@@ -211,28 +210,16 @@ def test_a_column_of_any_type_loads_in_each_row_group(tmp_path, value, kind, exp
     assert [row["answer"] for row in rows] == ["a", "b", "c"]
 
 
-def test_rows_of_any_type_are_split_by_their_size_in_memory(tmp_path, monkeypatch):
-    columns = {"prompt": pyarrow.array([str(n) for n in range(50)])}
-    for number, (value, kind, _) in enumerate(VALUES):
-        columns[f"column {number}"] = pyarrow.array([value] * 50, kind)
-    columns["json"] = pyarrow.array(['{"a": 1}'] * 50).cast(pyarrow.json_())
-    parquet.write_table(pyarrow.table(columns), tmp_path / "types.parquet")
-    path = tmp_path / "types.parquet"
-    whole = list(read_raw_rows(path, "prompt"))
-    monkeypatch.setattr(row_files, "MAX_ROW_CHARS", 20_000)
-    assert repr(list(read_raw_rows(path, "prompt"))) == repr(whole)
-    with row_files.open_parquet(path) as file:
-        sizes = [part.num_rows for part in row_files.read_parts(file)]
-    assert max(sizes) < 7 and sum(sizes) == 50
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
         (np.float32("nan"), None),
         (np.int64(3), 3),
         (np.array([1.5, np.inf]), [1.5, None]),
-        (np.datetime64("2026-01-02"), "2026-01-02"),
+        (np.datetime64("2026-01-02"), "2026-01-02T00:00:00"),
+        (np.datetime64("2026-01-02T03:04:05", "ns"), "2026-01-02T03:04:05"),
+        (np.array(["2026-01-02", "NaT"], "datetime64[ns]"), ["2026-01-02T00:00:00", None]),
+        (np.array([[90]], "timedelta64[s]"), [["P0DT0H1M30S"]]),
         (np.timedelta64(90, "s"), "P0DT0H1M30S"),
         (pandas.Timedelta(1, "ns"), "P0DT0H0M0.000000001S"),
         (pandas.NaT, None),
@@ -256,11 +243,10 @@ def test_numbers_of_json_text_that_json_does_not_have_are_null(tmp_path):
     assert json.dumps(row["x"]) == "[null, null, null, 1.0, 1, 123456789012345678901234]"
 
 
-def test_the_error_of_a_value_names_the_row_and_the_column(tmp_path):
-    tags = pyarrow.array([[("k", 1)]] * 3 + [[("k", 1), ("k", 2)]], pyarrow.map_("string", "int8"))
-    table = pyarrow.table({"prompt": ["a"] * 4, "tags": tags})
-    parquet.write_table(table, tmp_path / "map.parquet", row_group_size=3)
-    with pytest.raises(env.DataError, match=r"map\.parquet: cannot be read \(row 4, column tags: "):
+def test_a_map_with_a_repeated_key_is_an_error(tmp_path):
+    tags = pyarrow.array([[("k", 1), ("k", 2)]], pyarrow.map_("string", "int8"))
+    parquet.write_table(pyarrow.table({"prompt": ["a"], "tags": tags}), tmp_path / "map.parquet")
+    with pytest.raises(env.DataError, match=r"map\.parquet: cannot be read .*key was 'k'.*Correct"):
         list(read_rows(tmp_path / "map.parquet"))
 
 
@@ -296,7 +282,7 @@ def test_a_repeated_key_is_an_error_with_its_name(row, other, data):
     text = '{"a": [{' + ", ".join(items) + "}]}"
     with pytest.raises(env.DataError) as raised:
         parse_object(text, "x:1")
-    assert str(raised.value).startswith(f"x:1: an object has the key {key!r} twice.")
+    assert str(raised.value).startswith(f"x:1: not JSON (an object has the key {key!r} twice).")
 
 
 # --- text -----------------------------------------------------------------------------------------
@@ -315,7 +301,7 @@ TEXTS = {
 
 def write_text(path, text, encoding):
     raw = text.encode(encoding)
-    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+    path.write_bytes(gzip.compress(raw) if path.suffix.lower() == ".gz" else raw)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
@@ -328,9 +314,8 @@ def test_a_byte_order_mark_is_skipped_and_utf_16_is_refused(tmp_path, name, enco
         return
     with pytest.raises(env.DataError) as raised:
         list(read_raw_rows(path))
-    reason = "its text is UTF-16 or UTF-32, not UTF-8"
-    hint = "It must be JSON (UTF-8), .gz or parquet."
-    assert str(raised.value) == f"{path}: cannot be read ({reason}). {hint}"
+    assert str(raised.value).startswith(f"{path}: cannot be read ('utf-8' codec can't decode byte")
+    assert str(raised.value).endswith(". It must be JSON (UTF-8), .gz or Parquet.")
 
 
 def test_files_with_byte_order_marks_can_be_joined(tmp_path):
@@ -339,30 +324,31 @@ def test_files_with_byte_order_marks_can_be_joined(tmp_path):
     assert read == ROWS * 2
 
 
-@HYPOTHESIS_SETTINGS
-@given(st.lists(JSON_VALUES, max_size=4), st.sampled_from([None, 0, 2]), st.booleans())
-def test_a_json_list_has_the_text_of_its_items(items, indent, ensure_ascii):
-    text = json.dumps(items, indent=indent, ensure_ascii=ensure_ascii)
-    parsed = [json.loads(item) for item in row_files.split_list(f"\n{text} ")]
-    assert json.dumps(parsed) == json.dumps(items)
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ('[{"prompt": "a"} {"prompt": "b"}]', "no comma and no end of the list at character 16"),
-        ('[{"prompt": "a"}', "no comma and no end of the list at character 16"),
-        ('[{"prompt": "a"}] x', "text after the end of the list at character 16"),
+        ('[{"prompt": "a"} {"prompt": "b"}]', "Expecting ',' delimiter: line 1 column 18"),
+        ('[{"prompt": "a"}', "Expecting ',' delimiter"),
+        ('[{"prompt": "a"}] x', "Extra data"),
         ('[{"prompt": }]', "Expecting value"),
+        ('[{"prompt": "a"}, {"n": {"b": 1, "b": 2}}]', "an object has the key 'b' twice"),
+        ("[" * 5000, "maximum recursion depth"),
     ],
 )
 def test_a_malformed_list_is_an_error_of_the_file(tmp_path, text, reason):
     (tmp_path / "rows.json").write_text(text)
-    with pytest.raises(env.DataError, match=rf"rows\.json: cannot be read \({reason}"):
+    with pytest.raises(env.DataError) as raised:
         list(read_rows(tmp_path / "rows.json"))
+    assert str(raised.value).startswith(f"{tmp_path}/rows.json: cannot be read ({reason}")
+    assert str(raised.value).endswith(". Correct the file.")
 
 
-def test_the_error_of_an_item_of_a_list_has_its_number(tmp_path):
-    (tmp_path / "rows.json").write_text('[{"prompt": "a"}, {"prompt": "b", "prompt": "c"}]')
-    with pytest.raises(env.DataError, match=r"rows\.json:2: an object has the key 'prompt' twice"):
-        list(read_rows(tmp_path / "rows.json"))
+@pytest.mark.parametrize("name", ["rows.pq", "rows.PARQUET", "ROWS.JSON", "rows.JSONL.GZ"])
+def test_a_suffix_may_be_short_or_in_upper_case(tmp_path, name):
+    path = tmp_path / name
+    if name.endswith((".pq", ".PARQUET")):
+        write_table(ROWS[:1], path, "arrow")
+    else:
+        write_text(path, json.dumps(ROWS[:1]) if name == "ROWS.JSON" else LINES, "utf-8")
+    assert row_files.find_files(str(tmp_path)) == [str(path)]
+    assert parse_object(next(read_raw_rows(path, "prompt"))[1], "x:1") == ROWS[0]

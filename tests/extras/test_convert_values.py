@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import sys
@@ -109,11 +110,11 @@ def test_any_table_is_read_as_it_was_written(tmp_path_factory, data, suffix, has
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"a,b\n1,2\n\n3\n", "after row 1 (line 4 has 1 cells, and line 1 has 2)"),
-        (b"a,b\n1,2,3\n", "after row 0 (line 2 has 3 cells, and line 1 has 2)"),
+        (b"a,b\n1,2\n\n3\n", "after row 1 (line 4 has fewer cells than line 1)"),
+        (b"a,b\n1,2,3\n", "after row 0 (line 2 has more cells than line 1)"),
         (b"a,a\n1,2\n", "after row 0 (two columns have the name 'a')"),
-        (b'a,b\n1,"2\n', "after row 0 (unexpected end of data)"),
-        ("a,b\n1,2\n".encode("utf-16"), "after row 0 (its text is UTF-16 or UTF-32, not UTF-8)"),
+        (b'a,b\n1,"2\n', "after row 0 (line 2: unexpected end of data)"),
+        ("a,b\n1,2\n".encode("utf-16"), "after row 0 ('utf-8' codec can't decode byte 0xff"),
         (b"a,b\n1,\xe4\n", "after row 0 ('utf-8' codec can't decode byte 0xe4"),
     ],
 )
@@ -127,6 +128,14 @@ def test_a_malformed_table_is_one_error(tmp_path, text, message):
 def test_a_long_cell_and_blank_lines_are_read(tmp_path):
     (tmp_path / "t.csv").write_text(f"a,b\n\n{'x' * 300_000},\n\n")
     assert read_entries(tmp_path / "t.csv") == [{"a": "x" * 300_000, "b": ""}]
+
+
+@pytest.mark.parametrize("name", ["t.csv.gz", "t.TSV.GZ", "t.jsonl.gz", "t.json.gz"])
+def test_a_compressed_table_is_read(tmp_path, name):
+    text = {"csv": "a,b\n1,2\n", "tsv": "a\tb\n1\t2\n", "jsonl": '{"a": "1", "b": "2"}'}
+    text["json"] = f"[{text['jsonl']}]"
+    (tmp_path / name).write_bytes(gzip.compress(text[name.lower().split(".")[1]].encode()))
+    assert read_entries(tmp_path / name) == [{"a": "1", "b": "2"}]
 
 
 # --- JSON and Parquet -----------------------------------------------------------------------------
