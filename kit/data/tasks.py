@@ -87,12 +87,6 @@ def make_unique(name: str, used: set[str]) -> str:
     return unique
 
 
-def rename_rows(rows: Iterable[tuple[str, Any]], name: str) -> Iterator[tuple[str, Any]]:
-    """Give rows the ids `name:line`. rows: (`file:line`, row)."""
-    for row_id, row in rows:
-        yield f"{name}:{row_id.rpartition(':')[2]}", row
-
-
 def is_function(entry: Any) -> bool:
     """Whether an entry names a function that generates rows (kit/extras/generated_rows.py)."""
     return isinstance(entry, Mapping) and "function" in entry
@@ -100,7 +94,10 @@ def is_function(entry: Any) -> bool:
 
 def is_weight(weight: Any) -> bool:
     """Whether a value can be a weight: a positive finite number, or None."""
-    return weight is None or (isinstance(weight, int | float) and 0 < weight < float("inf"))
+    if weight is None:
+        return True
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    return is_number and 0 < weight < float("inf")
 
 
 def ignore(_line: str) -> None:
@@ -154,7 +151,7 @@ class TaskLoader:
 
     def read_file(self, file: RowFile) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield (row id, Gym row) for each row of a file. Raises DataError."""
-        return rename_rows(read_rows(file.path, self.prompt_key), file.name)
+        return read_rows(file.path, self.prompt_key, file.name)
 
     def make_tasks(
         self, rows: Iterable[tuple[str, dict[str, Any]]], entry: FileEntry

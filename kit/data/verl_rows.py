@@ -34,6 +34,7 @@ OBJECTS = (  # fields of a Gym row or of a task that are objects; some tables ho
     "agent_ref",
     TASK_ID,
 )
+VERL_OBJECTS = ("reward_model", "extra_info")  # fields of a row of verl that are objects
 SINGLE_TURN = "single_turn_agent"  # verl's agent loop that samples one response
 TOOL_KEYS = ("need_tools_kwargs", "tools_kwargs", "interaction_kwargs")  # of extra_info
 PYTHON_LIST = re.compile(r"\s*\[\s*\{'(role|content)':")  # as pandas writes messages to CSV
@@ -47,12 +48,14 @@ MEDIA_TYPES = {  # {first bytes of an image: its type}
 }
 
 
-def read_rows(path: str, prompt_key: str = "prompt") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (`file:line`, Gym row) for each row of a file. prompt_key: data.prompt_key of verl.
+def read_rows(
+    path: str, prompt_key: str = "prompt", name: str = ""
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (`name:line`, Gym row) for each row of a file. prompt_key: data.prompt_key of verl.
 
-    Raises DataError.
+    name: the path if it is empty. Raises DataError.
     """
-    for row_id, raw in read_raw_rows(path, prompt_key):
+    for row_id, raw in read_raw_rows(path, prompt_key, name=name):
         yield row_id, parse_row(raw, row_id, prompt_key)
 
 
@@ -62,16 +65,21 @@ def parse_row(raw: Any, row_id: str, prompt_key: str = "prompt") -> dict[str, An
     Raises DataError, and UnsupportedRowError for a valid row that the kit cannot use.
     """
     row = parse_object(raw, row_id)
+    has_task = row.get("task_input") is not None
+    if has_task or row.get("responses_create_params") is not None:
+        row = parse_objects(row, row_id, OBJECTS)
+    if has_task and isinstance(row.get("task_id"), dict):
+        row = parse_objects(flatten_task(row, row_id), row_id, OBJECTS)
     is_gym_row = row.get("responses_create_params") is not None
-    if is_gym_row or row.get("task_input") is not None:
-        row = parse_objects(row, row_id)
-    if isinstance(row.get("task_id"), dict) and row.get("task_input") is not None:
-        row = parse_objects(flatten_task(row, row_id), row_id)
-        is_gym_row = row.get("responses_create_params") is not None
     if is_gym_row or ("responses_create_params" in row and prompt_key not in row):
         return check_gym_row(row, row_id)
     if prompt_key in row:
         return from_verl(row, row_id, prompt_key)
+    if row.get("task_input") is not None:
+        raise DataError(
+            f"{row_id}: the task_id of a task must be an object {{taskset, task_id}}, not "
+            f"{row.get('task_id')!r:.40}. Correct it."
+        )
     keys = ", ".join(row) or "no key"
     raise DataError(
         f"{row_id}: it has {keys}, but neither Gym's responses_create_params nor verl's "
@@ -80,13 +88,10 @@ def parse_row(raw: Any, row_id: str, prompt_key: str = "prompt") -> dict[str, An
     )
 
 
-def parse_objects(row: dict[str, Any], row_id: str) -> dict[str, Any]:
-    """Parse the fields of a Gym row or of a task that are JSON text instead of objects.
-
-    Raises DataError.
-    """
+def parse_objects(row: dict[str, Any], row_id: str, keys: Sequence[str]) -> dict[str, Any]:
+    """Parse the fields `keys` of a row that are JSON text instead of objects. Raises DataError."""
     parsed = dict(row)
-    for key in OBJECTS:
+    for key in keys:
         value = row.get(key)
         if isinstance(value, str) and value.lstrip().startswith("{"):
             parsed[key] = parse_object(value, f"{row_id}: {key}")
@@ -133,6 +138,7 @@ def from_verl(row: dict[str, Any], row_id: str, prompt_key: str = "prompt") -> d
     >>> from_verl({"prompt": "2 + 2?", "data_source": "openai/gsm8k"}, "x:1")
     {'responses_create_params': {'input': '2 + 2?'}, 'data_source': 'openai/gsm8k'}
     """
+    row = parse_objects(row, row_id, VERL_OBJECTS)
     prompt = parse_messages(row[prompt_key], row_id, prompt_key)
     check_verl_row(row, prompt, row_id, prompt_key)
     extra_info = row.get("extra_info")
@@ -176,10 +182,10 @@ def parse_messages(prompt: Any, row_id: str, prompt_key: str) -> Any:
 
 
 def are_messages(value: Any) -> bool:
-    """Whether a value is a list of chat messages, each with a role and a content."""
+    """Whether a value is a list of chat messages. Some have tool calls instead of a content."""
     if not isinstance(value, list) or not value:
         return False
-    return all(isinstance(item, dict) and {"role", "content"} <= item.keys() for item in value)
+    return all(isinstance(item, dict) and "role" in item for item in value)
 
 
 def check_verl_row(row: dict[str, Any], prompt: Any, row_id: str, prompt_key: str) -> None:
@@ -280,12 +286,12 @@ def split_content(content: str, urls: Sequence[str]) -> list[dict[str, str]]:
 
 
 def convert_part(part: Any, row_id: str) -> Any:
-    """Convert a part of a content that is an image. Other parts stay."""
+    """Convert a part of a content that is an image. Other parts stay. Raises DataError."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "image":
         return make_image_part(find_image_url(part, row_id))
     if kind == "image_url":  # of OpenAI's chat format
-        return make_image_part(find_image_url(part["image_url"], row_id))
+        return make_image_part(find_image_url(part.get("image_url"), row_id))
     return part
 
 
@@ -297,13 +303,16 @@ def make_image_part(url: str) -> dict[str, str]:
 def find_image_url(image: Any, row_id: str) -> str:
     """Find the address of an image of verl: text, or a dict with its bytes, path or url.
 
-    Raises DataError, and UnsupportedRowError for settings such as verl's `max_pixels`.
+    Raises DataError, and UnsupportedRowError for settings of its size: verl's `max_pixels`, or
+    OpenAI's `detail`, except for the default "auto".
     """
     fields = {"path": image} if isinstance(image, str) else image
     if not isinstance(fields, dict):
         raise DataError(f"{row_id}: an image must be text or an object, not {image!r:.40}.")
     fields = {key: value for key, value in fields.items() if value is not None}
-    others = sorted(fields.keys() - {"type", "bytes", "image", "path", "url", "detail"})
+    if fields.get("detail") == "auto":
+        del fields["detail"]
+    others = sorted(fields.keys() - {"type", "bytes", "image", "path", "url"})
     if others:
         raise UnsupportedRowError(
             f"{row_id}: `{others[0]}` of an image is not supported. Resize the image instead."

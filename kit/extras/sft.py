@@ -28,7 +28,7 @@ from gym_client import GymError
 from kit.config.keys import to_plain
 from kit.data.episode import Episode
 from kit.data.row_files import parse_object, read_raw_rows, report_progress
-from kit.data.tasks import FileEntry, parse_entries, rename_rows
+from kit.data.tasks import FileEntry, parse_entries
 from kit.data.verl_rows import parse_messages
 from kit.errors import ConfigError
 from kit.rollout.chat_template import ChatTemplate, RenderError
@@ -56,10 +56,13 @@ class Example(Episode):
 
 
 def read_conversations(
-    path: str, prompt_key: str = "prompt"
+    path: str, prompt_key: str = "prompt", name: str = ""
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (`file:line`, row), each with `messages`. Raises env.DataError."""
-    for row_id, raw in read_raw_rows(path, "messages", prompt_key):
+    """Yield (`name:line`, row), each with `messages`. Raises env.DataError.
+
+    name: the path if it is empty.
+    """
+    for row_id, raw in read_raw_rows(path, "messages", prompt_key, name=name):
         row = parse_object(raw, row_id)
         if isinstance(row.get("messages"), str):  # JSON, as in a CSV file
             row["messages"] = parse_messages(row["messages"], row_id, "messages")
@@ -208,7 +211,7 @@ def select_keys(entry: Any) -> Any:
 def read_entry(entry: FileEntry, prompt_key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (row id, row) of the conversations of an entry. Raises env.DataError."""
     for file in entry.files:
-        yield from rename_rows(read_conversations(file.path, prompt_key), file.name)
+        yield from read_conversations(file.path, prompt_key, file.name)
 
 
 def run_command(config: DictConfig, run: Run, inputs: RunInputs) -> None:

@@ -159,6 +159,7 @@ def test_files_with_a_server_and_a_weight(tmp_path, tokenizer):
         ({"path": "a.jsonl", "weight": 0}, "a weight must be a number over 0"),
         ({"path": "a.jsonl", "weight": float("nan")}, "a weight must be a number over 0"),
         ({"path": "a.jsonl", "weight": "1"}, "a weight must be a number over 0"),
+        ({"path": "a.jsonl", "weight": True}, "a weight must be a number over 0"),
         (
             {"path": "{tmp}/a.jsonl", "server": "mcqa_v2"},
             r"a\.jsonl:1: server 'mcqa_v2' matches none .*\(mcqa\)",

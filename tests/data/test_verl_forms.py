@@ -117,7 +117,7 @@ def test_a_text_about_images_stays_text_without_images():
 def test_images_in_the_parts_of_a_message_get_one_form():
     parts = [
         {"type": "image", "image": "1", "text": None},
-        {"type": "image_url", "image_url": {"url": "2"}},
+        {"type": "image_url", "image_url": {"url": "2", "detail": "auto"}},
         {"type": "text", "text": "Which?", "image": None},
     ]
     ((message),) = read_input(make_row([{"role": "user", "content": parts}]))
@@ -135,6 +135,15 @@ def test_images_in_the_parts_of_a_message_get_one_form():
         ({"prompt": "<image>", "images": {"bytes": "x"}}, "images must be a list"),
         ({"prompt": "<image>", "images": [7]}, "an image must be text or an object, not 7"),
         ({"prompt": "<image>", "images": [{"path": None}]}, "an image has neither bytes nor a"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "an image must be text",
+        ),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "an image has neither"),
+        (
+            {"prompt": "<image>", "images": [{"url": "1", "detail": "high"}]},
+            "`detail` of an image is not supported. Resize the image instead.",
+        ),
         (
             {"prompt": "<image>", "images": [{"image": "1", "max_pixels": 9}]},
             "`max_pixels` of an image is not supported. Resize the image instead.",
@@ -274,7 +283,8 @@ MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "conten
         (f" \n{json.dumps(MESSAGES, indent=1)}\n", MESSAGES),
         ("[]", "[]"),
         ("[1, 2]", "[1, 2]"),
-        ('[{"role": "user"}]', '[{"role": "user"}]'),
+        ('[{"role": "assistant", "tool_calls": []}]', [{"role": "assistant", "tool_calls": []}]),
+        ('[{"content": "x"}]', '[{"content": "x"}]'),
         ('{"role": "user", "content": "2?"}', '{"role": "user", "content": "2?"}'),
         ('Answer: [{"role": "user", "content": "x"}]',) * 2,
         ('[{"role": "user", "content": "x"}] Answer.',) * 2,
@@ -294,6 +304,16 @@ def test_messages_in_a_csv_file_are_read_or_refused(tmp_path):
         (entry,) = csv.DictReader(file)
     with pytest.raises(env.DataError, match=r"^x:1: `prompt` has messages in Python's notation"):
         parse_row(entry, "x:1")
+
+
+@pytest.mark.parametrize("key", ["reward_model", "extra_info"])
+def test_an_object_of_a_row_of_verl_may_be_json_text(key):
+    fields = {"reward_model": {"ground_truth": "4"}, "extra_info": {"index": 1}}
+    row = make_row(**fields)
+    assert parse_row(row | {key: json.dumps(row[key])}, "x:1") == parse_row(row, "x:1")
+    assert parse_row(row | {key: "text"}, "x:1")[key] == "text"
+    with pytest.raises(env.DataError, match=f"^x:1: {key}: not JSON"):
+        parse_row(row | {key: "{oops"}, "x:1")
 
 
 @pytest.mark.parametrize("key", ["responses_create_params", "agent_ref"])

@@ -133,6 +133,12 @@ def test_an_invalid_materialized_task_is_an_error_with_its_line(tmp_path, task_i
         list(verl_rows.read_rows(str(path)))
 
 
+def test_a_task_with_an_identifier_that_is_no_object_is_an_error():
+    message = r"^x:1: the task_id of a task must be an object \{taskset, task_id\}, not '7'\."
+    with pytest.raises(env.DataError, match=message):
+        verl_rows.parse_row({"task_id": "7", "task_input": row()}, "x:1")
+
+
 def test_a_table_of_another_form_is_an_error(tmp_path):
     other = tmp_path / "other.parquet"
     pandas.DataFrame({"question": ["2?"], "answer": ["2"]}).to_parquet(other)

@@ -198,7 +198,7 @@ def test_a_function_may_generate_rows_of_verl_and_rows_for_other_commands(folder
         ),
         (
             "{function: my_tasks.py:no_rows}",
-            "my_tasks.py:no_rows#1.7: a row must be a JSON object, this is a list",
+            "my_tasks.py:no_rows#1.7: the row is a list, not an object",
         ),
         (
             "{function: my_tasks.py:twice}",
