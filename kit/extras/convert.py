@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import env
 from env import DataError, UnsupportedRowError
+from kit.data.ground_truths import find_ground_truth
 from kit.data.row_files import (
     PARQUET_SUFFIXES,
     find_files,
@@ -54,7 +55,6 @@ FIND_EXAMPLES = (
     "import pathlib, nemo_gym; "
     "print(pathlib.Path(nemo_gym.__file__).parent.parent / 'resources_servers')"
 )
-GROUND_TRUTH_KEYS = ("expected_answer", "answer")
 
 
 class WrittenFile(NamedTuple):
@@ -150,7 +150,7 @@ def to_verl(row: dict[str, Any], row_id: str, prompt_key: str = "prompt") -> dic
     """Convert a Gym row to a row of verl.
 
     If the Gym row came from a row of verl, this is that row. Otherwise extra_info.gym_row holds the
-    Gym row. Then data_source is its server, and the ground truth is its expected_answer or answer.
+    Gym row. Then data_source is its server, and kit/data/ground_truths.py finds the ground truth.
     Raises DataError, and UnsupportedRowError if a row of verl cannot hold this row.
     """
     original = find_verl_row(row, row_id, prompt_key)
@@ -162,7 +162,7 @@ def to_verl(row: dict[str, Any], row_id: str, prompt_key: str = "prompt") -> dic
     return {
         "data_source": name.removesuffix("_simple_agent"),
         prompt_key: messages,
-        "reward_model": {"style": "rule", "ground_truth": find_ground_truth(row)},
+        "reward_model": {"style": "rule", "ground_truth": format_ground_truth(row)},
         "extra_info": {GYM_ROW: json.dumps(row, ensure_ascii=False)},
     }
 
@@ -195,13 +195,12 @@ def check_for_verl(messages: Sequence[Any], tools: Sequence[Any], row_id: str) -
         raise UnsupportedRowError(f"{row_id}: {reason}. Remove such rows.")
 
 
-def find_ground_truth(row: dict[str, Any]) -> str:
-    """Find the ground truth of a Gym row, as text. It is empty if the row has none."""
-    for key in GROUND_TRUTH_KEYS:
-        value = row.get(key)
-        if value is not None:
-            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return ""
+def format_ground_truth(row: dict[str, Any]) -> str:
+    """Format the ground truth of a Gym row as text. It is empty if the row has none."""
+    value = find_ground_truth(row)
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def read_supported_rows(file: str, prompt_key: str) -> Iterator[dict[str, Any]]:

@@ -307,6 +307,9 @@ def test_a_gym_row_gets_the_fields_of_verls_reward_functions():
         ({"expected_answer": "right", "answer": "a whole solution"}, "right"),
         ({"expected_answer": None, "answer": "right"}, "right"),
         ({"answer": "right"}, "right"),
+        ({"expected_answer": " ", "solution": "right"}, "right"),
+        ({"answer": ["4", "5"]}, '["4", "5"]'),
+        ({}, ""),
     ],
 )
 def test_expected_answer_has_priority_over_answer(fields, ground_truth):

@@ -7,7 +7,7 @@ from typing import Any
 
 import gym_client
 from gym_client import GymError, Json
-from kit.extras.python_verifiers.ground_truths import find_ground_truth
+from kit.data.ground_truths import find_ground_truth
 from kit.extras.python_verifiers.verifier_calls import CallResult
 from kit.extras.python_verifiers.verifier_settings import VerifierSpec, runs_policy_code
 

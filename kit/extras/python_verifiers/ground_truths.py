@@ -1,16 +1,4 @@
-r"""Find the ground truth of a row, and read the expected answers in it.
-
-A row has its ground truth in the first of these places whose value is not empty:
-
-    reward_model.ground_truth       verl, DAPO-Math
-    ground_truth, expected_answer   NeMo Gym, OpenMathReasoning
-    answer                          GSM8K, MATH-500, NuminaMath-1.5, Big-Math
-    final_answer                    DeepMath, OlympiadBench
-    solution                        MATH, NuminaMath-CoT, TRL's examples
-    extra_info, with these keys     verl
-
-Empty are null, NaN, blank text, and a list or object without another value. Tables are filled with
-such values if their rows have different columns, or if a cell has no value.
+r"""Read the expected answers in the ground truth of a row (kit/data/ground_truths.py finds it).
 
 A verifier function gets the value unchanged. The kit's own verifiers read one or more expected
 answers in it, and each of them is right:
@@ -27,76 +15,27 @@ so that the episode fails, and no response earns a reward.
 from __future__ import annotations
 
 import json
-import math
 import re
 from decimal import Decimal
 from typing import Any
 
-Json = dict[str, Any]
-GROUND_TRUTH_KEYS = ("ground_truth", "expected_answer", "answer", "final_answer", "solution")
-PLACES = ("reward_model.ground_truth", *GROUND_TRUTH_KEYS, "extra_info")  # for messages
+from kit.data.ground_truths import PLACES
+
 # Texts that pandas and Python write for a missing value.
 MISSING_TEXTS = ("None", "nan", "NaN", "<NA>", "NaT", "null")
 LIST_STARTS = ('["', "['")  # of a list of texts that was written as text
 BOX = "\\boxed{"
 MARK = "####"  # GSM8K's, before the answer
-NUMBER = r"-?\d+(\.\d+)?"
+THOUSANDS = r"-?\d{1,3}(,\d{3})+(\.\d+)?"  # a number with commas
 
 
-# --- find ----------------------------------------------------------------------------------------
-
-
-def find_ground_truth(row: Json) -> Any:
-    """Return the first ground truth of a row that is not empty, otherwise the first one or None."""
-    values = list_values(row)
-    for value in values:
-        if not is_empty(value):
-            return value
-    return values[0] if values else None
-
-
-def list_values(row: Json) -> list[Any]:
-    """Return the values of a row that may be its ground truth, the most specific one first."""
-    values = []
-    reward_model = row.get("reward_model")
-    if isinstance(reward_model, dict) and "ground_truth" in reward_model:
-        values.append(reward_model["ground_truth"])
-    for fields in (row, row.get("extra_info")):
-        if isinstance(fields, dict):
-            values += [fields[key] for key in GROUND_TRUTH_KEYS if key in fields]
-    return values
-
-
-def is_empty(value: Any) -> bool:
-    """Return whether a value is null, NaN, blank text, or a list or object of such values."""
-    value = to_builtin(value)
-    if isinstance(value, str):
-        return not value.strip()
-    if isinstance(value, float | Decimal):
-        return math.isnan(value)
-    if isinstance(value, list | tuple):
-        return all(is_empty(member) for member in value)
-    if isinstance(value, dict):
-        return all(is_empty(member) for member in value.values())
-    return value is None
-
-
-def to_builtin(value: Any) -> Any:
-    """Return a value of NumPy or torch as Python's number or list, and others unchanged."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-# --- read ----------------------------------------------------------------------------------------
-
-
-def read_expected_answers(ground_truth: Any) -> list[str]:
+def read_expected_answers(value: Any) -> list[str]:
     """Return the expected answers in a ground truth, as texts. Raises ValueError."""
-    value = to_builtin(ground_truth)
     if value is None:
         raise make_error(value, f"the row has none in {', '.join(PLACES)}")
     if isinstance(value, str) and value.lstrip().startswith(LIST_STARTS):
         value = parse_list(value)
-    members = value if isinstance(value, list | tuple) else [value]
+    members = value if isinstance(value, list) else [value]
     if not members:
         raise make_error(value, "it is an empty list")
     return [read_expected_answer(member) for member in members]
@@ -112,14 +51,13 @@ def parse_list(text: str) -> list[Any]:
 
 def read_expected_answer(value: Any) -> str:
     """Return one expected answer as text. Raises ValueError."""
-    value = to_builtin(value)
     if isinstance(value, str):
         return read_text(value)
-    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         kind = "null" if value is None else f"a {type(value).__name__}"
         raise make_error(value, f"it is {kind}, not a text, a number or a list of these")
     number = Decimal(str(value))
-    if not number.is_finite():
+    if not number.is_finite():  # from a list as text
         raise make_error(value, "it is not a finite number")
     is_whole = number == number.to_integral_value()
     # without an exponent, which LaTeX does not have
@@ -145,8 +83,7 @@ def read_marked(text: str) -> str:
     answer = text.rpartition(MARK)[2].strip()
     if "\n" in answer:  # it is a heading in Markdown
         raise make_error(text, f"several lines follow its last {MARK}")
-    number = answer.replace(",", "")  # thousands separators
-    return number if re.fullmatch(NUMBER, number) else answer
+    return answer.replace(",", "") if re.fullmatch(THOUSANDS, answer) else answer
 
 
 def find_last_box(text: str) -> str:

@@ -12,12 +12,9 @@ from omegaconf import DictConfig
 
 from env import Task
 from gym_client import GymError
+from kit.data.ground_truths import find_ground_truth, is_empty
 from kit.errors import UserFunctionError
-from kit.extras.python_verifiers.ground_truths import (
-    find_ground_truth,
-    is_empty,
-    read_expected_answers,
-)
+from kit.extras.python_verifiers.ground_truths import read_expected_answers
 from kit.extras.python_verifiers.verifier_pool import Pool
 from kit.extras.python_verifiers.verifier_settings import VerifierSpec
 
@@ -26,6 +23,7 @@ RESPONSE = "So the answer is 7."
 FORMS = ("{}", "\\boxed{{{}}}", "#### {}")
 MAX_ANSWER = 60  # characters of an expected answer that is tried as a response
 MAX_NAMED_ROWS = 3  # in a message
+MAX_SOURCES = 20  # data sources that are tried
 
 
 def try_verifiers(
@@ -35,7 +33,8 @@ def try_verifiers(
 
     The responses are RESPONSE and, if the verifier is a function and the row's ground truth has a
     short expected answer, FORMS with this answer. A further line counts the rows without a ground
-    truth, if other rows of the function have one. Raises UserFunctionError.
+    truth, if other rows of the function have one, and one counts the data sources after the first
+    MAX_SOURCES, which are not tried. Raises UserFunctionError.
     """
     lines: list[str] = []
     with (
@@ -68,13 +67,16 @@ async def try_verifier(pool: Pool, tasks: Sequence[Task], tokenizer: Any) -> lis
         kind = await pool.kind()
         if kind == "verify":
             missing = [task.row_id for task in tasks if is_empty(find_ground_truth(task.row))]
-        for task in select_tasks(tasks):
+        selected = select_tasks(tasks)
+        for task in selected[:MAX_SOURCES]:
             hint = describe_missing(missing, len(tasks)) if task.row_id in missing else ""
             lines.append(await try_row(pool, task, kind, tokenizer, hint))
     except GymError as error:
         raise UserFunctionError(f"{pool.spec.key}={error}") from None
     finally:
         await pool.close()
+    if len(selected) > MAX_SOURCES:
+        lines.append(f"{len(selected) - MAX_SOURCES:,} more data sources are not tried.")
     if 0 < len(missing) < len(tasks):
         lines.append(describe_missing(missing, len(tasks)))
     return lines
@@ -106,15 +108,12 @@ def describe_missing(ids: Sequence[str], count: int) -> str:
     """Describe the rows without a ground truth. ids: of these rows. count: of all rows.
 
     >>> describe_missing(["a:2", "a:3"], 4)
-    '2 of 4 rows have no ground truth: a:2 and a:3. If the verifier needs one, remove these rows.'
+    '2 of 4 rows have no ground truth (a:2, a:3). If the verifier needs one, remove these rows.'
     """
-    names = list(ids[:MAX_NAMED_ROWS])
-    if len(ids) > MAX_NAMED_ROWS:
-        names.append(f"{len(ids) - MAX_NAMED_ROWS:,} more")
-    text = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    names = ", ".join(ids[:MAX_NAMED_ROWS]) + (", ..." if len(ids) > MAX_NAMED_ROWS else "")
     return (
-        f"{len(ids):,} of {count:,} rows have no ground truth: {text}. If the verifier needs one, "
-        "remove these rows."
+        f"{len(ids):,} of {count:,} rows have no ground truth ({names}). If the verifier needs "
+        "one, remove these rows."
     )
 
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kit.config.python_files import skip_package_init
+from kit.data.ground_truths import is_empty
 from kit.extras.python_verifiers import program_scores
-from kit.extras.python_verifiers.ground_truths import is_empty, make_error, read_expected_answers
+from kit.extras.python_verifiers.ground_truths import make_error, read_expected_answers
 
 PROGRAM_SOURCES = ("codecontests", "apps", "codeforces", "taco")  # verl runs the response
 # verl evaluates the response: math_equal in verl/utils/reward_score/prime_math/grader.py calls eval

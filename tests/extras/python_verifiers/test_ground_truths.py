@@ -7,12 +7,9 @@ import asyncio
 import json
 import math
 import re
-from decimal import Decimal
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,26 +17,24 @@ from verifier_helpers import list_rewards, make_router, run_session
 
 import kit.extras.python_verifiers.ground_truths as truths
 from gym_client import GymError
+from kit.data import ground_truths
+from kit.data.ground_truths import find_ground_truth, is_empty
 from kit.extras.python_verifiers import verl_scorer
 from kit.extras.python_verifiers.math_answers import verify_math
 from templates.reward import compute_score as score_last_number
 from templates.task import Guess
 
-MISSING = [
-    None,
-    "",
-    " \n\t",
-    [],
-    [None],
-    ["", None],
-    {},
-    {"target": None},
-    math.nan,
-    np.float32("nan"),
+MISSING = [None, "", " \n\t", {}, {"target": None}]
+NO_ANSWERS = [[], [None], ["", None]]  # an expected answer does not exist
+WRONG_TYPES = [
+    True,
+    {"a": "5"},
+    {"target": ["5"]},
+    ["5", None],
+    ["5", ""],
+    [["5"]],
+    ["5", {"a": 1}],
 ]
-MISSING += [np.array([]), Decimal("nan"), float("nan")]
-WRONG_TYPES = [True, np.bool_(False), {"a": "5"}, {"target": ["5"]}, b"5", math.inf, -math.inf]
-WRONG_TYPES += [{5}, ["5", None], ["5", ""], [["5"]], ["5", {"a": 1}], ["5", math.nan], 5j]
 MISSING_TEXTS = ["None", "nan", "NaN", "null", "<NA>", " None "]
 UNREADABLE_TEXTS = [
     "\\boxed{}",
@@ -49,6 +44,8 @@ UNREADABLE_TEXTS = [
     "x\n#### ",
     "['5', '6']",
     '["5',
+    '["5", NaN]',
+    '["5", 1e999]',
 ]
 HEADING = "#### 1. Sum\nWe add 2 and 3.\n#### 2. Result\nIt is\n5"
 PROOF = "Suppose that the number five is even. Then half of it is whole, which it is not."
@@ -95,12 +92,12 @@ def make_row(values):
 
 
 @given(
-    values=st.dictionaries(st.sampled_from(PLACES), st.sampled_from([*MISSING[:9], "4", 5, ["6"]]))
+    values=st.dictionaries(st.sampled_from(PLACES), st.sampled_from([*MISSING, "4", 5, ["6"], []]))
 )
 def test_the_first_place_with_a_value_has_the_ground_truth(values):
     ordered = [values[place] for place in PLACES if place in values]
-    usable = [value for value in ordered if value in ("4", 5, ["6"])]
-    found = truths.find_ground_truth(make_row(values))
+    usable = [value for value in ordered if value in ("4", 5, ["6"], [])]
+    found = find_ground_truth(make_row(values))
     expected = [*usable, *ordered, None][0]
     assert found is expected
 
@@ -112,11 +109,11 @@ def test_a_row_without_these_fields_has_no_ground_truth():
         {"reward_model": None, "extra_info": "5"},
         {"reward_model": "5"},
     ):
-        assert truths.find_ground_truth(row) is None
+        assert find_ground_truth(row) is None
 
 
 def test_the_documentation_lists_the_places_in_their_order():
-    for text in (truths.__doc__, (ROOT / "docs" / "guides" / "verifier.md").read_text()):
+    for text in (ground_truths.__doc__, (ROOT / "docs" / "guides" / "verifier.md").read_text()):
         table = text.partition("reward_model.ground_truth")[2]
         positions = [re.search(rf"\b{place}\b", table).start() for place in DOCUMENTED_PLACES]
         assert positions == sorted(positions)
@@ -124,19 +121,17 @@ def test_the_documentation_lists_the_places_in_their_order():
 
 @pytest.mark.parametrize("value", MISSING, ids=repr)
 def test_missing_values_are_empty(value):
-    assert truths.is_empty(value)
+    assert is_empty(value)
 
 
-@pytest.mark.parametrize(
-    "value", [0, 0.0, False, "0", "nan", [0], {"a": 0}, np.array([0])], ids=repr
-)
+@pytest.mark.parametrize("value", [0, 0.0, False, "0", "nan", [0], {"a": 0}, *NO_ANSWERS], ids=repr)
 def test_other_values_are_not_empty(value):
-    assert not truths.is_empty(value)
+    assert not is_empty(value)
 
 
 # --- no ground truth: no reward ------------------------------------------------------------------
 
-UNREADABLE = [*MISSING, *WRONG_TYPES, *MISSING_TEXTS, *UNREADABLE_TEXTS, HEADING]
+UNREADABLE = [*MISSING, *NO_ANSWERS, *WRONG_TYPES, *MISSING_TEXTS, *UNREADABLE_TEXTS, HEADING]
 TEXT_SOURCES = [*verl_scorer.TEXT_SOURCES, "aime2024"]
 
 
@@ -156,7 +151,9 @@ def test_an_expected_answer_that_math_verify_cannot_read_is_a_failure(truth):
 
 
 @pytest.mark.parametrize(
-    "truth", [*MISSING, *WRONG_TYPES, *MISSING_TEXTS, "none", "####", "\\boxed{}"], ids=repr
+    "truth",
+    [*MISSING, *NO_ANSWERS, *WRONG_TYPES, *MISSING_TEXTS, "none", "####", "\\boxed{}"],
+    ids=repr,
 )
 def test_the_template_raises_without_a_number(truth):
     assert fails(lambda truth, text: score_last_number("", text, truth, {}), truth)
@@ -237,17 +234,15 @@ MATH = "We have $x = \\boxed{4}$ at first, so the answer is $\\boxed{\\frac{1}{2
         (-0.5, ["-0.5"]),
         (1e-7, ["0.0000001"]),
         (1e22, ["1" + "0" * 22]),
-        (np.int64(5), ["5"]),
-        (np.float32(0.5), ["0.5"]),
-        (torch.tensor(5), ["5"]),
-        (Decimal("5.10"), ["5.10"]),
         (["4", 5, 6.5], ["4", "5", "6.5"]),
-        (("4", "5"), ["4", "5"]),
-        (np.array(["4", "5"]), ["4", "5"]),
         ('["4", "\\\\frac{1}{2}"]', ["4", "\\frac{1}{2}"]),
         ("[4, 5]", ["[4, 5]"]),  # an interval
         (GSM8K, ["72"]),
         ("#### -1,234.5", ["-1234.5"]),
+        ("#### 1,234,567", ["1234567"]),
+        ("#### 1,2", ["1,2"]),
+        ("#### 12,34", ["12,34"]),
+        ("#### 1,2345", ["1,2345"]),
         ("#### (1, 2)", ["(1, 2)"]),
         (MATH, ["\\frac{1}{2}"]),
         ("x #### y \\boxed{5}", ["5"]),
@@ -272,11 +267,10 @@ def wrap(truth, kind):
         "JSON": json.dumps(["1000003", str(truth)]),
         "GSM8K": f"so\n#### {truth:,}",
         "box": f"so \\boxed{{{truth}}}",
-        "numpy": np.array(truth),
     }[kind]
 
 
-KINDS = ["number", "text", "list", "numbers", "GSM8K", "box", "numpy"]
+KINDS = ["number", "text", "list", "numbers", "GSM8K", "box"]
 NUMBERS = st.integers(-(10**6), 10**6)
 
 
@@ -295,7 +289,7 @@ def test_the_right_number_earns_1_and_another_one_0(number, other, kind):
             assert (score > 0) == (value == number) or kind == "dollars"
 
 
-@given(number=NUMBERS, other=NUMBERS, kind=st.sampled_from([k for k in KINDS if k != "numpy"]))
+@given(number=NUMBERS, other=NUMBERS, kind=st.sampled_from(KINDS))
 def test_the_template_reads_the_same_numbers(number, other, kind):
     truth = wrap(number, kind)
     assert score_last_number("", f"it is {number}", truth, {})["score"] == 1.0
@@ -305,12 +299,8 @@ def test_the_template_reads_the_same_numbers(number, other, kind):
 @settings(max_examples=30, deadline=None)
 @given(number=st.decimals(-1000, 1000, places=3))
 def test_a_float_is_compared_as_a_number(number):
-    for truth in (float(number), np.float64(number), number):
-        for response in (
-            f"\\boxed{{{number}}}",
-            f"\\boxed{{\\frac{{{number * 1000:.0f}}}{{1000}}}}",
-        ):
-            assert verify_math("", response, truth, {})["score"] == 1.0
+    for response in (f"\\boxed{{{number}}}", f"\\boxed{{\\frac{{{number * 1000:.0f}}}{{1000}}}}"):
+        assert verify_math("", response, float(number), {})["score"] == 1.0
 
 
 def test_a_target_of_verls_search_scorer_may_be_a_text_or_several():
@@ -334,7 +324,7 @@ ROWS = {  # {name: (fields, outcome of a right and of a wrong response)}
         [1.0, 0.0],
     ),
     "extra_info": ({"extra_info": {"answer": "so\n#### 5"}}, [1.0, 0.0]),
-    "padded": ({"answer": None, "expected_answer": math.nan, "solution": "5"}, [1.0, 0.0]),
+    "padded": ({"answer": None, "expected_answer": " ", "solution": "5"}, [1.0, 0.0]),
     "null": ({"answer": None}, ["raised", "raised"]),
     "other_key": ({"target": "5"}, ["raised", "raised"]),
     "object": ({"answer": {"value": "5"}}, ["raised", "raised"]),

@@ -42,10 +42,10 @@ def test_a_tried_row_without_a_ground_truth_is_an_error_that_counts_these_rows(v
     assert str(error.value).startswith(f"env.verifier={verifier} failed")
     assert str(error.value).endswith(
         "(tried on row a.jsonl:1 with the response 'So the answer is 7.') 45 of 89 rows have no "
-        "ground truth: a.jsonl:1, a.jsonl:3, a.jsonl:5 and 42 more. If the verifier needs one, "
+        "ground truth (a.jsonl:1, a.jsonl:3, a.jsonl:5, ...). If the verifier needs one, "
         "remove these rows."
     )
-    with pytest.raises(UserFunctionError, match=r"2 of 2 rows have no ground truth: a and b\."):
+    with pytest.raises(UserFunctionError, match=r"2 of 2 rows have no ground truth \(a, b\)\."):
         try_rows(verifier, {"a": source, "b": {**source, "answer": " "}})
 
 
@@ -54,7 +54,7 @@ def test_other_rows_without_a_ground_truth_are_counted_in_the_summary(verifier):
     rows = {"a:1": {"answer": "5", "data_source": "openai/gsm8k"}}
     rows["b:7"] = {"data_source": "openai/gsm8k"}
     *_, line = try_rows(verifier, rows)
-    assert line.startswith("1 of 2 rows have no ground truth: b:7. If the verifier needs one")
+    assert line.startswith("1 of 2 rows have no ground truth (b:7). If the verifier needs one")
     assert len(try_rows(verifier, {"a:1": rows["a:1"]})) == 1
 
 
@@ -67,6 +67,13 @@ def test_a_verifier_that_reads_no_ground_truth_needs_none(tmp_path):
     )
     (line,) = try_rows(f"{tmp_path}/my.py:Sevens", {"a:1": {"answer": "7"}, "a:2": {}})
     assert line == "tried on row a:1: reward 1 for 'So the answer is 7.'"
+
+
+def test_a_part_of_many_data_sources_is_tried(tmp_path):
+    (tmp_path / "my.py").write_text(EXAMPLE_SOURCE)
+    rows = {f"a:{n}": {"data_source": f"source {n}"} for n in range(25)}
+    lines = try_rows(f"{tmp_path}/my.py:Sevens", rows)
+    assert len(lines) == 21 and lines[20] == "5 more data sources are not tried."
 
 
 GSM8K = {"question": "How many?", "answer": "She has 48 - 7 = 41.\n#### 41"}
@@ -156,4 +163,4 @@ def test_cells_without_a_value_are_found_in_real_files(tmp_path, name):
     first, line = try_rows(MATH, rows)
     assert first.endswith("1 for the ground truth '\\\\boxed{5}'")
     (missing,) = list(rows)[2:]
-    assert line.startswith(f"1 of 3 rows have no ground truth: {missing}.")
+    assert line.startswith(f"1 of 3 rows have no ground truth ({missing}).")
