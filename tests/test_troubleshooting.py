@@ -24,6 +24,7 @@ FOREIGN_MESSAGES = (
     'Specified attn_implementation="cpu_packed" is not supported',
     "max_num_gen_batches",
     "the chat template fails for PART: REASON.",  # ChatTemplate.describe_failure
+    "KEY=X (tried on row ROW with the response X)",  # verifier_trial.py
 )
 PAGE_NAME = re.compile(r'See (docs/[\w/]+\.md)(?:, "([^"]+)")?\.$')  # the end of a message
 NO_MESSAGE = "has no attribute"  # an AttributeError that users never see
@@ -31,6 +32,7 @@ NO_MESSAGE = "has no attribute"  # an AttributeError that users never see
 FILES_OF_REASONS = {
     "kit/config/python_files.py",
     "kit/extras/python_verifiers/ground_truths.py",
+    "kit/data/ground_truths.py",
     "kit/extras/python_verifiers/math_answers.py",
     "kit/extras/python_verifiers/verl_scorer.py",
     "kit/rollout/openai_requests.py",
