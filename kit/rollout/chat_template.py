@@ -193,10 +193,11 @@ class ChatTemplate:
         tokens, since the author of the row is trusted. Raises env.DataError, GymError('template').
         """
         self.check_prompt(messages, tools, row_id)
-        mark = uuid.uuid4().hex
-        marked = self.mark_outputs(messages, mark)
-        if marked != messages:
-            return self.encode_marked(marked, tools, mark, row_id)
+        if any(message["role"] == "tool" for message in messages):
+            mark = uuid.uuid4().hex
+            marked = self.mark_outputs(messages, mark)
+            if marked != list(messages):
+                return self.encode_marked(marked, tools, mark, row_id)
         adapted = [self.adapt(message) for message in messages]
         return env.encode_messages(
             adapted, tools, self.tokenizer, row_id, self.processor, self.arguments
