@@ -121,7 +121,7 @@ def read_raw_rows(path: str | Path, *columns: str, name: str = "") -> Iterator[t
             if not isinstance(raw, str) or raw.strip():  # null is not a blank line
                 yield f"{name or path}:{number}", raw
     except Exception as error:  # from the disk, gzip or Arrow
-        raise DataError(f"{path}: cannot be read ({error}). {choose_fix(error)}") from None
+        raise DataError(f"{path}: cannot be read ({error}). Fix: {choose_fix(error)}") from None
 
 
 def choose_fix(error: Exception) -> str:
@@ -190,10 +190,10 @@ def parse_object(raw: Any, row_id: str) -> dict[str, Any]:
         if text is raw:  # its escapes may be no UTF-8, and its numbers out of range
             json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError, RecursionError) as error:
-        raise DataError(f"{row_id}: not JSON ({error}). {describe_row(raw)}") from None
+        raise DataError(f"{row_id}: not JSON ({error}). Fix: {describe_row(raw)}") from None
     if not isinstance(row, dict):
         kind = type(row).__name__
-        raise DataError(f"{row_id}: the row is a {kind}, not an object. {describe_row(raw)}")
+        raise DataError(f"{row_id}: the row is a {kind}, not an object. Fix: {describe_row(raw)}")
     return row
 
 
