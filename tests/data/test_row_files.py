@@ -21,7 +21,7 @@ from kit.data.verl_rows import read_rows
         ('{"responses_create_params": {}}\n{oops\n', r"rows\.jsonl:2: not JSON"),
         (
             '{"responses_create_params": {}, "x": 1e999}\n',
-            r"rows\.jsonl:1: not JSON \(Out of range .*\)\. A row must be one JSON object\.",
+            r"rows\.jsonl:1: not JSON \(Out of range .*\)\. Fix: A row must be one JSON object\.",
         ),
         (
             '{"responses_create_params": {}, "x": "\\ud800"}\n',
@@ -30,7 +30,7 @@ from kit.data.verl_rows import read_rows
         ('{"a": 1}\n{"a": 1, "b": 2, "a": 3}\n', r"rows\.jsonl:1: it has a, but neither Gym"),
         (
             '{"prompt": "2?"}\n{"prompt": "2?", "x": {"a": 1, "b": [], "a": 1}}\n',
-            r"rows\.jsonl:2: not JSON \(an object has the key 'a' twice\)\. A row must be one JSON",
+            r"rows\.jsonl:2: not JSON \(an object has the key 'a' twice\)\. Fix: A row must be one JSON",
         ),
         ("[" * 5000 + "\n", r"rows\.jsonl:1: not JSON \(maximum recursion depth"),
         (
@@ -39,11 +39,17 @@ from kit.data.verl_rows import read_rows
         ),
         (
             "[1]\n",
-            r"rows\.jsonl:1: the row is a list, not an object\. A list of rows needs the suff",
+            r"rows\.jsonl:1: the row is a list, not an object\. Fix: A list of rows needs the suff",
         ),
         ('[\n{"prompt": "x"}\n]\n', r"rows\.jsonl:1: not JSON .* A list of rows needs the suffix"),
-        ('{\n"prompt": "x"\n}\n', r"rows\.jsonl:1: not JSON .*\. Write each object in one line"),
-        ("7\n", r"rows\.jsonl:1: the row is a int, not an object\. A row must be one JSON object"),
+        (
+            '{\n"prompt": "x"\n}\n',
+            r"rows\.jsonl:1: not JSON .*\. Fix: Write each object in one line",
+        ),
+        (
+            "7\n",
+            r"rows\.jsonl:1: the row is a int, not an object\. Fix: A row must be one JSON object",
+        ),
         ('\n\n{"question": "x"}\n', r"rows\.jsonl:3: it has question, but neither Gym"),
     ],
 )

@@ -89,7 +89,7 @@ def test_values_of_numpy_and_pandas_become_plain_values():
         ),
         (gsm8k(0, videos=["x.mp4"]), "x:1: verl's videos are not supported"),
         (gsm8k(0, audios=["x.wav"]), "x:1: verl's audios are not supported"),
-        (gsm8k(0, other={1, 2}), "x:1: not JSON .a set cannot be JSON: {1, 2}.. A row"),
+        (gsm8k(0, other={1, 2}), "x:1: not JSON .a set cannot be JSON: {1, 2}.. Fix: A row"),
         (
             gsm8k(0, extra_info={"gym_row": json.dumps(row("other"))}),
             "x:1: `prompt` differs from that of extra_info.gym_row",
