@@ -30,7 +30,7 @@ from kit.data.verl_rows import read_rows
         ('{"a": 1}\n{"a": 1, "b": 2, "a": 3}\n', r"rows\.jsonl:1: it has a, but neither Gym"),
         (
             '{"prompt": "2?"}\n{"prompt": "2?", "x": {"a": 1, "b": [], "a": 1}}\n',
-            r"rows\.jsonl:2: not JSON \(an object has the key 'a' twice\)\. Fix: A row must be one JSON",
+            r"rows\.jsonl:2: not JSON \(an object has the key 'a' twice\)\. Fix: A row must",
         ),
         ("[" * 5000 + "\n", r"rows\.jsonl:1: not JSON \(maximum recursion depth"),
         (
