@@ -36,12 +36,14 @@ from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "tests"))
 os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform"}
 
 import numpy as np
 import torch
 from measure import machine
 from omegaconf import DictConfig
+from rollout_doubles import make_tokenizer
 from verl.utils import tensordict_utils as tu
 
 import gym_client
@@ -156,18 +158,6 @@ def make_tasks(count: int) -> list[Task]:
     messages = [{"role": "user", "content": "?"}]
     prompt_ids = range(3, 3 + PROMPT_TOKENS)
     return [Task(f"rows:{i}", row, "stub", messages, list(prompt_ids)) for i in range(count)]
-
-
-def make_tokenizer(text: str) -> SimpleNamespace:
-    """Return a tokenizer that decodes all ids to `text`. It has no template."""
-    return SimpleNamespace(
-        decode=lambda ids, **_: text,
-        chat_template=None,
-        added_tokens_decoder={},
-        get_added_vocab=dict,
-        all_special_tokens=[],
-        unk_token=None,
-    )
 
 
 def make_context(config: DictConfig, sampler: Sampler, count: int, tokens: int) -> SamplerContext:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import gym_client
 from gym_client import GymError
-from kit.config.checks import AUTO_FORMAT, list_tool_formats
+from kit.config.checks import AUTO_FORMAT
 from kit.rollout import harmony, thoughts
 from kit.rollout.sampler import SamplerContext
-from kit.rollout.template_trial import find_tool_formats
+from kit.rollout.template_trial import choose_tool_format
 from kit.rollout.tool_calls import ExtractedCalls, extract_tool_calls
 
 CALL_ID_LENGTH = 9  # letters and digits: Mistral's chat templates raise for all other ids
@@ -100,9 +100,7 @@ async def find_calls(
     """
     tokenizer = context.tokenizer
     if context.tool_format == AUTO_FORMAT:
-        formats = list_tool_formats()
-        readable = find_tool_formats(context.template, formats)
-        context.tool_format = next(readable, formats[0])
+        context.tool_format = choose_tool_format(context.template)
     parsed = await extract_tool_calls(tokenizer, context.tool_format, ids, tools)
     markers = context.template.markers
     answer = tokenizer.decode(ids, skip_special_tokens=False)

@@ -166,8 +166,8 @@ class Histories:
     def extend(self, turn: Turn, messages: Sequence[AnyMessage], end: int) -> list[int]:
         """Return the ids up to the end of `turn`, then the encoding of the messages before `end`.
 
-        Text of these messages cannot open a turn of another role. Raises RequestError,
-        env.DataError, GymError('template').
+        Text of these messages cannot open a turn of another role. Raises env.DataError,
+        GymError('template').
         """
         template = self.context.template
         rendered = env.render_items(to_items(messages[turn.position : end]), WHERE)

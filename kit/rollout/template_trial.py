@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from kit.config.checks import list_tool_formats
 from kit.rollout.chat_template import (
     ANSWER,
     CALLS,
@@ -217,6 +218,12 @@ def writes_date(template: ChatTemplate) -> bool:
 
 
 # --- the format of calls -------------------------------------------------------------------------
+
+
+def choose_tool_format(template: ChatTemplate) -> str:
+    """Choose the first of vLLM's tool parsers that reads the template's calls, else the first."""
+    formats = list_tool_formats()
+    return next(find_tool_formats(template, formats), formats[0])
 
 
 def find_tool_formats(template: ChatTemplate, formats: Iterable[str]) -> Iterator[str]:

@@ -442,12 +442,10 @@ def check_turns(config: DictConfig, inputs: RunInputs) -> None:
 def set_tool_format(config: DictConfig, template: ChatTemplate) -> None:
     """Choose the tool parser if multi_turn.format=auto, else check it. Raises ConfigError."""
     turns = config.actor_rollout_ref.rollout.multi_turn
-    formats = checks.list_tool_formats()
-    if turns.format != checks.AUTO_FORMAT:
-        checks.check_tool_format(turns.format, formats)
-        return
-    readable = template_trial.find_tool_formats(template, formats)
-    turns.format = next(readable, formats[0])  # if none reads them, the summary warns
+    if turns.format == checks.AUTO_FORMAT:
+        turns.format = template_trial.choose_tool_format(template)  # the summary may warn of it
+    else:
+        checks.check_tool_format(turns.format, checks.list_tool_formats())
 
 
 # --- code of the policy --------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from public_templates import PACKAGES, PublicTemplate, list_template_files, load
@@ -17,6 +17,7 @@ from turn_doubles import Game, Script, ToolSession, context_of, play
 import env
 import gym_client
 from kit.config import checks
+from kit.data.episode import Episode
 from kit.data.processor import TextProcessor
 from kit.extras import sft
 from kit.rollout import openai_server
@@ -237,26 +238,48 @@ def find_setting(template, formats) -> tuple[int, str] | None:
     return (1 if one_call or not template.shows_two_calls else 2), readable[0]
 
 
-@pytest.mark.parametrize("public", NAMES, indirect=True)
-def test_an_episode_with_tools_has_the_templates_tokens(public, formats):
-    template = make_template(public)
+class ToolEpisode(NamedTuple):
+    """An episode with tools, and the two sides that played it."""
+
+    episode: Episode
+    task: env.Task
+    conversation: list[dict[str, Any]]  # after the task's messages
+    policy: Script
+    answers: list[list[int]]  # of the policy
+    session: ToolSession
+    outputs: list[str]  # of the session
+    tool_format: str
+
+
+def play_tools(public, template, formats) -> ToolEpisode | None:
+    """Play an episode with three answers; None if the template lacks a part that it needs."""
     setting = find_setting(template, formats)
     if not setting:
-        return  # a recipe that needs this is refused
+        return None
     count, tool_format = setting
     task = make_task(template, QUESTION, [ROW_TOOL])
     conversation = make_tool_conversation(template, count)
-    client = Script(encode_answers(template, conversation))
+    answers = encode_answers(template, conversation)
+    policy = Script(answers)
     outputs = [message["content"] for message in conversation if message["role"] == "tool"]
     session = ToolSession(outputs)
-    context = make_context(client, public, template, tool_format)
-    episode = play(task, session, context)
+    episode = play(task, session, make_context(policy, public, template, tool_format))
+    return ToolEpisode(episode, task, conversation, policy, answers, session, outputs, tool_format)
+
+
+@pytest.mark.parametrize("public", NAMES, indirect=True)
+def test_an_episode_with_tools_has_the_templates_tokens(public, formats):
+    template = make_template(public)
+    played = play_tools(public, template, formats)
+    if not played:
+        return  # a recipe that needs this is refused
+    episode = played.episode
     assert (episode.status, episode.error, episode.ended) == ("ok", "", "stop")
-    assert len(episode.turns) == 3 and not session.answers
+    assert len(episode.turns) == 3 and not played.session.answers
     ids = episode.prompt_ids + episode.response_ids
-    whole = [*task.messages, *conversation]
-    check_whole_conversation(ids, whole, task.tools, template)
-    assert_chat_is_the_episode(episode, whole, task, template)
+    whole = [*played.task.messages, *played.conversation]
+    check_whole_conversation(ids, whole, played.task.tools, template)
+    assert_chat_is_the_episode(episode, whole, played.task, template)
 
 
 def assert_chat_is_the_episode(episode, messages, task, template) -> None:
@@ -271,21 +294,15 @@ def assert_chat_is_the_episode(episode, messages, task, template) -> None:
 @pytest.mark.parametrize("public", NAMES, indirect=True)
 def test_the_endpoint_gives_an_agent_the_same_tokens(public, formats):
     template = make_template(public)
-    setting = find_setting(template, formats)
-    if not setting:
+    played = play_tools(public, template, formats)
+    if not played:
         return  # a recipe that needs this is refused
-    count, tool_format = setting
-    task = make_task(template, QUESTION, [ROW_TOOL])
-    conversation = make_tool_conversation(template, count)
-    answers = encode_answers(template, conversation)
-    outputs = [message["content"] for message in conversation if message["role"] == "tool"]
-    client = Script(answers)
-    episode = play(task, ToolSession(outputs), make_context(client, public, template, tool_format))
-    agent = Script(answers)
-    context = make_context(agent, public, template, tool_format)
-    history = [*task.messages]
-    for _ in answers:
-        body = {"messages": history, "tools": task.tools}
+    outputs = [*played.outputs]
+    agent = Script(played.answers)
+    context = make_context(agent, public, template, played.tool_format)
+    history = [*played.task.messages]
+    for _ in played.answers:
+        body = {"messages": history, "tools": played.task.tools}
         reply = asyncio.run(openai_server.complete_chat(body, context))
         assert reply.status == 200, reply.body
         message = reply.body["choices"][0]["message"]
@@ -293,8 +310,8 @@ def test_the_endpoint_gives_an_agent_the_same_tokens(public, formats):
         for call in message["tool_calls"] or []:
             output = {"role": "tool", "tool_call_id": call["id"], "content": outputs.pop(0)}
             history.append(output)
-    assert agent.prompts == client.prompts
-    assert episode.prompt_ids == agent.prompts[0]
+    assert agent.prompts == played.policy.prompts
+    assert played.episode.prompt_ids == agent.prompts[0]
 
 
 # --- thoughts ------------------------------------------------------------------------------------
