@@ -159,16 +159,7 @@ class ProcessMonitor:
         self.thread = threading.Thread(target=self._watch, name="process-monitor", daemon=True)
 
     def __enter__(self) -> ProcessMonitor:
-        driver = os.pidfd_open(os.getpid())
-        script = str(Path(__file__).with_name("reaper.py"))
-        arguments = [str(driver), str(os.getpid()), str(self.checkpoints)]
-        self.reaper = subprocess.Popen(
-            [sys.executable, "-P", script, *arguments],
-            stdin=subprocess.PIPE,
-            pass_fds=[driver],
-            start_new_session=True,
-        )
-        os.close(driver)
+        self.reaper = self._start_reaper()
         self.excluded = set(list_descendants(()))
         self.thread.start()
         return self
@@ -176,7 +167,35 @@ class ProcessMonitor:
     def __exit__(self, *_: Any) -> None:
         self.stop_watching()
         self._clean_up(self.excluded, timeout_s=5.0)
-        self.reaper.communicate(b"end")
+        self._end_reaper()
+
+    def _start_reaper(self) -> subprocess.Popen[bytes] | None:
+        """Start reaper.py; None where the kernel has no pidfd_open, such as in gVisor."""
+        try:
+            driver = os.pidfd_open(os.getpid())
+        except OSError as error:
+            logger.warning(
+                "This kernel has no pidfd_open (%s). If the driver (pid %s) is killed by SIGKILL, "
+                "its other processes stay: end them yourself.",
+                error,
+                os.getpid(),
+            )
+            return None
+        script = str(Path(__file__).with_name("reaper.py"))
+        arguments = [str(driver), str(os.getpid()), str(self.checkpoints)]
+        reaper = subprocess.Popen(
+            [sys.executable, "-P", script, *arguments],
+            stdin=subprocess.PIPE,
+            pass_fds=[driver],
+            start_new_session=True,
+        )
+        os.close(driver)
+        return reaper
+
+    def _end_reaper(self) -> None:
+        """Tell reaper.py that the run has cleaned up itself, and wait for its end."""
+        if self.reaper:
+            self.reaper.communicate(b"end")
 
     def register_folder(self, folder: str) -> None:
         """Delete this folder when the run ends. The reaper kills processes with this TMPDIR.
@@ -191,6 +210,8 @@ class ProcessMonitor:
         self._send_to_reaper(name=name, pid=pid)
 
     def _send_to_reaper(self, **message: str | int) -> None:
+        if not self.reaper:
+            return
         assert self.reaper.stdin
         with contextlib.suppress(BrokenPipeError):  # the reaper was killed: no reason to stop
             os.write(self.reaper.stdin.fileno(), json.dumps(message).encode() + b"\n")
@@ -207,7 +228,7 @@ class ProcessMonitor:
     def kill_all(self) -> None:
         """Kill all descendants of this process, trackers included, and remove their files."""
         self.is_ending.set()
-        self.reaper.communicate(b"end")
+        self._end_reaper()
         self._clean_up((), timeout_s=2.0)
 
     def _clean_up(self, excluded: Collection[int], timeout_s: float) -> None:

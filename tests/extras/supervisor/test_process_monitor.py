@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import signal
@@ -217,3 +218,18 @@ def test_a_dead_worker_is_reported_unless_it_never_lived_or_was_stopped(tmp_path
     problem = monitor._find_dead_actor({"a": dead})
     assert problem.startswith("the worker Actor (pid 7) died: ") and "95% used" in problem
     assert problem.endswith(f"See the logs in {tmp_path}")
+
+
+def test_a_kernel_without_pidfds_is_monitored_too(tmp_path, monkeypatch, caplog):
+    """gVisor has no pidfd_open."""
+
+    def refuse(_pid):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with ProcessMonitor(tmp_path, tmp_path, print) as monitor:
+        monitor.register_folder(str(tmp_path / "folder"))
+        monitor.register_process("raylet", os.getpid())
+        assert monitor.thread.is_alive()
+        monitor.stop_watching()
+    assert "Function not implemented" in caplog.text
