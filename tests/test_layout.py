@@ -54,7 +54,14 @@ PARTS = (
     ("algorithm",),
 )
 # Templates are copied to other projects, so they import little.
-TEMPLATE_IMPORTS = {"env", "gym_client", "kit.errors", "kit.data.episode", "kit.data.selection"}
+TEMPLATE_IMPORTS = {
+    "env",
+    "gym_client",
+    "kit.errors",
+    "kit.config.python_files",
+    "kit.data.episode",
+    "kit.data.selection",
+}
 # Paths of one machine, or outside the repository. They are written so that they do not match here.
 FOREIGN_PATHS = [rf"(?<![\w.])/{name}/" for name in ("root", "work", "home", "mnt", "Users")]
 FOREIGN_PATHS += [r"(?<![\w.])\.\./\w+/", r"ROOT" + r"\.parent"]
