@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from kit.config.neutral_sampling import requires_same_probs
+
 # Mean difference between the token probabilities of the rollout engine and the trainer.
 # Above it, the engine samples from different weights.
 MAX_PROBS_DIFF = 0.1
@@ -60,17 +62,6 @@ def list_nonfinite_tensors(batch: Any) -> list[str]:
         if count:
             problems.append(f"{count} of {len(values)} {name}")
     return problems
-
-
-def requires_same_probs(config: DictConfig) -> bool:
-    """Return whether the rollout engine and the trainer should compute the same probabilities.
-
-    With top_p or top_k they are over different sets of tokens. With one_step_off, the engine has
-    older weights by design.
-    """
-    rollout = config.actor_rollout_ref.rollout
-    samples_from_all_tokens = rollout.top_p == 1 and rollout.top_k <= 0
-    return samples_from_all_tokens and not config.trainer.one_step_off
 
 
 def list_nonfinite(worker: Any, name: str) -> list[str]:

@@ -32,6 +32,7 @@ from kit.data.rollout_files import open_records, to_record, write_record
 from kit.errors import RunError
 from kit.runs import checkpoints, files
 from kit.runs.console import Display, print_examples, say, step_values
+from kit.runs.drift import DriftWatch
 from kit.runs.signals import Guard, StopReason
 
 MAX_NONFINITE_STEPS = 3  # in a row; then the run ends
@@ -72,6 +73,8 @@ class Run:
         self.save_on_stop = self.guard.save_on_stop
         self.timing = self.guard.timing  # seconds by stage, of the current step
         self.say = say
+        if command == "train":
+            self.log_readers.append(DriftWatch(config, self.folder, say).record)
 
     def __enter__(self) -> Run:
         try:

@@ -15,6 +15,7 @@ from kit import extras
 from kit.config import checks
 from kit.config.keys import find_changes, is_below, to_plain
 from kit.config.load import FSDP
+from kit.config.neutral_sampling import find_distortions
 from kit.config.redaction import redacted
 from kit.config.resources import rollout_gpus
 from kit.config.user_functions import needs
@@ -185,13 +186,14 @@ def list_warnings(config: DictConfig, inputs: RunInputs, command: str) -> Iterat
     yield from extras.collect("warnings", config, command, config, inputs, command)
     if command == "sft":
         return
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.top_p < 1 or rollout.top_k > 0:
+    distortions = find_distortions(config.actor_rollout_ref.rollout)
+    if distortions and command == "train":
+        settings = ", ".join(f"rollout.{key}={value}" for key, value in distortions.items())
         yield (
-            f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}: the rollout engine's "
-            "log-probs are of the tokens that these keep, the trainer's of all tokens. So "
-            "training/rollout_probs_diff_* grows and algorithm.rollout_correction is biased. "
-            "Remove them unless you want that."
+            f"{settings}: the rollout engine's log-probs are of the probabilities that this "
+            "changes, the trainer's of the model's. So training/rollout_probs_diff_* grows, no "
+            "step is checked for it, and algorithm.rollout_correction is biased. Remove this "
+            "unless you want that."
         )
     yield from warn_of_template(config, inputs)
     for name, is_here in find_unsandboxed(config, command, inputs).items():

@@ -1,7 +1,10 @@
 """Tests that the summary of a recipe has its custom functions and its warnings."""
 
+import pytest
 from conftest import load
+from worker_doubles import changed
 
+from kit.config.neutral_sampling import NEUTRAL_VALUES, requires_same_probs
 from kit.runs import summary
 
 
@@ -30,3 +33,40 @@ def test_the_summary_warns_of_a_server_that_runs_the_models_code(workspace):
     text = summary.summarize(config, inputs, "train")
     warning = "reasoning_gym RUNS THE MODEL'S CODE on this machine, as your user, WITHOUT A SANDBOX"
     assert f"WARNING     {warning}" in text
+
+
+CHANGED_VALUES = {  # of parameters with which the engine samples from other probabilities
+    "top_p": "0.9",
+    "top_k": "20",
+    "repetition_penalty": "1.2",
+    "logprobs_mode": "raw_logprobs",
+    "engine_kwargs.vllm.logprobs_mode": "raw_logits",
+    "engine_kwargs.vllm.logits_processors": "[my.py:Ban]",
+    "engine_kwargs.sglang.enable_custom_logit_processor": "true",
+}
+
+
+@pytest.mark.parametrize("key", NEUTRAL_VALUES)
+def test_the_summary_warns_of_each_parameter_that_changes_only_the_engines_probabilities(
+    workspace, key
+):
+    """The same parameters turn off the check of these probabilities."""
+    config, inputs = load(workspace)
+    assert requires_same_probs(config)
+    assert "the rollout engine's log-probs" not in summary.summarize(config, inputs, "train")
+    config = changed(config, f"actor_rollout_ref.rollout.{key}={CHANGED_VALUES[key]}")
+    assert not requires_same_probs(config)
+    lines = summary.summarize(config, inputs, "train").splitlines()
+    [line] = [line for line in lines if "the rollout engine's log-probs are of" in line]
+    assert line.startswith(f"WARNING     rollout.{key}=")
+    assert "log-probs are of" not in summary.summarize(config, inputs, "evaluate")
+
+
+def test_neutral_values_are_no_reason_for_a_warning(workspace):
+    config = load(workspace)[0]
+    changes = ["top_k=0", "top_p=1.0", "repetition_penalty=1", "temperature=0.7"]
+    changes += ["engine_kwargs.vllm.logits_processors=[]", "logprobs_mode=null"]
+    assert requires_same_probs(
+        changed(config, *[f"actor_rollout_ref.rollout.{change}" for change in changes])
+    )
+    assert not requires_same_probs(changed(config, "trainer.one_step_off=1"))

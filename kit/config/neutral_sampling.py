@@ -1,0 +1,47 @@
+"""Sampling parameters that change the rollout engine's probabilities, and not the trainer's.
+
+The trainer computes the probabilities of the model over all tokens, at the temperature of sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig
+
+# {key of actor_rollout_ref.rollout: the values with which the engine samples like the trainer}
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "repetition_penalty": (1,),
+    "logprobs_mode": ("processed_logprobs", None),
+    "engine_kwargs.vllm.logprobs_mode": ("processed_logprobs", None),
+    "engine_kwargs.vllm.logits_processors": (None, []),
+    "engine_kwargs.sglang.enable_custom_logit_processor": (None, False),
+}
+
+
+def find_distortions(rollout: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {key: value} of the parameters that are not neutral.
+
+    rollout: the section actor_rollout_ref.rollout of a recipe. A missing key is neutral.
+    """
+    distortions = {}
+    for key, neutral in NEUTRAL_VALUES.items():
+        value: Any = rollout
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if value is not None and value not in neutral:
+            distortions[key] = value
+    return distortions
+
+
+def requires_same_probs(config: DictConfig) -> bool:
+    """Return whether the rollout engine and the trainer should compute the same probabilities.
+
+    With top_p, a penalty and others, the engine changes its probabilities before it samples. With
+    one_step_off, it has older weights by design.
+    """
+    distortions = find_distortions(config.actor_rollout_ref.rollout)
+    return not (distortions or config.trainer.one_step_off)
