@@ -1,4 +1,4 @@
-"""Compute the metrics of rollouts and evaluations, by server."""
+"""Compute the metrics of rollouts, by server, and of evaluations, by test set."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -29,44 +30,72 @@ def select_verified(episodes: Sequence[Episode]) -> list[Episode]:
 
 
 def compute_validation_metrics(episodes: Sequence[Episode], n: int) -> dict[str, float]:
-    """Compute the scores of each server. n: how many episodes each row should have.
+    """Compute the scores of each test set. n: how many episodes each row should have.
 
     The scores of `compute_scores` use verified episodes only. Those of
     `compute_scores_with_failures` use all.
     """
     metrics = {"val-aux/failed_frac": mean(e.status != "ok" for e in episodes)}
-    for server, server_episodes in sorted(group_episodes(episodes, "server").items()):
-        metrics |= compute_scores_with_failures(server_episodes, n, server)
-        verified = select_verified(server_episodes)
+    for name, members in group_by_test_set(episodes).items():
+        metrics |= compute_scores_with_failures(members, n, name)
+        verified = select_verified(members)
         if verified:
-            metrics |= compute_scores(verified, n, server)
+            metrics |= compute_scores(verified, n, name)
             lengths = [len(episode.response_ids) for episode in verified]
-            metrics[f"val-aux/{server}/response_length/mean"] = mean(lengths)
+            metrics[f"val-aux/{name}/response_length/mean"] = mean(lengths)
     return metrics
 
 
+def group_by_test_set(episodes: Iterable[Episode]) -> dict[str, list[Episode]]:
+    """Group episodes by the test set of their row, in the order of its name."""
+    groups: dict[str, list[Episode]] = defaultdict(list)
+    for episode in episodes:
+        groups[name_test_set(episode.row, episode.server)].append(episode)
+    return dict(sorted(groups.items()))
+
+
+def name_test_set(row: Mapping[str, Any], server: str) -> str:
+    """Return the name under which a row is scored: verl's data_source, or the server's name.
+
+    A row of Gym names its agent server in `agent_ref`. It is scored under the server's name, even
+    if it has a column data_source.
+    """
+    source = row.get("data_source")
+    is_verl_row = isinstance(source, str) and source.strip() and "agent_ref" not in row
+    return str(source) if is_verl_row else server
+
+
+def read_test_set(metric: str) -> str:
+    """Return the test set or server in the name of a score. Its name may have slashes.
+
+    >>> read_test_set("val-core/openai/gsm8k/acc/mean@1")
+    'openai/gsm8k'
+    """
+    return metric.partition("/")[2].rsplit("/", 2)[0]
+
+
 def compute_scores(
-    episodes: Sequence[Episode], n: int, server: str, prefix: str = "val-core"
+    episodes: Sequence[Episode], n: int, name: str, prefix: str = "val-core"
 ) -> dict[str, float]:
     """Compute mean@n of the reward and of acc (a reward of 1 or more), and pass@k of acc.
 
-    k is 1, 2, 4, ... n. The episodes are the verified ones of one server, and each row should have
-    n of them. pass@k is the chance that at least one of k responses is correct, by the unbiased
-    estimator of Chen et al. 2021 (arXiv:2107.03374, equation 1). Rows with fewer than k episodes do
-    not count for pass@k.
+    k is 1, 2, 4, ... n. The episodes are the verified ones of one test set or server, and each row
+    should have n of them. pass@k is the chance that at least one of k responses is correct, by the
+    unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, equation 1). Rows with fewer than k
+    episodes do not count for pass@k.
     """
     rows = group_episodes(episodes, "row_id").values()
     rewards = [[float(e.reward or 0.0) for e in row] for row in rows]  # one list per row
     flat_rewards = list(chain.from_iterable(rewards))
     metrics = {
-        f"{prefix}/{server}/acc/mean@{n}": mean(reward >= 1.0 for reward in flat_rewards),
-        f"{prefix}/{server}/reward/mean@{n}": mean(flat_rewards),
+        f"{prefix}/{name}/acc/mean@{n}": mean(reward >= 1.0 for reward in flat_rewards),
+        f"{prefix}/{name}/reward/mean@{n}": mean(flat_rewards),
     }
     powers_of_2 = {2**exponent for exponent in range(n.bit_length())}
     for k in sorted(powers_of_2 | {n}):
         chances = [compute_pass_at_k(row, k) for row in rewards if len(row) >= k]
         if chances:
-            metrics[f"{prefix}/{server}/acc/pass@{k}"] = mean(chances)
+            metrics[f"{prefix}/{name}/acc/pass@{k}"] = mean(chances)
     return metrics
 
 
@@ -78,7 +107,7 @@ def compute_pass_at_k(rewards: Sequence[float], k: int) -> float:
 
 
 def compute_scores_with_failures(
-    episodes: Sequence[Episode], n: int, server: str
+    episodes: Sequence[Episode], n: int, name: str
 ) -> dict[str, float]:
     """Compute mean@n of the reward and of acc over all episodes. A failed one counts as 0.
 
@@ -87,8 +116,8 @@ def compute_scores_with_failures(
     """
     rewards = [float(e.reward or 0.0) if e.status == "ok" else 0.0 for e in episodes]
     return {
-        f"val-aux/{server}/acc/mean@{n}{FAILED_AS_0}": mean(reward >= 1.0 for reward in rewards),
-        f"val-aux/{server}/reward/mean@{n}{FAILED_AS_0}": mean(rewards),
+        f"val-aux/{name}/acc/mean@{n}{FAILED_AS_0}": mean(reward >= 1.0 for reward in rewards),
+        f"val-aux/{name}/reward/mean@{n}{FAILED_AS_0}": mean(rewards),
     }
 
 

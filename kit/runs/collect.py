@@ -20,6 +20,7 @@ import json
 import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -120,27 +121,35 @@ class Collector:
             rollout_files.write_record(failures, summary)
 
     def score(self, servers: Any, failed: Sequence[Episode]) -> dict[str, float]:
-        """Compute the scores of each server, and print them."""
+        """Compute the scores, and print them.
+
+        `evaluate` has those of each test set, and those that each server computes. `rollout` has
+        those of each server.
+        """
+        collected = [self.done[index] for index in sorted(self.done)]
+        groups: dict[str, list[Episode]] = defaultdict(list)
+        for episode in [*[item.episode for item in collected], *failed]:
+            groups[name_scores(episode, self.validate)].append(episode)
         scores: dict[str, float] = {}
-        verified = [collected.episode for collected in self.done.values()]
-        for server in sorted({episode.server for episode in [*failed, *verified]}):
-            indices = sorted(i for i, c in self.done.items() if c.episode.server == server)
-            collected = [self.done[index] for index in indices]
-            server_scores = compute_scores(
-                [item.episode for item in collected],
-                [episode for episode in failed if episode.server == server],
-                self.n,
-                self.validate,
-            )
-            if self.validate and collected:
-                records = [item.record for item in collected]
-                aggregated = servers.loop.run(servers.gym.aggregate(server, records)) or {}
-                agent_metrics = aggregated.get("agent_metrics") or {}
-                server_scores |= flatten_numbers(agent_metrics, f"val-gym/{server}/")
-            for name, value in server_scores.items():
-                self.run.say(f"    {name}: {value:.4g}")
-            scores |= server_scores
+        for name in sorted(groups):
+            verified = episode_metrics.select_verified(groups[name])
+            failed_here = [episode for episode in groups[name] if episode.status != "ok"]
+            scores |= compute_scores(verified, failed_here, self.n, self.validate)
+        if self.validate:
+            for server in sorted({item.episode.server for item in collected}):
+                scores |= self.aggregate(servers, server, collected)
+        for name, value in scores.items():
+            self.run.say(f"    {name}: {value:.4g}")
         return scores
+
+    def aggregate(
+        self, servers: Any, server: str, collected: Sequence[Collected]
+    ) -> dict[str, float]:
+        """Return the scores that a Gym server computes from its episodes."""
+        records = [item.record for item in collected if item.episode.server == server]
+        aggregated = servers.loop.run(servers.gym.aggregate(server, records)) or {}
+        agent_metrics = aggregated.get("agent_metrics") or {}
+        return flatten_numbers(agent_metrics, f"val-gym/{server}/")
 
 
 def run_command(config: DictConfig, run: Run, inputs: RunInputs) -> None:
@@ -177,18 +186,25 @@ def all_indices(rows: int, n: int) -> list[RecordIndex]:
     return indices
 
 
+def name_scores(episode: Episode, validate: bool) -> str:
+    """Return the name of the group whose scores an episode counts for."""
+    if validate:
+        return episode_metrics.name_test_set(episode.row, episode.server)
+    return episode.server
+
+
 def compute_scores(
     verified: Sequence[Episode], failed: Sequence[Episode], n: int, validate: bool
 ) -> dict[str, float]:
-    """Compute the scores of one server; with validate also those that count a failure as 0."""
-    server = (*verified, *failed)[0].server
+    """Compute the scores of one group; with validate also those that count a failure as 0."""
+    name = name_scores((*verified, *failed)[0], validate)
     scores: dict[str, float] = {}
     if verified:
         prefix = "val-core" if validate else "rollout"
-        scores |= episode_metrics.compute_scores(verified, n, server, prefix)
+        scores |= episode_metrics.compute_scores(verified, n, name, prefix)
     if validate:
         every = [*verified, *failed]
-        scores |= episode_metrics.compute_scores_with_failures(every, n, server)
+        scores |= episode_metrics.compute_scores_with_failures(every, n, name)
     return scores
 
 

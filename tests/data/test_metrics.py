@@ -18,6 +18,8 @@ from kit.data.metrics import (
     compute_scores,
     compute_scores_with_failures,
     compute_validation_metrics,
+    name_test_set,
+    read_test_set,
     update_pass_rates,
     warn_about_failures,
 )
@@ -179,6 +181,40 @@ def test_an_evaluation_also_reports_scores_with_failures():
     warnings.clear()
     warn_about_failures(compute_validation_metrics(episodes[:4], 4), warnings.append)
     assert warnings == []
+
+
+SOURCES = {  # a row -> the name under which it is scored, on the server "score"
+    "set_a": {"data_source": "set_a"},
+    "openai/gsm8k": {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "7"}},
+    "a/acc/mean@1": {"data_source": "a/acc/mean@1"},
+    "score": {},
+    "score ": {"data_source": "score "},
+    "score, null": {"data_source": None},
+    "score, blank": {"data_source": " "},
+    "score, no text": {"data_source": ["set_a"]},
+    "score, of Gym": {"data_source": "set_a", "agent_ref": {"name": "simple_agent"}},
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_row_of_verl_is_scored_under_its_data_source(name):
+    expected = name.partition(",")[0]
+    assert name_test_set(SOURCES[name], "score") == expected
+    assert read_test_set(f"val-core/{expected}/reward/mean@4") == expected
+    assert read_test_set(f"val-aux/{expected}/acc/mean@4_failed_as_0") == expected
+    assert find_metric(f"val-core/{expected}/acc/pass@4")
+
+
+def test_two_data_sources_of_one_function_have_separate_scores():
+    """One is always right, the other is always wrong. A Gym row has its server's score."""
+    episodes = [episode("score", str(i), float(i % 2)) for i in range(8)]
+    for e in episodes:
+        e.row = {"data_source": "set_a" if e.reward else "set_b"}
+    episodes.append(episode("score", "9", 0.5))
+    scores = compute_validation_metrics(episodes, 1)
+    names = {"set_a": 1.0, "set_b": 0.0, "score": 0.5}
+    assert {name: scores[f"val-core/{name}/reward/mean@1"] for name in names} == names
+    assert {read_test_set(name) for name in scores if name.startswith("val-core/")} == set(names)
 
 
 def test_an_evaluation_in_a_run_warns_on_the_console():

@@ -12,8 +12,11 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from kit.config.neutral_sampling import find_distortions
+from kit.data.metrics import read_test_set
 from kit.extras.report.metric_docs import find_status
 from kit.extras.report.run_data import RunData, is_accuracy
+from kit.runs.drift import METRIC, WINDOW, find_drift
 
 FAILED_FRAC = 0.02  # of all episodes
 TRUNCATED_FRAC = 0.25  # of the responses: a problem if complete ones earn more
@@ -25,6 +28,10 @@ ENTROPY_FACTOR = 4.0  # change of the entropy that counts as a collapse if the r
 FAR_KL = 0.5  # nats per token from the reference
 STEP_KL = 0.05  # nats per token within one step
 PROBS_DIFF = 0.05  # of the two engines' probabilities; rounding to bf16 gives up to 0.02
+DISTORTED = (
+    "the recipe sets {0}, with which the rollout engine samples from other probabilities than the "
+    "trainer computes: remove that"
+)
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -309,19 +316,35 @@ def find_large_kl(run: RunData) -> Iterator[Finding]:
 
 def find_rollout_mismatch(run: RunData) -> Iterator[Finding]:
     """Find a rollout engine whose probabilities differ from the trainer's."""
-    diff = get_sampled_metric(run, "training/rollout_probs_diff_mean")
+    diff = get_sampled_metric(run, METRIC)
     if not len(diff):
         return
     last = take_last_third(diff).mean()
+    distortions = find_distortions(run.get_setting(ROLLOUT) or {})
+    next_step = (
+        "with trainer.one_step_off or a quantized rollout engine, add "
+        "`--config rollout_correction`. Otherwise vLLM does not have the trainer's weights: "
+        "report it as a bug (CONTRIBUTING.md)"
+    )
+    if distortions:
+        next_step = DISTORTED.format(", ".join(f"rollout.{key}" for key in distortions))
+    page = '. See docs/guides/diagnosis.md, "7. Rollout engine against trainer".'
     if last > PROBS_DIFF:
         yield Finding(
             f"Rollout engine and trainer disagree by {last:.3g} in the probability of a token "
             "(rounding to bf16: below 0.02)",
-            ["training/rollout_probs_diff_mean", "rollout_corr/kl"],
-            "with trainer.one_step_off or a quantized rollout engine, add "
-            "`--config rollout_correction`. Otherwise vLLM does not have the trainer's weights: "
-            "report it as a bug (CONTRIBUTING.md). "
-            'See docs/guides/diagnosis.md, "7. Rollout engine against trainer".',
+            [METRIC, "rollout_corr/kl"],
+            next_step + page,
+        )
+        return
+    drift = find_drift(list(diff))
+    if drift and not distortions and not run.get_setting("trainer.one_step_off"):
+        yield Finding(
+            "The difference between rollout engine and trainer grows: "
+            f"{drift.first:.2g} -> {drift.last:.2g} in the probability of a token (median of the "
+            f"first and the last {WINDOW} steps). Rounding stays at one level.",
+            [METRIC, "rollout_corr/kl"],
+            next_step + page,
         )
 
 
@@ -500,9 +523,9 @@ def estimate_held_out_error(run: RunData, metric: str, step: int) -> float:
 
     Returns NaN if there are no episodes of the last evaluation.
     """
-    server = metric.split("/")[1]
     episodes = run.episodes
-    last = episodes[(episodes.file == f"val_{step}") & (episodes.server == server)]
+    is_counted = episodes.test_set == read_test_set(metric)
+    last = episodes[(episodes.file == f"val_{step}") & is_counted]
     rows = last.row_id.nunique()
     return float(np.sqrt(2 * last.reward.var() / rows)) if rows else float("nan")
 

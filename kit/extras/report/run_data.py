@@ -21,7 +21,7 @@ import pandas as pd
 import yaml
 
 from kit.data.episode import SAMPLED_IDS
-from kit.data.metrics import FAILED_AS_0
+from kit.data.metrics import FAILED_AS_0, name_test_set
 from kit.data.rollout_files import read_records
 from kit.errors import ConfigError
 
@@ -61,6 +61,7 @@ class EpisodeRow(NamedTuple):
     row_id: str
     group: str
     server: str
+    test_set: str
     prompt: str
     response: str
     reward: float
@@ -264,6 +265,7 @@ def make_row(saved: SavedEpisode) -> EpisodeRow:
         row_id=episode["row_id"],
         group=episode["group_id"],
         server=episode["server"],
+        test_set=name_test_set(record, episode["server"]),
         prompt=replace_surrogates(episode["prompt"]),
         response=replace_surrogates(episode["answer"]),
         reward=np.nan if reward is None else reward,

@@ -16,6 +16,7 @@ from rich import markup
 from rich.console import Console
 from rich.table import Table
 
+from kit.data.metrics import read_test_set
 from kit.errors import ConfigError
 from kit.extras.report import diagnosis
 from kit.extras.report.run_data import RunData, is_accuracy
@@ -123,16 +124,16 @@ def build_step_table(steps: pd.DataFrame) -> Table:
 def find_scores(steps: pd.DataFrame) -> dict[str, str]:
     """Return the metrics with held-out scores, and their titles.
 
-    These are acc of each server, and the mean reward where it is not the same.
+    These are acc of each test set, and the mean reward where it is not the same.
     """
     accuracies = [name for name in steps if is_accuracy(name)]
     titles = {}
     for name in accuracies:
-        server = name.split("/")[1] if len(accuracies) > 1 else "held-out"
-        titles[name] = f"{server} acc"
+        test_set = read_test_set(name) if len(accuracies) > 1 else "held-out"
+        titles[name] = f"{test_set} acc"
         reward = name.replace("/acc/", "/reward/")
         if reward in steps and not steps[reward].equals(steps[name]):
-            titles[reward] = f"{server} reward"
+            titles[reward] = f"{test_set} reward"
     return titles
 
 

@@ -146,6 +146,8 @@ NO_PROBLEM = {
     },
     "small KL": {"actor/kl_loss": geometric(0.001, 0.2)},
     "small difference of probabilities": {"training/rollout_probs_diff_mean": [0.01] * STEPS},
+    "difference that varies": {"training/rollout_probs_diff_mean": [0.01, 0.005, 0.015] * 8},
+    "difference that falls": {"training/rollout_probs_diff_mean": geometric(0.02, 0.001)},
     "an engine that logs no loss": {"actor/loss": [None] * STEPS},
 }
 NO_PROBLEM_WITH_RECIPE = {
@@ -153,6 +155,14 @@ NO_PROBLEM_WITH_RECIPE = {
     "an advantage that does not compare a group": (
         {"rollout/zero_variance_groups": [8.0] * STEPS},
         {"algorithm": {"adv_estimator": "gae"}},
+    ),
+    "an engine with older weights": (
+        {"training/rollout_probs_diff_mean": geometric(0.002, 0.04)},
+        {"trainer": {"one_step_off": 1}},
+    ),
+    "an engine with a penalty": (
+        {"training/rollout_probs_diff_mean": geometric(0.002, 0.04)},
+        {"actor_rollout_ref": {"rollout": {"n": 8, "repetition_penalty": 1.1}}},
     ),
 }
 PROBLEMS = {
@@ -179,6 +189,10 @@ PROBLEMS = {
     "rollout engine": (
         {"training/rollout_probs_diff_mean": [0.2] * STEPS},
         "Rollout engine and trainer disagree by 0.2",
+    ),
+    "rollout engine that drifts": (
+        {"training/rollout_probs_diff_mean": geometric(0.001, 0.03)},
+        r"The difference between rollout engine and trainer grows: 0.0013 -> 0.022 in the",
     ),
     "flat reward": (
         {**FLAT_REWARD, "actor/entropy": [1.0] * STEPS},
@@ -302,3 +316,29 @@ def test_after_a_policy_collapse_the_optimizer_state_is_not_loaded(tmp_path):
 def test_the_first_finding_is_the_problem(tmp_path, changes, expected):
     problems = find_problems(tmp_path, changes)
     assert problems and re.search(expected, problems[0]), problems
+
+
+def test_the_next_step_names_a_parameter_that_changes_the_engines_probabilities(tmp_path):
+    changes = {"training/rollout_probs_diff_mean": [0.2] * STEPS}
+    recipe = {"actor_rollout_ref": {"rollout": {"n": 8, "repetition_penalty": 1.2, "top_k": 5}}}
+    [finding] = [f for f in diagnose(tmp_path, changes, recipe) if "disagree" in f.problem]
+    assert finding.next_step.startswith("the recipe sets rollout.top_k, rollout.repetition_penalty")
+    assert "bug" not in finding.next_step
+
+
+def test_the_held_out_reward_of_a_data_source_is_compared_with_its_own_episodes(tmp_path):
+    """The other data source of the same function has rewards that vary more."""
+    rewards = {"openai/gsm8k": [0.5] * 8, "noisy": [0.0, 9.0] * 4}
+    episodes = []
+    for source, values in rewards.items():
+        for i, reward in enumerate(values):
+            data = row("say 7") | {"data_source": source}
+            name = f"{source}:{i}"
+            episodes.append(Episode(name, name, "f", [5], row=data, reward=reward, ended="stop"))
+    run = write_run(tmp_path, {}, {"rollout/episodes": [8.0]}, episodes)
+    frame = run.episodes
+    file = frame.file.iloc[0]
+    frame["file"] = "val_1"
+    assert file and set(frame.test_set) == set(rewards)
+    assert diagnosis.estimate_held_out_error(run, "val-core/openai/gsm8k/reward/mean@1", 1) == 0.0
+    assert diagnosis.estimate_held_out_error(run, "val-core/noisy/reward/mean@1", 1) > 1.0
