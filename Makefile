@@ -4,9 +4,10 @@
 # make math        Train on GSM8K on this machine's GPUs, in .venv-gpu. Without a hub, set MODEL=folder of the model
 #                  and GSM8K=folder of the original JSONL files. FLASH_ATTN=build: compile flash-attn (1 hour);
 #                  FLASH_ATTN=file.whl: install that wheel. ARGS='key=value ...': further arguments of the run.
+#                  FORCE=1: continue although the check of the node found a problem.
 # make gpu-check   Install the GPU environment without a GPU, and test there all that needs none (docs/backends.md);
 #                  1 hour.
-# make test        Run ruff, mypy and pytest, with the servers of both versions of NeMo Gym.
+# make test        Run ruff, mypy and pytest, with the servers of both versions of NeMo Gym; 40 minutes.
 # make gym         Install NeMo Gym's servers. GYM=0.4.0: the older version, in .venv-gym-0.4.0.
 # make bench       Measure a step, its limits, TRL and the startup time (docs/performance.md); 1 hour.
 # make algorithms  Run each recipe of docs/algorithms.md on a small task with three seeds; 110 minutes.
@@ -14,7 +15,8 @@
 #                  pictures of the report, count README's lines; 1 hour.
 # make site        Build the documentation site in site/, and fail if a link is dead; 1 minute.
 # make site-serve  Build it, serve it at http://127.0.0.1:8000, and build it again if a page changes.
-# make soak        Run the long tests: 300 steps with faults, losses, ranks, nodes (docs/reliability.md); 1 hour.
+# make soak        Run make gpu-check, then the long tests: 300 steps with faults, losses, ranks, nodes
+#                  (docs/reliability.md); 2 hours.
 # make mutate      Plant small bugs and list those that the fast tests miss (docs/reliability.md); at most 40
 #                  minutes, resumes. ONLY=training.py: one file.
 
@@ -123,7 +125,7 @@ data: data/arithmetic_train.jsonl
 	.venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true  # some packages contain Python 2 files
 	@touch $@
 
-# uv without the kit's packages. A GPU node may have any Python 3.
+# uv without Quintet's packages. A GPU node may have any Python 3.
 .venv-uv/bin/uv:
 	python3 -m venv .venv-uv
 	.venv-uv/bin/pip install --quiet --disable-pip-version-check uv==0.13.9 pip==25.3

@@ -217,6 +217,7 @@ def test_the_citation_names_the_project_and_its_licence():
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
     assert citation["cff-version"] == "1.2.0" and citation["license"] == "Apache-2.0"
     assert citation["authors"] == [{"name": "The Quintet authors"}]
+    assert citation["version"] and citation["date-released"]
 
 
 # --- links and names on all pages ----------------------------------------------------------------
