@@ -7,12 +7,18 @@ and not every process of verl needs them. So the two classes here are created at
 
 from __future__ import annotations
 
+import os
 import tempfile
+from datetime import timedelta
 from typing import Any
 
+from torch.distributed import distributed_c10d
 from verl.workers.rollout import base
 
 from kit.rollout import stores
+
+# Environment variable of the trainer's ranks: the value of actor_rollout_ref.nccl_timeout.
+TIMEOUT_VARIABLE = "PROCESS_GROUP_TIMEOUT_S"
 
 
 def monkey_patch_server_adapter() -> None:
@@ -30,6 +36,22 @@ def move_to_temp_folder(address: str) -> str:
     https://github.com/verl-project/verl/issues/6233
     """
     return address.replace("ipc:///tmp/", f"ipc://{tempfile.gettempdir()}/")
+
+
+def monkey_patch_group_timeout() -> None:
+    """Make process groups without a timeout wait as long as TIMEOUT_VARIABLE says, in seconds.
+
+    verl 0.9.1 has the key actor_rollout_ref.nccl_timeout and does not read it: TrainingWorker
+    creates its group with `timeout=None`. torch then takes 30 minutes, or 10 for a group of NCCL
+    alone. The default is patched, and not the call, because FSDP and Ulysses create more groups.
+    """
+    default_timeout = distributed_c10d._get_default_timeout
+
+    def get_default_timeout(backend: distributed_c10d.Backend) -> timedelta:
+        seconds = os.environ.get(TIMEOUT_VARIABLE)
+        return timedelta(seconds=float(seconds)) if seconds else default_timeout(backend)
+
+    distributed_c10d._get_default_timeout = get_default_timeout
 
 
 def monkey_patch_clip_weights() -> None:
@@ -83,4 +105,5 @@ def __getattr__(name: str) -> type:
 
 
 stores.monkey_patch_rendezvous()
+monkey_patch_group_timeout()
 monkey_patch_server_adapter()

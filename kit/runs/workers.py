@@ -23,6 +23,7 @@ from verl.workers.utils.losses import value_loss
 
 from kit.config.resources import gpus_per_node
 from kit.config.user_functions import needs, needs_reference, teacher_model
+from kit.rollout.verl_patches import TIMEOUT_VARIABLE
 from training import WorkerGroup, Workers
 
 
@@ -152,5 +153,6 @@ def start_group(config: DictConfig, roles: dict[str, Role]) -> dict[str, WorkerG
         ray_cls_with_init=worker_class,
         device_name=config.trainer.device,
         ray_wait_register_center_timeout=config.trainer.ray_wait_register_center_timeout,
+        worker_env={TIMEOUT_VARIABLE: str(config.actor_rollout_ref.nccl_timeout)},
     )
     return group.spawn(classes) if is_shared else {first: group}

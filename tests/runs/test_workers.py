@@ -11,6 +11,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import value_loss
 from worker_doubles import changed
 
+from kit.rollout.verl_patches import TIMEOUT_VARIABLE
 from kit.runs import workers as worker_module
 from kit.runs.workers import make_value_model_config, optional_roles, start_roles, start_workers
 from training import Workers
@@ -106,6 +107,16 @@ def test_grpo_starts_one_group_with_only_the_actor(recipe, groups):
     assert group.arguments["resource_pool"] == ([3, 3], 1)
     assert group.arguments["device_name"] == "cpu"
     assert group.arguments["ray_wait_register_center_timeout"] == 77
+
+
+def test_each_group_of_ranks_gets_the_timeout_of_the_recipe(recipe, groups):
+    config = changed(recipe, "trainer.resource_pools.critic=1", GAE)
+    for seconds in (1800, 5400):
+        config.actor_rollout_ref.nccl_timeout = seconds
+        groups.clear()
+        start_workers(config)
+        variables = [group.arguments["worker_env"] for group in groups]
+        assert variables == [{TIMEOUT_VARIABLE: str(seconds)}] * 2
 
 
 @pytest.mark.parametrize(
