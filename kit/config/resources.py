@@ -68,5 +68,14 @@ def _all_gpus_of_root(_root_: Any) -> int:  # OmegaConf passes the root by this 
     return all_gpus(_root_)
 
 
+def choose(condition: bool, value: Any, otherwise: Any) -> Any:
+    """The first value if the condition holds, else the second.
+
+    A recipe writes ${choose:${key},value,otherwise}, if a value depends on another key.
+    """
+    return value if condition else otherwise
+
+
+OmegaConf.register_new_resolver("choose", choose, replace=True)
 OmegaConf.register_new_resolver("cores", cores, replace=True)
 OmegaConf.register_new_resolver("all_gpus", _all_gpus_of_root, replace=True)
