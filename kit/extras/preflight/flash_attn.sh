@@ -4,8 +4,8 @@
 #
 #   bash kit/extras/preflight/flash_attn.sh UV VENV ["build" | FILE.whl]
 #
-# "build" compiles it for this node's GPUs, which takes about an hour of all cores. Without flash-attn a GRPO run still
-# starts (kit/extras/preflight/attention.py).
+# "build" compiles it for this node's GPUs, which takes about an hour of all cores. Without flash-attn, most recipes still
+# train (kit/extras/preflight/attention.py). The wheel's address has not been tried: no test machine could reach it.
 
 set -u
 uv=$1 venv=$2 choice=${3:-}
@@ -37,6 +37,6 @@ elif [ -n "$choice" ]; then
   "${install[@]}" "$choice" || exit 1
 elif ! UV_HTTP_TIMEOUT=60 UV_HTTP_RETRIES=1 "${install[@]}" "$wheel" 2>/dev/null; then
   echo "flash-attn is not installed: ${wheel##*/} could not be downloaded. Run: make math FLASH_ATTN=that-file.whl" \
-    "(or FLASH_ATTN=build, one hour). Until then GRPO trains with sdpa, slower, and PPO does not train."
+    "(or FLASH_ATTN=build, one hour). Until then torch computes its part, and recipes that need it are refused."
   exit 0
 fi

@@ -58,14 +58,18 @@ def check_disk(config: DictConfig, text_config: Any) -> Iterator[str]:
 
 
 def check_driver(config: DictConfig) -> Iterator[str]:
-    """A problem if this node's driver is too old. The workers would fail minutes after starting."""
-    if config.trainer.device == "cpu":
+    """A problem if this node's driver is too old. The workers would fail minutes after starting.
+
+    With CUDA's forward compatibility package an older driver works. Then the user sets FORCE=1, as
+    for check_gpu_node.sh.
+    """
+    if config.trainer.device == "cpu" or os.environ.get("FORCE") == "1":
         return
     driver = gpus.find_old_driver()
     if driver:
         yield (
             f"NVIDIA driver {driver} is too old for CUDA 13. Install driver {gpus.MIN_DRIVER} or "
-            "newer."
+            "newer. Or install CUDA's forward compatibility package, and set FORCE=1."
         )
 
 

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import fake_nvidia_smi
 import pytest
 from conftest import ROOT
+from ray._private.services import determine_plasma_store_config
+from ray._private.utils import resolve_object_store_memory
+from test_memory import qwen
+
+from kit.config.load import load_config
+from kit.extras.preflight import gpus, memory
+from kit.extras.preflight import node as node_checks
+from kit.extras.preflight.memory import GIB
 
 FOLDER = ROOT / "kit" / "extras" / "preflight"
 
@@ -90,13 +100,67 @@ def test_each_problem_of_the_machine_is_one_line(node):
         "glibc 2.17; the packages need",
         "no C compiler that works: Triton and vLLM compile at their start. Run: apt-get",
         "no python3 with venv, which installs uv. Run: apt-get install python3-venv",
-        f"7 GiB are free in {node}, of 30. Free some, or",
-        "0 GiB are free in /dev/shm, of 1. Start the container with --shm-size=8g",
+        f"7 GiB are free in {node}, of 40. Free some, or",
+        "0 GiB are free in /dev/shm, of 1. Start the container with --shm-size=32g",
     ]
     lines = done.stdout.splitlines()
     assert done.returncode == 1 and len(lines) == len(beginnings) and not done.stderr
     for line, beginning in zip(lines, beginnings, strict=True):
         assert line.startswith(f"missing: {beginning}")
+
+
+@pytest.mark.parametrize(("force", "status"), [("", 1), ("0", 1), ("1", 0)])
+def test_force_continues_although_something_is_missing(node, force, status):
+    """With CUDA's forward compatibility package, a driver before 580 is enough."""
+    fake_nvidia_smi.write(node, driver_version="535.183.01", compute_cap="7.5")
+    done = run_script("check_gpu_node.sh", node, FORCE=force)
+    assert done.returncode == status and len(done.stdout.splitlines()) == 2
+    assert done.stdout.startswith("missing: NVIDIA driver 535.183.01 is too old")
+    assert "forward compatibility package, and set FORCE=1." in done.stdout
+
+
+def test_force_does_not_train_without_a_gpu(node):
+    write_program(node, "nvidia-smi", "exit 9")
+    assert run_script("check_gpu_node.sh", node, FORCE="1").returncode == 1
+
+
+def read_number(name: str) -> int:
+    """Read a constant of check_gpu_node.sh."""
+    script = (FOLDER / "check_gpu_node.sh").read_text()
+    return int(re.search(rf"^{name}=(\d+)", script, re.MULTILINE)[1])
+
+
+def test_the_disk_has_room_for_all_files_of_make_math(monkeypatch):
+    """The script's number is the sum of the installed files and of all that the run writes."""
+    config, _ = load_config(["math", "warm_math"], [])
+    model = qwen("0.5B")
+    monkeypatch.setattr(node_checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    (line,) = node_checks.check_disk(config, model)
+    checkpoints = float(re.search(r"take ([0-9.]+) GiB", line)[1])
+    episodes = config.trainer.total_training_steps * 8 * config.data.train_batch_size
+    rollouts = episodes * 340 / 1000 * 20 / 2**20  # 20 KiB per 1,000 tokens
+    weights = memory.count_parameters(model).model / GIB
+    environments = (9.7e9 + 1.2e9) / GIB  # as the Makefile says
+    total = environments + 2 * weights + 4 * weights + checkpoints + rollouts
+    assert total < read_number("MIN_DISK_GIB") < total + 6
+
+
+@pytest.mark.parametrize("gib_of_memory", [16, 128, 2048])
+def test_with_the_advised_shared_memory_rays_object_store_stays_in_memory(
+    monkeypatch, gib_of_memory, tmp_path
+):
+    """With 8 GiB, Ray writes objects to its temporary folder on a machine with much memory."""
+    advice = (FOLDER / "check_gpu_node.sh").read_text().partition("--shm-size=")[2]
+    size = int(advice.partition("g")[0]) * GIB
+    monkeypatch.setattr("ray._private.utils.get_shared_memory_bytes", lambda: size)
+    monkeypatch.setattr("ray._common.utils.get_system_memory", lambda: gib_of_memory * GIB)
+    store = resolve_object_store_memory(gib_of_memory * GIB)
+    folder, *_ = determine_plasma_store_config(store, str(tmp_path))
+    assert folder == "/dev/shm"
+
+
+def test_the_scripts_and_python_require_the_same_driver():
+    assert read_number("MIN_DRIVER") == gpus.MIN_DRIVER
 
 
 def test_without_a_gpu_the_command_for_a_cpu_is_printed(node):
@@ -173,6 +237,7 @@ def test_a_wheel_that_cannot_be_downloaded_is_one_line_and_nothing_is_compiled(e
     done = install_flash_attn(environment, UV_STATUS="1")
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 1
     assert "Run: make math FLASH_ATTN=that-file.whl (or FLASH_ATTN=build, one hour)" in done.stdout
+    assert "Until then torch computes its part, and recipes that need it are ref" in done.stdout
     assert "--no-build-isolation" not in "".join(read_calls(environment))
 
 

@@ -58,7 +58,8 @@ def test_the_memory_of_a_device_is_that_of_the_smallest_visible_gpu(smi, monkeyp
 
 
 @pytest.mark.parametrize(("driver", "is_old"), [("570.124.06", True), ("580.65.06", False)])
-def test_a_driver_that_is_too_old_for_cuda_13_is_a_problem(smi, driver, is_old):
+def test_a_driver_that_is_too_old_for_cuda_13_is_a_problem(smi, monkeypatch, driver, is_old):
+    monkeypatch.delenv("FORCE", raising=False)
     smi(driver_version=driver)
     config, _ = load_config(["math"], [])
     problems = list(node.check_driver(config))
@@ -80,6 +81,15 @@ def test_each_shortage_of_a_node_is_a_line_with_a_fix(smi, no_packages, monkeypa
     monkeypatch.setattr(node.shutil, "disk_usage", lambda _: SimpleNamespace(free=500 * GIB))
     # This machine has no GPU, so the run is taken to be on another node.
     assert list(node.find_problems(config, qwen("1.5B"), "train")) == []
+@pytest.mark.parametrize(("force", "count"), [("1", 0), ("0", 1), ("", 1)])
+def test_force_accepts_an_older_driver(smi, monkeypatch, force, count):
+    """CUDA's forward compatibility package makes it work. nvidia-smi still shows its version."""
+    smi(driver_version="550.54.14")
+    monkeypatch.setenv("FORCE", force)
+    config, _ = load_config(["math"], [])
+    assert len(list(node.check_driver(config))) == count
+
+
 
     def report_little_space(folder):
         free = 2**26 if str(folder) == "/dev/shm" else 50 * GIB
