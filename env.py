@@ -1,7 +1,7 @@
 """Tasks: NeMo Gym rows in, prompts out. Edit this file first. It needs neither torch nor verl.
 
 A Gym row is one JSON object. It has `responses_create_params` (the prompt, in OpenAI's Responses
-format) and the fields that its verifier reads, such as `answer`. The kit sends the row back to the
+format) and the fields that its verifier reads, such as `answer`. Quintet sends the row back to the
 Gym server unchanged. This file does two things:
 
     generators    write rows to files:      GENERATORS, `python env.py arithmetic --out data`
@@ -42,7 +42,7 @@ class DataError(ValueError):
 
 
 class UnsupportedRowError(DataError):
-    """A valid Gym row that this kit cannot use. The message gives the reason."""
+    """A valid Gym row that Quintet cannot use. The message gives the reason."""
 
 
 # --- generators: EDIT HERE ------------------------------------------------------------------------

@@ -311,7 +311,7 @@ def examine(name: str, python: str) -> Result:
         start: dict[str, Any] = {"python": python, "config": make_settings(name, Path(logs))}
         try:
             if not rows:
-                raise MissingError("an example row that the kit can use")
+                raise MissingError("an example row that Quintet can use")
             try:
                 attempt(result, rows, start, Path(logs))
             except MissingError as error:

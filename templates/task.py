@@ -46,7 +46,7 @@ class Guess:
     """Guess a number from 1 to `top`, in as many turns as bisection needs. The reward is 0 or 1."""
 
     def reset(self, row: dict[str, Any]) -> str:
-        """Start an episode, and return the prompt. The kit adds it to the row's `input`."""
+        """Start an episode, and return the prompt. Quintet adds it to the row's `input`."""
         self.number = int(row["number"])  # raises if there is none: the row is at fault
         self.turns_left = int(row["top"]).bit_length()
         return f"Guess a number from 1 to {row['top']}."

@@ -27,7 +27,7 @@ from kit.gym.process_specs import START_KEYS
 
 MARKS = {
     "needs a GPU": 3,
-    "needs a cluster": 4,
+    "needs a cluster": 5,
     "needs a judge": 1,
     "needs a server": 5,
     "needs the hub": 2,
@@ -140,11 +140,12 @@ def run_yaml_block(text: str, folder: Path, _) -> None:
 
 def run_bash_block(text: str, folder: Path, monkeypatch) -> None:
     """Run each command of a bash block."""
+    text = re.sub(r"\.venv(-gpu)?/bin/", "", text)
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         if not words:
             continue
-        program = words[0].removeprefix(".venv/bin/")
+        program = words[0]
         if program == "make":
             done = subprocess.run(
                 ["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True
@@ -154,7 +155,6 @@ def run_bash_block(text: str, folder: Path, monkeypatch) -> None:
             continue
         else:
             path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-            line = line.replace(".venv/bin/", "")
             done = subprocess.run(
                 ["bash", "-c", line],
                 cwd=folder,
