@@ -69,6 +69,15 @@ def test_a_driver_that_is_too_old_for_cuda_13_is_a_problem(smi, monkeypatch, dri
     assert not list(node.check_driver(on_cpu))
 
 
+@pytest.mark.parametrize(("force", "count"), [("1", 0), ("0", 1), ("", 1)])
+def test_force_accepts_an_older_driver(smi, monkeypatch, force, count):
+    """CUDA's forward compatibility package makes it work. nvidia-smi still shows its version."""
+    smi(driver_version="550.54.14")
+    monkeypatch.setenv("FORCE", force)
+    config, _ = load_config(["math"], [])
+    assert len(list(node.check_driver(config))) == count
+
+
 def test_each_shortage_of_a_node_is_a_line_with_a_fix(smi, no_packages, monkeypatch, tmp_path):
     """Disk and shared memory are checked on every node; the rest on a node with GPUs."""
     changes = [
@@ -81,15 +90,6 @@ def test_each_shortage_of_a_node_is_a_line_with_a_fix(smi, no_packages, monkeypa
     monkeypatch.setattr(node.shutil, "disk_usage", lambda _: SimpleNamespace(free=500 * GIB))
     # This machine has no GPU, so the run is taken to be on another node.
     assert list(node.find_problems(config, qwen("1.5B"), "train")) == []
-@pytest.mark.parametrize(("force", "count"), [("1", 0), ("0", 1), ("", 1)])
-def test_force_accepts_an_older_driver(smi, monkeypatch, force, count):
-    """CUDA's forward compatibility package makes it work. nvidia-smi still shows its version."""
-    smi(driver_version="550.54.14")
-    monkeypatch.setenv("FORCE", force)
-    config, _ = load_config(["math"], [])
-    assert len(list(node.check_driver(config))) == count
-
-
 
     def report_little_space(folder):
         free = 2**26 if str(folder) == "/dev/shm" else 50 * GIB
