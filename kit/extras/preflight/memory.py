@@ -2,13 +2,20 @@
 
 Layers are counted as Llama's: grouped-query attention, an MLP of three matrices (or experts of that
 form), two norms. A critic and a teacher are assumed to be as large as the policy. Not counted:
-biases, workspace, fragmentation of the allocator, reward models, judges, separate pools, and tokens
-that verl's balancing adds beyond the limit of a micro-batch. The trainer on a CPU computes no
-logits of prompts, but the estimate includes them.
+biases, fragmentation of the allocator, reward models, judges, separate pools, and tokens that
+verl's balancing adds beyond the limit of a micro-batch. The trainer on a CPU computes no logits of
+prompts, but the estimate includes them.
+
+The estimates were compared with one GPU, called "the H100" below: an NVIDIA H100 80GB HBM3, driver
+580.159.04, torch 2.11.0, vLLM 0.24.0, on 2026-11-26. Two random models of 402M and 176M parameters
+trained there (tests/extras/preflight/test_memory.py has the readings). Several GPUs, larger models
+and flash-attn were not compared.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import psutil
@@ -16,17 +23,32 @@ from omegaconf import DictConfig, OmegaConf
 
 from kit.config.load import ACTOR, FSDP, ROLLOUT
 from kit.config.model_files import expert_count
-from kit.config.resources import rollout_gpus
+from kit.config.resources import all_gpus, rollout_gpus
 from kit.config.user_functions import needs, needs_reference, teacher_model
 from kit.extras.preflight import gpus
 
 GIB = 2**30
 ASSUMED_GPU_BYTES = 80 * GIB  # if this node has no GPU
+# A recipe is refused if a stage needs more than this times the GPU's memory. Below it, the error of
+# the estimate may be larger than the shortage.
+REFUSED_FROM = 1.15
 # Runtime overhead: Python, torch, Ray, verl and vLLM. For a CPU it is the part of the demo's memory
-# that the estimate does not explain (docs/performance.md). For a GPU it is a guess, not
-# measured here: 4 to 6 GiB for the CUDA contexts and libraries of trainer and vLLM, NCCL's buffers
-# and CUDA graphs.
-OVERHEAD = {"cpu": 6 * GIB, "cuda": 5 * GIB}
+# that the estimate does not explain (docs/performance.md). For a GPU it is what nvidia-smi showed
+# on the H100 during an update, minus what the trainer's allocator had reserved: 2.33 GiB and
+# 2.27 GiB with the two models. The CUDA contexts of trainer and vLLM take 0.5 GiB each. The rest is
+# libraries, kernels, NCCL of a group of one, and CUDA graphs.
+OVERHEAD = {"cpu": 6 * GIB, "cuda": 2.3 * GIB}
+NCCL_BUFFERS = 2 * GIB  # with several GPUs, in each process: a guess, not measured
+# vLLM's libraries and kernels, which it takes from its fraction of the GPU. On the H100 the KV
+# cache was 0.3 GiB smaller than weights, activations and graphs explain, with both models.
+VLLM_LIBRARIES = 0.3 * GIB
+GRAPH_BYTES = 6 * 2**20  # a CUDA graph of vLLM: 18 graphs took 0.11 GiB on the H100
+DEFAULT_GRAPH_SIZES = 51  # batch sizes that vLLM 0.24.0 captures if the recipe names none
+# Bytes for each logit of the rows that vLLM samples together: one tensor in bf16 and four in fp32
+# (logits, log-probs, probabilities, noise), and model runner V2's table of counts.
+# Source: vllm/v1/sample/sampler.py, vllm/v1/worker/gpu/sample/penalties.py.
+SAMPLER_BYTES = 2 + 4 * 4
+COUNT_BYTES = 4
 NEEDED_FIELDS = (  # of the Hugging Face configuration
     "hidden_size",
     "intermediate_size",
@@ -42,9 +64,19 @@ KEYS_TO_LOWER = {  # of each stage, in the order in which they are printed
     "critic": "critic.ppo_max_token_len_per_gpu",
     "sync": f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes",
 }
-SHARD_HINT = (
-    f"raise trainer.n_gpus_per_node, or set {ACTOR}.fsdp_config.param_offload and optimizer_offload"
-)
+MORE_GPUS = "raise trainer.n_gpus_per_node"
+OFFLOAD = f"set {ACTOR}.fsdp_config.param_offload and optimizer_offload"
+# Other fixes. verl loads offloaded weights and moments for the whole update (verl 0.9.1,
+# workers/engine/base.py), so that offloading does not help there.
+OTHER_FIXES = {
+    "generate": f"{MORE_GPUS}, or {OFFLOAD}",
+    "log-probs": f"{MORE_GPUS}, or set {ACTOR}.fsdp_config.optimizer_offload",
+    "update": f"{MORE_GPUS}, or add --config lora",
+    "critic": f"{MORE_GPUS}, or use an advantage without a critic, such as grpo",
+    "sync": f"{MORE_GPUS}, or {OFFLOAD}",
+}
+TEMPORARY = "AdamW's temporary"
+PAGE = 'See docs/guides/gpu.md, "4. Read the memory lines".'
 Bytes = dict[str, float]  # {part: bytes}
 
 
@@ -137,22 +169,45 @@ class TrainerMemory(NamedTuple):
     """The memory of a model under FSDP."""
 
     resident: Bytes  # stays on the device while other models work
-    update: Bytes  # of an update, without logits
+    forward: Bytes  # of a forward pass, without activations and logits
+    micro_batch: Bytes  # of a forward and backward pass, without logits
+    optimizer_step: Bytes
+
+    def largest_update(self) -> Bytes:
+        """The memory of an update: a micro-batch and the optimizer's step do not overlap."""
+        return max(self.micro_batch, self.optimizer_step, key=lambda parts: sum(parts.values()))
 
 
-def estimate_trainer(
-    config: DictConfig, text_config: Any, tokens: int, engine: DictConfig, model: DictConfig
-) -> TrainerMemory:
-    """The memory of a model under FSDP. tokens: of the largest micro-batch.
+def estimate_states(
+    config: DictConfig, text_config: Any, engine: DictConfig, model: DictConfig
+) -> Bytes:
+    """The weights, AdamW's two moments and the gradients on one device, sharded by FSDP.
 
-    Weights and AdamW's two moments are sharded, in engine.model_dtype. Layers are all-gathered for
-    use, in the type of the computation (verl 0.9.1, workers/engine/fsdp/transformer_impl.py).
+    Weights and moments are in engine.model_dtype.
     """
     count = count_parameters(text_config)
     trained = count_adapter(text_config, model.lora_rank) or count.model
     shards = count_shards(config, engine)
-    width = compute_itemsize(engine)
     master = itemsize(engine.model_dtype)
+    gradient_shards = 1 if engine.use_no_sync_for_gradient_accumulation else shards
+    return {
+        "weights": master * count.model / shards,
+        "optimizer": 2 * master * trained / shards,
+        "gradients": 4 * trained / gradient_shards,
+    }
+
+
+def estimate_trainer(
+    config: DictConfig, text_config: Any, tokens: int, section: DictConfig, model: DictConfig
+) -> TrainerMemory:
+    """The memory of a model under FSDP. tokens: of the largest micro-batch.
+
+    Layers are all-gathered for use, in the type of the computation (verl 0.9.1,
+    workers/engine/fsdp/transformer_impl.py). section: the actor's or the critic's.
+    """
+    engine = section.get("fsdp_config") or section.fsdp
+    count = count_parameters(text_config)
+    width = compute_itemsize(engine)
     layers = text_config.num_hidden_layers
     layer_activations = activation_bytes(text_config, width)
     activations = layer_activations * layers
@@ -161,19 +216,37 @@ def estimate_trainer(
     gathered = count.model
     if engine.reshard_after_forward:
         gathered -= (layers - 2) * count.layer
-    gradient_shards = 1 if engine.use_no_sync_for_gradient_accumulation else shards
-    update: Bytes = {
-        "weights": master * count.model / shards,
-        "optimizer": 2 * master * trained / shards,
-        "gradients": 4 * trained / gradient_shards,
-        "all-gathered": width * gathered,
-        "activations": tokens * activations,
-    }
+    states = estimate_states(config, text_config, engine, model)
+    temporary = 0.0
+    if makes_temporary(config, section.optim):
+        temporary = states["optimizer"] / 2  # as large as one of the two moments
     is_offloaded = {"weights": engine.param_offload, "optimizer": engine.optimizer_offload}
     if config.trainer.device == "cpu":  # offloading frees nothing
         is_offloaded = dict.fromkeys(is_offloaded, False)
-    resident = {name: update[name] for name, offloaded in is_offloaded.items() if not offloaded}
-    return TrainerMemory(resident, update)
+    resident = {name: states[name] for name, offloaded in is_offloaded.items() if not offloaded}
+    if engine.offload_policy and section.strategy == "fsdp2":  # FSDP2 trains from host memory
+        states = {}
+        resident = {}
+        temporary = 0.0
+    forward: Bytes = {"weights": states.get("weights", 0), "all-gathered": width * gathered}
+    micro_batch = states | {
+        "all-gathered": forward["all-gathered"],
+        "activations": tokens * activations,
+    }
+    return TrainerMemory(resident, forward, micro_batch, states | {TEMPORARY: temporary})
+
+
+def makes_temporary(config: DictConfig, optim: DictConfig) -> bool:
+    """Whether AdamW's step makes a copy as large as a moment.
+
+    On GPUs torch updates all parameters together, unless the recipe asks for the fused kernel or a
+    loop. It then takes the root of the second moments (torch.optim.adam._multi_tensor_adam).
+    """
+    options = optim.override_optimizer_config or {}
+    is_together = not options.get("fused") and options.get("foreach") is not False
+    return bool(
+        config.trainer.device != "cpu" and optim.optimizer_impl == "torch.optim" and is_together
+    )
 
 
 def count_adapter(text_config: Any, rank: int) -> int:
@@ -193,26 +266,34 @@ def estimate_stages(
 
     A forward pass holds two tensors of logits [tokens, vocabulary]: before and after the division
     by the temperature. An update holds a third one, their gradient (verl 0.9.1,
-    prepare_model_outputs, with flash-attn's cross entropy).
+    prepare_model_outputs, with flash-attn's cross entropy). In `sync`, vLLM's weights are awake.
+    Its KV cache wakes after the buckets are freed, so that it belongs to `generate`.
     """
-    device = "cpu" if config.trainer.device == "cpu" else "cuda"
-    always: Bytes = {"runtime overhead": OVERHEAD[device]}
+    always: Bytes = {"runtime overhead": runtime_overhead(config)}
     engine_memory = estimate_rollout_engine(config, text_config, device_bytes)
     if command in ("rollout", "evaluate"):
         return {"generate": engine_memory | always}
     actor = config.actor_rollout_ref.actor
     tokens = actor.ppo_max_token_len_per_gpu
     model = config.actor_rollout_ref.model
-    resident, update = estimate_trainer(config, text_config, tokens, actor.fsdp_config, model)
-    update["logits"] = 3 * tokens * logit_bytes(config, text_config)
+    trainer = estimate_trainer(config, text_config, tokens, actor, model)
+    trainer.micro_batch["logits"] = 3 * tokens * logit_bytes(config, text_config)
     if command == "sft":
-        return {"update": update | always}
+        return {"update": trainer.largest_update() | always}
     if keeps_reference(config):
-        always["reference"] = update["weights"]
-    stages = estimate_training_stages(config, text_config, engine_memory, resident, update)
+        always["reference"] = trainer.forward["weights"]
+    stages = estimate_training_stages(config, text_config, engine_memory, trainer)
     if needs(config, "values") and not config.trainer.resource_pools.critic:
-        add_critic(config, text_config, stages, resident, engine_memory)
+        add_critic(config, text_config, stages, trainer.resident, engine_memory)
     return {stage: stages[stage] | always for stage in KEYS_TO_LOWER if stage in stages}
+
+
+def runtime_overhead(config: DictConfig) -> float:
+    """Bytes that the processes of one device need besides the parts of a stage."""
+    if config.trainer.device == "cpu":
+        return OVERHEAD["cpu"]
+    has_several = all_gpus(config) > 1
+    return OVERHEAD["cuda"] + (NCCL_BUFFERS if has_several else 0)
 
 
 def estimate_rollout_engine(config: DictConfig, text_config: Any, device_bytes: int) -> Bytes:
@@ -224,9 +305,28 @@ def estimate_rollout_engine(config: DictConfig, text_config: Any, device_bytes: 
     if rollout.name == "hf":  # of all concurrent responses, at their full length
         tokens = rollout.max_num_seqs * rollout.max_model_len
         cache = tokens * kv_bytes_per_token(text_config, width)
+    workspace = estimate_workspace(config, text_config)
     if not cache:
-        cache = max(0, rollout.gpu_memory_utilization * device_bytes - weights)
-    return {"engine weights": weights, "KV cache": cache}
+        cache = max(0, rollout.gpu_memory_utilization * device_bytes - weights - workspace)
+    return {"engine weights": weights, "vLLM's workspace": workspace, "KV cache": cache}
+
+
+def estimate_workspace(config: DictConfig, text_config: Any) -> float:
+    """Bytes that vLLM on a GPU needs to compute: activations, logits, graphs and libraries.
+
+    vLLM subtracts them from its fraction of the GPU. The rest is the KV cache.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    if config.trainer.device == "cpu" or rollout.name != "vllm":
+        return 0
+    tokens = rollout.max_num_batched_tokens
+    mlp = layer_widths(text_config).active_mlp / rollout.tensor_model_parallel_size
+    layer = itemsize(rollout.dtype) * tokens * (3 * mlp + 2 * text_config.hidden_size)
+    logits = min(rollout.max_num_seqs, tokens) * text_config.vocab_size
+    counts = rollout.max_num_seqs * text_config.vocab_size * COUNT_BYTES
+    sizes = len(rollout.cudagraph_capture_sizes or range(DEFAULT_GRAPH_SIZES))
+    graphs = 0 if rollout.enforce_eager else 2 * sizes * GRAPH_BYTES  # of decoding, and of the rest
+    return max(layer, logits * SAMPLER_BYTES) + counts + graphs + VLLM_LIBRARIES
 
 
 def logit_bytes(config: DictConfig, text_config: Any) -> float:
@@ -245,21 +345,22 @@ def keeps_reference(config: DictConfig) -> bool:
 
 
 def estimate_training_stages(
-    config: DictConfig, text_config: Any, engine_memory: Bytes, resident: Bytes, update: Bytes
+    config: DictConfig, text_config: Any, engine_memory: Bytes, trainer: TrainerMemory
 ) -> dict[str, Bytes]:
     """The stages of a training step, without critic."""
     rollout = config.actor_rollout_ref.rollout
     is_cpu = config.trainer.device == "cpu"
     tokens = rollout.log_prob_max_token_len_per_gpu
     width = compute_itemsize(config.actor_rollout_ref.actor.fsdp_config)
-    forward = {name: update[name] for name in ("weights", "all-gathered")}
-    forward["activations"] = tokens * activation_bytes(text_config, width)
-    forward["logits"] = 2 * tokens * logit_bytes(config, text_config)
+    forward = trainer.forward | {
+        "activations": tokens * activation_bytes(text_config, width),
+        "logits": 2 * tokens * logit_bytes(config, text_config),
+    }
     sent = {"engine weights": engine_memory["engine weights"]}
     if is_cpu:
         engine_memory.update(share_of_cpu(config, engine_memory))
     is_separate = bool(rollout.nnodes and not is_cpu)
-    beside_sampling = {} if is_separate else resident
+    beside_sampling = {} if is_separate else trainer.resident
     asleep: Bytes = {}  # memory of the engine while it sleeps
     if not is_separate and not rollout.free_cache_engine:
         asleep = engine_memory
@@ -271,9 +372,9 @@ def estimate_training_stages(
         while_sending = sent
     return {
         "generate": beside_sampling | engine_memory,
-        "log-probs": resident | forward | asleep,
-        "update": update | asleep,
-        "sync": resident | while_sending | bucket,
+        "log-probs": trainer.resident | forward | asleep,
+        "update": trainer.largest_update() | asleep,
+        "sync": trainer.resident | while_sending | bucket,
     }
 
 
@@ -295,17 +396,16 @@ def add_critic(
     """Add a critic on the actor's GPUs to the memory of every stage, and a stage for its update."""
     critic = config.critic
     tokens = critic.ppo_max_token_len_per_gpu
-    critic_resident, critic_update = estimate_trainer(
-        config, text_config, tokens, critic.fsdp, critic.model
-    )
+    trainer = estimate_trainer(config, text_config, tokens, critic, critic.model)
     for parts in stages.values():
-        parts["critic"] = sum(critic_resident.values())
+        parts["critic"] = sum(trainer.resident.values())
     rollout = config.actor_rollout_ref.rollout
     is_separate = rollout.nnodes and config.trainer.device != "cpu"
     asleep: Bytes = {}
     if not is_separate and not rollout.free_cache_engine:
         asleep = engine_memory
-    stages["critic"] = {**critic_update, "actor": sum(resident.values()), **asleep}
+    actor = {"actor": sum(resident.values())}
+    stages["critic"] = trainer.largest_update() | actor | asleep
 
 
 # --- the report ----------------------------------------------------------------------------------
@@ -359,12 +459,18 @@ def describe(config: DictConfig, text_config: Any, command: str) -> list[str]:
     if "generate" in stages:
         rollout = config.actor_rollout_ref.rollout
         token = cache_bytes_per_token(config, text_config)
-        episodes = int(stages["generate"]["KV cache"] / token / rollout.max_model_len)
+        episodes = count_episodes(config, text_config, stages["generate"]["KV cache"])
         lines.append(
             f"KV cache    {token / 2**10:.0f} KiB a token: {episodes} concurrent episodes of "
             f"{rollout.max_model_len} tokens"
         )
     return lines
+
+
+def count_episodes(config: DictConfig, text_config: Any, cache: float) -> int:
+    """The number of episodes of full length for which a replica's KV cache has room."""
+    length = config.actor_rollout_ref.rollout.max_model_len
+    return int(cache / cache_bytes_per_token(config, text_config) / length)
 
 
 def cache_bytes_per_token(config: DictConfig, text_config: Any) -> float:
@@ -374,29 +480,80 @@ def cache_bytes_per_token(config: DictConfig, text_config: Any) -> float:
     return size / rollout.tensor_model_parallel_size
 
 
+def find_excess(config: DictConfig, text_config: Any, command: str) -> Iterator[str]:
+    """A problem for each stage that needs far more than the memory of this node's smallest GPU.
+
+    If this node has no GPU, or a CPU trains, the size is less certain, and there is a warning only.
+    """
+    is_allowed = config.trainer.allow_memory_over_estimate or config.trainer.device == "cpu"
+    if is_allowed or find_obstacle(config, text_config):
+        return
+    device = find_device(config)
+    if device.note:
+        return
+    stages = estimate_stages(config, text_config, device.size, command)
+    for stage, parts in stages.items():
+        if sum(parts.values()) > REFUSED_FROM * device.size:
+            yield (
+                f"{describe_shortage(config, device, stage, parts)}. To start in spite of this "
+                f"estimate, set trainer.allow_memory_over_estimate=true. {PAGE}"
+            )
+
+
 def find_shortages(config: DictConfig, text_config: Any, command: str) -> list[str]:
-    """A line for each stage that does not fit, with the key to lower."""
+    """A line for each stage that does not fit, and one for a small KV cache, with the fix."""
     if find_obstacle(config, text_config):
         return []
     device = find_device(config)
     stages = estimate_stages(config, text_config, device.size, command)
-    shortages = []
-    for stage, parts in stages.items():
-        needed = sum(parts.values())
-        if needed > device.size:
-            hint = "use a smaller model" if config.trainer.device == "cpu" else SHARD_HINT
-            shortages.append(
-                f"{stage} needs {needed / GIB:.1f} GiB, {describe_device(config, device)}. Lower "
-                f"{KEYS_TO_LOWER[stage]}, or {hint}. "
-                'See docs/guides/gpu.md, "4. Read the memory lines".'
-            )
+    shortages = [
+        f"{describe_shortage(config, device, stage, parts)}. {PAGE}"
+        for stage, parts in stages.items()
+        if sum(parts.values()) > device.size
+    ]
     if "generate" in stages:
-        rollout = config.actor_rollout_ref.rollout
-        token = cache_bytes_per_token(config, text_config)
-        if stages["generate"]["KV cache"] < token * rollout.max_model_len:
-            shortages.append(
-                f"The KV cache holds no episode of {rollout.max_model_len} tokens. Raise "
-                f"{KEYS_TO_LOWER['generate']}, or {ROLLOUT}.tensor_model_parallel_size. "
-                'See docs/guides/gpu.md, "4. Read the memory lines".'
-            )
+        cache = stages["generate"]["KV cache"]
+        episodes = count_episodes(config, text_config, cache)
+        shortages.extend(check_cache(config, episodes, command))
     return shortages
+
+
+def describe_shortage(config: DictConfig, device: Device, stage: str, parts: Bytes) -> str:
+    """A stage, the memory that it needs and has, and the keys to change."""
+    fix = f"Lower {KEYS_TO_LOWER[stage]}"
+    if parts.get(TEMPORARY):
+        section = "critic" if stage == "critic" else ACTOR
+        fix = f"Set {section}.optim.override_optimizer_config={{fused: true}}"
+    other = "use a smaller model" if config.trainer.device == "cpu" else OTHER_FIXES[stage]
+    needed = sum(parts.values()) / GIB
+    return f"{stage} needs {needed:.1f} GiB, {describe_device(config, device)}. {fix}, or {other}"
+
+
+def check_cache(config: DictConfig, episodes: int, command: str) -> Iterator[str]:
+    """A line if the KV cache is too small. episodes: the number that fits.
+
+    A CPU samples so slowly that its recipe (configs/machines/cpu.yaml) chooses a small cache.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    needed = 1
+    if command == "train" and config.trainer.device != "cpu":
+        share = config.data.train_batch_size * rollout.n / count_replicas(config)
+        needed = min(rollout.max_num_seqs, math.ceil(share))
+    if episodes >= needed:
+        return
+    text = f"The KV cache holds no episode of {rollout.max_model_len} tokens"
+    if episodes:
+        text = (
+            f"The KV cache has room for {episodes} episodes of {rollout.max_model_len} tokens, and "
+            f"a vLLM replica samples up to {needed} concurrently, so that some wait"
+        )
+    yield (
+        f"{text}. Raise {KEYS_TO_LOWER['generate']}, or {ROLLOUT}.tensor_model_parallel_size. "
+        f"{PAGE}"
+    )
+
+
+def count_replicas(config: DictConfig) -> int:
+    """The replicas of the rollout engine on all nodes."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout_gpus(config) // (rollout.tensor_model_parallel_size * rollout.data_parallel_size)

@@ -1,18 +1,24 @@
 """The memory estimate: parameters of models, sizes computed by hand, stages that do not fit."""
 
+import json
 from types import SimpleNamespace
 
+import fake_nvidia_smi
 import pytest
 import torch
+from conftest import ROOT
 from transformers import (
+    AutoConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
+    Qwen3Config,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
 from kit.config.load import load_config
+from kit.extras import preflight
 from kit.extras.preflight import memory
 from kit.extras.preflight.memory import GIB
 from kit.runs import prepare
@@ -24,6 +30,7 @@ QWEN = {
     "1.5B": (1.54e9, (1536, 8960, 28, 12, 2, 151936, True)),
     "32B": (32.5e9, (5120, 27648, 64, 40, 8, 152064, False)),
 }
+FUSED = "actor_rollout_ref.actor.optim.override_optimizer_config={fused: true}"
 CONFIG_KEYS = (  # of the sizes in QWEN
     "hidden_size",
     "intermediate_size",
@@ -104,6 +111,7 @@ def test_the_kv_cache_agrees_with_sizes_computed_by_hand():
     config = make_config("1.5B")
     lines = memory.describe(config, qwen("1.5B"), "evaluate")
     cache = 0.6 * 80 * GIB - 2 * memory.count_parameters(qwen("1.5B")).model
+    cache -= memory.estimate_workspace(config, qwen("1.5B"))
     episodes = f"{int(cache / 28672 / 1536)} concurrent episodes of 1536 tokens"
     assert lines[-1] == f"KV cache    28 KiB a token: {episodes}"
     assert not memory.find_shortages(config, qwen("1.5B"), "evaluate")
@@ -115,7 +123,7 @@ def test_the_gpu_recipe_fits_and_the_kv_cache_holds_all_concurrent_episodes(gpus
     config = make_config("0.5B", f"trainer.n_gpus_per_node={gpus}", *changes)
     assert not memory.find_shortages(config, qwen("0.5B"), "train")
     episode = config.data.max_prompt_length + config.data.max_response_length
-    cache = 0.6 * 80 * GIB - 2 * memory.count_parameters(qwen("0.5B")).model
+    cache = estimate("0.5B", f"trainer.n_gpus_per_node={gpus}", *changes)["generate"]["KV cache"]
     needed = config.actor_rollout_ref.rollout.max_num_seqs * episode
     assert needed * memory.kv_bytes_per_token(qwen("0.5B"), 2) < cache
 
@@ -158,13 +166,19 @@ def test_each_stage_that_does_not_fit_is_a_line_with_its_keys(monkeypatch):
     assert all(text.endswith(page) for text in shortages)
     assert shortages[4].startswith("The KV cache holds no episode of 1536 tokens")
     assert "tensor_model_parallel_size" in shortages[4]
-    assert "Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu" in shortages[2]
+    assert (
+        "Set actor_rollout_ref.actor.optim.override_optimizer_config={fused: true}" in shortages[2]
+    )
+    assert "offload" in shortages[0] and "offload" not in shortages[2]
+    by_tokens = memory.find_shortages(make_config("32B", FUSED), qwen("32B"), "train")[2]
+    assert "Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu" in by_tokens
     engine = "actor_rollout_ref.actor.fsdp_config"
     changes = [  # eight GPUs, and states offloaded to the CPU
         "trainer.n_gpus_per_node=8",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=8",
         f"{engine}.param_offload=true",
         f"{engine}.optimizer_offload=true",
+        FUSED,
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
     ]
     assert not memory.find_shortages(make_config("32B", *changes), qwen("32B"), "train")
@@ -197,3 +211,256 @@ def test_a_weight_sync_over_nccl_takes_two_buckets_on_each_gpu():
     over_nccl = estimate("1.5B", separate, f"{key}=nccl")["sync"]["bucket"]
     over_gloo = estimate("1.5B", separate, f"{key}=gloo")["sync"]["bucket"]
     assert (shared, over_nccl, over_gloo) == (bucket, 2 * bucket, bucket)
+
+
+# --- readings on a GPU ---------------------------------------------------------------------------
+
+# One NVIDIA H100 80GB HBM3 (81,559 MiB), driver 580.159.04, torch 2.11.0, vLLM 0.24.0, 2026-11-26.
+# `generate`, `log-probs` and `update`: the highest reading of nvidia-smi in the stage, in GiB.
+# cache, tokens: "Available KV cache memory" and "GPU KV cache size" in vLLM's log. `sync` has no
+# reading that compares: the KV cache woke in the same tenth of a second.
+H100_MIB = 81559
+COMMON = {"vocab_size": 49152, "tie_word_embeddings": True}
+QWEN2 = Qwen2Config(
+    **COMMON,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+)
+QWEN3 = Qwen3Config(
+    **COMMON,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=8,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+)
+READINGS = {
+    "Qwen2, 402M": (QWEN2, {"generate": 46.57, "log-probs": 8.65, "update": 11.07}, 38.16, 3334144),
+    "Qwen3, 176M": (QWEN3, {"generate": 43.70, "log-probs": 6.01, "update": 7.42}, 38.75, 1269824),
+}
+MEASURED_SIZES = [
+    "data.train_batch_size=32",
+    "data.max_prompt_length=128",
+    "data.max_response_length=128",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192",
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.5",
+    "actor_rollout_ref.rollout.max_num_seqs=256",
+    "actor_rollout_ref.rollout.max_num_batched_tokens=8192",
+    "actor_rollout_ref.rollout.cudagraph_capture_sizes=[1,2,4,8,16,32,64,128,256]",
+]
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_the_estimates_agree_with_readings_on_one_h100(name):
+    model, readings, cache, tokens = READINGS[name]
+    config, _ = load_config(["math"], ["trainer.n_gpus_per_node=1", *MEASURED_SIZES])
+    prepare.set_sizes(config, model)
+    stages = memory.estimate_stages(config, model, H100_MIB * 2**20, "train")
+    for stage, reading in readings.items():
+        estimated = sum(stages[stage].values()) / GIB
+        assert reading - 0.2 < estimated < reading + 0.6, stage
+    estimated_cache = stages["generate"]["KV cache"]
+    assert estimated_cache / GIB == pytest.approx(cache, rel=0.01)
+    token = memory.cache_bytes_per_token(config, model)
+    assert estimated_cache / token == pytest.approx(tokens, rel=0.01)
+
+
+def test_vllm_needs_memory_for_the_logits_of_all_rows_and_for_graphs():
+    """1,024 rows of 152k logits take 2.6 GiB while vLLM samples, and 0.6 GiB in its table."""
+    vllm = "actor_rollout_ref.rollout"
+    sizes = {}
+    for rows in (1, 1024):
+        for eager in ("false", "true"):
+            changes = [f"{vllm}.max_num_seqs={rows}", f"{vllm}.enforce_eager={eager}"]
+            parts = estimate("0.5B", *changes)["generate"]
+            sizes[rows, eager] = parts["vLLM's workspace"]
+            assert sum(parts.values()) == pytest.approx(  # of the same fraction of the GPU
+                0.6 * 80 * GIB + parts["weights"] + parts["optimizer"] + memory.OVERHEAD["cuda"]
+            )
+    logits = 1024 * 151936 * 18
+    activations = 2 * 16384 * (3 * 4864 + 2 * 896)  # of 16,384 tokens in one layer
+    table = 1023 * 151936 * 4
+    assert sizes[1024, "true"] - sizes[1, "true"] == logits - activations + table
+    assert sizes[1, "false"] - sizes[1, "true"] == 2 * 51 * 6 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("gpus", "changes", "warned"),
+    [
+        (8, [], False),  # 256 responses for each replica
+        (8, ["data.max_response_length=16384"], True),
+        (1, ["actor_rollout_ref.rollout.gpu_memory_utilization=0.1"], True),
+        (1, ["data.max_response_length=16384"], True),
+        (1, ["data.max_response_length=16384", "actor_rollout_ref.rollout.max_num_seqs=64"], False),
+    ],
+)
+def test_a_kv_cache_without_room_for_a_replicas_episodes_is_a_warning(gpus, changes, warned):
+    config = make_config("0.5B", f"trainer.n_gpus_per_node={gpus}", *changes)
+    lines = memory.find_shortages(config, qwen("0.5B"), "train")
+    assert [line.startswith("The KV cache has room for") for line in lines] == [True] * warned
+    if warned:
+        room = int(memory.describe(config, qwen("0.5B"), "train")[-1].split(": ")[1].split()[0])
+        rollout = config.actor_rollout_ref.rollout
+        needed = min(rollout.max_num_seqs, 256 * 8 // gpus)
+        assert f"room for {room} episodes" in lines[0] and room < needed
+        assert f"samples up to {needed} concurrently" in lines[0]
+    assert not memory.find_shortages(config, qwen("0.5B"), "evaluate")
+
+
+# --- AdamW's step --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "has_temporary"),
+    [
+        ("", True),
+        ("override_optimizer_config={fused: true}", False),
+        ("override_optimizer_config={fused: false}", True),
+        ("override_optimizer_config={foreach: false}", False),
+        ("override_optimizer_config={foreach: true, amsgrad: false}", True),
+        ("optimizer_impl=bitsandbytes.optim", False),
+    ],
+)
+def test_adamw_takes_a_temporary_as_large_as_a_moment(change, has_temporary):
+    tokens = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048"  # small activations
+    changes = [f"actor_rollout_ref.actor.optim.{change}"] if change else []
+    parts = estimate("32B", tokens, *changes)["update"]
+    size = memory.count_parameters(qwen("32B")).model
+    assert parts.get(memory.TEMPORARY, 0) == (4 * size if has_temporary else 0)
+    assert ("logits" in parts) is not has_temporary  # of the larger of the two moments of an update
+    assert (parts["weights"], parts["optimizer"], parts["gradients"]) == (
+        4 * size,
+        8 * size,
+        4 * size,
+    )
+
+
+def test_the_temporary_is_that_of_the_installed_torch():
+    """AdamW's default for GPUs holds one more tensor at its peak than the fused kernel."""
+    parameter = torch.nn.Parameter(torch.zeros(2**20))
+    parameter.grad = torch.ones_like(parameter)
+    largest = {}
+    for options in ({"foreach": True}, {"fused": True}):
+        optimizer = torch.optim.AdamW([parameter], **options)
+        optimizer.step()  # makes the moments
+        with torch.profiler.profile(profile_memory=True) as profile:
+            optimizer.step()
+        sizes = [event.self_cpu_memory_usage for event in profile.key_averages()]
+        largest[next(iter(options))] = max(sizes)
+    assert largest["foreach"] == 4 * 2**20 and largest["fused"] < 2**20
+
+
+@pytest.mark.parametrize("fused", [[], [FUSED]])
+def test_offloading_lowers_the_stages_but_not_the_update(fused):
+    engine = "actor_rollout_ref.actor.fsdp_config"
+    offloads = [f"{engine}.param_offload=true", f"{engine}.optimizer_offload=true"]
+    here = estimate("1.5B", *fused)
+    offloaded = estimate("1.5B", *fused, *offloads)
+    assert offloaded["update"] == here["update"]
+    states = 12 * memory.count_parameters(qwen("1.5B")).model
+    for stage in ("generate", "sync"):
+        saved = sum(here[stage].values()) - sum(offloaded[stage].values())
+        assert saved == pytest.approx(states)
+    on_host = estimate("1.5B", *fused, f"{engine}.offload_policy=true")  # FSDP2's own
+    assert not {"weights", "optimizer"} & on_host["generate"].keys()
+    assert not {"weights", "optimizer", "gradients"} & on_host["update"].keys()
+
+
+# --- far too large -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("factor", "changes", "note", "is_refused"),
+    [
+        (0.99, [], "", False),
+        (1.01, [], "", False),
+        (1.14, [], "", False),
+        (1.16, [], "", True),
+        (3.0, [], "", True),
+        (3.0, ["trainer.allow_memory_over_estimate=true"], "", False),
+        (3.0, [], ", assumed: this node has no GPU", False),
+        (3.0, ["trainer.device=cpu"], "", False),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_stage_far_over_the_gpus_memory_is_refused(
+    factor, changes, note, is_refused, command, monkeypatch
+):
+    config = make_config("1.5B", *changes)
+    model = qwen("1.5B")
+    needed = sum(memory.estimate_stages(config, model, 80 * GIB, command)["update"].values())
+    fraction = "actor_rollout_ref.rollout.gpu_memory_utilization=0.01"  # only `update` is large
+    config = make_config("1.5B", fraction, *changes)
+    device = memory.Device(int(needed / factor), note)
+    monkeypatch.setattr(memory, "find_device", lambda _: device)
+    hf_config = SimpleNamespace(get_text_config=lambda: model)
+    problems = [
+        problem
+        for problem in preflight.check_model(config, hf_config, command)
+        if "update needs" in problem
+    ]
+    assert len(problems) == is_refused
+    for problem in problems:
+        for text in (
+            f"update needs {needed / GIB:.1f} GiB, a GPU has {device.size / GIB:.1f} GiB",
+            "Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+            "trainer.allow_memory_over_estimate=true",
+        ):
+            assert text in problem
+        assert "\n" not in problem
+    shortages = memory.find_shortages(config, model, command)
+    assert any(line.startswith("update needs") for line in shortages) is (factor > 1)
+
+
+# --- Qwen3-4B on one GPU -------------------------------------------------------------------------
+
+QWEN3_4B = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+}
+
+
+@pytest.mark.parametrize(
+    ("recipes", "refused"),
+    [
+        (["math", "one_gpu", "math_4b"], []),
+        (["math", "one_gpu", "lora"], []),
+        (["math", "one_gpu"], ["generate"]),
+        (["math"], ["generate"]),
+    ],
+)
+def test_qwen3_4b_fits_on_one_gpu_with_its_recipe(recipes, refused, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", fake_nvidia_smi.write(tmp_path)["PATH"])
+    config, _ = load_config(recipes, ["trainer.n_gpus_per_node=1"])
+    model = AutoConfig.from_pretrained(tmp_path)
+    assert memory.count_parameters(model).model == pytest.approx(4.02e9, rel=0.01)
+    prepare.set_sizes(config, model)
+    lines = memory.describe(config, model, "train")
+    assert lines[0].endswith("a GPU has 79.6 GiB")
+    problems = list(memory.find_excess(config, model, "train"))
+    assert [problem.split()[0] for problem in problems][: len(refused)] == refused
+    assert bool(problems) is bool(refused)
+    if recipes[-1] == "math_4b":
+        assert not memory.find_shortages(config, model, "train")
+        stages = {line.split()[0]: float(line.split()[1].rstrip(":")) for line in lines[1:-1]}
+        assert max(stages.values()) < 0.95 * 79.6
+        text = (ROOT / "configs" / "math_4b.yaml").read_text().replace("\n# ", " ")
+        sizes = [f"{stage} {size}" for stage, size in stages.items()]
+        assert ", ".join(sizes).replace(", log", " GiB, log", 1) in text
+        assert f"room for {lines[-1].split(': ')[1].split()[0]} responses" in text
