@@ -144,7 +144,7 @@ EXTRAS = [
         "kit.extras.preflight",
         "every run",
         always,
-        ("check_workers", "set_sizes", "warnings", "dry_run_lines"),
+        ("check_workers", "set_sizes", "check_model", "warnings", "dry_run_lines"),
         True,
     ),
     Extra("kit.extras.supervisor", "every run", always, ("before_ray", "after_ray"), True),

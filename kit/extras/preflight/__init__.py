@@ -25,6 +25,11 @@ def set_sizes(config: DictConfig, hf_config: Any, command: str) -> None:
     attention.choose(config, command)
 
 
+def check_model(config: DictConfig, hf_config: Any, command: str) -> Iterator[str]:
+    """Each stage that needs far more memory than a GPU has."""
+    yield from memory.find_excess(config, hf_config.get_text_config(), command)
+
+
 def warnings(config: DictConfig, inputs: Any, command: str) -> Iterator[str]:
     """Everything that will not fit, or is missing on this node."""
     yield from memory.find_shortages(config, inputs.model, command)

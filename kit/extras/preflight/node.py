@@ -38,9 +38,7 @@ def check_disk(config: DictConfig, text_config: Any) -> Iterator[str]:
     """
     trainer = config.trainer
     engine = config.actor_rollout_ref.actor.fsdp_config
-    parts = memory.estimate_trainer(
-        config, text_config, 0, engine, config.actor_rollout_ref.model
-    ).update
+    parts = memory.estimate_states(config, text_config, engine, config.actor_rollout_ref.model)
     saves = 1
     if trainer.save_freq > 0:
         saves = -(-trainer.total_training_steps // trainer.save_freq)
