@@ -2,9 +2,9 @@
 
     env: {verifier: {function: templates/trl.py:compute_score, reward_funcs: [my_trl.py:brief]}}
 
-`reward_funcs` are FILE:NAME, and `reward_weights` are a number for each of them, 1 by default. To
-use your own form: copy this file, change it, and name your copy in the recipe. Rows have TRL's
-column `prompt`. docs/guides/from_trl.md has an example.
+`reward_funcs` are FILE:NAME, and `reward_weights` are a number for each of them, 1 by default. Rows
+have TRL's column `prompt`. docs/guides/from_trl.md has an example. If you copy this file, do not
+name the copy trl.py: it would hide TRL from the files next to it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ async def compute_score(
     """
     columns = dict(extra_info["row"])
     prompt = columns.pop("responses_create_params")["input"]
-    completion = solution_str
-    if not isinstance(prompt, str):
-        completion = [{"role": "assistant", "content": solution_str}]
+    message = {"role": "assistant", "content": solution_str}
+    completion = solution_str if isinstance(prompt, str) else [message]
     batch = {"prompts": [prompt], "completions": [completion]}
     batch |= {name: [value] for name, value in columns.items()}
 
