@@ -22,7 +22,12 @@ def check_workers(config: DictConfig, command: str) -> Iterator[str]:
 
 def set_sizes(config: DictConfig, hf_config: Any, command: str) -> None:
     """Choose an attention that is installed."""
-    attention.choose(config, command)
+    attention.choose(config, hf_config, command)
+
+
+def check_model(config: DictConfig, hf_config: Any, command: str) -> Iterator[str]:
+    """A model that needs flash-attn if it is missing."""
+    yield from attention.check_model(config, hf_config, command)
 
 
 def check_model(config: DictConfig, hf_config: Any, command: str) -> Iterator[str]:
@@ -37,5 +42,5 @@ def warnings(config: DictConfig, inputs: Any, command: str) -> Iterator[str]:
 
 
 def dry_run_lines(config: DictConfig, inputs: Any, command: str) -> list[str]:
-    """The estimated memory of each stage."""
-    return memory.describe(config, inputs.model, command)
+    """The attention if it is not verl's, and the estimated memory of each stage."""
+    return [*attention.describe(config, command), *memory.describe(config, inputs.model, command)]

@@ -7,6 +7,18 @@ from types import SimpleNamespace
 import fake_nvidia_smi
 import pytest
 from test_memory import make_config, qwen
+from transformers import (
+    Gemma2Config,
+    GPT2Config,
+    Llama4Config,
+    LlamaConfig,
+    LlavaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen2VLConfig,
+    Qwen3MoeConfig,
+)
 
 from kit.config.load import load_config
 from kit.extras.preflight import attention, gpus, memory, node
@@ -100,7 +112,7 @@ def test_each_shortage_of_a_node_is_a_line_with_a_fix(smi, no_packages, monkeypa
     smi(gpus=2)
     config = make_config("1.5B", *changes)
     problems = list(node.find_problems(config, qwen("1.5B"), "train"))
-    disk, shared_memory, gpu_count, cores, engine, attention_line = problems
+    disk, shared_memory, gpu_count, cores, engine = problems
     # Two checkpoints stay while the third is written. Each has weights and two moments in fp32.
     size = 3 * 12 * memory.count_parameters(qwen("1.5B")).model / GIB
     assert disk.startswith(
@@ -114,14 +126,11 @@ def test_each_shortage_of_a_node_is_a_line_with_a_fix(smi, no_packages, monkeypa
     )
     assert cores.startswith("This node has 2 cores, and Ray gives one to each of 4 processes. Set ")
     assert engine == "vllm is not installed. See docs/backends.md."
-    assert attention_line.startswith(
-        "flash-attn is not installed, so the trainer uses sdpa: results are"
-    )
     rollout_problems = node.find_problems(make_config("1.5B"), qwen("1.5B"), "rollout")
     assert len(list(rollout_problems)) == 3  # nothing is trained
     config.actor_rollout_ref.rollout.nnodes = 1
     config.actor_rollout_ref.rollout.checkpoint_engine.backend = "nccl"
-    *_, gpu_count, _, cupy, _, _ = node.find_problems(config, qwen("1.5B"), "train")
+    *_, gpu_count, _, cupy, _ = node.find_problems(config, qwen("1.5B"), "train")
     assert "the run uses 8" in gpu_count
     assert "by cupy, which is not installed. Install requirements-gpu.txt, or set" in cupy
 
@@ -146,13 +155,73 @@ def get_attention(config) -> str | None:
     return config.actor_rollout_ref.model.override_config.get("attn_implementation")
 
 
-def test_grpo_trains_with_sdpa_and_a_warning_states_the_cost(smi, no_packages):
+def list_modules(config) -> list[str]:
+    """List the modules that verl imports in each process."""
+    variables = config.ray_kwargs.ray_init.runtime_env.env_vars
+    return variables.VERL_USE_EXTERNAL_MODULES.split(",")
+
+
+def test_torch_replaces_flash_attn_for_all_models(smi, no_packages):
     smi(gpus=1)
+    config = make_config("1.5B", "algorithm.adv_estimator=gae", "reward.reward_model.enable=true")
+    models = (config.actor_rollout_ref.model, config.critic.model)
+    assert [model.override_config.attn_implementation for model in models] == ["torch_varlen"] * 2
+    assert list_modules(config) == ["kit.rollout.verl_patches", "kit.extras.without_flash_attn"]
+    assert not list(attention.check(config, "train"))
+    assert not list(attention.warnings(config, "train"))
+    (line,) = attention.describe(config, "train")
+    assert line.startswith("attention   torch_varlen: flash-attn is not installed")
+    chosen = config.copy()
+    attention.choose(config, qwen("1.5B"), "train")  # a second time
+    assert config == chosen
+
+
+def test_models_that_are_not_packed_use_sdpa_without_a_warning(smi, no_packages):
+    smi(gpus=1)
+    config = make_config("1.5B", "actor_rollout_ref.model.use_remove_padding=false")
+    assert get_attention(config) == "sdpa"
+    assert config.critic.model.override_config.attn_implementation == "torch_varlen"
+    assert not list(attention.warnings(config, "train")) and not attention.describe(config, "train")
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "is_supported"),
+    [
+        (qwen("1.5B"), True),
+        (LlamaConfig(), True),
+        (Qwen3MoeConfig(), True),
+        (LlavaConfig(), True),
+        (MistralConfig(sliding_window=None), True),
+        (MistralConfig(sliding_window=500), True),  # longer than all episodes
+        (MistralConfig(sliding_window=499), False),
+        (Gemma2Config(), False),  # caps its scores
+        (Llama4Config(), False),  # attends to chunks
+        (GPT2Config(), True),
+        (LlavaConfig(text_config=MistralConfig(sliding_window=10)), False),
+        (PreTrainedConfig(), False),  # code outside of transformers
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_torchs_attention_is_chosen_where_it_computes_the_same(hf_config, is_supported):
+    assert attention.supports_varlen(hf_config, 500) == is_supported
+
+
+@pytest.mark.parametrize("reason", ["another torch", "deleted"])
+def test_without_a_substitute_the_trainer_uses_sdpa_and_a_warning_names_the_cost(
+    smi, no_packages, monkeypatch, reason
+):
+    smi(gpus=1)
+    if reason == "deleted":
+        monkeypatch.setattr(attention.extras, "is_installed", lambda module: "flash" not in module)
+    else:
+        monkeypatch.setattr(attention, "supports_varlen", lambda *_: False)
     config = make_config("1.5B")
-    assert get_attention(config) == "sdpa" and not list(attention.check(config, "train"))
+    assert get_attention(config) == "sdpa"
     (warning,) = attention.warnings(config, "train")
-    assert "4 to 5 times as long" in warning and "make math FLASH_ATTN=build" in warning
+    assert "covers all pairs of tokens of a micro-batch. Install flash-attn (make math" in warning
     assert warning.endswith(PAGE)
+    is_loaded = "kit.extras.without_flash_attn" in list_modules(config)
+    assert is_loaded == (reason == "another torch")  # for the log-probs
 
 
 def test_an_attention_that_the_recipe_names_is_kept(smi, no_packages):
@@ -162,38 +231,51 @@ def test_an_attention_that_the_recipe_names_is_kept(smi, no_packages):
     flash = make_config("1.5B", f"+{ATTENTION}.attn_implementation=flash_attention_2")
     (warning,) = attention.warnings(flash, "train")
     assert warning.startswith("flash_attention_2 is not installed. Install flash-attn")
+    assert "or set actor_rollout_ref.model.override_config.attn_implementation=torch_v" in warning
     assert warning.endswith(PAGE)
 
 
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        ("algorithm.adv_estimator=gae", "the critic of algorithm.adv_estimator=gae"),
-        ("reward.reward_model.enable=true", "the reward model"),
-        (
-            "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
-            "actor_rollout_ref.actor.ulysses_sequence_parallel_size > 1",
-        ),
-    ],
-)
-def test_a_feature_that_needs_flash_attn_is_one_error_without_it(smi, no_packages, change, part):
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_ulysses_is_one_error_without_flash_attn(smi, no_packages, command):
     smi(gpus=2)
-    config, _ = load_config(["math"], ["trainer.n_gpus_per_node=2", change])
-    (problem,) = prepare.extras.collect("check_workers", config, "train", config, "train")
-    assert f"is not installed, and verl needs it for {part}. Install flash-attn" in problem
+    key = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+    config, _ = load_config(["math"], ["trainer.n_gpus_per_node=2", f"{key}=2"])
+    (problem,) = prepare.extras.collect("check_workers", config, command, config, command)
+    assert f"is not installed, and verl needs it for {key}=2. Install flash-attn" in problem
+    assert f"or set {key}=1" in problem and problem.endswith(PAGE)
+
+
+@pytest.mark.parametrize("hf_config", [Qwen2VLConfig(), Qwen2_5_VLConfig()])
+def test_qwen2_vl_is_one_error_without_flash_attn(smi, no_packages, hf_config):
+    """verl's code for these models calls flash-attn itself, if the batch is packed."""
+    smi(gpus=1)
+    config, _ = load_config(["math"], ["trainer.n_gpus_per_node=1"])
+    (problem,) = attention.check_model(config, hf_config, "train")
+    assert f"verl needs it for the model type {hf_config.model_type}. Install flash-" in problem
     assert problem.endswith(PAGE)
+    assert not list(attention.check_model(config, hf_config, "rollout"))
+    config.actor_rollout_ref.model.use_remove_padding = False
+    assert not list(attention.check_model(config, hf_config, "train"))
 
 
 def test_another_node_may_have_flash_attn(no_packages, monkeypatch, tmp_path):
-    """A dry run on a machine without GPUs changes no attention and refuses no critic."""
+    """A dry run on a machine without GPUs changes no attention and refuses nothing."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    config = make_config("1.5B", "algorithm.adv_estimator=gae")
+    ulysses = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+    config = make_config("1.5B", "algorithm.adv_estimator=gae", ulysses)
     assert get_attention(config) is None and not list(attention.check(config, "train"))
+    assert list_modules(config) == ["kit.rollout.verl_patches"]
+    named = make_config("1.5B", f"+{ATTENTION}.attn_implementation=torch_varlen")
+    assert "kit.extras.without_flash_attn" in list_modules(named)
 
 
-def test_flash_attn_is_used_if_it_is_installed(smi, monkeypatch):
+@pytest.mark.parametrize("package", ["flash_attn", "kernels"])
+def test_flash_attn_is_used_if_it_is_installed(smi, monkeypatch, package):
+    """If transformers downloads the kernel, log-probs still need a substitute."""
     smi(gpus=1)
-    monkeypatch.setattr(attention, "is_installed", lambda package: package == "flash_attn")
+    monkeypatch.setattr(attention, "is_installed", lambda name: name == package)
     config = make_config("1.5B", "algorithm.adv_estimator=gae")
     assert get_attention(config) is None and not list(attention.check(config, "train"))
     assert not list(attention.warnings(config, "train"))
+    is_loaded = "kit.extras.without_flash_attn" in list_modules(config)
+    assert is_loaded == (package == "kernels")
