@@ -5,7 +5,7 @@ verl imports it first in every process. The kit never imports it: without kit/cp
 as they are. verl 0.9.1 and vLLM 0.28 need the changes below on a CPU. Those that are settings are
 in configs/machines/cpu.yaml, with the number and the reason.
 
-     1 platform         PlatformCPU; threads and their priority: cpu.yaml, list_cores
+     1 platform         PlatformCPU; threads: cpu.yaml, list_cores
      2 Ray              logical GPUs: cpu.yaml (ray_init.num_gpus), so that placement and ranks are
                         those of a GPU
      3 process group    monkey_patch_process_group
