@@ -142,6 +142,7 @@ def run_rollout(
 def make_recipe(**rollout) -> OmegaConf:
     """A recipe with the keys that inference.py and the sampler read. All numbers are different."""
     settings = {
+        "name": "vllm",
         "do_sample": True,
         "temperature": 0.7,
         "top_p": 0.8,

@@ -100,12 +100,16 @@ def build_sampling_params(config: DictConfig, is_validation: bool) -> Sampling:
     """Return vLLM's parameters from rollout.*, or for validation from rollout.val_kwargs.*."""
     rollout = config.actor_rollout_ref.rollout
     source = rollout.val_kwargs if is_validation else rollout
-    return {
+    sampling = {
         "temperature": source.temperature if source.do_sample else 0.0,
         "top_p": source.top_p,
         "top_k": source.top_k,
         "logprobs": True,
     }
+    if rollout.name == "vllm":  # other engines do not have this parameter
+        # Only ids are used. vLLM needs the text of a response if you add stop strings (`stop`).
+        sampling["detokenize"] = False
+    return sampling
 
 
 async def sample(

@@ -40,11 +40,14 @@ def test_a_context_has_the_limits_of_the_recipe():
 def test_sampling_follows_the_recipe_in_training_and_in_validation():
     training = sampler.build_sampling_params(make_recipe(), False)
     validation = sampler.build_sampling_params(make_recipe(), True)
-    assert training == {"temperature": 0.7, "top_p": 0.8, "top_k": 40, "logprobs": True}
-    assert validation == {"temperature": 0.3, "top_p": 0.4, "top_k": 5, "logprobs": True}
+    common = {"logprobs": True, "detokenize": False}
+    assert training == {"temperature": 0.7, "top_p": 0.8, "top_k": 40, **common}
+    assert validation == {"temperature": 0.3, "top_p": 0.4, "top_k": 5, **common}
     greedy = {"do_sample": False, "temperature": 0.3, "top_p": 0.4, "top_k": 5}
     recipe = make_recipe(val_kwargs=greedy)
     assert sampler.build_sampling_params(recipe, True)["temperature"] == 0.0
+    for other in ("hf", "sglang"):
+        assert "detokenize" not in sampler.build_sampling_params(make_recipe(name=other), False)
 
 
 def sample(client, request_id="4/0-1#2", max_tokens=9, image_inputs=None, **changes):
