@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ray
@@ -60,13 +60,6 @@ class Request:
     prompt_ids: list[int]
     params: dict[str, Any]  # vLLM's: max_tokens, temperature, top_p, top_k, seed, ignore_eos
     output: asyncio.Future[TokenOutput]
-    generator: torch.Generator | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.generator = None
-        seed = self.params.get("seed")
-        if seed is not None:
-            self.generator = torch.Generator().manual_seed(seed)
 
     @property
     def is_greedy(self) -> bool:
@@ -104,15 +97,28 @@ class RecordingSampler(LogitsProcessor):
     """Sample the next token of each row, record its log-prob, and have `generate` take it.
 
     `generate` itself returns no such log-probs, and has one seed and one set of settings per batch.
+    All of it happens on the model's device: the logits of a batch are too large to copy each time.
     """
 
-    def __init__(self, requests: list[Request]):
-        self.requests = requests
-        self.log_probs: list[torch.Tensor] = []  # of each token [B], on the host
+    def __init__(self, requests: list[Request], device: torch.device):
+        self.log_probs: list[torch.Tensor] = []  # of each token [B], on the device
+        self.generators: dict[int, torch.Generator] = {}  # of the rows with a seed
+        unseeded_rows = []
         rows_by_key: dict[SamplingKey, list[int]] = {}
         for row, request in enumerate(requests):
             rows_by_key.setdefault(request.sampling_key, []).append(row)
-        self.groups = [(rows, make_logits_processors(key)) for key, rows in rows_by_key.items()]
+            seed = request.params.get("seed")
+            if request.is_greedy:
+                continue
+            if seed is None:
+                unseeded_rows.append(row)
+            else:
+                self.generators[row] = torch.Generator(device).manual_seed(seed)
+        self.unseeded_rows = torch.tensor(unseeded_rows, dtype=torch.long, device=device)
+        self.groups = [
+            (torch.tensor(rows, device=device), make_logits_processors(key))
+            for key, rows in rows_by_key.items()
+        ]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores that allow only the sampled token: 0 for it, -inf for all others.
@@ -122,15 +128,16 @@ class RecordingSampler(LogitsProcessor):
         logits = scores.float()
         for rows, processors in self.groups:
             logits[rows] = processors(input_ids[rows], logits[rows])  # type: ignore[arg-type]
-        log_probs = logits.log_softmax(-1).cpu()
-        tokens = log_probs.argmax(-1)  # [B]
-        for row, request in enumerate(self.requests):
-            if not request.is_greedy:
-                probs = log_probs[row].exp()
-                tokens[row] = torch.multinomial(probs, 1, generator=request.generator)
-        self.log_probs.append(log_probs.gather(1, tokens[:, None])[:, 0])
+        log_probs = logits.log_softmax(-1)
+        tokens = log_probs.argmax(-1, keepdim=True)  # [B, 1]
+        if len(self.unseeded_rows):
+            probs = log_probs[self.unseeded_rows].exp()
+            tokens[self.unseeded_rows] = torch.multinomial(probs, 1)
+        for row, generator in self.generators.items():
+            tokens[row] = torch.multinomial(log_probs[row].exp(), 1, generator=generator)
+        self.log_probs.append(log_probs.gather(1, tokens)[:, 0])
         chosen = torch.full_like(scores, -torch.inf)
-        return chosen.scatter_(1, tokens[:, None].to(scores.device), 0.0)
+        return chosen.scatter_(1, tokens, 0.0)
 
 
 class StopCriteria(StoppingCriteria):
@@ -238,7 +245,7 @@ class Server:
             padding = width - len(request.prompt_ids)
             ids.append([pad_id] * padding + request.prompt_ids)
             mask.append([0] * padding + [1] * len(request.prompt_ids))
-        sampler = RecordingSampler(batch)
+        sampler = RecordingSampler(batch, self.device)
         generated = self.model.generate(
             torch.tensor(ids).to(self.device),  # [B, T]
             attention_mask=torch.tensor(mask).to(self.device),

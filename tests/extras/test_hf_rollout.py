@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+import torch
 from conftest import SESSION, kill_workers, load
 from learning import AGREE, UNTRAINED, train_until
 
@@ -91,6 +92,67 @@ def test_transformers_repeat_a_response_for_the_same_seed(stack, hf):
         second = trainer.servers.rollout(args.requests, args.sampling)
         assert [e.response_ids for e in first] == [e.response_ids for e in second]
         assert len({tuple(e.response_ids) for e in first}) > 5
+
+
+def sample_tokens(requests, scores):
+    """Sample a token for each row of each scores [B, V] -> (tokens [N, B], log-probs [N, B])."""
+    hf_rollout = importlib.import_module("kit.extras.hf_rollout")
+    sampler = hf_rollout.RecordingSampler(
+        [hf_rollout.Request([5], params, None) for params in requests], scores[0].device
+    )
+    ids = torch.zeros(len(requests), 1, dtype=torch.long, device=scores[0].device)
+    chosen = [sampler(ids, step_scores.clone()) for step_scores in scores]
+    assert all(((rows == 0).sum(-1) == 1).all() for rows in chosen if rows.device.type != "meta")
+    return torch.stack([rows.argmax(-1) for rows in chosen]), torch.stack(sampler.log_probs)
+
+
+# {case: the sampling parameters of a request}
+REQUESTS = {
+    "seed": {"seed": 3},
+    "another seed": {"seed": 4},
+    "seed and temperature": {"seed": 3, "temperature": 0.5},
+    "seed, top_k and top_p": {"seed": 3, "top_k": 4, "top_p": 0.8},
+    "greedy": {"temperature": 0.0},
+    "greedy with a seed": {"temperature": 0, "seed": 3},
+    "no seed": {"seed": None},
+    "no seed, top_k": {"top_k": 1},
+}
+
+
+def test_a_seed_gives_the_same_tokens_in_any_batch():
+    """They are those of torch.multinomial with a generator of this seed, row by row."""
+    torch.manual_seed(0)
+    scores = torch.randn(20, len(REQUESTS), 9) * 2
+    requests = list(REQUESTS.values())
+    tokens, log_probs = sample_tokens(requests, scores)
+    order = torch.randperm(len(requests))
+    again, log_probs_again = sample_tokens([requests[row] for row in order], scores[:, order])
+    is_fixed = torch.tensor([name != "no seed" for name in REQUESTS])
+    assert torch.equal(again[:, is_fixed[order]], tokens[:, order][:, is_fixed[order]])
+    torch.testing.assert_close(
+        log_probs_again[:, is_fixed[order]], log_probs[:, order][:, is_fixed[order]]
+    )
+    all_log_probs = scores.log_softmax(-1)
+    generator = torch.Generator().manual_seed(3)
+    expected = [torch.multinomial(row[0].exp(), 1, generator=generator) for row in all_log_probs]
+    assert tokens[:, 0].tolist() == torch.cat(expected).tolist()
+    assert tokens[:, 0].tolist() != tokens[:, 1].tolist()
+    for name in ("seed", "another seed", "greedy", "no seed"):  # no setting changes these
+        row = list(REQUESTS).index(name)
+        chosen = all_log_probs[:, row].gather(1, tokens[:, row, None])[:, 0]
+        torch.testing.assert_close(log_probs[:, row], chosen)
+    for name in ("greedy", "greedy with a seed", "no seed, top_k"):
+        row = list(REQUESTS).index(name)
+        assert torch.equal(tokens[:, row], scores[:, row].argmax(-1))
+    assert log_probs[:, -1].abs().max() == 0  # top_k=1 leaves one token
+
+
+def test_no_logits_are_copied_to_the_host():
+    """A tensor on torch's device `meta` has no values, so that a copy to the host raises."""
+    requests = [{}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}, {"top_k": 3}] * 2
+    scores = torch.empty(3, len(requests), 50, device="meta")
+    tokens, log_probs = sample_tokens(requests, scores)
+    assert tokens.shape == log_probs.shape == (3, len(requests)) and tokens.device.type == "meta"
 
 
 SAMPLING = {"max_tokens": 500, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
