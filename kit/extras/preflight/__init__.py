@@ -26,12 +26,8 @@ def set_sizes(config: DictConfig, hf_config: Any, command: str) -> None:
 
 
 def check_model(config: DictConfig, hf_config: Any, command: str) -> Iterator[str]:
-    """A model that needs flash-attn if it is missing."""
+    """Each stage that needs far more memory than a GPU has, and a model that needs flash-attn."""
     yield from attention.check_model(config, hf_config, command)
-
-
-def check_model(config: DictConfig, hf_config: Any, command: str) -> Iterator[str]:
-    """Each stage that needs far more memory than a GPU has."""
     yield from memory.find_excess(config, hf_config.get_text_config(), command)
 
 
