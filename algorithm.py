@@ -282,13 +282,22 @@ class Trainer:
         self.raise_if_nonfinite(batch)
 
     def update(self, batch: Any) -> None:
-        """Update critic and actor; in the first trainer.critic_warmup steps only the critic."""
+        """Update critic and actor; in the first trainer.critic_warmup steps only the critic.
+
+        If all advantages are 0, and the loss has no other term, the actor keeps its weights.
+        """
         import training
 
+        done = self.state["step"] - 1  # training steps before this one set the learning rate
         if self.workers.critic:
+            batch.meta_info["schedule_position"] = done
             with self.run.stage("update_critic"):
                 self.metrics |= training.update_critic(self.workers.critic, batch, self.config)
-        if self.state["step"] > self.config.trainer.critic_warmup:
+        updates_actor = self.state["step"] > self.config.trainer.critic_warmup
+        if updates_actor and training.lacks_signal(batch, self.config):
+            self.run.say(f"step {self.state['step']} changes no weights: all advantages are 0")
+        elif updates_actor:
+            batch.meta_info["schedule_position"] = done - self.config.trainer.critic_warmup
             with self.run.stage("update_actor"):
                 self.metrics |= training.update_actor(self.workers.actor, batch, self.config)
         self.saved_state = dict(self.state)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 from tensordict import TensorDict
+from torch import Tensor
 from verl import DataProto
 from verl.trainer.ppo import core_algos, metric_utils, ray_trainer
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
@@ -46,8 +48,11 @@ from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_pad
 
 from kit.config.resources import all_gpus, gpus_per_node, model_parallel_size
 from kit.config.user_functions import is_user_function, needs, select_arguments
-from kit.data import worker_results
+from kit.data import token_rewards, worker_results
+from kit.errors import RunError, SkippedStep
 
+REWARD_MODEL = "reward_model"  # the reward component of a reward model
+COMPONENTS = "reward_components"  # array of the batch: [B] of {name: value}
 WorkerGroup = Any  # a RayWorkerGroup, to which verl adds the workers' methods at run time
 
 
@@ -96,31 +101,140 @@ def apply_rollout_correction(batch: DataProto, config: DictConfig) -> dict[str, 
 def compute_advantages(batch: DataProto, config: DictConfig) -> None:
     """Add `advantages` and `returns` [B, R], with verl's compute_advantage or a custom function.
 
-    A custom function gets the arguments that it names (kit/config/user_functions.py: ESTIMATOR).
+    The estimator gets the batch's `token_level_rewards`, with those of masked tokens on trained
+    ones, and without the rounding errors of equal rewards (kit/data/token_rewards.py). A custom
+    function gets the arguments that it names (kit/config/user_functions.py: ESTIMATOR). Raises
+    SkippedStep if the estimator normalizes over tokens, and only one is trained.
     """
     settings = config.algorithm
-    if settings.adv_estimator in [estimator.value for estimator in core_algos.AdvantageEstimator]:
-        ray_trainer.compute_advantage(
-            batch,
-            adv_estimator=settings.adv_estimator,
-            gamma=settings.gamma,
-            lam=settings.lam,
-            norm_adv_by_std_in_grpo=settings.norm_adv_by_std_in_grpo,
-            config=settings,
-        )
-        return
+    name = settings.adv_estimator
+    mask = batch.batch["response_mask"]  # [B, R]
+    if name in token_rewards.WHITENS and mask.sum() < 2:
+        raise SkippedStep(f"{name} normalizes over the trained tokens, and the batch has only one")
+    if name in [estimator.value for estimator in core_algos.AdvantageEstimator]:
+        advantages, returns = call_verl_estimator(batch, settings)
+    else:
+        advantages, returns = call_custom_estimator(batch, settings)
+    batch.batch["advantages"] = advantages
+    batch.batch["returns"] = returns
+
+
+def call_verl_estimator(batch: DataProto, settings: DictConfig) -> tuple[Tensor, Tensor]:
+    """Compute (advantages, returns), each [B, R], with one of verl's estimators."""
+    groups = batch.non_tensor_batch["uid"]  # [B]
+    tensors = batch.batch.clone(recurse=False)
+    rewards = tensors["token_level_rewards"]  # [B, R]
+    rewards = token_rewards.carry_rewards(rewards, tensors["response_mask"])
+    tensors["token_level_rewards"] = token_rewards.level_equal_rewards(
+        rewards, groups, settings.adv_estimator, settings.gamma
+    )
+    arrays = {"uid": groups}
+    if settings.adv_estimator == "gdpo":
+        # under keys of their own: a component may have any name
+        components = {f"component {k}": read_component(batch, k) for k in settings.gdpo_reward_keys}
+        arrays |= components
+        settings = copy.deepcopy(settings)
+        settings.gdpo_reward_keys = list(components)
+    data = DataProto(tensors, arrays)
+    ray_trainer.compute_advantage(
+        data,
+        adv_estimator=settings.adv_estimator,
+        gamma=settings.gamma,
+        lam=settings.lam,
+        norm_adv_by_std_in_grpo=settings.norm_adv_by_std_in_grpo,
+        config=settings,
+    )
+    return data.batch["advantages"], data.batch["returns"]
+
+
+def read_component(batch: DataProto, name: str) -> np.ndarray:
+    """Return a reward component of each episode [B], 0 in groups where all have the same.
+
+    The advantage of such a group would only have rounding errors. Raises RunError.
+    """
+    components = batch.non_tensor_batch[COMPONENTS]  # [B] of dicts
+    for values in components:
+        if name not in values:
+            names = ", ".join(sorted(values)) or "none"
+            raise RunError(
+                f"algorithm.gdpo_reward_keys has {name}, but an episode has only these reward "
+                f"components: {names}. Let the verifier or env.reward return {name} each time."
+            )
+    rewards = torch.tensor([float(values[name]) for values in components])[:, None]  # [B, 1]
+    groups = batch.non_tensor_batch["uid"]
+    return np.asarray(token_rewards.level_groups(rewards, groups, 0.0)[:, 0])
+
+
+def call_custom_estimator(batch: DataProto, settings: DictConfig) -> tuple[Tensor, Tensor]:
+    """Compute (advantages, returns), each [B, R], with a custom function.
+
+    If it reads `turn`, rewards stay in their turn. Else they move like those for verl's estimators.
+    """
     estimator = core_algos.get_adv_estimator_fn(settings.adv_estimator)
+    tensors = batch.batch
+    has_turns = "turn" in inspect.signature(estimator).parameters
+    rewards = token_rewards.carry_rewards(
+        tensors["token_level_rewards"],
+        tensors["response_mask"],
+        tensors["turn"] if has_turns else None,
+    )
     available = {
         "rollout_is_weights": None,  # if the batch has none
-        **batch.batch,
+        **tensors,
+        "token_level_rewards": rewards,
         "index": batch.non_tensor_batch["uid"],
         "gamma": settings.gamma,
         "lam": settings.lam,
         "config": settings,
     }
     advantages, returns = estimator(**select_arguments(estimator, available))
-    batch.batch["advantages"] = advantages
-    batch.batch["returns"] = returns
+    return advantages, returns
+
+
+def lacks_signal(batch: DataProto, config: DictConfig) -> bool:
+    """Whether an update of the actor would have no gradient, since all advantages are 0.
+
+    AdamW would move the weights nevertheless, by its momentum and its weight decay.
+    """
+    actor = config.actor_rollout_ref.actor
+    has_kl_term = actor.use_kl_loss and actor.kl_loss_coef != 0.0
+    if has_kl_term or actor.entropy_coeff != 0.0:
+        return False
+    is_zero = not (batch.batch["advantages"] * batch.batch["response_mask"]).any()
+    return is_zero and not has_gradient_without_advantages(config)
+
+
+def has_gradient_without_advantages(config: DictConfig) -> bool:
+    """Whether the policy loss has a gradient where all advantages are 0: a term of another kind.
+
+    The loss is tried on two responses whose log-probs are those of the old policy, as at the first
+    optimizer step of a batch. In bypass mode the old policy is the rollout engine, which differs.
+    """
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    mask = torch.ones(2, 3, dtype=torch.bool)  # [B, R]
+    actor.global_batch_info.update(
+        dp_size=1,
+        batch_num_tokens=int(mask.sum()),
+        global_batch_size=len(mask),
+        loss_scale_factor=actor.loss_scale_factor,
+    )
+    old_log_prob = torch.full((2, 3), -1.0)  # [B, R]
+    difference = 0.1 if config.algorithm.rollout_correction.bypass_mode else 0.0
+    log_prob = (old_log_prob + difference).requires_grad_()  # [B, R]
+    loss_function: Any = core_algos.get_policy_loss_fn(actor.policy_loss.loss_mode)
+    loss, _ = loss_function(
+        old_log_prob=old_log_prob,
+        log_prob=log_prob,
+        advantages=torch.zeros(2, 3),
+        response_mask=mask,
+        loss_agg_mode=actor.loss_agg_mode,
+        config=actor,
+        rollout_is_weights=None,
+    )
+    if not loss.requires_grad:
+        return False
+    (gradient,) = torch.autograd.grad(loss, log_prob, allow_unused=True)
+    return gradient is not None and bool(gradient.any())
 
 
 def compute_step_metrics(
@@ -151,8 +265,8 @@ def to_batch(episodes: Sequence[Any], inputs: Any, config: DictConfig) -> DataPr
 def build_batch(episodes: Sequence[Any], pad_token_id: int, temperature: float) -> DataProto:
     """Make verl's batch from the token ids, masks, log-probs and rewards of B episodes.
 
-    episodes: kit.data.episode.Episode. If all episodes have a reward component, the batch has it as
-    an array [B] of the same name. verl's multi-reward advantage (gdpo) reads these arrays.
+    episodes: kit.data.episode.Episode. The names of their reward components come from verifiers. So
+    the batch has all components in one array of dicts, where no name can replace a tensor.
     """
     prompt_lengths = torch.tensor([len(e.prompt_ids) for e in episodes])  # [B]
     response_lengths = torch.tensor([len(e.response_ids) for e in episodes])  # [B]
@@ -176,10 +290,10 @@ def build_batch(episodes: Sequence[Any], pad_token_id: int, temperature: float) 
     }
     if all(e.baseline is not None for e in episodes):
         tensors["reward_baselines"] = torch.tensor([e.baseline for e in episodes]).float()  # [B]
-    arrays: dict[str, list[Any]] = {"uid": [e.group_id for e in episodes]}
-    shared = set.intersection(*[set(e.reward_components) for e in episodes])
-    for name in sorted(shared):
-        arrays[name] = [e.reward_components[name] for e in episodes]
+    arrays = {
+        "uid": [e.group_id for e in episodes],
+        COMPONENTS: [e.reward_components for e in episodes],
+    }
     token_counts = attention_mask.sum(dim=1).tolist()  # [B]; for verl's throughput metrics
     meta_info = {"temperature": temperature, "global_token_num": token_counts}
     return DataProto.from_dict(tensors, non_tensors=arrays, meta_info=meta_info)
@@ -308,7 +422,7 @@ def run_forward(
 ) -> PackedOutput:
     """Call a forward pass of the workers on all rows of a batch. flags: for verl's engine."""
     slots = pad_to_ranks(batch, torch.arange(len(batch)), 1, ranks)
-    data = left_right_2_no_padding(batch[slots.rows].to_tensordict())
+    data = left_right_2_no_padding(select_worker_data(batch)[slots.rows].to_tensordict())
     tu.assign_non_tensor(data, compute_loss=False, **flags)
     return PackedOutput(wait_for_output(call(data)), data, slots)
 
@@ -379,7 +493,14 @@ def add_reward_model_scores(
     """Give each episode the reward component `reward_model`: the head's output at the last token.
 
     The model reads the policy's token ids, so it needs the policy's tokenizer and chat template.
+    Raises RunError if the verifier has a component of this name.
     """
+    for episode in episodes:
+        if REWARD_MODEL in episode.reward_components:
+            raise RunError(
+                f"{episode.server} returned a reward component {REWARD_MODEL}, which is the name "
+                "of the reward model's. Rename it in the verifier."
+            )
     batch = build_batch(episodes, inputs.tokenizer.pad_token_id, temperature=1.0)
     ranks = data_parallel_size(config, "reward_model")
     result = run_forward(reward_model.infer_batch, batch, ranks)
@@ -388,7 +509,7 @@ def add_reward_model_scores(
     is_row = ~result.slots.is_padding  # [S]
     rows = result.slots.rows[is_row].tolist()
     for row, score in zip(rows, scores[is_row].tolist(), strict=True):
-        episodes[row].reward_components["reward_model"] = score
+        episodes[row].reward_components[REWARD_MODEL] = score
 
 
 # --- TRY NOT TO MODIFY: updates ------------------------------------------------------------------
@@ -472,14 +593,19 @@ def select_live_rows(batch: DataProto) -> torch.Tensor:
 
 def to_worker_batch(batch: DataProto, slots: WorkerRows) -> TensorDict:
     """Copy rows into a packed batch for an update. Padding rows have a mask of 0, so no loss."""
-    keys = [key for key in batch.batch.keys() if key not in DRIVER_ONLY_KEYS]  # noqa: SIM118
-    copied = batch.select(keys, NON_TENSOR_KEYS)[slots.rows]
+    copied = select_worker_data(batch)[slots.rows]
     copied.batch["row"] = slots.rows
     copied.batch["is_padding"] = slots.is_padding
     for key in ("response_mask", "advantages"):
         if key in copied.batch:
             copied.batch[key][slots.is_padding] = 0
     return left_right_2_no_padding(copied.to_tensordict())
+
+
+def select_worker_data(batch: DataProto) -> DataProto:
+    """Select the tensors and arrays of a batch that the workers read."""
+    keys = [key for key in batch.batch.keys() if key not in DRIVER_ONLY_KEYS]  # noqa: SIM118
+    return batch.select(keys, NON_TENSOR_KEYS)
 
 
 def set_sft_loss_mask(data: TensorDict) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import kl_penalty
 
 BETA = 0.1  # of online DPO; lambda of SPIN
+ROUNDING = 1e-6  # a smaller difference of two rewards is a rounding error of a sum
 
 
 # --- turns ----------------------------------------------------------------------------------------
@@ -45,7 +46,8 @@ def turn_grpo(
     for group in dict.fromkeys(index):
         in_group = is_turn & find_members(index, group)[:, None]  # [B, K]
         group_rewards = rewards[in_group]
-        if len(group_rewards) > 1:  # one turn has nothing to be compared with
+        # one turn, or turns with equal rewards, have nothing to be compared with
+        if len(group_rewards) > 1 and group_rewards.max() - group_rewards.min() > ROUNDING:
             centered = group_rewards - group_rewards.mean()
             normalized[in_group] = centered / (group_rewards.std() + 1e-6)
     sums = normalized.flip(1).cumsum(dim=1).flip(1)  # [B, K]: from each turn to the last
@@ -150,7 +152,7 @@ def pairs(
         members = [i for i, name in enumerate(index) if name == group]
         best = max(members, key=lambda i: rewards[i])
         worst = min(members, key=lambda i: rewards[i])
-        if rewards[best] > rewards[worst]:
+        if rewards[best] - rewards[worst] > ROUNDING:
             margin = BETA * (log_ratios[best] - log_ratios[worst])
             weight = BETA * torch.sigmoid(-margin)
             weights[best] = weight
@@ -212,7 +214,9 @@ def preference(
     rewards = token_level_rewards.sum(dim=1)  # [B]
     _, group_numbers = np.unique(np.asarray(index), return_inverse=True)  # [B]
     in_same_group = torch.from_numpy(group_numbers[:, None] == group_numbers)  # [B, B]
-    wins = torch.sign(rewards[:, None] - rewards) / 2 * in_same_group  # [B, B]: P(i > j) - 1/2
+    differences = rewards[:, None] - rewards  # [B, B]
+    is_compared = in_same_group & (differences.abs() > ROUNDING)  # [B, B]
+    wins = torch.sign(differences) / 2 * is_compared  # [B, B]: P(i > j) - 1/2
     targets = wins.sum(dim=1) / in_same_group.sum(dim=1)  # [B]
     advantages = targets[:, None] * response_mask  # [B, R]
     return advantages, advantages

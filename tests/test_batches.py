@@ -121,20 +121,12 @@ def test_components_of_the_reward_reach_verls_multi_reward_advantage():
     for episode, part in zip(episodes, parts, strict=True):
         episode.reward_components = part
     batch = training.build_batch(episodes, 0, 1.0)
-    assert list(batch.non_tensor_batch["right"]) == [1.0, 0.0, 1.0]
     batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
     weights = {"gdpo_reward_keys": ["right", "format"], "gdpo_reward_weights": [1.0, 0.1]}
     algorithm = ALGORITHM | {"adv_estimator": "gdpo"} | weights
     training.compute_advantages(batch, OmegaConf.create({"algorithm": algorithm}))
     advantages = batch.batch["advantages"]  # [3, 2]
     assert advantages[0, 0] > 0 > advantages[1, 0] and torch.equal(advantages[0], advantages[2])
-
-
-def test_components_that_not_all_episodes_have_are_not_in_the_batch():
-    one = make_episode([1], [2], reward_components={"a": 1.0, "b": 0.0})
-    two = make_episode([1], [2], reward_components={"b": 1.0})
-    batch = training.build_batch([one, two], 0, 1.0)
-    assert list(batch.non_tensor_batch["b"]) == [0.0, 1.0] and "a" not in batch.non_tensor_batch
 
 
 # --- the order of rows for the workers -----------------------------------------------------------
