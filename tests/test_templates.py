@@ -326,4 +326,4 @@ def test_each_docstring_shows_a_valid_recipe_line(path):
     references = re.findall(r"(templates/[\w./]+)(?::(\w+))?", line)
     assert references and all(ROOT / file in (path, path.parent) for file, _ in references)
     names = [name for _, name in references if name]
-    assert all(re.search(rf"^(def|class) {name}\b", text, re.MULTILINE) for name in names)
+    assert all(re.search(rf"^(async def|def|class) {name}\b", text, re.M) for name in names)
