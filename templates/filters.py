@@ -117,7 +117,7 @@ def get_text(episode: Any, field: str) -> str:
 def make_answer_episode(episode: Any, text: str, ids: list[int]) -> Any:
     """Copy an episode, with another response.
 
-    It has the same reward components: training.build_batch keeps only those that all episodes have.
+    It has the same reward components, since an advantage such as gdpo reads those of all episodes.
     """
     return dataclasses.replace(
         episode,

@@ -184,7 +184,8 @@ def test_an_answer_keeps_the_reward_components_and_baselines_of_its_batch(worksp
         e.baseline = 0.25
     answered = filters.with_answer(episodes, "answer", str(workspace / "tied"), 4)
     batch = training.build_batch(answered, 0, 1.0)
-    assert batch.non_tensor_batch["style"].tolist() == [0.5, 0.5, 1.0] * 2
+    components = batch.non_tensor_batch["reward_components"]
+    assert [parts["style"] for parts in components] == [0.5, 0.5, 1.0] * 2
     assert batch.batch["reward_baselines"].tolist() == [0.25] * 6
 
 
