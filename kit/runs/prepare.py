@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import env
 from kit import extras
-from kit.config import checks, model_files, user_functions
+from kit.config import checks, model_files, trackers, user_functions
 from kit.config.keys import to_plain
 from kit.config.load import ACTOR, FSDP, MICRO_BATCH_TOKENS, MODEL, ROLLOUT, raise_all
 from kit.config.resources import sequence_parallel_size
@@ -165,6 +165,7 @@ def early_problems(config: DictConfig, command: str) -> Iterator[Exception | str
     yield from checks.check_sizes(config, command)
     yield from checks.check_algorithm(config)
     yield from checks.check_sampling(config, command)
+    yield from trackers.find_problems(config)
     if command == "train":
         yield from checks.check_weight_sync(config)
     yield from extras.collect("check_recipe", config, command, config, command)

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 
 from env import Task
 from kit import extras
-from kit.config.keys import to_plain
+from kit.config import trackers
 from kit.config.redaction import redacted
 from kit.data.episode import Episode
 from kit.data.rollout_files import open_records, to_record, write_record
@@ -182,10 +182,11 @@ class Run:
         """Open the recipe's trackers (trainer.logger), if there are any."""
         self.set_env(TENSORBOARD_DIR=self.folder / "tensorboard", WANDB_DIR=self.folder)
         self.set_env(VERL_FILE_LOGGER_PATH=self.folder / "tracking.jsonl")
-        self.tracking = self.make_tracking() if self.config.trainer.logger else None
+        self.trackers = trackers.list_names(self.config)
+        self.tracking = self.make_tracking() if self.trackers else None
 
     def make_tracking(self) -> Any:
-        """Make verl's trackers, with an id that a resumed run uses again."""
+        """Make verl's trackers, with an id that a resumed run uses again. Raises RunError."""
         path = self.folder / "tracker_id"
         if self.checkpoint is None or not path.is_file():
             with files.replace_atomically(path) as partial:
@@ -198,8 +199,14 @@ class Run:
         settings = self.config.trainer
         self.tables = ValidationGenerationsLogger(settings.project_name, settings.experiment_name)
         recipe = OmegaConf.to_container(redacted(self.config), resolve=False)
-        loggers = to_plain(settings.logger)
-        return Tracking(settings.project_name, settings.experiment_name, loggers, recipe)
+        try:
+            return Tracking(settings.project_name, settings.experiment_name, self.trackers, recipe)
+        except Exception as error:  # each tracker has its own classes, for example for a wrong key
+            reason = " ".join(str(error).split()) or repr(error)
+            raise RunError(
+                f"trainer.logger={self.trackers}: a tracker did not start: {reason} Correct its "
+                "settings or its network, choose its offline mode, or remove it."
+            ) from error
 
     def close_trackers(self, status: int) -> None:
         """Close the trackers. If one cannot write, print that and continue.
@@ -311,7 +318,7 @@ class Run:
         count = self.config.trainer.log_val_generations
         if self.tracking and count > 0:
             rows = [[e.question, e.transcript, e.reward] for e in episodes[:count]]
-            self.tables.log(to_plain(self.config.trainer.logger), rows, step)
+            self.tables.log(self.trackers, rows, step)
 
     def write_episodes(
         self,
