@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from omegaconf import DictConfig
 
 from kit.errors import RunError, Stop
 from kit.runs import log_files, processes
+from kit.runs.event_loops import get_running_loop
 
 PEER_LOSS_S = 30  # seconds until Ray notices that a node is lost
 SHUTDOWN_TIMEOUT_S = 60  # seconds for the processes to end, before they are killed
@@ -40,6 +42,9 @@ class StopReason(enum.Enum):
 
 class Guard:
     """Times the stages of a run, and stops the run if one hangs, a signal comes or a process dies.
+
+    All of these stop the run by a signal, which Python handles in its main thread only. In another
+    thread, the Guard checks for a lost process between two stages, and has no other effect.
 
     say: prints a line. show: shows the current stage.
     """
@@ -71,15 +76,18 @@ class Guard:
         # An optional process monitor. Methods used here: stop_watching(), kill_all().
         self.monitor: Any = None
         self.loop: Any = None  # asyncio.Runner, or an object with its `run` and `get_loop`
+        self.has_signals = threading.current_thread() is threading.main_thread()
         self.previous_handlers: dict[int, Any] = {}  # by signal
 
     # --- signals ---
 
     def install_handlers(self) -> None:
-        """Handle SIGINT, SIGTERM and SIGALRM.
+        """Handle SIGINT, SIGTERM and SIGALRM, if this is the main thread.
 
         Call it again after ray.init, which installs a SIGTERM handler of Ray.
         """
+        if not self.has_signals:
+            return
         handlers = {
             signal.SIGINT: self.handle_stop_signal,
             signal.SIGTERM: self.handle_stop_signal,
@@ -94,9 +102,14 @@ class Guard:
 
     def restore_handlers(self) -> None:
         """Restore the previous signal handlers: a notebook continues after the run."""
-        signal.alarm(0)
+        self._set_alarm(0)
         for signum, handler in self.previous_handlers.items():
             signal.signal(signum, handler)
+
+    def _set_alarm(self, seconds: int) -> None:
+        """Send SIGALRM after these seconds, instead of a previous alarm. 0: do not send it."""
+        if self.has_signals:
+            signal.alarm(seconds)
 
     def handle_stop_signal(self, signum: int, _frame: Any) -> None:
         """Handle Ctrl-C or SIGTERM: the first saves and exits, the second exits immediately."""
@@ -129,7 +142,7 @@ class Guard:
     def _raise_in_blocked_loop(self) -> None:
         """Raise Stop if a call inside the event loop does not return, so the loop cannot stop."""
         if self.ending and time.monotonic() > self.loop_stop_at + BLOCKED_LOOP_S - 1:
-            signal.alarm(BLOCKED_LOOP_S)  # again, in case something catches this exception
+            self._set_alarm(BLOCKED_LOOP_S)  # again, in case something catches this exception
             raise self.ending
 
     # --- stopping ---
@@ -154,7 +167,7 @@ class Guard:
             raise self.ending
         self.loop_stop_at = time.monotonic()
         self.loop_stop = loop.call_soon_threadsafe(loop.stop)
-        signal.alarm(BLOCKED_LOOP_S)
+        self._set_alarm(BLOCKED_LOOP_S)
 
     def _make_stop(self, reason: StopReason) -> Stop:
         """Return the exception for a reason. If the run can still save, clear `lost_process`."""
@@ -194,17 +207,17 @@ class Guard:
     def report_lost(self, message: str) -> None:
         """Stop the run for a lost process. Can be called from any thread."""
         self.lost_process = message
-        if self.current_stage:
+        if self.current_stage and self.has_signals:
             os.kill(os.getpid(), signal.SIGALRM)
 
     def record_progress(self) -> None:
         """Restart the timeout of the current stage (trainer.stage_timeout_s)."""
         self.last_progress_at = time.monotonic()
         if self.current_stage and not self.loop_stop:
-            signal.alarm(max(1, round(self.config.trainer.stage_timeout_s)))
+            self._set_alarm(max(1, round(self.config.trainer.stage_timeout_s)))
             # Another thread may call this, while the main thread stops the loop.
             if self.loop_stop:
-                signal.alarm(BLOCKED_LOOP_S)
+                self._set_alarm(BLOCKED_LOOP_S)
 
     # --- shutdown ---
 
@@ -212,17 +225,17 @@ class Guard:
         """Prepare to stop the run's processes within SHUTDOWN_TIMEOUT_S. Cancel all tasks."""
         self.current_stage = ""
         self.is_closing = True
-        signal.alarm(SHUTDOWN_TIMEOUT_S)
+        self._set_alarm(SHUTDOWN_TIMEOUT_S)
         if self.monitor:
             self.monitor.stop_watching()
         runner = self.loop
         self.loop = None
         if not runner:
             return
-        if runner.get_loop().is_running():  # it runs in another thread, which signals do not stop
-            runner.run(cancel_tasks())
-        else:
+        if isinstance(runner, asyncio.Runner):
             cancel_tasks_of_stopped_loop(runner.get_loop())
+        else:  # its loop is in another thread, which signals do not stop
+            runner.run(cancel_tasks())
 
     def end_shutdown(self) -> None:
         """End the shutdown: the processes have ended, and timeouts now apply to the export."""
@@ -250,7 +263,7 @@ class Guard:
             raise
         finally:
             if name != OUTER_STAGE:
-                signal.alarm(0)
+                self._set_alarm(0)
                 self.current_stage = outer
             if self.loop_stop:
                 self.loop_stop.cancel()
@@ -325,14 +338,6 @@ def exit_now(status: int, monitor: Any) -> None:
 def is_ray_error(error: BaseException | None) -> bool:
     """Return whether an exception's class is defined by Ray."""
     return type(error).__module__.split(".")[0] == "ray"
-
-
-def get_running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the event loop that runs in this thread, or None."""
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 async def cancel_tasks() -> None:

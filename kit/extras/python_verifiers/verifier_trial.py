@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from kit.errors import UserFunctionError
 from kit.extras.python_verifiers.ground_truths import read_expected_answers
 from kit.extras.python_verifiers.verifier_pool import Pool
 from kit.extras.python_verifiers.verifier_settings import VerifierSpec
+from kit.runs.event_loops import make_runner
 
 RESPONSE = "So the answer is 7."
 # Responses with the expected answer. They are tried in this order, until one earns a reward.
@@ -37,10 +37,7 @@ def try_verifiers(
     MAX_SOURCES, which are not tried. Raises UserFunctionError.
     """
     lines: list[str] = []
-    with (
-        tempfile.TemporaryDirectory() as logs,
-        asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner,
-    ):
+    with tempfile.TemporaryDirectory() as logs, make_runner() as runner:
         for name, spec in specs.items():
             own_tasks = [task for task in tasks if task.server == name]
             pool = Pool(spec, config, Path(logs))

@@ -1,0 +1,201 @@
+"""Tests that a run's coroutines work in a thread with or without a running event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from kit.errors import Stop
+from kit.runs import event_loops
+from kit.runs.event_loops import make_runner
+from kit.runs.signals import Guard
+
+# A process that the kernel ends together with the thread that started it.
+DIES_WITH_PARENT = """
+import ctypes, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+for line in sys.stdin:
+    print(line, end="", flush=True)
+"""
+
+
+def call_directly(function: Callable[[], Any]) -> Any:
+    return function()
+
+
+def call_in_loop(function: Callable[[], Any]) -> Any:
+    async def cell() -> Any:
+        return function()
+
+    return asyncio.run(cell())
+
+
+def call_in_thread(function: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def call_in_loop_of_thread(function: Callable[[], Any]) -> Any:
+    return call_in_thread(lambda: call_in_loop(function))
+
+
+CALLERS = [call_directly, call_in_loop, call_in_thread, call_in_loop_of_thread]
+every_caller = pytest.mark.parametrize("call", CALLERS)
+
+
+@every_caller
+def test_coroutines_run_one_after_the_other_in_every_caller(call: Callable) -> None:
+    async def echo(text: bytes) -> bytes:
+        if "process" not in state:
+            state["process"] = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", DIES_WITH_PARENT,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+        state["process"].stdin.write(text)
+        return await state["process"].stdout.readline()
+
+    async def fail() -> None:
+        raise ZeroDivisionError("of the work")
+
+    async def stop_process() -> int:
+        state["process"].stdin.close()
+        return await state["process"].wait()
+
+    def use() -> list[Any]:
+        with make_runner() as runner:
+            results = [runner.run(echo(b"one\n")), runner.run(echo(b"two\n"))]
+            with pytest.raises(ZeroDivisionError, match="of the work"):
+                runner.run(fail())
+            assert not runner.get_loop().is_running()  # it runs only during `run`
+            results.append(runner.run(stop_process()))
+        return results
+
+    state: dict[str, Any] = {}
+    assert call(use) == [b"one\n", b"two\n", 0]
+
+
+@every_caller
+def test_tasks_that_are_left_are_cancelled_at_the_end(call: Callable) -> None:
+    ended = []
+
+    async def linger() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("lingering")
+
+    async def begin() -> None:
+        tasks.append(asyncio.create_task(linger()))
+        await asyncio.sleep(0)
+
+    def use() -> None:
+        with make_runner() as runner:
+            runner.run(begin())
+
+    tasks: list[asyncio.Task] = []
+    call(use)
+    assert ended == ["lingering"]
+
+
+@pytest.fixture
+def guard_config() -> Any:
+    return OmegaConf.create({"trainer": {"stage_timeout_s": 60}})
+
+
+def test_a_stop_in_a_notebook_cancels_the_work(guard_config: Any, tmp_path: Path) -> None:
+    """After it, the loop can still run what saves and closes."""
+    ended = []
+
+    async def episode(number: int) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0)
+            ended.append(number)
+
+    async def play() -> None:
+        tasks.append(asyncio.create_task(episode(2)))  # no one waits for it
+        asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGINT)
+        await asyncio.gather(episode(0), episode(1))
+
+    def use() -> str:
+        guard = Guard(guard_config, tmp_path, lambda text: None, lambda stage: None)
+        guard.install_handlers()
+        try:
+            with make_runner() as guard.loop:
+                runner = guard.loop
+                with pytest.raises(Stop) as stop, guard.stage("gen"):
+                    runner.run(play())
+                assert (stop.value.status, stop.value.save) == (130, True)
+                assert sorted(ended) == [0, 1]
+                text = runner.run(asyncio.sleep(0.01, "saved"))
+                guard.begin_shutdown()
+                return text
+        finally:
+            guard.restore_handlers()
+
+    tasks: list[asyncio.Task] = []
+    assert call_in_loop(use) == "saved"
+    assert sorted(ended) == [0, 1, 2]
+
+
+def test_a_blocked_loop_does_not_block_a_stop_in_a_notebook(
+    guard_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_loops, "CANCEL_TIMEOUT_S", 0.2)
+
+    async def block() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(3)
+
+    def use() -> float:
+        guard = Guard(guard_config, tmp_path, lambda text: None, lambda stage: None)
+        guard.install_handlers()
+        begin = time.monotonic()
+        try:
+            with make_runner() as runner:
+                with pytest.raises(Stop), guard.stage("gen"):
+                    runner.run(block())
+                return time.monotonic() - begin
+        finally:
+            guard.restore_handlers()
+
+    assert call_in_loop(use) < 2
+
+
+def test_a_run_in_a_thread_changes_no_signal(guard_config: Any, tmp_path: Path) -> None:
+    """SIGALRM would end the process, because Python handles signals in its main thread only."""
+
+    def use() -> float:
+        guard = Guard(guard_config, tmp_path, lambda text: None, lambda stage: None)
+        guard.install_handlers()
+        with make_runner() as guard.loop:
+            with guard.stage("gen"):
+                guard.record_progress()
+                assert guard.loop.run(asyncio.sleep(0.01, "done")) == "done"
+                guard.report_lost("the raylet is gone")
+                alarm = signal.getitimer(signal.ITIMER_REAL)[0]
+            with pytest.raises(Stop, match="stage ref: the raylet is gone"), guard.stage("ref"):
+                raise AssertionError("the stage has begun")
+            guard.begin_shutdown()
+        guard.restore_handlers()
+        return alarm
+
+    signums = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+    before = [signal.getsignal(signum) for signum in signums]
+    for call in (call_in_thread, call_in_loop_of_thread):
+        assert call(use) == 0.0
+    assert [signal.getsignal(signum) for signum in signums] == before
