@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -22,7 +23,7 @@ from kit.config.load import load_config
 from kit.data.episode import Episode
 from kit.errors import ConfigError, RunError, Stop, UserFunctionError
 from kit.gym import network
-from kit.runs import checkpoints, files, prepare, summary, trial
+from kit.runs import checkpoints, files, isolation, prepare, summary, trial
 from kit.runs.console import console, remove_control_characters
 
 EXPECTED_ERRORS = (  # printed as a message, without a traceback
@@ -59,6 +60,16 @@ def do_nothing(config: DictConfig) -> None:
     """The default of `on_merged`."""
 
 
+@contextlib.contextmanager
+def explain_config_errors() -> Iterator[None]:
+    """Turn an error of OmegaConf, which has several lines, into a ConfigError of one line."""
+    try:
+        yield
+    except OmegaConfBaseException as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+
+
+@explain_config_errors()
 def plan(
     recipe_files: Sequence[str],
     overrides: Sequence[str] = (),
@@ -72,6 +83,7 @@ def plan(
     on_merged: called with the merged recipe before the checks. is_dry_run: a finished run of this
     name is a warning. Raises EXPECTED_ERRORS.
     """
+    isolation.set_home()
     silence_libraries()
     problems: list[Exception] = []
     config, defaults = load_config(recipe_files, overrides, problems)
@@ -136,7 +148,7 @@ def main(train: Callable[[Plan], AbstractContextManager[Any]]) -> None:
     signal.signal(signal.SIGTERM, exit_on_sigterm)
     try:
         run(args, train)
-    except (*EXPECTED_ERRORS, OmegaConfBaseException) as error:
+    except EXPECTED_ERRORS as error:
         exit_with(str(error))
     except OSError as error:
         if error.errno not in files.WRITE_FAILED:
@@ -213,13 +225,13 @@ def describe_plan(planned: Plan, command: str, is_dry_run: bool) -> str:
 
 
 def begin_imports(config: DictConfig) -> None:
-    """Start to import the workers' modules in another process, if the run uses one for that.
+    """Check this machine's limits, and start to import the workers' modules in another process.
 
-    It imports them while the recipe is checked.
+    It imports them while the recipe is checked, if the run uses such a process.
     """
-    from kit.runs import isolation
+    from kit.runs import node_checks
 
-    isolation.check_tmpdir_length()
+    node_checks.check_limits()
     extras.call("begin_imports", config, "train", config)
 
 

@@ -1,4 +1,4 @@
-"""Isolate a run from other runs and users: its temporary folder, and Ray's folder and token."""
+"""Isolate a run from other runs and users: its folders, and Ray's folder, token and GPUs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from omegaconf import DictConfig
+
 from kit.errors import RunError
 
 SOCKET_PATH_LIMIT = 107  # bytes: Linux's sun_path has 108, and the last one is a zero
@@ -19,6 +21,17 @@ RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_sto
 RUN_SOCKET = "/kit-abcdefgh/rl-colocate-zmq-01000000-replica-999-rank-999.sock"
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch would use TMPDIR
 FOLDER_KEY = "ray_kwargs.ray_init._temp_dir"
+
+
+def set_home() -> None:
+    """Set HOME to /tmp/kit-UID if this user has no home folder, as in some containers.
+
+    Caches of libraries are there, for all runs. Raises RunError if others could use the folder.
+    """
+    if os.path.expanduser("~") == "~":  # HOME is not set, and the user has no entry in passwd
+        folder = Path(f"/tmp/kit-{os.getuid()}")
+        _make_private(folder)
+        os.environ["HOME"] = str(folder)
 
 
 def check_tmpdir_length() -> None:
@@ -98,6 +111,27 @@ def _is_replaceable(folder: Path) -> bool:
     """Return whether other users can write to the folder's parent, and no sticky bit stops them."""
     mode = folder.parent.stat().st_mode
     return bool(mode & 0o022) and not mode & stat.S_ISVTX
+
+
+@contextlib.contextmanager
+def show_logical_gpus(config: DictConfig) -> Iterator[None]:
+    """Hide the variable that limits Ray's GPUs while a Ray starts whose GPUs are only logical.
+
+    A recipe for a CPU gives Ray logical GPUs. Ray starts only if CUDA_VISIBLE_DEVICES lists as
+    many, and users set it to "" or -1 to compute on the CPU. On AMD and Intel it has another name.
+    """
+    if config.trainer.device != "cpu":
+        yield
+        return
+    from ray._private.accelerators import get_accelerator_manager_for_resource
+
+    manager = get_accelerator_manager_for_resource("GPU")
+    name = manager.get_visible_accelerator_ids_env_var() if manager else "CUDA_VISIBLE_DEVICES"
+    previous = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        _restore_variable(name, previous)
 
 
 @contextlib.contextmanager

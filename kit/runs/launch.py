@@ -7,7 +7,7 @@ import them late, while Ray starts. Optional features take part through these ho
     before_ray(launch)                       processes or settings that Ray or the Gym servers need
     after_ray(launch, raylet_pid)            raylet_pid: of a local Ray, or None
     import_engine(config)                    modules of another rollout engine, while Ray starts
-    make_loop(config)                        -> an event loop to use in place of asyncio.Runner
+    make_loop(config)                        -> an event loop to use in place of make_runner's
     make_pools(config, logs)                 -> {name: pool of processes with a Python verifier}
     start_rollout_workers(launch, context, urls)    -> processes that run the episodes
     servers_class(config)                    -> a class to use in place of inference.Servers
@@ -16,16 +16,15 @@ import them late, while Ray starts. Optional features take part through these ho
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import os
 import secrets
 import shlex
 import sys
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +40,8 @@ from kit.gym import network
 from kit.gym.servers import GymServers
 from kit.gym.verifiers import make_verifiers
 from kit.rollout import sampler
-from kit.runs import hub, isolation
+from kit.runs import files, hub, isolation, node_checks
+from kit.runs.event_loops import make_runner
 from kit.runs.prepare import RunInputs
 from kit.runs.run_dir import Run
 
@@ -114,10 +114,11 @@ def start(run: Run, inputs: RunInputs, stack: contextlib.ExitStack, samples: boo
     config = run.config
     endpoint = make_policy_endpoint(config)
     launch = Launch(run, inputs, stack, endpoint.as_server() if samples else None)
-    with run.stage("start"):
+    with run.stage("start"), explain_start_errors():
+        node_checks.check_node(config, run.command)
         hub.download_models(config, run.command, run.say)
         urls = start_servers_and_ray(launch)
-        loop = stack.enter_context(launch.first("make_loop", config) or asyncio.Runner())
+        loop = stack.enter_context(launch.first("make_loop", config) or make_runner())
         run.guard.loop = loop
         stack.callback(run.guard.begin_shutdown)  # runs before the loop is closed
         engine_note = " and the rollout engine (about 1 min)" if samples else ""
@@ -137,6 +138,30 @@ def start(run: Run, inputs: RunInputs, stack: contextlib.ExitStack, samples: boo
             return Stack(workers, None)
         servers = start_sampling(launch, workers, loop, urls, endpoint)
         return Stack(workers, servers)
+
+
+@contextlib.contextmanager
+def explain_start_errors() -> Iterator[None]:
+    """Raise RunError for what this machine or its packages refuse while the processes start."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in files.WRITE_FAILED:
+            path = error.filename or "a folder of the run"
+            raise RunError(files.describe_write_error(path, error)) from error
+        raise RunError(f"The run did not start: {error}. Correct this, then start again") from error
+    except ImportError as error:
+        raise RunError(
+            f"The run did not start: a package cannot be imported: {error}. Install the packages "
+            "again: requirements-gpu.txt, or requirements-cpu.txt for a CPU."
+        ) from error
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        raise RunError(
+            f"The run did not start: {error}. This user may have no more processes (ulimit -u), or "
+            "this container (pids limit). Raise the limit, or stop other processes."
+        ) from error
 
 
 def start_sampling(
@@ -254,19 +279,21 @@ def start_ray(launch: Launch) -> None:
     Ray takes 6 s, the imports 10 s. Raises RunError if Ray has less than the run needs.
     """
     run = launch.run
-    imports = threading.Thread(target=import_engine, args=[launch])
-    imports.start()
-    settings = ray_settings(launch)
-    session = init_ray(settings).address_info["session_dir"]
-    processes = ray._private.worker._global_node.all_processes  # type: ignore[attr-defined]
-    raylets = processes.get("raylet")  # of a Ray that this process started
-    raylet_pid = raylets[0].process.pid if raylets else None
-    launch.call("after_ray", raylet_pid)
-    run.guard.install_handlers()  # Ray replaced them
-    link = launch.logs / "ray"
-    link.unlink(missing_ok=True)
-    link.symlink_to(Path(session) / "logs")
-    imports.join()
+    # If Ray does not start, this also waits for the imports: at Python's exit they would fail.
+    with ThreadPoolExecutor(1) as imports:
+        importing = imports.submit(import_engine, launch)
+        settings = ray_settings(launch)
+        with isolation.show_logical_gpus(launch.config):
+            session = init_ray(settings).address_info["session_dir"]
+        processes = ray._private.worker._global_node.all_processes  # type: ignore[attr-defined]
+        raylets = processes.get("raylet")  # of a Ray that this process started
+        raylet_pid = raylets[0].process.pid if raylets else None
+        launch.call("after_ray", raylet_pid)
+        run.guard.install_handlers()  # Ray replaced them
+        link = launch.logs / "ray"
+        link.unlink(missing_ok=True)
+        link.symlink_to(Path(session) / "logs")
+        importing.result()
     wait_for_resources(launch.config, run.command, 0.0 if raylets else JOIN_S)
 
 
@@ -283,10 +310,12 @@ def init_ray(settings: dict[str, Any]) -> Any:
                 f"{reason} Check `ray status` on this node. "
                 'See docs/cluster.md, "Start Ray by hand".'
             ) from error
+        hint = ""
+        if "timed out" in reason:
+            hint = "If this machine is busy, start again when it is not. "
         raise RunError(
             f"Ray did not start: {reason} Its logs are in {settings['_temp_dir']}/session_latest/"
-            "logs. If this machine is busy, start again when it is not. "
-            'See docs/troubleshooting.md, "Ray".'
+            f'logs. {hint}See docs/troubleshooting.md, "Ray".'
         ) from error
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import CLEAN_ENV, ROOT
+from omegaconf import OmegaConf
 
 from kit.errors import RunError
 from kit.rollout import stores
@@ -79,6 +82,64 @@ def test_kernels_that_torch_compiles_are_kept_for_the_next_run(
     with isolation.use_own_tmpdir():
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
+
+
+NO_HOME = """
+import os, sys
+from pathlib import Path
+os.umask(0o022)
+from kit.errors import RunError
+from kit.runs import isolation
+try:
+    isolation.set_home()
+    with isolation.use_own_tmpdir():
+        print(Path.home(), os.environ["TORCHINDUCTOR_CACHE_DIR"])
+except RunError as error:
+    print(error)
+"""
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("variables", "home"),
+    [({}, "/tmp/kit-{user}"), ({"HOME": "/nonexistent"}, "/nonexistent")],
+    ids=["unset", "missing"],
+)
+def test_a_user_without_a_home_folder_gets_one(variables: dict[str, str], home: str) -> None:
+    """As in a container that runs with a user id which /etc/passwd does not have."""
+    user = 54_321
+    environment = {name: CLEAN_ENV[name] for name in ("PATH",)}
+    # The packages may be in a folder that only root can read, so the user changes after imports.
+    code = f"import kit.runs.isolation, os; os.setgid({user}); os.setuid({user})\n{NO_HOME}"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment | variables | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        folder = home.format(user=user)
+        assert done.stdout == f"{folder} {folder}/.cache/torchinductor\n", done.stderr
+        if not variables:
+            assert Path(folder).stat().st_mode & 0o777 == 0o700
+    finally:
+        shutil.rmtree(f"/tmp/kit-{user}", ignore_errors=True)
+
+
+@pytest.mark.parametrize("value", [None, "", "-1", "none", "0", "0,1", "NoDevFiles"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_cpu_recipe_does_not_show_ray_which_gpus_are_visible(
+    value: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray does not start if the variable lists fewer GPUs than the recipe has logical ones."""
+    name = "CUDA_VISIBLE_DEVICES"
+    monkeypatch.delenv(name, raising=False)
+    if value is not None:
+        monkeypatch.setenv(name, value)
+    config = OmegaConf.create({"trainer": {"device": device}})
+    with isolation.show_logical_gpus(config):
+        assert os.environ.get(name) == (None if device == "cpu" else value)
+    assert os.environ.get(name) == value
 
 
 @pytest.mark.parametrize("previous", [None, "/tmp"])
@@ -257,7 +318,8 @@ def test_only_a_driver_with_the_token_can_use_the_ray_of_a_run(
         assert not list_files_with(token, tmp_path, short_folder)
         assert not (home / ".ray" / "auth_token").exists()
         for process in psutil.Process(driver.pid).children(recursive=True):
-            assert token not in " ".join(process.cmdline())
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                assert token not in " ".join(process.cmdline())
     finally:
         output = driver.communicate("end\n", timeout=60)[0]
     assert driver.returncode == 0 and output.split() == ["False", "False"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from conftest import ROOT, load
 
 import inference
 from kit.cpu import preload
-from kit.errors import RunError
+from kit.errors import ConfigError, RunError
 from kit.runs import cli, isolation, launch
 
 
@@ -176,3 +178,75 @@ def test_a_ray_that_does_not_start_is_a_one_line_error(
     with pytest.raises(RunError) as raised:
         launch.init_ray(settings)
     assert str(raised.value) == message
+
+
+def test_a_setting_that_ray_refuses_is_not_blamed_on_a_busy_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(**_: str) -> None:
+        raise ValueError("no such option")
+
+    monkeypatch.setattr(launch.ray, "init", fail)
+    with pytest.raises(RunError, match="Ray did not start: no such option Its logs") as raised:
+        launch.init_ray({"address": "local", "_temp_dir": "/short/ray"})
+    assert "busy" not in str(raised.value)
+
+
+def test_the_imports_end_before_an_error_of_rays_start_is_raised(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A thread that still imports when Python exits would print a traceback."""
+    ended: list[str] = []
+
+    def import_slowly(_: Any) -> None:
+        time.sleep(0.3)
+        ended.append("imports")
+
+    def fail(**_: Any) -> None:
+        raise ValueError("no such option")
+
+    monkeypatch.setattr(launch, "import_engine", import_slowly)
+    monkeypatch.setattr(launch.ray, "init", fail)
+    monkeypatch.setattr(isolation, "make_ray_folder", lambda parent: "/short/ray")
+    config, inputs = load(workspace)
+    run = SimpleNamespace(config=config, guard=SimpleNamespace(monitor=None), folder=tmp_path)
+    with contextlib.ExitStack() as stack, pytest.raises(RunError, match="no such option"):
+        launch.start_ray(launch.Launch(run, inputs, stack, None))  # type: ignore[arg-type]
+    assert ended == ["imports"]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/short/x"),
+            "/short/x cannot be written: No space left on device. Free space there",
+        ),
+        (
+            OSError(errno.EMFILE, "Too many open files"),
+            "a folder of the run cannot be written: Too many open files",
+        ),
+        (
+            BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+            "The run did not start: [Errno 11] Resource temporarily unavailable. Correct this",
+        ),
+        (
+            ImportError("libcudart.so.13: cannot open shared object file"),
+            "a package cannot be imported: libcudart.so.13: cannot open shared object file",
+        ),
+        (RuntimeError("can't start new thread"), "may have no more processes (ulimit -u)"),
+        (ConfigError("key=1 must be 2. Change it."), "key=1 must be 2. Change it."),
+    ],
+    ids=str,
+)
+def test_an_error_of_the_machine_during_the_start_is_one_line(
+    error: Exception, message: str
+) -> None:
+    with pytest.raises(cli.EXPECTED_ERRORS) as raised, launch.explain_start_errors():
+        raise error
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_bug_during_the_start_keeps_its_traceback() -> None:
+    with pytest.raises(KeyError), launch.explain_start_errors():
+        raise KeyError("a bug")

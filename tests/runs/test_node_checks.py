@@ -1,0 +1,66 @@
+"""Tests what a run needs from its machine: open files, visible GPUs."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import pytest
+from conftest import CLEAN_ENV, ROOT
+
+from kit.errors import RunError
+from kit.runs import node_checks
+
+CHECK_LIMIT = """
+import resource, sys
+soft, hard = int(sys.argv[1]), int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+from kit.runs import node_checks
+node_checks.raise_file_limit()
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+HARD_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "expected"),
+    [
+        (256, 256, "may open 256 files (ulimit -n), and a run needs 1024. Run `ulimit -n 1024`"),
+        (256, 1023, "may open 1023 files"),
+        (64, 1024, "1024"),
+        (1024, 1024, "1024"),
+        (256, HARD_LIMIT, str(min(HARD_LIMIT, node_checks.MAX_OPEN_FILES))),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_or_named(soft: int, hard: int, expected: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK_LIMIT, str(soft), str(hard)],
+        env=CLEAN_ENV | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    output = done.stdout.strip() or done.stderr.strip().splitlines()[-1]
+    assert output == expected or (not done.stdout and expected in output)
+
+
+@pytest.mark.parametrize("value", ["", "-1", "none", "NoDevFiles", " ", "0,1", "GPU-1, GPU-2", "0"])
+def test_a_gpu_recipe_names_the_variable_that_hides_its_gpus(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(node_checks.VISIBLE_GPUS, value)
+    count = node_checks.count_entries(value)
+    message = rf"CUDA_VISIBLE_DEVICES='{value}' shows {count} GPUs to the run, .* needs 4"
+    with pytest.raises(RunError, match=message):
+        node_checks.check_visible_gpus(4)
+    node_checks.check_visible_gpus(count)
+    monkeypatch.delenv(node_checks.VISIBLE_GPUS)
+    node_checks.check_visible_gpus(4)
+
+
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [("", 0), ("-1", 0), ("0", 1), ("0,1", 2), ("0,-1,1", 1), ("MIG-7, GPU-8", 2), ("none", 0)],
+)
+def test_visible_gpus_are_counted_as_cuda_does(value: str, count: int) -> None:
+    assert node_checks.count_entries(value) == count
