@@ -55,6 +55,9 @@ PORT_RELEASE_S = 2.0  # for a process that was killed to release its port
 RESTART_INTERVAL_S = 5.0  # minimum between two restarts of one server
 # Servers that read other servers' settings, not only their addresses: folder -> the other folder.
 READS_SETTINGS = {"browsecomp_agent": "vllm_model", "rdkit_chemistry": "ns_tools"}
+# Variables of this interpreter, and those that Jupyter sets: a backend of matplotlib that the
+# server's interpreter does not have, and colors, which would be in the server's log.
+PRIVATE_PREFIXES = ("PYTHON", "VIRTUAL_ENV", "MPLBACKEND", "JPY_", "FORCE_COLOR", "CLICOLOR")
 PUBLIC_KEYS = ("name", "kind", "folder", "host", "port")  # of a spec, for all servers
 logger = logging.getLogger(__name__)
 
@@ -273,12 +276,12 @@ def build_environment(spec: ProcessSpec, hidden: Collection[str]) -> dict[str, s
     """Return the environment variables for a process.
 
     Some servers run code of the policy. So secrets, `hidden` variables and variables for this
-    interpreter are removed, except for those in visible_variables.
+    interpreter or its notebook are removed, except for those in visible_variables.
     """
     visible = spec.get("visible_variables", ())
     environment = {}
     for name, value in list_public_variables(visible).items():
-        is_private = name in hidden or name.startswith(("PYTHON", "VIRTUAL_ENV"))
+        is_private = name in hidden or name.startswith(PRIVATE_PREFIXES)
         if name in visible or not is_private:
             environment[name] = value
     environment["WANDB_MODE"] = "disabled"  # no tracker may contact its server

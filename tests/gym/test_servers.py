@@ -152,6 +152,26 @@ def test_a_server_sees_its_settings_and_no_secret_that_its_recipe_does_not_name(
     assert headers["Authorization"] == "Bearer policy-key"
 
 
+def test_a_server_gets_no_variable_of_the_notebook_that_starts_it(monkeypatch):
+    """These are the variables that a Jupyter kernel or its front end sets."""
+    variables = {
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        "JPY_PARENT_PID": "7",
+        "JPY_SESSION_NAME": "a.ipynb",
+        "FORCE_COLOR": "1",
+        "CLICOLOR": "1",
+        "CLICOLOR_FORCE": "1",
+        "PYTHONSTARTUP": "start.py",
+        "PYTHONPATH": "packages",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    environment = gym_servers.build_environment({}, ())
+    assert "PATH" in environment and not set(variables) & set(environment)
+    environment = gym_servers.build_environment({"visible_variables": ["MPLBACKEND"]}, ())
+    assert environment["MPLBACKEND"] == variables["MPLBACKEND"]
+
+
 def test_the_model_server_of_the_policy_does_not_see_the_secrets_of_an_agent(monkeypatch):
     monkeypatch.setenv("SHOP_TOKEN", "x")
     start = {"python": str(GYM_PYTHON), "agent": "simple_agent", "env": ["SHOP_TOKEN"]}
