@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,7 +52,6 @@ ULYSSES = f"{ACTOR}.ulysses_sequence_parallel_size"
 CORRECTION = "algorithm.rollout_correction"
 CHOICES: dict[str, Sequence[Any]] = {
     f"{ROLLOUT}.pipeline_model_parallel_size": [1],
-    "trainer.one_step_off": [0, 1],
     "trainer.resume_mode": ["auto", "disable", "resume_path"],
 }
 TOOL_EXAMPLE = (
@@ -74,50 +74,36 @@ def check_choices(
 
 
 def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
-    """The sizes of batches and groups and the GPU counts are at least 1 and fit together."""
-    positive = ["data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n"]
-    positive += [f"{ROLLOUT}.val_kwargs.n", "data.max_prompt_length", "data.max_response_length"]
-    positive += ["trainer.n_gpus_per_node", "trainer.nnodes"]
-    positive += [f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.data_parallel_size"]
-    for key in positive:
-        value = OmegaConf.select(config, key)
-        if not is_count(value):
-            yield f"{key}={value} must be at least 1, and a whole number. Change it."
-            return  # the checks below divide by it
-    yield from check_counts(config)
+    """The sizes of batches and groups and the GPU counts fit together."""
+    yield from check_one_step_off(config)
     yield from check_rollout_parallelism(config)
     if command in ("train", "sft"):
-        yield from check_steps(config)
+        yield from check_warmup(config)
         yield from check_batch_sizes(config)
         yield from check_cpu_engine(config)
 
 
-def is_count(value: Any) -> bool:
-    """Whether a value of the recipe is a whole number of at least 1."""
-    return isinstance(value, int) and value >= 1
+def check_run_name(config: DictConfig) -> Iterator[str]:
+    """trainer.experiment_name is a folder below runs/."""
+    name = str(config.trainer.experiment_name)
+    folder = os.path.normpath(os.path.join("runs", name))
+    if folder == "runs" or (not os.path.isabs(name) and not folder.startswith(f"runs{os.sep}")):
+        yield f"trainer.experiment_name={name} is no folder in runs/. Give another name."
 
 
-def check_steps(config: DictConfig) -> Iterator[str]:
-    """trainer.total_training_steps, or if it is null trainer.total_epochs, is at least 1."""
-    steps = config.trainer.total_training_steps
-    epochs = config.trainer.total_epochs
-    if steps is None and not is_count(epochs):
-        yield (
-            f"trainer.total_epochs={epochs} must be at least 1 if trainer.total_training_steps is "
-            "null. Change one of them."
-        )
-    elif steps is not None and not is_count(steps):
-        yield (
-            f"trainer.total_training_steps={steps} must be at least 1, and a whole number, or null "
-            "to train for trainer.total_epochs. Change it."
-        )
+def check_warmup(config: DictConfig) -> Iterator[str]:
+    """lr_warmup_steps=0 does not meet a ratio, which verl would use instead."""
+    for section in (ACTOR, "critic"):
+        optimizer = OmegaConf.select(config, f"{section}.optim")
+        if optimizer.lr_warmup_steps == 0 and optimizer.lr_warmup_steps_ratio:
+            yield (
+                f"{section}.optim.lr_warmup_steps=0: verl then uses lr_warmup_steps_ratio="
+                f"{optimizer.lr_warmup_steps_ratio}. Set that to 0, or lr_warmup_steps to -1."
+            )
 
 
-def check_counts(config: DictConfig) -> Iterator[str]:
-    """Optional counts are valid, and trainer.one_step_off fits the rollout engine.
-
-    Some counts may also be null or `auto`. Any number must be at least 1.
-    """
+def check_one_step_off(config: DictConfig) -> Iterator[str]:
+    """trainer.one_step_off fits the rollout engine."""
     rollout = config.actor_rollout_ref.rollout
     sleeps = rollout.free_cache_engine and not rollout.nnodes
     if config.trainer.one_step_off and sleeps:
@@ -131,21 +117,6 @@ def check_counts(config: DictConfig) -> Iterator[str]:
             f"trainer.one_step_off=1 cannot repeat at which token new weights arrive, which "
             f"{ROLLOUT}.full_determinism=true requires. Set one of them to false."
         )
-    kept_files = config.env.keep_rollouts
-    if kept_files is not None and kept_files < 1:
-        yield f"env.keep_rollouts={kept_files} must be at least 1, or null for all. Change it."
-    concurrency = config.gym.concurrency
-    limits = concurrency if OmegaConf.is_dict(concurrency) else {"": concurrency}
-    for name, limit in limits.items():
-        if limit != "auto" and not is_count(limit):
-            key = f"gym.concurrency.{name}" if name else "gym.concurrency"
-            yield f"{key}={limit} must be auto, or a number of calls of at least 1. Change it."
-    for role, count in config.trainer.resource_pools.items():
-        if count is not None and count < 1:
-            yield (
-                f"trainer.resource_pools.{role}={count} must be at least 1 GPU, or null for the "
-                "actor's GPUs. Change it."
-            )
 
 
 def check_rollout_parallelism(config: DictConfig) -> Iterator[str]:
@@ -433,6 +404,23 @@ def check_rejection_options(config: DictConfig) -> Iterator[str]:
         if name and name not in SUPPORTED_ROLLOUT_RS_OPTIONS:
             options = ", ".join(sorted(SUPPORTED_ROLLOUT_RS_OPTIONS))
             yield f"{key}={name} is not supported. Use one of: {options}."
+            return
+    yield from check_thresholds(config)
+
+
+def check_thresholds(config: DictConfig) -> Iterator[str]:
+    """verl can read the thresholds of rollout_correction, which may be ranges such as 0.5_2."""
+    from verl.trainer.ppo import rollout_corr_helper as helper
+
+    correction = config.algorithm.rollout_correction
+    options = [name.strip() for name in str(correction.rollout_rs or "").split(",")]
+    try:
+        if correction.rollout_is:
+            helper._parse_rollout_is_threshold(correction.rollout_is_threshold)
+        if correction.rollout_rs:
+            helper._parse_rollout_rs_thresholds(options, correction.rollout_rs_threshold)
+    except ValueError as error:
+        yield f"{CORRECTION}: {str(error).rstrip('.')}. Change it."
 
 
 def instantiate_verl_configs(config: DictConfig) -> None:
@@ -456,13 +444,19 @@ def instantiate_verl_configs(config: DictConfig) -> None:
 
 
 def check_strategies(config: DictConfig, command: str) -> Iterator[str]:
-    """With the FSDP engine, `strategy` is fsdp or fsdp2."""
+    """With the FSDP engine, `strategy` is fsdp or fsdp2; on a CPU it is fsdp2."""
     sections = [ACTOR]
     if command == "train" and needs(config, "values"):
         sections.append("critic")
-    yield from check_choices(
-        config, {f"{section}.strategy": ["fsdp", "fsdp2"] for section in sections}
-    )
+    for section in sections:
+        key = f"{section}.strategy"
+        if config.trainer.device == "cpu" and OmegaConf.select(config, key) == "fsdp":
+            yield (
+                f"{key}=fsdp does not start on a CPU: verl's FSDP1 sends its weights to the other "
+                "ranks from a GPU. Set fsdp2."
+            )
+        else:
+            yield from check_choices(config, {key: ["fsdp", "fsdp2"]})
 
 
 def check_pools(config: DictConfig) -> Iterator[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import difflib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,11 @@ class KeyTable(NamedTuple):
     dataclass_fields: list[str]
     kit: list[str]
     free_form: list[str]
+    texts: list[str]
+    paths: list[str]
+    mixed: list[str]
+    lists: list[str]
+    mappings: list[str]
     unused: dict[str, str | None]
     renamed: dict[str, str]
 
@@ -31,6 +37,23 @@ USED_KEYS = [*KEYS.used, *KEYS.dataclass_fields, *KEYS.kit, "gym", "env"]
 def is_below(key: str, *parents: str) -> bool:
     """Whether a dotted key is one of `parents`, or below one."""
     return f"{key}.".startswith(tuple(f"{parent}." for parent in parents))
+
+
+@functools.cache
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Compile a pattern of verl_keys.yaml: * stands for a part of a name, ** for any text."""
+    parts = [re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split("**")]
+    return re.compile(".*".join(parts))
+
+
+def matches(key: str, pattern: str) -> bool:
+    """Whether a dotted key matches a pattern of verl_keys.yaml."""
+    return compile_pattern(pattern).fullmatch(key) is not None
+
+
+def matches_any(key: str, patterns: Iterable[str]) -> bool:
+    """Whether a dotted key matches one of the patterns."""
+    return any(matches(key, pattern) for pattern in patterns)
 
 
 def is_kit_key(key: str) -> bool:
@@ -116,10 +139,18 @@ def resolve_reference(recipe: DictConfig, key: str, reference: str) -> Any:
     return resolved
 
 
+class UnknownKey(NamedTuple):
+    """A key of a recipe that does not exist. name: its last part, which may have dots in a file."""
+
+    key: str
+    name: str
+    value: Any
+
+
 def find_unknown_keys(
     overlay: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = ""
-) -> Iterator[str]:
-    """Dotted keys of `overlay` that `defaults` lacks.
+) -> Iterator[UnknownKey]:
+    """The keys of `overlay` that `defaults` lacks.
 
     An empty mapping in the defaults takes any key.
     """
@@ -128,9 +159,20 @@ def find_unknown_keys(
         default = defaults.get(name)
         if name not in defaults:
             if key not in KEYS.dataclass_fields and not is_below(key, *KEYS.free_form):
-                yield key
+                yield UnknownKey(key, str(name), value)
         elif default and isinstance(default, dict) and isinstance(value, dict):
             yield from find_unknown_keys(value, default, f"{key}.")
+
+
+def nesting_hint(unknown: UnknownKey) -> str:
+    """A sentence about a key with dots in a file, where keys are nested."""
+    first, *others = unknown.name.split(".")
+    value = unknown.value
+    text = "..." if isinstance(value, (dict, list)) else yaml.safe_dump(value, width=10**6)
+    text = text.removesuffix("...\n").strip()
+    for name in reversed(others):
+        text = f"{{{name}: {text}}}"
+    return f"In a file keys are nested: write `{first}: {text}`."
 
 
 def unknown_key_hint(
@@ -153,46 +195,6 @@ def unknown_key_hint(
     if similar:
         return f"Did you mean {similar[0]}?"
     return "See configs/base.yaml, and verl's trainer/config for verl's keys."
-
-
-def reset_invalid_keys(config: DictConfig, base: DictConfig, unknown: Sequence[str]) -> list[str]:
-    """Reset keys that nothing reads, and keys with a value of the wrong type -> a message for each.
-
-    A reset key gets its value from `base`, so that later checks see valid values. `unknown` keys
-    stay as they are.
-    """
-    expected = flatten(base)
-    changes = {
-        key: value
-        for key, (value, _) in diff(config, expected).items()
-        if not is_below(key, *unknown)
-    }
-    unused = {key: to_plain(OmegaConf.select(config, key)) for key in changes if not is_used(key)}
-    for key in unused.keys() & expected.keys():
-        OmegaConf.update(config, key, expected[key], merge=False)
-    messages = []
-    for key, value in changes.items():
-        default = expected.get(key)
-        if key in unused:
-            resolved_default = to_plain(OmegaConf.select(config, key))
-            if key not in expected or unused[key] != resolved_default:
-                hint = unused_hint(key)
-                messages.append(f"{key} is a verl option that this trainer does not use. {hint}")
-        elif has_wrong_type(key, value, default):
-            OmegaConf.update(config, key, default)
-            messages.append(f"{key}={value} is not valid. Give a value like {default}.")
-    return messages
-
-
-def has_wrong_type(key: str, value: Any, default: Any) -> bool:
-    """Whether a value is text or null where the default is a number."""
-    if key == "trainer.total_training_steps" and value is None:
-        return False  # then trainer.total_epochs decides
-    if not isinstance(default, (int, float)) or key.endswith("rollout_is_threshold"):
-        return False  # that threshold also takes a range, "0.8_1.5"
-    if value is None:
-        return is_below(key, "data", "trainer", "gym", "env")
-    return isinstance(value, (str, list)) and not str(value).startswith("${")
 
 
 def to_plain(config: Any) -> Any:

@@ -6,26 +6,36 @@ it.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kit.config import resources  # noqa: F401  (it registers the resolvers of base.yaml)
-from kit.config.keys import (
-    KEYS,
-    find_unknown_keys,
-    flatten,
+from kit.config.keys import KEYS, find_unknown_keys, flatten, nesting_hint, unknown_key_hint
+from kit.config.recipe_text import (
+    NotYamlError,
+    describe_error,
+    parse_argument,
+    parse_yaml,
+    to_config,
+)
+from kit.config.values import (
+    Kinds,
+    expand_paths,
+    fill_empty,
+    is_declared_text,
+    read_kinds,
+    remove_misplaced,
     reset_invalid_keys,
-    unknown_key_hint,
 )
 from kit.errors import ConfigError
 
@@ -53,10 +63,10 @@ DTYPE_PLACEHOLDER = "${matmul_dtype:}"
 
 
 class Overlay(NamedTuple):
-    """A recipe file, or one key=value of the command line."""
+    """A recipe file, or one key=value of the command line. content: nested, unresolved."""
 
     source: str
-    content: DictConfig
+    content: dict[str, Any]
     is_file: bool
 
 
@@ -72,19 +82,19 @@ def load_config(
     Sets the environment variables of ray_kwargs.ray_init.runtime_env.env_vars in this process.
     Call it before verl is imported.
     """
-    overlays = read_overlays(files, overrides)
+    overlays, messages = read_overlays(files, overrides)
     engine = pick_engine(overlays)
     defaults, base = base_configs(engine)
+    base_values: Any = OmegaConf.to_container(base)
+    for overlay in overlays:
+        for problem in remove_misplaced(overlay.content, base_values):
+            messages.append(f"{overlay.source}: {problem}" if overlay.is_file else problem)
     config = merge(base, overlays)
-    apply_environment(config)
-    messages = [
-        f"{text!r} is not key=value, and not one of train, rollout, evaluate, sft. Remove it."
-        for text in overrides
-        if "=" not in text
-    ]
+    fill_empty(config, base_values)
     unknown = list(unknown_keys(overlays, defaults, engine))
     messages += [message for _, message in unknown]
     messages += reset_invalid_keys(config, base, [key for key, _ in unknown])
+    apply_environment(config)
     errors = [ConfigError(message) for message in messages]
     if problems is None:
         raise_all(errors)
@@ -102,26 +112,56 @@ def raise_all(problems: Sequence[Exception]) -> None:
         raise ConfigError(f"{len(problems)} problems with this recipe:{''.join(lines)}")
 
 
-def read_overlays(files: Sequence[str], overrides: Sequence[str]) -> list[Overlay]:
-    """The recipe files and the key=value arguments, in the order in which they apply."""
-    overlays = [Overlay(file, read_yaml(file), True) for file in files]
+def read_overlays(
+    files: Sequence[str], overrides: Sequence[str]
+) -> tuple[list[Overlay], list[str]]:
+    """(recipe files and key=value in the order in which they apply, messages about the others)."""
+    kinds = value_kinds()
+    overlays = [
+        Overlay(file, expand_paths(parse_file(file, kinds.is_text)), True) for file in files
+    ]
+    messages = []
     for text in overrides:
-        if "=" in text:
-            content = OmegaConf.from_dotlist([text.lstrip("+")])
+        if "=" not in text:
+            messages.append(
+                f"{text!r} is not key=value, and not one of train, rollout, evaluate, sft. Remove "
+                "it."
+            )
+            continue
+        try:
+            content = expand_paths(parse_argument(text, kinds))
+            to_config(content, text)
+        except ConfigError as error:
+            messages.append(str(error))
+        else:
             overlays.append(Overlay(text, content, False))
-    return overlays
+    return overlays, messages
+
+
+@functools.cache
+def value_kinds() -> Kinds:
+    """Which keys are texts, by the default engine's configuration."""
+    return read_kinds(base_configs()[1])
+
+
+def select(content: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key in an overlay, or None."""
+    value: Any = content
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 def pick_engine(overlays: Sequence[Overlay]) -> str:
     """The last model_engine that is set, or FSDP. Raises ConfigError if it cannot run."""
     engines = [overlay.content.get("model_engine") for overlay in overlays]
-    engine = next((name for name in reversed(engines) if name), FSDP)
+    engine = str(next((name for name in reversed(engines) if name), FSDP))
     if engine not in MODEL_ENGINES:
         reason = REFUSED_ENGINES.get(engine, "No other engine is supported.")
         raise ConfigError(
             f"model_engine={engine} is not one of {', '.join(MODEL_ENGINES)}. {reason} Change it."
         )
-    devices = [OmegaConf.select(overlay.content, "trainer.device") for overlay in overlays]
+    devices = [select(overlay.content, "trainer.device") for overlay in overlays]
     if engine != FSDP and "cpu" in devices:
         raise ConfigError(f"model_engine={engine} needs GPUs. Remove it on a CPU.")
     return engine
@@ -167,14 +207,19 @@ def merge(base: DictConfig, overlays: Sequence[Overlay]) -> DictConfig:
         and overlay.source.lstrip("+").startswith("trainer.total_training_steps=")
         for overlay in overlays
     )
-    parts: list[Any] = []
+    config = base
     for overlay in overlays:
-        parts += [values_to_reset(overlay, has_steps_argument), overlay.content]
-    config = cast(DictConfig, OmegaConf.merge(base, *parts))
-    config.gym.servers = config.gym.servers or {}
-    if OmegaConf.is_dict(config.gym.servers):
-        for name in [name for name, spec in config.gym.servers.items() if spec is None]:
-            del config.gym.servers[name]
+        content = to_config(overlay.content, overlay.source)
+        try:
+            reset = values_to_reset(overlay, has_steps_argument)
+            config = cast(DictConfig, OmegaConf.merge(config, reset, content))
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{overlay.source}: {describe_error(error)}") from None
+    if config is base:
+        config = copy.deepcopy(base)
+    servers = config.gym.servers or {}
+    for name in [name for name, spec in servers.items() if spec is None]:
+        del servers[name]
     return config
 
 
@@ -191,8 +236,8 @@ def values_to_reset(overlay: Overlay, has_steps_argument: bool) -> dict[str, Any
     if counts_epochs and (overlay.is_file or not has_steps_argument):
         reset["trainer"] = {"total_training_steps": None}
     for name in ("reward", "sampler"):
-        spec = OmegaConf.select(overlay.content, f"env.{name}")
-        if OmegaConf.is_dict(spec) and "function" in spec:
+        spec = select(overlay.content, f"env.{name}")
+        if isinstance(spec, Mapping) and "function" in spec:
             reset.setdefault("env", {})[name] = None
     return reset
 
@@ -203,44 +248,66 @@ def unknown_keys(
     """(key, message) of each key of the overlays that neither verl nor the kit has."""
     default_values: Any = OmegaConf.to_container(defaults)
     for source, content, _ in overlays:
-        overlay: Any = OmegaConf.to_container(content)
-        for key in find_unknown_keys(overlay, default_values):
-            engine_keys = {name: default_keys(name) for name in MODEL_ENGINES}
-            hint = unknown_key_hint(key, overlay, engine, engine_keys)
-            yield key, f"{source}: unknown key {key}. {hint}"
+        for unknown in find_unknown_keys(content, default_values):
+            if "." in unknown.name:
+                hint = nesting_hint(unknown)
+            else:
+                engine_keys = {name: default_keys(name) for name in MODEL_ENGINES}
+                hint = unknown_key_hint(unknown.key, content, engine, engine_keys)
+            yield unknown.key, f"{source}: unknown key {unknown.key}. {hint}"
 
 
 def read_yaml(file: str) -> DictConfig:
-    """Read a recipe: a path, or the name of one in configs/. Raises ConfigError.
+    """Read a recipe: a path, or the name of one in configs/. Raises ConfigError."""
+    return to_config(parse_file(file, is_declared_text), f"--config {file}")
+
+
+def parse_file(file: str, is_text: Callable[[str], bool]) -> dict[str, Any]:
+    """Parse a recipe: a path, or the name of one in configs/. Raises ConfigError.
 
     ${matmul_dtype:} in it becomes the type in which this machine's cores multiply fastest: bfloat16
     if /proc/cpuinfo lists instructions for it, else float32.
     """
-    recipes = {path.stem: path for path in sorted((ROOT / "configs").rglob("*.yaml"))}
-    path = Path(file) if Path(file).is_file() else recipes.get(file, Path(file))
+    dtype = matmul_dtype()
+    text = read_recipe(file)
+    text = text.replace(f'"{DTYPE_PLACEHOLDER}"', dtype).replace(DTYPE_PLACEHOLDER, dtype)
     try:
-        text = path.read_text(encoding="utf-8")
+        content = parse_yaml(text, "", is_text)
+    except NotYamlError as error:
+        where = f" in line {error.line}" if error.line else ""
+        raise ConfigError(
+            f"--config {file}: not valid YAML{where}: {error}. Correct it, or quote the text."
+        ) from None
+    if content is None:
+        raise ConfigError(f"--config {file}: the file has no keys. Add keys, or remove it.")
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {file}: a recipe is a YAML mapping. Write it as key: value.")
+    return content
+
+
+def read_recipe(file: str) -> str:
+    """The text of a recipe: a path, or the name of one in configs/. Raises ConfigError."""
+    recipes = {path.stem: path for path in sorted((ROOT / "configs").rglob("*.yaml"))}
+    path = Path(file).expanduser()
+    try:
+        if not path.exists():
+            path = recipes.get(file, path)
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"--config {file} is not UTF-8 (byte {error.start}: {error.reason}). Save it as UTF-8."
         ) from None
-    except (FileNotFoundError, IsADirectoryError):
+    except FileNotFoundError:
         similar = difflib.get_close_matches(path.stem, recipes, n=1)
         hint = "See configs/ for the kit's recipes."
         if similar:
             recipe = recipes[similar[0]].relative_to(ROOT)
             hint = f"Use {recipe}, or just {recipe.stem}."
         raise ConfigError(f"--config {file}: no such file. {hint}") from None
-    dtype = matmul_dtype()
-    text = text.replace(f'"{DTYPE_PLACEHOLDER}"', dtype).replace(DTYPE_PLACEHOLDER, dtype)
-    try:
-        content = OmegaConf.create(text)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"--config {file}: not valid YAML. Correct it: {reason}") from None
-    if not isinstance(content, DictConfig):
-        raise ConfigError(f"--config {file}: a recipe is a YAML mapping. Write it as key: value.")
-    return content
+    except OSError as error:
+        raise ConfigError(
+            f"--config {file} cannot be read: {error.strerror}. Give a recipe's file."
+        ) from None
 
 
 def matmul_dtype() -> str:

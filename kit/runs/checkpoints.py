@@ -119,8 +119,8 @@ def write(workers: Any, partial: Path, state: dict[str, Any], config: DictConfig
 
 
 def delete_old(folder: Path, newest: Path, keep: int | None) -> None:
-    """Delete all complete checkpoints but the last `keep`. None: keep all."""
-    if not keep:
+    """Delete all complete checkpoints but the last `keep`. None, 0, -1: keep all, as in verl."""
+    if keep is None or keep < 1:
         return
     others = [path for path in list_checkpoints(folder) if path != newest and not find_damage(path)]
     for old in others[keep - 1 :]:

@@ -22,8 +22,9 @@ from conftest import ROOT
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
-from kit.config.keys import KEYS, find_changes, flatten, is_used
-from kit.config.load import base_configs, load_config
+from kit.config.keys import KEYS, find_changes, flatten, is_used, matches_any
+from kit.config.load import base_configs, load_config, value_kinds
+from kit.config.numbers import find_rule
 
 VERL_DIR = Path(verl.__file__).parent
 
@@ -50,7 +51,7 @@ EXCLUDED_VERL_FILES = re.compile(
 )
 
 # Files of the kit that check keys. A check does not count as a use.
-EXCLUDED_KIT_FILES = ("load.py", "checks.py", "keys.py")
+EXCLUDED_KIT_FILES = ("load.py", "checks.py", "keys.py", "numbers.py", "values.py")
 
 # Keys that no code reads by name.
 UNCHECKED_KEYS = re.compile(
@@ -163,13 +164,21 @@ def load_errors(tmp_path: Path, keys: dict[str, Any]) -> str:
     return "\n".join(map(str, problems))
 
 
-def change_value(value: Any) -> Any:
-    """A different value of the same type; a string if the type is not bool, int or float."""
+def change_value(key: str, value: Any) -> Any:
+    """A different valid value of a key, or if it is no number, of its type."""
+    value = value_kinds().defaults.get(key, value)  # resolved
+    rule = find_rule(key)
+    if rule:
+        candidates = [[0.5], [2], 0.5, 2, 1]
+        return next(new for new in candidates if rule.is_valid(new) and new != value)
     if isinstance(value, bool):
         return not value
     if isinstance(value, (int, float)):
         return value + 1
-    return "other"
+    if isinstance(value, dict) and is_used(key):
+        return {"other": {}}
+    is_list = isinstance(value, list) or matches_any(key, KEYS.lists)
+    return ["other"] if is_list else "other"
 
 
 def test_every_key_that_a_recipe_may_set_is_read():
@@ -202,7 +211,7 @@ def test_used_keys_are_accepted_and_unused_keys_are_errors(tmp_path):
     for key, value in load_defaults().items():
         if not is_unchecked(key):
             keys = used if is_used(key) else unused
-            keys[key] = change_value(value)
+            keys[key] = change_value(key, value)
     errors = load_errors(tmp_path, unused).splitlines()
     reported = {error.split()[0] for error in errors}
     assert reported == set(unused) and len(errors) == len(unused) > 400
@@ -213,7 +222,8 @@ def test_used_keys_are_accepted_and_unused_keys_are_errors(tmp_path):
 def test_dataclass_only_keys_are_errors_unless_the_table_lists_them(tmp_path):
     keys = list_dataclass_only_keys()
     assert set(KEYS.dataclass_fields) <= set(keys)
-    errors = load_errors(tmp_path, dict.fromkeys(keys, 1)).splitlines()
+    values = {key: change_value(key, None) for key in keys}
+    errors = load_errors(tmp_path, values).splitlines()
     unknown = {error.split("unknown key ")[1].split(". ")[0] for error in errors}
     assert unknown == set(keys) - set(KEYS.dataclass_fields)
 

@@ -159,23 +159,12 @@ def remove_unused_servers(config: DictConfig) -> None:
 
 
 def find_problems(config: DictConfig) -> Iterator[Exception]:
-    """Check the verifiers of a recipe and env.verifier_pool, without loading a verifier."""
+    """Check the verifiers of a recipe and their sandbox, without loading a verifier."""
     try:
         read_specs(config)
     except (UserFunctionError, ConfigError) as error:
         yield error
-    pool = config.env.verifier_pool
-    processes = pool.processes
-    if processes is not None and (not is_number(processes, int) or processes < 1):
-        yield ConfigError(
-            f"env.verifier_pool.processes={processes} must be a whole number of at least 1, or "
-            "null. Change it."
-        )
-    for key in ("timeout_s", "memory_gb"):
-        value = pool[key]
-        if not is_number(value, int | float) or value <= 0:
-            yield ConfigError(f"env.verifier_pool.{key}={value} must be above 0. Change it.")
-    yield from find_sandbox_problems(pool.get("sandbox"))
+    yield from find_sandbox_problems(config.env.verifier_pool.get("sandbox"))
 
 
 def find_sandbox_problems(name: Any) -> Iterator[Exception]:
@@ -188,11 +177,6 @@ def find_sandbox_problems(name: Any) -> Iterator[Exception]:
     problem = sandbox.find_problem() if name else ""
     if problem:
         yield ConfigError(f"env.verifier_pool.sandbox={name}: {problem}, or set it to null.")
-
-
-def is_number(value: Any, kinds: Any) -> bool:
-    """Return whether a value of a recipe is a number: YAML's true and false are not."""
-    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def runs_policy_code(spec: VerifierSpec, data_sources: Iterable[Any]) -> bool:

@@ -79,9 +79,6 @@ INVALID_SETTINGS = [
     ("env.verifier=absent.py:f", "env.verifier=absent.py:f: no file absent.py"),
     ("env.verifier=my.py:a/b", "env.verifier=my.py:a/b is not a Python verifier. Name path.py:"),
     ("env.verifier=compute_score", "Name path.py:function, path.py:Class or verl"),
-    ("env.verifier_pool.processes=0", "env.verifier_pool.processes=0 must be a whole number of"),
-    ("env.verifier_pool.timeout_s=0", "env.verifier_pool.timeout_s=0 must be above 0"),
-    ("env.verifier_pool.memory_gb=true", "env.verifier_pool.memory_gb=True must be above 0"),
     (
         "env.train_files=[{path: train.jsonl, server: a, verifier: verl}]",
         "has a server and a verifier",

@@ -1,0 +1,247 @@
+"""Check the values of a recipe: sections, lists, texts and numbers.
+
+Kinds(defaults)               which keys are texts, lists or neither
+remove_misplaced(content)     a message for each value that has another form than its key
+expand_paths(content)         replace ~ in paths
+reset_invalid_keys(config)    a message for each key that nothing reads or with an invalid value
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from kit.config.keys import (
+    KEYS,
+    diff,
+    flatten,
+    is_below,
+    is_used,
+    matches_any,
+    to_plain,
+    unused_hint,
+)
+from kit.config.numbers import find_rule, show
+
+
+class Kinds(NamedTuple):
+    """The kinds of values that keys have, by their defaults and by verl_keys.yaml.
+
+    defaults: {dotted key: its resolved default}.
+    """
+
+    defaults: Mapping[str, Any]
+
+    def is_text(self, key: str) -> bool:
+        """Whether the value is a text (a name, a path): it stays as it is typed."""
+        if is_declared_text(key):
+            return True
+        return isinstance(self.defaults.get(key), str) and find_rule(key) is None
+
+    def is_mixed(self, key: str) -> bool:
+        """Whether the value of a text key may also be a list or a mapping."""
+        return matches_any(key, KEYS.mixed)
+
+    def is_list(self, key: str) -> bool:
+        """Whether the value is a list."""
+        return isinstance(self.defaults.get(key), list) or matches_any(key, KEYS.lists)
+
+    def takes_null(self, key: str) -> bool:
+        """Whether null on the command line is no value, rather than the text `null`."""
+        return not isinstance(self.defaults.get(key), str)
+
+
+def is_declared_text(key: str) -> bool:
+    """Whether verl_keys.yaml lists a key as a text or a path."""
+    return matches_any(key, KEYS.texts) or matches_any(key, KEYS.paths)
+
+
+def read_kinds(base: DictConfig) -> Kinds:
+    """The kinds of values in a configuration."""
+    return Kinds({key: to_plain(OmegaConf.select(base, key)) for key in flatten(base)})
+
+
+# --- sections and lists --------------------------------------------------------------------------
+
+
+def remove_misplaced(
+    content: dict[str, Any], base: Mapping[str, Any], prefix: str = ""
+) -> Iterator[str]:
+    """Remove values whose form differs from the base's -> a message for each.
+
+    A section of keys, for example, cannot become a number. base: the values that `content`
+    overrides, unresolved.
+    """
+    for name in list(content):
+        key = f"{prefix}{name}"
+        if key == "trainer.logger" and isinstance(content[name], str):
+            content[name] = [content[name]]  # verl also takes a name
+        value = content[name]
+        default = base.get(name)
+        problem = describe_misplaced(key, value, default)
+        if problem:
+            yield problem
+            del content[name]
+        elif isinstance(value, dict):
+            below = default if isinstance(default, dict) else {}
+            yield from remove_misplaced(value, below, f"{key}.")
+
+
+def describe_misplaced(key: str, value: Any, default: Any) -> str:
+    """Describe a value that has another form than its key; empty if the form is right."""
+    names = []
+    if isinstance(default, dict):
+        names = [name for name in default if is_used(f"{key}.{name}")]
+    is_checked = is_used(key) or bool(names)
+    if not is_checked or (value is None and not default):
+        return ""
+    if value == "???" and default is not None:
+        return f"{key}=??? is OmegaConf's missing value. Set it."
+    if isinstance(default, dict) or matches_any(key, KEYS.mappings):
+        if isinstance(value, dict):
+            return ""
+        hint = f"Write {quote(f'{key}={{name: value}}')}."
+        if names:
+            hint = f"Set its keys, such as {key}.{names[-1]}."
+        return f"{key}={show(value)}: {key} is a section of keys. {hint}"
+    if isinstance(default, list) or matches_any(key, KEYS.lists):
+        if isinstance(value, list):
+            return ""
+        items = "[...]" if isinstance(value, dict) or value is None else show([value])
+        return f"{key}={show(value)} must be a list. Write {quote(f'{key}={items}')}."
+    if isinstance(value, dict) and is_single(key, default):
+        return f"{key}={show(value)}: {key} has no keys below it. Write {key}=value."
+    return ""
+
+
+def quote(argument: str) -> str:
+    """Quote an argument for a shell."""
+    if "'" in argument and not set(argument) & set('"$`\\!'):
+        return f'"{argument}"'
+    return shlex.quote(argument)
+
+
+def is_single(key: str, default: Any) -> bool:
+    """Whether a key has one value: no mapping."""
+    if matches_any(key, KEYS.mixed):
+        return False
+    if find_rule(key) or is_declared_text(key) or isinstance(default, (bool, int, float)):
+        return True
+    return isinstance(default, str) and "${" not in default
+
+
+def fill_empty(config: DictConfig, base: Mapping[str, Any]) -> None:
+    """Replace null by an empty mapping or list where that is the default."""
+    for key, default in flatten(base).items():
+        if default in ({}, []) and OmegaConf.select(config, key) is None:
+            OmegaConf.update(config, key, default)
+
+
+# --- paths ---------------------------------------------------------------------------------------
+
+
+def expand_paths(value: Any, key: str = "") -> Any:
+    """Return a recipe, or the value of a key, with ~ replaced at the start of its paths."""
+    if isinstance(value, dict):
+        return {
+            name: expand_paths(item, f"{key}.{name}".lstrip(".")) for name, item in value.items()
+        }
+    if isinstance(value, list):
+        return [expand_paths(item, f"{key}.*") for item in value]
+    if isinstance(value, str) and value.startswith("~") and matches_any(key, KEYS.paths):
+        return os.path.expanduser(value)
+    return value
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def reset_invalid_keys(config: DictConfig, base: DictConfig, unknown: Sequence[str]) -> list[str]:
+    """Reset keys that nothing reads, and keys with an invalid value -> a message for each.
+
+    A reset key gets its value from `base`, so that later checks see valid values. `unknown` keys
+    stay as they are. Valid numbers become those that the code reads.
+    """
+    expected = flatten(base)
+    changes = {
+        key: value
+        for key, (value, _) in diff(config, expected).items()
+        if not is_below(key, *unknown)
+    }
+    messages = []
+    # a reference may be to a value that is reset
+    for key in sorted(changes, key=lambda key: "${" in str(changes[key])):
+        problem = check_key(config, key, changes[key], base)
+        if problem:
+            messages.append(problem)
+        if problem or not is_used(key):
+            OmegaConf.update(config, key, expected.get(key), merge=False, force_add=True)
+    return messages
+
+
+def check_key(config: DictConfig, key: str, value: Any, base: DictConfig) -> str:
+    """Describe a changed key that nothing reads, or with an invalid value; empty if it is valid.
+
+    value: unresolved. A valid number becomes the one that the code reads.
+    """
+    default = to_plain(OmegaConf.select(base, key))
+    if value == "???":  # another recipe must set it
+        OmegaConf.update(config, key, None)
+        return ""
+    try:
+        resolved = to_plain(OmegaConf.select(config, key))
+    except OmegaConfBaseException as error:
+        return f"{key}={show(value)}: {describe_error(error)}"
+    if resolved is not None:  # a name with a dot cannot be selected
+        value = resolved
+    if not is_used(key):
+        return describe_unused(key, value, default)
+    problem = describe_invalid(key, value, default)
+    rule = find_rule(key)
+    if rule and not problem:
+        normalized = rule.normalize(value)
+        if (type(normalized), normalized) != (type(value), value):
+            OmegaConf.update(config, key, normalized)
+    return problem
+
+
+def describe_error(error: OmegaConfBaseException) -> str:
+    """Describe an error of OmegaConf in one line, with a fix."""
+    reason = str(error).partition("\n")[0].strip().rstrip(".")
+    fix = "Correct it"
+    if "interpolation" in reason.lower() or "${" in reason:
+        fix = "Correct ${...}, or write \\${ for these characters"
+    return f"{reason}. {fix}."
+
+
+def describe_unused(key: str, value: Any, default: Any) -> str:
+    """Describe a key that nothing reads; empty if it has its default."""
+    if value == default:
+        return ""
+    return f"{key} is a verl option that this trainer does not use. {unused_hint(key)}"
+
+
+def describe_invalid(key: str, value: Any, default: Any) -> str:
+    """Describe an invalid value; empty if the value is valid."""
+    rule = find_rule(key)
+    if rule:
+        if rule.is_valid(value):
+            return ""
+        return f"{key}={show(value)} must be {rule.describe()}. Change it."
+    if isinstance(default, bool):
+        is_switch = isinstance(value, (bool, int)) and value in (0, 1)
+        return "" if is_switch else f"{key}={show(value)} must be true or false. Change it."
+    takes_text = is_declared_text(key) or isinstance(default, str)
+    is_plain = isinstance(value, (str, int, float))  # a number may come from ${...}
+    if not takes_text or is_plain or matches_any(key, KEYS.mixed):
+        is_empty = value == "" and bool(default)
+        return f"{key} is empty. Give a value like {default}." if is_empty else ""
+    if value is None and default is None:
+        return ""
+    example = f" like {default}" if default else ""
+    return f"{key}={show(value)} must be a text. Give one{example}."
