@@ -93,7 +93,7 @@ def plan(
     resume_from: Path | None = None
     notes: list[str] = []
     if replay:
-        resume_from = checkpoints.prepare_replay(config, Path(replay))
+        resume_from = checkpoints.prepare_replay(config, Path(replay).expanduser())
     if command == "sft":
         inputs = extras.load_command("sft").prepare_inputs(config)
     else:
@@ -109,7 +109,7 @@ def plan(
     if replay:
         from kit.data.rollout_files import load_replay
 
-        replayed = load_replay(Path(replay), inputs.train)
+        replayed = load_replay(Path(replay).expanduser(), inputs.train)
     if resume_from:
         notes += checkpoints.check(resume_from, config, command)
         notes.append(f"resume      from {resume_from}")
@@ -148,7 +148,7 @@ def main(train: Callable[[Plan], AbstractContextManager[Any]]) -> None:
     signal.signal(signal.SIGTERM, exit_on_sigterm)
     try:
         run(args, train)
-    except EXPECTED_ERRORS as error:
+    except (*EXPECTED_ERRORS, OmegaConfBaseException) as error:
         exit_with(str(error))
     except OSError as error:
         if error.errno not in files.WRITE_FAILED:

@@ -126,7 +126,7 @@ def show_logical_gpus(config: DictConfig) -> Iterator[None]:
     from ray._private.accelerators import get_accelerator_manager_for_resource
 
     manager = get_accelerator_manager_for_resource("GPU")
-    name = manager.get_visible_accelerator_ids_env_var() if manager else "CUDA_VISIBLE_DEVICES"
+    name = (manager and manager.get_visible_accelerator_ids_env_var()) or "CUDA_VISIBLE_DEVICES"
     previous = os.environ.pop(name, None)
     try:
         yield
