@@ -277,6 +277,7 @@ def train_step(
         data = config.data
         rows = env.take_batch(inputs.train, data.train_batch_size, step, data.seed, data.shuffle)
         batch = training.build_batch(rows, inputs.tokenizer.pad_token_id, temperature=1.0)
+        batch.meta_info["schedule_position"] = step - 1  # of the learning rate
         metrics = training.update_sft(workers.actor, batch, config)
         state["step"] = step
     reason = finite_check.find_reason_to_skip(batch, metrics, config)

@@ -8,13 +8,16 @@ and not every process of verl needs them. So the two classes here are created at
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch.distributed import distributed_c10d
 from verl.workers.rollout import base
 
+from kit.config import resources  # noqa: F401  (a worker's recipe may need its resolvers)
 from kit.rollout import stores
 
 # Environment variable of the trainer's ranks: the value of actor_rollout_ref.nccl_timeout.
@@ -36,6 +39,23 @@ def move_to_temp_folder(address: str) -> str:
     https://github.com/verl-project/verl/issues/6233
     """
     return address.replace("ipc:///tmp/", f"ipc://{tempfile.gettempdir()}/")
+
+
+def monkey_patch_training_workers() -> None:
+    """Patch verl's training workers when a process that trains joins its process group.
+
+    Their module takes seconds to import, and other processes of verl never import it.
+    """
+    init_process_group = torch.distributed.init_process_group
+
+    def init_and_patch(*args: Any, **kwargs: Any) -> Any:
+        if "verl.workers.engine_workers" in sys.modules:
+            from kit.rollout.worker_patches import monkey_patch_training_worker
+
+            monkey_patch_training_worker()
+        return init_process_group(*args, **kwargs)
+
+    torch.distributed.init_process_group = init_and_patch
 
 
 def monkey_patch_group_timeout() -> None:
@@ -107,3 +127,4 @@ def __getattr__(name: str) -> type:
 stores.monkey_patch_rendezvous()
 monkey_patch_group_timeout()
 monkey_patch_server_adapter()
+monkey_patch_training_workers()

@@ -9,10 +9,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from kit.runs import files
 from kit.runs.checkpoints import EXPORTED, step_of
@@ -57,7 +58,6 @@ def merge(checkpoint: Path, target: Path) -> None:
     # it warns about DTensors that are read without a process group
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     from verl.model_merger.base_model_merger import ModelMergerConfig
-    from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 
     actor = checkpoint / "actor"
     megatron_export = actor / "model" / "huggingface"
@@ -73,15 +73,38 @@ def merge(checkpoint: Path, target: Path) -> None:
     )
     recipe = OmegaConf.load(checkpoint / "config.yaml").actor_rollout_ref
     dtype = getattr(torch, recipe.rollout.dtype, torch.bfloat16)  # vLLM's "auto" is no dtype
-    with cast_in_merger(dtype):
-        FSDPModelMerger(config).merge_and_save()
+    has_adapter = recipe.model.lora_rank > 0
+    # an adapter is merged in float32, as for the rollout engine, and rounded after that
+    with cast_in_merger(torch.float32 if has_adapter else dtype):
+        make_merger(config, recipe).merge_and_save()
+    if has_adapter:
+        merge_adapter(target, dtype)
     hf_config = json.loads((target / "config.json").read_text())
     hf_config["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(hf_config, indent=2))
-    if (target / "lora_adapter").is_dir():
-        merge_adapter(target)
     if "vision_config" in hf_config:
         copy_processor(recipe.model.path, target)
+
+
+def make_merger(config: Any, recipe: DictConfig) -> Any:
+    """Make verl's merger of shards, which adds the base model to a checkpoint without it.
+
+    recipe: the section actor_rollout_ref. With checkpoint.save_lora_only, a checkpoint has only the
+    adapter.
+    """
+    from transformers import AutoModelForCausalLM
+    from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+
+    class Merger(FSDPModelMerger):
+        def _load_and_merge_state_dicts(self, *args: Any) -> dict[str, torch.Tensor]:
+            weights: dict[str, torch.Tensor] = super()._load_and_merge_state_dicts(*args)
+            if all("lora_" in name for name in weights):
+                base = AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=torch.float32)
+                for name, weight in base.state_dict().items():
+                    weights[f"base_model.model.{name}"] = weight
+            return weights
+
+    return Merger(config)
 
 
 @contextlib.contextmanager
@@ -95,14 +118,17 @@ def cast_in_merger(dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-def merge_adapter(target: Path) -> None:
-    """Merge the LoRA adapter, which verl writes to a separate folder, into the base model."""
+def merge_adapter(target: Path, dtype: torch.dtype) -> None:
+    """Merge the LoRA adapter, which verl writes to a separate folder, into the base model.
+
+    dtype: of the merged weights. The adapter and the base model in `target` are in float32.
+    """
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    base = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+    base = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, target / "lora_adapter")
-    model.merge_and_unload().save_pretrained(target)
+    model.merge_and_unload().to(dtype).save_pretrained(target)
 
 
 def copy_processor(model: str, target: Path) -> None:

@@ -1,0 +1,62 @@
+"""The learning rate of each training step: verl's schedules, computed from the step's number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+
+def compute_learning_rate(optim: Any, position: int) -> float:
+    """Return the rate of all optimizer steps of one training step.
+
+    optim: verl's FSDPOptimizerConfig, or the section `optim` of a recipe. position: the number of
+    training steps before this one. The schedule depends on nothing else. So a resumed run has the
+    rates of its recipe, also if the recipe has another number of steps than before.
+    """
+    override = optim.override_optimizer_config or {}
+    return float(override.get("lr", optim.lr)) * compute_factor(optim, position)
+
+
+def compute_factor(optim: Any, position: int) -> float:
+    """Return the rate of a training step as a fraction of `optim.lr`.
+
+    Warm-up over W steps: 1/W, 2/W, ..., 1. verl 0.9.1 starts with 0/W, which wastes a step. After
+    the warm-up, the values are those of verl's get_constant_schedule_with_warmup and
+    get_cosine_schedule_with_warmup.
+    """
+    warmup = count_warmup_steps(optim)
+    if position < warmup:
+        return (position + 1) / warmup
+    if (optim.warmup_style or optim.lr_scheduler_type) == "constant":
+        return 1.0
+    if not optim.zero_indexed_step:
+        position += 1
+    progress = (position - warmup) / max(1, optim.total_training_steps - warmup)
+    lowest = optim.min_lr_ratio or 0.0
+    cosine = math.cos(2 * math.pi * optim.num_cycles * progress)
+    return float(max(lowest, (1 + lowest + (1 - lowest) * cosine) / 2))
+
+
+def count_warmup_steps(optim: Any) -> int:
+    """Return the number of warm-up steps: lr_warmup_steps, or by lr_warmup_steps_ratio."""
+    steps = optim.lr_warmup_steps or 0
+    if steps > 0:
+        return int(steps)
+    return int(optim.lr_warmup_steps_ratio * optim.total_training_steps)
+
+
+def check_schedule(config: DictConfig, section: str) -> Iterator[str]:
+    """The rate is not negative, and the ratios of the schedule are from 0 to 1.
+
+    section: the dotted key of `optim`. Other training engines have other keys.
+    """
+    optim = OmegaConf.select(config, section)
+    if optim.lr < 0:
+        yield f"{section}.lr={optim.lr} must not be negative. Change it."
+    for name in ("lr_warmup_steps_ratio", "min_lr_ratio"):
+        value = optim.get(name) or 0
+        if not 0 <= value <= 1:
+            yield f"{section}.{name}={value} must be from 0 to 1. Change it."

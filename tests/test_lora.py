@@ -1,0 +1,383 @@
+"""Tests of LoRA with verl's FSDP engine: the policy that is trained is sampled and exported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import load, metrics_of
+from live_runs import LiveRun
+from omegaconf import OmegaConf
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from tiny_models import make_model
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from transformers import AutoConfig, AutoModelForCausalLM
+from verl.trainer.config import CheckpointConfig
+from verl.utils.fsdp_utils import get_fsdp_wrap_policy
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+from kit.config.adapters import check_adapter, check_keys
+from kit.errors import ConfigError
+from kit.rollout.worker_patches import fix_initial_adapter, list_trainable
+from kit.runs import export
+
+IDS = torch.tensor([[5, 9, 2, 30, 7, 7, 1]])
+LAYERS_ONLY = "verl neither merges nor exports"
+# {target_modules: the error on a tied model, and on an untied one; "" if they are accepted}
+TARGETS: dict[str, Any] = {
+    "all-linear": "",
+    "[q_proj,v_proj]": "",
+    "[down_proj]": "",
+    r".*\.layers\.0\..*(q|up)_proj": "",
+    "self_attn.o_proj": "target_modules=self_attn.o_proj: Target modules",  # it is a pattern
+    "[nothing]": r"target_modules=\['nothing'\]: Target modules {'nothing'} not found",
+    "[lm_head]": f"adapts lm_head, which {LAYERS_ONLY}",
+    "[embed_tokens]": f"adapts embed_tokens, which {LAYERS_ONLY}",
+    "[q_proj,lm_head]": f"adapts lm_head, which {LAYERS_ONLY}",
+    ".*(embed_tokens|lm_head|k_proj)": f"adapts embed_tokens, lm_head, which {LAYERS_ONLY}",
+}
+ACCEPTED = [targets for targets, error in TARGETS.items() if not error]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(tmp_path_factory):
+    """A process group of one rank, unless the process has one."""
+    if torch.distributed.is_initialized():
+        yield
+        return
+    store = tmp_path_factory.mktemp("store") / "store"
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "tied": make_model(folder / "tied", tied=True),
+        "untied": make_model(folder / "untied", tied=False),
+    }
+
+
+def make_recipe(model: Path, *changes: str) -> Any:
+    """The sections of a recipe that LoRA uses. changes: of actor_rollout_ref.model."""
+    section = {"path": str(model), "lora_rank": 4, "lora_alpha": 6, "target_modules": "all-linear"}
+    section |= {"exclude_modules": None, "lora_adapter_path": None, "trust_remote_code": False}
+    section |= {"lora": {"merge": True}}
+    recipe = {
+        "actor_rollout_ref": {"model": section, "rollout": {"dtype": "bfloat16"}},
+        "trainer": {"resource_pools": {"ref": None}},
+        "critic": {"model": {"lora_adapter_path": None}},
+    }
+    prefix = "actor_rollout_ref.model."
+    return OmegaConf.merge(recipe, OmegaConf.from_dotlist([prefix + change for change in changes]))
+
+
+def check(recipe: Any) -> None:
+    check_adapter(recipe, AutoConfig.from_pretrained(recipe.actor_rollout_ref.model.path))
+
+
+def make_engine(recipe: Any, **contents: Any) -> FSDPEngine:
+    """verl's engine with FSDP2, which keeps gathered weights. contents: of the checkpoint."""
+    settings = OmegaConf.to_container(recipe.actor_rollout_ref.model)
+    engine = FSDPEngine(
+        HFModelConfig(**settings, override_config={"attn_implementation": "eager"}),
+        FSDPEngineConfig(
+            strategy="fsdp2",
+            use_torch_compile=False,
+            reshard_after_forward=False,
+            mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32"},
+        ),
+        FSDPOptimizerConfig(lr=0.1, total_training_steps=5),
+        CheckpointConfig(**contents),
+    )
+    engine.initialize()
+    if recipe.actor_rollout_ref.model.lora_adapter_path:
+        fix_initial_adapter(SimpleNamespace(engine=engine))
+    else:
+        change_adapter(engine, seed=0)
+    return engine
+
+
+def change_adapter(engine: FSDPEngine, seed: int) -> None:
+    """Give all trained weights random values, as training would."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            if parameter.requires_grad:
+                parameter.to_local().normal_(std=0.3)
+
+
+def compute_logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS).logits.float()  # [1, 7, V]
+
+
+def export_checkpoint(engine: FSDPEngine, recipe: Any, folder: Path) -> torch.nn.Module:
+    """Save the engine's weights, and export them as a run does."""
+    engine.save_checkpoint(str(folder / "global_step_1" / "actor"))
+    OmegaConf.save(recipe, folder / "global_step_1" / "config.yaml")
+    export.merge(folder / "global_step_1", folder / "export")
+    return AutoModelForCausalLM.from_pretrained(folder / "export", dtype="auto")
+
+
+# --- one policy ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+@pytest.mark.parametrize("targets", TARGETS)
+def test_target_modules_are_accepted_only_if_the_policy_can_be_sent_and_exported(
+    models, kind, targets
+):
+    recipe = make_recipe(models[kind], f"target_modules={targets}")
+    if not TARGETS[targets]:
+        check(recipe)
+        return
+    with pytest.raises(ConfigError, match=TARGETS[targets]):
+        check(recipe)
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *[[f"target_modules={targets}"] for targets in ACCEPTED],
+        [r"exclude_modules=.*layers\.1.*"],
+        ["exclude_modules=[v_proj,gate_proj]", "lora_alpha=1"],
+    ],
+    ids=str,
+)
+def test_the_trained_policy_is_the_one_that_is_sampled_and_exported(
+    models, kind, changes, tmp_path
+):
+    recipe = make_recipe(models[kind], *changes)
+    check(recipe)
+    engine = make_engine(recipe)
+    trained = compute_logits(engine.module)
+    base = compute_logits(AutoModelForCausalLM.from_pretrained(models[kind], dtype=torch.float32))
+    assert (trained - base).abs().max() > 0.05  # the adapter does something
+    sent = dict(engine.get_per_tensor_param()[0])  # as for the rollout engine
+    assert torch.equal(compute_logits(engine.module), trained)  # and the trainer is as before
+    exported = export_checkpoint(engine, recipe, tmp_path / "bf16")
+    assert exported.dtype == torch.bfloat16
+    weights = exported.state_dict()
+    for name, weight in sent.items():
+        assert torch.equal(weights[name], weight.to(torch.bfloat16)), name
+    assert set(weights) - set(sent) <= {"lm_head.weight"}
+    recipe.actor_rollout_ref.rollout.dtype = "float32"
+    exported = export_checkpoint(engine, recipe, tmp_path / "fp32")
+    assert torch.allclose(compute_logits(exported), trained, atol=1e-5)
+
+
+def test_a_checkpoint_of_the_adapter_alone_is_exported_with_its_base_model(models, tmp_path):
+    recipe = make_recipe(models["tied"])
+    recipe.actor_rollout_ref.rollout.dtype = "float32"
+    engine = make_engine(recipe, save_lora_only=True)
+    exported = export_checkpoint(engine, recipe, tmp_path)
+    assert torch.allclose(compute_logits(exported), compute_logits(engine.module), atol=1e-5)
+
+
+# --- an adapter to start from --------------------------------------------------------------------
+
+
+def write_adapter(model: Path, folder: Path, **settings: Any) -> Path:
+    """Write a random adapter of peft."""
+    torch.manual_seed(3)
+    settings = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]} | settings
+    config = LoraConfig(task_type=TaskType.CAUSAL_LM, **settings)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.3)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change fields of adapter_config.json."""
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_the_reference_is_the_policy_that_the_run_starts_from(models, tmp_path):
+    """Also after a resume. Then the trained weights are others, and the reference is the same."""
+    path = write_adapter(models["tied"], tmp_path / "sft", lora_dropout=0.5)
+    recipe = make_recipe(models["tied"], f"lora_adapter_path={path}")
+    check(recipe)
+    first = make_engine(recipe)
+    initial = compute_logits(first.module)
+    base = AutoModelForCausalLM.from_pretrained(models["tied"], dtype=torch.float32)
+    assert (initial - compute_logits(base)).abs().max() > 0.01
+    assert torch.equal(reference_logits(first), initial)
+    change_adapter(first, seed=1)
+    trained = compute_logits(first.module)
+    assert (trained - initial).abs().max() > 0.01
+    assert torch.equal(reference_logits(first), initial)
+    assert torch.equal(compute_logits(first.module), trained)
+    first.module.train()  # without dropout
+    assert torch.equal(first.module(IDS).logits.float(), trained)
+    first.save_checkpoint(str(tmp_path / "actor"))
+
+    resumed = make_engine(recipe)
+    resumed.load_checkpoint(str(tmp_path / "actor"), del_local_after_load=False)
+    assert torch.equal(compute_logits(resumed.module), trained)
+    assert torch.equal(reference_logits(resumed), initial)
+    exported = export_checkpoint(resumed, recipe, tmp_path)
+    sent = dict(resumed.get_per_tensor_param()[0])
+    for name, weight in exported.state_dict().items():
+        assert name == "lm_head.weight" or torch.equal(weight, sent[name].to(torch.bfloat16)), name
+
+
+def reference_logits(engine: FSDPEngine) -> torch.Tensor:
+    """The logits of the reference pass: verl calls `disable_adapter` for it."""
+    with engine.disable_adapter():
+        return compute_logits(engine.module)
+
+
+CONTRADICTIONS = {
+    "lora_rank=0": r"it has 4, and \S+lora_rank=0. Set lora_rank=4",
+    "lora_rank=8": r"it has 4, and \S+lora_rank=8. Set lora_rank=4",
+    "lora_alpha=16": r"it has 6, and \S+lora_alpha=16. Set lora_alpha=6",
+    "target_modules=[q_proj]": r"its target_modules are \['q_proj', 'v_proj'\], and",
+}
+
+
+@pytest.mark.parametrize("change", CONTRADICTIONS)
+def test_a_recipe_must_not_contradict_its_adapter(models, tmp_path, change):
+    path = write_adapter(models["tied"], tmp_path / "sft")
+    recipe = make_recipe(models["tied"], f"lora_adapter_path={path}", change)
+    with pytest.raises(ConfigError, match=CONTRADICTIONS[change]):
+        check(recipe)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "[v_proj,q_proj]"])
+def test_the_recipe_takes_the_target_modules_of_the_adapter(models, tmp_path, monkeypatch, targets):
+    monkeypatch.chdir(tmp_path)
+    write_adapter(models["tied"], Path("sft"))
+    recipe = make_recipe(models["tied"], "lora_adapter_path=sft", f"target_modules={targets}")
+    check(recipe)
+    model = recipe.actor_rollout_ref.model
+    assert list(model.target_modules) == ["q_proj", "v_proj"]
+    assert model.lora_adapter_path == str(tmp_path / "sft")  # workers run in other folders
+
+
+UNREAD = {
+    "use_rslora": True,
+    "use_dora": True,
+    "rank_pattern": {"q_proj": 2},
+    "alpha_pattern": {"q_proj": 2},
+    "bias": "all",
+    "modules_to_save": ["lm_head"],
+    "init_lora_weights": "pissa",
+}
+
+
+@pytest.mark.parametrize("field", UNREAD)
+def test_an_adapter_with_features_that_would_be_lost_is_refused(models, tmp_path, field):
+    path = write_adapter(models["tied"], tmp_path / "sft")
+    edit_config(path, **{field: UNREAD[field]})
+    with pytest.raises(ConfigError, match=f"it has {field}="):
+        check(make_recipe(models["tied"], f"lora_adapter_path={path}"))
+
+
+def test_an_adapter_without_its_files_is_refused(models, tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere has no adapter of peft: .* Correct it"):
+        check(make_recipe(models["tied"], f"lora_adapter_path={tmp_path}/nowhere"))
+    path = write_adapter(models["tied"], tmp_path / "sft")
+    (path / "adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"sft has no readable weights: .* Correct it"):
+        check(make_recipe(models["tied"], f"lora_adapter_path={path}"))
+    (path / "adapter_model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ConfigError, match=r"sft has no readable weights: .* Correct it"):
+        check(make_recipe(models["tied"], f"lora_adapter_path={path}"))
+
+
+def test_an_adapter_of_another_model_is_refused(models, tmp_path):
+    path = write_adapter(models["tied"], tmp_path / "sft")
+    edit_config(path, target_modules=["k_proj", "q_proj", "v_proj"])
+    with pytest.raises(ConfigError, match=r"is of another model: \S*k_proj\S* has the shape None"):
+        check(make_recipe(models["tied"], f"lora_adapter_path={path}"))
+
+
+def test_keys_that_cannot_be_used_together_are_refused(models):
+    recipe = make_recipe(models["tied"], "lora_adapter_path=sft", "target_parameters=[x]")
+    recipe.trainer.resource_pools.ref = 1
+    recipe.critic.model.lora_adapter_path = "sft"
+    problems = list(check_keys(recipe))
+    assert [text.split(" ")[0].rstrip(":") for text in problems] == [
+        "critic.model.lora_adapter_path",
+        "actor_rollout_ref.model.target_parameters",
+        "actor_rollout_ref.model.lora_adapter_path=sft",
+    ]
+    assert not list(check_keys(make_recipe(models["tied"])))
+
+
+@pytest.mark.soak
+def test_a_run_from_an_adapter_has_a_kl_loss_of_0_in_its_first_step(workspace):
+    path = write_adapter(workspace / "tied", workspace / "sft")
+    changes = ["lora_rank=4", "lora_alpha=6", f"lora_adapter_path={path}"]
+    settings = [f"actor_rollout_ref.model.{change}" for change in changes]
+    settings += ["actor_rollout_ref.actor.use_kl_loss=true", "trainer.total_training_steps=3"]
+    settings += ["actor_rollout_ref.actor.optim.lr=0.03", "env.val_files=[]"]
+    with LiveRun(workspace, "adapter", *settings, files=("--config", "lora")) as run:
+        run.process.wait(timeout=300)
+        run.end(0)
+    losses = [m["actor/kl_loss"] for m in metrics_of(run.folder) if "actor/kl_loss" in m]
+    assert losses[0] == pytest.approx(0.0, abs=1e-6)
+    assert losses[2] > 1e-4
+    assert (run.folder / "export" / "lora_adapter" / "adapter_config.json").is_file()
+
+
+def test_fsdp1_on_a_cpu_is_refused(workspace):
+    message = r"actor\.strategy=fsdp does not start on a CPU: .* Set fsdp2"
+    with pytest.raises(ConfigError, match=message):
+        load(workspace, "actor_rollout_ref.actor.strategy=fsdp")
+
+
+# --- FSDP1, on two ranks -------------------------------------------------------------------------
+
+
+def compare_under_fsdp1(rank: int, folder: Path, strategy: ShardingStrategy) -> None:
+    """Check the reference of a model that FSDP1 shards. Runs in its own process."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/{strategy.name}", rank=rank, world_size=2
+    )
+    for use_orig_params in (False, True):
+        base = AutoModelForCausalLM.from_pretrained(folder / "untied")
+        adapted = PeftModel.from_pretrained(base, folder / "sft", is_trainable=True)
+        module = FullyShardedDataParallel(
+            adapted,
+            auto_wrap_policy=get_fsdp_wrap_policy(adapted, is_lora=True),
+            sharding_strategy=strategy,
+            use_orig_params=use_orig_params,
+            device_id=torch.device("cpu"),
+        )
+        engine = SimpleNamespace(module=module)
+        fix_initial_adapter(SimpleNamespace(engine=engine))
+        initial = compute_logits(module)
+        for _, shard in list_trainable(module):
+            shard.mul_(-1.5)
+        trained = compute_logits(module)
+        assert (trained - initial).abs().max() > 1e-3
+        assert torch.equal(reference_logits(engine), initial)
+        assert torch.equal(compute_logits(module), trained)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+def test_the_reference_is_right_with_fsdp1(models, tmp_path, strategy):
+    """With SHARD_GRAD_OP, FSDP keeps gathered weights after a forward pass."""
+    shutil.copytree(models["untied"], tmp_path / "untied")
+    write_adapter(models["untied"], tmp_path / "sft")
+    torch.multiprocessing.spawn(compare_under_fsdp1, (tmp_path, strategy), nprocs=2)
