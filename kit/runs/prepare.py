@@ -15,10 +15,11 @@ from omegaconf import DictConfig, OmegaConf
 
 import env
 from kit import extras
-from kit.config import checks, model_files, trackers, user_functions
+from kit.config import adapters, checks, model_files, trackers, user_functions
 from kit.config.keys import to_plain
 from kit.config.load import ACTOR, FSDP, MICRO_BATCH_TOKENS, MODEL, ROLLOUT, raise_all
 from kit.config.resources import sequence_parallel_size
+from kit.config.schedule import check_schedule
 from kit.data.processor import TextProcessor
 from kit.data.row_files import find_files, read_raw_rows
 from kit.data.tasks import FileRows, RowSource, TaskLoader, is_function
@@ -124,6 +125,8 @@ def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception]
         if part in template.failures:
             raise ConfigError(template.describe_failure(part))
     check_other_models(config, command, files.tokenizer)
+    if config.model_engine == FSDP:
+        adapters.check_adapter(config, files.hf_config)
     set_sizes(config, files.hf_config, command)
     model_problems = extras.collect(
         "check_model", config, command, config, files.hf_config, command
@@ -165,6 +168,7 @@ def early_problems(config: DictConfig, command: str) -> Iterator[Exception | str
     yield from checks.check_run_name(config)
     yield from checks.check_sizes(config, command)
     yield from checks.check_algorithm(config)
+    yield from adapters.check_keys(config)
     yield from checks.check_sampling(config, command)
     yield from trackers.find_problems(config)
     if command == "train":
@@ -176,6 +180,9 @@ def late_problems(config: DictConfig, command: str) -> Iterator[Exception | str]
     """The checks that need verl, and the advantage and the loss that the recipe names."""
     if command == "train":
         yield from checks.check_pools(config)
+    yield from check_schedule(config, f"{ACTOR}.optim")
+    if command == "train" and user_functions.needs(config, "values"):
+        yield from check_schedule(config, "critic.optim")
     if config.model_engine == FSDP:
         yield from checks.check_strategies(config, command)
     yield from extras.collect("check_workers", config, command, config, command)
