@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from env import Task
-from gym_client import GymError
+from gym_client import GymError, StepResult, VerifyResult
 from kit.data.ground_truths import find_ground_truth, is_empty
 from kit.errors import UserFunctionError
 from kit.extras.python_verifiers.ground_truths import read_expected_answers
@@ -37,12 +37,21 @@ def try_verifiers(
     MAX_SOURCES, which are not tried. Raises UserFunctionError.
     """
     lines: list[str] = []
+    required = list_required_components(config)
     with tempfile.TemporaryDirectory() as logs, make_runner() as runner:
         for name, spec in specs.items():
             own_tasks = [task for task in tasks if task.server == name]
             pool = Pool(spec, config, Path(logs))
-            lines += runner.run(try_verifier(pool, own_tasks, tokenizer))
+            lines += runner.run(try_verifier(pool, own_tasks, tokenizer, required))
     return lines
+
+
+def list_required_components(config: DictConfig) -> list[str]:
+    """List the reward components that the verifier must return, since nothing else adds them."""
+    estimator = OmegaConf.select(config, "algorithm.adv_estimator")
+    if estimator != "gdpo" or config.env.reward:
+        return []
+    return list(config.algorithm.gdpo_reward_keys)
 
 
 def select_tasks(tasks: Sequence[Task]) -> list[Task]:
@@ -53,10 +62,12 @@ def select_tasks(tasks: Sequence[Task]) -> list[Task]:
     return list(selected.values())
 
 
-async def try_verifier(pool: Pool, tasks: Sequence[Task], tokenizer: Any) -> list[str]:
+async def try_verifier(
+    pool: Pool, tasks: Sequence[Task], tokenizer: Any, required: Sequence[str]
+) -> list[str]:
     """Start a verifier and call it for some of its tasks. Returns lines for the summary.
 
-    Raises UserFunctionError.
+    required: the reward components that it must return. Raises UserFunctionError.
     """
     lines: list[str] = []
     missing: list[str] = []  # row ids
@@ -67,7 +78,7 @@ async def try_verifier(pool: Pool, tasks: Sequence[Task], tokenizer: Any) -> lis
         selected = select_tasks(tasks)
         for task in selected[:MAX_SOURCES]:
             hint = describe_missing(missing, len(tasks)) if task.row_id in missing else ""
-            lines.append(await try_row(pool, task, kind, tokenizer, hint))
+            lines.append(await try_row(pool, task, kind, tokenizer, hint, required))
     except GymError as error:
         raise UserFunctionError(f"{pool.spec.key}={error}") from None
     finally:
@@ -79,19 +90,24 @@ async def try_verifier(pool: Pool, tasks: Sequence[Task], tokenizer: Any) -> lis
     return lines
 
 
-async def try_row(pool: Pool, task: Task, kind: str, tokenizer: Any, hint: str) -> str:
+async def try_row(
+    pool: Pool, task: Task, kind: str, tokenizer: Any, hint: str, required: Sequence[str]
+) -> str:
     """Call a verifier for one row. Returns a line with the rewards. Raises UserFunctionError.
 
-    hint: the end of the error's message.
+    hint: the end of the error's message. required: the reward components that it must return.
     """
     rewards: dict[str, float | None] = {}  # by response
     for response in list_responses(task, kind):
         try:
-            reward = await call_verifier(pool, task, response, tokenizer)
+            result = await call_verifier(pool, task, response, tokenizer)
         except GymError as error:
             trial = f"(tried on row {task.row_id} with the response {response!r})"
             message = f"{pool.spec.key}={error} {trial} {hint}".rstrip()
             raise UserFunctionError(message) from None
+        if isinstance(result, VerifyResult):
+            check_components(pool, task, result, required)
+        reward = result.reward if result else None
         rewards[response] = reward
         if response != RESPONSE and is_positive(reward):
             break
@@ -152,8 +168,22 @@ def list_responses(task: Task, kind: str) -> list[str]:
     return responses
 
 
-async def call_verifier(pool: Pool, task: Task, response: str, tokenizer: Any) -> float | None:
-    """Verify a response to the row of a task -> its reward. Raises GymError.
+def check_components(pool: Pool, task: Task, result: VerifyResult, required: Sequence[str]) -> None:
+    """Raise UserFunctionError if a result lacks one of the required reward components."""
+    for name in required:
+        if name not in result.components:
+            names = ", ".join(sorted(result.components)) or "none"
+            raise UserFunctionError(
+                f"algorithm.gdpo_reward_keys has {name}, but {pool.spec.key} returned the reward "
+                f"components {names} (tried on row {task.row_id}). Let it return {name} each time, "
+                "or change the key."
+            )
+
+
+async def call_verifier(
+    pool: Pool, task: Task, response: str, tokenizer: Any
+) -> VerifyResult | StepResult | None:
+    """Verify a response to the row of a task. Raises GymError.
 
     None if the verifier marks its reward as invalid.
     """
@@ -166,4 +196,4 @@ async def call_verifier(pool: Pool, task: Task, response: str, tokenizer: Any) -
         if error.reason != "masked":
             raise
         return None
-    return result.reward
+    return result

@@ -164,3 +164,22 @@ def test_cells_without_a_value_are_found_in_real_files(tmp_path, name):
     assert first.endswith("1 for the ground truth '\\\\boxed{5}'")
     (missing,) = list(rows)[2:]
     assert line.startswith(f"1 of 3 rows have no ground truth ({missing}).")
+
+
+def test_a_component_that_gdpo_needs_and_the_verifier_does_not_return_is_an_error(tmp_path):
+    (tmp_path / "parts.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': 1.0, 'right': 1.0}\n"
+    )
+    config = make_config(f"{tmp_path}/parts.py:score")
+    specs = verifier_settings.read_specs(config)
+    tasks = [Task("a:1", {"answer": "5"}, next(iter(specs)), [], [])]
+    for reward, keys in ((None, ["right"]), ("mine.py:f", ["right", "format"])):
+        config.env.reward = reward
+        config.algorithm = {"adv_estimator": "gdpo", "gdpo_reward_keys": keys}
+        assert verifier_trial.try_verifiers(specs, tasks, config, CharTokenizer())
+    config.env.reward = None
+    with pytest.raises(
+        UserFunctionError, match=r"gdpo_reward_keys has format, .* components .*right"
+    ):
+        verifier_trial.try_verifiers(specs, tasks, config, CharTokenizer())
