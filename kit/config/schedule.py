@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
 
 
 def compute_learning_rate(optim: Any, position: int) -> float:
@@ -42,21 +39,6 @@ def compute_factor(optim: Any, position: int) -> float:
 
 def count_warmup_steps(optim: Any) -> int:
     """Return the number of warm-up steps: lr_warmup_steps, or by lr_warmup_steps_ratio."""
-    steps = optim.lr_warmup_steps or 0
-    if steps > 0:
-        return int(steps)
+    if optim.lr_warmup_steps > 0:
+        return int(optim.lr_warmup_steps)
     return int(optim.lr_warmup_steps_ratio * optim.total_training_steps)
-
-
-def check_schedule(config: DictConfig, section: str) -> Iterator[str]:
-    """The rate is not negative, and the ratios of the schedule are from 0 to 1.
-
-    section: the dotted key of `optim`. Other training engines have other keys.
-    """
-    optim = OmegaConf.select(config, section)
-    if optim.lr < 0:
-        yield f"{section}.lr={optim.lr} must not be negative. Change it."
-    for name in ("lr_warmup_steps_ratio", "min_lr_ratio"):
-        value = optim.get(name) or 0
-        if not 0 <= value <= 1:
-            yield f"{section}.{name}={value} must be from 0 to 1. Change it."

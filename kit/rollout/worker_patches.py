@@ -31,16 +31,10 @@ def monkey_patch_training_worker() -> None:
 
 
 def make_reset(verl_reset: Any) -> Any:
-    """Make a `reset` that keeps the first adapter, and accepts lr_warmup_steps=null.
-
-    verl's documentation allows that null.
-    """
+    """Make a `reset` that keeps the adapter from which the run starts."""
 
     @functools.wraps(verl_reset)
     def reset(self: Any) -> None:
-        optim = self.optimizer_config
-        if getattr(optim, "lr_warmup_steps", 0) is None:
-            optim.lr_warmup_steps = -1  # verl compares it with a number
         verl_reset(self)
         if getattr(self.model_config, "lora_adapter_path", None) and self.model_config.lora_rank:
             fix_initial_adapter(self)

@@ -19,7 +19,6 @@ from kit.config import adapters, checks, model_files, trackers, user_functions
 from kit.config.keys import to_plain
 from kit.config.load import ACTOR, FSDP, MICRO_BATCH_TOKENS, MODEL, ROLLOUT, raise_all
 from kit.config.resources import sequence_parallel_size
-from kit.config.schedule import check_schedule
 from kit.data.processor import TextProcessor
 from kit.data.row_files import find_files, read_raw_rows
 from kit.data.tasks import FileRows, RowSource, TaskLoader, is_function
@@ -180,9 +179,6 @@ def late_problems(config: DictConfig, command: str) -> Iterator[Exception | str]
     """The checks that need verl, and the advantage and the loss that the recipe names."""
     if command == "train":
         yield from checks.check_pools(config)
-    yield from check_schedule(config, f"{ACTOR}.optim")
-    if command == "train" and user_functions.needs(config, "values"):
-        yield from check_schedule(config, "critic.optim")
     if config.model_engine == FSDP:
         yield from checks.check_strategies(config, command)
     yield from extras.collect("check_workers", config, command, config, command)
