@@ -493,6 +493,8 @@ def set_sizes(config: DictConfig, hf_config: Any, command: str = "train") -> Non
     rollout = config.actor_rollout_ref.rollout
     longest = config.data.max_prompt_length + config.data.max_response_length
     rollout.max_model_len = rollout.max_model_len or longest
+    # workers resolve this section again, and do not know the resolvers of kit/config/resources.py
+    rollout.max_num_seqs = rollout.max_num_seqs
     # a Ray process writes this file, and runs in another folder
     rollout.prometheus.file = os.path.abspath(rollout.prometheus.file)
     check_context_length(config, hf_config, longest, command)
