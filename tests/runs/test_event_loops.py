@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import CPU, RECIPE, tiny
 from omegaconf import OmegaConf
 
 from kit.errors import Stop
-from kit.runs import event_loops
+from kit.runs import cli, event_loops
 from kit.runs.event_loops import make_runner
 from kit.runs.signals import Guard
 
@@ -199,3 +200,33 @@ def test_a_run_in_a_thread_changes_no_signal(guard_config: Any, tmp_path: Path) 
     for call in (call_in_thread, call_in_loop_of_thread):
         assert call(use) == 0.0
     assert [signal.getsignal(signum) for signum in signums] == before
+
+
+@pytest.fixture
+def failing_verifier(workspace: Path, tmp_path: Path) -> str:
+    path = tmp_path / "reward.py"
+    path.write_text("def compute_score(*args, **kwargs):\n    raise KeyError('of the verifier')\n")
+    return f"env.verifier={path}:compute_score"
+
+
+@every_caller
+def test_a_recipe_that_cannot_run_has_the_same_message_in_every_caller(
+    call: Callable, workspace: Path, failing_verifier: str
+) -> None:
+    """The command prints the text of these exceptions."""
+    expected = {
+        "trainer.logger=[foo]": "trainer.logger: verl has no tracker 'foo'. Use one of: ",
+        "trainer.save_frq=1": "Did you mean trainer.save_freq?",
+        failing_verifier: "'of the verifier' (tried on row ",
+    }
+
+    def use() -> list[str]:
+        texts = []
+        for change in expected:
+            with pytest.raises(cli.EXPECTED_ERRORS) as raised:
+                cli.plan([str(CPU), str(RECIPE)], tiny(workspace, change))
+            texts.append(str(raised.value))
+        return texts
+
+    for text, part in zip(call(use), expected.values(), strict=True):
+        assert part in text and "\n" not in text
