@@ -4,38 +4,46 @@ The workers use FSDP and the tiny model, in float32. There are two bounds:
 
 - LOSS is a relative bound on differences of advantages, losses and gradient norms.
 - GRADIENT is a bound on the norm of the difference of two gradients, divided by the norm of one.
+  PLAIN is this bound for plain torch, which has other kernels for attention and log-probs.
   The optimizer is SGD with a learning rate of 1, so the change of the weights is the gradient.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import random
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import plain_torch
 import pytest
 import torch
 from conftest import CPU, RECIPE, kill_workers, tiny, with_values
 from omegaconf import OmegaConf
+from plain_torch import Data, compute_log_probs
 from tensordict import TensorDict
+from transformers import AutoModelForCausalLM
 from verl import DataProto
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.utils.losses import value_loss
+from verl.workers.utils.losses import sft_loss, value_loss
 
+import algorithm
 import training
 from kit.config.load import load_config
 from kit.config.model_files import load_model_files
-from kit.config.user_functions import needs_reference
-from kit.data.episode import Episode
+from kit.config.user_functions import needs_reference, register_in_verl
+from kit.data.episode import Episode, TurnSpan
 from kit.data.selection import select_trainable, take_groups
 from kit.runs import prepare
 from kit.runs.workers import start_workers
 
 LOSS = 1e-6
 GRADIENT = 1e-6
+PLAIN = 1e-5
 ACTOR = "actor_rollout_ref.actor"
 SGD = [
     f"{ACTOR}.optim.optimizer=SGD",
@@ -345,6 +353,166 @@ def test_fused_old_log_probs_equal_those_of_a_separate_pass(worker_variants, wor
     assert "rollout_corr/kl" in metrics_fused and metrics_fused["actor/grad_norm"] > 0
     moved = compute_distance(read_weights(workers, tmp_path / "before"), weights_separate)
     assert compute_distance(weights_fused, weights_separate) < GRADIENT * moved
+
+
+# --- a step of the kit and a step of plain torch --------------------------------------------------
+
+
+def make_turn_episodes(groups=8, members=4) -> list[Episode]:
+    """Episodes with one or two turns, rewards of turns, and everything that a recipe reads."""
+    episodes = make_episodes(seed=3, groups=groups, members=members)
+    rng = random.Random(3)
+    for episode in episodes:
+        mask = episode.response_mask
+        end = len(mask)
+        episode.turns = [TurnSpan(0, end, 1)]
+        if 0 in mask:  # an observation of two tokens
+            episode.turns = [TurnSpan(0, 3, 1), TurnSpan(5, end, 2)]
+        parts = [rng.choice([0.0, 0.25, 1.0]) for _ in episode.turns]
+        episode.turn_rewards = parts
+        episode.reward = sum(parts)
+        episode.baseline = 0.5
+        episode.reward_components = {"reward_model": rng.random()}
+    return episodes
+
+
+def select_for(name: str, inputs: Any) -> list[Episode]:
+    """The episodes of a recipe: those that pass its filters, and with `spin` the row's answers."""
+    episodes = make_turn_episodes(groups=24)
+    if not name.startswith("turn_"):
+        for episode in episodes:
+            episode.turn_rewards = []
+    if name in ("dapo", "curriculum"):
+        episodes, _ = select_trainable(episodes, 2, inputs.filters)
+    kept = take_groups(episodes, 8)
+    if name == "spin":
+        for first in kept[::4]:
+            answer = copy.deepcopy(first)
+            answer.response_ids = [7, 9, 11, 3]
+            answer.response_mask = [1] * 4
+            answer.log_probs = [0.0] * 4
+            answer.turns = []
+            kept.append(answer)
+    return kept
+
+
+def load_plain_model(workspace, weights) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(workspace / "untied", dtype=torch.float32)
+    if weights is not None:
+        model.load_state_dict(weights)
+    return model
+
+
+def run_trainer_step(episodes, workers, config, inputs) -> tuple[DataProto, dict[str, float]]:
+    """Run the stages of Trainer.step after `collect` -> (batch, metrics)."""
+    run = SimpleNamespace(stage=lambda _: contextlib.nullcontext(), say=print)
+    state = {"step": 1, "batches": 1, "pass_rates": {}, "kl_coef": 0.0}
+    trainer = algorithm.Trainer(config, inputs, run, workers, None, state)
+    trainer.shape_rewards(episodes)
+    batch = training.to_batch(episodes, inputs, config)
+    trainer.compute_log_probs(batch)
+    trainer.compute_advantages(batch)
+    trainer.update(batch)
+    return batch, trainer.metrics
+
+
+def read_plain_data(episodes, batch, model, reference) -> Data:
+    """The data of a batch by plain models. Only a critic's values are those of the workers."""
+    masks = [torch.tensor(e.response_mask, dtype=torch.float32) for e in episodes]
+    lengths = [len(mask) for mask in masks]
+    values = batch.batch.get("values", torch.zeros_like(batch.batch["token_level_scores"]))
+    with torch.no_grad():
+        old = [compute_log_probs(model, e) for e in episodes]
+        ref = [compute_log_probs(reference, e) for e in episodes]
+    rows = [row[:length] for row, length in zip(values, lengths, strict=True)]
+    return Data(episodes, old, ref, rows, masks)
+
+
+@pytest.fixture(scope="module")
+def moved_actor(worker_variants, tmp_path_factory):
+    """The SGD actor, one step away from its reference -> (actor, checkpoint)."""
+    workers, config = worker_variants["one rank"]
+    start = tmp_path_factory.mktemp("initial")
+    workers.actor.save_checkpoint(str(start), None, 0, None)
+    set_loss_settings(workers, OmegaConf.to_container(config.actor_rollout_ref.actor, resolve=True))
+    batch = training.build_batch(make_episodes(seed=5), 1, 1.0)
+    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+    batch.batch["advantages"] = 0.3 * batch.batch["response_mask"]
+    training.update_actor(workers.actor, batch, config)
+    moved = tmp_path_factory.mktemp("moved")
+    workers.actor.save_checkpoint(str(moved), None, 0, None)
+    yield workers.actor, moved
+    workers.actor.load_checkpoint(str(start))
+
+
+@pytest.mark.parametrize("name", plain_torch.RECIPES)
+def test_a_step_of_each_recipe_equals_plain_torch(
+    stack, values, moved_actor, workspace, tmp_path, name
+):
+    """From rewards to weights: advantages, losses, mini-batches and the optimizer's steps."""
+    recipe = plain_torch.RECIPES[name]
+    changes = [change for change in list_changes(name) if "norm_adv_by_std" not in change]
+    if recipe.is_on_policy:
+        changes = [change for change in changes if "actor.ppo_mini_batch_size" not in change]
+    paths = {"distill": "distillation.teacher_models.teacher_model.model_path"}
+    paths["reward_model"] = "reward.reward_model.model_path"
+    if name in paths:
+        folder = "scored" if name == "reward_model" else "untied"
+        changes.append(f"{paths[name]}={workspace / folder}")
+    if name in ("reinforce_plus_plus", "remax"):
+        changes.append("algorithm.gamma=1.0")
+    config, inputs = load_recipe(workspace, *changes, overlays=[name])
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    register_in_verl(config.algorithm.adv_estimator, loss_mode)
+    actor, moved_checkpoint = moved_actor
+    critic = with_values(stack, values).critic if recipe.has_critic else None
+    workers = training.Workers(actor, critic, None)
+    actor.load_checkpoint(str(moved_checkpoint))
+    training.set_policy_loss(actor, config)
+    if critic:
+        settings = omega_conf_to_dataclass(config.critic)
+        critic.set_loss_fn(functools.partial(value_loss, config=settings))
+    before = read_weights(workers, tmp_path / "before")
+    episodes = select_for(name, inputs)
+    batch, _ = run_trainer_step(episodes, workers, config, inputs)
+    after = read_weights(workers, tmp_path / "after")
+
+    model = load_plain_model(workspace, before)
+    data = read_plain_data(episodes, batch, model, load_plain_model(workspace, None))
+    advantages = plain_torch.run_step(model, data, recipe, 1 if recipe.is_on_policy else 2)
+    for row, expected in enumerate(advantages):
+        actual = (batch.batch["advantages"] * batch.batch["response_mask"])[row, : len(expected)]
+        torch.testing.assert_close(actual, expected.float(), rtol=1e-4, atol=1e-4)
+    plain = dict(model.named_parameters())
+    moved = compute_distance(before, after)
+    difference = compute_distance(after, {k: plain[k].detach() for k in after})
+    print(name, "weights differ by", difference, "of", moved)
+    assert 0 < difference < PLAIN * moved
+
+
+def test_a_step_of_sft_equals_plain_torch(moved_actor, workspace, tmp_path):
+    """The loss is the mean cross entropy of the response tokens that have a mask of 1."""
+    actor, moved_checkpoint = moved_actor
+    config, _ = load_recipe(workspace, *SGD)
+    workers = training.Workers(actor, None, None)
+    actor.load_checkpoint(str(moved_checkpoint))
+    before = read_weights(workers, tmp_path / "before")
+    settings = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    actor.set_loss_fn(functools.partial(sft_loss, config=settings))
+    episodes = make_episodes(groups=8, members=1)
+    training.update_sft(actor, training.build_batch(episodes, 1, 1.0), config)
+    after = read_weights(workers, tmp_path / "after")
+
+    model = load_plain_model(workspace, before)
+    rows = [compute_log_probs(model, episode) for episode in episodes]
+    masks = [torch.tensor(episode.response_mask) for episode in episodes]
+    total = sum((row * mask).sum() for row, mask in zip(rows, masks, strict=True))
+    (-total / sum(mask.sum() for mask in masks)).backward()
+    expected = {k: before[k] - p.grad for k, p in model.named_parameters()}
+    moved = compute_distance(before, after)
+    difference = compute_distance(after, {k: expected[k] for k in after})
+    print("weights differ by", difference, "of", moved)
+    assert 0 < difference < PLAIN * moved
 
 
 # --- a batch in other micro-batches --------------------------------------------------------------
