@@ -142,7 +142,7 @@ def call_verl_estimator(batch: DataProto, settings: DictConfig) -> tuple[Tensor,
         gamma=settings.gamma,
         lam=settings.lam,
         norm_adv_by_std_in_grpo=settings.norm_adv_by_std_in_grpo,
-        config=settings,
+        config=settings,  # type: ignore[arg-type]  # verl's estimators read it as a mapping
     )
     return data.batch["advantages"], data.batch["returns"]
 
