@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from kit.cpu import fork_server
+from kit.runs import isolation
 
 VARIABLE = "PRELOAD_MODULES"
 SECRETS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")  # Ray sets them after the process was started
@@ -18,13 +19,15 @@ SECRETS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")  # Ray sets them after the process
 
 def begin_imports(config: DictConfig) -> None:
     """Start the process, so that it imports the modules while the recipe is checked."""
-    fork_server.start(os.environ[VARIABLE])
+    with isolation.show_logical_gpus(config):
+        fork_server.start(os.environ[VARIABLE])
 
 
 def before_ray(launch: Any) -> None:
     """Make Ray start its workers through the process. launch: kit.runs.launch.Launch."""
     running = fork_server.running(os.environ[VARIABLE], launch.logs / "fork.log")
-    server = launch.stack.enter_context(running)
+    with isolation.show_logical_gpus(launch.config):  # it may start only now
+        server = launch.stack.enter_context(running)
     if launch.run.guard.monitor:
         launch.run.guard.monitor.register_folder(os.path.dirname(server.python))
     launch.python = server.python

@@ -20,6 +20,14 @@ SOCKET_PATH_LIMIT = 107  # bytes: Linux's sun_path has 108, and the last one is 
 RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 RUN_SOCKET = "/kit-abcdefgh/rl-colocate-zmq-01000000-replica-999-rank-999.sock"
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch would use TMPDIR
+# The variables by which Ray finds the GPUs of a process: NVIDIA's, AMD's and Intel's
+VISIBLE_GPUS = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "ONEAPI_DEVICE_SELECTOR",
+)
 FOLDER_KEY = "ray_kwargs.ray_init._temp_dir"
 
 
@@ -115,23 +123,18 @@ def _is_replaceable(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def show_logical_gpus(config: DictConfig) -> Iterator[None]:
-    """Hide the variable that limits Ray's GPUs while a Ray starts whose GPUs are only logical.
+    """Hide VISIBLE_GPUS from the processes that a recipe for a CPU starts in the block.
 
-    A recipe for a CPU gives Ray logical GPUs. Ray starts only if CUDA_VISIBLE_DEVICES lists as
-    many, and users set it to "" or -1 to compute on the CPU. On AMD and Intel it has another name.
+    Such a recipe gives Ray logical GPUs. Ray and its workers read their ids from this variable, and
+    users set it to "" or -1 to compute on the CPU.
     """
-    if config.trainer.device != "cpu":
-        yield
-        return
-    from ray._private.accelerators import get_accelerator_manager_for_resource
-
-    manager = get_accelerator_manager_for_resource("GPU")
-    name = (manager and manager.get_visible_accelerator_ids_env_var()) or "CUDA_VISIBLE_DEVICES"
-    previous = os.environ.pop(name, None)
+    names = VISIBLE_GPUS if config.trainer.device == "cpu" else ()
+    previous = {name: os.environ.pop(name, None) for name in names}
     try:
         yield
     finally:
-        _restore_variable(name, previous)
+        for name, value in previous.items():
+            _restore_variable(name, value)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from conftest import CLEAN_ENV, ROOT
 from omegaconf import OmegaConf
+from ray._private import accelerators
 
 from kit.errors import RunError
 from kit.rollout import stores
@@ -126,13 +127,20 @@ def test_a_user_without_a_home_folder_gets_one(variables: dict[str, str], home: 
         shutil.rmtree(f"/tmp/kit-{user}", ignore_errors=True)
 
 
+def test_the_variables_are_those_of_rays_gpus() -> None:
+    managers = accelerators.get_all_accelerator_managers()
+    gpus = [manager for manager in managers if manager.get_resource_name() == "GPU"]
+    names = {manager.get_visible_accelerator_ids_env_var() for manager in gpus}
+    assert len(names) > 2 and names - {None} <= set(isolation.VISIBLE_GPUS)
+
+
 @pytest.mark.parametrize("value", [None, "", "-1", "none", "0", "0,1", "NoDevFiles"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", isolation.VISIBLE_GPUS)
 def test_a_cpu_recipe_does_not_show_ray_which_gpus_are_visible(
-    value: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+    name: str, value: str | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray does not start if the variable lists fewer GPUs than the recipe has logical ones."""
-    name = "CUDA_VISIBLE_DEVICES"
     monkeypatch.delenv(name, raising=False)
     if value is not None:
         monkeypatch.setenv(name, value)
