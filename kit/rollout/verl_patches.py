@@ -17,7 +17,6 @@ import torch
 from torch.distributed import distributed_c10d
 from verl.workers.rollout import base
 
-from kit.config import resources  # noqa: F401  (a worker's recipe may need its resolvers)
 from kit.rollout import stores
 
 # Environment variable of the trainer's ranks: the value of actor_rollout_ref.nccl_timeout.
