@@ -130,7 +130,7 @@ def call_verl_estimator(batch: DataProto, settings: DictConfig) -> tuple[Tensor,
     )
     arrays = {"uid": groups}
     if settings.adv_estimator == "gdpo":
-        # under keys of their own: a component may have any name
+        # with a prefix, since a component may have any name
         components = {f"component {k}": read_component(batch, k) for k in settings.gdpo_reward_keys}
         arrays |= components
         settings = copy.deepcopy(settings)
