@@ -107,8 +107,8 @@ def gsm8k(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
     --source is a folder with the original train.jsonl and test.jsonl. Without it: from the hub.
     """
     if args.source:
-        train = read_gsm8k(Path(args.source), "train")
-        test = read_gsm8k(Path(args.source), "test")
+        train = read_gsm8k(Path(args.source).expanduser(), "train")
+        test = read_gsm8k(Path(args.source).expanduser(), "test")
     else:
         train = download_gsm8k("train")
         test = download_gsm8k("test")
@@ -668,7 +668,7 @@ def main() -> None:
     args = parse_arguments()
     try:
         for split, rows in GENERATORS[args.name](args).items():
-            path = Path(args.out) / f"{args.name}_{split}.jsonl"
+            path = Path(args.out).expanduser() / f"{args.name}_{split}.jsonl"
             print(f"{path}: {write_rows(path, rows)} rows")
     except (DataError, OSError) as error:
         sys.exit(f"error: {error}")

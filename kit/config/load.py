@@ -207,16 +207,13 @@ def merge(base: DictConfig, overlays: Sequence[Overlay]) -> DictConfig:
         and overlay.source.lstrip("+").startswith("trainer.total_training_steps=")
         for overlay in overlays
     )
-    config = base
+    config = copy.deepcopy(base)
     for overlay in overlays:
         content = to_config(overlay.content, overlay.source)
         try:
-            reset = values_to_reset(overlay, has_steps_argument)
-            config = cast(DictConfig, OmegaConf.merge(config, reset, content))
+            config.merge_with(values_to_reset(overlay, has_steps_argument), content)
         except OmegaConfBaseException as error:
             raise ConfigError(f"{overlay.source}: {describe_error(error)}") from None
-    if config is base:
-        config = copy.deepcopy(base)
     servers = config.gym.servers or {}
     for name in [name for name, spec in servers.items() if spec is None]:
         del servers[name]

@@ -26,6 +26,7 @@ import contextlib
 import csv
 import itertools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -401,9 +402,17 @@ def make_parser() -> argparse.ArgumentParser:
     description = "rows from any table, by a function"
     command = commands.add_parser("from", help=description, description=description)
     command.add_argument(
-        "--data", required=True, help=f"a file ({', '.join(TABLES)}), or a name of the hub"
+        "--data",
+        required=True,
+        type=os.path.expanduser,
+        help=f"a file ({', '.join(TABLES)}), or a name of the hub",
     )
-    command.add_argument("--map", required=True, help="path.py:function(entry) -> a row")
+    command.add_argument(
+        "--map",
+        required=True,
+        type=os.path.expanduser,
+        help="path.py:function(entry) -> a row",
+    )
     command.add_argument("--subset", help="of a data set of the hub, e.g. main")
     command.add_argument("--split", default="train", help="of a data set of the hub (train)")
     add_out(command)
@@ -412,7 +421,10 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("examples", help=description, description=description)
     command.add_argument("--server", required=True, help="a resources server of Gym, e.g. mcqa")
     command.add_argument(
-        "--python", default=".venv-gym/bin/python", help="interpreter that has nemo-gym"
+        "--python",
+        default=".venv-gym/bin/python",
+        type=os.path.expanduser,
+        help="interpreter that has nemo-gym",
     )
     add_out(command)
     return parser
@@ -425,7 +437,12 @@ def find_all_files(paths: Sequence[str]) -> list[str]:
 
 def add_out(command: argparse.ArgumentParser) -> None:
     """Add the option --out to a command."""
-    command.add_argument("--out", default="data", help="folder to write to (default: data)")
+    command.add_argument(
+        "--out",
+        default="data",
+        type=os.path.expanduser,
+        help="folder to write to (default: data)",
+    )
 
 
 def choose_targets(files: Sequence[str], out: str, suffix: str) -> list[Path]:

@@ -390,8 +390,7 @@ def test_the_rows_of_a_command(workspace, command, rows):
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem
 )
-def test_every_recipe_is_short_and_merges(path):
-    assert len(path.read_text().splitlines()) <= 125
+def test_every_recipe_merges(path):
     config, defaults = load_config([str(path)], [])
     assert diff(config, defaults)
     assert config.trainer.device == ("cpu" if path == CPU else "cuda")

@@ -229,6 +229,14 @@ def test_old_checkpoints_are_deleted_but_never_the_last_complete_one(tmp_path):
     assert save(tmp_path, 2, max_actor_ckpt_to_keep=1).is_dir()
 
 
+@pytest.mark.parametrize("keep", [None, 0, -1, -2])
+def test_no_checkpoint_is_deleted_without_a_number_to_keep(tmp_path, keep):
+    """-1 and 0 keep all checkpoints in verl, too."""
+    for step in range(1, 5):
+        save(tmp_path, step, max_actor_ckpt_to_keep=keep)
+    assert len(checkpoints.list_checkpoints(tmp_path)) == 4
+
+
 def test_checkpoints_of_later_steps_than_the_resumed_one_are_renamed(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)

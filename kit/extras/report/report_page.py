@@ -295,9 +295,11 @@ def main(arguments: Sequence[str]) -> None:
         help="file to write (default: report.html in the run directory, or here for several runs)",
     )
     args = parser.parse_args(arguments)
-    folder = args.runs[0] if len(args.runs) == 1 else Path()
+    runs = [folder.expanduser() for folder in args.runs]
+    folder = runs[0] if len(runs) == 1 else Path()
+    out = args.out or folder / "report.html"
     try:
-        print(write_page(args.runs, args.out or folder / "report.html"))
+        print(write_page(runs, out.expanduser()))
     except (ConfigError, RunError) as error:
         sys.exit(f"error: {error}")
 

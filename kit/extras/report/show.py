@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     args = parser.parse_args(arguments)
     try:
-        run = RunData(args.run)
+        run = RunData(args.run.expanduser())
     except ConfigError as error:
         sys.exit(f"error: {remove_control_characters(str(error))}")
     console = Console(emoji=False)
