@@ -467,7 +467,7 @@ def set_old_log_probs(
 def compute_ref_log_probs(workers: Workers, batch: DataProto, config: DictConfig) -> torch.Tensor:
     """Compute log-probs [B, R] of the response tokens by the teacher or the frozen reference.
 
-    With LoRA the reference is the actor without its adapter.
+    With LoRA the reference is the actor without its adapter, or with the one that it started from.
     """
     flags = {"calculate_entropy": False}
     if workers.ref:

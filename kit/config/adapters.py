@@ -113,7 +113,7 @@ def read_adapter_config(config: DictConfig) -> Any:
         raise ConfigError(f"{PATH}={path} is {adapter.peft_type}, not LoRA. Give a LoRA adapter.")
     problems = [*find_unread_fields(adapter), *find_contradictions(model, adapter)]
     if problems:
-        raise ConfigError(f"{PATH}={path}: {' '.join(problems)}")
+        raise ConfigError(f"{PATH}={path}: {' '.join(problems)} Correct it.")
     model.target_modules = sorted_if_set(adapter.target_modules)
     return adapter
 

@@ -68,7 +68,7 @@ def parse_argument(argument: str, kinds: Kinds) -> dict[str, Any]:
     try:
         argument.encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"{argument!r} is not UTF-8. Type it in UTF-8.") from None
+        raise ConfigError(f"{argument!r} is not UTF-8. Write it in UTF-8.") from None
     key, _, text = argument.lstrip("+").partition("=")
     if "[" in key:
         whole = shlex.quote(f"{key.partition('[')[0]}=[...]")

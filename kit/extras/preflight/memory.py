@@ -32,6 +32,7 @@ ASSUMED_GPU_BYTES = 80 * GIB  # if this node has no GPU
 # A recipe is refused if a stage needs more than this times the GPU's memory. Below it, the error of
 # the estimate may be larger than the shortage.
 REFUSED_FROM = 1.15
+OVERRIDE = "To start in spite of this estimate, set trainer.allow_memory_over_estimate=true. "
 # Runtime overhead: Python, torch, Ray, verl and vLLM. For a CPU it is the part of the demo's memory
 # that the estimate does not explain (docs/performance.md). For a GPU it is what nvidia-smi showed
 # on the H100 during an update, minus what the trainer's allocator had reserved: 2.33 GiB and
@@ -494,10 +495,7 @@ def find_excess(config: DictConfig, text_config: Any, command: str) -> Iterator[
     stages = estimate_stages(config, text_config, device.size, command)
     for stage, parts in stages.items():
         if sum(parts.values()) > REFUSED_FROM * device.size:
-            yield (
-                f"{describe_shortage(config, device, stage, parts)}. To start in spite of this "
-                f"estimate, set trainer.allow_memory_over_estimate=true. {PAGE}"
-            )
+            yield describe_shortage(config, device, stage, parts, OVERRIDE)
 
 
 def find_shortages(config: DictConfig, text_config: Any, command: str) -> list[str]:
@@ -507,7 +505,7 @@ def find_shortages(config: DictConfig, text_config: Any, command: str) -> list[s
     device = find_device(config)
     stages = estimate_stages(config, text_config, device.size, command)
     shortages = [
-        f"{describe_shortage(config, device, stage, parts)}. {PAGE}"
+        describe_shortage(config, device, stage, parts)
         for stage, parts in stages.items()
         if sum(parts.values()) > device.size
     ]
@@ -518,7 +516,9 @@ def find_shortages(config: DictConfig, text_config: Any, command: str) -> list[s
     return shortages
 
 
-def describe_shortage(config: DictConfig, device: Device, stage: str, parts: Bytes) -> str:
+def describe_shortage(
+    config: DictConfig, device: Device, stage: str, parts: Bytes, override: str = ""
+) -> str:
     """A stage, the memory that it needs and has, and the keys to change."""
     fix = f"Lower {KEYS_TO_LOWER[stage]}"
     if parts.get(TEMPORARY):
@@ -526,7 +526,10 @@ def describe_shortage(config: DictConfig, device: Device, stage: str, parts: Byt
         fix = f"Set {section}.optim.override_optimizer_config={{fused: true}}"
     other = "use a smaller model" if config.trainer.device == "cpu" else OTHER_FIXES[stage]
     needed = sum(parts.values()) / GIB
-    return f"{stage} needs {needed:.1f} GiB, {describe_device(config, device)}. {fix}, or {other}"
+    return (
+        f"{stage} needs {needed:.1f} GiB, {describe_device(config, device)}. {fix}, or {other}. "
+        f"{override}{PAGE}"
+    )
 
 
 def check_cache(config: DictConfig, episodes: int, command: str) -> Iterator[str]:

@@ -398,7 +398,7 @@ def test_a_stage_far_over_the_gpus_memory_is_refused(
     config = make_config("1.5B", fraction, *changes)
     device = memory.Device(int(needed / factor), note)
     monkeypatch.setattr(memory, "find_device", lambda _: device)
-    hf_config = SimpleNamespace(get_text_config=lambda: model)
+    hf_config = SimpleNamespace(get_text_config=lambda: model, model_type="qwen2")
     problems = [
         problem
         for problem in preflight.check_model(config, hf_config, command)
