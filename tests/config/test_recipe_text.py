@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -13,11 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
 from omegaconf import OmegaConf
 
+import env
 from kit.config import checks
 from kit.config.keys import KEYS, flatten, is_used, matches_any, to_plain
 from kit.config.load import base_configs, load_config, value_kinds
 from kit.config.recipe_text import parse_argument, parse_yaml
 from kit.errors import ConfigError
+from kit.extras import convert
+from kit.extras.report import report_page, show
+from kit.runs import cli
 
 set_hypothesis_home_dir(f"{tempfile.gettempdir()}/hypothesis")  # outside the repository
 FILES = [str(CPU), str(RECIPE)]
@@ -191,6 +196,23 @@ def test_a_recipe_of_the_home_folder_is_found(tmp_path, monkeypatch):
     assert read("trainer.save_freq", files=["~/recipe.yaml"]) == 3
 
 
+def test_the_home_folder_in_an_option_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(SystemExit, match=re.escape(f"{tmp_path}/run")):
+        show.main(["~/run"])
+    with pytest.raises(SystemExit, match=re.escape(f"{tmp_path}/run")):
+        report_page.main(["~/run"])
+    with pytest.raises(ConfigError, match=re.escape(f"--replay {tmp_path}/step_1.jsonl")):
+        cli.plan(FILES, replay="~/step_1.jsonl")
+    arguments = ["from", "--data", "~/a.csv", "--map", "~/m.py:f", "--out", "~/out"]
+    args = convert.make_parser().parse_args(arguments)
+    assert (args.data, args.map) == (f"{tmp_path}/a.csv", f"{tmp_path}/m.py:f")
+    assert args.out == f"{tmp_path}/out"
+    monkeypatch.setattr("sys.argv", ["env.py", "arithmetic", "--out", "~/data"])
+    env.main()
+    assert (tmp_path / "data" / "arithmetic_train.jsonl").is_file()
+
+
 # --- errors --------------------------------------------------------------------------------------
 
 
@@ -285,7 +307,7 @@ def test_a_recipe_file_with_an_error_is_one_line_with_file_and_fix(tmp_path, con
 
 
 def test_a_value_that_is_nested_too_deeply_is_an_error():
-    with pytest.raises(ConfigError, match="nested too deeply|but found"):
+    with pytest.raises(ConfigError, match=r"nested too deeply|but found"):
         load_config(FILES, [f"trainer.save_freq={'[' * 3000}"])
 
 
