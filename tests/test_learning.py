@@ -118,8 +118,12 @@ def test_the_policy_learns_from_a_judge(stack, tmp_path):
 
 
 def test_the_policy_learns_to_use_a_real_tool(stack):
-    """Each episode has a separate counter. Exactly one call gives the reward 1."""
+    """Each episode has a separate counter. Exactly one call gives the reward 1.
+
+    With 8 responses to a prompt, some runs lose the call again before they have learned it.
+    """
     changes = [COUNTING, NO_EVALUATION, "data.max_response_length=32"]
+    changes.append("actor_rollout_ref.rollout.n=16")
     with stack.trainer("tools", *changes) as trainer:
         rewards = train_until(trainer, 0.6, over=5)
         assert sum(rewards[:3]) / 3 < 0.3

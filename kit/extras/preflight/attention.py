@@ -53,9 +53,11 @@ def lacks_flash_attention(config: DictConfig, command: str) -> bool:
 
 def check(config: DictConfig, command: str) -> Iterator[str]:
     """A problem if the recipe has sequence parallelism, which cannot work without flash-attn."""
+    if not lacks_flash_attention(config, command):  # megatron and veomni have no such key
+        return
     key = f"{ACTOR}.ulysses_sequence_parallel_size"
     size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
-    if size > 1 and lacks_flash_attention(config, command):
+    if size > 1:
         yield (
             f"flash-attn is not installed, and verl needs it for {key}={size}. {INSTALL}, or set "
             f"{key}=1. {PAGE}"
