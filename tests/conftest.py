@@ -25,6 +25,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 from omegaconf import DictConfig
@@ -41,6 +42,10 @@ from kit.config.load import load_config
 from kit.extras.report.metric_docs import find_metric
 from kit.rollout.sampler import make_sampler_context
 from kit.runs import prepare
+
+# A test may take any time on a machine that is busy.
+hypothesis.settings.register_profile("quintet", deadline=None)
+hypothesis.settings.load_profile("quintet")
 
 # If a shell starts the tests in the background, they ignore SIGINT, and so does every process that
 # they start. Undo that.

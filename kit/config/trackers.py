@@ -10,7 +10,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
@@ -59,9 +59,25 @@ def is_installed(module: str) -> bool:
 
 
 def find_wandb_problem() -> str:
-    """Return why W&B has no key. It reads variables, .netrc and its settings file itself."""
+    """Return why W&B has no key. It reads variables, .netrc and its settings file itself.
+
+    W&B is reset after that, since it keeps the variables of its first use. The run sets others.
+    """
     try:
         from wandb.sdk import wandb_setup
+    except ImportError:
+        return ""  # another version of W&B: it checks the key when the run opens it
+    is_in_use = getattr(wandb_setup, "_singleton", None) is not None  # such as in a notebook
+    try:
+        return find_missing_wandb_key(wandb_setup)
+    finally:
+        if not is_in_use:
+            wandb_setup.teardown()
+
+
+def find_missing_wandb_key(wandb_setup: Any) -> str:
+    """Return why W&B has no key. wandb_setup: its module."""
+    try:
         from wandb.sdk.lib import wbauth
 
         settings = wandb_setup.singleton().settings

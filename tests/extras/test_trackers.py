@@ -201,3 +201,17 @@ def test_a_tracker_that_refuses_to_start_is_one_line(
     message = r"trainer\.logger=\['wandb'\]: a tracker did not start: no answer from the server"
     with pytest.raises(RunError, match=message), Run(config):
         pass
+
+
+def test_the_check_of_wandb_leaves_its_folder_to_the_run(tmp_path, monkeypatch):
+    """W&B keeps the variables of its first use, and a run sets WANDB_DIR after the check."""
+    from wandb.sdk import wandb_setup
+
+    wandb_setup.teardown()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert trackers.find_wandb_problem() == ""
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    try:
+        assert wandb_setup.singleton().settings.wandb_dir.startswith(str(tmp_path))
+    finally:
+        wandb_setup.teardown()
