@@ -30,7 +30,7 @@ MARKS = {
     "needs a cluster": 5,
     "needs a judge": 1,
     "needs a server": 5,
-    "needs the hub": 2,
+    "needs the hub": 3,
     "needs a run": 3,
     "takes minutes": 9,
 }
