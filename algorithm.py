@@ -57,6 +57,7 @@ except ModuleNotFoundError as error:  # another Python than this project's
     raise SystemExit(f"error: {error}. Run `source .venv/bin/activate` first.") from None
 
 import env
+from kit.config.schedule import POSITION
 from kit.config.user_functions import needs, needs_reference
 from kit.data.episode import Episode
 from kit.data.metrics import (
@@ -97,6 +98,11 @@ class Trainer:
         self.max_gen_batches = filter_groups.max_num_gen_batches if filter_groups.enable else 1
         self.kl_controller = training.make_kl_controller(self.config, self.state["kl_coef"])
         self.saved_state = dict(self.state)  # `state` at the workers' last update
+
+    @property
+    def updates_actor(self) -> bool:
+        """Whether this step trains the actor: the first trainer.critic_warmup steps do not."""
+        return bool(self.state["step"] > self.config.trainer.critic_warmup)
 
     def fit(self) -> None:
         """Train to the last step; evaluate and save as the recipe says."""
@@ -243,10 +249,9 @@ class Trainer:
         import training
 
         workers = self.workers
-        updates_actor = self.state["step"] > self.config.trainer.critic_warmup
         if self.config.algorithm.rollout_correction.bypass_mode:  # the rollout engine is pi_old
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        elif not (updates_actor and training.fuses_old_log_probs(self.config)):
+        elif not (self.updates_actor and training.fuses_old_log_probs(self.config)):
             with self.run.stage("old_log_prob"):
                 self.metrics |= training.add_old_log_probs(self.workers.actor, batch, self.config)
         if needs_reference(self.config):
@@ -290,14 +295,13 @@ class Trainer:
 
         done = self.state["step"] - 1  # training steps before this one set the learning rate
         if self.workers.critic:
-            batch.meta_info["schedule_position"] = done
+            batch.meta_info[POSITION] = done
             with self.run.stage("update_critic"):
                 self.metrics |= training.update_critic(self.workers.critic, batch, self.config)
-        updates_actor = self.state["step"] > self.config.trainer.critic_warmup
-        if updates_actor and training.lacks_signal(batch, self.config):
+        if self.updates_actor and training.lacks_signal(batch, self.config):
             self.run.say(f"step {self.state['step']} changes no weights: all advantages are 0")
-        elif updates_actor:
-            batch.meta_info["schedule_position"] = done - self.config.trainer.critic_warmup
+        elif self.updates_actor:
+            batch.meta_info[POSITION] = done - self.config.trainer.critic_warmup
             with self.run.stage("update_actor"):
                 self.metrics |= training.update_actor(self.workers.actor, batch, self.config)
         self.saved_state = dict(self.state)

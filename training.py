@@ -47,7 +47,12 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 from kit.config.resources import all_gpus, gpus_per_node, model_parallel_size
-from kit.config.user_functions import is_user_function, needs, select_arguments
+from kit.config.user_functions import (
+    is_user_function,
+    make_loss_config,
+    needs,
+    select_arguments,
+)
 from kit.data import token_rewards, worker_results
 from kit.errors import RunError, SkippedStep
 
@@ -194,7 +199,7 @@ def call_custom_estimator(batch: DataProto, settings: DictConfig) -> tuple[Tenso
 def lacks_signal(batch: DataProto, config: DictConfig) -> bool:
     """Whether an update of the actor would have no gradient, since all advantages are 0.
 
-    AdamW would move the weights nevertheless, by its momentum and its weight decay.
+    AdamW would still move the weights, by its momentum and its weight decay.
     """
     actor = config.actor_rollout_ref.actor
     has_kl_term = actor.use_kl_loss and actor.kl_loss_coef != 0.0
@@ -210,14 +215,8 @@ def has_gradient_without_advantages(config: DictConfig) -> bool:
     The loss is tried on two responses whose log-probs are those of the old policy, as at the first
     optimizer step of a batch. In bypass mode the old policy is the rollout engine, which differs.
     """
-    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     mask = torch.ones(2, 3, dtype=torch.bool)  # [B, R]
-    actor.global_batch_info.update(
-        dp_size=1,
-        batch_num_tokens=int(mask.sum()),
-        global_batch_size=len(mask),
-        loss_scale_factor=actor.loss_scale_factor,
-    )
+    actor = make_loss_config(config, mask)
     old_log_prob = torch.full((2, 3), -1.0)  # [B, R]
     difference = 0.1 if config.algorithm.rollout_correction.bypass_mode else 0.0
     log_prob = (old_log_prob + difference).requires_grad_()  # [B, R]

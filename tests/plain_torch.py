@@ -1,7 +1,7 @@
 """A training step in plain torch and transformers, one response at a time, from the papers.
 
-It shares no code with training.py, verl or templates/. A response is a float tensor [R] of its own
-length: nothing is padded or packed. `run_step` changes the weights of a model in place, by SGD with
+It shares no code with training.py, verl or templates/. Each response is a float tensor [R]:
+nothing is padded or packed. `run_step` changes the weights of a model in place, by SGD with
 a learning rate of 1, so the change is the gradient.
 """
 

@@ -197,6 +197,13 @@ def unknown_key_hint(
     return "See configs/base.yaml, and verl's trainer/config for verl's keys."
 
 
+def select_nested(values: Any, key: str) -> Any:
+    """Return the value of a dotted key in nested mappings, or None."""
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return values
+
+
 def to_plain(config: Any) -> Any:
     """An OmegaConf node as plain dicts and lists, resolved; any other value as it is."""
     is_node = OmegaConf.is_config(config)

@@ -20,7 +20,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kit.config import resources  # noqa: F401  (it registers the resolvers of base.yaml)
-from kit.config.keys import KEYS, find_unknown_keys, flatten, nesting_hint, unknown_key_hint
+from kit.config.keys import (
+    KEYS,
+    find_unknown_keys,
+    flatten,
+    nesting_hint,
+    select_nested,
+    unknown_key_hint,
+)
 from kit.config.recipe_text import (
     NotYamlError,
     describe_error,
@@ -144,14 +151,6 @@ def value_kinds() -> Kinds:
     return read_kinds(base_configs()[1])
 
 
-def select(content: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key in an overlay, or None."""
-    value: Any = content
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
-
-
 def pick_engine(overlays: Sequence[Overlay]) -> str:
     """The last model_engine that is set, or FSDP. Raises ConfigError if it cannot run."""
     engines = [overlay.content.get("model_engine") for overlay in overlays]
@@ -161,7 +160,7 @@ def pick_engine(overlays: Sequence[Overlay]) -> str:
         raise ConfigError(
             f"model_engine={engine} is not one of {', '.join(MODEL_ENGINES)}. {reason} Change it."
         )
-    devices = [select(overlay.content, "trainer.device") for overlay in overlays]
+    devices = [select_nested(overlay.content, "trainer.device") for overlay in overlays]
     if engine != FSDP and "cpu" in devices:
         raise ConfigError(f"model_engine={engine} needs GPUs. Remove it on a CPU.")
     return engine
@@ -233,7 +232,7 @@ def values_to_reset(overlay: Overlay, has_steps_argument: bool) -> dict[str, Any
     if counts_epochs and (overlay.is_file or not has_steps_argument):
         reset["trainer"] = {"total_training_steps": None}
     for name in ("reward", "sampler"):
-        spec = select(overlay.content, f"env.{name}")
+        spec = select_nested(overlay.content, f"env.{name}")
         if isinstance(spec, Mapping) and "function" in spec:
             reset.setdefault("env", {})[name] = None
     return reset

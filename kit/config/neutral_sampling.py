@@ -10,6 +10,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from kit.config.keys import select_nested
+
 # {key of actor_rollout_ref.rollout: the values with which the engine samples like the trainer}
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
@@ -29,9 +31,7 @@ def find_distortions(rollout: Mapping[str, Any]) -> dict[str, Any]:
     """
     distortions = {}
     for key, neutral in NEUTRAL_VALUES.items():
-        value: Any = rollout
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
+        value = select_nested(rollout, key)
         if value is not None and value not in neutral:
             distortions[key] = value
     return distortions

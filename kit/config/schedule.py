@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+POSITION = "schedule_position"  # in a batch's meta_info: training steps before this one
+
 
 def compute_learning_rate(optim: Any, position: int) -> float:
     """Return the rate of all optimizer steps of one training step.

@@ -156,6 +156,23 @@ def select_arguments(estimator: Callable[..., Any], available: Mapping[str, Any]
     return {name: value for name, value in available.items() if takes_all or name in parameters}
 
 
+def make_loss_config(config: DictConfig, response_mask: Any) -> Any:
+    """Make the argument `config` of a policy loss, for a batch of one micro-batch.
+
+    response_mask: [B, R]. Source: verl 0.9.1, workers/utils/losses.py, ppo_loss.
+    """
+    from verl.utils.config import omega_conf_to_dataclass
+
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    actor.global_batch_info.update(
+        dp_size=1,
+        batch_num_tokens=int(response_mask.sum()),
+        global_batch_size=len(response_mask),
+        loss_scale_factor=actor.loss_scale_factor,
+    )
+    return actor
+
+
 # --- loading -------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ from omegaconf import DictConfig
 import env
 from gym_client import GymError
 from kit.config.keys import to_plain
+from kit.config.schedule import POSITION
 from kit.data.episode import Episode
 from kit.data.row_files import parse_object, read_raw_rows, report_progress
 from kit.data.tasks import FileEntry, parse_entries
@@ -277,7 +278,7 @@ def train_step(
         data = config.data
         rows = env.take_batch(inputs.train, data.train_batch_size, step, data.seed, data.shuffle)
         batch = training.build_batch(rows, inputs.tokenizer.pad_token_id, temperature=1.0)
-        batch.meta_info["schedule_position"] = step - 1  # of the learning rate
+        batch.meta_info[POSITION] = step - 1  # of the learning rate
         metrics = training.update_sft(workers.actor, batch, config)
         state["step"] = step
     reason = finite_check.find_reason_to_skip(batch, metrics, config)

@@ -15,9 +15,7 @@ from tensordict import TensorDict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from kit.config.schedule import compute_learning_rate
-
-POSITION = "schedule_position"  # in a batch's meta_info: training steps before this one
+from kit.config.schedule import POSITION, compute_learning_rate
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from kit.config.user_functions import (
     LOSS_MODE,
     is_user_function,
     load_function,
+    make_loss_config,
     select_arguments,
 )
 from kit.data.episode import Episode, append_tokens
@@ -91,22 +92,14 @@ def try_advantage(config: DictConfig) -> None:
 def try_loss(config: DictConfig) -> None:
     """Compute the loss and its gradient as a worker does, if the loss is a custom function.
 
-    Source: verl 0.9.1, workers/utils/losses.py, ppo_loss. Raises UserFunctionError.
+    Raises UserFunctionError.
     """
     name = OmegaConf.select(config, LOSS_MODE)
     if not is_user_function(name):
         return
-    from verl.utils.config import omega_conf_to_dataclass
-
-    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     batch = fake_batch(config)
     mask = batch["response_mask"]  # [B, R]
-    actor.global_batch_info.update(
-        dp_size=1,
-        batch_num_tokens=int(mask.sum()),
-        global_batch_size=len(mask),
-        loss_scale_factor=actor.loss_scale_factor,
-    )
+    actor = make_loss_config(config, mask)
     arguments = {
         "old_log_prob": batch["old_log_probs"],  # [B, R]
         "log_prob": batch["old_log_probs"].clone().requires_grad_() + 0.1,  # [B, R]
