@@ -429,20 +429,28 @@ def read_plain_data(episodes, batch, model, reference) -> Data:
 
 
 @pytest.fixture(scope="module")
-def moved_actor(worker_variants, tmp_path_factory):
-    """The SGD actor, one step away from its reference -> (actor, checkpoint)."""
+def checkpoints(worker_variants, tmp_path_factory) -> tuple[str, str]:
+    """Folders of the SGD actor: its initial weights, and one step away from its reference."""
     workers, config = worker_variants["one rank"]
-    start = tmp_path_factory.mktemp("initial")
-    workers.actor.save_checkpoint(str(start), None, 0, None)
+    initial, moved = (str(tmp_path_factory.mktemp(name)) for name in ("initial", "moved"))
+    workers.actor.save_checkpoint(initial, None, 0, None)
     set_loss_settings(workers, OmegaConf.to_container(config.actor_rollout_ref.actor, resolve=True))
     batch = training.build_batch(make_episodes(seed=5), 1, 1.0)
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     batch.batch["advantages"] = 0.3 * batch.batch["response_mask"]
     training.update_actor(workers.actor, batch, config)
-    moved = tmp_path_factory.mktemp("moved")
-    workers.actor.save_checkpoint(str(moved), None, 0, None)
-    yield workers.actor, moved
-    workers.actor.load_checkpoint(str(start))
+    workers.actor.save_checkpoint(moved, None, 0, None)
+    return initial, moved
+
+
+@pytest.fixture
+def moved_actor(worker_variants, checkpoints):
+    """The SGD actor, one step away from its reference. Other tests find it as it started."""
+    initial, moved = checkpoints
+    actor = worker_variants["one rank"][0].actor
+    actor.load_checkpoint(moved)
+    yield actor
+    actor.load_checkpoint(initial)
 
 
 @pytest.mark.parametrize("name", plain_torch.RECIPES)
@@ -464,11 +472,9 @@ def test_a_step_of_each_recipe_equals_plain_torch(
     config, inputs = load_recipe(workspace, *changes, overlays=[name])
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     register_in_verl(config.algorithm.adv_estimator, loss_mode)
-    actor, moved_checkpoint = moved_actor
     critic = with_values(stack, values).critic if recipe.has_critic else None
-    workers = training.Workers(actor, critic, None)
-    actor.load_checkpoint(str(moved_checkpoint))
-    training.set_policy_loss(actor, config)
+    workers = training.Workers(moved_actor, critic, None)
+    training.set_policy_loss(moved_actor, config)
     if critic:
         settings = omega_conf_to_dataclass(config.critic)
         critic.set_loss_fn(functools.partial(value_loss, config=settings))
@@ -492,10 +498,9 @@ def test_a_step_of_each_recipe_equals_plain_torch(
 
 def test_a_step_of_sft_equals_plain_torch(moved_actor, workspace, tmp_path):
     """The loss is the mean cross entropy of the response tokens that have a mask of 1."""
-    actor, moved_checkpoint = moved_actor
+    actor = moved_actor
     config, _ = load_recipe(workspace, *SGD)
     workers = training.Workers(actor, None, None)
-    actor.load_checkpoint(str(moved_checkpoint))
     before = read_weights(workers, tmp_path / "before")
     settings = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     actor.set_loss_fn(functools.partial(sft_loss, config=settings))
