@@ -149,15 +149,20 @@ def find_nonfinite_steps(run: RunData) -> Iterator[Finding]:
 
 
 def find_skipped_steps(run: RunData) -> Iterator[Finding]:
-    """Find steps that had nothing to train on."""
+    """Find steps that had nothing to train on.
+
+    A step whose advantages are all 0 was not skipped: its groups have no variance.
+    """
     has_update = run.get_metric("actor/loss").notna() | run.get_metric("actor/grad_norm").notna()
     if not has_update.any():  # a training engine that logs neither
         return
     is_nonfinite = run.get_metric("training/skipped_nonfinite_steps") > 0
+    has_advantages = run.get_metric("critic/advantages/max").notna()
     warmup = float(run.get_setting("trainer.critic_warmup") or 0)  # steps of the critic alone
     skipped = []
     for step in run.sampled_steps.index:
-        if step > warmup and not has_update[step] and not is_nonfinite[step]:
+        is_skipped = not (has_update[step] or has_advantages[step] or is_nonfinite[step])
+        if step > warmup and is_skipped:
             skipped.append(step)
     if skipped:
         yield Finding(

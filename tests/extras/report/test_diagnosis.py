@@ -217,6 +217,14 @@ PROBLEMS = {
         {"actor/loss": [0.1] * 20 + [None] * 4},
         "4 of 24 steps were skipped, steps 21 to 24",
     ),
+    "groups without variance, which change no weights": (
+        {
+            "actor/loss": [0.1] * 14 + [None] * 10,
+            "critic/advantages/max": [1.0] * 14 + [0.0] * 10,
+            "rollout/zero_variance_groups": [0.0] * 14 + [8.0] * 10,
+        },
+        "of the groups all responses earn the same reward",
+    ),
     "held-out reward": (
         {"val-core/s/reward/mean@1": geometric(0.9, 0.2)},
         "Held-out reward fell from 0.9",
