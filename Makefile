@@ -7,8 +7,8 @@
 #                  FORCE=1: continue although the check of the node found a problem.
 # make gpu-check   Install the GPU environment without a GPU, and test there all that needs none (docs/backends.md);
 #                  1 hour.
-# make test        Run ruff, mypy and pytest, with the servers of both versions of NeMo Gym; 40 minutes.
-# make gym         Install NeMo Gym's servers. GYM=0.4.0: the older version, in .venv-gym-0.4.0.
+# make test        Run ruff, mypy and pytest, with the servers of NeMo Gym; 40 minutes.
+# make gym         Install NeMo Gym's servers.
 # make bench       Measure a step, its limits, TRL and the startup time (docs/performance.md); 1 hour.
 # make algorithms  Run each recipe of docs/algorithms.md on a small task with three seeds; 110 minutes.
 # make docs        Follow the tutorial and three guides in an empty folder, check that their runs learn, make the
@@ -31,9 +31,6 @@ SETUP := $(VENV)/ready
 TOOLS := .venv
 UV := $(TOOLS)/bin/uv
 
-# 0.7.0, or 0.4.0, which was tested until November 2026
-GYM ?= 0.7.0
-
 .PHONY: demo math test bench algorithms docs site site-serve soak mutate lint setup gym model data gpu gpu-check clean
 .DELETE_ON_ERROR:
 
@@ -50,7 +47,7 @@ math:
 	    $(if $(MODEL),actor_rollout_ref.model.path=$(MODEL)) $(ARGS)
 
 # --max-worker-restart=0: if a process of the tests dies (a hang, a crash), pytest-xdist would wait for it without end.
-test: lint gym .venv-gym-0.4.0/ready .venv-templates/ready
+test: lint gym .venv-templates/ready
 	.venv/bin/python -m pytest -n 2 --dist loadgroup --max-worker-restart=0
 
 bench: setup gym model data
@@ -80,7 +77,6 @@ mutate: setup
 docs: setup
 	.venv/bin/python -m kit.extras.report.metric_docs > docs/reference.md
 	.venv/bin/python benchmarks/sizes.py --write
-	.venv/bin/python -m kit.extras.report.message_docs > docs/messages.md
 	folder=$$(mktemp -d)/quintet && .venv/bin/python benchmarks/walk.py $$folder --pages \
 	    docs/tutorial.md docs/guides/task.md docs/guides/verifier.md docs/guides/tools.md && \
 	    .venv/bin/python benchmarks/pictures.py $$folder/runs/math_cpu --out docs
@@ -102,7 +98,7 @@ lint: setup
 
 setup: .venv/ready
 gpu: .venv-gpu/ready
-gym: .venv-gym$(if $(filter 0.7.0,$(GYM)),,-$(GYM))/ready
+gym: .venv-gym/ready
 model: models/SmolLM2-135M-Instruct/config.json
 data: data/arithmetic_train.jsonl
 
@@ -144,25 +140,19 @@ data: data/arithmetic_train.jsonl
 	.venv/bin/uv pip install --quiet --target .venv-templates --no-deps --require-hashes -r requirements-templates.txt
 	@touch $@
 
-# NeMo Gym 0.7.0 declares Python 3.13.14, and 0.4.0 declares 3.12. If this machine has neither and uv cannot fetch it,
-# they also run on .venv's 3.11, with --ignore-requires-python. On 3.13 reasoning-gym needs a C compiler.
-.venv-gym-0.4.0/ready: GYM_VERSION := 0.4.0
-.venv-gym-0.4.0/ready: requirements-gym-0.4.0.txt
-.venv-gym/ready: GYM_VERSION := 0.7.0
-.venv-gym/ready: GYM_PYTHON := '>=3.13.14,<3.14'
-.venv-gym/ready .venv-gym-0.4.0/ready: requirements-gym.txt | $(SETUP)
-	@echo "== $(@D): NeMo Gym $(GYM_VERSION)'s verifiers, in a separate environment (1.2 GB)"
+# NeMo Gym 0.7.0 declares Python 3.13.14. If this machine does not have it and uv cannot fetch it, Gym also runs on 3.12
+# and on .venv's 3.11, with --ignore-requires-python. On 3.13 reasoning-gym needs a C compiler.
+.venv-gym/ready: requirements-gym.txt | $(SETUP)
+	@echo "== .venv-gym: NeMo Gym 0.7.0's verifiers, in a separate environment (1.2 GB)"
 	@export UV_HTTP_RETRIES=0; \
-	for python in $(if $(shell command -v cc),$(GYM_PYTHON)) 3.12 $(VENV)/bin/python; do \
-	  $(UV) venv --quiet --clear --python "$$python" $(@D) 2>/dev/null && break; \
+	for python in $(if $(shell command -v cc),'>=3.13.14,<3.14') 3.12 $(VENV)/bin/python; do \
+	  $(UV) venv --quiet --clear --python "$$python" .venv-gym 2>/dev/null && break; \
 	  export UV_PYTHON_DOWNLOADS=never; \
 	done
-	$(@D)/bin/python -V
-	@set -x; for list in requirements-gym.txt $(filter requirements-gym-%,$^); do \
-	  $(UV) pip install --quiet --python $(@D)/bin/python --no-deps -r $$list || exit; \
-	done
-	$(TOOLS)/bin/pip --disable-pip-version-check --python $(@D)/bin/python install --quiet --no-deps --ignore-requires-python nemo-gym==$(GYM_VERSION)
-	$(@D)/bin/python -m compileall -q -j 0 $(@D)/lib >/dev/null 2>&1 || true  # some packages contain Python 2 files
+	.venv-gym/bin/python -V
+	$(UV) pip install --quiet --python .venv-gym/bin/python --no-deps -r requirements-gym.txt
+	$(TOOLS)/bin/pip --disable-pip-version-check --python .venv-gym/bin/python install --quiet --no-deps --ignore-requires-python nemo-gym==0.7.0
+	.venv-gym/bin/python -m compileall -q -j 0 .venv-gym/lib >/dev/null 2>&1 || true  # some packages contain Python 2 files
 	@touch $@
 
 # Material for MkDocs 9.8 on MkDocs 1.6, because the site needs hooks and plugins (docs/site_hooks.py). MkDocs 2 has
@@ -190,4 +180,4 @@ data/gsm8k_train.jsonl: | $(SETUP)
 	$(VENV)/bin/python env.py gsm8k --out data $(if $(GSM8K),--source $(GSM8K))
 
 clean:
-	rm -rf .venv .venv-docs .venv-templates .venv-gpu .venv-uv .venv-gym .venv-gym-0.4.0 .venv-gym*-servers .venv-trl models data site
+	rm -rf .venv .venv-docs .venv-templates .venv-gpu .venv-uv .venv-gym .venv-gym*-servers .venv-trl models data site

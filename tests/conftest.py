@@ -58,7 +58,6 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "tests" / "tiny.yaml"
 CPU = ROOT / "configs" / "machines" / "cpu.yaml"
 GYM_PYTHON = ROOT / ".venv-gym" / "bin" / "python"
-OLD_GYM_PYTHON = ROOT / ".venv-gym-0.4.0" / "bin" / "python"
 # Settings of `algorithm` for training.compute_advantages. Each value affects the result.
 ALGORITHM = {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False, "gamma": 0.9, "lam": 0.5}
 WORDS = ["say", "tell me", "i want", "give", "now", "please", "write", "print"]

@@ -12,11 +12,10 @@ from conftest import ROOT
 WITHOUT_HASH = {
     "requirements-cpu.txt": ["torch"],
     "requirements-gym.txt": [],
-    "requirements-gym-0.4.0.txt": [],
     "requirements-gpu.txt": [],
     "requirements-docs.txt": [],
 }
-MIN_PACKAGES = {"requirements-gym-0.4.0.txt": 1, "requirements-docs.txt": 25}  # all others have 101
+MIN_PACKAGES = {"requirements-docs.txt": 25}  # all others have 101
 
 
 def list_packages(name):
@@ -36,13 +35,6 @@ def test_every_package_has_its_hash(name):
         if not re.search(r"--hash=sha256:[0-9a-f]{64}\b", line)
     ]
     assert unhashed == WITHOUT_HASH[name]
-
-
-def test_gym_0_4_0_changes_only_packages_that_0_7_0_has():
-    """`make gym GYM=0.4.0` installs both files, one after the other, without dependencies."""
-    newest = {line.partition("==")[0] for line in list_packages("requirements-gym.txt")}
-    older = {line.partition("==")[0] for line in list_packages("requirements-gym-0.4.0.txt")}
-    assert older <= newest
 
 
 def test_the_lock_file_of_gpus_has_what_requirements_txt_lists():

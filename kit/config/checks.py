@@ -32,7 +32,7 @@ from kit.config.user_functions import (
 )
 from kit.errors import ConfigError
 
-# Resources servers of nemo-gym 0.4 and 0.7 whose app.py runs code that the policy wrote. It runs in
+# Resources servers of nemo-gym 0.7 whose app.py runs code that the policy wrote. It runs in
 # a child process, or with a filter on its imports.
 CODE_EXECUTING_SERVERS = (
     "bigcodebench",

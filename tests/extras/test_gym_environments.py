@@ -87,16 +87,16 @@ def test_an_environment_for_another_version_of_nemo_gym_is_not_used(tmp_path, mo
         assert process_specs.resolve_python("mcqa", {}) == str(expected), text
 
 
-def test_environments_of_two_versions_of_nemo_gym_are_in_two_folders(tmp_path):
+def test_environments_for_servers_are_next_to_the_one_that_has_nemo_gym(tmp_path):
     folders = []
-    for name in (".venv-gym", ".venv-gym-0.4.0"):
+    for name in (".venv-gym", ".venv-other"):
         package = tmp_path / name / "lib" / "python3.11" / "site-packages"
         package.mkdir(parents=True)
         (tmp_path / name / "pyvenv.cfg").touch()
         folders.append(process_specs.environment_folder("mcqa", package))
     assert folders == [
         tmp_path / ".venv-gym-servers" / "mcqa",
-        tmp_path / ".venv-gym-0.4.0-servers" / "mcqa",
+        tmp_path / ".venv-other-servers" / "mcqa",
     ]
 
 

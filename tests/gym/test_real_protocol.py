@@ -1,7 +1,4 @@
-"""The protocol of Gym with the servers of nemo-gym 0.7, and of 0.4.0 if it is installed.
-
-The interpreters are those of .venv-gym and, if it exists, of .venv-gym-0.4.0.
-"""
+"""The protocol of Gym with the servers of nemo-gym 0.7."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import contextlib
 
 import httpx
 import pytest
-from conftest import GYM_PYTHON, ROOT, make_counter_row, row
+from conftest import GYM_PYTHON, make_counter_row, row
 from judge_doubles import StubJudge, completion
 from turn_doubles import Script, chatml_tokenizer, context_of, encode_turns
 
@@ -24,36 +21,12 @@ from kit.gym.servers import GymServers, running_servers
 from kit.rollout import openai_server
 
 KEY = "a key of this test"
-OTHER_PYTHON = ROOT / ".venv-gym-0.4.0" / "bin" / "python"
-
-
-def find_packages(python):
-    """Return the site-packages folder of an interpreter."""
-    return next(python.parents[1].glob("lib/python3*/site-packages"))
-
-
-def read_version(python) -> str:
-    """Return the version of nemo-gym that an interpreter has."""
-    folder = next(find_packages(python).glob("nemo_gym-*.dist-info"))
-    return folder.name.removeprefix("nemo_gym-").removesuffix(".dist-info")
-
-
-PYTHONS = {
-    read_version(python): python for python in (OTHER_PYTHON, GYM_PYTHON) if python.is_file()
-}
-needs_environment_servers = pytest.mark.skipif(
-    not (find_packages(GYM_PYTHON) / "environment_servers").is_dir(),
-    reason="the nemo-gym of .venv-gym has no Environment Servers",
-)
 
 
 # --- sessions ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", PYTHONS)
-def test_servers_of_each_version_verify_and_close_a_session_if_they_can(
-    version, tmp_path, monkeypatch
-):
+def test_a_session_is_verified_and_closed(tmp_path, monkeypatch):
     calls = []
     request = Connection.request
 
@@ -70,12 +43,10 @@ def test_servers_of_each_version_verify_and_close_a_session_if_they_can(
                 await session.call_tool("increment_counter", '{"count": 1}')
                 return await session.verify(message_response("Done."))
 
-    start = {"server": "example_session_state_mgmt", "python": str(PYTHONS[version])}
+    start = {"server": "example_session_state_mgmt", "python": str(GYM_PYTHON)}
     with running_servers({"counter": {"start": start}}, tmp_path) as urls:
         assert asyncio.run(count(urls)).reward == 1.0
-    expected = ["/openapi.json", "/seed_session", "/increment_counter", "/verify"]
-    if version != "0.4.0":
-        expected.append("/close_session")
+    expected = ["/openapi.json", "/seed_session", "/increment_counter", "/verify", "/close_session"]
     assert calls == [(path, 200) for path in expected]
 
 
@@ -158,7 +129,6 @@ async def verify_outcome(gym, **outcome):
         return await session.verify(message_response("x"))
 
 
-@needs_environment_servers
 def test_no_sandbox_stays_open_for_sessions_that_ended_failed_or_were_canceled(sandbox_server):
     async def cancel(gym):
         task_row = {"responses_create_params": {"input": "x"}, "outcome": {}}
@@ -192,7 +162,6 @@ def test_no_sandbox_stays_open_for_sessions_that_ended_failed_or_were_canceled(s
     assert after["seeded"] - before["seeded"] == 4  # a crash has one retry, in a new session
 
 
-@needs_environment_servers
 @pytest.mark.parametrize(
     ("outcome", "reason"),
     [
@@ -242,7 +211,6 @@ def comparing_verifier(tmp_path):
             yield urls["groups"]
 
 
-@needs_environment_servers
 def test_a_verifier_that_compares_a_group_gets_its_members(comparing_verifier):
     """All groups are of one row, as in two steps. Without indices the server answers 422."""
     tokenizer = chatml_tokenizer()
@@ -304,7 +272,6 @@ def run_episodes(environment, name, client, count):
     return asyncio.run(run())
 
 
-@needs_environment_servers
 @pytest.mark.parametrize(
     ("name", "expected_kind"),
     [("single_agent_turn", "environment"), ("single_agent_turn_legacy", "agent")],
@@ -332,7 +299,6 @@ class FailingPolicy:
         raise GymError("aborted", "no response")
 
 
-@needs_environment_servers
 @pytest.mark.parametrize(
     ("name", "status", "calls"),
     [("single_agent_turn", "environment_agent", 2), ("single_agent_turn_legacy", "masked", 1)],

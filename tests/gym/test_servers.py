@@ -15,7 +15,7 @@ from typing import NamedTuple
 import httpx
 import psutil
 import pytest
-from conftest import GYM_PYTHON, OLD_GYM_PYTHON, row
+from conftest import GYM_PYTHON, row
 from http_doubles import Endpoint, send
 from omegaconf import OmegaConf
 
@@ -315,8 +315,8 @@ def test_a_real_head_server_lists_servers_and_agents(tmp_path):
             head.wait()
 
 
-async def verify_with_three_servers(urls):
-    """Return the rewards of eight responses."""
+async def verify_with_two_servers(urls):
+    """Return the rewards of six responses."""
     math_row = row("What is 1/2 + 1/4?", expected_answer="\\frac{3}{4}")
     cases = [
         ("reasoning_gym", row(), "7"),
@@ -325,8 +325,6 @@ async def verify_with_three_servers(urls):
         ("reasoning_gym", row(), ""),
         ("math", math_row, "It is \\boxed{0.75}."),
         ("math", math_row, "It is \\boxed{0.5}."),
-        ("older", row(), "7"),
-        ("older", row(), "it is 7"),
     ]
     rewards = []
     async with Gym(urls, concurrency=4) as gym:
@@ -341,7 +339,7 @@ async def verify_with_three_servers(urls):
     return rewards
 
 
-def test_real_servers_of_two_versions_start_verify_restart_and_stop(tmp_path, monkeypatch):
+def test_real_servers_start_verify_restart_and_stop(tmp_path, monkeypatch):
     start = {"python": str(GYM_PYTHON)}
     start_server = gym_servers.start_server
     processes = []
@@ -354,14 +352,13 @@ def test_real_servers_of_two_versions_start_verify_restart_and_stop(tmp_path, mo
     servers = {
         "reasoning_gym": {"start": start},
         "math": {"start": {**start, "server": "math_with_judge"}},
-        "older": {"start": {"python": str(OLD_GYM_PYTHON), "server": "reasoning_gym"}},
     }
     with running_servers(servers, tmp_path) as urls:
         for _ in range(2):
-            rewards = asyncio.run(verify_with_three_servers(urls))
-            assert rewards == [1.0, pytest.approx(1 / 7), 0.0, 0.0, 1.0, 0.0, 1.0, rewards[1]]
+            rewards = asyncio.run(verify_with_two_servers(urls))
+            assert rewards == [1.0, pytest.approx(1 / 7), 0.0, 0.0, 1.0, 0.0]
             processes[0].kill()
-    assert len(processes) == 4
+    assert len(processes) == 3
     assert all(process.poll() is not None for process in processes)
     for name, url in urls.items():
         with pytest.raises(GymStartError, match="does not answer"):

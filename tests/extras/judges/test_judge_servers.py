@@ -7,7 +7,7 @@ import contextlib
 import json
 
 import pytest
-from conftest import GYM_PYTHON, OLD_GYM_PYTHON, ROOT
+from conftest import GYM_PYTHON, ROOT
 from judge_doubles import JUDGE_CONFIG, StubJudge, completion
 from tiny_models import ACTIONS, make_model
 
@@ -24,10 +24,6 @@ TEXT_WITHOUT_VERDICT = "Lorem ipsum dolor sit amet."
 SERVERS = {
     "abstention": ({"config": JUDGE_CONFIG}, "Paris"),
     "physics_judge": ({"config": JUDGE_CONFIG}, "The answer is \\boxed{-1}"),
-    "older": (
-        {"config": JUDGE_CONFIG, "server": "physics_judge", "python": str(OLD_GYM_PYTHON)},
-        "The answer is \\boxed{-1}",
-    ),
     "math_with_judge": (
         {"config": {**JUDGE_CONFIG, "should_use_judge": True}},
         "The answer is \\boxed{-1}",
@@ -67,7 +63,7 @@ def run_servers(judge, folder, names):
 
 @pytest.fixture(scope="module")
 def servers_with_judge(tmp_path_factory):
-    """(judge, URLs, proxy): servers of two versions of Gym with one judge."""
+    """(judge, URLs, proxy): servers of Gym with one judge."""
     stub = StubJudge((200, completion(CORRECT)))
     folder = tmp_path_factory.mktemp("judged")
     judge = Judge(
