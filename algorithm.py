@@ -17,8 +17,8 @@ One step of GRPO, in the order of `Trainer.step` (Shao et al. 2024, arXiv:2402.0
     group, drop groups of fewer than two. Then apply `env.filters` to what is left. With
     `algorithm.filter_groups`, sample more prompts until the batch is full (DAPO).
  5. Shape the rewards (`env.reward`). Compute the old log-probs with the trainer, and those of the
-    reference if a KL term is on. If one optimizer step uses the whole batch, the update computes
-    the old log-probs itself: the weights are the same.
+    reference if a KL term is on. If one optimizer step uses the whole batch, the update takes its
+    own log-probs as the old ones, since it runs at the weights from before the update.
  6. Correct for differences between rollout engine and trainer (`algorithm.rollout_correction`).
     Compute the advantages (`algorithm.adv_estimator`).
  7. Minimize PPO's clipped loss on the response tokens with AdamW (training.py): `ppo_epochs` over
@@ -251,7 +251,7 @@ class Trainer:
         workers = self.workers
         if self.config.algorithm.rollout_correction.bypass_mode:  # the rollout engine is pi_old
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        elif not (self.updates_actor and training.fuses_old_log_probs(self.config)):
+        elif not (self.updates_actor and training.is_on_policy(self.config)):
             with self.run.stage("old_log_prob"):
                 self.metrics |= training.add_old_log_probs(self.workers.actor, batch, self.config)
         if needs_reference(self.config):

@@ -40,8 +40,7 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug.metrics import calculate_debug_metrics
-from verl.utils.metric import reduce_metrics
-from verl.utils.py_functional import rename_dict
+from verl.utils.metric import AggregationType, Metric, reduce_metrics
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
@@ -53,7 +52,7 @@ from kit.config.user_functions import (
     needs,
     select_arguments,
 )
-from kit.data import token_rewards, worker_results
+from kit.data import token_rewards
 from kit.errors import RunError, SkippedStep
 
 REWARD_MODEL = "reward_model"  # the reward component of a reward model
@@ -513,76 +512,63 @@ def add_reward_model_scores(
 
 # --- TRY NOT TO MODIFY: updates ------------------------------------------------------------------
 
-DRIVER_ONLY_KEYS = ("turn", "token_level_scores", "token_level_rewards")  # not sent to the workers
+DRIVER_ONLY_KEYS = ("token_level_scores", "token_level_rewards")  # not sent to the workers
+# metrics of an update that are not named by its role
+OTHER_METRICS = ("training/", "rollout_corr/")
 NON_TENSOR_KEYS = ("multi_modal_inputs",)  # sent to the workers, though not a tensor
 
 
 def update_actor(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, float]:
     """Train the actor for ppo_epochs over mini-batches of the batch -> verl's metrics.
 
-    A mini-batch has actor.ppo_mini_batch_size prompts, fewer if episodes were dropped. If
-    fuses_old_log_probs, this also adds `old_log_probs` and applies the rollout correction. Raises
-    the exceptions of the workers. Source: verl 0.9.1, RayPPOTrainer._update_actor.
+    A mini-batch has actor.ppo_mini_batch_size prompts, fewer if episodes were dropped. Raises the
+    exceptions of the workers. Source: verl 0.9.1, RayPPOTrainer._update_actor.
     """
     settings = config.actor_rollout_ref.actor
-    is_entropy_used = settings.calculate_entropy or settings.entropy_coeff != 0.0
-    flags = {
-        "calculate_entropy": bool(is_entropy_used or fuses_old_log_probs(config)),
-        "compute_loss": True,
-        "distillation_use_topk": False,
-        "distillation_only": False,
-    }
-    return run_update(actor, batch, config, "actor", settings, flags)
+    data = make_update_data(
+        batch,
+        data_parallel_size(config),
+        config.data.train_batch_size // settings.ppo_mini_batch_size,
+        settings,
+        calculate_entropy=bool(is_entropy_in_loss(settings) or is_on_policy(config)),
+        compute_loss=True,
+        distillation_use_topk=False,
+        distillation_only=False,
+    )
+    return collect_metrics(wait_for_output(actor.update_actor(data)), config, "actor")
 
 
 def update_critic(critic: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, float]:
     """Train the critic with the clipped value loss -> metrics (verl 0.9.1, _update_critic)."""
-    flags = {"compute_loss": True}
-    return run_update(critic, batch, config, "critic", config.critic, flags)
+    settings = config.critic
+    mini_batches = config.data.train_batch_size // settings.ppo_mini_batch_size
+    ranks = data_parallel_size(config, "critic")
+    data = make_update_data(batch, ranks, mini_batches, settings, compute_loss=True)
+    return collect_metrics(wait_for_output(critic.train_mini_batch(data)), config, "critic")
 
 
-def update_sft(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, float]:
-    """Take one optimizer step on verl's sft_loss: mean cross entropy of the response tokens."""
-    flags = {"calculate_entropy": False, "compute_loss": True, "distillation_use_topk": False}
-    settings = copy.deepcopy(config.actor_rollout_ref.actor)
-    settings.ppo_mini_batch_size = config.data.train_batch_size
-    settings.ppo_epochs = 1
-    return run_update(actor, batch, config, "actor", settings, flags, is_sft=True)
+def make_update_data(
+    batch: DataProto, ranks: int, mini_batches: int, settings: DictConfig, **flags: Any
+) -> TensorDict:
+    """Pack the rows that have a token to train on, with the settings of the update for verl.
 
-
-def run_update(
-    group: WorkerGroup,
-    batch: DataProto,
-    config: DictConfig,
-    role: str,
-    settings: DictConfig,
-    flags: dict[str, Any],
-    is_sft: bool = False,
-) -> dict[str, float]:
-    """Train on a batch -> metrics. settings: verl's section of the role. flags: for its engine."""
-    ranks = data_parallel_size(config, role)
+    mini_batches: fewer if there is not a row for each rank in each. settings: verl's section of
+    the role. flags: for verl's engine; they override what `settings` gives.
+    """
     live = select_live_rows(batch)  # [L]
-    configured = config.data.train_batch_size // settings.ppo_mini_batch_size
-    mini_batches = max(1, min(configured, len(live) // ranks))  # each has a row for each rank
+    mini_batches = max(1, min(mini_batches, len(live) // ranks))
     slots = pad_to_ranks(batch, live, mini_batches, ranks)
     data = to_worker_batch(batch, slots)
-    if is_sft:
-        set_sft_loss_mask(data)
-    tu.assign_non_tensor(
-        data,
-        mini_batch_size=len(slots.rows) // mini_batches,
+    values = {
+        "mini_batch_size": len(slots.rows) // mini_batches,
         # the divisor of means over sequences: it counts masked episodes, but no padding
-        global_batch_size=len(batch) / mini_batches,
-        epochs=settings.ppo_epochs,
-        seed=settings.data_loader_seed,
-        dataloader_kwargs={"shuffle": settings.shuffle},
-        **flags,
-    )
-    call = group.update_actor if role == "actor" else group.train_mini_batch
-    metrics = collect_metrics(wait_for_output(call(data)), config, role)
-    if fuses_old_log_probs(config) and role == "actor" and not is_sft:
-        metrics |= add_fused_old_log_probs(batch, worker_results.fetch(group), config)
-    return {key: float(value) for key, value in metrics.items()}
+        "global_batch_size": len(batch) / mini_batches,
+        "epochs": settings.ppo_epochs,
+        "seed": settings.data_loader_seed,
+        "dataloader_kwargs": {"shuffle": settings.shuffle},
+    }
+    tu.assign_non_tensor(data, **(values | flags))
+    return data
 
 
 def select_live_rows(batch: DataProto) -> torch.Tensor:
@@ -593,8 +579,6 @@ def select_live_rows(batch: DataProto) -> torch.Tensor:
 def to_worker_batch(batch: DataProto, slots: WorkerRows) -> TensorDict:
     """Copy rows into a packed batch for an update. Padding rows have a mask of 0, so no loss."""
     copied = select_worker_data(batch)[slots.rows]
-    copied.batch["row"] = slots.rows
-    copied.batch["is_padding"] = slots.is_padding
     for key in ("response_mask", "advantages"):
         if key in copied.batch:
             copied.batch[key][slots.is_padding] = 0
@@ -607,45 +591,36 @@ def select_worker_data(batch: DataProto) -> DataProto:
     return batch.select(keys, NON_TENSOR_KEYS)
 
 
-def set_sft_loss_mask(data: TensorDict) -> None:
-    """Set the loss mask that verl's sft_loss reads: over prompt and response, packed."""
-    zeros = torch.zeros_like(data["prompts"])  # [S, P]
-    mask = torch.cat([zeros, data["response_mask"]], dim=1)  # [S, P+R]
-    is_token = data["attention_mask"].bool()  # [S, P+R]
-    offsets = data["input_ids"].offsets()  # [S+1]
-    data["loss_mask"] = torch.nested.nested_tensor_from_jagged(mask[is_token], offsets=offsets)
+def collect_metrics(output: TensorDict, config: DictConfig, role: str) -> dict[str, float]:
+    """Average an update's metrics over micro-batches and ranks. Each gets its role as a prefix."""
+    named = {}
+    for name, value in reduce_metrics(dict(tu.get(output, "metrics"))).items():
+        if name == "mfu" and config.trainer.device == "cpu":  # verl has no peak FLOPS of a CPU
+            continue
+        if name == "mfu":
+            name = f"perf/mfu/{role}"
+        elif not name.startswith((f"{role}/", *OTHER_METRICS)):
+            name = f"{role}/{name}"
+        named[name] = float(value)
+    return named
 
 
-def collect_metrics(output: TensorDict, config: DictConfig, role: str) -> dict[str, Any]:
-    """Average an update's metrics over micro-batches and ranks."""
-    metrics = reduce_metrics(rename_dict(tu.get(output, "metrics"), f"{role}/"))
-    mfu = metrics.pop(f"{role}/mfu", None)
-    if mfu is not None and config.trainer.device != "cpu":  # verl has no peak FLOPS of a CPU
-        metrics[f"perf/mfu/{role}"] = mfu
-    return dict(metrics)
+# --- TRY NOT TO MODIFY: the loss in the workers --------------------------------------------------
 
 
-# --- TRY NOT TO MODIFY: the loss in the workers, and fused old log-probs -------------------------
-#
-# If one optimizer step uses the whole batch, its forward pass runs at the weights from before the
-# update. Its log-probs are the old ones, so a separate pass for them is not needed. This saves 4 to
-# 6 s of a step of 30 s on a CPU with AMX (docs/performance.md).
-#
-# An update of verl's workers returns only metrics. So compute_fused_loss keeps a FusedOutput of
-# each micro-batch in its worker (kit/data/worker_results.py), and run_update fetches them.
+def is_entropy_in_loss(settings: Any) -> bool:
+    """Whether verl's ppo_loss reads the entropy. settings: verl's section of the actor."""
+    return bool(settings.calculate_entropy or settings.entropy_coeff != 0.0)
 
 
-class FusedOutput(NamedTuple):
-    """The per-token tensors of a micro-batch of b rows, on the CPU."""
+def is_on_policy(config: DictConfig) -> bool:
+    """Whether the update takes its own log-probs as the old ones.
 
-    row: torch.Tensor  # [b] index into the driver's batch
-    is_padding: torch.Tensor  # [b] as in WorkerRows
-    log_probs: torch.Tensor  # [b, R] float32, at the weights before the update
-    entropy: torch.Tensor  # [b, R] float32
-
-
-def fuses_old_log_probs(config: DictConfig) -> bool:
-    """Whether update_actor computes the old log-probs, since no earlier stage needs them."""
+    If one optimizer step uses the whole batch, its forward pass runs at the weights from before the
+    update, so that a separate pass for the old log-probs would give the same. It runs only if an
+    earlier stage reads its results. This saves 4 to 6 s of a step of 30 s on a CPU with AMX
+    (docs/performance.md).
+    """
     actor = config.actor_rollout_ref.actor
     is_whole_batch = actor.ppo_mini_batch_size == config.data.train_batch_size
     if not is_whole_batch or actor.ppo_epochs != 1:
@@ -676,8 +651,8 @@ def set_policy_loss(actor: WorkerGroup, config: DictConfig) -> None:
     if is_user_function(name):
         function = core_algos.POLICY_LOSS_REGISTRY[name]
         loss = functools.partial(compute_custom_loss, name, function)
-    if fuses_old_log_probs(config):
-        loss = functools.partial(compute_fused_loss, loss)
+    if is_on_policy(config):
+        loss = functools.partial(compute_on_policy_loss, loss)
     actor.set_loss_fn(functools.partial(loss, omega_conf_to_dataclass(settings)))
 
 
@@ -689,36 +664,45 @@ def compute_custom_loss(
     return ppo_loss(config, model_output, data, dp_group)
 
 
-def compute_fused_loss(
+def compute_on_policy_loss(
     loss: Any, config: Any, model_output: Any, data: Any, dp_group: Any = None
 ) -> Any:
-    """In a worker: compute `loss` with this pass's log-probs as the old ones; keep them."""
-    log_probs = no_padding_2_padding(model_output["log_probs"], data).detach()  # [b, R]
-    entropy = no_padding_2_padding(model_output["entropy"], data).detach()  # [b, R]
-    if "old_log_probs" not in data:
-        data["old_log_probs"] = log_probs
-    if not (config.calculate_entropy or config.entropy_coeff):
-        model_output.pop("entropy")  # it was computed for the metric only
-    result, metrics = loss(config, model_output, data, dp_group)
-    tensors = [data["row"], data["is_padding"], log_probs.float(), entropy.float()]
-    worker_results.keep(FusedOutput(*[tensor.cpu() for tensor in tensors]))
-    return result, metrics
+    """In a worker: compute `loss` with this pass's log-probs, detached, as the old ones.
 
-
-def add_fused_old_log_probs(
-    batch: DataProto, outputs: Sequence[FusedOutput], config: DictConfig
-) -> dict[str, float]:
-    """Add `old_log_probs` [B, R] to the batch, 0 in rows that the update did not get -> metrics.
-
-    Also apply the rollout correction. If the batch has old log-probs (a replay), do neither.
+    Also returns the metrics that the separate pass would give. If the batch has old log-probs, as
+    after a step that trained only the critic, these are kept.
     """
-    if "old_log_probs" in batch.batch:
-        return {}
-    is_row = ~torch.cat([output.is_padding for output in outputs])  # [S]
-    rows = torch.cat([output.row for output in outputs])[is_row]  # [L]
-    log_probs = torch.cat([output.log_probs for output in outputs])[is_row]  # [L, R]
-    entropy = torch.cat([output.entropy for output in outputs])[is_row]  # [L, R]
-    zeros = torch.zeros(len(batch), log_probs.shape[1])  # [B, R]
-    old_log_probs = zeros.index_copy(0, rows, log_probs)  # [B, R]
-    metrics = set_old_log_probs(batch, old_log_probs, zeros.index_copy(0, rows, entropy))
-    return metrics | apply_rollout_correction(batch, config)
+    entropy = no_padding_2_padding(model_output["entropy"], data).detach()  # [b, R]
+    if not is_entropy_in_loss(config):
+        model_output.pop("entropy")  # it was computed for the metric only
+    if "old_log_probs" in data:
+        return loss(config, model_output, data, dp_group)
+    log_probs = no_padding_2_padding(model_output["log_probs"], data).detach()  # [b, R]
+    data["old_log_probs"] = log_probs
+    result, metrics = loss(config, model_output, data, dp_group)
+    return result, metrics | measure_policy(log_probs, entropy, data)
+
+
+def measure_policy(log_probs: Tensor, entropy: Tensor, data: TensorDict) -> dict[str, Metric]:
+    """Measure a micro-batch: the entropy, and how far the rollout engine is from the trainer.
+
+    log_probs, entropy: [b, R], at the weights before the update. The means are over the trained
+    tokens of the whole batch. Formulas: verl's calculate_debug_metrics and rollout_corr_helper.
+    """
+    mask = data["response_mask"].bool()  # [b, R]
+    # The rollout engine has no log-probs of a response that a filter wrote.
+    is_sampled = data["turn"] >= 0  # [b, R]
+    log_ratio = (log_probs - data["rollout_log_probs"]).masked_fill(~is_sampled, 0.0)  # [b, R]
+    difference = (log_probs.exp() - (log_probs - log_ratio).exp()).abs() * mask  # [b, R]
+    share = data["dp_size"] / data["batch_num_tokens"]  # verl adds up micro-batches, not ranks
+
+    def mean(values: Tensor) -> Metric:
+        return Metric(AggregationType.SUM, (values * mask).sum() * share)
+
+    return {
+        "actor/entropy": mean(entropy),
+        "training/rollout_probs_diff_mean": mean(difference),
+        "training/rollout_probs_diff_max": Metric(AggregationType.MAX, difference.max()),
+        "rollout_corr/kl": mean(-log_ratio),
+        "rollout_corr/k3_kl": mean(log_ratio.exp() - log_ratio - 1),
+    }

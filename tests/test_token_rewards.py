@@ -276,8 +276,8 @@ def test_a_step_without_a_signal_does_not_update_the_actor(
 
 OWN_NAMES = sorted(
     set(training.build_batch([make_episode("a", 1.0, [1])], 0, 1.0).batch.keys())
-    | {"uid", "advantages", "returns", "values", "old_log_probs", "ref_log_prob", "row"}
-    | {"token_level_rewards", "is_padding", "multi_modal_inputs", "temperature", "index"}
+    | {"uid", "advantages", "returns", "values", "old_log_probs", "ref_log_prob"}
+    | {"token_level_rewards", "multi_modal_inputs", "temperature", "index"}
     | {"global_token_num", "compute_loss", "calculate_entropy", "reward_components", "component a"}
     | set(inspect.signature(core_algos.compute_gdpo_outcome_advantage).parameters)
 )

@@ -21,6 +21,7 @@ from worker_doubles import (
 )
 
 import training
+from kit.extras import sft
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +52,8 @@ def test_an_update_gets_each_live_row_once_in_whole_mini_batches(recipe):
         live = len(e.response_ids) if row else 0
         assert mask.tolist() == [1] * live + [0] * (4 - live)
         assert set(advantage.tolist()) == {float(row)}
-    assert not {"turn", "token_level_scores", "token_level_rewards"} & set(data.keys())
+    assert not {"token_level_scores", "token_level_rewards"} & set(data.keys())
     sources = [max(row - 1, 0) for row in rows]
-    assert data["row"].tolist() == sources
     assert is_close(data["rollout_log_probs"], batch.batch["rollout_log_probs"][sources])
     assert is_close(data["old_log_probs"], [[-0.25] * 4] * 8)
     # the padding was added to a copy
@@ -125,11 +125,10 @@ def test_an_update_has_the_recipes_settings(recipe, shuffle):
         ([], False),
         ([f"{ACTOR}.entropy_coeff=0.1"], True),
         ([f"{ACTOR}.calculate_entropy=true"], True),
-        (FUSED, True),  # the update also computes the old log-probs
+        (FUSED, True),  # for the metrics of an on-policy update
     ],
 )
-def test_the_entropy_is_computed_if_something_reads_it(recipe, monkeypatch, changes, entropy):
-    monkeypatch.setattr(training.worker_results, "fetch", lambda _: [])
+def test_the_entropy_is_computed_if_something_reads_it(recipe, changes, entropy):
     actor = RecordingGroup()
     config = changed(recipe, f"{ACTOR}.calculate_entropy=false", *changes)
     training.update_actor(actor, make_update_batch(seven_episodes()), config)
@@ -174,7 +173,7 @@ def test_sft_takes_one_step_on_the_tokens_of_the_response(recipe):
     episodes = seven_episodes()
     episodes[0].response_mask = [1, 0, 1]
     actor = RecordingGroup({"loss": [0.5]})
-    metrics = training.update_sft(actor, make_update_batch(episodes), recipe)
+    metrics = sft.update_sft(actor, make_update_batch(episodes), recipe)
     assert metrics == {"actor/loss": 0.5}
     [(method, data)] = actor.calls
     assert method == "update_actor"

@@ -41,10 +41,9 @@ class Pending:
 class RecordingGroup:
     """A worker group that records each batch, with the name of the method."""
 
-    def __init__(self, metrics: dict[str, Any] | None = None, kept: tuple[Any, ...] = ()):
+    def __init__(self, metrics: dict[str, Any] | None = None):
         self.calls: list[tuple[str, TensorDict]] = []
         self.metrics = metrics or {}
-        self.kept = kept  # what worker_results.fetch returns
 
     @property
     def data(self) -> TensorDict:
@@ -144,8 +143,11 @@ def rows_of(data: TensorDict, name: str = "input_ids") -> list[list[int]]:
 
 
 def sent_rows(data: TensorDict) -> list[int]:
-    """The row number of each row of an update, counted from 1; 0 for padding."""
-    return torch.where(data["is_padding"], 0, data["row"] + 1).tolist()
+    """The row number of each row of an update, counted from 1; 0 for padding.
+
+    make_update_batch writes it into the advantages.
+    """
+    return data["advantages"][:, 0].int().tolist()
 
 
 def compute_outputs(episodes, factor: float) -> list[list[float]]:

@@ -19,7 +19,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
@@ -37,6 +37,12 @@ from kit.runs import checkpoints, prepare
 from kit.runs.console import format_value, say
 from kit.runs.prepare import RunInputs
 from kit.runs.run_dir import Run
+
+if TYPE_CHECKING:  # verl takes 7 s to import
+    from tensordict import TensorDict
+    from verl import DataProto
+
+    from training import WorkerGroup
 
 IS_TRAINED = 1  # in the mask of a conversation
 IS_CONTEXT = 0
@@ -265,6 +271,36 @@ def compute_validation_loss(
     return {"val/loss": total / tokens} if tokens else {}
 
 
+def update_sft(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, float]:
+    """Take one optimizer step on verl's sft_loss: mean cross entropy of the response tokens."""
+    import training
+
+    data = training.make_update_data(
+        batch,
+        training.data_parallel_size(config),
+        1,
+        config.actor_rollout_ref.actor,
+        epochs=1,
+        calculate_entropy=False,
+        compute_loss=True,
+        distillation_use_topk=False,
+    )
+    set_loss_mask(data)
+    output = training.wait_for_output(actor.update_actor(data))
+    return training.collect_metrics(output, config, "actor")
+
+
+def set_loss_mask(data: TensorDict) -> None:
+    """Set the loss mask that verl's sft_loss reads: over prompt and response, packed."""
+    import torch
+
+    zeros = torch.zeros_like(data["prompts"])  # [S, P]
+    mask = torch.cat([zeros, data["response_mask"]], dim=1)  # [S, P+R]
+    is_token = data["attention_mask"].bool()  # [S, P+R]
+    offsets = data["input_ids"].offsets()  # [S+1]
+    data["loss_mask"] = torch.nested.nested_tensor_from_jagged(mask[is_token], offsets=offsets)
+
+
 def train_step(
     config: DictConfig, run: Run, inputs: RunInputs, workers: Any, state: dict[str, Any]
 ) -> None:
@@ -279,7 +315,7 @@ def train_step(
         rows = env.take_batch(inputs.train, data.train_batch_size, step, data.seed, data.shuffle)
         batch = training.build_batch(rows, inputs.tokenizer.pad_token_id, temperature=1.0)
         batch.meta_info[POSITION] = step - 1  # of the learning rate
-        metrics = training.update_sft(workers.actor, batch, config)
+        metrics = update_sft(workers.actor, batch, config)
         state["step"] = step
     reason = finite_check.find_reason_to_skip(batch, metrics, config)
     if reason:
