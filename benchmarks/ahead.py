@@ -32,14 +32,12 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "tests"))
 os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform"}
 
 import matplotlib.pyplot as plt
 from driver import Verifier
 from figures import save_light_and_dark
 from matplotlib.figure import Figure
-from rollout_doubles import make_tokenizer
 from verl.workers.rollout.llm_server import LLMServerClient
 
 import inference
@@ -51,6 +49,7 @@ from kit.rollout.chat_template import ChatTemplate
 from kit.rollout.client import Client
 from kit.rollout.sampler import make_sampler_context, repeat_per_group
 from kit.runs.cli import silence_libraries
+from tests.helpers.rollouts import make_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = 16  # of a batch

@@ -36,24 +36,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
 import matplotlib.pyplot as plt  # noqa: E402
 import pandas as pd  # noqa: E402
-from conftest import (  # noqa: E402
-    RECIPE,
-    SESSION,
-    WORDS,
-    Stack,
-    kill_workers,
-    load,
-    session,
-    write_rows,
-    write_task,
-)
 from figures import draw_range, save_light_and_dark  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
-from tiny_models import make_model, make_pretrained  # noqa: E402
+
+from tests.helpers.models import make_model, make_pretrained  # noqa: E402
+from tests.helpers.recipes import RECIPE, WORDS, load, write_rows, write_task  # noqa: E402
+from tests.helpers.stack import SESSION, Stack, kill_workers, session  # noqa: E402
 
 LR = "actor_rollout_ref.actor.optim.lr"
 CRITIC = ["critic.optim.lr=0.003", "critic.ppo_mini_batch_size=4"]

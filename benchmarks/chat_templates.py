@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from public_templates import MODEL_TOKENS, list_template_files, load, make_tokenizer  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from kit.config import checks  # noqa: E402
 from kit.data.processor import TextProcessor  # noqa: E402
@@ -34,6 +32,7 @@ from kit.rollout.chat_template import (  # noqa: E402
     make_call,
     make_output,
 )
+from tests.helpers.public_templates import MODEL_TOKENS, list_template_files, load, make_tokenizer  # noqa: E402
 
 PAGE = ROOT / "docs" / "chat_templates.md"
 START = "<!-- table: benchmarks/chat_templates.py -->"
@@ -179,7 +178,7 @@ def agrees_with_renderers(template: ChatTemplate, case: list[dict[str, Any]]) ->
     _populate_registry()
     tokens = [*template.tokenizer.get_added_vocab(), *MODEL_TOKENS]
     source = template.tokenizer
-    tokenizer = make_tokenizer(source.chat_template, source.eos_token, tokens)
+    tokenizer: Any = make_tokenizer(source.chat_template, source.eos_token, tokens)
     stop_ids = {*tokenizer.convert_tokens_to_ids(template.stop_texts)}
     copy = ChatTemplate(TextProcessor(tokenizer), stop_ids)
     prompt = copy.encode_prompt(QUESTION, [TOOL])

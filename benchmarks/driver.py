@@ -36,14 +36,12 @@ from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "tests"))
 os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform"}
 
 import numpy as np
 import torch
 from measure import machine
 from omegaconf import DictConfig
-from rollout_doubles import make_tokenizer
 from verl.utils import tensordict_utils as tu
 
 import gym_client
@@ -63,6 +61,7 @@ from kit.rollout.sampler import (
 )
 from kit.runs.cli import silence_libraries
 from kit.runs.run_dir import Run
+from tests.helpers.rollouts import make_tokenizer
 
 STAGES = ("rollout", "write", "keep", "to_batch", "pack")
 PROMPT_TOKENS = 100

@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
-from conftest import STARTS_COMMANDS, STARTS_RUNS  # noqa: E402
+from tests.conftest import STARTS_COMMANDS, STARTS_RUNS  # noqa: E402
 
 FOLDER = ROOT / "runs" / "gpu_check"
 CPU = ROOT / ".venv" / "bin" / "python"

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 SOURCES = [
     *sorted(ROOT.glob("*.py")),
     *sorted(path for path in ROOT.glob("kit/**/*.py") if path.name != "__init__.py"),
@@ -153,8 +153,9 @@ def write_models(folder: Path) -> None:
     not have these sizes, and a dry run does not load them.
     """
     import torch
-    from tiny_models import make_model, make_vision_model
     from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+    from tests.helpers.models import make_model, make_vision_model
 
     make_model(folder / "policy", tied=True)
     make_model(folder / "untied", tied=False)
@@ -343,12 +344,11 @@ def check_recipes(gpus: int) -> dict[str, str]:
 
     If it is not installed, also check some recipes without it.
     """
-    import fake_nvidia_smi
-
     from kit.extras.preflight import attention
+    from tests.helpers import nodes
 
     folder = Path(tempfile.mkdtemp(prefix="gpu-check-"))
-    os.environ |= fake_nvidia_smi.write(folder, gpus=gpus)
+    os.environ |= nodes.write_nvidia_smi(folder, gpus=gpus)
     simulate_h100(gpus)
     write_models(folder)
     write_rows(folder)

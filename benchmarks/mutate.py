@@ -49,7 +49,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from mutants import Mutant, find_mutants, plant  # noqa: E402
 
 RESULTS = ROOT / "runs" / "mutate"
@@ -64,7 +64,7 @@ PROJECT = (
     "gym_messages",
     "kit",
     "templates",
-    *(path.stem for path in (ROOT / "tests").rglob("*.py")),
+    "tests",
 )
 # verl imports these modules, and they patch verl. A process can import them only once.
 KEPT = ("kit.cpu.platform", "kit.rollout.verl_patches")

@@ -33,14 +33,13 @@ import psutil
 from aiohttp import web
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
-import conftest  # noqa: E402  (it writes the rows of the tiny task)
-import tiny_models  # noqa: E402
 from measure import ROLES  # noqa: E402
 
 from kit.gym.network import find_free_port  # noqa: E402
 from kit.gym.servers import running_servers  # noqa: E402
+from tests.helpers import models, recipes  # noqa: E402
 
 FAULTS = ("reset", "500", "503", "half", "html", "nan", "late")
 # how much a process may grow between the two parts of the table; noise is much smaller
@@ -134,10 +133,10 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     spoiled: collections.Counter[str] = collections.Counter()
     begin = time.monotonic()
-    tiny_models.make_model(folder / "tied", tied=True)
-    conftest.write_task(folder)
+    models.make_model(folder / "tied", tied=True)
+    recipes.write_task(folder)
     with running_servers(
-        {"reasoning_gym": {"start": {"python": str(conftest.GYM_PYTHON)}}}, folder
+        {"reasoning_gym": {"start": {"python": str(recipes.GYM_PYTHON)}}}, folder
     ) as urls:
         port = find_free_port()
         proxy(urls["reasoning_gym"], port, args.faults, spoiled)
@@ -145,7 +144,7 @@ def main() -> None:
             run = subprocess.Popen(
                 make_command(folder, port, args.steps),
                 cwd=folder,
-                env=conftest.CLEAN_ENV,
+                env=recipes.CLEAN_ENV,
                 stdout=out,
                 stderr=out,
             )
@@ -173,9 +172,9 @@ def make_command(folder: Path, port: int, steps: int) -> list[str]:
         # With a high rate the policy learns the task. Then most groups have zero variance.
         "actor_rollout_ref.actor.optim.lr=0.0001",
     ]
-    arguments = conftest.tiny(folder, *changes)
+    arguments = recipes.tiny(folder, *changes)
     arguments = [argument for argument in arguments if "start.python" not in argument]
-    return conftest.command(folder, *arguments)
+    return recipes.command(folder, *arguments)
 
 
 def watch(run: subprocess.Popen, metrics: Path) -> list[tuple[int, Usage]]:

@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ALGORITHM
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
-from worker_doubles import (
+
+import training
+from kit.data.selection import select_trainable
+from tests.helpers.recipes import ALGORITHM
+from tests.helpers.workers import (
     CORRECTION,
     changed,
     is_close,
@@ -20,9 +23,6 @@ from worker_doubles import (
     seven_episodes,
     two_rank_recipe,
 )
-
-import training
-from kit.data.selection import select_trainable
 
 KL_CTRL = "algorithm.kl_ctrl"
 

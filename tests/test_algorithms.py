@@ -1,7 +1,7 @@
 """Tests verl's advantages and custom ones against their papers (training.compute_advantages).
 
 A reference implements the paper's equation as loops over episodes and tokens. See
-tests/algorithm_cases.py for the tolerances and for "Departs:".
+tests/helpers/cases.py for the tolerances and for "Departs:".
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from algorithm_cases import (
+from omegaconf import OmegaConf
+from verl.trainer.ppo import core_algos
+
+import training
+from kit.config import user_functions
+from kit.data.episode import TurnSpan
+from tests.helpers.cases import (
     EXACT,
     SEEDS,
     SINGLE,
@@ -28,12 +34,6 @@ from algorithm_cases import (
     random_cases,
     tiny_recipe,
 )
-from omegaconf import OmegaConf
-from verl.trainer.ppo import core_algos
-
-import training
-from kit.config import user_functions
-from kit.data.episode import TurnSpan
 
 WEIGHTS = {"right": 1.0, "format": 0.5}
 GDPO = {"gdpo_reward_keys": list(WEIGHTS), "gdpo_reward_weights": list(WEIGHTS.values())}

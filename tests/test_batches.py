@@ -10,13 +10,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ALGORITHM
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
-from worker_doubles import ACTOR, changed, is_close, make_batch, make_episode, two_rank_recipe
 
 import training
 from kit.data.episode import TurnSpan
+from tests.helpers.recipes import ALGORITHM
+from tests.helpers.workers import (
+    ACTOR,
+    changed,
+    is_close,
+    make_batch,
+    make_episode,
+    two_rank_recipe,
+)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import CLEAN_ENV, ROOT
+
+from tests.helpers.recipes import CLEAN_ENV, ROOT
 
 # Tests that a nested pytest runs.
 INNER_TESTS = """
@@ -45,9 +46,18 @@ def run_tests(folder: Path, *arguments: str, **variables: str) -> str:
     """
     (folder / "test_inner.py").write_text(INNER_TESTS)
     inherited = {name: value for name, value in CLEAN_ENV.items() if name != "CI"}
-    paths = [str(ROOT), str(ROOT / "tests"), *sys.path]
+    paths = [str(ROOT), *sys.path]
     variables |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-rA"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.conftest",
+        "-p",
+        "no:cacheprovider",
+        "-rA",
+    ]
     command += [
         "-c",
         str(ROOT / "pyproject.toml"),

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import RECIPE
 from omegaconf import OmegaConf
 from verl import DataProto
 
 import training
 from kit.config.load import load_config
 from kit.data.episode import Episode
+from tests.helpers.recipes import RECIPE
 
 
 class Case(NamedTuple):

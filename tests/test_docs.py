@@ -17,13 +17,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run
-from markdown_blocks import PAGES, dry_run, insert_above_main, make_clone, read_blocks, write_gsm8k
-from test_report_page import write_synthetic_run
 
 from kit.config.load import load_config
 from kit.extras.report import metric_docs
 from kit.gym.process_specs import START_KEYS
+from tests.helpers.pages import (
+    PAGES,
+    dry_run,
+    insert_above_main,
+    make_clone,
+    read_blocks,
+    write_gsm8k,
+)
+from tests.helpers.recipes import ROOT, run
+from tests.helpers.runs import write_synthetic_run
 
 MARKS = {
     "needs a GPU": 3,

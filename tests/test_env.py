@@ -13,11 +13,11 @@ import time
 from collections import Counter
 
 import pytest
-from conftest import ROOT, run
 
 import env
 from kit.data.tasks import match_server
 from kit.data.verl_rows import read_rows
+from tests.helpers.recipes import ROOT, run
 
 # --- batches --------------------------------------------------------------------------------------
 

@@ -7,10 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import GYM_PYTHON, ROOT, run
 
 import env
 from kit.data.verl_rows import read_rows
+from tests.helpers.recipes import GYM_PYTHON, ROOT, run
 
 
 @pytest.fixture(scope="module")

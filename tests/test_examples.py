@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from markdown_blocks import EXAMPLES, PAGES, read_shown_files
+from tests.helpers.pages import EXAMPLES, PAGES, read_shown_files
 
 EXAMPLE_NAMES = {
     str(path.relative_to(EXAMPLES))

@@ -9,7 +9,10 @@ import pytest
 import torch
 from omegaconf import DictConfig
 from verl.utils import tensordict_utils as tu
-from worker_doubles import (
+
+import training
+from kit.data.episode import TurnSpan
+from tests.helpers.workers import (
     RecordingGroup,
     changed,
     compute_outputs,
@@ -20,9 +23,6 @@ from worker_doubles import (
     seven_episodes,
     two_rank_recipe,
 )
-
-import training
-from kit.data.episode import TurnSpan
 
 
 @pytest.fixture(scope="module")

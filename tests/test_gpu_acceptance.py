@@ -7,9 +7,10 @@ import json
 import sys
 from types import SimpleNamespace
 
-import fake_nvidia_smi
 import pytest
-from conftest import ROOT
+
+from tests.helpers import nodes
+from tests.helpers.recipes import ROOT
 
 
 @pytest.fixture
@@ -221,7 +222,7 @@ def test_the_recipes_are_valid_on_a_node_with_two_gpus(
     acceptance, monkeypatch, tmp_path, workspace, capsys
 ):
     """The dry run of the slice whose settings differ most from those of the recipe."""
-    for name, value in fake_nvidia_smi.write(tmp_path, gpus=2).items():
+    for name, value in nodes.write_nvidia_smi(tmp_path, gpus=2).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(acceptance, "gpus", lambda *_: ["H100", "H100"])
     model = f"actor_rollout_ref.model.path={workspace / 'tied'}"

@@ -6,7 +6,8 @@ import importlib
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
+
+from tests.helpers.recipes import ROOT
 
 
 @pytest.fixture

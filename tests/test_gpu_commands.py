@@ -9,8 +9,9 @@ import re
 from typing import NamedTuple
 
 import pytest
-from conftest import ROOT
-from markdown_blocks import EXAMPLES, PAGES, read_blocks
+
+from tests.helpers.pages import EXAMPLES, PAGES, read_blocks
+from tests.helpers.recipes import ROOT
 
 GPU = ".venv-gpu"
 NAMES = r"\.venv[\w.-]*"

@@ -12,9 +12,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import GYM_PYTHON, ROOT, row, run
-from judge_doubles import StubJudge
-from markdown_blocks import (
+
+import env
+import gym_client
+from kit.data.episode import Episode, append_tokens
+from kit.data.rollout_files import open_records, to_record, write_record
+from kit.data.verl_rows import read_rows
+from kit.gym import network
+from tests.helpers.http import StubJudge
+from tests.helpers.pages import (
     EXAMPLES,
     GUIDES,
     dry_run,
@@ -23,13 +29,7 @@ from markdown_blocks import (
     make_clone,
     read_shown_files,
 )
-
-import env
-import gym_client
-from kit.data.episode import Episode, append_tokens
-from kit.data.rollout_files import open_records, to_record, write_record
-from kit.data.verl_rows import read_rows
-from kit.gym import network
+from tests.helpers.recipes import GYM_PYTHON, ROOT, row, run
 
 VALID_MESSAGE = "dry run: model, files, sizes and servers are valid"
 

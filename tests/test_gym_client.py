@@ -16,13 +16,20 @@ from http.server import ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
-from conftest import GYM_PYTHON, ROOT, row
-from http_doubles import ROW, VERIFY_ROUTES, JsonHandler, ScriptedServer, run_session, verify_x
 
 import gym_client
 from gym_client import Gym, GymError, ServerDownError, message_response, parse_verify_result
 from kit.gym.network import find_free_port
 from kit.gym.servers import running_servers
+from tests.helpers.http import (
+    ROW,
+    VERIFY_ROUTES,
+    JsonHandler,
+    ScriptedServer,
+    run_session,
+    verify_x,
+)
+from tests.helpers.recipes import GYM_PYTHON, ROOT, row
 
 
 class FaultyHandler(JsonHandler):

@@ -7,7 +7,10 @@ import base64
 import json
 
 import pytest
-from http_doubles import (
+
+from gym_client import Gym, GymError, function_call, message_response
+from gym_messages import MAX_ANSWER_BYTES
+from tests.helpers.http import (
     ROW,
     VERIFY_ROUTES,
     ScriptedServer,
@@ -17,9 +20,6 @@ from http_doubles import (
     verify_result,
     verify_x,
 )
-
-from gym_client import Gym, GymError, function_call, message_response
-from gym_messages import MAX_ANSWER_BYTES
 
 RUN_ANSWER = {"reward": 0.5, "response": {"output": []}}
 DEEP = b"[" * 5000 + b"]" * 5000

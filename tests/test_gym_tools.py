@@ -8,9 +8,17 @@ import re
 import time
 
 import pytest
-from http_doubles import ROW, VERIFY_ROUTES, ScriptedServer, catch_reason, run_session, step_x
 
 from gym_client import RESERVED, Gym, GymError, message_response
+from tests.helpers.http import (
+    MESSAGE,
+    ROW,
+    VERIFY_ROUTES,
+    ScriptedServer,
+    catch_reason,
+    run_session,
+    step_x,
+)
 
 RUN_ANSWER = {"reward": 0.5, "response": {"output": []}}
 
@@ -264,12 +272,6 @@ def test_an_agents_run_does_not_count_if_its_server_restarted_during_it():
     assert result.reward == 0.5
 
 
-MESSAGE = {
-    **message_response("hi")["output"][0],
-    "prompt_token_ids": [1, 2],
-    "generation_token_ids": [3],
-    "generation_log_probs": [-0.5],
-}
 CALL = {
     "type": "function_call",
     "call_id": "c",

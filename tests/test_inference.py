@@ -11,7 +11,6 @@ import contextlib
 
 import pytest
 import ray
-from rollout_doubles import STOP, FixedRewards, RecordingClient, run_rollout, verify_session
 
 import env
 import gym_client
@@ -20,6 +19,7 @@ from gym_client import GymError
 from kit.data.episode import append_tokens
 from kit.errors import RunError
 from kit.rollout import sampler
+from tests.helpers.rollouts import STOP, FixedRewards, RecordingClient, run_rollout, verify_session
 
 
 def test_each_episode_has_its_task_its_group_its_request_and_its_result():

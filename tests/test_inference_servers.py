@@ -6,9 +6,9 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from rollout_doubles import make_context, make_recipe
 
 import inference
+from tests.helpers.rollouts import make_context, make_recipe
 
 
 class Manager:

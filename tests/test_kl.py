@@ -1,6 +1,6 @@
 """Tests KL penalties, as a loss and in the reward, against their papers.
 
-tests/algorithm_cases.py explains the tolerances and "Departs:".
+tests/helpers/cases.py explains the tolerances and "Departs:".
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from algorithm_cases import (
+from omegaconf import OmegaConf
+from verl.trainer.ppo import core_algos
+
+import training
+from tests.helpers.cases import (
     EXACT,
     assert_close,
     assert_same,
@@ -19,10 +23,6 @@ from algorithm_cases import (
     random_cases,
     random_tokens,
 )
-from omegaconf import OmegaConf
-from verl.trainer.ppo import core_algos
-
-import training
 
 # Each function returns (value, derivative by x) at the log-probs x = log p and q.
 # Schulman 2020, joschu.net/blog/kl-approx.html; k3: arXiv:2402.03300, eq. 4

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import CLEAN_ENV, ROOT, row, write_rows
+
+from tests.helpers.recipes import CLEAN_ENV, ROOT, row, write_rows
 
 # The five root files, and gym_messages.py, which is copied together with gym_client.py.
 ROOT_MODULES = ("algorithm", "inference", "training", "env", "gym_client", "gym_messages")

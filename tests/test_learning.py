@@ -5,16 +5,24 @@ from __future__ import annotations
 import json
 
 import pandas
-from conftest import GYM_PYTHON, WORDS, kill_workers, metrics_of, with_verifiers, write_rows
-from judge_doubles import JUDGE_CONFIG, StubJudge, completion
-from learning import AGREE, COUNTING, NO_EVALUATION, UNTRAINED, train_until
-from tiny_models import make_pretrained
 
 import gym_client
 from kit.config import user_functions
 from kit.extras.judges import judge_proxy, judge_settings
 from kit.gym import servers as gym_servers
 from kit.runs.workers import optional_roles, start_roles
+from tests.helpers.http import JUDGE_CONFIG, StubJudge, completion
+from tests.helpers.models import make_pretrained
+from tests.helpers.recipes import GYM_PYTHON, WORDS, metrics_of, write_rows
+from tests.helpers.stack import (
+    AGREE,
+    COUNTING,
+    NO_EVALUATION,
+    UNTRAINED,
+    kill_workers,
+    train_until,
+    with_verifiers,
+)
 
 FOUR_WORDS = ["say", "give", "write", "print"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from trainer_doubles import make_plan
 
 import algorithm
 import training
 from kit.errors import ConfigError, NonFiniteStep, SkippedStep
 from kit.runs import checkpoints
+from tests.helpers.trainer import make_plan
 
 RECOMPUTE = "algorithm.recompute_old_log_probs=true"
 

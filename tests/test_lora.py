@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import load, metrics_of
-from live_runs import LiveRun
 from omegaconf import OmegaConf
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
-from tiny_models import make_model
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from transformers import AutoConfig, AutoModelForCausalLM
 from verl.trainer.config import CheckpointConfig
@@ -26,6 +23,9 @@ from kit.config.adapters import check_adapter, check_keys
 from kit.errors import ConfigError
 from kit.rollout.worker_patches import fix_initial_adapter, list_trainable
 from kit.runs import export
+from tests.helpers.models import make_model
+from tests.helpers.recipes import load, metrics_of
+from tests.helpers.runs import LiveRun
 
 IDS = torch.tensor([[5, 9, 2, 30, 7, 7, 1]])
 LAYERS_ONLY = "verl neither merges nor exports"

@@ -6,7 +6,7 @@ import ast
 import re
 from typing import NamedTuple
 
-from conftest import ROOT
+from tests.helpers.recipes import ROOT
 
 # Errors that end a run.
 ERRORS = {"ConfigError", "UserFunctionError", "RunError", "DataError", "GymStartError"}

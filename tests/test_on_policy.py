@@ -11,7 +11,9 @@ from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
 from verl.workers.utils.padding import left_right_2_no_padding
-from worker_doubles import (
+
+import training
+from tests.helpers.workers import (
     ACTOR,
     CORRECTION,
     FACTORS,
@@ -24,8 +26,6 @@ from worker_doubles import (
     make_update_batch,
     two_rank_recipe,
 )
-
-import training
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Tests verl's losses and their gradients against their papers.
 
 A reference implements the paper's equation as a loop over tokens. x is the log-prob of a token,
-`old` that of the old policy, and a the advantage. See tests/algorithm_cases.py for the tolerances
+`old` that of the old policy, and a the advantage. See tests/helpers/cases.py for the tolerances
 and for "Departs:".
 """
 
@@ -14,7 +14,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from algorithm_cases import (
+from verl.trainer.ppo import core_algos
+
+from tests.helpers.cases import (
     EXACT,
     MODES,
     SEEDS,
@@ -25,7 +27,6 @@ from algorithm_cases import (
     random_tokens,
     weigh_tokens,
 )
-from verl.trainer.ppo import core_algos
 
 # --- references ----------------------------------------------------------------------------------
 # The references return (loss, derivative by x) of a token.

@@ -14,8 +14,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run
-from markdown_blocks import (
+
+from benchmarks import sizes
+from kit.config.keys import KEYS
+from kit.config.load import read_yaml
+from kit.config.python_files import import_file
+from kit.data.ground_truths import find_ground_truth
+from tests.helpers.pages import (
     BLOCK,
     EXAMPLES,
     GUIDES,
@@ -27,13 +32,8 @@ from markdown_blocks import (
     read_blocks,
     read_shown_files,
 )
-from test_style import BANNED_PHRASE, CLAUSE_SUBJECT
-
-from benchmarks import sizes
-from kit.config.keys import KEYS
-from kit.config.load import read_yaml
-from kit.config.python_files import import_file
-from kit.data.ground_truths import find_ground_truth
+from tests.helpers.recipes import ROOT, run
+from tests.test_style import BANNED_PHRASE, CLAUSE_SUBJECT
 
 MARKS = {"takes minutes": 1}
 LANGUAGES = {"bash", "python", "text"}  # of code blocks: commands, files, output

@@ -6,7 +6,8 @@ import re
 import subprocess
 
 import pytest
-from conftest import ROOT
+
+from tests.helpers.recipes import ROOT
 
 # Packages from several sources with different files: PyTorch's index and a folder (Makefile).
 WITHOUT_HASH = {

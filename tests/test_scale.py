@@ -22,10 +22,10 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from conftest import CLEAN_ENV, command, metrics_of, run, tiny
-from live_runs import UNEQUAL, LiveRun
 
 from kit.gym.network import find_free_port
+from tests.helpers.recipes import CLEAN_ENV, command, metrics_of, run, tiny
+from tests.helpers.runs import UNEQUAL, LiveRun
 from training import balance_rows
 
 pytestmark = pytest.mark.soak

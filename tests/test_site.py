@@ -17,12 +17,11 @@ from pathlib import Path
 from urllib.parse import unquote, urldefrag, urljoin, urlparse
 
 import pytest
-import test_report_page
-from conftest import ROOT
 from markdown_it import MarkdownIt
 
+from tests.helpers.recipes import ROOT
+
 pytestmark = pytest.mark.soak
-chromium = test_report_page.chromium  # a fixture
 PHONE = {"width": 390, "height": 844}
 DESKTOP = {"width": 1400, "height": 1000}
 TAG = re.compile(r"<(?P<name>\w+)(?P<attributes>[^>]*)>")

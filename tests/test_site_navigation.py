@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import yaml
-from conftest import ROOT
+
+from tests.helpers.recipes import ROOT
 
 
 class Loader(yaml.SafeLoader):

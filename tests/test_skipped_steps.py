@@ -8,12 +8,12 @@ import shutil
 
 import pytest
 import torch
-from conftest import metrics_of
-from learning import NO_EVALUATION
 
 import gym_client
 from kit.errors import NonFiniteStep, RunError, SkippedStep
 from kit.runs import checkpoints
+from tests.helpers.recipes import metrics_of
+from tests.helpers.stack import NO_EVALUATION
 
 
 def test_a_batch_without_verified_episodes_is_skipped_with_a_message(stack, capsys):

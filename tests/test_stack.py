@@ -6,8 +6,6 @@ import json
 
 import pytest
 import torch
-from conftest import GYM_PYTHON, make_counter_row, row
-from tiny_models import ACTIONS, END
 
 import env
 import inference
@@ -19,6 +17,8 @@ from kit.errors import RunError
 from kit.extras import convert
 from kit.gym.network import find_free_port
 from kit.rollout.sampler import build_sampling_params, repeat_per_group
+from tests.helpers.models import ACTIONS, END
+from tests.helpers.recipes import GYM_PYTHON, make_counter_row, row
 
 # Bound on the mean |log-prob difference| of sampled tokens. Both sides compute in float32, so only
 # rounding differs.

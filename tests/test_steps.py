@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, kill_workers, with_values
-from learning import AGREE, NO_EVALUATION
-from markdown_blocks import GUIDES, read_shown_files
 
 import training
 from kit.runs import checkpoints
 from kit.runs.workers import optional_roles, start_roles, start_workers
+from tests.helpers.pages import GUIDES, read_shown_files
+from tests.helpers.recipes import ROOT
+from tests.helpers.stack import AGREE, NO_EVALUATION, kill_workers, with_values
 
 RECIPES = [
     "grpo",

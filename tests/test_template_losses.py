@@ -1,6 +1,6 @@
 """Tests SPPO, SPIN and distillation of templates/ against their papers.
 
-tests/algorithm_cases.py explains the tolerances and "Departs:".
+tests/helpers/cases.py explains the tolerances and "Departs:".
 """
 
 from __future__ import annotations
@@ -8,7 +8,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from algorithm_cases import (
+from torch.nn.functional import logsigmoid
+
+from kit.errors import UserFunctionError
+from templates.advantages import distill, preference, spin
+from templates.losses import dpo, sppo
+from tests.helpers.cases import (
     EXACT,
     MODES,
     SEEDS,
@@ -17,11 +22,6 @@ from algorithm_cases import (
     make_actor_config,
     random_tokens,
 )
-from torch.nn.functional import logsigmoid
-
-from kit.errors import UserFunctionError
-from templates.advantages import distill, preference, spin
-from templates.losses import dpo, sppo
 
 TWO_PARTS = (slice(0, 3), slice(3, 8))
 

@@ -12,7 +12,6 @@ import math
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from kit.config.python_files import import_file
 from kit.data.verl_rows import parse_row
 from kit.extras.python_verifiers.function_session import make_arguments
 from templates.trl import compute_score
+from tests.helpers.recipes import ROOT
 
 FUNCTIONS = '''
 def brief(completions, **columns):

@@ -12,9 +12,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import yaml
-from conftest import CPU, ROOT
 from omegaconf import OmegaConf
-from tiny_models import END
 
 import env
 import training
@@ -27,6 +25,8 @@ from templates import filters, samplers
 from templates.reward import compute_score
 from templates.rewards import components, overlong, weighted
 from templates.task import Guess, rows
+from tests.helpers.models import END
+from tests.helpers.recipes import CPU, ROOT
 
 
 def episode(reward=1.0, length=3, group="g", ended="stop", **fields):

@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from algorithm_cases import make_case, tiny_recipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from trainer_doubles import make_plan
 from verl.trainer.ppo import core_algos
 
 import algorithm
@@ -26,6 +24,8 @@ from kit.config.user_functions import ADVANTAGE, load_function
 from kit.data import token_rewards
 from kit.data.episode import Episode, TurnSpan
 from kit.errors import RunError, SkippedStep
+from tests.helpers.cases import make_case, tiny_recipe
+from tests.helpers.trainer import make_plan
 
 VERL = [estimator.value for estimator in core_algos.AdvantageEstimator]
 # distill and spin read log-probs instead of rewards

@@ -1,6 +1,6 @@
 """Tests the calls of a run and of a step, their order, and the files that are written.
 
-The doubles of trainer_doubles.py record all calls.
+The doubles of helpers/trainer.py record all calls.
 """
 
 from __future__ import annotations
@@ -9,8 +9,14 @@ import json
 
 import numpy as np
 import pytest
-from conftest import row, write_rows
-from trainer_doubles import (
+
+import algorithm
+import gym_client
+from kit.data.episode import Episode, append_tokens
+from kit.data.rollout_files import ReplayServers
+from kit.runs import checkpoints
+from tests.helpers.recipes import row, write_rows
+from tests.helpers.trainer import (
     ACTOR,
     QUIET,
     ROLLOUT,
@@ -19,12 +25,6 @@ from trainer_doubles import (
     make_plan,
     read_run_lines,
 )
-
-import algorithm
-import gym_client
-from kit.data.episode import Episode, append_tokens
-from kit.data.rollout_files import ReplayServers
-from kit.runs import checkpoints
 
 # --- the run -------------------------------------------------------------------------------------
 

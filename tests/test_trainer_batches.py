@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from trainer_doubles import (
+
+import algorithm
+from kit.errors import RunError, SkippedStep
+from tests.helpers.trainer import (
     ACTOR,
     QUIET,
     REFILL,
@@ -14,10 +17,7 @@ from trainer_doubles import (
     make_plan,
     read_run_lines,
 )
-from worker_doubles import is_close
-
-import algorithm
-from kit.errors import RunError, SkippedStep
+from tests.helpers.workers import is_close
 
 
 def take_row_ids(trainer, batch: int) -> list[str]:

@@ -8,12 +8,12 @@ import re
 import numpy as np
 import pytest
 import torch
-from trainer_doubles import ACTOR, CORRECTION, QUIET, make_plan, read_run_lines
-from worker_doubles import is_close
 
 import algorithm
 import training
 from kit.errors import NonFiniteStep, RunError
+from tests.helpers.trainer import ACTOR, CORRECTION, QUIET, make_plan, read_run_lines
+from tests.helpers.workers import is_close
 
 GAE = ["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=8"]
 

@@ -6,9 +6,8 @@ import ast
 import functools
 import re
 
-from conftest import ROOT
-
 from kit.extras.report.metric_docs import DOCS, STATUSES, find_metric
+from tests.helpers.recipes import ROOT
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
 SOURCES = [*ROOT.glob("*.py"), *ROOT.glob("kit/**/*.py"), *ROOT.glob("templates/*.py")]

@@ -14,7 +14,11 @@ import zlib
 from types import SimpleNamespace
 
 import pytest
-from turn_doubles import (
+
+import env
+import gym_client
+import inference
+from tests.helpers.rollouts import (
     CHATML,
     STOPS,
     TEMPLATES,
@@ -30,10 +34,6 @@ from turn_doubles import (
     play,
     task_of,
 )
-
-import env
-import gym_client
-import inference
 
 LETTERS = "abc xyz\n\t{}\"'<>&|éß中🙂0123456789"
 

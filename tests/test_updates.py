@@ -7,7 +7,10 @@ import pytest
 import torch
 from omegaconf import DictConfig
 from verl.utils import tensordict_utils as tu
-from worker_doubles import (
+
+import training
+from kit.extras import sft
+from tests.helpers.workers import (
     ACTOR,
     FUSED,
     RecordingGroup,
@@ -19,9 +22,6 @@ from worker_doubles import (
     seven_episodes,
     two_rank_recipe,
 )
-
-import training
-from kit.extras import sft
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-import plain_torch
 import pytest
 import torch
-from conftest import CPU, RECIPE, kill_workers, tiny, with_values
 from omegaconf import OmegaConf
-from plain_torch import Data, compute_log_probs
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 from verl import DataProto
@@ -41,6 +38,10 @@ from kit.data.selection import select_trainable, take_groups
 from kit.extras.sft import update_sft
 from kit.runs import prepare
 from kit.runs.workers import start_workers
+from tests.helpers import plain_torch
+from tests.helpers.plain_torch import Data, compute_log_probs
+from tests.helpers.recipes import CPU, RECIPE, tiny
+from tests.helpers.stack import kill_workers, with_values
 
 LOSS = 1e-6
 GRADIENT = 1e-6

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from conftest import CPU, RECIPE, ROOT, load, make_counter_row, tiny, write_rows
 from omegaconf import OmegaConf
 
 from kit.config import checks, user_functions
@@ -14,6 +13,7 @@ from kit.config.user_functions import ADVANTAGE, LOSS_MODE, TEACHER
 from kit.errors import ConfigError
 from kit.extras import sft
 from kit.runs import prepare, summary, trial
+from tests.helpers.recipes import CPU, RECIPE, ROOT, load, make_counter_row, tiny, write_rows
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 import yaml
-from conftest import CPU, RECIPE, ROOT, load, row, tiny, write_rows
 from omegaconf import OmegaConf
 
 import env
@@ -20,6 +19,7 @@ from kit.config.load import MICRO_BATCH_TOKENS, load_config
 from kit.errors import ConfigError
 from kit.gym import network
 from kit.runs import prepare, summary
+from tests.helpers.recipes import CPU, RECIPE, ROOT, load, row, tiny, write_rows
 
 ROLLOUT = "actor_rollout_ref.rollout"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-from conftest import CPU, RECIPE
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -15,6 +14,7 @@ from kit.config.keys import flatten, is_used, matches, to_plain
 from kit.config.load import MODEL_ENGINES, base_configs, load_config
 from kit.config.numbers import NUMBERS, find_rule
 from kit.errors import ConfigError
+from tests.helpers.recipes import CPU, RECIPE
 
 REFUSED = object()
 VALUES = (-1, 0, None, 0.5, -7, -0.5, math.nan, math.inf, -math.inf, "text", True, [], {})

@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import CPU, RECIPE
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
@@ -23,6 +22,7 @@ from kit.errors import ConfigError
 from kit.extras import convert
 from kit.extras.report import report_page, show
 from kit.runs import cli
+from tests.helpers.recipes import CPU, RECIPE
 
 set_hypothesis_home_dir(f"{tempfile.gettempdir()}/hypothesis")  # outside the repository
 FILES = [str(CPU), str(RECIPE)]

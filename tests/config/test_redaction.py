@@ -4,7 +4,6 @@ import base64
 import gzip
 
 import pytest
-from conftest import CPU, RECIPE, load, tiny
 from omegaconf import OmegaConf
 
 from kit.config.load import base_configs, load_config
@@ -12,6 +11,7 @@ from kit.config.redaction import HIDDEN, redacted
 from kit.extras.report import report_page
 from kit.runs import cli
 from kit.runs.run_dir import Run
+from tests.helpers.recipes import CPU, RECIPE, load, tiny
 
 
 def load_changed(*changes):

@@ -13,7 +13,6 @@ import sys
 
 import pytest
 import torch
-from conftest import load
 from omegaconf import OmegaConf
 
 import env
@@ -23,6 +22,7 @@ from kit.data.episode import Episode
 from kit.data.selection import select_trainable
 from kit.errors import RunError, Stop, UserFunctionError
 from kit.runs import trial
+from tests.helpers.recipes import load
 
 BROKEN = """
 import not_there_at_all

@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 import verl
-from conftest import ROOT
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from kit.config.keys import KEYS, find_changes, flatten, is_used, matches_any
 from kit.config.load import base_configs, load_config, value_kinds
 from kit.config.numbers import find_rule
+from tests.helpers.recipes import ROOT
 
 VERL_DIR = Path(verl.__file__).parent
 

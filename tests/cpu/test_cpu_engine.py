@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import left_right_2_no_padding
-from worker_doubles import make_episode
 
 import training
 from kit.cpu import vllm_patches
+from tests.helpers.workers import make_episode
 
 # {case: groups}; a group is (length of the prompt, lengths of its responses)
 GROUPS = {

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT
 
 from kit.cpu import fork_server
+from tests.helpers.recipes import ROOT
 
 # The fork server forks only for code that begins with this line, as that of vLLM's engine does.
 SPAWN = "from multiprocessing.spawn import spawn_main\n"

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import CLEAN_ENV, ROOT
+
+from tests.helpers.recipes import CLEAN_ENV, ROOT
 
 
 @pytest.mark.soak

@@ -13,8 +13,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import row
-from rollout_doubles import make_tokenizer
 
 import env
 import gym_client
@@ -24,6 +22,8 @@ from kit.data import rollout_files
 from kit.data.episode import TOKEN_FIELDS, Episode, TurnSpan, append_tokens, gc_paused
 from kit.errors import ConfigError, RunError
 from kit.rollout.sampler import SamplerContext, repeat_per_group
+from tests.helpers.recipes import row
+from tests.helpers.rollouts import make_tokenizer
 
 
 def episode(group_id="3/0", **changes) -> Episode:

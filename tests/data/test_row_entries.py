@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from conftest import load, row, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from kit.data.tasks import FileEntry, TaskLoader, parse_entries
 from kit.errors import ConfigError
 from kit.extras import sft
 from templates.samplers import by_pass_rate
+from tests.helpers.recipes import load, row, write_rows
 
 HYPOTHESIS_SETTINGS = settings(max_examples=40, derandomize=True, deadline=None)
 

@@ -7,12 +7,12 @@ import json
 
 import pyarrow
 import pytest
-from conftest import row
 from pyarrow import parquet
 
 import env
 from kit.data.row_files import read_raw_rows
 from kit.data.verl_rows import read_rows
+from tests.helpers.recipes import row
 
 
 @pytest.mark.parametrize(

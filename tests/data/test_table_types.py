@@ -12,7 +12,6 @@ import numpy as np
 import pandas
 import pyarrow
 import pytest
-from conftest import write_rows
 from datasets import Dataset, disable_progress_bars
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +21,7 @@ import env
 from kit.data import row_files
 from kit.data.row_files import parse_object, read_raw_rows
 from kit.data.verl_rows import read_rows
+from tests.helpers.recipes import write_rows
 
 disable_progress_bars()
 HYPOTHESIS_SETTINGS = settings(max_examples=60, derandomize=True, deadline=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import load, row, write_rows
 
 import env
 from kit.data.processor import TextProcessor
@@ -13,6 +12,7 @@ from kit.data.tasks import LoadedTasks, TaskLoader
 from kit.errors import ConfigError
 from kit.rollout.chat_template import ChatTemplate
 from kit.runs import summary
+from tests.helpers.recipes import load, row, write_rows
 
 
 def agent(name):

@@ -8,16 +8,16 @@ import json
 
 import pandas
 import pytest
-from conftest import write_rows
 from datasets import Dataset, Features, Image, List, Value
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from image_doubles import COLORS, data_url, png
 
 import env
 from kit.data import verl_rows
 from kit.data.verl_rows import parse_row, read_rows
 from kit.extras import convert
+from tests.helpers.models import COLORS, data_url, png
+from tests.helpers.recipes import write_rows
 
 HYPOTHESIS_SETTINGS = settings(max_examples=60, derandomize=True, deadline=None)
 RED = png(COLORS["r"])

@@ -9,11 +9,11 @@ import numpy as np
 import pandas
 import pyarrow
 import pytest
-from conftest import load, row, write_rows
 from pyarrow import parquet
 
 import env
 from kit.data import verl_rows
+from tests.helpers.recipes import load, row, write_rows
 
 
 def gsm8k(i: int, **changes) -> dict:

@@ -11,9 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from conftest import GYM_PYTHON, ROOT, command, metrics_of, run, tiny
-from tiny_models import make_mixture
-from turn_doubles import CHATML, STOPS, bytes_tokenizer, call, context_of
 
 from kit.config import checks
 from kit.config.keys import diff
@@ -21,6 +18,9 @@ from kit.config.load import load_config
 from kit.errors import ConfigError
 from kit.rollout import chat
 from kit.runs import prepare, summary
+from tests.helpers.models import make_mixture
+from tests.helpers.recipes import GYM_PYTHON, ROOT, command, metrics_of, run, tiny
+from tests.helpers.rollouts import CHATML, STOPS, bytes_tokenizer, call, context_of
 
 
 @pytest.mark.soak

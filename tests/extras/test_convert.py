@@ -9,7 +9,6 @@ import tempfile
 
 import pandas
 import pytest
-from conftest import GYM_PYTHON, ROOT, row, run, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
@@ -20,6 +19,7 @@ from kit.data import verl_rows
 from kit.data.tasks import match_server
 from kit.data.verl_rows import read_rows
 from kit.extras import convert
+from tests.helpers.recipes import GYM_PYTHON, ROOT, row, run, write_rows
 
 # Otherwise Hypothesis writes its files into the repository.
 set_hypothesis_home_dir(f"{tempfile.gettempdir()}/hypothesis")

@@ -13,7 +13,6 @@ from decimal import Decimal
 import pandas
 import pyarrow
 import pytest
-from conftest import write_rows
 from datasets import Dataset, disable_progress_bars
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +21,7 @@ from pyarrow import parquet
 import env
 from kit.data.verl_rows import read_rows
 from kit.extras import convert
+from tests.helpers.recipes import write_rows
 
 disable_progress_bars()
 HYPOTHESIS_SETTINGS = settings(max_examples=60, derandomize=True, deadline=None)

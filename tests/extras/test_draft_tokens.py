@@ -8,13 +8,13 @@ import json
 import numpy as np
 import pytest
 import ray
-from conftest import SESSION, load
-from learning import AGREE
 
 import inference
 from kit.extras import monitor
 from kit.rollout.client import Client
 from kit.rollout.sampler import make_sampler_context
+from tests.helpers.recipes import load
+from tests.helpers.stack import AGREE, SESSION
 
 
 @contextlib.contextmanager

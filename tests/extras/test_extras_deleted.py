@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import CLEAN_ENV, ROOT, row, write_rows
 
 from kit import extras
+from tests.helpers.recipes import CLEAN_ENV, ROOT, row, write_rows
 
 FEATURES = sorted(
     path.relative_to(ROOT)

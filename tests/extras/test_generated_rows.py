@@ -10,7 +10,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import load
 
 import env
 from env import take_batch
@@ -22,6 +21,7 @@ from kit.errors import ConfigError, UserFunctionError
 from kit.extras.generated_rows import FunctionEntry, FunctionRows, MixedRows
 from kit.runs import prepare, summary
 from kit.runs.run_dir import Run
+from tests.helpers.recipes import load
 
 TASK_FUNCTIONS = """
 import random

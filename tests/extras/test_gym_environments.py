@@ -7,11 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from conftest import GYM_PYTHON, ROOT
 
 from kit.extras import gym_environments
 from kit.gym import process_specs
 from kit.gym.network import GymStartError
+from tests.helpers.recipes import GYM_PYTHON, ROOT
 
 SITE_PACKAGES = next(ROOT.glob(".venv-gym/lib/python3*/site-packages"))
 

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 import ray
 import torch
-from conftest import SESSION, kill_workers, load
-from learning import AGREE, UNTRAINED, train_until
 
 import inference
 from kit.rollout.client import Client
 from kit.rollout.sampler import make_rollout_args, make_sampler_context
 from kit.runs.workers import start_workers
+from tests.helpers.recipes import load
+from tests.helpers.stack import AGREE, SESSION, UNTRAINED, kill_workers, train_until
 
 LEARNING_RATE = "actor_rollout_ref.actor.optim.lr=0.01"
 

@@ -11,12 +11,13 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, run, served
-from image_doubles import COLORS, data_url, image_row, load_image_processor, png
 from PIL import Image
 
 import env
 from kit.extras import images
+from tests.helpers.http import served
+from tests.helpers.models import COLORS, data_url, image_row, load_image_processor, png
+from tests.helpers.recipes import ROOT, run
 
 
 @pytest.fixture(scope="module")

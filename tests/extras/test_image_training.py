@@ -5,12 +5,22 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import CPU, RECIPE, ROOT, command, gym_examples, metrics_of, run, tiny, write_rows
-from image_doubles import COLORS, data_url, image_row, png
 
 from kit.config.load import load_config
 from kit.errors import ConfigError
 from kit.extras import sft
+from tests.helpers.models import COLORS, data_url, image_row, png
+from tests.helpers.recipes import (
+    CPU,
+    RECIPE,
+    ROOT,
+    command,
+    gym_examples,
+    metrics_of,
+    run,
+    tiny,
+    write_rows,
+)
 
 
 def test_sft_of_a_model_that_reads_images_is_refused(workspace, vision_model):

@@ -7,11 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, gym_examples, row, write_rows
-from image_doubles import COLORS, data_url, image_row, load_image_processor, png
 from omegaconf import OmegaConf
-from tiny_models import IMAGE_CHAT_TEMPLATE
-from turn_doubles import context_of
 
 import env
 import inference
@@ -25,6 +21,16 @@ from kit.errors import ConfigError
 from kit.rollout import openai_server
 from kit.rollout.chat_template import ChatTemplate
 from kit.runs import prepare, summary
+from tests.helpers.models import (
+    COLORS,
+    IMAGE_CHAT_TEMPLATE,
+    data_url,
+    image_row,
+    load_image_processor,
+    png,
+)
+from tests.helpers.recipes import ROOT, gym_examples, row, write_rows
+from tests.helpers.rollouts import context_of
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from concurrent.futures import CancelledError, Future
 
 import pytest
 import torch
-from learning import AGREE, PATIENCE, UNTRAINED
 from omegaconf import OmegaConf
 
 from kit.errors import Stop
@@ -20,6 +19,7 @@ from kit.rollout import sampler
 from kit.rollout.client import Client
 from kit.runs import checkpoints
 from kit.runs.signals import Guard
+from tests.helpers.stack import AGREE, PATIENCE, UNTRAINED
 
 LONG_RESPONSES = [
     "data.max_response_length=400",

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import ROOT
 
 from kit.extras import monitor
 from kit.gym.network import find_free_port
+from tests.helpers.recipes import ROOT
 
 
 @pytest.fixture(scope="module")

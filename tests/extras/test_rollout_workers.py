@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import ray
-from conftest import SESSION, load
 
 import env
 import inference
@@ -24,6 +23,8 @@ from kit.rollout.sampler import (
     make_sampler_context,
     repeat_per_group,
 )
+from tests.helpers.recipes import load
+from tests.helpers.stack import SESSION
 
 TWO_WORKERS = [
     "actor_rollout_ref.rollout.agent.num_workers=2",

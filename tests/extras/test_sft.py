@@ -10,12 +10,12 @@ import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import write_rows
 
 import env
 from kit.data.processor import TextProcessor
 from kit.extras import sft
 from kit.rollout.chat_template import ChatTemplate
+from tests.helpers.recipes import write_rows
 
 
 @pytest.fixture(scope="module")

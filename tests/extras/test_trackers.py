@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import CLEAN_ENV, ROOT
 from omegaconf import OmegaConf
 from wandb.sdk import wandb_setup
 
@@ -17,6 +16,7 @@ from kit.config import trackers
 from kit.config.load import load_config
 from kit.errors import RunError
 from kit.runs.run_dir import Run
+from tests.helpers.recipes import CLEAN_ENV, ROOT
 
 
 class Tracker(NamedTuple):

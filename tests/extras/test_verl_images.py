@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from conftest import write_rows
 from datasets import Dataset
-from image_doubles import COLORS, load_image_processor, png
 
 import env
 from kit.data.processor import TextProcessor
 from kit.data.tasks import TaskLoader
 from kit.rollout.chat_template import ChatTemplate
+from tests.helpers.models import COLORS, load_image_processor, png
+from tests.helpers.recipes import write_rows
 
 CHAT = [{"role": "user", "content": "which <image> or <image>"}]
 

@@ -14,7 +14,6 @@ import selectors
 from types import SimpleNamespace
 
 import pytest
-from rollout_doubles import make_tokenizer
 
 import inference
 from env import Task
@@ -22,6 +21,7 @@ from gym_client import Gym, message_response
 from kit.gym import concurrency
 from kit.gym.concurrency import ConcurrencyLimit, ConcurrencyLimits
 from kit.rollout.sampler import SamplerContext
+from tests.helpers.rollouts import make_tokenizer
 
 ROW = {"responses_create_params": {"input": "x"}}
 

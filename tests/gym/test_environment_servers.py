@@ -7,15 +7,14 @@ import io
 import json
 
 import pytest
-from fault_server import ENVIRONMENT_SCHEMA
-from http_doubles import ScriptedServer
-from rollout_doubles import FixedRewards, RecordingClient, run_rollout
-from test_gym_tools import MESSAGE
 
 from gym_client import EpisodeIndex, Gym, GymError
 from inference import record_failure
 from kit.data import rollout_files
 from kit.data.episode import Episode
+from tests.helpers.fault_server import ENVIRONMENT_SCHEMA
+from tests.helpers.http import MESSAGE, ScriptedServer
+from tests.helpers.rollouts import FixedRewards, RecordingClient, run_rollout
 
 PARAMS = {"input": "x"}
 ROW = {

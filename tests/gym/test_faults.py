@@ -12,8 +12,14 @@ from collections import Counter, defaultdict
 
 import pytest
 import torch
-from conftest import ALGORITHM
-from fault_server import (
+from omegaconf import OmegaConf
+
+import inference
+import training
+from gym_client import Gym
+from kit.data.selection import select_trainable
+from kit.rollout.chat import parse_response
+from tests.helpers.fault_server import (
     ENVIRONMENT_FAULTS,
     FAULTS,
     MEMBERS,
@@ -23,14 +29,8 @@ from fault_server import (
     RunningServer,
     make_requests,
 )
-from omegaconf import OmegaConf
-from turn_doubles import chatml_tokenizer, context_of
-
-import inference
-import training
-from gym_client import Gym
-from kit.data.selection import select_trainable
-from kit.rollout.chat import parse_response
+from tests.helpers.recipes import ALGORITHM
+from tests.helpers.rollouts import chatml_tokenizer, context_of
 
 CONFIG = OmegaConf.create({"algorithm": ALGORITHM})
 

@@ -9,13 +9,13 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from fault_server import RunningServer
-from http_doubles import Endpoint, send
-from turn_doubles import TOOL
 
 import gym_client
 import gym_messages
 from gym_client import Gym, GymError, ServerDownError, message_response
+from tests.helpers.fault_server import RunningServer
+from tests.helpers.http import Endpoint, send
+from tests.helpers.rollouts import TOOL
 
 RESPONSE = message_response("1.0")
 ROW = {

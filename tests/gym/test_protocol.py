@@ -9,10 +9,10 @@ import logging
 import time
 
 import pytest
-from http_doubles import ROW, VERIFY_ROUTES, ScriptedServer, run_session, step_x, verify_x
 
 import gym_client
 from gym_client import EpisodeIndex, Gym, GymError, parse_verify_result
+from tests.helpers.http import ROW, VERIFY_ROUTES, ScriptedServer, run_session, step_x, verify_x
 
 SESSION_ID = "5f0e1c7a-0000-4000-8000-a12345678901"  # ends like the id of an attempt
 SESSION = base64.b64encode(json.dumps({"session_id": SESSION_ID}).encode()).decode()

@@ -7,9 +7,6 @@ import contextlib
 
 import httpx
 import pytest
-from conftest import GYM_PYTHON, make_counter_row, row
-from judge_doubles import StubJudge, completion
-from turn_doubles import Script, chatml_tokenizer, context_of, encode_turns
 
 import env
 import inference
@@ -19,6 +16,9 @@ from kit.extras.judges.judge_settings import Judge
 from kit.gym.network import HOST, find_free_port
 from kit.gym.servers import GymServers, running_servers
 from kit.rollout import openai_server
+from tests.helpers.http import StubJudge, completion
+from tests.helpers.recipes import GYM_PYTHON, make_counter_row, row
+from tests.helpers.rollouts import Script, chatml_tokenizer, context_of, encode_turns
 
 KEY = "a key of this test"
 

@@ -9,8 +9,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from conftest import GYM_PYTHON, ROOT
-from http_doubles import Endpoint, send
 from omegaconf import OmegaConf
 
 from kit.errors import ConfigError
@@ -20,6 +18,8 @@ from kit.gym import network, process_specs, server_process
 from kit.gym.network import FetchError, GymStartError, discover_servers, fetch, find_free_port
 from kit.gym.process_specs import check_server
 from kit.gym.servers import running_servers
+from tests.helpers.http import Endpoint, send
+from tests.helpers.recipes import GYM_PYTHON, ROOT
 
 START = {"python": str(GYM_PYTHON)}
 

@@ -11,11 +11,11 @@ import threading
 import time
 
 import pytest
-from http_doubles import Endpoint, send
 
 from kit.gym import servers as gym_servers
 from kit.gym.network import GymStartError, find_free_port, wait_ready
 from kit.gym.servers import GymServers
+from tests.helpers.http import Endpoint, send
 
 SERVER = """
 import json, subprocess, sys, time

@@ -15,8 +15,6 @@ from typing import NamedTuple
 import httpx
 import psutil
 import pytest
-from conftest import GYM_PYTHON, row
-from http_doubles import Endpoint, send
 from omegaconf import OmegaConf
 
 from gym_client import Gym, GymError, message_response
@@ -26,6 +24,8 @@ from kit.gym import network, process_specs, server_process
 from kit.gym import servers as gym_servers
 from kit.gym.network import GymStartError, discover_servers, find_free_port, wait_ready
 from kit.gym.servers import GymServers, running_servers
+from tests.helpers.http import Endpoint, send
+from tests.helpers.recipes import GYM_PYTHON, row
 
 # --- the settings and secrets of a server --------------------------------------------------------
 

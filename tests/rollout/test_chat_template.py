@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from public_templates import load
-from turn_doubles import CHATML, TOOL, bytes_tokenizer, call, context_of
 
 import env
 from gym_client import GymError
@@ -22,6 +20,8 @@ from kit.rollout.chat_template import (
     make_output,
 )
 from kit.rollout.template_trial import try_template
+from tests.helpers.public_templates import load
+from tests.helpers.rollouts import CHATML, TOOL, bytes_tokenizer, call, context_of
 
 USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "yes"}

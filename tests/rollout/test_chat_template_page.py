@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from conftest import ROOT
+from tests.helpers.recipes import ROOT
 
 
 def test_the_table_is_up_to_date(monkeypatch):

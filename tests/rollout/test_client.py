@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from conftest import load
-
 from kit.rollout.client import Client
+from tests.helpers.recipes import load
 
 
 def test_all_turns_of_an_episode_go_to_the_same_replica(workspace):

@@ -13,10 +13,16 @@ import subprocess
 
 import pytest
 from aiohttp import web
-from conftest import GYM_PYTHON, make_counter_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from turn_doubles import (
+
+import env
+from gym_client import GymError
+from inference import Episode, episode_from_response
+from kit.gym.network import find_free_port
+from kit.rollout import openai_history, openai_server
+from tests.helpers.recipes import GYM_PYTHON, make_counter_row
+from tests.helpers.rollouts import (
     STOPS,
     TEMPLATES,
     TOOL,
@@ -26,12 +32,6 @@ from turn_doubles import (
     context_of,
     one_turn_each,
 )
-
-import env
-from gym_client import GymError
-from inference import Episode, episode_from_response
-from kit.gym.network import find_free_port
-from kit.rollout import openai_history, openai_server
 
 KEY = "a key of this test"
 PORT = find_free_port()

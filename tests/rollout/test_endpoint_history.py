@@ -9,7 +9,14 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from turn_doubles import (
+
+import env
+from gym_client import GymError
+from kit.data.episode import TOKEN_FIELDS, Episode, from_output_items
+from kit.rollout import openai_history, openai_server, template_trial
+from kit.rollout.openai_history import Histories
+from kit.rollout.openai_requests import read_request
+from tests.helpers.rollouts import (
     STOPS,
     TEMPLATES,
     TOOL,
@@ -20,13 +27,6 @@ from turn_doubles import (
     encode_turns,
     one_turn_each,
 )
-
-import env
-from gym_client import GymError
-from kit.data.episode import TOKEN_FIELDS, Episode, from_output_items
-from kit.rollout import openai_history, openai_server, template_trial
-from kit.rollout.openai_history import Histories
-from kit.rollout.openai_requests import read_request
 
 TOOLS = env.render_tools([TOOL], "x:1")
 SYSTEM = {"role": "system", "content": "Be brief."}

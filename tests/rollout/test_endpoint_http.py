@@ -10,12 +10,19 @@ import aiohttp
 import openai
 import pytest
 from openai import AsyncOpenAI
-from turn_doubles import TOOL, call, chatml_tokenizer, context_of, encode_turns, one_turn_each
 
 import env
 from kit.errors import RunError
 from kit.gym.network import find_free_port
 from kit.rollout import openai_server
+from tests.helpers.rollouts import (
+    TOOL,
+    call,
+    chatml_tokenizer,
+    context_of,
+    encode_turns,
+    one_turn_each,
+)
 
 KEY = "a key of this test"
 TOOLS = env.render_tools([TOOL], "x:1")

@@ -8,10 +8,10 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from turn_doubles import TOOL, call, chatml_tokenizer, context_of, one_turn_each
 
 import env
 from kit.rollout import openai_server
+from tests.helpers.rollouts import TOOL, call, chatml_tokenizer, context_of, one_turn_each
 
 TOOLS = env.render_tools([TOOL], "x:1")
 USER = {"role": "user", "content": "Look it up."}

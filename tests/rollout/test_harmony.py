@@ -6,12 +6,12 @@ import asyncio
 import json
 
 import pytest
-from public_templates import load
-from turn_doubles import Script, ToolSession, context_of, play, task_of
 
 from kit.data.processor import TextProcessor
 from kit.rollout.chat import parse_response
 from kit.rollout.chat_template import ChatTemplate
+from tests.helpers.public_templates import load
+from tests.helpers.rollouts import Script, ToolSession, context_of, play, task_of
 
 THOUGHT = "<|channel|>analysis<|message|>I think.<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>It is 7.<|return|>"

@@ -6,8 +6,14 @@ import asyncio
 import json
 
 import pytest
-from conftest import GYM_PYTHON, make_counter_row
-from turn_doubles import (
+
+import env
+from gym_client import RESERVED, Gym
+from kit.gym.network import find_free_port
+from kit.gym.servers import running_servers
+from kit.rollout import openai_server
+from tests.helpers.recipes import GYM_PYTHON, make_counter_row
+from tests.helpers.rollouts import (
     TOOL,
     Script,
     call,
@@ -16,12 +22,6 @@ from turn_doubles import (
     encode_turns,
     one_turn_each,
 )
-
-import env
-from gym_client import RESERVED, Gym
-from kit.gym.network import find_free_port
-from kit.gym.servers import running_servers
-from kit.rollout import openai_server
 
 KEY = "a key of this test"
 QUESTION = {"role": "user", "content": "Look it up."}

@@ -11,8 +11,6 @@ import re
 from typing import Any, NamedTuple
 
 import pytest
-from public_templates import PACKAGES, PublicTemplate, list_template_files, load
-from turn_doubles import Game, Script, ToolSession, context_of, play
 
 import env
 import gym_client
@@ -36,6 +34,8 @@ from kit.rollout.chat_template import (
     make_output,
 )
 from kit.rollout.template_trial import ANSWERS, PROMPTS, find_tool_formats, try_template
+from tests.helpers.public_templates import PACKAGES, PublicTemplate, list_template_files, load
+from tests.helpers.rollouts import Game, Script, ToolSession, context_of, play
 
 NAMES = list(list_template_files())
 ROW_TOOL = {

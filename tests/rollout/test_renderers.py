@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from public_templates import MODEL_TOKENS, list_template_files, load, make_tokenizer
-from turn_doubles import context_of
 
 from kit.config import checks
 from kit.data.processor import TextProcessor
 from kit.rollout.chat import parse_response
 from kit.rollout.chat_template import LATER_SYSTEM, TOOL, ChatTemplate, make_call, make_output
 from kit.rollout.template_trial import find_tool_formats, try_template
+from tests.helpers.public_templates import MODEL_TOKENS, list_template_files, load, make_tokenizer
+from tests.helpers.rollouts import context_of
 
 FAMILIES = {  # {template: its family in `renderers`}
     "trl/glm4moe": "glm-4.5",

@@ -8,11 +8,11 @@ import zlib
 from types import SimpleNamespace
 
 import pytest
-from rollout_doubles import SAMPLING, STOP, RecordingClient, make_context, make_recipe
 
 from gym_client import GymError
 from kit.errors import RunError
 from kit.rollout import sampler
+from tests.helpers.rollouts import SAMPLING, STOP, RecordingClient, make_context, make_recipe
 
 
 def test_a_context_has_the_limits_of_the_recipe():

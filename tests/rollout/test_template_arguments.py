@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from public_templates import load
 
 from kit.data.processor import TextProcessor
 from kit.rollout.chat_template import ChatTemplate
+from tests.helpers.public_templates import load
 
 USER = {"role": "user", "content": "hi"}
 NO_THOUGHT = "<think>\n\n</think>\n\n"

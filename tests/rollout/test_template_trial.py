@@ -5,18 +5,6 @@ from __future__ import annotations
 import datetime
 
 import pytest
-from turn_doubles import (
-    CHATML,
-    STOPS,
-    TEMPLATES,
-    Game,
-    bytes_tokenizer,
-    chatml_tokenizer,
-    context_of,
-    one_turn_each,
-    play,
-    task_of,
-)
 
 import env
 from kit.data.processor import TextProcessor
@@ -36,6 +24,18 @@ from kit.rollout.chat_template import (
     make_output,
 )
 from kit.rollout.template_trial import ANSWERS, PROMPTS
+from tests.helpers.rollouts import (
+    CHATML,
+    STOPS,
+    TEMPLATES,
+    Game,
+    bytes_tokenizer,
+    chatml_tokenizer,
+    context_of,
+    one_turn_each,
+    play,
+    task_of,
+)
 
 ALL = {PROMPTS, SYSTEM, LATER_SYSTEM, TOOLS, CALLS, TURNS, OUTPUTS, PARALLEL}
 NO_TOOLS = {TOOLS, CALLS}

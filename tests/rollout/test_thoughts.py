@@ -7,7 +7,10 @@ import asyncio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from turn_doubles import (
+
+import env
+from kit.rollout.chat import parse_response
+from tests.helpers.rollouts import (
     CHATML,
     TOOL,
     ToolSession,
@@ -19,9 +22,6 @@ from turn_doubles import (
     play,
     task_of,
 )
-
-import env
-from kit.rollout.chat import parse_response
 
 TOOLS = env.render_tools([TOOL], "x:1")
 OPENS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")

@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from kit.config.keys import KEYS
 from kit.errors import ConfigError, RunError
 from kit.runs import checkpoints
+from tests.helpers.recipes import ROOT
 
 
 class Group:

@@ -13,14 +13,14 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import CLEAN_ENV, GYM_PYTHON, ROOT, command, metrics_of, run, tiny
-from markdown_blocks import GUIDES, find_python_block
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from kit.errors import ConfigError
 from kit.runs import checkpoints, cli
 from kit.runs.run_dir import repeat_command
+from tests.helpers.pages import GUIDES, find_python_block
+from tests.helpers.recipes import CLEAN_ENV, GYM_PYTHON, ROOT, command, metrics_of, run, tiny
 
 
 def test_the_command_resumes_a_run_of_the_python_loop(workspace):

@@ -8,7 +8,6 @@ import math
 import os
 
 import pytest
-from conftest import CPU, RECIPE, SESSION, tiny
 
 from kit.config.load import load_config
 from kit.errors import ConfigError
@@ -16,6 +15,8 @@ from kit.rollout.sampler import make_sampler_context
 from kit.runs import collect, prepare
 from kit.runs.launch import Stack
 from kit.runs.run_dir import Run
+from tests.helpers.recipes import CPU, RECIPE, tiny
+from tests.helpers.stack import SESSION
 
 MIX = (
     "env.train_files=[{path: tools.jsonl, server: counter},"

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CPU, RECIPE, tiny
 from omegaconf import OmegaConf
 
 from kit.errors import Stop
 from kit.runs import cli, event_loops
 from kit.runs.event_loops import make_runner
 from kit.runs.signals import Guard
+from tests.helpers.recipes import CPU, RECIPE, tiny
 
 # A process that the kernel ends together with the thread that started it.
 DIES_WITH_PARENT = """

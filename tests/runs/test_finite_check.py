@@ -6,10 +6,10 @@ import math
 
 import torch
 from omegaconf import OmegaConf
-from worker_doubles import make_episode
 
 import training
 from kit.runs.finite_check import find_reason_to_skip
+from tests.helpers.workers import make_episode
 
 
 def test_nonfinite_numbers_are_found_under_the_mask_and_named():

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from conftest import load
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from kit.errors import RunError
 from kit.runs import hub
+from tests.helpers.recipes import load
 
 KEY = "actor_rollout_ref.model.path"
 FILES = ["config.json", "model.safetensors", "pytorch_model.bin", "original/weights.pth"]

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import CLEAN_ENV, ROOT
 from omegaconf import OmegaConf
 from ray._private import accelerators
 
 from kit.errors import RunError
 from kit.rollout import stores
 from kit.runs import isolation
+from tests.helpers.recipes import CLEAN_ENV, ROOT
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root: it acts as another user")
@@ -224,15 +224,14 @@ RUN_SCRIPT = """
 import contextlib, json, os, sys
 from pathlib import Path
 
-sys.path.insert(0, sys.argv[2])
-from conftest import load
 import ray
+from tests.helpers.recipes import load
 from kit.runs import launch
 from kit.runs.run_dir import Run
 
 launch.import_engine = lambda launch: None  # verl and vLLM, which Ray does not need
 preload = "ray_kwargs.ray_init.runtime_env.env_vars.PRELOAD_MODULES='json ray'"
-config, inputs = load(Path(sys.argv[1]), preload, f"ray_kwargs.ray_init._temp_dir={sys.argv[3]}")
+config, inputs = load(Path(sys.argv[1]), preload, f"ray_kwargs.ray_init._temp_dir={sys.argv[2]}")
 with Run(config, "sft") as run, contextlib.ExitStack() as exits:
     launch.start_servers_and_ray(launch.Launch(run, inputs, exits, policy=None))
 
@@ -291,7 +290,7 @@ def test_only_a_driver_with_the_token_can_use_the_ray_of_a_run(
     home.mkdir()
     environment = {name: value for name, value in CLEAN_ENV.items() if not name.startswith("RAY_")}
     environment |= {"HOME": str(home), "TMPDIR": str(odd_folder), "PYTHONPATH": str(ROOT)}
-    arguments = [str(workspace), str(ROOT / "tests"), str(short_folder / "r y")]
+    arguments = [str(workspace), str(short_folder / "r y")]
     driver = subprocess.Popen(
         [sys.executable, "-c", RUN_SCRIPT, *arguments],
         cwd=tmp_path, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,

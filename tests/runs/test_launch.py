@@ -15,12 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import ROOT, load
 
 import inference
 from kit.cpu import preload
 from kit.errors import ConfigError, RunError
 from kit.runs import cli, isolation, launch
+from tests.helpers.recipes import ROOT, load
 
 
 class Manager:

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import metrics_of
 from hypothesis import given
 from hypothesis import strategies as st
-from live_runs import LiveRun
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_F
@@ -22,6 +20,8 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from kit.config.schedule import compute_factor, compute_learning_rate
 from kit.rollout.worker_patches import POSITION, make_train_batch
+from tests.helpers.recipes import metrics_of
+from tests.helpers.runs import LiveRun
 
 pytestmark = [  # of torch: these steps have no gradient; of verl: warmup_style is an old name
     pytest.mark.filterwarnings("ignore:Detected call of:UserWarning"),

@@ -13,8 +13,9 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from conftest import metrics_of
-from live_runs import LiveRun
+
+from tests.helpers.recipes import metrics_of
+from tests.helpers.runs import LiveRun
 
 
 def list_failed_fractions(run: LiveRun) -> list[float]:

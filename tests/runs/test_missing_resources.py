@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from conftest import load
 
 from kit.runs import launch
+from tests.helpers.recipes import load
 
 SEPARATE = "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo"
 NEEDS_GPUS = (

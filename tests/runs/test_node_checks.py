@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from conftest import CLEAN_ENV, ROOT
 
 from kit.errors import RunError
 from kit.runs import node_checks
+from tests.helpers.recipes import CLEAN_ENV, ROOT
 
 CHECK_LIMIT = """
 import resource, sys

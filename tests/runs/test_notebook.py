@@ -15,8 +15,10 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
-from conftest import CLEAN_ENV, CPU, RECIPE, ROOT, metrics_of, tiny, wait_for_marked_processes
-from markdown_blocks import GUIDES, find_python_block
+
+from tests.helpers.pages import GUIDES, find_python_block
+from tests.helpers.recipes import CLEAN_ENV, CPU, RECIPE, ROOT, metrics_of, tiny
+from tests.helpers.runs import wait_for_marked_processes
 
 VERIFIER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

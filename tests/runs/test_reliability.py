@@ -15,14 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import metrics_of, tiny
-from live_runs import (
-    SECRET,
-    UNEQUAL,
-    LiveRun,
-    assert_same_checkpoints,
-    assert_same_steps,
-)
+
+from tests.helpers.recipes import metrics_of, tiny
+from tests.helpers.runs import SECRET, UNEQUAL, LiveRun, assert_same_checkpoints, assert_same_steps
 
 GENERATED_ROWS = """
 import random

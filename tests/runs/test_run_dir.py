@@ -15,9 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, load
 from omegaconf import OmegaConf
-from trainer_doubles import Servers
 
 import algorithm
 import training
@@ -27,6 +25,8 @@ from kit.errors import RunError
 from kit.runs import checkpoints, cli, export, files
 from kit.runs.launch import Stack
 from kit.runs.run_dir import Run
+from tests.helpers.recipes import ROOT, load
+from tests.helpers.trainer import Servers
 
 
 class Disk:

@@ -12,11 +12,11 @@ import time
 
 import psutil
 import pytest
-from conftest import CLEAN_ENV, ROOT, load
 
 from kit.errors import Stop
 from kit.runs import signals
 from kit.runs.run_dir import Run
+from tests.helpers.recipes import CLEAN_ENV, ROOT, load
 
 
 @pytest.fixture

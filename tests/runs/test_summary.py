@@ -1,11 +1,11 @@
 """Tests that the summary of a recipe has its custom functions and its warnings."""
 
 import pytest
-from conftest import load
-from worker_doubles import changed
 
 from kit.config.neutral_sampling import NEUTRAL_VALUES, requires_same_probs
 from kit.runs import summary
+from tests.helpers.recipes import load
+from tests.helpers.workers import changed
 
 
 def test_the_summary_names_custom_functions(workspace):

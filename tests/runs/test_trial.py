@@ -8,8 +8,6 @@ import re
 import sys
 
 import pytest
-from conftest import load
-from markdown_blocks import GUIDES, read_shown_files
 from omegaconf import OmegaConf
 
 import training
@@ -18,6 +16,8 @@ from kit.config.user_functions import ADVANTAGE, LOSS_MODE
 from kit.data.episode import Episode
 from kit.errors import UserFunctionError
 from kit.runs import trial
+from tests.helpers.pages import GUIDES, read_shown_files
+from tests.helpers.recipes import load
 
 
 @pytest.fixture(scope="module")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import load
 from omegaconf import DictConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import value_loss
-from worker_doubles import changed
 
 from kit.rollout.verl_patches import TIMEOUT_VARIABLE
 from kit.runs import workers as worker_module
 from kit.runs.workers import make_value_model_config, optional_roles, start_roles, start_workers
+from tests.helpers.recipes import load
+from tests.helpers.workers import changed
 from training import Workers
 
 TEACHER = "distillation.teacher_models.teacher_model.model_path"

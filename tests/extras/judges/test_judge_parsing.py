@@ -8,11 +8,11 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
-from conftest import GYM_PYTHON, ROOT
-from judge_doubles import completion
 
 from kit.extras.judges import judge_parsing
 from kit.gym import server_process
+from tests.helpers.http import completion
+from tests.helpers.recipes import GYM_PYTHON, ROOT
 
 JUDGE_PARSING = ROOT / "kit" / "extras" / "judges" / "judge_parsing.py"
 SITE_PACKAGES = next(ROOT.glob(".venv-gym/lib/python3*/site-packages"))

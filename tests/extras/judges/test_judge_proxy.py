@@ -11,12 +11,12 @@ from datetime import datetime, timedelta, timezone
 
 import httpx
 import pytest
-from judge_doubles import StubJudge, completion
 
 from kit.extras.judges import judge_parsing, judge_proxy
 from kit.extras.judges.judge_proxy import JudgeProxy
 from kit.extras.judges.judge_settings import Judge
 from kit.gym import network
+from tests.helpers.http import StubJudge, completion
 
 GOOD = (200, completion("[[A=B]]"))
 

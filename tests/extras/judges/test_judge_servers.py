@@ -7,9 +7,6 @@ import contextlib
 import json
 
 import pytest
-from conftest import GYM_PYTHON, ROOT
-from judge_doubles import JUDGE_CONFIG, StubJudge, completion
-from tiny_models import ACTIONS, make_model
 
 from gym_client import Gym, GymError, message_response
 from kit.extras.judges.judge_proxy import JudgeProxy
@@ -17,6 +14,9 @@ from kit.extras.judges.judge_settings import Judge, build_judges, find_problems
 from kit.gym import process_specs
 from kit.gym import servers as gym_servers
 from kit.gym.network import GymStartError
+from tests.helpers.http import JUDGE_CONFIG, StubJudge, completion
+from tests.helpers.models import ACTIONS, make_model
+from tests.helpers.recipes import GYM_PYTHON, ROOT
 
 SITE_PACKAGES = next(ROOT.glob(".venv-gym/lib/python3*/site-packages"))
 TEXT_WITHOUT_VERDICT = "Lorem ipsum dolor sit amet."

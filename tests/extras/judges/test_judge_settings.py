@@ -7,8 +7,6 @@ import os
 import re
 
 import pytest
-from conftest import GYM_PYTHON
-from judge_doubles import StubJudge
 
 from kit.config.load import load_config
 from kit.config.redaction import redacted
@@ -25,6 +23,8 @@ from kit.extras.judges.judge_settings import (
 )
 from kit.gym import servers as gym_servers
 from kit.runs import prepare
+from tests.helpers.http import StubJudge
+from tests.helpers.recipes import GYM_PYTHON
 
 
 @pytest.mark.parametrize(

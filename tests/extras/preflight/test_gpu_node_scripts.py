@@ -8,17 +8,17 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
-import fake_nvidia_smi
 import pytest
-from conftest import ROOT
 from ray._private.services import determine_plasma_store_config
 from ray._private.utils import resolve_object_store_memory
-from test_memory import qwen
 
 from kit.config.load import load_config
 from kit.extras.preflight import gpus, memory
 from kit.extras.preflight import node as node_checks
 from kit.extras.preflight.memory import GIB
+from tests.helpers import nodes
+from tests.helpers.nodes import qwen
+from tests.helpers.recipes import ROOT
 
 FOLDER = ROOT / "kit" / "extras" / "preflight"
 
@@ -57,7 +57,7 @@ def write_free_space(folder: Path, disk_gib: int, shared_gib: int) -> None:
 @pytest.fixture
 def node(tmp_path) -> Path:
     """A folder with stand-ins for the programs of a node without problems."""
-    fake_nvidia_smi.write(tmp_path, gpus=8)
+    nodes.write_nvidia_smi(tmp_path, gpus=8)
     write_free_space(tmp_path, disk_gib=100, shared_gib=16)
     for name in ("cc", "python3"):
         write_program(tmp_path, name, "exit 0")
@@ -82,7 +82,7 @@ def test_a_node_without_problems_prints_nothing(node):
     ],
 )
 def test_each_problem_of_the_gpus_is_one_line(node, values, line):
-    fake_nvidia_smi.write(node, gpus=2, **values)
+    nodes.write_nvidia_smi(node, gpus=2, **values)
     done = run_script("check_gpu_node.sh", node)
     assert done.returncode == 1 and done.stdout.startswith(f"missing: {line}")
     assert len(done.stdout.splitlines()) == 1 and not done.stderr
@@ -112,7 +112,7 @@ def test_each_problem_of_the_machine_is_one_line(node):
 @pytest.mark.parametrize(("force", "status"), [("", 1), ("0", 1), ("1", 0)])
 def test_force_continues_although_something_is_missing(node, force, status):
     """With CUDA's forward compatibility package, a driver before 580 is enough."""
-    fake_nvidia_smi.write(node, driver_version="535.183.01", compute_cap="7.5")
+    nodes.write_nvidia_smi(node, driver_version="535.183.01", compute_cap="7.5")
     done = run_script("check_gpu_node.sh", node, FORCE=force)
     assert done.returncode == status and len(done.stdout.splitlines()) == 2
     assert done.stdout.startswith("missing: NVIDIA driver 535.183.01 is too old")

@@ -3,10 +3,8 @@
 import json
 from types import SimpleNamespace
 
-import fake_nvidia_smi
 import pytest
 import torch
-from conftest import ROOT
 from transformers import (
     AutoConfig,
     LlamaConfig,
@@ -22,37 +20,12 @@ from kit.extras import preflight
 from kit.extras.preflight import memory
 from kit.extras.preflight.memory import GIB
 from kit.runs import prepare
+from tests.helpers import nodes
+from tests.helpers.nodes import QWEN, make_config, qwen
+from tests.helpers.recipes import ROOT
 
 TINY = {"vocab_size": 40, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
-# Qwen2.5: {model: (published number of parameters, sizes of its config.json)}
-QWEN = {
-    "0.5B": (0.494e9, (896, 4864, 24, 14, 2, 151936, True)),
-    "1.5B": (1.54e9, (1536, 8960, 28, 12, 2, 151936, True)),
-    "32B": (32.5e9, (5120, 27648, 64, 40, 8, 152064, False)),
-}
 FUSED = "actor_rollout_ref.actor.optim.override_optimizer_config={fused: true}"
-CONFIG_KEYS = (  # of the sizes in QWEN
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "tie_word_embeddings",
-)
-
-
-def qwen(name: str) -> Qwen2Config:
-    """The configuration of a model of QWEN."""
-    _, sizes = QWEN[name]
-    return Qwen2Config(**dict(zip(CONFIG_KEYS, sizes, strict=True)))
-
-
-def make_config(model: str, *changes: str):
-    """Load configs/math.yaml for one GPU and a model of QWEN, and set the sizes of a run."""
-    config, _ = load_config(["math"], ["trainer.n_gpus_per_node=1", *changes])
-    prepare.set_sizes(config, qwen(model))
-    return config
 
 
 def estimate(model: str, *changes: str):
@@ -446,7 +419,7 @@ QWEN3_4B = {
 def test_qwen3_4b_fits_on_one_gpu_with_its_recipe(recipes, refused, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv("PATH", fake_nvidia_smi.write(tmp_path)["PATH"])
+    monkeypatch.setenv("PATH", nodes.write_nvidia_smi(tmp_path)["PATH"])
     config, _ = load_config(recipes, ["trainer.n_gpus_per_node=1"])
     model = AutoConfig.from_pretrained(tmp_path)
     assert memory.count_parameters(model).model == pytest.approx(4.02e9, rel=0.01)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import fake_nvidia_smi
 import pytest
-from test_memory import make_config, qwen
 from transformers import (
     Gemma2Config,
     GPT2Config,
@@ -24,6 +22,8 @@ from kit.config.load import load_config
 from kit.extras.preflight import attention, gpus, memory, node
 from kit.extras.preflight.memory import GIB
 from kit.runs import prepare
+from tests.helpers import nodes
+from tests.helpers.nodes import make_config, qwen
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def smi(tmp_path, monkeypatch):
     """A function that puts an `nvidia-smi` with these GPUs on the PATH."""
 
     def install(**settings) -> None:
-        monkeypatch.setenv("PATH", fake_nvidia_smi.write(tmp_path, **settings)["PATH"])
+        monkeypatch.setenv("PATH", nodes.write_nvidia_smi(tmp_path, **settings)["PATH"])
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return install

@@ -10,10 +10,8 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from verifier_helpers import list_rewards, make_router, run_session
 
 import kit.extras.python_verifiers.ground_truths as truths
 from gym_client import GymError
@@ -23,6 +21,8 @@ from kit.extras.python_verifiers import verl_scorer
 from kit.extras.python_verifiers.math_answers import verify_math
 from templates.reward import compute_score as score_last_number
 from templates.task import Guess
+from tests.helpers.recipes import ROOT
+from tests.helpers.verifiers import list_rewards, make_router, run_session
 
 MISSING = [None, "", " \n\t", {}, {"target": None}]
 NO_ANSWERS = [[], [None], ["", None]]  # an expected answer does not exist

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import GYM_PYTHON, ROOT
-from verifier_helpers import list_rewards, make_router, play, run_session
 
 from gym_client import Gym, GymError, message_response
 from kit.config.python_files import import_file
 from kit.extras.python_verifiers import math_answers
 from kit.gym.servers import running_servers
+from tests.helpers.recipes import GYM_PYTHON, ROOT
+from tests.helpers.verifiers import list_rewards, make_router, play, run_session
 
 VERIFIER = "kit/extras/python_verifiers/math_answers.py:verify_math"
 # Variants of the verifier: one interrupts math-verify after 0.5 s, one loses its process.

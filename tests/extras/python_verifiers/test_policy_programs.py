@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
-import shutil
 
 import psutil
 import pytest
-from verifier_helpers import (
+
+from tests.helpers.verifiers import (
+    MATH_ROW,
+    PROGRAM_ROW,
     enter_hostile_folder,
     find_remaining_processes,
     list_rewards,
     make_router,
+    needs_bubblewrap,
     play,
     run_session,
-)
-
-needs_bubblewrap = pytest.mark.skipif(
-    not shutil.which("bwrap"), reason="needs bubblewrap, an optional package"
 )
 
 # Write an answer with the reward 1,000,000 to the pipes of this process and, by /proc, of all its
@@ -95,17 +93,6 @@ try:
 except OSError:
     print("too much")
 """
-TESTS = json.dumps({"inputs": ["1 2", "3 4"], "outputs": ["7", "7"]})
-PROGRAM_ROW = {
-    "data_source": "taco",
-    "reward_model": {"ground_truth": TESTS},
-    "responses_create_params": {},
-}
-MATH_ROW = {
-    "data_source": "numina_olympiads",
-    "reward_model": {"ground_truth": "x+y"},
-    "responses_create_params": {},
-}
 
 
 def fence(program: str) -> str:

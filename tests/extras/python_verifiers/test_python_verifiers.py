@@ -11,11 +11,11 @@ from http.server import ThreadingHTTPServer
 
 import psutil
 import pytest
-from http_doubles import JsonHandler
-from verifier_helpers import EXAMPLE_SOURCE, make_router, play, run_session
 
 from gym_client import GymError
 from kit.extras.python_verifiers import function_session, verifier_settings
+from tests.helpers.http import JsonHandler
+from tests.helpers.verifiers import EXAMPLE_SOURCE, make_router, play, run_session
 
 
 @pytest.fixture

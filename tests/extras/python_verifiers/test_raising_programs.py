@@ -14,10 +14,10 @@ import threading
 from http.server import ThreadingHTTPServer
 
 import pytest
-from http_doubles import JsonHandler
-from verifier_helpers import list_rewards, make_router, play
 
 from kit.extras.python_verifiers import verl_scorer
+from tests.helpers.http import JsonHandler
+from tests.helpers.verifiers import list_rewards, make_router, play
 
 EXPECTS_NO_TEXT = {"fn_name": "solve", "inputs": ["1"], "outputs": [""]}
 EXPECTS_ANYTHING = {"fn_name": "solve", "inputs": ["1"], "outputs": [None]}

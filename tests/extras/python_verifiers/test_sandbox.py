@@ -11,19 +11,21 @@ import shutil
 import tempfile
 
 import pytest
-from conftest import load, row, write_rows
-from test_policy_programs import MATH_ROW, PROGRAM_ROW, needs_bubblewrap
-from verifier_helpers import (
+
+from kit.errors import ConfigError
+from kit.extras.python_verifiers import sandbox
+from tests.helpers.recipes import load, row, write_rows
+from tests.helpers.verifiers import (
+    MATH_ROW,
+    PROGRAM_ROW,
     enter_hostile_folder,
     find_remaining_processes,
     list_rewards,
     make_router,
+    needs_bubblewrap,
     play,
     run_session,
 )
-
-from kit.errors import ConfigError
-from kit.extras.python_verifiers import sandbox
 
 
 @pytest.fixture

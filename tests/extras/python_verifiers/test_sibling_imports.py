@@ -13,14 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from verifier_helpers import (
-    CharTokenizer,
-    list_rewards,
-    make_config,
-    make_router,
-    play,
-    run_session,
-)
 
 import env
 from env import Task
@@ -28,6 +20,14 @@ from kit.config import python_files, user_functions
 from kit.config.python_files import import_file
 from kit.errors import UserFunctionError
 from kit.extras.python_verifiers import verifier_settings, verifier_trial
+from tests.helpers.verifiers import (
+    CharTokenizer,
+    list_rewards,
+    make_config,
+    make_router,
+    play,
+    run_session,
+)
 
 # The folder of the file. Some names are those of other modules.
 FILES = {

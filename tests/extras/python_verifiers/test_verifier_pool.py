@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from verifier_helpers import EXAMPLE_SOURCE, make_router, play, run_session
 
 import gym_client
 from gym_client import GymError
+from tests.helpers.verifiers import EXAMPLE_SOURCE, make_router, play, run_session
 
 
 @pytest.fixture

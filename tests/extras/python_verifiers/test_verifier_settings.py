@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 
 import pytest
-from conftest import CPU, ROOT, WORDS, load, row, tiny, write_rows
 from omegaconf import OmegaConf
-from verifier_helpers import EXAMPLE_SOURCE, CharTokenizer, make_config
 
 from env import Task
 from kit.config.load import load_config
 from kit.errors import ConfigError, UserFunctionError
 from kit.extras.python_verifiers import verifier_settings, verifier_trial
 from kit.runs import prepare, summary
+from tests.helpers.recipes import CPU, ROOT, WORDS, load, row, tiny, write_rows
+from tests.helpers.verifiers import EXAMPLE_SOURCE, CharTokenizer, make_config
 
 
 @pytest.mark.parametrize(

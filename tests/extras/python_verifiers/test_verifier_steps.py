@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 
-from conftest import with_verifiers
-from verifier_helpers import EXAMPLE_SOURCE
+from tests.helpers.stack import with_verifiers
+from tests.helpers.verifiers import EXAMPLE_SOURCE
 
 
 @contextlib.contextmanager

@@ -7,13 +7,13 @@ from pathlib import Path
 import datasets
 import pandas
 import pytest
-from conftest import ROOT
-from verifier_helpers import EXAMPLE_SOURCE, CharTokenizer, make_config
 
 from env import Task
 from kit.data.verl_rows import read_rows
 from kit.errors import UserFunctionError
 from kit.extras.python_verifiers import verifier_settings, verifier_trial
+from tests.helpers.recipes import ROOT
+from tests.helpers.verifiers import EXAMPLE_SOURCE, CharTokenizer, make_config
 
 MATH = "kit/extras/python_verifiers/math_answers.py:verify_math"
 TEMPLATE = "templates/reward.py:compute_score"

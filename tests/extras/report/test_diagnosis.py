@@ -7,12 +7,12 @@ import re
 
 import numpy as np
 import pytest
-from conftest import row
 
 from kit.data.episode import Episode
 from kit.data.rollout_files import open_records, to_record, write_record
 from kit.extras.report import diagnosis
 from kit.extras.report.run_data import RunData
+from tests.helpers.recipes import row
 
 STEPS = 24
 

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
-from conftest import row
 
 import gym_client
 from kit.data.episode import Episode, append_tokens
 from kit.data.rollout_files import to_record
 from kit.extras.report import episode_view
 from kit.extras.report.run_data import SavedEpisode
+from tests.helpers.recipes import row
 
 
 def test_each_turn_has_the_advantages_of_its_tokens():

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-from conftest import ROOT
-
 from kit.extras.report.metric_docs import STATUSES, Status, find_status
+from tests.helpers.recipes import ROOT
 
 
 def test_every_status_is_described_and_every_described_status_exists():

@@ -4,40 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from conftest import ROOT, row, run
-from omegaconf import OmegaConf
-from tiny_models import make_model
 
-import gym_client
-from kit.config.load import load_config
-from kit.config.redaction import redacted
-from kit.data.episode import Episode, append_tokens
-from kit.data.rollout_files import open_records, to_record, write_record
 from kit.extras.report import diagnosis, report_page
 from kit.extras.report.run_data import RunData
+from tests.helpers.models import make_model
+from tests.helpers.recipes import ROOT, run
+from tests.helpers.runs import write_synthetic_run
 
-CHROMIUM_FLAGS = [
-    "--no-sandbox",  # a sandbox needs a user other than root
-    "--disable-gpu",
-    "--no-first-run",
-    # without these, Chromium itself opens connections
-    "--disable-quic",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-SCRIPT = " & <img src=x onerror='document.title = 1'>"  # a policy may write this in a response
 # JavaScript: the texts of the cells of each row in the table
 ROWS = """[...document.querySelectorAll('#episodes > tbody > tr')].map(
     row => [...row.cells].map(cell => cell.innerText))"""
@@ -45,92 +25,6 @@ BACKGROUND = "node => getComputedStyle(node).backgroundColor"
 
 
 # --- a run directory -----------------------------------------------------------------------------
-
-
-def write_synthetic_run(
-    folder: Path, steps: int, episodes: int, model: Path, tokens: int = 12
-) -> Path:
-    """Write a run directory with the kit's own functions, and return it.
-
-    The episodes have two turns and a tool call. Some of them failed.
-    """
-    (folder / "rollouts").mkdir(parents=True)
-    (folder / "advantages").mkdir()
-    config, _ = load_config(["math_cpu", "cpu"], [f"actor_rollout_ref.model.path={model}"])
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(redacted(config)))
-    lines = [json.dumps(make_metrics(step, steps, episodes)) for step in range(steps + 1)]
-    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    generator = np.random.default_rng(0)
-    for name in ["val_0", *(f"step_{i + 1}" for i in range(steps)), f"val_{steps}"]:
-        with open_records(folder / "rollouts" / f"{name}.jsonl", "w") as out:
-            for i in range(episodes):
-                episode = make_episode(name, i, episodes, tokens, generator)
-                write_record(out, to_record(episode, i % 50, i // 50))
-        if name.startswith("step"):
-            np.savez_compressed(
-                folder / "advantages" / f"{name}.npz",
-                places=[(i % 50, i // 50) for i in range(episodes)],
-                lengths=np.ones(episodes, int),
-                values=np.array([i / episodes - 0.5 for i in range(episodes)], np.float32),
-            )
-    return folder
-
-
-def make_metrics(step: int, steps: int, episodes: int) -> dict[str, float]:
-    """Make the metrics of one step. Step 0 has only an evaluation."""
-    metrics = {
-        "step": step,
-        "time": 1.0e9 + step,
-        "val-core/s/reward/mean@1": 0.1 + step / steps / 2,
-    }
-    if step:
-        metrics |= {
-            "rollout/reward/mean": step / steps * 0.8,
-            "rollout/episodes": episodes,
-            "rollout/failed_frac": 0.0,
-            "rollout/zero_variance_groups": 0,
-            "actor/entropy": 1.0,
-            "actor/loss": 0.1,
-            "response_length/mean": 9.0,
-            "timing_s/gen": 2.0,
-            "timing_s/update_actor": 3.0,
-            "timing_s/step": 5.0,
-        }
-    return metrics
-
-
-def make_episode(
-    file: str, number: int, count: int, tokens: int, generator: np.random.Generator
-) -> Episode:
-    """Make the episode `number` of `count` in a rollout file, with `tokens` tokens in each turn."""
-
-    def append_turn() -> None:
-        ids = generator.integers(2, 38, tokens).tolist()
-        log_probs = (-generator.exponential(0.7, tokens)).tolist()
-        append_tokens(episode, ids, log_probs)
-
-    question = f"what is {number % 50} plus {number} in {file}?"
-    row_id = f"rows.jsonl:{number % 50}"
-    episode = Episode(row_id, f"{file}/{number % 8}", "s", [5, 6, 7], row=row(question))
-    call = gym_client.function_call(f"call_{number}", "look", json.dumps({"at": number}))
-    episode.output.append(call)
-    append_turn()
-    append_tokens(episode, [9, 9])
-    result = gym_client.function_call_output(f"call_{number}", f"seen <b>{number}</b>")
-    episode.output.append(result)
-    text = f"the answer to {number} is {'seven ' * 20}"
-    if number < 40:
-        text += SCRIPT
-    episode.output.append(gym_client.message(text))
-    append_turn()
-    episode.ended = "stop"
-    episode.reward = round(number / count, 4)
-    episode.reward_components = {"form": 0.5}
-    if number % 97 == 5:
-        episode.status = "timeout"
-        episode.reward = None
-        episode.error = "no answer within 60 s"
-    return episode
 
 
 @pytest.fixture(scope="module")
@@ -147,41 +41,6 @@ def large_page(tmp_path_factory, model) -> Path:
 
 
 # --- a browser -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory) -> Iterator[object]:
-    """Chromium, controlled by playwright. If it is not installed, Debian's package is unpacked."""
-    from playwright.sync_api import sync_playwright
-
-    program = shutil.which("chromium")
-    environment = dict(os.environ)
-    if not program:
-        folder = tmp_path_factory.mktemp("chromium")
-        download_chromium(folder)
-        program = folder / "usr/lib/chromium/chromium"
-        libraries = sorted({str(path.parent) for path in folder.rglob("*.so*")})
-        environment["LD_LIBRARY_PATH"] = ":".join(libraries)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=str(program), args=CHROMIUM_FLAGS, env=environment
-        )
-        yield browser
-        browser.close()
-
-
-def download_chromium(folder: Path) -> None:
-    """Download and unpack Debian's Chromium; skip the test if that fails."""
-    (folder / "partial").mkdir()
-    command = (
-        "apt-get -qq -y --download-only --no-install-recommends "
-        f"-o Dir::Cache::archives={folder} install chromium"
-        f" && for each in {folder}/*.deb; do dpkg -x $each {folder}; done"
-    )
-    done = subprocess.run(command, shell=True, capture_output=True, text=True)
-    if done.returncode:
-        error = done.stderr.strip()[-200:]
-        pytest.skip(f"Chromium is not installed and cannot be downloaded: {error}")
 
 
 @contextlib.contextmanager

@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_report_page import write_synthetic_run
-from tiny_models import make_model
 
 from kit.errors import ConfigError
 from kit.extras.report import diagnosis, report_page
 from kit.extras.report.run_data import RunData, spread_evenly
+from tests.helpers.models import make_model
+from tests.helpers.runs import write_synthetic_run
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,14 @@ import sys
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import ROOT, load, run
 from rich.console import Console
-from test_report_page import write_synthetic_run
-from tiny_models import make_model
 
 from kit.extras.report import report_page, show
 from kit.runs import cli, console
 from kit.runs.run_dir import Run
+from tests.helpers.models import make_model
+from tests.helpers.recipes import ROOT, load, run
+from tests.helpers.runs import write_synthetic_run
 
 
 def test_show_prints_steps_and_the_best_and_worst_episodes(tmp_path, capsys):

@@ -8,14 +8,15 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import SESSION, WORDS, kill_workers, load, row, served, write_rows
-from http_doubles import JsonHandler
 
 import gym_client
 from kit.extras.report import diagnosis
 from kit.extras.report.metric_docs import FILES
 from kit.extras.report.run_data import RunData
 from kit.runs.workers import start_workers
+from tests.helpers.http import JsonHandler, served
+from tests.helpers.recipes import WORDS, load, row, write_rows
+from tests.helpers.stack import SESSION, kill_workers
 
 STEPS = 9
 

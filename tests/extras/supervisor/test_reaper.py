@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import CLEAN_ENV, ROOT
+
+from tests.helpers.recipes import CLEAN_ENV, ROOT
 
 DRIVER = """
 import os, select, subprocess, sys, time

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import load
 from omegaconf import OmegaConf
 
 import gym_client
@@ -17,6 +16,7 @@ import training
 from kit.data.episode import Episode, append_tokens
 from kit.runs import checkpoints, cli
 from kit.runs.launch import Stack
+from tests.helpers.recipes import load
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import load
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from verl import DataProto
@@ -19,6 +18,7 @@ from verl.utils import tensordict_utils as tu
 
 import training
 from kit.data.episode import Episode, TurnSpan
+from tests.helpers.recipes import load
 
 ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"

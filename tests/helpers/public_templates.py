@@ -12,9 +12,10 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from conftest import ROOT
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from tests.helpers.recipes import ROOT
 
 PACKAGES = ROOT / ".venv-templates"
 FOLDERS = {

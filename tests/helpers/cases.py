@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from conftest import CPU, RECIPE
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo import core_algos
 from verl.utils.config import omega_conf_to_dataclass
@@ -28,6 +27,7 @@ import training
 from kit.config.load import load_config
 from kit.data.episode import Episode
 from kit.data.selection import select_trainable
+from tests.helpers.recipes import CPU, RECIPE
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 SINGLE = {"rtol": 2e-6, "atol": 2e-6}

@@ -11,10 +11,10 @@ from collections import Counter
 from types import SimpleNamespace
 
 from aiohttp import web
-from turn_doubles import TOOL, call, encode_turns
 
 import env
 from gym_client import message
+from tests.helpers.rollouts import TOOL, call, encode_turns
 
 FAILURE_RATE = 0.3
 # The client's timeout if a server hangs. In other tests it is ten times as long.

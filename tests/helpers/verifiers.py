@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import time
 from pathlib import Path
 
@@ -15,10 +17,26 @@ from gym_client import GymError
 from kit.extras.python_verifiers import verifier_pool
 from kit.gym.verifiers import VerifierRouter
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).resolve().parents[1] / "extras" / "python_verifiers"
 EXAMPLE_SOURCE = (FOLDER / "example_verifiers.py").read_text()
 HOSTILE_SOURCE = (FOLDER / "hostile_verifiers.py").read_text()
 ROW = {"question": "say 7", "answer": "7", "responses_create_params": {}}
+TESTS = json.dumps({"inputs": ["1 2", "3 4"], "outputs": ["7", "7"]})
+PROGRAM_ROW = {
+    "data_source": "taco",
+    "reward_model": {"ground_truth": TESTS},
+    "responses_create_params": {},
+}
+
+
+MATH_ROW = {
+    "data_source": "numina_olympiads",
+    "reward_model": {"ground_truth": "x+y"},
+    "responses_create_params": {},
+}
+needs_bubblewrap = pytest.mark.skipif(
+    not shutil.which("bwrap"), reason="needs bubblewrap, an optional package"
+)
 
 
 class CharTokenizer:

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from unittest import mock
 
 import pytest
-from conftest import ROOT
-from tiny_models import make_model
 
 from kit.runs import cli
+from tests.helpers.models import make_model
+from tests.helpers.recipes import ROOT
 
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

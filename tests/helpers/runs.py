@@ -1,4 +1,4 @@
-"""Whole runs of algorithm.py in new processes, which tests can watch, signal and compare."""
+"""Whole runs of algorithm.py in new processes, and folders of runs that never ran."""
 
 from __future__ import annotations
 
@@ -17,10 +17,16 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
-from conftest import CLEAN_ENV, command, metrics_of, tiny, wait_for_marked_processes
+from omegaconf import OmegaConf
 
+import gym_client
+from kit.config.load import load_config
+from kit.config.redaction import redacted
+from kit.data.episode import Episode, append_tokens
+from kit.data.rollout_files import open_records, to_record, write_record
 from kit.extras.supervisor import process_monitor
 from kit.runs import checkpoints
+from tests.helpers.recipes import CLEAN_ENV, command, metrics_of, row, tiny
 
 SECRET = "sk-planted-" + uuid.uuid4().hex
 # Prefixes of metrics that differ between equal runs.
@@ -220,3 +226,116 @@ def list_metrics(run: Path, steps: range) -> list[dict]:
     lines = [m for m in metrics_of(run) if "rollout/failed_frac" in m]
     assert [m["step"] for m in lines] == list(steps)
     return [{k: v for k, v in m.items() if not k.startswith(UNEQUAL)} for m in lines]
+
+
+def wait_for_marked_processes(mark: str, patience: float = 20.0) -> list[str]:
+    """Wait until all processes with KIT_MARK=mark have ended, for at most `patience` seconds.
+
+    Returns the command lines of those that still run.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        running = list_marked_processes(mark)
+        if not running or time.monotonic() > deadline:
+            return running
+        time.sleep(0.5)
+
+
+def list_marked_processes(mark: str) -> list[str]:
+    """List the command lines of the processes that have KIT_MARK=mark in their environment."""
+    running = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            is_marked = process.environ().get("KIT_MARK") == mark
+            if is_marked and process.status() != psutil.STATUS_ZOMBIE:
+                running.append(" ".join(process.cmdline())[:120])
+    return running
+
+
+SCRIPT = " & <img src=x onerror='document.title = 1'>"  # a policy may write this in a response
+
+
+def write_synthetic_run(
+    folder: Path, steps: int, episodes: int, model: Path, tokens: int = 12
+) -> Path:
+    """Write a run directory with the kit's own functions, and return it.
+
+    The episodes have two turns and a tool call. Some of them failed.
+    """
+    (folder / "rollouts").mkdir(parents=True)
+    (folder / "advantages").mkdir()
+    config, _ = load_config(["math_cpu", "cpu"], [f"actor_rollout_ref.model.path={model}"])
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(redacted(config)))
+    lines = [json.dumps(make_metrics(step, steps, episodes)) for step in range(steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    generator = np.random.default_rng(0)
+    for name in ["val_0", *(f"step_{i + 1}" for i in range(steps)), f"val_{steps}"]:
+        with open_records(folder / "rollouts" / f"{name}.jsonl", "w") as out:
+            for i in range(episodes):
+                episode = make_episode(name, i, episodes, tokens, generator)
+                write_record(out, to_record(episode, i % 50, i // 50))
+        if name.startswith("step"):
+            np.savez_compressed(
+                folder / "advantages" / f"{name}.npz",
+                places=[(i % 50, i // 50) for i in range(episodes)],
+                lengths=np.ones(episodes, int),
+                values=np.array([i / episodes - 0.5 for i in range(episodes)], np.float32),
+            )
+    return folder
+
+
+def make_metrics(step: int, steps: int, episodes: int) -> dict[str, float]:
+    """Make the metrics of one step. Step 0 has only an evaluation."""
+    metrics = {
+        "step": step,
+        "time": 1.0e9 + step,
+        "val-core/s/reward/mean@1": 0.1 + step / steps / 2,
+    }
+    if step:
+        metrics |= {
+            "rollout/reward/mean": step / steps * 0.8,
+            "rollout/episodes": episodes,
+            "rollout/failed_frac": 0.0,
+            "rollout/zero_variance_groups": 0,
+            "actor/entropy": 1.0,
+            "actor/loss": 0.1,
+            "response_length/mean": 9.0,
+            "timing_s/gen": 2.0,
+            "timing_s/update_actor": 3.0,
+            "timing_s/step": 5.0,
+        }
+    return metrics
+
+
+def make_episode(
+    file: str, number: int, count: int, tokens: int, generator: np.random.Generator
+) -> Episode:
+    """Make the episode `number` of `count` in a rollout file, with `tokens` tokens in each turn."""
+
+    def append_turn() -> None:
+        ids = generator.integers(2, 38, tokens).tolist()
+        log_probs = (-generator.exponential(0.7, tokens)).tolist()
+        append_tokens(episode, ids, log_probs)
+
+    question = f"what is {number % 50} plus {number} in {file}?"
+    row_id = f"rows.jsonl:{number % 50}"
+    episode = Episode(row_id, f"{file}/{number % 8}", "s", [5, 6, 7], row=row(question))
+    call = gym_client.function_call(f"call_{number}", "look", json.dumps({"at": number}))
+    episode.output.append(call)
+    append_turn()
+    append_tokens(episode, [9, 9])
+    result = gym_client.function_call_output(f"call_{number}", f"seen <b>{number}</b>")
+    episode.output.append(result)
+    text = f"the answer to {number} is {'seven ' * 20}"
+    if number < 40:
+        text += SCRIPT
+    episode.output.append(gym_client.message(text))
+    append_turn()
+    episode.ended = "stop"
+    episode.reward = round(number / count, 4)
+    episode.reward_components = {"form": 0.5}
+    if number % 97 == 5:
+        episode.status = "timeout"
+        episode.reward = None
+        episode.error = "no answer within 60 s"
+    return episode

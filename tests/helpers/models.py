@@ -1,15 +1,23 @@
 """Tiny random models with a character tokenizer: a Llama, a mixture of experts and a LLaVA.
 
 Each tool call and game move in ACTIONS is a single token. So even a random model calls tools and
-plays games, and it can learn to do so.
+plays games, and it can learn to do so. Rows with small images are for the LLaVA.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import random
 from pathlib import Path
 
 import torch
+from omegaconf import OmegaConf
+from PIL import Image
+
+from kit.config.model_files import load_model_files
+from kit.extras.images import ImageProcessor, make_processor
+from tests.helpers.recipes import row
 
 ACTIONS = {
     "increment": '<tool_call>{"name": "increment_counter", "arguments": {"count": 1}}</tool_call>',
@@ -206,3 +214,41 @@ def make_pretrained(
     print(f"pretrained model: loss {loss.item():.3f}")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+COLORS = {"r": (250, 20, 20), "b": (20, 20, 250)}
+
+
+def png(color: tuple[int, int, int], size: tuple[int, int] = (40, 30)) -> bytes:
+    """The bytes of an image in one color."""
+    out = io.BytesIO()
+    Image.new("RGB", size, color).save(out, "PNG")
+    return out.getvalue()
+
+
+def data_url(raw: bytes) -> str:
+    """A data URL of an image."""
+    return f"data:image/png;base64,{base64.b64encode(raw).decode()}"
+
+
+def image_row(source: str, text: str = "which", answer: str = "r") -> dict:
+    """A row that asks for the color of an image."""
+    parts = [
+        {"type": "input_image", "image_url": source, "detail": "auto"},
+        {"type": "input_text", "text": text},
+    ]
+    result = row(text, answer)
+    result["responses_create_params"]["input"] = [{"role": "user", "content": parts}]
+    return result
+
+
+def load_image_processor(model: Path) -> ImageProcessor:
+    """The processor of a model. It may fetch images from this machine."""
+    keys = {"path": str(model), "trust_remote_code": False, "custom_chat_template": None}
+    config = OmegaConf.create(
+        {"actor_rollout_ref": {"model": keys}, "env": {"image_hosts": ["127.0.0.1"]}}
+    )
+    files = load_model_files(config)
+    processor = make_processor(config, files.hf_config, files.tokenizer)
+    assert processor
+    return processor

@@ -1,9 +1,14 @@
-"""A fake `nvidia-smi` program for tests and benchmarks/gpu_check.py on machines without a GPU."""
+"""What a GPU node has, on a machine without a GPU: a fake `nvidia-smi`, and sizes of models."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+from transformers import Qwen2Config
+
+from kit.config.load import load_config
+from kit.runs import prepare
 
 SCRIPT = """#!/usr/bin/env bash
 declare -A values=({values})
@@ -32,7 +37,9 @@ H100 = {
 }
 
 
-def write(folder: Path, gpus: int = 1, mig_parts: int = 0, **values: str) -> dict[str, str]:
+def write_nvidia_smi(
+    folder: Path, gpus: int = 1, mig_parts: int = 0, **values: str
+) -> dict[str, str]:
     """Write the program to a folder -> the environment variables with which it is found first.
 
     values: replace those of H100. Their names have `_` instead of `.`.
@@ -43,3 +50,35 @@ def write(folder: Path, gpus: int = 1, mig_parts: int = 0, **values: str) -> dic
     path.write_text(SCRIPT.format(values=entries, last=gpus - 1, parts=mig_parts))
     path.chmod(0o755)
     return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+
+# Qwen2.5: {model: (published number of parameters, sizes of its config.json)}
+QWEN = {
+    "0.5B": (0.494e9, (896, 4864, 24, 14, 2, 151936, True)),
+    "1.5B": (1.54e9, (1536, 8960, 28, 12, 2, 151936, True)),
+    "32B": (32.5e9, (5120, 27648, 64, 40, 8, 152064, False)),
+}
+
+
+CONFIG_KEYS = (  # of the sizes in QWEN
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+
+
+def qwen(name: str) -> Qwen2Config:
+    """The configuration of a model of QWEN."""
+    _, sizes = QWEN[name]
+    return Qwen2Config(**dict(zip(CONFIG_KEYS, sizes, strict=True)))
+
+
+def make_config(model: str, *changes: str):
+    """Load configs/math.yaml for one GPU and a model of QWEN, and set the sizes of a run."""
+    config, _ = load_config(["math"], ["trainer.n_gpus_per_node=1", *changes])
+    prepare.set_sizes(config, qwen(model))
+    return config

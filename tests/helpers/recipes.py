@@ -1,0 +1,131 @@
+"""The tiny recipe of the tests: its rows, its arguments and its commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kit.config.load import load_config
+from kit.runs import prepare
+
+# Environment variables of commands that tests start, without the variables set above.
+CLEAN_ENV = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+RECIPE = ROOT / "tests" / "tiny.yaml"
+
+
+CPU = ROOT / "configs" / "machines" / "cpu.yaml"
+
+
+GYM_PYTHON = ROOT / ".venv-gym" / "bin" / "python"
+
+
+# Settings of `algorithm` for training.compute_advantages. Each value affects the result.
+ALGORITHM = {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False, "gamma": 0.9, "lam": 0.5}
+
+
+WORDS = ["say", "tell me", "i want", "give", "now", "please", "write", "print"]
+
+
+def row(question: str = "say 7", answer: str = "7", **extra) -> dict:
+    """A row of the trivial task."""
+    params = {"input": [{"role": "user", "content": question}]}
+    return {
+        "responses_create_params": params,
+        "question": question,
+        "answer": answer,
+        "metadata": {"source_dataset": "chain_sum"},
+        **extra,
+    }
+
+
+def make_counter_row(question: str = "count", steps: int = 1) -> dict:
+    """A row whose task is to call a real tool `steps` times.
+
+    Gym's server example_session_state_mgmt gives a reward of 1 for that.
+    """
+    tool = {
+        "type": "function",
+        "name": "increment_counter",
+        "description": "",
+        "parameters": {"type": "object"},
+        "strict": True,  # Gym answers 422 without it
+    }
+    params = {"input": question, "tools": [tool]}
+    return {"responses_create_params": params, "initial_count": 3, "expected_count": 3 + steps}
+
+
+def gym_examples() -> list[Path]:
+    """List the files with example rows in the installed nemo-gym."""
+    arguments = [GYM_PYTHON, "-c", "import nemo_gym; print(nemo_gym.__file__)"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    folder = Path(done.stdout.strip()).parent.parent / "resources_servers"
+    paths = sorted(p for p in folder.glob("*/data/*example*.jsonl") if "rollouts" not in p.name)
+    assert len(paths) > 50, f"{folder} has {len(paths)} files of examples"
+    return paths
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    """Write a JSONL file -> its path."""
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+def write_task(folder: Path) -> None:
+    """Write train.jsonl and val.jsonl for the tiny recipe, and tools.jsonl for a tool task."""
+    write_rows(folder / "train.jsonl", [row(f"{word} 7") for word in WORDS])
+    write_rows(folder / "val.jsonl", [row(f"{word} me 7") for word in WORDS])
+    write_rows(folder / "tools.jsonl", [make_counter_row(f"{word} one") for word in WORDS])
+
+
+def tiny(workspace: Path, *changes: str) -> list[str]:
+    """The key=value arguments of the tiny recipe, and further changes."""
+    return [
+        f"actor_rollout_ref.model.path={workspace / 'tied'}",
+        f"env.train_files=[{workspace / 'train.jsonl'}]",
+        f"env.val_files=[{workspace / 'val.jsonl'}]",
+        f"gym.servers.reasoning_gym.start.python={GYM_PYTHON}",
+        *changes,
+    ]
+
+
+def load(workspace: Path, *changes: str, overlays: Sequence[str] = ()):
+    """Load and check the tiny recipe with overlays of configs/ -> (config, inputs)."""
+    config, _ = load_config([str(CPU), str(RECIPE), *overlays], tiny(workspace, *changes))
+    return config, prepare.prepare(config)
+
+
+def command(workspace: Path, *arguments: str) -> list[str]:
+    """Return the command line of a run of the tiny recipe."""
+    return [
+        sys.executable,
+        str(ROOT / "algorithm.py"),
+        "--config",
+        str(CPU),
+        "--config",
+        str(RECIPE),
+        *arguments,
+    ]
+
+
+def run(
+    arguments: list[str], cwd: Path, timeout: int = 300, **variables: str
+) -> subprocess.CompletedProcess:
+    """Run a command to its end -> its exit status and output."""
+    env = CLEAN_ENV | variables
+    return subprocess.run(
+        arguments, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def metrics_of(folder) -> list[dict]:
+    """Read the lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
