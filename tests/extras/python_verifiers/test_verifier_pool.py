@@ -8,13 +8,13 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
 import gym_client
 from gym_client import GymError
+from tests.helpers.recipes import ROOT
 from tests.helpers.verifiers import EXAMPLE_SOURCE, make_router, play, run_session
 
 
@@ -153,11 +153,11 @@ def test_a_cancelled_call_ends_its_process(build_router):
 
 DRIVER = """
 import asyncio, sys
-sys.path[:0] = [{root!r}, {tests!r}]
+sys.path.insert(0, {root!r})
 from pathlib import Path
-from verifier_helpers import make_config
 from kit.extras.python_verifiers.verifier_pool import Worker
 from kit.extras.python_verifiers.verifier_settings import VerifierSpec
+from tests.helpers.verifiers import make_config
 
 async def main():
     spec = VerifierSpec("run_action", "my.py:run_action", "env.verifier", {path!r})
@@ -173,9 +173,7 @@ asyncio.run(main())
 
 def test_no_process_outlives_a_driver_that_is_killed(build_router, tmp_path):
     """This holds for a busy process too, which does not read from its pipe."""
-    tests = Path(__file__).resolve().parent
-    root = tests.parents[2]
-    code = DRIVER.format(root=str(root), tests=str(tests), path=str(tmp_path / "my.py"))
+    code = DRIVER.format(root=str(ROOT), path=str(tmp_path / "my.py"))
     driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     worker = psutil.Process(int(driver.stdout.readline()))
     time.sleep(0.3)
