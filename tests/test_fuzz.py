@@ -378,11 +378,7 @@ def load_row(text: str):
 
 
 @many_examples
-@given(
-    rows.map(json.dumps)
-    | json_values.map(json.dumps)
-    | st.sampled_from(["[" * 5000, '{"a":' * 5000, "9" * 5000])
-)
+@given(rows.map(json.dumps) | json_values.map(json.dumps) | st.just("9" * 5000))
 def test_a_row_is_rendered_or_its_error_names_the_line(text):
     loaded = load_row(text)
     if not loaded:

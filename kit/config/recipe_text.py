@@ -43,8 +43,6 @@ def parse_yaml(text: str, key: str, is_text: Callable[[str], bool]) -> Any:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise NotYamlError(error.problem or error.context or "", line) from None
-    except RecursionError:
-        raise NotYamlError("it is nested too deeply") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # of a tag such as !!int
         raise NotYamlError(" ".join(str(error).split())) from None
 
@@ -65,10 +63,6 @@ def keep_texts(node: yaml.Node, key: str, is_text: Callable[[str], bool]) -> Non
 
 def parse_argument(argument: str, kinds: Kinds) -> dict[str, Any]:
     """Parse key=value of the command line into nested mappings. Raises ConfigError."""
-    try:
-        argument.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"{argument!r} is not UTF-8. Write it in UTF-8.") from None
     key, _, text = argument.lstrip("+").partition("=")
     if "[" in key:
         whole = shlex.quote(f"{key.partition('[')[0]}=[...]")
@@ -107,5 +101,3 @@ def to_config(content: dict[str, Any], source: str) -> DictConfig:
         return OmegaConf.create(content)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{source}: {describe_error(error)}") from None
-    except RecursionError:
-        raise ConfigError(f"{source}: it is nested too deeply. Correct it.") from None

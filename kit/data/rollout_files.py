@@ -219,7 +219,7 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             record = parse_record(line)
             record["_episode"]["row_id"], record["response"]["output"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             hint = ""
             if b'"tokens"' in line or b"_ng_task_index" in line:
                 hint = " It has an older format of the kit."

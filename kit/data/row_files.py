@@ -153,13 +153,13 @@ def suggest_command(path: Path) -> str:
 def read_json(path: Path) -> Iterator[Any]:
     """Yield the lines of a file, or the items of a .json file that holds one list.
 
-    Raises OSError, ValueError and RecursionError.
+    Raises OSError and ValueError.
     """
     with open_text(path) as file:
         is_list = file.read(4096).lstrip().startswith("[")
         file.seek(0)
         if is_list and path.name.lower().endswith((".json", ".json.gz")):
-            yield from json.load(file, object_pairs_hook=to_dict)
+            yield from json.load(file)
             return
         for line in file:
             yield line.removeprefix(BOM)  # a file that was appended to another may have one
@@ -182,14 +182,11 @@ def parse_object(raw: Any, row_id: str) -> dict[str, Any]:
     values become.
     """
     try:
-        text = raw
-        if not isinstance(raw, str):
-            text = json.dumps(raw, default=to_plain_value, ensure_ascii=False)
-        text.encode()
-        row = json.loads(text, object_pairs_hook=to_dict, parse_constant=to_null)
-        if text is raw:  # its escapes may be no UTF-8, and its numbers out of range
-            json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, TypeError, RecursionError) as error:
+        text = raw if isinstance(raw, str) else json.dumps(raw, default=to_plain_value)
+        row = json.loads(text, parse_constant=to_null)
+        # its escapes may be no UTF-8, and its numbers out of range
+        json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError) as error:
         raise DataError(f"{row_id}: not JSON ({error}). Fix: {describe_row(raw)}") from None
     if not isinstance(row, dict):
         kind = type(row).__name__
@@ -205,16 +202,6 @@ def describe_row(raw: Any) -> str:
     if text == "{":
         return "Write each object in one line, or a list of objects in a .json file."
     return "A row must be one JSON object."
-
-
-def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make the dict of a JSON object. Raises ValueError if a key is repeated."""
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"an object has the key {repeated!r} twice")
-    return result
 
 
 def to_null(_constant: str) -> None:
@@ -277,21 +264,16 @@ def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Any]:
 
 
 def read_entries(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Parquet table as they are. Raises ValueError and Arrow's errors."""
+    """Yield the rows of a Parquet table as they are. Raises Arrow's errors."""
     with open_parquet(path) as file:
         yield from read_dicts(file)
 
 
 def open_parquet(path: Path) -> Any:
-    """Open a Parquet file as pyarrow's ParquetFile. Raises ValueError."""
-    from pyarrow import parquet
+    """Open a Parquet file as pyarrow's ParquetFile. Raises Arrow's errors."""
+    from pyarrow import parquet  # takes a second, which JSON lines need not wait for
 
-    file = parquet.ParquetFile(path)
-    names = file.schema_arrow.names
-    repeated = [name for name in names if names.count(name) > 1]
-    if repeated:
-        raise ValueError(f"two columns have the name {repeated[0]}")
-    return file
+    return parquet.ParquetFile(path)
 
 
 def read_batches(file: Any, columns: Sequence[str] | None = None) -> Iterator[Any]:
@@ -344,7 +326,7 @@ def parse_json_values(value: Any, kind: Any) -> Any:
     if value is None:
         return None
     if isinstance(kind, JsonType):
-        return json.loads(value, object_pairs_hook=to_dict)
+        return json.loads(value)
     if types.is_struct(kind):
         kinds = {field.name: field.type for field in kind}
         return {key: parse_json_values(item, kinds[key]) for key, item in value.items()}

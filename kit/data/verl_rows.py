@@ -174,7 +174,7 @@ def parse_messages(prompt: Any, row_id: str, prompt_key: str) -> Any:
             "CSV. Write them with json.dumps."
         )
     if prompt.lstrip().startswith("["):
-        with contextlib.suppress(ValueError, RecursionError):
+        with contextlib.suppress(ValueError):
             messages = json.loads(prompt)
             if are_messages(messages):
                 return messages

@@ -16,8 +16,6 @@ from __future__ import annotations
 import base64
 import functools
 import io
-import os
-import stat
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,18 +40,11 @@ USES_MROPE = {  # by model_type: whether positions have three dimensions (mRoPE)
     "qwen2_5_vl": True,
 }
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # of the 43 that PIL reads
-MAX_PIXELS = 2**24  # of one image
-MAX_ROW_PIXELS = 2**25  # of all images of a row; each takes 4 bytes once it is decoded
 MAX_CACHED_PIXELS = 2**20  # larger images are decoded again each time, so the cache stays small
-MAX_FILE_BYTES = 2**25  # of one image
-MAX_URL_CHARS = 4096
+MAX_FETCHED_BYTES = 2**25  # of one image from the network
 FETCH_TIMEOUT_S = 30.0  # for one image from the network
 BAN = -100.0  # added to a logit by the rollout engine
 MASKED_LOGIT = -1e4  # its exponential is 0, and unlike -inf it keeps the entropy finite
-
-
-class TooLargeError(ValueError):
-    """An image that exceeds a limit. The message gives both numbers."""
 
 
 class RowInputs(NamedTuple):
@@ -129,28 +120,19 @@ class ImageProcessor(TextProcessor):
     # --- images ---
 
     def load_images(self, messages: Sequence[dict[str, Any]], where: str) -> list[Any]:
-        """The images of a prompt in RGB, of at most MAX_ROW_PIXELS together. Raises DataError."""
-        images: list[Any] = []
-        room = MAX_ROW_PIXELS
-        for source in list_sources(messages):
-            image = self.load_image(source, where, room)
-            room -= image.width * image.height
-            images.append(image)
-        return images
+        """The images of a prompt in RGB. Raises DataError."""
+        return [self.load_image(source, where) for source in list_sources(messages)]
 
-    def load_image(self, source: str, where: str, room: int = MAX_ROW_PIXELS) -> Any:
+    def load_image(self, source: str, where: str) -> Any:
         """An image in RGB, as a PIL image. Raises DataError.
 
-        where: the row, file:line. Relative paths start at the folder of this file. room: the
-        number of pixels that the row may still have.
+        where: the row, file:line. Relative paths start at the folder of this file.
         """
         name = f"{where}: image {source[:60]!r}"
         try:
-            return decode(self.read_source(source, where, name), room)
+            return decode(self.read_source(source, where, name))
         except DataError:
             raise
-        except TooLargeError as error:
-            raise DataError(f"{name}: {error}. Make it smaller, or remove the row.") from None
         except Exception as error:  # from the disk, the network, base64 or PIL
             raise DataError(
                 f"{name} cannot be read ({error!s:.100}). Give a data URL or a file of an image."
@@ -160,8 +142,8 @@ class ImageProcessor(TextProcessor):
         """The bytes of an image. name: of the image, for messages. Raises DataError and others."""
         if source.startswith("data:"):
             return base64.b64decode(source.partition(",")[2], validate=True)
-        url = urlparse(source) if len(source) < MAX_URL_CHARS else None
-        if url and url.scheme in ("http", "https"):
+        url = urlparse(source)
+        if url.scheme in ("http", "https"):
             if url.hostname not in self.hosts:
                 raise DataError(
                     f"{name}: {url.hostname} is not in env.image_hosts. Add it, or use files."
@@ -169,9 +151,8 @@ class ImageProcessor(TextProcessor):
             if source not in self.fetched:
                 self.fetched[source] = fetch(source, name)
             return self.fetched[source]
-        is_file_url = url and url.scheme == "file"
-        path = Path(unquote(url.path) if url and is_file_url else source)
-        return read_file(folder_of(where) / path)
+        path = unquote(url.path) if url.scheme == "file" else source
+        return (folder_of(where) / path).read_bytes()
 
     def count_features(self, images: Sequence[Any]) -> list[int]:
         """The number of features of each image."""
@@ -330,44 +311,13 @@ def folder_of(where: str) -> Path:
     return Path(where.rpartition(":")[0]).parent
 
 
-def read_file(path: Path) -> bytes:
-    """Read at most MAX_FILE_BYTES + 1 bytes of a regular file. `decode` refuses that many.
-
-    Never waits for a pipe or a device. Raises OSError and ValueError.
-    """
-    if path.exists() and not path.is_file():  # opening some devices has an effect
-        raise ValueError("not a regular file")
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("not a regular file")
-        return file.read(MAX_FILE_BYTES + 1)
-
-
-def check_size(raw: bytes | bytearray) -> None:
-    """Raise TooLargeError for a file of over MAX_FILE_BYTES."""
-    if len(raw) > MAX_FILE_BYTES:
-        raise TooLargeError(f"its file is over {MAX_FILE_BYTES >> 20} MiB")
-
-
-def decode(raw: bytes, room: int = MAX_ROW_PIXELS) -> Any:
-    """The image in RGB, of at most MAX_PIXELS and at most `room` pixels.
-
-    The size is read before the pixels. Raises TooLargeError, and the errors of PIL.
-    """
+def decode(raw: bytes) -> Any:
+    """The image in RGB. Raises the errors of PIL, which also refuses over 179 million pixels."""
     from PIL import Image
 
-    check_size(raw)
     with Image.open(io.BytesIO(raw), formats=FORMATS) as image:
         width, height = image.size
-    pixels = width * height
-    if pixels > MAX_PIXELS:
-        raise TooLargeError(f"{width} x {height} pixels, over {MAX_PIXELS}")
-    if pixels > room:
-        raise TooLargeError(
-            f"{width} x {height} pixels: the images of the row have over {MAX_ROW_PIXELS} pixels "
-            "together"
-        )
-    return decode_small(raw) if pixels <= MAX_CACHED_PIXELS else to_rgb(raw)
+    return decode_small(raw) if width * height <= MAX_CACHED_PIXELS else to_rgb(raw)
 
 
 def to_rgb(raw: bytes) -> Any:
@@ -385,7 +335,7 @@ def fetch(source: str, name: str) -> bytes:
     """Fetch the bytes at an address. name: of the image, for messages.
 
     A redirect is refused, since it may lead to a host that env.image_hosts does not name. Raises
-    DataError, TooLargeError, TimeoutError and httpx.HTTPError.
+    DataError, TimeoutError and httpx.HTTPError.
     """
     import httpx
 
@@ -400,7 +350,8 @@ def fetch(source: str, name: str) -> bytes:
         response.raise_for_status()
         for part in response.iter_raw():  # not decompressed: a few bytes can become gigabytes
             raw += part
-            check_size(raw)
+            if len(raw) > MAX_FETCHED_BYTES:
+                raise DataError(f"{name}: over {MAX_FETCHED_BYTES >> 20} MiB. Make it smaller.")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not complete after {FETCH_TIMEOUT_S:g} s")
     return bytes(raw)

@@ -16,7 +16,6 @@ import fcntl
 import json
 import logging
 import os
-import stat
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,7 +105,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     """Return the JSON object of a line, or None if the line was cut or is not an object."""
     try:
         value = json.loads(line)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None
 
@@ -172,11 +171,13 @@ class FolderLock:
 
         On a file system without flock, print a warning and do not lock.
         """
-        file = self._open()
+        with explain_write_errors(self.path):
+            file = self.path.open("a+", errors="replace")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = file.read(200).strip() or "unknown pid"
+            file.seek(0)
+            holder = file.read().strip() or "unknown pid"
             file.close()
             raise RunError(
                 f"{self.path.parent} is in use by another run ({holder}). Wait until it ends, "
@@ -196,21 +197,10 @@ class FolderLock:
         _held_locks.add(self)
         self._write_holder(file)
 
-    def _open(self) -> IO[str]:
-        """Open the lock file. Raises RunError if it cannot be opened or is not a regular file."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        with explain_write_errors(self.path):
-            file = os.fdopen(os.open(self.path, flags, 0o644), "r+", errors="replace")
-        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            return file
-        file.close()
-        raise RunError(f"{self.path} is not a regular file. Remove it, then rerun the same command")
-
     def _write_holder(self, file: IO[str]) -> None:
         """Write this process's pid to the lock file. On a full disk only the pid is missing."""
         with contextlib.suppress(OSError):
             file.truncate(0)
-            file.seek(0)
             file.write(f"pid {os.getpid()} on {os.uname().nodename}\n")
             file.flush()
 

@@ -27,16 +27,6 @@ from tests.helpers.recipes import row
             '{"responses_create_params": {}, "x": "\\ud800"}\n',
             r"rows\.jsonl:1: not JSON .*surrogates not allowed\)",
         ),
-        ('{"a": 1}\n{"a": 1, "b": 2, "a": 3}\n', r"rows\.jsonl:1: it has a, but neither Gym"),
-        (
-            '{"prompt": "2?"}\n{"prompt": "2?", "x": {"a": 1, "b": [], "a": 1}}\n',
-            r"rows\.jsonl:2: not JSON \(an object has the key 'a' twice\)\. Fix: A row must",
-        ),
-        ("[" * 5000 + "\n", r"rows\.jsonl:1: not JSON \(maximum recursion depth"),
-        (
-            '\n{"x": ' + "[" * 5000 + "]" * 5000 + "}\n",
-            r"rows\.jsonl:2: not JSON \(maximum recursion depth",
-        ),
         (
             "[1]\n",
             r"rows\.jsonl:1: the row is a list, not an object\. Fix: A list of rows needs the suff",

@@ -10,7 +10,6 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -418,29 +417,6 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
     caplog.set_level("WARNING", "kit")
     files.FolderLock(tmp_path).acquire()
     assert "do not start a second run with this name" in caplog.text
-
-
-@pytest.mark.parametrize("make_lock", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-def test_a_lock_that_is_not_a_regular_file_is_an_error(tmp_path, make_lock):
-    make_lock(tmp_path / files.LOCK_NAME)
-    begin = time.monotonic()
-    with pytest.raises(RunError, match=r"run\.lock"):
-        files.FolderLock(tmp_path).acquire()
-    assert time.monotonic() - begin < 5
-
-
-def test_a_checkpoint_with_a_fifo_is_not_complete(tmp_path):
-    """Reading a FIFO would wait forever."""
-    folder = tmp_path / "global_step_1"
-    (folder / "actor").mkdir(parents=True)
-    torch.save({"step": 1}, folder / "data.pt")
-    checkpoints.write_manifest(folder)
-    assert checkpoints.find_damage(folder) == ""
-    os.mkfifo(folder / "actor" / "extra.pt")
-    assert checkpoints.find_damage(folder) == "actor/extra.pt is not a regular file"
-    (folder / "actor" / "extra.pt").unlink()
-    (folder / "manifest.json").write_text('{"files": []}')
-    assert "manifest.json" in checkpoints.find_damage(folder)
 
 
 # --- console output ------------------------------------------------------------------------------

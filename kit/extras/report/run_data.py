@@ -197,7 +197,7 @@ class RunData:
         paths = {}
         for path in (self.path / "rollouts").glob(f"{kind}_*.jsonl"):
             number = int(path.stem.removeprefix(f"{kind}_"))
-            if path.is_file() and number <= last_step:  # reading a FIFO would hang
+            if number <= last_step:
                 paths[number] = path
         return [paths[number] for number in sorted(paths)]
 
