@@ -73,11 +73,9 @@ STARTS_RUNS = (
 # a longer timeout.
 STARTS_COMMANDS = (
     "test_backends",
-    "test_conftest",
     "test_docs",
     "test_draft_tokens",
     "test_extras_deleted",
-    "test_gpu_acceptance",
     "test_guides",
     "test_gym_environments",
     "test_hf_rollout",

@@ -3,8 +3,7 @@
 Each page has a separate folder. Files are written there, and commands run there. Two commands are
 only checked: `python algorithm.py` runs with --dry-run, and `make` with -n.
 
-If a block cannot run here, a comment on the line before it gives the reason. MARKS has the number
-of blocks with each reason.
+If a block cannot run here, a comment on the line before it gives one of the reasons in MARKS.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ from tests.helpers.recipes import ROOT, run
 from tests.helpers.runs import write_synthetic_run
 
 MARKS = {
-    "needs a GPU": 3,
-    "needs a cluster": 5,
-    "needs a judge": 1,
-    "needs a server": 5,
-    "needs the hub": 3,
-    "needs a run": 3,
-    "takes minutes": 9,
+    "needs a GPU",
+    "needs a cluster",
+    "needs a judge",
+    "needs a server",
+    "needs the hub",
+    "needs a run",
+    "takes minutes",
 }
 DOCS = PAGES[1:]
 
 
-def test_blocks_that_cannot_run_here_are_marked_and_counted():
-    marks = []
+def test_the_marks_of_blocks_that_cannot_run_here_are_known():
+    marks = set()
     for page in DOCS:
-        marks += [block.mark for block in read_blocks(page) if block.mark]
-    assert {mark: marks.count(mark) for mark in {*MARKS, *marks}} == MARKS
+        marks |= {block.mark for block in read_blocks(page) if block.mark}
+    assert marks <= MARKS
 
 
 def test_the_reference_page_is_up_to_date():
@@ -56,15 +55,6 @@ def test_the_reference_page_is_up_to_date():
     assert path.read_text() == metric_docs.render_reference(), (
         "run python -m kit.extras.report.metric_docs > docs/reference.md"
     )
-
-
-def test_the_minutes_in_the_tutorials_table_add_up():
-    text = (ROOT / "docs" / "tutorial.md").read_text()
-    stated = re.findall(r"took (\d+\.\d) minutes \(\[time", text)
-    steps = re.findall(r"^\| \d+\. .* \| (\d+\.\d) \|$", text, re.MULTILINE)
-    (total,) = re.findall(r"^\| all \| (\d+\.\d) \|$", text, re.MULTILINE)
-    assert stated == [total]
-    assert abs(sum(map(float, steps)) - float(total)) < 0.05 * len(steps)
 
 
 def test_the_tutorial_documents_every_key_of_gym_and_start():

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.helpers.pages import EXAMPLES, PAGES, read_blocks
-from tests.helpers.recipes import ROOT
+from tests.helpers.pages import PAGES, read_blocks
 
 GPU = ".venv-gpu"
 NAMES = r"\.venv[\w.-]*"
@@ -23,7 +22,6 @@ COMMAND = re.compile(
 )
 # Interfaces that verl's groups use between nodes: see docs/cluster.md.
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-OLD_NAMES = re.compile(r"\bthe kit\b|\bkit:\d|\bkit-(?:keys|runs)\b", re.IGNORECASE)
 
 
 class Command(NamedTuple):
@@ -139,14 +137,3 @@ def test_cluster_examples_verify_math_in_warm_processes():
             on_clusters.append(command)
     assert len(on_clusters) == 4
     assert [c[:3] for c in on_clusters if "--config warm_math" not in c.text] == []
-
-
-def test_pages_and_recipes_have_no_old_names_of_the_project():
-    paths = [*PAGES, *EXAMPLES.rglob("*"), *(ROOT / "configs").rglob("*.yaml")]
-    found = []
-    for path in paths:
-        if path.suffix in (".md", ".yaml", ".py") and path.name != "reference.md":
-            for line in path.read_text().splitlines():
-                if OLD_NAMES.search(line):
-                    found.append((path.name, line[:100]))
-    assert found == []

@@ -300,17 +300,3 @@ def test_a_dry_run_of_math_imports_few_modules_of_the_kit(gsm8k_arguments):
     modules = [name for name in line.split()[1:] if MODULES[name].stem != "__init__"]
     others = [name for name in modules if name.startswith(("kit.extras.", "kit.cpu."))]
     assert not [name for name in others if not name.startswith(PREFLIGHT)]
-
-
-def test_make_soak_runs_every_file_with_long_tests():
-    commands = subprocess.run(
-        ["make", "-n", "soak"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    command = next(line for line in commands.splitlines() if "-m soak" in line)
-    command = command.replace(".venv/bin/python", "echo")
-    words = subprocess.run(
-        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split()
-    paths = (ROOT / "tests").rglob("test_*.py")
-    marked = {str(path.relative_to(ROOT)) for path in paths if "mark.soak" in path.read_text()}
-    assert {word for word in words if word.endswith(".py")} == marked

@@ -50,11 +50,6 @@ def test_the_navigation_has_each_page_exactly_once():
     assert sorted(list_navigation(SETTINGS["nav"])) == sorted([*pages, *root_pages.values()])
 
 
-def test_sections_have_the_order_in_which_a_reader_needs_them():
-    titles = [title for section in SETTINGS["nav"] for title in section]
-    assert titles == ["Start", "Guides", "Train and operate", "Reference", "Internals"]
-
-
 def test_only_pages_are_published():
     """Python files of docs/ are excluded, and fonts are not loaded from another host."""
     excluded = SETTINGS["exclude_docs"].split()
