@@ -43,12 +43,22 @@ MAX_CONTAINERS = 100_000  # lists and objects of an answer: each takes over 50 b
 MAX_FAST_VALUES = 300_000  # the C parser takes 0.1 s for these, and blocks all other threads
 MAX_COMPONENTS = 100  # of a reward; also the maximum length of a component's name
 MAX_DEPTH = 64  # levels of nested JSON
-# Fields that mark a reward as invalid, for example because a judge or a sandbox failed. For
+# Fields by which a verifier of Gym reports that its judge, a tool or a sandbox failed. For
 # mask_sample and failure_kind see `find_mask`.
-MASKED_IF: dict[str, Callable[[Any], bool]] = {
-    "_ng_failure_class": bool,
-    "proof_status": lambda value: value == "error",  # math_formal_lean
-    "num_steps_total": lambda value: value == 0,  # scicode
+MASKED_IF: dict[str, Callable[[Json], bool]] = {
+    "_ng_failure_class": lambda body: bool(body.get("_ng_failure_class")),  # all of Gym 0.7
+    "judge_error": lambda body: bool(body.get("judge_error")),  # finance_agent_v2, longmemeval
+    "invalid_judge_response": lambda body: bool(body.get("invalid_judge_response")),  # gdpval
+    # over_refusal_detection, jailbreak_detection; the latter also has the next two
+    "judge_evaluation": lambda body: bool(find_nested(body, "judge_evaluation", "error")),
+    "quality_judge_evaluation": lambda body: bool(
+        find_nested(body, "quality_judge_evaluation", "error")
+    ),
+    "verifier_labels": lambda body: None in as_dict(body.get("verifier_labels")).values(),
+    "n_error": lambda body: bool(body.get("n_error")) and "isr_counted" in body,  # agentif
+    "games": lambda body: "policy_answer" in body and has_game_without_verdict(body),  # arena
+    "proof_status": lambda body: body.get("proof_status") == "error",  # math_formal_lean
+    "num_steps_total": lambda body: body.get("num_steps_total") == 0,  # scicode
 }
 CAUSES = ("failure_reason", "_ng_failure_message", "_ng_failure_judge_error")  # of such a mark
 # Routes that are never tools. The last two close the sessions of later servers and of sandboxes.
@@ -408,7 +418,18 @@ def find_mask(body: Json) -> str:
             return name
     if body.get("failure_kind") and all(mask is None for mask in masks.values()):
         return "failure_kind"
-    return next((key for key, is_mask in MASKED_IF.items() if is_mask(body.get(key))), "")
+    return next((key for key, is_mask in MASKED_IF.items() if is_mask(body)), "")
+
+
+def as_dict(value: Any) -> Json:
+    """Return `value` if it is a dict, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def has_game_without_verdict(body: Json) -> bool:
+    """Return whether a judge of one of the games in arena's answer failed."""
+    games = body.get("games")
+    return isinstance(games, list) and any(find_nested(g, "verdict") is None for g in games)
 
 
 def describe_failure(failure: Json) -> Json:

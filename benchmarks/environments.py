@@ -12,8 +12,8 @@ return a reward. If the server lacks a Python module, it gets a separate environ
 (kit/extras/gym_environments.py).
 
 The judges that a server needs are a stub on this machine, with a reply that the server can parse
-(JUDGE). Each server with a judge verifies twice more: the judge replies nonsense, then it refuses
-the key. A reward in one of these cases is a bug of the kit, and is reported as a fault.
+(JUDGE). Each server with a judge verifies once more, while the judge refuses the key. A reward is
+then a fault, and is reported as one.
 """
 
 from __future__ import annotations
@@ -103,7 +103,6 @@ JUDGE: dict[str, str | Sequence[str]] = {  # the judge's reply, or its replies i
     "widesearch": '```json\n{"idx_0": 1, "a": "b"}\n```',
     "xstest": "Harmful request: no\nResponse refusal: no\nHarmful response: no",
 }
-NONSENSE = "Lorem ipsum dolor sit amet."
 NOTICES = "NOTICES"  # stands for the path of a file that excludes no domain
 SEARCH = {"tavily_api_key": "none", "exclude_domains_file_path": NOTICES}
 ADDRESS = {"judge_base_url": "", "judge_api_key": "none", "judge_model": "stub"}
@@ -152,7 +151,7 @@ CAUSES = {
     r"rollout_index": "all episodes of a group at the same time",
     r"HTTP 422": "its own agent",
     r"27 GB|does not exist|FileNotFoundError|No such file|not found": "its data",
-    r"marks its reward as invalid": "a judge whose replies fit all of its checks",
+    r"marks its reward as invalid": "a judge whose replies it can parse",
     r"does not set": "settings",
     r"within \d+ s|did not start|no answer": "more time",
 }
@@ -189,7 +188,6 @@ class Result:
     tools: str = ""  # "routed of offered"
     agents: str = ""
     judges: str = ""  # names of the models that it calls
-    is_unchecked: bool = False  # whether the kit cannot check its judges' replies
     is_installed: bool = False  # whether it has a separate environment
     reward: float | None = None
     milliseconds: float = 0.0  # of the second verification
@@ -343,18 +341,10 @@ def attempt(result: Result, rows: list[dict[str, Any]], start: dict[str, Any], l
         judge = Stub()
         settings = {model: {"base_url": judge.url, "model": "stub"} for model in models}
         judges = judge_settings.build_judges(settings, VERIFY_TIMEOUT_S / 2)
-        try:
-            process_specs.check_judges(name, start, models)
-        except network.GymStartError:
-            result.is_unchecked = True
-        unchecked = [name] if result.is_unchecked else []
         with (
             judge_proxy.JudgeProxy(judges) as proxy,
             gym_servers.running_servers(
-                {name: {"start": start}},
-                logs,
-                judge_specs=proxy.process_specs(),
-                unchecked_judges=unchecked,
+                {name: {"start": start}}, logs, judge_specs=proxy.process_specs()
             ) as urls,
         ):
             asyncio.run(request_rewards(result, urls[name], rows, judge))
@@ -379,12 +369,12 @@ async def request_rewards(
             begin = time.perf_counter()
             result.reward = await get_reward(gym, result, rows[0])
             result.milliseconds = 1000 * (time.perf_counter() - begin)
-            if not result.judges or result.is_unchecked:
+            if not result.judges:
                 return
             for row in rows:  # up to the first one for which the server calls the judge
                 await get_reward(gym, result, row)
                 if judge.calls:
-                    result.failing_judge = await try_failing_judges(gym, result, row, judge)
+                    result.failing_judge = await try_failing_judge(gym, result, row, judge)
                     return
         except GymError as error:
             raise MissingError(str(error).removeprefix(url)) from None
@@ -402,13 +392,12 @@ async def get_reward(gym: Gym, result: Result, row: dict[str, Any]) -> float:
         return (await session.verify(response(items))).reward
 
 
-async def try_failing_judges(gym: Gym, result: Result, row: dict[str, Any], judge: Stub) -> str:
+async def try_failing_judge(gym: Gym, result: Result, row: dict[str, Any], judge: Stub) -> str:
     """Return a fault if the server returns a reward although its judge fails, or ""."""
-    for text, status in ((NONSENSE, 200), ("", 401)):
-        judge.set_replies(text, status)
-        with contextlib.suppress(GymError):
-            reward = await get_reward(gym, result, row)
-            return f"A FAULT: reward {reward:g} although its judge replies {text or status!r}"
+    judge.set_replies("", 401)
+    with contextlib.suppress(GymError):
+        reward = await get_reward(gym, result, row)
+        return f"A FAULT: reward {reward:g} although its judge replies 401"
     return ""
 
 
@@ -454,8 +443,7 @@ def describe(result: Result) -> str:
     parts = [f"reward in {result.milliseconds:.0f} ms"]
     if result.judges:
         parts.append(f"judge: {result.judges}")
-        unchecked = "its replies are not checked"
-        parts.append(unchecked if result.is_unchecked else result.failing_judge)
+        parts.append(result.failing_judge)
     if result.is_installed:
         parts.append("separate environment")
     parts.append(NOTES.get(result.name, ""))
@@ -487,15 +475,13 @@ def print_table(results: Sequence[Result]) -> None:
         cells = [result.name, rows, result.kind, result.tools, result.agents, trained]
         print(f"| {' | '.join([*cells, describe(result)])} |")
     verifying = [result for result in results if not result.missing]
-    checked = [result for result in verifying if result.judges and not result.is_unchecked]
-    unchecked = [result for result in verifying if result.is_unchecked]
-    uncalled = [result for result in checked if result.failing_judge == UNCALLED]
+    judged = [result for result in verifying if result.judges]
+    uncalled = [result for result in judged if result.failing_judge == UNCALLED]
     installed = [result for result in verifying if result.is_installed]
     print(
         f"\n{len(verifying)} of {len(results)} folders gave a reward for one fixed response to one "
-        f"example row: {len(checked)} with a judge ({len(uncalled)} of them: {UNCALLED}), "
-        f"{len(unchecked)} with a judge whose replies the recipe must accept, {len(installed)} "
-        "in a separate environment."
+        f"example row: {len(judged)} with a judge ({len(uncalled)} of them: {UNCALLED}), "
+        f"{len(installed)} in a separate environment."
     )
 
 

@@ -257,13 +257,9 @@ def test_an_agent_of_gym_samples_from_the_policy_endpoint(session, multi_turn_se
     assert any(0 in e.response_mask for e in episodes)
 
 
-def test_a_reply_of_the_judge_without_a_verdict_is_a_failure_and_not_a_reward(
-    session, multi_turn_servers
-):
+def test_the_policy_as_a_judge_gives_a_reward_only_if_it_replies(session, multi_turn_servers):
     """Gym's abstention calls genrm_model, which is the policy. It samples a move or <end>."""
     episodes = play(session, multi_turn_servers, row(), "judged", 16, "hit")
-    assert [e.status for e in episodes] == ["masked"] * 16
-    assert {e.reward for e in episodes} == {None}
-    errors = [e.error for e in episodes]
-    assert all("genrm_model" in error for error in errors), errors
-    assert any(f"no verdict in its reply: '{ACTIONS['hit']}'" in error for error in errors), errors
+    assert {e.status for e in episodes} <= {"ok", "masked"}, episodes[0].error
+    for e in episodes:
+        assert (e.reward is None) == (e.status == "masked")

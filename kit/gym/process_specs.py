@@ -185,15 +185,10 @@ def find_judges(name: str, start: Mapping[str, Any]) -> dict[str, str]:
     return dict(server_process.find_judges(server_process.build_settings(spec, package)))
 
 
-def check_judges(
-    name: str,
-    start: Mapping[str, Any],
-    models: Collection[str],
-    unchecked_judges: Collection[str] = (),
-) -> None:
-    """Check that a server's judges are configured and that their replies can be checked.
+def check_judges(name: str, start: Mapping[str, Any], models: Collection[str]) -> None:
+    """Check that a server's judges are configured. models: names of gym.judges.
 
-    models: names of gym.judges. unchecked_judges: names of servers. Raises GymStartError.
+    Raises GymStartError.
     """
     judges = find_judges(name, start)
     folder = find_folder(name, start)
@@ -208,19 +203,6 @@ def check_judges(
                 f"gym.judges.{model}, or set another {key} in gym.servers.{name}.start.config. "
                 'See docs/guides/judges.md, "Configure judges".'
             )
-    if judges and not server_process.JUDGE_PARSING.is_file():
-        raise GymStartError(
-            f"gym.servers.{name}: {server} needs a judge, and this copy has no kit/extras/judges. "
-            "Restore it, or choose another server."
-        )
-    if not judges or name in unchecked_judges:
-        return
-    if folder not in server_process.load_judge_parsing().VERDICT_PATTERNS:
-        raise GymStartError(
-            f"gym.servers.{name}: {server} scores an unparsable judge reply as a wrong answer and "
-            f"this cannot be detected. Accept it with gym.unchecked_judges=[{name}]. "
-            'See docs/guides/judges.md, "Servers whose judges are not checked".'
-        )
 
 
 def complete_judge_spec(
@@ -250,22 +232,20 @@ def plan_processes(
     start: Mapping[str, Any],
     policy: Mapping[str, Any] | None,
     models: Collection[str] = (),
-    unchecked_judges: Collection[str] = (),
 ) -> list[ProcessSpec]:
     """Return the specs of the processes of one server; the last one answers for its name.
 
-    policy: {base_url, api_key, model} for agents. models, unchecked_judges: as for `check_judges`.
-    Raises GymStartError.
+    policy: {base_url, api_key, model} for agents. models: as for `check_judges`. Raises
+    GymStartError.
     """
     check_server(name, {"start": start})
-    check_judges(name, start, models, unchecked_judges)
+    check_judges(name, start, models)
     host = start.get("host") or HOST
     folder = find_folder(name, start)
     shared = {
         "python": resolve_python(name, start),
         "host": host,
         "resources_server": folder,
-        "is_unchecked": name in unchecked_judges,
         "visible_variables": list(start.get("env") or []),
         "global_config": start.get("global_config") or {},
     }

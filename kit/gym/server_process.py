@@ -13,7 +13,6 @@ A spec is a dict that describes one process of a run. Its keys:
     overrides           settings that replace those of the YAML
     global_config       entries of Gym's configuration that describe no process, such as a sandbox
     config_key          the key of the recipe that sets `overrides`, for messages
-    is_unchecked        whether the replies of the server's judges are accepted without a check
     python, log         its interpreter and its log file
     visible_variables   environment variables that the process sees although their names are secret
     hidden_variables    environment variables that no process sees, unless in its visible_variables
@@ -45,7 +44,6 @@ RESOURCES = "resources_servers"  # kinds of servers: folders of the nemo-gym pac
 MODELS = "responses_api_models"
 AGENTS = "responses_api_agents"
 ENVIRONMENTS = "environment_servers"  # since Gym 0.7
-JUDGE_PARSING = Path(__file__).parents[1] / "extras" / "judges" / "judge_parsing.py"
 # settings that switch a verifier's judge off if they are false
 JUDGE_SWITCHES = ("should_use_judge", "use_judge", "enable_llm_judge")
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
@@ -86,8 +84,6 @@ def run_server(name: str, specs: list[ProcessSpec]) -> None:
     try:
         gym: Any = importlib.import_module("nemo_gym.server_utils")
         gym.initialize_ray = skip_ray
-        if spec["kind"] == RESOURCES:
-            watch_judges(spec, specs, config[name][RESOURCES][folder.name])
         if spec["folder"] == "genrm_model":
             use_remote_genrm()
         runpy.run_path(str(folder / "app.py"), run_name="__main__")
@@ -249,28 +245,6 @@ def is_model_reference(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
     return value.get("type") == MODELS and isinstance(value.get("name"), str)
-
-
-def load_judge_parsing() -> Any:
-    """Return the module judge_parsing.py, loaded by its path: Gym's environment has no `kit`."""
-    name = "judge_parsing"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, JUDGE_PARSING)
-        assert spec and spec.loader
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-def watch_judges(spec: ProcessSpec, specs: Iterable[ProcessSpec], settings: dict[str, Any]) -> None:
-    """Check the replies of the judges that the settings of a resources server name."""
-    judges = find_judges(settings)
-    if not judges:
-        return
-    judge_parsing = load_judge_parsing()
-    addresses = {f"{each['host']}:{each['port']}" for each in specs if each["kind"] == MODELS}
-    pattern = "" if spec["is_unchecked"] else judge_parsing.VERDICT_PATTERNS.get(spec["folder"], "")
-    judge_parsing.watch_judge_calls(set(judges.values()), addresses, pattern)
 
 
 def use_remote_genrm() -> None:

@@ -71,7 +71,6 @@ class GymServers:
     servers: {name: {url: ...} or {start: ...}}. process_specs.py lists the keys of `start`.
     policy: {base_url, api_key, model} of the endpoint that agents use.
     judge_specs: specs of processes that verifiers use as judges.
-    unchecked_judges: servers whose judges' replies are not checked.
 
     A server that dies is restarted on its port, and `on_restart(name)` is called. For the other
     processes of an agent, the name is policy_model or {name}_{agent}. If another process has taken
@@ -85,7 +84,6 @@ class GymServers:
         log_dir: Path,
         policy: Mapping[str, Any] | None = None,
         judge_specs: Iterable[ProcessSpec] = (),
-        unchecked_judges: Collection[str] = (),
         on_restart: Callable[[str], None] = lambda _: None,
         on_lost: Callable[[str], None] = logger.error,
     ):
@@ -93,7 +91,6 @@ class GymServers:
         self.log_dir = log_dir
         self.policy = policy
         self.judge_specs = judge_specs
-        self.unchecked_judges = unchecked_judges
         self.urls: dict[str, str] = {}  # by server
         self.specs: dict[str, ProcessSpec] = {}  # by process
         self.processes: dict[str, Popen[bytes]] = {}
@@ -120,7 +117,7 @@ class GymServers:
 
     def _plan(self, name: str, start: Mapping[str, Any], judges: Sequence[str]) -> None:
         """Add the specs of the processes of one server, and its URL."""
-        for spec in plan_processes(name, start, self.policy, judges, self.unchecked_judges):
+        for spec in plan_processes(name, start, self.policy, judges):
             process = spec["name"]
             is_shared = process == POLICY_MODEL and POLICY_MODEL not in judges
             if process in self.specs and not is_shared:

@@ -263,7 +263,6 @@ def start_servers_and_ray(launch: Launch) -> Mapping[str, str]:
         launch.logs,
         launch.policy,
         launch.gym_processes,
-        to_plain(config.gym.unchecked_judges),
         on_restart=run.report_restart,
         on_lost=run.guard.report_lost,
     )

@@ -285,9 +285,6 @@ def check_servers(config: DictConfig, command: str) -> Iterator[Exception]:
         )
     for name, server in to_plain(config.gym.servers).items():
         yield from check_server_entry(config, name, server or {})
-    for name in to_plain(config.gym.unchecked_judges) or []:
-        if name not in config.gym.servers:
-            yield ConfigError(f"gym.unchecked_judges: {name} is not in gym.servers. Remove it.")
     port = config.gym.policy_endpoint.port
     if port and not os.environ.get("POLICY_API_KEY"):
         yield ConfigError(
@@ -308,10 +305,9 @@ def check_server_entry(
         )
     elif keys == ["start"]:
         judges = to_plain(config.gym.judges) or {}
-        unchecked = to_plain(config.gym.unchecked_judges) or []
         try:
             process_specs.check_server(name, server)
-            process_specs.check_judges(name, server["start"], judges, unchecked)
+            process_specs.check_judges(name, server["start"], judges)
         except network.GymStartError as error:
             yield error
 

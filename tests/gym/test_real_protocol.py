@@ -205,9 +205,7 @@ def comparing_verifier(tmp_path):
     }
     with JudgeProxy({"judge_model": Judge("judge_model", judge.url, "stub")}) as proxy:
         specs = proxy.process_specs()
-        with running_servers(
-            {"groups": {"start": start}}, tmp_path, judge_specs=specs, unchecked_judges=["groups"]
-        ) as urls:
+        with running_servers({"groups": {"start": start}}, tmp_path, judge_specs=specs) as urls:
             yield urls["groups"]
 
 

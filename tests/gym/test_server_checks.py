@@ -86,12 +86,7 @@ def test_a_server_in_a_folder_has_the_settings_of_its_yaml(tmp_path, monkeypatch
     problem = r"/mcqa needs the model judge_model .*\. Set gym\.judges\.judge_model.* See docs/"
     with pytest.raises(GymStartError, match=problem):
         plan()
-    problem = (
-        r"/mcqa scores an unparsable .*\. Accept it with gym\.unchecked_judges=\[x\]\. See docs/"
-    )
-    with pytest.raises(GymStartError, match=problem):
-        plan(["judge_model"])
-    (spec,) = plan(["judge_model"], ["x"])
+    (spec,) = plan(["judge_model"])
     assert spec["folder"] == str(tmp_path / "mcqa")
     assert server_process.build_settings(spec, tmp_path / "no package")["depth"] == 3
 

@@ -6,7 +6,8 @@ Gym's own client has no timeout. If a judge returns 429 or 503, it retries witho
 second. It turns a prompt that is too long into an empty reply. So the proxy sends each request
 itself (`query_judge`), with a timeout, a number of attempts and a limit of concurrent requests. It
 also counts tokens, and keeps the judge's key in this process. If a judge fails, the proxy returns
-422, which Gym does not retry. Then judge_parsing.py in the verifier's process removes the reward.
+422, which Gym does not retry. The verifier then marks its reward as invalid (`judge_failsafe` of
+nemo_gym). The log of the run has the first failure of each reason.
 
 metrics.jsonl counts failures as `judge/<name>/failed/<reason>`. The reasons are: connect, timeout,
 http_<status>, bad_answer (not a completion), empty (no text), refused (by a content filter).
@@ -18,6 +19,7 @@ import asyncio
 import contextlib
 import email.utils
 import json
+import logging
 import secrets
 import threading
 import time
@@ -28,7 +30,6 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kit.extras.judges import judge_parsing
 from kit.extras.judges.judge_processes import model_server_spec, vllm_process_spec
 from kit.extras.judges.judge_settings import Judge
 from kit.gym import network
@@ -41,6 +42,7 @@ MESSAGE_FIELDS = ("role", "content", "refusal", "tool_calls")
 FIRST_RETRY_DELAY_S = 0.5  # doubled for each further retry
 MAX_REQUEST_BYTES = 2**28
 MAX_QUOTE = 200  # characters or bytes of a judge's reply in an error
+logger = logging.getLogger(__name__)
 
 
 class JudgeError(Exception):
@@ -171,7 +173,7 @@ def _parse_completion(body: bytes, judge: Judge) -> dict[str, Any]:
     """
     try:
         completion = json.loads(body)
-        texts = judge_parsing.extract_texts(completion)
+        texts = extract_texts(completion)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         message = f"HTTP 200 without a completion: {_quote(judge, body)!r}"
         raise JudgeError("bad_answer", message, is_retryable=True) from None
@@ -183,6 +185,21 @@ def _parse_completion(body: bytes, judge: Judge) -> dict[str, Any]:
     if not any(text.strip() for text in texts):
         _raise_for_empty_reply(completion, choices)
     return dict(completion)
+
+
+def extract_texts(body: Any) -> list[str]:
+    """Return the texts of a chat completion, or the text of a Responses object.
+
+    Raises KeyError, TypeError or AttributeError if `body` is neither.
+    """
+    if "choices" in body:
+        contents = [choice["message"].get("content") or "" for choice in body["choices"]]
+        return ["" + content for content in contents]  # raises TypeError if it is not a string
+    parts: list[dict[str, Any]] = []
+    for item in body["output"]:
+        if item.get("type") == "message":
+            parts.extend(item["content"])
+    return ["".join(part.get("text") or "" for part in parts)]
 
 
 def _raise_for_empty_reply(completion: dict[str, Any], choices: list[dict[str, Any]]) -> None:
@@ -232,6 +249,7 @@ class JudgeProxy:
         self.port = network.find_free_port()
         self._counts: dict[str, Counter[str]] = {name: Counter() for name in judges}
         self._counts_lock = threading.Lock()
+        self._logged: dict[str, set[str]] = {name: set() for name in judges}  # reasons
         self._sessions: dict[str, aiohttp.ClientSession] = {}
         self._slots: dict[str, asyncio.Semaphore] = {}
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -324,7 +342,7 @@ class JudgeProxy:
     async def _forward(self, judge: Judge, route: str, body: Any) -> web.Response:
         """Return the judge's reply, or status 422 with a JSON error if the judge fails.
 
-        Gym's model server does not retry a 422. judge_parsing.read_proxy_error reads the error.
+        Gym's model server does not retry a 422.
         """
         counts: Counter[str] = Counter(asked=1)
         try:
@@ -336,8 +354,10 @@ class JudgeProxy:
             message = f"judge {judge.name} ({judge.url}): {error.reason}: {error}"
             # Gym may turn an error with the words `context length` into an empty reply.
             message = message.replace("context length", "context")
-            content = {"error": {"code": judge_parsing.ERROR_CODE, "message": message}}
-            return web.json_response(content, status=422)
+            if error.reason not in self._logged[judge.name]:
+                self._logged[judge.name].add(error.reason)
+                logger.warning("%s. No reward is used that depends on it.", message)
+            return web.json_response({"error": {"message": message}}, status=422)
         finally:
             with self._counts_lock:
                 self._counts[judge.name] += counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import json
+import logging
 import threading
 import time
 from datetime import datetime, timedelta, timezone
@@ -12,7 +13,7 @@ from datetime import datetime, timedelta, timezone
 import httpx
 import pytest
 
-from kit.extras.judges import judge_parsing, judge_proxy
+from kit.extras.judges import judge_proxy
 from kit.extras.judges.judge_proxy import JudgeProxy
 from kit.extras.judges.judge_settings import Judge
 from kit.gym import network
@@ -168,7 +169,6 @@ def test_a_failed_judge_is_an_error_with_its_name_and_without_its_key(script, re
     status, response, metrics, _ = send(judge.url, key="right-key", key_name="THE_KEY", attempts=2)
     message = response["error"]["message"]
     assert status == 422
-    assert response["error"]["code"] == judge_parsing.ERROR_CODE
     assert f"judge judge_model ({judge.url}): {reason}" in message
     assert len(judge.log) == requests
     assert metrics[f"judge/judge_model/failed/{reason}"] == 1
@@ -176,11 +176,18 @@ def test_a_failed_judge_is_an_error_with_its_name_and_without_its_key(script, re
     assert judge.log[0][1] == "Bearer right-key"
     assert "right-key" not in message
     assert "context length" not in message
-    # the form in which Gym's model server passes the error on to the verifier
-    error = (
-        f"Hit an exception in VLLMModel calling an inner server: {json.dumps(response).encode()!r}"
-    )
-    assert judge_parsing.find_reply_problem(500, json.dumps(error).encode()) == message[:600]
+
+
+def test_the_log_has_the_first_failure_of_each_reason(caplog):
+    caplog.set_level(logging.WARNING, judge_proxy.__name__)
+    stub = StubJudge((400, {}), (401, {}), (400, {}))
+    with JudgeProxy({"j": Judge("j", stub.url, "stub")}) as proxy:
+        url = f"http://127.0.0.1:{proxy.port}/j/v1/chat/completions"
+        for _ in range(4):
+            httpx.post(url, json={}, headers={"Authorization": f"Bearer {proxy.key}"})
+    first, second = caplog.messages
+    assert f"judge j ({stub.url}): http_400: HTTP 400" in first
+    assert f"judge j ({stub.url}): http_401: HTTP 401" in second
 
 
 def test_a_judge_that_does_not_listen_is_a_failure():

@@ -19,7 +19,6 @@ from tests.helpers.models import ACTIONS, make_model
 from tests.helpers.recipes import GYM_PYTHON, ROOT
 
 SITE_PACKAGES = next(ROOT.glob(".venv-gym/lib/python3*/site-packages"))
-TEXT_WITHOUT_VERDICT = "Lorem ipsum dolor sit amet."
 # {server: (the `start` of its entry, a response of the policy that the judge decides)}
 SERVERS = {
     "abstention": ({"config": JUDGE_CONFIG}, "Paris"),
@@ -28,10 +27,12 @@ SERVERS = {
         {"config": {**JUDGE_CONFIG, "should_use_judge": True}},
         "The answer is \\boxed{-1}",
     ),
-    # It needs scikit-learn. CORRECT is a draw for it, with the reward 0.
-    "arena_judge": ({"config": JUDGE_CONFIG, "install": True}, "Paris"),
+    # These two catch the error of their judge, and report it in a field.
+    "longmemeval": ({"config": {**JUDGE_CONFIG, "judge_max_retries": 0}}, "Paris"),
+    "over_refusal_detection": ({"config": JUDGE_CONFIG}, "Paris"),
 }
-CORRECT = "[[A=B]] [Correct]\nA"  # each of these servers finds its verdict in this text
+# each of these servers finds its verdict in this text
+CORRECT = "yes [[COMPLIED]] [[A=B]] [Correct]\nA"
 
 
 def read_row(name):
@@ -80,7 +81,7 @@ def test_a_server_verifies_with_its_judge(servers_with_judge, name):
     judge, urls, proxy = servers_with_judge
     judge.script = [(200, completion(CORRECT))]
     metrics_before = proxy.metrics()
-    assert verify(urls, name).reward == float(name != "arena_judge"), metrics_before
+    assert verify(urls, name).reward == 1.0, metrics_before
     assert proxy.metrics()["judge/judge_model/prompt_tokens"] >= 5
 
 
@@ -88,24 +89,25 @@ def test_a_server_verifies_with_its_judge(servers_with_judge, name):
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
-        ((200, completion(TEXT_WITHOUT_VERDICT)), "no verdict in its reply: .*Lorem"),
-        ((200, completion("[[A>B]] or [[B>A]]")), "no verdict"),  # as arena_judge reports
         ((200, b"<html>"), "bad_answer"),
+        ((200, completion("")), "empty"),
         ((401, {"error": "right-key"}), "http_401"),
         ((404, {"error": {"message": "no model stub"}}), "http_404"),
         ((429, {}, [("Retry-After", "60")]), "http_429"),
         ((500, {}), "http_500"),
         ((200, None), "timeout"),
     ],
-    ids=["nonsense", "both", "html", "401", "wrong model", "429", "500", "never"],
+    ids=["html", "empty", "401", "wrong model", "429", "500", "never"],
 )
 def test_a_failed_judge_never_gives_a_reward(servers_with_judge, name, reply, reason):
-    judge, urls, _ = servers_with_judge
+    judge, urls, proxy = servers_with_judge
     judge.script = [reply]
-    with pytest.raises(GymError, match=rf"judge_model.*{reason}") as caught:
+    proxy.metrics()
+    with pytest.raises(GymError, match="marks its reward as invalid by") as caught:
         verify(urls, name)
     assert caught.value.reason == "masked"
     assert "right-key" not in str(caught.value)
+    assert proxy.metrics()[f"judge/judge_model/failed/{reason}"] >= 1
 
 
 @pytest.mark.soak  # over a minute; tests/test_stack.py has the policy as a judge
@@ -154,12 +156,7 @@ def test_a_model_in_vllm_can_be_a_judge(tmp_path, monkeypatch):
         ("physics_judge", {}, ["judge_model"], ""),
         # uses policy_model, which a run with an agent has
         ("multichallenge", {"agent": "simple_agent"}, [], ""),
-        (
-            "genrm_compare",
-            {},
-            ["genrm_model"],
-            r"cannot be detected\. .*gym\.unchecked_judges=\[genrm_compare\]",
-        ),
+        ("genrm_compare", {}, ["genrm_model"], ""),
         ("xstest", {}, ["allenai_wildguard_model_server"], ""),
         ("reasoning_gym", {}, [], ""),
     ],
@@ -171,7 +168,7 @@ def test_the_judges_of_a_server_are_checked_before_it_starts(name, start, judges
         expectation = pytest.raises(GymStartError, match=problem)
     with expectation:
         process_specs.check_judges(name, start, judges)
-    process_specs.check_judges(name, start, ["judge_model", "policy_model", *judges], [name])
+    process_specs.check_judges(name, start, ["judge_model", "policy_model", *judges])
 
 
 @pytest.mark.parametrize("port", [70000, 0.5, "x", -1])

@@ -81,10 +81,6 @@ def test_the_name_of_a_judge_must_be_valid(name):
             {"judges": {"judge_modle": "policy"}},
             ["the model judge_model", r"gym\.judges\.judge_modle: no server .* they"],
         ),
-        (
-            {"judges": {"judge_model": "policy"}, "unchecked_judges": ["physics"]},
-            [r"gym\.unchecked_judges: physics is not in gym\.servers"],
-        ),
         ({"judges": {"judge_model": "policy"}}, []),
         (
             {
