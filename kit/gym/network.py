@@ -131,7 +131,10 @@ def bind_once(host: str, port: int) -> None:
 
 
 def is_listening(process: Popen[bytes], port: int) -> bool:
-    """Return whether `process`, or a process that it started, listens on the port."""
+    """Return whether `process`, or a process that it started, listens on the port.
+
+    Two runs that start at the same time may choose the same free port.
+    """
     try:
         root = psutil.Process(process.pid)
         family = [root, *root.children(recursive=True)]
@@ -177,9 +180,11 @@ def wait_ready(
         time.sleep(0.2)
     problem = problem or "no answer"
     if process:
+        if process.poll() is not None:
+            problem = f"it exited with status {process.poll()}"
         tail = read_tail(log) or "it is empty"
         raise GymStartError(
-            f"gym server {name} did not start: {describe_exit(process, problem)}. "
+            f"gym server {name} did not start: {problem}. "
             f'See its log {log}: {tail}. See docs/troubleshooting.md, "Gym".'
         )
     command = f"python -m kit.gym.servers {name} --port {url.rpartition(':')[2]}"
@@ -207,16 +212,6 @@ def find_problem(url: str, process: Popen[bytes] | None, timeout_s: float) -> st
     if process and port and not is_listening(process, port):
         return f"port {port} belongs to another process: stop that process, or set start.port"
     return ""
-
-
-def describe_exit(process: Popen[bytes], problem: str) -> str:
-    """Return why a server did not become ready: its exit status if it ended, else `problem`."""
-    status = process.poll()
-    if status is None:
-        return problem
-    if "belongs to another process" in problem:
-        return f"it exited with status {status} ({problem})"
-    return f"it exited with status {status}"
 
 
 def read_tail(log: Path | None) -> str:

@@ -32,7 +32,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 from threading import Event, Thread
@@ -51,7 +50,6 @@ from kit.gym.process_specs import (
 from kit.gym.server_process import ProcessSpec
 
 STOP_TIMEOUT_S = 5.0  # between SIGTERM and SIGKILL
-PORT_RELEASE_S = 2.0  # for a process that was killed to release its port
 RESTART_INTERVAL_S = 5.0  # minimum between two restarts of one server
 # Servers that read other servers' settings, not only their addresses: folder -> the other folder.
 READS_SETTINGS = {"browsecomp_agent": "vllm_model", "rdkit_chemistry": "ns_tools"}
@@ -72,10 +70,8 @@ class GymServers:
     policy: {base_url, api_key, model} of the endpoint that agents use.
     judge_specs: specs of processes that verifiers use as judges.
 
-    A server that dies is restarted on its port, and `on_restart(name)` is called. For the other
-    processes of an agent, the name is policy_model or {name}_{agent}. If another process has taken
-    the port, answers from it are not the server's. Then `on_lost(message)` is called instead. Both
-    are called from a thread.
+    A server that dies is restarted on its port, and `on_restart(name)` is called from a thread. For
+    the other processes of an agent, the name is policy_model or {name}_{agent}.
     """
 
     def __init__(
@@ -85,7 +81,6 @@ class GymServers:
         policy: Mapping[str, Any] | None = None,
         judge_specs: Iterable[ProcessSpec] = (),
         on_restart: Callable[[str], None] = lambda _: None,
-        on_lost: Callable[[str], None] = logger.error,
     ):
         self.servers = servers
         self.log_dir = log_dir
@@ -95,7 +90,6 @@ class GymServers:
         self.specs: dict[str, ProcessSpec] = {}  # by process
         self.processes: dict[str, Popen[bytes]] = {}
         self.on_restart = on_restart
-        self.on_lost = on_lost
         self._is_closed = Event()
         self._restarts = Thread(target=self.restart_loop, daemon=True)
 
@@ -146,36 +140,24 @@ class GymServers:
         When this thread ends, the kernel ends the processes that it restarted (PR_SET_PDEATHSIG).
         So no error may end the thread.
         """
-        states = {name: RestartState() for name in self.processes}
+        earliest = dict.fromkeys(self.processes, 0.0)  # next restart, of time.monotonic()
         while not self._is_closed.wait(1.0):
-            for name, state in states.items():
-                if state.is_due(self.processes[name]):
-                    self._check_process(name, state)
+            for name in self.processes:
+                has_ended = self.processes[name].poll() is not None
+                if has_ended and time.monotonic() >= earliest[name]:
+                    earliest[name] = time.monotonic() + RESTART_INTERVAL_S
+                    self._restart(name)
 
-    def _check_process(self, name: str, state: RestartState) -> None:
-        """Restart a process that has ended, or report that it has lost its port."""
+    def _restart(self, name: str) -> None:
+        """Restart a process that has ended."""
         spec = self.specs[name]
-        process = self.processes[name]
-        status = process.poll()
+        status = self.processes[name].poll()
         try:
-            if status is not None:
-                stop_servers([process])  # its children may still listen on its port
-            if is_port_taken(spec, process):
-                state.is_lost = True
-                self.on_lost(
-                    f"gym server {name} exited, and another process has taken its port "
-                    f"{spec['port']}. Stop that process, then rerun the same command to resume; "
-                    f"log {spec['log']}"
-                )
-            elif status is not None:
-                state.restart_at = time.monotonic() + RESTART_INTERVAL_S
-                state.is_confirmed = False
-                self.processes[name] = start_server(spec, self.specs.values(), "ab")
-                message = "gym server %s exited with status %s and is restarted; log %s"
-                logger.warning(message, name, status, spec["log"])
-                self.on_restart(name)
-            else:
-                state.is_confirmed = network.is_listening(process, spec["port"])
+            stop_servers([self.processes[name]])  # its children may still listen on its port
+            self.processes[name] = start_server(spec, self.specs.values(), "ab")
+            message = "gym server %s exited with status %s and is restarted; log %s"
+            logger.warning(message, name, status, spec["log"])
+            self.on_restart(name)
         except Exception:
             message = "cannot restart gym server %s, which exited with status %s; log %s"
             logger.exception(message, name, status, spec["log"])
@@ -188,23 +170,6 @@ class GymServers:
                 self._restarts.join()
         finally:
             stop_servers(self.processes.values())
-
-
-@dataclass
-class RestartState:
-    """The restarts of one process."""
-
-    restart_at: float = 0.0  # earliest time of the next restart, of time.monotonic(), in seconds
-    is_confirmed: bool = True  # whether it was seen to listen on its port since the last restart
-    is_lost: bool = False  # whether another process has its port
-
-    def is_due(self, process: Popen[bytes]) -> bool:
-        """Return whether the process must be restarted or checked now."""
-        if self.is_lost:
-            return False
-        if process.poll() is None:
-            return not self.is_confirmed
-        return time.monotonic() >= self.restart_at
 
 
 @contextlib.contextmanager
@@ -307,20 +272,6 @@ def stop_servers(processes: Collection[Popen[bytes]]) -> None:
         with contextlib.suppress(ProcessLookupError, TimeoutExpired):
             os.killpg(process.pid, signal.SIGKILL)  # a child may outlive the server
             process.wait(STOP_TIMEOUT_S)
-
-
-def is_port_taken(spec: ProcessSpec, process: Popen[bytes]) -> bool:
-    """Return whether a process other than `process` keeps the port of `spec` in use.
-
-    Waits up to PORT_RELEASE_S, because a child of an ended process may need a moment to end.
-    """
-    end = time.monotonic() + PORT_RELEASE_S
-    port = int(spec["port"])
-    while network.is_port_in_use(spec["host"], port) and not network.is_listening(process, port):
-        if time.monotonic() > end:
-            return True
-        time.sleep(0.1)
-    return False
 
 
 # --- command line --------------------------------------------------------------------------------

@@ -264,7 +264,6 @@ def start_servers_and_ray(launch: Launch) -> Mapping[str, str]:
         launch.policy,
         launch.gym_processes,
         on_restart=run.report_restart,
-        on_lost=run.guard.report_lost,
     )
     launch.stack.callback(group.close)
     group.start()
