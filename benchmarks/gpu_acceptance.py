@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from measure import ROOT, gpus, machine, run
+from measure import ROOT, gpus, machine, read_metrics, run
 
 FOLDER = ROOT / "runs" / "acceptance"
 STOP_S = 90.0  # of the budget: after SIGTERM, a run may save a checkpoint and end its processes
@@ -203,7 +203,7 @@ def train(name: str, context: Context) -> Training:
     run(command, FOLDER / f"{name}.log", memory, every)
     plan = SLICES[name].plan
     folder = FOLDER / ((plan and plan.resumes) or name)
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    lines = read_metrics(folder / "metrics.jsonl")
     return Training([line for line in lines if "timing_s/step" in line], memory, folder)
 
 
@@ -328,8 +328,8 @@ def check_ahead(training: Training) -> dict[str, bool]:
 
 def check_equal(training: Training) -> dict[str, bool]:
     """Check that this run has the metrics of the slice `deterministic`."""
-    text = (FOLDER / "deterministic" / "metrics.jsonl").read_text()
-    first = [line for line in map(json.loads, text.splitlines()) if "timing_s/step" in line]
+    lines = read_metrics(FOLDER / "deterministic" / "metrics.jsonl")
+    first = [line for line in lines if "timing_s/step" in line]
     runs = [
         [[line[key] for key in EQUAL_METRICS] for line in part] for part in (first, training.lines)
     ]

@@ -25,6 +25,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from kit.data.json_lines import read_metrics  # noqa: E402
 from kit.extras.preflight import gpus as preflight_gpus  # noqa: E402
 
 LOGS = ROOT / "runs" / "bench"
@@ -137,8 +138,7 @@ def demo(
     folder = ROOT / "runs" / name
     for weights in ("checkpoints", "export"):  # 2 GB that no benchmark reads
         shutil.rmtree(folder / weights, ignore_errors=True)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return folder, [json.loads(line) for line in lines]
+    return folder, read_metrics(folder / "metrics.jsonl")
 
 
 def stages(row: dict[str, Any]) -> dict[str, float]:

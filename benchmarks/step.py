@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from measure import ROOT, Memory, demo, last_json, machine, stages
+from measure import ROOT, Memory, demo, last_json, machine, read_metrics, stages
 
 # the stages that have a limit; `else` is the rest of a step
 PARTS = ("gen", "update_actor", "update_weights")
@@ -139,7 +139,7 @@ def main() -> None:
     if folder is None:
         folder, rows = demo("bench-step", args.steps, memory, Memory.EVERY, args.changes)
     else:
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = read_metrics(folder / "metrics.jsonl")
     result = report(rows, measure_limits(folder, args.rounds))
     peaks = dict(sorted(memory.peaks.items(), key=lambda item: -item[1]))
     print("\npeak memory, GB: " + ", ".join(f"{name} {size:.2f}" for name, size in peaks.items()))

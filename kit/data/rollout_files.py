@@ -40,6 +40,7 @@ from kit.data.episode import (
     RecordIndex,
     from_output_items,
 )
+from kit.data.json_lines import read_lines
 from kit.errors import ConfigError
 
 SAVED_FIELDS = (  # of Episode, under `_episode`, by the same name
@@ -213,9 +214,7 @@ def shortest_floats(numbers: Iterable[np.float32]) -> list[float]:
 
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, record) of a rollouts file. Raises ConfigError for another format."""
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        if not line:
-            continue
+    for number, line in enumerate(read_lines(path), 1):
         try:
             record = parse_record(line)
             record["_episode"]["row_id"], record["response"]["output"]

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -218,9 +217,6 @@ def read_collected(path: Path, tasks: Sequence[env.Task]) -> dict[RecordIndex, C
     collected: dict[RecordIndex, Collected] = {}
     if not path.is_file():
         return collected
-    complete = path.read_bytes().rpartition(b"\n")[0]
-    # remove a last line that a kill cut short: its episode is sampled again
-    os.truncate(path, len(complete) + 1 if complete else 0)
     for _, record in rollout_files.read_records(path):
         row = record.get("_ng_task_index", -1)
         if not 0 <= row < len(tasks) or not is_of_task(record, tasks[row]):

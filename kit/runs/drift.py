@@ -17,7 +17,7 @@ from typing import NamedTuple
 from omegaconf import DictConfig
 
 from kit.config.neutral_sampling import requires_same_probs
-from kit.runs import files
+from kit.data.json_lines import read_metrics
 
 METRIC = "training/rollout_probs_diff_mean"
 WINDOW = 5  # steps: medians of so many do not follow single steps
@@ -57,7 +57,9 @@ class DriftWatch:
         if not self.is_active or METRIC not in metrics:
             return
         if not self.values:
-            self.values = read_differences(self.metrics_file, step)
+            for line in read_metrics(self.metrics_file):
+                if line.get(METRIC) is not None:
+                    self.values[line["step"]] = line[METRIC]
         self.values[step] = metrics[METRIC]
         drift = find_drift([self.values[number] for number in sorted(self.values)])
         if drift:
@@ -67,14 +69,3 @@ class DriftWatch:
                 f"{WINDOW} steps): rollout engine and trainer compute ever more different numbers. "
                 'See docs/guides/diagnosis.md, "7. Rollout engine against trainer".'
             )
-
-
-def read_differences(path: Path, last: int) -> dict[int, float]:
-    """Read {step: difference} of metrics.jsonl up to a step."""
-    differences = {}
-    for line in files.read_lines(path):
-        metrics = files.parse_line(line) or {}
-        step = metrics.get("step", 0)
-        if metrics.get(METRIC) is not None and step <= last:
-            differences[step] = metrics[METRIC]
-    return differences

@@ -4,8 +4,6 @@ The disk may be full at any write:
 
 - A file that is replaced is written under another name, then renamed.
 - A file that grows gets its old length back if a line does not fit.
-- If a process is killed, the last line of a file may be cut. The next command on the folder moves
-  that line to <name>.cut.
 """
 
 from __future__ import annotations
@@ -13,19 +11,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import logging
 import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from kit.errors import RunError
 
 LOCK_NAME = "run.lock"
 PARTIAL_SUFFIX = ".part"  # ends the name of a file that is not complete yet
-READ_BLOCK = 1 << 20  # bytes
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PERMISSION_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 WRITE_FAILED = (
@@ -96,60 +92,6 @@ def append_or_restore(path: Path) -> Iterator[IO[bytes]]:
             with contextlib.suppress(OSError):
                 os.truncate(path, old_size)
             raise
-
-
-# --- lines of JSON -------------------------------------------------------------------------------
-
-
-def parse_line(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object of a line, or None if the line was cut or is not an object."""
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def read_lines(path: Path) -> list[bytes]:
-    """Return a file's lines without line ends, the last one even if it has none.
-
-    Return [] if the file does not exist.
-    """
-    return path.read_bytes().splitlines() if path.is_file() else []
-
-
-def set_cut_line_aside(path: Path) -> str:
-    """Move a cut last line of a JSONL file to <name>.cut, so that new lines start on a new line.
-
-    Return a message for the user, or "" if the last line is complete. Raises RunError.
-    """
-    if not path.is_file():
-        return ""
-    with explain_write_errors(path), path.open("rb+") as file:
-        rest = _read_unfinished_line(file)
-        if not rest:
-            return ""
-        size = file.seek(0, os.SEEK_END)
-        if parse_line(rest) is not None:  # only the line end is missing
-            file.write(b"\n")
-            return ""
-        aside = path.with_name(f"{path.name}.cut")
-        with append_or_restore(aside) as out:
-            out.write(rest + b"\n")
-        file.truncate(size - len(rest))
-    return f"Moved the last line of {path}, which was cut, to {aside.name}. All other lines stay."
-
-
-def _read_unfinished_line(file: IO[bytes]) -> bytes:
-    """Return the bytes after the last line end. Read from the end, since files may be large."""
-    rest = b""
-    position = file.seek(0, os.SEEK_END)
-    while position and b"\n" not in rest:
-        size = min(position, READ_BLOCK)
-        position -= size
-        file.seek(position)
-        rest = file.read(size) + rest
-    return rest.rpartition(b"\n")[2]
 
 
 # --- one run per folder --------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from env import Task
 from kit import extras
 from kit.config import trackers
 from kit.config.redaction import redacted
+from kit.data import json_lines
 from kit.data.episode import Episode
 from kit.data.rollout_files import open_records, to_record, write_record
 from kit.errors import RunError
@@ -110,15 +111,17 @@ class Run:
             with files.explain_write_errors(checkpoint_folder):
                 checkpoint_folder.mkdir(parents=True, exist_ok=True)
             self.lock(checkpoint_folder)
-        for path in sorted(self.folder.glob("*.jsonl")):
-            note = files.set_cut_line_aside(path)
-            if note:
-                self.say(note)
+        with files.explain_write_errors(self.folder):
+            for path in sorted(self.folder.glob("*.jsonl")):
+                if json_lines.drop_incomplete_line(path):
+                    self.say(f"Removed the incomplete last line of {path}. All other lines stay.")
         name = "config" if self.trains else self.command
         with files.replace_atomically(self.folder / f"{name}.yaml") as partial:
             OmegaConf.save(redacted(self.config), partial)
         if self.trains:
-            self.set_later_steps_aside()
+            first = checkpoints.step_of(self.checkpoint) if self.checkpoint else 0
+            for note in checkpoints.set_aside(checkpoint_folder, first):
+                self.say(note)
 
     def lock(self, folder: Path) -> None:
         """Keep other runs out of a folder until this one ends. Raises RunError."""
@@ -139,42 +142,6 @@ class Run:
             if name not in os.environ:
                 os.environ[name] = str(value)
                 self.changed_variables.append(name)
-
-    def set_later_steps_aside(self) -> None:
-        """Set aside an earlier run's results of the steps that this run trains again.
-
-        Their lines of metrics.jsonl go to metrics.abandoned.jsonl. Their checkpoints are renamed.
-        """
-        first = checkpoints.step_of(self.checkpoint) if self.checkpoint else -1
-        folder = Path(self.config.trainer.default_local_dir)
-        for note in checkpoints.set_aside(folder, max(first, 0)):
-            self.say(note)
-        path = self.folder / "metrics.jsonl"
-        if not path.is_file():
-            return
-        kept: list[bytes] = []
-        abandoned: list[bytes] = []
-        unreadable: list[bytes] = []
-        for line in files.read_lines(path):
-            metrics = files.parse_line(line)
-            if metrics is None or not isinstance(metrics.get("step"), int):
-                unreadable.append(line + b"\n")
-            elif metrics["step"] <= first:
-                kept.append(line + b"\n")
-            else:
-                abandoned.append(line + b"\n")
-        if unreadable:
-            with files.append_or_restore(path.with_name(f"{path.name}.cut")) as out:
-                out.writelines(unreadable)
-            self.say(
-                f"{len(unreadable)} lines of {path} cannot be read. They are now in {path.name}.cut"
-            )
-        if abandoned:
-            with files.append_or_restore(self.folder / "metrics.abandoned.jsonl") as out:
-                out.writelines(abandoned)
-        if abandoned or unreadable:
-            with files.replace_atomically(path) as partial:
-                partial.write_bytes(b"".join(kept))
 
     # --- trackers ---
 
@@ -263,10 +230,10 @@ class Run:
         if self.on_restart:
             self.on_restart(server)
 
-    def save(self, workers: Any, state: dict[str, Any]) -> Path | None:
+    def save(self, workers: Any, state: checkpoints.LoopState) -> Path | None:
         """Save the workers' weights, unless they are saved or not finite -> the last checkpoint."""
         saved_step = checkpoints.step_of(self.checkpoint) if self.checkpoint else 0
-        if state["step"] <= saved_step:
+        if state.step <= saved_step:
             return self.checkpoint
         with self.stage("save_checkpoint"):
             nonfinite = checkpoints.find_nonfinite(workers)
@@ -495,11 +462,9 @@ class Run:
 
     def read_first_scores(self) -> dict[str, Any]:
         """The metrics of the first evaluation, of this run or of one that it resumes."""
-        for line in files.read_lines(self.folder / "metrics.jsonl"):
-            if b'"val-core/' in line:
-                metrics = files.parse_line(line)
-                if metrics:
-                    return metrics
+        for metrics in json_lines.read_metrics(self.folder / "metrics.jsonl"):
+            if any(name.startswith("val-core/") for name in metrics):
+                return metrics
         return {"step": 0}
 
 

@@ -226,7 +226,7 @@ def test_the_batches_of_a_refilled_step_stay_separate(tmp_path):
 )
 def test_a_line_that_is_no_episode_is_an_error_with_its_number(tmp_path, line, message):
     path = tmp_path / "step_1.jsonl"
-    path.write_text(line)
+    path.write_text(f"{line}\n" if line else "")
     with pytest.raises(ConfigError, match=message):
         rollout_files.load_replay(path, [task("rows.jsonl:1")])
     with pytest.raises(ConfigError, match=r"nowhere.jsonl: no such file"):

@@ -23,10 +23,11 @@ import gym_client
 from kit.config.load import load_config
 from kit.config.redaction import redacted
 from kit.data.episode import Episode, append_tokens
+from kit.data.json_lines import read_metrics
 from kit.data.rollout_files import open_records, to_record, write_record
 from kit.extras.supervisor import process_monitor
 from kit.runs import checkpoints
-from tests.helpers.recipes import CLEAN_ENV, command, metrics_of, row, tiny
+from tests.helpers.recipes import CLEAN_ENV, command, row, tiny
 
 SECRET = "sk-planted-" + uuid.uuid4().hex
 # Prefixes of metrics that differ between equal runs.
@@ -102,9 +103,8 @@ class LiveRun:
 
     def steps(self) -> list[int]:
         """The training steps in metrics.jsonl."""
-        if not (self.folder / "metrics.jsonl").is_file():
-            return []
-        return [m["step"] for m in metrics_of(self.folder) if "rollout/failed_frac" in m]
+        lines = read_metrics(self.folder / "metrics.jsonl")
+        return [line["step"] for line in lines if "rollout/failed_frac" in line]
 
     def until(
         self, is_true: Callable[[], bool], patience: float = 240.0, ended: bool = False
@@ -223,7 +223,7 @@ def list_values(records: list[dict], key: str) -> list[list]:
 
 def list_metrics(run: Path, steps: range) -> list[dict]:
     """The metrics of the training steps, without those that differ in every run."""
-    lines = [m for m in metrics_of(run) if "rollout/failed_frac" in m]
+    lines = [m for m in read_metrics(run / "metrics.jsonl") if "rollout/failed_frac" in m]
     assert [m["step"] for m in lines] == list(steps)
     return [{k: v for k, v in m.items() if not k.startswith(UNEQUAL)} for m in lines]
 

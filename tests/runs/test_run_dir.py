@@ -1,11 +1,10 @@
-"""Tests of a run's folder: a full disk, truncated lines, and two runs with the same name."""
+"""Tests of a run's folder: a full disk, incomplete lines, and two runs with the same name."""
 
 from __future__ import annotations
 
 import builtins
 import errno
 import io
-import json
 import os
 import resource
 import subprocess
@@ -19,6 +18,7 @@ from omegaconf import OmegaConf
 import algorithm
 import training
 from kit.data.episode import Episode
+from kit.data.json_lines import read_metrics, read_objects
 from kit.data.metrics import compute_validation_metrics
 from kit.errors import RunError
 from kit.runs import checkpoints, cli, export, files
@@ -134,16 +134,12 @@ def command(workspace, tmp_path, monkeypatch):
     return run_command
 
 
-def read_metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in files.read_lines(folder / "metrics.jsonl")]
-
-
 def assert_complete_lines(folder: Path) -> None:
     """Assert that every line of every JSONL file is complete."""
     for path in folder.rglob("*.jsonl"):
         text = path.read_bytes()
         assert not text or text.endswith(b"\n"), path
-        assert all(files.parse_line(line) for line in text.splitlines()), path
+        assert len(read_objects(path)) == len(text.splitlines()), path
 
 
 def test_a_full_disk_at_any_write_is_a_one_line_error_and_loses_nothing(
@@ -170,12 +166,12 @@ def test_a_full_disk_at_any_write_is_a_one_line_error_and_loses_nothing(
         assert not saved or last, (room, saved)
         if room % 4 == 0 and not (folder / "export" / checkpoints.EXPORTED).exists():
             last_step = checkpoints.step_of(last) if last else -1
-            kept = [line for line in read_metrics(folder) if line["step"] <= last_step]
+            lines = read_metrics(folder / "metrics.jsonl")
+            kept = [line for line in lines if line["step"] <= last_step]
             assert command() == "", room  # the disk has room again
-            assert read_metrics(folder)[: len(kept)] == kept, room
-            steps = [
-                line["step"] for line in read_metrics(folder) if "training/global_step" in line
-            ]
+            lines = read_metrics(folder / "metrics.jsonl")
+            assert lines[: len(kept)] == kept, room
+            steps = [line["step"] for line in lines if "training/global_step" in line]
             # The line of step 1 may be missing: the disk may become full after its checkpoint.
             is_exported = (folder / "export" / checkpoints.EXPORTED).is_file()
             assert steps in ([1, 2], [2], [1]) and is_exported, (room, steps)
@@ -187,28 +183,21 @@ def test_a_full_disk_at_any_write_is_a_one_line_error_and_loses_nothing(
     assert room > 40 and any("metrics.jsonl" in text for text in unwritten), unwritten
 
 
-@pytest.mark.parametrize(
-    "cut", [b'{"step": 2, "rollout/rew', b'{"step": 2, "ti{"step": 2, "time": 1}\n', b"\x00\xff}"]
-)
-def test_a_truncated_line_is_moved_to_another_file_and_the_run_resumes(
-    command, tmp_path, capsys, cut
-):
+@pytest.mark.parametrize("part", [b'{"step": 2, "rollout/rew', b"\x00\xff}"])
+def test_an_incomplete_line_is_removed_and_the_run_resumes(command, tmp_path, capsys, part):
     assert command() == ""
     folder = tmp_path / "runs" / "tiny"
     (folder / "export" / checkpoints.EXPORTED).unlink()
-    for name in ("metrics", "failures", "metrics.abandoned"):
+    before = (folder / "metrics.jsonl").read_bytes()
+    for name in ("metrics", "failures"):
         with (folder / f"{name}.jsonl").open("ab") as out:
-            out.write(cut)
-    before = (folder / "metrics.jsonl").read_bytes().removesuffix(cut)
+            out.write(part)
     capsys.readouterr()
     assert command() == ""
     output = capsys.readouterr().out
-    assert output.count("metrics.jsonl.cut") == 1, output
+    assert output.count("Removed the incomplete last line of runs/tiny/metrics.jsonl") == 1, output
     assert (folder / "metrics.jsonl").read_bytes().startswith(before)
-    assert cut.strip() in (folder / "metrics.jsonl.cut").read_bytes()
-    assert all(files.parse_line(line) for line in files.read_lines(folder / "metrics.jsonl"))
-    for name in ("failures", "metrics.abandoned"):  # the next line starts on a new line
-        assert cut.endswith(b"\n") or (folder / f"{name}.jsonl.cut").read_bytes() == cut + b"\n"
+    assert_complete_lines(folder)
 
 
 @pytest.mark.parametrize(
@@ -294,13 +283,6 @@ def test_an_export_that_fails_keeps_the_earlier_one(tmp_path, monkeypatch):
     assert sorted(tmp_path.iterdir()) == [target]
 
 
-def test_a_complete_last_line_without_a_newline_is_kept(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}')
-    assert files.set_cut_line_aside(path) == ""
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n' and not list(tmp_path.glob("*.cut"))
-
-
 def test_an_incomplete_file_does_not_replace_a_complete_one(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     path.write_text("whole")
@@ -311,29 +293,6 @@ def test_an_incomplete_file_does_not_replace_a_complete_one(tmp_path):
             partial.write_text("ha")
             raise OSError(errno.ENOSPC, "full")
     assert path.read_text() == "whole" and list(tmp_path.iterdir()) == [path]
-
-
-# --- steps that a resumed run repeats ------------------------------------------------------------
-
-
-def test_metrics_of_repeated_steps_are_moved_to_another_file(workspace, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config, _ = load(workspace)
-    folder = Path("runs/tiny")
-    folder.mkdir(parents=True)
-    path = folder / "metrics.jsonl"
-    lines = [json.dumps({"step": step, "n": n}) for n, step in enumerate((0, 1, 2, 2, 3))]
-    path.write_text("\n".join(lines) + '\n{"step": 4, "cut')
-    with Run(config, "train", Path("checkpoints/global_step_2")):
-        pass
-    assert path.read_text().splitlines() == lines[:4]
-    assert (folder / "metrics.abandoned.jsonl").read_text().splitlines() == lines[4:]
-    assert (folder / "metrics.jsonl.cut").read_text().splitlines() == ['{"step": 4, "cut']
-    with Run(config, "rollout"):
-        assert path.read_text() != ""
-    with Run(config):  # starts at step 0
-        pass
-    assert path.read_text() == ""
 
 
 # --- two runs with the same name -----------------------------------------------------------------

@@ -9,7 +9,6 @@ The report and the command `show` use it. It also works in a notebook:
 from __future__ import annotations
 
 import itertools
-import json
 import zipfile
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -21,6 +20,7 @@ import pandas as pd
 import yaml
 
 from kit.data.episode import SAMPLED_IDS
+from kit.data.json_lines import read_metrics, read_objects
 from kit.data.metrics import FAILED_AS_0, name_test_set
 from kit.data.rollout_files import read_records
 from kit.errors import ConfigError
@@ -84,7 +84,7 @@ class RunData:
     of `spread_evenly`. `skipped_files` counts the files that are not read.
 
     config: the recipe. config_text: the same as YAML text.
-    unreadable: a message for each line or file that could not be read.
+    unreadable: a message for each file that could not be read.
     """
 
     def __init__(self, path: Path):
@@ -108,20 +108,8 @@ class RunData:
 
         NaN if a step does not have the metric.
         """
-        path = self.path / "metrics.jsonl"
-        text = path.read_text(errors="replace") if path.is_file() else ""
-        lines = []
-        for number, line in enumerate(text.splitlines(), 1):
-            try:
-                metrics = parse_metrics(line)
-            except (ValueError, AttributeError):
-                self.unreadable.append(f"metrics.jsonl:{number} is incomplete")
-                continue
-            command = metrics.pop("command", None)
-            # `evaluate` and `rollout` may write into the directory of a training run
-            if command is None or not (self.path / "config.yaml").is_file():
-                lines.append(metrics)
-        frame = pd.DataFrame(lines or [{"step": 0}])
+        lines = read_metrics(self.path / "metrics.jsonl")
+        frame = pd.DataFrame(lines or [{"step": 0}]).drop(columns="command", errors="ignore")
         return frame.groupby("step").last().astype(float)
 
     @cached_property
@@ -158,21 +146,13 @@ class RunData:
         try:
             for _, record in itertools.islice(read_records(path), MAX_EPISODES // 4):
                 yield SavedEpisode(path.stem, step, record)
-        except ConfigError as error:  # the file ends at a line that a kill left incomplete
+        except ConfigError as error:  # of another format
             self.unreadable.append(str(error).partition(". ")[0])
 
     def _read_failures(self) -> Iterator[SavedEpisode]:
         """Read failures.jsonl: `rollout` and `evaluate` write failed episodes only there."""
-        path = self.path / "failures.jsonl"
-        if not path.is_file():
-            return
-        for line in path.read_bytes().splitlines():
-            try:
-                episode = json.loads(line)
-                file = episode.pop("rollout")
-            except (ValueError, KeyError):
-                self.unreadable.append("failures.jsonl is incomplete")
-                continue
+        for episode in read_objects(self.path / "failures.jsonl"):
+            file = episode.pop("rollout")
             record = {"_episode": episode, "response": {"output": []}}
             yield SavedEpisode(file, NO_STEP, record)
 
@@ -241,15 +221,6 @@ def find_config(folder: Path) -> Path:
     raise ConfigError(
         f"{folder} is not a run directory: it has no config.yaml. Pass a directory of runs/."
     )
-
-
-def parse_metrics(line: str) -> dict[str, Any]:
-    """Parse one line of metrics.jsonl. Raises ValueError or AttributeError if it is not an object.
-
-    A null stands for a number that is not finite; it becomes NaN.
-    """
-    metrics = json.loads(line).items()
-    return {name: np.nan if value is None else value for name, value in metrics}
 
 
 def make_row(saved: SavedEpisode) -> EpisodeRow:

@@ -1,0 +1,58 @@
+"""Read files of JSON lines that a run appends to: metrics.jsonl, failures.jsonl, episodes.
+
+A line counts only if it has its line end. A process that is killed can leave a part of a line at
+the end of a file, which is no line for the readers. The next command removes it before it appends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """Return the complete lines of a file without their line ends; [] if there is no file."""
+    return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+
+
+def drop_incomplete_line(path: Path) -> bool:
+    """Remove what follows the last line end of a file -> whether there was anything."""
+    content = path.read_bytes()
+    size = content.rfind(b"\n") + 1
+    if size == len(content):
+        return False
+    os.truncate(path, size)
+    return True
+
+
+def read_objects(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects of a file's complete lines. Other lines are skipped."""
+    objects = []
+    for line in read_lines(path):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            objects.append(value)
+    return objects
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl that count, in the order of their steps.
+
+    A resumed run appends to the file, first a line of the step that it resumes from. So each line
+    replaces those of later steps before it. A step may have several lines, such as that of its
+    evaluation: the last value of a metric counts. The lines of `evaluate` and `rollout` count only
+    if no other command wrote to the file.
+    """
+    lines = read_objects(path)
+    of_training = [line for line in lines if "command" not in line]
+    kept: list[dict[str, Any]] = []
+    for line in of_training or lines:
+        while kept and kept[-1]["step"] > line["step"]:
+            kept.pop()
+        kept.append(line)
+    return kept
