@@ -1,5 +1,6 @@
 """Recipes: unknown keys, invalid sizes, and missing files are errors before a run starts."""
 
+import inspect
 import json
 import os
 import re
@@ -317,29 +318,31 @@ def test_greedy_decoding_of_several_responses_is_an_error(command, changes, mess
         assert re.search(message, str(problems[0]))
 
 
-def test_the_accepted_names_are_those_that_verl_accepts():
-    """The lists come from verl's source code. verl accepts each name in them."""
-    from verl.trainer.ppo import core_algos, rollout_corr_helper
+def find_compared_texts(function, name: str) -> list[str]:
+    """The texts with which the source code of a function compares its variable `name`."""
+    pattern = rf"\b(?:el)?if {re.escape(name)} (?:==|in) (.*):"
+    comparisons = " ".join(re.findall(pattern, inspect.getsource(function)))
+    return list(dict.fromkeys(re.findall(r'"([^"]+)"', comparisons)))
 
+
+def test_the_accepted_names_are_those_that_verl_accepts():
+    from verl.trainer.ppo import core_algos
+    from verl.trainer.ppo import rollout_corr_helper as helper
+
+    modes = find_compared_texts(core_algos.agg_loss, "loss_agg_mode")
+    assert tuple(modes) == checks.AGGREGATIONS
+    penalties = find_compared_texts(core_algos.kl_penalty_forward, "kl_penalty")
+    assert penalties.pop() == "full"  # verl does not implement it
+    assert tuple(penalties) == checks.PENALTIES
     ones = torch.ones(2, 2)
-    modes = checks.string_literals_compared_with(core_algos.agg_loss, "loss_agg_mode")
-    assert len(modes) == 5 and all(core_algos.agg_loss(ones, ones, mode) > 0 for mode in modes)
-    kinds = checks.string_literals_compared_with(core_algos.kl_penalty_forward, "kl_penalty")
-    # verl's code compares with "full", but does not implement it
-    assert kinds.pop() == "full" and len(kinds) == 7
-    penalties = []
-    for kind in kinds:
-        penalties.append(core_algos.kl_penalty(ones, ones, kind))
-        penalties.append(core_algos.kl_penalty(ones, ones, f"{kind}+"))
-    assert all(penalty.shape == (2, 2) for penalty in penalties)
-    types = checks.string_literals_compared_with(core_algos.get_kl_controller, "kl_ctrl.type")
-    assert types == ["fixed", "adaptive"]
-    weights_function = rollout_corr_helper.compute_rollout_correction_weights
-    levels = checks.string_literals_compared_with(weights_function, "rollout_is")
-    assert levels == ["token", "sequence"]
-    bypass_loss = core_algos.compute_policy_loss_bypass_mode
-    loss_types = checks.string_literals_compared_with(bypass_loss, "loss_type")
-    assert set(loss_types) == {"ppo_clip", "reinforce"}
+    for kind in checks.KL_TYPES:
+        assert core_algos.kl_penalty(ones, ones, kind).shape == (2, 2)
+    types = find_compared_texts(core_algos.get_kl_controller, "kl_ctrl.type")
+    assert tuple(types) == checks.CHOICES["algorithm.kl_ctrl.type"]
+    levels = find_compared_texts(helper.compute_rollout_correction_weights, "rollout_is")
+    assert (None, *levels) == checks.CHOICES[f"{checks.CORRECTION}.rollout_is"]
+    losses = find_compared_texts(core_algos.compute_policy_loss_bypass_mode, "loss_type")
+    assert tuple(losses) == checks.CHOICES[f"{checks.CORRECTION}.loss_type"]
 
 
 # --- derived values ------------------------------------------------------------------------------
