@@ -60,7 +60,7 @@ MICRO_BATCH_TOKENS = [
     f"{REF}.log_prob_max_token_len_per_gpu",
 ]
 FSDP = "dp"  # verl's name of the engine that this kit runs by default
-MODEL_ENGINES = (FSDP, "megatron", "veomni")  # verl composes a different configuration for each
+MODEL_ENGINES = (FSDP, "megatron")  # verl composes a different configuration for each
 REFUSED_ENGINES = {
     "torchtitan": "verl's torchtitan engine has no critic, and saves no folder of the actor.",
     "automodel": "verl 0.9.1 has this engine, but no actor configuration for it.",

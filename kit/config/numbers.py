@@ -253,7 +253,7 @@ NUMBERS: dict[str, Number] = {
     "algorithm.rollout_correction.rollout_rs_threshold": POSITIVE.with_words(
         {None: "not set"}
     )._replace(text=THRESHOLD),
-    # verl's engines: FSDP, Megatron, VeOmni
+    # verl's engines: FSDP, Megatron
     "**.fsdp_size": COUNT.with_words({-1: "all GPUs"}),
     "**.min_num_params": COUNT_OR_ZERO,
     "**.pad_to_length_bucket": COUNT,
@@ -274,12 +274,6 @@ NUMBERS: dict[str, Number] = {
     "**.optim.muon_momentum": DECAY,
     "**.optim.muon_num_ns_steps": COUNT,
     "**.optim.muon_extra_scale_factor": POSITIVE,
-    "**.veomni.seed": SEED,
-    "**.veomni.*_parallel_size": COUNT,
-    "**.optim.lr_min": AT_LEAST_ZERO,
-    "**.optim.lr_start": AT_LEAST_ZERO,
-    "**.optim.lr_decay_ratio": FRACTION,
-    "**.activation_offload_host_cache_limit_gb": AT_LEAST_ZERO,
 }
 
 

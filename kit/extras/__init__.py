@@ -119,9 +119,9 @@ def uses_judges(config: DictConfig, command: str) -> bool:
     return bool(config.gym.judges)
 
 
-def uses_other_engine(config: DictConfig, command: str) -> bool:
-    """Whether Megatron or VeOmni trains."""
-    return bool(config.model_engine != "dp")
+def uses_megatron(config: DictConfig, command: str) -> bool:
+    """Whether Megatron trains."""
+    return bool(config.model_engine == "megatron")
 
 
 def always(config: DictConfig, command: str) -> bool:
@@ -177,9 +177,9 @@ EXTRAS = [
         ("check_entry", "make_row_source", "generate_once"),
     ),
     Extra(
-        "kit.extras.parallelism",
+        "kit.extras.megatron",
         "model_engine",
-        uses_other_engine,
+        uses_megatron,
         (
             "check_workers",
             "model_parallel_size",

@@ -47,7 +47,6 @@ def test_a_mixture_of_experts_learns(workspace):
 
 DEVICES = {  # {recipe of configs/: the devices in the summary}
     "megatron": "8 cuda of megatron (tensor_model_parallel_size 2), 8 vLLM replicas",
-    "veomni": "8 cuda of veomni (each with the whole model), 8 vLLM replicas",
     "sglang": "8 cuda, 8 SGLang replicas",
     "fp8": "8 cuda, 8 vLLM replicas",
     "drafts": "8 cuda, 8 vLLM replicas",
@@ -100,7 +99,7 @@ ACTOR = "actor_rollout_ref.actor"
     ("overrides", "changes", "message"),
     [
         ([], ["model_engine=torchtitan"], "torchtitan engine has no critic"),
-        ([], ["model_engine=mindspeed"], "is not one of dp, megatron, veomni"),
+        ([], ["model_engine=mindspeed"], "is not one of dp, megatron"),
         (["megatron", "cpu"], [], "model_engine=megatron needs GPUs"),
         (
             ["megatron"],

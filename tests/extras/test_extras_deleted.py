@@ -29,7 +29,7 @@ CHANGES = {
     "generated_rows.py": [
         "env.train_files=[{function: templates/task.py:rows, server: reasoning_gym}]"
     ],
-    "parallelism.py": ["model_engine=megatron"],
+    "megatron.py": ["model_engine=megatron"],
     "backends.py": ["actor_rollout_ref.rollout.name=hf"],
     "monitor.py": [
         "actor_rollout_ref.rollout.prometheus.enable=true",

@@ -53,7 +53,7 @@ def lacks_flash_attention(config: DictConfig, command: str) -> bool:
 
 def check(config: DictConfig, command: str) -> Iterator[str]:
     """A problem if the recipe has sequence parallelism, which cannot work without flash-attn."""
-    if not lacks_flash_attention(config, command):  # megatron and veomni have no such key
+    if not lacks_flash_attention(config, command):  # megatron has no such key
         return
     key = f"{ACTOR}.ulysses_sequence_parallel_size"
     size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size

@@ -1,6 +1,6 @@
-"""verl's training engines other than FSDP (`model_engine`: megatron or veomni): checks and sizes.
+"""verl's training engine Megatron (`model_engine: megatron`): checks and sizes.
 
-No line of this file has run with these engines (docs/backends.md).
+No line of this file has run with Megatron (docs/backends.md).
 """
 
 from __future__ import annotations
@@ -15,59 +15,48 @@ from kit.config.user_functions import needs
 
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 MOE_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
-PARALLEL_SIZES = {
-    "megatron": (*SIZES, *MOE_SIZES),
-    "veomni": ("ulysses_parallel_size", "expert_parallel_size"),
-}
 DEFAULT_BETAS = [0.9, 0.999]
 
 
 def parallel_sizes(config: DictConfig, section: str = ACTOR) -> dict[str, int]:
     """GPUs for each kind of parallelism, of the actor or the critic."""
-    engine = config.model_engine
-    settings = OmegaConf.select(config, f"{section}.{engine}")
-    return {name: int(settings[name] or 1) for name in PARALLEL_SIZES[engine]}
+    settings = OmegaConf.select(config, f"{section}.megatron")
+    return {name: int(settings[name] or 1) for name in (*SIZES, *MOE_SIZES)}
 
 
 def model_parallel_size(config: DictConfig) -> int:
     """GPUs that work on the same rows of a batch."""
     sizes = parallel_sizes(config)
-    if config.model_engine == "megatron":
-        return math.prod(sizes[name] for name in SIZES)
-    return sizes["ulysses_parallel_size"]
+    return math.prod(sizes[name] for name in SIZES)
 
 
 def sequence_parallel_size(config: DictConfig) -> int:
     """GPUs that share the tokens of one row."""
-    sizes = parallel_sizes(config)
-    if config.model_engine == "megatron":
-        return sizes["context_parallel_size"]
-    return sizes["ulysses_parallel_size"]
+    return parallel_sizes(config)["context_parallel_size"]
 
 
 def check_workers(config: DictConfig, command: str) -> Iterator[str]:
-    """The engine fits the rest of the recipe."""
-    engine = config.model_engine
+    """Megatron fits the rest of the recipe."""
     policy = config.actor_rollout_ref
     has_critic = command == "train" and needs(config, "values")
     for section in [ACTOR, "critic"] if has_critic else [ACTOR]:
         strategy = OmegaConf.select(config, f"{section}.strategy")
-        if strategy != engine:
-            yield f"{section}.strategy={strategy} must be {engine}, as model_engine. Change it."
+        if strategy != "megatron":
+            yield f"{section}.strategy={strategy} must be megatron, as model_engine. Change it."
     if policy.model.lora_rank:
         yield (
-            f"{MODEL}.lora_rank with model_engine={engine}: verl reads it with FSDP only. Remove "
+            f"{MODEL}.lora_rank with model_engine=megatron: verl reads it with FSDP only. Remove "
             "one of the two."
         )
     if config.reward.reward_model.enable:
         yield (
-            f"reward.reward_model with model_engine={engine}: its head may not be loaded. Use "
+            "reward.reward_model with model_engine=megatron: its head may not be loaded. Use "
             "env.reward instead."
         )
-    replay = policy.actor[engine].router_replay.mode
+    replay = policy.actor.megatron.router_replay.mode
     if replay != "disabled":
         yield (
-            f"{ACTOR}.{engine}.router_replay.mode={replay}: batches of this trainer hold no expert "
+            f"{ACTOR}.megatron.router_replay.mode={replay}: batches of this trainer hold no expert "
             "routing to replay. Remove it."
         )
     if has_critic:
@@ -75,14 +64,13 @@ def check_workers(config: DictConfig, command: str) -> Iterator[str]:
         critic_sizes = parallel_sizes(config, "critic")
         if sizes != critic_sizes:
             yield (
-                f"critic.{engine} has {critic_sizes}, the actor {sizes}, and one process has both. "
+                f"critic.megatron has {critic_sizes}, the actor {sizes}, and one process has both. "
                 "Set them to the same values."
             )
-    if engine == "megatron":
-        yield from check_megatron(config)
+    yield from check_unsupported_options(config)
 
 
-def check_megatron(config: DictConfig) -> Iterator[str]:
+def check_unsupported_options(config: DictConfig) -> Iterator[str]:
     """Options of Megatron that this trainer cannot use are off."""
     actor = config.actor_rollout_ref.actor
     for name in ("dynamic_context_parallel", "use_dist_checkpointing"):
@@ -102,19 +90,15 @@ def check_megatron(config: DictConfig) -> Iterator[str]:
 
 
 def layout_keys() -> list[str]:
-    """Keys that the layout of a checkpoint depends on, for both engines."""
-    names = {**PARALLEL_SIZES, "veomni": (*PARALLEL_SIZES["veomni"], "fsdp_size")}
+    """Keys that the layout of a checkpoint depends on."""
     keys = []
     for section in (ACTOR, "critic"):
-        for engine, engine_names in names.items():
-            keys += [f"{section}.{engine}.{name}" for name in engine_names]
+        keys += [f"{section}.megatron.{name}" for name in (*SIZES, *MOE_SIZES)]
     return keys
 
 
-def checkpoint_files(config: DictConfig, contents: Sequence[str], ranks: int) -> list[str] | None:
-    """Files that the ranks write into an actor's or a critic's folder. None: the same as FSDP."""
-    if config.model_engine != "megatron":
-        return None
+def checkpoint_files(config: DictConfig, contents: Sequence[str], ranks: int) -> list[str]:
+    """Files that the ranks write into an actor's or a critic's folder."""
     names = ["ckpt_contents.json"]
     if "model" in contents:
         names.append("model/huggingface/config.json")
