@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import functools
 import graphlib
 import re
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.recipes import CLEAN_ENV, ROOT, row, write_rows
+from tests.helpers.recipes import ROOT
 
 # The five root files, and gym_messages.py, which is copied together with gym_client.py.
 ROOT_MODULES = ("algorithm", "inference", "training", "env", "gym_client", "gym_messages")
@@ -68,8 +69,6 @@ FOREIGN_PATHS = [rf"(?<![\w.])/{name}/" for name in ("root", "work", "home", "mn
 FOREIGN_PATHS += [r"(?<![\w.])\.\./\w+/", r"ROOT" + r"\.parent"]
 # A URL or a local path in a requirements file. Comments may contain one.
 HOST = r"^(?!\s*#).*(https?://|--(extra-)?index-url|--find-links|(^|\s)-[if]\s| @ )"
-# Optional: it estimates memory and disk for every run, and can be deleted.
-PREFLIGHT = "kit.extras.preflight."
 
 
 def list_files() -> list[Path]:
@@ -178,12 +177,14 @@ def list_imports(path: Path) -> Iterator[str]:
 MODULES = {get_module_name(path): path for path in list_sources()}
 
 
-def list_project_imports(path: Path) -> set[str]:
+@functools.cache
+def list_project_imports(path: Path) -> frozenset[str]:
     """The modules of this repository that a file imports, without the packages above them."""
     names = {name for name in list_imports(path) if name in MODULES}
     packages = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
     # `from kit.extras.judges import judge_proxy` does not use the package kit.extras.judges
-    return {name for name in names - packages if name not in ("kit", get_module_name(path))}
+    own = {"kit", get_module_name(path)}
+    return frozenset(names - packages - own)
 
 
 def find_part(name: str) -> int | None:
@@ -256,47 +257,3 @@ def test_env_imports_the_kit_only_inside_functions():
     for node in tree.body:
         names = [alias.name for alias in getattr(node, "names", [])]
         assert not any(name.startswith("kit") for name in [*names, getattr(node, "module", "")])
-
-
-# --- core and extras -----------------------------------------------------------------------------
-
-DRY_RUN = """
-import runpy, sys
-sys.argv = ["algorithm.py", *sys.argv[1:]]
-try:
-    runpy.run_path("algorithm.py", run_name="__main__")
-finally:
-    print("MODULES", *sorted(name for name in sys.modules if name.startswith("kit")))
-"""
-
-
-@pytest.fixture(scope="module")
-def gsm8k_arguments(workspace) -> list[str]:
-    """Arguments for configs/math.yaml with a tiny model and rows, which need no download."""
-    rows = write_rows(workspace / "gsm8k.jsonl", [row(f"say {i}") for i in range(8)])
-    return [
-        "--config=configs/math.yaml",
-        f"actor_rollout_ref.model.path={workspace / 'untied'}",
-        f"env.train_files=[{{path: {rows}, server: math_with_judge}}]",
-        "env.val_files=[]",
-        "data.train_batch_size=8",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-        "trainer.n_gpus_per_node=1",
-    ]
-
-
-def test_a_dry_run_of_math_imports_few_modules_of_the_kit(gsm8k_arguments):
-    done = subprocess.run(
-        [sys.executable, "-c", DRY_RUN, *gsm8k_arguments, "--dry-run"],
-        cwd=ROOT,
-        env=CLEAN_ENV,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "nothing was started" in done.stdout
-    line = next(line for line in done.stdout.splitlines() if line.startswith("MODULES"))
-    modules = [name for name in line.split()[1:] if MODULES[name].stem != "__init__"]
-    others = [name for name in modules if name.startswith(("kit.extras.", "kit.cpu."))]
-    assert not [name for name in others if not name.startswith(PREFLIGHT)]

@@ -1,7 +1,7 @@
-"""Each optional feature can be deleted. Only a recipe that needs it gets an error, and only one.
+"""All optional features can be deleted. Only a recipe that needs one gets an error, and only one.
 
-Each test deletes one feature in a copy of the repository. Importing verl takes 10 s, so one process
-imports it once, and runs each copy in a fork.
+The tests delete features in copies of the repository. Importing verl takes 10 s, so one process
+imports it once, and runs each dry run in a fork.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ for line in sys.stdin:
         except BaseException:
             traceback.print_exc()
             status = 2
+        print("MODULES", *sorted(name for name in sys.modules if name.startswith("kit.")))
         sys.stdout.flush()
         os._exit(status)
     os.close(write_end)
@@ -123,10 +124,8 @@ def driver():
     driver.process.wait(timeout=30)
 
 
-@pytest.fixture
-def copy(tmp_path) -> Path:
-    """A copy of the repository's code."""
-    folder = tmp_path / "copy"
+def make_copy(folder: Path) -> Path:
+    """Copy the repository's code to a new folder -> the folder."""
     folder.mkdir()
     for path in ROOT.glob("*.py"):
         shutil.copy(path, folder)
@@ -144,6 +143,22 @@ def delete(path: Path) -> None:
         path.unlink()
 
 
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory) -> Path:
+    """A copy without any feature, and without the code for CPUs."""
+    folder = make_copy(tmp_path_factory.mktemp("copies") / "bare")
+    for feature in FEATURES:
+        delete(folder / feature)
+    delete(folder / "kit" / "cpu")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """A copy in which each test deletes one feature and restores it."""
+    return make_copy(tmp_path_factory.mktemp("copies") / "copy")
+
+
 def make_arguments(name: str, server: str, workspace: Path) -> list[str]:
     """Make the arguments of a dry run of a recipe with a tiny model and rows."""
     rows = write_rows(workspace / f"{server}.jsonl", [row(f"say {i}") for i in range(8)])
@@ -159,25 +174,38 @@ def make_arguments(name: str, server: str, workspace: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("feature", FEATURES, ids=str)
-def test_without_a_feature_other_recipes_pass_their_dry_run(feature, copy, workspace, driver):
-    delete(copy / feature)
+def test_a_dry_run_of_math_imports_few_features(workspace, driver):
+    """Only kit/extras/preflight, which estimates memory and disk, is part of every run."""
     arguments = make_arguments("math", "math_with_judge", workspace)
-    status, output = driver.run(copy, arguments)
+    status, output = driver.run(ROOT, arguments)
+    assert status == 0 and "nothing was started" in output, output[-3000:]
+    modules = output.partition("MODULES")[2].split()
+    files = [name for name in modules if not (ROOT / name.replace(".", "/")).is_dir()]
+    features = [name for name in files if name.startswith(("kit.extras.", "kit.cpu."))]
+    assert len(files) > 20
+    assert [name for name in features if not name.startswith("kit.extras.preflight.")] == []
+
+
+def test_without_any_feature_other_recipes_pass_their_dry_run(bare, workspace, driver):
+    status, output = driver.run(bare, make_arguments("math", "math_with_judge", workspace))
     assert status == 0 and "nothing was started" in output, output[-3000:]
 
 
-@pytest.mark.parametrize("feature", [f for f in FEATURES if f.name in CHANGES], ids=str)
+@pytest.mark.parametrize("feature", CHANGES)
 def test_a_recipe_that_needs_a_deleted_feature_gets_one_error(
     feature, copy, workspace, driver, vision_model
 ):
     changes = []
-    for change in CHANGES[feature.name]:
+    for change in CHANGES[feature]:
         changes.append(change.replace("{reads_images}", str(vision_model)))
-    delete(copy / feature)
     arguments = make_arguments("math", "math_with_judge", workspace)
-    status, output = driver.run(copy, [*arguments, *changes])
-    name = str(feature).removesuffix(".py")
+    path = copy / "kit" / "extras" / feature
+    moved = path.rename(copy / "moved")
+    try:
+        status, output = driver.run(copy, [*arguments, *changes])
+    finally:
+        moved.rename(path)
+    name = f"kit/extras/{feature}".removesuffix(".py")
     assert status == 1 and f"needs {name}, which this copy does not have" in output, output[-3000:]
     assert output.count("error: ") == 1 and "Traceback" not in output, output[-3000:]
 
@@ -190,17 +218,13 @@ def test_every_feature_that_a_recipe_turns_on_is_tested():
     assert needed - tested == {"kit.cpu.preload"}  # the last test deletes it
 
 
-def test_the_command_show_without_the_report_is_one_error(copy, driver):
-    delete(copy / "kit" / "extras" / "report")
-    status, output = driver.run(copy, ["show", "runs/none"])
+def test_the_command_show_without_the_report_is_one_error(bare, driver):
+    status, output = driver.run(bare, ["show", "runs/none"])
     assert status == 1 and "the command show needs kit/extras/report/show" in output, output[-3000:]
     assert "Traceback" not in output
 
 
-def test_a_recipe_for_a_gpu_works_without_the_code_for_cpus(copy, workspace, driver):
-    delete(copy / "kit" / "cpu")
-    status, output = driver.run(copy, make_arguments("math", "math_with_judge", workspace))
-    assert status == 0 and "nothing was started" in output, output[-3000:]
+def test_a_recipe_for_cpus_needs_the_code_for_cpus(bare, workspace, driver):
     arguments = make_arguments("math_cpu", "reasoning_gym", workspace)
-    status, output = driver.run(copy, [*arguments, "--config=cpu"])
+    status, output = driver.run(bare, [*arguments, "--config=cpu"])
     assert status == 1 and "kit/cpu" in output and "Traceback" not in output, output[-3000:]
