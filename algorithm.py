@@ -47,7 +47,7 @@ import contextlib
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ from kit.data.metrics import (
 from kit.data.selection import check_failures, select_trainable, take_groups
 from kit.errors import NonFiniteStep, SkippedStep
 from kit.runs import checkpoints, cli
+from kit.runs.checkpoints import LoopState
 from kit.runs.prepare import RunInputs
 
 # Functions import training.py when they need it: verl and vLLM take 10 s to import. A recipe with
@@ -85,8 +86,7 @@ class Trainer:
     run: Any  # kit.runs.run_dir.Run
     workers: Any  # training.Workers
     servers: Any  # inference.Servers, or ReplayServers
-    # saved in a checkpoint. batches: number of prompt batches so far; pass_rates: {row id: rate}
-    state: dict[str, Any]
+    state: LoopState  # saved in a checkpoint
     metrics: dict[str, float] = field(default_factory=dict)  # of the current step
     scores: dict[str, float] = field(default_factory=dict)  # of the last evaluation
 
@@ -96,20 +96,20 @@ class Trainer:
         filter_groups = self.config.algorithm.filter_groups
         # the most batches of prompts for one step
         self.max_gen_batches = filter_groups.max_num_gen_batches if filter_groups.enable else 1
-        self.kl_controller = training.make_kl_controller(self.config, self.state["kl_coef"])
-        self.saved_state = dict(self.state)  # `state` at the workers' last update
+        self.kl_controller = training.make_kl_controller(self.config, self.state.kl_coef)
+        self.saved_state = self.state  # `state` at the workers' last update
 
     @property
     def updates_actor(self) -> bool:
         """Whether this step trains the actor: the first trainer.critic_warmup steps do not."""
-        return bool(self.state["step"] > self.config.trainer.critic_warmup)
+        return bool(self.state.step > self.config.trainer.critic_warmup)
 
     def fit(self) -> None:
         """Train to the last step; evaluate and save as the recipe says."""
         if self.config.trainer.val_before_train:
             self.evaluate()
-        self.run.log(self.state["step"], self.run.timings())
-        while self.state["step"] < self.run.last:
+        self.run.log(self.state.step, self.run.timings())
+        while self.state.step < self.run.last:
             self.step_or_skip()
         if not self.scores:  # no step was left: the run resumed after its last one
             self.evaluate()
@@ -125,7 +125,7 @@ class Trainer:
             self.step()
         except SkippedStep as skipped:
             self.skip(skipped)
-        if self.run.is_due(self.state["step"], self.config.trainer.test_freq):
+        if self.run.is_due(self.state.step, self.config.trainer.test_freq):
             self.evaluate()
         return self.metrics
 
@@ -141,9 +141,9 @@ class Trainer:
         """
         import training
 
-        self.state["step"] += 1
+        self.state = replace(self.state, step=self.state.step + 1)
         self.metrics = {}
-        self.run.begin_step(self.state["step"])
+        self.run.begin_step(self.state.step)
         with self.run.stage("step"):
             episodes = self.collect()  # 1 to 4
             with self.run.stage("sleep"):  # frees the rollout engine's GPU memory
@@ -153,7 +153,7 @@ class Trainer:
             batch = training.to_batch(episodes, self.inputs, self.config)
             self.compute_log_probs(batch)  # 5
             self.compute_advantages(batch)  # 6
-            self.run.write_advantages(self.state["step"], episodes, batch.batch)
+            self.run.write_advantages(self.state.step, episodes, batch.batch)
             self.update(batch)  # 7
             self.save_if_due()  # 8
             self.update_weights()
@@ -175,28 +175,27 @@ class Trainer:
         with self.run.stage("gen"):
             while len({e.group_id for e in kept}) < size and batches < self.max_gen_batches:
                 batches += 1
-                self.state["batches"] += 1
-                tasks = self.take_tasks(self.state["batches"])
-                new = self.rollout(tasks, f"step_{self.state['step']}", before=episodes)
-                # not in place, since saved_state still has the old dict
-                pass_rates = self.state["pass_rates"]
-                self.state["pass_rates"] = pass_rates | update_pass_rates(new, pass_rates)
+                self.state = replace(self.state, batches=self.state.batches + 1)
+                tasks = self.take_tasks(self.state.batches)
+                new = self.rollout(tasks, f"step_{self.state.step}", before=episodes)
+                rates = self.state.pass_rates | update_pass_rates(new, self.state.pass_rates)
+                self.state = replace(self.state, pass_rates=rates)
                 trainable, dropped = select_trainable(new, min_group, self.inputs.filters)
                 episodes = episodes + new
                 kept = take_groups(kept + trainable, size)
                 filtered.update(dropped)
-        self.metrics |= compute_rollout_metrics(episodes, kept, self.state["step"])
+        self.metrics |= compute_rollout_metrics(episodes, kept, self.state.step)
         self.metrics["rollout/prompt_batches"] = batches
         self.metrics |= {f"rollout/filtered/{name}": n for name, n in filtered.items()}
         if not kept:
-            path = f"{self.run.folder}/rollouts/step_{self.state['step']}.jsonl"
+            path = f"{self.run.folder}/rollouts/step_{self.state.step}.jsonl"
             raise SkippedStep(f"no group is left to train on. See {path}")
         return kept
 
     def take_tasks(self, batch: int) -> list[env.Task]:
         """The prompts of a batch, by its number."""
         size = self.config.data.train_batch_size
-        tasks = self.inputs.source.batch(batch, size, self.state["pass_rates"])
+        tasks = self.inputs.source.batch(batch, size, self.state.pass_rates)
         if self.max_gen_batches > 1:  # `collect` drops surplus rows at the end: mix the files
             random.Random(f"{self.config.data.seed} {batch}").shuffle(tasks)
         return tasks
@@ -212,7 +211,7 @@ class Trainer:
         from kit.data.rollout_files import assign_record_indices
         from kit.rollout.sampler import make_rollout_args
 
-        batch_name = name if validate else str(self.state["batches"])
+        batch_name = name if validate else str(self.state.batches)
         args = make_rollout_args(self.config, tasks, batch_name, validate)
         count = len(args.requests) + (len(tasks) if args.baselines else 0)
         on_done = self.run.count_episodes(count)
@@ -227,13 +226,13 @@ class Trainer:
         """With trainer.one_step_off, sample the next batch while this one is trained on."""
         from kit.rollout.sampler import make_rollout_args
 
-        if self.config.trainer.one_step_off and self.state["step"] < self.run.last:
-            batch = self.state["batches"] + 1
+        if self.config.trainer.one_step_off and self.state.step < self.run.last:
+            batch = self.state.batches + 1
             tasks = self.take_tasks(batch)
             self.servers.start_rollout(*make_rollout_args(self.config, tasks, str(batch), False))
 
     def shape_rewards(self, episodes: Sequence[Episode]) -> None:
-        """Set each episode's reward: the verifier's, or what a reward model and env.reward give."""
+        """Set `shaped_reward`: the verifier's reward, or what env.reward makes of the episode."""
         import training
 
         if self.workers.reward_model:
@@ -242,7 +241,7 @@ class Trainer:
                 training.add_reward_model_scores(model, episodes, self.inputs, self.config)
             self.metrics = compute_component_means(episodes) | self.metrics
         for episode in episodes:
-            episode.reward = self.inputs.reward(episode)
+            episode.shaped_reward = self.inputs.reward(episode)
 
     def compute_log_probs(self, batch: Any) -> None:
         """Add log-probs of trainer and reference, and values, each [B, R], before the update."""
@@ -277,7 +276,7 @@ class Trainer:
             batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
             if self.config.algorithm.use_kl_in_reward:
                 self.metrics |= training.apply_kl_penalty(batch, self.kl_controller, self.config)
-                self.state["kl_coef"] = float(self.kl_controller.value)
+                self.state = replace(self.state, kl_coef=float(self.kl_controller.value))
             # with bypass_mode, the loss applies the correction
             if "old_log_probs" in batch.batch and not correction.bypass_mode:
                 self.metrics |= training.apply_rollout_correction(batch, self.config)
@@ -293,25 +292,25 @@ class Trainer:
         """
         import training
 
-        done = self.state["step"] - 1  # training steps before this one set the learning rate
+        done = self.state.step - 1  # training steps before this one set the learning rate
         if self.workers.critic:
             batch.meta_info[POSITION] = done
             with self.run.stage("update_critic"):
                 self.metrics |= training.update_critic(self.workers.critic, batch, self.config)
         if self.updates_actor and training.lacks_signal(batch, self.config):
-            self.run.say(f"step {self.state['step']} changes no weights: all advantages are 0")
+            self.run.say(f"step {self.state.step} changes no weights: all advantages are 0")
         elif self.updates_actor:
             batch.meta_info[POSITION] = done - self.config.trainer.critic_warmup
             with self.run.stage("update_actor"):
                 self.metrics |= training.update_actor(self.workers.actor, batch, self.config)
-        self.saved_state = dict(self.state)
+        self.saved_state = self.state
         # verl skips a mini-batch with a non-finite gradient, and only its metrics show that
         self.raise_if_nonfinite(batch, is_updated=True)
 
     def update_weights(self) -> None:
         """Send the trainer's weights to the rollout engine."""
         with self.run.stage("update_weights"):
-            self.servers.update_weights(self.state["step"])
+            self.servers.update_weights(self.state.step)
 
     # --- checks, checkpoints, evaluation, metrics ------------------------------------------------
 
@@ -324,13 +323,13 @@ class Trainer:
 
     def skip(self, skipped: SkippedStep) -> None:
         """End a step that failed. Raises RunError at the third non-finite one in a row."""
-        self.saved_state = dict(self.state)
+        self.saved_state = self.state
         reason = str(skipped)
         if isinstance(skipped, NonFiniteStep):
-            reason = self.run.keep_nonfinite(self.state["step"], reason, skipped.batch)
+            reason = self.run.keep_nonfinite(self.state.step, reason, skipped.batch)
         else:
             self.run.nonfinite_steps = 0
-        self.run.say(f"step {self.state['step']} {skipped.outcome}: {reason}")
+        self.run.say(f"step {self.state.step} {skipped.outcome}: {reason}")
         self.metrics["training/skipped_nonfinite_steps"] = self.run.nonfinite_steps
         self.save_if_due()
         if self.servers.is_asleep:
@@ -339,7 +338,7 @@ class Trainer:
 
     def save_if_due(self) -> None:
         """Save after every trainer.save_freq steps, and after the last one."""
-        if self.run.is_due(self.state["step"], self.config.trainer.save_freq):
+        if self.run.is_due(self.state.step, self.config.trainer.save_freq):
             self.save()
 
     def save(self) -> Path | None:
@@ -350,7 +349,7 @@ class Trainer:
         """Score the held-out rows, greedily unless rollout.val_kwargs says otherwise."""
         if not self.inputs.validation:
             return
-        step = self.state["step"]
+        step = self.state.step
         with self.run.stage("testing"):
             episodes = self.rollout(self.inputs.validation, f"val_{step}", validate=True)
             n = self.config.actor_rollout_ref.rollout.val_kwargs.n
@@ -362,8 +361,8 @@ class Trainer:
 
     def log_step(self, episodes: Sequence[Episode]) -> None:
         """Write the step's metrics to metrics.jsonl and the console."""
-        step = self.state["step"]
-        prompts = self.state["batches"] * self.config.data.train_batch_size
+        step = self.state.step
+        prompts = self.state.batches * self.config.data.train_batch_size
         self.metrics |= self.run.timings() | {"training/global_step": step}
         self.metrics["training/epoch"] = prompts / self.inputs.per_epoch
         self.run.log(step, self.metrics)
@@ -397,7 +396,7 @@ def start_trainer(plan: cli.Plan, run: Any, stack: contextlib.ExitStack) -> Trai
         run.last = checkpoints.step_of(plan.resume_from) + 1 if plan.resume_from else 1
     workers, servers = launch.start(run, plan.inputs, stack, samples=not plan.replayed)
     servers = servers or ReplayServers(plan.replayed)
-    state = {"command": "train", "step": 0, "batches": 0, "pass_rates": {}, "kl_coef": 0.0}
+    state = LoopState()
     with run.stage("sleep"):  # frees memory for the optimizer's state
         servers.sleep()
     if plan.resume_from:

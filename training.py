@@ -301,14 +301,16 @@ def place_rewards(episodes: Sequence[Any], width: int) -> torch.Tensor:
     """Write the reward to the last token of each response -> float32 [B, R]. width: R.
 
     If the environment gave turn rewards, the last token of each turn gets the reward of that turn.
-    The last token of the response also gets `reward` minus their sum, which env.reward can change.
+    The last token of the response also gets the shaped reward minus their sum.
     """
     scores = np.zeros((len(episodes), width), np.float32)  # [B, R]
     for row, episode in enumerate(episodes):
         turn_rewards = episode.turn_rewards or [0.0] * len(episode.turns)
         for k, span in enumerate(episode.turns):
             scores[row, span.end - 1] += turn_rewards[k]
-        scores[row, len(episode.response_ids) - 1] += episode.reward - sum(turn_rewards)
+        shaped = episode.shaped_reward
+        reward = episode.reward if shaped is None else shaped
+        scores[row, len(episode.response_ids) - 1] += reward - sum(turn_rewards)
     return torch.from_numpy(scores)
 
 

@@ -114,10 +114,10 @@ def test_an_error_during_sampling_saves_the_state_of_the_last_update(
     with pytest.raises(ValueError, match="a server's"):
         with algorithm.train(make_plan(workspace)) as trainer:
             trainer.step_or_skip()
-            pass_rates = dict(trainer.saved_state["pass_rates"])
+            pass_rates = dict(trainer.saved_state.pass_rates)
             trainer.inputs.source.sampler = lambda tasks, size, *_: tasks[:1] * size
             trainer.collect()
-            assert trainer.saved_state["pass_rates"] == pass_rates != trainer.state["pass_rates"]
+            assert trainer.saved_state.pass_rates == pass_rates != trainer.state.pass_rates
 
             def fail(*_, **__):
                 raise ValueError("a server's")
@@ -125,5 +125,5 @@ def test_an_error_during_sampling_saves_the_state_of_the_last_update(
             monkeypatch.setattr(loop_doubles.servers, "rollout", fail)
             trainer.step_or_skip()
     assert loop_doubles.calls[-1] == "save 1"
-    assert trainer.saved_state["batches"] == 1
-    assert trainer.state["batches"] == 3
+    assert trainer.saved_state.batches == 1
+    assert trainer.state.batches == 3

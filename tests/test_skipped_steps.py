@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
 import gym_client
 from kit.errors import NonFiniteStep, RunError, SkippedStep
-from kit.runs import checkpoints
+from kit.runs import finite_check
 from tests.helpers.recipes import metrics_of
 from tests.helpers.stack import NO_EVALUATION
 
@@ -150,7 +151,7 @@ def test_weights_that_are_not_finite_are_never_saved(stack, capsys, bypass_mode)
             ray.get([worker.__ray_call__.remote(make_nan_setter()) for worker in workers])
             with pytest.raises((NonFiniteStep, SkippedStep)):
                 trainer.step()
-            trainer.saved_state["step"] = trainer.state["step"]
+            trainer.saved_state = replace(trainer.saved_state, step=trainer.state.step)
             assert trainer.save() is None
             output = capsys.readouterr().out.replace("\n", " ")
             assert "Not saved: NaN or infinity in " in output
@@ -158,4 +159,4 @@ def test_weights_that_are_not_finite_are_never_saved(stack, capsys, bypass_mode)
     finally:
         stack.workers.actor.load_checkpoint(str(stack.fresh))
         shutil.rmtree(stack.workspace / "runs" / name)
-    assert checkpoints.find_nonfinite(stack.workers) == []
+    assert finite_check.find_nonfinite_weights(stack.workers) == []

@@ -6,6 +6,7 @@ The doubles of helpers/trainer.py record all calls.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import gym_client
 from kit.data.episode import Episode, append_tokens
 from kit.data.rollout_files import ReplayServers
 from kit.runs import checkpoints
+from kit.runs.checkpoints import LoopState
 from tests.helpers.recipes import row, write_rows
 from tests.helpers.trainer import (
     ACTOR,
@@ -75,15 +77,7 @@ def test_a_run_starts_with_servers_and_a_new_state(workspace, recorder):
     with algorithm.train(plan) as trainer:
         run, inputs, _, samples = recorder.started
         assert (run, inputs, samples) == (trainer.run, plan.inputs, True)
-        assert trainer.state == {
-            "command": "train",
-            "step": 0,
-            "batches": 0,
-            "pass_rates": {},
-            "kl_coef": 0.0,
-        }
-        assert trainer.saved_state == trainer.state
-        assert trainer.saved_state is not trainer.state
+        assert trainer.state == trainer.saved_state == LoopState("train", 0, 0, {}, 0.0)
         assert (trainer.config, trainer.inputs) == (plan.config, plan.inputs)
         assert trainer.workers == recorder.workers
         assert trainer.servers is recorder.servers
@@ -94,8 +88,8 @@ def test_a_run_starts_with_servers_and_a_new_state(workspace, recorder):
 
 def test_a_resumed_run_has_the_state_of_its_checkpoint(workspace, recorder, tmp_path, capsys):
     """The state has the step, the batches, the pass rates and the adaptive coefficient."""
-    state = {"command": "train", "step": 5, "batches": 9, "pass_rates": {"x": 1.0}, "kl_coef": 0.75}
-    recorder.record(checkpoints, "load", lambda *_: dict(state))
+    state = LoopState("train", 5, 9, {"x": 1.0}, kl_coef=0.75)
+    recorder.record(checkpoints, "load", lambda *_: state)
     changes = [
         "algorithm.use_kl_in_reward=true",
         "algorithm.kl_ctrl.type=adaptive",
@@ -111,7 +105,7 @@ def test_a_resumed_run_has_the_state_of_its_checkpoint(workspace, recorder, tmp_
         assert "load_checkpoint" in trainer.run.timing
         assert f"Resumed from {folder}" in capsys.readouterr().out.replace("\n", "")
         trainer.step_or_skip()
-        assert (trainer.state["step"], trainer.state["batches"]) == (6, 10)
+        assert (trainer.state.step, trainer.state.batches) == (6, 10)
         assert list_group_ids(recorder.servers.rollouts[0].requests)[0] == "10/0"
 
 
@@ -145,17 +139,16 @@ def test_a_replay_trains_on_recorded_episodes_for_one_step(
 
 
 def test_a_checkpoint_has_the_state_after_the_last_update(workspace, recorder):
-    """The state is copied after each update, so later changes are not saved."""
+    """Later changes are not saved."""
     with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
         trainer.step_or_skip()
         assert trainer.saved_state == trainer.state
-        assert trainer.saved_state is not trainer.state
         recorder.record(trainer.run, "save")
-        trainer.state["step"] = 9
+        trainer.state = replace(trainer.state, step=9)
         assert trainer.save() == trainer.run.checkpoint
         workers, state = recorder.arguments["save"]
         assert workers is recorder.workers
-        assert state["step"] == 1
+        assert state.step == 1
 
 
 # --- a step --------------------------------------------------------------------------------------
@@ -220,8 +213,7 @@ def test_the_epoch_counts_batches_of_prompts_and_not_steps(workspace, recorder, 
             row_ids += [task.row_id for task in trainer.take_tasks(batch)]
         assert sum(row_id.startswith(str(more)) for row_id in row_ids) == 4
         assert len(set(row_ids)) == 12
-        trainer.state["step"] = 1
-        trainer.state["batches"] = 6
+        trainer.state = replace(trainer.state, step=1, batches=6)
         assert trainer.step_or_skip()["training/epoch"] == 7 * 4 / 12
 
 
@@ -230,7 +222,7 @@ def test_an_evaluation_samples_each_held_out_task_with_val_kwargs(workspace, rec
     changes = [*QUIET, *(f"{ROLLOUT}.val_kwargs.{setting}" for setting in settings)]
     changes.append("trainer.val_before_train=true")
     with algorithm.train(make_plan(workspace, *changes)) as trainer:
-        trainer.state["step"] = 3
+        trainer.state = replace(trainer.state, step=3)
         trainer.evaluate()
         [rollout] = recorder.servers.rollouts
         row_ids = list_row_ids(rollout.requests)
@@ -255,7 +247,7 @@ def test_a_step_samples_each_training_task_with_the_rollout_settings(workspace, 
     settings += ["val_kwargs.do_sample=true", "val_kwargs.temperature=0.5"]
     changes = [*QUIET, *(f"{ROLLOUT}.{setting}" for setting in settings)]
     with algorithm.train(make_plan(workspace, *changes)) as trainer:
-        trainer.state["step"] = 3
+        trainer.state = replace(trainer.state, step=3)
         trainer.step_or_skip()
         [rollout] = recorder.servers.rollouts
         row_ids = list_row_ids(rollout.requests)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -44,7 +46,7 @@ def test_greedy_responses_are_sampled_for_an_advantage_that_reads_them(workspace
 def test_a_sampler_gets_the_sizes_and_seed_of_the_recipe_and_the_pass_rates(workspace, recorder):
     changes = [*QUIET, "data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4", "data.seed=7"]
     with algorithm.train(make_plan(workspace, *changes)) as trainer:
-        trainer.state["pass_rates"] = {"x": 0.5}
+        trainer.state = replace(trainer.state, pass_rates={"x": 0.5})
         order = take_row_ids(trainer, 3)
         recorder.record(trainer.inputs.source, "sampler")
         assert take_row_ids(trainer, 3) == order
@@ -57,10 +59,10 @@ def test_pass_rates_of_sampled_rows_are_averaged_and_others_do_not_change(worksp
     with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
         row_ids = [task.row_id for task in trainer.inputs.train]
         before = dict.fromkeys(row_ids, 1.0) | {"other": 0.25}
-        trainer.state["pass_rates"] = before
+        trainer.state = replace(trainer.state, pass_rates=before)
         recorder.servers.reward = lambda i, group_id: float(i % 8 < 2)
         trainer.collect()
-        assert trainer.state["pass_rates"] == dict.fromkeys(row_ids, 0.625) | {"other": 0.25}
+        assert trainer.state.pass_rates == dict.fromkeys(row_ids, 0.625) | {"other": 0.25}
         assert before["other"] == 0.25
         assert set(before.values()) == {1.0, 0.25}
 
@@ -88,7 +90,7 @@ def test_a_batch_is_refilled_with_groups_whose_rewards_differ(workspace, recorde
         assert [e.group_id for e in kept[::8]] == group_ids
         assert len(kept) == 64
         assert all(e.group_id == kept[i - i % 8].group_id for i, e in enumerate(kept))
-        assert trainer.state["batches"] == metrics["rollout/prompt_batches"] == 2
+        assert trainer.state.batches == metrics["rollout/prompt_batches"] == 2
         assert metrics["rollout/filtered/drop_uniform"] == 32
         assert metrics["rollout/episodes"] == 128
         assert metrics["rollout/kept"] == 64
@@ -105,7 +107,7 @@ def test_refilling_ends_after_max_num_gen_batches(workspace, recorder):
         message = r"no group is left to train on\. See runs/tiny/rollouts/step_1\.jsonl"
         with pytest.raises(SkippedStep, match=message):
             trainer.step()
-        assert trainer.state["batches"] == 3
+        assert trainer.state.batches == 3
         assert len(recorder.servers.rollouts) == 3
         assert trainer.metrics["rollout/filtered/drop_uniform"] == 3 * 64
         recorder.servers.reward = lambda i, group_id: float(group_id.startswith("4/0") and i == 0)

@@ -30,12 +30,12 @@ def test_a_learned_reward_is_a_component_that_env_reward_can_read(workspace, rec
         assert model == "reward model"
         assert inputs is trainer.inputs
         assert config is trainer.config
-        assert [e.reward for e in kept] == [4.0 + float(i % 3 == 0) for i in range(64)]
+        assert [e.shaped_reward for e in kept] == [4.0 + float(i % 3 == 0) for i in range(64)]
         assert metrics["reward/reasoning_gym/reward_model/mean"] == 4.0
         assert "timing_s/reward_model" in metrics
         assert metrics["reward/reasoning_gym/right/mean"] == 0.5
         batch = recorder.arguments["compute_advantages"][0].batch
-        assert batch["token_level_rewards"].sum(dim=1).tolist() == [e.reward for e in kept]
+        assert batch["token_level_rewards"].sum(dim=1).tolist() == [e.shaped_reward for e in kept]
         trainer.metrics = {"reward/reasoning_gym/right/mean": 0.75}
         trainer.shape_rewards(kept)
         assert trainer.metrics["reward/reasoning_gym/right/mean"] == 0.75
@@ -97,8 +97,8 @@ def test_the_adaptive_coefficient_of_a_kl_penalty_is_saved(workspace, recorder):
         assert metrics["actor/reward_kl_penalty_coeff"] == 0.4
         assert "timing_s/ref" in metrics
         new = 0.4 * (1 + 0.2 * 64 / 640)
-        assert trainer.state["kl_coef"] == trainer.saved_state["kl_coef"] == pytest.approx(new)
-        assert type(trainer.state["kl_coef"]) is float
+        assert trainer.state.kl_coef == trainer.saved_state.kl_coef == pytest.approx(new)
+        assert type(trainer.state.kl_coef) is float
 
 
 def test_without_a_kl_penalty_rewards_are_the_scores(workspace, recorder):
@@ -108,7 +108,7 @@ def test_without_a_kl_penalty_rewards_are_the_scores(workspace, recorder):
         assert torch.equal(batch["token_level_rewards"], batch["token_level_scores"])
         assert "apply_kl_penalty" not in recorder.calls
         assert "ref_log_prob" in batch
-        assert trainer.state["kl_coef"] == 0.0
+        assert trainer.state.kl_coef == 0.0
 
 
 def test_rollout_engine_and_trainer_are_compared_if_both_log_probs_exist(workspace, recorder):
@@ -216,7 +216,7 @@ def test_three_nonfinite_steps_in_a_row_end_the_run(workspace, recorder, monkeyp
                 assert trainer.run.nonfinite_steps == step
                 assert recorder.calls[-2:] == [f"save {step}", f"update_weights {step}"]
                 assert (trainer.run.folder / "damaged" / f"step_{step}.pt").is_file()
-                assert trainer.saved_state["step"] == trainer.state["step"] == step
+                assert trainer.saved_state.step == trainer.state.step == step
                 line = read_run_lines(trainer)[-1]
                 assert line["step"] == step
                 assert line["training/skipped_nonfinite_steps"] == step
@@ -257,6 +257,5 @@ def test_a_skipped_step_is_saved_and_evaluated_like_any_other(workspace, recorde
         metrics = trainer.step_or_skip()
         assert recorder.calls == ["rollout", "save 1", "validate"]
         assert trainer.saved_state == trainer.state
-        assert trainer.saved_state is not trainer.state
         assert metrics["rollout/failed_frac"] == 1.0
         assert metrics["training/epoch"] == 1.0

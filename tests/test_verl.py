@@ -37,6 +37,7 @@ from kit.data.episode import Episode, TurnSpan
 from kit.data.selection import select_trainable, take_groups
 from kit.extras.sft import update_sft
 from kit.runs import prepare
+from kit.runs.checkpoints import LoopState
 from kit.runs.workers import start_workers
 from tests.helpers import plain_torch
 from tests.helpers.plain_torch import Data, compute_log_probs
@@ -406,7 +407,7 @@ def load_plain_model(workspace, weights) -> Any:
 def run_trainer_step(episodes, workers, config, inputs) -> tuple[DataProto, dict[str, float]]:
     """Run the stages of Trainer.step after `collect` -> (batch, metrics)."""
     run = SimpleNamespace(stage=lambda _: contextlib.nullcontext(), say=print)
-    state = {"step": 1, "batches": 1, "pass_rates": {}, "kl_coef": 0.0}
+    state = LoopState(step=1, batches=1)
     trainer = algorithm.Trainer(config, inputs, run, workers, None, state)
     trainer.shape_rewards(episodes)
     batch = training.to_batch(episodes, inputs, config)

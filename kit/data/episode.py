@@ -67,7 +67,8 @@ class Episode:
     policy_versions: PolicyVersions = field(default_factory=list)  # of the sampled tokens, in order
     output: list[dict[str, Any]] = field(default_factory=list)  # the response as Responses items
     ended: str = ""  # stop, length, turns, terminated, or truncated (a limit of the environment)
-    reward: float | None = None  # None: not verified
+    reward: float | None = None  # the verifier's; None: not verified
+    shaped_reward: float | None = None  # env.reward's, to train on; None: the verifier's
     turn_rewards: list[float] = field(default_factory=list)  # one per turn, or empty
     reward_components: dict[str, float] = field(default_factory=dict)
     baseline: float | None = None  # the reward of a greedy response to the same prompt (ReMax)

@@ -18,7 +18,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
@@ -34,6 +35,7 @@ from kit.data.verl_rows import parse_messages
 from kit.errors import ConfigError
 from kit.rollout.chat_template import ChatTemplate, RenderError
 from kit.runs import checkpoints, prepare
+from kit.runs.checkpoints import LoopState
 from kit.runs.console import format_value, say
 from kit.runs.prepare import RunInputs
 from kit.runs.run_dir import Run
@@ -228,19 +230,87 @@ def run_command(config: DictConfig, run: Run, inputs: RunInputs) -> None:
     with contextlib.ExitStack() as stack:
         workers = launch.start(run, inputs, stack, samples=False).workers
         set_loss(config, workers)
-        state: dict[str, Any] = {"command": "sft", "step": 0}
+        state = LoopState(command="sft")
         if run.checkpoint:
             with run.stage("load_checkpoint"):
                 state = checkpoints.load(workers, run.checkpoint)
-        with run.save_on_stop(functools.partial(run.save, workers, state)):
-            with run.stage("testing"):
-                run.log(state["step"], compute_validation_loss(config, inputs, workers))
-            while state["step"] < run.last:
-                train_step(config, run, inputs, workers, state)
+        trainer = Trainer(config, run, inputs, workers, state)
+        with run.save_on_stop(trainer.save):
+            trainer.fit()
         run.guard.pending_export = "Rerun the same command to export the model"
     run.export()  # only now: the workers no longer hold memory, and no monitor watches them
     run.say(f"The model is in {run.folder}/export. Train it with RL by")
     run.say(f"    actor_rollout_ref.model.path={run.folder}/export")
+
+
+@dataclass
+class Trainer:
+    """The loop of supervised fine-tuning."""
+
+    config: DictConfig
+    run: Run
+    inputs: RunInputs
+    workers: Any  # training.Workers
+    state: LoopState
+
+    def fit(self) -> None:
+        """Train to the last step; measure the held-out loss and save as the recipe says."""
+        with self.run.stage("testing"):
+            self.run.log(self.state.step, self.compute_validation_loss())
+        while self.state.step < self.run.last:
+            self.step()
+
+    def step(self) -> None:
+        """One optimizer step, and the checkpoint and the evaluation that are due after it."""
+        import training
+        from kit.runs import finite_check
+
+        run = self.run
+        data = self.config.data
+        step = self.state.step + 1
+        run.begin_step(step)
+        with run.stage("update_actor"):
+            rows = env.take_batch(
+                self.inputs.train, data.train_batch_size, step, data.seed, data.shuffle
+            )
+            batch = training.build_batch(rows, self.inputs.tokenizer.pad_token_id, temperature=1.0)
+            batch.meta_info[POSITION] = step - 1  # of the learning rate
+            metrics = update_sft(self.workers.actor, batch, self.config)
+            self.state = replace(self.state, step=step)
+        reason = finite_check.find_reason_to_skip(batch, metrics, self.config)
+        if reason:
+            run.say(f"step {step} skipped: {run.keep_nonfinite(step, reason, batch)}")
+        else:
+            run.nonfinite_steps = 0
+        if run.is_due(step, self.config.trainer.save_freq):
+            self.save()
+        if run.is_due(step, self.config.trainer.test_freq):
+            with run.stage("testing"):
+                metrics |= self.compute_validation_loss()
+        run.log(step, metrics | run.timings())
+        names = {"loss": "actor/loss", "val loss": "val/loss"}
+        values = {label: format_value(metrics[n]) for label, n in names.items() if n in metrics}
+        run.display.print_step(step, values, run.timing)
+
+    def compute_validation_loss(self) -> dict[str, float]:
+        """The mean loss over all trained tokens of the held-out rows, in nats."""
+        import training
+
+        total = 0.0
+        tokens = 0.0
+        size = self.config.data.train_batch_size
+        for start in range(0, len(self.inputs.validation), size):
+            rows = self.inputs.validation[start : start + size]
+            batch = training.build_batch(rows, self.inputs.tokenizer.pad_token_id, temperature=1.0)
+            mask = batch.batch["response_mask"]  # [B, R]
+            result = training.compute_log_probs(self.workers.actor, batch, self.config)
+            total -= float((result["log_probs"] * mask).sum())
+            tokens += float(mask.sum())
+        return {"val/loss": total / tokens} if tokens else {}
+
+    def save(self) -> Path | None:
+        """Save the workers' weights if they are finite -> the last checkpoint."""
+        return self.run.save(self.workers, self.state)
 
 
 def set_loss(config: DictConfig, workers: Any) -> None:
@@ -250,25 +320,6 @@ def set_loss(config: DictConfig, workers: Any) -> None:
 
     settings = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     workers.actor.set_loss_fn(functools.partial(sft_loss, settings))
-
-
-def compute_validation_loss(
-    config: DictConfig, inputs: RunInputs, workers: Any
-) -> dict[str, float]:
-    """The mean loss over all trained tokens of the held-out rows, in nats."""
-    import training
-
-    total = 0.0
-    tokens = 0.0
-    size = config.data.train_batch_size
-    for start in range(0, len(inputs.validation), size):
-        rows = inputs.validation[start : start + size]
-        batch = training.build_batch(rows, inputs.tokenizer.pad_token_id, temperature=1.0)
-        mask = batch.batch["response_mask"]  # [B, R]
-        log_probs = training.compute_log_probs(workers.actor, batch, config)["log_probs"]  # [B, R]
-        total -= float((log_probs * mask).sum())
-        tokens += float(mask.sum())
-    return {"val/loss": total / tokens} if tokens else {}
 
 
 def update_sft(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, float]:
@@ -299,35 +350,3 @@ def set_loss_mask(data: TensorDict) -> None:
     is_token = data["attention_mask"].bool()  # [S, P+R]
     offsets = data["input_ids"].offsets()  # [S+1]
     data["loss_mask"] = torch.nested.nested_tensor_from_jagged(mask[is_token], offsets=offsets)
-
-
-def train_step(
-    config: DictConfig, run: Run, inputs: RunInputs, workers: Any, state: dict[str, Any]
-) -> None:
-    """One optimizer step, and the checkpoint and the evaluation that are due after it."""
-    import training
-    from kit.runs import finite_check
-
-    step = state["step"] + 1
-    run.begin_step(step)
-    with run.stage("update_actor"):
-        data = config.data
-        rows = env.take_batch(inputs.train, data.train_batch_size, step, data.seed, data.shuffle)
-        batch = training.build_batch(rows, inputs.tokenizer.pad_token_id, temperature=1.0)
-        batch.meta_info[POSITION] = step - 1  # of the learning rate
-        metrics = update_sft(workers.actor, batch, config)
-        state["step"] = step
-    reason = finite_check.find_reason_to_skip(batch, metrics, config)
-    if reason:
-        run.say(f"step {step} skipped: {run.keep_nonfinite(step, reason, batch)}")
-    else:
-        run.nonfinite_steps = 0
-    if run.is_due(step, config.trainer.save_freq):
-        run.save(workers, state)
-    if run.is_due(step, config.trainer.test_freq):
-        with run.stage("testing"):
-            metrics |= compute_validation_loss(config, inputs, workers)
-    run.log(step, metrics | run.timings())
-    names = {"loss": "actor/loss", "val loss": "val/loss"}
-    values = {label: format_value(metrics[n]) for label, n in names.items() if n in metrics}
-    run.display.print_step(step, values, run.timing)

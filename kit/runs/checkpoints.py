@@ -3,7 +3,7 @@
     save(workers, folder, state, config)    <folder>/global_step_<N>/{actor,critic,data.pt,...}
     find_newest(folder)                     the last complete one
     check(checkpoint, config, command)      whether this recipe can resume from it
-    load(workers, checkpoint)               restore the workers, return the driver's state
+    load(workers, checkpoint)               restore the workers, return the state of the loop
 
 A checkpoint is written to a folder saving_<N>, which is then renamed. The manifest (the size of
 every file) is written last. So a folder is complete if its manifest agrees with its files, under
@@ -13,13 +13,14 @@ written only if the shards of every rank are there.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +68,25 @@ NEW_NAME = "Set another trainer.experiment_name"
 # --- save ----------------------------------------------------------------------------------------
 
 
-def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) -> Path:
+@dataclasses.dataclass(frozen=True)
+class LoopState:
+    """The state of the loop that a checkpoint saves, besides the workers. Replaced at each step."""
+
+    command: str = "train"
+    step: int = 0
+    batches: int = 0  # batches of prompts so far
+    pass_rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # {row id: rate}
+    kl_coef: float = 0.0  # the adaptive coefficient of the KL penalty
+
+
+def save(workers: Any, folder: Path, state: LoopState, config: DictConfig) -> Path:
     """Write a checkpoint, and delete old ones beyond trainer.max_actor_ckpt_to_keep.
 
-    workers: training.Workers. state: plain values that the driver needs to resume, with `step`.
+    workers: training.Workers.
     Raises RunError if it cannot be written, for example on a full disk; earlier checkpoints stay.
     """
-    target = folder / f"global_step_{state['step']}"
-    partial = folder / f"saving_{state['step']}"
+    target = folder / f"global_step_{state.step}"
+    partial = folder / f"saving_{state.step}"
     # left by a run that was killed while it saved, maybe with more ranks
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -84,7 +96,7 @@ def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) 
         cause = str(getattr(error, "cause", None) or error).strip() or repr(error)
         last = find_newest(folder)[0] or "the start"
         raise RunError(
-            f"The checkpoint of step {state['step']} could not be written: "
+            f"The checkpoint of step {state.step} could not be written: "
             f"{cause.splitlines()[-1]}. If the disk is full, make room in {folder}. Then rerun the "
             f"same command to resume from {last}. See docs/troubleshooting.md."
         ) from error
@@ -93,19 +105,19 @@ def save(workers: Any, folder: Path, state: dict[str, Any], config: DictConfig) 
             shutil.rmtree(target)
         os.replace(partial, target)
     with files.replace_atomically(folder / POINTER) as pointer:
-        pointer.write_text(str(state["step"]))
+        pointer.write_text(str(state.step))
     delete_old(folder, target, config.trainer.max_actor_ckpt_to_keep)
     return target
 
 
-def write(workers: Any, partial: Path, state: dict[str, Any], config: DictConfig) -> None:
+def write(workers: Any, partial: Path, state: LoopState, config: DictConfig) -> None:
     """Write all files of a checkpoint. Raises OSError and the exceptions of the workers."""
     import torch  # takes a second, which a refused recipe need not wait for
 
     for name, group in {"actor": workers.actor, "critic": workers.critic}.items():
         if group is None:
             continue
-        group.save_checkpoint(str((partial / name).absolute()), None, state["step"], None)
+        group.save_checkpoint(str((partial / name).absolute()), None, state.step, None)
         missing = find_missing_shards(partial / name, group.world_size, config)
         if missing:
             raise OSError(
@@ -114,7 +126,7 @@ def write(workers: Any, partial: Path, state: dict[str, Any], config: DictConfig
             )
     partial.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(redacted(config), partial / "config.yaml")
-    torch.save(state, partial / "data.pt")
+    torch.save(dataclasses.asdict(state), partial / "data.pt")
     write_manifest(partial)
 
 
@@ -139,25 +151,6 @@ def find_missing_shards(folder: Path, ranks: int, config: DictConfig) -> list[st
         for prefix in prefixes:
             names += [f"{prefix}_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
     return sorted(name for name in names if not (folder / name).is_file())
-
-
-def find_nonfinite(workers: Any) -> list[str]:
-    """The names of weights and optimizer states that hold NaN or infinity on any rank."""
-    import ray
-
-    from kit.runs import finite_check
-
-    calls = []
-    for name in ("actor", "critic"):
-        group = getattr(workers, name)
-        if group is not None:
-            calls += [
-                w.__ray_call__.remote(finite_check.list_nonfinite, name) for w in group.workers
-            ]
-    names: set[str] = set()
-    for worker_names in ray.get(calls):
-        names.update(worker_names)
-    return sorted(names)
 
 
 def write_manifest(checkpoint: Path) -> None:
@@ -469,13 +462,12 @@ def check_shapes(path: Path, tensors: dict[str, Any], model: Path) -> None:
 # --- load and export -----------------------------------------------------------------------------
 
 
-def load(workers: Any, checkpoint: Path) -> dict[str, Any]:
-    """Restore model, optimizer, schedule and RNG of every worker -> the driver's `state`.
+def load(workers: Any, checkpoint: Path) -> LoopState:
+    """Restore model, optimizer and RNG of every worker -> the state of the loop.
 
     workers: training.Workers.
     """
     for name, group in {"actor": workers.actor, "critic": workers.critic}.items():
         if group is not None:
             group.load_checkpoint(str((checkpoint / name).absolute()))
-    state: dict[str, Any] = read(checkpoint / "data.pt")
-    return state
+    return LoopState(**read(checkpoint / "data.pt"))

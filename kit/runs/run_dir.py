@@ -235,8 +235,10 @@ class Run:
         saved_step = checkpoints.step_of(self.checkpoint) if self.checkpoint else 0
         if state.step <= saved_step:
             return self.checkpoint
+        from kit.runs import finite_check  # imports torch, for which a refused recipe need not wait
+
         with self.stage("save_checkpoint"):
-            nonfinite = checkpoints.find_nonfinite(workers)
+            nonfinite = finite_check.find_nonfinite_weights(workers)
             if nonfinite:
                 names = ", ".join(nonfinite[:3])
                 self.say(

@@ -26,6 +26,7 @@ from kit.data.metrics import (
 from kit.data.selection import select_trainable
 from kit.extras.report.metric_docs import find_metric
 from kit.runs import collect
+from kit.runs.checkpoints import LoopState
 
 
 def make_verified(rewards):
@@ -221,7 +222,7 @@ def test_an_evaluation_in_a_run_warns_on_the_console():
     run = mock.MagicMock(timing={"testing": 1.0})
     trainer = algorithm.Trainer.__new__(algorithm.Trainer)
     trainer.run = run
-    trainer.state = {"step": 3}
+    trainer.state = LoopState(step=3)
     trainer.inputs = SimpleNamespace(validation=["a row"])
     trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"val_kwargs": {"n": 1}}}})
     episodes = [episode("s", "1", 1.0), episode("s", "2", None)]

@@ -166,7 +166,7 @@ def test_evaluations_and_checkpoints_keep_the_batch_in_progress(stack):
         trainer.step_or_skip()
         assert not servers.pending_requests  # the last step starts no batch
         state = checkpoints.load(stack.workers, folder)
-    assert (state["step"], state["batches"]) == (1, 1)
+    assert (state.step, state.batches) == (1, 1)
 
 
 def test_a_failure_of_the_batch_in_progress_is_raised_when_it_is_collected(stack):

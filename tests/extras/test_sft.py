@@ -101,7 +101,7 @@ def test_the_model_is_exported_after_the_workers_have_ended(monkeypatch):
 
     monkeypatch.setattr("kit.runs.launch.start", start)
     monkeypatch.setattr(sft, "set_loss", lambda *_: None)
-    monkeypatch.setattr(sft, "compute_validation_loss", lambda *_: {})
+    monkeypatch.setattr(sft.Trainer, "compute_validation_loss", lambda _: {})
     run = SimpleNamespace(
         guard=guard,
         checkpoint=None,

@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from kit.extras.report.metric_docs import find_metric
 from kit.rollout.sampler import make_sampler_context
 from kit.runs import prepare
+from kit.runs.checkpoints import LoopState
 from tests.helpers.recipes import GYM_PYTHON, ROOT, load, metrics_of
 
 SHOP = f"{{path: {ROOT / 'templates' / 'verifier'}, python: {GYM_PYTHON}}}"
@@ -96,7 +97,7 @@ class Stack:
         servers = inference.Servers(
             config, running.manager, workers.actor, context, gym or running.gym, running.loop
         )
-        state = {"command": "train", "step": 0, "batches": 0, "pass_rates": {}, "kl_coef": 0.0}
+        state = LoopState()
         shutil.rmtree(self.workspace / "runs" / name, ignore_errors=True)
         with Run(config) as run:
             trainer = Trainer(config, inputs, run, workers, servers, state)
@@ -112,11 +113,11 @@ class Stack:
 @contextlib.contextmanager
 def with_verifiers(stack: Stack, *changes: str):
     """Yield a router of a recipe's Python verifiers and the stack's Gym servers."""
-    from kit.extras.python_verifiers import verifier_pool
+    from kit.gym.python_verifiers.pool import make_pools
     from kit.gym.verifiers import VerifierRouter
 
     config, inputs = load(stack.workspace, *SESSION, *changes)
-    pools = verifier_pool.make_pools(config, stack.workspace)
+    pools = make_pools(config, inputs.verifiers.specs, stack.workspace)
     gym = VerifierRouter(stack.servers.gym.gym, pools, inputs.tokenizer)
     try:
         yield gym

@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 import gym_client
 import training
 from kit.data.episode import Episode, append_tokens
-from kit.runs import checkpoints, cli
+from kit.runs import checkpoints, cli, finite_check
+from kit.runs.checkpoints import LoopState
 from kit.runs.launch import Stack
 from tests.helpers.recipes import load
 
@@ -92,8 +93,8 @@ def replace_checkpoints(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> No
     """Replace saving, loading and exporting. The new functions record calls."""
 
     def save(_workers, folder, state, _config):
-        calls.append(f"save {state['step']}")
-        checkpoint = folder / f"global_step_{state['step']}"
+        calls.append(f"save {state.step}")
+        checkpoint = folder / f"global_step_{state.step}"
         checkpoint.mkdir(parents=True)
         return checkpoint
 
@@ -103,11 +104,11 @@ def replace_checkpoints(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> No
     def load_state(_workers, checkpoint):
         calls.append(f"load {checkpoint.name}")
         step = checkpoints.step_of(checkpoint)
-        return {"command": "train", "step": step, "batches": step, "pass_rates": {}, "kl_coef": 0.0}
+        return LoopState(step=step, batches=step)
 
     monkeypatch.setattr(checkpoints, "save", save)
     monkeypatch.setattr(checkpoints, "load", load_state)
-    monkeypatch.setattr(checkpoints, "find_nonfinite", lambda _: [])
+    monkeypatch.setattr(finite_check, "find_nonfinite_weights", lambda _: [])
     monkeypatch.setattr("kit.runs.export.export", export)
 
 

@@ -71,9 +71,8 @@ def make_config(folder: Path, **trainer):
 def save(folder: Path, step: int, group=None, **trainer) -> Path:
     """Save a checkpoint of a step. group: the actor's worker group."""
     workers = SimpleNamespace(actor=group or Group(), critic=None)
-    return checkpoints.save(
-        workers, folder, {"step": step, "command": "train"}, make_config(folder, **trainer)
-    )
+    state = checkpoints.LoopState("train", step)
+    return checkpoints.save(workers, folder, state, make_config(folder, **trainer))
 
 
 # Audit events of the calls that change the file system.

@@ -132,7 +132,7 @@ def gym_with_verifier(stack, handler):
 
 def test_an_outage_of_the_verifier_for_a_third_of_the_steps_is_found(stack):
     def set_outage(trainer):
-        VerifierWithOutage.is_down = trainer.state["step"] in (3, 4, 5)
+        VerifierWithOutage.is_down = trainer.state.step in (3, 4, 5)
 
     with gym_with_verifier(stack, VerifierWithOutage) as gym:
         folder = train(stack, "down", gym=gym, before=set_outage)
