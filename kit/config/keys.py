@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+ROOT = Path(__file__).resolve().parents[2]  # the folder of the repository
+
 
 class KeyTable(NamedTuple):
     """The contents of verl_keys.yaml, which explains each field."""

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kit.config import resources  # noqa: F401  (it registers the resolvers of base.yaml)
 from kit.config.keys import (
     KEYS,
+    ROOT,
     find_unknown_keys,
     flatten,
     nesting_hint,
@@ -46,7 +47,6 @@ from kit.config.values import (
 )
 from kit.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
 VERL = Path(importlib.util.find_spec("verl").origin).parent  # type: ignore[union-attr, arg-type]
 VERL_CONFIG = VERL / "trainer" / "config"
 ACTOR = "actor_rollout_ref.actor"

@@ -55,10 +55,10 @@ from omegaconf import DictConfig, OmegaConf
 
 import env
 import gym_client
+from kit.config.keys import ROOT
 from kit.config.python_files import folder_package, import_file, suggest_fix
 from kit.errors import ConfigError, RunError, UserFunctionError
 
-ROOT = Path(__file__).resolve().parents[2]
 TEACHER = "distillation.teacher_models.teacher_model.model_path"
 ADVANTAGE = "algorithm.adv_estimator"
 LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"

@@ -21,7 +21,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
-from kit.config.load import ROLLOUT, ROOT
+from kit.config.keys import ROOT
+from kit.config.load import ROLLOUT
 from kit.errors import RunError
 from kit.gym.network import HOST as LOCAL
 from kit.gym.network import FetchError, fetch

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from kit import extras
+from kit.config.keys import ROOT
 from kit.gym import network, server_process
 from kit.gym.network import HOST, GymStartError
 from kit.gym.server_process import AGENTS, ENVIRONMENTS, MODELS, RESOURCES, ProcessSpec
@@ -42,7 +43,6 @@ PYTHON = ".venv-gym/bin/python"  # separate: nemo-gym would break the environmen
 POLICY_MODEL = "policy_model"  # the name of the trained model in Gym's YAML files
 RESERVED_NAMES = (POLICY_MODEL, "head_server", "dry_run")  # in Gym's configuration
 VALID_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
-ROOT = Path(__file__).parents[2]
 FIND_PACKAGE = "import pathlib, nemo_gym; print(pathlib.Path(nemo_gym.__file__).parent.parent)"
 
 

@@ -1,11 +1,13 @@
-"""Check a batch for NaN, infinity, and samples from weights that are not the trainer's."""
+"""Check batches and weights for NaN and infinity, and batches for samples from other weights."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
 
+import ray
 import torch
 from omegaconf import DictConfig
 
@@ -64,10 +66,18 @@ def list_nonfinite_tensors(batch: Any) -> list[str]:
     return problems
 
 
-def list_nonfinite(worker: Any, name: str) -> list[str]:
-    """The names of non-finite tensors of one worker. Runs in the worker."""
-    import torch
+def find_nonfinite_weights(workers: Any) -> list[str]:
+    """The names of weights and optimizer states that hold NaN or infinity on any rank."""
+    calls = []
+    for name in ("actor", "critic"):
+        group = getattr(workers, name)
+        for worker in group.workers if group else ():
+            calls.append(worker.__ray_call__.remote(list_nonfinite_weights, name))
+    return sorted(set(itertools.chain.from_iterable(ray.get(calls))))
 
+
+def list_nonfinite_weights(worker: Any, name: str) -> list[str]:
+    """The same of one worker. Runs in the worker."""
     role = getattr(worker, "worker_dict", {name: worker})[name]
     engine = getattr(role, "actor", role).engine
     # with Megatron, one module for each pipeline stage

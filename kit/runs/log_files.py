@@ -9,7 +9,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-TAIL_LINES = 3
+from kit.gym.network import read_tail
+
 ERROR_NAME = r"(?:\w+\.)*\w*(?:Error|Exception|OutOfMemory\w*)"
 ENGINE_FAILED = re.compile(
     "(EngineDeadError|method failed: cancelled)|Engine core initialization failed"
@@ -24,12 +25,10 @@ def list_worker_logs(logs: Path) -> list[Path]:
     return sorted(logs.glob("ray/worker-*"), key=lambda path: path.stat().st_mtime, reverse=True)
 
 
-def read_tail(log: Path) -> str:
+def describe_tail(log: Path) -> str:
     """Return a log's path and its last lines, as one sentence. Return "" if the log is empty."""
-    lines = log.read_text(errors="replace").strip().splitlines()
-    if not lines:
-        return ""
-    return f"Last lines of {log}: {' | '.join(lines[-TAIL_LINES:])}"
+    tail = read_tail(log)
+    return f"Last lines of {log}: {tail}" if tail else ""
 
 
 def read_log_tail(logs: Path, pid: int, parents: Mapping[int, int]) -> str:
@@ -40,7 +39,7 @@ def read_log_tail(logs: Path, pid: int, parents: Mapping[int, int]) -> str:
     while pid:
         paths = logs.glob(f"ray/worker-*-{pid}.*")
         for path in sorted(paths, key=lambda path: path.stat().st_size, reverse=True):
-            tail = read_tail(path)
+            tail = describe_tail(path)
             if tail:
                 return tail
         pid = parents.get(pid, 0)
@@ -50,7 +49,7 @@ def read_log_tail(logs: Path, pid: int, parents: Mapping[int, int]) -> str:
 def read_newest_log_tail(logs: Path) -> str:
     """Return the tail of the log that was written last."""
     for path in list_worker_logs(logs):
-        tail = read_tail(path)
+        tail = describe_tail(path)
         if tail:
             return tail
     return f"See the logs in {logs}"

@@ -45,13 +45,13 @@ def test_the_cause_in_the_log_of_a_dead_engine_is_reported(tmp_path, log, expect
 def test_a_dead_worker_is_named_with_rays_reason_and_the_tail_of_its_log(tmp_path):
     (tmp_path / "ray").mkdir()
     log = tmp_path / "ray" / "worker-abc-01000000-7.err"
-    log.write_text("one\ntwo\nthree\nfour\n")
+    log.write_text("one\ntwo\nthree\nfour\nfive\nsix\n")
     error = (
         "The actor died.\n\tclass_name: Actor\n\tpid: 7\nThe actor is dead because it was killed.\n"
     )
     assert log_files.find_root_cause(RuntimeError(error), tmp_path) == (
         "the worker Actor (pid 7) died because it was killed. "
-        f"Last lines of {log}: two | three | four"
+        f"Last lines of {log}: two | three | four | five | six"
     )
 
 

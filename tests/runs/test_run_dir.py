@@ -21,7 +21,7 @@ from kit.data.episode import Episode
 from kit.data.json_lines import read_metrics, read_objects
 from kit.data.metrics import compute_validation_metrics
 from kit.errors import RunError
-from kit.runs import checkpoints, cli, export, files
+from kit.runs import checkpoints, cli, export, files, finite_check
 from kit.runs.launch import Stack
 from kit.runs.run_dir import Run
 from tests.helpers.recipes import ROOT, load
@@ -105,7 +105,7 @@ def command(workspace, tmp_path, monkeypatch):
     monkeypatch.setattr(
         training, "update_actor", lambda *_: {"actor/grad_norm": 1.0, "actor/pg_loss": 0.5}
     )
-    monkeypatch.setattr(checkpoints, "find_nonfinite", lambda _: [])
+    monkeypatch.setattr(finite_check, "find_nonfinite_weights", lambda _: [])
     monkeypatch.setattr("kit.extras.report.report_page.render_page", lambda _: "page")
     for module in ("kit.runs.run_dir", "kit.runs.checkpoints"):
         # the whole recipe takes 0.3 s to write

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import yaml
 from omegaconf import OmegaConf
 
-from kit.config.keys import flatten, is_kit_key, is_used
-from kit.config.load import ROOT, base_configs, read_yaml
+from kit.config.keys import ROOT, flatten, is_kit_key, is_used
+from kit.config.load import base_configs, read_yaml
 
 VERL_DOCS = "https://verl.readthedocs.io/en/latest/examples/config.html"
 KEY_LINE = re.compile(r"^( *)([\w.]+):(?= |$)[^#]*(?:# (.*))?$")  # indent, key, comment
