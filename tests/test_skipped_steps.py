@@ -101,9 +101,9 @@ def test_nonfinite_steps_are_skipped_and_written_and_three_in_a_row_end_the_run(
     output = capsys.readouterr().out.replace("\n", " ")
     reason = r"\d+ of \d+ advantages, \d+ of \d+ returns are NaN or infinite; .*batch"
     assert re.search(f"step 2 skipped: {reason}", output)
-    names = {path.name for path in (folder / "damaged").iterdir()}
+    names = {path.name for path in (folder / "nonfinite").iterdir()}
     assert names == {"step_2.pt", "step_4.pt", "step_5.pt", "step_6.pt"}
-    batch = torch.load(folder / "damaged" / "step_2.pt", weights_only=True)
+    batch = torch.load(folder / "nonfinite" / "step_2.pt", weights_only=True)
     assert batch["advantages"].isnan().any()
     assert batch["responses"].shape[0] == len(batch["uid"])
     saved = {path.name for path in (folder / "checkpoints").glob("global_step_*")}

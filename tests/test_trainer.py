@@ -173,7 +173,7 @@ def test_a_step_passes_its_episodes_to_the_batch_and_the_batch_to_the_update(wor
         expected = (batch, trainer.run.timing, trainer.config)
         assert recorder.arguments["compute_step_metrics"] == expected
         written = np.load(trainer.run.folder / "advantages" / "step_1.npz")
-        assert [tuple(place) for place in written["places"]] == [e.record_index for e in kept]
+        assert [tuple(index) for index in written["record_index"]] == [e.record_index for e in kept]
 
 
 def test_a_step_has_no_metrics_or_times_of_the_previous_step(workspace, recorder):

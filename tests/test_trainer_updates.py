@@ -165,7 +165,7 @@ def test_a_step_whose_tokens_are_all_rejected_is_skipped(workspace, recorder, mo
         assert recorder.calls[-1] == "update_weights 1"
         assert trainer.run.nonfinite_steps == 0
         assert trainer.metrics["training/skipped_nonfinite_steps"] == 0
-        assert not (trainer.run.folder / "damaged").exists()
+        assert not (trainer.run.folder / "nonfinite").exists()
     output = capsys.readouterr().out.replace("\n", "")
     assert "step 1 skipped: algorithm.rollout_correction.rollout_rs rejected every token" in output
 
@@ -215,14 +215,14 @@ def test_three_nonfinite_steps_in_a_row_end_the_run(workspace, recorder, monkeyp
                 assert metrics["training/skipped_nonfinite_steps"] == step
                 assert trainer.run.nonfinite_steps == step
                 assert recorder.calls[-2:] == [f"save {step}", f"update_weights {step}"]
-                assert (trainer.run.folder / "damaged" / f"step_{step}.pt").is_file()
+                assert (trainer.run.folder / "nonfinite" / f"step_{step}.pt").is_file()
                 assert trainer.saved_state.step == trainer.state.step == step
                 line = read_run_lines(trainer)[-1]
                 assert line["step"] == step
                 assert line["training/skipped_nonfinite_steps"] == step
             trainer.step_or_skip()
     output = capsys.readouterr().out.replace("\n", "")
-    reason = "actor/grad_norm is nan; the batch is in runs/tiny/damaged/step_1.pt"
+    reason = "actor/grad_norm is nan; the batch is in runs/tiny/nonfinite/step_1.pt"
     assert "step 1 has bad numbers after its update (verl skips only mini-batches " in output
     assert f"a non-finite gradient): {reason}" in output
 

@@ -114,7 +114,7 @@ class RunCollector:
             {stage: seconds},
         )
         yield GaugeMetricFamily(
-            "kit_damaged_steps",
+            "kit_nonfinite_steps",
             "consecutive steps skipped for non-finite numbers",
             self.run.nonfinite_steps,
         )

@@ -352,13 +352,13 @@ class Run:
         with files.replace_atomically(path) as partial, partial.open("wb") as out:
             np.savez_compressed(
                 out,
-                places=[episode.record_index for episode in episodes],
+                record_index=[episode.record_index for episode in episodes],
                 lengths=np.array([len(row) for row in rows]),
                 values=np.concatenate(rows),
             )
 
     def keep_nonfinite(self, step: int, reason: str, batch: Any) -> str:
-        """Save the batch of a non-finite step to damaged/, and return a message.
+        """Save the batch of a non-finite step to nonfinite/, and return a message.
 
         Raises RunError at the last of MAX_NONFINITE_STEPS such steps in a row. With Megatron, the
         first one raises it.
@@ -366,13 +366,13 @@ class Run:
         import torch  # takes a second, which a refused recipe need not wait for
 
         self.nonfinite_steps += 1
-        path = self.folder / "damaged" / f"step_{step}.pt"
+        path = self.folder / "nonfinite" / f"step_{step}.pt"
         tensors = {name: tensor.clone() for name, tensor in batch.batch.items()}
         group_ids = list(batch.non_tensor_batch["uid"])
         with files.explain_write_errors(path.parent):
             path.parent.mkdir(exist_ok=True)
         with files.replace_atomically(path) as partial, partial.open("wb") as out:
-            torch.save({"damage": reason, "uid": group_ids, **tensors}, out)
+            torch.save({"reason": reason, "uid": group_ids, **tensors}, out)
         # Megatron's optimizer applies such a step; verl's other engines skip it
         limit = 1 if self.config.model_engine == "megatron" else MAX_NONFINITE_STEPS
         if self.nonfinite_steps == limit:
@@ -393,7 +393,7 @@ class Run:
         if self.checkpoint is None:
             raise RunError(
                 f"No step up to {self.last} was completed, so there is nothing to export. See "
-                f"{self.folder}/rollouts and {self.folder}/damaged for the reason."
+                f"{self.folder}/rollouts and {self.folder}/nonfinite for the reason."
             )
         from kit.runs.export import export
 

@@ -277,7 +277,7 @@ def write_synthetic_run(
         if name.startswith("step"):
             np.savez_compressed(
                 folder / "advantages" / f"{name}.npz",
-                places=[(i % 50, i // 50) for i in range(episodes)],
+                record_index=[(i % 50, i // 50) for i in range(episodes)],
                 lengths=np.ones(episodes, int),
                 values=np.array([i / episodes - 0.5 for i in range(episodes)], np.float32),
             )

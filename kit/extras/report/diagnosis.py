@@ -142,7 +142,7 @@ def find_nonfinite_steps(run: RunData) -> Iterator[Finding]:
     steps = format_steps(list(run.steps.index[is_nonfinite]))
     yield Finding(
         f"{subject} had non-finite numbers, so the update was skipped: {steps}",
-        ["training/skipped_nonfinite_steps", "damaged/"],
+        ["training/skipped_nonfinite_steps", "nonfinite/"],
         f"lower {ACTOR}.optim.lr or {ACTOR}.optim.clip_grad. "
         "With half precision, use another precision",
     )

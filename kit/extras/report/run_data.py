@@ -206,7 +206,7 @@ class RunData:
             with np.load(path) as file:
                 ends = np.cumsum(file["lengths"])
                 values = np.split(file["values"], ends[:-1])
-                indices = [tuple(index) for index in file["places"].tolist()]
+                indices = [tuple(index) for index in file["record_index"].tolist()]
                 return dict(zip(indices, values, strict=True))
         except (OSError, ValueError, zipfile.BadZipFile) as error:  # a kill left it incomplete
             self.unreadable.append(f"{path.name}: {error!r:.80}")
