@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ class LoopState:
     command: str = "train"
     step: int = 0
     batches: int = 0  # batches of prompts so far
-    pass_rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # {row id: rate}
+    pass_rates: dict[str, float] = dataclasses.field(default_factory=dict)  # {row id: rate}
     kl_coef: float = 0.0  # the adaptive coefficient of the KL penalty
 
 
