@@ -34,13 +34,14 @@ from omegaconf import DictConfig
 from kit import extras
 from kit.config import user_functions
 from kit.config.keys import to_plain
+from kit.config.model_files import download_models
 from kit.config.resources import all_gpus, rollout_gpus
 from kit.errors import RunError
 from kit.gym import network
 from kit.gym.servers import GymServers
 from kit.gym.verifiers import make_verifiers
 from kit.rollout import sampler
-from kit.runs import files, hub, isolation, node_checks
+from kit.runs import files, isolation, node_checks
 from kit.runs.event_loops import make_runner
 from kit.runs.prepare import RunInputs
 from kit.runs.run_dir import Run
@@ -116,7 +117,7 @@ def start(run: Run, inputs: RunInputs, stack: contextlib.ExitStack, samples: boo
     launch = Launch(run, inputs, stack, endpoint.as_server() if samples else None)
     with run.stage("start"), explain_start_errors():
         node_checks.check_node(config, run.command)
-        hub.download_models(config, run.command, run.say)
+        download_models(config, run.command, run.say)
         urls = start_servers_and_ray(launch)
         loop = stack.enter_context(launch.first("make_loop", config) or make_runner())
         run.guard.loop = loop

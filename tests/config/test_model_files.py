@@ -1,14 +1,105 @@
-"""Tests how the ids that end a response are read from the files of a model."""
+"""Tests of the files of a model: its stop ids, and that a run downloads it from the hub once."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
-from kit.config.model_files import stop_token_ids
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+from omegaconf import OmegaConf
+
+from kit.config import model_files
+from kit.errors import RunError
+from tests.helpers.recipes import load
+
+KEY = "actor_rollout_ref.model.path"
+FILES = ["config.json", "model.safetensors", "pytorch_model.bin", "original/weights.pth"]
+
+
+@pytest.fixture
+def downloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    """Record the downloads. The hub is a list of files."""
+    calls: list[tuple[str, list[str]]] = []
+
+    def download(name: str, ignore_patterns: list[str]) -> str:
+        calls.append((name, ignore_patterns))
+        return f"/cache/{name}"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda _, name: FILES)
+    return calls
+
+
+def load_recipe(workspace: Path, *changes: str):
+    """The tiny recipe with the name of a hub model. The model is not loaded."""
+    config, _ = load(workspace, *changes)
+    config.actor_rollout_ref.model.path = "org/policy"
+    return config
+
+
+def get_offline_variable(config) -> str | None:
+    return config.ray_kwargs.ray_init.runtime_env.env_vars.get(model_files.OFFLINE)
+
+
+def test_a_model_is_downloaded_once_and_then_the_workers_are_offline(workspace, downloads):
+    config = load_recipe(workspace)
+    config.algorithm.adv_estimator = "gae"  # the critic starts from the same model
+    messages: list[str] = []
+    model_files.download_models(config, "train", messages.append)
+    ((name, ignored),) = downloads
+    assert name == "org/policy" and {"*.bin", "*.pth", "original/*"} <= set(ignored)
+    assert messages == ["Downloading org/policy from the hub, if it is not here"]
+    assert get_offline_variable(config) == "1"
+
+
+def test_every_model_of_a_recipe_is_downloaded(workspace, downloads):
+    config = load_recipe(workspace)
+    config.reward.reward_model.enable = True
+    config.reward.reward_model.model_path = "org/reward"
+    assert model_files.list_hub_models(config, "train") == ["org/policy", "org/reward"]
+    assert model_files.list_hub_models(config, "evaluate") == ["org/policy"]
+
+
+def test_a_folder_is_not_downloaded(workspace, downloads):
+    config, _ = load(workspace)
+    model_files.download_models(config, "train", lambda _: None)
+    assert not downloads and get_offline_variable(config) == "1"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ray_kwargs.ray_init.address", "auto"),  # other nodes have not downloaded the model
+        ("actor_rollout_ref.model.trust_remote_code", True),  # its code may be elsewhere
+    ],
+)
+def test_workers_that_may_need_the_hub_are_not_offline(workspace, downloads, key, value):
+    config = load_recipe(workspace)
+    OmegaConf.update(config, key, value, force_add=True)
+    model_files.download_models(config, "train", lambda _: None)
+    assert len(downloads) == 1 and get_offline_variable(config) is None
+
+
+def test_other_weight_files_are_downloaded_if_there_are_no_safetensors(monkeypatch, downloads):
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda _, name: FILES[2:])
+    model_files.download_model("org/old")
+    assert "*.bin" not in downloads[0][1]
+
+
+def test_a_model_that_cannot_be_downloaded_is_a_one_line_error(monkeypatch):
+    def fail(*_, **__):
+        raise LocalEntryNotFoundError("no connection\nmore")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
+    with pytest.raises(RunError, match="org/x could not be downloaded from the hub: no connection"):
+        model_files.download_model("org/x")
 
 
 def test_stop_ids_come_from_tokenizer_and_generation_config():
     tokenizer = SimpleNamespace(eos_token_id=1)
-    assert stop_token_ids(tokenizer, None) == {1}
-    assert stop_token_ids(tokenizer, SimpleNamespace(eos_token_id=[2, 3])) == {1, 2, 3}
-    assert stop_token_ids(tokenizer, SimpleNamespace(eos_token_id=4)) == {1, 4}
+    assert model_files.stop_token_ids(tokenizer, None) == {1}
+    assert model_files.stop_token_ids(tokenizer, SimpleNamespace(eos_token_id=[2, 3])) == {1, 2, 3}
+    assert model_files.stop_token_ids(tokenizer, SimpleNamespace(eos_token_id=4)) == {1, 4}
