@@ -34,11 +34,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from gym_client import Gym, message_response  # noqa: E402
-from kit.extras.python_verifiers import verifier_pool  # noqa: E402
+from kit.gym.python_verifiers.pool import make_pools  # noqa: E402
+from kit.gym.python_verifiers.settings import read_verifiers  # noqa: E402
 from kit.gym.servers import running_servers  # noqa: E402
 from kit.gym.verifiers import VerifierRouter  # noqa: E402
 
-VERIFIER = "kit/extras/python_verifiers/math_answers.py:verify_math"
+VERIFIER = "kit/extras/math_answers.py:verify_math"
 GYM_CONFIG = {"should_use_judge": False, "library_verifier_timeout_seconds": 30}
 CORES = 16  # of the machine in the estimate
 SENTENCES = (  # of the reasoning before an answer
@@ -177,7 +178,8 @@ def make_router(folder: Path, processes: int) -> VerifierRouter:
     base: Any = OmegaConf.load(ROOT / "configs" / "base.yaml")
     base.env.verifier = VERIFIER
     base.env.verifier_pool.processes = processes
-    return VerifierRouter(Gym({}), verifier_pool.make_pools(base, folder), TextTokenizer())
+    pools = make_pools(base, read_verifiers(base).specs, folder)
+    return VerifierRouter(Gym({}), pools, TextTokenizer())
 
 
 async def verify_with_kit(router: VerifierRouter, samples: Sequence[Sample]) -> list[float]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kit.config.python_files import import_file
 from kit.data.verl_rows import parse_row
-from kit.extras.python_verifiers.function_session import make_arguments
+from kit.gym.python_verifiers.session import make_arguments
 from templates.trl import compute_score
 from tests.helpers.recipes import ROOT
 

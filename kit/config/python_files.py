@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
+from traceback import walk_tb
 from types import ModuleType
 
 FOLDERS: dict[str, Path] = {}  # {name of the package that stands for a folder: the folder}
@@ -151,6 +152,22 @@ def list_locations(spec: ModuleSpec) -> list[str]:
     """Return the file of a module, or the folders of a package."""
     locations = spec.submodule_search_locations or [str(spec.origin)]
     return [os.path.realpath(location) for location in locations]
+
+
+def list_callables(module: ModuleType) -> list[str]:
+    """List the functions and classes that a module defines."""
+    names = []
+    for name, member in vars(module).items():
+        if callable(member) and getattr(member, "__module__", "") == module.__name__:
+            names.append(name)
+    return names
+
+
+def find_failed_line(error: BaseException, path: str) -> int | None:
+    """Find the last line of a file in the traceback of an error, None if it has none."""
+    frames = walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if frame.f_code.co_filename == path]
+    return lines[-1] if lines else None
 
 
 def suggest_fix(error: Exception, path: Path) -> str:

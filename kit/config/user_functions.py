@@ -32,7 +32,7 @@ An episode (kit.data.episode.Episode) has these fields, among others:
 
 pass_rates is {row_id: fraction of responses with a reward of at least 1}. Each group counts twice
 as much as the group before. A function in env.train_files gets the rates by batch
-(kit/extras/generated_rows.py).
+(kit/data/generated_rows.py).
 
 If a function raises or returns an invalid value, the run stops with the config key, the function's
 name and the line.
@@ -47,7 +47,6 @@ import reprlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from traceback import walk_tb
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -56,7 +55,13 @@ from omegaconf import DictConfig, OmegaConf
 import env
 import gym_client
 from kit.config.keys import ROOT
-from kit.config.python_files import folder_package, import_file, suggest_fix
+from kit.config.python_files import (
+    find_failed_line,
+    folder_package,
+    import_file,
+    list_callables,
+    suggest_fix,
+)
 from kit.errors import ConfigError, RunError, UserFunctionError
 
 TEACHER = "distillation.teacher_models.teacher_model.model_path"
@@ -231,11 +236,9 @@ def load_function(spec: str | Mapping[str, Any], key: str) -> Callable[..., Any]
     attribute = name.rpartition(":")[2]
     function = getattr(module, attribute, None)
     if not callable(function):
-        functions = inspect.getmembers(module, inspect.isfunction)
-        local = [n for n, member in functions if member.__module__ == module.__name__]
+        names = ", ".join(list_callables(module)) or "none"
         raise UserFunctionError(
-            f"{key}={name}: {module.__file__} has no function {attribute}. It has "
-            f"{', '.join(local) or 'none'}."
+            f"{key}={name}: {module.__file__} has no function {attribute}. It has {names}."
         )
     check_signature(function, key, name, settings)
     return guard(function, key, name, str(module.__file__), settings)
@@ -333,9 +336,8 @@ def guard(
         except (ConfigError, UserFunctionError, RunError, env.DataError, gym_client.GymError):
             raise
         except Exception as error:  # whatever the function raises
-            frames = walk_tb(error.__traceback__)
-            lines = [line for frame, line in frames if frame.f_code.co_filename == file]
-            place = f"{file}:{lines[-1]}" if lines else file
+            line = find_failed_line(error, file)
+            place = f"{file}:{line}" if line else file
             raise UserFunctionError(
                 f"{key}={name} failed at {place}: {type(error).__name__}: {error}. Correct it."
             ) from error

@@ -1,6 +1,6 @@
-"""Find the ground truth of a row.
+r"""Find the ground truth of a row, and read the expected answers in it.
 
-It is in the first of these places whose value is not empty:
+The ground truth is in the first of these places whose value is not empty:
 
     reward_model.ground_truth       verl, DAPO-Math
     ground_truth, expected_answer   NeMo Gym, OpenMathReasoning
@@ -11,15 +11,38 @@ It is in the first of these places whose value is not empty:
 
 Empty are null, blank text, and an object without another value. Tables are filled with such values
 if their rows have different columns, or if a cell has no value.
+
+A verifier function gets the value unchanged. The kit's own verifiers read one or more expected
+answers in it, and each of them is right:
+
+    a number      is compared as a number
+    a text        is the answer, or a worked solution: its answer is in its last \boxed{}, otherwise
+                  after its last ####
+    a list        of numbers and texts. Any one of them is right. It may be a text with JSON: ["4"]
+
+Without a ground truth that can be read, they raise a ValueError before they look at the response,
+so that the episode fails, and no response earns a reward.
 """
 
 from __future__ import annotations
 
+import json
+import re
+from decimal import Decimal
 from typing import Any
 
 Json = dict[str, Any]
 GROUND_TRUTH_KEYS = ("ground_truth", "expected_answer", "answer", "final_answer", "solution")
 PLACES = ("reward_model.ground_truth", *GROUND_TRUTH_KEYS, "extra_info")  # for messages
+# Texts that pandas and Python write for a missing value.
+MISSING_TEXTS = ("None", "nan", "NaN", "<NA>", "NaT", "null")
+LIST_STARTS = ('["', "['")  # of a list of texts that was written as text
+BOX = "\\boxed{"
+MARK = "####"  # GSM8K's, before the answer
+THOUSANDS = r"-?\d{1,3}(,\d{3})+(\.\d+)?"  # a number with commas
+
+
+# --- find -----------------------------------------------------------------------------------------
 
 
 def find_ground_truth(row: Json) -> Any:
@@ -53,3 +76,81 @@ def is_empty(value: Any) -> bool:
     if isinstance(value, dict):
         return all(is_empty(member) for member in value.values())
     return value is None
+
+
+# --- read -----------------------------------------------------------------------------------------
+
+
+def read_expected_answers(value: Any) -> list[str]:
+    """Return the expected answers in a ground truth, as texts. Raises ValueError."""
+    if value is None:
+        raise make_error(value, f"the row has none in {', '.join(PLACES)}")
+    if isinstance(value, str) and value.lstrip().startswith(LIST_STARTS):
+        value = parse_list(value)
+    members = value if isinstance(value, list) else [value]
+    if not members:
+        raise make_error(value, "it is an empty list")
+    return [read_expected_answer(member) for member in members]
+
+
+def parse_list(text: str) -> list[Any]:
+    """Return the list of texts in a JSON text. Raises ValueError."""
+    try:
+        return json.loads(text)  # type: ignore[no-any-return]
+    except ValueError:
+        raise make_error(text, "it is a list as text, and not JSON") from None
+
+
+def read_expected_answer(value: Any) -> str:
+    """Return one expected answer as text. Raises ValueError."""
+    if isinstance(value, str):
+        return read_text(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        kind = "null" if value is None else f"a {type(value).__name__}"
+        raise make_error(value, f"it is {kind}, not a text, a number or a list of these")
+    number = Decimal(str(value))
+    if not number.is_finite():  # from a list as text
+        raise make_error(value, "it is not a finite number")
+    is_whole = number == number.to_integral_value()
+    # without an exponent, which LaTeX does not have
+    return f"{number:.0f}" if is_whole else f"{number:f}"
+
+
+def read_text(text: str) -> str:
+    """Return the expected answer in a text, which may be a worked solution. Raises ValueError."""
+    if text.strip() in MISSING_TEXTS:
+        raise make_error(text, "it stands for a missing value")
+    answer = text
+    if BOX in text:
+        answer = find_last_box(text)
+    elif MARK in text:
+        answer = read_marked(text)
+    if not answer.strip():
+        raise make_error(text, "it has no answer")
+    return answer.strip()
+
+
+def read_marked(text: str) -> str:
+    """Return the answer after the last MARK of a text. Raises ValueError."""
+    answer = text.rpartition(MARK)[2].strip()
+    if "\n" in answer:  # it is a heading in Markdown
+        raise make_error(text, f"several lines follow its last {MARK}")
+    return answer.replace(",", "") if re.fullmatch(THOUSANDS, answer) else answer
+
+
+def find_last_box(text: str) -> str:
+    r"""Return the content of the last `\boxed{}` of a text, empty if it is not closed."""
+    _, separator, rest = text.rpartition(BOX)
+    depth = 1
+    for index, character in enumerate(rest if separator else ""):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return rest[:index]
+    return ""
+
+
+def make_error(ground_truth: Any, reason: str) -> ValueError:
+    """Return the error of a ground truth that cannot be read."""
+    return ValueError(
+        f"the expected answer {ground_truth!r:.80} cannot be read: {reason}. Change the row"
+    )

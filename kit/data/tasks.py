@@ -88,7 +88,7 @@ def make_unique(name: str, used: set[str]) -> str:
 
 
 def is_function(entry: Any) -> bool:
-    """Whether an entry names a function that generates rows (kit/extras/generated_rows.py)."""
+    """Whether an entry names a function that generates rows (kit/data/generated_rows.py)."""
     return isinstance(entry, Mapping) and "function" in entry
 
 
@@ -261,7 +261,7 @@ def list_references(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 class RowSource(Protocol):
-    """The rows to train on, batch by batch: FileRows, or those of kit/extras/generated_rows.py."""
+    """The rows to train on, batch by batch: FileRows, or those of kit/data/generated_rows.py."""
 
     def batch(self, number: int, size: int, pass_rates: Mapping[str, float]) -> list[Task]:
         """Return the tasks of a batch. number: 1, 2, ... pass_rates: {row id: pass rate}.

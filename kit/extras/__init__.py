@@ -7,20 +7,16 @@ that does gets one error with its name.
 No other part of the kit names a feature. At fixed points the kit calls a hook of every feature that
 is on and has this hook (`call`). The hooks:
 
-    rewrite_recipe(config)                    change the recipe before all checks
     check_recipe(config, command)             -> problems, before verl is imported
     check_workers(config, command)            -> problems, when verl is imported
     set_sizes(config, hf_config, command)     fill in values that follow from the model
-    check_entry(entry, key)                   check an entry that is a function, not a file
-    file_entries(config, key)                 -> the entries of env.train_files or env.val_files
-    generate_once(config, entries, key, loader)       -> tasks that no file has, for `rollout`
-    make_row_source(config, entries, files, loader)   -> the source of training batches
     check_inputs(config, inputs, command)     check the loaded rows; raises
     summary_lines(config, inputs, command)    -> lines of the summary
     warnings(config, inputs, command)         -> warnings, one line each
     dry_run_lines(config, inputs, command)    -> more lines of a dry run
-    verifier_names(config)                    -> names of verifiers that are no Gym servers
-    unsandboxed_verifiers(config, tasks)      -> those that run the policy's code unprotected
+    sandbox_command(command, folders)         -> the command line of a verifier process in a sandbox
+    score_code(verifier, runner, arguments, memory)   -> the CallResult of a response that is code.
+                                              Called in a verifier process (`find_module`)
     check_model(config, hf_config, command)   -> problems with the model's sizes
     model_parallel_size, sequence_parallel_size, parallel_sizes(config)    -> GPU counts
     layout_keys()                             -> keys that a resumed run must not change
@@ -44,28 +40,14 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from kit.errors import ConfigError
 
 
-def uses_python_verifiers(config: DictConfig, command: str) -> bool:
-    """Whether a Python function verifies some of the rows."""
-    return bool(config.env.verifier) or any_file_has(config, "verifier")
-
-
-def uses_generated_rows(config: DictConfig, command: str) -> bool:
-    """Whether a Python function makes some of the rows."""
-    return any_file_has(config, "function")
-
-
-def any_file_has(config: DictConfig, key: str) -> bool:
-    """Whether an entry of env.train_files or env.val_files has a key."""
-    for files in (config.env.train_files, config.env.val_files):
-        entries = files if OmegaConf.is_list(files) else []
-        if any(OmegaConf.is_dict(entry) and entry.get(key) for entry in entries):
-            return True
-    return False
+def uses_sandbox(config: DictConfig, command: str) -> bool:
+    """Whether Python verifiers run in a sandbox."""
+    return bool(command != "sft" and config.env.verifier_pool.sandbox)
 
 
 def uses_other_backend(config: DictConfig, command: str) -> bool:
@@ -156,25 +138,10 @@ EXTRAS = [
         ("check_recipe", "check_inputs", "summary_lines", "before_ray"),
     ),
     Extra(
-        "kit.extras.python_verifiers",
-        "env.verifier",
-        uses_python_verifiers,
-        (
-            "rewrite_recipe",
-            "check_recipe",
-            "verifier_names",
-            "file_entries",
-            "unsandboxed_verifiers",
-            "check_inputs",
-            "summary_lines",
-            "make_pools",
-        ),
-    ),
-    Extra(
-        "kit.extras.generated_rows",
-        "a function in env.train_files",
-        uses_generated_rows,
-        ("check_entry", "make_row_source", "generate_once"),
+        "kit.extras.policy_programs",
+        "env.verifier_pool.sandbox",
+        uses_sandbox,
+        ("check_recipe", "sandbox_command", "score_code"),
     ),
     Extra(
         "kit.extras.megatron",
@@ -275,6 +242,18 @@ def make_processor(config: DictConfig, hf_config: Any, tokenizer: Any) -> Any:
     model = config.actor_rollout_ref.model.path
     images = load("kit.extras.images", f"the model {model}, which reads images,")
     return images.make_processor(config, hf_config, tokenizer) or TextProcessor(tokenizer)
+
+
+def find_module(hook: str) -> str:
+    """The module of the feature with a hook, for a process that imports it itself."""
+    return next(extra.module for extra in EXTRAS if hook in extra.hooks)
+
+
+def require(hook: str, turned_on_by: str) -> None:
+    """Check that the feature with a hook is there. Raises ConfigError if it was deleted."""
+    module = find_module(hook)
+    if not is_installed(module):
+        raise missing_error(module, turned_on_by)
 
 
 def load_command(name: str) -> ModuleType:

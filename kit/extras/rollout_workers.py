@@ -24,11 +24,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import inference
 from gym_client import GymError
 from inference import OnDone
-from kit import extras
 from kit.config.keys import to_plain
 from kit.config.resources import cores
 from kit.data.episode import Episode
 from kit.errors import RunError
+from kit.gym.python_verifiers.pool import make_pools
 from kit.gym.verifiers import make_verifiers
 from kit.rollout.client import Client
 from kit.rollout.sampler import EpisodeRequest, SamplerContext, Sampling, make_sampler_context
@@ -94,7 +94,7 @@ class RolloutWorker:
         client = Client(config, servers, bool(config.trainer.one_step_off))
         self.context = make_sampler_context(config, client, inputs, timeout_s)
         count = config.actor_rollout_ref.rollout.agent.num_workers
-        pools = extras.first("make_pools", config, "train", config, logs, default={})
+        pools = make_pools(config, inputs.verifiers.specs, logs)
         self.verifiers, self.limits = make_verifiers(config, urls, inputs.tokenizer, pools, count)
 
     async def open(self) -> None:
@@ -156,6 +156,7 @@ class RolloutWorkers:
             template=inputs.template,
             stop_ids=inputs.stop_ids,
             model=inputs.model,
+            verifiers=inputs.verifiers,
         )
         arguments = (
             split_limits(config, count),

@@ -2,12 +2,6 @@
 
 The rest of the kit sees one object, the `VerifierRouter`. A recipe without Python verifiers has no
 pools: then every row goes to a Gym server.
-
-A pool has these methods:
-    kind()                        "verify" or "step", as of a Gym server
-    open_session(row, tokenizer)  a session for one episode, used as a `gym_client.Session`
-    close()                       end the processes of the pool
-All three are coroutines. The first two raise GymError.
 """
 
 from __future__ import annotations
@@ -22,6 +16,7 @@ import gym_client
 from gym_client import FIRST, EpisodeIndex, Json
 from kit.config.keys import to_plain
 from kit.gym.concurrency import ConcurrencyLimits
+from kit.gym.python_verifiers.pool import Pool
 
 
 class VerifierRouter:
@@ -30,7 +25,7 @@ class VerifierRouter:
     pools: {name: pool} of the Python verifiers. `gym` has every other verifier.
     """
 
-    def __init__(self, gym: gym_client.Gym, pools: Mapping[str, Any], tokenizer: Any):
+    def __init__(self, gym: gym_client.Gym, pools: Mapping[str, Pool], tokenizer: Any):
         self.gym = gym
         self.pools = pools
         self.tokenizer = tokenizer
@@ -48,7 +43,7 @@ class VerifierRouter:
     async def kind(self, name: str) -> str:
         """Return the kind of the verifier, as `gym_client.Gym.kind` does. Raises GymError."""
         if name in self.pools:
-            return str(await self.pools[name].kind())
+            return await self.pools[name].kind()
         return await self.gym.kind(name)
 
     @contextlib.asynccontextmanager
@@ -73,7 +68,7 @@ def make_verifiers(
     config: DictConfig,
     urls: Mapping[str, str],
     tokenizer: Any,
-    pools: Mapping[str, Any],
+    pools: Mapping[str, Pool],
     share: int = 1,
 ) -> tuple[VerifierRouter, ConcurrencyLimits]:
     """Make the router of the recipe's verifiers, and the limits of the calls to Gym servers.

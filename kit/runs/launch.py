@@ -8,7 +8,6 @@ import them late, while Ray starts. Optional features take part through these ho
     after_ray(launch, raylet_pid)            raylet_pid: of a local Ray, or None
     import_engine(config)                    modules of another rollout engine, while Ray starts
     make_loop(config)                        -> an event loop to use in place of make_runner's
-    make_pools(config, logs)                 -> {name: pool of processes with a Python verifier}
     start_rollout_workers(launch, context, urls)    -> processes that run the episodes
     servers_class(config)                    -> a class to use in place of inference.Servers
     after_start(launch, addresses)           addresses: of the rollout engine's HTTP servers
@@ -38,6 +37,7 @@ from kit.config.model_files import download_models
 from kit.config.resources import all_gpus, rollout_gpus
 from kit.errors import RunError
 from kit.gym import network
+from kit.gym.python_verifiers.pool import make_pools
 from kit.gym.servers import GymServers
 from kit.gym.verifiers import make_verifiers
 from kit.rollout import sampler
@@ -178,7 +178,7 @@ def start_sampling(
 
     run = launch.run
     config = launch.config
-    pools = launch.first("make_pools", config, launch.logs, default={})
+    pools = make_pools(config, launch.inputs.verifiers.specs, launch.logs)
     verifiers, limits = make_verifiers(config, urls, launch.inputs.tokenizer, pools)
     enter(verifiers, loop, launch.stack)
     actor = workers.actor if workers else None

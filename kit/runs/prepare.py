@@ -19,14 +19,22 @@ from kit.config import adapters, checks, model_files, trackers, user_functions
 from kit.config.keys import to_plain
 from kit.config.load import ACTOR, FSDP, MICRO_BATCH_TOKENS, MODEL, ROLLOUT, raise_all
 from kit.config.resources import sequence_parallel_size
+from kit.data import generated_rows
 from kit.data.processor import TextProcessor
 from kit.data.row_files import find_files, read_raw_rows
 from kit.data.tasks import FileRows, RowSource, TaskLoader, is_function
 from kit.errors import ConfigError, UserFunctionError
 from kit.gym import network, process_specs
+from kit.gym.python_verifiers.settings import (
+    PythonVerifiers,
+    VerifierSpec,
+    read_verifiers,
+    remove_unused_servers,
+)
 from kit.rollout import template_trial
 from kit.rollout.chat_template import OUTPUTS, PARALLEL, TURNS, ChatTemplate
 from kit.runs.console import say
+from kit.runs.verifier_trial import try_verifiers
 
 TRAIN = "env.train_files"
 VAL = "env.val_files"
@@ -54,6 +62,7 @@ class RunInputs:
     sampler: Callable[..., list[env.Task]]  # (tasks, size, batch, seed, pass_rates) -> tasks
     source: RowSource  # the tasks of each batch
     model: Any  # the Hugging Face configuration of the model's text part
+    verifiers: PythonVerifiers
     generated: list[env.Task] = dataclasses.field(default_factory=list)  # from functions, batch 1
     trials: list[str] = dataclasses.field(default_factory=list)  # results of a verifier's trial
     per_epoch: float = math.inf  # prompts for each row of files to be used once; inf without files
@@ -79,8 +88,8 @@ def prepare(config: DictConfig, command: str = "train") -> RunInputs:
     names = {name: name for name in (*servers, *config.gym.servers)}
     aliases = {agent: server for agent, server in agents.items() if server in servers}
     load_rows(config, command, inputs, aliases | names)
-    custom = extras.first("verifier_names", config, command, config, default=set())
-    check_code_execution(config, command, inputs)
+    custom = inputs.verifiers.specs
+    check_code_execution(config, inputs)
     check_turns(config, inputs)
     if any(task.tools for task in inputs.tasks):
         set_tool_format(config, inputs.template)
@@ -93,6 +102,7 @@ def prepare(config: DictConfig, command: str = "train") -> RunInputs:
             process_specs.check_server(name, server)
     inputs.processor.check(config, inputs.tasks, command)
     extras.call("check_inputs", config, command, config, inputs, command)
+    inputs.trials = try_verifiers(custom, inputs.tasks, config, inputs.tokenizer)
     return inputs
 
 
@@ -104,8 +114,15 @@ def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception]
     load_config, which are raised with those of the first group. Raises the errors of `prepare`.
     """
     raise_all([*extras.find_missing(config, command), *find_missing_modules(config)])
-    extras.call("rewrite_recipe", config, command, config)
+    remove_unused_servers(config)
+    verifiers = PythonVerifiers({}, {})
     errors = [*problems, *check_files(config, command), *early_problems(config, command)]
+    try:
+        if command != "sft":  # it uses no verifier
+            verifiers = read_verifiers(config)
+            check_any_verifier(config, verifiers)
+    except (UserFunctionError, ConfigError) as error:
+        errors.append(error)
     raise_all([as_error(problem) for problem in errors])
     import_external_library(config)
     functions = user_functions.load_recipe_functions(config)
@@ -144,6 +161,7 @@ def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception]
         sampler=functions.sampler,
         source=FileRows([], functions.sampler, config.data.seed),  # load_rows sets it
         model=files.hf_config.get_text_config(),
+        verifiers=verifiers,
     )
 
 
@@ -217,7 +235,7 @@ def check_files(config: DictConfig, command: str) -> Iterator[Exception]:
     for key in FILES[command]:
         yield from check_row_files(config, command, key)
     if command != "sft":
-        yield from check_servers(config, command)
+        yield from check_servers(config)
     needed = [f"{MODEL}.path"]
     if config.reward.reward_model.enable:
         needed.append(model_files.REWARD_MODEL)
@@ -245,7 +263,7 @@ def check_row_files(config: DictConfig, command: str, key: str) -> Iterator[Exce
                     f"{key}={path}: `sft` reads files only. Write the function's rows to one."
                 )
             elif is_function(entry):
-                extras.call("check_entry", config, command, entry, key)
+                generated_rows.parse_functions([entry], key)
             else:
                 read_first_rows(path, columns)
         except (env.DataError, UserFunctionError, ConfigError) as error:
@@ -275,14 +293,17 @@ def check_model_path(config: DictConfig, key: str) -> Iterator[Exception]:
         )
 
 
-def check_servers(config: DictConfig, command: str) -> Iterator[Exception]:
-    """Each Gym server has a URL or a start section that can work."""
-    has_functions = extras.uses_python_verifiers(config, command)
-    if not (config.gym.servers or config.gym.head_server or has_functions):
-        yield ConfigError(
+def check_any_verifier(config: DictConfig, verifiers: PythonVerifiers) -> None:
+    """Check that the recipe has a Gym server or a Python verifier. Raises ConfigError."""
+    if not (config.gym.servers or config.gym.head_server or verifiers.specs):
+        raise ConfigError(
             "gym.servers is not set. Name the servers of the rows, as in configs/math.yaml, or set "
             "gym.head_server, or env.verifier to a function."
         )
+
+
+def check_servers(config: DictConfig) -> Iterator[Exception]:
+    """Each Gym server has a URL or a start section that can work."""
     for name, server in to_plain(config.gym.servers).items():
         yield from check_server_entry(config, name, server or {})
     port = config.gym.policy_endpoint.port
@@ -327,26 +348,26 @@ def load_rows(
         aliases=aliases,
         max_prompt_length=config.data.max_prompt_length,
         only_servers=to_plain(config.env.only_servers),
-        custom_verifiers=extras.first("verifier_names", config, command, config, default=()),
+        custom_verifiers=inputs.verifiers.specs,
         prompt_key=config.data.prompt_key,
         report=say,
     )
-    train = loader.load_files(list_files(config, command, TRAIN))
-    validation = loader.load_files(list_files(config, command, VAL))
+    train_entries = list_entries(inputs.verifiers, command, TRAIN)
+    val_entries = list_entries(inputs.verifiers, command, VAL)
+    train = loader.load_files(list_files(train_entries))
+    validation = loader.load_files(list_files(val_entries))
     inputs.dropped = [*train.dropped, *validation.dropped]
-    generated = generate_once(config, command, VAL, loader)
+    generated = generated_rows.generate_once(config, val_entries, VAL, loader)
     inputs.validation = [*validation.tasks, *generated][: config.env.val_max_rows]
-    generated = generate_once(config, command, TRAIN, loader) if command == "rollout" else []
+    generated = []
+    if command == "rollout":
+        generated = generated_rows.generate_once(config, train_entries, TRAIN, loader)
     inputs.train = [*train.tasks, *generated][: config.env.max_rows]
     check_any_rows(config, command, inputs)
 
-    files = FileRows(inputs.train, inputs.sampler, config.data.seed)
-    inputs.source = files
+    inputs.source = FileRows(inputs.train, inputs.sampler, config.data.seed)
     if command == "train":
-        entries = list_entries(config, command, TRAIN)
-        inputs.source = extras.first(
-            "make_row_source", config, command, config, entries, files, loader, default=files
-        )
+        inputs.source = generated_rows.make_row_source(config, train_entries, inputs.source, loader)
     size = config.data.train_batch_size
     file_rows = inputs.source.count_file_rows(size)
     check_enough_rows(config, command, inputs, file_rows)
@@ -356,33 +377,21 @@ def load_rows(
     set_steps(config, command, len(inputs.train) // size, is_endless=file_rows < size)
 
 
-def list_entries(config: DictConfig, command: str, key: str) -> list[Any]:
-    """List the entries of a key that a command uses, with the server or verifier of each file."""
-    if key not in FILES[command]:
-        return []
-    entries = extras.first("file_entries", config, command, config, key)
-    if entries is None:
-        entries = to_plain(OmegaConf.select(config, key)) or []
-    return list(entries)
+def list_entries(verifiers: PythonVerifiers, command: str, key: str) -> list[Any]:
+    """List the entries of a key that a command uses, with the server or verifier of each."""
+    return verifiers.entries[key] if key in FILES[command] else []
 
 
-def list_files(config: DictConfig, command: str, key: str) -> list[Any]:
-    """List the entries of a key that name files."""
-    entries = list_entries(config, command, key)
+def list_files(entries: Sequence[Any]) -> list[Any]:
+    """List the entries that name files."""
     return [entry for entry in entries if not is_function(entry)]
-
-
-def generate_once(config: DictConfig, command: str, key: str, loader: TaskLoader) -> list[env.Task]:
-    """Generate the rows of a key's functions once, unless the run generates them for each batch."""
-    entries = list_entries(config, command, key)
-    return extras.collect("generate_once", config, command, config, entries, key, loader)
 
 
 def check_any_rows(config: DictConfig, command: str, inputs: RunInputs) -> None:
     """Check that the files of a command have rows. Raises ConfigError."""
     key = FILES[command][0]
     tasks = inputs.validation if command == "evaluate" else inputs.train
-    entries = list_entries(config, command, key)
+    entries = list_entries(inputs.verifiers, command, key)
     only_functions = command == "train" and entries and all(is_function(e) for e in entries)
     if not tasks and not only_functions:
         raise ConfigError(
@@ -445,31 +454,39 @@ def set_tool_format(config: DictConfig, template: ChatTemplate) -> None:
 # --- code of the policy --------------------------------------------------------------------------
 
 
-def find_unsandboxed(config: DictConfig, command: str, inputs: RunInputs) -> dict[str, bool]:
+def find_unsandboxed(config: DictConfig, inputs: RunInputs) -> dict[str, bool]:
     """Verifiers that run the policy's code without a sandbox: {name: whether on this machine}."""
-    custom = extras.first("verifier_names", config, command, config, default=set())
     unsandboxed: dict[str, bool] = {}
     for name in dict.fromkeys(task.server for task in inputs.tasks):
-        if name in custom:
-            continue
         start = (config.gym.servers.get(name) or {}).get("start") or {}
         if (start.get("server") or name) in checks.CODE_EXECUTING_SERVERS:
             unsandboxed[name] = bool(start)  # without `start` it runs on another machine
-    for names in extras.call("unsandboxed_verifiers", config, command, config, inputs.tasks):
-        unsandboxed |= dict.fromkeys(names, True)
+    if not config.env.verifier_pool.sandbox:
+        for spec, source in list_code_sources(inputs):
+            if spec.runs_response(source):
+                unsandboxed[spec.name] = True
     return unsandboxed
 
 
-def check_code_execution(config: DictConfig, command: str, inputs: RunInputs) -> None:
+def list_code_sources(inputs: RunInputs) -> list[tuple[VerifierSpec, str]]:
+    """List the data sources whose responses are code, with their Python verifiers."""
+    specs = inputs.verifiers.specs
+    rows = [(task.server, str(task.row.get("data_source"))) for task in inputs.tasks]
+    pairs = [(specs[name], source) for name, source in dict.fromkeys(rows) if name in specs]
+    return [(spec, source) for spec, source in pairs if spec.scores_code(source)]
+
+
+def check_code_execution(config: DictConfig, inputs: RunInputs) -> None:
     """Refuse to run the policy's programs here unless the recipe allows it. Raises ConfigError."""
+    for spec, source in list_code_sources(inputs):
+        extras.require("score_code", f"{spec.key}={spec.reference} with data_source={source}")
     if config.env.allow_unsandboxed_code:
         return
-    custom = extras.first("verifier_names", config, command, config, default=set())
-    for name, is_here in find_unsandboxed(config, command, inputs).items():
+    for name, is_here in find_unsandboxed(config, inputs).items():
         if not is_here:
             continue
         hint = "Start it in a container and give its url"
-        if name in custom:
+        if name in inputs.verifiers.specs:
             hint = (
                 "Set env.verifier_pool.sandbox=bwrap, give it a sandbox_fusion_url (programs only)"
             )

@@ -19,6 +19,7 @@ from kit.config.neutral_sampling import find_distortions
 from kit.config.redaction import redacted
 from kit.config.resources import rollout_gpus
 from kit.config.user_functions import needs
+from kit.gym.python_verifiers.settings import count_processes
 from kit.rollout import template_trial
 from kit.rollout.chat_template import TURNS
 from kit.runs.prepare import RunInputs, find_unsandboxed
@@ -32,7 +33,8 @@ def summarize(config: DictConfig, inputs: RunInputs, command: str) -> str:
     lines = [
         *describe_rows(config, inputs, command),
         *describe_work(config, inputs, command),
-        *describe_extras(config, inputs, command),
+        *extras.collect("summary_lines", config, command, config, inputs, command),
+        *describe_verifiers(config, inputs),
     ]
     if command != "sft":
         lines.append(describe_devices(config, command))
@@ -143,9 +145,17 @@ def describe_function(spec: str | Mapping[str, Any]) -> str:
     return f"{name} {yaml.safe_dump(settings, default_flow_style=True, width=1000).strip()}"
 
 
-def describe_extras(config: DictConfig, inputs: RunInputs, command: str) -> list[str]:
-    """The lines of the optional features that are on."""
-    return extras.collect("summary_lines", config, command, config, inputs, command)
+def describe_verifiers(config: DictConfig, inputs: RunInputs) -> list[str]:
+    """The Python verifiers and their processes, and the rewards of their trial."""
+    if not inputs.verifiers.specs:
+        return []
+    names = ", ".join(map(str, inputs.verifiers.specs.values()))
+    pool = config.env.verifier_pool
+    return [
+        f"verifier    {names}: {count_processes(config)} processes, {pool.timeout_s:g} s a call, "
+        f"{pool.memory_gb:g} GiB each",
+        *[f"            {line}" for line in inputs.trials],
+    ]
 
 
 def describe_devices(config: DictConfig, command: str) -> str:
@@ -196,13 +206,13 @@ def list_warnings(config: DictConfig, inputs: RunInputs, command: str) -> Iterat
             "unless you want that."
         )
     yield from warn_of_template(config, inputs)
-    for name, is_here in find_unsandboxed(config, command, inputs).items():
+    for name, is_here in find_unsandboxed(config, inputs).items():
         place = "on this machine, as your user" if is_here else "on the machine of its server"
         yield (
             f"{name} RUNS THE MODEL'S CODE {place}, WITHOUT A SANDBOX: it may read keys and "
             "delete your files. Run all of this in a container without them."
         )
-    yield from warn_of_verl_rows(config, inputs, command)
+    yield from warn_of_verl_rows(inputs)
     yield from warn_of_overlap(inputs)
 
 
@@ -238,9 +248,9 @@ def warn_of_template(config: DictConfig, inputs: RunInputs) -> Iterator[str]:
         )
 
 
-def warn_of_verl_rows(config: DictConfig, inputs: RunInputs, command: str) -> Iterator[str]:
+def warn_of_verl_rows(inputs: RunInputs) -> Iterator[str]:
     """Warn of rows in verl's format that go to a Gym server."""
-    custom = extras.first("verifier_names", config, command, config, default=set())
+    custom = inputs.verifiers.specs
     rows = [task for task in inputs.tasks if "reward_model" in task.row]
     for name in dict.fromkeys(task.server for task in rows if task.server not in custom):
         yield (

@@ -45,7 +45,7 @@ def rows(
     pass_rates: Mapping[int, Mapping[int, float]],
     held_out: bool = False,
 ) -> list[dict[str, Any]]:
-    """Generate `size` rows. They depend on the arguments alone (kit/extras/generated_rows.py)."""
+    """Generate `size` rows. They depend on the arguments alone (kit/data/generated_rows.py)."""
     rng = random.Random(f"{seed} {batch}")
     things = HELD_OUT_THINGS if held_out else THINGS
     return [make_row(rng.choice(things), rng.randint(10, 99)) for _ in range(size)]

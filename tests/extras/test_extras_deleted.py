@@ -25,10 +25,7 @@ FEATURES = sorted(
 # {feature: the changes of a recipe that turn it on}
 CHANGES = {
     "judges": ["gym.judges={judge_model: {base_url: http://127.0.0.1:9/v1, model: m}}"],
-    "python_verifiers": ["env.verifier=templates/reward.py:compute_score"],
-    "generated_rows.py": [
-        "env.train_files=[{function: templates/task.py:rows, server: reasoning_gym}]"
-    ],
+    "policy_programs": ["env.verifier_pool.sandbox=bwrap"],
     "megatron.py": ["model_engine=megatron"],
     "backends.py": ["actor_rollout_ref.rollout.name=hf"],
     "monitor.py": [
@@ -208,6 +205,25 @@ def test_a_recipe_that_needs_a_deleted_feature_gets_one_error(
     name = f"kit/extras/{feature}".removesuffix(".py")
     assert status == 1 and f"needs {name}, which this copy does not have" in output, output[-3000:]
     assert output.count("error: ") == 1 and "Traceback" not in output, output[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("openai/gsm8k", ""),
+        ("taco", "env.verifier=verl with data_source=taco needs kit/extras/policy_programs, which"),
+    ],
+)
+def test_without_the_scorer_of_programs_verls_other_scorers_work(
+    source, error, bare, workspace, driver
+):
+    rows = [row(f"say {n}", data_source=source, answer="5") for n in range(8)]
+    path = write_rows(workspace / "verl.jsonl", rows)
+    arguments = make_arguments("math", "math_with_judge", workspace)
+    changes = ["env.verifier=verl", f"env.train_files=[{path}]", "env.allow_unsandboxed_code=true"]
+    status, output = driver.run(bare, [*arguments, *changes])
+    assert status == bool(error) and (error or "nothing was started") in output, output[-3000:]
+    assert output.count("error: ") == bool(error) and "Traceback" not in output
 
 
 def test_every_feature_that_a_recipe_turns_on_is_tested():

@@ -14,10 +14,11 @@ from omegaconf import OmegaConf
 
 import gym_client
 from gym_client import GymError
-from kit.extras.python_verifiers import verifier_pool
+from kit.gym.python_verifiers.pool import make_pools
+from kit.gym.python_verifiers.settings import read_verifiers
 from kit.gym.verifiers import VerifierRouter
 
-FOLDER = Path(__file__).resolve().parents[1] / "extras" / "python_verifiers"
+FOLDER = Path(__file__).resolve().parents[1] / "gym" / "python_verifiers"
 EXAMPLE_SOURCE = (FOLDER / "example_verifiers.py").read_text()
 HOSTILE_SOURCE = (FOLDER / "hostile_verifiers.py").read_text()
 ROW = {"question": "say 7", "answer": "7", "responses_create_params": {}}
@@ -68,7 +69,8 @@ def make_router(folder, verifier, **settings):
 
     folder: for the logs. settings: the arguments of make_config.
     """
-    pools = verifier_pool.make_pools(make_config(verifier, **settings), folder)
+    config = make_config(verifier, **settings)
+    pools = make_pools(config, read_verifiers(config).specs, folder)
     return VerifierRouter(gym_client.Gym({}), pools, CharTokenizer())
 
 

@@ -98,7 +98,7 @@ def test_a_recipe_with_judges_is_checked_before_anything_starts(gym, problems):
     settings = {"servers": servers, **gym}
     overrides = [f"gym.{key}={json.dumps(value)}" for key, value in settings.items()]
     config, _ = load_config([], overrides)
-    errors = [str(error) for error in prepare.check_servers(config, "train")]
+    errors = [str(error) for error in prepare.check_servers(config)]
     errors += judges.check_recipe(config, "train")
     assert len(errors) == len(problems), errors
     for problem, error in zip(problems, errors, strict=True):

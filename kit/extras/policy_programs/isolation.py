@@ -10,21 +10,16 @@ import contextlib
 import functools
 import json
 import os
-import reprlib
 import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from kit.extras.python_verifiers.process_tree import kill_descendants
-from kit.extras.python_verifiers.verifier_calls import (
-    CallResult,
-    Json,
-    VerifierError,
-    describe_failure,
-    to_finite_number,
-)
+from kit.gym.python_verifiers.calls import CallResult, Json, VerifierError, describe_failure
+from kit.gym.python_verifiers.process import replace_by_null
+from kit.gym.python_verifiers.process_tree import kill_descendants
 
+FAILURES = ("raised", "memory", "bad_answer")
 MAX_RESULT_BYTES = 2**16
 MAX_FILE_BYTES = 64 * 2**20  # of each file that a program writes
 MAX_SANDBOX_PROCESSES = 256  # of one program. A sandbox does not count the user's other processes.
@@ -50,20 +45,17 @@ def run_isolated(call: Callable[[], CallResult], memory: int) -> Json:
 
 
 def parse_result(line: bytes) -> Json:
-    """Return the answer of an isolated call, with a reward from 0 to 1. Raises VerifierError."""
+    """Return the answer of an isolated call. Raises VerifierError.
+
+    The program may have written it, so session.py accepts only rewards from 0 to 1.
+    """
     try:
-        result = json.loads(line)
-    except ValueError:
+        result = dict(json.loads(line))
+    except (ValueError, TypeError):
         raise VerifierError("the program ended its scorer, or its result is too long") from None
-    fields = result if isinstance(result, dict) else {}
-    if fields.get("failed") in ("raised", "memory", "bad_answer"):
-        return {"failed": fields["failed"], "why": str(fields.get("why"))}
-    reward = to_finite_number(fields.get("reward"))
-    if reward is None or not 0 <= reward <= 1:
-        raise VerifierError(
-            f"the scorer of a program returned {reprlib.repr(result)}, not a score from 0 to 1"
-        )
-    return {"reward": reward, "reward_components": {}}
+    if result.get("failed") in FAILURES:
+        return {"failed": result["failed"], "why": str(result.get("why"))}
+    return {"reward": result.get("reward"), "reward_components": {}}
 
 
 def reap_children() -> None:
@@ -81,11 +73,18 @@ def write_result_and_exit(call: Callable[[], CallResult], writer: int, memory: i
     os.register_at_fork(after_in_child=functools.partial(replace_by_null, writer))
     limit_program(memory)
     try:
-        answer = call().answer
+        answer = call_or_fail(call)
+        os.write(writer, json.dumps(answer).encode() + b"\n")
+    finally:  # the message of a program's exception may raise, too
+        os._exit(0)
+
+
+def call_or_fail(call: Callable[[], CallResult]) -> Json:
+    """Return the answer of `call`, or the reason of its failure."""
+    try:
+        return call().answer
     except BaseException as error:
-        answer = describe_failure(error, "")
-    os.write(writer, json.dumps(answer).encode() + b"\n")
-    os._exit(0)
+        return describe_failure(error, "")
 
 
 def limit_program(memory: int) -> None:
@@ -100,11 +99,3 @@ def limit_program(memory: int) -> None:
     if os.environ.get("KIT_SANDBOX"):
         processes = MAX_SANDBOX_PROCESSES
         resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
-
-
-def replace_by_null(*descriptors: int) -> None:
-    """Replace open files by /dev/null."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in descriptors:
-        os.dup2(null, descriptor, inheritable=False)
-    os.close(null)

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.extras.python_verifiers import verifier_calls
-from kit.extras.python_verifiers.verifier_calls import VerifierError
+from kit.gym.python_verifiers import calls
+from kit.gym.python_verifiers.calls import VerifierError
 
 MAKE_NUMBER = {  # {type: a function of 0 or 1}
     "int": int,
@@ -52,7 +52,7 @@ NO_NUMBERS = [
 def score(value):
     """Return the answer of a function that returns `value`."""
     with asyncio.Runner() as runner:
-        return verifier_calls.score(lambda: value, runner, {}).answer
+        return calls.score(lambda: value, runner, {}).answer
 
 
 @pytest.mark.parametrize("kind", MAKE_NUMBER)
@@ -63,7 +63,7 @@ def test_a_number_of_any_type_is_a_reward_and_a_metric(kind):
         answer = score({"score": value, "part": value, "name": kind})
         assert answer == {"reward": number, "reward_components": {"part": number}, "name": kind}
         assert {type(answer["reward"]), type(answer["reward_components"]["part"])} == {float}
-        step = verifier_calls.parse_step((None, value, False))
+        step = calls.parse_step((None, value, False))
         assert step == {"observation": None, "reward": number, "done": False}
 
 
@@ -76,7 +76,7 @@ def test_any_other_result_is_a_failure_with_the_same_message(value):
     for result in (value, {"score": value}, {"acc": 1.0}):
         with pytest.raises(VerifierError, match=expected):
             score(result)
-    assert verifier_calls.parse_step((None, value, False)) is None
+    assert calls.parse_step((None, value, False)) is None
 
 
 @given(value=st.floats(allow_nan=False, allow_infinity=False))
@@ -96,9 +96,9 @@ def test_a_finite_number_is_not_changed(value):
     "done", [True, np.bool_(True), np.array(True), torch.tensor(True)], ids=repr
 )
 def test_the_end_of_an_environment_is_a_bool_of_any_library(done):
-    assert verifier_calls.parse_step(("x", 1, done))["done"] is True
+    assert calls.parse_step(("x", 1, done))["done"] is True
 
 
 @pytest.mark.parametrize("done", [1, None, "True", np.array([True]), torch.tensor(1)], ids=repr)
 def test_any_other_end_of_an_environment_is_a_failure(done):
-    assert verifier_calls.parse_step(("x", 1, done)) is None
+    assert calls.parse_step(("x", 1, done)) is None

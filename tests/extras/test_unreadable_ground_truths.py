@@ -6,19 +6,16 @@ import ast
 import asyncio
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kit.extras.python_verifiers.ground_truths as truths
 from gym_client import GymError
-from kit.data import ground_truths
-from kit.data.ground_truths import find_ground_truth, is_empty
-from kit.extras.python_verifiers import verl_scorer
-from kit.extras.python_verifiers.math_answers import verify_math
+from kit.extras.math_answers import verify_math
+from kit.extras.policy_programs.program_scores import score_program
+from kit.gym.python_verifiers import verl_scorer
 from templates.reward import compute_score as score_last_number
 from templates.task import Guess
 from tests.helpers.recipes import ROOT
@@ -55,8 +52,12 @@ SEARCH_SOURCE = "searchR1_nq"
 SANDBOX = "http://127.0.0.1:9/run_code"
 
 
-def score_with_verl(source, truth, response, url=None):
-    return verl_scorer.compute_score(source, response, truth, {}, url)
+def score_with_verl(source, truth, response):
+    return verl_scorer.compute_score(source, response, truth, {})
+
+
+def score_with_tests(truth, response, url=None):
+    return score_program("taco", response, truth, {}, url)
 
 
 def fails(score, truth, responses=RESPONSES):
@@ -70,63 +71,6 @@ def fails(score, truth, responses=RESPONSES):
             assert "\n" not in str(error) and len(str(error)) < 400, error
             outcomes.add("error")
     return outcomes == {"error"}
-
-
-# --- find ----------------------------------------------------------------------------------------
-
-ROW_PLACES = ["ground_truth", "expected_answer", "answer", "final_answer", "solution"]
-PLACES = ["reward_model.ground_truth", *ROW_PLACES, *(f"extra_info.{key}" for key in ROW_PLACES)]
-
-
-DOCUMENTED_PLACES = [*ROW_PLACES, "extra_info"]
-
-
-def make_row(values):
-    """Make a row from {place: value}."""
-    row = {"prompt": "2 + 3?", "extra_info": {"index": 1}, "reward_model": {"style": "rule"}}
-    for place, value in values.items():
-        outer, _, key = place.rpartition(".")
-        fields = row[outer] if outer else row
-        fields[key] = value
-    return row
-
-
-@given(
-    values=st.dictionaries(st.sampled_from(PLACES), st.sampled_from([*MISSING, "4", 5, ["6"], []]))
-)
-def test_the_first_place_with_a_value_has_the_ground_truth(values):
-    ordered = [values[place] for place in PLACES if place in values]
-    usable = [value for value in ordered if value in ("4", 5, ["6"], [])]
-    found = find_ground_truth(make_row(values))
-    expected = [*usable, *ordered, None][0]
-    assert found is expected
-
-
-def test_a_row_without_these_fields_has_no_ground_truth():
-    for row in (
-        {},
-        {"target": "5"},
-        {"reward_model": None, "extra_info": "5"},
-        {"reward_model": "5"},
-    ):
-        assert find_ground_truth(row) is None
-
-
-def test_the_documentation_lists_the_places_in_their_order():
-    for text in (ground_truths.__doc__, (ROOT / "docs" / "guides" / "verifier.md").read_text()):
-        table = text.partition("reward_model.ground_truth")[2]
-        positions = [re.search(rf"\b{place}\b", table).start() for place in DOCUMENTED_PLACES]
-        assert positions == sorted(positions)
-
-
-@pytest.mark.parametrize("value", MISSING, ids=repr)
-def test_missing_values_are_empty(value):
-    assert is_empty(value)
-
-
-@pytest.mark.parametrize("value", [0, 0.0, False, "0", "nan", [0], {"a": 0}, *NO_ANSWERS], ids=repr)
-def test_other_values_are_not_empty(value):
-    assert not is_empty(value)
 
 
 # --- no ground truth: no reward ------------------------------------------------------------------
@@ -185,17 +129,15 @@ NO_TESTS = [
 @pytest.mark.parametrize("url", [None, SANDBOX])
 @pytest.mark.parametrize("truth", [*UNREADABLE, "5", 5, "[]", *NO_TESTS], ids=repr)
 def test_a_scorer_of_programs_raises_without_tests(truth, url):
-    for source in verl_scorer.PROGRAM_SOURCES:
-        assert fails(lambda t, text, source=source: score_with_verl(source, t, text, url), truth)
-        if isinstance(truth, dict):
-            text = json.dumps(truth)
-            assert fails(lambda t, r, source=source: score_with_verl(source, t, r, url), text)
+    assert fails(lambda tests, text: score_with_tests(tests, text, url), truth)
+    if isinstance(truth, dict):
+        assert fails(lambda tests, text: score_with_tests(tests, text, url), json.dumps(truth))
 
 
 def test_assertions_need_a_sandbox():
     tests = {"assert_case": ["assert True"], "inputs": None, "outputs": None}
     with pytest.raises(ValueError, match="verl runs only in SandboxFusion"):
-        score_with_verl("taco", tests, "```python\nx = 1\n```")
+        score_with_tests(tests, "```python\nx = 1\n```")
 
 
 @pytest.mark.parametrize("number", [None, "", "five", math.nan])
@@ -220,40 +162,6 @@ def test_each_data_source_of_verl_is_known():
 
 
 # --- what is read --------------------------------------------------------------------------------
-
-GSM8K = "She has 48/2 = <<48/2=24>>24 clips.\nIn total 48+24 = <<48+24=72>>72.\n#### 72"
-MATH = "We have $x = \\boxed{4}$ at first, so the answer is $\\boxed{\\frac{1}{2}}$."
-
-
-@pytest.mark.parametrize(
-    ("truth", "expected"),
-    [
-        (" 5 ", ["5"]),
-        (5, ["5"]),
-        (5.0, ["5"]),
-        (-0.5, ["-0.5"]),
-        (1e-7, ["0.0000001"]),
-        (1e22, ["1" + "0" * 22]),
-        (["4", 5, 6.5], ["4", "5", "6.5"]),
-        ('["4", "\\\\frac{1}{2}"]', ["4", "\\frac{1}{2}"]),
-        ("[4, 5]", ["[4, 5]"]),  # an interval
-        (GSM8K, ["72"]),
-        ("#### -1,234.5", ["-1234.5"]),
-        ("#### 1,234,567", ["1234567"]),
-        ("#### 1,2", ["1,2"]),
-        ("#### 12,34", ["12,34"]),
-        ("#### 1,2345", ["1,2345"]),
-        ("#### (1, 2)", ["(1, 2)"]),
-        (MATH, ["\\frac{1}{2}"]),
-        ("x #### y \\boxed{5}", ["5"]),
-        ("\\boxed{None}", ["None"]),
-        ("\\text{None}", ["\\text{None}"]),
-        ([GSM8K, MATH], ["72", "\\frac{1}{2}"]),
-        (PROOF, [PROOF]),
-    ],
-)
-def test_expected_answers_are_read_as_texts(truth, expected):
-    assert truths.read_expected_answers(truth) == expected
 
 
 def wrap(truth, kind):
@@ -334,7 +242,7 @@ ROWS = {  # {name: (fields, outcome of a right and of a wrong response)}
 
 def test_an_episode_of_each_row_has_the_right_reward_or_none(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    router = make_router(tmp_path, "kit/extras/python_verifiers/math_answers.py:verify_math")
+    router = make_router(tmp_path, "kit/extras/math_answers.py:verify_math")
 
     async def verify_all():
         async with router:

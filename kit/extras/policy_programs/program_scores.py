@@ -8,12 +8,18 @@ once more without calling it, and compares what it prints.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import importlib
 import json
 import secrets
 from collections.abc import Mapping
 from typing import Any
+
+from kit.extras.policy_programs.isolation import run_isolated
+from kit.gym.python_verifiers.calls import CallResult, score
+from kit.gym.python_verifiers.verl_scorer import PROGRAM_SOURCES, call_verl, runs_response
 
 MAX_SCORED_TESTS = 10  # as in verl
 TEST_LISTS = ("inputs", "outputs", "assert_case")  # an entry for each test
@@ -37,6 +43,54 @@ def {name}_with_mark(*arguments):
     {write_mark}
     return result
 """
+
+
+def score_code(
+    verifier: functools.partial[Any],
+    runner: asyncio.Runner,
+    arguments: dict[str, Any],
+    memory: int,
+) -> CallResult:
+    """Score a response that is code (the hook of __init__.py)."""
+    data_source = arguments["data_source"]
+    settings = verifier.keywords
+    name = "prime_math"
+    if data_source in PROGRAM_SOURCES:
+        name = "prime_code"
+        verifier = functools.partial(score_program, **settings)
+    call = functools.partial(score, verifier, runner, arguments)
+    if not runs_response(data_source, settings):
+        return call()
+    # Otherwise the forked process of each call would import it. sympy alone takes seconds.
+    importlib.import_module(f"verl.utils.reward_score.{name}")
+    return CallResult(run_isolated(call, memory))
+
+
+def score_program(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any = None,
+    sandbox_fusion_url: str | None = None,
+    memory_limit_mb: int = 1024,
+) -> Any:
+    """Score a program as verl does, except that a program which raises earns nothing.
+
+    The parameters are those of verl_scorer.compute_score. Without a URL, the program runs on this
+    machine. Raises RuntimeError if the sandbox has no result for a test, ValueError if a row has
+    no tests.
+    """
+    tests = read_tests(ground_truth)
+    if sandbox_fusion_url:
+        return score_in_sandbox(sandbox_fusion_url, memory_limit_mb, solution_str, tests)
+    if "inputs" not in tests:
+        raise ValueError(
+            "the tests of the row are assertions, which verl runs only in SandboxFusion. Set "
+            "sandbox_fusion_url next to `function: verl`"
+        )
+    if calls_function(tests):
+        return score_function(solution_str, tests)
+    return call_verl(data_source, solution_str, tests, None)
 
 
 # --- in a sandbox --------------------------------------------------------------------------------

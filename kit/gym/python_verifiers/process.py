@@ -1,4 +1,4 @@
-"""The process that runs a Python verifier. verifier_pool.py starts it and sends it requests.
+"""The process that runs a Python verifier. pool.py starts it and sends it requests.
 
 Protocol: a request on stdin is a pickled list of its timeout in seconds, a method (load, score,
 reset or step) and the arguments. An answer on stdout is JSON, followed by the pickled environment.
@@ -7,8 +7,7 @@ answer repeats the random number of its request, so that nobody can answer a lat
 advance. The driver never unpickles what this process writes. The output of the verifier goes to
 stderr.
 
-Only this process can write answers: in a child that it forks, both pipes are /dev/null. If verl's
-scorer runs or evaluates code of the policy, a forked process makes the call (policy_programs.py).
+Only this process can write answers: in a child that it forks, both pipes are /dev/null.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import asyncio
 import ctypes
 import faulthandler
 import functools
+import importlib
 import inspect
 import json
 import os
@@ -24,13 +24,11 @@ import pickle
 import resource
 import signal
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kit.extras.python_verifiers.policy_programs import replace_by_null, run_isolated
-from kit.extras.python_verifiers.verifier_calls import (
+from kit.gym.python_verifiers.calls import (
     CallResult,
     describe_failure,
     load_verifier,
@@ -38,9 +36,8 @@ from kit.extras.python_verifiers.verifier_calls import (
     score,
     step,
 )
-from kit.extras.python_verifiers.verl_scorer import import_scorer, runs_response
+from kit.gym.python_verifiers.verl_scorer import CODE_SOURCES
 
-MAX_ANSWER_BYTES = 64 * 2**20
 REQUEST = struct.Struct("!QQ")  # number of the request, bytes of its pickle
 ANSWER = struct.Struct("!QQQ")  # number of the request, bytes of the JSON, bytes of the environment
 CALLS: dict[str, Callable[..., CallResult]] = {"score": score, "reset": reset, "step": step}
@@ -50,13 +47,16 @@ PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def serve(memory: int) -> None:
-    """Answer requests until stdin is closed. memory: the limit of this process in bytes."""
+def serve(memory: int, code_scorer: str) -> None:
+    """Answer requests until stdin is closed.
+
+    memory: the limit of this process in bytes. code_scorer: the module with the hook score_code.
+    """
     requests, answers = take_pipes()
     protect_process(memory)
     faulthandler.enable()
     with asyncio.Runner() as runner:
-        server = VerifierServer(runner, memory)
+        server = VerifierServer(runner, memory, code_scorer)
         while header := requests.read(REQUEST.size):
             request, size = REQUEST.unpack(header)
             answers.write(server.respond(request, requests.read(size)))
@@ -66,16 +66,15 @@ def serve(memory: int) -> None:
 class VerifierServer:
     """One verifier and its requests."""
 
-    def __init__(self, runner: asyncio.Runner, memory: int):
+    def __init__(self, runner: asyncio.Runner, memory: int, code_scorer: str):
         self.runner = runner
         self.memory = memory
-        self.verifier: Any = None  # functools.partial of a function or class, with its settings
-        self.path = ""  # of its file, empty for verl's scorer
+        self.code_scorer = code_scorer
+        self.path = ""  # of the verifier's file, empty for verl's scorer
+        self.verifier: functools.partial[Any] | None = None  # a function or class with its settings
 
     def respond(self, request: int, payload: bytes) -> bytes:
         """Carry out one request and return its encoded answer."""
-        began = time.perf_counter()
-        method = "unpickling"
         try:
             timeout_s, method, *arguments = pickle.loads(payload)
             # Write the current line to the log, shortly before the driver would kill this process.
@@ -84,30 +83,17 @@ class VerifierServer:
         except BaseException as error:  # also sys.exit: a failed call, not an end
             result = CallResult(describe_failure(error, self.path))
         faulthandler.cancel_dump_traceback_later()
-        seconds = time.perf_counter() - began
-        text = json.dumps({**result.answer, "_seconds": seconds}).encode()
-        env_state = result.env_state
-        size = len(text) + len(env_state)
-        if size > MAX_ANSWER_BYTES:
-            message = (
-                f"needs {size} bytes after {method} (the answer and the pickled environment), "
-                f"over the limit of {MAX_ANSWER_BYTES}. Keep less in it."
-            )
-            text = json.dumps({"failed": "too_large", "why": message}).encode()
-            env_state = b""
-        return ANSWER.pack(request, len(text), len(env_state)) + text + env_state
+        text = json.dumps(result.answer).encode()
+        return ANSWER.pack(request, len(text), len(result.env_state)) + text + result.env_state
 
     def call(self, method: str, arguments: list[Any]) -> CallResult:
         """Load the verifier or call it. Raises VerifierError and the verifier's errors."""
         if method == "load":
             return self.load(*arguments)
-        call = functools.partial(CALLS[method], self.verifier, self.runner, *arguments)
-        if method == "score" and not self.path:
-            data_source = arguments[0].get("data_source")
-            if runs_response(data_source, self.verifier.keywords):
-                import_scorer(data_source)
-                return CallResult(run_isolated(call, self.memory))
-        return call()
+        if method == "score" and not self.path and arguments[0]["data_source"] in CODE_SOURCES:
+            scorer: Any = importlib.import_module(self.code_scorer)
+            return scorer.score_code(self.verifier, self.runner, *arguments, self.memory)  # type: ignore[no-any-return]
+        return CALLS[method](self.verifier, self.runner, *arguments)
 
     def load(self, path: str, attribute: str, settings: dict[str, Any]) -> CallResult:
         """Import the verifier. Raises VerifierError."""
@@ -129,6 +115,14 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     hide = functools.partial(replace_by_null, requests.fileno(), answers.fileno())
     os.register_at_fork(after_in_child=hide)
     return requests, answers
+
+
+def replace_by_null(*descriptors: int) -> None:
+    """Replace open files by /dev/null."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in descriptors:
+        os.dup2(null, descriptor, inheritable=False)
+    os.close(null)
 
 
 def protect_process(memory: int) -> None:

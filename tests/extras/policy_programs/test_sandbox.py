@@ -13,17 +13,14 @@ import tempfile
 import pytest
 
 from kit.errors import ConfigError
-from kit.extras.python_verifiers import sandbox
+from kit.extras.policy_programs import sandbox
 from tests.helpers.recipes import load, row, write_rows
 from tests.helpers.verifiers import (
     MATH_ROW,
     PROGRAM_ROW,
     enter_hostile_folder,
-    find_remaining_processes,
-    list_rewards,
     make_router,
     needs_bubblewrap,
-    play,
     run_session,
 )
 
@@ -40,31 +37,6 @@ def test_a_sandbox_hides_the_folder_of_temporary_files_at_any_path(monkeypatch, 
     command = sandbox.wrap_command(["true"], [])
     hidden = {path for option, path in itertools.pairwise(command) if option == "--tmpfs"}
     assert {"/tmp", str(tmp_path)} <= hidden
-
-
-def test_a_timeout_ends_children_in_another_session(build_router):
-    results = play(build_router("my.py:leave_a_child", timeout_s=1.5), "x")
-    assert (
-        list_rewards(results) == ["timeout"] and find_remaining_processes("sleep", "1000.25") == []
-    )
-
-
-def test_secrets_of_the_environment_are_hidden_unless_the_recipe_names_them(
-    build_router, monkeypatch
-):
-    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-0123456789")
-    monkeypatch.setenv("PLAIN_SETTING", "on")
-    for names_in_recipe in ([], ["OPENAI_API_KEY"]):
-        (result,) = play(build_router("my.py:show_environment", env=names_in_recipe), "x")
-        names = set(result.details["names"].split())
-        assert "PLAIN_SETTING" in names and "HF_TOKEN" not in names
-        assert ("OPENAI_API_KEY" in names) == bool(names_in_recipe)
-
-
-def test_a_long_log_is_emptied(build_router, tmp_path):
-    assert list_rewards(play(build_router("my.py:flood"), "20", "1")) == [0.5, 0.5]
-    assert 0 < (tmp_path / "verifier_flood_0.log").stat().st_size < 2 * 2**20
 
 
 @needs_bubblewrap

@@ -11,8 +11,9 @@ import re
 import secrets
 import signal
 import sys
+import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +21,28 @@ from omegaconf import DictConfig
 
 import gym_client
 from gym_client import GymError, Json
-from kit.config import user_functions
-from kit.extras.python_verifiers import process_tree, sandbox
-from kit.extras.python_verifiers.function_session import FunctionSession
-from kit.extras.python_verifiers.verifier_calls import CallResult
-from kit.extras.python_verifiers.verifier_process import ANSWER, MAX_ANSWER_BYTES, REQUEST
-from kit.extras.python_verifiers.verifier_settings import (
-    VerifierSpec,
-    count_processes,
-    read_specs,
-)
+from kit import extras
+from kit.config.keys import ROOT
 from kit.gym import servers as gym_servers
+from kit.gym.python_verifiers import process_tree
+from kit.gym.python_verifiers.calls import CallResult
+from kit.gym.python_verifiers.process import ANSWER, REQUEST
+from kit.gym.python_verifiers.session import FunctionSession
+from kit.gym.python_verifiers.settings import VerifierSpec, count_processes
 
 LOAD_TIMEOUT_S = 300.0  # to start a process and import the verifier
 EXIT_TIMEOUT_S = 5.0  # for a killed process to be gone
 TRACEBACK_TIMEOUT_S = 1.0  # for a process that gave no answer to write its current line
+MAX_ANSWER_BYTES = 64 * 2**20
 MAX_LOG_BYTES = 16 * 2**20  # a longer log is emptied
 MAX_LOG_TAIL_BYTES = 2**16  # the end of the log, which is searched for the current line
 
 
-def make_pools(config: DictConfig, logs: Path) -> dict[str, Pool]:
+def make_pools(
+    config: DictConfig, specs: Mapping[str, VerifierSpec], logs: Path
+) -> dict[str, Pool]:
     """Make a pool for each Python verifier of the recipe: {name: pool}. Starts no process."""
-    return {name: Pool(spec, config, logs) for name, spec in read_specs(config).items()}
+    return {name: Pool(spec, config, logs) for name, spec in specs.items()}
 
 
 class Pool:
@@ -52,32 +53,29 @@ class Pool:
 
     def __init__(self, spec: VerifierSpec, config: DictConfig, logs: Path):
         self.spec = spec
-        is_sandboxed = bool(config.env.verifier_pool.get("sandbox"))
-        is_allowed = bool(config.env.get("allow_unsandboxed_code"))
-        self.may_run_policy_code = is_sandboxed or is_allowed
+        env = config.env
+        self.may_run_code = bool(env.verifier_pool.sandbox or env.allow_unsandboxed_code)
         self.workers: list[Worker] = []
         for number in range(count_processes(config)):
             log = logs / f"verifier_{spec.name}_{number}.log"
             self.workers.append(Worker(spec, config, log))
-        self.idle = self.workers[::-1]
-        self.slots = asyncio.Semaphore(len(self.workers))
+        self.idle: asyncio.LifoQueue[Worker] = asyncio.LifoQueue()
+        for worker in reversed(self.workers):
+            self.idle.put_nowait(worker)
         self.loaded_kind = ""  # empty until a process has loaded the verifier
 
     async def kind(self) -> str:
         """Return "verify" for a function, "step" for a class. Raises GymError."""
-        while not self.loaded_kind:
+        if not self.loaded_kind:
             async with self.reserve_worker() as worker:
-                if not self.loaded_kind:
-                    await worker.start()
-                    self.loaded_kind = worker.kind
+                if not self.loaded_kind:  # no other episode has loaded it in the meantime
+                    self.loaded_kind = await worker.start()
         return self.loaded_kind
 
     async def open_session(self, row: Json, tokenizer: Any) -> FunctionSession:
         """Open a session for one episode of `row`. Raises GymError."""
         kind = await self.kind()
-        session = FunctionSession(
-            self.spec, kind, row, tokenizer, self.call, self.may_run_policy_code
-        )
+        session = FunctionSession(self.spec, kind, row, tokenizer, self.call, self.may_run_code)
         await session.open()
         return session
 
@@ -89,16 +87,15 @@ class Pool:
     @contextlib.asynccontextmanager
     async def reserve_worker(self) -> AsyncIterator[Worker]:
         """Wait for an idle worker. Other calls cannot use it until this context ends."""
-        async with self.slots:
-            worker = self.idle.pop()
-            try:
-                yield worker
-            finally:
-                self.idle.append(worker)
+        worker = await self.idle.get()
+        try:
+            yield worker
+        finally:
+            self.idle.put_nowait(worker)
 
     async def close(self) -> None:
         """Kill all processes."""
-        await asyncio.gather(*(worker.close() for worker in self.workers))
+        await asyncio.gather(*(worker.kill() for worker in self.workers))
 
 
 class Worker:
@@ -106,31 +103,30 @@ class Worker:
 
     def __init__(self, spec: VerifierSpec, config: DictConfig, log: Path):
         self.spec = spec
+        self.config = config
         self.log = log
-        self.settings = config.env.verifier_pool
         self.process: Process | None = None
-        self.last_process: Process | None = None  # stays set after a kill
-        self.kind = ""  # "verify" or "step", after the verifier was loaded
 
     async def call(self, method: str, *arguments: Any) -> CallResult:
         """Call the verifier. Raises GymError."""
         if self.process is None or self.process.returncode is not None:
             await self.start()
-        return await self.request(self.settings.timeout_s, method, *arguments)
+        timeout_s = self.config.env.verifier_pool.timeout_s
+        return await self.request(timeout_s, method, *arguments)
 
     # --- start and stop --------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Start a process and load the verifier in it. Raises GymError."""
-        command, environment = self.make_command()
+    async def start(self) -> str:
+        """Start a process, load the verifier in it, and return its kind. Raises GymError."""
+        environment = gym_servers.list_public_variables(self.config.env.verifier_pool.env or ())
+        environment["OMP_NUM_THREADS"] = "1"  # there is a process for each core
         with self.log.open("ab") as log:
             try:
                 self.process = await asyncio.create_subprocess_exec(
-                    *command,
+                    *self.make_command(),
                     stdin=PIPE,
                     stdout=PIPE,
                     stderr=log,
-                    limit=MAX_ANSWER_BYTES,
                     env=environment,
                     start_new_session=True,
                 )
@@ -138,50 +134,41 @@ class Worker:
                 raise GymError(
                     "died", f"{self.spec.reference}: its process does not start: {error}"
                 ) from None
-        self.last_process = self.process
         spec = self.spec
-        result = await self.request(LOAD_TIMEOUT_S, "load", spec.path, spec.name, spec.settings)
-        self.kind = result.answer["kind"]
+        loaded = await self.request(LOAD_TIMEOUT_S, "load", spec.path, spec.name, spec.settings)
+        return str(loaded.answer["kind"])
 
-    def make_command(self) -> tuple[list[str], dict[str, str]]:
-        """Return the command line and the environment variables of the process."""
-        memory = int(self.settings.memory_gb * 2**30)
+    def make_command(self) -> list[str]:
+        """Return the command line of the process."""
+        memory = int(self.config.env.verifier_pool.memory_gb * 2**30)
         # Skip kit/extras/__init__.py. It imports omegaconf: 0.1 s and 6 MB for each process.
         code = (
-            f"import sys; sys.path.insert(0, {str(user_functions.ROOT)!r}); "
+            f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
             "from kit.config.python_files import skip_package_init; "
             "skip_package_init('kit.extras'); "
-            "from kit.extras.python_verifiers.verifier_process import serve; "
-            f"serve({memory})"
+            "from kit.gym.python_verifiers.process import serve; "
+            f"serve({memory}, {extras.find_module('score_code')!r})"
         )
         command = [sys.executable, "-u", "-P", "-c", code]
-        # Without secrets, except for those that env.verifier_pool.env names.
-        environment = gym_servers.list_public_variables(self.settings.get("env") or ())
-        environment["OMP_NUM_THREADS"] = "1"  # there is a process for each core
-        if not self.settings.get("sandbox"):
-            return command, environment
-        folders = [Path.cwd()]
-        if self.spec.path:
-            folders.append(Path(self.spec.path).parent)
-        environment["KIT_SANDBOX"] = "1"
-        return sandbox.wrap_command(command, folders), environment
+        folders = [Path.cwd(), Path(self.spec.path).parent]
+        arguments = (command, folders)
+        return extras.first("sandbox_command", self.config, "", *arguments, default=command)  # type: ignore[no-any-return]
 
-    def kill(self) -> None:
-        """Kill the process and all that it has started, also in another process group."""
-        if self.process is None:
+    async def kill(self) -> None:
+        """Kill the process and all that it has started, and wait until it is gone."""
+        process = self.process
+        self.process = None
+        if process is None:
             return
-        if self.process.returncode is None:
-            process_tree.kill_tree(self.process.pid)
+        if process.returncode is None:
+            process_tree.kill_tree(process.pid)
         else:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-        self.process = None
-
-    async def close(self) -> None:
-        """Kill the process and wait until it is gone."""
-        self.kill()
-        if self.last_process:
-            await wait_for_exit(self.last_process)
+                os.killpg(process.pid, signal.SIGKILL)
+        # asyncio also waits until its pipes are closed, which another process may hold open
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_TIMEOUT_S):
+                await process.wait()
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -193,42 +180,41 @@ class Worker:
         process = self.process
         assert process
         log_start = self.empty_long_log()
-        is_answered = False
+        result = None
         try:
             async with asyncio.timeout(timeout_s):
-                text, env_state = await self.exchange(process, timeout_s, method, *arguments)
-            answer = gym_client.sanitize_json(json.loads(text))
-            is_answered = True
+                result = await self.exchange(process, timeout_s, method, *arguments)
         except TimeoutError:
             await self.wait_for_traceback(log_start)
             raise self.make_timeout_error(timeout_s, method, log_start) from None
         except (asyncio.IncompleteReadError, OSError, ValueError):
-            # ValueError: the answer is not JSON, so verifier_process.py did not write it.
-            self.kill()
-            status = describe_status(await wait_for_exit(process))
+            # ValueError: the answer is not JSON, so process.py did not write it.
+            await self.kill()
             raise GymError(
                 "died",
-                f"{self.spec.reference}: its process ended with {status}"
+                f"{self.spec.reference}: its process ended with {describe_end(process)}"
                 f"{self.find_line(log_start)}. Read its log, {self.log}.",
             ) from None
         finally:
-            if not is_answered:
-                self.kill()
+            if result is None:
+                await self.kill()
         # A function may return a dict with a key `failed`, but then the answer has a reward, too.
-        if "failed" in answer and "reward" not in answer:
-            raise self.make_failure(answer, method)
-        return CallResult(answer, env_state)
+        if "failed" in result.answer and "reward" not in result.answer:
+            raise await self.make_failure(result.answer, method)
+        return result
 
     async def exchange(
         self, process: Process, timeout_s: float, method: str, *arguments: Any
-    ) -> tuple[bytes, bytes]:
-        """Send a request and read the answer: its JSON and the pickled environment.
+    ) -> CallResult:
+        """Send a request and read its answer.
 
-        Raises GymError if the number or the size of the answer is wrong.
+        Raises GymError if the number or the size of the answer is wrong, ValueError if it is no
+        JSON object.
         """
         assert process.stdin and process.stdout
         number = secrets.randbits(64)
         payload = pickle.dumps([timeout_s, method, *arguments])
+        began = time.monotonic()
         process.stdin.write(REQUEST.pack(number, len(payload)) + payload)
         await process.stdin.drain()
         header = await process.stdout.readexactly(ANSWER.size)
@@ -236,12 +222,16 @@ class Worker:
         if answered_number != number or text_size + env_state_size > MAX_ANSWER_BYTES:
             raise GymError(
                 "bad_answer",
-                f"{self.spec.reference}: its process wrote an answer that is too long, or belongs "
-                f"to no request. Read its log, {self.log}.",
+                f"{self.spec.reference}: the answer to {method} is over the limit of "
+                f"{MAX_ANSWER_BYTES} bytes with the pickled environment, or belongs to no request. "
+                f"Keep less in it, and read the log, {self.log}.",
             )
         text = await process.stdout.readexactly(text_size)
         env_state = await process.stdout.readexactly(env_state_size)
-        return text, env_state
+        answer = gym_client.sanitize_json(json.loads(text))
+        if not isinstance(answer, dict):
+            raise ValueError(f"the answer {answer!r:.80} is not an object")
+        return CallResult(answer, env_state, time.monotonic() - began)
 
     # --- errors and the log ----------------------------------------------------------------------
 
@@ -268,15 +258,15 @@ class Worker:
                     await asyncio.sleep(0.05)
                 await asyncio.sleep(0.05)  # the other lines of the traceback
 
-    def make_failure(self, answer: Json, method: str) -> GymError:
+    async def make_failure(self, answer: Json, method: str) -> GymError:
         """Return the error in an answer. Kills the process if it cannot be used again."""
-        reason = answer["failed"]
+        reason = str(answer["failed"])
         if reason == "memory" or method == "load":
-            self.kill()
+            await self.kill()
         separator = ": " if method == "load" else " "
-        message = f"{self.spec.reference}{separator}{answer['why']}"
+        message = f"{self.spec.reference}{separator}{answer.get('why')}"
         if reason == "memory":
-            message += f"; a process has {self.settings.memory_gb:g} GiB "
+            message += f"; a process has {self.config.env.verifier_pool.memory_gb:g} GiB "
             message += "(env.verifier_pool.memory_gb). Use less, or raise that."
         return GymError(reason, message)
 
@@ -303,18 +293,7 @@ class Worker:
         return 0
 
 
-async def wait_for_exit(process: Process) -> int:
-    """Return the exit status of a process that was killed.
-
-    asyncio also waits until its pipes are closed. Another process may hold them open, so the wait
-    has a timeout.
-    """
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(EXIT_TIMEOUT_S):
-            return await process.wait()
-    return process.returncode or 0
-
-
-def describe_status(code: int) -> str:
+def describe_end(process: Process) -> str:
     """Describe how a process ended: its exit status, or the signal that killed it."""
+    code = process.returncode or 0
     return f"exit status {code}" if code >= 0 else signal.Signals(-code).name

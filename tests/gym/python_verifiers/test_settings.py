@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from env import Task
 from kit.config.load import load_config
 from kit.errors import ConfigError, UserFunctionError
-from kit.extras.python_verifiers import verifier_settings, verifier_trial
-from kit.runs import prepare, summary
+from kit.gym.python_verifiers.settings import read_verifiers
+from kit.runs import prepare, summary, verifier_trial
 from tests.helpers.recipes import CPU, ROOT, WORDS, load, row, tiny, write_rows
 from tests.helpers.verifiers import EXAMPLE_SOURCE, CharTokenizer, make_config
 
@@ -27,7 +27,7 @@ from tests.helpers.verifiers import EXAMPLE_SOURCE, CharTokenizer, make_config
         ("my.py:absent", r"my.py has no function or class absent. It has .*compute_score"),
         (
             "my.py:NoStep",
-            r"the class NoStep of \S+/my.py has no step. Add it: an environment has reset\(row\)",
+            r"the class NoStep of \S+/my.py has no step. Add it: an environment has step\(text\)",
         ),
         (
             "my.py:Unpicklable",
@@ -38,7 +38,7 @@ from tests.helpers.verifiers import EXAMPLE_SOURCE, CharTokenizer, make_config
             r"my.py:PairStep step returned \('only', 1.0\); it must return "
             r"\(observation, reward, done\)",
         ),
-        ("my.py:Large", r"my.py:Large needs 134217\d+ bytes after reset .*, over .* 67108864"),
+        ("my.py:Large", r"my.py:Large: the answer to reset is over the limit of 67108864 bytes"),
         (
             "my.py:return_invalid",
             r"my.py:return_invalid failed at \S+/my.py:LINE: KeyError: .* \(tried on row r:1 with "
@@ -54,7 +54,7 @@ from tests.helpers.verifiers import EXAMPLE_SOURCE, CharTokenizer, make_config
             ".*nothing_at_all",
         ),
         ("none.py:f", r"none.py:f returned None; it must return a finite number"),
-        ("verl", r"verl: the row has data_source=None, by which verl chooses the scorer. Set it"),
+        ("verl", r"the row has data_source=None, by which verl chooses the scorer. Set it"),
     ],
 )
 def test_a_verifier_that_cannot_work_is_an_error_of_one_line(
@@ -66,7 +66,7 @@ def test_a_verifier_that_cannot_work_is_an_error_of_one_line(
     (tmp_path / "none.py").write_text("def f(**_):\n    pass\n")
     line = EXAMPLE_SOURCE.splitlines().index("    return INVALID[solution_str]") + 1
     config = make_config(verifier)
-    specs = verifier_settings.read_specs(config)
+    specs = read_verifiers(config).specs
     task = Task("r:1", row(), next(iter(specs)), [], [])
     with pytest.raises(UserFunctionError) as error:
         verifier_trial.try_verifiers(specs, [task], config, CharTokenizer())

@@ -15,7 +15,15 @@ import pytest
 import gym_client
 from gym_client import GymError
 from tests.helpers.recipes import ROOT
-from tests.helpers.verifiers import EXAMPLE_SOURCE, make_router, play, run_session
+from tests.helpers.verifiers import (
+    EXAMPLE_SOURCE,
+    enter_hostile_folder,
+    find_remaining_processes,
+    list_rewards,
+    make_router,
+    play,
+    run_session,
+)
 
 
 @pytest.fixture
@@ -39,12 +47,6 @@ TIMEOUT_MESSAGE = r"my.py:run_action gave no answer within 1 s at"
             "raised",
             f"{ERROR_MESSAGE} ValueError: no such answer",
             "raise ValueError(",
-        ),
-        (
-            "hostile",
-            "raised",
-            f"{ERROR_MESSAGE} HostileError",
-            "raise HostileError",
         ),
         (
             "sys.exit",
@@ -86,7 +88,7 @@ def test_a_call_that_fails_has_a_reason_and_the_pool_recovers(
     assert re.search(pattern, str(error)), str(error)
     assert "\n" not in str(error)
     started = set(psutil.Process().children(recursive=True)) - set(earlier)
-    assert not [p for p in started if "sleep" in p.name() or "verifier_process" in str(p.cmdline())]
+    assert not [p for p in started if "sleep" in p.name() or "python_verifiers" in str(p.cmdline())]
 
 
 def test_an_async_function_that_never_yields_times_out(build_router):
@@ -155,8 +157,8 @@ DRIVER = """
 import asyncio, sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
-from kit.extras.python_verifiers.verifier_pool import Worker
-from kit.extras.python_verifiers.verifier_settings import VerifierSpec
+from kit.gym.python_verifiers.pool import Worker
+from kit.gym.python_verifiers.settings import VerifierSpec
 from tests.helpers.verifiers import make_config
 
 async def main():
@@ -182,3 +184,50 @@ def test_no_process_outlives_a_driver_that_is_killed(build_router, tmp_path):
     driver.communicate()
     psutil.wait_procs([worker], timeout=5)
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+
+
+# --- functions that misuse their process ---------------------------------------------------------
+
+
+@pytest.fixture
+def build_hostile(tmp_path, monkeypatch):
+    """A function that makes a router: build_hostile("my.py:flood"). The logs are in tmp_path."""
+    enter_hostile_folder(tmp_path, monkeypatch)
+    return functools.partial(make_router, tmp_path, timeout_s=60.0, memory_gb=2.0)
+
+
+def test_an_answer_that_claims_to_be_long_is_not_read(build_hostile):
+    before = psutil.Process().memory_info().rss
+    results = play(build_hostile("my.py:announce_long_answer"), "x")
+    assert list_rewards(results) == ["bad_answer"] and "over the limit" in str(results[0])
+    assert psutil.Process().memory_info().rss - before < 64 * 2**20
+
+
+def test_an_answer_in_advance_counts_for_no_request(build_hostile):
+    results = play(build_hostile("my.py:answer_in_advance"), "x", "y")
+    assert list_rewards(results) == ["bad_answer", "bad_answer"]
+
+
+def test_a_timeout_ends_children_in_another_session(build_hostile):
+    results = play(build_hostile("my.py:leave_a_child", timeout_s=1.5), "x")
+    assert (
+        list_rewards(results) == ["timeout"] and find_remaining_processes("sleep", "1000.25") == []
+    )
+
+
+def test_secrets_of_the_environment_are_hidden_unless_the_recipe_names_them(
+    build_hostile, monkeypatch
+):
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-0123456789")
+    monkeypatch.setenv("PLAIN_SETTING", "on")
+    for names_in_recipe in ([], ["OPENAI_API_KEY"]):
+        (result,) = play(build_hostile("my.py:show_environment", env=names_in_recipe), "x")
+        names = set(result.details["names"].split())
+        assert "PLAIN_SETTING" in names and "HF_TOKEN" not in names
+        assert ("OPENAI_API_KEY" in names) == bool(names_in_recipe)
+
+
+def test_a_long_log_is_emptied(build_hostile, tmp_path):
+    assert list_rewards(play(build_hostile("my.py:flood"), "20", "1")) == [0.5, 0.5]
+    assert 0 < (tmp_path / "verifier_flood_0.log").stat().st_size < 2 * 2**20

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
-import re
-import threading
-from http.server import ThreadingHTTPServer
 
 import psutil
 import pytest
 
 from gym_client import GymError
-from kit.extras.python_verifiers import function_session, verifier_settings
-from tests.helpers.http import JsonHandler
+from kit.gym.python_verifiers.session import make_arguments
 from tests.helpers.verifiers import EXAMPLE_SOURCE, make_router, play, run_session
 
 
@@ -56,14 +51,14 @@ def test_a_function_may_return_the_key_that_the_kit_uses_for_failures(build_rout
 )
 def test_the_ground_truth_comes_from_reward_model_or_from_the_row(fields, ground_truth):
     row = {**fields, "extra_info": {"index": 3, "row": "its own"}}
-    arguments = function_session.make_arguments(row, "text", "name")
+    arguments = make_arguments(row, "text", "name")
     assert arguments["ground_truth"] == ground_truth
     assert arguments["data_source"] == "name"
     assert arguments["solution_str"] == "text"
     extra_info = {"index": 3, "row": "its own", "num_turns": 2, "rollout_reward_scores": {}}
     assert arguments["extra_info"] == extra_info
     row = {"data_source": "openai/gsm8k", "extra_info": None}
-    assert function_session.make_arguments(row, "", "")["data_source"] == "openai/gsm8k"
+    assert make_arguments(row, "", "")["data_source"] == "openai/gsm8k"
 
 
 def test_verls_scorer_needs_neither_torch_nor_ray(build_router):
@@ -82,59 +77,6 @@ def test_verls_scorer_needs_neither_torch_nor_ray(build_router):
     assert memory < 100 * 2**20
     message = "NotImplementedError: Reward function is not implemented for data_source='mine'"
     assert message in str(unknown)
-
-
-# answers of SandboxFusion
-PROGRAM_ENDED = {
-    "status": "Success",
-    "run_result": {"status": "Finished", "stdout": "3\n", "return_code": 0},
-}
-PROGRAM_FAILED = {
-    "status": "Failed",
-    "run_result": {"status": "Error", "stderr": "no", "return_code": 1},
-}
-
-
-@pytest.mark.parametrize(
-    ("answer", "reward"),
-    [
-        (PROGRAM_ENDED, 0.5),
-        (PROGRAM_FAILED, 0.0),
-        ({"status": "SandboxError", "message": "no disk"}, "no result for test 0: sandbox_error"),
-        ("busy", "no result for test 0: .*API Request Error: 500 Server Error"),
-    ],
-    ids=["runs", "fails", "sandbox", "http"],
-)
-def test_an_outage_of_verls_sandbox_is_not_a_reward(build_router, answer, reward):
-    requests = []
-
-    class Sandbox(JsonHandler):
-        def do_POST(self):  # noqa: N802  (the name that its base class calls)
-            requests.append(self.read_json())
-            self.answer(500 if answer == "busy" else 200, answer)
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Sandbox) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/run_code"
-        verifier = {"function": "verl", "sandbox_fusion_url": url, "memory_limit_mb": 99}
-        router = build_router(verifier)
-        tests = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}
-        row = {"data_source": "taco", "reward_model": {"ground_truth": json.dumps(tests)}}
-        result, without_program = play(router, "```python\nprint(3)\n```", "no program", row=row)
-        server.shutdown()
-    if isinstance(reward, str):
-        assert isinstance(result, GymError)
-        assert re.search(f"RuntimeError: the sandbox at {url} has {reward}", str(result))
-    else:
-        assert result.reward == reward
-    assert without_program.reward == 0.0
-    assert {request["stdin"] for request in requests} == {"1 2", "3 4"}
-    limits = {(request["code"].strip(), request["memory_limit_MB"]) for request in requests}
-    assert limits == {("print(3)", 99)}
-    (pool,) = router.pools.values()
-    assert not verifier_settings.runs_policy_code(pool.spec, {"taco"})
-    local = verifier_settings.read_spec("verl", "")
-    assert verifier_settings.runs_policy_code(local, {"taco"})
 
 
 def test_an_environment_travels_between_processes(build_router):

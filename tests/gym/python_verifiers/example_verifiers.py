@@ -58,22 +58,8 @@ async def never_yields(data_source, solution_str, ground_truth, extra_info):
         pass
 
 
-class HostileError(Exception):
-    """An exception that can be neither unpickled nor converted to text."""
-
-    def __init__(self, one, two):
-        pass
-
-    def __str__(self):
-        raise ValueError
-
-
 def raise_error():
     raise ValueError("no such answer")
-
-
-def raise_hostile_error():
-    raise HostileError(1, 2)
 
 
 def call_sys_exit():
@@ -112,7 +98,6 @@ def leave_thread():
 
 ACTIONS = {
     "raise": raise_error,
-    "hostile": raise_hostile_error,
     "sys.exit": call_sys_exit,
     "os._exit": call_os_exit,
     "crash": crash,

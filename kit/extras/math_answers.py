@@ -1,15 +1,15 @@
 r"""Verify mathematical answers with math-verify, with the rewards of Gym's math_with_judge server.
 
     env:
-      verifier: kit/extras/python_verifiers/math_answers.py:verify_math
+      verifier: kit/extras/math_answers.py:verify_math
 
-The expected answer is in the row's ground truth (ground_truths.py). The answer is an expression in
-the response, whose last `\boxed{}` must not be empty. The reward is 1 if both are equal, otherwise
-0, as from Gym's server (0.7.0) with `should_use_judge: false`. That server reads `expected_answer`
-only, as text: a row without it is an error there, too, but an empty text or a worked solution is an
-answer that no response has. It forks a process for each answer, which takes 70 to 80 ms of a core.
-Here one process verifies many answers, and takes 6 to 8 ms each (benchmarks/math_verifier.py, whose
-answers are partly adversarial).
+The expected answer is in the row's ground truth (kit/data/ground_truths.py). The answer is an
+expression in the response, whose last `\boxed{}` must not be empty. The reward is 1 if both are
+equal, otherwise 0, as from Gym's server (0.7.0) with `should_use_judge: false`. That server reads
+`expected_answer` only, as text: a row without it is an error there, too, but an empty text or a
+worked solution is an answer that no response has. It forks a process for each answer, which takes
+70 to 80 ms of a core. Here one process verifies many answers, and takes 6 to 8 ms each
+(benchmarks/math_verifier.py, whose answers are partly adversarial).
 
 A response cannot run code: math-verify evaluates only its digits and operators as Python, and reads
 the rest with a grammar. math-verify interrupts itself by signals after 2 or 5 s, at any point of
@@ -32,11 +32,7 @@ from math_verify.errors import TimeoutException
 from math_verify.metric import math_metric
 from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig, parse
 
-from kit.extras.python_verifiers.ground_truths import (
-    find_last_box,
-    make_error,
-    read_expected_answers,
-)
+from kit.data.ground_truths import find_last_box, make_error, read_expected_answers
 
 TIME_LIMIT_S = 20.0  # below env.verifier_pool.timeout_s, after which the episode fails
 SLOW_S = 1.9  # math-verify may have interrupted itself: its shortest limit is 2 s

@@ -14,11 +14,11 @@ import pytest
 import env
 from env import take_batch
 from kit.data.episode import Episode, TurnSpan, append_tokens
+from kit.data.generated_rows import FunctionEntry, FunctionRows, MixedRows
 from kit.data.metrics import update_pass_rates
 from kit.data.rollout_files import assign_record_indices, load_replay
 from kit.data.tasks import FileRows, TaskLoader
 from kit.errors import ConfigError, UserFunctionError
-from kit.extras.generated_rows import FunctionEntry, FunctionRows, MixedRows
 from kit.runs import prepare, summary
 from kit.runs.run_dir import Run
 from tests.helpers.recipes import load

@@ -19,7 +19,8 @@ from env import Task
 from kit.config import python_files, user_functions
 from kit.config.python_files import import_file
 from kit.errors import UserFunctionError
-from kit.extras.python_verifiers import verifier_settings, verifier_trial
+from kit.gym.python_verifiers.settings import read_verifiers
+from kit.runs import verifier_trial
 from tests.helpers.verifiers import (
     CharTokenizer,
     list_rewards,
@@ -206,7 +207,7 @@ def test_verifiers_import_their_siblings_in_the_pool_and_in_the_trial(tmp_path):
     assert list_rewards(results) == [1.0, 1.0, 0.0]
     config = make_config(reference)
     task = Task("r:1", {"answer": "helpers"}, "compute_score", [], [])
-    specs = verifier_settings.read_specs(config)
+    specs = read_verifiers(config).specs
     lines = verifier_trial.try_verifiers(specs, [task], config, CharTokenizer())
     assert lines == [
         "tried on row r:1: reward 0 for 'So the answer is 7.', 1 for the ground truth 'helpers'"
@@ -324,7 +325,7 @@ def test_an_import_that_fails_is_an_error_with_the_right_fix(tmp_path, source, e
     folder = write_files(tmp_path / "my folder", my=source, uses_absent="import absent")
     expected = expected.format(python=sys.executable, folder=folder)
     config = make_config(f"{folder}/my.py:f")
-    specs = verifier_settings.read_specs(config)
+    specs = read_verifiers(config).specs
     with pytest.raises(UserFunctionError) as error:
         verifier_trial.try_verifiers(specs, [], config, CharTokenizer())
     assert expected in str(error.value)

@@ -11,18 +11,19 @@ import pytest
 from env import Task
 from kit.data.verl_rows import read_rows
 from kit.errors import UserFunctionError
-from kit.extras.python_verifiers import verifier_settings, verifier_trial
+from kit.gym.python_verifiers.settings import read_verifiers
+from kit.runs import verifier_trial
 from tests.helpers.recipes import ROOT
 from tests.helpers.verifiers import EXAMPLE_SOURCE, CharTokenizer, make_config
 
-MATH = "kit/extras/python_verifiers/math_answers.py:verify_math"
+MATH = "kit/extras/math_answers.py:verify_math"
 TEMPLATE = "templates/reward.py:compute_score"
 
 
 def try_rows(verifier, rows):
     """Try a verifier for {row id: row}, and return the lines for the summary."""
     config = make_config(verifier)
-    specs = verifier_settings.read_specs(config)
+    specs = read_verifiers(config).specs
     (name,) = specs
     tasks = [Task(row_id, row, name, [], []) for row_id, row in rows.items()]
     return verifier_trial.try_verifiers(specs, tasks, config, CharTokenizer())
@@ -119,8 +120,8 @@ def test_a_row_without_a_data_source_is_an_error_that_shows_its_value(fields):
     with pytest.raises(UserFunctionError) as error:
         try_rows("verl", {"a:1": {"answer": "5", **fields}})
     assert str(error.value).startswith(
-        f"env.verifier=verl: the row has data_source={value!r}, by which verl chooses the scorer. "
-        "Set it in the row"
+        f"env.verifier=verl failed: ValueError: the row has data_source={value!r}, by which verl "
+        "chooses the scorer. Set it in the row"
     )
 
 
@@ -172,7 +173,7 @@ def test_a_component_that_gdpo_needs_and_the_verifier_does_not_return_is_an_erro
         "    return {'score': 1.0, 'right': 1.0}\n"
     )
     config = make_config(f"{tmp_path}/parts.py:score")
-    specs = verifier_settings.read_specs(config)
+    specs = read_verifiers(config).specs
     tasks = [Task("a:1", {"answer": "5"}, next(iter(specs)), [], [])]
     for reward, keys in ((None, ["right"]), ("mine.py:f", ["right", "format"])):
         config.env.reward = reward

@@ -14,8 +14,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from kit.config.user_functions import ROOT
+from kit.config.keys import ROOT
 
+NAMES = ("bwrap",)  # of env.verifier_pool.sandbox
 TRIAL_TIMEOUT_S = 20.0
 OPTIONS = (
     *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
@@ -24,6 +25,7 @@ OPTIONS = (
     *("--proc", "/proc"),
     *("--dev", "/dev"),
 )
+VARIABLES = (*("--setenv", "TMPDIR", "/tmp"), *("--setenv", "KIT_SANDBOX", "1"))
 
 
 @functools.cache
@@ -61,7 +63,7 @@ def wrap_command(command: Sequence[str], readable_folders: Sequence[Path]) -> li
     for folder in dict.fromkeys(visible):
         if folder.is_dir():
             mounts += ["--ro-bind", str(folder), str(folder)]
-    return ["bwrap", *OPTIONS, *mounts, "--setenv", "TMPDIR", "/tmp", "--", *command]
+    return ["bwrap", *OPTIONS, *mounts, *VARIABLES, "--", *command]
 
 
 def list_hidden_folders() -> list[Path]:

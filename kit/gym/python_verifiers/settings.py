@@ -1,8 +1,8 @@
-"""Read the Python verifiers that a recipe names, and check their settings."""
+"""Read the Python verifiers that a recipe names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,13 +13,11 @@ from kit.config import user_functions
 from kit.config.keys import to_plain
 from kit.config.resources import cores
 from kit.errors import ConfigError, UserFunctionError
-from kit.extras.python_verifiers import sandbox
-from kit.extras.python_verifiers.verl_scorer import runs_response
+from kit.gym.python_verifiers.verl_scorer import CODE_SOURCES, runs_response
 
 VERL = "verl"  # the name of verl's scorer in a recipe
 VERIFIER_KEY = "env.verifier"
 FILE_KEYS = ("env.train_files", "env.val_files")
-SANDBOXES = (None, "bwrap")  # of env.verifier_pool.sandbox
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,25 @@ class VerifierSpec:
     path: str = ""  # of its file, empty for verl's scorer
     settings: Json = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return f"{self.reference} {self.settings}" if self.settings else self.reference
+
+    def scores_code(self, data_source: Any) -> bool:
+        """Whether responses to rows of a data source are code: verl's scorer runs them."""
+        return not self.path and data_source in CODE_SOURCES
+
+    def runs_response(self, data_source: Any) -> bool:
+        """Whether verl's scorer runs responses to rows of a data source on this machine."""
+        return not self.path and runs_response(data_source, self.settings)
+
+
+@dataclass(frozen=True)
+class PythonVerifiers:
+    """The Python verifiers of a recipe, and its files of rows."""
+
+    specs: Mapping[str, VerifierSpec]  # by name
+    entries: Mapping[str, list[Any]]  # {key: entries}; `server` also names a Python verifier
+
 
 class RowFile(NamedTuple):
     """An entry of env.train_files or env.val_files."""
@@ -41,6 +58,23 @@ class RowFile(NamedTuple):
 
 
 # --- read ----------------------------------------------------------------------------------------
+
+
+def read_verifiers(config: DictConfig) -> PythonVerifiers:
+    """Read the Python verifiers of a recipe. Raises UserFunctionError, ConfigError."""
+    value = to_plain(config.env.verifier)
+    default = read_spec(value, VERIFIER_KEY) if value else None
+    specs = [default]
+    entries: dict[str, list[Any]] = {}
+    for key in FILE_KEYS:
+        listed = to_plain(config.env[key.removeprefix("env.")])
+        files = [read_row_file(entry, default, key) for entry in listed or []]
+        entries[key] = [file.entry for file in files]
+        specs += [file.verifier for file in files]
+    named: dict[str, VerifierSpec] = {}
+    for spec in filter(None, specs):
+        check_name(spec, named.setdefault(spec.name, spec), config.gym.servers)
+    return PythonVerifiers(named, entries)
 
 
 def read_spec(value: Any, key: str) -> VerifierSpec:
@@ -62,27 +96,6 @@ def read_spec(value: Any, key: str) -> VerifierSpec:
     return VerifierSpec(name, reference, key, str(path.resolve()), settings)
 
 
-def read_default(config: DictConfig) -> VerifierSpec | None:
-    """Read env.verifier, the verifier of all files without another one.
-
-    Raises UserFunctionError.
-    """
-    value = to_plain(config.env.verifier)
-    return read_spec(value, VERIFIER_KEY) if value else None
-
-
-def read_row_files(config: DictConfig, key: str) -> list[RowFile]:
-    """Read the entries of env.train_files or env.val_files with their verifiers.
-
-    Raises UserFunctionError, ConfigError.
-    """
-    default = read_default(config)
-    entries = config.env[key.removeprefix("env.")] or []
-    if isinstance(entries, str):  # invalid: kit/runs/prepare.py reports it
-        return []
-    return [read_row_file(entry, default, key) for entry in to_plain(entries)]
-
-
 def read_row_file(entry: Any, default: VerifierSpec | None, key: str) -> RowFile:
     """Read an entry. A `verifier` or `server` in it replaces the default verifier.
 
@@ -95,32 +108,10 @@ def read_row_file(entry: Any, default: VerifierSpec | None, key: str) -> RowFile
         raise ConfigError(
             f"{key}: {fields.get('path')} has a server and a verifier. Remove one of them."
         )
-    spec = default
-    if value:
-        spec = read_spec(value, f"{key}: verifier")
-    elif server:
-        spec = None
-    if spec is None:
+    spec = read_spec(value, f"{key}: verifier") if value else default
+    if server or spec is None:
         return RowFile(entry, None)
     return RowFile(fields | {"server": spec.name}, spec)
-
-
-def read_specs(config: DictConfig) -> dict[str, VerifierSpec]:
-    """Read all Python verifiers of a recipe: {name: spec}.
-
-    Raises UserFunctionError, ConfigError.
-    """
-    default = read_default(config)
-    specs = [default] if default else []
-    for key in FILE_KEYS:
-        for file in read_row_files(config, key):
-            if file.verifier:
-                specs.append(file.verifier)
-    named: dict[str, VerifierSpec] = {}
-    for spec in specs:
-        other = named.setdefault(spec.name, spec)
-        check_name(spec, other, config.gym.servers)
-    return named
 
 
 def check_name(spec: VerifierSpec, other: VerifierSpec, servers: Mapping[str, Any]) -> None:
@@ -130,8 +121,8 @@ def check_name(spec: VerifierSpec, other: VerifierSpec, servers: Mapping[str, An
     """
     if (other.path, other.settings) != (spec.path, spec.settings):
         raise ConfigError(
-            f"two verifiers have the name {spec.name} in metrics: {describe_spec(other)} and "
-            f"{describe_spec(spec)}. Rename one function."
+            f"two verifiers have the name {spec.name} in metrics: {other} and {spec}. Rename one "
+            "function."
         )
     if spec.name in servers:
         raise ConfigError(
@@ -153,55 +144,6 @@ def remove_unused_servers(config: DictConfig) -> None:
             del config.gym.servers[name]
     if not config.gym.servers:
         config.gym.judges = {}  # only servers use judges
-
-
-# --- check ---------------------------------------------------------------------------------------
-
-
-def find_problems(config: DictConfig) -> Iterator[Exception]:
-    """Check the verifiers of a recipe and their sandbox, without loading a verifier."""
-    try:
-        read_specs(config)
-    except (UserFunctionError, ConfigError) as error:
-        yield error
-    yield from find_sandbox_problems(config.env.verifier_pool.get("sandbox"))
-
-
-def find_sandbox_problems(name: Any) -> Iterator[Exception]:
-    """Check env.verifier_pool.sandbox: it is known, and works on this machine."""
-    if name not in SANDBOXES:
-        yield ConfigError(
-            f"env.verifier_pool.sandbox={name} is not supported. Choose null or bwrap."
-        )
-        return
-    problem = sandbox.find_problem() if name else ""
-    if problem:
-        yield ConfigError(f"env.verifier_pool.sandbox={name}: {problem}, or set it to null.")
-
-
-def runs_policy_code(spec: VerifierSpec, data_sources: Iterable[Any]) -> bool:
-    """Return whether verl's scorer runs code of the policy on this machine for these rows."""
-    if spec.path:
-        return False
-    return any(runs_response(source, spec.settings) for source in data_sources)
-
-
-# --- describe ------------------------------------------------------------------------------------
-
-
-def describe(config: DictConfig, specs: Sequence[VerifierSpec]) -> str:
-    """Describe the verifiers and their processes, for the summary of a recipe."""
-    names = ", ".join(describe_spec(spec) for spec in specs)
-    pool = config.env.verifier_pool
-    return (
-        f"{names}: {count_processes(config)} processes, {pool.timeout_s:g} s a call, "
-        f"{pool.memory_gb:g} GiB each"
-    )
-
-
-def describe_spec(spec: VerifierSpec) -> str:
-    """Return the reference of a verifier, with its settings if it has some."""
-    return f"{spec.reference} {spec.settings}" if spec.settings else spec.reference
 
 
 def count_processes(config: DictConfig) -> int:

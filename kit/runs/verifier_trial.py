@@ -11,11 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from env import Task
 from gym_client import GymError, StepResult, VerifyResult
-from kit.data.ground_truths import find_ground_truth, is_empty
+from kit.data.ground_truths import find_ground_truth, is_empty, read_expected_answers
 from kit.errors import UserFunctionError
-from kit.extras.python_verifiers.ground_truths import read_expected_answers
-from kit.extras.python_verifiers.verifier_pool import Pool
-from kit.extras.python_verifiers.verifier_settings import VerifierSpec
+from kit.gym.python_verifiers.pool import Pool
+from kit.gym.python_verifiers.settings import VerifierSpec
 from kit.runs.event_loops import make_runner
 
 RESPONSE = "So the answer is 7."
@@ -37,6 +36,8 @@ def try_verifiers(
     MAX_SOURCES, which are not tried. Raises UserFunctionError.
     """
     lines: list[str] = []
+    if not specs:
+        return lines
     required = list_required_components(config)
     with tempfile.TemporaryDirectory() as logs, make_runner() as runner:
         for name, spec in specs.items():

@@ -57,11 +57,6 @@ class FunctionEntry:
 # --- the recipe -----------------------------------------------------------------------------------
 
 
-def check_entry(entry: Mapping[str, Any], key: str) -> None:
-    """Check the entry of a function. Raises UserFunctionError, DataError."""
-    parse_functions([entry], key)
-
-
 def parse_functions(entries: Sequence[Any], key: str) -> list[FunctionEntry]:
     """Load the functions among the entries of `key`. Raises UserFunctionError, DataError."""
     functions: list[FunctionEntry] = []
@@ -205,7 +200,7 @@ class MixedRows:
         return first
 
 
-# --- hooks of kit/runs/prepare.py -----------------------------------------------------------------
+# --- a run or a command ---------------------------------------------------------------------------
 
 
 def make_row_source(

@@ -13,16 +13,16 @@ import reprlib
 from collections.abc import Awaitable, Callable, Mapping
 from decimal import Decimal
 from pathlib import Path
-from traceback import walk_tb
 from typing import Any, NamedTuple
 
-from kit.config.python_files import import_file, suggest_fix
-from kit.extras.python_verifiers.verl_scorer import load_verl_scorer
+from kit.config.python_files import find_failed_line, import_file, list_callables, suggest_fix
+from kit.gym.python_verifiers.verl_scorer import load_verl_scorer
 
 Json = dict[str, Any]
 SCORE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # verl's names
 SCORE_RESULT = "a finite number, or a dict with a finite number `score`"
 STEP_RESULT = "(observation, reward, done): text or None, a finite number, True or False"
+METHODS = {"reset": "reset(row) -> text or None", "step": f"step(text) -> {STEP_RESULT}"}
 
 
 class VerifierError(Exception):
@@ -34,18 +34,19 @@ class CallResult(NamedTuple):
 
     answer: Json
     env_state: bytes = b""  # the environment, pickled, for the next step of its episode
+    seconds: float = 0.0  # that the driver waited for it
 
 
 # --- load ----------------------------------------------------------------------------------------
 
 
-def load_verifier(path: str, attribute: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the function or class with its settings, as a functools.partial.
+def load_verifier(path: str, attribute: str, settings: Mapping[str, Any]) -> functools.partial[Any]:
+    """Return the function or class with its settings.
 
     path: of its file, empty for verl's scorer. Raises VerifierError.
     """
     verifier = import_verifier(path, attribute) if path else load_verl_scorer()
-    check_signature(verifier, attribute, path, settings)
+    check_signature(verifier, f"{attribute} of {path}" if path else attribute, settings)
     return functools.partial(verifier, **settings)
 
 
@@ -59,35 +60,22 @@ def import_verifier(path: str, attribute: str) -> Callable[..., Any]:
             f"{path} cannot be imported: {reason}. {suggest_fix(error, Path(path))}"
         ) from error
     verifier = getattr(module, attribute, None)
-    if callable(verifier):
-        return verifier  # type: ignore[no-any-return]
-    names = []
-    for name, member in vars(module).items():
-        if callable(member) and getattr(member, "__module__", "") == module.__name__:
-            names.append(name)
-    raise VerifierError(
-        f"{path} has no function or class {attribute}. It has {', '.join(names) or 'none'}."
-    )
+    if not callable(verifier):
+        names = ", ".join(list_callables(module)) or "none"
+        raise VerifierError(f"{path} has no function or class {attribute}. It has {names}.")
+    return verifier  # type: ignore[no-any-return]
 
 
-def check_signature(
-    verifier: Callable[..., Any], attribute: str, path: str, settings: Mapping[str, Any]
-) -> None:
+def check_signature(verifier: Callable[..., Any], name: str, settings: Mapping[str, Any]) -> None:
     """Check that a verifier takes its arguments and settings. Raises VerifierError."""
-    name = f"{attribute} of {path}" if path else attribute
-    if inspect.isclass(verifier):
-        check_methods(verifier, name)
-        expected = "reset(row), step(text)"
-    else:
-        expected = f"the keyword arguments {', '.join(SCORE_ARGUMENTS)}"
+    arguments = dict.fromkeys(SCORE_ARGUMENTS)
+    expected = f"the keyword arguments {', '.join(SCORE_ARGUMENTS)}"
     try:
         if inspect.isclass(verifier):
-            for method in ("reset", "step"):
-                inspect.signature(getattr(verifier, method)).bind("self", "row or text")
-            inspect.signature(verifier).bind(**settings)
-        else:
-            arguments = dict.fromkeys(SCORE_ARGUMENTS)
-            inspect.signature(verifier).bind(**arguments, **settings)
+            arguments = {}
+            expected = "reset(row), step(text)"
+            check_methods(verifier, name)
+        inspect.signature(verifier).bind(**arguments, **settings)
     except TypeError as error:
         raise VerifierError(
             f"{name} cannot be called with {expected} and its settings: {error}. "
@@ -96,13 +84,14 @@ def check_signature(
 
 
 def check_methods(verifier: type, name: str) -> None:
-    """Check that a class has the methods of an environment. Raises VerifierError."""
-    for method in ("reset", "step"):
-        if not callable(getattr(verifier, method, None)):
+    """Check that a class has the methods of an environment. Raises VerifierError, TypeError."""
+    for method, call in METHODS.items():
+        function = getattr(verifier, method, None)
+        if not callable(function):
             raise VerifierError(
-                f"the class {name} has no {method}. Add it: an environment has "
-                f"reset(row) -> text or None, and step(text) -> {STEP_RESULT}."
+                f"the class {name} has no {method}. Add it: an environment has {call}."
             )
+        inspect.signature(function).bind("self", "row or text")
 
 
 # --- call ----------------------------------------------------------------------------------------
@@ -224,14 +213,8 @@ def describe_failure(error: BaseException, path: str) -> Json:
     """Return the reason of a failed call, with the last line in the verifier's file."""
     if isinstance(error, VerifierError):
         return {"failed": "bad_answer", "why": str(error)}
-    lines = []
-    for frame, line in walk_tb(error.__traceback__):
-        if frame.f_code.co_filename == path:
-            lines.append(line)
-    try:
-        message = f"{type(error).__name__}: {error}".removesuffix(": ")
-    except Exception:  # the class of the error may define __str__
-        message = type(error).__name__
-    where = f"failed at {path}:{lines[-1]}" if lines else "failed"
+    line = find_failed_line(error, path)
+    place = f"failed at {path}:{line}" if line else "failed"
     reason = "memory" if isinstance(error, MemoryError) else "raised"
-    return {"failed": reason, "why": f"{where}: {message:.500}"}
+    message = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return {"failed": reason, "why": f"{place}: {message:.500}"}

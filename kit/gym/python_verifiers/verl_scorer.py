@@ -1,6 +1,7 @@
 """verl's scorer, `default_compute_score`, as a verifier.
 
-For some data sources verl runs the response as a program, or evaluates it as Python.
+For some data sources verl runs the response as a program, or evaluates it as Python. An optional
+feature scores these (score_code in kit/extras/__init__.py).
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kit.config.python_files import skip_package_init
-from kit.data.ground_truths import is_empty
-from kit.extras.python_verifiers import program_scores
-from kit.extras.python_verifiers.ground_truths import make_error, read_expected_answers
+from kit.data.ground_truths import is_empty, make_error, read_expected_answers
 
 PROGRAM_SOURCES = ("codecontests", "apps", "codeforces", "taco")  # verl runs the response
 # verl evaluates the response: math_equal in verl/utils/reward_score/prime_math/grader.py calls eval
@@ -25,6 +24,7 @@ EVALUATED_SOURCES = (
     "numina_cn_k12",
     "numina_olympiads",
 )
+CODE_SOURCES = (*PROGRAM_SOURCES, *EVALUATED_SOURCES)
 
 # verl compares the answer with a text.
 TEXT_SOURCES = (
@@ -43,7 +43,7 @@ SEARCH_PREFIX = "searchR1_"  # of sources whose ground truth is an object with `
 
 
 def runs_response(data_source: Any, settings: Mapping[str, Any]) -> bool:
-    """Return whether verl's scorer runs code of the policy in this process or a child of it.
+    """Return whether verl's scorer runs code of the policy on this machine.
 
     settings: of the verifier. With `sandbox_fusion_url`, programs run in that sandbox instead.
     """
@@ -63,32 +63,25 @@ def load_verl_scorer() -> Callable[..., Any]:
     return compute_score
 
 
-def import_scorer(data_source: str) -> None:
-    """Import the scorer of a data source that runs code. Call it before processes are forked.
-
-    Otherwise the forked process of each call would import it. sympy alone takes seconds.
-    """
-    name = "prime_math" if data_source in EVALUATED_SOURCES else "prime_code"
-    importlib.import_module(f"verl.utils.reward_score.{name}")
-
-
 def compute_score(
     data_source: str,
     solution_str: str,
     ground_truth: Any,
     extra_info: Any = None,
-    sandbox_fusion_url: str | None = None,
-    memory_limit_mb: int = 1024,  # of each program, the default of verl's reward.sandbox_fusion
+    sandbox_fusion_url: str | None = None,  # of programs, for score_code
+    memory_limit_mb: int = 1024,  # of each program there, the default of verl's sandbox_fusion
 ) -> Any:
-    """Score a response as verl does, except that a program which raises earns nothing.
+    """Score a response, which is no program, as verl does.
 
     The parameters have verl's names, and there are no others: a misspelled setting is an error.
-    If the ground truth has several expected answers, the best score counts. Raises RuntimeError if
-    the sandbox has no result for a test, ValueError if a row has no tests or no expected answer.
+    If the ground truth has several expected answers, the best score counts. Raises ValueError if
+    a row has no data source or no expected answer.
     """
-    if data_source in PROGRAM_SOURCES:
-        return score_program(
-            data_source, solution_str, ground_truth, sandbox_fusion_url, memory_limit_mb
+    if not isinstance(data_source, str) or not data_source.strip():
+        raise ValueError(
+            f"the row has data_source={data_source!r:.80}, by which verl chooses the scorer. Set "
+            "it in the row, such as openai/gsm8k, or name another verifier, such as "
+            "templates/reward.py:compute_score"
         )
     truths = [ground_truth]
     if data_source in TEXT_SOURCES or data_source.startswith(AIME_PREFIX):
@@ -97,23 +90,6 @@ def compute_score(
         check_targets(ground_truth)
     results = [call_verl(data_source, solution_str, truth, extra_info) for truth in truths]
     return max(results, key=read_score)
-
-
-def score_program(
-    data_source: str, completion: str, ground_truth: Any, url: str | None, memory_limit_mb: int
-) -> Any:
-    """Score a program in the sandbox at `url`, or on this machine if it is None."""
-    tests = program_scores.read_tests(ground_truth)
-    if url:
-        return program_scores.score_in_sandbox(url, memory_limit_mb, completion, tests)
-    if "inputs" not in tests:
-        raise ValueError(
-            "the tests of the row are assertions, which verl runs only in SandboxFusion. Set "
-            "sandbox_fusion_url next to `function: verl`"
-        )
-    if program_scores.calls_function(tests):
-        return program_scores.score_function(completion, tests)
-    return call_verl(data_source, completion, tests, None)
 
 
 def call_verl(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:

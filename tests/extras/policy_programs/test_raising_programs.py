@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -15,7 +16,9 @@ from http.server import ThreadingHTTPServer
 
 import pytest
 
-from kit.extras.python_verifiers import verl_scorer
+from gym_client import GymError
+from kit.extras.policy_programs.program_scores import score_program
+from kit.gym.python_verifiers.settings import read_spec
 from tests.helpers.http import JsonHandler
 from tests.helpers.verifiers import list_rewards, make_router, play
 
@@ -91,14 +94,14 @@ def test_a_program_earns_its_reward_only_if_its_test_ended(
     )
     assert verl_score == verl_reward
     arguments = ("taco", text, json.dumps(tests), None, sandbox_url)
-    assert verl_scorer.compute_score(*arguments) == reward
+    assert score_program(*arguments) == reward
 
 
 def test_a_program_that_raises_in_one_of_two_tests_earns_half(sandbox_url):
     program = "def solve(x):\n    if x == 1:\n        raise ValueError\n    return ''"
     tests = {"fn_name": "solve", "inputs": ["1", "2"], "outputs": ["", ""]}
     arguments = ("taco", fence(program), json.dumps(tests), None, sandbox_url)
-    assert verl_scorer.compute_score(*arguments) == 0.5
+    assert score_program(*arguments) == 0.5
 
 
 def test_a_function_that_raises_on_this_machine_earns_nothing(tmp_path):
@@ -120,4 +123,56 @@ def test_a_function_that_raises_on_this_machine_earns_nothing(tmp_path):
 def test_a_row_without_readable_tests_is_a_failure(url):
     for tests in ("[1]", "x"):
         with pytest.raises(ValueError, match="tests of the row must be a JSON object"):
-            verl_scorer.compute_score("taco", fence("x = 1"), tests, None, url)
+            score_program("taco", fence("x = 1"), tests, None, url)
+
+
+# answers of SandboxFusion
+PROGRAM_ENDED = {
+    "status": "Success",
+    "run_result": {"status": "Finished", "stdout": "3\n", "return_code": 0},
+}
+PROGRAM_FAILED = {
+    "status": "Failed",
+    "run_result": {"status": "Error", "stderr": "no", "return_code": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        (PROGRAM_ENDED, 0.5),
+        (PROGRAM_FAILED, 0.0),
+        ({"status": "SandboxError", "message": "no disk"}, "no result for test 0: sandbox_error"),
+        ("busy", "no result for test 0: .*API Request Error: 500 Server Error"),
+    ],
+    ids=["runs", "fails", "sandbox", "http"],
+)
+def test_an_outage_of_verls_sandbox_is_not_a_reward(tmp_path, answer, reward):
+    requests = []
+
+    class Sandbox(JsonHandler):
+        def do_POST(self):  # noqa: N802  (the name that its base class calls)
+            requests.append(self.read_json())
+            self.answer(500 if answer == "busy" else 200, answer)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Sandbox) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/run_code"
+        verifier = {"function": "verl", "sandbox_fusion_url": url, "memory_limit_mb": 99}
+        router = make_router(tmp_path, verifier)
+        tests = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}
+        row = {"data_source": "taco", "reward_model": {"ground_truth": json.dumps(tests)}}
+        result, without_program = play(router, "```python\nprint(3)\n```", "no program", row=row)
+        server.shutdown()
+    if isinstance(reward, str):
+        assert isinstance(result, GymError)
+        assert re.search(f"RuntimeError: the sandbox at {url} has {reward}", str(result))
+    else:
+        assert result.reward == reward
+    assert without_program.reward == 0.0
+    assert {request["stdin"] for request in requests} == {"1 2", "3 4"}
+    limits = {(request["code"].strip(), request["memory_limit_MB"]) for request in requests}
+    assert limits == {("print(3)", 99)}
+    (pool,) = router.pools.values()
+    assert pool.spec.scores_code("taco") and not pool.spec.runs_response("taco")
+    assert read_spec("verl", "").runs_response("taco")

@@ -1,0 +1,110 @@
+"""The ground truth of a row is found in many places, and expected answers are read in it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kit.data import ground_truths
+from kit.data.ground_truths import find_ground_truth, is_empty
+from tests.helpers.recipes import ROOT
+
+MISSING = [None, "", " \n\t", {}, {"target": None}]
+NO_ANSWERS = [[], [None], ["", None]]  # an expected answer does not exist
+PROOF = "Suppose that the number five is even. Then half of it is whole, which it is not."
+
+# --- find ----------------------------------------------------------------------------------------
+
+ROW_PLACES = ["ground_truth", "expected_answer", "answer", "final_answer", "solution"]
+PLACES = ["reward_model.ground_truth", *ROW_PLACES, *(f"extra_info.{key}" for key in ROW_PLACES)]
+
+
+DOCUMENTED_PLACES = [*ROW_PLACES, "extra_info"]
+
+
+def make_row(values):
+    """Make a row from {place: value}."""
+    row = {"prompt": "2 + 3?", "extra_info": {"index": 1}, "reward_model": {"style": "rule"}}
+    for place, value in values.items():
+        outer, _, key = place.rpartition(".")
+        fields = row[outer] if outer else row
+        fields[key] = value
+    return row
+
+
+@given(
+    values=st.dictionaries(st.sampled_from(PLACES), st.sampled_from([*MISSING, "4", 5, ["6"], []]))
+)
+def test_the_first_place_with_a_value_has_the_ground_truth(values):
+    ordered = [values[place] for place in PLACES if place in values]
+    usable = [value for value in ordered if value in ("4", 5, ["6"], [])]
+    found = find_ground_truth(make_row(values))
+    expected = [*usable, *ordered, None][0]
+    assert found is expected
+
+
+def test_a_row_without_these_fields_has_no_ground_truth():
+    for row in (
+        {},
+        {"target": "5"},
+        {"reward_model": None, "extra_info": "5"},
+        {"reward_model": "5"},
+    ):
+        assert find_ground_truth(row) is None
+
+
+def test_the_documentation_lists_the_places_in_their_order():
+    for text in (ground_truths.__doc__, (ROOT / "docs" / "guides" / "verifier.md").read_text()):
+        table = text.partition("reward_model.ground_truth")[2]
+        positions = [re.search(rf"\b{place}\b", table).start() for place in DOCUMENTED_PLACES]
+        assert positions == sorted(positions)
+
+
+@pytest.mark.parametrize("value", MISSING, ids=repr)
+def test_missing_values_are_empty(value):
+    assert is_empty(value)
+
+
+@pytest.mark.parametrize("value", [0, 0.0, False, "0", "nan", [0], {"a": 0}, *NO_ANSWERS], ids=repr)
+def test_other_values_are_not_empty(value):
+    assert not is_empty(value)
+
+
+# --- what is read --------------------------------------------------------------------------------
+
+GSM8K = "She has 48/2 = <<48/2=24>>24 clips.\nIn total 48+24 = <<48+24=72>>72.\n#### 72"
+MATH = "We have $x = \\boxed{4}$ at first, so the answer is $\\boxed{\\frac{1}{2}}$."
+
+
+@pytest.mark.parametrize(
+    ("truth", "expected"),
+    [
+        (" 5 ", ["5"]),
+        (5, ["5"]),
+        (5.0, ["5"]),
+        (-0.5, ["-0.5"]),
+        (1e-7, ["0.0000001"]),
+        (1e22, ["1" + "0" * 22]),
+        (["4", 5, 6.5], ["4", "5", "6.5"]),
+        ('["4", "\\\\frac{1}{2}"]', ["4", "\\frac{1}{2}"]),
+        ("[4, 5]", ["[4, 5]"]),  # an interval
+        (GSM8K, ["72"]),
+        ("#### -1,234.5", ["-1234.5"]),
+        ("#### 1,234,567", ["1234567"]),
+        ("#### 1,2", ["1,2"]),
+        ("#### 12,34", ["12,34"]),
+        ("#### 1,2345", ["1,2345"]),
+        ("#### (1, 2)", ["(1, 2)"]),
+        (MATH, ["\\frac{1}{2}"]),
+        ("x #### y \\boxed{5}", ["5"]),
+        ("\\boxed{None}", ["None"]),
+        ("\\text{None}", ["\\text{None}"]),
+        ([GSM8K, MATH], ["72", "\\frac{1}{2}"]),
+        (PROOF, [PROOF]),
+    ],
+)
+def test_expected_answers_are_read_as_texts(truth, expected):
+    assert ground_truths.read_expected_answers(truth) == expected
