@@ -486,7 +486,7 @@ def test_a_written_episode_is_read_again(tmp_path_factory, turns, body, row, tex
         episode.output.append(build_item(words))
         append_tokens(episode, sampled, [log_prob] * len(sampled))
     path = tmp_path_factory.getbasetemp() / "fuzz_rollouts.jsonl"
-    with rollout_files.open_records(path, "w") as file:
+    with path.open("wb") as file:
         rollout_files.write_record(file, rollout_files.to_record(episode, 3, 1))
         rollout_files.write_record(file, rollout_files.to_record(episode, 3, 2))
     records = list(rollout_files.read_records(path))

@@ -16,7 +16,7 @@ import pytest
 import env
 import gym_client
 from kit.data.episode import Episode, append_tokens
-from kit.data.rollout_files import open_records, to_record, write_record
+from kit.data.rollout_files import to_record, write_record
 from kit.data.verl_rows import read_rows
 from kit.gym import network
 from tests.helpers.http import StubJudge
@@ -120,7 +120,7 @@ def test_the_commands_of_the_guide_use_all_custom_functions():
 def write_records(path: Path) -> Path:
     """Write episodes as a run does: two of one row, and three of another, of which one failed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open_records(path, "w") as out:
+    with path.open("wb") as out:
         for task in range(2):
             question = row(f"say {task}", agent_ref={"name": "reasoning_gym_simple_agent"})
             for k in range(2 + task):

@@ -145,7 +145,8 @@ def from_output_items(episode: Episode, output: Sequence[Mapping[str, Any]]) -> 
     earlier: list[int] = []
     for item in output:
         prompt_ids, sampled_ids, log_probs = (list(item.get(name) or []) for name in TOKEN_FIELDS)
-        episode.output.append(without_token_fields(item))
+        others = {name: value for name, value in item.items() if name not in TOKEN_FIELDS}
+        episode.output.append({name: value for name, value in others.items() if value is not None})
         if not sampled_ids:
             continue
         call = f"model call {len(episode.turns) + 1}"
@@ -166,11 +167,6 @@ def from_output_items(episode: Episode, output: Sequence[Mapping[str, Any]]) -> 
             episode.prompt_ids = prompt_ids
         append_tokens(episode, sampled_ids, log_probs)
         earlier = prompt_ids + sampled_ids
-
-
-def without_token_fields(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy an output item without its token ids, log-probs and null values."""
-    return {k: value for k, value in item.items() if k not in TOKEN_FIELDS and value is not None}
 
 
 def find_first_difference(some: Sequence[int], others: Sequence[int]) -> int:

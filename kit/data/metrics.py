@@ -36,7 +36,10 @@ def compute_validation_metrics(episodes: Sequence[Episode], n: int) -> dict[str,
     `compute_scores_with_failures` use all.
     """
     metrics = {"val-aux/failed_frac": mean(e.status != "ok" for e in episodes)}
-    for name, members in group_by_test_set(episodes).items():
+    groups: dict[str, list[Episode]] = defaultdict(list)
+    for episode in episodes:
+        groups[name_test_set(episode.row, episode.server)].append(episode)
+    for name, members in sorted(groups.items()):
         metrics |= compute_scores_with_failures(members, n, name)
         verified = select_verified(members)
         if verified:
@@ -44,14 +47,6 @@ def compute_validation_metrics(episodes: Sequence[Episode], n: int) -> dict[str,
             lengths = [len(episode.response_ids) for episode in verified]
             metrics[f"val-aux/{name}/response_length/mean"] = mean(lengths)
     return metrics
-
-
-def group_by_test_set(episodes: Iterable[Episode]) -> dict[str, list[Episode]]:
-    """Group episodes by the test set of their row, in the order of its name."""
-    groups: dict[str, list[Episode]] = defaultdict(list)
-    for episode in episodes:
-        groups[name_test_set(episode.row, episode.server)].append(episode)
-    return dict(sorted(groups.items()))
 
 
 def name_test_set(row: Mapping[str, Any], server: str) -> str:

@@ -178,13 +178,8 @@ def from_record(record: dict[str, Any], row: dict[str, Any]) -> Episode:
 # --- record <-> file ------------------------------------------------------------------------------
 
 
-def open_records(path: Path, mode: str) -> IO[bytes]:
-    """Open a file to write records into. mode: "w" or "a"."""
-    return path.open(f"{mode}b")
-
-
 def write_record(out: IO[bytes], record: dict[str, Any]) -> None:
-    """Write one record as a line into a file of `open_records`.
+    """Write one record as a line.
 
     orjson takes a tenth of the time of json. But it rejects half of a surrogate pair, and it writes
     null for NaN and infinity. Such a record is written by json, with escapes where UTF-8 has no

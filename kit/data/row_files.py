@@ -16,7 +16,6 @@ import glob
 import gzip
 import json
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from decimal import Decimal
@@ -121,17 +120,10 @@ def read_raw_rows(path: str | Path, *columns: str, name: str = "") -> Iterator[t
             if not isinstance(raw, str) or raw.strip():  # null is not a blank line
                 yield f"{name or path}:{number}", raw
     except Exception as error:  # from the disk, gzip or Arrow
-        raise DataError(f"{path}: cannot be read ({error}). Fix: {choose_fix(error)}") from None
-
-
-def choose_fix(error: Exception) -> str:
-    """Choose the fix for a file that cannot be read."""
-    import pyarrow
-
-    formats = (UnicodeDecodeError, gzip.BadGzipFile, zlib.error, EOFError, pyarrow.ArrowInvalid)
-    if isinstance(error, formats):
-        return "It must be JSON (UTF-8), .gz or Parquet."
-    return "Correct the file."
+        raise DataError(
+            f"{path}: cannot be read ({error}). Correct the file, which must be JSON (UTF-8), .gz "
+            "or Parquet."
+        ) from None
 
 
 def suggest_command(path: Path) -> str:

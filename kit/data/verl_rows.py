@@ -176,16 +176,10 @@ def parse_messages(prompt: Any, row_id: str, prompt_key: str) -> Any:
     if prompt.lstrip().startswith("["):
         with contextlib.suppress(ValueError):
             messages = json.loads(prompt)
-            if are_messages(messages):
+            # some messages have tool calls instead of a content
+            if messages and all(isinstance(item, dict) and "role" in item for item in messages):
                 return messages
     return prompt
-
-
-def are_messages(value: Any) -> bool:
-    """Whether a value is a list of chat messages. Some have tool calls instead of a content."""
-    if not isinstance(value, list) or not value:
-        return False
-    return all(isinstance(item, dict) and "role" in item for item in value)
 
 
 def check_verl_row(row: dict[str, Any], prompt: Any, row_id: str, prompt_key: str) -> None:

@@ -16,6 +16,7 @@ evaluation.settings.json hold those of the first run.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import time
@@ -34,10 +35,10 @@ from kit.data import rollout_files
 from kit.data.episode import Episode, RecordIndex
 from kit.data.selection import check_failures, select_trainable
 from kit.errors import ConfigError
+from kit.rollout.inputs import RunInputs
 from kit.rollout.sampler import build_sampling_params
 from kit.runs import files
 from kit.runs.console import print_examples
-from kit.runs.prepare import RunInputs
 from kit.runs.run_dir import Run
 
 PRINTED_EXAMPLES = 3  # best and worst episodes
@@ -80,9 +81,9 @@ class Collector:
         self.path = run.folder / f"{name}.jsonl"
         self.done = read_collected(self.path, self.tasks)
         check_settings(self.path, describe_settings(config, validate), bool(self.done))
-        self.missing = [
-            index for index in all_indices(len(self.tasks), self.n) if index not in self.done
-        ]
+        pairs = itertools.product(range(len(self.tasks)), range(self.n))
+        indices = itertools.starmap(RecordIndex, pairs)
+        self.missing = [index for index in indices if index not in self.done]
 
     def report_count(self) -> None:
         """Print how many episodes the file holds."""
@@ -94,9 +95,9 @@ class Collector:
         requests = [(self.tasks[row], f"{row}/{k}") for row, k in self.missing]
         sampling = build_sampling_params(self.config, self.validate)
         with contextlib.ExitStack() as stack:
-            out = stack.enter_context(rollout_files.open_records(self.path, "a"))
+            out = stack.enter_context(self.path.open("ab"))
             failures_path = self.run.folder / "failures.jsonl"
-            failures = stack.enter_context(rollout_files.open_records(failures_path, "a"))
+            failures = stack.enter_context(failures_path.open("ab"))
 
             def save(index: int, episode: Episode) -> None:
                 self.save(out, failures, self.missing[index], episode)
@@ -175,14 +176,6 @@ def run_command(config: DictConfig, run: Run, inputs: RunInputs) -> None:
     print_examples([item.episode for item in collector.done.values()], PRINTED_EXAMPLES)
     collector.report_count()
     check_failures(episodes, config.gym.max_failed_frac)
-
-
-def all_indices(rows: int, n: int) -> list[RecordIndex]:
-    """The indices of n episodes of each row, row by row."""
-    indices = []
-    for row in range(rows):
-        indices += [RecordIndex(row, k) for k in range(n)]
-    return indices
 
 
 def name_scores(episode: Episode, validate: bool) -> str:
@@ -280,12 +273,6 @@ def flatten_numbers(tree: dict[str, Any], prefix: str) -> dict[str, float]:
     for name, value in tree.items():
         if isinstance(value, dict):
             numbers |= flatten_numbers(value, f"{prefix}{name}/")
-        elif is_finite_number(value):
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
             numbers[prefix + name] = float(value)
-    return numbers
-
-
-def is_finite_number(value: Any) -> bool:
-    """Whether a JSON value is a finite number."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)
+    return {name: number for name, number in numbers.items() if math.isfinite(number)}

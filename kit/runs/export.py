@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -75,7 +73,10 @@ def merge(checkpoint: Path, target: Path) -> None:
     dtype = getattr(torch, recipe.rollout.dtype, torch.bfloat16)  # vLLM's "auto" is no dtype
     has_adapter = recipe.model.lora_rank > 0
     # an adapter is merged in float32, as for the rollout engine, and rounded after that
-    with cast_in_merger(torch.float32 if has_adapter else dtype):
+    written = torch.float32 if has_adapter else dtype
+    # The merger calls Tensor.bfloat16 on each shard. If the run samples in float32, that would be
+    # another policy: after 20 steps of the demo, bfloat16 has the initial value for 83% of weights.
+    with mock.patch.object(torch.Tensor, "bfloat16", lambda shard: shard.to(written)):
         make_merger(config, recipe).merge_and_save()
     if has_adapter:
         merge_adapter(target, dtype)
@@ -105,17 +106,6 @@ def make_merger(config: Any, recipe: DictConfig) -> Any:
             return weights
 
     return Merger(config)
-
-
-@contextlib.contextmanager
-def cast_in_merger(dtype: torch.dtype) -> Iterator[None]:
-    """Let verl's merger write weights of another dtype. It calls Tensor.bfloat16 on each shard.
-
-    Without this, a run that samples in float32 exports another policy: after 20 steps of the demo,
-    bfloat16 has the initial value for 83% of the weights.
-    """
-    with mock.patch.object(torch.Tensor, "bfloat16", lambda shard: shard.to(dtype)):
-        yield
 
 
 def merge_adapter(target: Path, dtype: torch.dtype) -> None:

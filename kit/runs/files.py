@@ -137,11 +137,7 @@ class FolderLock:
             return
         self.file = file
         _held_locks.add(self)
-        self._write_holder(file)
-
-    def _write_holder(self, file: IO[str]) -> None:
-        """Write this process's pid to the lock file. On a full disk only the pid is missing."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # on a full disk only the pid is missing
             file.truncate(0)
             file.write(f"pid {os.getpid()} on {os.uname().nodename}\n")
             file.flush()

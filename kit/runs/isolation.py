@@ -100,6 +100,7 @@ def _make_private(folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True)
     status = folder.lstat()
     open_mode = status.st_mode & 0o077
+    parent_mode = folder.parent.stat().st_mode
     problem = ""
     fix = f"Set {FOLDER_KEY} to a folder that only you can use"
     if not stat.S_ISDIR(status.st_mode):
@@ -109,16 +110,10 @@ def _make_private(folder: Path) -> None:
     elif open_mode:
         problem = f"is open to other users (mode {open_mode | 0o700:04o})"
         fix = f"Run `chmod 700 {folder}`"
-    elif _is_replaceable(folder):
+    elif parent_mode & 0o022 and not parent_mode & stat.S_ISVTX:
         problem = f"can be replaced by other users, who can write to {folder.parent}"
     if problem:
         raise RunError(f"{folder} {problem}, so other users could take over Ray's sockets. {fix}")
-
-
-def _is_replaceable(folder: Path) -> bool:
-    """Return whether other users can write to the folder's parent, and no sticky bit stops them."""
-    mode = folder.parent.stat().st_mode
-    return bool(mode & 0o022) and not mode & stat.S_ISVTX
 
 
 @contextlib.contextmanager

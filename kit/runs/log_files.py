@@ -60,7 +60,10 @@ def find_root_cause(error: BaseException, logs: Path) -> str:
     text = str(error)
     worker = re.search(r"class_name: (\w+).*?pid: (\d+)", text, re.DOTALL)
     if worker:
-        return _describe_dead_worker(text, worker[1], int(worker[2]), logs)
+        reason = re.search(r"The actor is dead because (.+?\.)\s", text + " ", re.DOTALL)
+        because = f" because {' '.join(reason[1].split()).rstrip('.')}" if reason else ""
+        tail = read_log_tail(logs, int(worker[2]), {})
+        return f"the worker {worker[1]} (pid {worker[2]}) died{because}. {tail}"
     engine = ENGINE_FAILED.search(text)
     if engine:
         problem = "vLLM's engine died" if engine[1] else "vLLM did not start"
@@ -68,13 +71,6 @@ def find_root_cause(error: BaseException, logs: Path) -> str:
     causes = re.findall(rf"^\W*({ERROR_NAME}: .+)$", text, re.MULTILINE)
     cause = causes[-1] if causes else " ".join(text.split()) or repr(error)
     return f"{cause}. Worker logs: {logs}"
-
-
-def _describe_dead_worker(text: str, name: str, pid: int, logs: Path) -> str:
-    """Return a line about a dead worker. text: Ray's ActorDiedError."""
-    reason = re.search(r"The actor is dead because (.+?\.)\s", text + " ", re.DOTALL)
-    because = f" because {' '.join(reason[1].split()).rstrip('.')}" if reason else ""
-    return f"the worker {name} (pid {pid}) died{because}. {read_log_tail(logs, pid, {})}"
 
 
 def _find_engine_cause(logs: Path) -> str:

@@ -29,7 +29,7 @@ from kit.config import trackers
 from kit.config.redaction import redacted
 from kit.data import json_lines
 from kit.data.episode import Episode
-from kit.data.rollout_files import open_records, to_record, write_record
+from kit.data.rollout_files import to_record, write_record
 from kit.errors import RunError
 from kit.runs import checkpoints, files
 from kit.runs.console import Display, print_examples, say, step_values
@@ -323,7 +323,7 @@ class Run:
             with files.append_or_restore(path) as out:
                 yield out
         else:
-            with files.replace_atomically(path) as partial, open_records(partial, "w") as out:
+            with files.replace_atomically(path) as partial, partial.open("wb") as out:
                 yield out
 
     def delete_rollouts(self, keep: int) -> None:

@@ -63,7 +63,7 @@ def task(row_id: str) -> env.Task:
 
 def write_and_load(path, *episodes) -> list[list[Episode]]:
     """Write episodes to a file, and load the batches of a replay from it."""
-    with rollout_files.open_records(path, "w") as out:
+    with path.open("wb") as out:
         for k, e in enumerate(episodes):
             rollout_files.write_record(out, rollout_files.to_record(e, 0, k))
     return rollout_files.load_replay(path, [task("rows.jsonl:1")])
@@ -108,7 +108,7 @@ def test_the_policy_versions_of_the_tokens_are_written(tmp_path):
 
 def test_infinite_numbers_and_any_alphabet_are_written(tmp_path):
     for reward, text in ((math.inf, "inf"), (1.0, "half \ud800 \u00e9")):
-        with rollout_files.open_records(tmp_path / "x.jsonl", "w") as out:
+        with (tmp_path / "x.jsonl").open("wb") as out:
             rollout_files.write_record(out, {"reward": reward, "text": text})
         line = (tmp_path / "x.jsonl").read_bytes()
         has_infinity = b"Infinity" in line

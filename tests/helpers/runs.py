@@ -24,7 +24,7 @@ from kit.config.load import load_config
 from kit.config.redaction import redacted
 from kit.data.episode import Episode, append_tokens
 from kit.data.json_lines import read_metrics
-from kit.data.rollout_files import open_records, to_record, write_record
+from kit.data.rollout_files import to_record, write_record
 from kit.extras.supervisor import process_monitor
 from kit.runs import checkpoints
 from tests.helpers.recipes import CLEAN_ENV, command, row, tiny
@@ -270,7 +270,7 @@ def write_synthetic_run(
     (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
     generator = np.random.default_rng(0)
     for name in ["val_0", *(f"step_{i + 1}" for i in range(steps)), f"val_{steps}"]:
-        with open_records(folder / "rollouts" / f"{name}.jsonl", "w") as out:
+        with (folder / "rollouts" / f"{name}.jsonl").open("wb") as out:
             for i in range(episodes):
                 episode = make_episode(name, i, episodes, tokens, generator)
                 write_record(out, to_record(episode, i % 50, i // 50))

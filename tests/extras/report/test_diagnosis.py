@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kit.data.episode import Episode
-from kit.data.rollout_files import open_records, to_record, write_record
+from kit.data.rollout_files import to_record, write_record
 from kit.extras.report import diagnosis
 from kit.extras.report.run_data import RunData
 from tests.helpers.recipes import row
@@ -31,7 +31,7 @@ def write_run(path, recipe, columns, episodes=()) -> RunData:
     (path / "config.yaml").write_text(json.dumps(recipe))
     (path / "rollouts").mkdir()
     for name in (f"step_{count}", f"val_{count}"):
-        with open_records(path / "rollouts" / f"{name}.jsonl", "w") as out:
+        with (path / "rollouts" / f"{name}.jsonl").open("wb") as out:
             for i, episode in enumerate(episodes):
                 write_record(out, to_record(episode, 0, i))
     return RunData(path)

@@ -10,7 +10,7 @@ import pytest
 
 import gym_client
 from kit.data.episode import Episode, append_tokens
-from kit.data.rollout_files import open_records, to_record, write_record
+from kit.data.rollout_files import to_record, write_record
 from kit.extras.report import episode_view, report_page
 from kit.extras.report.run_data import RunData
 
@@ -26,7 +26,7 @@ def write_run(path: Path, model: Path, text: str = "seven", tokens: int = 3) -> 
     episode.output.append(gym_client.message(text))
     append_tokens(episode, [6] * tokens, [-1.0] * tokens)
     episode.reward = 1.0
-    with open_records(path / "rollouts" / "step_1.jsonl", "w") as out:
+    with (path / "rollouts" / "step_1.jsonl").open("wb") as out:
         write_record(out, to_record(episode, 0, 0))
     return RunData(path)
 
