@@ -369,10 +369,10 @@ def find_missing_resources(config: DictConfig, resources: Mapping[str, float], c
             f"Ray has {gpus:g}. Lower trainer.n_gpus_per_node, join more nodes (`ray start`, "
             "ray_kwargs.ray_init.address=auto), or add --config cpu."
         )
-    rollout_is_separate = config.actor_rollout_ref.rollout.nnodes or not_training(command)
+    samples_only = command in ("rollout", "evaluate")
     processes = needed
     note = ""
-    if rollout_is_separate and command != "sft":
+    if samples_only or (config.actor_rollout_ref.rollout.nnodes and command != "sft"):
         processes += rollout_gpus(config)
         note = ", two where the rollout engine is alone"
     cpus = resources.get("CPU", 0)
@@ -382,11 +382,6 @@ def find_missing_resources(config: DictConfig, resources: Mapping[str, float], c
             f"ray_kwargs.ray_init.num_cpus={processes} to share them, or join more nodes."
         )
     return ""
-
-
-def not_training(command: str) -> bool:
-    """Whether a command samples only."""
-    return command in ("rollout", "evaluate")
 
 
 def enter(context: Any, loop: Any, stack: contextlib.ExitStack) -> None:

@@ -122,16 +122,12 @@ def describe_functions(config: DictConfig) -> list[str]:
     parts: list[str] = []
     for key in ("reward", "filters", "sampler"):
         specs = to_plain(config.env[key]) or []
-        names = [describe_function(spec) for spec in as_list(specs)]
+        specs = specs if isinstance(specs, list) else [specs]
+        names = [describe_function(spec) for spec in specs]
         if names:
             label = f"{key:11}" if not parts else key
             parts.append(f"{label} {', '.join(names)}")
     return ["; ".join(parts)] if parts else []
-
-
-def as_list(value: Any) -> list[Any]:
-    """A list as it is, or one value as a list."""
-    return value if isinstance(value, list) else [value]
 
 
 def describe_function(spec: str | Mapping[str, Any]) -> str:
