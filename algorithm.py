@@ -69,9 +69,9 @@ from kit.data.metrics import (
 )
 from kit.data.selection import check_failures, select_trainable, take_groups
 from kit.errors import NonFiniteStep, SkippedStep
+from kit.rollout.inputs import RunInputs
 from kit.runs import checkpoints, cli
 from kit.runs.checkpoints import LoopState
-from kit.runs.prepare import RunInputs
 
 # Functions import training.py when they need it: verl and vLLM take 10 s to import. A recipe with
 # an error fails before that, and a run imports them while Ray starts.

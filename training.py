@@ -53,7 +53,9 @@ from kit.config.user_functions import (
     select_arguments,
 )
 from kit.data import token_rewards
+from kit.data.episode import Episode
 from kit.errors import RunError, SkippedStep
+from kit.rollout.inputs import RunInputs
 
 REWARD_MODEL = "reward_model"  # the reward component of a reward model
 COMPONENTS = "reward_components"  # array of the batch: [B] of {name: value}
@@ -248,11 +250,10 @@ def compute_step_metrics(
 # --- batches: add here the tensors that a custom advantage reads ---------------------------------
 
 
-def to_batch(episodes: Sequence[Any], inputs: Any, config: DictConfig) -> DataProto:
+def to_batch(episodes: Sequence[Episode], inputs: RunInputs, config: DictConfig) -> DataProto:
     """Make verl's batch from episodes, with the model inputs of their images.
 
-    inputs: kit.runs.prepare.RunInputs. The trainer divides its logits by the temperature of
-    sampling, as the rollout engine does.
+    The trainer divides its logits by the temperature of sampling, as the rollout engine does.
     """
     temperature = config.actor_rollout_ref.rollout.temperature
     batch = build_batch(episodes, inputs.tokenizer.pad_token_id, temperature)
@@ -260,11 +261,11 @@ def to_batch(episodes: Sequence[Any], inputs: Any, config: DictConfig) -> DataPr
     return batch
 
 
-def build_batch(episodes: Sequence[Any], pad_token_id: int, temperature: float) -> DataProto:
+def build_batch(episodes: Sequence[Episode], pad_token_id: int, temperature: float) -> DataProto:
     """Make verl's batch from the token ids, masks, log-probs and rewards of B episodes.
 
-    episodes: kit.data.episode.Episode. The names of their reward components come from verifiers. So
-    the batch has all components in one array of dicts, where no name can replace a tensor.
+    The names of reward components come from verifiers. So the batch has all components in one array
+    of dicts, where no name can replace a tensor.
     """
     prompt_lengths = torch.tensor([len(e.prompt_ids) for e in episodes])  # [B]
     response_lengths = torch.tensor([len(e.response_ids) for e in episodes])  # [B]
@@ -297,7 +298,7 @@ def build_batch(episodes: Sequence[Any], pad_token_id: int, temperature: float) 
     return DataProto.from_dict(tensors, non_tensors=arrays, meta_info=meta_info)
 
 
-def place_rewards(episodes: Sequence[Any], width: int) -> torch.Tensor:
+def place_rewards(episodes: Sequence[Episode], width: int) -> torch.Tensor:
     """Write the reward to the last token of each response -> float32 [B, R]. width: R.
 
     If the environment gave turn rewards, the last token of each turn gets the reward of that turn.
@@ -310,11 +311,12 @@ def place_rewards(episodes: Sequence[Any], width: int) -> torch.Tensor:
             scores[row, span.end - 1] += turn_rewards[k]
         shaped = episode.shaped_reward
         reward = episode.reward if shaped is None else shaped
+        assert reward is not None, f"{episode.row_id} was not verified"
         scores[row, len(episode.response_ids) - 1] += reward - sum(turn_rewards)
     return torch.from_numpy(scores)
 
 
-def number_turns(episodes: Sequence[Any], width: int) -> torch.Tensor:
+def number_turns(episodes: Sequence[Episode], width: int) -> torch.Tensor:
     """Number the turns of the policy from 0 -> int64 [B, R], -1 elsewhere. width: R.
 
     A turn keeps its number if a filter masks it in `response_mask`.
@@ -488,7 +490,7 @@ def compute_values(critic: WorkerGroup, batch: DataProto, config: DictConfig) ->
 
 
 def add_reward_model_scores(
-    reward_model: WorkerGroup, episodes: Sequence[Any], inputs: Any, config: DictConfig
+    reward_model: WorkerGroup, episodes: Sequence[Episode], inputs: RunInputs, config: DictConfig
 ) -> None:
     """Give each episode the reward component `reward_model`: the head's output at the last token.
 

@@ -194,7 +194,7 @@ def make_servers(case: Case, gpus: Gpus, loop: Any) -> Any:
     """Return the kit's Servers over the simulated GPUs, without Ray, vLLM and Gym."""
     config, _ = load_config(["math"], [f"trainer.one_step_off={case.one_step_off}"])
     processor = TextProcessor(make_tokenizer(""))
-    inputs = SimpleNamespace(
+    inputs: Any = SimpleNamespace(
         tokenizer=processor.tokenizer,
         processor=processor,
         template=ChatTemplate(processor, {STOP_ID}),

@@ -162,7 +162,7 @@ def make_tasks(count: int) -> list[Task]:
 def make_context(config: DictConfig, sampler: Sampler, count: int, tokens: int) -> SamplerContext:
     """Return the context of a rollout in which all `count` episodes run concurrently."""
     processor = TextProcessor(make_tokenizer(RESPONSE_TEXT))
-    inputs = SimpleNamespace(
+    inputs: Any = SimpleNamespace(
         tokenizer=processor.tokenizer,
         processor=processor,
         template=ChatTemplate(processor, {STOP_ID}),

@@ -25,7 +25,7 @@ is on and has this hook (`call`). The hooks:
     begin_imports(config)                     start work that can overlap with the checks
     hooks that start something: see kit/runs/launch.py
 
-config: the recipe. command: train, rollout, evaluate or sft. inputs: kit.runs.prepare.RunInputs.
+config: the recipe. command: train, rollout, evaluate or sft. inputs: kit.rollout.inputs.RunInputs.
 hf_config: the Hugging Face configuration of the model. A problem is an Exception or a text.
 """
 
@@ -40,7 +40,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from kit.errors import ConfigError
 
@@ -96,6 +96,12 @@ def uses_rollout_workers(config: DictConfig, command: str) -> bool:
     return bool(command != "sft" and config.actor_rollout_ref.rollout.agent.num_workers)
 
 
+def may_use_judges(config: DictConfig, command: str) -> bool:
+    """Whether the run starts a Gym server, whose settings may name a judge."""
+    servers = [server for server in config.gym.servers.values() if OmegaConf.is_dict(server)]
+    return uses_judges(config, command) or any(server.get("start") for server in servers)
+
+
 def uses_judges(config: DictConfig, command: str) -> bool:
     """Whether a verifier uses a language model as a judge."""
     return bool(config.gym.judges)
@@ -131,11 +137,12 @@ EXTRAS = [
     ),
     Extra("kit.extras.supervisor", "every run", always, ("before_ray", "after_ray"), True),
     Extra("kit.extras.report", "every run", always, ("write_report",), True),
+    Extra("kit.extras.judges", "a Gym server", may_use_judges, ("check_recipe",), True),
     Extra(
         "kit.extras.judges",
         "gym.judges",
         uses_judges,
-        ("check_recipe", "check_inputs", "summary_lines", "before_ray"),
+        ("check_inputs", "summary_lines", "before_ray"),
     ),
     Extra(
         "kit.extras.policy_programs",

@@ -31,6 +31,7 @@ from kit.errors import RunError
 from kit.gym.python_verifiers.pool import make_pools
 from kit.gym.verifiers import make_verifiers
 from kit.rollout.client import Client
+from kit.rollout.inputs import RunInputs
 from kit.rollout.sampler import EpisodeRequest, SamplerContext, Sampling, make_sampler_context
 
 MAX_CALLS = 10_000  # concurrent calls of one actor; a call is a group of episodes
@@ -87,7 +88,7 @@ class RolloutWorker:
         config: DictConfig,
         servers: dict[str, Any],
         urls: Mapping[str, str],
-        inputs: Any,
+        inputs: RunInputs,
         timeout_s: float,
         logs: Path,
     ):
@@ -140,7 +141,7 @@ class RolloutWorkers:
         config: DictConfig,
         context: SamplerContext,
         urls: Mapping[str, str],
-        inputs: Any,
+        inputs: RunInputs,
         logs: Path,
     ):
         count = config.actor_rollout_ref.rollout.agent.num_workers

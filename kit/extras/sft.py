@@ -34,10 +34,10 @@ from kit.data.tasks import FileEntry, parse_entries
 from kit.data.verl_rows import parse_messages
 from kit.errors import ConfigError
 from kit.rollout.chat_template import ChatTemplate, RenderError
+from kit.rollout.inputs import RunInputs
 from kit.runs import checkpoints, prepare
 from kit.runs.checkpoints import LoopState
 from kit.runs.console import format_value, say
-from kit.runs.prepare import RunInputs
 from kit.runs.run_dir import Run
 
 if TYPE_CHECKING:  # verl takes 7 s to import

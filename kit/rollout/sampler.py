@@ -20,6 +20,7 @@ from kit.data.episode import ABORTED, PolicyVersion, PolicyVersions
 from kit.data.processor import TextProcessor
 from kit.errors import RunError
 from kit.rollout.chat_template import ChatTemplate
+from kit.rollout.inputs import RunInputs
 
 Sampling = dict[str, Any]  # vLLM's sampling parameters, from `build_sampling_params`
 DEFAULT_SLOTS = 256
@@ -67,12 +68,12 @@ class SampledResponse(NamedTuple):
 
 
 def make_sampler_context(
-    config: DictConfig, client: Any, inputs: Any, timeout_s: float
+    config: DictConfig, client: Any, inputs: RunInputs, timeout_s: float
 ) -> SamplerContext:
     """Make the context from verl's keys: data.max_*_length, rollout.multi_turn.* and others.
 
     Each engine runs rollout.max_num_seqs sequences concurrently. There is one episode slot for each
-    of them. inputs: of kit.runs.prepare.RunInputs.
+    of them.
     """
     rollout = config.actor_rollout_ref.rollout
     turns = rollout.multi_turn

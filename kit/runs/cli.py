@@ -23,6 +23,7 @@ from kit.config.load import load_config
 from kit.data.episode import Episode
 from kit.errors import ConfigError, RunError, Stop, UserFunctionError
 from kit.gym import network
+from kit.rollout.inputs import RunInputs
 from kit.runs import checkpoints, files, isolation, prepare, summary, trial
 from kit.runs.console import console, remove_control_characters
 
@@ -50,7 +51,7 @@ class Plan(NamedTuple):
 
     config: DictConfig
     defaults: DictConfig  # verl's, with the kit's keys
-    inputs: prepare.RunInputs
+    inputs: RunInputs
     resume_from: Path | None  # a checkpoint
     replayed: list[list[Episode]]  # with --replay: the step's episodes, a list per batch of prompts
     notes: list[str]  # lines to print

@@ -41,9 +41,9 @@ from kit.gym.python_verifiers.pool import make_pools
 from kit.gym.servers import GymServers
 from kit.gym.verifiers import make_verifiers
 from kit.rollout import sampler
+from kit.rollout.inputs import RunInputs
 from kit.runs import files, isolation, node_checks
 from kit.runs.event_loops import make_runner
-from kit.runs.prepare import RunInputs
 from kit.runs.run_dir import Run
 
 JOIN_S = 120.0  # seconds to wait for nodes of a cluster that join after the run starts
@@ -83,6 +83,7 @@ class Launch:
     # further processes to start with the Gym servers, and their names for the console
     gym_processes: list[Any] = dataclasses.field(default_factory=list)
     gym_process_names: list[str] = dataclasses.field(default_factory=list)
+    serves_policy: bool = False  # whether a feature calls the policy endpoint
     python: str = sys.executable  # the interpreter of Ray's workers
     # values that a feature keeps between its hooks
     state: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -187,7 +188,7 @@ def start_sampling(
     else:
         manager = loop.run(inference.start_standalone_servers(config))
     context = connect_to_engine(launch, manager)
-    if serves_agents(config):
+    if serves_agents(launch):
         server = openai_server.serve(context, endpoint.host, endpoint.port, endpoint.api_key)
         enter(server, loop, launch.stack)
     if workers:
@@ -213,12 +214,12 @@ def make_policy_endpoint(config: DictConfig) -> PolicyEndpoint:
     return PolicyEndpoint(settings.host, port, key)
 
 
-def serves_agents(config: DictConfig) -> bool:
-    """Whether anything calls the policy endpoint: an agent, a judge, or a client of the user's."""
-    starts = [server.get("start") or {} for server in config.gym.servers.values()]
+def serves_agents(launch: Launch) -> bool:
+    """Whether anything calls the policy endpoint: an agent, a feature, or the user's client."""
+    settings = launch.config.gym
+    starts = [server.get("start") or {} for server in settings.servers.values()]
     has_agent = any(start.get("agent") for start in starts)
-    is_judge = "policy" in config.gym.judges.values()
-    return bool(has_agent or is_judge or config.gym.policy_endpoint.port)
+    return bool(has_agent or launch.serves_policy or settings.policy_endpoint.port)
 
 
 def connect_to_engine(launch: Launch, manager: Any) -> Any:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ from kit.config.keys import to_plain
 from kit.config.load import ACTOR, FSDP, MICRO_BATCH_TOKENS, MODEL, ROLLOUT, raise_all
 from kit.config.resources import sequence_parallel_size
 from kit.data import generated_rows
-from kit.data.processor import TextProcessor
 from kit.data.row_files import find_files, read_raw_rows
-from kit.data.tasks import FileRows, RowSource, TaskLoader, is_function
+from kit.data.tasks import FileRows, TaskLoader, is_function
 from kit.errors import ConfigError, UserFunctionError
 from kit.gym import network, process_specs
 from kit.gym.python_verifiers.settings import (
@@ -33,6 +31,7 @@ from kit.gym.python_verifiers.settings import (
 )
 from kit.rollout import template_trial
 from kit.rollout.chat_template import OUTPUTS, PARALLEL, TURNS, ChatTemplate
+from kit.rollout.inputs import RunInputs
 from kit.runs.console import say
 from kit.runs.verifier_trial import try_verifiers
 
@@ -44,33 +43,6 @@ FILES = {  # {command: the keys that it reads}; the first key must be set
     "rollout": [TRAIN],
     "evaluate": [VAL],
 }
-
-
-@dataclasses.dataclass
-class RunInputs:
-    """All that a run needs besides its configuration: tasks, tokenizer, functions."""
-
-    train: list[Any]  # env.Task; for sft, sft.Example
-    validation: list[Any]
-    dropped: list[str]  # rows whose prompt is over data.max_prompt_length
-    tokenizer: Any
-    processor: TextProcessor  # or the one of a model that reads images
-    template: ChatTemplate
-    stop_ids: set[int]  # ids that end a response
-    reward: Callable[[Any], float]  # episode -> the reward to train on
-    filters: list[Callable[[list[Any]], list[Any]]]  # env.filters, then algorithm.filter_groups
-    sampler: Callable[..., list[env.Task]]  # (tasks, size, batch, seed, pass_rates) -> tasks
-    source: RowSource  # the tasks of each batch
-    model: Any  # the Hugging Face configuration of the model's text part
-    verifiers: PythonVerifiers
-    generated: list[env.Task] = dataclasses.field(default_factory=list)  # from functions, batch 1
-    trials: list[str] = dataclasses.field(default_factory=list)  # results of a verifier's trial
-    per_epoch: float = math.inf  # prompts for each row of files to be used once; inf without files
-
-    @property
-    def tasks(self) -> list[Any]:
-        """Every task that is known before the run."""
-        return [*self.train, *self.generated, *self.validation]
 
 
 def prepare(config: DictConfig, command: str = "train") -> RunInputs:
@@ -325,10 +297,8 @@ def check_server_entry(
             "server, port, config}. Change it."
         )
     elif keys == ["start"]:
-        judges = to_plain(config.gym.judges) or {}
         try:
             process_specs.check_server(name, server)
-            process_specs.check_judges(name, server["start"], judges)
         except network.GymStartError as error:
             yield error
 

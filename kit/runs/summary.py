@@ -22,7 +22,8 @@ from kit.config.user_functions import needs
 from kit.gym.python_verifiers.settings import count_processes
 from kit.rollout import template_trial
 from kit.rollout.chat_template import TURNS
-from kit.runs.prepare import RunInputs, find_unsandboxed
+from kit.rollout.inputs import RunInputs
+from kit.runs.prepare import find_unsandboxed
 
 ENGINES = {"vllm": "vLLM", "hf": "transformers", "sglang": "SGLang"}
 MAX_DROPPED = 5  # dropped rows that the summary names

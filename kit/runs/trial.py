@@ -21,6 +21,7 @@ from kit.config.user_functions import (
 )
 from kit.data.episode import Episode, append_tokens
 from kit.errors import UserFunctionError
+from kit.rollout.inputs import RunInputs
 
 TEXT = "So the answer is 7."
 GROUPS = 2
@@ -47,12 +48,12 @@ class NeedsVerifier(Exception):  # noqa: N818  (no error: the trial ends here)
     """A function reads a field that only a real verifier fills in."""
 
 
-def try_functions(config: DictConfig, inputs: Any) -> None:
+def try_functions(config: DictConfig, inputs: RunInputs) -> None:
     """Call every custom function of a recipe once, to find mistakes before the workers start.
 
-    inputs: kit.runs.prepare.RunInputs. Without training tasks (evaluate, sft) there is nothing to
-    call. A function that reads fields of the verifier's answer is not checked, since these are
-    unknown before a run. Raises UserFunctionError.
+    Without training tasks (evaluate, sft) there is nothing to call. A function that reads fields of
+    the verifier's answer is not checked, since these are unknown before a run. Raises
+    UserFunctionError.
     """
     tasks = [*inputs.train, *inputs.generated]
     if not tasks or not isinstance(tasks[0], env.Task):
@@ -120,7 +121,7 @@ def try_loss(config: DictConfig) -> None:
         ) from error
 
 
-def fake_episodes(inputs: Any, n: int) -> list[Episode]:
+def fake_episodes(inputs: RunInputs, n: int) -> list[Episode]:
     """Make n synthetic responses to each of the first two rows. Those of a row are a group.
 
     In a group, the rewards rise from 0 to 1 and the responses get longer. The first response ended
@@ -135,7 +136,7 @@ def fake_episodes(inputs: Any, n: int) -> list[Episode]:
     return episodes
 
 
-def fake_episode(inputs: Any, task: env.Task, group: int, member: int, n: int) -> Episode:
+def fake_episode(inputs: RunInputs, task: env.Task, group: int, member: int, n: int) -> Episode:
     """One synthetic response to a row."""
     ids = inputs.tokenizer.encode(TEXT, add_special_tokens=False)
     repeats = member + 1

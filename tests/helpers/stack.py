@@ -16,8 +16,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from kit.extras.report.metric_docs import find_metric
+from kit.rollout.inputs import RunInputs
 from kit.rollout.sampler import make_sampler_context
-from kit.runs import prepare
 from kit.runs.checkpoints import LoopState
 from tests.helpers.recipes import GYM_PYTHON, ROOT, load, metrics_of
 
@@ -56,7 +56,7 @@ class Stack:
     """The processes that tests share: Gym servers, Ray, an FSDP actor and vLLM."""
 
     config: DictConfig
-    inputs: prepare.RunInputs
+    inputs: RunInputs
     workspace: Path
     workers: Any  # training.Workers
     servers: Any  # inference.Servers

@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from kit.extras.preflight import attention, memory, node
+from kit.rollout.inputs import RunInputs
 
 
 def check_workers(config: DictConfig, command: str) -> Iterator[str]:
@@ -31,12 +32,12 @@ def check_model(config: DictConfig, hf_config: Any, command: str) -> Iterator[st
     yield from memory.find_excess(config, hf_config.get_text_config(), command)
 
 
-def warnings(config: DictConfig, inputs: Any, command: str) -> Iterator[str]:
+def warnings(config: DictConfig, inputs: RunInputs, command: str) -> Iterator[str]:
     """Everything that will not fit, or is missing on this node."""
     yield from memory.find_shortages(config, inputs.model, command)
     yield from node.find_problems(config, inputs.model, command)
 
 
-def dry_run_lines(config: DictConfig, inputs: Any, command: str) -> list[str]:
+def dry_run_lines(config: DictConfig, inputs: RunInputs, command: str) -> list[str]:
     """The attention if it is not verl's, and the estimated memory of each stage."""
     return [*attention.describe(config, command), *memory.describe(config, inputs.model, command)]

@@ -1,0 +1,42 @@
+"""All that a run needs besides its configuration. kit/runs/prepare.py loads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import env
+from kit.data.episode import Episode
+from kit.data.processor import TextProcessor
+from kit.data.tasks import RowSource
+from kit.gym.python_verifiers.settings import PythonVerifiers
+from kit.rollout.chat_template import ChatTemplate
+
+
+@dataclasses.dataclass
+class RunInputs:
+    """All that a run needs besides its configuration: tasks, tokenizer, functions."""
+
+    train: list[Any]  # env.Task, or examples for supervised training
+    validation: list[Any]
+    dropped: list[str]  # rows whose prompt is over data.max_prompt_length
+    tokenizer: Any  # of transformers
+    processor: TextProcessor  # or the one of a model that reads images
+    template: ChatTemplate
+    stop_ids: set[int]  # ids that end a response
+    reward: Callable[[Episode], float]  # the reward to train on
+    filters: list[Callable[[list[Episode]], list[Episode]]]  # env.filters, then filter_groups
+    sampler: Callable[..., list[env.Task]]  # (tasks, size, batch, seed, pass_rates) -> tasks
+    source: RowSource  # the tasks of each batch
+    model: Any  # the Hugging Face configuration of the model's text part
+    verifiers: PythonVerifiers
+    generated: list[env.Task] = dataclasses.field(default_factory=list)  # from functions, batch 1
+    trials: list[str] = dataclasses.field(default_factory=list)  # results of a verifier's trial
+    per_epoch: float = math.inf  # prompts for each row of files to be used once; inf without files
+
+    @property
+    def tasks(self) -> list[Any]:
+        """Every task that is known before the run."""
+        return [*self.train, *self.generated, *self.validation]
