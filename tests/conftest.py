@@ -19,6 +19,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import torch
 
 from tests.helpers.models import make_model, make_vision_model
 from tests.helpers.recipes import load, write_task
@@ -27,6 +28,9 @@ from tests.helpers.stack import SESSION, Stack, kill_workers, session
 # A test may take any time on a machine that is busy.
 hypothesis.settings.register_profile("quintet", deadline=None)
 hypothesis.settings.load_profile("quintet")
+
+# Tensors of tests are small, so more threads would only wait for each other.
+torch.set_num_threads(1)
 
 # If a shell starts the tests in the background, they ignore SIGINT, and so does every process that
 # they start. Undo that.

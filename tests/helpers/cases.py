@@ -48,6 +48,13 @@ def tiny_recipe() -> DictConfig:
     return load_config((str(CPU), str(RECIPE)), [])[0]
 
 
+@functools.cache
+def tiny_actor() -> DictConfig:
+    """The actor's section of the tiny recipe, without interpolations."""
+    actor = tiny_recipe().actor_rollout_ref.actor
+    return OmegaConf.create(OmegaConf.to_container(actor, resolve=True))
+
+
 # --- episodes ------------------------------------------------------------------------------------
 
 
@@ -196,13 +203,12 @@ def weigh_tokens(mask: np.ndarray, mode: str, width: int | None = None) -> np.nd
 
 def make_actor_config(policy_loss=None, **changes):
     """The actor's configuration in the form of verl's workers: verl's defaults and changes."""
-    policy = OmegaConf.to_container(tiny_recipe().actor_rollout_ref, resolve=True)
     settings = {
         "clip_ratio_high": 0.28,
         **changes,
         "policy_loss": {**LOSS_SETTINGS, **(policy_loss or {})},
     }
-    return omega_conf_to_dataclass(OmegaConf.merge(OmegaConf.create(policy).actor, settings))
+    return omega_conf_to_dataclass(OmegaConf.merge(tiny_actor(), settings))
 
 
 def compute_loss_and_gradient(name, d, mode="token-mean", config=None, weights=None):
