@@ -43,7 +43,7 @@ import env
 from gym_client import Gym, GymError, find_routed_tools, function_call, message, response
 from kit.data.row_files import read_raw_rows
 from kit.data.verl_rows import parse_row
-from kit.extras.judges import judge_proxy, judge_settings
+from kit.extras.judges import judge_proxy, judge_settings, list_models
 from kit.gym import network, process_specs
 from kit.gym import servers as gym_servers
 
@@ -336,7 +336,7 @@ def attempt(result: Result, rows: list[dict[str, Any]], start: dict[str, Any], l
     """Start a server with a stub of its judges, and request rewards. Raises MissingError."""
     name = result.name
     try:
-        models = process_specs.find_judges(name, start).values()
+        models = list_models(name, start).values()
         result.judges = ", ".join(sorted(set(models)))
         judge = Stub()
         settings = {model: {"base_url": judge.url, "model": "stub"} for model in models}
@@ -344,7 +344,9 @@ def attempt(result: Result, rows: list[dict[str, Any]], start: dict[str, Any], l
         with (
             judge_proxy.JudgeProxy(judges) as proxy,
             gym_servers.running_servers(
-                {name: {"start": start}}, logs, judge_specs=proxy.process_specs()
+                {name: {"start": start}},
+                logs,
+                other_specs=proxy.process_specs(logs, start["python"]),
             ) as urls,
         ):
             asyncio.run(request_rewards(result, urls[name], rows, judge))

@@ -106,8 +106,8 @@ def test_the_policy_learns_from_a_judge(stack, tmp_path):
     changes = [f"env.train_files=[{{path: judged.jsonl, server: {name}}}]", NO_EVALUATION]
     settings = judge_settings.Judge("judge_model", judge.url, "stub", timeout_s=10.0)
     with judge_proxy.JudgeProxy({"judge_model": settings}) as proxy:
-        specs = proxy.process_specs()
-        with gym_servers.running_servers({name: start}, tmp_path, judge_specs=specs) as urls:
+        specs = proxy.process_specs(tmp_path, str(GYM_PYTHON))
+        with gym_servers.running_servers({name: start}, tmp_path, other_specs=specs) as urls:
             gym = stack.servers.loop.run(gym_client.Gym(urls).__aenter__())
             changes.append(f"gym.servers.{name}.url={urls[name]}")
             with stack.trainer("judged", *changes, gym=gym) as trainer:

@@ -27,13 +27,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kit import extras
 from kit.config.keys import ROOT
-from kit.gym import network, server_process
+from kit.gym import network
 from kit.gym.network import HOST, GymStartError
 from kit.gym.server_process import AGENTS, ENVIRONMENTS, MODELS, RESOURCES, ProcessSpec
 
@@ -162,84 +162,17 @@ def find_folder(name: str, start: Mapping[str, Any]) -> str:
     raise GymStartError(f"{key}.path={path}: {problem}. Copy templates/verifier to start from.")
 
 
-# --- judges --------------------------------------------------------------------------------------
-
-
-def find_judges(name: str, start: Mapping[str, Any]) -> dict[str, str]:
-    """Return the models that the settings of a server name as judges: {key: model}.
-
-    Returns {} if nemo-gym has no such server.
-    """
-    folder = find_folder(name, start)
-    package = find_package(str(start.get("python") or PYTHON))
-    if package is None or not (package / RESOURCES / folder / "app.py").is_file():
-        return {}
-    spec = {
-        "kind": RESOURCES,
-        "folder": folder,
-        "resources_server": folder,
-        "host": HOST,
-        "port": 0,
-    }
-    spec["overrides"] = start.get("config") or {}
-    return dict(server_process.find_judges(server_process.build_settings(spec, package)))
-
-
-def check_judges(name: str, start: Mapping[str, Any], models: Collection[str]) -> None:
-    """Check that a server's judges are configured. models: names of gym.judges.
-
-    Raises GymStartError.
-    """
-    judges = find_judges(name, start)
-    folder = find_folder(name, start)
-    server = folder if start.get("path") else f"nemo-gym's {folder}"
-    configured = set(models)
-    if start.get("agent"):
-        configured.add(POLICY_MODEL)
-    for key, model in judges.items():
-        if model not in configured:
-            raise GymStartError(
-                f"gym.servers.{name}: {server} needs the model {model} ({key}). Set "
-                f"gym.judges.{model}, or set another {key} in gym.servers.{name}.start.config. "
-                'See docs/guides/judges.md, "Configure judges".'
-            )
-
-
-def complete_judge_spec(
-    spec: Mapping[str, Any], starts: Sequence[Mapping[str, Any]], log_dir: Path
-) -> ProcessSpec:
-    """Return the spec of a judge's process with the values that the judge does not set.
-
-    starts: the `start` sections of the servers. The first `python` in them is the interpreter of
-    the judge's process.
-    """
-    complete = {"port": network.find_free_port(), "host": HOST}
-    complete["log"] = str(log_dir / f"gym_{spec['name']}.log")
-    if "command" not in spec:
-        python = next((start["python"] for start in starts if start.get("python")), PYTHON)
-        complete["kind"] = MODELS
-        complete["python"] = str(Path(python).absolute())
-        complete["resources_server"] = ""
-        complete["config_key"] = f"gym.judges.{spec['name']}.config"
-    return {**complete, **spec}
-
-
 # --- processes -----------------------------------------------------------------------------------
 
 
 def plan_processes(
-    name: str,
-    start: Mapping[str, Any],
-    policy: Mapping[str, Any] | None,
-    models: Collection[str] = (),
+    name: str, start: Mapping[str, Any], policy: Mapping[str, Any] | None
 ) -> list[ProcessSpec]:
     """Return the specs of the processes of one server; the last one answers for its name.
 
-    policy: {base_url, api_key, model} for agents. models: as for `check_judges`. Raises
-    GymStartError.
+    policy: {base_url, api_key, model} for agents. Raises GymStartError.
     """
     check_server(name, {"start": start})
-    check_judges(name, start, models)
     host = start.get("host") or HOST
     folder = find_folder(name, start)
     shared = {

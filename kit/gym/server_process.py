@@ -44,8 +44,6 @@ RESOURCES = "resources_servers"  # kinds of servers: folders of the nemo-gym pac
 MODELS = "responses_api_models"
 AGENTS = "responses_api_agents"
 ENVIRONMENTS = "environment_servers"  # since Gym 0.7
-# settings that switch a verifier's judge off if they are false
-JUDGE_SWITCHES = ("should_use_judge", "use_judge", "enable_llm_judge")
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 ProcessSpec = dict[str, Any]
 
@@ -222,29 +220,6 @@ def read_yaml_entries(folders: Iterable[Path], preferred: str) -> Iterator[dict[
         for path in sorted((folder / "configs").glob("*.yaml"), key=by_name):
             entries = yaml.safe_load(path.read_text()) or {}
             yield from (entry for entry in entries.values() if isinstance(entry, dict))
-
-
-# --- judges --------------------------------------------------------------------------------------
-
-
-def find_judges(config: dict[str, Any]) -> dict[str, str]:
-    """Return {key: name} of the models in the settings of a resources server.
-
-    Returns {} if the settings switch the judge off.
-    """
-    if any(config.get(key) is False for key in JUDGE_SWITCHES):
-        return {}
-    names = {key: value["name"] for key, value in config.items() if is_model_reference(value)}
-    if config.get("judge_server_name"):  # verifif
-        names["judge_server_name"] = config["judge_server_name"]
-    return names
-
-
-def is_model_reference(value: Any) -> bool:
-    """Return whether a setting names a model server."""
-    if not isinstance(value, dict):
-        return False
-    return value.get("type") == MODELS and isinstance(value.get("name"), str)
 
 
 def use_remote_genrm() -> None:

@@ -31,7 +31,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 from threading import Event, Thread
@@ -43,7 +43,6 @@ from kit.gym.network import GymStartError
 from kit.gym.process_specs import (
     POLICY_MODEL,
     PYTHON,
-    complete_judge_spec,
     plan_processes,
     resolve_python,
 )
@@ -68,7 +67,7 @@ class GymServers:
 
     servers: {name: {url: ...} or {start: ...}}. process_specs.py lists the keys of `start`.
     policy: {base_url, api_key, model} of the endpoint that agents use.
-    judge_specs: specs of processes that verifiers use as judges.
+    other_specs: complete specs of processes that the servers use, such as model servers.
 
     A server that dies is restarted on its port, and `on_restart(name)` is called from a thread. For
     the other processes of an agent, the name is policy_model or {name}_{agent}.
@@ -79,15 +78,15 @@ class GymServers:
         servers: Mapping[str, Mapping[str, Any]],
         log_dir: Path,
         policy: Mapping[str, Any] | None = None,
-        judge_specs: Iterable[ProcessSpec] = (),
+        other_specs: Iterable[ProcessSpec] = (),
         on_restart: Callable[[str], None] = lambda _: None,
     ):
         self.servers = servers
         self.log_dir = log_dir
         self.policy = policy
-        self.judge_specs = judge_specs
         self.urls: dict[str, str] = {}  # by server
-        self.specs: dict[str, ProcessSpec] = {}  # by process
+        self.other_specs = {spec["name"]: spec for spec in other_specs}
+        self.specs = dict(self.other_specs)  # by process
         self.processes: dict[str, Popen[bytes]] = {}
         self.on_restart = on_restart
         self._is_closed = Event()
@@ -95,25 +94,20 @@ class GymServers:
 
     def start(self) -> None:
         """Check all servers, then start the processes without waiting. Raises GymStartError."""
-        starts = [server.get("start") or {} for server in self.servers.values()]
-        if not all(server.get("url") for server in self.servers.values()):
-            for spec in self.judge_specs:
-                self.specs[spec["name"]] = complete_judge_spec(spec, starts, self.log_dir)
-        judges = list(self.specs)
         for name, server in self.servers.items():
             if server.get("url"):
                 self.urls[name] = str(server["url"]).rstrip("/")
                 network.wait_ready(name, self.urls[name])
             else:
-                self._plan(name, server.get("start") or {}, judges)
+                self._plan(name, server.get("start") or {})
         for name, spec in self.specs.items():
             self.processes[name] = start_server(spec, self.specs.values())
 
-    def _plan(self, name: str, start: Mapping[str, Any], judges: Sequence[str]) -> None:
+    def _plan(self, name: str, start: Mapping[str, Any]) -> None:
         """Add the specs of the processes of one server, and its URL."""
-        for spec in plan_processes(name, start, self.policy, judges):
+        for spec in plan_processes(name, start, self.policy):
             process = spec["name"]
-            is_shared = process == POLICY_MODEL and POLICY_MODEL not in judges
+            is_shared = process == POLICY_MODEL and POLICY_MODEL not in self.other_specs
             if process in self.specs and not is_shared:
                 raise GymStartError(
                     f"gym.servers: two processes have the name {process}. Rename {name}."

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from kit.extras import gym_environments
+from kit.extras.judges import list_models
 from kit.gym import process_specs
 from kit.gym.network import GymStartError
 from tests.helpers.recipes import GYM_PYTHON, ROOT
@@ -61,7 +62,7 @@ def test_an_environment_can_be_made_for_an_interpreter_that_a_script_starts(tmp_
     package = process_specs.find_package(python)
     assert package.samefile(SITE_PACKAGES)
     judges = {"judge_model_server": "judge_model"}
-    assert process_specs.find_judges("physics_judge", {"python": python}) == judges
+    assert list_models("physics_judge", {"python": python}) == judges
     monkeypatch.setattr(process_specs, "environment_folder", lambda *_: tmp_path / "new" / "mcqa")
     new_python = gym_environments.install_environment("mcqa", python)
     command = "import fastapi, nemo_gym, resources_servers.mcqa, sys; print(sys.prefix)"

@@ -204,8 +204,8 @@ def comparing_verifier(tmp_path):
         "genrm_model_server": {"type": "responses_api_models", "name": "judge_model"},
     }
     with JudgeProxy({"judge_model": Judge("judge_model", judge.url, "stub")}) as proxy:
-        specs = proxy.process_specs()
-        with running_servers({"groups": {"start": start}}, tmp_path, judge_specs=specs) as urls:
+        specs = proxy.process_specs(tmp_path, str(GYM_PYTHON))
+        with running_servers({"groups": {"start": start}}, tmp_path, other_specs=specs) as urls:
             yield urls["groups"]
 
 

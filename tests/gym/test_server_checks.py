@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import re
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from kit.errors import ConfigError
-from kit.extras import monitor
+from kit.extras import judges, monitor
 from kit.extras.judges import judge_settings
 from kit.gym import network, process_specs, server_process
 from kit.gym.network import FetchError, GymStartError, discover_servers, fetch, find_free_port
@@ -74,7 +75,7 @@ def test_an_invalid_folder_of_a_server_is_an_error_of_one_line(start, problem):
 
 
 def test_a_server_in_a_folder_has_the_settings_of_its_yaml(tmp_path, monkeypatch):
-    """Its judge must be configured, although nemo-gym's server of the same name has none."""
+    """It names a judge, although nemo-gym's server of the same name does not."""
     (tmp_path / "mcqa" / "configs").mkdir(parents=True)
     (tmp_path / "mcqa" / "app.py").touch()
     judge = "{type: responses_api_models, name: judge_model}"
@@ -82,11 +83,12 @@ def test_a_server_in_a_folder_has_the_settings_of_its_yaml(tmp_path, monkeypatch
     (tmp_path / "mcqa" / "configs" / "any.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
     start = {**START, "path": "mcqa"}
-    plan = partial(process_specs.plan_processes, "x", start, None)
+    models = judges.list_models("x", start)
+    assert models == {"judge_model_server": "judge_model"}
+    (message,) = judges.find_missing_judges("x", start, models, {})
     problem = r"/mcqa needs the model judge_model .*\. Set gym\.judges\.judge_model.* See docs/"
-    with pytest.raises(GymStartError, match=problem):
-        plan()
-    (spec,) = plan(["judge_model"])
+    assert re.search(problem, message)
+    (spec,) = process_specs.plan_processes("x", start, None)
     assert spec["folder"] == str(tmp_path / "mcqa")
     assert server_process.build_settings(spec, tmp_path / "no package")["depth"] == 3
 

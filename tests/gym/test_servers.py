@@ -119,9 +119,9 @@ def test_a_server_sees_its_settings_and_no_secret_that_its_recipe_does_not_name(
     judges = judge_settings.build_judges({"judge": judge}, 60.0)
     earlier = list_children()  # processes of other tests, such as Ray
     with judge_proxy.JudgeProxy(judges) as proxy:
-        specs = list(proxy.process_specs())
+        specs = proxy.process_specs(tmp_path, str(GYM_PYTHON))
         with running_servers(
-            {"shop": {"start": start}}, tmp_path, policy=policy, judge_specs=specs
+            {"shop": {"start": start}}, tmp_path, policy=policy, other_specs=specs
         ) as urls:
             children = [child for pid, child in list_children().items() if pid not in earlier]
             process_texts = {child.pid: read_process(child.pid) for child in children}

@@ -18,16 +18,17 @@ from urllib.parse import urlsplit
 from kit.errors import ConfigError
 from kit.extras.judges.judge_settings import Judge
 from kit.gym import network
-from kit.gym.server_process import ProcessSpec
+from kit.gym.process_specs import make_spec
+from kit.gym.server_process import MODELS, ProcessSpec
 
 DEFAULT_START_TIMEOUT_S = 600.0  # for a vLLM to load its model
 REPOSITORY = Path(__file__).parents[3]
 
 
-def model_server_spec(judge: Judge, base_url: str, api_key: str) -> ProcessSpec:
+def model_server_spec(judge: Judge, base_url: str, api_key: str, python: str) -> ProcessSpec:
     """Return the process of Gym's model server for a judge.
 
-    base_url, api_key: of the judge proxy.
+    base_url, api_key: of the judge proxy. python: interpreter with nemo-gym.
     """
     prefix = "openai_" if judge.server == "openai_model" else ""
     settings: dict[str, Any] = {
@@ -37,10 +38,14 @@ def model_server_spec(judge: Judge, base_url: str, api_key: str) -> ProcessSpec:
     }
     if judge.server in ("vllm_model", "genrm_model"):
         settings |= {"return_token_id_information": False, "uses_reasoning_parser": False}
+    overrides = settings | judge.config
+    spec = make_spec(judge.name, MODELS, judge.server, overrides, f"gym.judges.{judge.name}.config")
     return {
-        "name": judge.name,
-        "folder": judge.server,
-        "overrides": settings | judge.config,
+        **spec,
+        "python": str(Path(python).absolute()),
+        "host": network.HOST,
+        "port": network.find_free_port(),
+        "resources_server": "",
         "hidden_variables": [judge.key_name] if judge.key_name else [],
     }
 
@@ -74,6 +79,7 @@ def vllm_process_spec(judge: Judge) -> ProcessSpec:
         "command": command + _format_options(arguments),
         "env": env,
         "visible_variables": ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"],  # to download the model
+        "host": network.HOST,
         "port": port,
         "start_timeout_s": float(start.get("deadline_s") or DEFAULT_START_TIMEOUT_S),
     }

@@ -24,7 +24,8 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -33,6 +34,7 @@ from aiohttp import web
 from kit.extras.judges.judge_processes import model_server_spec, vllm_process_spec
 from kit.extras.judges.judge_settings import Judge
 from kit.gym import network
+from kit.gym.process_specs import PYTHON
 from kit.gym.server_process import ProcessSpec
 
 RETRYABLE_STATUS = {408, 409, 425, 429, 500, 502, 503, 504, 520, 529}
@@ -283,13 +285,20 @@ class JudgeProxy:
                 counts.clear()
         return metrics
 
-    def process_specs(self) -> Iterator[ProcessSpec]:
-        """Yield the processes that serve the judges: Gym's model servers, and vLLM servers."""
+    def process_specs(self, log_dir: Path, python: str | None = None) -> list[ProcessSpec]:
+        """Return the processes that serve the judges: Gym's model servers, and vLLM servers.
+
+        python: interpreter with nemo-gym; by default that of `make gym`.
+        """
+        specs = []
         for judge in self.judges.values():
             if judge.start:
-                yield vllm_process_spec(judge)
+                specs.append(vllm_process_spec(judge))
             url = f"http://{network.HOST}:{self.port}/{judge.name}/v1"
-            yield model_server_spec(judge, url, self.key)
+            specs.append(model_server_spec(judge, url, self.key, python or PYTHON))
+        for spec in specs:
+            spec["log"] = str(log_dir / f"gym_{spec['name']}.log")
+        return specs
 
     def _run(self) -> None:
         asyncio.run(self._serve())

@@ -182,7 +182,7 @@ def test_a_key_is_neither_written_nor_given_to_servers(monkeypatch, tmp_path):
     built = build_judges({"judge_model": spec}, 60.0)
     assert built["judge_model"].key == "sk-very-secret"
     assert "sk-very-secret" not in repr(built)
-    (process,) = JudgeProxy(built).process_specs()
+    (process,) = JudgeProxy(built).process_specs(tmp_path)
     assert "sk-very-secret" not in repr(process)
     assert "sk-very-secret" not in "".join(describe_judges(built))
     config, _ = load_config([], [f"gym.judges={{judge_model: {json.dumps(spec)}}}"])
@@ -199,3 +199,26 @@ def test_a_key_is_neither_written_nor_given_to_servers(monkeypatch, tmp_path):
     assert "sk-very-secret" not in repr(environment)
     assert config.gym.judges.judge_model.api_key_env == "JUDGE_KEY"
     assert "sk-very-secret" not in str(redacted(config))
+
+
+# --- the judges that a server's settings name ----------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["should_use_judge", "use_judge", "enable_llm_judge"])
+def test_a_server_whose_settings_switch_its_judge_off_has_no_judge(key):
+    settings = {"judge_model_server": {"type": "responses_api_models", "name": "j"}}
+    assert judges.find_models({**settings, key: False}) == {}
+    for value in (True, None, 0, "no"):  # Gym also switches a judge off only for `false`
+        assert judges.find_models({**settings, key: value}) == {"judge_model_server": "j"}
+
+
+def test_the_judges_of_a_server_are_the_models_in_its_settings():
+    settings = {
+        "one": {"type": "responses_api_models", "name": "j"},
+        "two": {"type": "responses_api_models", "name": "k"},
+        "other": {"type": "resources_servers", "name": "x"},
+        "unnamed": {"type": "responses_api_models"},
+        "judge_server_name": "v",
+    }
+    models = {"one": "j", "two": "k", "judge_server_name": "v"}
+    assert judges.find_models(settings) == models
