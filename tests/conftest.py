@@ -132,8 +132,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "stack" in item.fixturenames or item.path.stem in STARTS_RUNS:
             item.add_marker(pytest.mark.xdist_group("stack"))
-        elif "chromium" in item.fixturenames:  # two processes must not unpack it concurrently
-            item.add_marker(pytest.mark.xdist_group("chromium"))
     for item in items:
         if not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(timeout_s(item)))
