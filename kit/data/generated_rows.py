@@ -94,7 +94,6 @@ class FunctionRows:
         """
         file = self.entry.file
         rows = self.entry.function(number, size, self.seed, select_pass_rates(file, pass_rates))
-        self.check_different(rows, number)
         parsed = []
         for k, row in enumerate(rows):
             row_id = f"{file}#{number}.{k}"
@@ -104,17 +103,6 @@ class FunctionRows:
         if loaded.dropped:
             raise DataError(f"{self.entry.key}: {explain_drop(loaded.dropped[0])}")
         return loaded.tasks
-
-    def check_different(self, rows: Sequence[Any], number: int) -> None:
-        """Check that no two rows of a batch are one object. Raises UserFunctionError."""
-        first_places: dict[int, int] = {}
-        for k, row in enumerate(rows):
-            first = first_places.setdefault(id(row), k)
-            if first != k:
-                raise UserFunctionError(
-                    f"{self.entry.key}={self.entry.file}: rows {first} and {k} of batch {number} "
-                    "are the same object. Make a new one for each row."
-                )
 
 
 def explain_drop(dropped: str) -> str:

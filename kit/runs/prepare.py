@@ -86,16 +86,7 @@ def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception]
     load_config, which are raised with those of the first group. Raises the errors of `prepare`.
     """
     raise_all([*extras.find_missing(config, command), *find_missing_modules(config)])
-    remove_unused_servers(config)
-    verifiers = PythonVerifiers({}, {})
-    errors = [*problems, *check_files(config, command), *early_problems(config, command)]
-    try:
-        if command != "sft":  # it uses no verifier
-            verifiers = read_verifiers(config)
-            check_any_verifier(config, verifiers)
-    except (UserFunctionError, ConfigError) as error:
-        errors.append(error)
-    raise_all([as_error(problem) for problem in errors])
+    verifiers = check_early(config, command, problems)
     import_external_library(config)
     functions = user_functions.load_recipe_functions(config)
     raise_all([ConfigError(problem) for problem in checks.check_names(config, command)])
@@ -135,6 +126,21 @@ def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception]
         model=files.hf_config.get_text_config(),
         verifiers=verifiers,
     )
+
+
+def check_early(config: DictConfig, command: str, problems: Sequence[Exception]) -> PythonVerifiers:
+    """The first group of checks -> the Python verifiers of the recipe, none for `sft`."""
+    remove_unused_servers(config)
+    verifiers = PythonVerifiers({}, {})
+    errors = [*problems, *check_files(config, command), *early_problems(config, command)]
+    try:
+        if command != "sft":
+            verifiers = read_verifiers(config)
+            check_any_verifier(config, verifiers)
+    except (UserFunctionError, ConfigError) as error:
+        errors.append(error)
+    raise_all([as_error(problem) for problem in errors])
+    return verifiers
 
 
 def find_missing_modules(config: DictConfig) -> Iterator[ConfigError]:

@@ -52,9 +52,6 @@ def yields(batch, size, seed, pass_rates):
 def no_rows(batch, size, seed, pass_rates):
     return [*rows(batch, size - 1, seed, pass_rates), ["say 7"]]
 
-def twice(batch, size, seed, pass_rates):
-    return rows(batch, 1, seed, pass_rates) * size
-
 def long(batch, size, seed, pass_rates):
     return [make_row("x" * 99) for _ in range(size)]
 
@@ -199,10 +196,6 @@ def test_a_function_may_generate_rows_of_verl_and_rows_for_other_commands(folder
         (
             "{function: my_tasks.py:no_rows}",
             "my_tasks.py:no_rows#1.7: the row is a list, not an object",
-        ),
-        (
-            "{function: my_tasks.py:twice}",
-            "my_tasks.py:twice: rows 0 and 1 of batch 1 are the same object",
         ),
         (
             "{function: my_tasks.py:long}",
