@@ -7,6 +7,8 @@ that pass, the tokens of an episode equal the template's own rendering of the wh
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 import re
 from typing import Any, NamedTuple
 
@@ -55,15 +57,23 @@ EMPTY_THOUGHT = re.compile(
 )
 
 
-def make_template(public: PublicTemplate) -> ChatTemplate:
+@functools.cache
+def try_once(name: str) -> ChatTemplate:
+    """The template with this name, after its trial."""
+    public = load(name)
     template = ChatTemplate(TextProcessor(public.tokenizer), public.stop_ids)
     template.failures = try_template(template)
     return template
 
 
-@pytest.fixture(scope="module")
-def formats():
-    return checks.list_tool_formats()
+def make_template(public: PublicTemplate) -> ChatTemplate:
+    return copy.copy(try_once(public.name))
+
+
+@functools.cache
+def list_readable_formats(name: str) -> list[str]:
+    """The tool parsers that read a template's calls."""
+    return list(find_tool_formats(try_once(name), checks.list_tool_formats()))
 
 
 @pytest.fixture
@@ -228,11 +238,11 @@ def encode_answers(template, conversation) -> list[list[int]]:
     return answers
 
 
-def find_setting(template, formats) -> tuple[int, str] | None:
+def find_setting(public, template) -> tuple[int, str] | None:
     """Find how many calls to make in one answer, and the tool parser; None if tools are refused."""
     if {TOOLS, CALLS, OUTPUTS, PARALLEL, ANSWERS} & template.failures.keys():
         return None
-    readable = list(find_tool_formats(template, formats))
+    readable = list_readable_formats(public.name)
     assert readable, "no tool parser reads the template's calls"
     one_call = template.is_harmony or readable[0] == "llama3_json"
     return (1 if one_call or not template.shows_two_calls else 2), readable[0]
@@ -251,9 +261,9 @@ class ToolEpisode(NamedTuple):
     tool_format: str
 
 
-def play_tools(public, template, formats) -> ToolEpisode | None:
+def play_tools(public, template) -> ToolEpisode | None:
     """Play an episode with three answers; None if the template lacks a part that it needs."""
-    setting = find_setting(template, formats)
+    setting = find_setting(public, template)
     if not setting:
         return None
     count, tool_format = setting
@@ -268,9 +278,9 @@ def play_tools(public, template, formats) -> ToolEpisode | None:
 
 
 @pytest.mark.parametrize("public", NAMES, indirect=True)
-def test_an_episode_with_tools_has_the_templates_tokens(public, formats):
+def test_an_episode_with_tools_has_the_templates_tokens(public):
     template = make_template(public)
-    played = play_tools(public, template, formats)
+    played = play_tools(public, template)
     if not played:
         return  # a recipe that needs this is refused
     episode = played.episode
@@ -292,9 +302,9 @@ def assert_chat_is_the_episode(episode, messages, task, template) -> None:
 
 
 @pytest.mark.parametrize("public", NAMES, indirect=True)
-def test_the_endpoint_gives_an_agent_the_same_tokens(public, formats):
+def test_the_endpoint_gives_an_agent_the_same_tokens(public):
     template = make_template(public)
-    played = play_tools(public, template, formats)
+    played = play_tools(public, template)
     if not played:
         return  # a recipe that needs this is refused
     outputs = [*played.outputs]
@@ -318,7 +328,7 @@ def test_the_endpoint_gives_an_agent_the_same_tokens(public, formats):
 
 
 @pytest.mark.parametrize("public", NAMES, indirect=True)
-def test_an_unfinished_thought_is_no_answer_and_makes_no_calls(public, formats):
+def test_an_unfinished_thought_is_no_answer_and_makes_no_calls(public):
     template = make_template(public)
     if {PROMPTS, ANSWERS} & template.failures.keys() or template.is_harmony:
         return  # refused, or in tests/rollout/test_harmony.py
@@ -328,7 +338,7 @@ def test_an_unfinished_thought_is_no_answer_and_makes_no_calls(public, formats):
     start, end = template.markers
     is_open = opened.rstrip().endswith(start)
     is_usable = template.failures.keys() <= {LATER_SYSTEM}
-    readable = list(find_tool_formats(template, formats)) if is_usable else []
+    readable = list_readable_formats(public.name) if is_usable else []
     context = make_context(None, public, template, readable[0] if readable else "hermes")
     call = make_call("a", {"text": "a draft"})
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
