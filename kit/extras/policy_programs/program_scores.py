@@ -51,7 +51,10 @@ def score_code(
     arguments: dict[str, Any],
     memory: int,
 ) -> CallResult:
-    """Score a response that is code (the hook of __init__.py)."""
+    """Score a response that is code, in the process of a verifier. Raises VerifierError.
+
+    verifier: verl's scorer with its settings. arguments: of its call. memory: bytes.
+    """
     data_source = arguments["data_source"]
     settings = verifier.keywords
     name = "prime_math"

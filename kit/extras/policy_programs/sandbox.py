@@ -11,8 +11,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from omegaconf import DictConfig
 
 from kit.config.keys import ROOT
 
@@ -28,6 +30,16 @@ OPTIONS = (
 VARIABLES = (*("--setenv", "TMPDIR", "/tmp"), *("--setenv", "KIT_SANDBOX", "1"))
 
 
+def check_recipe(config: DictConfig, command: str) -> Iterator[str]:
+    """Check env.verifier_pool.sandbox: it is known, and works on this machine."""
+    name = config.env.verifier_pool.sandbox
+    problem = find_problem()
+    if name not in NAMES:
+        yield f"env.verifier_pool.sandbox={name} is not supported. Choose null or bwrap."
+    elif problem:
+        yield f"env.verifier_pool.sandbox={name}: {problem}, or set it to null."
+
+
 @functools.cache
 def find_problem() -> str:
     """Return the reason why bubblewrap cannot be used on this machine, empty if it can."""
@@ -36,7 +48,7 @@ def find_problem() -> str:
             "bubblewrap is not installed. Install it "
             "(Debian and Ubuntu: apt-get install bubblewrap)"
         )
-    command = wrap_command(["true"], [])
+    command = sandbox_command(["true"], [])
     try:
         trial = subprocess.run(command, capture_output=True, text=True, timeout=TRIAL_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -49,7 +61,7 @@ def find_problem() -> str:
     )
 
 
-def wrap_command(command: Sequence[str], readable_folders: Sequence[Path]) -> list[str]:
+def sandbox_command(command: Sequence[str], readable_folders: Sequence[Path]) -> list[str]:
     """Return the command line that runs `command` in a sandbox.
 
     readable_folders: folders in the home directory or /tmp that the command must read. The sandbox

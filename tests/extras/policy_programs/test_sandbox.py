@@ -34,7 +34,7 @@ def build_router(tmp_path, monkeypatch):
 
 def test_a_sandbox_hides_the_folder_of_temporary_files_at_any_path(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    command = sandbox.wrap_command(["true"], [])
+    command = sandbox.sandbox_command(["true"], [])
     hidden = {path for option, path in itertools.pairwise(command) if option == "--tmpfs"}
     assert {"/tmp", str(tmp_path)} <= hidden
 
