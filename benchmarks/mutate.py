@@ -61,7 +61,6 @@ PROJECT = (
     "training",
     "env",
     "gym_client",
-    "gym_messages",
     "kit",
     "templates",
     "tests",

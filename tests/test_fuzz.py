@@ -10,7 +10,6 @@ import json
 import math
 import re
 import tempfile
-import time
 from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
@@ -24,14 +23,17 @@ from hypothesis.configuration import set_hypothesis_home_dir
 import env
 import gym_client
 from gym_client import (
+    BodyFields,
     Gym,
     GymError,
     StepResult,
     VerifyResult,
+    find_kind,
     message_response,
+    parse_routes,
     parse_verify_result,
+    sanitize_json,
 )
-from gym_messages import BodyFields, find_kind, parse_routes
 from kit.data import rollout_files
 from kit.data.episode import Episode, append_tokens, from_output_items
 from kit.data.row_files import parse_object
@@ -185,7 +187,7 @@ def is_writable(value) -> bool:
 )
 def test_a_result_is_finite_and_bounded_or_an_error(body, row):
     try:
-        result = parse_verify_result(body, row=row)
+        result = parse_verify_result(sanitize_json(body), row=row)
     except GymError as error:
         assert error.reason in ("bad_answer", "masked")
         assert is_writable([str(error), error.details])
@@ -234,7 +236,6 @@ def run_client(kind: str, script: list[tuple[int, bytes]], arguments: str = "{}"
     results = []
 
     async def request(self, method, path, *_):
-        self.health.answered_at = time.monotonic()  # otherwise the client would wait
         return script.pop(0) if len(script) > 1 else script[0]
 
     async def run():
@@ -461,7 +462,7 @@ loadable_rows = st.builds(
 @given(turns, verify_answers, loadable_rows, texts, st.sampled_from(["ok", "timeout"]))
 def test_a_written_episode_is_read_again(tmp_path_factory, turns, body, row, text, status):
     try:
-        result = parse_verify_result(body, row=row)
+        result = parse_verify_result(sanitize_json(body), row=row)
     except GymError:
         result = VerifyResult(0.5)
     episode = Episode(

@@ -231,11 +231,10 @@ def test_an_error_names_an_unknown_server():
         asyncio.run(run())
 
 
-def test_the_example_in_the_docstring_needs_only_the_two_client_files(tmp_path):
+def test_the_example_in_the_docstring_needs_only_the_file_of_the_client(tmp_path):
     header = gym_client.__doc__
-    code = textwrap.dedent(header.split("only aiohttp:")[1].split("Why aiohttp")[0])
-    for name in ("gym_client.py", "gym_messages.py"):
-        shutil.copy(ROOT / name, tmp_path)
+    code = textwrap.dedent(header.split("and pydantic:")[1].split("Why aiohttp")[0])
+    shutil.copy(ROOT / "gym_client.py", tmp_path)
     packages = GYM_PYTHON.parent.parent
     examples = packages.glob("lib/*/site-packages/resources_servers/mcqa/data/example.jsonl")
     shutil.copy(next(examples), tmp_path / "rows.jsonl")

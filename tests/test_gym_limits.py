@@ -8,8 +8,7 @@ import json
 
 import pytest
 
-from gym_client import Gym, GymError, function_call, message_response
-from gym_messages import MAX_ANSWER_BYTES
+from gym_client import MAX_ANSWER_BYTES, Gym, GymError, function_call, message_response
 from tests.helpers.http import (
     ROW,
     VERIFY_ROUTES,
@@ -88,18 +87,13 @@ def test_a_redirect_to_an_invalid_location_is_a_one_line_error(location):
 
 # --- sizes ---------------------------------------------------------------------------------------
 
-LISTS = b'{"reward": 1.0, "x": [' + b"[]," * 2_700_000 + b"[]]}"
-MOST_LISTS = b'{"reward": 1.0, "x": [' + b"[]," * 90_000 + b"[]]}"
-NUMBERS = b'{"reward": 1.0, "x": [' + b"1.5," * 1_000_000 + b"1]}"
+TEXT = b'{"reward": 1.0, "x": "' + b"answer " * 1_000_000 + b'"}'
+LISTS = b'{"reward": 1.0, "x": [' + b"[]," * 90_000 + b"[]]}"
+NUMBERS = b'{"reward": 1.0, "x": [' + b"1.5," * 300_000 + b"1]}"
 
 
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [(LISTS, "too_large"), (MOST_LISTS, ""), (NUMBERS, "")],
-    ids=["lists", "most lists", "numbers"],
-)
-def test_no_answer_blocks_the_event_loop(answer, reason):
-    """Without the limit, 8 MiB of empty lists blocked the loop for 3.8 s and took 377 MiB."""
+@pytest.mark.parametrize("answer", [TEXT, LISTS, NUMBERS], ids=["text", "lists", "numbers"])
+def test_no_answer_blocks_the_event_loop(answer):
     server = ScriptedServer(**{**VERIFY_ROUTES, "verify": [(200, answer)]})
     rewards = []
 
@@ -108,10 +102,8 @@ def test_no_answer_blocks_the_event_loop(answer, reason):
         async with Gym({"s": server.url}) as gym, gym.session("s", ROW) as session:
             rewards.append((await verify_x(session)).reward)
 
-    assert measure_longest_pause(run, 0.15) < 0.15
-    assert rewards == ([] if reason else [1.0])
-    if reason:
-        assert catch_reason(verify_result, answer) == reason
+    assert measure_longest_pause(run, 0.1) < 0.1
+    assert rewards == [1.0]
 
 
 def test_an_answer_may_be_as_long_as_its_request():
@@ -134,13 +126,11 @@ def test_details_and_components_of_a_result_are_bounded_and_sanitized():
         "extracted": "B",
         "_ng_x": 1,
         "judge": "x" * 10**6,
-        "nan": float("nan"),
-        "half": "\ud800a",
     }
     details = verify_result(answer).details
     assert details.pop("_cut").startswith('{"judge": "xxx')
     assert len(json.dumps(details)) < 100
-    assert details == {"extracted": "B", "nan": None, "half": "?a"}
+    assert details == {"extracted": "B"}
     deep = b'{"reward": 1.0, "deep": ' + b"[" * 900 + b"]" * 900 + b"}"
     # The answer itself is one of the 64 levels.
     assert str(verify_result(deep).details["deep"]).count("[") == 63
@@ -186,7 +176,7 @@ def test_deep_nesting_does_not_crash_the_client():
     assert verify_result({"reward": 1.0}, seed_session=[(200, {}, cookie)]).reward == 1.0
 
 
-def test_half_a_surrogate_pair_is_replaced_by_a_question_mark():
+def test_half_a_surrogate_pair_is_sent_as_a_question_mark_and_not_received():
     server = ScriptedServer(look=[(200, b'"\xed\xa0\x80"')], **VERIFY_ROUTES)
     half = '{"q": "\ud83d"}'
 
@@ -203,17 +193,10 @@ def test_half_a_surrogate_pair_is_replaced_by_a_question_mark():
     # The chat template shows the name with the tool's output.
     assert function_call("c", "f\ud800", half)["name"] == "f?"
 
-    outputs = [{"call_id": "c\ud800", "output": "o\ud800"}]
-    step = {"observation": "\ud800", "reward": 1, "info": {"tool_outputs": outputs}}
-    server = ScriptedServer(reset=[(200, {"observation": "go\ud800"})], step=[(200, step)])
-
-    async def play(session):
-        return session.observation, await session.step(message_response("x"))
-
-    first, result = run_session(server.url, play)
-    assert first == "go?"
-    assert result.observation == "?"
-    assert result.tool_outputs == [{"call_id": "c?", "output": "o?"}]
+    assert catch_reason(verify_result, {"reward": 1.0, "extracted": "\ud800"}) == "bad_answer"
+    for raw in (b'{"observation": "go\\ud800"}', b'{"observation": "go\xed\xa0\x80"}'):
+        server = ScriptedServer(reset=[(200, raw)], step=[])
+        assert catch_reason(run_session, server.url, None) == "bad_answer"
 
 
 def test_errors_have_no_control_characters():

@@ -16,8 +16,7 @@ import pytest
 
 from tests.helpers.recipes import ROOT
 
-# The five root files, and gym_messages.py, which is copied together with gym_client.py.
-ROOT_MODULES = ("algorithm", "inference", "training", "env", "gym_client", "gym_messages")
+ROOT_MODULES = ("algorithm", "inference", "training", "env", "gym_client")
 # File and folder names that may exist in the root.
 ROOT_NAMES = (
     *(f"{name}.py" for name in ROOT_MODULES),
@@ -43,7 +42,6 @@ ROOT_NAMES = (
 # __init__.py, which has the table of extras.
 PARTS = (
     ("env",),
-    ("gym_messages",),
     ("gym_client",),
     ("kit.errors",),
     ("kit.extras",),
@@ -241,7 +239,6 @@ def test_templates_import_only_a_few_modules():
     [
         ("env", ("torch", "verl", "ray", "vllm", "gym_client")),
         ("gym_client", ("torch", "verl", "ray", "vllm", "kit", "env")),
-        ("gym_messages", ("torch", "verl", "ray", "vllm", "kit", "env", "gym_client", "aiohttp")),
         ("training", ("aiohttp", "httpx", "vllm", "gym_client", "inference")),
         ("inference", ("training",)),
     ],

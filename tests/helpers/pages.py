@@ -30,7 +30,6 @@ CLONED_FILES = (
     "templates",
     "configs",
     "gym_client.py",
-    "gym_messages.py",
     "algorithm.py",
     "inference.py",
     "training.py",
