@@ -1,17 +1,15 @@
-"""Outages and lost sessions of a Gym server, and servers or rows that could harm the client."""
+"""Outages and restarts of a Gym server, and the sessions that are lost in them."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import time
 
-import pytest
-
-import gym_client
 from gym_client import Gym, GymError, ServerDownError, message_response
+from kit.gym.network import find_free_port
 from tests.helpers.fault_server import RunningServer
+from tests.helpers.http import VERIFY_ROUTES, ScriptedServer, after
 from tests.helpers.rollouts import TOOL
 
 RESPONSE = message_response("1.0")
@@ -47,54 +45,54 @@ async def verify(gym):
         return await session.verify(RESPONSE)
 
 
+# --- outages -------------------------------------------------------------------------------------
+
+
 def test_a_server_that_refuses_connections_ends_the_run():
-    async def conversation(gym, running):
-        await asyncio.to_thread(running.__exit__)
-        began = time.monotonic()
-        errors = await asyncio.gather(*[catch(verify(gym)) for _ in range(64)])
-        return errors, time.monotonic() - began
+    async def run():
+        async with Gym({"s": url}, outage_budget_s=1.0) as gym:
+            return await asyncio.gather(*[catch(verify(gym)) for _ in range(16)])
 
-    errors, seconds = run_with_gym(conversation, concurrency=64, outage_budget_s=1.0)
-    assert {(type(e), e.reason, e.retryable, e.session_lost) for e in errors} == {
-        (ServerDownError, "server_down", False, False)
-    }
-    message = (
-        r"Gym server s \(http://\S+\) unreachable for \d+ s \(gym\.outage_budget_s=1\)\. "
-        r"Last error: http\S+: ClientConnectorError: .* Restart it, then rerun .* resume"
-    )
-    assert all(re.match(message, str(error)) for error in errors)
-    assert 1.0 < seconds < 30.0
+    url = f"http://127.0.0.1:{find_free_port()}"
+    began = time.monotonic()
+    for error in asyncio.run(run()):
+        assert type(error) is ServerDownError
+        assert (error.reason, error.retryable, error.session_lost) == ("server_down", False, False)
+        message = (
+            rf"Gym server s \({url}\) unreachable for \d+ s \(gym\.outage_budget_s=1\)\. "
+            r"Last error: http\S+: ClientConnectorError: .* Restart it, then rerun .* resume"
+        )
+        assert re.match(message, str(error))
+    assert 1.0 < time.monotonic() - began < 30.0
 
 
-@pytest.mark.parametrize(("status", "calls"), [(503, 3), (504, 3), (0, 1)], ids=str)
-def test_a_server_that_answers_no_call_fails_episodes_and_does_not_end_the_run(status, calls):
-    """status 0: /verify has a timeout."""
+def test_a_server_that_does_not_answer_fails_the_episode_and_does_not_end_the_run():
+    server = ScriptedServer(**{**VERIFY_ROUTES, "verify": [after(5.0, (200, {"reward": 1.0}))]})
 
-    async def conversation(gym, running):
-        running.server.hanging = set() if status else {"/verify"}
-        async with gym.session("s", ROW) as session:
-            running.server.status = status
-            error = await catch(session.verify(RESPONSE))
-        return error, running.server.paths
+    async def run():
+        async with Gym({"s": server.url}, timeout_s=1.0, outage_budget_s=0.1) as gym:
+            return await catch(verify(gym))
 
-    error, paths = run_with_gym(conversation, timeout_s=1.0, outage_budget_s=0.1)
-    assert type(error) is GymError
-    assert error.reason == (f"http_{status}" if status else "timeout")
-    assert len([path for path in paths if path != "/openapi.json"]) == 1 + calls
+    error = asyncio.run(run())
+    assert (type(error), error.reason) == (GymError, "timeout")
+    assert server.paths() == ["/seed_session", "/verify"]
 
 
 def test_a_call_that_breaks_and_is_then_refused_is_repeated_until_the_server_is_back():
+    """A call that breaks counts as an attempt. Those that are refused do not."""
+
     async def conversation(gym, running):
-        running.server.hanging = {"/verify"}
+        running.server.fault = "hang"
+        running.server.rng.random = lambda: 0.0  # every call has the fault
         task = asyncio.create_task(verify(gym))
-        while "/verify" not in running.server.paths:
+        while not running.server.faults["/seed_session"]:
             await asyncio.sleep(0.01)
         await asyncio.to_thread(running.__exit__)
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(3.0)  # longer than the pauses between three attempts
         with await asyncio.to_thread(RunningServer, port=running.port):
             return (await task).reward
 
-    assert run_with_gym(conversation) == 1.0
+    assert run_with_gym(conversation, attempts=2) == 1.0
 
 
 # --- lost sessions -------------------------------------------------------------------------------
@@ -109,7 +107,7 @@ def test_a_session_that_is_older_than_its_server_is_not_continued():
             await mutated.call_tool("look_up", "{}")
             await asyncio.to_thread(running.__exit__)
             task = asyncio.create_task(verify(gym))
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.2)  # it is refused
             running.server.forget()
             with await asyncio.to_thread(RunningServer, server=running.server, port=running.port):
                 rewards = [(await task).reward, (await new.verify(RESPONSE)).reward]
@@ -135,49 +133,3 @@ def test_a_restart_by_the_run_loses_sessions_too():
     reward, error = run_with_gym(conversation)
     assert reward == 1.0
     assert (error.reason, error.session_lost) == ("session_lost", True)
-
-
-# --- servers or rows that could harm the client --------------------------------------------------
-
-
-@pytest.mark.parametrize("declared", [False, True])
-def test_an_endless_answer_is_not_read_to_its_end(declared):
-    sent = 0
-
-    async def send_endlessly(_, writer):
-        nonlocal sent
-        length = b"Content-Length: 999999999999\r\n" if declared else b""
-        writer.write(b"HTTP/1.1 200 OK\r\n" + length + b"\r\n")
-        while sent < 2**28:  # far over the limit
-            writer.write(b" " * 2**16)
-            await writer.drain()
-            sent += 2**16
-
-    async def run():
-        server = await asyncio.start_server(send_endlessly, "127.0.0.1", 0)
-        url = "http://{}:{}".format(*server.sockets[0].getsockname())
-        async with server, Gym({"s": url}) as gym:
-            return await catch(gym.routes("s"))
-
-    assert asyncio.run(run()).reason == "too_large"
-    assert sent < gym_client.MAX_ANSWER_BYTES + 16 * 2**20  # the buffers of the sockets hold more
-
-
-def test_no_tool_is_called_through_another_route():
-    names = [".", "..", "/", "../verify", "verify/", "a/b", "%2e", "\\verify", "verify\n"]
-    names += ["", None, 7, "close"]
-    good = "what is it?#"
-    tools = [{"type": "function", "name": name} for name in [*names, good]]
-    row = {**ROW, "responses_create_params": {"input": "x", "tools": tools}}
-
-    async def conversation(gym, running):
-        async with gym.session("s", row) as session:
-            assert session.tools == {good}
-            texts = [await session.call_tool(name, "{}") for name in [*names, good]]
-        return texts, running.server.paths
-
-    texts, paths = run_with_gym(conversation)
-    errors = [json.loads(text) for text in texts[:-1]]
-    assert errors == [{"error": f"Unknown tool: {name}"} for name in names]
-    assert json.loads(texts[-1]) == {"found": "it"}
-    assert paths[1:] == ["/seed_session", "/what%20is%20it%3F%23"]

@@ -56,8 +56,9 @@ class JsonHandler(BaseHTTPRequestHandler):
 class ScriptedServer:
     """An HTTP server with a list of answers for each route. The last answer repeats.
 
-    An answer is (status, JSON or bytes, optional cookie), or "reset". `log` has (path, body,
-    cookie) of each POST request. `openapi` is the answer to GET.
+    An answer is (status, JSON or bytes, optional cookie), a function that returns it, "reset", or
+    "truncated". `log` has (path, body, cookie) of each POST request. `openapi` is the answer to
+    GET.
     """
 
     def __init__(self, **routes):
@@ -74,10 +75,12 @@ class ScriptedServer:
                 server.log.append((self.path, self.read_json(), self.headers.get("cookie")))
                 answers = script[self.path]
                 answer = answers.pop(0) if len(answers) > 1 else answers[0]
-                if answer == "reset":
+                if answer == "truncated":
+                    self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{")
+                if answer in ("reset", "truncated"):
                     self.connection.shutdown(socket.SHUT_RDWR)
                 else:
-                    self.answer(*answer)
+                    self.answer(*(answer() if callable(answer) else answer))
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
@@ -85,6 +88,23 @@ class ScriptedServer:
 
     def paths(self):
         return [path for path, _, _ in self.log]
+
+
+def after(seconds, answer):
+    """Return a function that takes this long to return an answer of a ScriptedServer."""
+
+    def wait():
+        time.sleep(seconds)
+        return answer
+
+    return wait
+
+
+def describe_fields(server, path, *names):
+    """Add required fields of the body of a path to the OpenAPI description of a server."""
+    schema = {"properties": {name: {} for name in names}, "required": list(names)}
+    operation = {"requestBody": {"content": {"application/json": {"schema": schema}}}}
+    server.openapi["paths"][path] = {"post": operation}
 
 
 def run_session(url, conversation, row=ROW):

@@ -1,10 +1,11 @@
-"""Environment Servers of Gym 0.7 and agents: requests, episode indices, failures."""
+"""Agents and Environment Servers of Gym 0.7, which run an episode: requests, results, failures."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import json
+import time
 
 import pytest
 
@@ -13,7 +14,7 @@ from inference import record_failure
 from kit.data import rollout_files
 from kit.data.episode import Episode
 from tests.helpers.fault_server import ENVIRONMENT_SCHEMA
-from tests.helpers.http import MESSAGE, ScriptedServer
+from tests.helpers.http import MESSAGE, ScriptedServer, after, catch_reason
 from tests.helpers.rollouts import FixedRewards, RecordingClient, run_rollout
 
 PARAMS = {"input": "x"}
@@ -46,21 +47,28 @@ def make_environment_server(*answers):
     return server
 
 
-def run_row(server, row=ROW, kind="environment", **settings):
-    """Call /run for the second member of group 41, and return the result."""
+def run_row(server, row=ROW, limit_s=5.0, on_start=None, vocabulary=None, **settings):
+    """Call /run for the second member of group 41, and return the result.
+
+    limit_s: of /run. on_start: (seconds, function that is then called with the Gym).
+    """
 
     async def run():
         async with Gym({"e": server.url}, **settings) as gym:
-            assert await gym.kind("e") == kind
-            return await gym.run("e", row, 5.0, index=EpisodeIndex(41, 1))
+            if on_start:
+                asyncio.get_running_loop().call_later(on_start[0], on_start[1], gym)
+            index = EpisodeIndex(41, 1)
+            return await gym.kind("e"), await gym.run("e", row, limit_s, vocabulary, index)
 
-    return asyncio.run(run())
+    kind, result = asyncio.run(run())
+    assert kind == ("agent" if "components" not in server.openapi else "environment")
+    return result
 
 
-def run_and_catch(answer, **settings) -> GymError:
-    """Call /run of a server with this answer, and return the error that it causes."""
+def run_and_catch(server, **settings) -> GymError:
+    """Call /run of a server, and return the error that it causes."""
     with pytest.raises(GymError) as caught:
-        run_row(make_environment_server(answer), **settings)
+        run_row(server, **settings)
     return caught.value
 
 
@@ -89,20 +97,16 @@ def test_a_task_keeps_the_id_of_its_row(key):
     task = server.log[0][1]["task"]
     assert task["task_id"]["task_id"] == "5"
     assert task["task_input"][key] == 5
-
-
-def test_a_materialized_task_keeps_its_id():
-    server = make_environment_server(SUCCESS)
-    task_id = {"taskset": "env:math", "task_id": "12"}
-    run_row(server, {**ROW, "_ng_task_id": task_id})
-    task = server.log[0][1]["task"]
+    task_id = {"taskset": "env:math", "task_id": "12"}  # of a materialized task
+    run_row(server, {**ROW, key: 5, "_ng_task_id": task_id})
+    task = server.log[1][1]["task"]
     assert task["task_id"] == task_id
     assert "_ng_task_id" not in task["task_input"]
 
 
 def test_an_agent_gets_the_row_with_the_index_of_the_episode():
     server = ScriptedServer(run=[(200, RESULT)])
-    run_row(server, kind="agent")
+    run_row(server)
     assert server.log[0][1] == {**ROW, "_ng_task_index": 41, "_ng_rollout_index": 1}
 
 
@@ -118,8 +122,6 @@ def test_the_members_of_a_group_share_a_task_index_and_have_rollout_indices_from
     tasks = {numbers.task for numbers in gyms[0].numbers + gyms[1].numbers}
     assert len(tasks) == 4  # a server may remember the groups of an earlier rollout
 
-
-def test_an_agent_is_called_with_the_index_of_the_episode():
     gym = FixedRewards(kind="environment")
     run_rollout(RecordingClient(), gym, n=2)
     indices = [arguments[4] for arguments in gym.runs]
@@ -127,11 +129,107 @@ def test_an_agent_is_called_with_the_index_of_the_episode():
     assert len({index.task for index in indices}) == 1
 
 
+# --- results -------------------------------------------------------------------------------------
+
+
+def test_an_agents_run_is_retried_only_while_its_server_is_busy():
+    server = ScriptedServer(run=[(503, ""), (200, {**RESULT, **ROW})])
+    result, response = run_row(server)
+    assert (result.reward, result.details) == (0.5, {"extracted": 7, "mask_sample": False})
+    assert response == {"output": [MESSAGE]}
+    for answer, reason in [((500, "boom"), "http_500"), ((200, {"reward": 1.0}), "bad_answer")]:
+        server = ScriptedServer(run=[answer])
+        assert run_and_catch(server).reason == reason
+        assert server.paths() == ["/run"]
+
+
+def test_an_agents_run_has_a_separate_timeout():
+    server = ScriptedServer(run=[after(1.0, (200, RESULT))])
+    began = time.monotonic()
+    assert run_and_catch(server, limit_s=0.3).reason == "timeout"
+    assert time.monotonic() - began < 0.9
+    result, _ = run_row(server, timeout_s=0.5)  # of the other calls
+    assert result.reward == 0.5
+    assert result.latency_s > 0.9
+
+
+def test_an_agents_run_does_not_count_if_its_server_restarted_during_it():
+    server = ScriptedServer(run=[after(0.6, (200, RESULT))])
+    error = run_and_catch(server, on_start=(0.2, lambda gym: gym.mark_restarted("e")), attempts=1)
+    assert (error.reason, error.session_lost) == ("session_lost", True)
+    result, _ = run_row(server, on_start=(0.2, lambda gym: gym.mark_restarted("another")))
+    assert result.reward == 0.5
+
+
+CALL = {
+    "type": "function_call",
+    "call_id": "c",
+    "name": "f",
+    "arguments": "{}",
+    "prompt_token_ids": None,
+}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "o"}
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        None,
+        {},
+        ["x"],
+        [{}],
+        [{"type": 1}],
+        [{"type": ["x"]}],
+        [{**MESSAGE, "content": None}],
+        [{**MESSAGE, "content": "hi"}],
+        [{**MESSAGE, "content": ["hi"]}],
+        [{**MESSAGE, "content": [{"type": "refusal", "refusal": "no"}]}],
+        [{**MESSAGE, "content": [{"text": 1}]}],
+        [{**CALL, "name": None}],
+        [{**CALL, "name": None, "role": "assistant", "content": []}],
+        [{**CALL, "arguments": {}}],
+        [{**OUTPUT, "output": 7}],
+        [{**MESSAGE, "prompt_token_ids": "12"}],
+        [{**MESSAGE, "prompt_token_ids": [1.0]}],
+        [{**MESSAGE, "prompt_token_ids": ["1"]}],
+        [{**MESSAGE, "prompt_token_ids": [True]}],
+        [{**MESSAGE, "prompt_token_ids": [-1]}],
+        [{**MESSAGE, "generation_token_ids": [10**30]}],
+        [{**MESSAGE, "generation_token_ids": [10**400]}],
+        [{**MESSAGE, "generation_token_ids": [2**31]}],
+        [{**MESSAGE, "generation_token_ids": [[3]]}],
+        [{**MESSAGE, "generation_log_probs": [None]}],
+        [{**MESSAGE, "generation_log_probs": [float("nan")]}],
+        [{**MESSAGE, "generation_log_probs": [float("inf")]}],
+        [{**MESSAGE, "generation_log_probs": [-(10**400)]}],
+        [{**MESSAGE, "generation_log_probs": -0.5}],
+    ],
+    ids=lambda output: str(output)[-80:],
+)
+def test_the_items_of_an_agent_are_checked(output):
+    def run(items, **limits):
+        answer = {"reward": 1.0, "response": {"output": items}}
+        return run_row(ScriptedServer(run=[(200, answer)]), **limits)
+
+    good = [
+        {"type": "reasoning", "summary": []},
+        MESSAGE,
+        CALL,
+        OUTPUT,
+        {"type": "message", "role": "user", "content": "x"},
+    ]
+    assert run(good)[1]["output"] == good
+    assert run(good, vocabulary=4)
+    assert run([])
+    assert catch_reason(run, good, vocabulary=3) == "bad_answer"
+    assert catch_reason(run, output) == "bad_answer"
+
+
 # --- failures ------------------------------------------------------------------------------------
 
 
 def test_a_failure_is_an_error_with_the_stage_and_the_fields_of_the_server():
-    error = run_and_catch(FAILED)
+    error = run_and_catch(make_environment_server(FAILED))
     assert error.reason == "environment_agent"
     assert "at its stage 'agent': the agent crashed" in str(error)
     message = {key: value for key, value in MESSAGE.items() if "token" not in key}
@@ -143,35 +241,30 @@ def test_a_failure_is_an_error_with_the_stage_and_the_fields_of_the_server():
 @pytest.mark.parametrize("stage", [None, "somewhere", "agent\n"])
 def test_failures_at_an_unknown_stage_have_the_same_status(stage):
     failure = {"failure_reason": "x", "terminal": True, "stage": stage}
-    error = run_and_catch({"result": None, "failure": failure})
+    error = run_and_catch(make_environment_server({"result": None, "failure": failure}))
     assert error.reason == "environment_failed"
 
 
-def test_a_failure_with_a_result_is_a_failure():
-    assert run_and_catch({**SUCCESS, "failure": FAILURE}).reason == "environment_agent"
-
-
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "reason"),
     [
-        {"failure": {}},
-        {"failure": "x"},
-        {"failure": {**FAILURE, "terminal": None}},
-        {"failure": {**FAILURE, "failure_reason": None}},
-        {"failure": {**FAILURE, "stage": 1}},
-        {"result": None},
-        {"result": []},
-        {"result": {"reward": 1.0}},
-        {"result": {**RESULT, "reward": None}},
+        ({"failure": {}}, "bad_answer"),
+        ({"failure": "x"}, "bad_answer"),
+        ({"failure": {**FAILURE, "terminal": None}}, "bad_answer"),
+        ({"failure": {**FAILURE, "failure_reason": None}}, "bad_answer"),
+        ({"failure": {**FAILURE, "stage": 1}}, "bad_answer"),
+        ({"failure": FAILURE}, "environment_agent"),  # with a result
+        ({"result": None}, "bad_answer"),
+        ({"result": []}, "bad_answer"),
+        ({"result": {"reward": 1.0}}, "bad_answer"),
+        ({"result": {**RESULT, "reward": None}}, "bad_answer"),
+        ({"result": {**RESULT, "mask_sample": True}}, "masked"),
     ],
-    ids="-".join,
+    ids=str,
 )
-def test_an_answer_without_a_valid_result_and_failure_is_no_reward(changes):
-    assert run_and_catch({**SUCCESS, **changes}).reason == "bad_answer"
-
-
-def test_a_masked_result_of_an_environment_server_is_no_reward():
-    assert run_and_catch({**SUCCESS, "result": {**RESULT, "mask_sample": True}}).reason == "masked"
+def test_an_answer_without_a_valid_result_or_with_a_failure_is_no_reward(changes, reason):
+    server = make_environment_server({**SUCCESS, **changes})
+    assert catch_reason(run_row, server) == reason
 
 
 def test_only_a_failure_that_is_not_terminal_is_retried_with_the_next_attempt_number():
@@ -183,14 +276,13 @@ def test_only_a_failure_that_is_not_terminal_is_retried_with_the_next_attempt_nu
     assert len({each["rollout_id"] for each in ids}) == 1
     for failure, calls in ((failed, 2), (FAILED, 1)):
         server = make_environment_server(failure)
-        with pytest.raises(GymError, match="the agent crashed"):
-            run_row(server, attempts=2)
+        assert "the agent crashed" in str(run_and_catch(server, attempts=2))
         assert len(server.log) == calls
 
 
 def test_a_failure_is_in_the_record_of_its_episode_and_survives_a_replay():
     episode = Episode("rows:1", "4/0", "e", [], row=ROW)
-    record_failure(episode, run_and_catch(FAILED))
+    record_failure(episode, run_and_catch(make_environment_server(FAILED)))
     file = io.BytesIO()
     rollout_files.write_record(file, rollout_files.to_record(episode, 0, 0))
     record = json.loads(file.getvalue())
@@ -203,7 +295,7 @@ def test_a_failure_is_in_the_record_of_its_episode_and_survives_a_replay():
 def test_a_long_partial_response_is_cut():
     item = {**MESSAGE, "content": [{"type": "output_text", "text": "x" * 200_000}]}
     failure = {**FAILURE, "partial_response": {"output": [item]}}
-    error = run_and_catch({**FAILED, "failure": failure})
+    error = run_and_catch(make_environment_server({**FAILED, "failure": failure}))
     assert len(json.dumps(error.details)) < 70_000
     assert error.details["failure_reason"] == "the agent crashed"
 
@@ -217,8 +309,7 @@ def test_the_reason_of_an_agents_failure_is_in_the_error():
         "_ng_failure_stage": "agent",
         "agent_ref": {"name": "a"},
     }
-    with pytest.raises(GymError, match="by _ng_failure_class: no model") as caught:
-        run_row(ScriptedServer(run=[(200, answer)]), kind="agent")
-    assert caught.value.reason == "masked"
-    fields = {k: v for k, v in answer.items() if k.startswith("_ng_failure")}
-    assert caught.value.details == fields
+    error = run_and_catch(ScriptedServer(run=[(200, answer)]))
+    assert error.reason == "masked"
+    assert "by _ng_failure_class: no model" in str(error)
+    assert error.details == {k: v for k, v in answer.items() if k.startswith("_ng_failure")}
