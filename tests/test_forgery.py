@@ -95,21 +95,12 @@ def test_a_redirect_earns_nothing_and_the_other_host_gets_no_request():
     tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
     other = ScriptedServer(verify=[(200, {"reward": 1.0})])
     location = ("Location", f"{other.url}/verify")
-    server = ScriptedServer(**HONEST_ROUTES | {"verify": [(307, {"reward": 1.0}, location)]})
-    server.server.RequestHandlerClass.answer = answer_with_header
+    server = ScriptedServer(
+        **HONEST_ROUTES | {"verify": [(307, {"reward": 1.0}, None, [location])]}
+    )
     episode = play_episode(server.url, ["done"], tokenizer)
     assert (episode.status, episode.reward) == ("http_307", None)
     assert other.log == []
-
-
-def answer_with_header(self, status, body, header=None):
-    text = json.dumps(body).encode()
-    self.send_response(status)
-    self.send_header("Content-Length", str(len(text)))
-    if header:
-        self.send_header(*header)
-    self.end_headers()
-    self.wfile.write(text)
 
 
 def test_a_result_of_another_session_is_not_a_reward():

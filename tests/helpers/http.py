@@ -36,14 +36,16 @@ class JsonHandler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
-    def answer(self, status, body, cookie=None):
+    def answer(self, status, body, cookie=None, headers=()):
+        """Send an answer. headers: further (name, value) pairs; they replace the standard ones."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
-        self.send_header("content-length", str(len(data)))
+        for name, value in ({"content-length": len(data)} | dict(headers)).items():
+            self.send_header(name, str(value))
         if cookie:
             self.send_header("set-cookie", cookie + "; path=/")
         self.end_headers()
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             self.wfile.write(data)
 
     def read_json(self):
@@ -53,12 +55,19 @@ class JsonHandler(BaseHTTPRequestHandler):
         pass
 
 
+def start_server(handler, port=0) -> ThreadingHTTPServer:
+    """Serve HTTP from a thread of this process, until the process ends or it is shut down."""
+    server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
 class ScriptedServer:
     """An HTTP server with a list of answers for each route. The last answer repeats.
 
-    An answer is (status, JSON or bytes, optional cookie), a function that returns it, "reset", or
-    "truncated". `log` has (path, body, cookie) of each POST request. `openapi` is the answer to
-    GET.
+    An answer is (status, JSON or bytes, optional cookie, optional headers), a function that returns
+    it, "reset", or "truncated". `log` has (path, body, cookie) of each POST request. `openapi` is
+    the answer to GET.
     """
 
     def __init__(self, **routes):
@@ -82,8 +91,7 @@ class ScriptedServer:
                 else:
                     self.answer(*(answer() if callable(answer) else answer))
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.server = start_server(Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
     def paths(self):
@@ -186,9 +194,7 @@ class Endpoint:
         self.log = []
         endpoint = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
+        class Handler(JsonHandler):
             def do_GET(self):
                 endpoint.log.append((self.path, dict(self.headers)))
                 self.close_connection = True
@@ -198,13 +204,9 @@ class Endpoint:
             def do_POST(self):
                 self.do_GET()
 
-            def log_message(self, *_):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.server = start_server(Handler, port)
         self.port = self.server.server_port
         self.url = f"http://127.0.0.1:{self.port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def close(self):
         self.server.shutdown()
@@ -215,14 +217,10 @@ def send(status, body, **headers):
     """Return a `handle` of Endpoint that sends a body: JSON, or bytes."""
 
     def handle(handler):
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        handler.send_response(status)
         # Endpoint closes each connection. Without this header, the client would use it again.
-        standard = {"Content-Length": len(data), "Connection": "close"}
-        for name, value in (standard | headers).items():
-            handler.send_header(name.replace("_", "-"), str(value))
-        handler.end_headers()
-        handler.wfile.write(data)
+        standard = {"connection": "close"}
+        named = {name.lower().replace("_", "-"): value for name, value in headers.items()}
+        handler.answer(status, body, headers=standard | named)
 
     return handle
 
@@ -252,22 +250,14 @@ class StubJudge:
         self.log = []
         judge = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
+        class Handler(JsonHandler):
             def reply(self, status, body, headers=()):
                 if body is None:
                     time.sleep(5.0)
                     return
                 if callable(body):
                     body = body(judge.log[-1][2])
-                data = body if isinstance(body, bytes) else json.dumps(body).encode()
-                self.send_response(status)
-                for name, value in [("content-length", str(len(data))), *headers]:
-                    self.send_header(name, value)
-                self.end_headers()
-                with contextlib.suppress(OSError):
-                    self.wfile.write(data)
+                self.answer(status, body, headers=headers)
 
             def do_GET(self):
                 if self.headers.get("authorization") in (None, "Bearer right-key"):
@@ -276,24 +266,18 @@ class StubJudge:
                     self.reply(401, {"error": "who?"})
 
             def do_POST(self):
-                request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                request = self.read_json()
                 judge.log.append((self.path, self.headers.get("authorization"), request))
                 entry = judge.script.pop(0) if len(judge.script) > 1 else judge.script[0]
                 self.reply(*entry)
 
-            def log_message(self, *_):
-                pass
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{server.server_port}/v1"
+        self.url = f"http://127.0.0.1:{start_server(Handler).server_port}/v1"
 
 
 @contextlib.contextmanager
 def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """Serve HTTP from a thread of this process, and yield the address."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server = start_server(handler)
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:
