@@ -69,7 +69,6 @@ def vision_model(workspace) -> Path:
 STARTS_RUNS = (
     "test_cli",
     "test_lost_processes",
-    "test_notebook",
     "test_reliability",
     "test_signals",
 )

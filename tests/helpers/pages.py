@@ -119,6 +119,16 @@ def insert_above_main(path: Path, block: str) -> None:
     path.write_text(path.read_text().replace("\ndef main()", f"\n{block}\n\ndef main()"))
 
 
+def call_command(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call `python algorithm.py` with these arguments in this process. It must start nothing."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["algorithm.py", *words])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(cli, "silence_libraries", lambda: None)
+    with mock.patch.dict(os.environ):  # restores variables that the recipe sets
+        cli.main(lambda plan: pytest.fail("a dry run must not start anything"))
+
+
 def dry_run(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run `algorithm.py` with these arguments and --dry-run, in this process.
 
@@ -129,9 +139,4 @@ def dry_run(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         words.append("--dry-run")
     if not any(word.startswith("actor_rollout_ref.model.path=") for word in words):
         words.append("actor_rollout_ref.model.path=models/SmolLM2-135M-Instruct")
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["algorithm.py", *words])
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(cli, "silence_libraries", lambda: None)
-    with mock.patch.dict(os.environ):  # restores variables that the recipe sets
-        cli.main(lambda plan: pytest.fail("a dry run must not start anything"))
+    call_command(words, folder, monkeypatch)

@@ -1,4 +1,4 @@
-"""Tests of the command `rollout`: the episodes that it collects, and how it resumes."""
+"""Tests of the commands `rollout` and `evaluate`: their episodes and numbers, and a resume."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import os
+import re
+from collections import Counter
 
 import pytest
 
@@ -15,7 +17,7 @@ from kit.rollout.sampler import make_sampler_context
 from kit.runs import collect, prepare
 from kit.runs.launch import Stack
 from kit.runs.run_dir import Run
-from tests.helpers.recipes import CPU, RECIPE, tiny
+from tests.helpers.recipes import CPU, RECIPE, metrics_of, tiny
 from tests.helpers.stack import SESSION
 
 MIX = (
@@ -30,21 +32,22 @@ CHANGES = [
 ]
 
 
-def collect_rollouts(stack, monkeypatch, *changes):
-    """Run the command over the session's servers -> (lines of its file, the run)."""
+def collect_rollouts(stack, monkeypatch, *changes, command="rollout"):
+    """Run a command over the session's servers -> (lines of its file, the run)."""
     import inference
 
     config, _ = load_config(
         [str(CPU), str(RECIPE)], tiny(stack.workspace, *SESSION, *CHANGES, *changes)
     )
-    inputs = prepare.prepare(config, "rollout")
+    inputs = prepare.prepare(config, command)
     session = stack.servers
     context = make_sampler_context(config, session.context.client, inputs, 60.0)
     servers = inference.Servers(config, session.manager, None, context, session.gym, session.loop)
     monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Stack(None, servers))
-    with Run(config, "rollout") as run:
+    with Run(config, command) as run:
         collect.run_command(config, run, inputs)
-    return (run.folder / "rollouts.jsonl").read_text().splitlines(), run
+    name = "evaluation" if command == "evaluate" else "rollouts"
+    return (run.folder / f"{name}.jsonl").read_text().splitlines(), run
 
 
 def test_rollouts_without_training_resume_where_they_stopped(stack, monkeypatch, capsys):
@@ -93,6 +96,31 @@ def test_rollouts_without_training_resume_where_they_stopped(stack, monkeypatch,
         match=r"rollouts\.jsonl:1 is no episode .*older format .*another trainer.experiment",
     ):
         collect_rollouts(stack, monkeypatch)
+
+
+def test_an_evaluation_has_mean_and_pass_at_k_and_the_servers_metrics(stack, monkeypatch, capsys):
+    changes = ["trainer.experiment_name=evaluated", "actor_rollout_ref.rollout.val_kwargs.n=4"]
+    changes += ["actor_rollout_ref.rollout.val_kwargs.do_sample=true", "env.train_files=[]"]
+    changes += ["actor_rollout_ref.rollout.val_kwargs.temperature=1.0"]
+    lines, run = collect_rollouts(stack, monkeypatch, *changes, command="evaluate")
+    records = [json.loads(line) for line in lines]
+    assert len(records) == 32
+    metrics = {}
+    for line in metrics_of(run.folder):
+        metrics |= line
+    mean = sum(r["reward"] for r in records) / 32
+    assert metrics["val-core/reasoning_gym/reward/mean@4"] == pytest.approx(mean)
+    # the server computes this one in /aggregate_metrics
+    assert metrics["val-gym/reasoning_gym/mean/reward"] == pytest.approx(mean)
+    right = Counter(r["_ng_task_index"] for r in records if r["reward"] == 1.0)
+    rates = [metrics[f"val-core/reasoning_gym/acc/pass@{k}"] for k in (1, 2, 4)]
+    for k, rate in zip((1, 2, 4), rates, strict=True):  # Chen et al. 2021, equation 1
+        chances = [1 - math.comb(4 - right[index], k) / math.comb(4, k) for index in range(8)]
+        assert rate == pytest.approx(sum(chances) / 8)
+    output = capsys.readouterr().out
+    assert f"pass@4: {rates[2]:.4g}" in output
+    # the three best and the three worst responses are printed
+    assert len(re.findall(r"' -> '.*reward \d\.\d\d", output)) == 6
 
 
 def test_env_max_rows_limits_the_rows(stack, monkeypatch):
